@@ -34,7 +34,8 @@ The names that the front doors use for values (any lower-case word is a value na
     grads outputs                       result names, besides loss, count, state, params, opt and norm
 
 The kinds: F forward, B full backward, I input gradient, W weight gradient, R recompute, U state update, PAIR, SEND,
-RECV, SPLIT, ADD, SCALE, MERGE, REDUCE, GATHER, SCATTER, OFFLOAD, LOAD, FREE, NORM, UPDATE, VALIDATE. The set is open:
+RECV, SPLIT, ADD, SCALE, MERGE, REDUCE, GATHER, SCATTER, OFFLOAD, LOAD, FREE, NORM, UPDATE, VALIDATE,
+UNSCALE. The set is open:
 `register_kind` adds one.
 (The zero-bubble papers write B for our I and BW for our B; the letters here are those of torch.distributed.pipelining.)
 
@@ -189,7 +190,7 @@ KINDS: dict[str, Kind] = {
     "SPLIT": Kind("before"),
     "RECV": Kind("before", lane="copy"),
     "LOAD": Kind("before", lane="copy"),
-    **dict.fromkeys(("ADD", "SCALE", "MERGE", "U", "FREE", "NORM", "UPDATE", "VALIDATE"), Kind("after")),
+    **dict.fromkeys(("ADD", "SCALE", "MERGE", "U", "FREE", "NORM", "UPDATE", "VALIDATE", "UNSCALE"), Kind("after")),
     **dict.fromkeys(("SEND", "OFFLOAD"), Kind("after", lane="copy")),
     **dict.fromkeys(("REDUCE", "GATHER", "SCATTER"), Kind("after", lane="wire")),
 }

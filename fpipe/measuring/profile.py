@@ -90,8 +90,8 @@ def profile(
     alone = runtime == "local"
     halves = with_halves(the_program(program), alone)
     variants = variants_of(halves)
-    opt, rates = example_optim(halves, params) or (None, [])
-    optim: Any = {"opt": opt, "lr": [float(rate) for rate in rates] or None}
+    opt, rates, scale = example_optim(halves, params) or (None, [], None)
+    optim: Any = {"opt": opt, "lr": [float(rate) for rate in rates] or None, "scale": scale}
     runs: Runs = {}
     timelines: list[Timeline] = []
     done, every = 0, len(variants) * (repeats + 1)

@@ -59,14 +59,16 @@ def initial_states(words: UpdateWords, params: Sequence[Any]) -> tuple[Any, ...]
     return tuple(None if stage is None else of_stage(stage) for stage in params)
 
 
-def example_optim(program: Program, params: Sequence[Any]) -> tuple[Any, Any] | None:
-    """Optimizer state and learning rates to trace for, where a program updates parameters."""
+def example_optim(program: Program, params: Sequence[Any]) -> tuple[Any, Any, Any] | None:
+    """Optimizer state, learning rates and loss scale to trace for, where a program updates parameters."""
     op = update_of(program)
     if op is None:
         return None
     wanted = any(value.name == "lr" for value in op.reads)
     rates = [torch.zeros((), dtype=torch.float64, device="cpu") for _ in range(program.steps)]
-    return optimizer_state(program, params), rates if wanted else []
+    scales = any(value.name == "valid" for value in op.reads)
+    scale = torch.ones((), device="cpu"), torch.zeros((), dtype=torch.int32, device="cpu")
+    return optimizer_state(program, params), rates if wanted else [], scale if scales else None
 
 
 def check_update(program: Program, names: Sequence[str] | None) -> None:

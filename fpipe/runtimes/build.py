@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fpipe.model import Model, in_mode
 from fpipe.optimizers.op_words import update_of
-from fpipe.program import Program, the_program
+from fpipe.program import Program, Value, the_program
 from fpipe.runtimes.definition.devices import devices_of
 from fpipe.runtimes.definition.match import check_example, check_match, refuse_lost_constants
 from fpipe.runtimes.definition.post_validation import post_validated
@@ -65,8 +65,8 @@ def build(
             of runtime="distributed" on all ranks, put on one clock.
         check_finite: raise `FloatingPointError` at the first op that writes NaN or an infinite number.
         loss_scale: what the cotangent of the loss is multiplied by, so that small gradients do not vanish in float16.
-            The gradients come multiplied by it; look for infinite ones and divide, as torch's GradScaler does. The loss
-            itself stays as it is.
+            The gradients come multiplied by it; look for infinite ones and divide, as torch's GradScaler does and
+            `update(loss_scale=)` in the program. The loss itself stays as it is.
         mesh: of runtime="distributed", the DeviceMesh whose dimension "pp" has a process for each rank, and that of
             `data_parallel` one for each replica; without it torch.distributed's default group. Each process passes and
             gets only what is its own (`local_params`), and None for other ranks' stages; all of a replica pass its
@@ -89,9 +89,9 @@ def build(
             are. Without it steps are as the context around them says.
 
     Returns:
-        `step(params, batch, *, state=None, key=None, opt=None, lr=None) -> Result`, which changes nothing that it is
-        given, but what is donated. Of a program with an `update` it takes `opt`, as `optimizer_state` makes it, and a
-        learning rate.
+        `step(params, batch, *, state=None, key=None, opt=None, lr=None, scale=None) -> Result`, which changes nothing
+        that it is given, but what is donated. Of a program with an `update` it takes `opt`, as `optimizer_state` makes
+        it, a learning rate, and with a loss scale that.
 
     Raises:
         RuntimeError: of compile=True, inductor cannot compile a stage; why.
@@ -133,6 +133,8 @@ def build(
         if not isinstance(loss_scale, int | float) or not isfinite(loss_scale) or loss_scale <= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"loss_scale is a finite number above 0, such as 2.0**16; found {loss_scale!r}.")
         refuse_no_autocast(autocast)
+        if loss_scale != 1.0 and any(value == Value("scale") for value, _ in the_program(program).inputs):
+            raise ValueError("this program is handed its loss scale in each step: leave loss_scale= out.")
         if donate and update_of(program) is None:
             raise ValueError("donate= is of a program that updates its parameters: put fpipe.update() into it.")
         check_match(program, model)

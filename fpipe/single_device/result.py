@@ -30,7 +30,9 @@ class Result:
         params, opt: the next parameters and the optimizer's state, one pytree per stage, of a program with an `update`.
         norm: the norm of all gradients before they are scaled, where `update(clip=)` asked for it.
         valid: whether that norm was below the clip, where `update(validate="after")` asked for it; if one was not, all
-            that is here is of the steps done again.
+            that is here is of the steps done again. With `update(loss_scale=)` whether all gradients were finite; else
+            nothing was updated.
+        scale: the loss scale of the next step, and for how many steps all gradients have been finite.
         timeline: when each op ran and the most bytes each rank held, where `build(record=True)` asked for it.
 
     >>> import fpipe, torch
@@ -54,6 +56,7 @@ class Result:
     opt: Any = None
     norm: Any = None
     valid: Any = None
+    scale: Any = None
     timeline: Any = None
 
     def __post_init__(self) -> None:

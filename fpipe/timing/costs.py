@@ -323,7 +323,7 @@ class Ticks(Costs):
 
 
 _EXTRA: dict[str, float | Callable[[Op], float]] = dict.fromkeys(
-    ("SPLIT", "ADD", "SCALE", "MERGE", "U", "FREE", "NORM", "VALIDATE"), 0.0
+    ("SPLIT", "ADD", "SCALE", "MERGE", "U", "FREE", "NORM", "VALIDATE", "UNSCALE"), 0.0
 )
 
 

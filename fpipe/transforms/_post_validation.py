@@ -10,7 +10,7 @@ from fpipe.transforms.communicate import communicate, without_frees
 def is_post_validated(program: Program) -> bool:
     """Whether its updates do not wait for the norm that clips them."""
     if "post_validated" not in program.__dict__:
-        checked = any(op.kind == "VALIDATE" for op in program.ops)
+        checked = any(op.kind == "VALIDATE" and op.reads[0].name == "norm" for op in program.ops)
         updates = (op for op in program.ops if op.kind == "UPDATE")
         program.__dict__["post_validated"] = checked and not any(
             value.name == "norm" for op in updates for value in op.reads

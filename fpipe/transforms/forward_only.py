@@ -40,7 +40,7 @@ def forward_only() -> Transform:
     return transform
 
 
-_OF_TRAINING = frozenset(("grads", "input_grads", "state", "params", "opt", "norm", "valid"))
+_OF_TRAINING = frozenset(("grads", "input_grads", "state", "params", "opt", "norm", "valid", "scale"))
 
 
 def _needed_for(program: Program, ends: tuple[Output, ...]) -> Program:

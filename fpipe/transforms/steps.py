@@ -19,7 +19,7 @@ from fpipe.program import PARAMETERS, Input, Op, Output, Program, ProgramError, 
 from fpipe.transforms._rewrite import Transform, rebuilt, refuse_freed, transforming
 
 _EACH_STEP = frozenset(("inputs", "target", "lr"))
-_LAST_ALONE = frozenset(("params", "opt", "state"))
+_LAST_ALONE = frozenset(("params", "opt", "state", "scale"))
 
 
 def steps(count: int, *, stale: int | Literal["stash"] = 0) -> Transform:

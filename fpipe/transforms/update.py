@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from fpipe.order import in_order
 from fpipe.program import PARAMETERS, Input, Op, Output, Program, ProgramError, Value
+from fpipe.transforms._loss_scale import SCALE, scaled_backwards, unscaled, words_of_scale
 from fpipe.transforms._rewrite import (
     Transform,
     homes_of,
@@ -40,6 +41,7 @@ def update(
     clip: float | None = None,
     validate: Literal["before", "after"] = "before",
     grads: bool = False,
+    loss_scale: Literal["dynamic"] | Mapping[str, float] | None = None,
     groups: Mapping[str, Mapping[str, Any]] | None = None,
     **settings: Any,
 ) -> Transform:
@@ -59,7 +61,12 @@ def update(
             norm were below the clip, `result.valid` tells whether it was, and where one was not, all steps of the call
             are done again from what was handed in, with updates that wait. Results are the same, bit by bit, and
             `Timeline.redone` says when it pays.
-        grads: whether the gradients are a result too, as they are before they are scaled.
+        grads: whether the gradients are a result too, as they are before they are clipped.
+        loss_scale: of float16: "dynamic" multiplies the loss's gradient by a scale that a step is handed, as a number
+            such as 2.0**16 or as `result.scale`, and divides the gradients by it. Where one is infinite or NaN, nothing
+            is updated, `result.valid` says so, and the scale halves; after 2,000 steps without one it doubles. A dict
+            with `growth_factor`, `backoff_factor` and `growth_interval` says it otherwise, as in
+            `torch.amp.GradScaler`, whose bits it has.
         groups: settings of parameters by patterns of their names, the first that fits: `{"*norm*":
             {"weight_decay": 0.0}}`. `lr_scale` multiplies the learning rate. Names are those of a state_dict; of
             functions they are the keys on the way to a leaf, with dots between.
@@ -72,7 +79,7 @@ def update(
     Raises:
         TypeError: a rule that is no name and no class.
         ValueError: a clip that is no number above 0, settings that are no literals, a rule that looks at more than
-            gradients, or validate="after" without a clip.
+            gradients, validate="after" without a clip or with a loss scale, or another loss scale.
         ProgramError: gradients are those of single microbatches, the program has its transfers already, or updates.
 
     >>> import fpipe
@@ -96,6 +103,9 @@ def update(
     clips = clip is not None and isfinite(clip)
     if validate == "after" and not clips:
         raise ValueError("validate='after' asks whether a norm was above its clip: say one, such as clip=1.0.")
+    if validate == "after" and loss_scale is not None:
+        raise ValueError("an update waits for whether gradients are finite under a loss scale: leave validate= out.")
+    scaling = None if loss_scale is None else words_of_scale(loss_scale)
 
     @transforming
     def transform(program: Program) -> Program:
@@ -105,9 +115,16 @@ def update(
         after = program.microbatches - 1
         given = {end.value[1:5]: end for end in program.inputs if end.value.name in PARAMETERS}
         inputs, ops, ends = [*program.inputs], [*program.ops], list[Output]()
+        kept = [end for end in program.outputs if end.name.name != "grads"]
         norm = Value(NORM, None, after)
         waits = clips and validate == "before"
         beside = (*([norm] if waits else []), *([] if "lr" in settings else [LR]))
+        if scaling is not None:
+            made, found, valid = unscaled(found, after, _axis(program), scaling)
+            ops = [*scaled_backwards(program), *made]
+            inputs.append(Input(SCALE, (0,)))
+            ends += [Output(SCALE, made[-1].writes[1], (0,)), Output(Value("valid"), valid, (0,))]
+            beside = (*beside, valid)
         if clip is not None:
             ops += _norms(found, norm, _axis(program))
             ends.append(Output(Value(NORM), norm, (0,)))
@@ -125,8 +142,7 @@ def update(
             names = (name._replace(name="params"), state)
             ends += [Output(one, value, homes) for one, value in zip(names, made, strict=True)]
         inputs += [] if "lr" in settings else [Input(LR, (0,))]
-        kept = [end for end in program.outputs if grads or end.name.name != "grads"]
-        outputs = in_order((*kept, *ends))
+        outputs = in_order((*kept, *(found if grads else []), *ends))
         now, placed, outputs = keep_to_data(tuple(inputs), ops, outputs, homes_of(program))
         return rebuilt(program, placed, inputs=now, outputs=outputs)
 

@@ -49,6 +49,11 @@ def trained(
     """The results of a program that updates, and what a plain loop makes of the same."""
     op = update_of(program)
     assert op is not None
+    if any(value.name == "valid" for value in op.reads):
+        raise ValueError(
+            "a loss scale rounds gradients in another way than plain autograd without one: compare the program without "
+            "loss_scale=, or its steps with torch.amp.GradScaler's."
+        )
     opt = optimizer_state(program, params) if opt is None else opt
     lr = LR if lr is None and any(value.name == "lr" for value in op.reads) else lr
     optim = optim_of(program, opt, lr)

@@ -233,9 +233,10 @@ def backward(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]
     if residuals.loss is not None:
         weight = named.get("w", 1.0) if context.model.reduction == "mean" else 1.0
         weight = scaled(weight, context.loss_scale, residuals.loss.dtype)
+    factor = named["scale"][0] if "scale" in named else None
     pairs = zip(op.reads, args, strict=True)
     cotangents = [leaf for value, arg in pairs if value.name in ("dy", "dx") for leaf in arg]  # of one output, the next
-    roots = _roots(residuals, cotangents, named.get("dcarry"), weight)
+    roots = _roots(residuals, cotangents, named.get("dcarry"), weight, factor)
     inputs, carry, params = _gradients(residuals, roots)
     made: dict[str, Callable[[int], Any]] = {
         "dx": inputs.__getitem__,
@@ -247,16 +248,23 @@ def backward(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]
 
 
 def _roots(
-    residuals: Residuals, cotangent: Leaves, carried: Leaves | None, weight: float
+    residuals: Residuals, cotangent: Leaves, carried: Leaves | None, weight: float, scale: Tensor | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """Where the gradient starts: each output that has a cotangent, and the loss with its microbatch's weight."""
+    """Where the gradient starts: each output that has a cotangent, and the loss with its microbatch's weight, times the
+    loss scale of the step."""
     pairs = [
         *zip(residuals.outputs, cotangent, strict=False),
         *zip(residuals.carried, carried or [], strict=False),
     ]
     if residuals.loss is not None:
-        pairs.append((residuals.loss, torch.full_like(residuals.loss, weight)))
+        seed = torch.full_like(residuals.loss, weight)
+        pairs.append((residuals.loss, seed if scale is None else times(seed, scale)))
     return [(root, seed) for root, seed in pairs if _wants(root) and seed is not None]
+
+
+def times(seed: Tensor, scale: Tensor) -> Tensor:
+    """A cotangent of the loss times the loss scale, infinite where its dtype has no such number."""
+    return (seed * scale.to(seed.device)).to(seed.dtype)
 
 
 def _gradients(residuals: Residuals, roots: list[tuple[Tensor, Tensor]]) -> tuple[list[Leaves], Leaves, list[Leaves]]:

@@ -40,12 +40,13 @@ def check_call(program: Program, more: Sequence[Any], key: Any) -> Keys:
     return tuple((fold_in(one), one)[1] for one in key)  # pyright: ignore[reportUnknownVariableType]
 
 
-Optim = tuple[Any, Any] | None
-"""The optimizer's state and the learning rate of a step, where its program updates parameters."""
+Optim = tuple[Any, Any, Any] | None
+"""The optimizer's state, the learning rates and the loss scale of a step, where its program updates parameters."""
 
 
-def optim_of(program: Program, opt: Any, lr: Any) -> Optim:
-    """The optimizer's state and learning rate that a step is handed, the rate as a tensor with the bits of the float.
+def optim_of(program: Program, opt: Any, lr: Any, scale: Any = None) -> Optim:
+    """The optimizer's state, learning rate and loss scale that a step is handed, the rate as a tensor with the bits of
+    the float.
 
     Raises:
         TypeError: a rate that is no number.
@@ -53,7 +54,7 @@ def optim_of(program: Program, opt: Any, lr: Any) -> Optim:
     """
     op = update_of(program)
     if op is None:
-        for word, given in (("opt", opt), ("lr", lr)):
+        for word, given in (("opt", opt), ("lr", lr), ("scale", scale)):
             if given is not None:
                 raise ValueError(f"this program updates no parameters, and takes no {word}=; fpipe.update() does.")
         return None
@@ -68,7 +69,20 @@ def optim_of(program: Program, opt: Any, lr: Any) -> Optim:
     rates: list[Any] = [*lr] if isinstance(lr, list | tuple) else [lr] * program.steps
     if wanted and len(rates) != program.steps:
         raise ValueError(f"lr is one number, or a list of {program.steps}, one for each step; found {len(rates)}.")
-    return opt, [*map(_rate, rates)] if wanted else []
+    scales = any(value.name == "valid" for value in op.reads)
+    if scales is not (scale is not None):
+        none = "this program scales no loss; leave scale= out, or say fpipe.update(loss_scale=)."
+        raise ValueError(_MISSING.format("scale", "scale", "2.0**16") if scales else none)
+    return opt, [*map(_rate, rates)] if wanted else [], _scale(scale) if scales else None
+
+
+def _scale(given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A loss scale, and for how many steps all gradients have been finite: of a number none."""
+    if isinstance(given, int | float) and not isinstance(given, bool) and given > 0:
+        return torch.tensor(float(given)), torch.tensor(0, dtype=torch.int32)
+    if not isinstance(given, tuple) or [getattr(one, "dtype", None) for one in given] != [torch.float32, torch.int32]:  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        raise TypeError(f"scale is a number above 0, or the scale of a result; found {given!r}.")
+    return given  # pyright: ignore[reportUnknownVariableType]
 
 
 def _rate(lr: Any) -> torch.Tensor:
@@ -106,7 +120,8 @@ def bind_inputs(
     found |= _bundles(model, "params", _in_order(model, params))
     found |= {} if state is None else {Value("state", number): one for number, one in enumerate(state)}
     if optim is not None:
-        opt, rates = optim
+        opt, rates, scale = optim
+        found |= {} if scale is None else {Value("scale"): scale}
         found |= {Value("lr", port=step): rate for step, rate in enumerate(rates)}
         found |= _bundles(model, "opt", _in_order(model, opt))
     found |= {value._replace(name="shard"): one for value, one in found.items() if value.name == "params"}

@@ -84,7 +84,7 @@ def lockstep(
     return Result(**{name: one for name, one in named.items() if name in _OF_ALL})
 
 
-_OF_ALL = frozenset(("loss", "grads", "state", "params", "opt", "norm", "valid"))
+_OF_ALL = frozenset(("loss", "grads", "state", "params", "opt", "norm", "valid", "scale"))
 
 
 def _among(each: list[Any], within: int, across: bool, exchange: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:

@@ -107,11 +107,12 @@ def _refuse_lost_updates(program: Program, model: Model, wanted: set[int | None]
 
 
 def _read(op: Op) -> list[Value]:
-    """Reads of an op, whichever the microbatch and wherever the copy; not those that a SPLIT or a slice adds."""
+    """Reads of an op, whichever the microbatch and wherever the copy; not those that a SPLIT, a slice or a loss
+    scale adds."""
     return [
         Value(_WHOLE[value.name]) if value.name in _WHOLE else Value(value.name, value.stage, port=value.port)
         for value in op.reads
-        if value.name not in ("carry", "dcarry", "w")
+        if value.name not in ("carry", "dcarry", "w", "scale")
     ]
 
 

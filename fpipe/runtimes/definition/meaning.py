@@ -31,7 +31,7 @@ from fpipe.runtimes.definition.by_autograd import (
     weight_gradient,
 )
 from fpipe.runtimes.definition.device_moves import moved
-from fpipe.runtimes.definition.updates import norm_of, update_params, validate_norm
+from fpipe.runtimes.definition.updates import norm_of, unscale, update_params, validate
 from fpipe.single_device.batches import batches_of, check_batch, rows_of_each, streams
 from fpipe.single_device.joining import join, join_gradients, join_slices
 from fpipe.single_device.microbatch import cut, cut_sequence, rows
@@ -270,7 +270,8 @@ RULES: dict[str, Rule] = {
     "GATHER": gather_one,
     "NORM": norm_of,
     "UPDATE": update_params,
-    "VALIDATE": validate_norm,
+    "VALIDATE": validate,
+    "UNSCALE": unscale,
     **dict.fromkeys(("SEND", "RECV", "OFFLOAD", "LOAD"), pass_on),
     "FREE": drop,
 }

@@ -1,4 +1,4 @@
-"""Define UPDATE, NORM and VALIDATE: the next parameters and state, the norm of all gradients, whether it clips."""
+"""Define UPDATE, NORM, UNSCALE and VALIDATE: the next parameters and state, and what an update waits for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def update_params(op: Op, args: Sequence[Any], context: StepContext) -> Sequence
     names = names_in(op, spec, context.model)
     at = [k for k, grad in enumerate(grads) if grad is not None]
     before, found, states = ([one[k] for k in at] for one in (leaves, grads, state))
-    said, beside = words.of([names[k] for k in at]), (given.get("norm"), given.get("lr"))
+    said, beside = words.of([names[k] for k in at]), (given.get("norm"), given.get("lr"), given.get("valid"))
     made, after = updated_leaves(words, said, [False] * len(at), before, found, states, *beside)
     for k, param, one in zip(at, made, after, strict=True):
         now[k], state[k] = param.requires_grad_(leaves[k].requires_grad), one
@@ -52,8 +52,14 @@ def updated_leaves(
     states: Sequence[State],
     norm: Tensor | None,
     lr: Tensor | None,
+    valid: Tensor | None,
 ) -> tuple[list[Tensor], list[State]]:
-    """The next parameters and states of leaves that have gradients; those that are the step's `own` are overwritten."""
+    """The next parameters and states of leaves that have gradients; those that are the step's `own` are overwritten.
+    Of gradients that are not `valid` nothing is made."""
+    if valid is not None and not bool(valid):
+        each = zip(params, states, own, strict=True)
+        kept = [(param.detach(), state) if mine else _copied(param, state) for param, state, mine in each]
+        return [param for param, _ in kept], [state for _, state in kept]
     if norm is not None and words.clip is not None:
         share = _share(words.clip, norm)
         grads = [grad * share.to(grad.device) for grad in grads]
@@ -76,9 +82,32 @@ def norm_of(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     return [_stacked([torch.linalg.vector_norm(grad) for grad in grads if grad is not None])]
 
 
-def validate_norm(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
-    """VALIDATE: whether a norm leaves gradients as they are; one that is NaN or infinite does not."""
-    return [_share(dict(op.how)["clip"], args[0]) == 1]
+def _copied(param: Tensor, state: State) -> tuple[Tensor, State]:
+    return param.detach().clone(), {word: one.clone() for word, one in state.items()}
+
+
+def validate(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
+    """VALIDATE: whether a norm leaves gradients as they are; one that is NaN or infinite does not. Or whether no
+    infinite gradients were found, and the scale of the next step, as `torch.amp.GradScaler` has it."""
+    how = dict(op.how)
+    if op.reads[0].name == "norm":
+        return [_share(how["clip"], args[0]) == 1]
+    *flags, (scale, steps) = args
+    valid = torch.stack([flag.to(scale.device) for flag in flags]).amax() == 0
+    grows = valid & (steps + 1 == how["growth_interval"])
+    grown = scale * how["growth_factor"]
+    grown = torch.where(torch.isfinite(grown), grown, scale)
+    after = torch.where(grows, grown, torch.where(valid, scale, scale * how["backoff_factor"]))
+    return [valid, (after, torch.where(valid & ~grows, steps + 1, torch.zeros_like(steps)))]
+
+
+def unscale(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
+    """UNSCALE: gradients divided by the loss scale, in their dtype, and 1 if one of them is infinite or NaN, else 0."""
+    grads, (scale, _) = args
+    inverse = scale.double().reciprocal().float()
+    real = [None if grad is None else grad * inverse.to(grad.device) for grad in grads]
+    odd = [(~torch.isfinite(grad)).any().float() for grad in real if grad is not None]
+    return [real, torch.stack(odd).amax() if odd else torch.zeros(())]
 
 
 def _share(clip: float, norm: Tensor) -> Tensor:

@@ -44,8 +44,8 @@ def walk(
     loss_scale: float = 1.0,
     devices: Sequence[torch.device] = (),
 ) -> Step:
-    """A pure `step(params, batch, *, state=None, key=None, opt=None, lr=None) -> Result` that walks the program in this
-    process."""
+    """A pure `step(params, batch, *, state=None, key=None, opt=None, lr=None, scale=None) -> Result` that walks the
+    program in this process."""
     for op in program.ops:
         for part in op.parts or (op,):
             if part.kind not in RULES:
@@ -65,10 +65,11 @@ def walk(
         key: Any = None,
         opt: Sequence[Any] | None = None,
         lr: Any = None,
+        scale: Any = None,
     ) -> Result:
         refuse_odd_modes()
         keys = check_call(program, more, key)
-        optim = optim_of(program, opt, lr)
+        optim = optim_of(program, opt, lr, scale)
         check_inputs(program, model, params, state, optim)
         if not devices:
             refuse_unloaded(batch, params, state)

@@ -81,8 +81,10 @@ def local(
         key: Any = None,
         opt: Sequence[Any] | None = None,
         lr: Any = None,
+        scale: Any = None,
     ) -> Result:
         refuse_odd_modes()
+        walked = partial(by_hand, params, batch, state=state, key=key, opt=opt, lr=lr, scale=scale)
         for mode in dispatch_modes() if workers else ():
             raise RuntimeError(
                 f"a TorchDispatchMode is on ({type(mode).__name__}), which sees the ops of one thread alone; say "
@@ -90,17 +92,17 @@ def local(
             )
         keys = check_call(program, more, key)
         if in_fake_mode():  # what is made for tensors of one mode does for no others
-            return by_hand(params, batch, state=state, key=key, opt=opt, lr=lr)
+            return walked()
         if any(stage.moved() for stage in of_nets):
             check_params(model, params)
-        optim = optim_of(program, opt, lr)
+        optim = optim_of(program, opt, lr, scale)
         given = params, batch, state, optim
         leaves, containers = tree.flatten(given)
         try:
             signature = signatures.of(leaves, containers)
             lowered = known.get(signature, _NEW)
         except (TypeError, Untraceable) as error:
-            made = by_hand(params, batch, state=state, key=key, opt=opt, lr=lr)
+            made = walked()
             why = f"a leaf cannot be compared ({error})" if isinstance(error, TypeError) else str(error)
             warnings.warn(f"this step runs every stage under autograd: {why}", stacklevel=2)
             return made
@@ -113,7 +115,6 @@ def local(
                     began = time.perf_counter()
                     options = {"loss_scale": loss_scale, "compile": compile, "watch_saved": record, "donate": donate}
                     prepared = partial(prepare, program, model, *given, keys, **options)
-                    walked = partial(by_hand, params, batch, state=state, key=key, opt=opt, lr=lr)
                     result, lowered = _first(walked, prepared, graphs)
                     if lowered is not None:
                         lowered.compile()
@@ -122,13 +123,13 @@ def local(
                     if result is not None:
                         return result
         if not isinstance(lowered, Prepared):
-            return by_hand(params, batch, state=state, key=key, opt=opt, lr=lr)
+            return walked()
         try:
             return lowered.run(leaves, state, keys, record=told, check_finite=check_finite, see=see)
         except (UnexpectedValue, RuntimeError) as error:
             if not _means_untraceable(error):
                 raise
-            made = by_hand(params, batch, state=state, key=key, opt=opt, lr=lr)  # raises what the stage does
+            made = walked()  # raises what the stage does
             known[signature] = None
             warnings.warn(f"steps run every stage under autograd from now on: {error}", stacklevel=2)
             return made

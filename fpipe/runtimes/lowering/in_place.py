@@ -127,7 +127,8 @@ def updating(op: Op, context: StepContext, trees: Trees, places: Collection[int]
         for one in lists:
             one.clear()
         before = [{word: states[place] for word, place in one.items()} for one in words_there]
-        made, after = run([leaves[k] for k in at], [grads[k] for k in at], before, more.get("norm"), more.get("lr"))
+        rest = [more.get(name) for name in ("norm", "lr", "valid")]
+        made, after = run([leaves[k] for k in at], [grads[k] for k in at], before, *rest)
         for k, where, param, new in zip(at, words_there, made, after, strict=True):
             leaves[k] = param
             for word, place in where.items():

@@ -22,7 +22,7 @@ from fpipe.graphs.language.graph import Fact, Stream, aval, is_strided
 from fpipe.graphs.purity.ambient import Casts, casting
 from fpipe.graphs.tracing.keys import fold_in, generator_on, seeder
 from fpipe.program import Op, Value
-from fpipe.runtimes.definition.by_autograd import StepContext, detached
+from fpipe.runtimes.definition.by_autograd import StepContext, detached, times
 from fpipe.runtimes.definition.meaning import RULES, summed
 from fpipe.runtimes.lowering.abstract_eval import is_list
 from fpipe.runtimes.lowering.abstract_tree import OPAQUE, AbstractTree, dense, whole
@@ -67,6 +67,17 @@ def with_generators(
         return run(*given)
 
     return forward
+
+
+def with_scale(run: Callable[..., Any], at: int, weight: torch.Tensor) -> Callable[..., Any]:
+    """A backward of the loss: the loss scale that it finds in place `at` gives way to the cotangent of the loss."""
+
+    def backward(*lists: Any) -> Any:
+        given = [*lists]
+        given[at] = [times(weight, given[at][0])]
+        return run(*given)
+
+    return backward
 
 
 def _seeded(seed: int, stream: Stream) -> torch.Generator:

@@ -15,11 +15,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.compiling.inductor import Kernel
 from fpipe.graphs.compiling.update import FACTOR, NEW, OLD
-from fpipe.graphs.language.graph import Fact, Graph
+from fpipe.graphs.language.graph import Aval, Fact, Graph
 from fpipe.graphs.language.labels import GENERATORS, label_of, total_of
 from fpipe.graphs.purity.ambient import casts, kernels
 from fpipe.graphs.tracing.outputs import scaled
@@ -44,6 +45,7 @@ from fpipe.runtimes.lowering.instructions import (
     slicing,
     under_autograd,
     with_generators,
+    with_scale,
 )
 from fpipe.runtimes.lowering.op_code import Code, Recipe, code_of, update_code
 from fpipe.runtimes.lowering.shapes import Shapes, shapes_of
@@ -246,7 +248,10 @@ class _Lowering:
             self.to_compile[op] = run
         totals = {total_of(label_of(gradient)): self.ops[add] for gradient, add in adds.items()}
         named: dict[str, Any] = {**self.shapes.labels(op)} | {label: add.reads[0] for label, add in totals.items()}
-        named |= {"dloss": self.weight(op)} if "dloss" in graph.reads else {}
+        if "dloss" in graph.reads:
+            scale = next((value for value in op.reads if value.name == "scale"), None)
+            named |= {"dloss": self.weight(op) if scale is None else scale}
+            run = run if scale is None else with_scale(run, [*graph.reads].index("dloss"), filled(*self.cotangent(op)))
         named |= {"const": Value("const", op.stage)} if recipe.landed else {}
         values = {label_of(value): value for value in self.folds.own_writes(at)}
         values |= {label: add.writes[0] for label, add in totals.items()}
@@ -283,16 +288,19 @@ class _Lowering:
         return slot
 
     def weight(self, op: Op) -> Any:
-        """The slot of the loss's cotangent: the microbatch's weight in the mean."""
+        """The slot of the loss's cotangent."""
+        slot = ("weight", *self.cotangent(op))
+        if slot not in self.slots:
+            self.constants[self.slot(slot)] = [filled(*slot[1:])]
+        return slot
+
+    def cotangent(self, op: Op) -> tuple[float, Aval]:
+        """The loss's cotangent: the microbatch's weight in the mean, and the aval of the loss."""
         weight = 1.0
         if self.shapes.context.model.reduction == "mean":
             weight = next((self.trees[value].leaves[0] for value in op.reads if value.name == "w"), 1.0)
         known = self.shapes.loss_aval(op)
-        weight = scaled(weight, self.shapes.context.loss_scale, known.dtype)
-        slot = ("weight", weight, known)
-        if slot not in self.slots:
-            self.constants[self.slot(slot)] = [torch.full(known.shape, weight, dtype=known.dtype, device=known.device)]
-        return slot
+        return scaled(weight, self.shapes.context.loss_scale, known.dtype), known
 
     def ruled(self, at: int, op: Op) -> Instruction:
         """Instruction that does what the walk would, on values in their containers."""
@@ -359,3 +367,8 @@ def _moved(slots: Sequence[int], at: Mapping[int, int]) -> tuple[int, ...]:
 
 def _numbers(abstract: AbstractTree) -> Iterator[Fact]:
     return (leaf for leaf in abstract.leaves if isinstance(leaf, Fact) and not leaf.aval.shape)
+
+
+def filled(weight: float, known: Aval) -> Tensor:
+    """The loss's cotangent, as the loss is."""
+    return torch.full(known.shape, weight, dtype=known.dtype, device=known.device)

@@ -77,7 +77,7 @@ def handed_by(
     for value, held in ends.items():
         places[value], spec = tree.flatten(held)
         found = [leaves[at] for at in places[value]]
-        there = None if value.name == "lr" else homes.get(value)
+        there = None if value.name in ("lr", "scale") else homes.get(value)
         moved = dict.fromkeys(places[value], there)
         if value.name == "opt":  # steps are counted on the host
             moved = {at: there if getattr(leaves[at], "ndim", 0) else None for at in moved}

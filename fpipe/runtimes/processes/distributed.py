@@ -68,8 +68,8 @@ def distributed(
     trace: bool,
     donate: bool,
 ) -> Step:
-    """A step of one rank, `step(params, batch, *, state=None, key=None, opt=None, lr=None) -> Result`, called by all
-    ranks alike.
+    """A step of one rank, `step(params, batch, *, state=None, key=None, opt=None, lr=None, scale=None) -> Result`,
+    called by all ranks alike.
 
     The arguments are those of `build`, and `checked` refuses them or gives the example: it is called when there is a
     way to tell the other ranks.
@@ -132,7 +132,7 @@ def distributed(
         if any(stage.moved() for stage in of_nets):
             check_params(model, _filled(own[0], shapes[0]))
         params, batch, state = (_filled(one, of) for one, of in zip(own[:3], shapes, strict=False))
-        optim = own[3] and (_filled(own[3][0], shapes[3][0]), own[3][1])
+        optim = own[3] and (_filled(own[3][0], shapes[3][0]), *own[3][1:])
         given = params, batch, state, optim
         leaves, containers = tree.flatten(given)
         signature = signatures.of(leaves, containers, homes=repeat(device))
@@ -166,6 +166,7 @@ def distributed(
         key: Any = None,
         opt: Sequence[Any] | None = None,
         lr: Any = None,
+        scale: Any = None,
     ) -> Result:
         if lost:
             raise LostRank(f"{lost[0]}; start all ranks again.")
@@ -176,7 +177,7 @@ def distributed(
             replicas.begin(exchanges)
         with watchdog.ctrl_c:
             try:
-                return one_step(number, (params, batch, state, optim_of(program, opt, lr)), more, key)
+                return one_step(number, (params, batch, state, optim_of(program, opt, lr, scale)), more, key)
             except BaseException as error:
                 if donate:
                     error.add_note(GONE)
@@ -243,7 +244,7 @@ def _told(program: Program, broadcast: bool) -> Program:
     merged = sum(end.name.name == "loss" for end in program.outputs) <= program.steps
 
     def homes(end: Output) -> tuple[int, ...]:
-        if end.name.name == "valid" or (broadcast and end.name.name in ("loss", "aux")):
+        if end.name.name in ("valid", "scale") or (broadcast and end.name.name in ("loss", "aux")):
             return ranks
         return tuple(sorted({0, *end.homes})) if end.name.name == "loss" and merged else end.homes
 
