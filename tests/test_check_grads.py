@@ -117,8 +117,8 @@ def test_two_files_that_differ_are_refused(model: str, tmp_path: Path):
         ("a.pt", b"0F0 0F1", "is no dict of tensors that torch.save wrote"),
         ("a.pt", b"hello", "is no dict of tensors that torch.save wrote"),
         ("a.pt", nn.Linear(1, 1), "is no dict of tensors that torch.save wrote"),
-        ("a.pt", [1, 2], "holds a list; wanted is a dict of gradients by name"),
-        ("a.pt", {"step": 3}, "holds a int under 'step'; wanted are gradients by name"),
+        ("a.pt", [1, 2], "holds a list; wanted is a dict of tensors by name"),
+        ("a.pt", {"step": 3}, "holds a int under 'step'; wanted are tensors by name"),
     ],
 )
 def test_other_files_are_refused(name: str, written, sentence: str, model: str, tmp_path: Path):
@@ -177,7 +177,7 @@ def test_safetensors_are_read_as_the_format_says(tmp_path: Path):
         ({"a": ("F32", [-3, -1], 0, 12)}, "'a', F32 of shape [-3, -1]"),
         ({"a": ("F32", [2], 0, 8)}, "4 bytes are of no tensor"),
         ({"a": ("F32", [4], 0, 16)}, "is cut off: 'a' ends at byte 16 of its data, which has 12"),
-        ({"a": ("I32", [3], 0, 12)}, "holds 'a' as I32; gradients are F64, F32, F16, BF16"),
+        ({"a": ("I32", [3], 0, 12)}, "holds 'a' as I32; wanted are F64, F32, F16, BF16"),
     ],
 )
 def test_wrong_safetensors_are_refused(tensors, sentence: str, tmp_path: Path):

@@ -179,5 +179,5 @@ def test_tensors_whose_numbers_cannot_be_compared_are_refused_by_name(made: Call
     """A quantized one in two files ended the process."""
     file = tmp_path / "grads.pt"
     torch.save({"w": made()}, file)
-    with pytest.raises(ValueError, match=r"grads.pt holds a .*tensor of .* under 'w'; wanted are gradients by name."):
+    with pytest.raises(ValueError, match=r"grads.pt holds a .*tensor of .* under 'w'; wanted are tensors by name."):
         read_tensors([str(file), str(file)])

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fpipe.cli import bench, check_grads, find, plan, prove, robustness, see, write
+from fpipe.cli import bench, check_grads, check_step, find, plan, prove, robustness, see, write
 from fpipe.cli.options import load_module, usage
 from fpipe.cli.output import print_error
 
@@ -54,6 +54,7 @@ def start(imports: Imports = None, asked: Version = False) -> None:
       python -m fpipe check my_table.csv
       python -m fpipe verify one_f_one_b
       python -m fpipe check-grads rank0.pt rank1.pt --model mine.py:step
+      python -m fpipe check-step after.safetensors --model mine.py:step --rule AdamW --lr 3e-4
       python -m fpipe bench one_f_one_b zb_h1 --ranks 2
       python -m fpipe export one_f_one_b --format comms > schedule.csv
       python -m fpipe --import mine.py show my_schedule
@@ -83,7 +84,7 @@ def _refusing(command: Callable[..., None]) -> Callable[..., None]:
 
 COMMANDS = (
     *(see.schedules, see.show, see.compare, robustness.robustness, find.search, prove.check, prove.verify),
-    *(check_grads.check_grads, bench.bench, write.export),
+    *(check_grads.check_grads, check_step.check_step, bench.bench, write.export),
 )
 for command in COMMANDS:
     app.command()(_refusing(command))

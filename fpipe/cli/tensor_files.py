@@ -25,8 +25,8 @@ def read_tensors(files: Sequence[str]) -> dict[str, Tensor]:
     """
     whole: dict[str, Tensor] = {}
     homes: dict[str, str] = {}
-    for file in files:
-        for name, tensor in (_safetensors if file.endswith(".safetensors") else _saved)(Path(file)).items():
+    for file, found in zip(files, read_each(files), strict=True):
+        for name, tensor in found.items():
             if name in whole and not Close()(whole[name], tensor):
                 raise ValueError(
                     f"{name!r} is in {homes[name]} and in {file}, with different numbers. If it is tied, or data "
@@ -34,6 +34,11 @@ def read_tensors(files: Sequence[str]) -> dict[str, Tensor]:
                 )
             whole[name], homes[name] = tensor, file
     return whole
+
+
+def read_each(files: Sequence[str]) -> list[dict[str, Tensor]]:
+    """The tensors of each file by name."""
+    return [(_safetensors if file.endswith(".safetensors") else _saved)(Path(file)) for file in files]
 
 
 def _saved(path: Path) -> dict[str, Tensor]:
@@ -45,11 +50,11 @@ def _saved(path: Path) -> dict[str, Tensor]:
     except Exception:  # what comes depends on the first bytes of the file
         raise ValueError(f"{path} is no dict of tensors that torch.save wrote.") from None
     if not isinstance(found, Mapping):
-        raise ValueError(f"{path} holds a {type(found).__name__}; wanted is a dict of gradients by name.")
+        raise ValueError(f"{path} holds a {type(found).__name__}; wanted is a dict of tensors by name.")
     named: dict[Any, Any] = {name: one for name, one in found.items() if one is not None}  # pyright: ignore[reportUnknownVariableType]
     odd = next((name for name, one in named.items() if not isinstance(name, str) or not _is_plain(one)), None)
     if odd is not None:
-        raise ValueError(f"{path} holds {_in_words(named[odd])} under {odd!r}; wanted are gradients by name.")
+        raise ValueError(f"{path} holds {_in_words(named[odd])} under {odd!r}; wanted are tensors by name.")
     return named
 
 
@@ -76,5 +81,5 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     file = SafetensorsFile(path)
     for name, (code, dtype, *_) in file.entries.items():
         if not (dtype.is_floating_point or dtype.is_complex):
-            raise ValueError(f"{path} holds {name!r} as {code}; gradients are F64, F32, F16, BF16, F8_E4M3 and so on.")
+            raise ValueError(f"{path} holds {name!r} as {code}; wanted are F64, F32, F16, BF16, F8_E4M3 and so on.")
     return {name: file.read(name) for name in file.entries}

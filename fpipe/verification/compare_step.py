@@ -26,6 +26,7 @@ from fpipe.single_device.reference import check_all_state, over_parts
 from fpipe.single_device.result import Result
 from fpipe.transforms.update import words_of_update
 from fpipe.verification.compare_grads import dotted
+from fpipe.verification.rank_pieces import put_together
 from fpipe.verification.report import Close, GradientMismatch, Leaf, Report, is_finite, largest, listed, wide
 from fpipe.verification.rounding import is_mean_to_rounding
 from fpipe.verification.step_mistakes import Loop, Parts, mistakes
@@ -61,7 +62,9 @@ def compare_step(
         model, params, state, key: as for `reference`, before the first step.
         batches: the whole batch of the step, of all replicas; or a list with that of each step.
         after: the parameters after the last step, by the names of the state_dict (one name of a tied one is enough,
-            and buffers may be among them), or one tree for each stage. DTensors are put together.
+            and buffers may be among them), or one tree for each stage. DTensors are put together. Of ranks that have a
+            part each a list of such dicts: pieces along one dimension are put together in the order of the ranks, and
+            copies have to be equal.
         rule, clip, groups, settings: the update that was meant, as for `update`.
         lr: the learning rate, or that of each step.
         opt: the optimizer's state before the first step, as `optimizer_state` makes it; that of the first by default.
@@ -140,7 +143,10 @@ def _by_leaf(model: Model, params: Sequence[Any], after: Any) -> dict[int, tuple
     """The parameters after the steps by the number of their leaf, with their names."""
     leaves, containers = tree.flatten(tuple(check_params(model, params)))
     numbered = join_params(model, tree.unflatten(containers, range(len(leaves))))
-    if isinstance(after, tuple | list):
+    if isinstance(after, tuple | list) and _by_ranks(model, after):  # pyright: ignore[reportUnknownArgumentType]
+        shapes = {dotted(place): leaves[at].shape for place, at in tree.paths(numbered)}
+        after = put_together(after, shapes)  # pyright: ignore[reportUnknownArgumentType]
+    elif isinstance(after, tuple | list):
         after = join_params(model, [*after])  # pyright: ignore[reportUnknownArgumentType]
     if not isinstance(after, Mapping):
         raise ValueError(
@@ -163,6 +169,12 @@ def _by_leaf(model: Model, params: Sequence[Any], after: Any) -> dict[int, tuple
     if missing is not None:
         raise ValueError(f"there is no {missing!r} after the steps; found {listed([*own]) or 'nothing'}.")
     return found
+
+
+def _by_ranks(model: Model, after: Sequence[Any]) -> bool:
+    """Whether these are dicts by the names of a net, of a stage or a rank each."""
+    flat = all(isinstance(one, Mapping) and all(isinstance(name, str) for name in one) for one in after)
+    return flat and all(stage.names is not None for stage in model.stages)
 
 
 @dataclass(frozen=True)
