@@ -27,7 +27,7 @@ settings.register_profile(
     database=None,
     deadline=None,
     print_blob=True,
-    max_examples=20,
+    max_examples=15,
     suppress_health_check=[HealthCheck.too_slow],
 )
 # `make deep`

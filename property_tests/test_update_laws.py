@@ -9,6 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fpipe
+from property_tests.strategies import few
 from property_tests.test_shard_laws import model_of
 
 RULES: list[tuple[str, dict[str, Any]]] = [
@@ -36,6 +37,7 @@ def validated(how: dict[str, Any], late: bool) -> dict[str, Any]:
     return how | {"validate": "after"} if late and how["clip"] is not None else how
 
 
+@few(12)
 @given(updates(), st.sampled_from(SCHEDULES), st.booleans(), st.integers(1, 3), st.booleans())
 def test_an_order_changes_no_bit_of_any_step(drawn: Any, name: str, split: bool, count: int, late: bool):
     rule, how = drawn[0], validated(drawn[1], late)
@@ -50,6 +52,7 @@ def test_an_order_changes_no_bit_of_any_step(drawn: Any, name: str, split: bool,
     assert fpipe.Program.parse(str(program)) == program
 
 
+@few(10)
 @given(updates(), st.integers(1, 4), st.sampled_from([0, 1, 2, "stash"]))
 def test_stale_steps_have_the_bits_of_a_loop_with_the_same_delays(drawn: Any, count: int, stale: Any):
     rule, how = drawn
