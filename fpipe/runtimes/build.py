@@ -148,43 +148,23 @@ def build(
             )
         return None if example is None else check_example(example)
 
+    how: Any = {"trace": trace, "compile": compile, "record": record, "check_finite": check_finite}
+    how["loss_scale"] = loss_scale
     if runtime == "distributed":
         from fpipe.runtimes.processes.distributed import distributed  # torch is also built without it
 
+        how |= {"mesh": mesh, "example": example, "broadcast": broadcast, "check_batch": check_batch}
+        how["timeout"] = timeout if limited else None
+
         def make(program: Program, donate: bool) -> Step:
-            return distributed(
-                program,
-                model,
-                checked,
-                mesh=mesh,
-                example=example,
-                timeout=timeout if limited else None,
-                broadcast=broadcast,
-                record=record,
-                check_finite=check_finite,
-                loss_scale=loss_scale,
-                compile=compile,
-                check_batch=check_batch,
-                trace=trace,
-                donate=donate,
-            )
+            return distributed(program, model, checked, donate=donate, **how)
 
-        return under_autocast(autocast, lambda: post_validated(the_program(program), make, donate))
-    given = checked()
+    else:
+        how["example"] = checked()
+        how["devices"] = () if devices is None else devices_of(devices, program.ranks)
 
-    def make_local(program: Program, donate: bool) -> Step:
-        return local(
-            program,
-            model,
-            trace=trace,
-            example=given,
-            record=record,
-            check_finite=check_finite,
-            loss_scale=loss_scale,
-            compile=compile,
-            donate=donate,
-            workers=Workers(program.ranks) if runtime == "threads" else None,
-            devices=() if devices is None else devices_of(devices, program.ranks),
-        )
+        def make(program: Program, donate: bool) -> Step:
+            workers = Workers(program.ranks) if runtime == "threads" else None
+            return local(program, model, donate=donate, workers=workers, **how)
 
-    return under_autocast(autocast, lambda: post_validated(program, make_local, donate))
+    return under_autocast(autocast, lambda: post_validated(the_program(program), make, donate))
