@@ -257,3 +257,26 @@ def test_what_cannot_be_is_refused_in_a_sentence(case: str):
     model, params, batches, rates, own = steps(lambda net: Loop(net, **SGD))
     with pytest.raises(ValueError, match=words):
         fpipe.compare_step(model, params, batches, after or own, rule="SGD", lr=rates if after else rates[:1])
+
+
+def named_state(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    return {name: dict(optimizer.state[leaf]) for name, leaf in net.named_parameters()}
+
+
+def test_gradients_and_optimizer_state_are_compared_where_they_are_given():
+    made: list[Loop] = []
+    model, params, batches, rates, after = steps(lambda net: made.append(Loop(net, **ADAM | {"clip": None})) or made[0])
+    grads = {name: leaf.grad for name, leaf in made[0].net.named_parameters()}
+    state = named_state(made[0].net, made[0].optimizer)
+    said: dict[str, Any] = {"lr": rates, "microbatches": MICROBATCHES, **ADAM | {"clip": None}}
+    assert fpipe.compare_step(model, params, batches, after, grads=grads, opt_after=state, **said).bitwise
+    once_more = state | {"0.0.weight": state["0.0.weight"] | {"step": torch.tensor(4.0)}}
+    with pytest.raises(fpipe.GradientMismatch, match=r"1 of \d+ values beside .* are others: step of 0.0.weight"):
+        fpipe.compare_step(model, params, batches, after, opt_after=once_more, **said)
+    halved = grads | {"0.0.weight": grads["0.0.weight"] / 2}
+    with pytest.raises(fpipe.GradientMismatch, match=r"are others: the gradient of 0.0.weight\."):
+        fpipe.compare_step(model, params, batches, after, grads=halved, **said)
+    with pytest.raises(ValueError, match="nothing to compare the gradient of other with; there is the gradient of"):
+        fpipe.compare_step(model, params, batches, after, grads={"other": grads["0.0.weight"]}, **said)
+    with pytest.raises(ValueError, match=r"the gradient of 0.0.weight has the shape \[1\], and is to have"):
+        fpipe.compare_step(model, params, batches, after, grads={"0.0.weight": torch.ones(1)}, **said)

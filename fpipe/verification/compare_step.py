@@ -50,6 +50,8 @@ def compare_step(
     opt: Sequence[Any] | None = None,
     norm: float | Tensor | Sequence[Any] | None = None,
     loss: float | Tensor | Sequence[Any] | None = None,
+    grads: Mapping[str, Tensor] | None = None,
+    opt_after: Mapping[str, Mapping[str, Any]] | None = None,
     microbatches: int = 1,
     state: Sequence[Any] | None = None,
     key: int | Sequence[int] | None = None,
@@ -71,6 +73,9 @@ def compare_step(
         lr: the learning rate, or that of each step.
         opt: the optimizer's state before the first step, as `optimizer_state` makes it; that of the first by default.
         norm, loss: what the other pipeline told of them, of each step; compared too, where given.
+        grads: the gradients of the last step by name, before they are clipped; compared too, where given.
+        opt_after: the optimizer's state after the last step by name, `{"0.weight": {"exp_avg": .., "step": ..}}`;
+            compared too, where given.
         microbatches: how many equal parts each batch was cut into, over all replicas: so mistakes in adding them up are
             told apart.
         rtol, atol: relative and absolute tolerance. Without either a parameter may be as far away as small changes of
@@ -120,7 +125,8 @@ def compare_step(
     )
     expected = loop.run()
     judged = _AfterSteps(found, params, loop, expected, close)
-    told = [*_told("loss", loss, expected.loss, microbatches), *_told("norm", norm, expected.norm, microbatches)]
+    told = _beside(judged, grads or {}, opt_after or {})
+    told += [*_told("loss", loss, expected.loss, microbatches), *_told("norm", norm, expected.norm, microbatches)]
     report = judged.report
     if not judged.wrong and not told:
         return report
@@ -179,6 +185,29 @@ def _by_ranks(model: Model, after: Sequence[Any]) -> bool:
     return flat and all(stage.names is not None for stage in model.stages)
 
 
+def _beside(judged: _AfterSteps, grads: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A sentence about gradients and optimizer state that are not those of the loop."""
+    given = {f"the gradient of {name}": leaf for name, leaf in grads.items()}
+    given |= {f"{word} of {name}": leaf for name, state in states.items() for word, leaf in state.items()}
+    right = judged.values_of(judged.expected)
+    unknown = next((what for what in given if what not in right), None)
+    if unknown is not None:
+        raise ValueError(f"there is nothing to compare {unknown} with; there is {listed([*right])}.")
+    found = {what: _tensor(leaf) for what, leaf in given.items()}
+    for what, leaf in found.items():
+        if leaf.shape != right[what].shape:
+            raise ValueError(f"{what} has the shape {[*leaf.shape]}, and is to have {[*right[what].shape]}.")
+    odd = [what for what, leaf in found.items() if not judged.same(leaf, right[what])]
+    if odd and judged.close is None:
+        moved = judged.values_of(_shaken(judged.loop).run())
+        odd = [what for what in odd if not judged.near(found[what], right[what], moved[what])]
+    return [f"{len(odd)} of {len(given)} values beside the parameters are others: {listed(odd)}."] if odd else []
+
+
+def _tensor(leaf: Any) -> Tensor:
+    return torch.as_tensor(leaf.full_tensor() if is_sharded(leaf) else leaf).detach()
+
+
 @dataclass(frozen=True)
 class _AfterSteps:
     """Parameters from elsewhere beside those of a loop, and by how much they may differ."""
@@ -197,16 +226,24 @@ class _AfterSteps:
     def wrong_beside(self, loop: Loop, expected: Result, among: Sequence[int] | None = None) -> list[int]:
         right = tree.leaves(expected.params)
         at = [*self.found] if among is None else among
-        odd = [k for k in at if not self._same(self.found[k][1], right[k])]
+        odd = [k for k in at if not self.same(self.found[k][1], right[k])]
         if not odd or self.close is not None:
             return odd
         moved = tree.leaves(_shaken(loop).run().params)
-        return [k for k in odd if not self._near(self.found[k][1], right[k], moved[k])]
+        return [k for k in odd if not self.near(self.found[k][1], right[k], moved[k])]
 
-    def _same(self, one: Tensor, other: Any) -> bool:
+    def values_of(self, result: Result) -> dict[str, Tensor]:
+        """The gradients of the last step and the optimizer's state after it, by what messages call them."""
+        names = {at: name for at, (name, _) in self.found.items()}
+        grads = tree.leaves(result.grads[-1])
+        states: Any = tree.flatten(tuple(self.before))[1].flatten_up_to(result.opt)
+        found = {f"the gradient of {name}": grads[at] for at, name in names.items() if grads[at] is not None}
+        return found | {f"{word} of {name}": leaf for at, name in names.items() for word, leaf in states[at].items()}
+
+    def same(self, one: Tensor, other: Any) -> bool:
         return not isinstance(other, Tensor) or (self.close or Close())(one.to(other.dtype), other)
 
-    def _near(self, one: Tensor, right: Tensor, moved: Tensor) -> bool:
+    def near(self, one: Tensor, right: Tensor, moved: Tensor) -> bool:
         error, spread = (float((wide(a) - wide(right)).norm()) for a in (one, moved))
         ulps = torch.finfo(right.dtype).eps * float(wide(right).norm())
         return is_finite(one) and error <= _SPREAD * spread + 4 * ulps
