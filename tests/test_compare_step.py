@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import fpipe
 from tests.test_distributed import MSE
@@ -151,6 +153,59 @@ class Reversed(Loop):
         super().run(batches[::-1], rates)
 
 
+class InBfloat16(Loop):
+    def backward(self, batch: Any) -> None:
+        total = [torch.zeros_like(leaf, dtype=torch.bfloat16) for leaf in self.net.parameters()]
+        for x, target in zip(*(half.chunk(MICROBATCHES) for half in batch), strict=True):
+            self.optimizer.zero_grad()
+            (MSE(self.net(x), target) / MICROBATCHES).backward()
+            for one, leaf in zip(total, self.net.parameters(), strict=True):
+                one += leaf.grad.to(torch.bfloat16)
+        for one, leaf in zip(total, self.net.parameters(), strict=True):
+            leaf.grad = one.float()
+
+
+class SharedRows(Loop):
+    """Two replicas whose sampler was not told which of them it is."""
+
+    def backward(self, batch: Any) -> None:
+        for _ in range(2):
+            for x, target in zip(*(half.chunk(MICROBATCHES)[:2] for half in batch), strict=True):
+                (MSE(self.net(x), target) / MICROBATCHES).backward()
+
+
+class OtherTargets(Loop):
+    """The last stage is one microbatch ahead of the first."""
+
+    def backward(self, batch: Any) -> None:
+        inputs, targets = (half.chunk(MICROBATCHES) for half in batch)
+        for x, target in zip(inputs, targets[1:] + targets[:1], strict=True):
+            (MSE(self.net(x), target) / MICROBATCHES).backward()
+
+
+class OverTokens(Loop):
+    def backward(self, batch: Any) -> None:
+        for x, target in zip(*(half.chunk(MICROBATCHES) for half in batch), strict=True):
+            ((self.net(x) - target) ** 2).sum().backward()
+
+
+class ByTorch(Loop):
+    """Torch's own runtime, in rounds of microbatches."""
+
+    def __init__(self, net: nn.Module, rounds: int = 1, average: bool = True, **how: Any) -> None:
+        super().__init__(net, **how)
+        stage = PipelineStage(net, 0, 1, torch.device("cpu"))
+        self.rounds, microbatches = rounds, MICROBATCHES // rounds
+        self.schedule = ScheduleGPipe(stage, microbatches, self.loss, scale_grads=average)
+
+    def loss(self, found: Tensor, target: Tensor) -> Tensor:
+        return MSE(found, target) / self.rounds
+
+    def backward(self, batch: Any) -> None:
+        for x, target in zip(*(half.chunk(self.rounds) for half in batch), strict=True):
+            self.schedule.step(x, target=target)
+
+
 Made = Callable[[nn.Module], Loop]
 SGD: dict[str, Any] = {"rule": "SGD", "clip": None, "momentum": 0.9}
 ADAM: dict[str, Any] = {"rule": "AdamW", "clip": 0.05, "weight_decay": 0.3}
@@ -176,6 +231,24 @@ WRONG: dict[str, tuple[Made, dict[str, Any], str]] = {
     "epsilon": (lambda net: Loop(net, **ADAM | {"eps": 1e-3}), ADAM, "Epsilon is 0.001, not 1e-08"),
     "no momentum": (lambda net: Loop(net, **SGD | {"momentum": 0.0}), SGD, "There is no momentum"),
     "one is frozen": (lambda net: Frozen(net, **SGD), SGD, "1 of them are as they were"),
+    "bfloat16": (lambda net: InBfloat16(net, **SGD), SGD, "added up in bfloat16"),
+    "shared rows": (
+        lambda net: SharedRows(net, **SGD),
+        SGD,
+        "All 2 replicas are handed the same rows, those of replica 0",
+    ),
+    "other targets": (lambda net: OtherTargets(net, **SGD), SGD, "Targets are those of the next microbatch"),
+    "tokens": (lambda net: OverTokens(net, **SGD), SGD, "summed over the 64 rows or tokens and not averaged"),
+    "torch's sum": (
+        lambda net: ByTorch(net, average=False, **SGD),
+        SGD,
+        "summed over the 4 microbatches and not averaged",
+    ),
+    "torch in two rounds": (
+        lambda net: ByTorch(net, rounds=2, **SGD),
+        SGD,
+        "are divided again at each round of 2 microbatches",
+    ),
     "reversed": (lambda net: Reversed(net, **SGD), SGD, "batches come in reverse"),
 }
 
@@ -190,8 +263,16 @@ def steps(made: Made) -> tuple[Any, Any, list[Any], list[float], dict[str, Tenso
     return model, params, batches, rates, {name: leaf.detach() for name, leaf in net.named_parameters()}
 
 
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    """A group of this process alone, for torch's runtime."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("case", WRONG)
-def test_a_mistake_is_named(case: str):
+def test_a_mistake_is_named(case: str, alone: None):
     made, said, words = WRONG[case]
     model, params, batches, rates, after = steps(made)
     with pytest.raises(fpipe.GradientMismatch, match=words):
@@ -280,3 +361,37 @@ def test_gradients_and_optimizer_state_are_compared_where_they_are_given():
         fpipe.compare_step(model, params, batches, after, grads={"other": grads["0.0.weight"]}, **said)
     with pytest.raises(ValueError, match=r"the gradient of 0.0.weight has the shape \[1\], and is to have"):
         fpipe.compare_step(model, params, batches, after, grads={"0.0.weight": torch.ones(1)}, **said)
+
+
+def test_a_gradient_that_tensor_parallel_ranks_have_parts_of_is_explained():
+    """Sequence parallelism: each rank normalises its half of the sequence, and nobody adds up the norm's gradient."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+    x, target = torch.randn(4, 6, 8), torch.randn(4, 6, 8)
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
+    ranks = [copy.deepcopy(net) for _ in range(2)]
+    halves = [one[0](half) for one, half in zip(ranks, x.chunk(2, 1), strict=True)]
+    MSE(net[1](torch.cat(halves, 1)), target).backward()  # the linear layer reads all of it
+    grads, after = list[dict[str, Tensor]](), list[dict[str, Tensor]]()
+    for one in ranks:
+        one[1].weight.grad, one[1].bias.grad = net[1].weight.grad.clone(), net[1].bias.grad.clone()
+        grads.append({name: leaf.grad.clone() for name, leaf in one.named_parameters()})
+        torch.optim.SGD(one.parameters(), lr=0.1).step()
+        after.append({name: leaf.detach() for name, leaf in one.named_parameters()})
+    words = r"tensor-parallel ranks: 0.weight, 0.bias\.\nThe gradient of 0.weight is not added over tensor-parallel"
+    with pytest.raises(fpipe.GradientMismatch, match=words):
+        fpipe.compare_step(model, params, (x, target), after, rule="SGD", lr=0.1, grads=grads)
+
+
+def test_targets_that_a_loss_ignores_weigh_nothing():
+    """Microbatches with different numbers of valid targets, whose mean over all tokens is not the mean of means."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5))
+    x, target = torch.randn(8, 8), torch.randint(0, 5, (8,))
+    target[1:4] = -100
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=nn.functional.cross_entropy)
+    for rows, ids in zip(x.chunk(2), target.chunk(2), strict=True):
+        (nn.functional.cross_entropy(net(rows), ids, reduction="sum") / 5).backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    with pytest.raises(fpipe.GradientMismatch, match="weighs as much as it has valid targets, not rows"):
+        fpipe.compare_step(model, params, (x, target), dict(net.named_parameters()), rule="SGD", lr=0.1, microbatches=2)

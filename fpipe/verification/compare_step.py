@@ -50,7 +50,7 @@ def compare_step(
     opt: Sequence[Any] | None = None,
     norm: float | Tensor | Sequence[Any] | None = None,
     loss: float | Tensor | Sequence[Any] | None = None,
-    grads: Mapping[str, Tensor] | None = None,
+    grads: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]] | None = None,
     opt_after: Mapping[str, Mapping[str, Any]] | None = None,
     microbatches: int = 1,
     state: Sequence[Any] | None = None,
@@ -68,12 +68,13 @@ def compare_step(
         after: the parameters after the last step, by the names of the state_dict (one name of a tied one is enough,
             and buffers may be among them), or one tree for each stage. DTensors are put together. Of ranks that have a
             part each a list of such dicts: pieces along one dimension are put together in the order of the ranks, and
-            copies have to be equal.
+            copies have to be equal: otherwise their gradients are not added over these ranks.
         rule, clip, groups, settings: the update that was meant, as for `update`.
         lr: the learning rate, or that of each step.
         opt: the optimizer's state before the first step, as `optimizer_state` makes it; that of the first by default.
         norm, loss: what the other pipeline told of them, of each step; compared too, where given.
-        grads: the gradients of the last step by name, before they are clipped; compared too, where given.
+        grads: the gradients of the last step by name, before they are clipped, or a dict for each rank; compared too,
+            where given.
         opt_after: the optimizer's state after the last step by name, `{"0.weight": {"exp_avg": .., "step": ..}}`;
             compared too, where given.
         microbatches: how many equal parts each batch was cut into, over all replicas: so mistakes in adding them up are
@@ -105,7 +106,7 @@ def compare_step(
       0.weight, 0.bias, 2.weight, 2.bias
     """
     close = None if rtol is None and atol is None else Close(rtol, atol)
-    found = _by_leaf(the_model(model), params, after)
+    found, apart = _by_leaf(the_model(model), params, after)
     check_all_state(model, state, "compare_step")
     each: list[Any] = batches if isinstance(batches, list) else [batches]
     for batch in each:
@@ -125,12 +126,12 @@ def compare_step(
     )
     expected = loop.run()
     judged = _AfterSteps(found, params, loop, expected, close)
-    told = _beside(judged, grads or {}, opt_after or {})
+    told = _differ_by_rank(apart) + _beside(judged, grads or {}, opt_after or {})
     told += [*_told("loss", loss, expected.loss, microbatches), *_told("norm", norm, expected.norm, microbatches)]
     report = judged.report
     if not judged.wrong and not told:
         return report
-    raise GradientMismatch("\n".join([*judged.message(), *told]), report)
+    raise GradientMismatch("\n".join(told if apart else [*judged.message(), *told]), report)
 
 
 def _one_a_step(given: Any, steps: int, word: str) -> list[Any]:
@@ -147,13 +148,15 @@ def _plain(
     return over_parts(model, read, parts, state=state, key=key, see=see, zeros=False)
 
 
-def _by_leaf(model: Model, params: Sequence[Any], after: Any) -> dict[int, tuple[str, Tensor]]:
-    """The parameters after the steps by the number of their leaf, with their names."""
+def _by_leaf(model: Model, params: Sequence[Any], after: Any) -> tuple[dict[int, tuple[str, Tensor]], list[str]]:
+    """The parameters after the steps by the number of their leaf, with their names; and names of those of which ranks
+    have copies that differ."""
+    apart: Mapping[str, Any] = {}
     leaves, containers = tree.flatten(tuple(check_params(model, params)))
     numbered = join_params(model, tree.unflatten(containers, range(len(leaves))))
     if isinstance(after, tuple | list) and _by_ranks(model, after):  # pyright: ignore[reportUnknownArgumentType]
         shapes = {dotted(place): leaves[at].shape for place, at in tree.paths(numbered)}
-        after = put_together(after, shapes)  # pyright: ignore[reportUnknownArgumentType]
+        after, apart = put_together(after, shapes)  # pyright: ignore[reportUnknownArgumentType]
     elif isinstance(after, tuple | list):
         after = join_params(model, [*after])  # pyright: ignore[reportUnknownArgumentType]
     if not isinstance(after, Mapping):
@@ -176,7 +179,7 @@ def _by_leaf(model: Model, params: Sequence[Any], after: Any) -> dict[int, tuple
     missing = next((name for name, at in places.items() if at not in found), None)
     if missing is not None:
         raise ValueError(f"there is no {missing!r} after the steps; found {listed([*own]) or 'nothing'}.")
-    return found
+    return found, [*apart]
 
 
 def _by_ranks(model: Model, after: Sequence[Any]) -> bool:
@@ -185,11 +188,41 @@ def _by_ranks(model: Model, after: Sequence[Any]) -> bool:
     return flat and all(stage.names is not None for stage in model.stages)
 
 
-def _beside(judged: _AfterSteps, grads: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A sentence about gradients and optimizer state that are not those of the loop."""
-    given = {f"the gradient of {name}": leaf for name, leaf in grads.items()}
+def _differ_by_rank(names: Sequence[str]) -> list[str]:
+    """A sentence about parameters that were copies before the steps."""
+    words = "Ranks have copies that differ: gradients of these are not added over replicas or tensor-parallel ranks"
+    return [f"{words}: {listed(names)}."] if names else []
+
+
+def _not_added(name: str, ranks: Sequence[Tensor], right: Tensor) -> str:
+    """A sentence about a gradient that ranks have each a part of."""
+    total = torch.stack([wide(one) for one in ranks]).sum(0)
+    ways = (("add up to", "tensor-parallel ranks", total), ("have the mean", "replicas", total / len(ranks)))
+    for way, over, made in ways:
+        if Close(_NEAR, _NEAR * float(wide(right).abs().max()))(made, wide(right)):
+            return f"The gradient of {name} is not added over {over}: those of {len(ranks)} ranks {way} the right one."
+    return f"The gradient of {name} is another one on each of {len(ranks)} ranks that are to have copies."
+
+
+_NEAR = 1e-4
+"""How near a sum over ranks is to the gradient that it explains."""
+
+
+def _beside(
+    judged: _AfterSteps,
+    grads: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    states: Mapping[str, Mapping[str, Any]],
+) -> list[str]:
+    """Sentences about gradients and optimizer state that are not those of the loop."""
+    right, said = judged.values_of(judged.expected), list[str]()
+    if not isinstance(grads, Mapping):
+        shapes = {name.removeprefix(_GRADIENT): leaf.shape for name, leaf in right.items()}
+        grads, apart = put_together(grads, shapes)
+        for name, ranks in apart.items():
+            said.append(_not_added(name, ranks, right[_GRADIENT + name]))
+        grads = {name: leaf for name, leaf in grads.items() if name not in apart}
+    given = {_GRADIENT + name: leaf for name, leaf in grads.items()}
     given |= {f"{word} of {name}": leaf for name, state in states.items() for word, leaf in state.items()}
-    right = judged.values_of(judged.expected)
     unknown = next((what for what in given if what not in right), None)
     if unknown is not None:
         raise ValueError(f"there is nothing to compare {unknown} with; there is {listed([*right])}.")
@@ -201,7 +234,11 @@ def _beside(judged: _AfterSteps, grads: Mapping[str, Any], states: Mapping[str, 
     if odd and judged.close is None:
         moved = judged.values_of(_shaken(judged.loop).run())
         odd = [what for what in odd if not judged.near(found[what], right[what], moved[what])]
-    return [f"{len(odd)} of {len(given)} values beside the parameters are others: {listed(odd)}."] if odd else []
+    said += [f"{len(odd)} of {len(given)} values beside the parameters are others: {listed(odd)}."] if odd else []
+    return said
+
+
+_GRADIENT = "the gradient of "
 
 
 def _tensor(leaf: Any) -> Tensor:
@@ -237,7 +274,7 @@ class _AfterSteps:
         names = {at: name for at, (name, _) in self.found.items()}
         grads = tree.leaves(result.grads[-1])
         states: Any = tree.flatten(tuple(self.before))[1].flatten_up_to(result.opt)
-        found = {f"the gradient of {name}": grads[at] for at, name in names.items() if grads[at] is not None}
+        found = {_GRADIENT + name: grads[at] for at, name in names.items() if grads[at] is not None}
         return found | {f"{word} of {name}": leaf for at, name in names.items() for word, leaf in states[at].items()}
 
     def same(self, one: Tensor, other: Any) -> bool:

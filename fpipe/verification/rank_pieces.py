@@ -14,32 +14,36 @@ from torch import Tensor
 from fpipe.verification.report import Close
 
 
-def put_together(ranks: Sequence[Mapping[str, Any]], shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """The whole tensors of all ranks: pieces along one dimension in the order of ranks, copies once.
+def put_together(
+    ranks: Sequence[Mapping[str, Any]], shapes: Mapping[str, Sequence[int]]
+) -> tuple[dict[str, Any], dict[str, list[Tensor]]]:
+    """The whole tensors of all ranks: pieces along one dimension in the order of ranks, copies once; and copies that
+    differ, of which the first rank's counts as the whole.
 
     Args:
         ranks: tensors by name of each rank; a name may be on some alone.
         shapes: of the whole tensors. What has another name stays as the first rank that names it has it.
 
     Raises:
-        ValueError: copies with different numbers, or pieces that make no whole.
+        ValueError: pieces that make no whole.
     """
     each: dict[str, list[Any]] = {}
     for rank in ranks:
         for name, piece in rank.items():
             each.setdefault(name, []).append(piece)
-    return {
-        name: _whole(name, pieces, [*shapes[name]]) if name in shapes else pieces[0] for name, pieces in each.items()
-    }
+    copies = {name: pieces for name, pieces in each.items() if _are_copies(pieces, shapes.get(name))}
+    apart = {name: own for name, own in copies.items() if not all(Close()(piece, own[0]) for piece in own[1:])}
+    whole = {name: own[0] if name in copies else _whole(name, own, [*shapes[name]]) for name, own in each.items()}
+    return whole, apart
+
+
+def _are_copies(pieces: Sequence[Any], shape: Sequence[int] | None) -> bool:
+    """Whether each is the whole, or what nobody knows of."""
+    tensors = all(isinstance(piece, Tensor) for piece in pieces)
+    return shape is None or not tensors or all([*piece.shape] == [*shape] for piece in pieces)
 
 
 def _whole(name: str, pieces: Sequence[Any], shape: list[int]) -> Any:
-    if not all(isinstance(piece, Tensor) for piece in pieces):
-        return pieces[0]
-    if all([*piece.shape] == shape for piece in pieces):
-        if not all(Close()(piece, pieces[0]) for piece in pieces[1:]):
-            raise ValueError(f"ranks have {name!r} with different numbers, and are to have copies of it.")
-        return pieces[0]
     for dim, size in enumerate(shape):
         if not all(_but(piece.shape, dim) == _but(shape, dim) for piece in pieces):
             continue

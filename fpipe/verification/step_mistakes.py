@@ -21,6 +21,9 @@ from fpipe.program import Value
 from fpipe.single_device.result import Result
 from fpipe.single_device.training_loop import Norm, total_norm, training_loop
 
+IGNORED = -100
+"""The class that torch's losses do not count."""
+
 Parts = Sequence[tuple[Any, int]]
 """The microbatches of a step, each with its rows."""
 
@@ -87,6 +90,7 @@ Named = Iterator[tuple[str, Loop]]
 def mistakes(loop: Loop) -> Named:
     """Each mistake in words, and a loop that makes it; simple and frequent ones first."""
     yield from _of_sums(loop)
+    yield from _of_rows(loop)
     yield from _of_clips(loop)
     yield from _of_rules(loop)
     yield from _of_steps(loop)
@@ -106,10 +110,34 @@ def _of_sums(loop: Loop) -> Named:
         for k in range(many):
             yield f"microbatch {k} counts twice", replace(loop, change=_times(k, 2))
             yield f"microbatch {k} is missing", replace(loop, change=_times(k, 0))
+        yield "gradients are added up in bfloat16", replace(loop, change=_in_bfloat16)
+    for k in range(2, many):
+        if many % k == 0:
+            words = f"gradients that are there already are divided again at each round of {k} microbatches"
+            yield words, replace(loop, change=_divided_again(k))
     for uses in loop.model.tied_uses:
         for use in uses:
             words = f"the gradient of the tied {uses[0].name!r} is that of its use in stage {use.stage} alone"
             yield words, replace(loop, change=_use_alone(uses[0], use))
+
+
+def _of_rows(loop: Loop) -> Named:
+    """Gradients of other rows, or of rows that count otherwise."""
+    many = len(loop.steps[0])
+    for k in dict.fromkeys(count for part in loop.steps[0][:1] for count in _tokens(part[0][1])):
+        words = f"gradients are summed over the {k * many} rows or tokens and not averaged"
+        yield words, replace(loop, change=_scaled(k * many))
+        if many > 1:
+            words = f"gradients are summed over the {k} rows or tokens of each microbatch and not averaged"
+            yield words, replace(loop, change=_scaled(k))
+    if many > 1:
+        yield "each microbatch weighs as much as it has valid targets, not rows", replace(loop, change=_by_tokens)
+        for k in (2, 4, 8):
+            for j in range(k) if many % k == 0 else ():
+                words = f"all {k} replicas are handed the same rows, those of replica {j}"
+                yield words, replace(loop, change=_rows_of(j, k))
+        yield "targets are those of the next microbatch", replace(loop, change=_shifted(1))
+        yield "targets are those of the microbatch before", replace(loop, change=_shifted(-1))
 
 
 def _of_clips(loop: Loop) -> Named:
@@ -203,6 +231,71 @@ def _times(k: int, times: int) -> Change:
         return _plus(made.grads, _weighed(of([parts[k]]).grads, _share(parts, k) * (times - 1)))
 
     return change
+
+
+def _in_bfloat16(number: int, parts: Parts, made: Result, of: Callable[..., Result]) -> Any:
+    """Gradients that are rounded to bfloat16 whenever those of a microbatch are added."""
+
+    def low(leaf: Any) -> Any:
+        return leaf if leaf is None else leaf.to(torch.bfloat16)
+
+    each = (tree.tree_map(low, _weighed(of([part]).grads, _share(parts, k))) for k, part in enumerate(parts))
+    return tree.tree_map(_like, reduce(_plus, each), made.grads)
+
+
+def _like(leaf: Any, other: Any) -> Any:
+    return leaf if leaf is None else leaf.to(other.dtype)
+
+
+def _divided_again(size: int) -> Change:
+    """Gradients that a round of so many microbatches divides, those of the rounds before among them."""
+
+    def change(number: int, parts: Parts, made: Result, of: Callable[..., Result]) -> Any:
+        rounds, total = len(parts) // size, None
+        for at in range(0, len(parts), size):
+            own = _weighed(of(parts[at : at + size]).grads, size / rounds)
+            total = _weighed(own if total is None else _plus(total, own), 1 / size)
+        return total
+
+    return change
+
+
+def _rows_of(replica: int, replicas: int) -> Change:
+    """Gradients of the microbatches of one replica alone."""
+
+    def change(number: int, parts: Parts, made: Result, of: Callable[..., Result]) -> Any:
+        size = len(parts) // replicas
+        return of(parts[replica * size : (replica + 1) * size]).grads
+
+    return change
+
+
+def _shifted(by: int) -> Change:
+    """Gradients where the inputs of a microbatch meet the targets of another."""
+
+    def change(number: int, parts: Parts, made: Result, of: Callable[..., Result]) -> Any:
+        if len({size for _, size in parts}) > 1:
+            return made.grads
+        targets = [target for (_, target), _ in parts]
+        others = [*targets[by:], *targets[:by]]
+        return of([((x, target), size) for ((x, _), size), target in zip(parts, others, strict=True)]).grads
+
+    return change
+
+
+def _by_tokens(number: int, parts: Parts, made: Result, of: Callable[..., Result]) -> Any:
+    """Gradients as a mean over what the loss does not ignore in all microbatches."""
+    counts = [_tokens(target)[-1] for (_, target), _ in parts]
+    each = [_weighed(of([part]).grads, count / max(sum(counts), 1)) for part, count in zip(parts, counts, strict=True)]
+    return reduce(_plus, each)
+
+
+def _tokens(target: Any) -> list[int]:
+    """How many rows, numbers and valid numbers a target has: what a sum may run over."""
+    leaf = next((one for one in tree.leaves(target) if isinstance(one, Tensor) and one.ndim), None)
+    if leaf is None:
+        return [1]
+    return [len(leaf), leaf.numel(), int((leaf != IGNORED).sum())]
 
 
 def _use_alone(owner: TiedLeaf, use: TiedLeaf) -> Change:
