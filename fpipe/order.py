@@ -169,8 +169,11 @@ class _Clock:
         ops, start, ticks = self.ops, self.start, self.ticks
         levels = self._levels()
         columns: list[list[int]] = [[] for _ in range(1 + max(start, default=0))]
-        for position in sorted(levels, key=lambda at: (levels[at], ops[at][4], self._tie(at))):
-            columns[start[position]].append(position)
+        groups: dict[tuple[int, int, int], list[int]] = {}
+        for position, level in levels.items():
+            groups.setdefault((level, ops[position][4], start[position]), []).append(position)
+        for place, group in sorted(groups.items()):
+            columns[place[2]] += sorted(group, key=self._tie) if len(group) > 1 else group
         for row in (*self.rows, extra):
             for position in row:
                 if ticks[position]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from fpipe.limits import whole
 from fpipe.order import arrange, held_kinds
-from fpipe.program import Input, Op, Output, Program, ProgramError, Value, kind_of, pair, parts_of
+from fpipe.program import KINDS, Input, Op, Output, Program, ProgramError, Value, pair, parts_of
 from fpipe.transforms._rewrite import Transform, at_data, refuse_freed, refuse_updated, transforming
 from fpipe.transforms.communicate import NARROW
 from fpipe.transforms.data_parallel import axes_of, data_parallel, nested, reduced, refuse_more
@@ -187,7 +187,7 @@ def _shares(gather: Gather) -> Share:
     if callable(gather):
         return lambda step, op: gather(op)
     if gather == "use":
-        return lambda step, op: (step, *op[:4])
+        return lambda step, op: object()
     last = dict[tuple[int, int | None], tuple[int, int]]()  # of a stage on a rank, its last step and its run
 
     def run(step: int, op: Op) -> object:
@@ -204,49 +204,76 @@ class _Copies:
     def __init__(self, program: Program, how: How) -> None:
         self.how = how
         self.homes = {end.value: end.homes for end in program.inputs if end.value.name == "params"}
-        reads = [(value, op.rank) for op in parts_of(program.ops) for value in op.reads if value in self.homes]
-        self.away = {value for value, rank in reads if rank not in self.homes[value]}
-        self.known: dict[tuple[Value, int, object], Value] = {}
-        self.many: defaultdict[tuple[Value, int], int] = defaultdict(int)
+        reads = [(value, op[4]) for op in parts_of(program.ops) for value in op[5] if value[0] == "params"]
+        self.away = {value for value, rank in reads if rank not in self.homes.get(value, (rank,))}
+        self.own: defaultdict[int, dict[Value, _OwnCopies]] = defaultdict(dict)
+        for value, homes in self.homes.items():
+            for rank in homes:
+                plain = rank == min(homes) and value not in self.away
+                self.own[rank][value] = _OwnCopies(
+                    value[:5], self.gathered(value, rank), "" if plain else f"@{rank}", {}
+                )
 
-    def gathered(self, value: Value, rank: int, copy: Value | None = None) -> Op:
+    def gathered(self, value: Value, rank: int) -> Op:
         """The GATHER of some parameters on a rank."""
         shard = value._replace(name="shard")
-        return _new(Op, ("GATHER", value.stage, None, None, rank, (shard,), (copy or value,), (), self.how))
+        return Op("GATHER", value.stage, None, None, rank, (shard,), (value,), (), self.how)
 
     def before_uses(self, ops: Sequence[Op], share: Share, lead: int) -> list[Op]:
         """The ops, each reading its copy, with the GATHER of a copy `lead` ops before its first reader."""
         rows: defaultdict[int, list[int]] = defaultdict(list)  # the positions of timed ops
         made: list[Op] = []
-        gathers: defaultdict[int, list[Op]] = defaultdict(list)
+        gathers: dict[int, list[Op]] = {}
+        timed = {name for name, kind in KINDS.items() if kind.time}
         for position, op in enumerate(ops):
-            row = rows[op.rank]
-            if kind_of(op.kind).time:
+            row = rows[op[4]]
+            if op[0] in timed:
                 row.append(position)
             new: list[Op] = []
-            parts = [self.reading(part, share, len(row) - 1, new) for part in op.parts or (op,)]
-            made.append(pair(*parts) if op.parts else parts[0])
+            step = len(row) - 1
+            made.append(
+                pair(*[self.reading(part, share, step, new) for part in op[7]])
+                if op[7]
+                else self.reading(op, share, step, new)
+            )
             if new:
-                gathers[row[max(0, len(row) - 1 - lead)]] += new
+                gathers.setdefault(row[max(0, step - lead)], []).extend(new)
         travelling = [self.gathered(value, min(self.homes[value])) for value in self.homes if value in self.away]
-        return [*travelling, *(one for at, op in enumerate(made) for one in (*gathers[at], op))]
+        for position, op in enumerate(made):
+            if position in gathers:
+                travelling += gathers[position]
+            travelling.append(op)
+        return travelling
 
     def reading(self, op: Op, share: Share, step: int, new: list[Op]) -> Op:
         """An op that reads its copies; `new` takes the GATHERs of those that no op before it reads."""
-        named = [value for value in op.reads if value[0] == "params"]
-        own = [value for value in named if op.rank in self.homes.get(value, ())]
-        if not own:
+        kind, stage, microbatch, piece, rank, reads, writes, parts, how = op
+        for value in reads:
+            if value[0] == "params":
+                break
+        else:
             return op
-        purpose, now = share(step, op), dict[Value, Value]()
-        for value in own:
-            place = value, op.rank, purpose
-            if place not in self.known:
-                plain = op.rank == min(self.homes[value]) and value not in self.away
-                number = self.many[value, op.rank]
-                self.many[value, op.rank] += 1
-                at = f"@{op.rank}.{number}" if number else "" if plain else f"@{op.rank}"
-                self.known[place] = _new(Value, (*value[:5], at))
-                new.append(self.gathered(value, op.rank, self.known[place]))
-            now[value] = self.known[place]
-        reads = tuple([now.get(value, value) if value[0] == "params" else value for value in op.reads])
-        return _new(Op, (*op[:5], reads, *op[6:]))
+        own, purpose, now = self.own[rank], share(step, op), list[Value]()
+        for value in reads:
+            copies = own.get(value) if value[0] == "params" else None
+            if copies is not None:
+                start, gather, end, known = copies
+                copy = known.get(purpose)
+                if copy is None:
+                    if known:
+                        end = f"@{rank}.{len(known)}"
+                    value = known[purpose] = _new(Value, (*start, end))
+                    new.append(_new(Op, (*gather[:6], (value,), *gather[7:])))
+                else:
+                    value = copy
+            now.append(value)
+        return _new(Op, (kind, stage, microbatch, piece, rank, tuple(now), writes, parts, how))
+
+
+class _OwnCopies(NamedTuple):
+    """The copies of some parameters that one rank gathers, by purpose, and the start and end of their names."""
+
+    start: tuple[Any, ...]
+    gather: Op
+    end: str
+    known: dict[object, Value]
