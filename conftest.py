@@ -1,6 +1,7 @@
 """What every test runs under: one torch thread, Ctrl-C heard, the same hypothesis examples each time, groups of
 processes, and which files are slow."""
 
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -17,6 +18,9 @@ from fpipe.program import Program
 from tests.processes import Processes
 
 torch.set_num_threads(1)
+# pytest listens to each logger that keeps to itself. Where anybody listens to torch's record of its own tracing, each
+# tensor that is traced comes with its stack: a sixth of the time that laws took.
+logging.getLogger("torch.__trace").propagate = True
 # A shell starts what runs in its background with Ctrl-C ignored; tests send it, to processes that they start too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

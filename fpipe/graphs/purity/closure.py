@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from fpipe.graphs.purity.alike import content_of, named_in
 from fpipe.graphs.purity.attributes import Modules
 from fpipe.positional_stage import PositionalStage
+
+_OF_OTHERS = frozenset(("torch", *sys.stdlib_module_names))
+"""Packages whose functions lead on to nothing of the user's."""
 
 
 def closed_over(function: Any) -> Iterator[tuple[str, Tensor]]:
@@ -47,18 +50,18 @@ def modules_of(function: Any) -> Modules:
 
 def _reached(function: Any) -> Iterator[tuple[str, Any]]:
     """Values that a function closes over or names; of an object the attributes that the code around it names."""
-    seen: dict[Any, Any] = {}  # the values too, so that none that is made meanwhile has the id of another
+    seen: dict[Any, Any] = {}  # the objects too, so that none that is made meanwhile has the id of another
     todo: list[tuple[str, Any, tuple[str, ...]]] = [("it", function, ("__call__",))]
     while todo:
         name, one, words = todo.pop()
-        if (id(one), words) in seen:
+        if (id(one), id(words)) in seen:
             continue
-        seen[id(one), words] = one
+        seen[id(one), id(words)] = one, words
         more: Iterable[tuple[str, Any]] = ()
         if isinstance(one, Tensor | nn.Module):
             yield name, one
         elif isinstance(one, FunctionType):
-            if one.__module__ and one.__module__.partition(".")[0] not in ("torch", *sys.stdlib_module_names):
+            if one.__module__ and one.__module__.partition(".")[0] not in _OF_OTHERS:
                 code, around = one.__code__, one.__globals__
                 words = _words(code)
                 more = [(word, around[word]) for word in named_in(code) if word in around]
@@ -79,6 +82,7 @@ def _reached(function: Any) -> Iterator[tuple[str, Any]]:
         todo += [(path, value, words) for path, value in more]
 
 
+@lru_cache(4096)
 def _words(code: CodeType) -> tuple[str, ...]:
     """Attributes that code may read, in an order that is the same in every process."""
     return tuple(dict.fromkeys((*named_in(code), "__call__")))
@@ -89,7 +93,7 @@ def _attributes(name: str, one: Any, words: tuple[str, ...]) -> Iterator[tuple[s
     modules lead on to everything, so of these only tensors and modules count."""
     shared = isinstance(one, type | ModuleType)
     for word in words:
-        value = inspect.getattr_static(one, word, None)
+        value = vars(one).get(word) if isinstance(one, ModuleType) else inspect.getattr_static(one, word, None)
         if shared and not isinstance(value, Tensor | nn.Module):
             continue
         if isinstance(value, FunctionType) and word not in vars(one):
