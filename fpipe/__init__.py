@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from fpipe.measuring.estimate import estimate
     from fpipe.measuring.profile import profile
     from fpipe.measuring.sizes import Sizes, sizes
+    from fpipe.models.exchange import exchange
     from fpipe.models.from_functions import from_functions
     from fpipe.models.from_loss import from_loss
     from fpipe.models.from_module import from_module
@@ -97,6 +98,7 @@ _WITH_TORCH = {
     "derived.dual": ("Dual", "make_dual", "unpack_dual"),
     "derived.evaluating": ("evaluating",),
     "derived.freeze": ("freeze",),
+    "models.exchange": ("exchange",),
     "models.from_functions": ("from_functions",),
     "models.from_loss": ("from_loss",),
     "models.from_module": ("from_module",),
@@ -202,6 +204,7 @@ __all__ = [
     "deferred_batch_norm",
     "estimate",
     "evaluating",
+    "exchange",
     "fold_in",
     "forward_only",
     "free",

@@ -23,6 +23,7 @@ from fpipe.program import (
     Sources,
     Value,
     building,
+    is_exchange,
     kind_of,
     memory_of,
     pair,
@@ -166,10 +167,10 @@ def _of_one_version(program: Program) -> None:
 
 _OF_STAGES = frozenset("FRBIW")
 _OWN_READS = {"B": {"res", "w"}, "I": {"res", "w"}, "W": {"wres"}, "F": {"x", "t"}, "R": {"x", "t"}}
-_WITH_WORDS = frozenset(("SPLIT", "MERGE", "REDUCE", "GATHER", "SCATTER", "SEND", "F", "B", "I", "U"))
+_WITH_WORDS = frozenset(("SPLIT", "MERGE", "REDUCE", "GATHER", "SCATTER", "SEND", *"FRBIWU"))
 _WORDS: dict[str, type] = {
     **dict.fromkeys(("index", "count", "size", "slices", "dim"), int),
-    **dict.fromkeys(("spec", "sequence", "aux", "axis", "cast"), str),
+    **dict.fromkeys(("spec", "sequence", "aux", "axis", "cast", "exchange"), str),
     "saved": tuple,
 }
 _NEEDED = {"B": "res", "I": "res", "W": "wres"}
@@ -181,6 +182,8 @@ def _odd(op: Op, whole: Op) -> str | None:
     for word, found in op.how:
         if op.kind in _WITH_WORDS and word in _WORDS and type(found) is not _WORDS[word]:
             return f"says {word}={found!r}, where {_WORDS[word].__name__} is wanted"
+    if is_exchange(op) and not (op.kind in _OF_STAGES and len(op.how) > 1 and op.how[1][0] == "axis"):
+        return "is no collective of a stage: F, R, B, I or W that says {exchange='...', axis='...'}"
     if op.rank != whole.rank:
         return f"is on rank {op.rank} inside a PAIR on rank {whole.rank}"
     if op.kind in _OWN_READS:

@@ -42,6 +42,7 @@ class Stage:
         name: how errors call the stage.
         names: for a stage made from a module, what the whole net calls each leaf of its parameters, tied names
             together.
+        exchange: for a stage that is a collective, as `fpipe.exchange` makes it, what its ops say of it in a program.
         within: `within(params, thunk)` runs the thunk while `params` are in the place of a module's own, which a
             backward pass needs where it computes something again.
 
@@ -59,6 +60,7 @@ class Stage:
     name: str = ""
     names: Names | None = None
     within: Callable[[Any, Callable[[], Any]], Any] | None = None
+    exchange: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         if not callable(self.forward):

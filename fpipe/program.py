@@ -35,8 +35,8 @@ The names that the front doors use for values (any lower-case word is a value na
 
 The kinds: F forward, B full backward, I input gradient, W weight gradient, R recompute, U state update, PAIR, SEND,
 RECV, SPLIT, ADD, SCALE, MERGE, REDUCE, GATHER, SCATTER, OFFLOAD, LOAD, FREE, NORM, UPDATE, VALIDATE,
-UNSCALE. The set is open:
-`register_kind` adds one.
+UNSCALE. The set is open: `register_kind` adds one. Those of a stage that is a collective over a dimension of a mesh say
+`{exchange='all_to_all', axis='ep'}`, and run on a lane of their own.
 (The zero-bubble papers write B for our I and BW for our B; the letters here are those of torch.distributed.pipelining.)
 
 No tensor, shape, module or device lives in a program. Stages are numbers until a reading binds them to a model.
@@ -172,7 +172,7 @@ class Kind:
 
     `place`: "table" (a schedule names it), "before" (just before its first reader), "after" (as soon as its inputs
     are there). `time`: ticks on the clock that fixes the global order. `lane`: "main", or beside it "copy", of
-    transfers between ranks and memories, and "wire", of collectives over replicas.
+    transfers between ranks and memories, and "wire", of collectives over replicas; see also `lane_of`.
 
     >>> KINDS["F"], KINDS["RECV"].lane
     (Kind(place='table', time=1, lane='main'), 'copy')
@@ -194,7 +194,7 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("SEND", "OFFLOAD"), Kind("after", lane="copy")),
     **dict.fromkeys(("REDUCE", "GATHER", "SCATTER"), Kind("after", lane="wire")),
 }
-LANES = ("main", "copy", "wire")
+LANES = ("main", "copy", "wire", "exchange")
 PARAMETERS = frozenset(("params", "shard"))  # inputs that are at home where their stage lives
 
 
@@ -212,7 +212,7 @@ def register_kind(name: str, kind: Kind) -> None:
         raise ValueError(f"a kind's place is 'table', 'before' or 'after', found {kind.place!r}.")
     if type(kind.time) is not int or kind.time < 0:
         raise ValueError(f"a kind's time is a whole number of ticks, at least 0; found {kind.time!r}.")
-    if kind.lane not in LANES:
+    if kind.lane not in LANES[:3]:
         raise ValueError(f"a kind's lane is 'main', 'copy' or 'wire', found {kind.lane!r}.")
     if not re.fullmatch(r"[A-Z]+", name) or name in KINDS:
         raise ValueError(f"a kind's name is new and in capital letters, found {name!r}; taken: {', '.join(KINDS)}")
@@ -226,6 +226,22 @@ def kind_of(name: str) -> Kind:
             f"{name!r} is not a kind of op; known: {', '.join(KINDS)}. Add your own by fpipe.register_kind."
         )
     return KINDS[name]
+
+
+def is_exchange(op: Op) -> bool:
+    """Whether an op is of a stage that is a collective over a dimension of a mesh."""
+    how = op[8]
+    return bool(how) and how[0][0] == "exchange"
+
+
+def lane_of(op: Op) -> str:
+    """The lane that an op occupies while it takes time: that of its kind, or "exchange" where it is a collective.
+
+    >>> op = Op("F", 1, 0, None, 0, (), (), how=(("exchange", "all_to_all"), ("axis", "ep")))
+    >>> lane_of(op), lane_of(op._replace(how=()))
+    ('exchange', 'main')
+    """
+    return "exchange" if is_exchange(op) else kind_of(op.kind).lane
 
 
 Sources = tuple[int, ...]

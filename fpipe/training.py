@@ -124,7 +124,7 @@ class _Writer:
         names = ["loss"] * self.has_loss(stage) + (self.beside_the_loss() if last else [])
         names += ["state"] * ("state" in own.asks) + ["seen"] * own.notes + ["res"]
         writes = (*self.outputs(stage), *(Value(name, stage, 0) for name in names))
-        self.ops.append(Op("F", stage, 0, None, 0, tuple(reads), writes))
+        self.ops.append(Op("F", stage, 0, None, 0, tuple(reads), writes, (), own.exchange))
 
     def backward(self, stage: int) -> None:
         own = self.model.stages[stage]
@@ -139,7 +139,7 @@ class _Writer:
         params = self.params(stage)
         grads = [Value("g", stage, 0, port=k) for k in range(len(params))]
         reads = (*params, Value("res", stage, 0), *cotangents)
-        self.ops.append(Op("B", stage, 0, None, 0, reads, (*dx, *grads)))
+        self.ops.append(Op("B", stage, 0, None, 0, reads, (*dx, *grads), (), own.exchange))
 
 
 def _nothing(params: object, x: object) -> object:

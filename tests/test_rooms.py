@@ -45,8 +45,8 @@ runtimes/in_process <- root transforms graphs/purity graphs/language graphs/trac
 runtimes/faults <- root torch_private graphs/purity graphs/language runtimes/lowering
 derived <- root torch_private graphs/purity graphs/language graphs/tracing models/modules
 models/tracing <- root torch_private graphs/purity graphs/language graphs/tracing models/modules
-runtimes/processes <- root torch_private transforms graphs/purity graphs/language graphs/tracing single_device
-    optimizers runtimes/definition runtimes/lowering runtimes/faults
+runtimes/processes <- root torch_private transforms graphs/purity graphs/language graphs/tracing graphs/compiling
+    single_device optimizers runtimes/definition runtimes/lowering runtimes/faults
 models/cutting <- root torch_private graphs/purity timing graphs/language graphs/tracing models/parameters
     models/modules models/tracing
 runtimes <- root optimizers runtimes/definition runtimes/in_process runtimes/processes

@@ -14,7 +14,7 @@ from fpipe.model import MAY_ASK, Model, Reduction, Source, Stage, normalise_inpu
 
 
 def from_functions(
-    fns: Sequence[Callable[..., Any]],
+    fns: Sequence[Callable[..., Any] | Stage],
     loss: Callable[[Any, Any], Any] | None = None,
     *,
     inputs: Sequence[Source | tuple[Source, ...]] | None = None,
@@ -28,7 +28,7 @@ def from_functions(
     Args:
         fns: `f(params, x) -> y`, or `f(params, x, *, microbatch)` for one that wants the microbatch's number, or
             `f(params, x, *, carry) -> (y, carry)` for one that runs on slices of a sequence: it takes what the slice
-            before handed on, None for the first.
+            before handed on, None for the first. A `Stage`, such as `fpipe.exchange` makes, is taken as it is.
         loss: `loss(y, target)` gives a 0-d tensor, or (total, count) with reduction="count"; None: the last stage does.
         inputs: what each stage takes as x: the number of an earlier stage, "batch", or a tuple of these for a tuple of
             values. None is a chain. In a tuple `(stage, which)` is one of several outputs of a stage, which returns the
@@ -59,7 +59,9 @@ def from_functions(
     if aux and loss is None:
         raise ValueError("aux=True says what loss= returns, which is missing.")
     stages = tuple(
-        Stage(fn, _asks(number, fn), aux_loss=number in aux_losses, name=getattr(fn, "__name__", ""))
+        fn
+        if isinstance(fn, Stage)
+        else Stage(fn, _asks(number, fn), aux_loss=number in aux_losses, name=getattr(fn, "__name__", ""))
         for number, fn in enumerate(fns)
     )
     if "torch.nn" in sys.modules:  # whoever has a module that computes with parameters of its own has torch
@@ -67,9 +69,10 @@ def from_functions(
         from fpipe.models.modules.fingerprint import Fingerprint
         from fpipe.models.modules.known_modules import refuse_hooked
 
-        for path, module in (one for fn in fns for one in modules_of(fn)):
+        functions = [stage.forward for stage in stages]
+        for path, module in (one for fn in functions for one in modules_of(fn)):
             refuse_hooked(path, module)
-        held = Fingerprint([*fns, loss])
+        held = Fingerprint([*functions, loss])
     else:
         held = None
     return Model(stages, loss, taken, _normalise_ties(ties, len(fns)), reduction, aux, held=held)

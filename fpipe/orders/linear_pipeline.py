@@ -22,7 +22,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Literal
 
-from fpipe.program import Op, Program, ProgramError, Value
+from fpipe.program import Op, Program, ProgramError, Value, is_exchange, parts_of
 from fpipe.timing.costs import Costs
 from fpipe.timing.paths import way
 from fpipe.transforms.cells import Key
@@ -142,10 +142,11 @@ def linear_pipeline_of(
         ProgramError: a cap below the minimum.
     """
     stages, microbatches = len(placement), program.microbatches
-    redone = {op.stage for op in program.ops if op.kind == "R" or (op.how and op.kind in "BI")}
+    words = {op.stage: op.how for op in parts_of(program.ops) if is_exchange(op)}
+    redone = {op.stage for op in program.ops if op.kind == "R" or (op.how and op.kind in "BI")} - {*words}
 
     def cost(kind: str, stage: int) -> float:
-        return costs.seconds(Op(kind, stage, 0, None, placement[stage], (), ()))
+        return costs.seconds(Op(kind, stage, 0, None, placement[stage], (), (), (), words.get(stage, ())))
 
     seconds = [cost(kind, stage) for kind in ("FB" if fused else "FIW") for stage in range(stages)]
     seconds += [0.0] * (3 * stages - len(seconds))

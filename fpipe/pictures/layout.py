@@ -25,7 +25,7 @@ from fpipe.pictures.legend import legend, outline
 from fpipe.pictures.panel import Bar, Panel, awaited
 from fpipe.pictures.shapes import EDGE, PIXEL, Area, Drawing, Line, Rect, Shape, Text
 from fpipe.pictures.style import PLAIN, Style
-from fpipe.program import LANES, Op, kind_of
+from fpipe.program import LANES, Op, kind_of, lane_of
 from fpipe.timing.lanes import Transfer
 from fpipe.timing.waiting import Wait
 
@@ -255,7 +255,7 @@ class _Painter:
         """Frames around ops, thick arrows for transfers. A SEND that the program has not is in its rank's main lane."""
         for step in self.panel.path if self.style.critical_path else ():
             if isinstance(step.what, Op):
-                rank, lane = step.what.rank, kind_of(step.what.kind).lane
+                rank, lane = step.what.rank, lane_of(step.what)
                 y, height = self.y[rank, lane if (rank, lane) in self.y else "main"]
                 x, width = self.stretch(step.start, step.end)
                 self.drawing.timed.append(outline(x, y, width, height, f"{step.what.cell} is on the critical path"))

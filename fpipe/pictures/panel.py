@@ -10,7 +10,7 @@ from math import inf
 from typing import NamedTuple
 
 from fpipe.pictures.axis import amount, clock
-from fpipe.program import LANES, Op, Program, Value, kind_of, parts_of
+from fpipe.program import LANES, Op, Program, Value, lane_of, parts_of
 from fpipe.timing.costs import Costs
 from fpipe.timing.lanes import Transfer
 from fpipe.timing.simulate import simulate
@@ -18,7 +18,7 @@ from fpipe.timing.timeline import Timeline
 from fpipe.timing.waiting import Event, PathStep, Wait
 
 Lane = tuple[int, str]
-"""A rank and one of its lanes: "main", or "copy" and "wire" for transfers and collectives that take time."""
+"""A rank and one of its lanes: "main", or others for transfers and collectives that take time."""
 
 
 class Bar(NamedTuple):
@@ -99,7 +99,7 @@ class Panel:
         found: dict[Lane, list[Event]] = defaultdict(list)
         for event in self.timeline.events:
             if event.end > event.start:
-                found[event.op.rank, kind_of(event.op.kind).lane].append(event)
+                found[event.op.rank, lane_of(event.op)].append(event)
         for events in found.values():
             events.sort(key=lambda event: (event.start, event.end))
         return dict(sorted(found.items(), key=lambda item: (item[0][0], LANES.index(item[0][1]))))

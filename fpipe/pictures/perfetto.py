@@ -14,7 +14,7 @@ from typing import Any
 
 from fpipe.pictures.panel import Panel, awaited
 from fpipe.pictures.style import PLAIN, Style
-from fpipe.program import LANES, Value, kind_of
+from fpipe.program import LANES, Value, lane_of
 from fpipe.timing.waiting import Event
 
 Entry = dict[str, Any]
@@ -38,7 +38,7 @@ def perfetto(panels: Sequence[Panel], style: Style = PLAIN) -> str:
 
 
 def _names(panel: Panel, first: int) -> Iterator[Entry]:
-    lanes = {(event.op.rank, kind_of(event.op.kind).lane) for event in panel.events}
+    lanes = {(event.op.rank, lane_of(event.op)) for event in panel.events}
     for rank in range(panel.ranks):
         pid = first + rank
         name = f"{panel.name}, {panel.rank_name(rank)}".removeprefix(", ")
@@ -54,7 +54,7 @@ def _ops(panel: Panel, first: int) -> Iterator[Entry]:
         said = {"reads": " ".join(map(str, op.reads)), "writes": " ".join(map(str, op.writes))}
         place = {"stage": op.stage, "microbatch": op.microbatch, "slice": op.slice}
         args = {word: given for word, given in place.items() if given is not None} | said
-        yield _slice(op.cell, op.kind, first + op.rank, kind_of(op.kind).lane, start, end) | {"args": args}
+        yield _slice(op.cell, op.kind, first + op.rank, lane_of(op), start, end) | {"args": args}
 
 
 def _waits(panel: Panel, first: int) -> Iterator[Entry]:
@@ -88,7 +88,7 @@ def _flows(panel: Panel, first: int, number: int) -> Iterator[Entry]:
                 "cat": "transfer",
                 "id": number,
                 "pid": first + event.op.rank,
-                "tid": _THREADS[kind_of(event.op.kind).lane],
+                "tid": _THREADS[lane_of(event.op)],
                 "ts": (event.start + event.end) / 2 * 1e6,
             } | ({"bp": "e"} if phase == "f" else {})
 

@@ -11,7 +11,7 @@ from fpipe.pictures.axis import clock, ticks
 from fpipe.pictures.colours import WORDS, terminal
 from fpipe.pictures.panel import Panel
 from fpipe.pictures.style import PLAIN, Style
-from fpipe.program import LANES, HtmlRepr, Op, kind_of
+from fpipe.program import LANES, HtmlRepr, Op, lane_of
 from fpipe.timing.waiting import Event
 
 Piece = tuple[str, Op | None]
@@ -117,7 +117,7 @@ def _said(panel: Panel, words: str, width: int) -> Iterator[tuple[Panel, list[Pi
 
 
 def _is_main(event: Event) -> bool:
-    return kind_of(event.op.kind).lane == "main"
+    return lane_of(event.op) == "main"
 
 
 def _lane(panel: Panel, lane: tuple[int, str], scale: float, short: set[str]) -> list[Piece]:

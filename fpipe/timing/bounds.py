@@ -206,7 +206,7 @@ class _Graph:
         self.ops = program.ops
         self.seconds = [0.0 if op.kind in ("SEND", "RECV", "FREE") else costs.seconds(op) for op in self.ops]
         self.needs = waits_of(program, costs)
-        works = [is_work(op.kind, seconds) for op, seconds in zip(self.ops, self.seconds, strict=True)]
+        works = [is_work(op, seconds) for op, seconds in zip(self.ops, self.seconds, strict=True)]
         self.starts, self.tails = heads_of(self.needs, self.seconds), tails_of(self.needs, self.seconds, works)
         self.rows: defaultdict[int, list[int]] = defaultdict(list)
         for at in compress(range(len(self.ops)), works):
@@ -242,7 +242,7 @@ def _of_memory(graph: _Graph, most: Sequence[int]) -> tuple[list[float], list[fl
         since: defaultdict[int, float] = defaultdict(float)
         for at in group:
             op = ops[at]
-            if not seconds[at] or not is_work(op.kind, seconds[at]):
+            if not seconds[at] or not is_work(op, seconds[at]):
                 continue
             after = _after(graph, group, at)
             for other in backwards:

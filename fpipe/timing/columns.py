@@ -15,7 +15,7 @@ from itertools import count
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
-from fpipe.program import Op, Program, kind_of
+from fpipe.program import Op, Program, lane_of
 from fpipe.timing.costs import Costs, varies
 from fpipe.timing.lanes import is_work
 
@@ -55,8 +55,7 @@ def is_plain(known: OpGroups, costs: Costs) -> bool:
     a group cost the same."""
     constant = isinstance(costs.transfer, int | float) and not costs.busies and costs.bytes is None
     constant = constant and costs.cluster is None
-    kinds = {op.kind for op in known.each}
-    return constant and all(kind_of(kind).lane == "main" and not varies(kind) for kind in kinds)
+    return constant and all(lane_of(op) == "main" and not varies(op.kind) for op in known.each)
 
 
 def walk_plain(program: Program, costs: Costs, transfer: float, known: OpGroups) -> tuple[list[float], list[float]]:
@@ -67,7 +66,7 @@ def walk_plain(program: Program, costs: Costs, transfer: float, known: OpGroups)
     ops, seconds = program.ops, [costs.seconds(op) for op in known.each]
     took, ranks = known.of(seconds), known.of(op.rank for op in known.each)
     pairs = zip(known.each, seconds, strict=True)
-    lanes = known.of(op.rank if is_work(op.kind, cost) else -1 for op, cost in pairs)
+    lanes = known.of(op.rank if is_work(op, cost) else -1 for op, cost in pairs)
     free = [0.0] * program.ranks
     starts: list[float] = []
     ends = [0.0] * (len(ops) + 1)  # the last is for inputs, which are at -1

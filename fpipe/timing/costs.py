@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal, Protocol, cast
 
 from fpipe.limits import whole
-from fpipe.program import Op, Program, Value, kind_of
+from fpipe.program import Op, Program, Value, is_exchange, kind_of, lane_of
 from fpipe.timing.amounts import checked_count, checked_rate, checked_seconds, listed, of_links
 from fpipe.timing.cluster import Cluster
 
@@ -59,9 +59,10 @@ class Costs:
         send, receive: seconds for which a rank does nothing else when it sends a value, and when it takes one.
         pair: what a PAIR costs: the "sum" of its parts, their "max", or `f(op) -> seconds`.
         offload, load: of OFFLOAD and LOAD, which run beside the main work; by default a LOAD costs an OFFLOAD.
+        exchange: of F, R, B and I of a stage that is a collective (`fpipe.exchange`), on a lane of its own.
         reduce: of a REDUCE over data-parallel replicas, which runs beside the main work too.
-        gather, scatter: of a GATHER of sharded parameters and a SCATTER of their gradients, which do too. To all three
-            a cluster with replicas adds what the bytes of the whole value take around its ring.
+        gather, scatter: of a GATHER of sharded parameters and a SCATTER of their gradients, which do too. To these and
+            exchanges a cluster with replicas adds what the bytes of the whole value take around its ring.
         update: of an UPDATE of a stage's parameters; a leaf that stages share has one of its own.
         host_bandwidth: bytes a second to and from the host, added to these; needs `bytes`.
         cluster: what it runs on, a `Cluster` or its text: the speed of ranks and their links, in place of `transfer`
@@ -97,6 +98,7 @@ class Costs:
     gather: PerStage = 0
     scatter: PerStage = 0
     update: PerStage = 0
+    exchange: PerStage = 0
     cluster: Cluster | None = None  # a text is parsed
     send: float = 0
     receive: float = 0
@@ -185,7 +187,7 @@ class Costs:
     def seconds(self, op: Op) -> float:
         """How long an op takes on its lane; what keeps to its data takes nothing."""
         seconds = self._seconds(op)
-        slow = self.cluster is not None and seconds and kind_of(op.kind).lane == "main"
+        slow = self.cluster is not None and seconds and lane_of(op) == "main"
         return seconds / self.cluster.speed[op.rank] if self.cluster is not None and slow else seconds
 
     def _seconds(self, op: Op) -> float:
@@ -193,8 +195,12 @@ class Costs:
         if op.parts:
             if callable(self.pair):
                 return checked_seconds(f"pair({op.cell})", self.pair(op))
-            return (sum if self.pair == "sum" else max)(self._seconds(part) for part in op.parts)
+            beside = sum(self._seconds(part) for part in op.parts if is_exchange(part))
+            parts = [self._seconds(part) for part in op.parts if not is_exchange(part)]
+            return max(beside, (sum if self.pair == "sum" else max)(parts) if parts else 0.0)
         kind, stage = op.kind, op.stage or 0
+        if is_exchange(op):
+            return 0.0 if kind == "W" else _at(self.exchange, stage, "exchange") + self._exchanged(op)
         if kind == "F":
             return _at(self.forward, stage, "forward")
         if op.how and kind in "BI":  # it computes its stage again itself
@@ -239,6 +245,18 @@ class Costs:
         known = self.cluster.across.bandwidth < math.inf
         size = sum(map(self.size, op.writes if op.kind == "GATHER" else op.reads)) if known else 0.0
         return self.cluster.around(size) * (2 if op.kind == "REDUCE" else 1)
+
+    def _exchanged(self, op: Op) -> float:
+        """Seconds that the collective of a stage takes on the links between replicas."""
+        if self.cluster is None or self.cluster.replicas == 1:
+            return 0.0
+        known = self.cluster.across.bandwidth < math.inf
+        flows = [[value for value in values if value.name in _FLOWS] for values in (op.reads, op.writes)]
+        read, written = (sum(map(self.size, values)) if known else 0.0 for values in flows)
+        how = dict(op.how)["exchange"]
+        if how == "ring":
+            return self.cluster.across.latency + read / self.cluster.across.bandwidth
+        return self.cluster.around(max(read, written)) * (2 if how == "all_reduce" else 1)
 
     def latency(self, source: int, target: int) -> float:
         """Seconds on the way from one rank to another."""
@@ -287,12 +305,14 @@ def _short(given: Any) -> str:
     return text if len(text) <= 60 else f"<{type(given).__name__}>"
 
 
+_FLOWS = ("y", "again", "dx", "dy")
 _LETTERS = ("F", "B", "I", "W", "R", "c")
 _OVER_REPLICAS = ("reduce", "gather", "scatter")
 _PER_STAGE = (
     *("forward", "backward_input", "backward_weight", "recompute", "offload", "load", "backward"),
     *_OVER_REPLICAS,
     "update",
+    "exchange",
 )
 
 

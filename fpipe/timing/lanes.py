@@ -3,6 +3,7 @@
     main   |0F0|0F1|0F2|            |0B0|       F, B, I, W, R: one after the other, in the order of the program
     copy       |OFFLOAD(res)|   |LOAD(res)|     beside it; starts no earlier than the main op before it in the list
     wire       |GATHER(params)| |SCATTER(all)|  so do collectives over replicas
+    exchange        |1F0|  |1F1|  |1B0|         and stages that are a collective
     link 0>1   |y[0,0]|y[0,1]|                  what travels from rank 0 to rank 1, one after the other
 
 A SEND and a RECV that take time are on the main lane too.
@@ -22,7 +23,7 @@ from itertools import repeat
 from typing import NamedTuple
 
 from fpipe.order import held_kinds
-from fpipe.program import Op, Program, Value, kind_of
+from fpipe.program import Op, Program, Value, kind_of, lane_of
 from fpipe.timing.costs import Costs, carried
 from fpipe.transforms.communicate import with_transfers, without_frees
 
@@ -87,9 +88,9 @@ def is_scheduled(kind: str) -> bool:
     return bool(known.time) or known.place == "table"
 
 
-def is_work(kind: str, seconds: float) -> bool:
+def is_work(op: Op, seconds: float) -> bool:
     """Whether an op is work of its rank: what a schedule names, and what else takes time on the main lane."""
-    return is_scheduled(kind) or (seconds > 0 and kind_of(kind).lane == "main")
+    return lane_of(op) == "main" and (is_scheduled(op.kind) or seconds > 0)
 
 
 def program_of_lanes(program: Program, costs: Costs) -> Program:
@@ -183,7 +184,7 @@ class _Lanes:
             start = max(map(at_rank, op.reads, sources, repeat(rank)), default=0.0)
             if kind == "SEND":
                 start, end = self._send(op, start, self.targets[position], arrivals, position)
-            elif (lane := kind_of(kind).lane) != "main":
+            elif (lane := lane_of(op)) != "main":
                 start = max(start, begun[rank], self.beside[lane, rank] if cost else 0.0)
                 end = start + cost
                 if cost:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from itertools import accumulate, groupby
 from operator import itemgetter
 
-from fpipe.program import Program, Value, kind_of, memory_of, parts_of
+from fpipe.program import Program, Value, kind_of, lane_of, memory_of, parts_of
 from fpipe.timing.columns import OpGroups, op_groups
 from fpipe.timing.lanes import Transfer
 from fpipe.transforms.shares import shares
@@ -142,7 +142,7 @@ def residuals_stay(program: Program, known: OpGroups) -> bool:
     """Whether residuals are only read where they are made, by backwards."""
     places = {(op.stage, op.rank) for op in known.each if kind_of(op.kind).time}
     alone = len({stage for stage, _ in places}) == len(places)
-    if alone and all(kind_of(op.kind).lane == "main" for op in known.each):
+    if alone and all(lane_of(op) == "main" for op in known.each):
         return True
     ops = program.ops
     return not any(

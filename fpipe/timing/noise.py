@@ -130,7 +130,7 @@ def _at_once(program: Program, costs: Costs, draws: _Draws) -> list[float]:
     homes = {end.value: end.homes for end in program.inputs}
     for op, sources, factor in zip(ops, program.sources, draws.of_op, strict=True):
         cost, rank = costs.seconds(op), op.rank
-        work = is_work(op.kind, cost)
+        work = is_work(op, cost)
         start = free[rank] if work else nothing
         for value, source in zip(op.reads, sources, strict=True):
             where = homes[value] if source < 0 else (ops[source].rank,)

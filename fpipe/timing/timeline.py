@@ -278,9 +278,10 @@ def _work_of(
 ) -> list[tuple[float, float, float]]:
     """Per rank: work, first start, last end."""
     found = [[0.0, float("inf"), 0.0] for _ in range(ranks)]
-    works = {kind: (is_work(kind, 0), is_work(kind, 1)) for kind in set(map(itemgetter(0), ops))}
+    words = itemgetter(0, 8)
+    works = {words(op): (is_work(op, 0), is_work(op, 1)) for op in {words(op): op for op in ops}.values()}
     for op, start, end in zip(ops, starts, ends, strict=True):
-        if works[op[0]][end > start]:
+        if works[words(op)][end > start]:
             row = found[op[4]]
             row[0] += end - start
             if start < row[1]:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from fpipe.program import Op, Value
+from fpipe.program import Op, Value, lane_of
 from fpipe.timing.lanes import is_scheduled
 from fpipe.timing.timeline import Timeline
 from fpipe.timing.waiting import Event
@@ -38,7 +38,7 @@ def kept(timeline: Timeline) -> list[tuple[Op, float]]:
             if op.kind in ("SEND", "RECV") and ends:
                 last, seconds, since = ends[-1]
                 ends[-1] = last, seconds + before - since, end
-            elif is_scheduled(op.kind):
+            elif is_scheduled(op.kind) and lane_of(op) == "main":
                 if ends:
                     last, seconds, since = ends[-1]
                     ends[-1] = last, seconds + start - since, start

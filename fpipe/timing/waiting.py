@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from fpipe.program import Op, Value, kind_of
+from fpipe.program import Op, Value, lane_of
 from fpipe.timing.costs import Costs
 from fpipe.timing.lanes import Transfer, is_work
 
@@ -25,7 +25,7 @@ class PathStep(NamedTuple):
     """A piece of the critical path: what ran from start to end, and why not earlier.
 
     `why`: "start" (nothing held it back), "data" (it needed what the step before made), "rank" (its rank was busy with
-    the step before), "lane" (so was its rank's copy or wire lane), "link" (so was its link).
+    the step before), "lane" (so was another lane of its rank), "link" (so was its link).
     """
 
     what: Op | Transfer
@@ -94,7 +94,7 @@ class Waiting:
             for one in each:
                 by_value[number][one.value, one.target].append(one)
         for at, (op, start, end) in enumerate(self.events):
-            known = kind_of(op.kind)
+            lane = lane_of(op)
             self.lanes.append(None)
             if op.kind == "RECV":
                 sender = self.events[self._at(self.writer[op.reads[0]], at)].op
@@ -108,14 +108,14 @@ class Waiting:
                     if ("main", op.rank) in last:
                         self.lanes[at] = (last["main", op.rank], "rank")
                     last["main", op.rank] = begun[op.rank] = at
-            elif known.lane != "main":
+            elif lane != "main":
                 if end > start:
-                    if (known.lane, op.rank) in last:
-                        self.lanes[at] = (last[known.lane, op.rank], "lane")
-                    last[known.lane, op.rank] = at
+                    if (lane, op.rank) in last:
+                        self.lanes[at] = (last[lane, op.rank], "lane")
+                    last[lane, op.rank] = at
                 if op.rank in begun and (self.lanes[at] is None or self.events[begun[op.rank]].start == start):
                     self.lanes[at] = (begun[op.rank], "lane")
-            elif is_work(op.kind, end - start):
+            elif is_work(op, end - start):
                 if ("main", op.rank) in last:
                     self.lanes[at] = (last["main", op.rank], "rank")
                 last["main", op.rank] = begun[op.rank] = at
@@ -161,7 +161,8 @@ class Waiting:
         if before is None:
             return cause
         at, why = before
-        of_lane = min(self.events[at].end, start)
+        beside = why == "lane" and lane_of(self.events[at].op) == "main"  # no earlier than that began
+        of_lane = self.events[at].start if beside else min(self.events[at].end, start)
         if self.busy and why == "rank" and (op.rank, start) in self.sent and of_lane < start > cause.time:
             return _Cause(start, self.sent[op.rank, start], "rank")
         return _Cause(of_lane, at, why) if of_lane >= cause.time else cause
@@ -179,7 +180,7 @@ class Waiting:
             if (node.source, node.start) in self.sent:
                 return _Cause(node.start, self.sent[node.source, node.start], "rank")
             ending = (n for n, (op, _, end) in enumerate(self.events) if op.rank == node.source and end == node.start)
-            found = next((n for n in ending if kind_of(self.events[n].op.kind).lane == "main"), None)
+            found = next((n for n in ending if lane_of(self.events[n].op) == "main"), None)
             if found is not None:
                 return _Cause(node.start, found, "rank")
         before = self.before_link.get(id(node))
@@ -187,7 +188,7 @@ class Waiting:
 
     def path(self) -> tuple[PathStep, ...]:
         """The chain of causes that ends last, from the start on."""
-        work = [at for at, (op, start, end) in enumerate(self.events) if is_work(op.kind, end - start)]
+        work = [at for at, (op, start, end) in enumerate(self.events) if is_work(op, end - start)]
         if not work:
             return ()
         node = max(work, key=lambda at: self.events[at].end)
@@ -206,7 +207,7 @@ class Waiting:
         """Each time that a rank's main lane does nothing, rank by rank."""
         rows: list[list[tuple[float, float, int | None]]] = [[] for _ in range(ranks)]
         for at, (op, start, end) in enumerate(self.events):
-            if is_work(op.kind, end - start):
+            if is_work(op, end - start):
                 rows[op.rank].append((start, end, at))
         for at, (op, start, end) in enumerate(self.events):
             if start < makespan and {"SEND": self.send, "RECV": self.receive}.get(op.kind):

@@ -93,7 +93,7 @@ def checkpoint(
             if op.parts:
                 return pair(*map(change, op.parts))
             kept = tuple(value for value in op.writes if value.name != "res")
-            if not chosen(op) or kept == op.writes or op.how:
+            if not chosen(op) or kept == op.writes or op.how:  # an exchange keeps nothing
                 return op
             residuals = tuple(value for value in op.writes if value.name == "res")
             recomputed.append(op._replace(kind="R", writes=residuals))

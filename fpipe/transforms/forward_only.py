@@ -7,7 +7,7 @@ The forwards that are left run the same graphs as in training, so their bits are
 
 from __future__ import annotations
 
-from fpipe.program import Op, Output, Program, ProgramError, Value, pair
+from fpipe.program import Op, Output, Program, ProgramError, Value, is_exchange, pair
 from fpipe.transforms._rewrite import Transform, rebuilt, transforming
 
 
@@ -60,5 +60,6 @@ def _needed_for(program: Program, ends: tuple[Output, ...]) -> Program:
 def _useful(op: Op, wanted: set[Value]) -> Op | None:
     """The op with what is wanted of its writes; None if nothing is."""
     writes = tuple(value for value in op.writes if value in wanted)
-    how = () if op.kind == "F" else op.how  # how it was to be computed again
+    again = op.kind == "F" and not is_exchange(op)  # how it was to be computed again
+    how = () if again else op.how
     return op._replace(writes=writes, how=how) if writes else None

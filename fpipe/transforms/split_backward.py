@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from fpipe.program import Op, Program, Value, kind_of, pair
+from fpipe.program import Op, Program, Value, is_exchange, kind_of, pair
 from fpipe.transforms._rewrite import Transform, rebuilt, transforming
 
 Where = Callable[[int, int], bool]
@@ -55,7 +55,8 @@ def halved(ops: Iterable[Op], where: Where | None) -> list[Op]:
             made.append(_new(Op, ("I", *op[1:6], (*cotangents, handed), *op[7:])))
             params = [value for value in op.reads if value.name == "params"]
             gradients = tuple([value for value in op.writes if value.name == "g"])
-            made.append(_new(Op, ("W", *op[1:5], (*params, handed), gradients, (), ())))
+            how = op.how if is_exchange(op) else ()
+            made.append(_new(Op, ("W", *op[1:5], (*params, handed), gradients, (), how)))
         else:
             made.append(op)
     return made

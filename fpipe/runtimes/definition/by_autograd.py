@@ -24,7 +24,7 @@ from fpipe.graphs.tracing.keys import seed_of, seeded
 from fpipe.graphs.tracing.outputs import call_stage, loss_of, outputs_of, refuse_odd_output, scaled, split_output
 from fpipe.graphs.tracing.rows import of_each_row, rows_of
 from fpipe.model import Model, Stage, trained, who_draws
-from fpipe.program import Op, Value
+from fpipe.program import Op, Value, is_exchange
 from fpipe.runtimes.definition.device_moves import Moves
 
 Leaves = list[Any]
@@ -184,7 +184,7 @@ def forward(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
         "aux": lambda: tree.tree_map(detached, aux),
         "res": lambda: (
             Inputs(op, args)
-            if op.how
+            if op.how and not is_exchange(op)
             else Residuals(
                 params=[tree.leaves(bundle) for bundle in given.bundles],
                 inputs=given.inputs,

@@ -38,6 +38,7 @@ from fpipe.runtimes.lowering.prepared import GONE
 from fpipe.runtimes.lowering.signature import Signatures
 from fpipe.runtimes.lowering.untraced import UNDER_AUTOGRAD, Untraced
 from fpipe.runtimes.processes.elsewhere import Elsewhere
+from fpipe.runtimes.processes.exchange_lane import ExchangeLane, over_mesh
 from fpipe.runtimes.processes.message_order import AHEAD, check_transfers, messages
 from fpipe.runtimes.processes.peer_errors import PeerErrors
 from fpipe.runtimes.processes.prepared_rank import PreparedRank, end_of
@@ -84,6 +85,8 @@ def distributed(
     meeting = Meeting([dist.get_process_group_ranks(group)], rank, group, timeout, watchdog)
     replicas = replicas_of(program, mesh, group, meeting, device, watchdog)
     peer_errors = PeerErrors(rank, meeting, replicas)
+    model, axes = over_mesh(model, mesh)
+    lane = ExchangeLane(axes, meeting.seconds, watchdog)
     signatures, known = Signatures(model), LRUCache[Any, PreparedRank](_MOST)
     lost, numbers = list[str](), count(1)
 
@@ -93,7 +96,9 @@ def distributed(
         untraced = Untraced({} if trace else dict.fromkeys(range(len(model.stages)), "trace=False"))
         while True:
             try:
-                made = PreparedRank(rank, group, transfers, replicas, program, model, *given, key, untraced, **more)
+                made = PreparedRank(
+                    rank, group, transfers, replicas, lane, program, model, *given, key, untraced, **more
+                )
                 break
             except Untraceable as error:
                 if error.stage is None and isinstance(error.__cause__, ValueError):  # refused, whoever runs it
@@ -224,7 +229,8 @@ def distributed(
         peer_errors.refuse(error, _BUILDING, _TRACED)
         peer_errors.everyone.let_read(_BUILDING, _TRACED)
         raise
-    watchdog.start(transfers, peer_errors.boards, transfers.groups + ([] if replicas is None else replicas.groups))
+    groups = transfers.groups + ([] if replicas is None else replicas.groups) + [*axes.values()]
+    watchdog.start(transfers, peer_errors.boards, groups)
     exchanges = first.exchanges
     known[signatures.of(*tree.flatten(shapes), homes=repeat(device))] = first
     return step

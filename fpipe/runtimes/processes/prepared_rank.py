@@ -25,6 +25,7 @@ from fpipe.runtimes.lowering.rank_part import Slots, Watch, of_rank
 from fpipe.runtimes.lowering.shards import is_share
 from fpipe.runtimes.lowering.slots import Exit
 from fpipe.runtimes.processes.clocks import ahead_of_rank_0, put_together
+from fpipe.runtimes.processes.exchange_lane import ExchangeLane
 from fpipe.runtimes.processes.message import Layout
 from fpipe.runtimes.processes.replicas import Exchanges, Replicas
 from fpipe.runtimes.processes.transfers import Transfers
@@ -39,8 +40,16 @@ class PreparedRank(Prepared):
     """
 
     def __init__(
-        self, rank: int, group: ProcessGroup, transfers: Transfers, replicas: Replicas | None, *args: Any, **how: Any
+        self,
+        rank: int,
+        group: ProcessGroup,
+        transfers: Transfers,
+        replicas: Replicas | None,
+        lane: ExchangeLane,
+        *args: Any,
+        **how: Any,
     ) -> None:
+        self.lane = lane
         self.rank, self.group, self.transfers, self.replicas, self.ahead = rank, group, transfers, replicas, None
         self.number = self.step = 0
         self.step_key: int | None = None
@@ -60,6 +69,7 @@ class PreparedRank(Prepared):
         self.exchanges = Exchanges({}, {}, 0)
         if replicas is not None:
             self.instructions, self.exchanges = replicas.starting(self.lowered, self.shared, self.weighed_rows)
+        self.instructions = lane.starting(self.instructions, self.lowered, rank)
         both = partial(transfers.send, self.layouts), partial(transfers.receive, self.layouts)
         self.part = of_rank(self.instructions, self.model, rank, *both)
         of_part = zip(self.part.rows, self.part.instructions, strict=True)
@@ -130,7 +140,9 @@ class PreparedRank(Prepared):
             at_once = watch is not None and watch.check_finite
             self.replicas.begin(self.exchanges, self.step_key, self.step_batch, at_once=at_once)
         watchdog.part = self.part
+        self.lane.begin(None if watch is None else watch.notes)
         self.part.run(own, watch)
+        self.lane.end()
         watchdog.waits = "at the end"
         if watch is not None and watch.notes is not None:
             for row in self._sends:

@@ -1,0 +1,55 @@
+"""Make a collective over a dimension of the mesh a stage, so that schedules place it and nothing waits for it early.
+
+route, exchange, experts        -->        0F0 [1F0 on the lane "exchange"] 2F0
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fpipe.graphs.tracing.exchanged import COLLECTIVES, Exchanged
+from fpipe.model import Stage
+
+Collective = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce", "ring"]
+
+
+def exchange(kind: Collective, axis: str) -> Stage:
+    """A stage without parameters that is a collective over the processes along one dimension of the mesh.
+
+    Its F starts the collective, its B (or I) the adjoint, and W does nothing. Both run beside the rank's other work, on
+    the lane "exchange", and are waited for where a stage reads what they bring. Each tensor of `x` is exchanged, and
+    keeps its dtype; whole numbers have no gradient.
+
+    Args:
+        kind: "all_to_all" (dim 0 has equally many rows for each process, in order), "all_gather" (the rows of all in
+            order), "reduce_scatter" (the sum of all, of which each keeps its rows), "all_reduce" (the sum of all) or
+            "ring" (each sends to the next process what it has, and gets what the one before had).
+        axis: the name of the dimension, as `init_device_mesh(.., mesh_dim_names=("pp", "ep"))` has it; step and
+            gradients are of the sum of the losses of its processes. Where the step runs without that mesh, as by
+            runtime="local" or "threads", in `reference` and `verify`, the dimension has one process, and the stage
+            hands on what it is given.
+
+    Returns:
+        A `Stage` for `from_functions`, or for the stages of a `Model`. In a program its ops say
+        `{exchange='all_to_all', axis='ep'}`.
+
+    Raises:
+        ValueError: another kind, or an axis without a name. When a step is built: a mesh without that dimension, or
+            rows that its processes do not divide.
+
+    >>> import fpipe
+    >>> block = [lambda p, x: x @ p, fpipe.exchange("all_to_all", axis="ep"), lambda p, x: x @ p]
+    >>> model = fpipe.from_functions(block, loss=lambda y, t: y.sum())
+    >>> table = fpipe.schedules.from_table("0F0 1F0 0F1 1F1 2F0 2B0 1B0 2F1 2B1 1B1 0B0 0B1")
+    >>> program = fpipe.chain(fpipe.split(2), table)(fpipe.program(model))
+    >>> print(fpipe.plot(fpipe.simulate(program, fpipe.Costs(exchange=1))))
+    rank 0 | 0F0 0F1 2F0 2B0---- 2F1 2B1---- 0B0---- 0B1----
+    exchange | ....1F0 1F1 ........1B0 ........1B1 ............
+             0       2       4       6       8       10      12
+    """
+    if kind not in COLLECTIVES:
+        raise ValueError(f"an exchange is one of {', '.join(map(repr, COLLECTIVES))}; found {kind!r}.")
+    if not isinstance(axis, str) or not axis:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"axis is the name of a dimension of the mesh, such as 'ep'; found {axis!r}.")
+    function = Exchanged(kind, axis)
+    return Stage(function, name=function.__name__, exchange=(("exchange", kind), ("axis", axis)))

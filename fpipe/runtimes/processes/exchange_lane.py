@@ -1,0 +1,207 @@
+"""Start the collectives that are stages of this rank, and wait for each where its result is read.
+
+    1F0 (dispatch of microbatch 0)  2B1  2F0      -->      start 1F0;  2B1 meanwhile;  wait for 1F0, 2F0
+
+The graph of such a stage's F or B runs as it was traced, but a collective in it hands its work to the lane, and what
+waits for it there waits for nothing. All processes along its axis run the same program, and so come to the same
+collectives in the same order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from fpipe.graphs.compiling.code import compiled
+from fpipe.graphs.language.graph import Graph, Name, Node
+from fpipe.graphs.purity.sharded import is_collective
+from fpipe.graphs.tracing.exchanged import Exchanged
+from fpipe.model import Model
+from fpipe.program import Value, is_exchange
+from fpipe.runtimes.definition.recorder import Notes
+from fpipe.runtimes.faults.rank_error import LostRank
+from fpipe.runtimes.faults.watchdog import Watchdog
+from fpipe.runtimes.lowering.lower import Instruction, Lowered
+from fpipe.torch_private.processes import all_gather, reduce_scatter
+
+Leaves = list[Any]
+Started = tuple[Tensor, Any]
+"""The tensor that a collective writes, and its work to wait for."""
+_c10d: Any = torch.ops._c10d_functional
+
+
+def over_mesh(model: Model, mesh: DeviceMesh | None) -> tuple[Model, dict[str, ProcessGroup]]:
+    """A model whose exchanges are over the processes of a mesh, and their groups by name.
+
+    Raises:
+        ValueError: the mesh has no such dimension.
+    """
+    groups: dict[str, ProcessGroup] = {}
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+
+    def bound(function: Any) -> Any:
+        if not isinstance(function, Exchanged):
+            return function
+        if mesh is None or function.axis not in names:
+            found = "there is no mesh" if mesh is None else f"the mesh has {', '.join(names) or 'none with a name'}"
+            raise ValueError(
+                f"a stage of the model is {function.__name__}, a dimension of the mesh, and {found}. Say "
+                f"mesh=init_device_mesh(device, (ranks, processes), mesh_dim_names=('pp', {function.axis!r}))."
+            )
+        group = mesh.get_group(function.axis)
+        groups[group.group_name] = group
+        return function.over(group.group_name, group.size(), group.rank())
+
+    stages = tuple(replace(stage, forward=bound(stage.forward)) for stage in model.stages)
+    return (replace(model, stages=stages), groups) if groups else (model, groups)
+
+
+class ExchangeLane:
+    """The collectives of one rank that are under way.
+
+    Args:
+        groups: those of the processes along each axis, by name.
+        seconds: how long one may take.
+        watchdog: who ends waits that make no sense.
+    """
+
+    def __init__(self, groups: Mapping[str, ProcessGroup], seconds: float, watchdog: Watchdog) -> None:
+        self.groups, self._watchdog = groups, watchdog
+        self._timeout = timedelta(seconds=seconds)
+        self._notes: Notes | None = None
+        self._posted: list[Any] = []
+        self.begin(None)
+
+    def begin(self, notes: Notes | None) -> None:
+        """A step starts, of which `notes` are taken."""
+        self._notes = notes
+        self._under_way: dict[Value, tuple[str, list[Any]]] = {}
+        self._ended: dict[int, float] = {}
+        self._resumed: dict[int, float] = {}
+
+    def starting(self, instructions: Sequence[Instruction], lowered: Lowered, rank: int) -> list[Instruction]:
+        """Instructions of which the exchanges of this rank only start, and those wait that read what they bring."""
+        made, late = list[Instruction](), set[Value]()
+        for row, one in enumerate(instructions):
+            op = one.ops[0]
+            pending = [value for part in one.ops for value in part.reads if value in late]
+            graph = lowered.parts.get(op)
+            if op.rank == rank and is_exchange(op) and graph is not None and graph.collective:
+                run = compiled(self._posting(graph), op.kind)
+                one = one._replace(run=partial(self._start, row, op.cell, one.written, run))
+                late.update(one.written)
+            if op.rank == rank and pending:
+                one = one._replace(run=partial(self._late, row, pending, one.run))
+            made.append(one)
+        return made
+
+    def _posting(self, graph: Graph) -> Graph:
+        """The graph with collectives that only start, and without waits."""
+        now: dict[Name, Name] = {}
+        nodes = list[Node]()
+        for node in graph.nodes:
+            args = tuple(now.get(arg, arg) if isinstance(arg, Name) else arg for arg in node.args)
+            if node.op is _c10d.wait_tensor.default:
+                now[node.name] = args[0]
+                continue
+            op = self._post(STARTS[node.op]) if is_collective(node.op) else node.op
+            nodes.append(Node(node.name, op, args, node.kwargs))
+        writes = {label: tuple(now.get(leaf, leaf) for leaf in leaves) for label, leaves in graph.writes.items()}
+        return replace(graph, nodes=tuple(nodes), writes=writes)
+
+    def _post(self, start: Callable[..., Started]) -> Callable[..., Tensor]:
+        def post(tensor: Tensor, *how: Any) -> Tensor:
+            made, work = start(tensor, *how[:-1], self.groups[how[-1]])
+            self._posted.append(work)
+            return made
+
+        post.__name__ = start.__name__
+        return post
+
+    def _start(self, row: int, cell: str, values: Sequence[Value], run: Callable[..., Any], *lists: Leaves) -> Any:
+        self._posted = works = list[Any]()
+        try:
+            made = run(*lists)
+        except RuntimeError as error:
+            raise self._lost(error, cell) from error
+        self._under_way.update(dict.fromkeys(values, (cell, works)))
+        if self._notes is not None:
+            for work in works:
+                work.get_future().add_done_callback(partial(self._over, row))
+        return made
+
+    def _over(self, row: int, _: Any) -> None:
+        self._ended[row] = time.perf_counter()
+
+    def _late(self, row: int, values: Sequence[Value], run: Callable[..., Any], *lists: Leaves) -> Any:
+        for value in values:
+            self._wait_for(value)
+        if self._notes is not None:
+            self._resumed[row] = time.perf_counter()
+        return run(*lists)
+
+    def _wait_for(self, value: Value) -> None:
+        cell, works = self._under_way.pop(value, ("", []))
+        if not works:
+            return
+        before, self._watchdog.waits = self._watchdog.waits, f"in {cell}"
+        try:
+            for work in works:
+                work.wait(self._timeout)
+        except RuntimeError as error:
+            raise self._lost(error, cell) from error
+        works.clear()
+        self._watchdog.waits = before
+
+    def end(self) -> None:
+        """Wait for what nobody has read, and note when each exchange was over: its op took until then, and who waited
+        for it began only afterwards."""
+        for value in [*self._under_way]:
+            self._wait_for(value)
+        if self._notes is not None:
+            for row, ended in [*self._ended.items()]:
+                self._notes.times[2 * row + 1] = ended
+            for row, resumed in self._resumed.items():
+                self._notes.times[2 * row] = resumed
+
+    def _lost(self, error: RuntimeError, cell: str) -> LostRank:
+        return LostRank(f"the exchange {cell} did not end: a process along its axis failed or is late ({error})")
+
+
+def _all_to_all(tensor: Tensor, received: Sequence[int], sent: Sequence[int], group: ProcessGroup) -> Started:
+    made = tensor.new_empty((sum(received), *tensor.shape[1:]))
+    work = dist.all_to_all_single(made, tensor, [*received], [*sent], group=group, async_op=True)
+    return made, work
+
+
+def _all_gather(tensor: Tensor, size: int, group: ProcessGroup) -> Started:
+    made = tensor.new_empty((len(tensor) * size, *tensor.shape[1:]))
+    return made, all_gather(made, tensor, group)
+
+
+def _reduce_scatter(tensor: Tensor, _: str, size: int, group: ProcessGroup) -> Started:
+    made = tensor.new_empty((len(tensor) // size, *tensor.shape[1:]))
+    return made, reduce_scatter(made, tensor, group)
+
+
+def _all_reduce(tensor: Tensor, _: str, group: ProcessGroup) -> Started:
+    made = tensor.clone()
+    return made, dist.all_reduce(made, group=group, async_op=True)
+
+
+STARTS: dict[Any, Callable[..., Started]] = {
+    _c10d.all_to_all_single.default: _all_to_all,
+    _c10d.all_gather_into_tensor.default: _all_gather,
+    _c10d.reduce_scatter_tensor.default: _reduce_scatter,
+    _c10d.all_reduce.default: _all_reduce,
+}
