@@ -5,6 +5,7 @@ from fpipe.schedules.dual import dualpipe, dualpipev
 from fpipe.schedules.generator import from_generator
 from fpipe.schedules.interleaved import group_interleaved, interleaved, interleaved_zb, kimi_k2, looped_bfs
 from fpipe.schedules.offloading import bpipe, pipe_offload
+from fpipe.schedules.overlap import interleaved_overlap, one_f_one_b_overlap
 from fpipe.schedules.pipedream import pipedream, pipedream_2bw
 from fpipe.schedules.priority import from_priority
 from fpipe.schedules.registry import Schedule, about, get, names, register
@@ -32,11 +33,13 @@ __all__ = [
     "group_interleaved",
     "hanayo",
     "interleaved",
+    "interleaved_overlap",
     "interleaved_zb",
     "kimi_k2",
     "looped_bfs",
     "names",
     "one_f_one_b",
+    "one_f_one_b_overlap",
     "one_f_one_b_v",
     "pipe_offload",
     "pipedream",

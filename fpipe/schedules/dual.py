@@ -8,10 +8,11 @@ is the one that comes from its own end, way 1 the one that has been through the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from itertools import count, zip_longest
+from collections.abc import Collection, Iterator, Sequence
+from itertools import count
 
-from fpipe.program import Program, building, cell_of
+from fpipe.program import Program, building
+from fpipe.schedules.overlap import exchanges_of, together
 from fpipe.schedules.registry import published
 from fpipe.transforms._rewrite import Transform, transforming
 from fpipe.transforms.cells import Cell, Key
@@ -56,6 +57,7 @@ def dualpipe(ranks: int, *, overlap: bool = True) -> Transform:
     Args:
         ranks: even.
         overlap: whether a forward and a backward that can run at once are one PAIR; else they are F, I, W in turn.
+            Of stages some of which are exchanges, their stages go in turn (see `schedules/overlap.py`).
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(4), fpipe.schedules.dualpipe(2))(fpipe.program(2))
@@ -71,13 +73,13 @@ def dualpipe(ranks: int, *, overlap: bool = True) -> Transform:
         with building():
             down, homes = two_ways(program.stages, ranks)
             shares = [[stage for stage, rank in enumerate(down) if rank == own] for own in range(ranks)]
-            half = program.microbatches // 2
+            half, over = program.microbatches // 2, exchanges_of(program)
             rows: list[list[Cell]] = []
             for rank in range(ranks):
                 ways = ((shares[rank], 0), (shares[ranks - 1 - rank], half))
                 outer = min(rank, ranks - 1 - rank)
                 turns = _turns(outer, ranks // 2, half, overlap)
-                rows.append([*_cells(turns, ways if rank == outer else ways[::-1])])
+                rows.append([*_cells(turns, ways if rank == outer else ways[::-1], over)])
             return by_table(program, rows, move=True, homes=homes)
 
     return transform
@@ -125,8 +127,9 @@ def dualpipev(ranks: int, *, overlap: bool = True) -> Transform:
         with building():
             chunks = stage_ranks("linear", program.stages, 2 * ranks)
             shares = [[stage for stage, chunk in enumerate(chunks) if chunk == own] for own in range(2 * ranks)]
+            over, count = exchanges_of(program), program.microbatches
             rows = [
-                [*_cells(_turns(rank, ranks, program.microbatches, overlap), ((shares[rank], 0), (shares[~rank], 0)))]
+                [*_cells(_turns(rank, ranks, count, overlap), ((shares[rank], 0), (shares[~rank], 0)), over)]
                 for rank in range(ranks)
             ]
             return by_table(program, rows, move=True)
@@ -165,8 +168,8 @@ def _turns(rank: int, ranks: int, microbatches: int, overlap: bool) -> Iterator[
     yield from [("W", 0)] * (rank + 1)
 
 
-def _cells(turns: Iterator[tuple[str, int]], ways: tuple[Way, ...]) -> Iterator[Cell]:
-    """The cells of a rank's turns: each way counts its forwards and its backwards."""
+def _cells(turns: Iterator[tuple[str, int]], ways: tuple[Way, ...], over: Collection[int]) -> Iterator[Cell]:
+    """The cells of a rank's turns: each way counts its forwards and its backwards; stages `over` are exchanges."""
     forwards, backwards = ([count(first) for _, first in ways] for _ in range(2))
     owed: deque[tuple[int, int]] = deque()
 
@@ -178,9 +181,8 @@ def _cells(turns: Iterator[tuple[str, int]], ways: tuple[Way, ...]) -> Iterator[
         if kind == "W":
             yield from keys("W", *owed.popleft())
         elif kind == "FB":
-            pairs = zip_longest(keys("F", way, next(forwards[way])), keys("B", 1 - way, next(backwards[1 - way])))
-            for one, other in pairs:
-                yield f"({cell_of(one)};{cell_of(other)})" if one and other else one or other
+            one, other = next(forwards[way]), next(backwards[1 - way])
+            yield from together(ways[way][0], one, ways[1 - way][0][::-1], other, over)
         else:
             microbatch = next((forwards if kind == "F" else backwards)[way])
             if kind == "I":

@@ -1,0 +1,97 @@
+"""Exchanges on a lane of their own: their time, and the schedules that hide them behind another microbatch's work."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+import fpipe
+from fpipe.program import is_exchange
+
+
+def compute(params: Any, x: Any) -> Any:
+    return x
+
+
+def experts(blocks: int) -> fpipe.Model:
+    """Blocks of attention, dispatch, experts and combine."""
+    block = [compute, fpipe.exchange("all_to_all", "ep"), compute, fpipe.exchange("all_to_all", "ep")]
+    return fpipe.from_functions(block * blocks, loss=lambda y, target: y)
+
+
+def scheduled(model: fpipe.Model | int, microbatches: int, *schedule: Any) -> fpipe.Program:
+    return fpipe.chain(fpipe.split(microbatches), *schedule, fpipe.merge())(fpipe.program(model))
+
+
+def test_a_pair_that_takes_less_than_its_parts_shortens_the_step():
+    costs = fpipe.Costs(pair=lambda op: 2.5)
+    one = scheduled(4, 8, fpipe.schedules.one_f_one_b_overlap(4))
+    many = scheduled(8, 8, fpipe.schedules.interleaved_overlap(4))
+    assert (fpipe.simulate(one, costs).makespan, fpipe.simulate(many, costs).makespan) == (29.5, 51.5)
+
+
+def test_an_exchange_takes_no_time_of_its_rank_and_queues_on_its_lane():
+    program = scheduled(
+        experts(1), 2, fpipe.schedules.from_table("0F0 1F0 0F1 1F1 2F0 3F0 2F1 3F1 3B0 3B1 2B0 2B1 1B0 1B1 0B0 0B1")
+    )
+    timeline = fpipe.simulate(program, fpipe.Costs(exchange=1.5))
+    start = {event.op.cell: event.start for event in timeline.events}
+    # 1F0 from 1 to 2.5, 1F1 waits for the lane, 2F0 runs meanwhile
+    assert [start[cell] for cell in ("0F1", "1F0", "1F1", "2F0", "2F1")] == [1.0, 1.0, 2.5, 2.5, 4.0]
+    lane = sorted((event.start, event.end) for event in timeline.events if is_exchange(event.op))
+    assert all(before[1] <= after[0] for before, after in pairwise(lane))
+
+
+def test_a_program_with_exchanges_is_its_text():
+    program = scheduled(experts(1), 2, fpipe.split_backward(), fpipe.schedules.one_f_one_b_overlap(2))
+    assert "{exchange='all_to_all', axis='ep'}" in str(program)
+    assert fpipe.Program.parse(str(program)) == program
+    assert scheduled(experts(1), 2, fpipe.merge_backward(), fpipe.split_backward()) == scheduled(
+        experts(1), 2, fpipe.split_backward()
+    )
+
+
+def test_what_says_exchange_without_an_axis_is_refused():
+    text = str(scheduled(experts(1), 1)).replace(", axis='ep'", "", 1)
+    with pytest.raises(fpipe.ProgramError, match="is no collective of a stage: F, R, B, I or W that says"):
+        fpipe.Program.parse(text)
+
+
+def test_recompute_leaves_exchanges_alone():
+    program = scheduled(experts(1), 2, fpipe.checkpoint("always"))
+    assert {op.stage for op in program.ops if op.kind == "R"} == {0, 2}
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b_overlap", "interleaved_overlap", "dualpipev", "dualpipe"])
+def test_exchanges_hide_behind_the_work_of_another_microbatch(schedule: str):
+    options = {"chunks": 2} if schedule == "interleaved_overlap" else {}
+    costs, model = fpipe.Costs(exchange=1.0), experts(4)
+    plain = fpipe.simulate(scheduled(model, 8, fpipe.schedules.one_f_one_b(2)), costs)
+    found = fpipe.simulate(scheduled(model, 8, fpipe.schedules.get(schedule)(2, **options)), costs)
+    assert found.makespan < 0.7 * plain.makespan
+
+
+def test_a_pair_of_chunks_is_in_the_order_of_deepseek_v3():
+    """Figure 4: MLP(B) MLP(W) MLP(F) ATTN(B) ATTN(W) ATTN(F); DISPATCH(F) DISPATCH(B) COMBINE(F) COMBINE(B)."""
+    row = scheduled(experts(1), 4, fpipe.schedules.one_f_one_b_overlap(1)).table()[0]
+    names = {"0": "ATTN", "1": "DISPATCH", "2": "MLP", "3": "COMBINE"}
+    forward = [cell for cell in row if cell.endswith("F2")]
+    period = [cell for cell in row if cell in forward or cell in ("3B1", "2I1", "2W1", "1B1", "0I1", "0W1")]
+    said = [f"{names[cell[0]]}({cell[1].replace('I', 'B')})" for cell in period]
+    compute_row = [one for one in said if one[:3] in ("MLP", "ATT")]
+    lane = [one for one in said if one[:3] in ("DIS", "COM")]
+    start, begin = compute_row.index("MLP(B)"), lane.index("DISPATCH(F)")
+    assert compute_row[start:] + compute_row[:start] == [
+        *("MLP(B)", "MLP(W)", "MLP(F)", "ATTN(B)", "ATTN(W)", "ATTN(F)"),
+    ]
+    assert lane[begin:] + lane[:begin] == ["DISPATCH(F)", "DISPATCH(B)", "COMBINE(F)", "COMBINE(B)"]
+
+
+def test_a_cluster_says_how_long_bytes_take():
+    costs = fpipe.Costs(bytes={"y": 8e9, "dx": 8e9}, cluster="2 ranks; replicas 4 1s 1GB/s")
+    for kind, seconds in (("all_to_all", 9.0), ("all_reduce", 18.0), ("ring", 9.0)):
+        model = fpipe.from_functions([compute, fpipe.exchange(kind, "ep"), compute], loss=lambda y, target: y)
+        op = next(op for op in fpipe.program(model).ops if op.kind == "F" and op.stage == 1)
+        assert costs.seconds(op) == seconds
