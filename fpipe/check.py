@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
 
-from fpipe.limits import shortened
+from fpipe.limits import expression, shortened
 from fpipe.program import (
     ENTRY_RULES,
     Op,
@@ -176,12 +177,24 @@ _WORDS: dict[str, type] = {
 _NEEDED = {"B": "res", "I": "res", "W": "wres"}
 
 
+@lru_cache
+def _no_literal(text: str) -> str | None:
+    """Why a text is no expression of Python, if it is none."""
+    try:
+        expression(text)
+    except ValueError as error:
+        return str(error).removesuffix(".")
+    return None
+
+
 def _odd(op: Op, whole: Op) -> str | None:
     """Name the mistake in an op by itself, if there is one."""
     own = (op.stage, op.microbatch, op.slice)
     for word, found in op.how:
         if op.kind in _WITH_WORDS and word in _WORDS and type(found) is not _WORDS[word]:
             return f"says {word}={found!r}, where {_WORDS[word].__name__} is wanted"
+        if op.kind in _WITH_WORDS and word == "spec" and (why := _no_literal(found)):
+            return f"has a spec: {why}"
     if is_exchange(op) and not (op.kind in _OF_STAGES and len(op.how) > 1 and op.how[1][0] == "axis"):
         return "is no collective of a stage: F, R, B, I or W that says {exchange='...', axis='...'}"
     if op.rank != whole.rank:

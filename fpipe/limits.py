@@ -13,7 +13,7 @@ LONGEST_WORD = 1_000  # characters between spaces and commas: a cell, a value, a
 LARGEST_SIZE = 20_000  # ranks, stages, microbatches, slices: each alone makes a program that is slow to print
 MOST_OPS = 10_000_000  # of a program that is split; a million take 11 s and 1.3 GiB
 MOST_PARTS = 16  # of a PAIR; hardware overlaps two
-LARGEST_NUMBER = 2**64  # in a literal
+LARGEST_NUMBER = 2**64  # in a literal, of seconds or of bytes
 
 
 def whole(word: str, found: object, *, least: int = 1, most: float = LARGEST_SIZE) -> int:

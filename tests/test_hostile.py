@@ -68,6 +68,7 @@ TEXTS = {
     "junk before": (how("junk=99)(index=0, count=2"), "{junk=99)(index=0, count=2} is not a list"),
     "junk behind": (how("index=0, count=2)#"), "is not a list of name=literal"),
     "no end": (TEXT.replace("count=2}", "count=2"), "is not a list of name=literal"),
+    "a spec that is no literal": (how("index=0, count=2, spec='((('"), "has a spec: '(((' is no Python literal"),
     "a spec that is no text": (how("index=0, count=2, spec=3"), "says spec=3, where str is wanted"),
     "an index of another type": (how("index=False, count=2"), "says index=False, where int is wanted"),
     "an index that is a float": (how("index=0.0, count=2"), "says index=0.0, where int is wanted"),
@@ -109,6 +110,7 @@ OPTIONS = {
     "show hanayo:waves=1000000000": "waves is a whole number, at most 20000",
     "show seq1f1b:slices=100000000": "slices is a whole number, at most 20000",
     "search -p 4 -m 100000000": "microbatches is a whole number, at most 20000",
+    "compare gpipe --costs F=1e308,B=1,W=1": "forward is a time in seconds, at least 0, at most 1.84e+19; found 1e",
     "robustness gpipe --jitter 1e308": "jitter is a share of an op's seconds, a number from 0 to 1000000",
     "robustness gpipe --samples 1000000000": "samples is a whole number, at most 20000",
 }

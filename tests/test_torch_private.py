@@ -20,6 +20,7 @@ from fpipe.torch_private.dispatch import (
     handle_of,
     has_kernel,
     in_fake_mode,
+    kernel_instead,
     names_of,
     returns_of,
     storage_of,
@@ -52,6 +53,13 @@ def test_an_op_tells_what_it_takes_and_mutates():
     assert names_of(op) == ("add_", "Tensor"), "an op in place is not replaced by its twin: traces run once more"
     x = torch.ones(2)
     assert handle_of(op)(x, 1) is x, "graphs run, but call some ops by their slow overload"
+
+
+def test_an_op_made_of_others_is_made_of_others_for_a_while():
+    labels = torch.tensor([1, 0])
+    with kernel_instead("one_hot", lambda self, num_classes=-1: self + num_classes):
+        assert torch.nn.functional.one_hot(labels, 2).tolist() == [3, 2], "a trace does not look at labels of one_hot"
+    assert torch.nn.functional.one_hot(labels, 2).tolist() == [[0, 1], [1, 0]], "torch's own one_hot is gone"
 
 
 def test_a_storage_that_is_gone_is_known_to_be():

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
+from fpipe.limits import LARGEST_NUMBER
+
 
 def listed(given: Any) -> Iterable[Any]:
     """The numbers of a field: one, or one for each stage."""
@@ -39,7 +41,10 @@ def checked_rate(word: str, rate: object) -> float:
     """Bytes a second."""
     if rate == 0:
         raise ValueError(f"{word} is in bytes a second, more than 0; found {rate!r}.")
-    return _number(f"{word} is in bytes a second, more than 0", rate)
+    found = _number(f"{word} is in bytes a second, more than 0", rate)
+    if found * LARGEST_NUMBER < 1:
+        raise ValueError(f"{word} is in bytes a second, at least {1 / LARGEST_NUMBER:.1g}; found {rate!r}.")
+    return found
 
 
 def checked_count(word: str, size: object) -> float:
@@ -48,9 +53,11 @@ def checked_count(word: str, size: object) -> float:
 
 
 def _number(expected: str, found: object) -> float:
-    """A finite number from 0 on. A truth value is none, though Python counts with it."""
+    """A number from 0 on whose sums are finite. A truth value is none, though Python counts with it."""
     if not isinstance(found, int | float) or isinstance(found, bool):
         raise ValueError(f"{expected}; found {found!r}, which is no number.")
     if not (found >= 0 and math.isfinite(found)):
         raise ValueError(f"{expected}; found {found!r}.")
+    if found > LARGEST_NUMBER:
+        raise ValueError(f"{expected}, at most {LARGEST_NUMBER:.3g}; found {found:.3g}.")
     return found

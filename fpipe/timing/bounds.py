@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress, pairwise
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fpipe.program import Op, Program, building, the_program
 from fpipe.timing.columns import op_groups
@@ -127,7 +127,7 @@ def bounds(
     - lifespan: L ceil(m/k) with L = pF + pB + W + 2(p-1)c. A microbatch is held so long on rank 0.
 
     For stages that are not alike, in any graph and placement, the longest paths through the data take the place of the
-    formulas. Takes time in proportion to microbatches times the square of stages.
+    formulas. Takes time in proportion to ops and, for each kind of microbatch, to the square of stages.
 
     Args:
         program: any; its order only says how much is held.
@@ -135,7 +135,8 @@ def bounds(
         memory_cap: microbatches that a rank (or each rank) may hold; by default what this program holds.
 
     Returns:
-        `Bounds`. Where residuals leave their rank (offload), the last two ask for nothing.
+        `Bounds`. Where residuals leave their rank (offload), or there are thousands of stages, the last two ask for
+        nothing.
 
     Raises:
         ValueError: a cap below what one op needs; costs that are missing.
@@ -230,42 +231,86 @@ class _Graph:
 
 def _of_memory(graph: _Graph, most: Sequence[int]) -> tuple[list[float], list[float]]:
     """For each rank what holding at most so many residuals asks for: of its span, and of the makespan."""
-    ops, seconds = graph.ops, graph.seconds
     groups: defaultdict[int | None, list[int]] = defaultdict(list)
-    for at, op in enumerate(ops):
+    for at, op in enumerate(graph.ops):
         groups[op.microbatch].append(at)
     first_backward = [float("inf")] * len(most)
     lives: list[list[tuple[float, float, float]]] = [[] for _ in most]
-    for group in groups.values():
-        users = _users(graph, group)
-        backwards = [at for at in group if any(part.kind in "BI" for part in ops[at].parts or (ops[at],))]
-        since: defaultdict[int, float] = defaultdict(float)
-        for at in group:
-            op = ops[at]
-            if not seconds[at] or not is_work(op, seconds[at]):
-                continue
-            after = _after(graph, group, at)
-            for other in backwards:
-                if ops[other].rank == op.rank and other in after:
-                    since[other] = max(since[other], after[other])
-            until = max((after[user] + seconds[user] for user in users.get(at, ()) if user in after), default=None)
-            if until is not None:
-                tail = min(graph.tails[user] for user in users[at])
-                lives[op.rank].append((until, graph.starts[at], tail))
-        for at in backwards:
-            first_backward[ops[at].rank] = min(first_backward[ops[at].rank], since[at])
+    shapes = [_shape(graph, group) for group in groups.values()]
+    if sum(len(shape) ** 2 for shape in {*shapes}) > _MOST_PAIRS:
+        return [graph.window(rank)[1] for rank, _ in enumerate(most)], [0.0 for _ in most]
+    within = {shape: _within(shape) for shape in {*shapes}}
+    for group, shape in zip(groups.values(), shapes, strict=True):
+        since, until = within[shape]
+        for place, seconds in since.items():
+            rank = graph.ops[group[place]].rank
+            first_backward[rank] = min(first_backward[rank], seconds)
+        for place, seconds in until.items():
+            tail = min(graph.tails[group[user]] for user in shape[place].users)
+            lives[shape[place].rank].append((seconds, graph.starts[group[place]], tail))
     spans = [_span(graph, rank, most[rank], first) for rank, first in enumerate(first_backward)]
     return spans, [_lifespan(row, most[rank]) for rank, row in enumerate(lives)]
 
 
-def _after(graph: _Graph, group: Sequence[int], start: int) -> dict[int, float]:
+_MOST_PAIRS = 20_000_000  # of ops of a microbatch; a million take .2 s
+
+
+class _OwnOp(NamedTuple):
+    """An op among those of its microbatch, of which it names others by their place."""
+
+    rank: int
+    seconds: float
+    backward: bool
+    works: bool
+    needs: tuple[tuple[int, float], ...]
+    users: tuple[int, ...]
+
+
+_Shape = tuple[_OwnOp, ...]
+
+
+def _shape(graph: _Graph, group: Sequence[int]) -> _Shape:
+    """The ops of a microbatch, equal for microbatches that are alike."""
+    ops, seconds = graph.ops, graph.seconds
+    places = {at: place for place, at in enumerate(group)}
+    users = _users(graph, group)
+    return tuple(
+        _OwnOp(
+            ops[at].rank,
+            seconds[at],
+            any(part.kind in "BI" for part in ops[at].parts or (ops[at],)),
+            bool(seconds[at]) and is_work(ops[at], seconds[at]),
+            tuple((places[source], way) for source, way in graph.needs[at] if source in places),
+            tuple(places[user] for user in users.get(at, ())),
+        )
+        for at in group
+    )
+
+
+def _within(shape: _Shape) -> tuple[dict[int, float], dict[int, float]]:
+    """For each backward how long after the first op of its rank that it needs it can start, and for each op that makes
+    residuals how long they live."""
+    since = {place: 0.0 for place, step in enumerate(shape) if step.backward}
+    until: dict[int, float] = {}
+    for place, step in enumerate(shape):
+        if step.works:
+            after = _after(shape, place)
+            for other in since:
+                if shape[other].rank == step.rank and other in after:
+                    since[other] = max(since[other], after[other])
+            held = [after[user] + shape[user].seconds for user in step.users if user in after]
+            if held:
+                until[place] = max(held)
+    return since, until
+
+
+def _after(shape: _Shape, start: int) -> dict[int, float]:
     """How long after the start of one op each op of its microbatch that needs it can start."""
     found = {start: 0.0}
-    for at in group:
-        if at > start:
-            ways = [found[source] + graph.seconds[source] + way for source, way in graph.needs[at] if source in found]
-            if ways:
-                found[at] = max(ways)
+    for place in range(start + 1, len(shape)):
+        ways = [found[source] + shape[source].seconds + way for source, way in shape[place].needs if source in found]
+        if ways:
+            found[place] = max(ways)
     return found
 
 

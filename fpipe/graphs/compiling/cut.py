@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from fpipe.graphs.language.graph import Aval, Graph, Name, Node
-from fpipe.graphs.language.labels import GENERATORS, is_cotangent, is_gradient, is_parameter, is_result
+from fpipe.graphs.language.graph import Aval, Graph, Name, Node, checks
+from fpipe.graphs.language.labels import is_cotangent, is_gradient, is_parameter, is_result
 from fpipe.graphs.tracing.draws import drawn
 from fpipe.program import ALL_BUT
 from fpipe.torch_private.dispatch import OpOverload
@@ -104,16 +104,18 @@ class Cut:
         given = {label: graph.reads[label] if label in graph.reads else crossing[label] for label in reads}
         made = {label: crossing[label] if label in crossing else self.written(label) for label in writes}
         known = {name for leaves in given.values() for name in leaves if name is not None}
-        drawn = self._drawn if GENERATORS in given else []  # a forward draws all its numbers, whoever reads them
-        ops = graph.behind((*(leaf for leaves in made.values() for leaf in leaves), *drawn), known)
+        first, back = {*given}.isdisjoint(crossing), any(map(is_cotangent, given))
+        besides = self._besides if first else checks(graph)[1] if back else []
+        ops = graph.behind((*(leaf for leaves in made.values() for leaf in leaves), *besides), known)
         nodes = _narrowed([node for node in graph.nodes if node.name in ops], graph)
         if self.saved is not None and any(map(is_cotangent, reads)):
             nodes = _when_needed(nodes, self._forward_ops)
         return replace(graph, nodes=tuple(nodes), reads=given, writes=made)
 
     @cached_property
-    def _drawn(self) -> list[Name]:
-        return [node.name for node in drawn(self.graph)]
+    def _besides(self) -> list[Name]:
+        """The ops of a forward that it does whoever reads them: it draws all its numbers, and makes all its checks."""
+        return [*(node.name for node in drawn(self.graph)), *checks(self.graph)[0]]
 
     @cached_property
     def _params(self) -> list[str]:
@@ -138,11 +140,12 @@ class Cut:
     @cached_property
     def _forward_ops(self) -> set[Name]:
         outputs = [label for label in self.graph.writes if is_result(label)]
-        return self._with_parts(self.graph.behind([*self._leaves(outputs), *self._drawn]))
+        return self._with_parts(self.graph.behind([*self._leaves(outputs), *self._besides]))
 
     @cached_property
     def _input_ops(self) -> set[Name]:
-        return self._with_parts(self.graph.behind(self._leaves(dict(self.wanted)), self._forward_ops))
+        wanted = [*self._leaves(dict(self.wanted)), *checks(self.graph)[1]]
+        return self._with_parts(self.graph.behind(wanted, self._forward_ops))
 
     def _with_parts(self, ops: set[Name]) -> set[Name]:
         """The ops, and the parts of what they write: a tensor of a tuple crosses a cut alone, not the tuple.

@@ -161,10 +161,16 @@ def _as_fx(graph: Graph, inputs: Sequence[Name]) -> fx.GraphModule:
             made.call_function(_ADD_PRODUCT, moved(node.args))
             at[node.name] = at[node.args[0]]
             continue
+        if node.op is _aten._assert_async.default:  # inductor leaves out the one without a message
+            made.call_function(_aten._assert_async.msg, (*moved(node.args), _NOT_TRUE))
+            continue
         kwargs = {word: moved(arg) for word, arg in node.kwargs.items()}
         at[node.name] = made.call_function(node.op, moved(node.args), kwargs)
     made.output(tuple(at[leaf] for leaf in _results(graph)))
     return fx.GraphModule(torch.nn.Module(), made)
+
+
+_NOT_TRUE = "Expected Tensor with single nonzero value, but got zero"
 
 
 def _results(graph: Graph) -> list[Name]:

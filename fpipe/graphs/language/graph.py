@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fpipe.graphs.language.labels import GENERATORS
+from fpipe.graphs.language.labels import GENERATORS, is_cotangent
+from fpipe.graphs.purity.schema import is_check
 from fpipe.graphs.purity.sharded import Sharding, is_collective, local_of, sharding_of
 from fpipe.torch_private.dispatch import storage_of
 
@@ -128,6 +129,18 @@ class Graph:
                 found.add(name)
                 todo.extend(written[name].reads)
         return found
+
+
+def checks(graph: Graph) -> tuple[list[Name], list[Name]]:
+    """The ops that are there for the error that they may raise: those of the forward, and those of the way back."""
+    seeds = {name for label, leaves in graph.reads.items() if is_cotangent(label) for name in leaves}
+    found: tuple[list[Name], list[Name]] = [], []
+    back = False
+    for node in graph.nodes:
+        back = back or not seeds.isdisjoint(node.reads)
+        if is_check(node.op):
+            found[back].append(node.name)
+    return found
 
 
 def is_strided(tensor: Tensor) -> bool:
@@ -255,9 +268,10 @@ def inlined(first: Graph, then: Graph) -> Graph:
 
 
 def forward_end(graph: Graph) -> int:
-    """The place behind the last op that a forward needs; numbers that nobody reads are drawn too."""
+    """The place behind the last op that a forward needs; numbers that nobody reads are drawn too, and checks made."""
     needed = graph.behind(leaf for label in ("y", "carry", "state") for leaf in graph.writes.get(label, ()))
     needed |= {node.name for node in graph.nodes if node.kwargs.get("generator") in graph.reads.get(GENERATORS, ())}
+    needed |= {*checks(graph)[0]}
     return 1 + max((at for at, node in enumerate(graph.nodes) if node.name in needed), default=-1)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fpipe.torch_private.dispatch import OpOverload, arguments_of
+from fpipe.torch_private.dispatch import OpOverload, arguments_of, returns_of
 
 _aten: Any = torch.ops.aten
 BATCH_NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default)
@@ -28,6 +28,18 @@ def written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any
     places, words = _mutable(op)
     found = [args[place] for place in places if place < len(args)] + [kwargs[word] for word in words if word in kwargs]
     return [one for value in found for one in (value if isinstance(value, list | tuple) else [value])]
+
+
+@cache
+def is_check(op: Any) -> bool:
+    """Whether an op returns nothing and looks at data: it is there for the error that it may raise.
+
+    >>> is_check(torch.ops.aten._linalg_check_errors.default), is_check(torch.ops.aten.add.Tensor)
+    (True, False)
+    """
+    if not isinstance(op, OpOverload) or returns_of(op) or op is _aten._assert_tensor_metadata.default:
+        return False
+    return any(isinstance(one.type, torch.TensorType) for one in arguments_of(op)) and not any(_mutable(op))
 
 
 @cache

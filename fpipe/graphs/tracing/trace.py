@@ -24,6 +24,7 @@ from fpipe.graphs.language.labels import gradient_of, is_input, is_parameter, re
 from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.graphs.purity.in_place import is_view_in_place, mutated_by
 from fpipe.graphs.purity.pure import Impure
+from fpipe.graphs.tracing.checks import with_checks
 from fpipe.graphs.tracing.draws import Streams, Unseeded, draws, keyed, refuse_hidden, without_fills
 from fpipe.graphs.tracing.fake import LeakedTensor, fake_mode, no_leaks, watched_memory
 from fpipe.graphs.tracing.functional import functional, refuse_mutation
@@ -284,7 +285,7 @@ def _reasons() -> Generator[None]:
     """Whatever stops a trace is the reason why there is none. A caller's modes, which may change ops or count them, see
     those of a step and not these."""
     try:
-        with _TRACING, without_modes():
+        with _TRACING, without_modes(), with_checks():
             yield
     except (Untraceable, LeakedTensor):
         raise

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fpipe.graphs.purity.in_place import mutated_by
+from fpipe.graphs.purity.schema import is_check
 from fpipe.graphs.tracing.draws import draws
 from fpipe.models.tracing.boundary import MARK
 from fpipe.models.tracing.contexts import contexts_of, switches_context
@@ -80,8 +81,9 @@ class MarkedGraph:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether an operation mutates a tensor, or draws random numbers, so that those drawn later are others without."""
-    return bool(mutated_by(node)) or draws_random(node)
+    """Whether an operation mutates a tensor, draws random numbers, so that those drawn later are others without, or
+    raises where data are not as they should be."""
+    return bool(mutated_by(node)) or draws_random(node) or is_check(node.target)
 
 
 def draws_random(node: fx.Node) -> bool:
