@@ -2,14 +2,18 @@
 
     params[0,1] = UPDATE params[0] sum[0,1]        -->        in place, where nobody reads params[0] any more
 
+Ranks elsewhere that read params[0] are known to have done so where the sum is made of what they computed.
+
 The memory of a version that the step has made is its own; that of what it is handed is the caller's, who may give it
 up.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 from fpipe import tree
@@ -46,7 +50,7 @@ def overwritten_by(
     if not any(op.kind == "UPDATE" for op in ops):
         return Overwritten({}, trees, frozenset())
     places, same = dict[int, Collection[int]](), dict[int, int]()
-    away = _read_away(ops, trees)
+    away, writers = _read_away(ops, trees), {value: at for at, op in enumerate(ops) for value in op.writes}
     live = {storage for value in kept for storage in _storages(trees[value])}
     given_up = set[int]()
     for at in range(len(ops) - 1, -1, -1):
@@ -55,13 +59,14 @@ def overwritten_by(
             (params, state, grads), (now, after) = (
                 [trees[value] for value in some] for some in (op.reads[:3], op.writes)
             )
-            mine = list[int]()
+            mine, waited = list[int](), _Waited(ops, writers, at)
             for k, own in enumerate(places_by_leaf(params, state)):
                 olds = [params.leaves[k], *(state.leaves[place] for place in own)]
                 news = [now.leaves[k], *(after.leaves[place] for place in own)]
                 storages = [leaf.storage for leaf in olds if isinstance(leaf, Fact)]
                 foreign = not donate and any(storage in given for storage in storages)
-                if foreign or len({*storages}) < len(storages) or not {*storages}.isdisjoint(live | away):
+                late = any(not waited.covers(away.get(storage, ())) for storage in storages)
+                if foreign or late or len({*storages}) < len(storages) or not live.isdisjoint(storages):
                     continue
                 given_up.update(storages)
                 if grads.leaves[k] is not None:
@@ -74,17 +79,37 @@ def overwritten_by(
     return Overwritten(places, renamed, frozenset(given_up & {*given}))
 
 
-def _read_away(ops: Sequence[Op], trees: Trees) -> set[int]:
-    """Storages that another rank reads than the one that updates them: when it does so nobody here knows."""
+def _read_away(ops: Sequence[Op], trees: Trees) -> Mapping[int, Collection[int]]:
+    """Where storages are read by another rank than the one that updates them, or sent there."""
     homes = {value: op.rank for op in ops if op.kind == "UPDATE" for value in op.reads[:2]}
     at_home = {storage: rank for value, rank in homes.items() for storage in _storages(trees[value])}
-    found = set[int]()
-    for op in ops:
-        for value in (*op.reads, *op.writes) if op.kind in ("SEND", "RECV") else op.reads:
+    found = defaultdict[int, set[int]](set)
+    for at, op in enumerate(ops):
+        sends = op.kind in ("SEND", "RECV")
+        for value in (*op.reads, *op.writes) if sends else op.reads:
             for storage in _storages(trees[value]):
-                if at_home.get(storage, op.rank) != op.rank or (op.kind in ("SEND", "RECV") and storage in at_home):
-                    found.add(storage)
+                if storage in at_home and (sends or at_home[storage] != op.rank):
+                    found[storage].add(at)
     return found
+
+
+class _Waited:
+    """Ops that an op waits for, directly or through others: they are over when it runs, on whatever rank they are."""
+
+    def __init__(self, ops: Sequence[Op], writers: Mapping[Value, int], at: int) -> None:
+        self.ops, self.writers = ops, writers
+        self.found, self.left = {at}, [-at]  # a heap, the last op first
+
+    def covers(self, positions: Collection[int]) -> bool:
+        """Whether it waits for all of these."""
+        first = min(positions, default=len(self.ops))
+        while self.left and -self.left[0] >= first:
+            for value in self.ops[-heappop(self.left)].reads:
+                writer = self.writers.get(value)
+                if writer is not None and writer not in self.found:
+                    self.found.add(writer)
+                    heappush(self.left, -writer)
+        return self.found.issuperset(positions)
 
 
 def _storages(known: AbstractTree) -> list[int]:
