@@ -43,6 +43,12 @@ S.group_interleaved(4, group=5)
     ValueError: from 2 to 4 for 4 ranks (with fewer, the ranks wait for each other for ever; more hold
 on(S.kimi_k2(3), 4)
     ProgramError: kimi_k2: 4 stages on 3 ranks leave some ranks more chunks than others;
+S.one_f_one_b_overlap(2, placement=[0, 1, 0])
+    ValueError: placement is 'linear' or a list of the rank of each stage, from 0 to 1 in order; found [0, 1, 0].
+S.interleaved_overlap(2, chunks=0)
+    ValueError: chunks is a whole number, at least 1; found 0.
+on(S.interleaved_overlap(2, chunks=3), 4)
+    ProgramError: 6 ranks for 4 stages: each rank needs a stage.
 on(S.looped_bfs(3), 4)
     ProgramError: looped_bfs: 4 stages on 3 ranks leave some ranks more chunks
 on(S.one_f_one_b_v(2), 3)
@@ -102,7 +108,7 @@ S.get("one_f1b")
 S.about("ZB-V")
     ValueError: there is no schedule 'ZB-V'; did you mean zbv?
 S.about("1F1B")
-    ValueError: there is no schedule '1F1B'; did you mean one_f_one_b or one_f_one_b_v or seq1f1b?
+    ValueError: there is no schedule '1F1B'; did you mean one_f_one_b or one_f_one_b_v or
 S.Schedule("gpipe", S.gpipe).program(2, 0)
     ValueError: microbatches is a whole number, at least 1; found 0
 """

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from itertools import zip_longest
 
+from fpipe.limits import whole
 from fpipe.program import Program, cell_of, is_exchange, parts_of
 from fpipe.schedules.in_turn import RankContext, Unit, even_chunks
 from fpipe.schedules.registry import published
@@ -65,8 +66,8 @@ def together(
             yield "W", stage, other, None
 
 
-def _overlapping(ranks: int, chunks: int | None, placement: str | Sequence[int], warm_up: int) -> Transform:
-    """Warm up with so many forwards more than interleaved 1F1B, then each backward together with a forward.
+def _overlapping(ranks: int, chunks: int | None, placement: str | Sequence[int]) -> Transform:
+    """Warm up with a forward more than interleaved 1F1B, then each backward together with a forward.
 
     Args:
         chunks: of neighbouring stages a rank has; None where each stage is one.
@@ -85,18 +86,16 @@ def _overlapping(ranks: int, chunks: int | None, placement: str | Sequence[int],
             shares = [[stage for stage, chunk in enumerate(chunk_of) if chunk == own] for own in range(many)]
             parts = [shares[rank::ranks] for rank in range(ranks)]
         count = program.microbatches
-        rows = [
-            [*_row(RankContext(rank, ranks, len(own), count), own, warm_up, over)] for rank, own in enumerate(parts)
-        ]
+        rows = [[*_row(RankContext(rank, ranks, len(own), count), own, over)] for rank, own in enumerate(parts)]
         return by_table(program, rows, move=True)
 
     return transform
 
 
-def _row(context: RankContext, own: list[list[int]], more: int, over: Collection[int]) -> Iterator[Cell]:
+def _row(context: RankContext, own: list[list[int]], over: Collection[int]) -> Iterator[Cell]:
     """The cells of a rank that has these chunks."""
     units: Sequence[Unit] = in_groups(context, context.ranks)
-    ahead = min(2 * context.later_ranks + (context.chunks - 1) * context.ranks + more, len(units))
+    ahead = min(2 * context.later_ranks + (context.chunks - 1) * context.ranks + 1, len(units))
     for chunk, index in units[:ahead]:
         yield from (("F", stage, index, None) for stage in own[chunk] if index < context.microbatches)
     for turn, (chunk, other) in enumerate(units):
@@ -129,7 +128,13 @@ def one_f_one_b_overlap(ranks: int, *, placement: str | Sequence[int] = "linear"
     rank 0 |    0F0       0F1       0F2    (0F3;0B0)    0B1       0B2       0B3
     rank 1 |     .        1F0    (1F1;1B0) (1F2;1B1) (1F3;1B2)    1B3        .
     """
-    return _overlapping(ranks, 1, placement, 1)
+    listed = not isinstance(placement, str) and isinstance(placement, Sequence)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if placement != "linear" and not (listed and [*placement] == sorted(placement) and {*placement} == {*range(ranks)}):
+        raise ValueError(
+            f"placement is 'linear' or a list of the rank of each stage, from 0 to {ranks - 1} in order; found "
+            f"{placement!r}."
+        )
+    return _overlapping(ranks, 1, placement)
 
 
 @published(
@@ -157,4 +162,6 @@ def interleaved_overlap(ranks: int, *, chunks: int | None = None) -> Transform:
     rank 0 | 0F0 0F1 2F0 2F1 0F2 (0F3;2B0) (2F2;2B1) (2F3;0B0) 0B1 2B2 2B3 0B2 0B3
     rank 1 | 1F0 1F1 3F0 (3F1;3B0) (1F2;3B1) (1F3;1B0) (3F2;1B1) (3F3;3B2) 3B3 1B2 1B3
     """
-    return _overlapping(ranks, chunks, "linear", 1)
+    if chunks is not None:
+        whole("chunks", chunks)
+    return _overlapping(ranks, chunks, "linear")
