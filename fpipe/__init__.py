@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from fpipe.optimizers.state import optimizer_state
     from fpipe.runtimes.build import build
     from fpipe.runtimes.definition.meaning import register_meaning
+    from fpipe.runtimes.definition.walk import Step
     from fpipe.runtimes.faults.rank_error import RankError
     from fpipe.single_device.reference import reference
     from fpipe.single_device.result import Result
@@ -116,6 +117,7 @@ _WITH_TORCH = {
     "optimizers.state": ("optimizer_state",),
     "runtimes.build": ("build",),
     "runtimes.definition.meaning": ("register_meaning",),
+    "runtimes.definition.walk": ("Step",),
     "measuring.estimate": ("estimate",),
     "measuring.profile": ("profile",),
     "single_device.reference": ("reference",),
@@ -180,6 +182,7 @@ __all__ = [
     "Sizes",
     "Stage",
     "Stash",
+    "Step",
     "Style",
     "Sum",
     "Timeline",

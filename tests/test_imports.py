@@ -1,10 +1,15 @@
 """What is imported when: schedules are written, drawn and simulated without torch, and every public name is there."""
 
 import ast
+import importlib
+import inspect
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 import fpipe
 
@@ -121,6 +126,35 @@ def test_dir_shows_the_public_names_and_the_folders():
     assert shown == {*fpipe.__all__, *folders}
     modules = {name for name in shown if isinstance(getattr(fpipe, name), ModuleType)}
     assert modules == folders
+
+
+PUBLIC = ("schedules", "interop", "interop.torch_pipelining", "testing")
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_dir_of_a_public_folder_shows_its_names_and_no_modules(name: str):
+    """So that completion after `fpipe.schedules.` offers schedules, where there are 25 modules too."""
+    module = importlib.import_module(f"fpipe.{name}")
+    assert dir(module) == module.__all__
+    assert all(hasattr(module, one) for one in module.__all__)
+
+
+def test_the_script_whose_types_are_checked_uses_every_public_name():
+    """pyright reads it in its strict mode, so that none of these names is untyped for a user."""
+    script = ast.parse((ROOT / "tests/user_script.py").read_text(encoding="utf-8"))
+    used = {ast.unparse(node) for node in ast.walk(script) if isinstance(node, ast.Attribute)}
+    names = {f"{module.split('.')[-1]}.{name}" for module in PUBLIC for name in sys.modules[f"fpipe.{module}"].__all__}
+    names |= {f"fpipe.{name}" for name in fpipe.__all__ if name not in PUBLIC}
+    missing = names - used - {"interop.torch_pipelining"}
+    assert not missing, "a public name is missing in tests/user_script.py: add a line that uses it."
+
+
+def test_costs_tell_their_fields():
+    """The `__new__` that explains the papers' letters hid them."""
+    shown = inspect.signature(fpipe.Costs).parameters
+    assert [*shown] == [field.name for field in fields(fpipe.Costs)]
+    assert shown["forward"].default == 1
+    assert shown["bandwidth"].kind is inspect.Parameter.KEYWORD_ONLY
 
 
 def test_a_slip_in_a_name_is_answered_with_the_closest():

@@ -30,7 +30,7 @@ orders <- root transforms timing
 graphs/tracing <- root torch_private graphs/purity graphs/language
 schedules <- root transforms timing orders
 optimizers <- root
-single_device <- root optimizers transforms graphs/purity graphs/language graphs/tracing
+single_device <- root optimizers transforms timing graphs/purity graphs/language graphs/tracing
 graphs/compiling <- root torch_private graphs/purity graphs/language graphs/tracing
 finding <- root transforms timing orders schedules
 runtimes/definition <- root torch_private transforms graphs/purity timing graphs/language graphs/tracing single_device

@@ -4,3 +4,8 @@ from fpipe.interop import torch_pipelining
 from fpipe.interop.as_json import from_json, to_json
 
 __all__ = ["from_json", "to_json", "torch_pipelining"]
+
+
+def __dir__() -> list[str]:
+    """The public names, and not the modules that they come from."""
+    return __all__

@@ -37,6 +37,13 @@ if TYPE_CHECKING:
 
     from fpipe.interop._torch_runtime import ProgramRuntime
 
+__all__ = ["from_csv", "gathers", "grads", "runtime", "schedule", "stages", "to_csv"]
+
+
+def __dir__() -> list[str]:
+    """The public names, and not those that they are made of."""
+    return __all__
+
 
 def from_csv(table: Table, *, format: Format | None = None) -> Program:
     """Read a table of torch's as a step of a plain chain of stages, merged.

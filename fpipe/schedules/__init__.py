@@ -7,7 +7,7 @@ from fpipe.schedules.interleaved import group_interleaved, interleaved, interlea
 from fpipe.schedules.offloading import bpipe, pipe_offload
 from fpipe.schedules.overlap import interleaved_overlap, one_f_one_b_overlap
 from fpipe.schedules.pipedream import pipedream, pipedream_2bw
-from fpipe.schedules.priority import from_priority
+from fpipe.schedules.priority import Now, from_priority
 from fpipe.schedules.registry import Schedule, about, get, names, register
 from fpipe.schedules.round_robin import roundpipe
 from fpipe.schedules.searched import v_half, v_min, zb_auto, zbv
@@ -18,6 +18,7 @@ from fpipe.schedules.waves import chimera, hanayo
 from fpipe.schedules.zero_bubble import zb_h1, zb_h2
 
 __all__ = [
+    "Now",
     "Schedule",
     "about",
     "bpipe",
@@ -54,3 +55,8 @@ __all__ = [
     "zb_h2",
     "zbv",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, and not the modules that they come from."""
+    return __all__

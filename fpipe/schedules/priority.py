@@ -26,6 +26,9 @@ class Now(NamedTuple):
         rank: the free rank.
         held: microbatches whose activations it holds; one microbatch of all its stages is 1.
         microbatches, stages: of the whole program.
+
+    >>> Now(time=2.0, rank=0, held=1.0, microbatches=4, stages=2).held
+    1.0
     """
 
     time: float

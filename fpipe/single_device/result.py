@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from torch import Tensor
 
 from fpipe import tree
+
+if TYPE_CHECKING:
+    from fpipe.timing.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -45,19 +48,20 @@ class Result:
     <Result: loss 2, grads of 1 leaves, 1 numbers, outputs float32[3]>
     """
 
-    loss: Any = None
-    grads: Any = None
+    # Any beside the usual type: so None, a tuple of microbatches and another rank's loss are of it too.
+    loss: Tensor | Any = None
+    grads: tuple[Any, ...] | Any = None
     outputs: Any = None
-    state: Any = None
+    state: tuple[Any, ...] | Any = None
     aux: Any = None
-    losses: Any = None
+    losses: tuple[Tensor, ...] | Any = None
     input_grads: Any = None
-    params: Any = None
-    opt: Any = None
-    norm: Any = None
-    valid: Any = None
-    scale: Any = None
-    timeline: Any = None
+    params: tuple[Any, ...] | Any = None
+    opt: tuple[Any, ...] | Any = None
+    norm: Tensor | Any = None
+    valid: Tensor | Any = None
+    scale: tuple[Tensor, Tensor] | Any = None
+    timeline: Timeline | Any = None
 
     def __post_init__(self) -> None:
         if self.grads is not None:

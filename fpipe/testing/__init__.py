@@ -23,3 +23,8 @@ __all__ = [
     "placements",
     "programs",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, and not the modules that they come from."""
+    return __all__

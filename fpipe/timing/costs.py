@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
+from inspect import Signature, signature
 from typing import Any, Literal, Protocol, cast
 
 from fpipe.limits import whole
@@ -297,6 +298,11 @@ class Costs:
         else:
             size = checked_count(f"the bytes of {value}", given(value))
         return {value._replace(at=""): cast("int", size)}
+
+
+# `help` and notebooks show the fields, and not the `__new__` that explains letters.
+_FIELDS = [*signature(Costs.__init__).parameters.values()][1:]
+Costs.__signature__ = Signature(_FIELDS)  # pyright: ignore[reportAttributeAccessIssue] # one that inspect reads
 
 
 def _short(given: Any) -> str:

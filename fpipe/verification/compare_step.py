@@ -273,7 +273,8 @@ class _AfterSteps:
         """The gradients of the last step and the optimizer's state after it, by what messages call them."""
         names = {at: name for at, (name, _) in self.found.items()}
         grads = tree.leaves(result.grads[-1])
-        states: Any = tree.flatten(tuple(self.before))[1].flatten_up_to(result.opt)
+        opt: Any = result.opt
+        states: Any = tree.flatten(tuple(self.before))[1].flatten_up_to(opt)
         found = {_GRADIENT + name: grads[at] for at, name in names.items() if grads[at] is not None}
         return found | {f"{word} of {name}": leaf for at, name in names.items() for word, leaf in states[at].items()}
 
@@ -352,7 +353,7 @@ _EPSILONS = 4.0
 """By how many epsilons of its size a gradient is moved."""
 
 
-def _told(word: str, told: Any, expected: Sequence[Tensor], microbatches: int) -> list[str]:
+def _told(word: str, told: Any, expected: Any, microbatches: int) -> list[str]:
     """Sentences about a loss or norm that another pipeline told."""
     if told is None:
         return []

@@ -6,6 +6,7 @@ build(.., autocast=torch.bfloat16)        -->        with torch.autocast(..): a 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -21,12 +22,14 @@ def under_autocast(dtype: torch.dtype | None, make: Callable[[], Step]) -> Step:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kinds = tuple((kind, dtype, True) for kind in ("cpu", *([] if accelerator is None else [accelerator.type])))
 
+    with casting(kinds):
+        made = make()
+
+    @wraps(made)
     def step(*args: Any, **more: Any) -> Any:
         with casting(kinds):
             return made(*args, **more)
 
-    with casting(kinds):
-        made = make()
     return step
 
 

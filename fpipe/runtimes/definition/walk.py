@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,7 +31,38 @@ from fpipe.single_device.batches import refuse_unloaded
 from fpipe.single_device.result import Result
 from fpipe.transforms.free import last_uses
 
-Step = Callable[..., Result]
+
+class Step(Protocol):
+    """A training step that `build` has made: a pure function, which changes nothing but what is donated.
+
+    >>> import inspect
+    >>> tuple(inspect.signature(Step.__call__).parameters)[1:]
+    ('params', 'batch', 'state', 'key', 'opt', 'lr', 'scale')
+    """
+
+    def __call__(
+        self,
+        params: Sequence[Any],
+        batch: tuple[Any, Any],
+        *,
+        state: Sequence[Any] | None = None,
+        key: int | Sequence[int] | None = None,
+        opt: Sequence[Any] | None = None,
+        lr: float | Tensor | Sequence[float | Tensor] | None = None,
+        scale: Any = None,
+    ) -> Result:
+        """Run the program once.
+
+        Args:
+            params: one pytree per stage.
+            batch: inputs and target.
+            state: module state, one pytree per stage, where a stage reads it.
+            key: of a program that draws random numbers: one, or one for each of its steps.
+            opt: the optimizer's state, of a program with an `update`, as `optimizer_state` makes it.
+            lr: its learning rate where the program does not say one: a number, or one for each of its steps.
+            scale: of `update(loss_scale=)`, a number, or `Result.scale` of the step before.
+        """
+        ...
 
 
 def walk(

@@ -1,0 +1,258 @@
+# pyright: strict
+"""A user's script that uses every public name, which pyright reads in its strict mode: no name of ours may be untyped.
+
+`make lint` checks its types and tests/test_imports.py that no name is missing; nobody runs it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import Pipe
+
+import fpipe
+from fpipe import interop, schedules, testing
+from fpipe.interop import torch_pipelining
+
+Params = dict[str, Tensor]
+Batch = tuple[Tensor, Tensor]
+
+
+def layer(params: Params, x: Tensor) -> Tensor:
+    return torch.tanh(x @ params["w"])
+
+
+def loss(y: Tensor, target: Tensor) -> Tensor:
+    return ((y - target) ** 2).mean()
+
+
+def whole(params: Params, batch: Batch) -> Tensor:
+    x: Tensor = fpipe.boundary(layer(params, batch[0]))
+    return loss(layer(params, x), batch[1])
+
+
+def models(net: nn.Sequential, pipe: Pipe, params: Params, batch: Batch) -> list[fpipe.Model]:
+    of_functions = fpipe.from_functions([layer, fpipe.exchange("all_to_all", "ep"), layer], loss=loss)
+    of_layers, per_stage, state = fpipe.from_sequential(net, stages=2, loss=loss, example=batch[0])
+    of_module, _, _ = fpipe.from_module(net, stages=2, loss=loss, example=batch[0])
+    of_pipe, _, _ = fpipe.from_pipe(pipe, loss=loss)
+    of_loss, _ = fpipe.from_loss(whole, params, batch)
+    print(of_layers.stages[0].name, len(per_stage), len(state))
+    frozen = fpipe.freeze(fpipe.evaluating(of_layers), 0)
+    return [of_functions, of_module, of_pipe, of_loss, frozen, fpipe.deferred_batch_norm(of_layers)]
+
+
+def with_skips() -> nn.Sequential:
+    return nn.Sequential(fpipe.Stash("x"), nn.Linear(8, 8), fpipe.Pop("x"))
+
+
+def own_stage() -> Callable[[Params, Tensor], Tensor]:
+    def forward(params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ params["w"], x
+
+    def backward_input(params: Params, x: Tensor, dy: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        return dy @ params["w"].T, (x, dy)
+
+    def backward_weight(params: Params, kept: tuple[Tensor, Tensor]) -> Params:
+        return {"w": fpipe.keep(kept[0].T @ kept[1])}
+
+    return fpipe.custom_stage(forward, backward_input, backward_weight)
+
+
+def written(model: fpipe.Model) -> fpipe.Program:
+    pipeline = fpipe.chain(
+        fpipe.split(8, (fpipe.Chunk(0), fpipe.Chunk(0))),
+        fpipe.checkpoint("except_last"),
+        fpipe.split_backward(),
+        schedules.one_f_one_b(ranks=2),
+        fpipe.merge(),
+        fpipe.identity(),
+    )
+    program = pipeline(fpipe.program(model))
+    fpipe.check(program)
+    return program
+
+
+def rewritten(program: fpipe.Program) -> list[fpipe.Program]:
+    transforms: list[Callable[[fpipe.Program], fpipe.Program]] = [
+        fpipe.merge_backward(),
+        fpipe.place("looped", ranks=2),
+        fpipe.reorder([["0F0"], ["1F0"]]),
+        fpipe.offload("always"),
+        fpipe.data_parallel("dp"),
+        fpipe.shard("dp"),
+        fpipe.slice_sequence(2),
+        fpipe.forward_only(),
+        fpipe.steps(2),
+        fpipe.update("AdamW", clip=1.0),
+        fpipe.communicate(cast=torch.bfloat16),
+        fpipe.free(),
+    ]
+    return [transform(program) for transform in transforms]
+
+
+def read(program: fpipe.Program) -> list[str]:
+    first: fpipe.Op = program.ops[0]
+    value: fpipe.Value = first.writes[0]
+    taken: fpipe.Input = program.inputs[0]
+    given: fpipe.Output = program.outputs[0]
+    both = fpipe.pair(first, program.ops[1])
+    return [first.cell, str(value), str(taken.value), str(given.name), both.cell, program.to_csv()]
+
+
+def timed(program: fpipe.Program, file: Path) -> float:
+    costs = fpipe.Costs(1.0, 1.0, [0.5, 1.0], transfer=0.1, bytes={"y": 8})
+    cluster = fpipe.Cluster.parse("1 x 2\nin 1us 100GB/s")
+    timeline: fpipe.Timeline = fpipe.simulate(program, costs, cluster=cluster)
+    limits: fpipe.Bounds = fpipe.bounds(program, costs)
+    side_by_side: fpipe.Comparison = fpipe.compare(["gpipe", "zb_h1"], 2, 8, costs)
+    endless: fpipe.Periodic = fpipe.periodic("one_f_one_b", 2, 8, costs)
+    spread: fpipe.Robustness = fpipe.robustness(program, costs, noise=fpipe.Noise(jitter=0.1))
+    fpipe.plot(program, timeline, file=file, style=fpipe.Style(width_mm=84, font_pt=7))
+    rows = side_by_side.rows[0], spread.rows[0]
+    print(fpipe.average(None, costs), fpipe.balance([1, 2, 3], 2), endless.makespan, rows)
+    ways: fpipe.Plan | tuple[fpipe.Plan, ...] = fpipe.plan(costs, 2)
+    print(ways, max(timeline.peak), [event.start for event in timeline.events])
+    return timeline.makespan - limits.makespan
+
+
+def searched(model: fpipe.Model, params: Sequence[Params], batch: Batch, program: fpipe.Program) -> fpipe.RunPlan:
+    bytes_held: fpipe.Sizes = fpipe.sizes(program, model, params, batch)
+    costs = fpipe.profile(program, model, params, batch)
+    found: fpipe.Found = fpipe.search(program, costs, ranks=2, microbatches=8, memory_cap=max(bytes_held.peak))
+    print(found.schedule, found.gap, found.timeline.makespan, fpipe.estimate(program, model, params, batch, flops=1e12))
+    return fpipe.plan_run(model, params, batch, ranks=2, microbatches=[4, 8])
+
+
+def trained(program: fpipe.Program, model: fpipe.Model, params: Sequence[Params], batch: Batch) -> float:
+    step: fpipe.Step = fpipe.build(program, model, runtime="threads", record=True)
+    opt = fpipe.optimizer_state(program, params)
+    result: fpipe.Result = step(params, batch, key=fpipe.fold_in(0, 1), opt=opt, lr=1e-3)
+    again = step(result.params, batch, opt=result.opt, lr=torch.tensor(1e-3))
+    print(result.timeline.makespan, [gradient["w"] for gradient in again.grads], again.norm.item())
+    return result.loss.item()
+
+
+def by_torch_optim(step: fpipe.Step, params: Sequence[Params], batch: Batch, mesh: DeviceMesh) -> float:
+    result = step(params, batch)
+    grads, norm = fpipe.clip_grads(fpipe.add_grads(result.grads, result.grads), 1.0, mesh=mesh)
+    fpipe.assign_grads(params, grads)
+    return float(norm - fpipe.global_norm(grads))
+
+
+def proven(program: fpipe.Program, model: fpipe.Model, params: Sequence[Params], batch: Batch) -> str:
+    try:
+        report: fpipe.Report = fpipe.verify(program, model, params, batch)
+        plain = fpipe.reference(model, params, batch, microbatches=8)
+        fpipe.compare_grads(model, params, batch, plain.grads)
+        fpipe.compare_step(model, params, batch, params, rule="SGD", lr=0.1)
+    except fpipe.GradientMismatch as wrong:
+        return str(wrong.report)
+    except (fpipe.ProgramError, fpipe.RankError) as error:
+        return str(error)
+    return f"{report.bitwise} {report.max_error} {[leaf.name for leaf in report.leaves]}"
+
+
+def derivatives(model: fpipe.Model, params: Params, x: Tensor) -> list[fpipe.Model]:
+    dual: fpipe.Dual = fpipe.make_dual(params, params)
+    print(fpipe.unpack_dual(dual))
+    cut: fpipe.Linearized = fpipe.linearize(layer, params, x)
+    print(cut)
+    return [fpipe.jvp(model), fpipe.per_example(model)]
+
+
+def parts(model: fpipe.Model, program: fpipe.Program, folder: Path, mesh: DeviceMesh) -> Sequence[Params | None]:
+    params: Sequence[Params | None] = fpipe.init_params(model, program, rank=0, seed=1)
+    mine = fpipe.shard_params(fpipe.local_params(program, params, rank=0), mesh)
+    fpipe.save(folder, program, mine, mesh=mesh, step=3)
+    known = fpipe.load(folder, program, mine, mesh=mesh)
+    everything = fpipe.gather_state_dict(program, known.params, mesh=mesh)
+    joined = fpipe.join_params(model, params)
+    print(everything, fpipe.split_params(model, joined))
+    return fpipe.load_params(model, program, joined)
+
+
+def seconds(op: fpipe.Op) -> float:
+    return 0.0 if op.stage else 1.0
+
+
+def sgd(weight: Tensor, gradient: Tensor, state: Params, *, lr: float) -> tuple[Tensor, Params]:
+    return weight - lr * gradient, state
+
+
+def extended(rule: Callable[..., Sequence[Tensor]]) -> fpipe.Stage:
+    fpipe.register_kind("NOTE", fpipe.Kind("after"))
+    fpipe.register_cost("NOTE", seconds)
+    fpipe.register_meaning("NOTE", rule)
+    fpipe.register_update("plain", sgd)
+    fpipe.register_spec("rows", fpipe.Chunk(0))
+    print(fpipe.Replicate(), fpipe.Sum())
+    return fpipe.Stage(layer)
+
+
+def smallest_first(op: fpipe.Op, now: schedules.Now) -> tuple[float, int]:
+    return now.time, op.microbatch or 0
+
+
+def one_by_one(rank: int, ranks: int, microbatches: int) -> Iterator[str]:
+    for index in range(microbatches):
+        yield f"{rank}F{index}"
+        yield f"{rank}B{index}"
+
+
+def every_schedule(ranks: int) -> list[Callable[[fpipe.Program], fpipe.Program]]:
+    schedules.register("of_mine", schedules.gpipe)
+    facts: schedules.Schedule = schedules.about("zbv")
+    print(facts.source, schedules.names(), schedules.get("gpipe")(2))
+    return [
+        schedules.bpipe(ranks),
+        schedules.chimera(ranks),
+        schedules.dualpipe(ranks),
+        schedules.dualpipev(ranks),
+        schedules.eager_1f1b(ranks),
+        schedules.from_generator(one_by_one, ranks),
+        schedules.from_priority(smallest_first, ranks),
+        schedules.from_table("0F0 0B0"),
+        schedules.gpipe(ranks),
+        schedules.group_interleaved(ranks),
+        schedules.hanayo(ranks, waves=2),
+        schedules.interleaved(ranks),
+        schedules.interleaved_overlap(ranks),
+        schedules.interleaved_zb(ranks),
+        schedules.kimi_k2(ranks),
+        schedules.looped_bfs(ranks),
+        schedules.one_f_one_b(ranks),
+        schedules.one_f_one_b_overlap(ranks),
+        schedules.one_f_one_b_v(ranks),
+        schedules.pipe_offload(ranks),
+        schedules.pipedream(ranks, steps=4),
+        schedules.pipedream_2bw(ranks, steps=4),
+        schedules.roundpipe(ranks),
+        schedules.seq1f1b(ranks, slices=2),
+        schedules.v_half(ranks),
+        schedules.v_min(ranks),
+        schedules.zb_auto(ranks),
+        schedules.zb_h1(ranks),
+        schedules.zb_h2(ranks),
+        schedules.zbv(ranks),
+    ]
+
+
+def exchanged(program: fpipe.Program, model: fpipe.Model, params: Sequence[Params]) -> fpipe.Program:
+    table = torch_pipelining.to_csv(program, format="compute_comms")
+    ours = torch_pipelining.from_csv(table)
+    places = torch_pipelining.schedule(table)(ours), torch_pipelining.gathers(table)
+    stages = torch_pipelining.stages(program, model, params)
+    print(places, torch_pipelining.runtime(program, model, stages), torch_pipelining.grads(stages))
+    return interop.from_json(interop.to_json(ours))
+
+
+def laws() -> testing.Checked:
+    print(testing.graphs, testing.models, testing.programs, testing.placements, testing.legal_orders)
+    print(testing.DrawnProgram, testing.Net)
+    try:
+        return testing.check_schedule(schedules.gpipe, ranks=(2,), microbatches=(4,))
+    except testing.BrokenLaw as broken:
+        raise SystemExit(str(broken)) from broken
