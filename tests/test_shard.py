@@ -105,6 +105,63 @@ def test_sizes_count_what_is_gathered_and_a_replicas_part_of_gradients():
     assert found.bytes[fpipe.Value("params", 0)] == one
 
 
+def two_layers() -> tuple[Any, Any, fpipe.Program]:
+    """A stage each for two layers of 8 x 8 weights, W apart from I, gathered for each use."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)))
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
+    merged = fpipe.chain(fpipe.split(2), fpipe.schedules.zb_h1(2), fpipe.merge(outputs=False))
+    return model, params, fpipe.shard(gather="use")(merged(fpipe.program(model)))
+
+
+def test_leaves_that_a_use_does_not_read_are_not_gathered_for_it():
+    """A linear's W reads no weight, its I no bias, and the I of the first stage nothing."""
+    model, params, program = two_layers()
+    sizes = fpipe.sizes(program, model, params, rows(8), replicas=2)
+    costs = fpipe.Costs(bytes=sizes, cluster="2 ranks; replicas 2 1s 1B/s")
+    readers = {value: op for op in program.ops for value in op.reads if value.name == "params"}
+    gathers = [(op, readers[op.writes[0]]) for op in program.ops if op.kind == "GATHER"]
+    found = {(reader.kind, reader.stage): sizes.size(op.writes[0]) for op, reader in gathers}
+    weight, bias = 8 * 8 * 4, 8 * 4
+    both, none = dict.fromkeys([("F", 0), ("F", 1)], weight + bias), dict.fromkeys([("I", 0), ("W", 0), ("W", 1)], 0)
+    assert found == both | none | {("I", 1): weight}
+    times = {(reader.kind, reader.stage): costs.seconds(op) for op, reader in gathers}
+    assert times == {use: 1 + size / 2 if size else 0 for use, size in found.items()}
+
+
+def sent(rank: int) -> int:
+    """Bytes of shards that this process sends for GATHERs in a step."""
+    from fpipe.runtimes.processes import collective_parts
+
+    mesh, replica, place = meshed()
+    model, params, program = two_layers()
+    shards, example = shards_of(model, params, program, mesh, place)
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(example, rows(8)))
+    found, gathered = list[int](), collective_parts._gathered
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collective_parts, "_gathered", lambda *of: found.append(of[1].nbytes) or gathered(*of))
+        step(shards, tuple(half + replica for half in rows(8)))
+    return sum(found)
+
+
+def test_and_are_not_sent(four: Processes):
+    weight, bias = 8 * 8 * 4 // 2, 64  # a half each; what is in a buffer takes a multiple of 64 bytes
+    assert four.each(sent) == [2 * (weight + bias), 2 * (weight + bias) + 2 * weight] * 2
+
+
+@pytest.mark.parametrize(("reduce", "scatter"), [(None, 2), ("float32", 4), ("float64", 8)])
+def test_times_are_of_the_bytes_of_casts(reduce: Any, scatter: int):
+    """SCATTERs were timed by the bytes that they read."""
+    model, params, _ = fpipe.from_sequential(odd_net(), stages=2, loss=MSE)
+    merged = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge(outputs=False))(fpipe.program(model))
+    program = fpipe.shard(compute_dtype=torch.bfloat16, reduce_dtype=reduce)(merged)
+    sizes = fpipe.sizes(program, model, params, rows(8), replicas=2)
+    costs = fpipe.Costs(bytes=sizes, cluster="2 ranks; replicas 2 1B/s")
+    numbers = sum(leaf.numel() for leaf in params[0].values())
+    times = {op.kind: costs.seconds(op) for op in program.ops if op.kind in ("GATHER", "SCATTER") and op.stage == 0}
+    assert times == {"GATHER": numbers * 2 / 2, "SCATTER": numbers * scatter / 2}
+
+
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "not merged": (lambda: fpipe.shard()(fpipe.split(2)(fpipe.program(1))), fpipe.ProgramError, "fpipe.merge() before"),
     "sent": (

@@ -17,10 +17,12 @@ from fpipe.optimizers.state import example_optim
 from fpipe.program import Op, Program, Value
 from fpipe.runtimes.definition.match import check_match
 from fpipe.runtimes.definition.recorder import Storages
+from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.shards import Share
 from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.runtimes.processes.message import Layout
+from fpipe.timing.costs import scattered
 from fpipe.timing.memory import Account
 from fpipe.transforms._post_validation import is_post_validated
 from fpipe.transforms.communicate import with_transfers
@@ -117,7 +119,7 @@ def sizes(
         lowered = Prepared(with_transfers(program), model, params, batch, state, optim, None, Untraced(), **how)
     except Untraceable as error:
         raise ValueError(f"the sizes of this program's values are not known before it runs: {error}") from error
-    trees = lowered.trees
+    trees = _without_unread(program, lowered) if share else lowered.trees
     largest: Storages = {}  # a reader knows of a storage only the part that it sees
     for leaf in (leaf for abstract in trees.values() for leaf in abstract.leaves if isinstance(leaf, Fact)):
         largest[leaf.storage] = max(leaf.bytes, largest.get(leaf.storage, 0))
@@ -137,9 +139,21 @@ def sizes(
     known = {value: sum(each.values()) for value, each in own.items() if value in program.writer}
     wire = dict.fromkeys(where, 0)  # what has no leaves, too
     wire.update((value, sum(map(_travelling, abstract.leaves))) for value, abstract in trees.items())
-    sent = (op for op in program.ops if op.kind == "SEND" and op.how)
-    wire.update((op.writes[0], _cast(op, trees[op.reads[0]].leaves)) for op in sent)
+    for op in program.ops:
+        if op.kind in ("SEND", "SCATTER") and "cast" in dict(op.how):
+            on_its_way = op.writes[0] if op.kind == "SEND" else scattered(op)
+            wire[on_its_way] = _cast(op, trees[op.reads[0]].leaves)
     return Sizes(known, tuple(account.peak), where, wire)
+
+
+def _without_unread(program: Program, lowered: Prepared) -> Mapping[Value, AbstractTree]:
+    """Facts of each value, of gathered parameters without the leaves that none of their readers reads: these are not
+    sent."""
+    found, read = dict(lowered.trees), lowered.lowered.gathered
+    for value in (op.writes[0] for op in program.ops if op.kind == "GATHER" and op.writes[0] in read):
+        leaves = [leaf if at in read[value] else None for at, leaf in enumerate(found[value].leaves)]
+        found[value] = found[value]._replace(leaves=tuple(leaves))
+    return found
 
 
 class _Travelled:
@@ -177,14 +191,16 @@ def _storages(leaves: Iterable[Any], given: Collection[int], largest: Storages) 
     return {leaf.storage: largest[leaf.storage] for leaf in found}
 
 
-def _cast(send: Op, leaves: Iterable[Any]) -> int:
-    """Bytes of what a SEND casts, on its way."""
-    return sum(_travelling(leaf, getattr(torch, dict(send.how)["cast"]).itemsize) for leaf in leaves)
+def _cast(op: Op, leaves: Iterable[Any]) -> int:
+    """Bytes of what a SEND or a SCATTER casts, on its way; a SEND only narrows."""
+    size = getattr(torch, dict(op.how)["cast"]).itemsize
+    return sum(_travelling(leaf, size, op.kind == "SCATTER") for leaf in leaves)
 
 
-def _travelling(leaf: Any, most: float = math.inf) -> int:
-    """Bytes of a leaf, of a floating number no more than `most`."""
+def _travelling(leaf: Any, cast: float = math.inf, widens: bool = False) -> int:
+    """Bytes of a leaf; a floating number is cast to one of so many, no wider unless it `widens`."""
     if not isinstance(leaf, Fact):
         return 0
     dtype = leaf.aval.dtype
-    return math.prod(leaf.aval.shape) * int(min(dtype.itemsize, most) if dtype.is_floating_point else dtype.itemsize)
+    size = cast if widens else min(dtype.itemsize, cast)
+    return math.prod(leaf.aval.shape) * int(size if dtype.is_floating_point else dtype.itemsize)

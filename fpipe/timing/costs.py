@@ -40,6 +40,12 @@ def carried(send: Op) -> Value:
     return send.writes[0] if send.how else send.reads[0]
 
 
+def scattered(op: Op) -> Value:
+    """The value that a SCATTER or REDUCE puts on its links: its own, or what a cast makes of it."""
+    (value,) = op.reads
+    return value._replace(at=f"{value.at}>{dict(op.how)['axis']}") if "cast" in dict(op.how) else value
+
+
 @dataclass(frozen=True)
 class Costs:
     """Seconds of one op for one microbatch (and slice), a number for all stages or one for each; and what moving takes.
@@ -243,8 +249,13 @@ class Costs:
         """Seconds that a collective over replicas takes on their links; a REDUCE scatters and gathers."""
         if self.cluster is None or self.cluster.replicas == 1:
             return 0.0
-        known = self.cluster.across.bandwidth < math.inf
-        size = sum(map(self.size, op.writes if op.kind == "GATHER" else op.reads)) if known else 0.0
+        known = hasattr(self.bytes, "storages")
+        if not known and self.cluster.across.bandwidth == math.inf:
+            return self.cluster.around(0.0) * (2 if op.kind == "REDUCE" else 1)
+        sent = op.writes[0] if op.kind == "GATHER" else scattered(op) if known else op.reads[0]
+        size = self.size(sent)
+        if known and not size:  # nobody reads what would be gathered
+            return 0.0
         return self.cluster.around(size) * (2 if op.kind == "REDUCE" else 1)
 
     def _exchanged(self, op: Op) -> float:

@@ -38,7 +38,8 @@ def shard(
 
     A step takes a stage's parameters as DTensors placed `Shard(0)` along the axis, which `fpipe.shard_params` makes,
     and its gradients come so. The unit that is gathered is the stage: with several stages on a rank these are gathered
-    one after the other. What is gathered for some uses is dropped after the last of them.
+    one after the other. What is gathered for some uses is dropped after the last of them, and a leaf that none of them
+    reads is not sent: a linear's W reads no weight.
 
     Args:
         axis: the dimension of the mesh whose processes are replicas; `build(runtime="distributed", mesh=)` takes it.

@@ -6,6 +6,7 @@ Recipe(kind="B", adds=("g",))        --> code_of(cut, ..) -->        dx, sum = b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fpipe.graphs.compiling.add import adding, owned
@@ -13,7 +14,8 @@ from fpipe.graphs.compiling.code import compiled
 from fpipe.graphs.compiling.cut import Cut, prepared
 from fpipe.graphs.compiling.inductor import Kernel
 from fpipe.graphs.compiling.update import Norm, updating
-from fpipe.graphs.language.graph import Aval, Graph
+from fpipe.graphs.language.graph import Aval, Graph, Name
+from fpipe.graphs.language.labels import is_parameter
 
 
 class Recipe(NamedTuple):
@@ -62,11 +64,22 @@ def code_of(cut: Cut, recipe: Recipe, name: str) -> Code:
         graph = {"B": cut.backward, "I": cut.backward_input, "W": cut.backward_weight}[kind]()
     graph = owned(graph, copied) if copied else graph
     graph = adding(graph, adds, exact=not compile) if adds else graph
-    first, rest = (graph, graph) if landed else prepared(graph)
+    first, rest = (_without_unread(graph),) * 2 if landed else prepared(graph)
     run = Kernel(rest, name) if compile and rest.nodes else compiled(rest, name[0])
     if landed:
-        return Code(run, graph, run, graph)
+        return Code(run, rest, run, rest)
     return Code(run, rest, compiled(first, "prepare") if first.nodes else _picked(first), first)
+
+
+def _without_unread(graph: Graph) -> Graph:
+    """The graph with None for each parameter that none of its ops reads, and that so need not be there."""
+    read = {name for node in graph.nodes for name in node.reads}
+    read |= {leaf for leaves in graph.writes.values() for leaf in leaves if isinstance(leaf, Name)}
+    reads = {
+        label: tuple(name if name in read else None for name in leaves) if is_parameter(label) else leaves
+        for label, leaves in graph.reads.items()
+    }
+    return replace(graph, reads=reads)
 
 
 def update_code(cut: Cut) -> Callable[..., Any]:
