@@ -125,6 +125,47 @@ def test_a_loss_that_a_trainer_holds_is_found(loss: Any):
             run(params, ROWS)
 
 
+class Slotted:
+    """Holds what it judges with in slots."""
+
+    __slots__ = ("criterion", "weight")
+
+    def __init__(self) -> None:
+        self.criterion: nn.Module = nn.MSELoss()
+        self.weight = torch.ones(8, 1)
+
+    def __call__(self, y: Tensor, target: Tensor) -> Tensor:
+        return self.criterion(y * self.weight[: len(y)], nn.functional.one_hot(target, 4).float())
+
+
+class Open:
+    """Holds it in its dict."""
+
+    __init__, __call__ = Slotted.__init__, Slotted.__call__
+
+
+@pytest.mark.parametrize("slots", [True, False])
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("criterion", nn.L1Loss(), "'criterion' is another module than when the model was cut"),
+        ("weight", torch.full((8, 1), 2.0), "'weight' was bound anew since it was traced"),
+    ],
+)
+def test_what_an_object_holds_for_a_loss_is_compared_in_every_step(slots: bool, name: str, value: Any, sentence: str):
+    """A trainer with another criterion trained on with the first, and nothing in slots was looked for at all."""
+    net, holder = made(), Slotted() if slots else Open()
+    program, model, params = cut("from_sequential", net, holder)
+    step = fpipe.build(program, model)
+    step(params, ROWS)
+    setattr(holder, name, value)
+    for run in (step, lambda *given: fpipe.build(program, model)(*given)):
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            run(params, ROWS)
+    program, model, params = cut("from_sequential", net, holder)
+    assert torch.allclose(fpipe.build(program, model)(params, ROWS).loss, mean(net, holder))
+
+
 CHANGES: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {
     "a number": (lambda net: setattr(net[0], "temperature", 7.0), "'temperature' of module '0' (Tempered)"),
     "a probability": (lambda net: setattr(net[1].drop, "p", 0.5), "'p' of module '1.drop' (Dropout)"),

@@ -16,17 +16,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fpipe.graphs.purity.alike import Same
+from fpipe.graphs.purity.alike import Same, slots_of
 from fpipe.graphs.purity.attributes import Modules, plain_attributes
-from fpipe.graphs.purity.closure import modules_of
+from fpipe.graphs.purity.closure import modules_of, reached
 from fpipe.graphs.purity.own_memory import memory
 from fpipe.model import Model
 from fpipe.models.modules.known_modules import may_depend_on_mode
 from fpipe.positional_stage import of_net
 from fpipe.torch_private.modules import held_by, hooks_of
 
-Home = tuple[dict[str, Any], str, str]
-"""Where a tensor is: the dict that has it, its name there, and what errors call it."""
+Home = tuple[Any, str, str]
+"""Where a tensor is: the dict (or attributes) that has it, its name there, and what errors call it."""
 
 
 class Fingerprint:
@@ -45,7 +45,8 @@ class Fingerprint:
     """
 
     def __init__(self, functions: Iterable[Callable[..., Any] | None], nets: Modules = ()) -> None:
-        closed = [one for function in functions if function and not of_net(function) for one in modules_of(function)]
+        functions = [function for function in functions if function and not of_net(function)]
+        closed = [one for function in functions for one in modules_of(function)]
         self._closed = {module: _named(path, module) for path, module in closed}
         self._nets = {module: _named(path, module) for path, module in nets}
         self._known = [(who, module, _content(module)) for module, who in (self._closed | self._nets).items()]
@@ -64,6 +65,15 @@ class Fingerprint:
             for name, one in own.items()
             if isinstance(one, Tensor)
         ]
+        held = [(name, one, *home) for function in functions for name, one, home in reached(function) if home]
+        self._tensors += [
+            ((_Attributes(where), word, repr(name)), weakref.ref(one))
+            for name, one, where, word in held
+            if isinstance(one, Tensor)
+        ]
+        self._modules = [
+            (name, _Attributes(where), word, Same(one)) for name, one, where, word in held if isinstance(one, nn.Module)
+        ]
         self._turning = [module for module in self._closed if may_depend_on_mode(module)]
         self._traced = [module for module in self._nets if may_depend_on_mode(module)]
         self._then = tuple([module.training for module in self._traced])
@@ -76,6 +86,7 @@ class Fingerprint:
 
     def refuse_changed(self) -> None:
         """A ValueError if modules hold anything else than then."""
+        self._refuse_other_modules()
         for who, module, known in self._known:
             now = _content(module)
             if now != known:
@@ -131,13 +142,31 @@ class Fingerprint:
         return [(home, one) for home, one in known if one is not None and memory(one) in memories]
 
     def refuse_bound_anew(self, held: Iterable[tuple[Home, Tensor]]) -> None:
-        """A ValueError if one of these tensors is no longer where it was."""
+        """A ValueError if one of these tensors, or a module that an object has, is no longer where it was."""
+        self._refuse_other_modules()
         for (own, name, what), tensor in held:
             if own.get(name) is not tensor:
                 raise ValueError(
                     f"{what} was bound anew since it was traced, and the trace holds the tensor of then. Write into "
                     "that one with .copy_(), or cut anew."
                 )
+
+    def _refuse_other_modules(self) -> None:
+        for name, own, word, known in self._modules:
+            if Same(own.get(word)) != known:
+                raise ValueError(f"{name!r} is another module than when the model was cut. Put it back, or cut anew.")
+
+
+class _Attributes:
+    """The attributes of an object, as a dict has them."""
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+
+    def get(self, name: str) -> Any:
+        """An attribute as it is now; nothing of the object is run."""
+        own = getattr(self._of, "__dict__", {})
+        return own[name] if name in own else slots_of(self._of).get(name, getattr(type(self._of), name, None))
 
 
 def _interface(model: Model) -> tuple[Any, ...]:

@@ -110,7 +110,7 @@ class Prepared:
         see: See | None = None,
     ) -> Result:
         """One step."""
-        if self.homes:
+        if self.model.held is not None:
             self.model.held.refuse_bound_anew(self.homes)
         leaves = [*map(local_of, leaves)]
         with raw_ops():
