@@ -2,34 +2,72 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
-import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.program import Program, ProgramError
-from fpipe.runtimes.processes.message_order import check_transfers, messages
-from fpipe.transforms.communicate import with_transfers
+from fpipe.program import Op, Program, Value, parts_of
+from fpipe.runtimes.processes.message_order import messages, queue_of
+from fpipe.transforms.communicate import received_as_sent, with_transfers
 from property_tests.strategies import few
 from property_tests.test_gradients import Run, runs
 from property_tests.test_schedule_laws import every_schedule, programs
+from property_tests.test_time_laws import SECONDS
+
+RULES = ["eager", "nccl_directions", "nccl_pairs", "nccl", "rendezvous"]
 
 
 @every_schedule
 @few(2)
-@given(data=st.data(), ahead=st.integers(0, 3))
-def test_the_transfers_of_every_schedule_end(name: str, data: st.DataObject, ahead: int):
-    check_transfers(fpipe.communicate()(data.draw(programs(name))), ahead)
+@given(data=st.data())
+def test_every_schedule_ends_under_every_rule_of_messages(name: str, data: st.DataObject):
+    waits_no_less_under_a_stricter_rule(data.draw(programs(name)), fpipe.Costs(transfer=0.5))
+
+
+@few(25)
+@given(run=runs(), transfer=SECONDS)
+def test_every_program_ends_under_every_rule_of_messages(run: Run, transfer: float):
+    waits_no_less_under_a_stricter_rule(run.program, fpipe.Costs(transfer=transfer, update=0.5))
+
+
+def waits_no_less_under_a_stricter_rule(program: Program, costs: fpipe.Costs) -> None:
+    assume(all(op.kind != "SEND" for op in program.ops))
+    found = [fpipe.simulate(program, costs, messages=rule) for rule in RULES]
+    for less, more in itertools.pairwise(found):
+        assert all(one <= other + 1e-9 for one, other in zip(less.ends, more.ends, strict=True))
+
+
+@few(25)
+@given(run=runs())
+def test_what_build_posts_on_nccl_is_in_the_order_of_all_sends(run: Run):
+    """Which ends under the strictest rule, as the law above says of it: on each rank, one queue for all others."""
+    program = with_transfers(run.program)
+    every, asked = messages(program), received_as_sent(program)
+    for rank in range(program.ranks):
+        row, behind = queue_of(every, rank)
+        posted, done = [], 0
+        for op in parts_of(program.ops):
+            if op.rank == rank and op.kind in ("SEND", "RECV"):
+                for one in row:
+                    if one.value in (*op.writes, *op.reads):
+                        at, done = done, max(done, behind[one.number])
+                        posted += row[at:done]
+                        assert one in posted
+        values = [value for op in parts_of(asked.ops) if op.rank == rank for value in _sent_or_received(op)]
+        assert [one.value for one in posted] == values
+
+
+def _sent_or_received(op: Op) -> tuple[Value, ...]:
+    return {"SEND": op.writes, "RECV": op.reads}.get(op.kind, ())
 
 
 @few(25)
 @given(run=runs(), ahead=st.integers(0, 3), seed=st.integers())
 def test_the_transfers_of_every_program_end(run: Run, ahead: int, seed: int):
-    program = with_transfers(run.program)
-    check_transfers(program, ahead)
-    assert ends_by_chance(program, ahead, random.Random(seed))
+    assert ends_by_chance(with_transfers(run.program), ahead, random.Random(seed))
 
 
 def ends_by_chance(program: Program, ahead: int, random: random.Random) -> bool:
@@ -56,12 +94,3 @@ def ends_by_chance(program: Program, ahead: int, random: random.Random) -> bool:
         for value in op.writes if op.kind == "SEND" else ():
             way = every[value].source, every[value].target
             sent[way] = sent.get(way, 0) + 1
-
-
-@pytest.mark.parametrize("of", [lambda a, b: frozenset((a, b)), lambda a, b: "all"], ids=["a pair's", "one for all"])
-def test_a_communicator_for_both_ways_would_not_do(of: object):
-    """What two ranks send each other at the same time: the first transfer of each waits for the other's second."""
-    program = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(2), fpipe.merge(), fpipe.communicate())
-    sentence = r"ranks wait for one another: rank 0 in RECV\(dx\[1,0\]@0\), rank 1 in RECV\(y\[0,2\]@1\)\."
-    with pytest.raises(ProgramError, match=sentence):
-        check_transfers(program(fpipe.program(2)), 2, communicator=of)

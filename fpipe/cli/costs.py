@@ -11,13 +11,14 @@ from fpipe.program import Program
 from fpipe.schedules.compare import parts_of_a_rank, shared
 from fpipe.timing.cluster import Cluster, bytes_of
 from fpipe.timing.costs import Costs
+from fpipe.timing.messages import MESSAGES
 from fpipe.timing.named_bytes import NAMES, NamedBytes
 
 SHARES = {"F": "forward", "B": "backward_input", "W": "backward_weight", "R": "recompute", "c": "transfer"}
 COMPUTE = ("forward", "backward_input", "backward_weight")
 MOVING = "send", "receive"
 WORDS = (*SHARES.values(), "offload", "load", *MOVING)
-CHOICES = {"sender": ("free", "busy"), "pair": ("sum", "max")}
+CHOICES = {"sender": ("free", "busy"), "pair": ("sum", "max"), "messages": MESSAGES}
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def parse(text: str) -> TypedCosts:
             close = difflib.get_close_matches(name, (*WORDS, *CHOICES, *NAMES), n=1)
             raise ValueError(
                 f"costs have no {name!r}{f'; did you mean {close[0]}?' if close else '.'} Of a whole rank: "
-                f"{', '.join(SHARES)}; of a stage: {', '.join(WORDS)}; and sender=busy, pair=max; "
+                f"{', '.join(SHARES)}; of a stage: {', '.join(WORDS)}; and sender=busy, messages=nccl, pair=max; "
                 f"bytes: {', '.join(NAMES)}, as in y=8MiB."
             )
         if name not in MOVING:  # of a value, whatever costs are of

@@ -22,6 +22,7 @@ from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.shards import Share
 from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.runtimes.processes.message import Layout
+from fpipe.runtimes.processes.message_order import messages, most_in_flight
 from fpipe.timing.costs import scattered
 from fpipe.timing.memory import Account
 from fpipe.transforms._post_validation import is_post_validated
@@ -36,12 +37,15 @@ class Sizes:
         bytes: for each value the bytes of the distinct storages it lies in, those of params and batch aside.
         peak: for each rank the most bytes it holds: values from where they are written to where they are read last,
             copies of other ranks' from just before they are read first, whether their transfers are ops or not.
+        in_flight: for each rank the most bytes of messages beside these, where runtime="distributed" and gloo carries
+            them: receives that it has posted ahead, and what it has sent and nothing has acknowledged yet.
     """
 
     bytes: Mapping[Value, int]
     peak: tuple[int, ...]
     where: Mapping[Value, Storages] = field(default_factory=dict[Value, Storages], repr=False)
     wire: Mapping[Value, int] = field(default_factory=dict[Value, int], repr=False)
+    in_flight: tuple[int, ...] = ()
 
     def storages(self, value: Value) -> Storages:
         """The storages that a value lies in, params and batch aside. Values that share memory share a storage; a
@@ -116,7 +120,8 @@ def sizes(
         optim = example_optim(program, params)
         share = Share(0, whole("replicas", replicas)) if replicas > 1 else None
         how: Any = {"share": share, "donate": donate and not is_post_validated(program)}
-        lowered = Prepared(with_transfers(program), model, params, batch, state, optim, None, Untraced(), **how)
+        sent = with_transfers(program)
+        lowered = Prepared(sent, model, params, batch, state, optim, None, Untraced(), **how)
     except Untraceable as error:
         raise ValueError(f"the sizes of this program's values are not known before it runs: {error}") from error
     trees = _without_unread(program, lowered) if share else lowered.trees
@@ -124,7 +129,7 @@ def sizes(
     for leaf in (leaf for abstract in trees.values() for leaf in abstract.leaves if isinstance(leaf, Fact)):
         largest[leaf.storage] = max(leaf.bytes, largest.get(leaf.storage, 0))
     own = {value: _storages(abstract.leaves, lowered.given, largest) for value, abstract in trees.items()}
-    account = Account(program.ranks)
+    account, room = Account(program.ranks), dict[Value, int]()
     where: dict[Value, Storages] = {value: {} for value in (*program.writer, *trees)}
     travelled = _Travelled() if runtime == "distributed" else None
     for instruction in lowered.instructions:
@@ -135,6 +140,8 @@ def sizes(
             written = {
                 value: travelled.storages(instruction.ops[0], leaves, own[value]) for value, leaves in known.items()
             }
+            if instruction.ops[0].kind == "SEND":
+                room.update((value, sum(found.values())) for value, found in written.items())
         account.note(instruction.ops[0].rank, written.items(), instruction.dead)
     known = {value: sum(each.values()) for value, each in own.items() if value in program.writer}
     wire = dict.fromkeys(where, 0)  # what has no leaves, too
@@ -143,7 +150,9 @@ def sizes(
         if op.kind in ("SEND", "SCATTER") and "cast" in dict(op.how):
             on_its_way = op.writes[0] if op.kind == "SEND" else scattered(op)
             wire[on_its_way] = _cast(op, trees[op.reads[0]].leaves)
-    return Sizes(known, tuple(account.peak), where, wire)
+    numbered = {one.number: room[one.value] for one in messages(sent)} if travelled else {}
+    in_flight = tuple(most_in_flight(sent, numbered)) if travelled else ()
+    return Sizes(known, tuple(account.peak), where, wire, in_flight)
 
 
 def _without_unread(program: Program, lowered: Prepared) -> Mapping[Value, AbstractTree]:

@@ -12,7 +12,9 @@ from fpipe.limits import whole
 from fpipe.program import Op, Program, Value, is_exchange, kind_of, lane_of
 from fpipe.timing.amounts import checked_count, checked_rate, checked_seconds, listed, of_links
 from fpipe.timing.cluster import Cluster
+from fpipe.timing.messages import MESSAGES
 
+Messages = Literal["eager", "rendezvous", "nccl", "nccl_pairs", "nccl_directions"]
 PerStage = float | Sequence[float]
 Link = tuple[int, int]
 PerLink = float | Mapping[Link, float] | Callable[[int, int], float]
@@ -63,6 +65,9 @@ class Costs:
             `f(from, to) -> seconds`.
         bandwidth: bytes a second of a link, in the same three forms; needs `bytes`.
         sender: "free" goes on with its next op while a value leaves; "busy" does nothing else until it has arrived.
+        messages: how a transfer waits, one of `MESSAGES`: "eager", for nobody; "rendezvous", until the other rank has
+            come to it, and both stay until it has arrived; "nccl", in one queue of each rank, and nobody stays;
+            "nccl_pairs", in a queue for each other rank; "nccl_directions", in two. See `fpipe.simulate`.
         send, receive: seconds for which a rank does nothing else when it sends a value, and when it takes one.
         pair: what a PAIR costs: the "sum" of its parts, their "max", or `f(op) -> seconds`.
         offload, load: of OFFLOAD and LOAD, which run beside the main work; by default a LOAD costs an OFFLOAD.
@@ -95,6 +100,7 @@ class Costs:
     _: KW_ONLY
     bandwidth: PerLink | None = None
     sender: Literal["free", "busy"] = "free"
+    messages: Messages = "eager"
     pair: Literal["sum", "max"] | Callable[[Op], float] = "sum"
     offload: PerStage = 0
     load: PerStage | None = None
@@ -176,6 +182,13 @@ class Costs:
                 raise ValueError("a cluster's bandwidths need the bytes of values; say Costs(bytes=...) too.")
         if self.sender not in ("free", "busy"):
             raise ValueError(f'a sender is "free" or "busy", found {self.sender!r}.')
+        if self.messages not in MESSAGES:
+            raise ValueError(f"messages is one of {', '.join(map(repr, MESSAGES))}; found {self.messages!r}.")
+        if self.messages != "eager" and (self.sender == "busy" or self.send or self.receive):
+            raise ValueError(
+                f'messages="{self.messages}" says how long ranks stay with a transfer; leave out sender=, send= and '
+                "receive=."
+            )
         if not callable(self.pair) and self.pair not in ("sum", "max"):
             raise ValueError(f'a pair costs the "sum" or the "max" of its parts, or f(op); found {self.pair!r}.')
         given = self.bytes
@@ -188,8 +201,8 @@ class Costs:
 
     @property
     def busies(self) -> bool:
-        """Whether what travels keeps ranks from other work."""
-        return self.sender == "busy" or self.send > 0 or self.receive > 0
+        """Whether what travels keeps ranks from other work, or waits for them."""
+        return self.sender == "busy" or self.send > 0 or self.receive > 0 or self.messages != "eager"
 
     def seconds(self, op: Op) -> float:
         """How long an op takes on its lane; what keeps to its data takes nothing."""

@@ -6,7 +6,7 @@
     exchange        |1F0|  |1F1|  |1B0|         and stages that are a collective
     link 0>1   |y[0,0]|y[0,1]|                  what travels from rank 0 to rank 1, one after the other
 
-A SEND and a RECV that take time are on the main lane too.
+A SEND and a RECV that take time are on the main lane too; how they wait for each other is said in `messages.py`.
 
 An op that takes no time and that no schedule names (ADD, SPLIT, ..) is on no lane: it is done when its data are there.
 
@@ -25,7 +25,8 @@ from typing import NamedTuple
 from fpipe.order import held_kinds
 from fpipe.program import Op, Program, Value, kind_of, lane_of
 from fpipe.timing.costs import Costs, carried
-from fpipe.transforms.communicate import with_transfers, without_frees
+from fpipe.timing.messages import RULES, met_order
+from fpipe.transforms.communicate import received_as_sent, with_transfers, without_frees
 
 
 class Transfer(NamedTuple):
@@ -96,6 +97,9 @@ def is_work(op: Op, seconds: float) -> bool:
 def program_of_lanes(program: Program, costs: Costs) -> Program:
     """Where transfers wait for each other, or ranks for them, or copies count, they are made ops, so that their order
     is known. FREE takes no time anywhere."""
+    if costs.messages != "eager":
+        by_hand = any(op.kind == "SEND" for op in program.ops)
+        return with_transfers(program) if by_hand else received_as_sent(with_transfers(program))
     if costs.bytes is not None or costs.busies:
         return with_transfers(program)
     if any(op.kind == "FREE" for op in program.ops):
@@ -132,11 +136,11 @@ class _Lanes:
         self.beside: defaultdict[tuple[str, int], float] = defaultdict(float)  # lanes beside it
         self.links: defaultdict[Hashable, float] = defaultdict(float)
         self.homes = {end.value: end.homes for end in program.inputs}
-        self.targets = {
-            sources[0]: op.rank for op, sources in zip(program.ops, program.sources, strict=True) if op.kind == "RECV"
-        }
-        self.by_hand = bool(self.targets) and "SEND" in held_kinds(program)
+        self.receives = {sources[0]: at for at, sources in enumerate(program.sources) if program.ops[at].kind == "RECV"}
+        self.by_hand = bool(self.receives) and "SEND" in held_kinds(program)
         self.seconds = [costs.seconds(op) for op in program.ops]
+        self.rule = RULES.get(costs.messages)
+        self.queued: defaultdict[tuple[int, Hashable], float] = defaultdict(float)
         self.latencies: dict[tuple[int, int], float] = {}
 
     def latency(self, source: int, target: int) -> float:
@@ -170,20 +174,32 @@ class _Lanes:
             ready = at_rank(op.reads[0], source, op.rank)
             return max(ready, begun[op.rank]) if self.by_hand else ready
 
-        for position in self._order(asked):
+        def comes(position: int) -> None:
+            """A rank comes to a SEND or a RECV of a queue."""
+            op, (source,) = ops[position], program.sources[position]
+            ready = at_rank(op.reads[0], source, op.rank) if op.kind == "SEND" else 0.0
+            starts[position] = max(ready, free[op.rank])
+
+        for position in self._order(asked) if self.rule is None else met_order(program, self.costs.messages, comes):
             op, sources, cost = ops[position], program.sources[position], self.seconds[position]
             kind, rank = op.kind, op.rank
             if kind == "RECV":
                 sent = arrivals[sources[0]]
                 transfers.append(sent)
+                if self.rule is not None:
+                    ends[position] = ends[sources[0]]
+                    continue
                 starts[position] = max(sent.end, free[rank]) if cost else sent.end
                 ends[position] = starts[position] + cost
                 if cost:
                     begun[rank], free[rank] = starts[position], ends[position]
                 continue
+            if kind == "SEND" and self.rule is not None:
+                ends[position] = self._meet(op, starts, arrivals, position)
+                continue
             start = max(map(at_rank, op.reads, sources, repeat(rank)), default=0.0)
             if kind == "SEND":
-                start, end = self._send(op, start, self.targets[position], arrivals, position)
+                start, end = self._send(op, start, arrivals, position)
             elif (lane := lane_of(op)) != "main":
                 start = max(start, begun[rank], self.beside[lane, rank] if cost else 0.0)
                 end = start + cost
@@ -245,11 +261,28 @@ class _Lanes:
                 done[position] = True
                 todo += sleeping.pop(position, ())
 
-    def _send(
-        self, op: Op, ready: float, target: int, arrivals: dict[int, Transfer], position: int
-    ) -> tuple[float, float]:
+    def _meet(self, op: Op, came: list[float], arrivals: dict[int, Transfer], position: int) -> float:
+        """End of a SEND to which both ranks have come, as of the RECV of the other. It is noted as a transfer."""
+        assert self.rule is not None
+        receive = self.receives[position]
+        rank, target = op.rank, self.program.ops[receive].rank
+        lanes = [(side, self.rule.communicator(rank, target)) for side in (rank, target)]
+        leaves = max(came[position], came[receive], *(self.queued[lane] for lane in lanes))
+        taken, link = self.costs.carrying(carried(op), rank, target), self.costs.wire(rank, target)
+        if taken:
+            leaves = max(leaves, self.links[link])
+            self.links[link] = leaves + taken
+        arrival = leaves + taken + self.latency(rank, target)
+        self.queued.update(dict.fromkeys(lanes, arrival))
+        if self.rule.blocking:
+            for side in (rank, target):
+                self.begun[side] = self.free[side] = arrival
+        arrivals[position] = Transfer(op.reads[0], rank, target, leaves, arrival)
+        return arrival
+
+    def _send(self, op: Op, ready: float, arrivals: dict[int, Transfer], position: int) -> tuple[float, float]:
         """Start and end of a SEND, which is noted as a transfer."""
-        rank, value = op.rank, op.reads[0]
+        rank, target, value = op.rank, self.program.ops[self.receives[position]].rank, op.reads[0]
         link, own, busy = self.costs.wire(rank, target), self.seconds[position], self.costs.sender == "busy"
         start = max(ready, self.begun[rank]) if self.by_hand else ready
         if own or busy:

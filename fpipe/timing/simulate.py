@@ -9,14 +9,19 @@ from fpipe.limits import whole
 from fpipe.program import Program, building, the_program
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.columns import OpGroups, is_plain, op_groups, walk_plain
-from fpipe.timing.costs import Costs, the_costs
+from fpipe.timing.costs import Costs, Messages, the_costs
 from fpipe.timing.lanes import as_before, program_of_lanes, run_lanes, walk
 from fpipe.timing.memory import bytes_held, units_held
 from fpipe.timing.timeline import Timeline
 
 
 def simulate(
-    program: Program, costs: Costs | None = None, *, iterations: int = 1, cluster: Cluster | str | None = None
+    program: Program,
+    costs: Costs | None = None,
+    *,
+    iterations: int = 1,
+    cluster: Cluster | str | None = None,
+    messages: Messages | None = None,
 ) -> Timeline:
     """Run a program against costs: each rank does its ops in order, each as soon as what it reads is there.
 
@@ -28,28 +33,41 @@ def simulate(
             than the makespan of one step where the end of one overlaps with the start of the next.
         cluster: what it runs on, a `Cluster` or its text: links, and the speed of ranks, in place of `Costs(transfer=,
             bandwidth=)`. One with shared links is simulated for one iteration.
+        messages: in place of `Costs(messages=)`. "eager" (the default) as buffered sends, gloo's among them;
+            "rendezvous" as `torch.distributed.send` of what no buffer holds; "nccl" as one communicator of all ranks
+            does, in which what is queued first holds up what follows, whoever the other rank is (`batch_isend_irecv`);
+            "nccl_pairs" as one for each two ranks, made at its first use (`isend`, `irecv`); "nccl_directions" as one
+            for each direction, which is what `build` makes on NCCL. Ranks come to SENDs and RECVs as the program has
+            them; where it has none, to RECVs in the order of the SENDs of all ranks, as what `build` makes does.
 
     Returns:
         A `Timeline`.
 
     Raises:
         ValueError: a cost that is missing: of a stage, a link, a kind of op, or the bytes of a value that travels; a
-            cluster that cannot be read or has too few ranks.
+            cluster that cannot be read or has too few ranks, or shares links under a rule of messages.
+        ProgramError: under this rule of messages ranks wait for one another.
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(2))(fpipe.program(2))
     >>> timeline = fpipe.simulate(program)
     >>> timeline.makespan, timeline.bubble, timeline.peak
     (15.0, 0.2, (2.0, 1.0))
+    >>> [fpipe.simulate(program, fpipe.Costs(transfer=0.5), messages=rule).makespan for rule in ("eager", "nccl")]
+    [17.0, 18.0]
     """
     program = the_program(program)
     costs = the_costs(costs)
     if cluster is not None:
         costs = replace(costs, cluster=cluster)
+    if messages is not None:
+        costs = replace(costs, messages=messages)
     costs = the_costs(costs, program)
     whole("iterations", iterations)
     if iterations > 1 and costs.cluster is not None and costs.cluster.has_queues:
         raise ValueError(f"a cluster with shared links is simulated for one iteration, found iterations={iterations}.")
+    if costs.messages != "eager" and costs.cluster is not None and costs.cluster.has_queues:
+        raise ValueError(f'on shared links messages are "eager"; found messages={costs.messages!r}.')
     with building():
         known = op_groups(program.ops)
         if iterations == 1 and is_plain(known, costs):

@@ -9,8 +9,9 @@ from typing import Literal, NamedTuple
 from fpipe.program import Op, Value, lane_of
 from fpipe.timing.costs import Costs
 from fpipe.timing.lanes import Transfer, is_work
+from fpipe.timing.messages import RULES, MessageRule
 
-Why = Literal["start", "data", "rank", "lane", "link"]
+Why = Literal["start", "data", "rank", "lane", "link", "queue", "receiver"]
 
 
 class Event(NamedTuple):
@@ -25,7 +26,8 @@ class PathStep(NamedTuple):
     """A piece of the critical path: what ran from start to end, and why not earlier.
 
     `why`: "start" (nothing held it back), "data" (it needed what the step before made), "rank" (its rank was busy with
-    the step before), "lane" (so was another lane of its rank), "link" (so was its link).
+    the step before), "lane" (so was another lane of its rank), "link" (so was its link), "queue" (it came behind it
+    in the queue of a communicator), "receiver" (the other rank was busy with it, and had not come to its RECV).
     """
 
     what: Op | Transfer
@@ -34,8 +36,18 @@ class PathStep(NamedTuple):
     why: Why
 
     def __str__(self) -> str:
-        reason = {"start": "", "data": "needs it", "rank": "same rank", "lane": "same lane", "link": "same link"}
-        return f"{self.start:10g} {self.end:10g}  {_name(self.what):24} {reason[self.why]}".rstrip()
+        return f"{self.start:10g} {self.end:10g}  {_name(self.what):24} {_REASONS[self.why]}".rstrip()
+
+
+_REASONS: dict[Why, str] = {
+    "start": "",
+    "data": "needs it",
+    "rank": "same rank",
+    "lane": "same lane",
+    "link": "same link",
+    "queue": "same queue",
+    "receiver": "its receiver",
+}
 
 
 class Wait(NamedTuple):
@@ -72,6 +84,10 @@ class Waiting:
     ) -> None:
         self.events, self.updates, self.wire = events, updates, costs.wire
         self.busy, self.send, self.receive = costs.sender == "busy", costs.send, costs.receive
+        self.rule = RULES.get(costs.messages)
+        self.stays = self.busy or (self.rule is not None and self.rule.blocking)
+        self.working: dict[tuple[int, float], int] = {}
+        self.queued: dict[tuple[int, Hashable, float], Transfer] = {}
         self.rounds = max(len(transfers), 1)
         self.size = len(events) // self.rounds or 1
         self.writer = {value: at for at, event in enumerate(events[: self.size]) for value in event.op.writes}
@@ -99,7 +115,7 @@ class Waiting:
             if op.kind == "RECV":
                 sender = self.events[self._at(self.writer[op.reads[0]], at)].op
                 found = by_value[at // self.size].get((sender.reads[0], op.rank), ())
-                sent = max((one for one in found if one.end <= start), key=lambda one: one.end, default=None)
+                sent = max((one for one in found if one.end <= end), key=lambda one: one.end, default=None)
                 if sent is not None:
                     self.received[at] = sent
                     self.senders[id(sent)] = self._at(self.writer[op.reads[0]], at)
@@ -119,6 +135,8 @@ class Waiting:
                 if ("main", op.rank) in last:
                     self.lanes[at] = (last["main", op.rank], "rank")
                 last["main", op.rank] = begun[op.rank] = at
+                if end > start:
+                    self.working[op.rank, end] = at
         links: dict[Hashable, Transfer] = {}
         for one in sorted((one for each in transfers for one in each), key=lambda one: (one.start, one.end)):
             link = self.wire(one.source, one.target)
@@ -126,6 +144,11 @@ class Waiting:
                 self.before_link[id(one)] = links[link]
             links[link] = one
             self.sent[one.source, one.end] = one
+            if self.rule is not None:
+                for side in (one.source, one.target):
+                    self.queued[side, self.rule.communicator(one.source, one.target), one.end] = one
+                if self.rule.blocking:
+                    self.sent[one.target, one.end] = one
 
     def _at(self, position: int, event: int) -> int:
         """The event of an op of the program in the same iteration as another event."""
@@ -163,7 +186,7 @@ class Waiting:
         at, why = before
         beside = why == "lane" and lane_of(self.events[at].op) == "main"  # no earlier than that began
         of_lane = self.events[at].start if beside else min(self.events[at].end, start)
-        if self.busy and why == "rank" and (op.rank, start) in self.sent and of_lane < start > cause.time:
+        if self.stays and why == "rank" and (op.rank, start) in self.sent and of_lane < start > cause.time:
             return _Cause(start, self.sent[op.rank, start], "rank")
         return _Cause(of_lane, at, why) if of_lane >= cause.time else cause
 
@@ -176,6 +199,8 @@ class Waiting:
             cause = _Cause(self.events[sender].start + self.send, sender, "data")
         if cause.time >= node.start:
             return cause
+        if self.rule is not None:
+            return self._cause_of_meeting(node, self.rule) or cause
         if self.busy and not self.send:
             if (node.source, node.start) in self.sent:
                 return _Cause(node.start, self.sent[node.source, node.start], "rank")
@@ -185,6 +210,20 @@ class Waiting:
                 return _Cause(node.start, found, "rank")
         before = self.before_link.get(id(node))
         return cause if before is None else _Cause(node.start, before, "link")
+
+    def _cause_of_meeting(self, node: Transfer, rule: MessageRule) -> _Cause | None:
+        """The cause of a transfer that began later than its value was there."""
+        made = rule.communicator(node.source, node.target)
+        for side in (node.source, node.target):
+            before = self.queued.get((side, made, node.start))
+            if before is not None:
+                return _Cause(node.start, before, "queue")
+        if (node.source, node.start) in self.working:
+            return _Cause(node.start, self.working[node.source, node.start], "rank")
+        if (node.target, node.start) in self.working:
+            return _Cause(node.start, self.working[node.target, node.start], "receiver")
+        before = self.before_link.get(id(node))
+        return None if before is None else _Cause(node.start, before, "link")
 
     def path(self) -> tuple[PathStep, ...]:
         """The chain of causes that ends last, from the start on."""
@@ -212,9 +251,9 @@ class Waiting:
         for at, (op, start, end) in enumerate(self.events):
             if start < makespan and {"SEND": self.send, "RECV": self.receive}.get(op.kind):
                 rows[op.rank].append((start, start + self.send if op.kind == "SEND" and not self.busy else end, at))
-        if self.busy and not self.send:
-            for one in self.sent.values():
-                rows[one.source].append((one.start, one.end, None))
+        if self.stays and not self.send:
+            for (rank, _), one in self.sent.items():
+                rows[rank].append((one.start, one.end, None))
         found: list[Wait] = []
         for rank, row in enumerate(rows):
             free = 0.0

@@ -20,6 +20,8 @@ from fpipe.transforms._rewrite import Transform, refuse_freed, transforming
 
 _FLOW = ("y", "dx", "carry", "dcarry")
 """Values that flow from stage to stage, and may be rounded on their way."""
+AHEAD = 2
+"""Receives that a rank posts beyond the one that it comes to."""
 NARROW = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -93,6 +95,19 @@ def with_transfers(program: Program) -> Program:
     if any(op.kind == "FREE" for op in program.ops):
         program = Program.trusted(program.inputs, without_frees(program), program.outputs)
     return communicate()(program)
+
+
+def received_as_sent(program: Program) -> Program:
+    """A program with transfers whose RECVs stand right behind their SENDs: all ranks come to them in one order.
+
+    >>> import fpipe
+    >>> program = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.communicate())(fpipe.program(2))
+    >>> [row[3:6] for row in received_as_sent(program).table(comms=True)][1]
+    ['RECV(y[0,1]@1)', '1F0', '1B0']
+    """
+    received = {op.reads: op for op in program.ops if op.kind == "RECV"}
+    ops = [one for op in program.ops if op.kind != "RECV" for one in (op, received.get(op.writes)) if one is not None]
+    return Program.trusted(program.inputs, tuple(ops), program.outputs)
 
 
 def without_frees(program: Program) -> tuple[Op, ...]:

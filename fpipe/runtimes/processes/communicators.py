@@ -4,9 +4,8 @@
 
 A send of gloo waits for nobody, but it locks its connection while it writes, and gloo's own thread does not sleep until
 it can read there: with few cores it takes that of whoever holds the lock. One of NCCL begins when both sides have come
-to it, and holds up all that follows on its communicator: were there one for both directions, almost every schedule
-would stand still (`check_transfers`). With one for each it only holds up what goes the same way, which is received in
-the same order.
+to it, and holds up all that follows on its communicator. With one for each direction it only holds up what goes the
+same way: `simulate(.., messages=)` says how much longer one for both, or for all ranks, makes a step.
 """
 
 from __future__ import annotations

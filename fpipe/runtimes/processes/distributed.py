@@ -39,7 +39,7 @@ from fpipe.runtimes.lowering.signature import Signatures
 from fpipe.runtimes.lowering.untraced import UNDER_AUTOGRAD, Untraced
 from fpipe.runtimes.processes.elsewhere import Elsewhere
 from fpipe.runtimes.processes.exchange_lane import ExchangeLane, over_mesh
-from fpipe.runtimes.processes.message_order import AHEAD, check_transfers, messages
+from fpipe.runtimes.processes.message_order import messages
 from fpipe.runtimes.processes.peer_errors import PeerErrors
 from fpipe.runtimes.processes.prepared_rank import PreparedRank, end_of
 from fpipe.runtimes.processes.process_mesh import group_of, refuse_other_size, replicas_of
@@ -204,7 +204,6 @@ def distributed(
         told = program if record else None
         refuse_other_size(group, program, mesh)
         program = reduced_last(with_transfers(_told(program, broadcast)))
-        check_transfers(program, AHEAD)
         has_loss = [rank for end in program.outputs if end.name == Value("loss") for rank in end.homes]
         of_nets = [one.forward for one in model.stages if isinstance(one.forward, PositionalStage)]
         options = {

@@ -2,10 +2,11 @@
 
     rank 0: SEND(y[0,0]) SEND(y[0,1])        -- messages 0, 1 -->        rank 1: RECV(y[0,0]) .. RECV(y[0,1])
 
-No send blocks. A send buffer is freed once a later message acknowledges it, else at the end of the step. Receives from
-a rank are posted in the order in which that rank sends, ahead of the one that it waits for: a few, or as many as are
-small. A rank that fails says so in what it still owes the others, in place of the values: so all of them end, with the
-reason, and what is under way stays in order.
+No send blocks. A send buffer is freed once a later message acknowledges it, or NCCL says that it has left, else at the
+end of the step. Receives from a rank are posted in the order in which that rank sends, ahead of the one that it waits
+for: a few, or as many as are small; with NCCL in the order of the SENDs of all ranks. A rank that fails says so in what
+it still owes the others, in place of the values: so all of them end, with the reason, and what is under way stays in
+order.
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank, RankError
 from fpipe.runtimes.processes.communicators import GREETING, by_nccl, groups_of_two, ways_of
 from fpipe.runtimes.processes.message import FAILED, HEADER, LOST, MARKS, MEETS, TEXT, Layout, kind_of, text_of, word
-from fpipe.runtimes.processes.message_order import Message, posted_until
+from fpipe.runtimes.processes.message_order import Message, posted_until, queue_of
 
 Leaves = list[Any]
-_SMALL = 2**20
 _TICK = 0.0002
 _LONG = 10**40
 """A key from which on its hash is compared: a header has no room for more digits."""
@@ -80,6 +80,8 @@ class Transfers:
                 self._incoming[one.source].append(one)
             if one.source == rank:
                 self._outgoing_to[one.target].append(one)
+        self._row, self._behind = queue_of(every, rank)
+        self._place = {one.number: place for place, one in enumerate(self._row)}
         self._room = {one.number: HEADER for one in every}
         self._until = dict[int, int]()
         self._signatures, self.watchdog, self._build = 0, meeting.watchdog, f"build {meeting.built}"
@@ -91,7 +93,7 @@ class Transfers:
         self._over, self._mark, self._own, self._keeps = False, MARKS, self._build, False
         self._dropped = dict.fromkeys(self._outgoing_to, 0)
         self._landed: list[tuple[Message, Any]] = []
-        self._posted = dict.fromkeys(self._incoming, 0)
+        self._posted, self._queued = dict.fromkeys(self._incoming, 0), 0
         self._arriving: dict[int, tuple[Tensor, Any]] = {}
         self._sent: dict[int, tuple[Tensor | None, Any]] = {}
         self._greetings: dict[int, tuple[Tensor, Any]] = {}
@@ -110,7 +112,7 @@ class Transfers:
             number = self._by_value[value].number
             self._room[number] = max(self._room[number], layout.size)
         for row in self._incoming.values():
-            self._until |= posted_until(row, self._room, 0 if self._apart else _SMALL)
+            self._until |= posted_until(row, self._room)
         self._signatures += 1
         return self._signatures
 
@@ -154,7 +156,9 @@ class Transfers:
             for (one, layout), leaves in zip(known, made_of(*lists), strict=True):
                 size = self._room[one.number] if self._apart else layout.size
                 message = layout.pack(leaves, self._head, size)
+                self._queue(self._place[one.number])
                 self._send(one, message if self._near else message.to(self.carried))
+                self._queue(self._behind[one.number])
             return ()
 
         return send
@@ -221,9 +225,27 @@ class Transfers:
         message[: len(said)] = said
         return message.to(self.carried)
 
+    def _queue(self, until: int) -> None:
+        """With NCCL: post the receives among the first of this rank's messages, and free what has left meanwhile."""
+        if not self._apart:
+            return
+        for one in self._row[self._queued : until]:
+            if one.target == self._rank:
+                self._post(one.source, one.place + 1)
+        self._queued = max(self._queued, until)
+        for target, row in self._outgoing_to.items() if not self._keeps else ():
+            for one in row[self._dropped[target] :]:
+                work = self._sent[one.number][1] if one.number in self._sent else None
+                if work is None or not work.is_completed():
+                    break
+                self._free(one)
+
     def _receive(self, one: Message) -> Tensor:
         self.ctrl_c.heed()
-        self._post(one.source, self._until[one.number])
+        if self._apart:
+            self._queue(self._behind[one.number])
+        else:
+            self._post(one.source, self._until[one.number])
         message = self._arrived(one)
         if self._apart:
             self._head = torch.where(message[0] == self._mark, self._head, message[:HEADER])
@@ -235,11 +257,15 @@ class Transfers:
 
     def _drop(self, heard: Message) -> None:
         """Free the send buffers that this message acknowledges: the other rank had received them before it sent it."""
-        row, at = self._outgoing_to[heard.source], self._dropped.get(heard.source, 0)
+        row, at = self._outgoing_to.get(heard.source, ()), self._dropped.get(heard.source, 0)
         for place in range(at, heard.heard):
-            self._over_at(row[place].number)
-            self._sent[row[place].number] = None, None
-            self._dropped[heard.source] = place + 1
+            self._free(row[place])
+
+    def _free(self, one: Message) -> None:
+        """Let go of a send buffer."""
+        self._over_at(one.number)
+        self._sent[one.number] = None, None
+        self._dropped[one.target] = one.place + 1
 
     def _told(self, message: Tensor, who: str) -> RankError:
         """Error that a message tells, which came in place of the value that is waited for."""
