@@ -32,15 +32,19 @@ def updates(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     return rule, how
 
 
-def validated(how: dict[str, Any], late: bool) -> dict[str, Any]:
-    """The words of an update, which waits for no norm if it is `late` that one is asked for."""
-    return how | {"validate": "after"} if late and how["clip"] is not None else how
+WAYS = st.sampled_from(["", "late", "scaled"])
+
+
+def validated(how: dict[str, Any], way: str) -> dict[str, Any]:
+    """The words of an update, which waits for no norm if one is asked for `late`, or whose loss is scaled."""
+    late = {"validate": "after"} if how["clip"] is not None else {}
+    return how | {"": {}, "late": late, "scaled": {"loss_scale": {"growth_interval": 1}}}[way]
 
 
 @few(12)
-@given(updates(), st.sampled_from(SCHEDULES), st.booleans(), st.integers(1, 3), st.booleans())
-def test_an_order_changes_no_bit_of_any_step(drawn: Any, name: str, split: bool, count: int, late: bool):
-    rule, how = drawn[0], validated(drawn[1], late)
+@given(updates(), st.sampled_from(SCHEDULES), st.booleans(), st.integers(1, 3), WAYS)
+def test_an_order_changes_no_bit_of_any_step(drawn: Any, name: str, split: bool, count: int, way: str):
+    rule, how = drawn[0], validated(drawn[1], way)
     model, params = model_of(4)
     torch.manual_seed(0)
     batches = [(torch.randn(8, 4), torch.randn(8)) for _ in range(count)]
@@ -75,11 +79,11 @@ def test_stale_steps_have_the_bits_of_a_loop_with_the_same_delays(drawn: Any, co
 REPLICAS: Any = st.sampled_from([1, 2, 3, (2, 2), (1, 3)])
 
 
-@given(updates(), REPLICAS, st.integers(1, 2), st.sampled_from(["step", "use"]), st.booleans())
+@given(updates(), REPLICAS, st.integers(1, 2), st.sampled_from(["step", "use"]), WAYS)
 def test_replicas_that_share_parameters_update_them_as_one_device_does(
-    drawn: Any, replicas: Any, count: int, gather: Any, late: bool
+    drawn: Any, replicas: Any, count: int, gather: Any, way: str
 ):
-    rule, how = drawn[0], validated(drawn[1], late)
+    rule, how = drawn[0], validated(drawn[1], way)
     model, params = model_of(4)
     torch.manual_seed(0)
     batches: Any = [(torch.randn(24, 4), torch.randn(24)) for _ in range(count)]

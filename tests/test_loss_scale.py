@@ -158,6 +158,20 @@ def test_what_cannot_be_is_refused_in_a_sentence(case: str):
 def test_what_does_not_go_together_is_refused():
     with pytest.raises(ValueError, match="leave validate= out"):
         fpipe.update("SGD", clip=1.0, validate="after", loss_scale="dynamic")
+
+
+@pytest.mark.parametrize("first", [2.0**16, 2.0**125, float("inf")], ids=["taken", "the first skipped", "all skipped"])
+def test_verify_compares_with_torchs_scaler(first: float):
     model, params, _ = fpipe.from_sequential(net_of(2), stages=2, loss=MSE)
-    with pytest.raises(ValueError, match=r"compare the program without\s+loss_scale="):
-        fpipe.verify(scaled(model), model, params, batches(1)[0])
+    each = batches(3)
+    small = {"growth_interval": 1, "backoff_factor": 2.0**-20}
+    program = fpipe.steps(3)(scaled(model, fpipe.schedules.zb_h1(2), loss_scale=small, clip=0.05))
+    report = fpipe.verify(program, model, params, each, scale=first)
+    assert report.bitwise, report
+    assert {"norm", "valid", "scale"} < {leaf.name.partition("[")[0] for leaf in report.leaves}
+    text = str(program)
+    wrong = text.replace("sum[0,7] scale[,3]", "sum[0,7] scale")
+    assert wrong != text
+    if first == 2.0**125:
+        with pytest.raises(fpipe.GradientMismatch):
+            fpipe.verify(fpipe.Program.parse(wrong), model, params, each, scale=first)

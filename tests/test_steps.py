@@ -249,7 +249,7 @@ def test_verify_compares_steps_with_a_loop_and_finds_what_is_wrong():
             fpipe.verify(fpipe.Program.parse(text.replace(right, wrong)), model, params, each, lr=[0.1, 0.2])
     stale = stepping(model, fpipe.schedules.pipedream_2bw(2, steps=3))
     assert "behind by steps: stage 0 by 1, stage 1 by 1" in fpipe.verify(stale, model, params, batches(3)).undivided
-    with pytest.raises(ValueError, match="updates no parameters, and takes neither opt="):
+    with pytest.raises(ValueError, match="updates no parameters, and takes no opt="):
         fpipe.verify(fpipe.program(model), model, params, each[0], lr=0.1)
 
 

@@ -116,7 +116,9 @@ def reference(
     trained = training_loop(
         params,
         batches_of(batch, steps) if whole("steps", steps) > 1 else [batch],
-        lambda read, own, now, one: _plain(model, read, own, microbatches, slices, now, one, False, replicas_of, False),
+        lambda read, own, now, one, _: _plain(
+            model, read, own, microbatches, slices, now, one, False, replicas_of, False
+        ),
         words,
         rates=[*lr] if isinstance(lr, Sequence) else [lr] * steps,
         keys=[*key] if isinstance(key, Sequence) else [key] * steps,
@@ -255,10 +257,12 @@ def over_parts(
     see: See | None = None,
     added_by: OverReplicas | None = None,
     zeros: bool = True,
+    scale: Tensor | None = None,
 ) -> Result:
     """Loss, gradients and outputs for a batch that is cut already: `parts` are the microbatches, each with rows, those
     of one replica after those of the other. A parameter that the loss does not depend on gets `zeros`, or None. `see`
-    is handed what passes between stages, and each microbatch's gradients, by their names in a program."""
+    is handed what passes between stages, and each microbatch's gradients, by their names in a program. With a `scale`
+    gradients, and they alone, are those of the loss times it."""
     sliced, joined, added_by = sliced or Sliced(), joined or Joined(), added_by or OverReplicas()
     refuse_odd_modes()
     whole = sum(size for _, size in parts)
@@ -293,7 +297,7 @@ def over_parts(
                 made = forward(model, own, readers, piece, states, taken, place, turn, key, see, between)
                 each, count, aux, output, carries = made
                 weighted = each * (weights[-1] if model.reduction == "mean" else 1.0)
-            graphs.append(MicrobatchGraph(own, taken, weighted, carries, readers, place, between))
+                graphs.append(MicrobatchGraph(own, taken, _scaled(weighted, scale), carries, readers, place, between))
             _show_parts(see, model, piece, place)
             if index % many or k:
                 each_loss[-1] = each_loss[-1] + weighted.detach()
@@ -376,6 +380,10 @@ def _show_parts(see: See | None, model: Model, piece: tuple[Any, Any], place: tu
 def _one_after_the_other(rows: Tensor | None, more: Tensor | None) -> Tensor | None:
     """Gradients of single rows, and those of the next."""
     return None if rows is None or more is None else torch.cat([rows, more])
+
+
+def _scaled(loss: Tensor, scale: Tensor | None) -> Tensor:
+    return loss if scale is None else loss * scale
 
 
 def _divided(divisor: Any, grad: Tensor | None) -> Tensor | None:

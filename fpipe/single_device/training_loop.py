@@ -1,12 +1,12 @@
 """Train by plain autograd and torch.optim, step after step: the answer for programs that update their parameters.
 
 It shares with the runtimes the words of an UPDATE and the names of parameters. Each tensor has an optimizer of its own,
-made anew for each step, and torch clips.
+made anew for each step, and torch clips, and scales the loss where that is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,9 @@ from fpipe.optimizers.op_words import UpdateWords, names_of
 from fpipe.optimizers.rules import RULES, STEP, UNCOUNTED, with_lr
 from fpipe.single_device.result import Result
 
-Gradients = Callable[[Sequence[Any], Any, "Sequence[Any] | None", "int | None"], Result]
-"""Loss and gradients for params, a batch, a module state and a key; None of a leaf that the loss does not depend on."""
+Gradients = Callable[[Sequence[Any], Any, "Sequence[Any] | None", "int | None", "Tensor | None"], Result]
+"""Loss and gradients for params, a batch, a module state, a key and a loss scale; None of a leaf that the loss does not
+depend on."""
 
 
 Norm = Callable[[Sequence[Sequence[Tensor]]], Tensor]
@@ -43,6 +44,7 @@ def training_loop(
     state: Sequence[Any] | None,
     behind: Callable[[int, int], int],
     norm: Norm = total_norm,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> Result:
     """The results of some training steps, each a tuple with one for each step, and what is left after the last.
 
@@ -53,27 +55,60 @@ def training_loop(
         words: how to update.
         behind: by how many steps the parameters of a stage are behind in a step: `f(step, stage)`.
         norm: what a clip compares with.
+        scaler: torch's own of the loss, which skips a step whose gradients are not finite, where there is one.
     """
-    past, results, norms = [tuple(params)], list[Result](), list[Tensor]()
+    past, results, norms, valid = [tuple(params)], list[Result](), list[Tensor](), list[Tensor]()
     for step, (batch, rate, key) in enumerate(zip(batches, rates, keys, strict=True)):
         read = tuple(past[max(step - behind(step, stage), 0)][stage] for stage in range(len(params)))
-        made = gradients(read, batch, state, key)
+        made = gradients(read, batch, state, key, None if scaler is None else scaler.scale(torch.ones(())))
         state = made.state
+        made = made if scaler is None else replace(made, grads=_unscaled(scaler, made.grads))
         grads = [tree.leaves(stage) for stage in made.grads]
-        norms.append(norm([[grad for grad in stage if grad is not None] for stage in grads]))
-        params, opt = _updated(words, past[-1], opt, [grad for stage in grads for grad in stage], norms[-1], rate)
-        past.append(params)
+        there = [[grad for grad in stage if grad is not None] for stage in grads]
+        norms.append(norm(there))
+        valid.append(torch.tensor(all(bool(grad.isfinite().all()) for stage in there for grad in stage)))
+        if scaler is None or valid[-1]:
+            params, opt = _updated(words, past[-1], opt, [grad for stage in grads for grad in stage], norms[-1], rate)
+        past.append(tuple(params))
         results.append(made)
     each = {name: tuple(getattr(made, name) for made in results) for name in _EACH}
-    return Result(**each, state=state, params=params, opt=opt, norm=tuple(norms))
+    trained = Result(**each, state=state, params=params, opt=opt, norm=tuple(norms))
+    return trained if scaler is None else replace(trained, valid=tuple(valid), scale=_scale_of(scaler))
 
 
 def of_one(result: Result) -> Result:
     """The result of one training step, without tuples."""
-    return replace(result, **{name: getattr(result, name)[0] for name in (*_EACH, "norm")})
+    several = [name for name in (*_EACH, "norm", "valid") if getattr(result, name) is not None]
+    return replace(result, **{name: getattr(result, name)[0] for name in several})
 
 
 _EACH = ("loss", "grads", "outputs", "aux", "losses")
+
+
+def scaler_of(scale: tuple[Tensor, Tensor], how: Mapping[str, Any]) -> torch.amp.GradScaler:
+    """Torch's scaler, with a scale and how many steps have been finite under it."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=float(scale[0]))
+    scaler.load_state_dict({**scaler.state_dict(), **how, "_growth_tracker": int(scale[1])})
+    return scaler
+
+
+def _scale_of(scaler: torch.amp.GradScaler) -> tuple[Tensor, Tensor]:
+    return torch.tensor(scaler.get_scale()), torch.tensor(scaler.state_dict()["_growth_tracker"], dtype=torch.int32)
+
+
+def _unscaled(scaler: torch.amp.GradScaler, grads: Sequence[Any]) -> tuple[Any, ...]:
+    """Gradients without the loss scale, which goes on by whether they are finite."""
+    leaves, spec = tree.flatten(tuple(grads))
+    there = [k for k, grad in enumerate(leaves) if grad is not None]
+    held = [torch.zeros_like(leaves[k]) for k in there]
+    for one, k in zip(held, there, strict=True):
+        one.grad = leaves[k].clone()
+    if held:
+        scaler.unscale_(torch.optim.SGD(held, lr=1.0))
+        scaler.update()
+    for one, k in zip(held, there, strict=True):
+        leaves[k] = one.grad
+    return tree.unflatten(spec, leaves)
 
 
 def _updated(

@@ -62,7 +62,7 @@ class Loop:
     def run(self) -> Result:
         """Results of it."""
 
-        def gradients(read: Sequence[Any], own: Any, state: Any, key: int | None) -> Result:
+        def gradients(read: Sequence[Any], own: Any, state: Any, key: int | None, scale: Any) -> Result:
             number, parts = own
             made = self.plain(read, parts, state, key)
             if self.change is None:

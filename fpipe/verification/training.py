@@ -23,12 +23,15 @@ from fpipe.single_device.batches import batches_of, streams
 from fpipe.single_device.microbatch import cut
 from fpipe.single_device.reference import Joined, OverReplicas, Sliced, over_parts, parts_of_replicas
 from fpipe.single_device.result import Result
-from fpipe.single_device.training_loop import Norm, of_one, total_norm, training_loop
+from fpipe.single_device.training_loop import Norm, of_one, scaler_of, total_norm, training_loop
 from fpipe.transforms.specs import spec_of
 from fpipe.verification.casts import cast_by, computed, like_params
 
 LR = 0.01
 """The learning rate of a check that is handed none."""
+
+SCALE = 2.0**16
+"""The first loss scale of such a check, as torch's scaler begins."""
 
 
 def trained(
@@ -45,19 +48,17 @@ def trained(
     key: Any,
     opt: Sequence[Any] | None,
     lr: Any,
+    scale: Any,
 ) -> tuple[Result, Result]:
     """The results of a program that updates, and what a plain loop makes of the same."""
     op = update_of(program)
     assert op is not None
-    if any(value.name == "valid" for value in op.reads):
-        raise ValueError(
-            "a loss scale rounds gradients in another way than plain autograd without one: compare the program without "
-            "loss_scale=, or its steps with torch.amp.GradScaler's."
-        )
     opt = optimizer_state(program, params) if opt is None else opt
     lr = LR if lr is None and any(value.name == "lr" for value in op.reads) else lr
-    optim = optim_of(program, opt, lr)
+    scale = SCALE if scale is None and any(value.name == "valid" for value in op.reads) else scale
+    optim = optim_of(program, opt, lr, scale)
     assert optim is not None
+    scaler = None if optim[2] is None else scaler_of(optim[2], _how(program, "VALIDATE"))
     rates = [float(rate) for rate in optim[1]] or [None] * program.steps
     batch_of(program, batch)
     keys = check_call(program, (), key)
@@ -65,9 +66,11 @@ def trained(
     each = [parts_of_replicas(one, replicas, model, _spec(program)) for one in batches]
     added_by = OverReplicas(scatters_microbatches(program), cast_by(program, "SCATTER"), within)
 
-    def gradients(read: Sequence[Any], own: Sequence[Any], state: Sequence[Any] | None, key: int | None) -> Result:
+    def gradients(
+        read: Sequence[Any], own: Sequence[Any], state: Sequence[Any] | None, key: int | None, scale: Any
+    ) -> Result:
         parts = _parts(program, own)
-        how: Any = {"sliced": sliced, "joined": joined, "added_by": added_by, "zeros": False}
+        how: Any = {"sliced": sliced, "joined": joined, "added_by": added_by, "zeros": False, "scale": scale}
         made = over_parts(model, computed(program, read), parts, replicas, state=state, key=key, **how)
         return replace(made, grads=like_params(params, made.grads))
 
@@ -82,10 +85,11 @@ def trained(
         state=state,
         behind=partial(_behind, program, versions(program)),
         norm=_norm(program, within),
+        scaler=scaler,
     )
     expected = of_one(expected) if program.steps == 1 else expected
     if replicas == 1:
-        return build(program, model)(params, batch, state=state, key=key, opt=opt, lr=lr), expected
+        return build(program, model)(params, batch, state=state, key=key, opt=opt, lr=lr, scale=scale), expected
     own = [[one[number] for one in each] for number in range(replicas)]
     own = own if program.steps > 1 else [one for (one,) in own]
     run = post_validated(program, lambda one, _: partial(lockstep, one, model, within=within), donate=False)
@@ -96,8 +100,8 @@ def _spec(program: Program) -> Any:
     return spec_of(_how(program).get("spec"))
 
 
-def _how(program: Program) -> dict[str, Any]:
-    return next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
+def _how(program: Program, kind: str = "SPLIT") -> dict[str, Any]:
+    return next((dict(op.how) for op in program.ops if op.kind == kind), {})
 
 
 def _parts(program: Program, own: Sequence[Any]) -> list[Any]:

@@ -50,6 +50,7 @@ def verify(
     replicas: int | tuple[int, int] = 1,
     opt: Sequence[Any] | None = None,
     lr: Any = None,
+    scale: Any = None,
 ) -> Report:
     """Run a program and compare loss, gradients, outputs and state with `reference`; of a model that `from_loss` made,
     loss and gradients with the function itself, too.
@@ -61,8 +62,9 @@ def verify(
         replicas: of a program with replicas, run so many in one process, in lockstep, each on its share of the batch's
             rows; loss, gradients and the first one's state are compared. Of a program with replicas along two axes a
             pair: (2, 3) are 2 groups across, each of 3 that share parameters out.
-        opt, lr: of a program with an `update`, as for its step: without them the state before the first step, and 0.01.
-            Parameters, optimizer state and norms are compared with those of a plain loop with torch.optim.
+        opt, lr, scale: of a program with an `update`, as for its step: without them the state before the first step,
+            0.01, and where the loss is scaled 2.0**16. Parameters, optimizer state and norms, scales and skipped steps
+            are compared with those of a plain loop with torch.optim and torch.amp.GradScaler.
 
     Returns:
         A `Report`, which also says whether the undivided batch gives the same; params, batch, random state and module
@@ -85,10 +87,11 @@ def verify(
     close, model = Close(rtol, atol), in_mode(model)
     refuse_meta("there is nothing to compare", batch=batch)
     if update_of(the_program(program)) is not None:
-        return _of_training(program, model, params, batch, replicas, close, state=state, key=key, opt=opt, lr=lr)
+        more: Any = {"state": state, "key": key, "opt": opt, "lr": lr, "scale": scale}
+        return _of_training(program, model, params, batch, replicas, close, **more)
     key = one_key(key)
-    if opt is not None or lr is not None:
-        raise ValueError("this program updates no parameters, and takes neither opt= nor lr=; fpipe.update() does.")
+    if opt is not None or lr is not None or scale is not None:
+        raise ValueError("this program updates no parameters, and takes no opt=, lr= or scale=; fpipe.update() does.")
     if any(end.name.microbatch is not None and end.name.name == "grads" for end in the_program(program).outputs):
         program = merge(grads="rows" if model.per_example else "sum")(program)
     given = batch
@@ -197,9 +200,9 @@ def compare(found: Result, expected: Result, close: Close) -> Report:
     leaves: list[Leaf] = []
     wrong: Leaf | None = None
     odd: list[str] = []
-    for part in ("loss", "grads", "outputs", "state", "aux", "input_grads", "params", "opt", "norm"):
+    for part in ("loss", "grads", "outputs", "state", "aux", "input_grads", "params", "opt", "norm", "valid", "scale"):
         ours, theirs = getattr(found, part), getattr(expected, part)
-        if ours is None or (part == "state" and theirs is None):
+        if ours is None or (part in ("state", "valid") and theirs is None):
             continue
         for (name, a), (_, b) in zip(tree.paths(ours), tree.paths(theirs), strict=True):
             if isinstance(b, Tensor):
