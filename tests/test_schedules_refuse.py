@@ -108,7 +108,7 @@ S.get("one_f1b")
 S.about("ZB-V")
     ValueError: there is no schedule 'ZB-V'; did you mean zbv?
 S.about("1F1B")
-    ValueError: there is no schedule '1F1B'; did you mean one_f_one_b or one_f_one_b_v or
+    ValueError: there is no schedule '1F1B'; did you mean one_f_one_b or one_f_one_b_overlap or one_f_one_b_v?
 S.Schedule("gpipe", S.gpipe).program(2, 0)
     ValueError: microbatches is a whole number, at least 1; found 0
 """
