@@ -94,3 +94,84 @@ def test_a_block_over_an_exchange_has_the_gradients_of_autograd(
     four: Processes, name: str, stages: int, placed: list[int] | None
 ):
     assert four.each(one_block, name, stages, placed) == [[]] * 4
+
+
+def every_kind(rank: int) -> list[str]:
+    """What is odd of each collective between two layers: against a sum of both processes' losses in one."""
+    mesh, odd = meshed(), list[str]()
+    place, member = mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
+    shards = [torch.randn(2, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(at)) for at in (0, 1)]
+    w = torch.randn(2, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    for kind, meaning in MEANINGS.items():
+        stages = [layer, fpipe.exchange(kind, axis="ep"), lambda p, x: (x @ p["w"]).square().mean()]
+        model = fpipe.from_functions(stages)
+        program = fpipe.chain(fpipe.split(2), fpipe.split_backward(), fpipe.schedules.one_f_one_b(2), fpipe.merge())
+        program = program(fpipe.program(model))
+        params = ({"w": w[0]}, {}, {"w": w[1]})
+        batch = shards[member].flatten(0, 1), torch.zeros(8)
+        step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch))
+        found = step(fpipe.local_params(program, params, place), batch)
+
+        own = [[leaf.clone().requires_grad_() for leaf in w] for _ in (0, 1)]
+        total = torch.zeros(())
+        for at in (0, 1):  # the microbatches
+            between = meaning([torch.tanh(shards[one][at] @ own[one][0]) for one in (0, 1)])
+            total = total + sum((y @ leaves[1]).square().mean() / 2 for y, leaves in zip(between, own, strict=True))
+        expected = torch.autograd.grad(total, own[member])
+        for stage, right in zip((0, 2), expected, strict=True):
+            grad = found.grads[stage]
+            if grad and not torch.allclose(grad["w"], right, rtol=1e-12):
+                odd.append(f"{kind}: stage {stage}")
+    return odd
+
+
+MEANINGS: dict[Any, Any] = {
+    "all_to_all": lambda each: [torch.cat([one.chunk(2)[at] for one in each]) for at in (0, 1)],
+    "all_gather": lambda each: [torch.cat(each)] * 2,
+    "reduce_scatter": lambda each: [(each[0] + each[1]).chunk(2)[at] for at in (0, 1)],
+    "all_reduce": lambda each: [each[0] + each[1]] * 2,
+    "ring": lambda each: [each[1], each[0]],
+}
+
+
+def test_each_collective_has_its_adjoint_as_backward(four: Processes):
+    assert four.each(every_kind) == [[]] * 4
+
+
+def test_an_axis_of_one_process_hands_on_what_it_is_given():
+    batch = torch.randn(4, 6), torch.randn(4, 6)
+    params = ({"w": torch.randn(6, 6)}, {}, {"w": torch.randn(6, 6)})
+    model = fpipe.from_functions([layer, fpipe.exchange("all_to_all", axis="ep"), layer], squares)
+    plain = fpipe.from_functions([layer, layer], squares)
+    program = fpipe.chain(fpipe.split(2), fpipe.schedules.zb_h1(2), fpipe.merge())(fpipe.program(model))
+    assert fpipe.verify(program, model, params, batch).bitwise
+    grads = fpipe.reference(plain, (params[0], params[2]), batch, microbatches=2).grads
+    for runtime in ("local", "threads"):
+        found = fpipe.build(program, model, runtime=runtime)(params, batch)
+        assert torch.equal(found.grads[0]["w"], grads[0]["w"])
+
+
+def refused(rank: int) -> list[str]:
+    told: list[str] = []
+    mesh = meshed()
+    params, batch = ({"w": torch.randn(6, 6)}, {}), (torch.randn(6, 6), torch.randn(6, 6))
+    for axis, rows in (("tp", 2), ("ep", 3)):
+        model = fpipe.from_functions([layer, fpipe.exchange("all_to_all", axis=axis)], squares)
+        chain = fpipe.chain(fpipe.split(size=rows, rows=6), fpipe.schedules.gpipe(2), fpipe.merge())
+        try:
+            fpipe.build(chain(fpipe.program(model)), model, runtime="distributed", mesh=mesh, example=(params, batch))
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_what_cannot_be_exchanged_is_refused(four: Processes):
+    for no_axis, odd_rows in four.each(refused):
+        assert (
+            "a stage of the model is all_to_all over tp, a dimension of the mesh, and the mesh has pp, ep." in no_axis
+        )
+        assert "all_to_all over ep cuts dim 0 into 2 parts, one for each process; found shape (3, 6)." in odd_rows
+    with pytest.raises(ValueError, match=r"an exchange is one of 'all_to_all', .* found 'broadcast'"):
+        fpipe.exchange("broadcast", axis="ep")
+    with pytest.raises(ValueError, match="axis is the name of a dimension of the mesh, such as 'ep'; found 2"):
+        fpipe.exchange("ring", axis=2)
