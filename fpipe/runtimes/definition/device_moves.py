@@ -29,8 +29,12 @@ def moves_of(program: Program, devices: Sequence[torch.device]) -> Moves:
 
 
 def brought(leaf: Any, home: torch.device) -> Any:
-    """A leaf of the batch on the device where it is wanted."""
-    return moved(leaf, leaf.device, home) if isinstance(leaf, Tensor) and leaf.device != home else leaf
+    """A leaf of the batch on the device where it is wanted. One in pinned memory is copied there first: the copy to the
+    device may run long after the step has returned, and the caller may fill the batch anew by then."""
+    if not isinstance(leaf, Tensor) or leaf.device == home:
+        return leaf
+    held = leaf.device.type == "cpu" and home.type != "meta" and leaf.is_pinned()
+    return moved(torch.empty_like(leaf, pin_memory=True).copy_(leaf) if held else leaf, leaf.device, home)
 
 
 def moved(leaf: Any, home: torch.device, there: torch.device, *, queued: bool = False) -> Any:

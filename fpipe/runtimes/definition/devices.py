@@ -57,11 +57,17 @@ def homes_of(program: Program, devices: Sequence[torch.device]) -> Mapping[Value
     return {end.value: devices[end.homes[0]] for end in program.inputs} if devices else {}
 
 
+def home_of(value: Value, leaf: Any, home: torch.device | None) -> torch.device | None:
+    """Where a leaf of an input is wanted, or None where it may be anywhere: the host reads the numbers of an update."""
+    counts = value.name == "opt" and not getattr(leaf, "ndim", 0)
+    return None if counts or value.name in ("lr", "scale") else home
+
+
 def check_at_home(value: Value, leaves: Iterable[Any], home: torch.device, *, example: bool = False) -> None:
     """A ValueError for parameters or a state that are not on their rank's device; a batch is brought there. What of an
     `example` has no data stands for what is at home."""
     found = (leaf for leaf in leaves if isinstance(leaf, Tensor) and not (example and leaf.is_meta))
-    away = next((leaf for leaf in found if leaf.device != home), None)
+    away = next((leaf for leaf in found if leaf.device != home and home_of(value, leaf, home)), None)
     if away is not None and value.name not in BATCH:
         raise ValueError(
             f"{value} (of shape {[*away.shape]}) is on {away.device}, and its rank computes on {home}: move that stage "

@@ -16,7 +16,7 @@ from fpipe.model import Model, taken_gradients
 from fpipe.program import Op, Program, Value
 from fpipe.runtimes.definition.by_autograd import Inputs, Residuals, StepContext
 from fpipe.runtimes.definition.device_moves import brought, moves_of
-from fpipe.runtimes.definition.devices import check_at_home, homes_of
+from fpipe.runtimes.definition.devices import BATCH, check_at_home, homes_of
 from fpipe.runtimes.definition.inputs_and_results import (
     bind_inputs,
     check_call,
@@ -111,7 +111,8 @@ def walk(
         values = bind_inputs(program, model, params, batch, state, keys, optim)
         for value, home in homes.items():
             check_at_home(value, tree.leaves(values[value]), home)
-            values[value] = tree.tree_map(partial(brought, home=home), values[value])
+            if value.name in BATCH:
+                values[value] = tree.tree_map(partial(brought, home=home), values[value])
         recorder = Recorder(record, rows) if record else None
         notes = recorder.begin(tree.leaves([*values.values()])) if recorder else None
         for number, (op, dead) in enumerate(zip(program.ops, drops, strict=True)):

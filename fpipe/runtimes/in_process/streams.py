@@ -48,6 +48,11 @@ class ComputeStream:
         if self.stream is not None:
             torch.accelerator.current_stream(self.device).wait_stream(self.stream)
 
+    def hand_out(self, leaves: Leaves) -> None:
+        """Results, which the caller's stream may read for longer than the caller has them."""
+        if self.stream is not None:
+            _record(leaves, self.device, torch.accelerator.current_stream(self.device))
+
 
 class Channel:
     """From one rank to another: tensors are handed over on one device, and copied between two, on streams of which no

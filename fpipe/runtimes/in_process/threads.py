@@ -242,6 +242,8 @@ class OnThreads(Prepared):
         slots.extend([None] * (len(self.lowered.slots) - len(slots)))
         for rank, place, slot in self._found:
             slots[slot] = given[rank][place]
+            if self.streams:
+                self.streams[rank].hand_out(slots[slot])
 
     def _own(self, leaves: Any, slot: int) -> Any:
         """A list of its own for each rank that reads one: the last reader empties it."""

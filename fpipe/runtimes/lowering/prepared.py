@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fpipe.graphs.compiling.inductor import compile_all
 from fpipe.graphs.purity.ambient import raw_ops
@@ -92,6 +93,10 @@ class Prepared:
         held = [leaf for graph in graphs for leaf in graph.constants.values()]
         held += [leaf for net in nets_of(model).values() for leaf in net.literals_now()]
         self.homes = [] if model.held is None else model.held.homes_of(held)
+        own_leaves = (leaf for own in lowered.constants.values() for leaf in own)
+        devices_of = {leaf.device for leaf in (*held, *own_leaves) if isinstance(leaf, Tensor)}
+        for device in devices_of - {torch.device("cpu"), torch.device("meta")}:
+            torch.accelerator.synchronize(device)  # what was made here is read by steps on any stream
 
     def compile(self) -> None:
         """Compile what this process runs of it."""

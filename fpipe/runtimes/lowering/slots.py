@@ -22,7 +22,7 @@ from fpipe.model import Model, trained, who_draws
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import PARAMETERS, Program, Value
 from fpipe.runtimes.definition.device_moves import brought
-from fpipe.runtimes.definition.devices import BATCH, check_at_home
+from fpipe.runtimes.definition.devices import BATCH, check_at_home, home_of
 from fpipe.runtimes.definition.inputs_and_results import NO_KEY, Keys, bind_inputs, collect_results
 from fpipe.runtimes.definition.meaning import batch_of
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense
@@ -77,10 +77,7 @@ def handed_by(
     for value, held in ends.items():
         places[value], spec = tree.flatten(held)
         found = [leaves[at] for at in places[value]]
-        there = None if value.name in ("lr", "scale") else homes.get(value)
-        moved = dict.fromkeys(places[value], there)
-        if value.name == "opt":  # steps are counted on the host
-            moved = {at: there if getattr(leaves[at], "ndim", 0) else None for at in moved}
+        moved = {at: home_of(value, leaves[at], homes.get(value)) for at in places[value]}
         if value.name not in BATCH:
             for at, device in moved.items():
                 if device is not None:

@@ -1,0 +1,96 @@
+"""Take a call that waits out of fpipe's runtimes, one at a time: a test on the fake accelerator has to notice.
+
+stream.wait_event(made)        --> without -->        None
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import fpipe
+
+WAITS = ("wait_event", "wait_stream", "record_stream", "synchronize")
+ROOT = Path(fpipe.__file__).parent
+
+
+class Wait(NamedTuple):
+    """A call that waits, or makes the allocator wait: in which file and function, which of its calls of that name."""
+
+    file: str
+    function: str
+    call: str
+    number: int
+
+
+def waits() -> list[Wait]:
+    """All of them in fpipe's runtimes; a call of a helper of the same file that has one is one, too."""
+    found = list[Wait]()
+    for path in sorted((ROOT / "runtimes").rglob("*.py")):
+        whole = ast.parse(path.read_text())
+        for name, node in _functions(whole):
+            calls = [_called(one) for one in _calls(node, whole)]
+            found += [
+                Wait(str(path.relative_to(ROOT)), name, call, calls[:at].count(call)) for at, call in enumerate(calls)
+            ]
+    return found
+
+
+@contextmanager
+def without(wait: Wait) -> Iterator[None]:
+    """The runtime without one of them."""
+    module = importlib.import_module("fpipe." + wait.file.removesuffix(".py").replace("/", "."))
+    whole = ast.parse((ROOT / wait.file).read_text())
+    (node,) = (node for name, node in _functions(whole) if name == wait.function)
+    gone = [one for one in _calls(node, whole) if _called(one) == wait.call][wait.number]
+    ast.fix_missing_locations(_Without(gone).visit(whole))
+    function: Any = module
+    code: Any = compile(whole, str(ROOT / wait.file), "exec")
+    for part in wait.function.split("."):
+        function = getattr(function, part)
+        (code,) = (one for one in code.co_consts if isinstance(one, types.CodeType) and one.co_name == part)
+    before, function.__code__ = function.__code__, code
+    try:
+        yield
+    finally:
+        function.__code__ = before
+
+
+class _Without(ast.NodeTransformer):
+    """A tree without one call: None in its place."""
+
+    def __init__(self, gone: ast.Call) -> None:
+        self.gone = gone
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        return ast.Constant(None) if node is self.gone else self.generic_visit(node)
+
+
+def _functions(whole: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+    for one in whole.body:
+        if isinstance(one, ast.FunctionDef):
+            yield one.name, one
+        for inner in one.body if isinstance(one, ast.ClassDef) else ():
+            if isinstance(inner, ast.FunctionDef):
+                yield f"{one.name}.{inner.name}", inner
+
+
+def _calls(function: ast.FunctionDef, whole: ast.Module) -> list[ast.Call]:
+    helpers = {one.name for one in whole.body if isinstance(one, ast.FunctionDef) and _any(one, WAITS)}
+    calls = (one for one in ast.walk(function) if isinstance(one, ast.Call))
+    return [
+        one for one in calls if _called(one) in WAITS or (isinstance(one.func, ast.Name) and one.func.id in helpers)
+    ]
+
+
+def _any(function: ast.FunctionDef, names: tuple[str, ...]) -> bool:
+    return any(isinstance(one, ast.Call) and _called(one) in names for one in ast.walk(function))
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")

@@ -1,0 +1,263 @@
+"""Steps on the fake accelerator: each gives what the checker reports, and whether the bits are those of autograd.
+
+Nothing here waits for the device before the steps are over: what is right only since the host was slow is reported.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fpipe
+from fpipe.runtimes.definition import recorder
+from fpipe.runtimes.lowering import rank_part
+from fpipe.tree import leaves
+from tests.fake_accelerator import reports_of
+
+Transform = Callable[[fpipe.Program], fpipe.Program]
+schedules = fpipe.schedules
+TWO = ("fake:0", "fake:1")
+WIDTH, ROWS, PARTS, STEPS = 8, 16, 4, 3
+
+
+def squares(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+def net_of(stages: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh()) for _ in range(stages))
+    return nn.Sequential(*blocks)
+
+
+def batch_of() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+
+
+def pipeline_of(*transforms: Transform) -> Transform:
+    return fpipe.chain(fpipe.split(PARTS), *transforms, fpipe.merge())
+
+
+def at_home(net: nn.Sequential, program: fpipe.Program, devices: Sequence[str]) -> None:
+    """Each block where its rank computes."""
+    homes = {end.value.stage: end.homes[0] for end in program.inputs if end.value.name == "params"}
+    for stage, block in enumerate(net):
+        block.to(devices[homes[stage]])
+
+
+def by_autograd(net: nn.Sequential, batch: tuple[Tensor, Tensor], change: Callable[[], None]) -> None:
+    """Steps of plain autograd, each block where it is, and a change of the parameters after each."""
+    for _ in range(STEPS):
+        net.zero_grad()
+        for x, target in zip(*(whole.tensor_split(PARTS) for whole in batch), strict=True):
+            for block in net:
+                x = block(x.to(block[0].weight.device))
+            (squares(x, target.to(x.device)) * (1 / PARTS)).backward()
+        change()
+
+
+def sgd(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    with torch.no_grad():
+        for param, grad in zip(params, grads, strict=True):
+            param -= 0.1 * grad
+
+
+def trained(devices: Sequence[str], stages: int, pipeline: Transform, **how: Any) -> list[str]:
+    """Steps one behind the other, each on the parameters that the caller has made of the gradients before."""
+    net, batch = net_of(stages), batch_of()
+    model, *_ = fpipe.from_sequential(net, stages=stages, loss=squares)
+    program = pipeline(fpipe.program(model))
+    twin = copy.deepcopy(net)
+    for op in program.ops:
+        if op.kind == "F":
+            twin[op.stage].to(devices[op.rank])
+    at_home(net, program, devices)
+    model, params, _ = fpipe.from_sequential(net, stages=stages, loss=squares)
+    step = fpipe.build(program, model, runtime="threads", devices=[*devices], **how)
+
+    def run() -> None:
+        for _ in range(STEPS):
+            sgd(leaves(params), leaves(step(params, batch).grads))
+
+    reports = reports_of(run)
+    own = [*twin.parameters()]
+    by_autograd(twin, batch, lambda: sgd(own, [one.grad for one in own]))
+    return reports + other_bits(net.parameters(), own)
+
+
+def other_bits(found: Any, expected: Any) -> list[str]:
+    pairs = zip(found, expected, strict=True)
+    return [f"bits: {one.shape}" for one, other in pairs if not torch.equal(one.cpu(), other.cpu())]
+
+
+def updated(devices: Sequence[str] = TWO) -> list[str]:
+    """An optimizer in the program, whose norm goes round the ranks."""
+    net, batch = net_of(2), batch_of()
+    twin = copy.deepcopy(net).to("fake:3")
+    pipeline = fpipe.chain(pipeline_of(schedules.one_f_one_b(2)), fpipe.update("AdamW", clip=1.0))
+    for block, device in zip(net, devices, strict=True):
+        block.to(device)
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=squares)
+    program = pipeline(fpipe.program(model))
+    opt = fpipe.optimizer_state(program, params)
+    step = fpipe.build(program, model, runtime="threads", devices=[*devices])
+
+    def run() -> None:
+        nonlocal params, opt
+        for _ in range(STEPS):
+            found = step(params, batch, opt=opt, lr=0.1)
+            params, opt = found.params, found.opt
+
+    reports, own = reports_of(run), [*twin.parameters()]
+    optimizer = torch.optim.AdamW(own, lr=0.1)
+
+    def change() -> None:
+        nn.utils.clip_grad_norm_(own, 1.0)
+        optimizer.step()
+
+    by_autograd(twin, batch, change)
+    return reports + other_bits(leaves(params), own)
+
+
+def built(**how: Any) -> tuple[Any, tuple[Any, ...], tuple[Tensor, Tensor]]:
+    net, batch = net_of(2), batch_of()
+    for block, device in zip(net, TWO, strict=True):
+        block.to(device)
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=squares)
+    program = pipeline_of(schedules.one_f_one_b(2))(fpipe.program(model))
+    if how.pop("example", False):
+        how["example"] = params, batch
+    return fpipe.build(program, model, runtime="threads", devices=[*TWO], **how), params, batch
+
+
+def on_streams_in_turn() -> list[str]:
+    """The caller reads results on one stream, and has the next step on another: it was handed memory of the ranks'
+    streams, which knew nothing of the first one."""
+    step, params, batch = built()
+
+    def run() -> None:
+        with torch.Stream("fake:0"), torch.Stream("fake:1"):
+            grads = leaves(step(params, batch).grads)
+            doubled = [grad * 2 for grad in grads]
+        del grads
+        with torch.Stream("fake:0"), torch.Stream("fake:1"):
+            step(params, batch)
+        del doubled
+
+    return reports_of(run)
+
+
+def built_on_another_stream() -> list[str]:
+    """What a step fills once, such as the cotangent of the loss, was made on the stream on which it was built."""
+
+    def run() -> None:
+        step, params, batch = built(example=True)
+        with torch.Stream("fake:0"), torch.Stream("fake:1"):
+            step(params, batch)
+        for number in (0, 1):
+            torch.accelerator.synchronize(number)
+
+    return reports_of(run)
+
+
+def batch_filled_anew() -> list[str]:
+    """Pinned memory of the caller's was read by a copy that nothing waited for."""
+    step, params, (x, target) = built()
+    x = x.pin_memory()
+
+    def run() -> None:
+        for _ in range(STEPS):
+            step(params, (x, target))
+            x.mul_(2)
+
+    return reports_of(run)
+
+
+def failed() -> list[str]:
+    """An error ends a step while parameters are on their way that nobody waits for any more."""
+
+    def shy(p: Any, x: Tensor) -> Tensor:
+        if x.detach().sum() > 1e6:
+            time.sleep(0.2)  # until all has been sent
+            raise KeyError("too much")
+        return x * p["w"]
+
+    model = fpipe.from_functions([lambda p, x: x * p["w"], shy, lambda p, x: x * p["w"]], squares)
+    place = fpipe.place([1, 1, 1], homes=lambda stage: [0])
+    program = fpipe.chain(fpipe.split(2), place, fpipe.merge())(fpipe.program(model))
+    params = tuple({"w": torch.full((WIDTH,), 2.0, device="fake:0")} for _ in range(3))
+    step = fpipe.build(program, model, runtime="threads", devices=[*TWO])
+    step(params, (torch.ones(4, WIDTH), torch.ones(4, WIDTH)))
+
+    def run() -> None:
+        try:
+            step(params, (torch.full((4, WIDTH), 1e7), torch.ones(4, WIDTH)))
+        except KeyError:
+            for leaf in leaves(params):
+                leaf.mul_(2)
+        else:
+            raise AssertionError("no error")
+
+    return reports_of(run)
+
+
+class DeviceTime:
+    """The host's clock on the time of the streams, so that a timeline says what the device did."""
+
+    def __enter__(self) -> None:
+        self.real = time
+        shown = types.SimpleNamespace(perf_counter=torch.ops.fake_accelerator.now)
+        recorder.time = rank_part.time = shown
+
+    def __exit__(self, *error: object) -> None:
+        recorder.time = rank_part.time = self.real
+
+
+def recorded() -> list[str]:
+    """In the first step, and in those that only note events, an op takes as long as its work on the device."""
+    step, params, batch = built(record=True)
+    found = list[str]()
+    with DeviceTime():
+        for number in range(STEPS):
+            torch.ops.fake_accelerator.reset()
+            events = step(params, batch).timeline.events
+            found += [
+                f"step {number}: {op.cell} took {end - start} s"
+                for op, start, end in events
+                if op.kind in "FB" and not 1e-4 < end - start < 0.1
+            ]
+    return found
+
+
+ZB = pipeline_of(schedules.zbv(2))
+HOST = pipeline_of(fpipe.place("linear", homes=lambda stage: [2]))
+SCENARIOS: dict[str, Callable[[], list[str]]] = {
+    "two devices": lambda: trained(TWO, 4, ZB),
+    "one device": lambda: trained(["fake:0", "fake:0"], 4, ZB),
+    "a device and the host": lambda: trained(["fake:0", "cpu"], 4, ZB),
+    "recorded, with a host": lambda: trained(["cpu", "fake:1"], 4, ZB, record=True),
+    "replicas": lambda: trained(TWO, 2, pipeline_of(schedules.dualpipe(2))),
+    "recomputed": lambda: trained(TWO, 2, pipeline_of(fpipe.checkpoint(), schedules.one_f_one_b(2)), record=True),
+    "offloaded": lambda: trained(TWO, 2, pipeline_of(schedules.one_f_one_b(2), fpipe.offload())),
+    "offloaded to a partner": lambda: trained(TWO, 2, pipeline_of(schedules.bpipe(2))),
+    "weights of a host": lambda: trained([*TWO, "cpu"], 2, HOST),
+    "weights of a host, on one device": lambda: trained(
+        ["fake:0", "fake:0", "cpu"], 2, fpipe.chain(HOST, fpipe.communicate(again=("params",)))
+    ),
+    "weights of another device": lambda: trained([*TWO, "fake:2"], 2, HOST),
+    "roundpipe": lambda: trained([*TWO, "cpu"], 4, pipeline_of(schedules.roundpipe(2))),
+    "numbers looked at": lambda: trained(TWO, 2, pipeline_of(schedules.one_f_one_b(2)), check_finite=True),
+    "updates": updated,
+    "streams in turn": on_streams_in_turn,
+    "built on another stream": built_on_another_stream,
+    "a batch filled anew": batch_filled_anew,
+    "an error": failed,
+    "device time": recorded,
+}

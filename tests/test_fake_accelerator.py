@@ -1,0 +1,113 @@
+"""On an accelerator that checks who has waited for whom: what fpipe's runtimes order by streams, events and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fake_accelerator import COMPILER, built, known, reports_of
+from tests.fake_accelerator.mutations import Wait, waits, without
+from tests.fake_accelerator.scenarios import SCENARIOS
+from tests.processes import Processes
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    """A process that knows the device: known once, it stays, and other tests are to be without."""
+    cache = getattr(request.config, "cache", None)
+    library = built(tmp_path_factory.getbasetemp() if cache is None else cache.mkdir("fake_accelerator"))
+    one = Processes(1)
+    try:
+        one.each(ready, library)
+        yield one
+    finally:
+        one.close()
+
+
+def ready(rank: int, library: Any) -> None:
+    known(library)
+
+
+def two_streams(wait: bool, keep: bool) -> None:
+    one, other = torch.Stream("fake:0"), torch.Stream("fake:0")
+    with one:
+        x = torch.ones(4, device="fake:0") * 2
+    if wait:
+        other.wait_stream(one)
+    with other:
+        x + 1
+    if keep:
+        x.record_stream(other)
+    del x
+    with one:
+        torch.zeros(4, device="fake:0")
+
+
+def on_the_host(wait: bool) -> None:
+    made = (torch.ones(4, device="fake:0") * 2).to("cpu", non_blocking=True)
+    if wait:
+        torch.accelerator.current_stream(0).record_event().synchronize()
+    assert made.is_pinned()
+    assert (made + 1).tolist() == [3.0] * 4
+
+
+def over_two_devices() -> None:
+    torch.ones(2, device="fake:0").lerp(torch.ones(2, device="fake:1"), 0.5)
+
+
+def of_the_checker(rank: int) -> list[Any]:
+    said = [
+        reports_of(lambda: two_streams(True, True)),
+        reports_of(lambda: two_streams(False, True)),
+        reports_of(lambda: two_streams(True, False)),
+        reports_of(lambda: on_the_host(True)),
+        reports_of(lambda: on_the_host(False)),
+    ]
+    try:
+        over_two_devices()
+    except RuntimeError as error:
+        said.append([str(error).partition("\n")[0]])
+    return said
+
+
+def test_the_checker_reports_what_is_not_waited_for(processes: Processes):
+    (found,) = processes.each(of_the_checker)
+    well, order, reuse, synchronized, read, devices = (" ".join(one) for one in found)
+    assert well == synchronized == ""
+    assert "`add` on fake:0 stream" in order
+    assert "reads what `mul` on fake:0 stream" in order
+    assert "is handed out again, and `add` on fake:0 stream" in reuse
+    assert "`add` on the host reads what `copy to the host` on fake:0" in read
+    assert "fake:0 and fake:1" in devices
+
+
+def of_a_scenario(rank: int, name: str) -> list[str]:
+    return SCENARIOS[name]()
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_what_is_read_is_waited_for(processes: Processes, name: str):
+    assert processes.each(of_a_scenario, name) == [[]]
+
+
+def noticed(rank: int, wait: Wait) -> str | None:
+    """The first scenario that reports something when a wait is taken out of the runtime."""
+    with without(wait):
+        for name, scenario in SCENARIOS.items():
+            try:
+                reports = scenario()
+            except RuntimeError as error:
+                reports = [str(error)]
+            if reports:
+                return f"{name}: {reports[0]}"
+    return None
+
+
+@pytest.mark.parametrize("wait", waits(), ids=lambda wait: f"{wait.function}-{wait.call}-{wait.number}")
+def test_each_wait_is_missed_when_it_is_gone(processes: Processes, wait: Wait):
+    assert processes.each(noticed, wait) != [None]
