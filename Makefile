@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+SITE := .venv/.site
 
 # One node, from the wheel that pyright[nodejs] brings, whatever the machine has; and no notice of newer versions.
 export PYRIGHT_PYTHON_GLOBAL_NODE := 0
@@ -10,7 +11,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # A worker a core. Each imports torch, so there is no gain in very many; who has done its share takes half of another's.
 PYTEST := $(BIN)/python -m pytest --numprocesses=logical --maxprocesses=8 --dist=worksteal
 
-.PHONY: help demo demo-distributed docs families-page quick test deep families lint bench
+.PHONY: help demo demo-distributed docs site families-page quick test deep families lint bench
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -24,6 +25,12 @@ demo-distributed: $(INSTALLED) ## Run examples/train_gpt.py on two processes
 
 docs: $(INSTALLED) ## Write docs/schedules.md from the registry of schedules
 	$(BIN)/python docs/schedules.py
+
+site: $(SITE) ## Build build/site from docs/ and the docstrings, with warnings as errors and without a network
+	@rm -rf build/site
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs/site -d build/doctrees docs build/site
+	$(BIN)/python docs/site/links.py build/site
+	@echo "open build/site/index.html"
 
 families-page: $(INSTALLED) ## Write docs/families.md: each family of transformers, measured on this machine
 	$(BIN)/python -m docs.families
@@ -53,4 +60,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt hatchling editables
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[all]'
+	@touch $@
+
+# Sphinx is there for the site alone.
+$(SITE): $(INSTALLED)
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[site]'
 	@touch $@

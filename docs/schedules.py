@@ -18,8 +18,8 @@ UNIT = parse("")  # a second each, and nobody is told: schedules are drawn as th
 
 HEAD = """# Schedules
 
-Every schedule that has a name, from `fpipe.schedules.names()`. This page is generated (`make docs`), and a test holds
-it to the registry.
+For whoever looks for a schedule: every one that has a name (`fpipe.schedules.names()`), drawn, with its source, sizes,
+idle time and memory. This page is generated (`make docs`), and a test holds it to the registry.
 
     fpipe.schedules.zb_h1(ranks=4)                       a transform, for programs of your own
     fpipe.schedules.about("zb_h1").program(4, 8)         a program of a plain chain, 4 ranks, 8 microbatches

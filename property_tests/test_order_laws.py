@@ -86,7 +86,7 @@ def test_the_global_order_is_that_of_the_lanes_in_ticks(plan: DrawnProgram):
 
 
 @given(plans(), costs())
-def test_costs_that_do_not_stray_make_the_simulated_makespan(plan: DrawnProgram, costs: fpipe.Costs):
+def test_costs_that_do_not_vary_make_the_simulated_makespan(plan: DrawnProgram, costs: fpipe.Costs):
     found = fpipe.robustness(plan.program, costs, noise=Noise(), samples=1)
     assert [*chain(*(row.makespans for row in found))] == [fpipe.simulate(plan.program, costs).makespan]
 

@@ -534,7 +534,7 @@ def test_plan_run_ranks_ways_for_costs_and_for_a_model(tmp_path: Path):
     assert lines[-1].startswith("zbv: ")
 
 
-def test_robustness_says_who_is_best_when_costs_stray(tmp_path: Path):
+def test_robustness_says_who_is_best_when_costs_vary(tmp_path: Path):
     picture = tmp_path / "spread.png"
     lines = out("robustness", "one_f_one_b", "zb_h1", "--slow-rank", "1.3", "--samples", "9", "--png", str(picture))
     assert lines.splitlines()[0].split() == ["schedule", "nominal", "median", "p95", "fragile"]

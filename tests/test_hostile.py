@@ -32,9 +32,9 @@ def nested(depth: int, opening: str, core: str, closing: str) -> str:
 
 HEAD = '{"format": "fpipe.program", "inputs": [], "outputs": [],\n "ops": ['
 TEXTS = {
-    "a stray microbatch": ("0F999999999 0B999999999", "the table does not name 0F0"),
-    "a stray stage": ("0F0,0B0\n999999999F0,999999999B0", "the table does not name 1F0"),
-    "a stray slice": ("0F0.99999999 0B0.99999999", "the table does not name 0F0.0"),
+    "an unrecognised microbatch": ("0F999999999 0B999999999", "the table does not name 0F0"),
+    "an unrecognised stage": ("0F0,0B0\n999999999F0,999999999B0", "the table does not name 1F0"),
+    "an unrecognised slice": ("0F0.99999999 0B0.99999999", "the table does not name 0F0.0"),
     "a diagonal": (" ".join(f"{n}F{n} {n}B{n}" for n in range(3000)), "the table does not name 0F1"),
     "a diagonal of torch's": (
         ",".join(f"{n}F{n},{n}B{n},{n}SEND_F{n}" for n in range(3000)),

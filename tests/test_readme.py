@@ -3,6 +3,8 @@
 import contextlib
 import io
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,16 @@ def test_code_blocks_run_and_print_what_the_page_shows(page, tmp_path, monkeypat
             exec(code, namespace)
         if block["output"] is not None:
             assert rstripped(printed.getvalue()) == rstripped(block["output"]), f"{page.name}, line {above}"
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_the_training_page_prints_the_same_on_any_number_of_processes(processes, tmp_path):
+    blocks = [*BLOCK.finditer((ROOT / "docs" / "train.md").read_text(encoding="utf-8"))]
+    (tmp_path / "train.py").write_text("\n".join(block["code"] for block in blocks), encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    printed = subprocess.run([*command, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert rstripped(printed) == rstripped("".join(block["output"] or "" for block in blocks))
 
 
 def test_the_readme_shows_code():

@@ -63,7 +63,7 @@ def test_jitter_has_the_mean_and_the_spread_that_are_said():
 
 
 def test_a_slow_link_of_a_cluster_and_costs_by_program():
-    """Everything that `simulate` knows can stray, here a link that carries one value at a time."""
+    """Everything that `simulate` knows can vary, here a link that carries one value at a time."""
     known = replace(fpipe.Costs(bytes=lambda value: 1.0), cluster=fpipe.Cluster.parse("4 ranks; inside 1B/s shared"))
     calm, slow = (
         fpipe.robustness(NAMED["zb_h1"], lambda program: known, noise=fpipe.Noise(slow_link=factor), samples=3)

@@ -25,7 +25,7 @@ def robustness(
     svg: options.Svg = None,
     png: options.Png = None,
 ) -> None:
-    """Simulate schedules when costs stray (fpipe.robustness).
+    """Simulate schedules when costs vary (fpipe.robustness).
 
     \b
     nominal  makespan with the costs as given, in seconds

@@ -37,6 +37,16 @@ class Linearized:
 
     Attributes:
         traced: the stage and its gradient as a graph, and how it is cut.
+
+    >>> import fpipe, torch
+    >>> one = fpipe.linearize(lambda params, x: x * params, torch.ones(2), torch.ones(2))
+    >>> print(str(one).split("\\n\\n")[0])
+    def forward(params, x):
+        [params_0] = params
+        [x_0] = x
+        x.clear()
+        mul = aten_mul(x_0, params_0)
+        return [mul], [x_0]
     """
 
     traced: Cut

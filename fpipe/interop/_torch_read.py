@@ -154,7 +154,7 @@ def _each_once(rows: list[list[Cell]]) -> None:
 
 
 def _without_gaps(rows: list[list[Cell]]) -> None:
-    """A stray number would make a table of many stages or microbatches with nothing in them."""
+    """A wrong number would make a table of many stages or microbatches with nothing in them."""
     for word, field in (("stage", 0), ("microbatch", 2)):
         known = {action[field] for _, action in actions_of(rows, ("F",))}
         first = next(number for number in count() if number not in known)

@@ -318,6 +318,17 @@ def grads(stages: Sequence[PipelineStage]) -> tuple[Any, ...]:
     Returns:
         One entry a stage of the model, in the containers of its params; None for stages of other processes, for frozen
         leaves, and for a leaf that no backward has come to.
+
+    >>> import fpipe, torch
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: ((y - t) ** 2).mean())
+    >>> program = fpipe.chain(fpipe.split(1), fpipe.merge())(fpipe.program(model))
+    >>> torchs = runtime(program, model, ({"w": torch.ones(1)},))
+    >>> outputs = torchs.step(torch.ones(2), target=torch.zeros(2))
+    >>> grads(torchs.stages)
+    ({'w': tensor([2.])},)
+    >>> dist.destroy_process_group()
     """
     from fpipe.interop import _torch_runtime
 

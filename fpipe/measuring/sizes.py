@@ -39,6 +39,13 @@ class Sizes:
             copies of other ranks' from just before they are read first, whether their transfers are ops or not.
         in_flight: for each rank the most bytes of messages beside these, where runtime="distributed" and gloo carries
             them: receives that it has posted ahead, and what it has sent and nothing has acknowledged yet.
+
+    >>> import fpipe, torch
+    >>> model = fpipe.from_functions([lambda p, x: x @ p, lambda p, x: x * p], torch.nn.functional.mse_loss)
+    >>> params, x = (torch.ones(4, 4), torch.ones(4)), torch.ones(2, 4)
+    >>> found = fpipe.sizes(fpipe.place("linear")(fpipe.program(model)), model, params, (x, x))
+    >>> found.size(fpipe.Value("y", 0, 0)), found.peak
+    (32, (96, 116))
     """
 
     bytes: Mapping[Value, int]

@@ -1,4 +1,4 @@
-"""Charts of plans: time against memory of many ways to run, and how far makespans stray.
+"""Charts of plans: time against memory of many ways to run, and how far makespans vary.
 
 step | o                          |----[  | ]------<>   one_f_one_b
      |  1---+   o  o                |--[ |]--<>        zb_h1
@@ -163,7 +163,7 @@ def spreads(found: Robustness, width: float, unit: float) -> Drawing:
     left = EDGE + 12 * GLYPH * max(len(row.name) for row in rows) + 10
     span = width - left - EDGE - 12 * GLYPH * 6
     drawing = Drawing(width, 0.0, left, span, start, end, time, unit)
-    drawing.still.append(Text(EDGE, EDGE + 14, "Makespan when costs stray", "ink", 13, bold=True))
+    drawing.still.append(Text(EDGE, EDGE + 14, "Makespan when costs vary", "ink", 13, bold=True))
     drawing.still.append(Text(width - EDGE, EDGE + 14, "p95", "faint", 11, "end"))
     top, each = EDGE + 26, 26.0
     bottom = top + each * len(rows)

@@ -59,7 +59,7 @@ def plot(
     Args:
         what, more: programs, which are simulated, and timelines, simulated or measured (`result.timeline` of a step
             that was built with `record=True`). Or what `fpipe.plan_run` or `fpipe.robustness` gives, alone: a chart of
-            time against memory, or of how far makespans stray, as `.svg`, `.png` or `.pdf`.
+            time against memory, or of how far makespans vary, as `.svg`, `.png` or `.pdf`.
         costs: seconds of the programs' ops; by default `fpipe.Costs()`.
         file: where to write a picture; its ending says which. `.svg`: for a page, on light paper and dark; hovering
             over an op says when it runs, what it reads and writes. `.png`, `.pdf`: for a document, by matplotlib

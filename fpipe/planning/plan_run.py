@@ -79,7 +79,7 @@ def plan_run(
         repeats: how often each op is timed.
         flops: of a model, operations a second of a rank: costs are those of `fpipe.estimate`, and nothing runs, so that
             params and batch may be on the meta device.
-        noise: how far costs stray: then rows have their spread.
+        noise: how far costs vary: then rows have their spread.
         at: what is compared: the "nominal" makespan, or its "median" or "p95" under noise.
         samples, seed: of the noise, as for `fpipe.robustness`. It is not drawn for a way that already takes longer as
             said than another that fits as well and holds no more does under noise.
@@ -137,7 +137,7 @@ class _Planner:
         complete = True
         try:
             self._try_all()
-            self._stray()
+            self._vary()
         except KeyboardInterrupt:
             if not any(row.fits for row in self.rows):
                 raise
@@ -271,7 +271,7 @@ class _Planner:
         if not found.complete:
             raise KeyboardInterrupt
 
-    def _stray(self) -> None:
+    def _vary(self) -> None:
         """Draw the noise for each way that may be the best of those that hold no more, the nominally shortest first."""
         noise = self.asked.noise
         if noise is None:

@@ -79,6 +79,10 @@ def models(draw: st.DrawFn, stages: st.SearchStrategy[int] | None = None) -> Net
 
     Returns:
         A `Net`, which makes the model, its parameters and a batch.
+
+    >>> from hypothesis import find
+    >>> find(models(), lambda net: len(net.bodies) == 2)
+    Net(bodies=('linear', 'linear'), takes=('batch', 0), reduction='mean', dtype='float32')
     """
     takes = draw(graphs(stages))
     bodies = draw(st.lists(st.sampled_from(list(BODIES)), min_size=len(takes), max_size=len(takes)))

@@ -31,6 +31,10 @@ def graphs(draw: st.DrawFn, stages: st.SearchStrategy[int] | None = None) -> Tak
 
     Args:
         stages: how many; 1 to 5 by default.
+
+    >>> from hypothesis import find, strategies as st
+    >>> find(graphs(st.just(3)), lambda takes: takes[2] == (0, 1))
+    ('batch', 0, (0, 1))
     """
     n = draw(st.integers(1, 5) if stages is None else stages)
     found: list[list[Source]] = [["batch"]]
@@ -45,7 +49,12 @@ def graphs(draw: st.DrawFn, stages: st.SearchStrategy[int] | None = None) -> Tak
 
 @st.composite
 def placements(draw: st.DrawFn, stages: int) -> list[int]:
-    """Draw a rank for each stage; every rank has one."""
+    """Draw a rank for each stage; every rank has one.
+
+    >>> from hypothesis import find
+    >>> find(placements(3), lambda ranks: max(ranks) == 1)
+    [0, 0, 1]
+    """
     found = draw(st.lists(st.integers(0, stages - 1), min_size=stages, max_size=stages))
     ranks = sorted(set(found))
     return [ranks.index(rank) for rank in found]
@@ -61,6 +70,11 @@ def legal_orders(draw: st.DrawFn, program: Program, replicas: bool = False) -> O
 
     Returns:
         The cells of each rank, for `fpipe.schedules.from_table`.
+
+    >>> import fpipe
+    >>> from hypothesis import find
+    >>> find(legal_orders(fpipe.split(2)(fpipe.program(2))), lambda rows: len(rows) == 2)
+    (('0F0', '0B0', '0F1', '0B1'), ('1F0', '1B0', '1F1', '1B1'))
     """
     times = program.microbatches if replicas else 1
     placement = draw(placements(program.stages * times))
@@ -141,6 +155,10 @@ def programs(draw: st.DrawFn, takes: st.SearchStrategy[Takes] | None = None, mic
 
     Returns:
         A `DrawnProgram`, which makes the program and prints as what was drawn.
+
+    >>> from hypothesis import find
+    >>> find(programs(), lambda drawn: drawn.microbatches == 2).table
+    (('0F0', '0B0', '0F1', '0B1'),)
     """
     graph = draw(takes if takes is not None else graphs())
     m = draw(st.integers(1, microbatches))

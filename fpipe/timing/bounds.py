@@ -142,6 +142,11 @@ def bounds(
         ValueError: a cap below what one op needs; costs that are missing.
 
     Source: each follows from one rank's window; head and drain for linear placement are in Qi et al. 2024, section 2.
+
+    >>> import fpipe
+    >>> found = fpipe.bounds(fpipe.chain(fpipe.split(8), fpipe.schedules.zb_h1(4))(fpipe.program(4)))
+    >>> found.makespan, found.span
+    (27.0, 27.0)
     """
     program = the_program(program)
     costs = the_costs(costs, program)

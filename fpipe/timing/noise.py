@@ -1,4 +1,4 @@
-"""Makespans of a program when costs stray from the nominal: drawn many times, simulated all at once."""
+"""Makespans of a program when costs vary about the nominal: drawn many times, simulated all at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST = 1e6  # beyond it nothing is known of a makespan, and squares overflow
 
 @dataclass(frozen=True)
 class Noise:
-    """How far costs stray, in each of many draws.
+    """How far costs vary, in each of many draws.
 
     Args:
         jitter: the standard deviation of an op's seconds, as a share of them; each op is drawn for itself, from a

@@ -26,7 +26,12 @@ Groups = list[range]
 
 class Plan(NamedTuple):
     """Groups of layers as `fpipe.schedules.roundpipe(ranks, *plan)` takes them: forward, and from the last one down
-    backward."""
+    backward.
+
+    >>> import fpipe
+    >>> fpipe.plan(fpipe.Costs(forward=[1, 1, 2, 2], backward=[2, 2, 4, 4]), 2)
+    Plan(forward=(range(0, 3),), backward=(range(3, 4), range(2, 3), range(0, 2)))
+    """
 
     forward: tuple[range, ...]
     backward: tuple[range, ...]

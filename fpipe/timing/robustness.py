@@ -1,4 +1,4 @@
-"""How fragile schedules are: the makespan that they have in most runs, when costs stray."""
+"""How fragile schedules are: the makespan that they have in most runs, when costs vary."""
 
 from __future__ import annotations
 
@@ -62,7 +62,15 @@ class Spread:
 
 @dataclass(frozen=True, repr=False)
 class Robustness:
-    """Programs under noise, in the order in which they were named. Prints as a table."""
+    """Programs under noise, in the order in which they were named. Prints as a table.
+
+    >>> import fpipe
+    >>> four = fpipe.split(4)(fpipe.program(2))
+    >>> programs = {"gpipe": fpipe.schedules.gpipe(2)(four), "one_f_one_b": fpipe.schedules.one_f_one_b(2)(four)}
+    >>> found = fpipe.robustness(programs, noise=fpipe.Noise(jitter=0.1), samples=20)
+    >>> found.best("nominal").name, len(found.rows), found["gpipe"].nominal
+    ('gpipe', 2, 15.0)
+    """
 
     rows: tuple[Spread, ...]
 
@@ -104,7 +112,7 @@ def robustness(
     samples: int = 200,
     seed: int = 0,
 ) -> Robustness:
-    """How long programs take when costs stray: the median and the 95th percentile of makespans, and who is best there.
+    """How long programs take when costs vary: the median and the 95th percentile of makespans, and who is best there.
 
     The order of ops stays; each op starts as soon as it can. Programs share their draws: the forward of stage 2 for
     microbatch 5 is as slow in each of them, so that they differ by their order alone.
@@ -113,7 +121,7 @@ def robustness(
         programs: one, or several by name.
         costs: as for `simulate`, the mean of each; or `f(program) -> Costs`, where programs cut ranks into stages of
             different size.
-        noise: how far costs stray.
+        noise: how far costs vary.
         samples: how many draws.
         seed: of the draws; the same seed gives the same numbers.
 

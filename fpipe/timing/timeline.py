@@ -39,7 +39,10 @@ class Timeline(HtmlRepr):
     Attributes:
         ops, starts, ends: every op and when it runs, in the order of the program, one iteration after the other.
         rounds: how many iterations these are.
+        ranks: how many there are.
         program, costs: what was simulated; a measured timeline has none.
+        moved, steps, results: what simulating has found out on the way for `transfers`, `held` and `delivered`; None
+            where these find it out when they are asked for.
 
     >>> import fpipe
     >>> print(fpipe.simulate(fpipe.chain(fpipe.split(4), fpipe.schedules.gpipe(2))(fpipe.program(2))))

@@ -84,7 +84,7 @@ def keys_of(cell: Cell) -> tuple[Key, ...]:
 
 
 def sizes_of(keys: Sequence[Key]) -> tuple[int, int, int]:
-    """How many stages, microbatches and slices a whole table has; a stray number would make a program of very many.
+    """How many stages, microbatches and slices a whole table has; a wrong number would make a program of very many.
 
     >>> sizes_of([*parse_cell("0F0"), *parse_cell("(1F0;0B0)")])
     (2, 1, 1)

@@ -92,6 +92,15 @@ class GradientMismatch(AssertionError):
     Attributes:
         report: every leaf, those that agree too.
         first: in `verify`, the first value of the program that is wrong; None where all are right that can be compared.
+
+    >>> import fpipe, torch
+    >>> model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: (y - t).square().mean())
+    >>> params, batch = ({"w": torch.tensor(1.0)},), (torch.ones(4), torch.zeros(4))
+    >>> fpipe.compare_grads(model, params, batch, ({"w": torch.tensor(4.0)},))
+    Traceback (most recent call last):
+    fpipe.verification.report.GradientMismatch: 1 of 1 gradients are not those of plain autograd.
+    2 x: summed over 2 microbatches or ranks instead of averaged?
+      0.w
     """
 
     def __init__(self, message: str, report: Report | None = None, first: WrongValue | None = None) -> None:

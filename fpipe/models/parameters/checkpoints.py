@@ -225,6 +225,13 @@ def load(
 
     Raises:
         ValueError: a name that was not saved, another shape, or entries that are not one for each stage.
+
+    >>> import fpipe, tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     fpipe.save(folder, fpipe.program(2), ({"a": torch.ones(2)}, {"b": torch.ones(1)}), step=3)
+    ...     saved = load(folder, fpipe.program(1), ({"b": torch.zeros(1), "a": torch.zeros(2)},))
+    >>> saved.params, saved.numbers["step"]
+    (({'b': tensor([1.]), 'a': tensor([1., 1.])},), 3)
     """
     whole, put = _entries(program, {"params": params, "opt": opt, "state": state}, mesh, fresh=True)
     saved = FileSystemReader(folder).read_metadata().state_dict_metadata

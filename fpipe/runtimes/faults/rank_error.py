@@ -4,7 +4,13 @@ from __future__ import annotations
 
 
 class RankError(RuntimeError):
-    """Another rank failed: its number, op and error are in the message. The next step works."""
+    """Another rank failed: its number, op and error are in the message. The next step works.
+
+    >>> import fpipe
+    >>> raise fpipe.RankError("rank 1 failed in its 1F2 of step 9: ValueError: no such word")
+    Traceback (most recent call last):
+    fpipe.runtimes.faults.rank_error.RankError: rank 1 failed in its 1F2 of step 9: ValueError: no such word
+    """
 
 
 class LostRank(RankError):

@@ -1,0 +1,90 @@
+"""The site: Sphinx over the pages of docs/ as they are. `make site` builds it.
+
+Nothing is fetched, and no code of a page runs: the tests run it. Links to the source go to `[project.urls] Source` of
+pyproject.toml, or where there is none to a page of the site. python.inv has the classes, exceptions, functions and
+modules of the objects.inv in Python's own documentation.
+"""
+
+import inspect
+import tomllib
+from pathlib import Path
+
+from sphinx import addnodes
+
+from docs.site import names, reference
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+META = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+SOURCE = META.get("urls", {}).get("Source", "").rstrip("/")
+
+project = "fpipe"
+author = META["authors"][0]["name"]
+project_copyright = author
+release = version = META["version"]
+
+root_doc = "index"
+exclude_patterns = ["site", "pictures"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.linkcode" if SOURCE else "sphinx.ext.viewcode",
+]
+suppress_warnings = ["misc.highlighting_failure"]
+myst_heading_anchors = 3
+myst_links_external_new_tab = False
+default_role = "code"
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+intersphinx_mapping = {"python": ("https://docs.python.org/3", str(HERE / "python.inv"))}
+
+html_theme = "pydata_sphinx_theme"
+html_title = f"fpipe {release}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+templates_path = ["templates"]
+html_sidebars = {"**": ["pages.html"]}
+html_show_sourcelink = False
+html_copy_source = False
+html_context = {"default_mode": "auto"}
+toc_object_entries_show_parents = "hide"
+html_theme_options = {
+    "logo": {"text": "fpipe"},
+    "navbar_center": [],
+    "navbar_persistent": ["search-button"],
+    "show_prev_next": True,
+    "show_toc_level": 2,
+    "secondary_sidebar_items": ["page-toc"],
+    "footer_start": ["copyright"],
+    "footer_end": [],
+    "pygments_light_style": "tango",
+    "pygments_dark_style": "github-dark",
+}
+
+
+def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
+    """The line of a name in the repository."""
+    found = reference.source_of(info["module"], info["fullname"])
+    if found is None:
+        return None
+    lines, first = inspect.getsourcelines(found)
+    file = Path(inspect.getsourcefile(found) or "").relative_to(ROOT)
+    return f"{SOURCE}/blob/v{release}/{file}#L{first}-L{first + len(lines) - 1}"
+
+
+def mark(app, doctree):
+    """Mark a name by each package above its module too: viewcode links back to all names of a module by one of them."""
+    for signature in doctree.findall(addnodes.desc_signature):
+        above = signature["module"].split(".")[:-1]
+        signature["ids"] += [".".join([*above[:end], signature["fullname"]]) for end in range(1, len(above) + 1)]
+
+
+def setup(app):
+    """Expand lists of names, restructure docstrings, link names."""
+    app.connect("doctree-read", mark)
+    app.connect("source-read", reference.expand)
+    app.add_post_transform(names.LinkNames)
+    app.connect("autodoc-process-docstring", reference.restructure, priority=100)

@@ -1,0 +1,120 @@
+"""The reference on the site: every public name, attribute and command is on a page, with words and an example."""
+
+import inspect
+import re
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+
+import fpipe
+import fpipe.testing
+from docs.site import links, reference
+from fpipe.cli.app import COMMANDS
+from fpipe.interop import torch_pipelining
+from fpipe.schedules.priority import Now
+
+PAGES = sorted(reference.ROOT.glob("docs/*.md"))
+
+
+def names_of(module) -> list[str]:
+    """What a module lists as public; of one without a list, its own functions."""
+    listed = getattr(module, "__all__", None) or [
+        name
+        for name, found in vars(module).items()
+        if inspect.isfunction(found) and found.__module__ == module.__name__ and not name.startswith("_")
+    ]
+    return [f"{module.__name__}.{name}" for name in listed]
+
+
+MODULES = (fpipe, fpipe.schedules, fpipe.interop, fpipe.testing, torch_pipelining)
+PUBLIC = {name for module in MODULES for name in names_of(module) if not inspect.ismodule(reference.named(name))}
+# What public names hand out: rows, and what a rule is told.
+ROWS = """
+fpipe.finding.found.NamedRow fpipe.planning.run_plan.PlanRow fpipe.schedules.priority.Now fpipe.timing.lanes.Transfer
+fpipe.timing.waiting.Event fpipe.timing.waiting.PathStep fpipe.timing.waiting.Wait
+"""
+
+
+def test_every_public_name_is_in_the_reference_and_nothing_else():
+    assert set(reference.public().values()) == PUBLIC | {*ROWS.split()}
+
+
+def test_every_docstring_in_the_reference_has_an_example():
+    assert {name for name in PUBLIC if ">>> " not in (inspect.getdoc(reference.named(name)) or "")} == set()
+
+
+@pytest.mark.parametrize("holder", [fpipe.Result, fpipe.Timeline, fpipe.Found, fpipe.RunPlan, Now])
+def test_every_attribute_has_words(holder):
+    """Of its own, or in the list that the class's docstring has, or in its text."""
+    own = [name for name in vars(holder) if not name.startswith("_")]
+    names = {*own, *(each.name for each in fields(holder))} if is_dataclass(holder) else {*holder._fields}
+    told = re.findall(r"^    ([a-z_, ]+): ", inspect.getdoc(holder), re.M)
+    told = {word for line in told for word in line.split(", ")} | {*re.findall(r"`(\w+)`", inspect.getdoc(holder))}
+    assert {name for name in names - told if not documented(holder, name)} == set()
+
+
+def documented(holder, name: str) -> bool:
+    found = inspect.getattr_static(holder, name, None)
+    return bool(callable(found) or isinstance(found, property) or hasattr(found, "attrname")) and bool(found.__doc__)
+
+
+def test_every_command_has_its_help_on_a_page():
+    commands = {command.__name__.replace("_", "-") for command in COMMANDS} | {"plan run", ""}
+    assert set(reference.commands()) == commands
+    assert "--microbatches" in reference.help_of(["show"])
+
+
+def test_a_docstring_becomes_restructured_text():
+    lines = inspect.getdoc(fpipe.checkpoint).split("\n")
+    reference.restructure(None, "function", "fpipe.checkpoint", fpipe.checkpoint, None, lines)
+    text = "\n".join(lines)
+    assert ":Arguments:\n    - ``policy``: for which forwards" in text
+    assert "``f(stage, microbatch) -> bool``" in text
+    assert ":Raises:\n    - ``ValueError``: another policy or grain." in text
+    assert reference.escape("a `b*` and *args, x_") == r"a ``b*`` and \*args, x\_"
+    lines = inspect.getdoc(fpipe.schedules.gpipe).split("\n")
+    reference.restructure(None, "function", "fpipe.schedules.gpipe", fpipe.schedules.gpipe, None, lines)
+    assert ":Source: Huang et al. 2019, figure 2c" in lines
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("fpipe.simulate", "fpipe.simulate"),
+        ("split(8)", "fpipe.split"),
+        ("Timeline.peak", "fpipe.Timeline"),
+        ("zb_h1", "fpipe.schedules.zb_h1"),
+        ("split", None),  # a word, too
+        ("torch.optim", None),
+    ],
+)
+def test_code_in_a_text_links_to_the_public_name_that_it_is_about(code, name):
+    assert reference.target(code) == name
+
+
+def test_a_page_of_the_root_is_a_page_of_the_site():
+    source = ["```{include} ../README.md\n```\n"]
+    reference.expand(None, "tour", source)
+    assert source[0].startswith("# fpipe")
+    assert "](docs/" not in source[0]
+    assert "](contributing.md)" in source[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_first_sentence_says_for_whom_a_page_is(page):
+    paragraphs = [part for part in page.read_text(encoding="utf-8").split("\n\n") if not part.startswith(("#", "```"))]
+    assert not paragraphs or "whoever" in paragraphs[0].partition(". ")[0]
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path: Path):
+    (tmp_path / "a.html").write_text(
+        '<a id="top" href="b.html#there">b</a> <a href="#top">a</a> <a href="https://x.y">'
+    )
+    (tmp_path / "b.html").write_text('<a id="there" href="c.html">c</a> <a href="a.html#no">a</a>')
+    assert links.dead(tmp_path) == {"b.html": ["a.html#no", "c.html"]}
+
+
+def test_the_site_is_not_needed_here():
+    assert "sphinx" not in sys.modules
