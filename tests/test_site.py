@@ -13,7 +13,6 @@ import fpipe.testing
 from docs.site import links, reference
 from fpipe.cli.app import COMMANDS
 from fpipe.interop import torch_pipelining
-from fpipe.schedules.priority import Now
 
 PAGES = sorted(reference.ROOT.glob("docs/*.md"))
 
@@ -30,9 +29,9 @@ def names_of(module) -> list[str]:
 
 MODULES = (fpipe, fpipe.schedules, fpipe.interop, fpipe.testing, torch_pipelining)
 PUBLIC = {name for module in MODULES for name in names_of(module) if not inspect.ismodule(reference.named(name))}
-# What public names hand out: rows, and what a rule is told.
+# Rows of what public names return.
 ROWS = """
-fpipe.finding.found.NamedRow fpipe.planning.run_plan.PlanRow fpipe.schedules.priority.Now fpipe.timing.lanes.Transfer
+fpipe.finding.found.NamedRow fpipe.planning.run_plan.PlanRow fpipe.timing.lanes.Transfer
 fpipe.timing.waiting.Event fpipe.timing.waiting.PathStep fpipe.timing.waiting.Wait
 """
 
@@ -45,7 +44,7 @@ def test_every_docstring_in_the_reference_has_an_example():
     assert {name for name in PUBLIC if ">>> " not in (inspect.getdoc(reference.named(name)) or "")} == set()
 
 
-@pytest.mark.parametrize("holder", [fpipe.Result, fpipe.Timeline, fpipe.Found, fpipe.RunPlan, Now])
+@pytest.mark.parametrize("holder", [fpipe.Result, fpipe.Timeline, fpipe.Found, fpipe.RunPlan, fpipe.schedules.Now])
 def test_every_attribute_has_words(holder):
     """Of its own, or in the list that the class's docstring has, or in its text."""
     own = [name for name in vars(holder) if not name.startswith("_")]

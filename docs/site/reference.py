@@ -79,7 +79,7 @@ def _directives(home: str, names: list[str]) -> Iterator[str]:
         kind = "class" if inspect.isclass(found) else "function"
         kind = "exception" if inspect.isclass(found) and issubclass(found, BaseException) else kind
         yield f".. auto{kind}:: {home}::{name}"
-        yield from ["   :members:"] * inspect.isclass(found)
+        yield from ["   :members:", "   :special-members: __call__"] * inspect.isclass(found)
         yield ""
     yield "```"
 
