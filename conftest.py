@@ -1,6 +1,7 @@
 """What every test runs under: one torch thread, Ctrl-C heard, the same hypothesis examples each time, groups of
 processes, and which files are slow."""
 
+import gc
 import logging
 import os
 import signal
@@ -74,6 +75,20 @@ def processes(size: int) -> object:
 
 
 pair, trio, four = map(processes, (2, 3, 4))
+
+
+@pytest.fixture
+def small_heap() -> Iterator[None]:
+    """For a test that collects garbage: of its own alone. All that others have left takes a second to walk through."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Once, where pytest would walk through all of it five times."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the marks

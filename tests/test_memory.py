@@ -1,6 +1,7 @@
 """Memory is told before anything runs: what a simulation holds is what the local runtime holds, to the byte."""
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -38,6 +39,12 @@ CASES = [
 FORMS = fpipe.identity(), fpipe.communicate(), fpipe.chain(fpipe.communicate(), fpipe.free())
 
 
+@cache
+def made(stages: int) -> tuple[fpipe.Model, tuple[dict[str, torch.Tensor], ...]]:
+    """A model, which is traced once for all policies, and its parameters."""
+    return fpipe.from_functions([tanh_stage] * stages, loss), tuple({"w": torch.eye(4) + n} for n in range(stages))
+
+
 @pytest.mark.parametrize(("row", "policy"), CASES, ids=str)
 def test_simulated_bytes_are_those_that_the_local_runtime_holds(row: Row, policy: str):
     """Whether transfers are ops or not: a copy on the rank of its reader counted only once a RECV made it."""
@@ -48,9 +55,8 @@ def test_simulated_bytes_are_those_that_the_local_runtime_holds(row: Row, policy
         program = POLICIES[policy](row.program(ranks, microbatches))
     except ProgramError as error:
         pytest.skip(str(error))
-    params = tuple({"w": torch.eye(4) + stage} for stage in range(program.stages))
+    model, params = made(program.stages)
     batch = torch.ones(2 * microbatches, program.slices, 4), torch.zeros(2 * microbatches, program.slices, 4)
-    model = fpipe.from_functions([tanh_stage] * program.stages, loss)
     forms = [form(program) for form in FORMS]
     told = {fpipe.simulate(p, fpipe.Costs(bytes=fpipe.sizes(p, model, params, batch))).peak for p in forms}
     held = {fpipe.build(p, model, record=True)(params, batch).timeline.peak for p in forms}

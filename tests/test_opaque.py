@@ -215,6 +215,7 @@ def test_one_module_may_be_called_twice_and_have_dropout():
     assert fpipe.verify(program, model, params, tokens(), key=1).bitwise
 
 
+@pytest.mark.usefixtures("small_heap")
 @pytest.mark.filterwarnings("ignore:The Python of", "ignore:a stage runs under autograd")
 def test_a_copy_of_a_model_has_its_own():
     net = net_of(Experts)

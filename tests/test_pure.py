@@ -266,6 +266,7 @@ READINGS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("reading", READINGS)
 def test_a_fake_tensor_that_is_left_behind_is_an_error(reading: str):
     """The steps that came after `sizes`, and the net itself, made tensors without data. A step comes first on real

@@ -87,8 +87,13 @@ def room(module: str) -> str:
 
 
 @cache
-def parsed(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
+def statements(file: Path) -> tuple[ast.AST, ...]:
+    """All of a file's, those inside others too, without their expressions."""
+    found: list[ast.AST] = [ast.parse(file.read_text(encoding="utf-8"))]
+    for one in found:  # as it grows
+        for inner in ("body", "orelse", "finalbody", "handlers", "cases"):
+            found += getattr(one, inner, ())
+    return tuple(found)
 
 
 @cache
@@ -97,7 +102,7 @@ def imports(module: str) -> set[str]:
     fpipe.tree, not of all of fpipe."""
     file, found = FILES[module], set[str]()
     package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
-    for node in ast.walk(parsed(file)):
+    for node in statements(file):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -194,7 +199,7 @@ def test_only_tree_imports_optree():
 def test_two_classes_never_share_a_name():
     places: dict[str, list[str]] = {}
     for module, file in FILES.items():
-        for node in ast.walk(parsed(file)):
+        for node in statements(file):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(module)
     assert not {name: found for name, found in places.items() if len(found) > 1}

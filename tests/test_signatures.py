@@ -356,6 +356,7 @@ def test_a_forward_that_is_changed_counts(monkeypatch: pytest.MonkeyPatch):
     assert same(fpipe.build(program, model)(params, BATCH), fpipe.reference(model, params, BATCH))
 
 
+@pytest.mark.usefixtures("small_heap")
 def test_a_function_that_closes_over_itself_goes_with_its_traces():
     def stage(p: dict[str, Tensor], x: Tensor) -> Tensor:
         return x @ p["w"] if callable(stage) else x

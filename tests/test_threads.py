@@ -126,6 +126,7 @@ def test_a_rank_that_only_frees_has_nothing_to_do():
     assert torch.equal(found(*batch).loss, expected(*batch).loss)
 
 
+@pytest.mark.usefixtures("small_heap")
 def test_threads_end_with_their_step():
     model, params, _ = fpipe.from_sequential(blocks(), stages=4, loss=MSE)
     before = workers()
@@ -145,6 +146,7 @@ def workers() -> set[threading.Thread]:
     return {one for one in threading.enumerate() if one.name.startswith("fpipe rank")}
 
 
+@pytest.mark.usefixtures("small_heap")
 def test_a_step_keeps_nothing_alive():
     model, params, _ = fpipe.from_sequential(blocks(), stages=2, loss=MSE)
     step = fpipe.build(chained(model, fpipe.schedules.zb_h1(2)), model, runtime="threads")
