@@ -117,3 +117,27 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path):
 
 def test_the_site_is_not_needed_here():
     assert "sphinx" not in sys.modules
+
+
+def test_every_page_is_in_the_list_of_pages():
+    listed = {
+        line.rpartition("<")[2].rstrip(">") for line in (reference.ROOT / "docs/index.md").read_text().splitlines()
+    }
+    assert {page.stem for page in PAGES} - listed == {"index"}
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *sorted(reference.PAGES.glob("*.md")), reference.ROOT / "README.md"], ids=lambda page: page.name
+)
+def test_what_a_page_links_to_is_there(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        path, _, mark = link.partition("#")
+        to = page.parent / path if path else page
+        assert "://" in link or to.is_file(), link
+        assert not mark or mark in marks(to), link
+
+
+def marks(page: Path) -> set[str]:
+    """The headings of a page as its links name them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -48,6 +48,7 @@ html_css_files = ["site.css"]
 templates_path = ["templates"]
 html_sidebars = {"**": ["pages.html"]}
 html_show_sourcelink = False
+html_show_search_summary = False  # fetched page by page, which a browser refuses for files on disk
 html_copy_source = False
 html_context = {"default_mode": "auto"}
 toc_object_entries_show_parents = "hide"
