@@ -35,10 +35,17 @@ site: $(SITE) ## Build build/site from docs/ and the docstrings, with warnings a
 families-page: $(INSTALLED) ## Write docs/families.md: each family of transformers, measured on this machine
 	$(BIN)/python -m docs.families
 
-quick: lint ## Lint, types, and the fast half of the tests: what is not marked slow
+# Types are checked by one process for half a minute, so tests run beside it.
+quick: style ## Lint, types, and the fast half of the tests: what is not marked slow
+	@$(MAKE) --no-print-directory --jobs=2 types fast
+
+test: style ## Lint, types, tests, property tests, doctests and the code blocks of the documentation
+	@$(MAKE) --no-print-directory --jobs=2 types all
+
+fast: $(INSTALLED)
 	$(PYTEST) -m 'not slow and not deep'
 
-test: lint ## Lint, types, tests, property tests, doctests and the code blocks of the documentation
+all: $(INSTALLED)
 	$(PYTEST)
 
 deep: $(INSTALLED) ## Thousands of random cases for each property, and the tests marked deep; hours, without a time limit
@@ -47,9 +54,13 @@ deep: $(INSTALLED) ## Thousands of random cases for each property, and the tests
 families: $(INSTALLED) ## Every family of transformers at four stages, against its own autograd
 	$(PYTEST) tests/test_families.py -m 'deep or not deep' --timeout=0 -o faulthandler_timeout=0
 
-lint: $(INSTALLED) ## Check style, format and types
+lint: style types ## Check style, format and types
+
+style: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
 	$(BIN)/pyright
 
 bench: $(INSTALLED) ## Run every file of benchmarks/, one after the other

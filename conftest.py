@@ -49,14 +49,16 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 ROOT = Path(__file__).parent
 SLOW = {
     "tests": """
-        batches bounds cli compare_grads compile conformance counts data_parallel demo derivatives digits distributed
-        dp_sgd families faults from_loss from_module from_pipe grain interop layers losses memory module_kinds offload
-        peers random readme references schedules search searched seq2seq sharded signatures slices state testing
-        threads ties_and_skips torch_runtime traces train_gpt unread_state verify
+        autocast batches cli compare_step compile conformance counts data_parallel demo derivatives
+        digits distributed evaluating families faults fingerprint from_loss from_module from_pipe grain
+        hybrid_shards interop layers loss_scale memory meta module_kinds offload opaque peers
+        post_validation pure random readme references same_step schedules search searched shard sharded
+        shards_inside_stages signatures slices state steps testing threads ties_and_skips torch_runtime
+        traces train_gpt unread_state untraced_processes update verify
     """,
     "property_tests": """
-        derivative_laws distributed_laws gradients in_place_laws language_laws linearize_laws net_laws schedule_laws
-        slice_laws time_laws transfer_laws whole_laws
+        derivative_laws distributed_laws gradients language_laws linearize_laws schedule_laws
+        schedule_search slice_laws time_laws update_laws whole_laws
     """,
 }
 SLOW_FILES = {ROOT / folder / f"test_{name}.py" for folder, names in SLOW.items() for name in names.split()}
