@@ -5,11 +5,11 @@ pyproject.toml, or where there is none to a page of the site. python.inv has the
 modules of the objects.inv in Python's own documentation.
 """
 
-import inspect
 import tomllib
 from pathlib import Path
 
 from sphinx import addnodes
+from sphinx.pycode import ModuleAnalyzer
 
 from docs.site import names, reference
 
@@ -67,13 +67,15 @@ html_theme_options = {
 
 
 def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
-    """The line of a name in the repository."""
-    found = reference.source_of(info["module"], info["fullname"])
-    if found is None:
+    """The lines of a name in the repository."""
+    if domain != "py":
         return None
-    lines, first = inspect.getsourcelines(found)
-    file = Path(inspect.getsourcefile(found) or "").relative_to(ROOT)
-    return f"{SOURCE}/blob/v{release}/{file}#L{first}-L{first + len(lines) - 1}"
+    outer = reference.named(f"{info['module']}.{info['fullname'].partition('.')[0]}")
+    module = ModuleAnalyzer.for_module(outer.__module__)
+    module.analyze()
+    _, first, last = module.tags.get(info["fullname"], ("", 0, 0))
+    file = Path(module.srcname).relative_to(ROOT)
+    return f"{SOURCE}/blob/v{release}/{file}#L{first}-L{last}" if first else None
 
 
 def mark(app, doctree):

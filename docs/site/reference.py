@@ -54,15 +54,6 @@ def named(full: str) -> Any:
     return getattr(importlib.import_module(home), name, None)
 
 
-def source_of(module: str, name: str) -> Any:
-    """The class, function or method of a name such as "Timeline.peak" in a module; None where it has no code."""
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = inspect.getattr_static(found, part, None) if inspect.isclass(found) else getattr(found, part, None)
-    found = getattr(found, "fget", None) or getattr(found, "func", None) or found
-    return inspect.unwrap(found) if inspect.isclass(found) or inspect.isroutine(found) else None
-
-
 def expand(app: Any, page: str, source: list[str]) -> None:
     """Lists of names as directives of autodoc, commands as what their --help prints, and files at the root."""
     source[0] = WHOLE.sub(lambda whole: (ROOT / whole["file"]).read_text(encoding="utf-8"), source[0])
