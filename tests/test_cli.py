@@ -317,7 +317,7 @@ def test_what_is_refused_ends_with_1_and_says_why(typed: list[str], given: str |
         (["show", "gpipe", "--costs", "forwrad=1"], "did you mean forward?"),
         (["show", "gpipe", "--costs", "F=-1"], "F is a time in seconds, at least 0"),
         (["show", "gpipe", "--costs", "F=nan"], "F is a time in seconds, at least 0"),
-        (["show", "gpipe", "--costs", "F=x"], "F is a time in seconds, or one for each stage as in 1/2/1; found 'x'."),
+        (["show", "gpipe", "--costs", "F=x"], "F is a time, in seconds (0.5) or with a unit (10ms), or one for each"),
         (["show", "gpipe", "--costs", "F=1/2"], "F is of a whole rank, one number; one for each stage is forward=1/2."),
         (["show", "gpipe", "--costs", "F"], "'F' says no cost; costs read F=1,B=1,W=1,c=0.1"),
         (["show", "gpipe", "--costs", "F=1,F=2"], "F is said twice."),
@@ -520,7 +520,7 @@ def test_plan_run_ranks_ways_for_costs_and_for_a_model(tmp_path: Path):
     sizes = ("-p", "2", "-m", "2/4", "--rows", "8")
     costs = ("-c", "4:F=9,B=9,W=9,y=1MB,res=8MB", "-c", "1: F=3,B=3,W=3,y=1MB,res=2MB")
     lines = out("plan", "run", "gpipe", "zb_h1", *sizes, *costs, "--memory", "18MB", "--svg", str(picture)).splitlines()
-    assert lines[0].split() == ["schedule", "m", "rows", "recompute", "seconds", "bubble", "MiB", "rows/s", "costs"]
+    assert lines[0].split() == ["schedule", "m", "rows", "recompute", "seconds", "bubble", "held", "rows/s", "costs"]
     assert {word for line in lines[1:13] for word in line.split()} >= {"given", "interpolated", "*", "too", "much"}
     assert lines[-1] == f"wrote {picture}"
     file = tmp_path / "mine.py"
@@ -532,6 +532,32 @@ def test_plan_run_ranks_ways_for_costs_and_for_a_model(tmp_path: Path):
     assert {"measured", "median", "p95"} < {word for line in lines[:3] for word in line.split()}
     assert "transfers take no time here: --cluster says what links there are" in lines
     assert lines[-1].startswith("zbv: ")
+
+
+def test_a_row_says_what_its_time_and_memory_leave_out():
+    """A host that keeps the weights is no rank of the cluster: it ended the whole plan."""
+    costs = ("-c", "F=2ms,B=2ms,W=2ms,y=1GB,res=4GB,params=6GB", "--cluster", "2 ranks; inside 1us")
+    words = ("-p", "2", "-m", "4", *costs)
+    notes = {
+        "roundpipe": "free host transfers",
+        "chimera": "parameters on 2 ranks",
+        "pipe_offload": "free offload",
+    }
+    for command in (["compare"], ["plan", "run", "--checkpoint", "never"]):
+        lines = out(*command, "gpipe", *notes, *words).splitlines()
+        row = {line.split()[0]: line for line in lines}
+        assert all(row[name].endswith(note) for name, note in notes.items())
+        assert " GiB " in row["gpipe"]
+        assert not any(note in row["gpipe"] for note in notes.values())
+
+
+def test_a_model_s_file_imports_its_neighbours_by_either_door(tmp_path: Path):
+    """`fpipe` is a script in a folder of programs, where Python looks for no module of the user's: as with -P."""
+    (tmp_path / "neighbour.py").write_text("made = 'no model'")
+    (tmp_path / "mine.py").write_text("import neighbour\nstep = lambda: neighbour.made")
+    words = [sys.executable, "-P", "-m", "fpipe", "plan", "run", "--model", "mine.py:step"]
+    ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "found 'no model'" in ran.stderr
 
 
 def test_robustness_says_who_is_best_when_costs_vary(tmp_path: Path):
@@ -557,6 +583,12 @@ def test_robustness_says_who_is_best_when_costs_vary(tmp_path: Path):
         (2, ["table.csv"], "schedules are taken by name here, found the file 'table.csv'."),
         (1, ["--memory", "40GiB"], "error: a rank's memory was said in bytes, and the bytes of values were not"),
         (1, ["--memory", "0.5"], "error: nothing fits: rank 0 must hold 1 rows at least, by gpipe, m=8"),
+        (
+            1,
+            ["-c", "y=8MiB", "--memory", "3"],
+            "error: what a rank may hold was said without a unit (3), and what values",
+        ),
+        (1, ["-c", "res=8GiB", "--memory", "3GiB"], "rank 0 must hold 8 GiB at least, by gpipe, m=8, recompute always"),
         (1, ["-c", "8:F=1,B=1,W=1", "-c", "F=1,B=1,W=1"], "each size once; found them once without its rows."),
         (1, ["--at", "p95"], 'error: at="p95" is of makespans under noise: say noise= too'),
         (1, ["--cluster", "4 ranks; inside 1GB/s"], "error: a cluster's bandwidths need the bytes of values: add them"),

@@ -80,5 +80,5 @@ def test_rows_are_data_and_print_as_a_moderate_table():
     found = fpipe.compare(fpipe.schedules.names(), 4, 8)
     records = json.loads(json.dumps(found.records()))
     assert [record["name"] for record in records] == [*fpipe.schedules.names()]
-    assert max(map(len, str(found).splitlines())) <= 110
+    assert max(map(len, str(found).splitlines())) <= 130
     assert len(repr(found)) < 100

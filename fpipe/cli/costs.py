@@ -9,7 +9,7 @@ from typing import Any
 
 from fpipe.program import Program
 from fpipe.schedules.compare import parts_of_a_rank, shared
-from fpipe.timing.cluster import Cluster, bytes_of
+from fpipe.timing.cluster import Cluster, bytes_of, seconds_of
 from fpipe.timing.costs import Costs
 from fpipe.timing.messages import MESSAGES
 from fpipe.timing.named_bytes import NAMES, NamedBytes
@@ -126,9 +126,12 @@ def parse(text: str) -> TypedCosts:
 
 def _number(name: str, text: str) -> float | list[float]:
     try:
-        found = [float(part) for part in text.split("/")]
+        found = [seconds_of(part) for part in text.split("/")]
     except ValueError:
-        raise ValueError(f"{name} is a time in seconds, or one for each stage as in 1/2/1; found {text!r}.") from None
+        raise ValueError(
+            f"{name} is a time, in seconds (0.5) or with a unit (10ms), or one for each stage as in 1/2/1; found "
+            f"{text!r}."
+        ) from None
     if not all(0 <= cost < float("inf") for cost in found):
         raise ValueError(f"{name} is a time in seconds, at least 0 and finite; found {text!r}.")
     if len(found) > 1 and name in SHARES:

@@ -92,7 +92,7 @@ def search(
     """
     if output is not None and output.suffix not in (".csv", ".json"):
         raise typer.BadParameter(f"--output writes .csv or .json, found {str(output)!r}.")
-    options.refuse_bytes(memory_cap, known=bool(costs.bytes))
+    options.refuse_other_unit(memory_cap, known=bool(costs.bytes))
     base = chain(split(microbatches), merge())(base_program(ranks if stages is None else stages))
     seconds_of: Costs = costs.on(cluster).of(place("linear", ranks=ranks)(base))
     with progress("searching") as bar:

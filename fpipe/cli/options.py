@@ -71,8 +71,8 @@ def load_module(module: str) -> ModuleType:
 
 
 def _loaded(module: str) -> ModuleType:
+    sys.path.insert(0, "")  # where `python -m` finds what is imported, and a script in a folder of programs does not
     if not module.endswith(".py"):
-        sys.path.insert(0, "")
         return importlib.import_module(module)
     spec = importlib.util.spec_from_file_location(Path(module).stem, module)
     if spec is None or spec.loader is None or not Path(module).is_file():
@@ -109,12 +109,17 @@ def amount(text: str) -> float:
         return Bytes(bytes_of(text))
 
 
-def refuse_bytes(held: float | None, *, known: bool) -> None:
-    """An amount of bytes where those of values are not known would be one of microbatches."""
+def refuse_other_unit(held: float | None, *, known: bool) -> None:
+    """An amount held is in bytes exactly where those of values are known: elsewhere it would be of microbatches."""
     if isinstance(held, Bytes) and not known:
         raise ValueError(
             "a rank's memory was said in bytes, and the bytes of values were not: add them to --costs, as in "
             "y=8MiB,res=40MiB, or say how much it may hold without a unit."
+        )
+    if held is not None and not isinstance(held, Bytes) and known:
+        raise ValueError(
+            f"what a rank may hold was said without a unit ({held:g}), and what values take is in bytes: say it in "
+            f"bytes too, as in 40GiB or {held:.0f}B."
         )
 
 
@@ -153,9 +158,9 @@ Costs = Annotated[
         "--costs",
         "-c",
         metavar="LIST",
-        help="Seconds. F=1,B=1,W=1,c=0.1: forward, input gradient and weight gradient of a microbatch on a whole rank, "
-        "and the latency of a transfer, as papers count. forward=1,backward_input=1/2/1,transfer=0.1: of one stage's "
-        "op, or one for each stage. Bytes of values: y=8MiB (and dx), res=40MiB (and wres), params=2GiB (and "
+        help="Seconds, or 10ms, 5us. F=1,B=1,W=1,c=0.1: forward, input gradient and weight gradient of a microbatch "
+        "on a whole rank, and the latency of a transfer, as papers count. forward=1,backward_input=1/2/1: of one "
+        "stage's op, or one for each stage. Bytes of values: y=8MiB (and dx), res=40MiB (and wres), params=2GiB (and "
         "gradients).",
     ),
 ]

@@ -133,7 +133,7 @@ def run(
     if model is not None and costs:
         raise typer.BadParameter("a --model is measured, and --costs are given: choose one of them.", ctx=typed)
     noise = Noise(jitter, slow_rank, slow_link)
-    options.refuse_bytes(memory, known=model is not None or any(one.bytes for _, one in costs or ()))
+    options.refuse_other_unit(memory, known=model is not None or any(one.bytes for _, one in costs or ()))
     words: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "rows": rows, "stages": stages}
     words |= {"cluster": cluster, "memory": memory, "search": search, "profiled": profiled, "repeats": repeats}
     words |= {"schedules": what or None, "noise": None if noise == Noise() else noise, "at": at}
@@ -158,8 +158,6 @@ def run(
     served = {row.schedule for row in found}
     fit = sum(row.fits for row in found)
     print(f"{len(found)} ways of {len(served)} schedules, {fit} fit; the best is {found.best.name}")
-    for note in found.notes:
-        print(note)
     if model is not None and cluster is None:
         print("transfers take no time here: --cluster says what links there are")
     for name, why in found.refused:

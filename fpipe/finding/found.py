@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from fpipe.finding.kept import Kept
 from fpipe.program import Program
+from fpipe.timing.caveats import caveats
+from fpipe.timing.costs import the_costs
 from fpipe.timing.timeline import Timeline
 
 
@@ -75,6 +77,11 @@ class Found:
         """The best named schedule that fits, and its seconds."""
         return next(((row.name, getattr(row, self.objective)) for row in self.named if row.fits), None)
 
+    @property
+    def note(self) -> str:
+        """The words for what time and memory leave out: parameters on several ranks, free moves."""
+        return caveats(self.program, the_costs(self.timeline.costs))
+
     def __str__(self) -> str:
         best = "no order of these ops on these ranks takes less"
         if self.gap > 1e-9:
@@ -82,17 +89,10 @@ class Found:
         lines = [f"{self.timeline}", f"{self.objective} {self.value:g}: {best}"]
         if self.beat is not None:
             lines.append(f"the best schedule by name is {self.beat[0]} with {self.beat[1]:g}")
-        if self.schedule.replicated:
-            lines.append("stages are on several ranks, which hold replicas of their parameters")
         if self.gather:
             lines.append(f"parameters are gathered by fpipe.shard(gather={self.gather!r}), which no bound here counts")
-        costs = self.timeline.costs
-        if (
-            any(op.kind == "OFFLOAD" for op in self.program.ops)
-            and costs
-            and not (costs.offload or costs.host_bandwidth)
-        ):
-            lines.append("residuals leave their rank, which by these costs takes no time: say Costs(offload=...)")
+        if self.note:
+            lines.append(self.note)
         return "\n".join(lines)
 
     def __repr__(self) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from fpipe.finding.found import Found
 from fpipe.finding.wanted import Wanted
 from fpipe.program import ProgramError
+from fpipe.timing.amounts import exact_amount
 from fpipe.timing.simulate import simulate
 from fpipe.transforms.shard import shard
 
@@ -50,8 +51,9 @@ def gathered(search: Callable[[float], Found], policies: Sequence[Any], wanted: 
             if cap <= 0:
                 break
     if not made:
+        cap, least = (exact_amount(one, wanted.costs.bytes is not None) for one in (wanted.cap, least))
         raise ProgramError(
-            f"nothing fits memory_cap={wanted.cap:g} with what is gathered: the least that was found is {least:g}. "
+            f"nothing fits memory_cap={cap} with what is gathered: the least that was found is {least}. "
             'fpipe.shard(gather="use", lead=0) behind the order of a search without shard= holds the least.'
         )
     return min(made, key=lambda one: wanted.value(one.timeline))

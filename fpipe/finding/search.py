@@ -21,6 +21,7 @@ from fpipe.limits import whole
 from fpipe.model import Model
 from fpipe.program import Program, ProgramError, kind_of
 from fpipe.schedules.registry import about
+from fpipe.timing.amounts import exact_amount
 from fpipe.timing.costs import Costs, the_costs
 from fpipe.timing.simulate import simulate
 from fpipe.training import program as base_program
@@ -293,9 +294,9 @@ class _Search:
                     raise
             hunt = self.long
         if hunt.best is None:
-            raise ProgramError(
-                f"nothing fits memory_cap={self.wanted.cap:g}: the smallest cap that does is {hunt.least:g}."
-            )
+            in_bytes = self.wanted.costs.bytes is not None
+            cap, least = (exact_amount(one, in_bytes) for one in (self.wanted.cap, hunt.least))
+            raise ProgramError(f"nothing fits memory_cap={cap}: the smallest cap that does is {least}.")
         program = hunt.best.program
         self.bound = hunt.floor(program)
         halved = kinds_of(hunt.halved(program))

@@ -47,21 +47,3 @@ def ticks(start: float, end: float, most: int) -> list[float]:
     power = 10.0 ** math.floor(math.log10(least))
     step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if step >= least * (1 - 1e-9))
     return [at * step for at in range(math.ceil(start / step - 1e-9), math.floor(end / step * (1 + 1e-9)) + 1)]
-
-
-def amount(held: float, in_bytes: bool) -> str:
-    """Write an amount held, in microbatches or bytes.
-
-    >>> amount(2.5, False), amount(3 << 20, True)
-    ('2.5', '3 MiB')
-    """
-    if not in_bytes:
-        return f"{held:.4g}"
-    unit, size = byte_unit(held)
-    return f"{held:.0f} B" if unit == "B" else f"{held / size:.3g} {unit}"
-
-
-def byte_unit(held: float) -> tuple[str, float]:
-    """The binary unit that suits some bytes, and how many bytes it has."""
-    power = next((power for power in range(4) if held < 1024 ** (power + 1)), 4)
-    return ("B", "KiB", "MiB", "GiB", "TiB")[power], 1024.0**power

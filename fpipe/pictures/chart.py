@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
-from fpipe.pictures.axis import amount, byte_unit, clock, ticks
+from fpipe.pictures.axis import clock, ticks
 from fpipe.pictures.colours import FILLS
 from fpipe.pictures.labels import GLYPH
 from fpipe.pictures.legend import swatches
 from fpipe.pictures.shapes import EDGE, PIXEL, Area, Drawing, Line, Rect, Shape, Text
 from fpipe.pictures.style import Style
 from fpipe.planning.run_plan import PlanRow, RunPlan
+from fpipe.timing.amounts import amount, byte_unit
 from fpipe.timing.robustness import Robustness
 
 POLICY = {"never": FILLS["F"], "except_last": FILLS["I"], "always": FILLS["R"], "auto": FILLS["W"]}
@@ -107,7 +108,7 @@ def front(plan: RunPlan, width: float, unit: float) -> Drawing:
     entries += [(["arrow"], "90 of 100 draws")] if any(row.spread for row in plan.front) else []
     y = swatches(drawing, entries, bottom + 46) + 4
     for at, row in enumerate(plan.front, 1):
-        held = amount(row.most, in_bytes) + ("" if in_bytes else " rows")
+        held = amount(row.most, in_bytes, 4) + ("" if in_bytes else " rows")
         seconds = f"{time.full(row.seconds(plan.at) or 0.0)}{'' if time.unit else ' s'}"
         drawing.still += [
             Text(left - 6, y + 12, str(at), "ink", 11, "end", bold=True),

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from fpipe.pictures.axis import amount, clock, ticks
+from fpipe.pictures.axis import clock, ticks
 from fpipe.pictures.colours import ink_on
 from fpipe.pictures.labels import GLYPH, Labels, first_that_fits, names_of, size_in
 from fpipe.pictures.legend import legend, outline
@@ -85,7 +85,7 @@ def _layer(shape: Shape) -> tuple[bool, int, str, float]:
 def _margins(panels: Sequence[Panel], style: Style, unit: str) -> tuple[float, float]:
     """Room for the names of ranks, and for peaks and the unit of time."""
     heads = [panel.rank_name(rank) for panel in panels for rank in range(panel.ranks)]
-    peaks = [amount(peak, panel.in_bytes) for panel in panels for peak in panel.timeline.peak] if style.memory else []
+    peaks = [panel.amount(peak) for panel in panels for peak in panel.timeline.peak] if style.memory else []
     right = max(14 + 11 * GLYPH * len(unit), *(8 + 11 * GLYPH * len(peak) for peak in peaks), 0)
     return EDGE + 12 * GLYPH * max(map(len, heads), default=0) + 10, right + 6
 
@@ -300,7 +300,7 @@ class _Painter:
             points = [(self.x(panel.start), base)]
             for (_, before), (time, now) in pairwise(changes):
                 points += [(self.x(time), base - held / top * height) for held in (before, now)]
-            peak = amount(panel.timeline.peak[rank], panel.in_bytes)
+            peak = panel.amount(panel.timeline.peak[rank])
             right, size = drawing.left + drawing.span, min(11.0, height)
             drawing.timed += [
                 Area(tuple(points), "held", f"rank {rank} holds at most {peak}"),

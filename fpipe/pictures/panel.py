@@ -9,8 +9,9 @@ from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
-from fpipe.pictures.axis import amount, clock
+from fpipe.pictures.axis import clock
 from fpipe.program import LANES, Op, Program, Value, lane_of, parts_of
+from fpipe.timing.amounts import amount
 from fpipe.timing.costs import Costs
 from fpipe.timing.lanes import Transfer
 from fpipe.timing.simulate import simulate
@@ -90,7 +91,7 @@ class Panel:
         """The title's numbers: makespan, span, bubble and the highest peak."""
         of = self.timeline
         time = clock(of.makespan)
-        peak = amount(max(of.peak, default=0.0), self.in_bytes)
+        peak = self.amount(max(of.peak, default=0.0))
         return f"makespan {time.full(of.makespan)}, span {time.full(of.span)}, bubble {of.bubble:.1%}, peak {peak}"
 
     @cached_property
@@ -197,7 +198,11 @@ class Panel:
     @property
     def in_bytes(self) -> bool:
         """Whether what is held is counted in bytes."""
-        return self.timeline.steps is not None
+        return self.timeline.in_bytes
+
+    def amount(self, held: float) -> str:
+        """An amount held, as the picture says it."""
+        return amount(held, self.in_bytes, 4)
 
 
 def panels_of(

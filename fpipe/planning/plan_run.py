@@ -11,10 +11,11 @@ from fpipe.finding.search import search as find
 from fpipe.model import Model
 from fpipe.planning.asked import Asked, Said, asked_for, work_of_costs, work_of_model
 from fpipe.planning.run_plan import PlanRow, RunPlan
-from fpipe.planning.work import Work, at_home, working
+from fpipe.planning.work import Work, at_home
 from fpipe.program import Program, ProgramError
+from fpipe.timing.amounts import amount
 from fpipe.timing.cluster import Cluster
-from fpipe.timing.costs import Costs
+from fpipe.timing.costs import Costs, computing
 from fpipe.timing.noise import Noise
 from fpipe.timing.robustness import At, robustness
 from fpipe.timing.simulate import simulate
@@ -149,8 +150,8 @@ class _Planner:
         if not any(row.fits for row in self.rows):
             rank, held, closest = min(map(self._tightest, self.rows), key=lambda one: one[1] / self._limit(one[0]))
             raise ValueError(
-                f"nothing fits: rank {rank} must hold {held:.6g} {self._unit} at least, by {closest.name}, and may "
-                f"hold {self._limit(rank):.6g}."
+                f"nothing fits: rank {rank} must hold {self._held(held)} at least, by {closest.name}, and may hold "
+                f"{self._held(self._limit(rank))}."
             )
         at = asked.at
         if not complete and all(row.seconds(at) is None for row in self.rows):
@@ -166,13 +167,16 @@ class _Planner:
     def _tightest(self, row: PlanRow) -> tuple[int, float, PlanRow]:
         """The rank of a way that holds the most of what it may, and what it holds."""
         rank, held = max(
-            zip(working(row.program), row.memory, strict=True), key=lambda one: one[1] / self._limit(one[0])
+            zip(sorted(computing(row.program)), row.memory, strict=True), key=lambda one: one[1] / self._limit(one[0])
         )
         return rank, held, row
 
     @property
     def _unit(self) -> Any:
         return "bytes" if self.in_bytes else "rows"
+
+    def _held(self, most: float) -> str:
+        return amount(most, self.in_bytes) + " rows" * (not self.in_bytes)
 
     def _try_all(self) -> None:
         asked = self.asked
@@ -209,7 +213,7 @@ class _Planner:
         timeline = simulate(program, costs)
         self.in_bytes = costs.bytes is not None
         rows = self.work.rows_of(program.microbatches)
-        ranks = working(program)
+        ranks = sorted(computing(program))
         if self.in_bytes:
             held = [timeline.peak[rank] + at_home(program, costs, rank) for rank in ranks]
         else:
@@ -246,7 +250,7 @@ class _Planner:
         least = min(asked.limits)
         kept = 0.0 if costs.bytes is None else max(at_home(placed, costs, rank) for rank in range(asked.ranks))
         if kept >= least:
-            said = f"parameters alone are {kept:.6g} bytes on a rank, and it may hold {least:.6g}."
+            said = f"parameters alone are {amount(kept, True)} on a rank, and it may hold {amount(least, True)}."
             self.refused.setdefault("found", said)
             return
         cap = least / work.rows_of(count) if costs.bytes is None else least - kept

@@ -8,6 +8,9 @@ from functools import cached_property
 from typing import Any, Literal
 
 from fpipe.program import Program
+from fpipe.timing.amounts import amount
+from fpipe.timing.caveats import caveats
+from fpipe.timing.costs import the_costs
 from fpipe.timing.robustness import At, Spread
 from fpipe.timing.timeline import Timeline
 
@@ -57,6 +60,11 @@ class PlanRow:
         kept = "" if self.checkpoint == "never" else f", recompute {self.checkpoint}"
         gathered = f", gather {self.gather}" if self.gather else ""
         return f"{self.schedule}, m={self.microbatches}{kept}{gathered}"
+
+    @property
+    def note(self) -> str:
+        """The words for what time and memory leave out: parameters on several ranks, free moves."""
+        return caveats(self.program, the_costs(self.timeline.costs))
 
     @property
     def most(self) -> float:
@@ -136,36 +144,21 @@ class RunPlan:
         return tuple(row for at, row in enumerate(self.rows) if at < most or row in self.front)
 
     def cells(self, rows: Iterable[PlanRow]) -> list[list[str]]:
-        """Rows of the table as text, its heading first. A star marks the front."""
+        """Rows of the table as text, its heading first. A star marks the front, and a note what is left out."""
         drawn = any(row.spread is not None for row in self.rows)
         shards = any(row.gather for row in self.rows)
         words = ["recompute", *(["gather"] if shards else []), "seconds"]
         heading = ["schedule", "m", "rows", *words, *(["median", "p95"] if drawn else []), "bubble"]
-        table = [[*heading, "MiB" if self.unit == "bytes" else "rows held", "rows/s", "costs", ""]]
+        table = [[*heading, "held" if self.unit == "bytes" else "rows held", "rows/s", "costs", ""]]
         for row in rows:
-            held = f"{row.most / 2**20:.1f}" if self.unit == "bytes" else f"{row.most:.6g}"
+            held = amount(row.most, self.unit == "bytes")
             spread = ["-" if seconds is None else f"{seconds:.5g}" for seconds in map(row.seconds, ("median", "p95"))]
             words = [row.schedule, str(row.microbatches), f"{row.rows:g}", row.checkpoint]
             words += [*([row.gather] if shards else []), f"{row.makespan:.5g}"]
             rest = [f"{row.bubble:.1%}", held, f"{row.throughput:.5g}", row.costs]
-            mark = " ".join(word for word in ("*" * (row in self.front), "" if row.fits else "too much") if word)
-            table.append([*words, *(spread if drawn else []), *rest, mark])
+            marks = "*" * (row in self.front), "" if row.fits else "too much", row.note
+            table.append([*words, *(spread if drawn else []), *rest, " ".join(filter(None, marks))])
         return table
-
-    @property
-    def notes(self) -> list[str]:
-        """Caveats of the ways on the front, to be known before one is taken."""
-        found: list[str] = []
-        for row in self.front:
-            costs = row.timeline.costs
-            free = costs is None or not (costs.offload or costs.host_bandwidth)
-            if free and any(op.kind == "OFFLOAD" for op in row.program.ops):
-                found.append(f"{row.schedule} moves residuals out of a rank, which by these costs takes no time")
-            if row.gather and not any(op.kind == "GATHER" and costs and costs.seconds(op) for op in row.program.ops):
-                found.append("what replicas gather by these costs takes no time: a cluster says what links they have")
-            if any(isinstance(where, tuple) for where in row.program.placement):
-                found.append(f"{row.schedule} has stages on several ranks, which hold replicas of their parameters")
-        return list(dict.fromkeys(found))
 
     def __str__(self) -> str:
         cells = self.cells(self.shown())
@@ -178,7 +171,7 @@ class RunPlan:
             ).rstrip()
             for row in cells
         ]
-        return "\n".join([*lines, *self.notes, *(f"{name}: {why}" for name, why in self.refused)])
+        return "\n".join([*lines, *(f"{name}: {why}" for name, why in self.refused)])
 
     def __repr__(self) -> str:
         return f"<RunPlan: {len(self.rows)} ways, best {self.best.name} ({self.best.makespan:.5g} s)>"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fpipe.model import Model
 from fpipe.planning.cost_curve import CostCurve
-from fpipe.program import PARAMETERS, Program, ProgramError, Value, parts_of
+from fpipe.program import PARAMETERS, Program, ProgramError, Value
 from fpipe.schedules.compare import parts_of_a_rank
 from fpipe.schedules.named import Named
 from fpipe.timing.cluster import Cluster
@@ -93,11 +93,6 @@ class Work:
         if isinstance(costs.bytes, NamedBytes):
             costs = replace(costs, bytes=replace(costs.bytes, replicas=self.replicas))
         return (costs if self.measured is None else self.measured.with_bytes(costs, program, self.replicas)), word
-
-
-def working(program: Program) -> list[int]:
-    """The ranks that compute; a host only keeps."""
-    return sorted({op.rank for op in parts_of(program.ops) if op.kind in "FBIW"})
 
 
 def at_home(program: Program, costs: Costs, rank: int) -> float:

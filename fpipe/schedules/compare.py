@@ -11,9 +11,10 @@ from typing import Any, cast
 from fpipe.limits import whole
 from fpipe.program import Program, Value
 from fpipe.schedules.named import parse
-from fpipe.timing.amounts import checked_count
+from fpipe.timing.amounts import amount, checked_count
 from fpipe.timing.bounds import bounds
-from fpipe.timing.costs import Costs, PerStage, the_costs
+from fpipe.timing.caveats import caveats
+from fpipe.timing.costs import Costs, PerStage, computing, the_costs
 from fpipe.timing.named_bytes import NamedBytes
 from fpipe.timing.simulate import simulate
 from fpipe.timing.timeline import Timeline
@@ -42,6 +43,7 @@ class ScheduleRow:
         bound: seconds that no order in this placement and memory goes below (`fpipe.bounds`).
         above: how far above it the makespan is, as a share of it.
         refused: why it does not serve these sizes, or "".
+        note: what time and memory leave out: parameters on several ranks, moves that take no time (free).
         timeline: when everything happens.
     """
 
@@ -57,6 +59,7 @@ class ScheduleRow:
     bound: float = _NONE
     above: float = _NONE
     refused: str = ""
+    note: str = ""
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
 
 
@@ -101,6 +104,8 @@ class Comparison:
         served = [row for row in self.rows if row.timeline is not None]
         sized = len({(row.ranks, row.microbatches) for row in served}) > 1  # a program has sizes of its own
         heading = ["makespan", "span", "bubble", "bubble of span", "idle", "peak", "bound", "above"]
+        noted = any(row.note for row in served)
+        heading += ["note"] * noted
         return [["schedule", *(["ranks", "microbatches"] if sized else []), *heading]] + [
             [
                 row.name,
@@ -110,18 +115,23 @@ class Comparison:
                 f"{row.bubble:.1%}",
                 f"{row.bubble_span:.1%}",
                 f"{row.idle:.6g}",
-                f"{row.peak:.6g}",
+                amount(row.peak, row.timeline is not None and row.timeline.in_bytes),
                 f"{row.bound:.6g}",
                 f"{row.above:.1%}",
+                *([row.note] if noted else []),
             ]
             for row in served
         ]
 
     def __str__(self) -> str:
-        widths = [max(map(len, column)) for column in zip(*self.cells, strict=True)]
+        heading, *_ = table = self.cells
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [
-            "  ".join(cell.rjust(width) if at else cell.ljust(width) for at, (cell, width) in enumerate(found))
-            for found in (list(zip(cells, widths, strict=True)) for cells in self.cells)
+            "  ".join(
+                cell.ljust(width) if word in ("schedule", "note") else cell.rjust(width)
+                for cell, width, word in zip(cells, widths, heading, strict=True)
+            ).rstrip()
+            for cells in table
         ]
         refused = [f"{row.name}: {row.refused}" for row in self.rows if row.refused]
         return "\n".join(
@@ -190,8 +200,7 @@ def compare(
 
 def parts_of_a_rank(program: Program) -> float:
     """Into how many ops a rank cuts its share of a microbatch; a rank that computes nothing, as a host, has none."""
-    ranks = {rank for where in program.placement for rank in (where if isinstance(where, tuple) else (where,))}
-    return program.stages / max(1, len(ranks)) * program.slices
+    return program.stages / max(1, len(computing(program))) * program.slices
 
 
 def _entry(
@@ -224,6 +233,7 @@ def _row(name: str, program: Program, said: Costs | Callable[[float], Costs]) ->
         max(found.peak),
         least.makespan,
         least.gap(found),
+        note=caveats(program, costs),
         timeline=found,
     )
 

@@ -61,3 +61,30 @@ def _number(expected: str, found: object) -> float:
     if found > LARGEST_NUMBER:
         raise ValueError(f"{expected}, at most {LARGEST_NUMBER:.3g}; found {found:.3g}.")
     return found
+
+
+def amount(held: float, in_bytes: bool, digits: int = 6) -> str:
+    """Write an amount held, in microbatches or bytes.
+
+    >>> amount(2.5, False), amount(3 << 20, True), amount(1020 << 20, True)
+    ('2.5', '3 MiB', '0.996 GiB')
+    """
+    if not in_bytes:
+        return f"{held:.{digits}g}"
+    unit, size = byte_unit(held)
+    return f"{held:.0f} B" if unit == "B" else f"{held / size:.3g} {unit}"
+
+
+def exact_amount(held: float, in_bytes: bool) -> str:
+    """Write an amount held so that it can be handed in again: bytes are rounded in their unit alone.
+
+    >>> exact_amount(2.5, False), exact_amount(3 << 20, True)
+    ('2.5', '3145728 (3 MiB)')
+    """
+    return f"{held:.0f} ({amount(held, True)})" if in_bytes else amount(held, False)
+
+
+def byte_unit(held: float) -> tuple[str, float]:
+    """The binary unit that suits some bytes, and how many bytes it has."""
+    power = next((power for power in range(4) if held < (999.5 if power else 1024) * 1024**power), 4)
+    return ("B", "KiB", "MiB", "GiB", "TiB")[power], 1024.0**power

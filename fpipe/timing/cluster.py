@@ -79,12 +79,18 @@ class Cluster:
         """
         return _Reader(text).cluster()
 
+    def speed_of(self, rank: int) -> float:
+        """The speed of a rank; of one behind those of the cluster, which keeps what travels in a host's memory, 1."""
+        return self.speed[rank] if rank < len(self.speed) else 1.0
+
     def host(self, rank: int) -> int:
         """The host of a rank."""
         return rank // self.ranks
 
     def link(self, source: int, target: int) -> Link:
-        """The link between two ranks."""
+        """The link between two ranks. From and to a host's memory it takes no time, but by `Costs(host_bandwidth=)`."""
+        if max(source, target) >= len(self.speed):
+            return Link()
         return self.inside if self.host(source) == self.host(target) else self.between
 
     def wire(self, source: int, target: int) -> Hashable:
@@ -221,6 +227,21 @@ def bytes_of(text: str) -> float:
     found = _read(text, _SIZES)
     if found is None:
         raise ValueError(f"an amount of bytes reads 40GiB or 512B, in {', '.join(_SIZES)}; found {text!r}.")
+    return found
+
+
+def seconds_of(text: str) -> float:
+    """A time as it is typed: of a plain number seconds.
+
+    >>> seconds_of("10ms"), seconds_of("0.5")
+    (0.01, 0.5)
+    """
+    try:
+        return float(text)
+    except ValueError:
+        found = _read(text, _TIMES)
+    if found is None:
+        raise ValueError(f"a time reads 0.5 (seconds), 0.5s, 10ms, 5us or 200ns; found {text!r}.")
     return found
 
 

@@ -208,7 +208,7 @@ class Costs:
         """How long an op takes on its lane; what keeps to its data takes nothing."""
         seconds = self._seconds(op)
         slow = self.cluster is not None and seconds and lane_of(op) == "main"
-        return seconds / self.cluster.speed[op.rank] if self.cluster is not None and slow else seconds
+        return seconds / self.cluster.speed_of(op.rank) if self.cluster is not None and slow else seconds
 
     def _seconds(self, op: Op) -> float:
         """Seconds of an op on a rank of speed 1."""
@@ -292,7 +292,8 @@ class Costs:
     def carrying(self, value: Value, source: int, target: int) -> float:
         """Seconds for which a value keeps its link from other values."""
         if self.cluster is not None:
-            rate = self.cluster.link(source, target).bandwidth
+            hosted = max(source, target) >= len(self.cluster.speed)
+            rate = (self.host_bandwidth or math.inf) if hosted else self.cluster.link(source, target).bandwidth
             return self.size(value) / rate if rate < math.inf else 0.0
         if self.bandwidth is None:
             return 0.0
@@ -346,14 +347,20 @@ _PER_STAGE = (
 )
 
 
+def computing(program: Program) -> set[int]:
+    """The ranks that compute; a host only keeps what travels."""
+    return {rank for where in program.placement for rank in (where if isinstance(where, tuple) else (where,))}
+
+
 def the_costs(costs: object, program: Program | None = None) -> Costs:
     """The costs that were given, or one second for each F, I and W; lists that are long enough for a program."""
     if costs is None:
         return Costs()
     if not isinstance(costs, Costs):
         raise TypeError(f"costs is an fpipe.Costs, such as fpipe.Costs(forward=2); found {type(costs).__name__}.")
-    if program is not None and costs.cluster is not None and program.ranks > len(costs.cluster.speed):
-        raise ValueError(f"the program has {program.ranks} ranks, and the cluster {len(costs.cluster.speed)}.")
+    there = math.inf if costs.cluster is None else len(costs.cluster.speed)
+    if program is not None and program.ranks > there and max(computing(program)) >= there:
+        raise ValueError(f"the program has {program.ranks} ranks, and the cluster {there}.")
     lists = {word: len(given) for word in _PER_STAGE if isinstance(given := getattr(costs, word), Sequence)}
     for word, length in lists.items():
         if program is not None and length < program.stages:

@@ -9,6 +9,7 @@ from itertools import repeat
 from operator import itemgetter
 
 from fpipe.program import HtmlRepr, Op, Program, Value, building
+from fpipe.timing.amounts import amount
 from fpipe.timing.costs import Costs
 from fpipe.timing.lanes import Transfer, is_work, program_of_lanes, run_lanes, updated_by, walk
 from fpipe.timing.memory import HeldChanges, curves, unit_steps
@@ -216,6 +217,11 @@ class Timeline(HtmlRepr):
         """
         return self._waiting.waits(self.ranks, self.makespan)
 
+    @property
+    def in_bytes(self) -> bool:
+        """Whether what is held is counted in bytes, and not in microbatches."""
+        return self.steps is not None
+
     def held(self, rank: int) -> list[tuple[float, float]]:
         """Memory of a rank, as (seconds, amount) from each change on: in the unit of `peak`, over the first iteration.
 
@@ -254,7 +260,7 @@ class Timeline(HtmlRepr):
         return curves(steps, shares(self.program))
 
     def __str__(self) -> str:
-        peaks = ", ".join(f"{peak:g}" for peak in self.peak)
+        peaks = ", ".join(amount(peak, self.in_bytes) for peak in self.peak)
         row = f"{self.rounds} iterations, each {self.steady:g}, " if self.rounds > 1 else ""
         again = "" if self.redone is None else f" ({self.redone:g} to do it again: pays below {self.pays:.1%} of calls)"
         times = f"makespan {self.makespan:g}{again}, span {self.span:g}, bubble {self.bubble:.1%}"
