@@ -47,8 +47,14 @@ def full(tensor: Any) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    ("how", "sequence"),
+    [
+        pytest.param(how, sequence, marks=pytest.mark.deep if sequence and how != "step" else [])
+        for how in HOW
+        for sequence in (False, True)
+    ],
+)
 def test_shards_of_shards_train_as_parts_that_are_whole(four: Processes, how: str, sequence: bool):
     assert four.each(both, how, sequence) == [[]] * 4
 

@@ -127,8 +127,15 @@ def runs(rank: int, which: str, chain: str, how: dict[str, Any]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("chain", ["1F1B", "ZB-H1", "checkpoint", "layers again"])
-@pytest.mark.parametrize("which", [name for name in STAGES if name != "four"])
+@pytest.mark.parametrize(
+    ("which", "chain"),
+    [
+        pytest.param(which, chain, marks=pytest.mark.deep if chain != "ZB-H1" and which != "all" else [])
+        for which in STAGES
+        for chain in ("1F1B", "ZB-H1", "checkpoint", "layers again")
+        if which != "four"
+    ],
+)
 def test_stages_that_look_at_data_have_the_bits_of_autograd(pair: Processes, which: str, chain: str):
     """A build in processes refused them: that the whole program be in one process was the way out."""
     assert pair.each(runs, which, chain, {}) == [[], []]
