@@ -1,6 +1,6 @@
 """Train on shards of parameters on four processes, against FSDP2 under torch's own 1F1B, and against whole replicas.
 
-    python benchmarks/sharded.py [--quick]
+    python benchmarks/sharded.py [--quick] [--memory | --simulated]
 
 Four processes of one gloo group, two replicas of two ranks, one intra-op thread each. In each round every step runs
 once, one after another, on all: ours on whole replicas (data_parallel), and sharded, gathered once a step or for each
@@ -11,6 +11,10 @@ compared: ours bit by bit with those of whole replicas.
 Memory is how far the resident peak grows in a step, in the process where most: gathered copies, gradients, activations
 and buffers, beside the shards that are there before; of our steps also as a part of what `fpipe.sizes` told. Each way
 has processes of its own, whose C library gives what is freed back at once (MALLOC_MMAP_THRESHOLD_).
+
+With --simulated, how far simulation is from our steps: all ranks are profiled together on whole parameters, the link
+between replicas is measured by itself, and every way is simulated by both. Messages take a core too, so this wants
+twice as many cores as processes; there are two ranks of two replicas where there are eight, else one.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from measured import timed
 from step import Block, within
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -74,26 +80,33 @@ REACH = {
 }
 
 
-def ours(name: str, mesh: DeviceMesh, case: Any) -> Step:
+def built(name: str, mesh: DeviceMesh, case: Any, record: bool = False) -> Callable[[], fpipe.Result]:
     """Our step of this process, on shards or whole parameters."""
-    (net, x, target), (blocks, last) = case, OURS[name]
-    model, params, _ = fpipe.from_sequential(net, stages=len(net) if blocks else 2, loss=MSE)
-    schedule = fpipe.schedules.one_f_one_b(2)
-    program = fpipe.chain(fpipe.split(MICROBATCHES), schedule, fpipe.merge(outputs=False), last)(fpipe.program(model))
+    _, x, target = case
+    model, params, program = _program(name, case, mesh.size(1))
     mine = fpipe.local_params(program, params, mesh.get_local_rank("pp"))
     if name != "replicas":
         mine = fpipe.shard_params(mine, mesh["dp"])
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(mine, (x, target)))
-
     share = 1 if name == "replicas" else 2
     told = fpipe.sizes(program, model, params, (x, target), runtime="distributed", replicas=share).peak
     TOLD[name] = max(told) / 2**20
+    how: Any = {"mesh": mesh, "example": (mine, (x, target)), "record": record}
+    return partial(fpipe.build(program, model, runtime="distributed", **how), mine, (x, target))
 
-    def run() -> dict[str, Tensor]:
-        grads = step(mine, (x, target)).grads
-        return {name: grad for stage in grads if stage is not None for name, grad in stage.items()}
 
-    return run
+def ours(name: str, mesh: DeviceMesh, case: Any) -> Step:
+    """Our step, as the gradients that it gives."""
+    step = built(name, mesh, case)
+    return lambda: {name: grad for stage in step().grads if stage is not None for name, grad in stage.items()}
+
+
+def _program(name: str, case: Any, ranks: int, bare: bool = False) -> tuple[fpipe.Model, Any, fpipe.Program]:
+    """Our way, or its program for one replica."""
+    net, (blocks, last) = case[0], OURS[name]
+    model, params, _ = fpipe.from_sequential(net, stages=len(net) if blocks else 2, loss=MSE)
+    schedule = fpipe.schedules.one_f_one_b(ranks)
+    merged = fpipe.chain(fpipe.split(MICROBATCHES), schedule, fpipe.merge(outputs=False))(fpipe.program(model))
+    return model, params, merged if bare else last(merged)
 
 
 def torchs(name: str, mesh: DeviceMesh, case: Any) -> Step:
@@ -174,6 +187,78 @@ def times(rank: int, name: str, steps: dict[str, Step], rounds: int) -> None:
             print(f"{name:<14} {one} / {other}: {within(middle[one] / middle[other], reach)}", flush=True)
 
 
+def simulated(rank: int, folder: str, rounds: int, name: str, ranks: int) -> None:
+    """How long each of our steps takes, and how long it was said to take."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2 * ranks)
+    mesh = init_device_mesh("cpu", (2, ranks), mesh_dim_names=("dp", "pp"))
+    torch.manual_seed(0)
+    net, x, target = TIMED[name]()
+    case = net, torch.randn_like(x) + mesh.get_local_rank("dp"), target
+    steps, recorded = ({way: built(way, mesh, case, record) for way in OURS} for record in (False, True))
+    told: dict[str, list[float]] = {way: [] for way in OURS}
+    took: dict[str, list[float]] = {way: [] for way in OURS}
+    for turn in range(WARM_UP + rounds):
+        if turn % 5 == 0:
+            link = _link(mesh)
+            known = {blocks: _costs(mesh, case, blocks) for blocks in (False, True)}
+            for way, (blocks, _) in OURS.items():
+                model, params, program = _program(way, case, ranks)
+                sizes = fpipe.sizes(program, model, params, case[1:], replicas=2)
+                cluster = f"{ranks} ranks; inside {1e6 * known[blocks].transfer:.3f}us; replicas 2 {link}"
+                costs = replace(known[blocks], transfer=0, bytes=sizes, cluster=cluster)
+                costs = _with_posts(costs, recorded[way]().timeline)
+                told[way].append(fpipe.simulate(program, costs).delivered)
+        for way, step in steps.items():
+            dist.barrier()
+            seconds = torch.tensor(timed(step)[0], dtype=torch.float64)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            if turn >= WARM_UP:
+                took[way].append(float(seconds))
+    for way in OURS if rank == 0 else ():
+        said, found = statistics.median(told[way]), statistics.median(took[way])
+        off = within(100 * abs(said / found - 1), 15.0)
+        print(f"{name:<14} {way:<18} simulated {1e3 * said:.1f} ms, measured {1e3 * found:.1f} ms: {off} % apart")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _costs(mesh: DeviceMesh, case: Any, blocks: bool) -> fpipe.Costs:
+    """What ops and messages of a replica cost, while both are busy."""
+    model, params, program = _program("each use" if blocks else "replicas", case, mesh.size(1), bare=True)
+    return fpipe.profile(program, model, params, case[1:], runtime="distributed", mesh=mesh["pp"])
+
+
+def _with_posts(costs: fpipe.Costs, timeline: fpipe.Timeline) -> fpipe.Costs:
+    """Costs of which each forward and backward takes its part of the time in which ranks start GATHERs, too."""
+    starts = [end - start for op, start, end in timeline.events if op.kind == "GATHER"]
+    ops = sum(op.kind in ("F", "B") for op in timeline.ops)
+    each = statistics.median(starts or [0.0]) * len(starts) / ops
+    forward, backward = ([one + each for one in found] for found in (costs.forward, costs.backward))
+    return replace(costs, forward=forward, backward=backward)
+
+
+def _link(mesh: DeviceMesh) -> str:
+    """Latency and bandwidth of what two replicas hand each other at once."""
+    group = mesh.get_group("dp")
+    other, middle = 1 - group.rank(), list[float]()
+    for count in (2**10, 2**21):
+        own, found = torch.zeros(count), torch.empty(count)
+        times = list[float]()
+        for _ in range(11):
+            dist.barrier(group)
+            start = time.perf_counter()
+            sent = dist.isend(own, group=group, group_dst=other)
+            dist.recv(found, group=group, group_src=other)
+            sent.wait()
+            times.append(time.perf_counter() - start)
+        middle.append(statistics.median(times))
+    both = torch.tensor(middle, dtype=torch.float64)
+    dist.all_reduce(both)
+    short, long = (both / dist.get_world_size()).tolist()
+    return f"{1e6 * short:.3f}us {2**23 / (long - short):.0f}B/s"
+
+
 def _whole(grad: Any) -> Tensor:
     return (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
 
@@ -204,19 +289,23 @@ def _status(word: str) -> float:
     return int(found[1]) / 1024
 
 
-def run(rounds: int, name: str, ways: list[str], held: bool) -> None:
+def run(target: Callable[..., None], *how: Any, processes: int = 4) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(work, (folder, rounds, name, ways, held), nprocs=4, start_method="spawn")
+        mp.start_processes(target, (folder, *how), nprocs=processes, start_method="spawn")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--memory", action="store_true", help="memory alone")
+    parser.add_argument("--simulated", action="store_true", help="simulated beside measured steps alone")
     said = parser.parse_args()
-    for name in () if said.memory else TIMED:
-        run(5 if said.quick else 20, name, ["replicas", "once a step", "each use", *TORCHS], held=False)
+    rounds, ranks = 5 if said.quick else 20, 2 if (os.cpu_count() or 1) >= 8 else 1
+    for name in TIMED if said.simulated else ():
+        run(simulated, rounds, name, ranks, processes=2 * ranks)
+    for name in () if said.memory or said.simulated else TIMED:
+        run(work, rounds, name, ["replicas", "once a step", "each use", *TORCHS], False)
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    for name in HELD:
+    for name in () if said.simulated else HELD:
         for way in (*OURS, *TORCHS):
-            run(1, name, [way], held=True)
+            run(work, 1, name, [way], True)
