@@ -140,7 +140,8 @@ def test_a_policy_of_gathering_is_one_more_choice():
     assert "gather" not in str(plain)
     for gather, row in rows.items():
         assert row.program == fpipe.shard(gather=gather)(plain.best.program)  # type: ignore[arg-type]
-        assert row.makespan == fpipe.simulate(row.program, row.timeline.costs).makespan
+        timeline = fpipe.simulate(row.program, row.timeline.costs)
+        assert row.makespan == timeline.delivered > timeline.makespan  # the last SCATTER
         shards = 2 * 0.5 * 2**20 / 4
         assert row.memory == pytest.approx([peak + shards for peak in row.timeline.peak])
     assert rows["step"].makespan < rows["use"].makespan
@@ -148,6 +149,26 @@ def test_a_policy_of_gathering_is_one_more_choice():
     cap = (rows["use"].most + rows["step"].most) / 2
     capped = fpipe.plan_run(costs, ranks=2, cluster=ring, shard=["step", "use"], memory=cap, **words)
     assert [row.gather for row in capped if row.fits] == ["use"]
+    noise = fpipe.Noise(jitter=0.1)
+    drawn = fpipe.plan_run(costs, ranks=2, cluster=ring, shard=["step"], noise=noise, samples=5, **words).best.spread
+    assert drawn.nominal == rows["step"].makespan
+    assert abs(drawn.median / drawn.nominal - 1) < 0.3
+
+
+def test_replicas_that_keep_all_parameters_are_one_more_choice():
+    """They move as much as those that gather once a step, which hold less, but for what these gather."""
+    costs = replace(parse("F=10,B=12,W=8,y=1KiB,res=4KiB,params=1MiB").of(fpipe.program(1)), transfer=0)
+    words: dict[str, Any] = {"microbatches": [4], "schedules": ["interleaved:stages=8"], "checkpoint": ["never"]}
+    ring = "2 ranks; replicas 4 200KiB/s"
+    rows = {row.gather: row for row in fpipe.plan_run(costs, ranks=2, cluster=ring, shard=["never", "use"], **words)}
+    plain = fpipe.plan_run(costs, ranks=2, **words).best
+    assert rows["never"].program == fpipe.data_parallel()(plain.program)
+    assert rows["never"].makespan == fpipe.simulate(rows["never"].program, rows["never"].timeline.costs).delivered
+    assert rows["never"].makespan > plain.makespan
+    assert rows["never"].memory == pytest.approx(plain.memory)
+    assert rows["use"].most < rows["never"].most
+    (free,) = fpipe.plan_run(costs, ranks=2, replicas=4, shard=["never"], **words)
+    assert free.note == "free reduce"
 
 
 def test_a_model_whose_parameters_are_shared_out_holds_a_part_of_them():
@@ -279,8 +300,8 @@ def test_plans_and_spreads_are_drawn(tmp_path: Path):
         ({"stages": 0}, "stages is a whole number, at least 1; found 0."),
         ({"replicas": 2}, "replicas= share parameters out: say how in shard=, some of step, run, use"),
         ({"shard": ["use"]}, "shard= needs replicas that share parameters out: say replicas=2"),
-        ({"shard": ["each"], "replicas": 2}, "shard lists some of step, run, use; found 'each'."),
-        ({"shard": "use", "replicas": 2}, "shard lists some of step, run, use; found 'use'."),
+        ({"shard": ["each"], "replicas": 2}, "shard lists some of step, run, use, never; found 'each'."),
+        ({"shard": "use", "replicas": 2}, "shard lists some of step, run, use, never; found 'use'."),
         ({"shard": ["use"], "replicas": 0}, "replicas is a whole number, at least 1; found 0."),
         (
             {"shard": ["use"], "replicas": 2, "cluster": "2 ranks; replicas 4 1us"},

@@ -19,7 +19,7 @@ from fpipe.program import Program
 from fpipe.schedules.named import option
 from fpipe.schedules.named import parse as parse_name
 from fpipe.timing.cluster import Cluster, bytes_of
-from fpipe.transforms.shard import GATHERS, checked_gathers
+from fpipe.transforms.shard import GATHERS, WHOLE, checked_gathers
 
 if TYPE_CHECKING:
     from fpipe.model import Model
@@ -182,10 +182,10 @@ Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the random choices.
 Shard = Annotated[
     list[str] | None,
     read_by(
-        lambda word: checked_gathers([word])[0],
+        lambda word: checked_gathers([word], (*GATHERS, WHOLE))[0],
         "--shard",
         metavar="|".join(GATHERS),
-        help="When parameters that replicas share are gathered; may be said again.",
+        help="When parameters that replicas share are gathered; of a plan also 'never', whole ones. May be said again.",
     ),
 ]
 Replicated = Annotated[bool, typer.Option("--replicated", help="A table may put a stage on several ranks.")]

@@ -20,7 +20,7 @@ from fpipe.timing.costs import Costs
 from fpipe.timing.named_bytes import NamedBytes
 from fpipe.timing.noise import Noise
 from fpipe.timing.robustness import At
-from fpipe.transforms.shard import GATHERS, checked_gathers
+from fpipe.transforms.shard import GATHERS, WHOLE, checked_gathers
 
 Said = Costs | Callable[[float], Costs]
 POLICIES = ("never", "except_last", "always")
@@ -98,15 +98,16 @@ def asked_for(
 
 def _sharing(replicas: object, shard: Any, cluster: Cluster | None) -> tuple[int, tuple[str, ...]]:
     """How many replicas share parameters out, and by which policies; none where they do not."""
+    known = (*GATHERS, WHOLE)
     across = 1 if cluster is None else cluster.replicas
     count = across if replicas is None else whole("replicas", replicas)
     if across > 1 and count != across:
         raise ValueError(f"replicas={count}, and the cluster has {across}; say them once.")
     if shard is None:
         if replicas is not None:
-            raise ValueError(f"replicas= share parameters out: say how in shard=, some of {', '.join(GATHERS)}.")
+            raise ValueError(f"replicas= share parameters out: say how in shard=, some of {', '.join(known)}.")
         return 1, ("",)
-    gathers = checked_gathers(_listed("shard", shard, f"some of {', '.join(GATHERS)}"))
+    gathers = checked_gathers(_listed("shard", shard, f"some of {', '.join(known)}"), known)
     if count < 2:
         raise ValueError("shard= needs replicas that share parameters out: say replicas=2, or those of the cluster.")
     return count, gathers

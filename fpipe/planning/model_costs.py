@@ -19,6 +19,7 @@ from fpipe.timing.costs import Costs, Storages
 from fpipe.training import program as base_program
 from fpipe.transforms.chain import chain
 from fpipe.transforms.merge import merge
+from fpipe.transforms.shard import is_sharded
 from fpipe.transforms.split import split
 
 
@@ -68,10 +69,10 @@ class Measured:
 
     def with_bytes(self, costs: Costs, program: Program, replicas: int = 1) -> Costs:
         """These costs with the bytes of a program's own values, and of parameters that travel or are gathered."""
-        is_sharded = any(op.kind == "GATHER" for op in program.ops)
-        count = replicas if is_sharded else 1
+        shares = is_sharded(program)
+        count = replicas if shares else 1
         own = sizes(program, self.model, self.params, self.batch, state=self.state, replicas=count)
-        return replace(costs, bytes=own if is_sharded else _WithParams(own))
+        return replace(costs, bytes=own if shares else _WithParams(own))
 
 
 @dataclass(frozen=True)

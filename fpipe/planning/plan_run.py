@@ -71,8 +71,9 @@ def plan_run(
             (`params` in the bytes of costs), gradients and values; what an optimizer keeps is not among them.
         replicas: of all ranks, each with a batch like this; by default those of the cluster.
         shard: which policies of gathering the parameters that replicas share out are tried, of "step", "run" and "use"
-            (`fpipe.shard`); by default parameters are whole. A rank holds its part of parameters and added gradients,
-            and what it has gathered. A search is for whole parameters, and what it finds is then sharded.
+            (`fpipe.shard`), and "never", whole ones on each (`fpipe.data_parallel`); by default there is one replica.
+            A rank holds its part of parameters and added gradients, and what it has gathered, and a step takes until
+            the last gradient is added up. A search is for whole parameters, and what it finds is then sharded.
         search: seconds for `fpipe.search` to find a schedule for each number of microbatches; its row is `found`. Where
             the number of stages is open, it is two a rank.
         profiled: the numbers of microbatches at which a model is measured, by default all; costs of others are
@@ -212,6 +213,7 @@ class _Planner:
         """A way: its time, and what each rank holds."""
         timeline = simulate(program, costs)
         self.in_bytes = costs.bytes is not None
+        seconds = max(timeline.makespan, timeline.delivered) if gather else timeline.makespan
         rows = self.work.rows_of(program.microbatches)
         ranks = sorted(computing(program))
         if self.in_bytes:
@@ -226,8 +228,8 @@ class _Planner:
                 rows,
                 policy,
                 word,
-                timeline.makespan,
-                rows * program.microbatches / timeline.makespan if timeline.makespan else math.inf,
+                seconds,
+                rows * program.microbatches / seconds if seconds else math.inf,
                 timeline.bubble,
                 tuple(held),
                 all(each <= limit * (1 + 1e-9) for each, limit in zip(held, limits, strict=True)),
@@ -292,5 +294,7 @@ class _Planner:
             (spread,) = robustness(
                 {row.name: row.program}, row.timeline.costs, noise=noise, samples=self.samples, seed=self.seed
             )
-            drawn.append(replace(row, spread=spread))
+            late = row.makespan - spread.nominal  # of sums over replicas, which no noise delays
+            made = replace(spread, nominal=row.makespan, makespans=tuple(one + late for one in spread.makespans))
+            drawn.append(replace(row, spread=made if row.gather else spread))
             self.rows[self.rows.index(row)] = drawn[-1]

@@ -27,7 +27,7 @@ class PlanRow:
         rows: of a microbatch, in the mean.
         checkpoint: what is recomputed: a word of `fpipe.checkpoint`.
         costs: where its seconds are from: "given", "measured", or "interpolated" between two that were.
-        makespan: seconds of a step.
+        makespan: seconds of a step; of replicas until they have added up their last gradient.
         throughput: rows a second.
         bubble: the idle share of the makespan.
         memory: the most that each rank holds, in bytes with its parameters; or in rows, where a rank's share of the
@@ -35,7 +35,8 @@ class PlanRow:
         fits: whether that is within each rank's memory.
         spread: the makespans under noise, where there is noise and nothing that fits as well and holds no more is sure
             to be better.
-        gather: when parameters that replicas share out are gathered: a word of `fpipe.shard`; empty where none are.
+        gather: when parameters that replicas share out are gathered: a word of `fpipe.shard`, or "never" where
+            replicas have whole ones; empty where there is one replica.
         program, timeline: what runs, and when.
     """
 

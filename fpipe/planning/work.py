@@ -19,8 +19,9 @@ from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import Transform
 from fpipe.transforms.chain import chain
 from fpipe.transforms.checkpoint import checkpoint
+from fpipe.transforms.data_parallel import data_parallel
 from fpipe.transforms.merge import merge
-from fpipe.transforms.shard import shard
+from fpipe.transforms.shard import WHOLE, is_sharded, shard
 from fpipe.transforms.split import split
 
 if TYPE_CHECKING:
@@ -77,8 +78,10 @@ class Work:
         return chain(split(microbatches), checkpoint(policy), order, self.merged())(base_program(what))  # pyright: ignore[reportArgumentType]
 
     def sharded(self, program: Program, gather: Any) -> Program:
-        """The program with a policy of gathering parameters; none: as it is."""
-        return shard(gather=gather)(program) if gather else program
+        """The program of several replicas, with a policy of gathering parameters; none: as it is."""
+        if not gather:
+            return program
+        return (data_parallel() if gather == WHOLE else shard(gather=gather))(program)
 
     def costs(self, microbatches: int, parts: float, slices: int = 1) -> tuple[Costs, str]:
         """Of ops of which a rank has so many in a microbatch, and where they are from."""
@@ -91,7 +94,7 @@ class Work:
             raise ProgramError("it cuts sequences into slices, and costs are measured of whole microbatches.")
         costs, word = self.costs(program.microbatches, parts_of_a_rank(program), program.slices)
         if isinstance(costs.bytes, NamedBytes):
-            costs = replace(costs, bytes=replace(costs.bytes, replicas=self.replicas))
+            costs = replace(costs, bytes=replace(costs.bytes, replicas=self.replicas if is_sharded(program) else 1))
         return (costs if self.measured is None else self.measured.with_bytes(costs, program, self.replicas)), word
 
 

@@ -24,8 +24,9 @@ def caveats(program: Program, costs: Costs) -> str:
     kinds = {op.kind for op in program.ops}
     if "OFFLOAD" in kinds and not (costs.offload or costs.host_bandwidth):
         found.append("free offload")
-    if "GATHER" in kinds and not any(op.kind == "GATHER" and costs.seconds(op) for op in program.ops):
-        found.append("free gather")
+    moved = next((kind for kind in ("GATHER", "REDUCE") if kind in kinds), None)  # between replicas
+    if moved and not any(op.kind == moved and costs.seconds(op) for op in program.ops):
+        found.append(f"free {moved.lower()}")
     working = computing(program)
     trips = [(value, home, rank) for value, where in homes.items() for home in {*where} - working for rank in working]
     if trips and not any(costs.latency(home, rank) or costs.carrying(value, home, rank) for value, home, rank in trips):

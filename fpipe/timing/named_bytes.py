@@ -17,7 +17,7 @@ class NamedBytes:
     """Bytes by name: an output `y`, its gradient `dx`, residuals `res`, what a W keeps of them `wres`, and `params`,
     what a stage's rank has all the time. Unsaid, dx is as large as y and wres as res. Gradients of parameters are as
     large as these, and those of a stage are added up in one place; nothing else counts. Of `replicas` that share
-    parameters out, each has so small a part of them, and of their added gradients.
+    parameters out, each has so small a part of them, and of their added gradients; others add up in place.
 
     >>> sizes = NamedBytes({"y": 8, "res": 40, "wres": 24})
     >>> sizes.size(Value("dx", 1, 0)), sizes.size(Value("loss", 1, 0))
@@ -32,15 +32,15 @@ class NamedBytes:
     def size(self, value: Value) -> float:
         """Bytes of a value when it travels."""
         if value.name in _PARTS:
-            return self.said.get("params", 0) / self.replicas if self.replicas > 1 else 0
+            return self.said.get("params", 0) / self.replicas
         unsaid = {"dx": "y", "wres": "res", "g": "params", "sum": "params"}
         return self.said.get(value.name, self.said.get(unsaid.get(value.name, ""), 0))
 
     def storages(self, value: Value) -> Mapping[tuple[Value, str], int]:
         """The storages of a value; wres lies in its res, and gradients are added in place."""
-        if value.name in ("g", "sum"):
+        if value.name in ("g", "sum") or (value.name in ("cut", "all") and self.replicas == 1):
             return {(Value("sum", value.stage, at=value.at), ""): int(self.size(value))}
-        whole = value._replace(at="")
+        whole = value if value.name == "params" else value._replace(at="")  # each gathered copy has memory of its own
         if value.name not in ("res", "wres"):
             return {(whole, ""): int(self.size(value))}
         res = value._replace(name="res", at="")

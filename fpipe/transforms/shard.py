@@ -22,6 +22,8 @@ from fpipe.transforms.data_parallel import axes_of, data_parallel, nested, reduc
 _new = tuple.__new__
 Policy = Literal["step", "run", "use"]
 GATHERS: tuple[Policy, ...] = get_args(Policy)
+WHOLE = "never"
+"""The policy of replicas that keep all parameters, those of `data_parallel`: a plan compares it with the others."""
 Gather = Policy | Callable[[Op], object]
 
 
@@ -116,13 +118,18 @@ def shard(
     return transform
 
 
-def checked_gathers(words: Any) -> tuple[Policy, ...]:
+def is_sharded(program: Program) -> bool:
+    """Whether replicas share its parameters out."""
+    return any(op.kind == "GATHER" for op in program.ops)
+
+
+def checked_gathers(words: Any, known: Collection[str] = GATHERS) -> tuple[Any, ...]:
     """The policies in a list of them."""
     listed = isinstance(words, Collection) and not isinstance(words, str)
     each: list[Any] = [*words] if listed else [words]
-    odd = next((word for word in each if not listed or word not in GATHERS), None)
+    odd = next((word for word in each if not listed or word not in known), None)
     if odd is not None:
-        raise ValueError(f"shard lists some of {', '.join(GATHERS)}; found {odd!r}.")
+        raise ValueError(f"shard lists some of {', '.join(known)}; found {odd!r}.")
     return tuple(dict.fromkeys(each))
 
 
