@@ -6,10 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from math import isfinite
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -27,14 +23,13 @@ from fpipe.single_device.microbatch import cut
 from fpipe.single_device.reference import check_all_state, over_parts
 from fpipe.single_device.result import Result
 from fpipe.transforms.update import words_of_update
+from fpipe.verification.after_steps import GRADIENT, AfterSteps, shaken
 from fpipe.verification.compare_grads import dotted
-from fpipe.verification.rank_pieces import put_together
-from fpipe.verification.report import Close, GradientMismatch, Leaf, Report, is_finite, largest, listed, wide
+from fpipe.verification.gradient_changes import Parts
+from fpipe.verification.rank_pieces import Pieces, Region, put_together
+from fpipe.verification.report import Close, GradientMismatch, Report, listed, wide
 from fpipe.verification.rounding import is_mean_to_rounding
-from fpipe.verification.step_mistakes import Loop, Parts, mistakes
-
-_SPREAD = 10.0
-"""How much further than a small change of the gradients moves a parameter it may be."""
+from fpipe.verification.step_mistakes import Loop, clipped_by_parts
 
 
 def compare_step(
@@ -106,32 +101,36 @@ def compare_step(
       0.weight, 0.bias, 2.weight, 2.bias
     """
     close = None if rtol is None and atol is None else Close(rtol, atol)
-    found, apart = _by_leaf(the_model(model), params, after)
+    found, pieces = _by_leaf(the_model(model), params, after)
     check_all_state(model, state, "compare_step")
     each: list[Any] = batches if isinstance(batches, list) else [batches]
     for batch in each:
         check_batch(batch)
     whole("microbatches", microbatches)
     words = words_of(words_of_update(rule, clip, groups, settings))
+    steps = [[cut(batch, index, microbatches) for index in range(microbatches)] for batch in each]
     loop = Loop(
         model=model,
         params=params,
         opt=initial_states(words, params) if opt is None else opt,
         state=state,
-        steps=[[cut(batch, index, microbatches) for index in range(microbatches)] for batch in each],
+        steps=steps,
         words=words,
         rates=_one_a_step(lr, len(each), "lr"),
-        plain=partial(_plain, model),
+        plain=_Plain(model, params, state, steps),
         keys=_one_a_step(key, len(each), "key"),
+        places=_places(pieces, found),
     )
     expected = loop.run()
-    judged = _AfterSteps(found, params, loop, expected, close)
-    told = _differ_by_rank(apart) + _beside(judged, grads or {}, opt_after or {})
+    judged = AfterSteps(found, loop, expected, close)
+    apart = [*pieces.apart] if pieces is not None else []
+    known, said = _beside(judged, grads or {}, opt_after or {})
+    told = [*_differ_by_rank(judged, apart), *said]
     told += [*_told("loss", loss, expected.loss, microbatches), *_told("norm", norm, expected.norm, microbatches)]
     report = judged.report
     if not judged.wrong and not told:
         return report
-    raise GradientMismatch("\n".join(told if apart else [*judged.message(), *told]), report)
+    raise GradientMismatch("\n".join(told if apart else [*judged.message(known), *told]), report)
 
 
 def _one_a_step(given: Any, steps: int, word: str) -> list[Any]:
@@ -141,22 +140,57 @@ def _one_a_step(given: Any, steps: int, word: str) -> list[Any]:
     return found
 
 
-def _plain(
-    model: Model, read: Sequence[Any], parts: Parts, state: Any = None, key: int | None = None, see: Any = None
-) -> Result:
-    """Gradients of some microbatches, as a mean over their rows."""
-    return over_parts(model, read, parts, state=state, key=key, see=see, zeros=False)
+class _Plain:
+    """Gradients of some microbatches, as a mean over their rows. Those at the first parameters, which all mistakes
+    begin with, are computed once, while few numbers are kept."""
+
+    def __init__(self, model: Model, params: Sequence[Any], state: Any, steps: Sequence[Parts]) -> None:
+        self.model, self.params, self.state = model, params, state
+        self.parts = {id(part): part for step in steps for part, _ in step}
+        self.most = _KEPT // (1 + sum(leaf.numel() for leaf in tree.leaves(tuple(params)) if isinstance(leaf, Tensor)))
+        self.known = dict[Any, Result]()
+
+    def __call__(
+        self, read: Sequence[Any], parts: Parts, state: Any = None, key: int | None = None, see: Any = None
+    ) -> Result:
+        """Gradients for these parameters."""
+        first = see is None and state is self.state and all(map(_is, read, self.params))
+        named = (
+            (key, *(id(part) for part, _ in parts))
+            if first and all(id(part) in self.parts for part, _ in parts)
+            else None
+        )
+        if named in self.known:
+            return self.known[named]
+        made = over_parts(self.model, read, parts, state=state, key=key, see=see, zeros=False)
+        if named is not None and len(self.known) < self.most:
+            self.known[named] = made
+        return made
 
 
-def _by_leaf(model: Model, params: Sequence[Any], after: Any) -> tuple[dict[int, tuple[str, Tensor]], list[str]]:
-    """The parameters after the steps by the number of their leaf, with their names; and names of those of which ranks
-    have copies that differ."""
-    apart: Mapping[str, Any] = {}
+_KEPT = 2**26
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
+
+
+def _places(pieces: Pieces | None, found: Mapping[int, tuple[str, Tensor]]) -> list[dict[int, Region | None]]:
+    """Where in the whole each rank has its part of each leaf."""
+    names = {name: at for at, (name, _) in found.items()}
+    ranks = [] if pieces is None else pieces.places
+    return [{names[name]: place for name, place in one.items() if name in names} for one in ranks]
+
+
+def _by_leaf(model: Model, params: Sequence[Any], after: Any) -> tuple[dict[int, tuple[str, Tensor]], Pieces | None]:
+    """The parameters after the steps by the number of their leaf, with their names; and the pieces that ranks have."""
+    pieces: Pieces | None = None
     leaves, containers = tree.flatten(tuple(check_params(model, params)))
     numbered = join_params(model, tree.unflatten(containers, range(len(leaves))))
     if isinstance(after, tuple | list) and _by_ranks(model, after):  # pyright: ignore[reportUnknownArgumentType]
         shapes = {dotted(place): leaves[at].shape for place, at in tree.paths(numbered)}
-        after, apart = put_together(after, shapes)  # pyright: ignore[reportUnknownArgumentType]
+        pieces = put_together(after, shapes)  # pyright: ignore[reportUnknownArgumentType]
+        after = pieces.whole
     elif isinstance(after, tuple | list):
         after = join_params(model, [*after])  # pyright: ignore[reportUnknownArgumentType]
     if not isinstance(after, Mapping):
@@ -179,7 +213,7 @@ def _by_leaf(model: Model, params: Sequence[Any], after: Any) -> tuple[dict[int,
     missing = next((name for name, at in places.items() if at not in found), None)
     if missing is not None:
         raise ValueError(f"there is no {missing!r} after the steps; found {listed([*own]) or 'nothing'}.")
-    return found, [*apart]
+    return found, pieces
 
 
 def _by_ranks(model: Model, after: Sequence[Any]) -> bool:
@@ -188,10 +222,16 @@ def _by_ranks(model: Model, after: Sequence[Any]) -> bool:
     return flat and all(stage.names is not None for stage in model.stages)
 
 
-def _differ_by_rank(names: Sequence[str]) -> list[str]:
+def _differ_by_rank(judged: AfterSteps, names: Sequence[str]) -> list[str]:
     """A sentence about parameters that were copies before the steps."""
+    if not names:
+        return []
+    for words, loop in clipped_by_parts(judged.loop):
+        if not judged.wrong_beside(loop, loop.run()):
+            return [f"Ranks have copies that differ, such as {names[0]}: {words}."]
     words = "Ranks have copies that differ: gradients of these are not added over replicas or tensor-parallel ranks"
-    return [f"{words}: {listed(names)}."] if names else []
+    norms = ", or each rank clips by a norm of its own" * (judged.loop.words.clip is not None)
+    return [f"{words}{norms}: {listed(names)}."]
 
 
 def _not_added(name: str, ranks: Sequence[Tensor], right: Tensor) -> str:
@@ -209,19 +249,19 @@ _NEAR = 1e-4
 
 
 def _beside(
-    judged: _AfterSteps,
+    judged: AfterSteps,
     grads: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     states: Mapping[str, Mapping[str, Any]],
-) -> list[str]:
-    """Sentences about gradients and optimizer state that are not those of the loop."""
+) -> tuple[dict[int, Tensor], list[str]]:
+    """Gradients by the number of their leaf, and sentences about those and optimizer state that are not the loop's."""
     right, said = judged.values_of(judged.expected), list[str]()
     if not isinstance(grads, Mapping):
-        shapes = {name.removeprefix(_GRADIENT): leaf.shape for name, leaf in right.items()}
-        grads, apart = put_together(grads, shapes)
-        for name, ranks in apart.items():
-            said.append(_not_added(name, ranks, right[_GRADIENT + name]))
-        grads = {name: leaf for name, leaf in grads.items() if name not in apart}
-    given = {_GRADIENT + name: leaf for name, leaf in grads.items()}
+        shapes = {name.removeprefix(GRADIENT): leaf.shape for name, leaf in right.items()}
+        pieces = put_together(grads, shapes)
+        for name, ranks in pieces.apart.items():
+            said.append(_not_added(name, ranks, right[GRADIENT + name]))
+        grads = {name: leaf for name, leaf in pieces.whole.items() if name not in pieces.apart}
+    given = {GRADIENT + name: leaf for name, leaf in grads.items()}
     given |= {f"{word} of {name}": leaf for name, state in states.items() for word, leaf in state.items()}
     unknown = next((what for what in given if what not in right), None)
     if unknown is not None:
@@ -232,125 +272,15 @@ def _beside(
             raise ValueError(f"{what} has the shape {[*leaf.shape]}, and is to have {[*right[what].shape]}.")
     odd = [what for what, leaf in found.items() if not judged.same(leaf, right[what])]
     if odd and judged.close is None:
-        moved = judged.values_of(_shaken(judged.loop).run())
+        moved = judged.values_of(shaken(judged.loop).run())
         odd = [what for what in odd if not judged.near(found[what], right[what], moved[what])]
     said += [f"{len(odd)} of {len(given)} values beside the parameters are others: {listed(odd)}."] if odd else []
-    return said
-
-
-_GRADIENT = "the gradient of "
+    known = {at: found[GRADIENT + name] for at, (name, _) in judged.found.items() if GRADIENT + name in found}
+    return known, said
 
 
 def _tensor(leaf: Any) -> Tensor:
     return torch.as_tensor(leaf.full_tensor() if is_sharded(leaf) else leaf).detach()
-
-
-@dataclass(frozen=True)
-class _AfterSteps:
-    """Parameters from elsewhere beside those of a loop, and by how much they may differ."""
-
-    found: Mapping[int, tuple[str, Tensor]]
-    before: Sequence[Any]
-    loop: Loop
-    expected: Result
-    close: Close | None
-
-    @property
-    def wrong(self) -> list[int]:
-        """The numbers of the leaves that are others."""
-        return self.wrong_beside(self.loop, self.expected)
-
-    def wrong_beside(self, loop: Loop, expected: Result, among: Sequence[int] | None = None) -> list[int]:
-        right = tree.leaves(expected.params)
-        at = [*self.found] if among is None else among
-        odd = [k for k in at if not self.same(self.found[k][1], right[k])]
-        if not odd or self.close is not None:
-            return odd
-        moved = tree.leaves(_shaken(loop).run().params)
-        return [k for k in odd if not self.near(self.found[k][1], right[k], moved[k])]
-
-    def values_of(self, result: Result) -> dict[str, Tensor]:
-        """The gradients of the last step and the optimizer's state after it, by what messages call them."""
-        names = {at: name for at, (name, _) in self.found.items()}
-        grads = tree.leaves(result.grads[-1])
-        opt: Any = result.opt
-        states: Any = tree.flatten(tuple(self.before))[1].flatten_up_to(opt)
-        found = {_GRADIENT + name: grads[at] for at, name in names.items() if grads[at] is not None}
-        return found | {f"{word} of {name}": leaf for at, name in names.items() for word, leaf in states[at].items()}
-
-    def same(self, one: Tensor, other: Any) -> bool:
-        return not isinstance(other, Tensor) or (self.close or Close())(one.to(other.dtype), other)
-
-    def near(self, one: Tensor, right: Tensor, moved: Tensor) -> bool:
-        error, spread = (float((wide(a) - wide(right)).norm()) for a in (one, moved))
-        ulps = torch.finfo(right.dtype).eps * float(wide(right).norm())
-        return is_finite(one) and error <= _SPREAD * spread + 4 * ulps
-
-    @property
-    def report(self) -> Report:
-        """The report for a reader."""
-        right, leaves = tree.leaves(self.expected.params), list[Leaf]()
-        for at, (name, leaf) in self.found.items():
-            if isinstance(right[at], Tensor):
-                bitwise = leaf.dtype == right[at].dtype and Close()(leaf, right[at])
-                leaves.append(Leaf(name, bitwise, 0.0 if bitwise else largest(leaf, right[at])))
-        steps = len(self.loop.steps)
-        return Report(tuple(leaves), notes=(f"Compared after {steps} training step{'s' * (steps > 1)}.",))
-
-    def message(self) -> list[str]:
-        """Which mistake explains the parameters that are others."""
-        wrong = self.wrong
-        if not wrong:
-            return []
-        names = listed([self.found[at][0] for at in wrong])
-        of = f"{len(wrong)} of {len(self.found)} parameters are not those of plain autograd and {self.loop.words.by}."
-        before = tree.leaves(tuple(self.before))
-        still = [at for at in wrong if torch.equal(self.found[at][1], before[at])]
-        if still:
-            names = listed([self.found[at][0] for at in still])
-            return [of, f"{len(still)} of them are as they were: no update reached them.", f"  {names}"]
-        best = self._nearest_mistake() or "no mistake that is known explains them"
-        return [of, f"{best[0].upper()}{best[1:]}.", f"  {names}"]
-
-    def _nearest_mistake(self) -> str | None:
-        """The mistake that makes these parameters, of several the one that comes nearest. A loop is
-        shaken only if none that comes nearer explains them: that is to run it once more."""
-        tried = list[tuple[float, str, Loop]]()
-        for words, loop in mistakes(self.loop):
-            tried.append((self._error(loop.run()), words, loop))
-            if tried[-1][0] == 0.0:
-                break
-        near = sorted((one for one in tried if isfinite(one[0])), key=itemgetter(0))
-        return next((words for _, words, loop in near if not self.wrong_beside(loop, loop.run())), None)
-
-    def _error(self, made: Result) -> float:
-        """How far away the parameters are that a loop makes: after few steps several mistakes may look alike."""
-        right = tree.leaves(made.params)
-        pairs = ((leaf, right[at]) for at, (_, leaf) in self.found.items() if isinstance(right[at], Tensor))
-        return sum(float((wide(one) - wide(other)).norm()) for one, other in pairs)
-
-
-def _shaken(loop: Loop) -> Loop:
-    """A loop whose gradients are moved by rounding, as another order of additions may."""
-
-    def change(number: int, parts: Parts, made: Result, of: Any) -> Any:
-        grads = made.grads if loop.change is None else loop.change(number, parts, made, of)
-        generator = torch.Generator().manual_seed(number)
-
-        def moved(grad: Any) -> Any:
-            if grad is None or not grad.numel():
-                return grad
-            noise = torch.randn(grad.shape, generator=generator, dtype=torch.float64).to(grad.device)
-            size = float(wide(grad).norm()) / grad.numel() ** 0.5
-            return (wide(grad) + noise * size * torch.finfo(grad.dtype).eps * _EPSILONS).to(grad.dtype)
-
-        return tree.tree_map(moved, grads)
-
-    return replace(loop, change=change)
-
-
-_EPSILONS = 4.0
-"""By how many epsilons of its size a gradient is moved."""
 
 
 def _told(word: str, told: Any, expected: Any, microbatches: int) -> list[str]:

@@ -5,8 +5,8 @@ rank 0: {"w": rows 0..3, "b": all}   rank 1: {"w": rows 4..7, "b": all}        -
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +14,34 @@ from torch import Tensor
 from fpipe.verification.report import Close
 
 
-def put_together(
-    ranks: Sequence[Mapping[str, Any]], shapes: Mapping[str, Sequence[int]]
-) -> tuple[dict[str, Any], dict[str, list[Tensor]]]:
-    """The whole tensors of all ranks: pieces along one dimension in the order of ranks, copies once; and copies that
-    differ, of which the first rank's counts as the whole.
+class Region(NamedTuple):
+    """The part of a tensor that a rank has: `length` along `dim` from `start`."""
+
+    dim: int
+    start: int
+    length: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """That part."""
+        return whole.narrow(*self)
+
+
+class Pieces(NamedTuple):
+    """The parts of all ranks.
+
+    Attributes:
+        whole: tensors put together; of copies that differ the first rank's counts.
+        apart: all copies of those that differ.
+        places: of each rank the parts that it has, by name, None for a copy of the whole.
+    """
+
+    whole: dict[str, Any]
+    apart: dict[str, list[Tensor]]
+    places: list[dict[str, Region | None]]
+
+
+def put_together(ranks: Sequence[Mapping[str, Any]], shapes: Mapping[str, Sequence[int]]) -> Pieces:
+    """The whole tensors of all ranks: pieces along one dimension in the order of ranks, copies once.
 
     Args:
         ranks: tensors by name of each rank; a name may be on some alone.
@@ -27,14 +50,20 @@ def put_together(
     Raises:
         ValueError: pieces that make no whole.
     """
-    each: dict[str, list[Any]] = {}
-    for rank in ranks:
-        for name, piece in rank.items():
-            each.setdefault(name, []).append(piece)
-    copies = {name: pieces for name, pieces in each.items() if _are_copies(pieces, shapes.get(name))}
-    apart = {name: own for name, own in copies.items() if not all(Close()(piece, own[0]) for piece in own[1:])}
-    whole = {name: own[0] if name in copies else _whole(name, own, [*shapes[name]]) for name, own in each.items()}
-    return whole, apart
+    found = Pieces({}, {}, [{} for _ in ranks])
+    names = dict.fromkeys(name for rank in ranks for name in rank)
+    for name in names:
+        there = [number for number, rank in enumerate(ranks) if name in rank]
+        own = [ranks[number][name] for number in there]
+        if _are_copies(own, shapes.get(name)):
+            found.whole[name], places = own[0], [None] * len(own)
+            if not all(Close()(piece, own[0]) for piece in own[1:]):
+                found.apart[name] = own
+        else:
+            found.whole[name], places = _whole(name, own, [*shapes[name]])
+        for number, place in zip(there, places, strict=True):
+            found.places[number][name] = place
+    return found
 
 
 def _are_copies(pieces: Sequence[Any], shape: Sequence[int] | None) -> bool:
@@ -43,13 +72,17 @@ def _are_copies(pieces: Sequence[Any], shape: Sequence[int] | None) -> bool:
     return shape is None or not tensors or all([*piece.shape] == [*shape] for piece in pieces)
 
 
-def _whole(name: str, pieces: Sequence[Any], shape: list[int]) -> Any:
+def _whole(name: str, pieces: Sequence[Tensor], shape: list[int]) -> tuple[Tensor, list[Region]]:
+    """The tensor, and where in it each piece is."""
     for dim, size in enumerate(shape):
         if not all(_but(piece.shape, dim) == _but(shape, dim) for piece in pieces):
             continue
         count, rest = divmod(sum(piece.shape[dim] for piece in pieces), max(size, 1))
-        for parts in _once(pieces, count) if count and not rest else ():
-            return torch.cat([*parts], dim)
+        for order in _orders(pieces, count) if count and not rest else ():
+            first = [pieces[order.index(number)] for number in range(max(order) + 1)]
+            starts = [sum(piece.shape[dim] for piece in first[:number]) for number in range(len(first))]
+            places = [Region(dim, starts[number], first[number].shape[dim]) for number in order]
+            return torch.cat(first, dim), places
     found = ", ".join(str([*piece.shape]) for piece in pieces)
     raise ValueError(f"ranks have {name!r} in shapes {found}, which along no dimension make the whole {shape}.")
 
@@ -59,10 +92,10 @@ def _but(shape: Sequence[int], dim: int) -> list[int | None]:
     return [None if at == dim else size for at, size in enumerate(shape)]
 
 
-def _once(pieces: Sequence[Tensor], count: int) -> list[Sequence[Tensor]]:
-    """Each of the pieces once that ranks have so many copies of: copies are neighbours, or stand a round apart."""
-    length = len(pieces) // count
-    orders = [pieces[::count], pieces[:length]] if len(pieces) == length * count else []
-    again = [[one for one in pieces[::count] for _ in range(count)], [*pieces[:length]] * count]
-    same = [all(map(Close(), pieces, order)) for order in again[: len(orders)]]
-    return [order for order, alike in zip(orders, same, strict=True) if alike]
+def _orders(pieces: Sequence[Tensor], count: int) -> Iterator[list[int]]:
+    """Which of the different pieces each rank has, where there are so many copies of each: copies are neighbours, or
+    stand a round apart."""
+    length, rest = divmod(len(pieces), count)
+    for order in ([k // count for k in range(len(pieces))], [k % length for k in range(len(pieces))]):
+        if not rest and all(Close()(piece, pieces[order.index(k)]) for piece, k in zip(pieces, order, strict=True)):
+            yield order

@@ -5,31 +5,42 @@ the norm misses other ranks        -->        gradients of each stage are clippe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fpipe import tree
 from fpipe.model import Model, TiedLeaf
 from fpipe.optimizers.op_words import UpdateWords
 from fpipe.optimizers.rules import STEP
-from fpipe.program import Value
 from fpipe.single_device.result import Result
 from fpipe.single_device.training_loop import Norm, total_norm, training_loop
-
-IGNORED = -100
-"""The class that torch's losses do not count."""
-
-Parts = Sequence[tuple[Any, int]]
-"""The microbatches of a step, each with its rows."""
-
-
-Change = Callable[[int, Parts, Result, Callable[..., Result]], Any]
-"""The gradients of a step, given its number, its microbatches, what is right, and gradients of some microbatches."""
+from fpipe.verification.gradient_changes import (
+    Change,
+    Parts,
+    by_tokens,
+    clipped_before_sums,
+    clipped_by,
+    clipped_by_leaf,
+    clipped_by_stage,
+    clipped_where_it_is,
+    counting,
+    counts_of,
+    divided_again,
+    in_bfloat16,
+    last_alone,
+    never_zeroed,
+    norm_of_all,
+    of_replica,
+    of_uses,
+    scaled,
+    with_targets,
+    with_targets_of,
+)
+from fpipe.verification.rank_pieces import Region
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,7 @@ class Loop:
         change: what becomes of the gradients of a step.
         norm: what a clip compares with.
         behind: by how many steps parameters are behind that gradients are taken of.
+        places: where parameters come from several ranks, where in each leaf what a rank has of it is.
     """
 
     model: Model
@@ -58,6 +70,12 @@ class Loop:
     change: Change | None = None
     norm: Norm = total_norm
     behind: int = 0
+    places: Sequence[Mapping[int, Region | None]] = ()
+
+    def leaf_of(self, leaf: TiedLeaf) -> int:
+        """The number of a tied leaf among all."""
+        stages = self.params[: leaf.owner]
+        return len(tree.leaves(tuple(stages))) + [*self.params[leaf.owner]].index(leaf.name)
 
     def run(self) -> Result:
         """Results of it."""
@@ -102,42 +120,74 @@ def _of_sums(loop: Loop) -> Named:
     for k in dict.fromkeys((many, 2, 4, 8)):
         of = f"the {many} microbatches" if k == many else f"{k} microbatches or replicas"
         if k > 1:
-            yield f"gradients are summed over {of} and not averaged", replace(loop, change=_scaled(k))
-            yield f"gradients are averaged over {of} once too often", replace(loop, change=_scaled(1 / k))
-    yield "gradients have the wrong sign", replace(loop, change=_scaled(-1))
+            yield f"gradients are summed over {of} and not averaged", replace(loop, change=scaled(k))
+            yield f"gradients are averaged over {of} once too often", replace(loop, change=scaled(1 / k))
+    yield "gradients have the wrong sign", replace(loop, change=scaled(-1))
     if many > 1:
-        yield "only the last microbatch counts: gradients are overwritten, not accumulated", replace(loop, change=_last)
+        yield (
+            "only the last microbatch counts: gradients are overwritten, not accumulated",
+            replace(loop, change=last_alone),
+        )
         for k in range(many):
-            yield f"microbatch {k} counts twice", replace(loop, change=_times(k, 2))
-            yield f"microbatch {k} is missing", replace(loop, change=_times(k, 0))
-        yield "gradients are added up in bfloat16", replace(loop, change=_in_bfloat16)
+            yield f"microbatch {k} counts twice", replace(loop, change=counting(k, 2))
+            yield f"microbatch {k} is missing", replace(loop, change=counting(k, 0))
+        yield "gradients are added up in bfloat16", replace(loop, change=in_bfloat16)
     for k in range(2, many):
         if many % k == 0:
             words = f"gradients that are there already are divided again at each round of {k} microbatches"
-            yield words, replace(loop, change=_divided_again(k))
+            yield words, replace(loop, change=divided_again(k))
+    yield from _of_ties(loop)
+
+
+def _of_ties(loop: Loop) -> Named:
+    """Uses of a tied parameter that are missing, or count twice."""
     for uses in loop.model.tied_uses:
-        for use in uses:
-            words = f"the gradient of the tied {uses[0].name!r} is that of its use in stage {use.stage} alone"
-            yield words, replace(loop, change=_use_alone(uses[0], use))
+        of = f"the gradient of the tied {uses[0].name!r}"
+        for at, use in enumerate(uses):
+            ones = [int(k == at) for k in range(len(uses))]
+            yield f"{of} is that of its use in stage {use.stage} alone", replace(loop, change=of_uses(uses, ones))
+            twice = [1 + one for one in ones]
+            yield f"{of} counts its use in stage {use.stage} twice", replace(loop, change=of_uses(uses, twice))
+            if len(uses) > 2:
+                missing = [1 - one for one in ones]
+                yield f"{of} misses its use in stage {use.stage}", replace(loop, change=of_uses(uses, missing))
+        yield f"{of} is added up twice", replace(loop, change=of_uses(uses, [2] * len(uses)))
 
 
 def _of_rows(loop: Loop) -> Named:
     """Gradients of other rows, or of rows that count otherwise."""
     many = len(loop.steps[0])
-    for k in dict.fromkeys(count for part in loop.steps[0][:1] for count in _tokens(part[0][1])):
+    for k in dict.fromkeys(count for part in loop.steps[0][:1] for count in counts_of(part[0][1])):
         words = f"gradients are summed over the {k * many} rows or tokens and not averaged"
-        yield words, replace(loop, change=_scaled(k * many))
+        yield words, replace(loop, change=scaled(k * many))
         if many > 1:
             words = f"gradients are summed over the {k} rows or tokens of each microbatch and not averaged"
-            yield words, replace(loop, change=_scaled(k))
+            yield words, replace(loop, change=scaled(k))
     if many > 1:
-        yield "each microbatch weighs as much as it has valid targets, not rows", replace(loop, change=_by_tokens)
+        yield "each microbatch weighs as much as it has valid targets, not rows", replace(loop, change=by_tokens)
         for k in (2, 4, 8):
             for j in range(k) if many % k == 0 else ():
                 words = f"all {k} replicas are handed the same rows, those of replica {j}"
-                yield words, replace(loop, change=_rows_of(j, k))
-        yield "targets are those of the next microbatch", replace(loop, change=_shifted(1))
-        yield "targets are those of the microbatch before", replace(loop, change=_shifted(-1))
+                yield words, replace(loop, change=of_replica(j, k))
+        yield "targets are those of the next microbatch", replace(loop, change=with_targets_of(1))
+        yield "targets are those of the microbatch before", replace(loop, change=with_targets_of(-1))
+    yield "targets are those of the next row", replace(loop, change=with_targets(partial(_rolled, -1, 0)))
+    yield "targets are those of the row before", replace(loop, change=with_targets(partial(_rolled, 1, 0)))
+    yield "targets come in the reverse order of the rows", replace(loop, change=with_targets(_reversed))
+    if any(leaf.ndim > 1 and not leaf.is_floating_point() for leaf in tree.leaves(loop.steps[0][0][0][1])):
+        yield (
+            "targets are shifted by one position too many",
+            replace(loop, change=with_targets(partial(_rolled, -1, 1))),
+        )
+        yield "targets are shifted by one position too few", replace(loop, change=with_targets(partial(_rolled, 1, 1)))
+
+
+def _rolled(by: int, dim: int, leaf: Tensor) -> Tensor:
+    return leaf.roll(by, dim) if leaf.ndim > dim else leaf
+
+
+def _reversed(leaf: Tensor) -> Tensor:
+    return leaf.flip(0)
 
 
 def _of_clips(loop: Loop) -> Named:
@@ -149,16 +199,40 @@ def _of_clips(loop: Loop) -> Named:
     bare = replace(loop, words=loop.words._replace(clip=None))
     yield "gradients are not clipped", bare
     words = "each stage is clipped by its own norm: the norm misses other ranks"
-    yield words, replace(bare, change=_by_stage(clip))
-    yield "each parameter is clipped by its own norm", replace(bare, change=_by_leaf(clip))
-    if loop.model.tied_uses:
-        yield "the norm counts tied parameters once for each use", replace(loop, norm=partial(_with_ties, loop))
-    for k in (2, 4, 8):
-        words = f"the norm counts everything {k} times, as shards or replicas have it"
-        yield words, replace(loop, norm=partial(_repeated, k))
+    yield words, replace(bare, change=clipped_by_stage(clip))
+    yield "each parameter is clipped by its own norm", replace(bare, change=clipped_by_leaf(clip))
+    yield from clipped_by_parts(loop)
+    for words, times in _counted_by_norms(loop):
+        yield words, replace(bare, change=clipped_by(clip, partial(norm_of_all, times=times)))
     if len(loop.steps[0]) > 1:
         words = "each microbatch (or replica) is clipped before gradients are added up"
-        yield words, replace(bare, change=_before_sums(clip))
+        yield words, replace(bare, change=clipped_before_sums(clip))
+
+
+def _counted_by_norms(loop: Loop) -> Iterator[tuple[str, Callable[[int], float]]]:
+    """How often norms count each leaf wrongly."""
+    uses = {loop.leaf_of(uses[0]): len(uses) for uses in loop.model.tied_uses}
+    if uses:
+        yield "the norm counts tied parameters once for each use", lambda at: uses.get(at, 1)
+        yield "the norm misses tied parameters", lambda at: at not in uses
+    each = [[one[at] for one in loop.places if at in one] for at, _ in enumerate(tree.leaves(tuple(loop.params)))]
+    copied = {at for at, places in enumerate(each) if len(places) > 1 and not any(places)}
+    ranks = max((len({*places}) for places in each), default=1)
+    if ranks > 1 and copied:
+        words = f"the norm counts parameters of which {ranks} ranks have copies once for each of them"
+        yield words, lambda at: ranks if at in copied else 1
+        yield "the norm misses parameters of which all ranks have copies", lambda at: at not in copied
+    for k in (2, 4, 8):
+        yield f"the norm counts everything {k} times, as shards or replicas have it", lambda at, k=k: k
+
+
+def clipped_by_parts(loop: Loop) -> Named:
+    """Ranks that clip what they have by its own norm; nothing where none has a part of a leaf."""
+    clip = loop.words.clip
+    if clip is not None and any(place for one in loop.places for place in one.values()):
+        words = "each rank is clipped by the norm of what it has itself: the norm misses other ranks"
+        bare = replace(loop, words=loop.words._replace(clip=None))
+        yield words, replace(bare, change=clipped_where_it_is(clip, loop.places))
 
 
 def _of_rules(loop: Loop) -> Named:
@@ -182,14 +256,18 @@ def _of_rules(loop: Loop) -> Named:
         for eps in (1e-10, 1e-8, 1e-7, 1e-6, 1e-5, 1e-3):
             if eps != own:
                 yield f"epsilon is {eps:g}, not {own:g}", other(eps=eps)
-        if settings.get("betas", (0.9, 0.999)) != (0.9, 0.999):
-            yield f"betas are (0.9, 0.999), not {settings['betas']}", other(betas=(0.9, 0.999))
+        known = tuple(settings.get("betas", (0.9, 0.999)))
+        for betas in ((0.9, 0.999), (0.9, 0.95), (0.9, 0.98)):
+            if betas != known:
+                yield f"betas are {betas}, not {known}", other(betas=betas)
     if words.by == "SGD" and settings.get("momentum"):
         yield "there is no momentum", other(momentum=0.0)
     if decay:
         yield "there is no weight decay", other(weight_decay=0.0)
-    else:
-        yield "there is a weight decay of 0.01", other(weight_decay=0.01)
+    for one in (0.001, 0.01, 0.05, 0.1, 0.2, 0.3):
+        if one != decay:
+            say = f"weight decay is {one:g}, not {decay:g}" if decay else f"there is a weight decay of {one:g}"
+            yield say, other(weight_decay=one)
     if words.groups:
         same = replace(loop, words=words._replace(groups=()))
         yield "groups are not told apart: all parameters have the same settings", same
@@ -204,186 +282,16 @@ def _of_steps(loop: Loop) -> Named:
     many = len(loop.steps[0])
     if len(loop.steps) > 1:
         yield "gradients are of parameters of one step before (stale)", replace(loop, behind=1)
-        yield "gradients of the steps before are still there: zero_grad is missing", replace(loop, change=_adding())
+        yield (
+            "gradients of the steps before are still there: zero_grad is missing",
+            replace(loop, change=never_zeroed()),
+        )
         yield "all steps are on the first batch", replace(loop, steps=[loop.steps[0]] * len(loop.steps))
         yield "the batches come in reverse", replace(loop, steps=[*loop.steps][::-1])
     if many > 1:
         single = [[part] for parts in loop.steps for part in parts]
         rates, keys = ([one for one in some for _ in range(many)] for some in (loop.rates, loop.keys))
         yield "the optimizer steps after each microbatch", replace(loop, steps=single, rates=rates, keys=keys)
-
-
-def _scaled(by: float) -> Change:
-    def change(number: int, parts: Parts, made: Result, of: Callable[..., Result]) -> Any:
-        return _weighed(made.grads, by)
-
-    return change
-
-
-def _last(number: int, parts: Parts, made: Result, of: Callable[..., Result]) -> Any:
-    return _weighed(of(parts[-1:]).grads, _share(parts, -1))
-
-
-def _times(k: int, times: int) -> Change:
-    """Gradients in which a microbatch counts so many times."""
-
-    def change(number: int, parts: Parts, made: Result, of: Callable[..., Result]) -> Any:
-        return _plus(made.grads, _weighed(of([parts[k]]).grads, _share(parts, k) * (times - 1)))
-
-    return change
-
-
-def _in_bfloat16(number: int, parts: Parts, made: Result, of: Callable[..., Result]) -> Any:
-    """Gradients that are rounded to bfloat16 whenever those of a microbatch are added."""
-
-    def low(leaf: Any) -> Any:
-        return leaf if leaf is None else leaf.to(torch.bfloat16)
-
-    each = (tree.tree_map(low, _weighed(of([part]).grads, _share(parts, k))) for k, part in enumerate(parts))
-    return tree.tree_map(_like, reduce(_plus, each), made.grads)
-
-
-def _like(leaf: Any, other: Any) -> Any:
-    return leaf if leaf is None else leaf.to(other.dtype)
-
-
-def _divided_again(size: int) -> Change:
-    """Gradients that a round of so many microbatches divides, those of the rounds before among them."""
-
-    def change(number: int, parts: Parts, made: Result, of: Callable[..., Result]) -> Any:
-        rounds, total = len(parts) // size, None
-        for at in range(0, len(parts), size):
-            own = _weighed(of(parts[at : at + size]).grads, size / rounds)
-            total = _weighed(own if total is None else _plus(total, own), 1 / size)
-        return total
-
-    return change
-
-
-def _rows_of(replica: int, replicas: int) -> Change:
-    """Gradients of the microbatches of one replica alone."""
-
-    def change(number: int, parts: Parts, made: Result, of: Callable[..., Result]) -> Any:
-        size = len(parts) // replicas
-        return of(parts[replica * size : (replica + 1) * size]).grads
-
-    return change
-
-
-def _shifted(by: int) -> Change:
-    """Gradients where the inputs of a microbatch meet the targets of another."""
-
-    def change(number: int, parts: Parts, made: Result, of: Callable[..., Result]) -> Any:
-        if len({size for _, size in parts}) > 1:
-            return made.grads
-        targets = [target for (_, target), _ in parts]
-        others = [*targets[by:], *targets[:by]]
-        return of([((x, target), size) for ((x, _), size), target in zip(parts, others, strict=True)]).grads
-
-    return change
-
-
-def _by_tokens(number: int, parts: Parts, made: Result, of: Callable[..., Result]) -> Any:
-    """Gradients as a mean over what the loss does not ignore in all microbatches."""
-    counts = [_tokens(target)[-1] for (_, target), _ in parts]
-    each = [_weighed(of([part]).grads, count / max(sum(counts), 1)) for part, count in zip(parts, counts, strict=True)]
-    return reduce(_plus, each)
-
-
-def _tokens(target: Any) -> list[int]:
-    """How many rows, numbers and valid numbers a target has: what a sum may run over."""
-    leaf = next((one for one in tree.leaves(target) if isinstance(one, Tensor) and one.ndim), None)
-    if leaf is None:
-        return [1]
-    return [len(leaf), leaf.numel(), int((leaf != IGNORED).sum())]
-
-
-def _use_alone(owner: TiedLeaf, use: TiedLeaf) -> Change:
-    """Gradients in which a tied leaf has that of one use."""
-
-    def change(number: int, parts: Parts, made: Result, of: Callable[..., Result]) -> Any:
-        noted: dict[Value, Any] = {}
-
-        def see(value: Value, found: Any) -> None:
-            noted[value] = found
-
-        of(parts, see=see)
-        own = [noted[Value("g", use.stage, index, port=use.bundle)][0] for index in range(len(parts))]
-        stages = [*made.grads]
-        stages[owner.owner] = {**stages[owner.owner], owner.name: sum(own[1:], own[0])}
-        return tuple(stages)
-
-    return change
-
-
-def _by_stage(most: float) -> Change:
-    def change(number: int, parts: Parts, made: Result, of: Callable[..., Result]) -> Any:
-        return tuple(_clipped(stage, most) for stage in made.grads)
-
-    return change
-
-
-def _by_leaf(most: float) -> Change:
-    def change(number: int, parts: Parts, made: Result, of: Callable[..., Result]) -> Any:
-        return tree.tree_map(partial(_clipped, most=most), made.grads)
-
-    return change
-
-
-def _before_sums(most: float) -> Change:
-    def change(number: int, parts: Parts, made: Result, of: Callable[..., Result]) -> Any:
-        each = [_weighed(_clipped(of([part]).grads, most), _share(parts, k)) for k, part in enumerate(parts)]
-        return reduce(_plus, each)
-
-    return change
-
-
-def _adding() -> Change:
-    """Gradients to which those of all steps before are added."""
-    before: list[Any] = []
-
-    def change(number: int, parts: Parts, made: Result, of: Callable[..., Result]) -> Any:
-        before[:] = [made.grads if number == 0 else _plus(before[0], made.grads)]
-        return before[0]
-
-    return change
-
-
-def _share(parts: Parts, k: int) -> float:
-    return parts[k][1] / sum(size for _, size in parts)
-
-
-def _weighed(grads: Any, by: float) -> Any:
-    def weighed(leaf: Any) -> Any:
-        return leaf if leaf is None else leaf * by
-
-    return tree.tree_map(weighed, grads)
-
-
-def _plus(one: Any, other: Any) -> Any:
-    def added(a: Any, b: Any) -> Any:
-        return b if a is None else a if b is None else a + b
-
-    return tree.tree_map(added, one, other)
-
-
-def _clipped(grads: Any, most: float) -> Any:
-    """Gradients scaled to a norm of their own."""
-    found = [leaf for leaf in tree.leaves(grads) if leaf is not None]
-    return _weighed(grads, float(torch.clamp(most / (total_norm([found]) + 1e-6), max=1.0))) if found else grads
-
-
-def _repeated(times: int, stages: Sequence[Sequence[Tensor]]) -> Tensor:
-    return total_norm(stages) * times**0.5
-
-
-def _with_ties(loop: Loop, stages: Sequence[Sequence[Tensor]]) -> Tensor:
-    """The norm in which a tied parameter counts once for each stage that uses it."""
-    squares = total_norm(stages) ** 2
-    for uses in loop.model.tied_uses:
-        names = [*loop.params[uses[0].owner]]
-        squares = squares + (len(uses) - 1) * stages[uses[0].owner][names.index(uses[0].name)].norm() ** 2
-    return squares.sqrt()
 
 
 def _counted(opt: Any) -> float:
