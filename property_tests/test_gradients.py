@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,11 +62,17 @@ def same_bits(found: Result, loss: torch.Tensor, grads) -> bool:
     return True
 
 
-@pytest.mark.slow
 @given(runs())
 def test_gradients_are_plain_autograds_bit_by_bit(run: Run):
-    loss, grads = plain_autograd(run.net, run.net.params(run.seed), run.net.batch(run.rows, run.seed), run.microbatches)
-    assert same_bits(run.result(), loss, grads)
+    """Of each of two steps, which change nothing that they are given."""
+    random, params, batch = torch.get_rng_state(), run.net.params(run.seed), run.net.batch(run.rows, run.seed)
+    step = fpipe.build(run.program, run.net.model)
+    one, other = step(params, batch), step(params, batch)
+    fresh = (run.net.params(run.seed), run.net.batch(run.rows, run.seed))
+    assert all(map(torch.equal, leaves((params, batch, torch.get_rng_state())), leaves((*fresh, random))))
+    assert same_bits(one, *plain_autograd(run.net, *fresh, run.microbatches))
+    added = fpipe.add_grads(one.grads, other.grads)
+    assert all(torch.equal(both, 2 * once) for both, once in zip(leaves(added), leaves(one.grads), strict=True))
 
 
 @given(plans(), SEED)
@@ -75,31 +80,6 @@ def test_gradients_do_not_depend_on_the_plan(plan: DrawnProgram, seed: int):
     net = Net(("mlp",) * len(plan.takes), plan.takes)
     loss, grads = plain_autograd(net, net.params(seed), net.batch(7, seed), plan.microbatches)
     assert same_bits(fpipe.build(plan.program, net.model)(net.params(seed), net.batch(7, seed)), loss, grads)
-
-
-@few(8)
-@given(runs())
-def test_a_step_changes_nothing_it_is_given(run: Run):
-    params, batch = run.net.params(run.seed), run.net.batch(run.rows, run.seed)
-    random = torch.get_rng_state()
-    fpipe.build(run.program, run.net.model)(params, batch)
-    fresh = (run.net.params(run.seed), run.net.batch(run.rows, run.seed), random)
-    assert all(
-        torch.equal(*pair) for pair in zip(leaves((params, batch, torch.get_rng_state())), leaves(fresh), strict=True)
-    )
-
-
-@few(8)
-@given(runs())
-def test_two_steps_added_are_twice_one(run: Run):
-    step, params, batch = (
-        fpipe.build(run.program, run.net.model),
-        run.net.params(run.seed),
-        run.net.batch(run.rows, run.seed),
-    )
-    one, other = (step(params, batch).grads for _ in range(2))
-    added = fpipe.add_grads(one, other)
-    assert all(torch.equal(both, 2 * once) for both, once in zip(leaves(added), leaves(one), strict=True))
 
 
 @few(8)

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -170,16 +169,25 @@ def traced() -> Iterator[list[str]]:
         module.trace, module.outline = before
 
 
-@pytest.mark.slow
-@few(6)
+@few(8)
 @given(runs())
-def test_a_step_gives_the_bits_of_the_reference_with_traces_and_without(run: Run):
+def test_a_step_has_the_bits_of_the_reference_holds_what_sizes_told_and_leaves_nothing(run: Run):
+    """With traces and without; once it has traced, what it makes is gone but for its results."""
     params, batch = run.given
-    expected = of(fpipe.reference(run.stack.model(), params, batch, microbatches=run.microbatches))
+    model, program = run.stack.model(), run.program
+    expected = of(fpipe.reference(model, params, batch, microbatches=run.microbatches))
     step = run.step()
     assert of(step(params, batch)) == expected
-    assert of(step(params, batch)) == expected
+    with Newborn() as newborn:
+        result = step(params, batch)
+    results = [leaf for part in (result.loss, result.grads, result.outputs) for leaf in tensors(part)]
+    assert newborn.alive == storages(results).keys()
+    assert len(storages(results, tensors((params, batch)))) == len(results)
+    assert of(result) == expected
     assert of(run.step(trace=False)(params, batch)) == expected
+    found = fpipe.sizes(program, model, params, batch)
+    assert found.peak == run.step(record=True)(params, batch).timeline.peak
+    assert found.peak == fpipe.simulate(program, fpipe.Costs(bytes=found)).peak
     assert bits((params, batch)) == bits(run.given)
 
 
@@ -199,25 +207,3 @@ def test_what_was_traced_once_is_traced_no_more(run: Run):
     with traced() as other:
         step(params, run.stack.batch(run.rows + 4 * run.microbatches, run.seed))
     assert other
-
-
-@few(6)
-@given(runs())
-def test_sizes_are_those_of_the_run(run: Run):
-    params, batch = run.given
-    found = fpipe.sizes(run.program, run.stack.model(), params, batch)
-    assert found.peak == run.step(record=True)(params, batch).timeline.peak
-    assert found.peak == fpipe.simulate(run.program, fpipe.Costs(bytes=found)).peak
-
-
-@few(5)
-@given(runs())
-def test_nothing_outlives_a_step_but_its_results(run: Run):
-    params, batch = run.given
-    step = run.step()
-    step(params, batch)
-    with Newborn() as newborn:
-        result = step(params, batch)
-    results = [leaf for part in (result.loss, result.grads, result.outputs) for leaf in tensors(part)]
-    assert newborn.alive == storages(results).keys()
-    assert len(storages(results, tensors((params, batch)))) == len(results)
