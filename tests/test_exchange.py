@@ -51,6 +51,25 @@ class Swapped(torch.autograd.Function):
         return made, None
 
 
+def waited_for(rank: int) -> set[str]:
+    """The names of values for which this process waits in a step whose exchanges have gradients of nothing, too."""
+    from fpipe.runtimes.processes.exchange_lane import ExchangeLane
+
+    seen, wait = set[str](), ExchangeLane._wait_for
+    ExchangeLane._wait_for = lambda self, value: (seen.add(value.name), wait(self, value))[1]
+    try:
+        assert not one_block(rank, "zb_h1", 5, None)
+        assert not one_block(rank, "one_f_one_b", 5, None)
+    finally:
+        ExchangeLane._wait_for = wait
+    return seen
+
+
+def test_only_who_reads_what_an_exchange_brings_waits_for_it(four: Processes):
+    """The ADD of an exchange's gradients, of which there are none, and its W waited at once: nothing was hidden."""
+    assert set.union(*four.each(waited_for)) == {"y", "dx"}
+
+
 def one_block(rank: int, name: str, stages: int, placed: Any) -> list[str]:
     mesh = meshed()
     where = fpipe.place(placed) if placed else fpipe.identity()

@@ -9,6 +9,7 @@ import pytest
 
 import fpipe
 from fpipe.program import is_exchange
+from fpipe.timing.timeline_costs import kept
 
 
 def compute(params: Any, x: Any) -> Any:
@@ -96,3 +97,17 @@ def test_a_cluster_says_how_long_bytes_take():
         model = fpipe.from_functions([compute, fpipe.exchange(kind, "ep"), compute], loss=lambda y, target: y)
         op = next(op for op in fpipe.program(model).ops if op.kind == "F" and op.stage == 1)
         assert costs.seconds(op) == seconds
+
+
+def test_a_timeline_tells_what_its_exchanges_cost():
+    """Each from when its lane was free, and no wait for one is another op's time."""
+    costs = fpipe.Costs(exchange=1.5)
+    for schedule in (fpipe.schedules.one_f_one_b_overlap(2), fpipe.schedules.one_f_one_b(2)):
+        program = scheduled(experts(2), 4, schedule)
+        told = {
+            op.cell: seconds
+            for op, seconds in kept(fpipe.simulate(fpipe.communicate()(program), costs))
+            if op.kind != "W"
+        }
+        named = [op for op in program.ops if op.kind in "FBI"]
+        assert told == pytest.approx({op.cell: costs.seconds(op) for op in named})

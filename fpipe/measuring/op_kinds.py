@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fpipe.program import Op, Program, parts_of
+from fpipe.program import Op, Program, is_exchange, parts_of
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.communicate import without_frees
 from fpipe.transforms.split_backward import split_backward
@@ -30,7 +30,8 @@ def variants_of(halves: Program) -> list[Program]:
 
 def note(runs: Runs, op: Op, seconds: float) -> None:
     """Another run of an op."""
-    runs.setdefault((op.kind, op.stage or 0), {}).setdefault((op.microbatch, op.slice), []).append(seconds)
+    kind = "exchange" if is_exchange(op) and op.kind != "W" else op.kind
+    runs.setdefault((kind, op.stage or 0), {}).setdefault((op.microbatch, op.slice), []).append(seconds)
 
 
 def seconds_of(program: Program, runs: Runs, typical: Callable[[Sequence[float]], float]) -> dict[str, Any]:
@@ -44,6 +45,7 @@ def seconds_of(program: Program, runs: Runs, typical: Callable[[Sequence[float]]
     kinds = {"forward": "F", "backward_input": "I", "backward_weight": "W", "recompute": "R"}
     made: dict[str, Any] = {word: seconds(kind) for word, kind in kinds.items()}
     made |= {"update": seconds("UPDATE")} if any(kind == "UPDATE" for kind, _ in runs) else {}
+    made |= {"exchange": seconds("exchange")} if any(kind == "exchange" for kind, _ in runs) else {}
     return made | {"backward": seconds("B") if whole else None}
 
 
@@ -66,7 +68,7 @@ def _at_home(op: Op) -> Op:
 
 def _plain(program: Program) -> Program:
     """The program without backwards that compute their stage again themselves: that is R's time."""
-    ops = (op._replace(how=()) if op.kind in "FBI" else op for op in program.ops)
+    ops = (op._replace(how=()) if op.kind in "FBI" and not is_exchange(op) else op for op in program.ops)
     return Program.trusted(program.inputs, tuple(ops), program.outputs)
 
 

@@ -61,11 +61,11 @@ def profile(
 
     Returns:
         Costs in seconds per stage: the mean over microbatches (and slices) of F, I, W, R, and of B where I and W are on
-        one rank, and of UPDATE; 0 where there is no such op. A W takes the time of adding its gradients up, where it
-        does that. The bytes are those of `fpipe.sizes` with the backward split; without them, and with a warning, if a
-        stage cannot be traced. Transfers are free where one op runs at a time: add `dataclasses.replace(costs,
-        transfer=..., bandwidth=...)`. Ranks that run together tell `send`, `transfer` and `receive`, the median over
-        all values.
+        one rank, of UPDATE and of exchanges; 0 where there is no such op. A W takes the time of adding its gradients
+        up, where it does that. The bytes are those of `fpipe.sizes` with the backward split; without them, and with a
+        warning, if a stage cannot be traced. Transfers are free where one op runs at a time: add
+        `dataclasses.replace(costs, transfer=..., bandwidth=...)`. Ranks that run together tell `send`, `transfer` and
+        `receive`, the median over all values.
 
     Raises:
         ValueError: repeats below 1, or what `build` and its step refuse.

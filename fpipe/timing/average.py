@@ -8,7 +8,7 @@ from typing import Any
 
 from fpipe.timing.costs import Costs
 
-SECONDS = ("forward", "backward_input", "backward_weight", "recompute", "backward", "offload", "load")
+SECONDS = ("forward", "backward_input", "backward_weight", "recompute", "backward", "offload", "load", "exchange")
 
 
 def average(before: Costs | None, now: Costs, weight: float = 0.1) -> Costs:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from fpipe.program import Op, Value, lane_of
+from fpipe.program import Op, Value, is_exchange
 from fpipe.timing.lanes import is_scheduled
 from fpipe.timing.timeline import Timeline
 from fpipe.timing.waiting import Event
@@ -29,8 +29,9 @@ class Moving(NamedTuple):
 
 def kept(timeline: Timeline) -> list[tuple[Op, float]]:
     """For how many seconds each op that a schedule names keeps its rank, until the next of its rank begins, less what
-    SENDs and RECVs between the two take."""
-    found: list[tuple[Op, float]] = []
+    SENDs, RECVs and waits between the two take; and for how many each exchange keeps its lane."""
+    found = _exchanged(timeline)
+    brought = {value for op, _ in found for value in op.writes}
     for row in _rows(timeline).values():
         ends: list[tuple[Op, float, float]] = []
         before = row[0].start
@@ -38,10 +39,11 @@ def kept(timeline: Timeline) -> list[tuple[Op, float]]:
             if op.kind in ("SEND", "RECV") and ends:
                 last, seconds, since = ends[-1]
                 ends[-1] = last, seconds + before - since, end
-            elif is_scheduled(op.kind) and lane_of(op) == "main":
+            elif is_scheduled(op.kind):
                 if ends:
                     last, seconds, since = ends[-1]
-                    ends[-1] = last, seconds + start - since, start
+                    until = start if brought.isdisjoint(op.reads) else before
+                    ends[-1] = last, seconds + until - since, until
                 ends.append((op, 0.0, start))
             before = end
         if ends:
@@ -81,9 +83,22 @@ def _median(found: Iterable[float]) -> float:
     return statistics.median(each) if (each := [*found]) else 0.0
 
 
-def _rows(timeline: Timeline) -> dict[int, list[Event]]:
-    """The events of each rank, by time."""
+def _exchanged(timeline: Timeline) -> list[tuple[Op, float]]:
+    """The seconds of each exchange, from when its lane was free."""
+    found: list[tuple[Op, float]] = []
+    for row in _rows(timeline, exchanges=True).values():
+        free = 0.0
+        for op, start, end in row:
+            found.append((op, max(0.0, end - max(start, free))))
+            free = max(free, end)
+    return found
+
+
+def _rows(timeline: Timeline, exchanges: bool = False) -> dict[int, list[Event]]:
+    """The events of each rank, by time: its exchanges, or all others."""
     rows: defaultdict[int, list[Event]] = defaultdict(list)
     for event in sorted(timeline.events, key=lambda event: (event.start, event.end)):
-        rows[event.op.rank].append(event)
+        named = is_scheduled(event.op.kind) or event.op.kind in ("SEND", "RECV")
+        if is_exchange(event.op) == exchanges and (named or event.end > event.start):
+            rows[event.op.rank].append(event)
     return rows

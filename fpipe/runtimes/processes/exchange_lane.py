@@ -38,6 +38,7 @@ Leaves = list[Any]
 Started = tuple[Tensor, Any]
 """The tensor that a collective writes, and its work to wait for."""
 _c10d: Any = torch.ops._c10d_functional
+_BROUGHT = ("y", "again", "dx")
 
 
 def over_mesh(model: Model, mesh: DeviceMesh | None) -> tuple[Model, dict[str, ProcessGroup]]:
@@ -98,8 +99,9 @@ class ExchangeLane:
             graph = lowered.parts.get(op)
             if op.rank == rank and is_exchange(op) and graph is not None and graph.collective:
                 run = compiled(self._posting(graph), op.kind)
-                one = one._replace(run=partial(self._start, row, op.cell, one.written, run))
-                late.update(one.written)
+                brought = [value for value in one.written if value.name in _BROUGHT]  # residuals are there, and empty
+                one = one._replace(run=partial(self._start, row, op.cell, brought, run))
+                late.update(brought)
             if op.rank == rank and pending:
                 one = one._replace(run=partial(self._late, row, pending, one.run))
             made.append(one)
