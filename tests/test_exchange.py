@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fpipe
@@ -168,6 +169,59 @@ def test_an_axis_of_one_process_hands_on_what_it_is_given():
     for runtime in ("local", "threads"):
         found = fpipe.build(program, model, runtime=runtime)(params, batch)
         assert torch.equal(found.grads[0]["w"], grads[0]["w"])
+
+
+class Block(nn.Module):
+    """Experts of which each process has one, called as torch's own collectives are."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.route, self.expert, self.group = nn.Linear(6, 6), nn.Linear(6, 6), group
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.route(x))
+        return h + self.swapped(self.expert(self.swapped(h)))
+
+    def swapped(self, x: Tensor) -> Tensor:
+        parts = [x.shape[0] // 2] * 2
+        return funcol.all_to_all_single_autograd(x, parts, parts, self.group)
+
+
+def cut(rank: int) -> list[Any]:
+    """The stages of a net that calls collectives, and what is odd of a step, and of the same net cut elsewhere."""
+    mesh = meshed()
+    place, member = mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
+    torch.manual_seed(member)
+    net, group = nn.Sequential(*(Block(mesh.get_group("ep")) for _ in range(2))), mesh.get_group("ep")
+    batch = torch.randn(8, 6), torch.randn(8, 6)
+    example = tuple(part[:4] for part in batch)
+    model, params, _ = fpipe.from_module(net, example=example, loss=nn.functional.mse_loss, cut_collectives=True)
+    schedule = fpipe.schedules.one_f_one_b_overlap(2)
+    program = fpipe.chain(fpipe.split(2), schedule, fpipe.merge())(fpipe.program(model))
+    example = tree_map(lambda leaf: leaf.to("meta"), (params, batch))
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=example)
+    found = step(fpipe.local_params(program, params, place), batch)
+
+    for x, target in zip(*(part.tensor_split(2) for part in batch), strict=True):
+        for block in net:
+            h = torch.tanh(block.route(x))
+            x = h + Swapped.apply(block.expert(Swapped.apply(h, group)), group)
+        (nn.functional.mse_loss(x, target) * 0.5).backward()
+    own = dict(net.named_parameters())
+    grads = {name: grad for stage in found.grads if stage for name, grad in stage.items()}
+    return [
+        [stage.name for stage in model.stages],
+        [n for n in grads if not torch.equal(grads[n], own[n].grad)],
+        len(grads),
+    ]
+
+
+def test_a_net_is_cut_where_it_calls_collectives(four: Processes):
+    found = four.each(cut)
+    swap = "all_to_all over ep"
+    assert found[0][0] == ["0.route", swap, "0.expert", swap, "1.route", swap, "1.expert", swap, ""]  # "": sums
+    assert [odd for _, odd, _ in found] == [[]] * 4
+    assert sum(count for _, _, count in found) == 2 * 8
 
 
 def refused(rank: int) -> list[str]:

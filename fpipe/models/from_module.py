@@ -25,6 +25,7 @@ from fpipe.limits import whole
 from fpipe.model import LossFunction, Model, Reduction
 from fpipe.models.compare_example import refuse_difference
 from fpipe.models.cutting.batch_guard import BatchGuard
+from fpipe.models.cutting.collectives import as_exchange
 from fpipe.models.cutting.cut_net import CutNet
 from fpipe.models.cutting.cut_report import CutReport
 from fpipe.models.cutting.marked_graph import MarkedGraph
@@ -56,6 +57,7 @@ def from_module(
     costs: Mapping[str, float] | Costs | None = None,
     reduction: Reduction = "mean",
     aux: bool = False,
+    cut_collectives: bool = False,
 ) -> tuple[Model, Params, Params]:
     """Cut any module into stages.
 
@@ -79,6 +81,9 @@ def from_module(
         costs: of each block by its path, or what `fpipe.profile` measured with a stage for each block, instead of
             floating-point operations.
         reduction, aux: as in `from_functions`.
+        cut_collectives: make each collective of `torch.distributed._functional_collectives` over a dimension of a mesh
+            a stage of its own, as `fpipe.exchange` does, beside the stages that `stages` or `cuts` ask for: an
+            all-to-all of equal splits, a gather or sum over dim 0. All processes along it cut alike.
 
     Returns:
         The model, which prints what is where; per stage its trainable parameters by their names in `net.state_dict()`,
@@ -105,6 +110,7 @@ def from_module(
     >>> [stage.name for stage in model.stages]
     ['blocks.0, blocks.1', 'blocks.2, blocks.3']
     """
+    stages = 1 if cut_collectives and stages is None and cuts is None else stages
     _check(net, stages, cuts, costs)
     refuse_odd_modes()
     batch = _batch(example, loss)
@@ -115,7 +121,7 @@ def from_module(
     graph = read_graph(exported.program, tensors)
     split_norms(graph.module.graph)
     try:
-        placed = place_cuts(graph.module.graph, graph.params, stages, cuts, costs)
+        placed = place_cuts(graph.module.graph, graph.params, stages, cuts, costs, cut_collectives)
     except ValueError as error:
         raise ValueError(" ".join([str(error), *exported.words])) from None
     if exported.words:
@@ -133,7 +139,9 @@ def from_module(
     ordered = (sorted(run.names, key=lambda leaf: order[leaf[0]]) for run in cut.stages)
     named = (tuple(tensors.names(*leaf) for leaf in own) for own in ordered)
     each = zip(model.stages, cut.stages, placed.words, named, strict=True)
-    stages_of = (replace(stage, name=word, names=own, **run.remembering()) for stage, run, word, own in each)
+    stages_of = [replace(stage, name=word, names=own, **run.remembering()) for stage, run, word, own in each]
+    for number, function in placed.exchanges.items():
+        stages_of[number] = as_exchange(stages_of[number], function)
     held = Fingerprint([loss], modules)
     frozen = frozenset(
         (stage, name) for stage, own in enumerate(cut.owned) for name in own if name in tensors.untrained
@@ -157,6 +165,7 @@ def from_module(
             "costs": costs,
             "reduction": reduction,
             "aux": aux,
+            "cut_collectives": cut_collectives,
         }
         held.trace_again(model, lambda: from_module(net, stages, **how)[0])
         again: Any = how | {"cuts": [call.path for call in placed.ends], "costs": None}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.distributed_c10d import (
     PrefixStore,
     Store,
@@ -22,6 +22,11 @@ def world_group() -> ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     return world
+
+
+def group_named(name: str) -> ProcessGroup:
+    """The process group of a name, as ops have it (2.13: `_resolve_process_group`)."""
+    return _RESOLVE(name)
 
 
 def default_store() -> Store:
@@ -50,6 +55,7 @@ def reduce_scatter(own: Tensor, whole: Tensor, group: ProcessGroup) -> Any:
 
 
 _NAMES: Any = vars(dist)
+_RESOLVE: Any = vars(distributed_c10d)["_resolve_process_group"]
 _ALL_GATHER: Any = _NAMES.get("all_gather_single") or _NAMES["all_gather_into_tensor"]
 _REDUCE_SCATTER: Any = _NAMES.get("reduce_scatter_single") or _NAMES["reduce_scatter_tensor"]
 

@@ -33,6 +33,7 @@ class Exchanged:
         axis: the dimension of the mesh.
         group: the name of the group of processes along it; of one process, none.
         size, number: how many they are, and which of them this one is.
+        leaf: the one that is exchanged of what it takes, and handed on alone; None for all.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class Exchanged:
     group: str = ""
     size: int = 1
     number: int = 0
+    leaf: int | None = None
 
     @property
     def __name__(self) -> str:
@@ -51,11 +53,12 @@ class Exchanged:
         def exchanged(leaf: Any) -> Any:
             return _Collective.apply(leaf, self) if isinstance(leaf, Tensor) else leaf
 
+        x = x if self.leaf is None else (tree.leaves(x)[self.leaf],)
         return x if self.size == 1 else tree.tree_map(exchanged, x)
 
     def over(self, group: str, size: int, number: int) -> Exchanged:
         """The function over a group of processes."""
-        return Exchanged(self.kind, self.axis, group, size, number)
+        return Exchanged(self.kind, self.axis, group, size, number, self.leaf)
 
 
 class _Collective(torch.autograd.Function):

@@ -5,12 +5,15 @@ stages=2:  h.0 h.1 h.2 h.3        -->        h.0 h.1  MARK  h.2 h.3
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
+from fpipe.graphs.tracing.exchanged import Exchanged
+from fpipe.models.cutting.collectives import collectives_of
 from fpipe.models.cutting.node_costs import costs_of
 from fpipe.models.cutting.pieces import BLOCK
 from fpipe.models.tracing.boundary import MARK
@@ -21,10 +24,12 @@ from fpipe.timing.costs import Costs
 
 
 class Placed(NamedTuple):
-    """Where a net was cut: the calls after which stages end, and in words what each stage runs."""
+    """Where a net was cut: the calls after which stages end, in words what each stage runs, and which collective the
+    stages are that are one."""
 
     ends: list[Call]
     words: list[str]
+    exchanges: dict[int, Exchanged]
 
 
 def place_cuts(
@@ -33,6 +38,7 @@ def place_cuts(
     stages: int | None,
     cuts: Sequence[str] | None,
     costs: Mapping[str, float] | Costs | None,
+    collectives: bool = False,
 ) -> Placed:
     """Put marks into a graph that may have some, and say of its nodes which block they are in.
 
@@ -40,6 +46,7 @@ def place_cuts(
         graph: of a net, and `params`, its parameters, by placeholder.
         stages: how many stages; `cuts`: instead, the paths of the modules after which stages end.
         costs: of blocks by path, or measured with a stage for each block, instead of floating-point operations.
+        collectives: whether each collective is a stage of its own, too.
     """
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     root = calls_of(nodes, params.values())
@@ -56,12 +63,16 @@ def place_cuts(
     else:
         ends = _balanced(nodes, params, root, stages or 1, costs)
     ends.sort(key=lambda call: call.end)
-    for call in ends:
-        with graph.inserting_after(nodes[call.end]):
+    found = collectives_of(nodes) if collectives else {}
+    around = {at for first in found for at in (first, first + 2)} - {0, len(nodes), *(at + 1 for at in own), *own}
+    marks = sorted({call.end + 1 for call in ends} | around)
+    for at in marks:
+        with graph.inserting_before(nodes[at]):
             graph.call_function(MARK, ([],))
-    bounds = sorted([*(call.end + 1 for call in ends), *own])
+    bounds = sorted([*marks, *own])
     parts = zip([0, *bounds], [*bounds, len(nodes)], strict=True)
-    return Placed(ends, [in_words(root, start, end - 1) for start, end in parts])
+    exchanges = {bisect_right(bounds, at): one for at, one in found.items()}
+    return Placed(ends, [in_words(root, start, end - 1) for start, end in parts], exchanges)
 
 
 def _balanced(
