@@ -554,6 +554,27 @@ def training(rank: int) -> list[bool]:
     return [*same, *(isinstance(one, DTensor) and one.placements == (Shard(0),) for one in moments)]
 
 
+def odd_shards(rank: int) -> list[str]:
+    """What is said where no shards can be made."""
+    mesh, net, said = meshed()[0], odd_net(), list[str]()
+    params = dict(net.named_parameters())
+    for given, over in (((params,), mesh), ((params,), mesh["pp"]), (net, mesh["dp"]), (params, mesh["dp"])):
+        with pytest.raises(TypeError) as error:
+            fpipe.shard_params(given, over)
+        said.append(str(error.value))
+    return said
+
+
+def test_what_no_shards_are_made_of_is_refused(four: Processes):
+    """A net was handed back as it is, and stages were shared out among the ranks of a program."""
+    for one, two, net, flat in four.each(odd_shards):
+        assert (
+            one == two == "dimension 'pp' of the mesh has the ranks of a program: hand in mesh['dp'], that of replicas."
+        )
+        assert "one entry for each stage, as load_params or local_params gives them; found a Sequential" in net
+        assert "found a dict" in flat
+
+
 def test_an_optimizer_over_shards_trains_as_over_the_whole(four: Processes):
     assert four.each(training) == [[True] * 8] * 4
 

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
@@ -29,7 +29,8 @@ def shard_params(params: Sequence[Any], mesh: DeviceMesh) -> tuple[Any, ...]:
             already, `mesh["dp", "tp"]`: each process's part of these is cut, as `fully_shard` does.
 
     Raises:
-        TypeError: it is no mesh, or a parameter is a DTensor over other dimensions.
+        TypeError: it is no mesh, or one with the ranks of the program too; params are a net; a parameter is a DTensor
+            over other dimensions.
 
     >>> import torch, torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -41,6 +42,13 @@ def shard_params(params: Sequence[Any], mesh: DeviceMesh) -> tuple[Any, ...]:
     """
     if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"mesh is a dimension of a DeviceMesh, such as mesh['dp']; found {mesh!r}.")
+    if "pp" in mesh.mesh_dim_names:
+        raise TypeError("dimension 'pp' of the mesh has the ranks of a program: hand in mesh['dp'], that of replicas.")
+    if isinstance(params, nn.Module | Tensor | Mapping):
+        raise TypeError(
+            f"params have one entry for each stage, as load_params or local_params gives them; found a "
+            f"{type(params).__name__}."
+        )
     return tuple(tree.tree_map(partial(_shard, mesh=mesh), stage) for stage in params)
 
 

@@ -91,10 +91,12 @@ class PreparedRank(Prepared):
             ValueError: it is not; the value, and who passes what.
         """
         for value, places in self._read:
-            if any(isinstance(leaves[at], Tensor) and leaves[at].is_meta for at in places):
+            lacks = [k for k, at in enumerate(places) if isinstance(leaves[at], Tensor) and leaves[at].is_meta]
+            if lacks:
+                of = self._leaf(value, lacks[0]) if len(lacks) < len(places) else ""
                 raise ValueError(
-                    f"rank {self.rank} reads {value}, and was handed None or a meta tensor in its place. A rank passes "
-                    "local_params(program, params, rank), and its batch."
+                    f"rank {self.rank} reads {value}{of}, and was handed None or a meta tensor in its place. A rank "
+                    "passes local_params(program, params, rank), and its batch."
                 )
             if self.replicas is None or value not in self.shared:
                 continue
@@ -107,6 +109,11 @@ class PreparedRank(Prepared):
                     f"{axis!r}: fpipe.shard_params(local_params(program, params, rank), mesh[{axis!r}]) makes a "
                     "replica's shards."
                 )
+
+    def _leaf(self, value: Value, at: int) -> str:
+        """The place of a leaf in a value."""
+        known = self.trees[value]
+        return "" if known.spec is None else tree.paths(tree.unflatten(known.spec, range(len(known.leaves))))[at][0]
 
     def _asked(self, program: Program) -> Program:
         """The program with one output of each name: this rank's, where it has one."""
