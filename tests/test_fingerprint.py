@@ -254,3 +254,15 @@ def test_modules_whose_parameters_say_other_things_share_no_trace():
     program, model, params = cut("from_sequential", net, nn.CrossEntropyLoss())
     loss = fpipe.build(program, model)(params, ROWS).loss
     assert torch.equal(loss, mean(net, nn.CrossEntropyLoss()))
+
+
+@pytest.mark.parametrize("door", ["from_sequential", "from_module"])
+def test_a_gradient_hook_of_a_parameter_is_told(door: str):
+    """from_module left out a hook that masks a gradient, and so did both where it was registered after the cut."""
+    net = made()
+    program, model, _ = cut(door, net, nn.CrossEntropyLoss())
+    net[0].linear.weight.register_hook(lambda gradient: 0 * gradient)
+    with pytest.raises(ValueError, match=re.escape("'weight' of module '0.linear' (Linear) has changed since")):
+        fpipe.build(program, model)
+    with pytest.raises(ValueError, match=re.escape("parameter '0.linear.weight' has a gradient hook; stages diff")):
+        cut(door, net, nn.CrossEntropyLoss())

@@ -22,7 +22,7 @@ from fpipe.models.modules.skips import plan_skips
 from fpipe.models.modules.stage_module import How, StageModule
 from fpipe.models.of_modules import Leaf, Params, names_of, of_modules
 from fpipe.timing.balance import balance
-from fpipe.torch_private.modules import has_gradient_hooks, held_by, hooks_of
+from fpipe.torch_private.modules import held_by, hooks_of
 
 
 def from_sequential(
@@ -164,12 +164,6 @@ def _refuse(net: Any) -> None:
     own = [name for name, _ in (*net.named_parameters(recurse=False), *net.named_buffers(recurse=False))]
     if own:
         raise ValueError(f"{own[0]!r} belongs to the Sequential itself and to none of its children, so to no stage.")
-    for name, tensor in net.named_parameters():
-        if tensor.requires_grad and has_gradient_hooks(tensor):
-            raise ValueError(
-                f"parameter {name!r} has a gradient hook; stages differentiate detached aliases of parameters, which "
-                "no hook sees. Remove it, and change the gradients that a step returns."
-            )
 
 
 def _refuse_shared_storage(found: Mapping[Tensor, Leaf]) -> None:

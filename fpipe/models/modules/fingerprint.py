@@ -23,7 +23,7 @@ from fpipe.graphs.purity.own_memory import memory
 from fpipe.model import Model
 from fpipe.models.modules.known_modules import may_depend_on_mode
 from fpipe.positional_stage import of_net
-from fpipe.torch_private.modules import held_by, hooks_of
+from fpipe.torch_private.modules import has_gradient_hooks, held_by, hooks_of
 
 Home = tuple[Any, str, str]
 """Where a tensor is: the dict (or attributes) that has it, its name there, and what errors call it."""
@@ -189,5 +189,5 @@ def _content(module: nn.Module) -> Mapping[str, Any]:
     found |= {"a hook": tuple(map(Same, hooks_of(module)))}
     found |= {f"child {name!r}": child and Same(child) for name, child in held.children.items()}
     for word, own in (("parameter", held.parameters), ("buffer", held.buffers)):
-        found |= {repr(name): (word, one is None) for name, one in own.items()}
+        found |= {repr(name): (word, one is None or has_gradient_hooks(one)) for name, one in own.items()}
     return found

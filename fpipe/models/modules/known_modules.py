@@ -9,7 +9,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parameter import is_lazy
 
-from fpipe.torch_private.modules import has_own_samples, is_dropout, is_norm
+from fpipe.torch_private.modules import has_gradient_hooks, has_own_samples, is_dropout, is_norm
 
 
 def may_depend_on_mode(module: nn.Module) -> bool:
@@ -26,6 +26,12 @@ def refuse_net(net: nn.Module) -> None:
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(f"{name!r} is not initialised yet (a lazy module); run the net once on an example.")
+    for name, tensor in net.named_parameters():
+        if tensor.requires_grad and has_gradient_hooks(tensor):
+            raise ValueError(
+                f"parameter {name!r} has a gradient hook; stages differentiate detached aliases of parameters, which "
+                "no hook sees. Remove it, and change the gradients that a step returns."
+            )
 
 
 def refuse_wrapped(path: str, module: nn.Module) -> None:
