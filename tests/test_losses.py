@@ -2,6 +2,7 @@
 
 import re
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -332,3 +333,26 @@ def test_the_norm_of_sparse_gradients_is_that_of_their_numbers(layout: str, kind
     found = fpipe.global_norm(({"w": LAYOUTS[layout](dense)}, {"w": torch.full((2,), 84.0)}), kind)
     torch.testing.assert_close(found, torch.cat([dense.flatten(), torch.full((2,), 84.0)]).norm(kind))
     assert fpipe.global_norm({"w": LAYOUTS[layout](torch.zeros(2, 3))}, kind) == 0
+
+
+@pytest.mark.parametrize("trace", [True, False])
+def test_a_gradient_that_no_step_would_give_is_refused_by_name(trace: bool):
+    """A penalty on a net's own parameters, closed over, and a loss that learns lost their gradients without a word."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    batch = torch.randn(8, 4), torch.randn(8, 4)
+
+    def penalised(y: Tensor, target: Tensor) -> Tensor:
+        return (y - target).square().mean() + 0.01 * net[1].weight.square().sum()
+
+    def told(y: Tensor, target: Tensor) -> Tensor:
+        return (y - target).square().mean() + 0.01 * net[1].weight.detach().square().sum()
+
+    def run(loss: Any) -> Tensor:
+        model, params, _ = fpipe.from_sequential(net, stages=2, loss=loss)
+        program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
+        return fpipe.build(program, model, trace=trace)(params, batch).loss
+
+    sentence = "the loss closes over 'net.1.weight' of shape (4, 4) that wants a gradient, which no step would give"
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        run(penalised)
+    assert torch.allclose(run(told), told(net(batch[0]), batch[1]))

@@ -738,6 +738,7 @@ def test_a_function_leaves_what_the_modules_it_closes_over_remember(where: str, 
         model = fpipe.from_functions([called(net)], mse)
         sentence = "stage 0 (<lambda>) writes 'net.1.num_batches_tracked' in place (aten.add_.Tensor), which it closes "
     else:
+        net[1].requires_grad_(False)
         model = fpipe.from_functions([called(net[0])], lambda y, t: mse(net[1](y), t))
         sentence = "the loss writes 'net.1.num_batches_tracked' in place (aten.add_.Tensor), which it closes over; a st"
     params = (trained(net if where == "stage" else net[0]),)

@@ -24,7 +24,7 @@ from fpipe.graphs.purity.attributes import Attributes
 from fpipe.graphs.purity.closure import modules_of
 from fpipe.graphs.tracing.fake import LeakedTensor
 from fpipe.graphs.tracing.outputs import split_loss
-from fpipe.graphs.tracing.trace import partly_python
+from fpipe.graphs.tracing.way_back import partly_python
 from fpipe.model import Model
 from fpipe.models.tracing.boundary import KEY
 from fpipe.single_device.reference import over_parts

@@ -17,6 +17,7 @@ from fpipe.graphs.purity.sharded import placed_as
 from fpipe.graphs.tracing.keys import seed_of, seeded
 from fpipe.graphs.tracing.outputs import call_stage, copied, loss_of, outputs_of, split_output
 from fpipe.graphs.tracing.rows import of_each_row, rows_of
+from fpipe.graphs.tracing.way_back import check_gradients
 from fpipe.model import Model, who_draws
 from fpipe.program import Value
 
@@ -130,6 +131,8 @@ def forward(
             for word, made in shown.items():
                 see(Value(word, number, *place), made)
     loss, counted, aux = lost
+    if not model.per_example:
+        check_gradients(model, [loss, *losses], tree.leaves((own, list(readers.values()), carries, inputs, target)))
     return sum(losses, loss), counted, aux, values[-1][0], carried
 
 

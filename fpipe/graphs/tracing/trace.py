@@ -9,7 +9,7 @@ The gradient is `torch.autograd.grad`'s own, so the ops are those that run witho
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -31,6 +31,7 @@ from fpipe.graphs.tracing.functional import functional, refuse_mutation
 from fpipe.graphs.tracing.keys import exclusive_generator
 from fpipe.graphs.tracing.max_gradients import rewrite_max_gradients
 from fpipe.graphs.tracing.rows import of_each_row, rows_of
+from fpipe.graphs.tracing.way_back import MissingGradient, partly_python, refuse_missing_gradients
 from fpipe.torch_private.dispatch import OpOverload, TorchDispatchMode, fake_tensor_class, has_kernel, without_modes
 from fpipe.torch_private.tracing import calls_so_far, traced_by_torch, unnoticed, without_compiled_functions
 
@@ -76,27 +77,12 @@ def _outline(function: Flat, reads: Groups, keys: Keys | None, apart: bool) -> O
         given = {label: [_empty(leaf) for leaf in leaves] for label, leaves in reads.items()}
         with Unseeded() as unseeded:
             with _Heard(unseeded) as heard, nullcontext() if keys is None else Streams(keys), watched_memory():
-                made = function(_handed(_apart(given) if apart else given, reads))
+                handed = _handed(_apart(given) if apart else given, reads)
+                made = function(handed)
             unseeded.check()
+        refuse_missing_gradients(chain(*made.values()), chain(*given.values(), *handed.values()))
         facts = _facts(given, numbers), _facts(made, numbers)
         return *facts, tuple(heard.ops), tuple(heard.numbers), partly_python(chain(*made.values()))
-
-
-def partly_python(made: Iterable[Any]) -> bool:
-    """Whether a `torch.autograd.Function` of somebody's own, or a module's hook, is on the way back from results;
-    torch's own ask for nothing."""
-    todo = [leaf.grad_fn for leaf in made if isinstance(leaf, Tensor)]
-    seen: set[Any] = {None}
-    while todo:
-        node: Any = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        todo += [behind for behind, _ in node.next_functions]
-        module = str(getattr(getattr(node, "_forward_cls", None), "__module__", "torch."))
-        if not module.startswith("torch.") or module.startswith(("torch._library", "torch.nn.modules._functions")):
-            return True
-    return False
 
 
 class _Heard(TorchDispatchMode):
@@ -287,7 +273,7 @@ def _reasons() -> Generator[None]:
     try:
         with _TRACING, without_modes(), with_checks():
             yield
-    except (Untraceable, LeakedTensor):
+    except (Untraceable, LeakedTensor, MissingGradient):
         raise
     except Impure as error:
         raise Untraceable(str(error)) from error

@@ -27,6 +27,7 @@ from fpipe.graphs.tracing.lru_cache import LRUCache
 from fpipe.graphs.tracing.piece_chain import Chain, NoChain, PieceCall, chain_of
 from fpipe.graphs.tracing.stage_call import Spec, StageCall, buffers, flat, positions
 from fpipe.graphs.tracing.trace import Around, outline, trace
+from fpipe.graphs.tracing.way_back import MissingGradient
 from fpipe.model import Model
 from fpipe.positional_stage import PositionalStage, of_net
 
@@ -95,7 +96,10 @@ class Traces:
         """Outline a call, by running it once on fake tensors."""
         if call not in self._outlines:
             store, key = self._entry(call)
-            self._outlines[call] = store.outlines.once(key, lambda: self._outlined(call))
+            try:
+                self._outlines[call] = store.outlines.once(key, lambda: self._outlined(call))
+            except MissingGradient as error:
+                raise error.of(self.model) from None
         return self._outlines[call]
 
     def _outlined(self, call: StageCall) -> Outline:
