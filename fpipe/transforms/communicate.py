@@ -103,7 +103,7 @@ def received_as_sent(program: Program) -> Program:
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.communicate())(fpipe.program(2))
     >>> [row[3:6] for row in received_as_sent(program).table(comms=True)][1]
-    ['RECV(y[0,1]@1)', '1F0', '1B0']
+    ['RECV(y[0,1]@1)', '1B0', 'SEND(dx[1,0]>0)']
     """
     received = {op.reads: op for op in program.ops if op.kind == "RECV"}
     ops = [one for op in program.ops if op.kind != "RECV" for one in (op, received.get(op.writes)) if one is not None]
