@@ -27,7 +27,7 @@ docs: $(INSTALLED) ## Write docs/schedules.md from the registry of schedules
 	$(BIN)/python docs/schedules.py
 
 site: $(SITE) ## Build build/site from docs/ and the docstrings, with warnings as errors and without a network
-	@rm -rf build/site
+	@rm -rf build/site build/doctrees
 	$(BIN)/python -m sphinx -q -W --keep-going -c docs/site -d build/doctrees docs build/site
 	$(BIN)/python docs/site/links.py build/site
 	@echo "open build/site/index.html"

@@ -87,6 +87,7 @@ def test_a_docstring_becomes_restructured_text():
         ("zb_h1", "fpipe.schedules.zb_h1"),
         ("split", None),  # a word, too
         ("torch.optim", None),
+        ("program.py", None),
     ],
 )
 def test_code_in_a_text_links_to_the_public_name_that_it_is_about(code, name):

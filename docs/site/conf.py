@@ -5,6 +5,7 @@ pyproject.toml, or where there is none to a page of the site. python.inv has the
 modules of the objects.inv in Python's own documentation.
 """
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -35,6 +36,7 @@ suppress_warnings = ["misc.highlighting_failure"]
 myst_heading_anchors = 3
 myst_links_external_new_tab = False
 default_role = "code"
+highlight_language = "text"
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
@@ -78,6 +80,16 @@ def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
     return f"{SOURCE}/blob/v{release}/{file}#L{first}-L{last}" if first else None
 
 
+def readable(app, what, name, found, options, signature, returns):
+    """A default that has no text, such as a field's factory, as dots: Sphinx reads a signature as Python."""
+    return (re.sub(r"<.*?>+", "...", signature), returns) if signature else None
+
+
+def without_words(app, what, name, found, skip, options):
+    """Whether a member has no words of ours: a field of a named tuple, which the signature names."""
+    return True if (getattr(found, "__doc__", "") or "").startswith("Alias for field number") else None
+
+
 def mark(app, doctree):
     """Mark a name by each package above its module too: viewcode links back to all names of a module by one of them."""
     for signature in doctree.findall(addnodes.desc_signature):
@@ -88,6 +100,8 @@ def mark(app, doctree):
 def setup(app):
     """Expand lists of names, restructure docstrings, link names."""
     app.connect("doctree-read", mark)
+    app.connect("autodoc-process-signature", readable)
+    app.connect("autodoc-skip-member", without_words)
     app.connect("source-read", reference.expand)
     app.add_post_transform(names.LinkNames)
     app.connect("autodoc-process-docstring", reference.restructure, priority=100)

@@ -130,7 +130,7 @@ def escape(text: str) -> str:
 def target(code: str) -> str | None:
     """The public name that code in a text is about: `fpipe.simulate`, `split(8)`, `Timeline.peak`; None for others."""
     found = NAME.fullmatch(code)
-    if found is None:
+    if found is None or code.endswith(".py"):
         return None
     name = found["name"]
     plain = re.fullmatch(r"[a-z0-9]+", name) and found["call"] is None and not code.startswith("fpipe.")
