@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fpipe
-from examples import experts
+from examples import experts, ring_attention
 from fpipe.program import is_exchange
 from fpipe.tree import tree_map
 from tests.processes import Processes
@@ -84,3 +84,11 @@ def test_experts_have_the_gradients_of_autograd(four: Processes, name: str):
     assert [odd for odd, _, _ in found] == [[]] * 4
     if name == "one_f_one_b_overlap":
         assert all(0 < both <= took for _, took, both in found)
+
+
+def around(rank: int) -> float:
+    return ring_attention.difference()
+
+
+def test_attention_around_a_ring_has_the_gradients_of_whole_sequences(four: Processes):
+    assert max(four.each(around)) < 1e-12
