@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
 import fpipe
 from fpipe.program import is_exchange
@@ -111,3 +112,13 @@ def test_a_timeline_tells_what_its_exchanges_cost():
         }
         named = [op for op in program.ops if op.kind in "FBI"]
         assert told == pytest.approx({op.cell: costs.seconds(op) for op in named})
+
+
+def test_exchanges_among_replicas_in_lockstep_are_refused():
+    model = experts(1)
+    program = fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False), fpipe.data_parallel("ep"))(fpipe.program(model))
+    batch = torch.ones(4, 2), torch.ones(4, 2)
+    with pytest.raises(
+        ValueError, match="1F0 exchanges along 'ep', an axis of replicas, which is not walked in lockstep"
+    ):
+        fpipe.verify(program, model, ({},) * 4, batch, replicas=2)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.model import Model, taken_gradients
-from fpipe.program import Program
+from fpipe.program import Program, is_exchange
 from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.definition.inputs_and_results import (
     Keys,
@@ -146,6 +146,12 @@ def refuse_without(program: Program, replicas: int | tuple[int, int]) -> None:
     if replicas != 1 and len(axes) > 0 and isinstance(replicas, tuple) != (len(axes) == 2):
         along, say = " and ".join(map(repr, axes)), "a pair such as (2, 2)" if len(axes) == 2 else "a number such as 2"
         raise ValueError(f"the program has replicas along {along}: replicas is {say}; found {replicas!r}.")
+    among = next((op for op in program.ops if is_exchange(op) and dict(op.how)["axis"] in axes), None)
+    if replicas != 1 and among is not None:
+        raise ValueError(
+            f"{among.cell} exchanges along {dict(among.how)['axis']!r}, an axis of replicas, which is not walked in "
+            "lockstep: compare with replicas=1, where the axis has one process."
+        )
     if replicas != 1 and not any(op.kind in _EXCHANGES for op in program.ops):
         raise ValueError(
             f"replicas={replicas} is of a program with replicas: put fpipe.data_parallel() or fpipe.shard() behind "
