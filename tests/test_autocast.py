@@ -52,13 +52,6 @@ def test_a_step_has_the_bits_of_a_loop_under_autocast(how: dict[str, Any], dtype
     assert not torch.equal(whole.loss, loss)
 
 
-@pytest.fixture(scope="module")
-def two():
-    both = Processes(2)
-    yield both
-    both.close()
-
-
 def on_two(rank: int) -> list[str]:
     net, batch = net_of(2), rows(8)
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
@@ -70,8 +63,8 @@ def on_two(rank: int) -> list[str]:
     return ["loss"] * (not torch.equal(result.loss, loss)) + differences(net, optimizer, result)
 
 
-def test_two_processes_have_the_bits_of_a_loop_under_autocast(two: Processes):
-    assert two.each(on_two) == [[], []]
+def test_two_processes_have_the_bits_of_a_loop_under_autocast(pair: Processes):
+    assert pair.each(on_two) == [[], []]
 
 
 def test_autocast_is_to_a_half_precision():

@@ -103,13 +103,6 @@ def test_what_cannot_be_is_refused_in_a_sentence(case: str, tmp_path: Path):
         call(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def four():
-    several = Processes(4)
-    yield several
-    several.close()
-
-
 def on_four(rank: int, folder: str, sharded: bool) -> Any:
     """Two steps on 2 x 2 processes, saved; and the whole as rank 0 gathers it."""
     mesh, replica, place = meshed()

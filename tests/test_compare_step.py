@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler
 
 import fpipe
 from tests.test_distributed import MSE
-from tests.test_update import joined, net_of
+from tests.test_update import Tied, joined, net_of
 
 MICROBATCHES = 4
 
@@ -315,15 +315,6 @@ def test_a_pipeline_of_ours_is_right_and_what_it_tells_is_compared():
 
 
 def test_a_tie_of_which_a_use_is_missing_is_named():
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.mid, self.head = nn.Embedding(7, 8), nn.Linear(8, 8), nn.Linear(8, 7, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.mid(self.embed(x)).tanh())
-
     torch.manual_seed(0)
     net, ids = Tied(), torch.randint(0, 7, (8,))
     model, params, _ = fpipe.from_module(copy.deepcopy(net), 2, loss=nn.functional.cross_entropy, example=(ids, ids))

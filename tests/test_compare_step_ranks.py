@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,13 +19,6 @@ from tests.processes import Processes
 from tests.test_distributed import MSE
 
 MICROBATCHES, CLIP, RATE = 2, 0.05, 0.1  # of each replica
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    several = Processes(4)
-    yield several
-    several.close()
 
 
 def local(leaf: Tensor) -> Tensor:

@@ -102,13 +102,6 @@ def test_a_net_without_state_shares_its_program():
     assert torch.allclose(loss, F.mse_loss(copy.deepcopy(net).eval()(x), target))
 
 
-@pytest.fixture(scope="module")
-def two():
-    both = Processes(2)
-    yield both
-    both.close()
-
-
 def on_two(rank: int, door: str) -> bool:
     net, model, params, state = cut(door)
     now = trained(model, params, state, ranks=1).state
@@ -122,8 +115,8 @@ def on_two(rank: int, door: str) -> bool:
 
 
 @pytest.mark.parametrize("door", ["from_module", "from_sequential"])
-def test_two_processes_evaluate(two: Processes, door: str):
-    assert two.each(on_two, door) == [True, True]
+def test_two_processes_evaluate(pair: Processes, door: str):
+    assert pair.each(on_two, door) == [True, True]
 
 
 def test_a_model_that_knows_no_net_is_refused():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,13 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fpipe
 from fpipe.tree import tree_map
 from tests.processes import Processes
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    processes = Processes(4)
-    yield processes
-    processes.close()
 
 
 def meshed() -> DeviceMesh:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +16,6 @@ from tests.processes import Processes
 from tests.test_exchange import Swapped, meshed
 
 MICROBATCHES = 4
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    processes = Processes(4)
-    yield processes
-    processes.close()
 
 
 def tokens(member: int) -> tuple[Tensor, Tensor]:

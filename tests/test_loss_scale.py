@@ -97,13 +97,6 @@ def test_gradients_come_divided_by_the_scale():
     assert all(map(torch.equal, joined(found).values(), joined(right).values()))  # powers of two round nothing here
 
 
-@pytest.fixture(scope="module")
-def four():
-    several = Processes(4)
-    yield several
-    several.close()
-
-
 def on_four(rank: int) -> list[Any]:
     """For a scale that is too large and one that is not: whether the step was taken, whether parameters changed, and
     the next scale. Rows of the first replica alone are so large that their gradients overflow."""

@@ -2,7 +2,6 @@
 
 import json
 import re
-import struct
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
 from tests.processes import Processes
+from tests.test_check_grads import save_safetensors
 
 
 class Rotary(nn.Module):
@@ -133,16 +133,6 @@ def test_real_buffers_of_a_net_whose_parameters_alone_are_on_meta_stay_constants
     assert "rotary.table" not in fpipe.join_params(model, meta)
     params = loaded(model, program, real().state_dict())
     assert torch.equal(fpipe.build(program, model)(params, ids()).loss, own_autograd(real(), ids())[0])
-
-
-def save_safetensors(named: dict[str, Tensor], path: Path) -> None:
-    header, data = dict[str, Any](), b""
-    for name, one in named.items():
-        part = one.numpy().tobytes()
-        header[name] = {"dtype": "F32", "shape": [*one.shape], "data_offsets": [len(data), len(data) + len(part)]}
-        data += part
-    head = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(head)) + head + data)
 
 
 def saved(kind: str, named: dict[str, Tensor], folder: Path) -> Path:

@@ -82,13 +82,6 @@ def test_transfers_and_frees_that_are_written_down_are_put_anew(last: Any):
     assert differences(net, optimizer, result) == []
 
 
-@pytest.fixture(scope="module")
-def two():
-    both = Processes(2)
-    yield both
-    both.close()
-
-
 def on_two(rank: int, case: str) -> tuple[list[bool], list[str]]:
     """Which norms were valid, and the names of this rank's parameters and state that differ from a plain loop."""
     net, each, clip = net_of(), batches(3), NORMS[case]
@@ -105,8 +98,8 @@ def on_two(rank: int, case: str) -> tuple[list[bool], list[str]]:
 
 
 @pytest.mark.parametrize("case", NORMS)
-def test_all_ranks_do_it_again_together(two: Processes, case: str):
-    assert two.each(on_two, case) == [(VALID[case], [])] * 2
+def test_all_ranks_do_it_again_together(pair: Processes, case: str):
+    assert pair.each(on_two, case) == [(VALID[case], [])] * 2
 
 
 @pytest.mark.parametrize("name", PERIODS)

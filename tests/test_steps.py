@@ -200,13 +200,6 @@ def test_what_cannot_be_is_refused_in_a_sentence(case: str):
         call()
 
 
-@pytest.fixture(scope="module")
-def two():
-    both = Processes(2)
-    yield both
-    both.close()
-
-
 def on_two(rank: int, schedule: str, stages: int, stale: Any) -> list[str]:
     """The names of this rank's parameters and state that differ from a plain loop with the same delays."""
     net, each = net_of(), batches(3)
@@ -226,8 +219,8 @@ def on_two(rank: int, schedule: str, stages: int, stale: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("schedule", "stages", "stale"), [("zb_h2", 2, 0), ("interleaved", 4, 0), ("one_f_one_b", 2, 1)]
 )
-def test_two_processes_take_several_steps(two: Processes, schedule: str, stages: int, stale: int):
-    assert two.each(on_two, schedule, stages, stale) == [[], []]
+def test_two_processes_take_several_steps(pair: Processes, schedule: str, stages: int, stale: int):
+    assert pair.each(on_two, schedule, stages, stale) == [[], []]
 
 
 def test_verify_compares_steps_with_a_loop_and_finds_what_is_wrong():

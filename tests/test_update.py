@@ -114,16 +114,17 @@ def test_a_schedule_and_a_runtime_change_no_bit(schedule: str, how: dict[str, An
     assert differences(net, optimizer, result) == []
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mid, self.head = nn.Embedding(7, 8), nn.Linear(8, 8), nn.Linear(8, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.mid(self.embed(x)).tanh())
+
+
 def test_a_tied_leaf_is_updated_and_counted_once():
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.mid, self.head = nn.Embedding(7, 8), nn.Linear(8, 8), nn.Linear(8, 7, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.mid(self.embed(x)).tanh())
-
     torch.manual_seed(0)
     net, ids = Tied(), torch.randint(0, 7, (8,))
     mine = copy.deepcopy(net)
@@ -318,20 +319,6 @@ def test_what_cannot_be_is_refused_in_a_sentence(case: str):
         call()
 
 
-@pytest.fixture(scope="module")
-def two():
-    both = Processes(2)
-    yield both
-    both.close()
-
-
-@pytest.fixture(scope="module")
-def four():
-    several = Processes(4)
-    yield several
-    several.close()
-
-
 def on_two(rank: int, schedule: str, stages: int, clip: float | None, donate: bool = False) -> list[str]:
     """The names of this rank's parameters and state that differ from torch's loop after three steps, or that are
     elsewhere although they were donated."""
@@ -365,10 +352,10 @@ def on_two(rank: int, schedule: str, stages: int, clip: float | None, donate: bo
     ],
 )
 def test_two_processes_have_the_bits_of_torchs_loop(
-    two: Processes, schedule: str, stages: int, clip: float | None, donate: bool
+    pair: Processes, schedule: str, stages: int, clip: float | None, donate: bool
 ):
     computes_alone = ["nothing"] * (schedule == "roundpipe")  # all weights are at home on the other rank
-    assert two.each(on_two, schedule, stages, clip, donate) == [computes_alone, []]
+    assert pair.each(on_two, schedule, stages, clip, donate) == [computes_alone, []]
 
 
 def on_four(rank: int, gather: str, clip: float | None, steps: int) -> list[str]:
