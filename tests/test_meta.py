@@ -324,6 +324,46 @@ def test_buffers_on_meta_that_nothing_hands_in_are_refused_by_name(norm: bool):
         fpipe.build(program, model)(params, batch, **({"state": state} if norm else {}))
 
 
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+@pytest.mark.parametrize("door", ["from_module", "from_sequential"])
+def test_the_state_of_a_net_on_meta_is_loaded_as_its_parameters_are(door: str):
+    """A batch norm on meta had nothing that gave its statistics values."""
+    torch.manual_seed(0)
+    real, batch = Normed(), (torch.randn(4, 8), torch.randn(4, 8))
+    real(torch.randn(6, 8))  # statistics that are not the first ones
+    with torch.device("meta"):
+        net, example, how = Normed(), (torch.empty(4, 8), torch.empty(4, 8)), {"loss": nn.functional.mse_loss}
+    if door == "from_module":
+        model, _, state = fpipe.from_module(net, 2, example=example, **how)
+        saved = real.state_dict()
+    else:
+        model, _, state = fpipe.from_sequential(nn.Sequential(*net.children()), 2, example=example[0], **how)
+        saved = nn.Sequential(*real.children()).state_dict()
+    program = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model))
+    params, own = loaded(model, program, saved), loaded(model, program, saved, of=state)
+    assert [[*one] for one in own] == [[*one] for one in state]
+    found = fpipe.build(program, model)(params, batch, state=own)
+    for part in (slice(0, 2), slice(2, 4)):
+        (nn.functional.mse_loss(real(batch[0][part]), batch[1][part]) * 0.5).backward()
+    grads = [leaf for stage in found.grads for leaf in stage.values()]
+    assert all(map(torch.equal, grads, [leaf.grad for leaf in real.parameters()]))
+    now = {name.rpartition(".")[2]: leaf for name, leaf in found.state[0].items()}
+    assert now.keys() == dict(real.norm.named_buffers()).keys()
+    assert all(torch.equal(leaf, now[name]) for name, leaf in real.norm.named_buffers())
+    first = whole([fpipe.init_params(model, program, rank, of=state) for rank in range(2)])
+    assert sorted(float(leaf.sum()) for leaf in fpipe.tree.leaves(first)) == [0, 0, 8]
+    with pytest.raises(ValueError, match="of= is the module state of all 2 stages; found 1"):
+        fpipe.load_params(model, program, saved, rank=0, of=state[:1])
+
+
 def sharded(rank: int, folder: str) -> list[Any]:
     """A net on meta, a checkpoint, shards: gradients of this process's stage whole again, and what is refused."""
     torch.set_num_threads(1)

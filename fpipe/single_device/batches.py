@@ -57,9 +57,7 @@ def refuse_unloaded(batch: Any, params: Any, state: Any) -> None:
     """A ValueError for parameters, or a state, without values where the batch has some: they would be read as nan."""
     if any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in tree.leaves(batch)):
         refuse_meta("fpipe.load_params or fpipe.init_params gives it some", params=params)
-        refuse_meta(
-            "a net has its first state where its buffers are when it is cut; take one that has values", state=state
-        )
+        refuse_meta("fpipe.load_params(.., of=state) or fpipe.init_params(.., of=state) gives it some", state=state)
 
 
 def batches_of(batch: Any, steps: int) -> Sequence[Any]:

@@ -66,9 +66,9 @@ def written_buffers(stages: Sequence[StageModule], model: Model, example: Any) -
 
     while len(found) < len(stages):
         leaves, containers = tree.flatten((example, real))
-        reads = {"x": [_at_home(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]}
+        reads = {"x": [_with_device(x)._replace(wants=False) if isinstance(x, Tensor) else x for x in leaves]}
         for stage in stages[len(found) :]:
-            reads |= {f"{word}:{stage.number}": [*map(aval, own(stage).values())] for word, own in held.items()}
+            reads |= {f"{word}:{stage.number}": [*map(_with_device, own(stage).values())] for word, own in held.items()}
         try:
             with suppress(LeakedTensor):
                 outline(go_on, reads)
@@ -146,7 +146,6 @@ def _empty(stage: StageModule) -> set[str]:
     return {f"{path}.{name}" for path, buffers in own for name, one in buffers.items() if one is None}
 
 
-def _at_home(leaf: Tensor) -> Aval:
-    """The abstract value of an example: one without data stands for a tensor on the default device."""
-    device = torch.get_default_device() if leaf.is_meta else leaf.device
-    return aval(leaf)._replace(wants=False, device=device)
+def _with_device(leaf: Tensor) -> Aval:
+    """The abstract value of a tensor; one without data stands for one on the default device."""
+    return aval(leaf)._replace(device=torch.get_default_device() if leaf.is_meta else leaf.device)

@@ -5,7 +5,7 @@ load_params(model, program, "model.safetensors", rank=1)        -->        (None
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,13 @@ Params = tuple[dict[str, Tensor] | None, ...]
 
 
 def load_params(
-    model: Model, program: Program, source: Any, rank: int | None = None, *, init: Fill | None = None
+    model: Model,
+    program: Program,
+    source: Any,
+    rank: int | None = None,
+    *,
+    init: Fill | None = None,
+    of: Sequence[Any] | None = None,
 ) -> Params:
     """The parameters of one rank's stages, out of a file of the whole net. No other bytes are read.
 
@@ -36,6 +42,8 @@ def load_params(
         init: `init(name, tensor)` fills in place what the source need not have, frozen parameters and buffers on meta
             such as the table of a rotary embedding. Without it, or where it returns False, the `reset_parameters` of
             the module that has the leaf does.
+        of: the module state that a front door gave, to load it in place of the parameters: the running statistics of a
+            batch norm on meta.
 
     Returns:
         The tuple of all stages, as `local_params` gives it: None for the stages of other ranks. Tensors are on torch's
@@ -56,7 +64,8 @@ def load_params(
     (None, ['1.weight', '1.bias'])
     """
     found, first = source_of(source), FirstValues(0, init)
-    aliases = _checked(model, found)
+    leaves = _leaves(model, of)
+    aliases = _checked(model, found, leaves, of is not None)
 
     def value(leaf: tuple[str, ...], home: tuple[Any, str]) -> Tensor:
         names = aliases[leaf[0]]
@@ -71,11 +80,17 @@ def load_params(
                 )
         return made[names[0]].to(torch.get_default_device()) if found.moves else made[names[0]]
 
-    return _of_rank(model, program, rank, value)
+    return _of_rank(model, program, rank, leaves, value)
 
 
 def init_params(
-    model: Model, program: Program, rank: int | None = None, *, seed: int = 0, init: Fill | None = None
+    model: Model,
+    program: Program,
+    rank: int | None = None,
+    *,
+    seed: int = 0,
+    init: Fill | None = None,
+    of: Sequence[Any] | None = None,
 ) -> Params:
     """First values of the parameters of one rank's stages, with the same bits on any number of ranks and in any cut.
 
@@ -85,6 +100,7 @@ def init_params(
         init: `init(name, tensor)` fills a leaf in place, its random numbers from the seed and its name. Without it, or
             where it returns False, the `reset_parameters` of the module that has the leaf does, on what the module has
             itself, as those of torch's modules do; what it writes into children is not seen.
+        of: the module state that a front door gave, for the first values of that in place of the parameters'.
 
     Returns:
         The tuple of all stages, None for those of other ranks, on torch's default device. A tied parameter has one
@@ -104,19 +120,35 @@ def init_params(
     True
     """
     first = FirstValues(seed, init)
-    return _of_rank(model, program, rank, lambda leaf, home: first.make(leaf[0], home, getattr(*home)))
+
+    def value(leaf: tuple[str, ...], home: tuple[Any, str]) -> Tensor:
+        return first.make(leaf[0], home, getattr(*home))
+
+    return _of_rank(model, program, rank, _leaves(model, of), value)
+
+
+def _leaves(model: Model, state: Sequence[Any] | None) -> list[list[tuple[str, ...]]]:
+    """The leaves of each stage by all their names: parameters that live there, or its state."""
+    stages = the_model(model).stages
+    if state is None:
+        return [[*model.living(number)] for number in range(len(stages))]
+    if len(state) != len(stages):
+        raise ValueError(f"of= is the module state of all {len(stages)} stages; found {len(state)}.")
+    return [[(name,) for name in each or ()] for each in state]
 
 
 def _of_rank(
-    model: Model, program: Program, rank: int | None, value: Callable[[tuple[str, ...], tuple[Any, str]], Tensor]
+    model: Model,
+    program: Program,
+    rank: int | None,
+    leaves: Sequence[Sequence[tuple[str, ...]]],
+    value: Callable[[tuple[str, ...], tuple[Any, str]], Tensor],
 ) -> Params:
     """The leaves that live in the stages of a rank, each made from its names and where the net has it."""
     nets = [*_nets(model)]
     here = local_params(program, range(len(nets)), rank)
     return tuple(
-        None
-        if number is None
-        else {leaf[0]: value(leaf, nets[number].home_of(leaf[0])) for leaf in model.living(number)}
+        None if number is None else {leaf[0]: value(leaf, nets[number].home_of(leaf[0])) for leaf in leaves[number]}
         for number in here
     )
 
@@ -133,8 +165,10 @@ def _nets(model: Model) -> Iterator[PositionalStage]:
         yield run
 
 
-def _checked(model: Model, source: TensorSource) -> dict[str, list[str]]:
-    """For each parameter of the model its names in a source, none where it need not be there; refuse what is odd.
+def _checked(
+    model: Model, source: TensorSource, leaves: Sequence[Sequence[tuple[str, ...]]], may_lack: bool
+) -> dict[str, list[str]]:
+    """For each leaf of the model its names in a source, none where it need not be there; refuse what is odd.
 
     All stages are compared, so that all ranks refuse alike.
     """
@@ -142,9 +176,9 @@ def _checked(model: Model, source: TensorSource) -> dict[str, list[str]]:
     every: set[str] = set()
     for number, run in enumerate(_nets(model)):
         every.update(run.all_names())
-        for leaf in model.living(number):
+        for leaf in leaves[number]:
             names = found[leaf[0]] = [name for name in leaf if name in source.known]
-            if not names and (number, leaf[0]) not in model.frozen:
+            if not names and not may_lack and (number, leaf[0]) not in model.frozen:
                 raise ValueError(
                     f"the source lacks {leaf[0]!r}, a parameter of {model.who(number)}; it has "
                     f"{_few(source.known)}. Names are those of net.state_dict(); hand in a state_dict whose keys are."
