@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 SITE := .venv/.site
+DIST := .venv/.dist
+OTHER = .venvs/torch-$(TORCH)
 
 # One node, from the wheel that pyright[nodejs] brings, whatever the machine has; and no notice of newer versions.
 export PYRIGHT_PYTHON_GLOBAL_NODE := 0
@@ -11,7 +13,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # A worker a core. Each imports torch, so there is no gain in very many; who has done its share takes half of another's.
 PYTEST := $(BIN)/python -m pytest --numprocesses=logical --maxprocesses=8 --dist=worksteal
 
-.PHONY: help demo demo-distributed docs site families-page quick test deep families lint bench
+.PHONY: help demo demo-distributed docs site families-page quick test deep families lint bench versions dist
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -66,6 +68,27 @@ types: $(INSTALLED)
 bench: $(INSTALLED) ## Run every file of benchmarks/, one after the other
 	@set -e; for file in $(sort $(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file; done
 
+versions: ## Run the fast half of the tests on another torch: make versions TORCH=2.15.0
+	@test -n "$(TORCH)" || { echo "say which: make versions TORCH=2.15.0"; exit 2; }
+	$(PYTHON) -m venv $(OTHER)
+	grep -v -E '^(torch|setuptools)==' constraints.txt > $(OTHER)/constraints.txt  # each torch wants a setuptools of its own
+	$(OTHER)/bin/python -m pip install -q -c $(OTHER)/constraints.txt hatchling editables torch==$(TORCH)
+	$(OTHER)/bin/python -m pip install -q -c $(OTHER)/constraints.txt --no-build-isolation -e '.[all]' torch==$(TORCH)
+	$(OTHER)/bin/python -m pytest --numprocesses=logical --maxprocesses=8 --dist=worksteal -m 'not slow and not deep'
+
+# Built twice: the same commit gives the same bytes.
+dist: $(DIST) ## Build wheel and sdist into dist/, check them, and use the wheel in an empty environment
+	rm -rf dist build/again build/installed
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m hatchling build
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m hatchling build -d build/again
+	cd dist && for file in *; do cmp $$file ../build/again/$$file; done
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv build/installed
+	build/installed/bin/python -m pip install -q -c constraints.txt dist/*.whl
+	cd build && installed/bin/python ../tests/installed.py
+	build/installed/bin/python -m pip install -q -c constraints.txt rich typer
+	cd build && installed/bin/fpipe show one_f_one_b --ranks 3 --microbatches 4
+
 # The build tools come first, pinned too: an isolated build would fetch its own, at any version.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -76,4 +99,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 # Sphinx is there for the site alone.
 $(SITE): $(INSTALLED)
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[site]'
+	@touch $@
+
+$(DIST): $(INSTALLED)
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dist]'
 	@touch $@

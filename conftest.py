@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from fpipe.program import Program
+from tests import torch_versions
 from tests.processes import Processes
 
 torch.set_num_threads(1)
@@ -93,9 +94,16 @@ def pytest_sessionfinish() -> None:
     gc.freeze()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    for warned in torch_versions.TORCHS_OWN_WARNINGS:
+        config.addinivalue_line("filterwarnings", warned)
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if why := torch_versions.left_out(item.nodeid):
+            item.add_marker(pytest.mark.skip(reason=why))
         if item.path in SLOW_FILES:
             item.add_marker(pytest.mark.slow)
         if item.path.is_relative_to(ROOT / "property_tests"):

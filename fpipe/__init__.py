@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from fpipe import interop, schedules
@@ -44,6 +45,9 @@ from fpipe.transforms.split import split
 from fpipe.transforms.split_backward import merge_backward, split_backward
 from fpipe.transforms.steps import steps
 from fpipe.transforms.update import update
+
+# torch warns of it when it is imported without numpy, which nothing here needs.
+warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 
 if TYPE_CHECKING:
     from fpipe import testing as testing

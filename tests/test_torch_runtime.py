@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules as torchs
-from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fpipe
@@ -24,9 +23,6 @@ MSE = nn.functional.mse_loss
 WIDTH, MICROBATCHES = 6, 4
 STAGES = {"gpipe": 2, "one_f_one_b": 2, "zb_h1": 2}
 OURS = ["gpipe", "one_f_one_b", "interleaved", "interleaved_zb", "zbv", "dualpipev", "zb_h1", "looped_bfs"]
-in_two_processes = pytest.mark.skipif(
-    TorchVersion(torch.__version__) < "2.13", reason="gloo refuses what torch 2.11 sends to itself"
-)
 
 
 @pytest.fixture
@@ -100,7 +96,6 @@ def ours_on_torchs(rank: int, name: str) -> tuple[list[str], bool]:
     return odd, summed_in_order(program)
 
 
-@in_two_processes
 @pytest.mark.parametrize("name", OURS)
 def test_a_program_on_torchs_runtime_gives_the_gradients_of_autograd(pair: Processes, name: str):
     in_order = name != "looped_bfs"
@@ -167,7 +162,6 @@ def of_functions(rank: int, name: str) -> list[str]:
     return odd
 
 
-@in_two_processes
 @pytest.mark.parametrize("name", ["interleaved", "zbv"])
 def test_stages_of_functions_run_on_torchs_runtime(pair: Processes, name: str):
     assert pair.each(of_functions, name) == [[], []]
@@ -215,7 +209,6 @@ def names(stage: Any) -> dict[str, Tensor]:
     return dict(stage.submod.named_parameters())
 
 
-@in_two_processes
 @pytest.mark.parametrize("name", TORCHS)
 def test_torchs_tables_run_on_ours_and_on_its_own_with_stages_of_ours(pair: Processes, name: str):
     assert pair.each(torchs_on_ours, name) == [[], []]

@@ -1,0 +1,28 @@
+"""Run the README's first example where fpipe is installed alone: a wheel, torch and optree, no numpy. `make dist` does."""
+
+import contextlib
+import importlib.util
+import io
+import re
+import warnings
+from pathlib import Path
+
+PAGE = Path(__file__).parents[1] / "README.md"
+
+
+def main() -> None:
+    code, output = re.search(
+        r"```python\n(.*?)```\s*```text\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S
+    ).groups()
+    warnings.simplefilter("error")  # a warning of ours is a mistake here
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(code, {"__name__": "__main__"})
+    assert [line.rstrip() for line in printed.getvalue().splitlines()] == output.splitlines(), printed.getvalue()
+    found = importlib.util.find_spec("fpipe").origin
+    assert "site-packages" in found, found
+    assert importlib.util.find_spec("numpy") is None, "numpy is here, which the example is to do without"
+    print(f"README.md's first example runs on {found}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Differences between versions of torch that the tests know of: what is left out, what is other, what torch warns of
+itself. conftest.py applies them; a test asks for what is here, and never for a version."""
+
+import torch
+from torch.torch_version import TorchVersion
+
+FOUND = TorchVersion(torch.__version__)
+
+POSTS_RECEIVES_BY_THE_TABLE = FOUND < "2.15"
+"""torch.distributed.pipelining, which adds transfers to a table."""
+
+TORCHS_OWN_WARNINGS = (
+    # torch 2.13 builds its own ScriptModules when torch.compile first runs, and warns about itself.
+    "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning",
+    # torch 2.15 warns with another class.
+    "ignore:.torch.jit.(script|trace|script_method). is deprecated:FutureWarning",
+    # torch 2.13 warns of its own pytrees when torch.distributed.pipelining copies an exported program.
+    "ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning",
+    # torch 2.11 warns where a test says which checks it wants, once in a process.
+    "ignore:Sparse invariant checks are implicitly disabled:UserWarning",
+)
+
+_TO_ITSELF = "gloo refuses what torch 2.11 sends to itself"
+_RUNTIME = "tests/test_torch_runtime.py::"
+_BEFORE_2_13 = {
+    "tests/test_from_loss.py::test_what_no_trace_sees_is_refused": "torch 2.11 says something of its own there",
+    f"{_RUNTIME}test_a_program_on_torchs_runtime_gives_the_gradients_of_autograd": _TO_ITSELF,
+    f"{_RUNTIME}test_stages_of_functions_run_on_torchs_runtime": _TO_ITSELF,
+    f"{_RUNTIME}test_torchs_tables_run_on_ours_and_on_its_own_with_stages_of_ours": _TO_ITSELF,
+    f"{_RUNTIME}test_what_a_stage_hands_on_is_tensors": _TO_ITSELF,
+    f"{_RUNTIME}test_inputs_that_are_a_dict_go_as_keywords": _TO_ITSELF,
+    f"{_RUNTIME}test_a_later_stage_may_look_up_what_it_was_handed": _TO_ITSELF,
+    f"{_RUNTIME}test_a_module_that_recomputes_in_its_backward_does_so_with_what_it_was_handed": _TO_ITSELF,
+    "fpipe/interop/torch_pipelining.py::fpipe.interop.torch_pipelining.runtime": _TO_ITSELF,
+    "fpipe/interop/torch_pipelining.py::fpipe.interop.torch_pipelining.stages": _TO_ITSELF,
+}
+
+_FROM_2_15 = {
+    "tests/test_hostile.py::test_tensors_whose_numbers_cannot_be_compared_are_refused_by_name[nested]": (
+        "torch 2.15 reads no nested tensor from a file"
+    ),
+}
+_LEFT_OUT = (_BEFORE_2_13 if FOUND < "2.13" else {}) | (_FROM_2_15 if FOUND >= "2.15" else {})
+
+
+def left_out(test: str) -> str | None:
+    """Why a test is left out on this version of torch; None where it runs."""
+    return next((why for name, why in _LEFT_OUT.items() if test.startswith(name)), None)
