@@ -1,4 +1,4 @@
-"""Run the README's first example where fpipe is installed alone: a wheel, torch and optree, no numpy. `make dist` does."""
+"""Run the README's first example where only a wheel, torch and optree are installed, no numpy, as `make dist` does."""
 
 import contextlib
 import importlib.util
@@ -8,12 +8,11 @@ import warnings
 from pathlib import Path
 
 PAGE = Path(__file__).parents[1] / "README.md"
+FIRST = re.compile(r"```python\n(.*?)```\s*```text\n(.*?)```", re.S)
 
 
 def main() -> None:
-    code, output = re.search(
-        r"```python\n(.*?)```\s*```text\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S
-    ).groups()
+    code, output = FIRST.search(PAGE.read_text(encoding="utf-8")).groups()
     warnings.simplefilter("error")  # a warning of ours is a mistake here
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(code, {"__name__": "__main__"})

@@ -217,6 +217,13 @@ def test_a_picture_has_its_size_on_paper(tmp_path: Path):
     assert struct.unpack(">I", data[16:20])[0] == pytest.approx(84 / 25.4 * 300, abs=1)
 
 
+def test_a_pdf_embeds_its_fonts_as_truetype(tmp_path: Path):
+    """Journals refuse Type 3, which is what matplotlib embeds unless it is told."""
+    data = Path(fpipe.plot(ONE_F_ONE_B, file=tmp_path / "a.pdf")).read_bytes()
+    assert b"/Type3" not in data
+    assert b"/CIDFontType2" in data
+
+
 def test_labels_are_whole_names_microbatches_or_none(tmp_path: Path):
     cells = {op.cell for op in ONE_F_ONE_B.ops if op.kind in "FB"}
     assert cells <= set(styled(tmp_path))

@@ -20,6 +20,7 @@ DOTS = {"screen": 192, "paper": 300}
 def raster(drawing: Drawing, style: Style, ending: str) -> bytes:
     """A drawing as the bytes of a PNG or PDF file."""
     try:
+        import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
@@ -32,7 +33,9 @@ def raster(drawing: Drawing, style: Style, ending: str) -> bytes:
     FigureCanvasAgg(figure)
     _draw(drawing, figure.add_axes((0, 0, 1, 1)))
     file = io.BytesIO()
-    figure.savefig(file, format=ending, metadata={"Software": None} if ending == "png" else {"CreationDate": None})
+    about = {"Software": None} if ending == "png" else {"CreationDate": None}
+    with matplotlib.rc_context({"pdf.fonttype": 42}):  # TrueType: journals refuse Type 3
+        figure.savefig(file, format=ending, metadata=about)
     return file.getvalue()
 
 
