@@ -167,6 +167,20 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         fpipe.ProgramError,
         r"put fpipe.split\(\) before",
     ),
+    "cut already": (
+        lambda: fpipe.chain(fpipe.split(2, presplit=True), fpipe.merge(), fpipe.update("SGD"), fpipe.steps(2))(
+            fpipe.program(2)
+        ),
+        fpipe.ProgramError,
+        "each step cuts its own batch",
+    ),
+    "gradients of inputs": (
+        lambda: fpipe.chain(fpipe.split(2), fpipe.merge(), fpipe.update("SGD"), fpipe.steps(2))(
+            fpipe.program(2, input_grads=True)
+        ),
+        fpipe.ProgramError,
+        r"leave input_grads=, or fpipe.steps\(\), out",
+    ),
     "sent": (
         lambda: stepping(2, fpipe.place("linear"), fpipe.communicate(), fpipe.steps(2)),
         fpipe.ProgramError,

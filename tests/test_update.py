@@ -271,6 +271,23 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         r"no parameter has a name like '\*bia' of groups=; there are 0.0.weight",
     ),
+    "a function": (
+        lambda: fpipe.update(lambda p, g, s, lr: (p, s)),
+        TypeError,
+        "found function. fpipe.register_update",
+    ),  # type: ignore[arg-type]
+    "a rule in place": (lambda: own_rule(lambda p, g, s, lr: (p.sub_(g), s)), ValueError, "'Own' mutates what it is"),
+    "a rule without state": (lambda: own_rule(lambda p, g, s, lr: p), ValueError, r"gives \(param, state\) back"),
+    "a rule of another state": (
+        lambda: own_rule(lambda p, g, s, lr: (p, {"m": g})),
+        ValueError,
+        "with nothing in the dict as its start has",
+    ),
+    "a rule of another shape": (
+        lambda: own_rule(lambda p, g, s, lr: (p[None], s)),
+        ValueError,
+        r"of shape \[1\] of one",
+    ),
     "a fused rule of the wrong kind": (lambda: built("AdamW", capturable=True), ValueError, "takes no step with"),
     "no matrix": (
         lambda: fpipe.optimizer_state(updating(NET[0], fpipe.schedules.gpipe(2), "Muon"), NET[1]),
@@ -310,6 +327,28 @@ def stepped(opt: Any = None, lr: Any = None, **settings: Any) -> object:
     made = {"own": "SGD", "Adam": "Adam"}.get(opt) if isinstance(opt, str) else None
     opt = opt if made is None else fpipe.optimizer_state(program_of(made), PARAMS)
     return fpipe.build(program_of("SGD", **settings), MODEL)(PARAMS, BATCH, opt=opt, lr=lr)
+
+
+def own_rule(apply: Any) -> Any:
+    """The parameter after one step by a rule of one's own."""
+    fpipe.register_update("Own", apply)
+    try:
+        return stepped_by("Own")
+    finally:
+        fpipe.optimizers.rules.RULES.pop("Own")
+
+
+def stepped_by(rule: str) -> Any:
+    program = program_of(rule)
+    params = ({"w": torch.tensor(3.0)},)
+    step = fpipe.build(program, MODEL)
+    return step(params, BATCH, opt=fpipe.optimizer_state(program, params), lr=0.5).params[0]["w"]
+
+
+def test_a_rule_of_ones_own_may_look_at_its_numbers():
+    """It runs outside of a trace, as torch's own do."""
+    moved = own_rule(lambda p, g, s, lr: (p - lr * g if g.item() > 0 else p + 1, s))
+    assert moved.item() == 3.0 - 0.5 * 2.0
 
 
 @pytest.mark.parametrize("case", REFUSED)

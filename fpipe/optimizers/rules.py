@@ -116,8 +116,7 @@ def apply_rule(
     overwritten."""
     given = zip(params, grads, states, settings, own, strict=True)
     if by in RULES:
-        rule = RULES[by].apply
-        made = [rule(param, grad, state, **with_lr(words, lr)) for param, grad, state, words, _ in given]
+        made = [_applied(by, param, grad, state, with_lr(words, lr)) for param, grad, state, words, _ in given]
         return [param for param, _ in made], [state for _, state in made]
     if not params:
         return [], []
@@ -138,6 +137,32 @@ def apply_rule(
         optimizer.state = defaultdict(dict)
         for param in now:
             param.grad = None
+
+
+def _applied(by: str, param: Tensor, grad: Tensor, state: State, settings: dict[str, Any]) -> tuple[Tensor, State]:
+    """The parameter and state that a rule of a user's own makes.
+
+    Raises:
+        ValueError: it makes no such pair, or has mutated what it was handed.
+    """
+    given = (param, grad, *state.values())
+    versions = [0 if leaf.is_inference() else leaf._version for leaf in given]
+    made = RULES[by].apply(param, grad, state, **settings)
+    if versions != [0 if leaf.is_inference() else leaf._version for leaf in given]:
+        raise ValueError(
+            f"rule {by!r} mutates what it is handed, and has to be pure: write p - lr * g, not p.sub_(..)."
+        )
+    pair: Any = made if isinstance(made, tuple) and len(made) == 2 else (None, None)  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison]
+    after, left = pair
+    if not isinstance(after, Tensor) or not isinstance(left, dict) or {*left} != {*state}:  # pyright: ignore[reportUnknownArgumentType]
+        raise ValueError(
+            f"rule {by!r} gives (param, state) back, with {', '.join(state) or 'nothing'} in the dict as its start "
+            f"has; found {type(made).__name__}."
+        )
+    if after.shape != param.shape or after.dtype != param.dtype:
+        now = f"{after.dtype} of shape {[*after.shape]}"
+        raise ValueError(f"rule {by!r} makes a parameter {now} of one {param.dtype} of shape {[*param.shape]}.")
+    return after, left
 
 
 def _after(found: Mapping[str, Any], before: State) -> State:

@@ -195,8 +195,10 @@ def words_of_update(
     """The words of an UPDATE; a program is data, so a rule is its name."""
     name = rule.__name__ if isinstance(rule, type) else rule
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        hint = " An optimizer of parameters stays outside of a program." if hasattr(rule, "param_groups") else ""
-        raise TypeError(f"a rule is the name or class of an optimizer, such as 'AdamW'; found {name!r}.{hint}")
+        hint = " fpipe.register_update gives a function a name." if callable(rule) else ""
+        hint = " An optimizer of parameters stays outside of a program." if hasattr(rule, "param_groups") else hint
+        found = f"{type(rule).__name__}.{hint}"
+        raise TypeError(f"a rule is the name or class of an optimizer, such as 'AdamW'; found {found}")
     if name in _REFUSED:
         raise ValueError(f"{name} {_REFUSED[name]}, and no op of a program does: use it outside, on Result.grads.")
     if not re.fullmatch(r"\w+", name):

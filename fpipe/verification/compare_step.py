@@ -134,7 +134,10 @@ def compare_step(
 
 
 def _one_a_step(given: Any, steps: int, word: str) -> list[Any]:
-    found = [*given] if isinstance(given, list | tuple) else [given] * steps
+    found: list[Any] = [*given] if isinstance(given, list | tuple) else [given] * steps
+    odd = next((one for one in found if not isinstance(one, int | float | Tensor | None)), None)
+    if odd is not None:
+        raise TypeError(f"{word} is one number, or a list with that of each step; found {odd!r}.")
     if len(found) != steps:
         raise ValueError(f"{word} is one number, or a list of {steps}, one for each step; found {len(found)}.")
     return found

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fpipe.model import Model
 from fpipe.optimizers.op_words import update_of, words_of
-from fpipe.optimizers.state import optimizer_state
+from fpipe.optimizers.state import check_optimizer_state, optimizer_state
 from fpipe.program import PARAMETERS, Program, parts_of
 from fpipe.runtimes.build import build
 from fpipe.runtimes.definition.inputs_and_results import check_call, optim_of
@@ -58,6 +58,7 @@ def trained(
     scale = SCALE if scale is None and any(value.name == "valid" for value in op.reads) else scale
     optim = optim_of(program, opt, lr, scale)
     assert optim is not None
+    check_optimizer_state(program, params, opt)
     scaler = None if optim[2] is None else scaler_of(optim[2], _how(program, "VALIDATE"))
     rates = [float(rate) for rate in optim[1]] or [None] * program.steps
     batch_of(program, batch)

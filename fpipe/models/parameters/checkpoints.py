@@ -224,7 +224,7 @@ def load(
         A `Checkpoint`.
 
     Raises:
-        ValueError: a name that was not saved, another shape, or entries that are not one for each stage.
+        ValueError: no such folder, a name that was not saved, another shape, or not one entry for each stage.
 
     >>> import fpipe, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -234,6 +234,8 @@ def load(
     (({'b': tensor([1.]), 'a': tensor([1., 1.])},), 3)
     """
     whole, put = _entries(program, {"params": params, "opt": opt, "state": state}, mesh, fresh=True)
+    if not Path(folder, ".metadata").is_file():
+        raise ValueError(f"{folder} is no folder that fpipe.save has written, or it was not written to its end.")
     saved = FileSystemReader(folder).read_metadata().state_dict_metadata
     lacks = next((name for name in whole if name not in saved), None)
     if lacks is not None:
