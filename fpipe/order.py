@@ -127,9 +127,7 @@ def permuted(sources: list[Sources], order: Sequence[int]) -> list[Sources]:
 def _sources_anyhow(inputs: tuple[Input, ...], ops: Sequence[Op]) -> list[Sources]:
     """The sources of ops that are in no order yet."""
     writer = {given.value: -1 for given in inputs}
-    for position, op in enumerate(ops):
-        for value in op[6]:
-            writer[value] = position
+    writer |= {value: position for position, op in enumerate(ops) for value in op[6]}
     return [tuple(map(writer.__getitem__, op[5])) for op in ops]
 
 
@@ -145,8 +143,7 @@ class _Clock:
         self.loose = list(compress(range(len(ops)), self.is_loose))
         time = {name: kind.time for name, kind in KINDS.items()}
         self.ticks = [time[op[0]] for op in ops]
-        self.start = [-1] * len(ops)
-        self.end = [-1] * len(ops) + [0]  # inputs are there from the start
+        self.start, self.end = [-1] * len(ops), [-1] * len(ops) + [0]  # inputs are there from the start
         self.anchored: dict[int, list[int]] = {}  # row op -> the loose ops that stand just before it
         self.anchor: dict[int, int] = {}
         self.early: set[int] = set()  # loose ops that are never anchored
@@ -167,10 +164,9 @@ class _Clock:
             if self.is_loose[position] and self.ticks[position]:
                 extra.append(position)
         ops, start, ticks = self.ops, self.start, self.ticks
-        levels = self._levels()
         columns: list[list[int]] = [[] for _ in range(1 + max(start, default=0))]
         groups: dict[tuple[int, int, int], list[int]] = {}
-        for position, level in levels.items():
+        for position, level in self._levels().items():
             groups.setdefault((level, ops[position][4], start[position]), []).append(position)
         for place, group in sorted(groups.items()):
             columns[place[2]] += sorted(group, key=self._tie) if len(group) > 1 else group
@@ -309,9 +305,7 @@ class _Clock:
         for position in self.instant:
             now = start[position]
             before = self.sources[position]
-            level = (
-                _ANCHORED if position in self.anchor else 2 * _ANCHORED if self.ops[position].kind == "OFFLOAD" else 0
-            )
+            level = _ANCHORED if position in self.anchor else 2 * _ANCHORED * (self.ops[position].kind == "OFFLOAD")
             if not level and not self.is_loose[position]:
                 rank = self.ops[position].rank
                 before = (*before, last.get(rank, -1))
@@ -350,13 +344,7 @@ def in_order(outputs: Iterable[Output]) -> tuple[Output, ...]:
     def key(end: Output) -> tuple[int, str, int, int, int, int]:
         name = end.name
         rank = names.index(name.name) if name.name in names else len(names)
-        return (
-            rank,
-            name.name,
-            -1 if name.stage is None else name.stage,
-            name.microbatch or 0,
-            name.slice or 0,
-            name.port,
-        )
+        stage = -1 if name.stage is None else name.stage
+        return rank, name.name, stage, name.microbatch or 0, name.slice or 0, name.port
 
     return tuple(sorted(outputs, key=key))
