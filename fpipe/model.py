@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fpipe.limits import whole
 from fpipe.positional_stage import Names, PositionalStage, of_net
-from fpipe.program import Op
+from fpipe.program import HtmlRepr, Op
 
 if TYPE_CHECKING:
     from fpipe import tree
@@ -121,7 +121,7 @@ class Made(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Model:
+class Model(HtmlRepr):
     """Stages in dataflow order plus a loss; `inputs[i]` says what stage i takes, `ties` which leaves are one.
 
     A stage that takes one source gets its value as `x`; one that takes a tuple of sources gets the tuple of values. A

@@ -50,7 +50,7 @@ import gc
 import io
 import re
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -251,8 +251,9 @@ ALL_BUT = "all but"  # {saved=..} opens with it where it names the ops that are 
 
 
 class HtmlRepr:
-    """Mixin of programs and timelines: a notebook asks for HTML, and the painter gives it.
+    """Mixin of values that a notebook shows: it asks for HTML, and the painter gives it.
 
+    A program, timeline or chart is drawn; of others those timelines that `pictured` names, below what they print.
     `fpipe.pictures` puts the painter here when fpipe is imported.
 
     >>> import fpipe
@@ -261,6 +262,11 @@ class HtmlRepr:
     """
 
     painter: ClassVar[Callable[[Any], str] | None] = None
+
+    @property
+    def pictured(self) -> Mapping[str, Any]:
+        """The timelines to draw below the text, by their names."""
+        return {}
 
     def _repr_html_(self) -> str | None:
         return None if HtmlRepr.painter is None else HtmlRepr.painter(self)

@@ -2,11 +2,14 @@
 
 import html
 import json
+import re
 import runpy
 import struct
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ import fpipe
 from fpipe.pictures.colours import FILLS, lighter
 from fpipe.pictures.panel import Panel
 from fpipe.program import Program
+from fpipe.verification.report import Report
 from tests.test_memory import offloaded
 
 ONE_F_ONE_B = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(3), fpipe.merge())(fpipe.program(3))
@@ -474,6 +478,27 @@ def test_programs_timelines_and_plots_show_themselves():
         html = shown._repr_html_()
         picture = html[html.index("<svg") : html.rindex("</svg>") + 6]
         assert ET.fromstring(picture).tag == f"{SVG}svg"
+
+
+@pytest.mark.parametrize(
+    ("shown", "pictures"),
+    [
+        (lambda: fpipe.compare(["gpipe", "zbv", "chimera"], 3, 4), 1),
+        (lambda: fpipe.search(2, ranks=2, microbatches=2, seconds=0.01, solver="local"), 1),
+        (lambda: fpipe.plan_run(fpipe.Costs(), ranks=2, microbatches=[2], schedules=["gpipe"]), 1),
+        (lambda: fpipe.robustness(GPIPE, noise=fpipe.Noise(jitter=0.1), samples=3), 1),
+        (lambda: fpipe.from_functions([lambda params, x: x]), 0),
+        (lambda: Report(()), 0),
+    ],
+    ids=["Comparison", "Found", "RunPlan", "Robustness", "Model", "Report"],
+)
+def test_results_show_their_words_and_their_pictures(shown: Callable[[], Any], pictures: int):
+    made = shown()
+    said = made._repr_html_()
+    assert said.startswith(f"<pre>{html.escape(str(made))}</pre>")
+    assert said.count("<svg") == pictures
+    for found in re.findall(r"<svg.*?</svg>", said, re.S):
+        ET.fromstring(found)
 
 
 def test_a_program_too_long_for_a_notebook_says_so(monkeypatch):

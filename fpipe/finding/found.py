@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fpipe.finding.kept import Kept
-from fpipe.program import Program
+from fpipe.program import HtmlRepr, Program
 from fpipe.timing.caveats import caveats
 from fpipe.timing.costs import the_costs
 from fpipe.timing.timeline import Timeline
@@ -30,7 +31,7 @@ class NamedRow:
 
 
 @dataclass(frozen=True, repr=False)
-class Found:
+class Found(HtmlRepr):
     """The best schedule that a search found.
 
     Attributes:
@@ -76,6 +77,11 @@ class Found:
     def beat(self) -> tuple[str, float] | None:
         """The best named schedule that fits, and its seconds."""
         return next(((row.name, getattr(row, self.objective)) for row in self.named if row.fits), None)
+
+    @property
+    def pictured(self) -> Mapping[str, Timeline]:
+        """Its timeline."""
+        return {"found": self.timeline}
 
     @property
     def note(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -151,9 +152,20 @@ def _words(panels: Sequence[Panel]) -> str:
     return "; ".join(panel.caption for panel in panels)
 
 
-def _paint(what: Program | Timeline | Picture) -> str:
+def _paint(what: HtmlRepr) -> str:
     """The HTML for a notebook; text instead where a picture would choke it."""
-    panels, style = (what.panels, what.style) if isinstance(what, Picture) else (panels_of([what]), PLAIN)
+    if isinstance(what, Program | Timeline):
+        return _pictured(panels_of([what]), PLAIN)
+    if isinstance(what, Picture):
+        return _pictured(what.panels, what.style)
+    words = f"<pre>{escape(str(what))}</pre>"
+    if isinstance(what, RunPlan | Robustness):
+        return words + svg(chart(what, None, PLAIN), str(what), PLAIN)
+    drawn = what.pictured
+    return words + _pictured(panels_of([*drawn.values()], [*drawn]), PLAIN) if drawn else words
+
+
+def _pictured(panels: Sequence[Panel], style: Style) -> str:
     if sum(len(panel.timeline.events) for panel in panels) > _MOST:
         facts = "\n".join(panel.caption for panel in panels)
         return f"<pre>{facts}\nfpipe.plot(..., file='picture.html') draws it.</pre>"

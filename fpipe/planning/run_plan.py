@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
 
-from fpipe.program import Program
+from fpipe.program import HtmlRepr, Program
 from fpipe.timing.amounts import amount
 from fpipe.timing.caveats import caveats
 from fpipe.timing.costs import the_costs
@@ -85,7 +85,7 @@ class PlanRow:
 
 
 @dataclass(frozen=True, repr=False)
-class RunPlan:
+class RunPlan(HtmlRepr):
     """Ways to run a step, those that fit first, the shortest first. Prints as a table; `fpipe.plot` draws it.
 
     Attributes:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, cast
 
 from fpipe.limits import whole
-from fpipe.program import Program, Value
+from fpipe.program import HtmlRepr, Program, Value
 from fpipe.schedules.named import parse
 from fpipe.timing.amounts import amount, checked_count
 from fpipe.timing.bounds import bounds
@@ -64,7 +64,7 @@ class ScheduleRow:
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison:
+class Comparison(HtmlRepr):
     """Schedules side by side, in the order in which they were named. Prints as a table.
 
     >>> found = compare(["gpipe", "zbv", "chimera"], 3, 4)
@@ -97,6 +97,11 @@ class Comparison:
         """The rows as dicts, without their timelines: for `json`, or for a data frame."""
         words = [one.name for one in fields(ScheduleRow) if one.name != "timeline"]
         return [{word: getattr(row, word) for word in words} for row in self.rows]
+
+    @property
+    def pictured(self) -> Mapping[str, Timeline]:
+        """The timelines of at most the first four that are served."""
+        return dict([(row.name, row.timeline) for row in self.rows if row.timeline is not None][:4])
 
     @property
     def cells(self) -> list[list[str]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from fpipe.limits import whole
-from fpipe.program import Program, building, the_program
+from fpipe.program import HtmlRepr, Program, building, the_program
 from fpipe.timing.costs import Costs, the_costs
 from fpipe.timing.noise import Noise, makespans
 from fpipe.timing.simulate import simulate
@@ -61,7 +61,7 @@ class Spread:
 
 
 @dataclass(frozen=True, repr=False)
-class Robustness:
+class Robustness(HtmlRepr):
     """Programs under noise, in the order in which they were named. Prints as a table.
 
     >>> import fpipe

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fpipe.program import Op, Value
+from fpipe.program import HtmlRepr, Op, Value
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(HtmlRepr):
     """Findings of `verify` or `compare_grads`, leaf by leaf.
 
     Attributes:
