@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import fpipe
@@ -84,3 +85,76 @@ def around(rank: int) -> float:
 
 def test_attention_around_a_ring_has_the_gradients_of_whole_sequences(four: Processes):
     assert max(four.each(around)) < 1e-12
+
+
+class Sent(torch.autograd.Function):
+    """Rows to each process, as many as sizes say, and their gradients the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+        ctx.how = received, sent, group
+        return moved(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Any) -> Any:
+        return moved(dy[0], *ctx.how), None, None, None
+
+
+def moved(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    made = rows.new_empty((sum(received), *rows.shape[1:]))
+    dist.all_to_all_single(made, rows.contiguous(), received, sent, group=group)
+    return made
+
+
+class Dropless:
+    """Experts that take every row: sizes travel first, and Python looks at them."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def __call__(self, params: Any, x: Tensor) -> Tensor:
+        weights, chosen = (x @ params["gate"]).softmax(-1).topk(experts.TOP)
+        order = chosen.flatten().argsort(stable=True)
+        sizes = chosen.flatten().bincount(minlength=experts.EXPERTS).view(2, -1)
+        theirs = torch.empty_like(sizes)
+        dist.all_to_all_single(theirs, sizes, group=self.group)
+        sent, received = sizes.sum(1).tolist(), theirs.sum(1).tolist()
+        rows = Sent.apply(x[order // experts.TOP], sent, received, self.group)
+        parts = rows.split(theirs.flatten().tolist())
+        made = [part @ params["up"][at % len(params["up"])] for at, part in enumerate(parts)]
+        back = Sent.apply(torch.cat(made), received, sent, self.group)
+        return x + torch.zeros_like(x).index_add(0, order // experts.TOP, back * weights.flatten()[order][:, None])
+
+
+def dropless(rank: int, name: str) -> list[str]:
+    mesh = meshed()
+    place, member, group = mesh.get_local_rank("pp"), mesh.get_local_rank("ep"), mesh.get_group("ep")
+    torch.manual_seed(member)
+    stages = [lambda p, x: torch.tanh(x @ p["w"]), Dropless(group)] * 2
+    own: list[Any] = [{"w": torch.randn(8, 8)}, {"gate": torch.randn(8, 4), "up": torch.randn(2, 8, 8)}]
+    params = (*own, *({name: -leaf for name, leaf in one.items()} for one in own))
+    batch = torch.randn(16, 8), torch.randn(16, 8)
+    model = fpipe.from_functions(stages, lambda y, target: (y - target).square().mean())
+    schedule = fpipe.schedules.get(name)(2)
+    program = fpipe.chain(fpipe.split(MICROBATCHES), schedule, fpipe.merge(outputs=False))(fpipe.program(model))
+    with pytest.warns(UserWarning, match="runs under autograd"):
+        step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch))
+    found = step(fpipe.local_params(program, params, place), batch)
+
+    leaves = [{name: leaf.clone().requires_grad_() for name, leaf in one.items()} for one in params]
+    whole = [leaf for one in leaves for leaf in one.values()]
+    added: list[Tensor] = []
+    for x, target in zip(*(part.tensor_split(MICROBATCHES) for part in batch), strict=True):
+        for stage, one in zip(stages, leaves, strict=True):
+            x = stage(one, x)
+        grads = torch.autograd.grad((x - target).square().mean() / MICROBATCHES, whole)
+        added = [old + new for old, new in zip(added, grads, strict=True)] if added else [*grads]
+    right = iter(added)
+    expected = [{name: next(right) for name in one} for one in leaves]
+    pairs = ((at, leaf, grad) for at, one in enumerate(found.grads) for leaf, grad in (one or {}).items())
+    return [f"stage {at}: {leaf}" for at, leaf, grad in pairs if not torch.equal(grad, expected[at][leaf])]
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1", "one_f_one_b_overlap", "dualpipev"])
+def test_dropless_experts_run_inside_a_stage_without_a_trace(four: Processes, name: str):
+    assert four.each(dropless, name) == [[]] * 4
