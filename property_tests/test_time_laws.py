@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.program import Program
+from fpipe.program import Program, is_exchange
 from fpipe.timing.columns import is_plain, op_groups, walk_plain
 from fpipe.timing.lanes import Transfer, walk
 from fpipe.timing.memory import peaks_in_order, peaks_of, residuals_stay, unit_steps
@@ -190,3 +190,37 @@ def test_no_order_is_below_a_bound(plan: DrawnProgram, costs: fpipe.Costs):
     assert timeline.makespan >= found.makespan - 1e-9
     assert timeline.span >= found.span - 1e-9
     assert not is_plain(op_groups(plan.program.ops), costs) or found == fpipe.bounds(frees(plan.program), costs)
+
+
+@given(plans(), st.sets(st.integers(0, 4)), SECONDS)
+def test_an_exchange_beside_a_ranks_work_holds_up_no_more_than_within_it(
+    plan: DrawnProgram, exchanges: set[int], seconds: float
+):
+    """Each op is over no later, each exchange queues on its lane, and no order is below a bound."""
+    program = plan.program
+    ops = tuple(exchanging(op, exchanges) for op in program.ops)
+    beside = Program.trusted(program.inputs, ops, program.outputs)
+    of_stage = [seconds if stage in exchanges else 1 for stage in range(program.stages)]
+    work = [0 if stage in exchanges else 1 for stage in range(program.stages)]
+    within = fpipe.Costs(
+        of_stage, of_stage, work, backward=[one + other for one, other in zip(of_stage, work, strict=True)]
+    )
+    costs = fpipe.Costs(exchange=seconds)
+    found, before = fpipe.simulate(beside, costs), fpipe.simulate(program, within)
+    pairs = zip(found.events, before.events, strict=True)
+    assert all(one.end <= other.end + 1e-9 for one, other in pairs)
+    for rank in range(found.ranks):
+        row = sorted(
+            (start, end) for op, start, end in found.events if op.rank == rank and is_exchange(op) and end > start
+        )
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(row))
+    assert fpipe.bounds(beside, costs).makespan <= found.makespan + 1e-9
+
+
+def exchanging(op: fpipe.Op, stages: set[int]) -> fpipe.Op:
+    """An op, and its parts, of stages that are exchanges by now."""
+    if op.parts:
+        return fpipe.pair(*(exchanging(part, stages) for part in op.parts))
+    if op.kind not in "FRBIW" or op.stage not in stages:
+        return op
+    return op._replace(how=(("exchange", "ring"), ("axis", "ep")))

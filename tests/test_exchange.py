@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fpipe
 from fpipe.tree import tree_map
-from tests.processes import Processes
+from tests.processes import Processes, timed
 
 
 def meshed() -> DeviceMesh:
@@ -240,3 +240,32 @@ def test_what_cannot_be_exchanged_is_refused(four: Processes):
         fpipe.exchange("broadcast", axis="ep")
     with pytest.raises(ValueError, match="axis is the name of a dimension of the mesh, such as 'ep'; found 2"):
         fpipe.exchange("ring", axis=2)
+
+
+def failing(rank: int) -> tuple[str, float]:
+    """What a step raises where one process fails before it comes to an exchange, and after how many seconds."""
+    mesh = meshed()
+    torch.manual_seed(rank % 2)
+    params = ({"w": torch.randn(6, 6)}, {}, {"w": torch.randn(6, 6)})
+    batch = torch.randn(8, 6), torch.randn(8, 6)
+    model = fpipe.from_functions([layer, fpipe.exchange("all_to_all", axis="ep"), layer], squares)
+    chain = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge())
+    program = chain(fpipe.program(model))
+    more: Any = {"mesh": mesh, "example": (params, batch), "timeout": 3.0, "check_finite": True}
+    step = fpipe.build(program, model, runtime="distributed", **more)
+    own = fpipe.local_params(program, params, mesh.get_local_rank("pp"))
+    step(own, batch)
+    bad = torch.full_like(batch[0], float("nan")) if rank % 2 else batch[0]
+    return timed(lambda: step(own, (bad, batch[1])))
+
+
+@pytest.mark.deep
+def test_who_exchanges_with_one_that_failed_ends_in_time():
+    processes = Processes(4)
+    try:
+        found = processes.each(failing)
+    finally:
+        processes.close()
+    assert "FloatingPointError: SPLIT(x[0,0]) wrote x[0,0] with NaN" in found[1][0]
+    assert "the exchange 1F0 did not end: a process along its axis failed or is late" in found[0][0]
+    assert all(took < 10 and said != "worked" for said, took in found)

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from fpipe.orders.play import Needs, Numbers, Played, play
 from fpipe.orders.stretch import Rows
-from fpipe.program import Op, Program, Value, kind_of
+from fpipe.program import Op, Program, Value, is_exchange, kind_of
 from fpipe.timing.columns import op_groups
 from fpipe.timing.costs import Costs
 from fpipe.timing.memory import residuals_stay
@@ -181,10 +181,10 @@ def tasks_of(program: Program, costs: Costs) -> Tasks | None:
 
     Returns:
         None where a row of named ops does not say it all: residuals that leave their rank, transfers that a table
-        placed, an R away from its reader, a rank without ops.
+        placed, an R away from its reader, a rank without ops, exchanges beside a rank's work.
     """
     known = op_groups(program.ops)
-    if not residuals_stay(program, known) or any(op.kind in ("SEND", "FREE") for op in known.each):
+    if not residuals_stay(program, known) or any(op.kind in ("SEND", "FREE") or is_exchange(op) for op in known.each):
         return None
     places, needs = named_waits(program, costs, lambda op: kind_of(op.kind).place == "table" or op.kind == "R")
     ops = [program.ops[at] for at in places]
