@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ import fpipe
 from fpipe.graphs.language.graph import Fact
 from fpipe.runtimes.definition.device_moves import moves_of
 from fpipe.runtimes.definition.devices import on_devices
-from fpipe.runtimes.in_process.streams import Channel, ComputeStream
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.transforms.communicate import with_transfers
@@ -363,62 +361,3 @@ def test_each_rank_has_a_device():
             fpipe.build(program, model, runtime="threads", devices=odd)
     with pytest.raises(ValueError, match="devices= is of runtime='threads'"):
         fpipe.build(program, model, devices=["cpu", "cpu"])
-
-
-class Noted:
-    """A stream that only notes what it is asked to do."""
-
-    said: ClassVar[list[str]] = []
-    numbers: ClassVar[Iterator[int]] = count()
-
-    def __init__(self, device: torch.device) -> None:
-        self.name = f"{device} {next(Noted.numbers)}"
-
-    def record_event(self) -> str:
-        Noted.said.append(f"{self.name} marks")
-        return f"{self.name}'s mark"
-
-    def wait_event(self, event: str) -> None:
-        Noted.said.append(f"{self.name} waits for {event}")
-
-    def __enter__(self) -> None:
-        Noted.said.append(f"on {self.name}")
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-
-def test_what_streams_do_waits_for_what_it_reads(monkeypatch: pytest.MonkeyPatch):
-    """Between two devices a copy waits for its source, on streams of its own, and the reader for the copy; the
-    allocator knows who reads."""
-    monkeypatch.setattr(torch, "Stream", Noted)
-    monkeypatch.setattr(Noted, "said", said := [])
-    monkeypatch.setattr(Noted, "numbers", count())
-    monkeypatch.setattr(
-        Tensor, "record_stream", lambda leaf, stream: said.append(f"{leaf.device} kept for {stream.name}")
-    )
-    monkeypatch.setattr(
-        "fpipe.runtimes.in_process.streams.moved", lambda leaf, *_, **how: said.append("copied") or leaf
-    )
-    one, other = ComputeStream(torch.device("xpu:0")), ComputeStream(torch.device("xpu:1"))
-    channel = Channel(one, other)
-    channel.receive(*channel.send([torch.ones(2), None]))
-    assert said == [
-        "xpu:0 0 marks",
-        "xpu:0 2 waits for xpu:0 0's mark",
-        "on xpu:0 2",
-        "xpu:1 3 waits for xpu:0 0's mark",
-        "on xpu:1 3",
-        "copied",
-        "copied",
-        "xpu:1 3 marks",
-        "xpu:1 1 waits for xpu:1 3's mark",
-    ]
-    said.clear()
-    one, other = ComputeStream(torch.device("meta")), ComputeStream(torch.device("meta"))
-    channel = Channel(one, other)
-    channel.receive(*channel.send([torch.ones(2, device="meta"), None]))
-    assert said == ["meta 4 marks", "meta 5 waits for meta 4's mark", "meta kept for meta 5"]
-    said.clear()
-    Channel(one, ComputeStream(torch.device("xpu:1"))).send([torch.ones(2, device="meta")])
-    assert "meta kept for meta 7" in said

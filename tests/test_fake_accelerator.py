@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
+import fpipe
 from tests.fake_accelerator import COMPILER, built, known, reports_of
 from tests.fake_accelerator.mutations import Wait, waits, without
-from tests.fake_accelerator.scenarios import SCENARIOS
+from tests.fake_accelerator.scenarios import SCENARIOS, pipeline_of, schedules, timed
 from tests.processes import Processes
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
@@ -111,3 +113,25 @@ def noticed(rank: int, wait: Wait) -> str | None:
 @pytest.mark.parametrize("wait", waits(), ids=lambda wait: f"{wait.function}-{wait.call}-{wait.number}")
 def test_each_wait_is_missed_when_it_is_gone(processes: Processes, wait: Wait):
     assert processes.each(noticed, wait) != [None]
+
+
+def of_copies(rank: int) -> list[Any]:
+    """Of an offloaded step, and of one whose weights come from a host: spans of ops, and how long the device waited."""
+    offload = fpipe.offload(lambda stage, microbatch: stage == 0 and microbatch < 3)
+    offloaded = timed(pipeline_of(schedules.gpipe(1), offload), ["fake:0"], "fake:0")
+    host = pipeline_of(fpipe.place([0, 0], homes=lambda stage: [1]))
+    host = fpipe.chain(host, fpipe.communicate(again=("params",)))
+    hosted = timed(host, ["fake:0", "cpu"], "cpu")
+    spans = [(op.kind, op.cell, start, end) for op, start, end in offloaded.events]
+    work = sorted((start, end) for op, start, end in hosted.events if op.rank == 0 and end > start)
+    return [spans, [later[0] - before[1] for before, later in pairwise(work)]]
+
+
+def test_copies_run_beside_compute(processes: Processes):
+    ((spans, gaps),) = processes.each(of_copies)
+    copies = [(start, end) for kind, _, start, end in spans if kind in ("OFFLOAD", "LOAD")]
+    work = [(start, end) for kind, _, start, end in spans if kind not in ("OFFLOAD", "LOAD")]
+    assert len(copies) == 6
+    assert all(end > start + 1e-4 for start, end in copies)
+    assert sum(end - start for start, end in work) == pytest.approx(max(end for _, end in work))  # it never waited
+    assert max(map(abs, gaps)) < 1e-9, gaps

@@ -108,8 +108,10 @@ class Checker {
     auto found = blocks.find(low);
     if (found == blocks.end()) return;
     auto& block = found->second;
+    Clock waited;  // an event on each stream that was recorded: the allocator waits for these
+    for (Agent who : block.recorded) waited.merge(agents[who].clock);
     for (const auto& one : block.accesses)
-      if (one.who != block.owner && one.who != HOST && block.owner != HOST && !block.recorded.count(one.who))
+      if (one.who != block.owner && one.who != HOST && block.owner != HOST && waited.of(one.who) < one.count)
         freed[block.owner].push_back(one);
     if (shared.count(block.owner)) reuse(block.owner);
     blocks.erase(found);

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,6 +55,7 @@ def without(wait: Wait) -> Iterator[None]:
     for part in wait.function.split("."):
         function = getattr(function, part)
         (code,) = (one for one in code.co_consts if isinstance(one, types.CodeType) and one.co_name == part)
+    function = inspect.unwrap(function)
     before, function.__code__ = function.__code__, code
     try:
         yield

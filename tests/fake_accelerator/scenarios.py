@@ -208,6 +208,50 @@ def failed() -> list[str]:
     return reports_of(run)
 
 
+def failed_between_copies() -> list[str]:
+    """An error ends a step whose residuals are on their way to the host, and the next step has the memory."""
+
+    def shy(p: Any, x: Tensor) -> Tensor:
+        if x.detach().sum() > 1e6:
+            raise KeyError("too much")
+        return x * p["w"]
+
+    model = fpipe.from_functions([lambda p, x: (x * p["w"]).tanh() * 1e7, shy], squares)
+    program = fpipe.chain(fpipe.split(2), schedules.gpipe(1), fpipe.offload(), fpipe.merge())(fpipe.program(model))
+    params = tuple({"w": torch.full((WIDTH,), 2.0, device="fake:0")} for _ in range(2))
+    step = fpipe.build(program, model, runtime="threads", devices=["fake:0"])
+    good, bad = ((torch.full((4, WIDTH), x), torch.ones(4, WIDTH)) for x in (1e-9, 1.0))
+    step(params, good)
+
+    def run() -> None:
+        try:
+            step(params, bad)
+        except KeyError:
+            step(params, good)
+        else:
+            raise AssertionError("no error")
+
+    return reports_of(run)
+
+
+def offloaded_in_one_thread() -> list[str]:
+    """Without devices=, on whichever stream the caller is."""
+    net = net_of(2).to("fake:0")
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=squares)
+    batch = tuple(one.to("fake:0") for one in batch_of())
+    program = pipeline_of(schedules.one_f_one_b(2), fpipe.offload())(fpipe.program(model))
+    step, found = fpipe.build(program, model), list[Any]()
+
+    def run() -> None:
+        for _ in range(STEPS):
+            with torch.Stream("fake:0") as stream:
+                found[:] = leaves(step(params, batch).grads)
+            torch.accelerator.current_stream(0).wait_stream(stream)
+
+    reports, expected = reports_of(run), fpipe.reference(model, params, batch, microbatches=PARTS)
+    return reports + other_bits(found, leaves(expected.grads))
+
+
 class DeviceTime:
     """The host's clock on the time of the streams, so that a timeline says what the device did."""
 
@@ -236,6 +280,20 @@ def recorded() -> list[str]:
     return found
 
 
+def timed(pipeline: Transform, devices: Sequence[str], home: str) -> fpipe.Timeline:
+    """When ops ran on the device, on its own time, in a step that only notes events."""
+    net = net_of(2).to(home)
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=squares)
+    program = pipeline(fpipe.program(model))
+    step = fpipe.build(program, model, runtime="threads", devices=[*devices], record=True)
+    with DeviceTime():
+        for _ in range(2):
+            torch.ops.fake_accelerator.reset()
+            found = step(params, batch_of())
+    assert found.timeline is not None
+    return found.timeline
+
+
 ZB = pipeline_of(schedules.zbv(2))
 HOST = pipeline_of(fpipe.place("linear", homes=lambda stage: [2]))
 SCENARIOS: dict[str, Callable[[], list[str]]] = {
@@ -246,6 +304,7 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "replicas": lambda: trained(TWO, 2, pipeline_of(schedules.dualpipe(2))),
     "recomputed": lambda: trained(TWO, 2, pipeline_of(fpipe.checkpoint(), schedules.one_f_one_b(2)), record=True),
     "offloaded": lambda: trained(TWO, 2, pipeline_of(schedules.one_f_one_b(2), fpipe.offload())),
+    "offloaded in one thread": offloaded_in_one_thread,
     "offloaded to a partner": lambda: trained(TWO, 2, pipeline_of(schedules.bpipe(2))),
     "weights of a host": lambda: trained([*TWO, "cpu"], 2, HOST),
     "weights of a host, on one device": lambda: trained(
@@ -259,5 +318,6 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "built on another stream": built_on_another_stream,
     "a batch filled anew": batch_filled_anew,
     "an error": failed,
+    "an error between copies": failed_between_copies,
     "device time": recorded,
 }

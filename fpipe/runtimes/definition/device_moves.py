@@ -5,7 +5,8 @@ devices=["cuda:0", "cuda:1"]        y[0,0]>1 = SEND y[0,0] @ 0        -->       
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,8 +41,35 @@ def brought(leaf: Any, home: torch.device) -> Any:
 def moved(leaf: Any, home: torch.device, there: torch.device, *, queued: bool = False) -> Any:
     """A tensor at home as it is there, with its strides: kernels look at them. Anything else stays as it is. On a CPU
     it is there at once, unless it is `queued`: then whoever reads it waits for the stream."""
-    if not isinstance(leaf, Tensor) or leaf.device != home:
-        return leaf
-    shape, stride = leaf.shape, leaf.stride()
-    flat = leaf.detach().as_strided((span(shape, stride),), (1,)).to(there, non_blocking=queued or there.type != "cpu")
-    return flat.as_strided(shape, stride).requires_grad_(leaf.requires_grad)
+    away = partial(Tensor.to, device=there, non_blocking=there.type != "cpu")
+    return copied([leaf], home, to_host if queued and there.type == "cpu" else away)[0]
+
+
+def copied(leaves: Iterable[Any], home: torch.device, copy: Callable[[Tensor], Tensor]) -> list[Any]:
+    """Leaves with copies in place of the tensors at home, with their strides. Each memory is copied once, as a tensor
+    of one dimension."""
+    found, made = list[Any](), dict[Any, Tensor]()
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.device == home:
+            shape, stride = leaf.shape, leaf.stride()
+            flat = leaf.detach().as_strided((span(shape, stride),), (1,))
+            key = () if leaf.is_meta else (flat.data_ptr(), len(flat), flat.dtype)
+            if leaf.is_meta or key not in made:
+                made[key] = copy(flat)
+            leaf = made[key].as_strided(shape, stride).requires_grad_(leaf.requires_grad)
+        found.append(leaf)
+    return found
+
+
+def to_host(flat: Tensor) -> Tensor:
+    """A tensor of a device in pinned memory, once its stream is there."""
+    return torch.empty_like(flat, device="cpu", pin_memory=True).copy_(flat, non_blocking=True)
+
+
+def pinned(leaves: Iterable[Any]) -> list[Any]:
+    """Leaves of the host in pinned memory: those that are there already, as they are."""
+    return [leaf if _is_pinned(leaf) else copied([leaf], torch.device("cpu"), Tensor.pin_memory)[0] for leaf in leaves]
+
+
+def _is_pinned(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_pinned()

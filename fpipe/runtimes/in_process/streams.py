@@ -48,6 +48,10 @@ class ComputeStream:
         if self.stream is not None:
             torch.accelerator.current_stream(self.device).wait_stream(self.stream)
 
+    def fed_by(self, sender: ComputeStream) -> bool:
+        """Whether a sender is on the host, and this is not."""
+        return sender.device.type == "cpu" and self.device.type not in ("cpu", "meta")
+
     def hand_out(self, leaves: Leaves) -> None:
         """Results, which the caller's stream may read for longer than the caller has them."""
         if self.stream is not None:
@@ -55,8 +59,8 @@ class ComputeStream:
 
 
 class Channel:
-    """From one rank to another: tensors are handed over on one device, and copied between two, on streams of which no
-    other channel knows."""
+    """From one rank to another: tensors are handed over on one device, and copied from one to another, on streams of
+    which no other channel knows."""
 
     def __init__(self, sender: ComputeStream, receiver: ComputeStream) -> None:
         self.sender, self.receiver = sender, receiver
@@ -72,16 +76,14 @@ class Channel:
         """On the sender's thread, which gives the list away: the leaves where the receiver computes, and the event that
         it has to wait for."""
         made = None if self.sender.stream is None else self.sender.stream.record_event()
-        if not self._streams:
+        if not self._streams or made is None:
             return leaves, made
         with ExitStack() as entered:
             for stream in self._streams:
-                if made is not None:
-                    stream.wait_event(made)
+                stream.wait_event(made)
                 entered.enter_context(stream)
             there = [moved(leaf, self.sender.device, self.receiver.device, queued=True) for leaf in leaves]
-        if self.sender.stream is not None:
-            _record(leaves, self.sender.device, self._streams[0])
+        _record(leaves, self.sender.device, self._streams[0])
         leaves.clear()
         return there, self._streams[-1].record_event()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -22,7 +22,9 @@ import torch
 
 from fpipe.graphs.purity.ambient import raw_ops
 from fpipe.program import Op, Value
+from fpipe.runtimes.definition.device_moves import pinned
 from fpipe.runtimes.in_process.streams import Channel, ComputeStream, accelerator_of, channels_between
+from fpipe.runtimes.lowering.host_lanes import CPU, Parked, Source, beside
 from fpipe.runtimes.lowering.instructions import by_rule, pass_on, under_autograd
 from fpipe.runtimes.lowering.lower import Instruction
 from fpipe.runtimes.lowering.prepared import Prepared
@@ -112,7 +114,12 @@ class HandOver:
         sent = {value: op.rank for op in ops if op.kind == "SEND" for value in op.writes}
         received = {value: op.rank for op in ops if op.kind == "RECV" for value in op.reads}
         pairs = {value: (sent[value], rank) for value, rank in received.items()}
-        channels = channels_between(streams, pairs.values()) if streams else {}
+        rows = {value: row for row, op in enumerate(ops) if op.kind == "SEND" for value in op.writes}
+        fed = {pair for pair in pairs.values() if streams and streams[pair[1]].fed_by(streams[pair[0]])}
+        due = _due(ops, rows)
+        self._hosted = {value: due[value] for value, pair in pairs.items() if pair in fed}
+        apart = {*pairs.values()} - fed
+        channels = channels_between(streams, apart) if streams else {}
         self.channels = [*channels.values()]
         self._channels = {value: channels.get(pair) for value, pair in pairs.items()}
         self._queues: dict[Value, SimpleQueue[Any]] = {value: SimpleQueue() for value in sent}
@@ -136,8 +143,7 @@ class HandOver:
 
     def send(self, op: Op, made_of: Callable[..., Any]) -> Callable[..., Any]:
         """The function of a SEND: what it makes of what it reads goes to the receiver, who empties the lists."""
-        known = map(self._known, op.writes)
-        puts = [partial(_send, queue.put, channel) if channel else queue.put for queue, channel in known]
+        puts = [*map(self._put, op.writes)]
 
         def send(*lists: Leaves) -> Sequence[Leaves]:
             if self.error is not None:
@@ -150,7 +156,7 @@ class HandOver:
 
     def receive(self, op: Op) -> Callable[..., Any]:
         """The function of a RECV, which waits for the sender."""
-        known = map(self._known, op.reads)
+        known = [(self._queues[value], self._channels.get(value)) for value in op.reads]
         gets = [partial(_receive, queue.get, channel) if channel else queue.get for queue, channel in known]
 
         def receive() -> Sequence[Leaves]:
@@ -161,8 +167,36 @@ class HandOver:
 
         return receive
 
-    def _known(self, value: Value) -> tuple[SimpleQueue[Any], Channel | None]:
-        return self._queues[value], self._channels.get(value)
+    @property
+    def sources(self) -> dict[Value, tuple[int, Source]]:
+        """Values that come from ranks on the host to those on an accelerator, which copy them themselves: behind which
+        row each can be waited for, and how to get it."""
+        return {value: (row, partial(self._from_host, self._queues[value])) for value, row in self._hosted.items()}
+
+    def _put(self, value: Value) -> Callable[[Leaves], None]:
+        queue, channel = self._queues[value], self._channels.get(value)
+        if value in self._hosted:
+            return lambda leaves: queue.put(pinned(leaves))
+        return partial(_send, queue.put, channel) if channel else queue.put
+
+    def _from_host(self, queue: SimpleQueue[Any], wait: bool) -> Parked | None:
+        if not wait and queue.empty():
+            return None
+        leaves = queue.get()
+        if leaves is None:
+            raise Stopped
+        return Parked(leaves, CPU)
+
+
+def _due(ops: Sequence[Op], rows: Mapping[Value, int]) -> dict[Value, int]:
+    """The row behind which a value that is sent can be waited for: its rank may wait for what is sent up to there."""
+    due, last = dict[Value, int](), dict[int, int]()
+    for op in ops:
+        if op.kind == "RECV":
+            last[op.rank] = max(last.get(op.rank, -1), *(rows[value] for value in op.reads))
+        if op.kind == "SEND":
+            due |= dict.fromkeys(op.writes, last.get(op.rank, -1))
+    return due
 
 
 def _send(put: Callable[[Any], None], channel: Channel, leaves: Leaves) -> None:
@@ -189,7 +223,8 @@ class OnThreads(Prepared):
         self._under_way = False
         self._on = None if devices else accelerator_of(self.trees.values())
         turns = [*map(_in_turn, self.instructions)]
-        both = self.between.send, self.between.receive
+        around = partial(beside, lanes=self.lanes, devices=devices, sources=self.between.sources)
+        both = self.between.send, self.between.receive, around
         self.parts = [of_rank(turns, self.model, rank, *both) for rank in range(self.program.ranks)]
         begins = [slot for part in self.parts for slot in part.begins]
         self._several = {slot for slot in begins if begins.count(slot) > 1}

@@ -6,6 +6,7 @@ params, batch, state        --> slots --> instructions --> slots -->        Resu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from fpipe.runtimes.definition.inputs_and_results import Keys, check_inputs, pla
 from fpipe.runtimes.definition.meaning import batch_of
 from fpipe.runtimes.definition.recorder import RecordedRow, Recorder
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
+from fpipe.runtimes.lowering.host_lanes import beside, lanes_of, span_of
 from fpipe.runtimes.lowering.lower import lower
 from fpipe.runtimes.lowering.rank_part import RankPart, See, Slots, Watch
 from fpipe.runtimes.lowering.shards import Share
@@ -87,7 +89,8 @@ class Prepared:
         self.entrance = entrance_of(lowered, model, handed, homes)
         own = not untraced.stages
         self.exit = exit_of(self._asked(program), model, lowered, (params, whole, state, optim), handed.at_home, own)
-        self.part = RankPart(self.instructions, model)
+        self.lanes = lanes_of(self.instructions, self.trees, devices)
+        self.part = RankPart(beside(self.instructions, self.lanes), model)
         self.recorder: Recorder | None = None
         graphs = [graph for each in lowered.graphs.values() for graph in each]
         held = [leaf for graph in graphs for leaf in graph.constants.values()]
@@ -127,9 +130,12 @@ class Prepared:
                 self.recorder = Recorder(record, rows)
             notes = self.recorder.begin([*leaves, *own]) if record and self.recorder else None
             device = next(iter(notes.devices), None) if notes else None
+            spans = partial(span_of, self.lanes)
             self.context.overwrites = False
             try:
-                self._execute(slots, Watch(notes, check_finite, see, device) if notes or check_finite or see else None)
+                self._execute(
+                    slots, Watch(notes, check_finite, see, device, spans) if notes or check_finite or see else None
+                )
             except BaseException as error:
                 if self.context.overwrites and self.lowered.given_up:
                     error.add_note(GONE)

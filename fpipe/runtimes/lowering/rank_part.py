@@ -28,12 +28,14 @@ See = Callable[[Value, Any], None]
 
 class Watch(NamedTuple):
     """Who looks at what instructions write: a step's notes, whoever refuses numbers that are not finite, and `see`; and
-    the accelerator on which that is computed, whose clock counts."""
+    the accelerator on which that is computed, whose clock counts; `spans` has the events before and behind a copy that
+    runs beside the rank's work."""
 
     notes: Notes | None
     check_finite: bool
     see: See | None
     device: torch.device | None = None
+    spans: Callable[[Op], tuple[torch.Event, torch.Event] | None] = lambda op: None
 
 
 class RankPart:
@@ -56,6 +58,11 @@ class RankPart:
         self.rows = range(len(instructions)) if rows is None else rows
         self.begins = [*self.at][: len(self.at) - sum(len(one.writes) for one in instructions)]
         self._waits = {row for row, one in zip(self.rows, instructions, strict=True) if one.ops[0].kind == "RECV"}
+        self._copies = [
+            (row, one)
+            for row, one in zip(self.rows, instructions, strict=True)
+            if one.ops[0].kind in ("OFFLOAD", "LOAD")
+        ]
         self._code = [(one.run, _taking(one.reads, one.shared)) for one in instructions]
         self._left = iter(self._code)
 
@@ -90,7 +97,12 @@ class RankPart:
             self._add_place(error, self.instructions[-1 - length_hint(left)])
             raise
         assert watch.notes is not None
-        watch.notes.ended(self.rows, clock.seconds(ticks), self._waits)
+        beside = [(row, span) for row, one in self._copies for span in [watch.spans(one.ops[0])] if span is not None]
+        events = [event for _, span in beside for event in span]
+        seconds = clock.seconds([*events, *ticks])
+        watch.notes.ended(self.rows, seconds[len(events) :], self._waits)
+        for at, (row, _) in enumerate(beside):
+            watch.notes.times[2 * row : 2 * row + 2] = seconds[2 * at : 2 * at + 2]
 
     def _run_watched(self, slots: Slots, notes: Notes | None, check_finite: bool, see: See | None) -> None:
         """Run the instructions, and look at what each writes."""
@@ -98,13 +110,14 @@ class RankPart:
             try:
                 started = time.perf_counter()
                 made = function(*taken(slots))
-                for op in instruction.ops if check_finite else ():
+                looked_at = instruction.ops[0].kind != "LOAD"  # what is looked at already, and still on its way
+                for op in instruction.ops if check_finite and looked_at else ():
                     pairs = zip(instruction.written, made, strict=True)
                     refuse_infinite(op, (pair for pair in pairs if pair[0] in op.writes))
             except BaseException as error:
                 self._add_place(error, instruction)
                 raise
-            if see is not None:
+            if see is not None and looked_at:
                 for value, leaves in zip(instruction.written, made, strict=True):
                     see(value, leaves)
             if notes is not None:
@@ -128,6 +141,7 @@ def of_rank(
     rank: int,
     send: Callable[[Op, Callable[..., Any]], Callable[..., Any]],
     receive: Callable[[Op], Callable[..., Any]],
+    around: Callable[..., Sequence[Instruction]],
 ) -> RankPart:
     """The part of a rank in a program in which every transfer is an op.
 
@@ -137,9 +151,10 @@ def of_rank(
         rank: whose part it is.
         send: for a SEND, and what it makes of the lists of leaves that it reads, the function that sends this.
         receive: for a RECV the function that waits for what was sent, and gives it.
+        around: for instructions of the rank, and their `rows`, those that run in their place.
     """
     here = {row: one for row, one in enumerate(instructions) if one.ops[0].rank == rank}
-    own = [
+    own: Sequence[Instruction] = [
         one._replace(run=send(one.ops[0], one.run), writes=(), written=())
         if one.ops[0].kind == "SEND"
         else one._replace(run=receive(one.ops[0]), reads=(), shared=())
@@ -147,6 +162,7 @@ def of_rank(
         else one
         for one in here.values()
     ]
+    own = around(own, rows=[*here])
     written = [slot for one in own for slot in one.writes]
     begins = sorted({slot for one in own for slot in one.reads}.difference(written))
     at: dict[int, int] = {slot: place for place, slot in enumerate((*begins, *written))}

@@ -20,6 +20,7 @@ from fpipe.graphs.purity.sharded import is_sharded
 from fpipe.program import Program, Value
 from fpipe.runtimes.faults.agreement import of_inputs, of_stages
 from fpipe.runtimes.lowering.dry_run import KEPT
+from fpipe.runtimes.lowering.host_lanes import beside
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.rank_part import Slots, Watch, of_rank
 from fpipe.runtimes.lowering.shards import is_share
@@ -71,7 +72,7 @@ class PreparedRank(Prepared):
             self.instructions, self.exchanges = replicas.starting(self.lowered, self.shared, self.weighed_rows)
         self.instructions = lane.starting(self.instructions, self.lowered, rank)
         both = partial(transfers.send, self.layouts), partial(transfers.receive, self.layouts)
-        self.part = of_rank(self.instructions, self.model, rank, *both)
+        self.part = of_rank(self.instructions, self.model, rank, *both, partial(beside, lanes=self.lanes))
         of_part = zip(self.part.rows, self.part.instructions, strict=True)
         self._sends = [row for row, one in of_part if one.ops[0].kind == "SEND"]
         prepare = [one for one in self.entrance.prepare if one[2] in self.part.at]
