@@ -221,6 +221,20 @@ def test_a_picture_has_its_size_on_paper(tmp_path: Path):
     assert struct.unpack(">I", data[16:20])[0] == pytest.approx(84 / 25.4 * 300, abs=1)
 
 
+def test_three_schedules_with_their_memory_are_no_higher_than_a_column(tmp_path: Path):
+    """Rows on paper are as low as their text allows, which is the size it was; no rule goes through words."""
+    three = [fpipe.schedules.about(name).program(3, 4) for name in ("one_f_one_b", "zb_h1", "gpipe")]
+    file = fpipe.plot(*three, names=["a", "b", "c"], style=fpipe.Style(width_mm=84, font_pt=7), file=tmp_path / "a.svg")
+    root = ET.parse(file).getroot()
+    assert float(root.get("height", "").removesuffix("mm")) <= 120
+    words = [float(text.get("y", "")) for text in root.iter(f"{SVG}text") if text.text == "microbatches held"]
+    rules = {
+        stroke for path in root.iter(f"{SVG}path") for stroke in re.findall(r"M(\S+),(\S+) \1,(\S+)", path.get("d", ""))
+    }
+    assert len(words) == 3
+    assert not [rule for rule in rules for y in words if float(rule[1]) < y - 4 < float(rule[2])]
+
+
 def test_a_pdf_embeds_its_fonts_as_truetype(tmp_path: Path):
     """Journals refuse Type 3, which is what matplotlib embeds unless it is told."""
     data = Path(fpipe.plot(ONE_F_ONE_B, file=tmp_path / "a.pdf")).read_bytes()

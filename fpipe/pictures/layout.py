@@ -136,6 +136,9 @@ class _Painter:
         self.height = 26.0 if panel.ranks <= 8 else 20.0 if panel.ranks <= 16 else 14.0
         self.edge = 1.0 if typical_length([panel]) * self.scale > 7 else THIN
         self.gap = 9.0 if panel.ranks <= 8 else 5.0
+        self.low = style.width_mm is not None  # on paper rows are as low as their text allows
+        if self.low:
+            self.height, self.gap = min(self.height, 16.0), min(self.gap, 7.0)
         self.y: dict[tuple[int, str], tuple[float, float]] = {}
         self.labels = Labels(panel, style, self.scale, self.height)
 
@@ -174,7 +177,7 @@ class _Painter:
             self.transfer(transfer)
         self.critical_path()
         below = self.held(y, top) if top else y
-        self.drawing.bands.append((above, below))
+        self.drawing.bands += [(above, y), (y + 12, below)] if top else [(above, below)]  # no rule through words
         for end in panel.timeline.iterations[:-1]:
             if self.drawing.start < end < self.drawing.end:
                 x = self.x(end)
@@ -290,7 +293,7 @@ class _Painter:
     def held(self, y: float, top: float) -> float:
         """Draw the amounts that each rank holds, as steps."""
         panel, drawing = self.panel, self.drawing
-        height = 22.0 if panel.ranks <= 8 else 13.0
+        height, gap = (12.0, 3.0) if self.low else (22.0 if panel.ranks <= 8 else 13.0, 4.0)
         what = "bytes held" if panel.in_bytes else "microbatches held"
         drawing.still.append(Text(drawing.left + 3, y + 10, what, "faint", 10))
         y += 12
@@ -309,5 +312,5 @@ class _Painter:
             ]
             drawing.still.append(Text(EDGE, base - 3, panel.rank_name(rank), "faint", size))
             drawing.still.append(Text(right + 8, base - 3, peak, "faint", size))
-            y += height + 4
+            y += height + gap
         return y
