@@ -63,7 +63,7 @@ def test_only_who_reads_what_an_exchange_brings_waits_for_it(four: Processes):
     assert set.union(*four.each(waited_for)) == {"y", "dx"}
 
 
-def one_block(rank: int, name: str, stages: int, placed: Any) -> list[str]:
+def one_block(rank: int, name: str, stages: int, placed: Any, trace: bool = True) -> list[str]:
     mesh = meshed()
     where = fpipe.place(placed) if placed else fpipe.identity()
     schedule = fpipe.chain(where, getattr(fpipe.schedules, name)(2))
@@ -75,7 +75,7 @@ def one_block(rank: int, name: str, stages: int, placed: Any) -> list[str]:
     model = fpipe.from_functions(fns, loss=squares)
     program = fpipe.chain(fpipe.split(4), schedule, fpipe.merge())(fpipe.program(model))
     example = tree_map(lambda leaf: leaf.to("meta"), (params, batch))
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=example, broadcast=True)
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=example, broadcast=True, trace=trace)
     found = step(fpipe.local_params(program, params, place), batch)
 
     leaves = [{name: leaf.clone().requires_grad_() for name, leaf in one.items()} for one in params]
@@ -161,6 +161,10 @@ def test_an_axis_of_one_process_hands_on_what_it_is_given():
     for runtime in ("local", "threads"):
         found = fpipe.build(program, model, runtime=runtime)(params, batch)
         assert torch.equal(found.grads[0]["w"], grads[0]["w"])
+
+
+def test_an_exchange_without_a_trace_has_the_same_bits(four: Processes):
+    assert four.each(one_block, "zb_h1", 5, None, False) == [[]] * 4
 
 
 class Block(nn.Module):
