@@ -228,9 +228,9 @@ def test_three_schedules_with_their_memory_are_no_higher_than_a_column(tmp_path:
     root = ET.parse(file).getroot()
     assert float(root.get("height", "").removesuffix("mm")) <= 120
     words = [float(text.get("y", "")) for text in root.iter(f"{SVG}text") if text.text == "microbatches held"]
-    rules = {
-        stroke for path in root.iter(f"{SVG}path") for stroke in re.findall(r"M(\S+),(\S+) \1,(\S+)", path.get("d", ""))
-    }
+    strokes = re.compile(r"M([\d.]+),([\d.]+) \1,([\d.]+)")
+    rules = {one for path in root.iter(f"{SVG}path") for one in strokes.findall(path.get("d", ""))}
+    assert rules
     assert len(words) == 3
     assert not [rule for rule in rules for y in words if float(rule[1]) < y - 4 < float(rule[2])]
 
