@@ -7,8 +7,8 @@ torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --check --replica
 from __future__ import annotations
 
 import argparse
+import copy
 import os
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ def arguments(typed: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--replicas", type=int, default=1, help="how many pipelines train on rows of their own")
     parser.add_argument("--save", type=Path, help="a folder to save to after the last step")
     parser.add_argument("--resume", type=Path, help="a folder to go on from, saved by any number of either")
+    parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16 where that will do")
     parser.add_argument("--check", action="store_true", help="rank 0 trains in one process too, to compare")
     return parser.parse_args(typed)
 
@@ -42,15 +43,15 @@ def arguments(typed: list[str] | None = None) -> argparse.Namespace:
 class Trainer:
     """Parameters and optimizer state: those of one rank, or all of them where this process runs all ranks."""
 
-    def __init__(self, step: Any, params: tuple[Any, ...], opt: tuple[Any, ...]) -> None:
-        self.step, self.params, self.opt = step, params, opt
+    def __init__(self, program: fpipe.Program, params: tuple[Any, ...], step: Any) -> None:
+        self.step, self.params, self.opt = step, params, fpipe.optimizer_state(program, params)
 
-    def __call__(self, number: int, steps: int, batch: Batch) -> float:
-        """One step, at a rate that warms up and then falls; the loss."""
+    def __call__(self, number: int, steps: int, batch: Batch) -> Any:
+        """One step, at a rate that warms up and then falls; its loss, which the first rank has."""
         rate = RATE * min(number / 20, 1 - (number - 1) / steps)
         result = self.step(self.params, batch, opt=self.opt, lr=rate)
         self.params, self.opt = result.params, result.opt
-        return float(result.loss)
+        return result.loss
 
 
 def main() -> None:
@@ -71,30 +72,32 @@ def train(said: argparse.Namespace, console: Console) -> tuple[int, int]:
     torch.manual_seed(0)  # each process makes the whole net, and trains what is its own
     sizes = Sizes(steps=said.steps, blocks=said.blocks)
     model, params, _ = fpipe.from_sequential(gpt(sizes), stages=ranks * said.stages_per_rank, loss=cross_entropy)
+    whole = copy.deepcopy(params)
     schedule = fpipe.schedules.get(said.schedule)(ranks)
     program = pipeline(model, MICROBATCHES // replicas, schedule, *[fpipe.data_parallel("dp")] * (replicas > 1))
-    example = params, rows_of(next(batches(sizes)), replica, replicas)
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=example, timeout=120, broadcast=True)
+    *data, unseen = islice(batches(sizes), stop + 1)
+    lower: Any = {"autocast": torch.bfloat16 if said.bfloat16 else None}
+    how: Any = {"runtime": "distributed", "mesh": mesh, "timeout": 120, **lower}
+    how["example"] = params, rows_of(unseen, replica, replicas)
     mine = fpipe.local_params(program, params, rank)
-    trainer, done = Trainer(step, mine, fpipe.optimizer_state(program, mine)), 0
+    trainer, done = Trainer(program, mine, fpipe.build(program, model, donate=True, **how)), 0
+    evaluate = fpipe.build(fpipe.forward_only()(program), fpipe.evaluating(model), **how)
     if said.resume is not None:
         trainer.params, trainer.opt, _, numbers = fpipe.load(said.resume, program, mine, opt=trainer.opt, mesh=mesh)
         done = int(numbers["steps"])
 
     alone = None
     if said.check and shows:
-        torch.manual_seed(0)
-        same, whole, _ = fpipe.from_sequential(gpt(sizes), stages=ranks * said.stages_per_rank, loss=cross_entropy)
-        single = pipeline(same, MICROBATCHES, schedule)
-        alone = Trainer(fpipe.build(single, same), whole, fpipe.optimizer_state(single, whole))
-        for number, batch in numbered(batches(sizes), 0, done):
+        single = pipeline(model, MICROBATCHES, schedule)
+        alone = Trainer(single, whole, fpipe.build(single, model, **lower))
+        for number, batch in enumerate(data[:done], 1):
             alone(number, said.steps, batch)
 
     equal = 0
     near = 0.0 if replicas == 1 else 1e-4  # replicas add up in another order
     with Progress(console=console, transient=True, disable=not (shows and console.is_terminal)) as progress:
         bar = progress.add_task("training", total=stop, completed=done)
-        for number, batch in numbered(batches(sizes), done, stop):
+        for number, batch in enumerate(data[done:], done + 1):
             loss = trainer(number, said.steps, rows_of(batch, replica, replicas))
             equal += alone is not None and abs(loss - alone(number, said.steps, batch)) <= near * loss
             progress.advance(bar)
@@ -102,6 +105,9 @@ def train(said: argparse.Namespace, console: Console) -> tuple[int, int]:
                 console.print(f"step {number:>4}   loss {loss:.6f}")
     if said.save is not None:
         fpipe.save(said.save, program, trainer.params, opt=trainer.opt, mesh=mesh, steps=stop)
+    loss = evaluate(trainer.params, rows_of(unseen, replica, replicas)).loss
+    if shows:
+        console.print(f"unseen text  loss {loss:.6f}")
     if alone is not None:
         same = "bitwise equal" if replicas == 1 else "equal to rounding"
         console.print(
@@ -120,11 +126,6 @@ def rows_of(batch: Batch, replica: int, replicas: int) -> Batch:
     """A replica's rows: equally many, as a DistributedSampler gives them."""
     inputs, target = batch
     return inputs[replica::replicas].contiguous(), target[replica::replicas].contiguous()
-
-
-def numbered(data: Iterator[Batch], done: int, stop: int) -> Iterator[tuple[int, Batch]]:
-    """The batches that are left, with the numbers of their steps."""
-    return islice(zip(range(1, stop + 1), data, strict=False), done, None)
 
 
 if __name__ == "__main__":
