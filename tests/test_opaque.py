@@ -194,6 +194,15 @@ def test_a_net_around_a_module_that_looks_at_data_is_cut(name: str):
     assert {one and one[1] for one in under} == {"stage 1"}
 
 
+@pytest.mark.parametrize("all_on_meta", [False, True])
+def test_on_meta_it_is_refused_by_name(all_on_meta: bool):
+    """Of a net on meta beside a real example the run that tells what it makes ended in torch's words for a device."""
+    net = net_of(Experts).to("meta")
+    example: Any = tuple(part.to("meta") for part in tokens()) if all_on_meta else tokens()
+    with pytest.raises(ValueError, match=r"The Python of 'blocks.1.inner' looks at data, and .* on meta has none: cut"):
+        fpipe.from_module(net, 3, loss=cross_entropy, example=example)
+
+
 def test_it_may_be_a_stage_of_its_own():
     net = net_of(Experts)
     cuts = ["blocks.1.norm", "blocks.1.inner"]

@@ -149,9 +149,14 @@ def export_around(net: nn.Module, inputs: Any) -> Exported:
             first, cause = first or error, error.__cause__ or error
             known = isinstance(cause, NotAlone) or looked_at_data(cause)
             above = [path for path in modules_in(cause, named) if path not in taken] if known else []
-            if not above or any(leaf.is_meta for leaf in tree.leaves(inputs) if isinstance(leaf, Tensor)):
+            if not above:
                 raise first from first.__cause__
             path = above[-1]
+            if any(leaf.is_meta for leaf in (*tree.leaves(inputs), *net.parameters()) if isinstance(leaf, Tensor)):
+                raise ValueError(
+                    f"{first}\nThe Python of {path!r} looks at data, and a net or an example on meta has none: cut the "
+                    "net where both have values, and the module is one operation of its stage."
+                ) from first.__cause__
             place = next((place for one, place in taken.items() if one.startswith(f"{path}.")), "")
             taken = {one: place for one, place in taken.items() if not one.startswith(f"{path}.")}
             taken[path] = place or place_of_error(cause, named)
