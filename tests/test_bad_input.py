@@ -395,6 +395,17 @@ fpipe.clip_grads(STEP(PARAMS, BATCH), 1.0)
     TypeError: global_norm takes a pytree of gradients, each a tensor or None; found Result. Hand in result.grads.
 fpipe.clip_grads(STEP(PARAMS, BATCH).grads, 0)
     ValueError: max_norm is a number above 0, found 0.
+fpipe.clip_grads(STEP(PARAMS, BATCH).grads, 1.0, norm_type=math.nan)
+    ValueError: norm_type is a number above 0, found nan.
+fpipe.global_norm(STEP(PARAMS, BATCH).grads, 0)
+    ValueError: norm_type is a number above 0, found 0.
+fpipe.clip_grads(STEP(PARAMS, BATCH).grads, 1.0, norm_type=-1)
+    ValueError: norm_type is a number above 0, found -1.
+fpipe.clip_grads(STEP(PARAMS, BATCH).grads, 1.0, mesh="pp")
+    TypeError: mesh is a DeviceMesh whose dimension 'pp' has a process for each rank; found str. Say
+    mesh=init_device_mesh(device, (ranks,), mesh_dim_names=('pp',)), or leave it out
+fpipe.gather_state_dict(fpipe.program(1), ({},), mesh="pp")
+    TypeError: found str. Say mesh=init_device_mesh(device, (1,), mesh_dim_names=('pp',)), or leave it out
 fpipe.global_norm(STEP(PARAMS, BATCH))
     TypeError: global_norm takes a pytree of gradients, each a tensor or None; found Result. Hand in result.grads.
 fpipe.global_norm(None)

@@ -78,7 +78,58 @@ def test_functions_have_names_with_the_number_of_their_stage():
     assert list(fpipe.gather_state_dict(fpipe.program(2), params) or ()) == ["0.w", "1.w"]
 
 
+def test_a_folder_of_save_is_read_onto_a_net_on_meta(tmp_path: Path):
+    """Names, shapes and dtypes matter, so that tensors on meta are enough; they came back as they were."""
+    _, params, program = made(2, "gpipe")
+    fpipe.save(tmp_path, program, params, opt=fpipe.optimizer_state(program, params))
+    model, meta, _ = fpipe.from_sequential(net_of().to("meta"), stages=4, loss=MSE)
+    placed = updating(model, fpipe.schedules.gpipe(1), "AdamW", None)
+    found = fpipe.load(tmp_path, placed, meta, opt=fpipe.optimizer_state(placed, meta))
+    for read in (found.params, fpipe.load_params(model, placed, tmp_path, rank=0)):
+        assert all(torch.equal(leaf, joined(params)[name]) for name, leaf in joined(read).items())
+    assert not any(leaf.is_meta for leaf in fpipe.tree.leaves(found.opt))
+
+
+def test_a_folder_of_save_has_running_statistics_too(tmp_path: Path):
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model, params, state = fpipe.from_sequential(net, stages=2, loss=MSE)
+    program = fpipe.program(model)
+    kept = fpipe.tree.tree_map(torch.ones_like, state)
+    fpipe.save(tmp_path, program, params, state=kept)
+    read = fpipe.load_params(model, program, tmp_path, rank=0, of=state)
+    assert all(map(torch.equal, fpipe.tree.leaves(read), fpipe.tree.leaves(kept)))
+
+
+def test_a_second_save_into_a_folder_says_nothing(tmp_path: Path, recwarn: pytest.WarningsRecorder):
+    for value in (1.0, 2.0):
+        fpipe.save(tmp_path, fpipe.program(1), ({"w": torch.tensor(value)},))
+    assert fpipe.load(tmp_path, fpipe.program(1), ({"w": torch.tensor(0.0)},)).params == ({"w": torch.tensor(2.0)},)
+    assert not recwarn.list
+
+
+META = torch.ones(2, device="meta")
 REFUSED: dict[str, tuple[Any, str]] = {
+    "meta": (
+        lambda path: fpipe.save(path, fpipe.program(1), ({"w": META},)),
+        r"params\[0\]\['w'\] is on meta",
+    ),
+    "a file": (
+        lambda path: fpipe.save(written(path), fpipe.program(1), ({},)),
+        "a folder, and .*one is a file;",
+    ),
+    "in a file": (lambda path: fpipe.save(written(path) / "two", fpipe.program(1), ({},)), "and .*one is a file; name"),
+    "a suffix": (
+        lambda path: fpipe.gather_state_dict(fpipe.program(1), ({},), file=path / "o.pt"),
+        r"file= is a \.safetensors file, found '.*o\.pt'; another format is yours to write of the dict",
+    ),
+    "no whole rank": (
+        lambda path: fpipe.local_params(fpipe.program(1), ({},), "0"),  # type: ignore[arg-type]
+        "rank is a whole number, at least 0; found '0'",
+    ),
+    "a bool for a rank": (
+        lambda path: fpipe.load_params(*made(2, "gpipe")[::2], net_of().state_dict(), True),
+        "rank is a whole number, at least 0; found True",
+    ),
     "stages": (lambda path: fpipe.gather_state_dict(fpipe.program(2), ({},)), "2 stages, and one entry for each"),
     "a part": (lambda path: fpipe.gather_state_dict(fpipe.program(2), ({}, None)), "no rank has handed in stage 1"),
     "no tensor": (lambda path: fpipe.gather_state_dict(fpipe.program(1), ({"w": 3},)), "no tensor at w"),
@@ -89,6 +140,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
         r"shape \[2\], and is of shape \[3\]",
     ),
 }
+
+
+def written(path: Path) -> Path:
+    (path / "one").write_text("a file")
+    return path / "one"
 
 
 def reread(path: Path, params: Any) -> object:
@@ -129,6 +185,8 @@ def again_on_four(rank: int, folder: str, sharded: bool) -> Any:
     mine = fpipe.shard_params(mine, mesh["dp"]) if sharded else mine
     found = fpipe.load(folder, program, mine, opt=fpipe.optimizer_state(program, mine), mesh=mesh)
     assert found.numbers == {"step": 2}
+    with pytest.raises(ValueError, match=r"ranks along dimension 'pp' of a mesh, and the mesh has dp\. Say mesh=init"):
+        fpipe.gather_state_dict(program, found.params, mesh=mesh["dp"])
     both = [fpipe.gather_state_dict(program, one, mesh=mesh) for one in (found.params, found.opt)]
     return None if both[0] is None else [{name: leaf.tolist() for name, leaf in one.items()} for one in both]
 

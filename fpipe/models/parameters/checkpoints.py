@@ -19,13 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
+from fpipe.graphs.purity.mesh import dimensions
 from fpipe.graphs.purity.sharded import is_sharded
 from fpipe.models.parameters.safetensors_file import CODES
 from fpipe.program import Program, the_program
+from fpipe.single_device.batches import refuse_meta
 
 Named = dict[str, Tensor]
 
@@ -58,8 +60,8 @@ def gather_state_dict(
         On rank 0 of the first replica the dict, else None; nothing where a file is written.
 
     Raises:
-        ValueError: params of another number of stages, a stage that no rank has, a name that two stages have, or a
-            dtype that the file format has not.
+        ValueError: params of another number of stages, a stage that no rank has, a name that two stages have, a file
+            of another suffix, or a dtype that its format has not.
 
     >>> import fpipe, torch
     >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
@@ -67,6 +69,11 @@ def gather_state_dict(
     >>> list(gather_state_dict(fpipe.program(model), params))
     ['0.weight', '0.bias', '1.weight', '1.bias']
     """
+    if file is not None and Path(file).suffix != ".safetensors":
+        raise ValueError(
+            f"file= is a .safetensors file, found {str(file)!r}; another format is yours to write of the dict that "
+            "rank 0 gets without file=."
+        )
     here, every = _everybody(program, params, mesh)
     names = _names(every)
     missing = next((stage for stage in range(program.stages) if stage not in names), None)
@@ -96,6 +103,8 @@ def _everybody(
     if not isinstance(params, tuple | list) or len(params) != the_program(program).stages:
         found = f"{len(params)} entries" if isinstance(params, tuple | list) else type(params).__name__
         raise ValueError(f"the program has {program.stages} stages, and one entry for each is wanted; found {found}.")
+    if mesh is not None:
+        dimensions(mesh, {"pp": program.ranks})
     own: dict[int, Any] = {}
     for stage, one in enumerate(params):
         if one is not None:
@@ -175,14 +184,14 @@ def save(
     """Save a training to go on from with `load`, by torch.distributed.checkpoint: each rank writes what is its own.
 
     Args:
-        folder: where to; what is there is overwritten.
+        folder: where to; what was saved there is overwritten.
         program: a program that is placed.
         params, opt, state: one entry for each stage, None for those of other ranks.
         mesh: that of the step; without it torch.distributed's default group, or one process. All processes call it.
         numbers: whatever else is to be known, such as step=100, position=6400.
 
     Raises:
-        ValueError: a number that is none; entries that are not one for each stage.
+        ValueError: a number that is none; entries that are not one for each stage, or on meta; a folder that is a file.
 
     >>> import fpipe, tempfile, torch
     >>> params, program = ({"w": torch.ones(2)},), fpipe.program(1)
@@ -196,10 +205,14 @@ def save(
     )  # pyright: ignore[reportUnnecessaryIsInstance]
     if odd is not None:
         raise ValueError(f"{odd}= is a number, found {type(numbers[odd]).__name__}.")
+    path = Path(folder).absolute()
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if not there.is_dir():
+        raise ValueError(f"save writes a folder, and {there} is a file; name another.")
     whole, _ = _entries(program, {"params": params, "opt": opt, "state": state}, mesh)
     whole |= {f"numbers/{word}": torch.tensor(one) for word, one in numbers.items()}
     with _alone_in_silence() as alone:
-        state_dict_saver.save(whole, checkpoint_id=folder, no_dist=alone)
+        state_dict_saver.save(whole, storage_writer=FileSystemWriter(folder, overwrite=True), no_dist=alone)
 
 
 def load(
@@ -217,7 +230,8 @@ def load(
         folder: that of `save`.
         program: a program that is placed.
         params, opt, state: what is to be read, as this process has it: names, shapes, dtypes and shards are those of
-            these, their values do not matter, and they are not changed.
+            these, their values do not matter, and they are not changed. What is on meta is read onto torch's default
+            device.
         mesh: that of the step.
 
     Returns:
@@ -253,9 +267,9 @@ def load(
 
 @contextmanager
 def _alone_in_silence() -> Generator[bool]:
-    """Whether this process has no group; torch warns that it goes on without one, which is what is meant."""
+    """Whether this process has no group; torch warns that it goes on without one, and writes over one."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        warnings.filterwarnings("ignore", "torch.distributed is disabled|Detected an existing checkpoint")
         yield not (dist.is_available() and dist.is_initialized())
 
 
@@ -276,9 +290,15 @@ def _entries(
         names, made = _names(every), list[Any]()
         for stage, one in enumerate(part):
             leaves, spec = tree.flatten(one)
-            leaves = [torch.zeros_like(leaf) for leaf in leaves] if fresh and one is not None else leaves
+            leaves = [*map(_fresh, leaves)] if fresh and one is not None else leaves
             if one is not None:
                 whole |= {f"{word}/{name}": leaf.detach() for name, leaf in zip(names[stage], leaves, strict=True)}
             made.append(None if one is None else tree.unflatten(spec, leaves))
         put[word] = tuple(made)
+        refuse_meta("fpipe.load_params or init_params gives it some, or optimizer_state of theirs", **{word: made})
     return whole, put
+
+
+def _fresh(leaf: Tensor) -> Tensor:
+    """A tensor to read into."""
+    return torch.zeros_like(leaf, device=torch.get_default_device() if leaf.is_meta else leaf.device)

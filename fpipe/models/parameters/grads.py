@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
+from fpipe.graphs.purity.mesh import dimensions
 from fpipe.graphs.purity.sharded import is_sharded
 from fpipe.single_device.result import Result, are_gradients
 
@@ -124,7 +125,8 @@ def global_norm(grads: Any, norm_type: float = 2.0, *, mesh: DeviceMesh | None =
 
     Raises:
         TypeError: what is no gradient: a whole `Result`, say, has no norm.
-        ValueError: in a process group, without a mesh, gradients of a stage that another rank has.
+        ValueError: a norm_type that is no number above 0; in a process group, without a mesh, gradients of a stage that
+            another rank has.
 
     >>> import torch
     >>> global_norm(({"w": torch.tensor([3.0]), "b": None}, {"w": torch.tensor([[4.0]])}))
@@ -136,10 +138,12 @@ def global_norm(grads: Any, norm_type: float = 2.0, *, mesh: DeviceMesh | None =
             hint = " Hand in a list of them." if isinstance(leaf, Iterator) else hint
             found = type(leaf).__name__ + (f" at {place}" if place else "")
             raise TypeError(f"global_norm takes a pytree of gradients, each a tensor or None; found {found}.{hint}")
+    _above_0("norm_type", norm_type)
     if mesh is None:
         _refuse_part(grads)
         found = [_numbers(leaf, norm_type) for leaf in tree.leaves(grads) if leaf is not None]
         return torch.nn.utils.get_total_norm(found, norm_type)
+    dimensions(mesh, {"pp": "ranks"})
     own = {stage: [global_norm(leaf, norm_type) for leaf in tree.leaves(one)] for stage, one in enumerate(grads) if one}
     group = mesh.get_group("pp")
     every: list[dict[int, list[Tensor]]] = [{} for _ in range(group.size())]
@@ -169,8 +173,7 @@ def clip_grads(
     >>> norm.item(), [round(one, 4) for one in clipped[0]["w"].tolist()]
     (5.0, [0.6, 0.8])
     """
-    if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"max_norm is a number above 0, found {max_norm!r}.")
+    _above_0("max_norm", max_norm)
     norm = global_norm(grads, norm_type, mesh=mesh)
     share = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
@@ -178,6 +181,11 @@ def clip_grads(
         return grad if grad is None else grad * share.to(grad.device)
 
     return tree.tree_map(scaled, grads), norm
+
+
+def _above_0(word: str, found: object) -> None:
+    if isinstance(found, bool) or not isinstance(found, int | float) or not found > 0:
+        raise ValueError(f"{word} is a number above 0, found {found!r}.")
 
 
 def _refuse_part(grads: Any) -> None:

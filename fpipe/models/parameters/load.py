@@ -36,8 +36,8 @@ def load_params(
         model: made by `from_module` or `from_sequential`, of a net whose parameters may be on meta.
         program: a program that is placed, as a schedule does; its inputs say where parameters are at home.
         source: a `.safetensors` file; the `model.safetensors.index.json` of several; a folder that has one of these, or
-            that `torch.distributed.checkpoint` has saved a state_dict in; or a state_dict, whose tensors are handed on
-            as they are. One of several names of a tied parameter will do.
+            that `torch.distributed.checkpoint` has saved a state_dict in, or `fpipe.save` a training; or a state_dict,
+            whose tensors are handed on as they are. One of several names of a tied parameter will do.
         rank: whose; without it this process's rank in torch.distributed's default group.
         init: `init(name, tensor)` fills in place what the source need not have, frozen parameters and buffers on meta
             such as the table of a rotary embedding. Without it, or where it returns False, the `reset_parameters` of

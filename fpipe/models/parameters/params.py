@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.limits import whole as whole_number
 from fpipe.model import Model, check_params, same_keys, the_model, with_ties
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import PARAMETERS, Program, the_program
@@ -116,7 +117,7 @@ def local_params(program: Program, per_stage: Sequence[Any], rank: int | None = 
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError("say rank=: there is no process group of torch.distributed that this process is in.")
         rank = dist.get_rank()
-    if not 0 <= rank < program.ranks:
+    if not 0 <= whole_number("rank", rank, least=0) < program.ranks:
         raise ValueError(f"the program has ranks 0 to {program.ranks - 1}; there is no rank {rank}.")
     if len(per_stage) != program.stages:
         raise ValueError(f"the program has {program.stages} stages; found {len(per_stage)} entries.")

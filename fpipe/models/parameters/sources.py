@@ -123,19 +123,21 @@ class _Checkpoint(TensorSource):
                 f"{folder} has no file .metadata, as torch.distributed.checkpoint saves one, and no model.safetensors."
             )
         saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+        parts = ("params/", "state/") if any(name.startswith("params/") for name in saved) else ("",)  # of fpipe.save
+        self.keys = {name.removeprefix(part): name for part in parts for name in saved if name.startswith(part)}
         self.known = {
             name: SavedTensor(one.properties.dtype, tuple(one.size), str(folder))
-            for name, one in saved.items()
-            if isinstance(one, TensorStorageMetadata)
+            for name, key in self.keys.items()
+            if isinstance(one := saved[key], TensorStorageMetadata)
         }
 
     def read(self, names: Collection[str]) -> dict[str, Tensor]:
         """Read some of them, by this process alone."""
         made: dict[str, Any] = {
-            name: torch.empty(self.known[name].shape, dtype=self.known[name].dtype) for name in names
+            self.keys[name]: torch.empty(self.known[name].shape, dtype=self.known[name].dtype) for name in names
         }
         if made:
             with warnings.catch_warnings():  # torch warns that it is one process that reads
                 warnings.simplefilter("ignore", UserWarning)
                 load(made, storage_reader=FileSystemReader(self.folder), no_dist=True)
-        return made
+        return {name: made[self.keys[name]] for name in names}

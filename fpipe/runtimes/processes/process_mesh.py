@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from fpipe.graphs.purity.mesh import dimensions
 from fpipe.program import Program
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.watchdog import Watchdog
@@ -33,25 +34,10 @@ def group_of(program: Program, mesh: DeviceMesh | None) -> ProcessGroup:
         TypeError: the mesh is none.
         ValueError: there is no such group, or the mesh has no dimension for ranks or replicas.
     """
-    if mesh is not None and not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            f"mesh is a DeviceMesh whose dimension 'pp' has a process for each rank; found {type(mesh).__name__}. Say "
-            f"mesh=init_device_mesh(device, ({program.ranks},), mesh_dim_names=('pp',)), or leave it out where the "
-            "ranks are all processes."
-        )
-    if not dist.is_initialized():
-        raise ValueError("runtime='distributed' is for processes that torch.distributed.init_process_group has joined.")
     axes = axes_of(program)
-    names = () if mesh is None else mesh.mesh_dim_names or ()
-    of = dict.fromkeys(axes, "replicas") | {"pp": "ranks"}
-    missing = next((name for name in of if name not in names), None)
-    if missing is not None and (mesh is not None or axes):
-        sizes = f"({'replicas, ' * len(axes)}{program.ranks})" if axes else f"({program.ranks},)"
-        found = "there is no mesh" if mesh is None else f"the mesh has {', '.join(names) or 'none with a name'}"
-        raise ValueError(
-            f"the program has {of[missing]} along dimension {missing!r} of a mesh, and {found}. Say "
-            f"mesh=init_device_mesh(device, {sizes}, mesh_dim_names={tuple(of)})."
-        )
+    if isinstance(mesh, DeviceMesh | None) and not dist.is_initialized():  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError("runtime='distributed' is for processes that torch.distributed.init_process_group has joined.")
+    names = dimensions(mesh, dict.fromkeys(axes, "replicas") | {"pp": program.ranks})
     if mesh is None:
         return world_group()
     for name in names:
