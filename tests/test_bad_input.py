@@ -474,6 +474,10 @@ fpipe.from_functions([linear] * 2, ties=[[(0, "w")]])
     ValueError: a tie is between leaves of at least two stages
 fpipe.from_functions([linear] * 2, ties=[[(0, "w"), (5, "w")]])
     ValueError: names stage 5; the stages are 0 to 1.
+fpipe.build(fpipe.program(2), NET.model, donate="no")
+    ValueError: donate is True or False; found 'no'.
+fpipe.build(fpipe.program(2), NET.model, record=1)
+    ValueError: record is True or False; found 1.
 fpipe.build(fpipe.program(2), NET.model, runtime="mpi")
     ValueError: runtime 'mpi' is not known; there are
 fpipe.build(fpipe.program(3), NET.model)

@@ -85,6 +85,10 @@ def test_a_row_is_shown_in_runs():
             ("one_f_one_b", 2, 6, fpipe.Costs(cluster=fpipe.Cluster.parse("2 ranks"))),
             "all links; found a cluster. Simulate",
         ),
+        (
+            ("one_f_one_b", 2, 6, fpipe.Costs(messages="nccl", transfer=0.1)),
+            "found a rule of messages. Simulate",
+        ),
         (("one_f_one_b", 2, 6, fpipe.Costs(sender="busy")), "found a busy sender. Simulate a program of a smaller"),
         (("one_f_one_b", 2, 6, fpipe.Costs(receive=1)), "found a send or a receive that takes time. Simulate"),
         (("one_f_one_b", 2, 6, fpipe.Costs([1])), "forward lists 1 costs, but the program has a stage 1"),

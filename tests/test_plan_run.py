@@ -282,6 +282,7 @@ def test_plans_and_spreads_are_drawn(tmp_path: Path):
         ({"microbatches": [0]}, "microbatches lists whole numbers, at least 1; found 0."),
         ({"checkpoint": ["sometimes"]}, "some of never, except_last, always; found 'sometimes'."),
         ({"schedules": ["zbw"]}, "there is no schedule 'zbw'; did you mean zbv"),
+        ({"schedules": [fpipe.schedules.gpipe(2)]}, "a schedule is named here, as in 'gpipe' or 'hanayo:waves=2', and"),
         ({"memory": -1}, "memory is the most that a rank may hold, above 0; found -1."),
         ({"search": -1}, "search is seconds, from 0; found -1."),
         ({"at": "p95"}, 'at="p95" is of makespans under noise: say noise= too'),
@@ -376,6 +377,7 @@ def test_what_is_no_costs_and_no_model_is_refused():
         (None, TypeError, "what is planned is an fpipe.Model, fpipe.Costs, {rows: costs} or f(parts) -> costs; found"),
         ({4: COSTS}, ValueError, "costs by the rows of a microbatch need rows=, how many the batch has."),
         (made, ValueError, "a model comes with its params and a batch"),
+        (torch.nn.Sequential(), TypeError, "with a Model; found Sequential. A Sequential goes through fpipe.from_seq"),
     ):
         with pytest.raises(error, match=re.escape(expected)):
             fpipe.plan_run(what, **words)

@@ -75,6 +75,9 @@ S.hanayo(2, waves=1.5)
     ValueError: waves is a whole number, at least 1; found 1.5.
 on(S.pipedream(2, steps=2), 2)
     ProgramError: steps follow each other by the parameters that one leaves: put fpipe.update() before.
+S.get("pipedream")
+    ValueError: there is no schedule 'pipedream'; fpipe.schedules.pipedream(ranks, steps=k) behind fpipe.update() orders
+    several training steps; fpipe.schedules.names() lists them all.
 S.pipedream_2bw(2, steps=0)
     ValueError: steps is a whole number, at least 1; found 0.
 on(S.roundpipe(2, forward=3), 4)

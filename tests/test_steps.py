@@ -291,4 +291,4 @@ def test_steps_are_recorded_and_watched():
     assert sum(event.op.kind == "UPDATE" for event in result.timeline.events) == 4
     watched = fpipe.build(program, model, check_finite=True)
     with pytest.raises(FloatingPointError, match=r"UPDATE\(params\[.,3\]\) wrote params"):
-        watched(params, batches(2), opt=opt, lr=float("inf"))
+        watched(params, batches(2), opt=fpipe.tree.tree_map(lambda leaf: leaf + torch.inf, opt), lr=0.1)

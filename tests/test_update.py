@@ -253,6 +253,17 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "a word as a group": (lambda: fpipe.update("SGD", groups="*bias"), ValueError, "groups is {pattern: settings}"),  # type: ignore[arg-type]
     "no state": (lambda: stepped(lr=0.1), ValueError, "hand it in as step\\(..., opt=fpipe.optimizer_state"),
     "no rate": (lambda: stepped(opt="own"), ValueError, "lr: hand it in as step\\(..., lr=3e-4"),
+    "no rate at all": (
+        lambda: stepped(opt="own", lr=float("nan")),
+        ValueError,
+        "lr is a finite number from 0, such as 3e-4; found nan",
+    ),
+    "a rate uphill": (lambda: stepped(opt="own", lr=-0.1), ValueError, "lr is a finite number from 0.*found -0.1"),
+    "an endless rate": (
+        lambda: stepped(opt="own", lr=torch.tensor(torch.inf)),
+        ValueError,
+        "lr is.*found inf",
+    ),
     "a word as rate": (lambda: stepped(opt="own", lr="1"), TypeError, "lr is a number or a 0-d tensor"),
     "another rule's state": (
         lambda: stepped(opt="Adam", lr=0.1),
@@ -498,7 +509,7 @@ def test_a_step_that_fails_says_that_what_was_donated_is_gone():
 
     def boom(param: Tensor, grad: Tensor, state: Any, lr: float) -> Any:
         calls.append(lr)
-        if lr < 0:
+        if lr > 1:
             raise ArithmeticError("no such rate")
         return param - lr * grad, state
 
@@ -511,7 +522,7 @@ def test_a_step_that_fails_says_that_what_was_donated_is_gone():
         opt = fpipe.optimizer_state(program, params)
         step(params, (torch.ones(4), torch.ones(4)), opt=opt, lr=0.1)
         with pytest.raises(ArithmeticError) as failed:
-            step(params, (torch.ones(4), torch.ones(4)), opt=opt, lr=-0.1)
+            step(params, (torch.ones(4), torch.ones(4)), opt=opt, lr=2.0)
         assert any("were donated to this step" in note for note in failed.value.__notes__)
     finally:
         from fpipe.optimizers.rules import RULES

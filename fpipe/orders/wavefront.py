@@ -43,6 +43,7 @@ def fronts(known: Columns, costs: Costs) -> Fronts:
 def of_ranks(costs: Costs) -> None:
     """Refuse costs that ask for more than ranks, stages and one latency."""
     for word, odd in (
+        ("a rule of messages", costs.messages != "eager"),
         ("a transfer of each link", not isinstance(costs.transfer, int | float)),
         ("a cluster", costs.cluster is not None),
         ("a busy sender", costs.sender == "busy"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fpipe.finding.search import search as find
-from fpipe.model import Model
+from fpipe.model import Model, the_model
 from fpipe.planning.asked import Asked, Said, asked_for, work_of_costs, work_of_model
 from fpipe.planning.run_plan import PlanRow, RunPlan
 from fpipe.planning.work import Work, at_home
@@ -106,6 +106,8 @@ def plan_run(
     on = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     asked = asked_for(ranks, microbatches, checkpoint, schedules, memory, on, search, noise, at, replicas, shard)
     told = progress or _quiet
+    if not isinstance(what, Costs | Mapping) and (params is not None or hasattr(what, "state_dict")):
+        what = the_model(what, "params and a batch go with a Model;")
     if isinstance(what, Model):
         if params is None or batch is None or rows is not None or stages is not None:
             raise ValueError("a model comes with its params and a batch, and without rows= and stages=, which it has.")

@@ -96,10 +96,10 @@ def build(
     Raises:
         RuntimeError: of compile=True, inductor cannot compile a stage; why.
         ValueError: the program is not one of this model, the example is not what a step takes, the runtime or
-            check_batch is not known, the loss scale or the timeout is no number above 0, or autocast is to no half
-            precision. Of runtime="distributed" also: there is no group of that size, a stage can neither be traced nor
-            run on zeros, or the ranks are about to do different things. Its step raises one too where ranks were handed
-            different batches.
+            check_batch is not known, a switch is no bool, the loss scale or the timeout is no number above 0, or
+            autocast is to no half precision. Of runtime="distributed" also: there is no group of that size, a stage can
+            neither be traced nor run on zeros, or the ranks are about to do different things. Its step raises one too
+            where ranks were handed different batches.
 
     >>> import fpipe, torch
     >>> model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: ((y - t) ** 2).mean())
@@ -116,6 +116,10 @@ def build(
     model = in_mode(model)
 
     def checked() -> Any:
+        said = {"compile": compile, "trace": trace, "record": record, "check_finite": check_finite}
+        for word, found in (said | {"broadcast": broadcast, "donate": donate}).items():
+            if not isinstance(found, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ValueError(f"{word} is True or False; found {found!r}.")
         if runtime == "threads" and not trace:
             raise ValueError("without traces stages run one after the other: say runtime='local' with trace=False.")
         if compile and not trace:

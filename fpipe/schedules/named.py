@@ -48,7 +48,7 @@ def parse(text: str) -> Named:
     """Read a name and its options; `stages` is the number of stages, whatever the schedule.
 
     Raises:
-        ValueError: no such schedule, or no such option of it.
+        ValueError: no name, no such schedule, or no such option of it.
 
     >>> parse("zb_auto:memory_cap=2.5,objective=span").options
     {'memory_cap': 2.5, 'objective': 'span'}
@@ -61,6 +61,11 @@ def parse(text: str) -> Named:
 
 def with_options(text: str, more: Mapping[str, Any]) -> Named:
     """A name and its options, and options that were said beside it."""
+    if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(
+            "a schedule is named here, as in 'gpipe' or 'hanayo:waves=2', and one of your own by "
+            f"fpipe.schedules.register; found {type(text).__name__}."
+        )
     name, _, said = text.partition(":")
     schedule, known = about(name), _parameters(about(name))
     options = dict(option(part) for part in re.split(r",(?=[A-Za-z_]\w*=)", said) if part) | dict(more)

@@ -200,6 +200,8 @@ def about(name: str) -> Schedule:
     if not isinstance(name, str) or name not in _SCHEDULES:  # pyright: ignore[reportUnnecessaryIsInstance]
         close = _closest(str(name).lower())
         hint = f"did you mean {' or '.join(close)}? " if close else ""
+        if name in ("pipedream", "pipedream_2bw"):
+            hint = f"fpipe.schedules.{name}(ranks, steps=k) behind fpipe.update() orders several training steps; "
         raise ValueError(f"there is no schedule {name!r}; {hint}fpipe.schedules.names() lists them all.")
     return _SCHEDULES[name]
 

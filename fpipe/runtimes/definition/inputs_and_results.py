@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -50,7 +51,7 @@ def optim_of(program: Program, opt: Any, lr: Any, scale: Any = None) -> Optim:
 
     Raises:
         TypeError: a rate that is no number.
-        ValueError: one of them is missing, or nothing reads it.
+        ValueError: one of them is missing, or nothing reads it; a rate below 0, or not finite.
     """
     op = update_of(program)
     if op is None:
@@ -88,7 +89,10 @@ def _scale(given: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _rate(lr: Any) -> torch.Tensor:
     if isinstance(lr, bool) or not (isinstance(lr, int | float) or (isinstance(lr, torch.Tensor) and not lr.ndim)):
         raise TypeError(f"lr is a number or a 0-d tensor; found {type(lr).__name__}.")
-    return torch.tensor(float(lr), dtype=torch.float64, device="cpu")
+    rate = float(lr)
+    if not 0 <= rate < math.inf:
+        raise ValueError(f"lr is a finite number from 0, such as 3e-4; found {rate}.")
+    return torch.tensor(rate, dtype=torch.float64, device="cpu")
 
 
 def check_inputs(program: Program, model: Model, params: Any, state: Any, optim: Optim = None) -> None:
