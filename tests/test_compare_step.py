@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 import fpipe
 from tests.test_distributed import MSE
@@ -356,6 +356,29 @@ def test_a_tie_that_counts_too_often_is_named(times: tuple[int, int], clip: floa
     after = {"0.weight": embed.weight, "1.weight": mid.weight, "1.bias": mid.bias}
     with pytest.raises(fpipe.GradientMismatch, match=words.replace("embed", "0")):
         fpipe.compare_step(model, params, (ids, ids), after, rule="SGD", lr=0.1, clip=clip)
+
+
+def test_targets_that_are_shuffled_by_another_seed_are_named():
+    """Two loaders, one of inputs and one of targets, whose generators have seeds of their own."""
+    net, (x, target) = net_of(), (torch.randn(8, 8), torch.randn(8, 8))
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
+    loaders = [
+        DataLoader([*zip(range(8), half, strict=True)], 4, shuffle=True, generator=torch.Generator().manual_seed(seed))  # type: ignore[arg-type]
+        for seed, half in enumerate((x, target))
+    ]
+    pairs = dict[int, int]()
+    for (rows, inputs), (others, targets) in zip(*loaders, strict=True):
+        (MSE(net(inputs), targets) / 2).backward()
+        pairs |= zip(rows.tolist(), others.tolist(), strict=True)
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    moved = sorted(pair for pair in pairs.items() if pair[0] != pair[1])
+    (row, other), (next_row, next_other), *rest = moved
+    words = (
+        f"Targets belong to other inputs: row {row} was trained with the target of row {other}, "
+        f"row {next_row} with that of row {next_other}, and {len(rest)} more"
+    )
+    with pytest.raises(fpipe.GradientMismatch, match=words):
+        fpipe.compare_step(model, params, (x, target), dict(net.named_parameters()), rule="SGD", lr=0.1)
 
 
 def test_rows_that_replicas_draw_by_themselves_are_named():

@@ -200,3 +200,63 @@ def test_steps_of_tensor_parallel_layers_are_judged(four: Processes, how: str):
         return
     with pytest.raises(fpipe.GradientMismatch, match=words):
         judged(block(), each, after, **said)
+
+
+class Experts(nn.Module):
+    """Four experts, each weighed by its router; a rank has the router and perhaps some of the experts alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4, bias=False)
+        self.experts = nn.Parameter(torch.randn(4, 8, 8) / 3)
+        self.own = slice(0, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(-1)[:, self.own]
+        return torch.einsum("ne,eij,nj->ni", weights, self.experts, x)
+
+
+class Spread(Experts):
+    """Has half of the experts, and adds up what all of them give; gradients stay those of its own half."""
+
+    def __init__(self, whole: Experts, rank: int) -> None:
+        super().__init__()
+        self.gate, self.own = whole.gate, slice(2 * rank, 2 * rank + 2)
+        self.experts = nn.Parameter(whole.experts.detach()[self.own].clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = super().forward(x)
+        total = own.detach().clone()
+        dist.all_reduce(total)
+        return own + (total - own.detach())
+
+
+def mixture() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), Experts())
+
+
+def over_experts(rank: int, added: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    net = mixture()
+    net[1] = Spread(net[1], rank)  # type: ignore[arg-type]
+    x, target = batches(8, 8)[0]
+    MSE(net(x), target).backward()
+    for name, leaf in net.named_parameters():
+        if "experts" not in name and (added or "gate" not in name):
+            dist.all_reduce(leaf.grad)
+    torch.optim.SGD(net.parameters(), lr=RATE).step()
+    return named(net), {name: local(leaf.grad) for name, leaf in net.named_parameters() if leaf.grad is not None}
+
+
+@pytest.mark.parametrize("added", [True, False])
+def test_a_routers_gradient_that_no_rank_adds_up_over_experts_is_named(pair: Processes, added: bool):
+    after, grads = zip(*pair.each(over_experts, added), strict=True)
+    said: dict[str, Any] = {"rule": "SGD", "lr": RATE, "grads": grads}
+    if added:
+        assert len(judged(mixture(), batches(8, 8)[:1], after, **said).leaves) == 4
+        return
+    words = (
+        "tensor-parallel ranks: 1.gate.weight.\nThe gradient of 1.gate.weight is not added over tensor-parallel ranks"
+    )
+    with pytest.raises(fpipe.GradientMismatch, match=words):
+        judged(mixture(), batches(8, 8)[:1], after, **said)
