@@ -356,3 +356,25 @@ def test_a_gradient_that_no_step_would_give_is_refused_by_name(trace: bool):
     with pytest.raises(ValueError, match=re.escape(sentence)):
         run(penalised)
     assert torch.allclose(run(told), told(net(batch[0]), batch[1]))
+
+
+def test_a_leaf_that_a_stage_makes_to_differentiate_by_is_no_missing_gradient():
+    """Forces of an energy: it was refused as a tensor that the stage closes over, in traces and in the reference."""
+
+    def force(params, x):
+        with torch.enable_grad():
+            places = x.detach().requires_grad_()
+            energy = (places @ params).tanh().square().sum()
+            return torch.autograd.grad(energy, places, create_graph=True)[0]
+
+    model = fpipe.from_functions([force], loss=torch.nn.functional.mse_loss)
+    params, batch = (torch.randn(4, 4, dtype=torch.float64),), torch.randn(2, 6, 4, dtype=torch.float64).unbind()
+    program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
+    weight = params[0].clone().requires_grad_()
+    halves = zip(batch[0].chunk(2), batch[1].chunk(2), strict=True)
+    loss = sum(torch.nn.functional.mse_loss(force(weight, x), t) * 0.5 for x, t in halves)
+    (plain,) = torch.autograd.grad(loss, weight)
+    for trace in (True, False):
+        result = fpipe.build(program, model, trace=trace)(params, batch)
+        torch.testing.assert_close(result.grads[0], plain, rtol=1e-12, atol=1e-14)
+    assert fpipe.verify(program, model, params, batch).bitwise

@@ -17,7 +17,7 @@ from fpipe.graphs.purity.sharded import placed_as
 from fpipe.graphs.tracing.keys import seed_of, seeded
 from fpipe.graphs.tracing.outputs import call_stage, copied, loss_of, outputs_of, split_output
 from fpipe.graphs.tracing.rows import of_each_row, rows_of
-from fpipe.graphs.tracing.way_back import check_gradients
+from fpipe.graphs.tracing.way_back import refuse_missing_gradients
 from fpipe.model import Model, who_draws
 from fpipe.program import Value
 
@@ -132,7 +132,9 @@ def forward(
                 see(Value(word, number, *place), made)
     loss, counted, aux = lost
     if not model.per_example:
-        check_gradients(model, [loss, *losses], tree.leaves((own, list(readers.values()), carries, inputs, target)))
+        refuse_missing_gradients(
+            model, [loss, *losses], tree.leaves((own, list(readers.values()), carries, inputs, target))
+        )
     return sum(losses, loss), counted, aux, values[-1][0], carried
 
 

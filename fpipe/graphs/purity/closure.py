@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterable, Iterator
-from functools import lru_cache, partial
+from functools import cache, partial
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
@@ -86,7 +86,7 @@ def reached(function: Any) -> Iterator[tuple[str, Any, Home | None]]:
         todo += [(path, value, words, None) for path, value in more]
 
 
-@lru_cache(4096)
+@cache  # by which `reached` tells what it has seen
 def _words(code: CodeType) -> tuple[str, ...]:
     """Attributes that code may read, in an order that is the same in every process."""
     return tuple(dict.fromkeys((*named_in(code), "__call__")))

@@ -32,6 +32,7 @@ from fpipe.graphs.tracing.keys import exclusive_generator
 from fpipe.graphs.tracing.max_gradients import rewrite_max_gradients
 from fpipe.graphs.tracing.rows import of_each_row, rows_of
 from fpipe.graphs.tracing.way_back import MissingGradient, partly_python, refuse_missing_gradients
+from fpipe.model import Model
 from fpipe.torch_private.dispatch import OpOverload, TorchDispatchMode, fake_tensor_class, has_kernel, without_modes
 from fpipe.torch_private.tracing import calls_so_far, traced_by_torch, unnoticed, without_compiled_functions
 
@@ -51,7 +52,9 @@ _aten = torch.ops.aten
 Outlined = tuple[dict[str, list[Any]], dict[str, list[Any]], tuple[str, ...], tuple[Any, ...], bool]
 
 
-def outline(function: Flat, reads: Groups, keys: Keys | None = None, apart: bool = False) -> Outlined:
+def outline(
+    function: Flat, reads: Groups, keys: Keys | None = None, apart: bool = False, model: Model | None = None
+) -> Outlined:
     """Outline what a function reads and writes, by running it on fake tensors.
 
     Returns:
@@ -67,10 +70,10 @@ def outline(function: Flat, reads: Groups, keys: Keys | None = None, apart: bool
     ('aten.t.default',)
     """
     with exclusive_generator(), _reasons(), fake_mode() as mode, no_leaks(mode):
-        return _outline(function, reads, keys, apart)
+        return _outline(function, reads, keys, apart, model)
 
 
-def _outline(function: Flat, reads: Groups, keys: Keys | None, apart: bool) -> Outlined:
+def _outline(function: Flat, reads: Groups, keys: Keys | None, apart: bool, model: Model | None) -> Outlined:
     numbers: dict[int, int] = {}
     cached = torch.is_autocast_cache_enabled()
     with _in_this_thread(), _autocast_cache(cached), without_compiled_functions():
@@ -80,7 +83,8 @@ def _outline(function: Flat, reads: Groups, keys: Keys | None, apart: bool) -> O
                 handed = _handed(_apart(given) if apart else given, reads)
                 made = function(handed)
             unseeded.check()
-        refuse_missing_gradients(chain(*made.values()), chain(*given.values(), *handed.values()))
+        if model is not None:
+            refuse_missing_gradients(model, chain(*made.values()), chain(*given.values(), *handed.values()))
         facts = _facts(given, numbers), _facts(made, numbers)
         return *facts, tuple(heard.ops), tuple(heard.numbers), partly_python(chain(*made.values()))
 

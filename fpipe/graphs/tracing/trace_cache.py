@@ -27,7 +27,6 @@ from fpipe.graphs.tracing.lru_cache import LRUCache
 from fpipe.graphs.tracing.piece_chain import Chain, NoChain, PieceCall, chain_of
 from fpipe.graphs.tracing.stage_call import Spec, StageCall, buffers, flat, positions
 from fpipe.graphs.tracing.trace import Around, outline, trace
-from fpipe.graphs.tracing.way_back import MissingGradient
 from fpipe.model import Model
 from fpipe.positional_stage import PositionalStage, of_net
 
@@ -96,10 +95,7 @@ class Traces:
         """Outline a call, by running it once on fake tensors."""
         if call not in self._outlines:
             store, key = self._entry(call)
-            try:
-                self._outlines[call] = store.outlines.once(key, lambda: self._outlined(call))
-            except MissingGradient as error:
-                raise error.of(self.model) from None
+            self._outlines[call] = store.outlines.once(key, lambda: self._outlined(call))
         return self._outlines[call]
 
     def _outlined(self, call: StageCall) -> Outline:
@@ -111,7 +107,8 @@ class Traces:
         self._refuse_new()
         specs, root = dict[str, Spec](), TracedKey(0)
         function = flat(self.model, call, specs, root)
-        reads, writes, ran, numbers, python = outline(function, dict(call.reads), root.known, self._apart(call))
+        apart = self._apart(call)
+        reads, writes, ran, numbers, python = outline(function, dict(call.reads), root.known, apart, self.model)
         return Outline(reads, writes, specs, ran, numbers, python)
 
     def graph(self, call: StageCall, cotangents: Cotangents) -> Graph:

@@ -39,36 +39,23 @@ def _way_back(made: Iterable[Any]) -> Iterator[Any]:
 class MissingGradient(ValueError):
     """A function computes with a tensor that wants a gradient and is none of what it is handed."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__(f"a gradient of a tensor of shape {tuple(tensor.shape)} would be missing")
-        self.tensor = tensor
 
-    def of(self, model: Model) -> ValueError:
-        """This error, naming the tensor and who computes with it."""
-        functions = [("the loss", model.loss)] + [(f"stage {at}", one.forward) for at, one in enumerate(model.stages)]
-        known = (
-            (who, name) for who, function in functions for name, one in closed_over(function) if one is self.tensor
-        )
-        who, name = next(known, ("a stage or the loss", None))
-        return ValueError(
-            f"{who} closes over {'a tensor' if name is None else repr(name)} of shape {tuple(self.tensor.shape)} that "
-            "wants a gradient, which no step would give: gradients are of what a stage is handed. Hand it in among "
-            "params, or say .detach() or requires_grad_(False)."
-        )
+def refuse_missing_gradients(model: Model, made: Iterable[Any], given: Iterable[Any]) -> None:
+    """Refuse results that a gradient would lead from to a tensor that a stage or the loss closes over. A leaf that a
+    function makes itself, to differentiate by it, is none.
 
-
-def refuse_missing_gradients(made: Iterable[Any], given: Iterable[Any]) -> None:
-    """A MissingGradient for a tensor that a function closes over, and that a gradient of its results would reach."""
+    Raises:
+        MissingGradient: there is one; the tensor, and who computes with it.
+    """
     known = {id(leaf) for leaf in given}
-    for node in _way_back(made):
-        tensor = getattr(node, "variable", None)
-        if tensor is not None and id(tensor) not in known:
-            raise MissingGradient(tensor)
-
-
-def check_gradients(model: Model, made: Iterable[Any], given: Iterable[Any]) -> None:
-    """A ValueError for a tensor that a stage or the loss closes over, and that a gradient would reach."""
-    try:
-        refuse_missing_gradients(made, given)
-    except MissingGradient as error:
-        raise error.of(model) from None
+    leaves = [getattr(node, "variable", None) for node in _way_back(made)]
+    odd = {id(leaf): leaf for leaf in leaves if leaf is not None and id(leaf) not in known}
+    functions = [("the loss", model.loss)] + [(f"stage {at}", one.forward) for at, one in enumerate(model.stages)]
+    for who, function in functions if odd else ():
+        for name, tensor in closed_over(function):
+            if tensor is odd.get(id(tensor)):
+                raise MissingGradient(
+                    f"{who} closes over {name!r} of shape {tuple(tensor.shape)} that wants a gradient, which no step "
+                    "would give: gradients are of what a stage is handed. Hand it in among params, or say .detach() or "
+                    "requires_grad_(False)."
+                )

@@ -23,7 +23,7 @@ from fpipe.graphs.purity.sharded import placed_as
 from fpipe.graphs.tracing.keys import seed_of, seeded
 from fpipe.graphs.tracing.outputs import call_stage, loss_of, outputs_of, refuse_odd_output, scaled, split_output
 from fpipe.graphs.tracing.rows import of_each_row, rows_of
-from fpipe.graphs.tracing.way_back import check_gradients
+from fpipe.graphs.tracing.way_back import refuse_missing_gradients
 from fpipe.model import Model, Stage, trained, who_draws
 from fpipe.program import Op, Value, is_exchange
 from fpipe.runtimes.definition.device_moves import Moves
@@ -170,7 +170,7 @@ def forward(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
             )
     if not context.model.per_example:
         handed = tree.leaves((given.bundles, given.carry, given.inputs, given.taken, given.target))
-        check_gradients(context.model, tree.leaves((y, beside, loss)), handed)
+        refuse_missing_gradients(context.model, tree.leaves((y, beside, loss)), handed)
     outputs, carried = tree.leaves(y), beside.get("carry")
     ports = outputs_of(context.model, op.stage or 0, y)
     for port in ports:
