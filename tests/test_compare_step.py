@@ -314,6 +314,24 @@ def test_a_pipeline_of_ours_is_right_and_what_it_tells_is_compared():
             fpipe.compare_step(model, params, batches, found.params, **how, **{word: told})
 
 
+@pytest.mark.parametrize(
+    ("made", "said", "rate", "words"),
+    [
+        ("AdamW", "AdamW", 0.02, "The learning rate is 0.01, not 0.02"),
+        ("SGD", "SGD", 0.03, "The learning rate is 0.01, not 0.03"),
+        ("SGD", "SGD", 0.02, "once too often, or the learning rate is 0.01, not 0.02"),
+        ("AdamW", "Adam", 0.01, "The parameters are those of AdamW with its defaults"),
+        ("AdamW", "SGD", 0.01, "The parameters are those of AdamW with its defaults"),
+    ],
+)
+def test_another_rate_or_rule_is_named(made: str, said: str, rate: float, words: str):
+    net, batch = net_of(2), (torch.randn(8, 8), torch.randn(8, 8))
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
+    Loop(net, made, None).run([batch], [0.01])
+    with pytest.raises(fpipe.GradientMismatch, match=words):
+        fpipe.compare_step(model, params, batch, dict(net.named_parameters()), rule=said, lr=rate)
+
+
 def test_a_tie_of_which_a_use_is_missing_is_named():
     torch.manual_seed(0)
     net, ids = Tied(), torch.randint(0, 7, (8,))

@@ -100,7 +100,8 @@ class AfterSteps:
         if still:
             names = listed([self.found[at][0] for at in still])
             return [of, f"{len(still)} of them are as they were: no update reached them.", f"  {names}"]
-        best = self._nearest_mistake() or self._odd_rows(grads) or "no mistake that is known explains them"
+        ways = [way for way in (self._nearest_mistake(), self._other_rate()) if way]
+        best = ", or ".join(ways) or self._odd_rows(grads) or "no mistake that is known explains them"
         return [of, f"{best[0].upper()}{best[1:]}.", f"  {names}"]
 
     def _nearest_mistake(self) -> str | None:
@@ -113,6 +114,22 @@ class AfterSteps:
                 break
         near = sorted((one for one in tried if isfinite(one[0])), key=itemgetter(0))
         return next((words for _, words, loop in near if not self.wrong_beside(loop, loop.run())), None)
+
+    def _other_rate(self) -> str | None:
+        """The learning rate that makes these parameters, by how far the largest leaf has moved."""
+        rates = [float(rate) for rate in self.loop.rates if rate is not None]
+        at = max(self.found, key=lambda one: self.found[one][1].numel())
+        before, right = (wide(tree.leaves(tuple(made))[at]) for made in (self.loop.params, self.expected.params))
+        way, moved = (right - before).flatten(), (wide(self.found[at][1]) - before).flatten()
+        times = float(torch.vdot(way, moved).real / torch.vdot(way, way).real) if way.any() else 0.0
+        if len(rates) < len(self.loop.rates) or not isfinite(times) or times <= 0:
+            return None
+        others = [float(f"{rate * times:.3g}") for rate in rates]
+        loop = replace(self.loop, rates=others)
+        if others == rates or self.wrong_beside(loop, loop.run()):
+            return None
+        found, said = (listed([f"{rate:g}" for rate in dict.fromkeys(some)]) for some in (others, rates))
+        return f"the learning rate is {found}, not {said}"
 
     def _odd_rows(self, grads: Mapping[int, Tensor]) -> str | None:
         """Rows that count otherwise in gradients that are known, or that a step of plain descent tells."""

@@ -16,6 +16,7 @@ from fpipe import tree
 from fpipe.model import Model, TiedLeaf
 from fpipe.optimizers.op_words import UpdateWords
 from fpipe.optimizers.rules import STEP
+from fpipe.optimizers.state import initial_states
 from fpipe.single_device.result import Result
 from fpipe.single_device.training_loop import Norm, total_norm, training_loop
 from fpipe.verification.gradient_changes import (
@@ -271,6 +272,11 @@ def _of_rules(loop: Loop) -> Named:
     if words.groups:
         same = replace(loop, words=words._replace(groups=()))
         yield "groups are not told apart: all parameters have the same settings", same
+    for by in ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad"):
+        if by != words.by:
+            own = words._replace(by=by, settings=(), groups=())
+            said = f"the parameters are those of {by} with its defaults"
+            yield said, replace(loop, words=own, opt=initial_states(own, loop.params))
     rates = [*loop.rates]
     if len({*rates}) > 1:
         yield "the learning rate is that of the step before", replace(loop, rates=[rates[0], *rates[:-1]])
