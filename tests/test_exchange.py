@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -273,3 +274,55 @@ def test_who_exchanges_with_one_that_failed_ends_in_time():
     assert "FloatingPointError: SPLIT(x[0,0]) wrote x[0,0] with NaN" in found[1][0]
     assert "the exchange 1F0 did not end: a process along its axis failed or is late" in found[0][0]
     assert all(took < 10 and said != "worked" for said, took in found)
+
+
+def ends_in_an_exchange(rank: int) -> bool:
+    """Whether the loss is that of the sum of both processes, of which one comes late."""
+    mesh, plain = meshed(), dist.all_reduce
+    place, member = mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
+    parts = [torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(at)) for at in (0, 1)]
+    params, batch = ({"w": parts[member][0, :6]}, {}), (parts[member][1], parts[member][2])
+    model = fpipe.from_functions([layer, fpipe.exchange("all_reduce", axis="ep")], loss=squares)
+    program = fpipe.chain(fpipe.split(2), fpipe.place([0, 1]), fpipe.merge())(fpipe.program(model))
+    step = fpipe.build(
+        program, model, runtime="distributed", mesh=mesh, example=(params, batch), broadcast=True, check_batch="never"
+    )
+
+    def late(*args: Any, **how: Any) -> Any:
+        time.sleep(0.2 * member)
+        return plain(*args, **how)
+
+    dist.all_reduce = late
+    try:
+        found = step(fpipe.local_params(program, params, place), batch).loss
+    finally:
+        dist.all_reduce = plain
+    both = sum(layer({"w": one[0, :6]}, one[1]) for one in parts)
+    return torch.allclose(found, squares(both, batch[1]))
+
+
+def test_a_loss_waits_for_the_exchange_that_it_is_of(four: Processes):
+    """It was computed of what the collective had not brought yet: 1.5782 for 1.7860 where one process was late."""
+    assert four.each(ends_in_an_exchange) == [True] * 4
+
+
+def ended(rank: int) -> list[str]:
+    """The stages of a net whose last op is a collective over all processes."""
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("pp", "ep"))
+
+    class Summed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return funcol.all_reduce(self[1](funcol.all_reduce(self[0](x), "sum", mesh["ep"])), "sum", mesh["ep"])
+
+    torch.manual_seed(0)
+    net, batch = Summed(nn.Linear(3, 3), nn.Linear(3, 3)), (torch.randn(4, 3), torch.randn(4, 3))
+    model, params, _ = fpipe.from_module(net, example=batch, loss=nn.functional.mse_loss, cut_collectives=True)
+    program = fpipe.chain(fpipe.place([0] * len(model.stages)), fpipe.merge())(fpipe.program(model))
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch))
+    right = torch.equal(step(params, batch).loss, nn.functional.mse_loss(net(batch[0]), batch[1]).detach())
+    return [*(stage.name.split(" over ")[0] for stage in model.stages), *(["wrong"] * (not right))]
+
+
+def test_a_net_that_ends_in_a_collective_is_cut_before_it(four: Processes):
+    """The last one stays with what it ends; the group is the net's own, whatever the mesh calls it."""
+    assert four.each(ended) == [["0", "all_reduce", "1"]] * 4

@@ -21,14 +21,15 @@ _c10d: Any = torch.ops._c10d_functional
 
 
 def collectives_of(nodes: Sequence[fx.Node]) -> dict[int, Exchanged]:
-    """The places of collectives, each with its wait just behind it: an even all-to-all, a gather, sums."""
+    """The places of collectives, each with its wait just behind it: an even all-to-all, a gather, sums. One that the
+    net ends with stays in its stage: the loss waits for it at once."""
     found: dict[int, Exchanged] = {}
     for at, (node, behind) in enumerate(pairwise(nodes)):
         kind = _KINDS.get(node.target)
         if kind is None or behind.target is not _c10d.wait_tensor.default or behind.args[0] is not node:
             continue
         word = kind(*node.args[1:-1])
-        if word is not None:
+        if word is not None and any(user.op != "output" for user in behind.users):
             group: Any = group_named(str(node.args[-1]))
             axis = group.group_desc.removeprefix("mesh_")  # as DeviceMesh calls the group of a dimension
             found[at] = Exchanged(word, axis, group.group_name, group.size(), group.rank())

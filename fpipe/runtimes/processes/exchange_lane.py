@@ -32,7 +32,7 @@ from fpipe.runtimes.definition.recorder import Notes
 from fpipe.runtimes.faults.rank_error import LostRank
 from fpipe.runtimes.faults.watchdog import Watchdog
 from fpipe.runtimes.lowering.lower import Instruction, Lowered
-from fpipe.torch_private.processes import all_gather, reduce_scatter
+from fpipe.torch_private.processes import all_gather, group_named, reduce_scatter
 
 Leaves = list[Any]
 Started = tuple[Tensor, Any]
@@ -42,7 +42,8 @@ _BROUGHT = ("y", "again", "dx")
 
 
 def over_mesh(model: Model, mesh: DeviceMesh | None) -> tuple[Model, dict[str, ProcessGroup]]:
-    """A model whose exchanges are over the processes of a mesh, and their groups by name.
+    """A model whose exchanges are over the processes of a mesh, or of the groups of the net that they were cut from,
+    and these groups by name.
 
     Raises:
         ValueError: the mesh has no such dimension.
@@ -52,6 +53,9 @@ def over_mesh(model: Model, mesh: DeviceMesh | None) -> tuple[Model, dict[str, P
 
     def bound(function: Any) -> Any:
         if not isinstance(function, Exchanged):
+            return function
+        if function.group:  # cut from a net, which says itself over whom
+            groups[function.group] = group_named(function.group)
             return function
         if mesh is None or function.axis not in names:
             found = "there is no mesh" if mesh is None else f"the mesh has {', '.join(names) or 'none with a name'}"
@@ -108,13 +112,21 @@ class ExchangeLane:
         return made
 
     def _posting(self, graph: Graph) -> Graph:
-        """The graph with collectives that only start, and without waits."""
+        """The graph with collectives that only start, and without waits but for what the graph computes with itself, as
+        the loss behind a last stage does."""
+        computed = set[Name]()
+        for node in reversed(graph.nodes):
+            if node.op is not _c10d.wait_tensor.default and (node.name in computed or not _is_view(node.op)):
+                computed.update(node.reads)
         now: dict[Name, Name] = {}
         nodes = list[Node]()
         for node in graph.nodes:
             args = tuple(now.get(arg, arg) if isinstance(arg, Name) else arg for arg in node.args)
             if node.op is _c10d.wait_tensor.default:
-                now[node.name] = args[0]
+                if node.name in computed:
+                    nodes.append(Node(node.name, self._waited, args, node.kwargs))
+                else:
+                    now[node.name] = args[0]
                 continue
             op = self._post(STARTS[node.op]) if is_collective(node.op) else node.op
             nodes.append(Node(node.name, op, args, node.kwargs))
@@ -129,6 +141,12 @@ class ExchangeLane:
 
         post.__name__ = start.__name__
         return post
+
+    def _waited(self, tensor: Tensor) -> Tensor:
+        """The result of the collectives that this graph has started, once they are over."""
+        for work in self._posted:
+            work.wait(self._timeout)
+        return tensor
 
     def _start(self, row: int, cell: str, values: Sequence[Value], run: Callable[..., Any], *lists: Leaves) -> Any:
         self._posted = works = list[Any]()
@@ -178,6 +196,11 @@ class ExchangeLane:
 
     def _lost(self, error: RuntimeError, cell: str) -> LostRank:
         return LostRank(f"the exchange {cell} did not end: a process along its axis failed or is late ({error})")
+
+
+def _is_view(op: Any) -> bool:
+    results = op._schema.returns if hasattr(op, "_schema") else ()
+    return bool(results) and all(one.alias_info is not None and not one.alias_info.is_write for one in results)
 
 
 def _all_to_all(tensor: Tensor, received: Sequence[int], sent: Sequence[int], group: ProcessGroup) -> Started:
