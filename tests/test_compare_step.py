@@ -440,6 +440,19 @@ def test_what_cannot_be_is_refused_in_a_sentence(case: str):
         fpipe.compare_step(model, params, batches, after or own, rule="SGD", lr=rates if after else rates[:1])
 
 
+@pytest.mark.parametrize("word", ["opt", "opt_after", "grads"])
+def test_torchs_own_shapes_are_refused_in_a_sentence(word: str):
+    net, batch = net_of(2), (torch.randn(8, 8), torch.randn(8, 8))
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
+    adam = torch.optim.AdamW(net.parameters())
+    odd: Any = {"opt": adam, "opt_after": adam.state_dict(), "grads": {"0.0.weight": None}}[word]
+    said: dict[str, Any] = {"rule": "AdamW", "lr": 0.1, word: odd}
+    with pytest.raises(TypeError, match=f"^{word} is "):
+        fpipe.compare_step(model, params, batch, joined(params), **said)
+    with pytest.raises(ValueError, match="batches is the batch"):
+        fpipe.compare_step(model, params, [], joined(params), rule="AdamW", lr=0.1)
+
+
 def named_state(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     return {name: dict(optimizer.state[leaf]) for name, leaf in net.named_parameters()}
 

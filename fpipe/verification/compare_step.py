@@ -104,8 +104,11 @@ def compare_step(
     found, pieces = _by_leaf(the_model(model), params, after)
     check_all_state(model, state, "compare_step")
     each: list[Any] = batches if isinstance(batches, list) else [batches]
+    if not each:
+        raise ValueError("batches is the batch (inputs, target) of the step, or a list with that of each; found none.")
     for batch in each:
         check_batch(batch)
+    _check_named(opt, grads, opt_after)
     whole("microbatches", microbatches)
     words = words_of(words_of_update(rule, clip, groups, settings))
     steps = [[cut(batch, index, microbatches) for index in range(microbatches)] for batch in each]
@@ -131,6 +134,21 @@ def compare_step(
     if not judged.wrong and not told:
         return report
     raise GradientMismatch("\n".join(told if apart else [*judged.message(known), *told]), report)
+
+
+def _check_named(opt: Any, grads: Any, opt_after: Any) -> None:
+    """A TypeError for gradients or optimizer state of another shape."""
+    if opt is not None and not isinstance(opt, list | tuple):
+        raise TypeError(f"opt is what optimizer_state makes, one tree a stage; found {type(opt).__name__}.")
+    ranks: list[Any] = [*grads] if isinstance(grads, list | tuple) else [grads or {}]
+    if not all(isinstance(one, Mapping) and all(g is not None for g in one.values()) for one in ranks):
+        raise TypeError('grads is a dict of tensors by name, {"0.weight": p.grad}, or a list with that of each rank.')
+    states: Any = opt_after or {}
+    if not isinstance(states, Mapping) or not all(isinstance(one, Mapping) for one in states.values()):
+        raise TypeError(
+            'opt_after is by name, {"0.weight": {"exp_avg": .., "step": ..}}, as {name: optimizer.state[p] for name, p '
+            "in net.named_parameters()} is; an optimizer's state_dict() has numbers for names."
+        )
 
 
 def _one_a_step(given: Any, steps: int, word: str) -> list[Any]:
