@@ -64,6 +64,12 @@ def test_orders_that_keep_room_for_the_oldest_microbatch_alone_lead_to_the_optim
     assert found.value == pytest.approx(OPTIMA[number]["optimum"])
 
 
+def test_a_short_search_has_time_left_for_its_best_orders():
+    """Rounds of 400 changes spent all of it on eight orders side by side: 368 on a V under a cap of 2.5."""
+    words = {"ranks": 4, "microbatches": 6, "placement": "v", "memory_cap": 2.5, "seconds": 0.5}
+    assert quick(8, fpipe.Costs(8, 6, 9, transfer=1), **words).value <= 364
+
+
 @pytest.mark.deep
 @pytest.mark.timeout(0)
 def test_nineteen_of_twenty_proven_optima_are_found_without_the_solver():

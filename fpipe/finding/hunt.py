@@ -277,7 +277,8 @@ class Hunt:
                 continue
             pool = self._lists(self.bases[0], listed, 8)
             if self.best and pool and min(entry.floor for entry in pool) < self.best.value[0]:
-                self._improve(pool, effort / OTHER_PLACEMENTS)
+                best = min(pool, key=lambda entry: entry.value)  # the effort is too small for more than one order
+                self._improve([best], effort / OTHER_PLACEMENTS)
 
     def _recomputed(self, effort: float) -> None:
         """Try other choices of what is recomputed, one small change after the other, and improve the best of them.

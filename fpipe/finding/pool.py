@@ -49,7 +49,9 @@ def entries(tasks: Tasks, limits: Limits, orders: Iterable[Rows], objective: str
 WIDTH = 8
 """How many orders are improved side by side."""
 ROUND = 400
-"""Changes of an order before it is the turn of the next."""
+"""Changes of an order before it is the turn of the next, at most."""
+ROUNDS = 120
+"""Rounds that the effort is enough for, at least: half of them leave two orders of the eight."""
 IDLE = 6000
 """Changes without success after which another order takes an order's place."""
 
@@ -113,8 +115,10 @@ def _in_turn(
         turn += 1
         for entry, climber in climbers:
             before = climber.climb.steps
-            climber.on(min(ROUND, 1 + int(left / _price(entry))), entry.floor * (1 + 1e-9))
-            left -= max(1, climber.climb.steps - before) * _price(entry)
+            price = _price(entry)
+            steps = min(ROUND, 1 + int(effort / (ROUNDS * price)), 1 + int(left / price))
+            climber.on(steps, entry.floor * (1 + 1e-9))
+            left -= max(1, climber.climb.steps - before) * price
             if left <= 0:
                 break
         climbers.sort(key=lambda one: one[1].climb.best.value)
