@@ -84,7 +84,7 @@ class ExchangeLane:
         self.groups, self._watchdog = groups, watchdog
         self._timeout = timedelta(seconds=seconds)
         self._notes: Notes | None = None
-        self._posted: list[Any] = []
+        self._posted, self._cell = list[Any](), ""
         self.begin(None)
 
     def begin(self, notes: Notes | None) -> None:
@@ -135,7 +135,10 @@ class ExchangeLane:
 
     def _post(self, start: Callable[..., Started]) -> Callable[..., Tensor]:
         def post(tensor: Tensor, *how: Any) -> Tensor:
-            made, work = start(tensor, *how[:-1], self.groups[how[-1]])
+            try:
+                made, work = start(tensor, *how[:-1], self.groups[how[-1]])
+            except RuntimeError as error:
+                raise self._lost(error, self._cell) from error
             self._posted.append(work)
             return made
 
@@ -144,24 +147,26 @@ class ExchangeLane:
 
     def _waited(self, tensor: Tensor) -> Tensor:
         """The result of the collectives that this graph has started, once they are over."""
-        for work in self._posted:
-            work.wait(self._timeout)
+        self._wait(self._posted, self._cell)
         return tensor
 
-    def _start(self, row: int, cell: str, values: Sequence[Value], run: Callable[..., Any], *lists: Leaves) -> Any:
-        self._posted = works = list[Any]()
+    def _wait(self, works: Sequence[Any], cell: str) -> None:
+        before, self._watchdog.waits = self._watchdog.waits, f"in {cell}"
         try:
-            made = run(*lists)
+            for work in works:
+                work.wait(self._timeout)
         except RuntimeError as error:
             raise self._lost(error, cell) from error
+        self._watchdog.waits = before
+
+    def _start(self, row: int, cell: str, values: Sequence[Value], run: Callable[..., Any], *lists: Leaves) -> Any:
+        self._cell, self._posted = cell, (works := list[Any]())
+        made = run(*lists)
         self._under_way.update(dict.fromkeys(values, (cell, works)))
         if self._notes is not None:
             for work in works:
-                work.get_future().add_done_callback(partial(self._over, row))
+                work.get_future().add_done_callback(partial(_note_end, self._ended, row))
         return made
-
-    def _over(self, row: int, _: Any) -> None:
-        self._ended[row] = time.perf_counter()
 
     def _late(self, row: int, values: Sequence[Value], run: Callable[..., Any], *lists: Leaves) -> Any:
         for value in values:
@@ -172,16 +177,9 @@ class ExchangeLane:
 
     def _wait_for(self, value: Value) -> None:
         cell, works = self._under_way.pop(value, ("", []))
-        if not works:
-            return
-        before, self._watchdog.waits = self._watchdog.waits, f"in {cell}"
-        try:
-            for work in works:
-                work.wait(self._timeout)
-        except RuntimeError as error:
-            raise self._lost(error, cell) from error
-        works.clear()
-        self._watchdog.waits = before
+        if works:
+            self._wait(works, cell)
+            works.clear()
 
     def end(self) -> None:
         """Wait for what nobody has read, and note when each exchange was over: its op took until then, and who waited
@@ -196,6 +194,10 @@ class ExchangeLane:
 
     def _lost(self, error: RuntimeError, cell: str) -> LostRank:
         return LostRank(f"the exchange {cell} did not end: a process along its axis failed or is late ({error})")
+
+
+def _note_end(ended: dict[int, float], row: int, _: Any) -> None:
+    ended[row] = time.perf_counter()
 
 
 def _is_view(op: Any) -> bool:

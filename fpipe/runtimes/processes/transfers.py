@@ -71,7 +71,6 @@ class Transfers:
         else:
             self._carriers = self._ways.carriers(group, directions, rank, store, self._timeout)
         self._every, self._by_value = every, {one.value: one for one in every}
-        self._outgoing = [one for one in every if one.source == rank]
         self._patience = () if self._apart else (self._timeout,)
         self._incoming: defaultdict[int, list[Message]] = defaultdict(list)
         self._outgoing_to: defaultdict[int, list[Message]] = defaultdict(list)
@@ -123,11 +122,12 @@ class Transfers:
             RankError: one is not, but runs its step.
         """
         self.watchdog.waits = "at the start"
-        for one in self._outgoing:
-            if not one.place:
+        for one in self._row:
+            if not one.place and one.source == self._rank:
                 self._send(one, self._word(one, MEETS, self._build))
+            elif not one.place:
+                self._post(one.source, 1)
         for source, row in self._incoming.items():
-            self._post(source, 1)
             message = self._arrived(row[0])
             self._settle()
             if kind_of(message) != MEETS:
@@ -190,15 +190,15 @@ class Transfers:
             return
         self.watchdog.waits = "at the end"
         said = self.meeting.board.shortened(said, TEXT)
-        for one in self._outgoing:
-            if one.number not in self._sent:
-                with suppress(RuntimeError):
+        for one in self._row:
+            with suppress(RuntimeError):  # a rank that is lost meanwhile hides no error; the next step meets it
+                if one.source == self._rank and one.number not in self._sent:
                     self._put(one, self._word(one, LOST if broken else FAILED, said))
+                elif one.target == self._rank and not broken:
+                    self._post(one.source, one.place + 1)
         if broken:
             return
-        with suppress(RuntimeError):  # a rank that is lost meanwhile hides no error; the next step meets it
-            for source, row in self._incoming.items():
-                self._post(source, len(row))
+        with suppress(RuntimeError):
             under_way = (*self._sent.values(), *self._arriving.values(), *self._greetings.values())
             for work in (*self._greeted, *(work for _, work in under_way if work is not None)):
                 work.wait(self._timeout)
