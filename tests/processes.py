@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
+import signal
 import socket
 import tempfile
 import threading
@@ -12,9 +14,9 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,8 @@ import torch.distributed as dist
 LIMIT = 45
 SOON = 2
 """Seconds within which all ranks end when one raises or is killed, and after the timeout when one hangs."""
+ASK = signal.SIGUSR1
+"""Asks a process for the stacks of its threads."""
 _NEEDED = [
     "torch",
     "torch._dynamo",
@@ -45,7 +49,7 @@ class Processes:
         self.pipes, ends = zip(*(context.Pipe() for _ in range(size)), strict=True)
         at = f"tcp://127.0.0.1:{free_port()}" if tcp else Path(self.folder.name, "group").as_uri()
         self.all = [
-            context.Process(target=serve, args=(rank, size, at, end, timeout), daemon=True)
+            context.Process(target=serve, args=(rank, size, at, end, timeout, self.stacks(rank)), daemon=True)
             for rank, end in enumerate(ends)
         ]
         for one, end in zip(self.all, ends, strict=True):
@@ -57,16 +61,41 @@ class Processes:
             pipe.send((function, args))
 
     def results(self) -> list[Any]:
-        """What each returned or raised; None of one that is gone."""
+        """What each returned or raised; None of one that a test has killed."""
         return [result(pipe) for pipe in self.pipes]
 
     def each(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What each returned. One that dies is told at once, while others may wait for it; so is one that says nothing,
+        both with their Python stacks."""
         self.start(function, *args)
-        found = self.results()
-        for one in found:
-            if isinstance(one, Exception):
-                raise one
-        return found
+        found: dict[int, Any] = {}
+        while missing := [rank for rank in range(len(self.all)) if rank not in found]:
+            ready = wait([self.pipes[rank] for rank in missing], LIMIT)
+            if not ready:
+                raise TimeoutError(f"no word of ranks {missing} in {LIMIT} s\n{self.running(missing)}")
+            for rank in missing:
+                if self.pipes[rank] in ready:
+                    found[rank] = result(self.pipes[rank], gone=lambda rank=rank: self.gone(rank))
+        for rank in sorted(found):
+            if isinstance(found[rank], Exception):
+                raise found[rank]
+        return [found[rank] for rank in range(len(self.all))]
+
+    def stacks(self, rank: int) -> Path:
+        """Where a process writes the stacks of its threads as it dies of a signal, or is asked for them."""
+        return Path(self.folder.name, f"stacks{rank}")
+
+    def gone(self, rank: int) -> NoReturn:
+        self.all[rank].join(SOON)
+        code = self.all[rank].exitcode
+        name = f" ({signal.Signals(-code).name})" if code is not None and code < 0 else ""
+        raise RuntimeError(f"rank {rank} died with exit code {code}{name}\n{self.stacks(rank).read_text()}")
+
+    def running(self, ranks: list[int]) -> str:
+        for rank in ranks:
+            os.kill(self.all[rank].pid, ASK)
+        time.sleep(0.5)
+        return "\n".join(f"rank {rank}:\n{self.stacks(rank).read_text()}" for rank in ranks)
 
     def close(self) -> None:
         for one, pipe in zip(self.all, self.pipes, strict=True):
@@ -83,20 +112,24 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-def result(pipe: Connection) -> Any:
+def result(pipe: Connection, gone: Callable[[], Any] = lambda: None) -> Any:
+    """What a process returned or raised, or what `gone` says of one that is no more."""
     try:
         if not pipe.poll(LIMIT):
             raise TimeoutError(f"no word of a process in {LIMIT} s")
         found, error, trace = pipe.recv()
     except (EOFError, ConnectionError):
-        return None
+        return gone()
     if error is not None:
         error.add_note(trace)
         return error
     return found
 
 
-def serve(rank: int, size: int, at: str, pipe: Connection, timeout: float) -> None:
+def serve(rank: int, size: int, at: str, pipe: Connection, timeout: float, stacks: Path) -> None:
+    file = stacks.open("w")
+    faulthandler.enable(file)
+    faulthandler.register(ASK, file)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     limit = timedelta(seconds=timeout)

@@ -569,7 +569,8 @@ SEEN = r"; it was last seen (before step 2|after step 1|at the start of step 2|i
 def test_a_rank_that_is_killed_is_named_by_all_others_with_its_op(who: int, how: Any):
     three = Processes(3)
     try:
-        for rank, told in enumerate(three.each(one_in_trouble, who, how, None)):
+        three.start(one_in_trouble, who, how, None)
+        for rank, told in enumerate(three.results()):
             if rank == who:
                 assert told is None
             else:

@@ -233,7 +233,8 @@ def dies(rank: int, who: int) -> tuple[str, bool]:
 def test_a_rank_that_is_killed_while_it_builds_is_named_soon(who: int):
     three = Processes(3)
     try:
-        for rank, told in enumerate(three.each(dies, who)):
+        three.start(dies, who)
+        for rank, told in enumerate(three.results()):
             assert (
                 told is None if rank == who else told == (f"LostRank: rank {who} is gone, on the way to {PLACE}", True)
             )
@@ -251,7 +252,8 @@ def dies_connecting(rank: int) -> tuple[str, bool]:
 def test_a_rank_that_is_killed_while_ranks_connect_is_named():
     three = Processes(3)
     try:
-        first, _, third = three.each(dies_connecting)
+        three.start(dies_connecting)
+        first, _, third = three.results()
         assert first == third == (f"LostRank: rank 1 is gone, on the way to {PLACE}", True)
     finally:
         three.close()
@@ -423,3 +425,22 @@ def test_a_rank_that_hung_says_that_the_others_gave_up_on_it(trio: Processes):
     assert re.match(seen, first[0])
     assert first[0] == third[0]
     assert second[0] == first[0].replace("LostRank: ", "LostRank: the others gave up on this rank: ")
+
+
+def aborts(rank: int) -> None:
+    """As where memory was written past its end: the C library ends the process."""
+    if rank == 1:
+        os.abort()
+    time.sleep(60)
+
+
+def test_a_process_that_crashes_in_a_test_is_told_at_once_with_its_stack():
+    """A crash in one run left no trace but that rank 0, which waited for that process, had nothing to say in 45 s."""
+    pair = Processes(2)
+    try:
+        with pytest.raises(RuntimeError, match=r"rank 1 died with exit code -6 \(SIGABRT\)[\s\S]* in aborts\n"):
+            pair.each(aborts)
+        assert " in aborts\n" in pair.running([0])
+    finally:
+        pair.all[0].kill()
+        pair.close()

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 import fpipe
 from fpipe.tree import tree_map
-from tests.processes import Processes, result, timed
+from tests.processes import Processes, timed
 
 LIMIT = 3.0
 """Seconds that a collective inside a stage waits for one that will not come."""
@@ -348,7 +348,7 @@ def test_who_shares_a_stage_with_one_that_is_lost_ends_in_time(how: str):
     processes = Processes(4)
     try:
         processes.start(in_trouble, how)
-        for rank, told in enumerate([result(pipe) for pipe in processes.pipes]):
+        for rank, told in enumerate(processes.results()):
             if rank == 1 and how == "killed":
                 assert told is None
                 continue
