@@ -94,7 +94,7 @@ class Processes:
     def running(self, ranks: list[int]) -> str:
         for rank in ranks:
             os.kill(self.all[rank].pid, ASK)
-        time.sleep(0.5)
+        time.sleep(SOON / 2)
         return "\n".join(f"rank {rank}:\n{self.stacks(rank).read_text()}" for rank in ranks)
 
     def close(self) -> None:
