@@ -84,7 +84,7 @@ def arrange(
     """
     named = scheduled_kinds() if named is None else named
     with building():
-        sources = _sources_anyhow(inputs, ops) if sources is None else sources
+        sources = sources_anyhow(inputs, ops) if sources is None else sources
         order = _Clock(ops, _rows(ops, named) if rows is None else rows, sources).run()
         made = Program.trusted(inputs, tuple(map(ops.__getitem__, order)), outputs, permuted(sources, order))
     if named == scheduled_kinds():
@@ -124,7 +124,7 @@ def permuted(sources: list[Sources], order: Sequence[int]) -> list[Sources]:
     return [tuple(map(find, sources[before])) for before in order]
 
 
-def _sources_anyhow(inputs: tuple[Input, ...], ops: Sequence[Op]) -> list[Sources]:
+def sources_anyhow(inputs: tuple[Input, ...], ops: Sequence[Op]) -> list[Sources]:
     """The sources of ops that are in no order yet."""
     writer = {given.value: -1 for given in inputs}
     writer |= {value: position for position, op in enumerate(ops) for value in op[6]}
@@ -165,11 +165,15 @@ class _Clock:
                 extra.append(position)
         ops, start, ticks = self.ops, self.start, self.ticks
         columns: list[list[int]] = [[] for _ in range(1 + max(start, default=0))]
-        groups: dict[tuple[int, int, int], list[int]] = {}
+        groups: defaultdict[int, list[int]] = defaultdict(list)  # by level, rank, and gradients first, as one number
+        ranks, last = 1 + max((op[4] for op in ops), default=0), len(columns)
         for position, level in self._levels().items():
-            groups.setdefault((level, ops[position][4], start[position]), []).append(position)
-        for place, group in sorted(groups.items()):
-            columns[place[2]] += sorted(group, key=self._tie) if len(group) > 1 else group
+            op = ops[position]
+            place = 2 * (level * ranks + op[4]) + (op[0] != "ADD")
+            groups[place * last + start[position]].append(position)
+        for place in sorted(groups):
+            group = groups[place]
+            columns[place % last] += sorted(group, key=self._tie) if len(group) > 1 else group
         for row in (*self.rows, extra):
             for position in row:
                 if ticks[position]:
@@ -317,11 +321,12 @@ class _Clock:
         return levels
 
     def _tie(self, position: int) -> tuple[object, ...]:
-        """Ties within a level and rank: gradients first, then stage, then microbatch."""
+        """Ties within a level and rank, gradients apart from others: stage, then microbatch."""
         kind, stage, microbatch, piece, _, reads, writes, _, _ = self.ops[position]
         name, _, _, _, port, at = (writes or reads)[0]
-        stage, microbatch, piece = (-1 if part is None else part for part in (stage, microbatch, piece))
-        return (kind != "ADD", stage, microbatch, piece, kind, name, port, at)
+        stage = -1 if stage is None else stage
+        microbatch = -1 if microbatch is None else microbatch
+        return (stage, microbatch, -1 if piece is None else piece, kind, name, port, at)
 
 
 def _circle(ops: Sequence[Op]) -> ProgramError:

@@ -66,7 +66,7 @@ def rebuilt(
     refuse_freed(program)
     inputs = program.inputs if inputs is None else inputs
     outputs = program.outputs if outputs is None else outputs
-    return arrange(inputs, ops, outputs, held_kinds(program), sources or _same_sources(program, inputs, ops))
+    return arrange(inputs, ops, outputs, held_kinds(program), sources or same_sources(program, inputs, ops))
 
 
 def settled(program: Program, ops: Sequence[Op], outputs: Iterable[Output] | None = None) -> Program:
@@ -84,7 +84,7 @@ def at_data(
     return placed, ends
 
 
-def _same_sources(program: Program, inputs: tuple[Input, ...], ops: Sequence[Op]) -> list[Sources] | None:
+def same_sources(program: Program, inputs: tuple[Input, ...], ops: Sequence[Op]) -> list[Sources] | None:
     """The sources of ops of which the first read and write what those of a program do, and the rest are new."""
     old = program.ops
     for part in (itemgetter(5), itemgetter(6)):
@@ -93,8 +93,13 @@ def _same_sources(program: Program, inputs: tuple[Input, ...], ops: Sequence[Op]
     added = ops[len(old) :]
     if not added:
         return program.sources
-    writer = {end.value: -1 for end in inputs} | {value: at for at, op in enumerate(ops) for value in op[6]}
-    return [*program.sources, *[tuple([writer[value] for value in op[5]]) for op in added]]
+    new = {end.value: -1 for end in inputs}
+    new |= {value: len(old) + at for at, op in enumerate(added) for value in op[6]}
+    writer = program.writer
+    return [
+        *program.sources,
+        *[tuple([new[value] if value in new else writer[value] for value in op[5]]) for op in added],
+    ]
 
 
 def refuse_freed(program: Program) -> None:

@@ -9,13 +9,13 @@ copy is gathered, and for which ops, is a policy, and the program says it. F, B,
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from fpipe.limits import whole
-from fpipe.order import arrange, held_kinds
-from fpipe.program import KINDS, Input, Op, Output, Program, ProgramError, Value, pair, parts_of
-from fpipe.transforms._rewrite import Transform, at_data, refuse_freed, refuse_updated, transforming
+from fpipe.order import arrange, held_kinds, sources_anyhow
+from fpipe.program import KINDS, Input, Op, Output, Program, ProgramError, Sources, Value, pair
+from fpipe.transforms._rewrite import Transform, at_data, refuse_freed, refuse_updated, same_sources, transforming
 from fpipe.transforms.communicate import NARROW
 from fpipe.transforms.data_parallel import axes_of, data_parallel, nested, reduced, refuse_more
 
@@ -113,7 +113,9 @@ def shard(
         if gather == "step":
             first = [copies.gathered(value, min(homes)) for value, homes in copies.homes.items()]
             return arrange(_inputs(program), [*first, *ops], outputs, held)
-        return arrange(_inputs(program), copies.before_uses(ops, _shares(gather), lead), outputs, held | {"GATHER"})
+        known = same_sources(program, program.inputs, ops) or sources_anyhow(program.inputs, ops)
+        made, sources, rows = copies.before_uses(ops, known, _shares(gather), lead, held)
+        return arrange(_inputs(program), made, outputs, held | {"GATHER"}, sources, rows)
 
     return transform
 
@@ -212,76 +214,84 @@ class _Copies:
     def __init__(self, program: Program, how: How) -> None:
         self.how = how
         self.homes = {end.value: end.homes for end in program.inputs if end.value.name == "params"}
-        reads = [(value, op[4]) for op in parts_of(program.ops) for value in op[5] if value[0] == "params"]
+        reads = [(value, op[4]) for op in program.ops for value in op[5] if value[0] == "params"]
         self.away = {value for value, rank in reads if rank not in self.homes.get(value, (rank,))}
         self.own: defaultdict[int, dict[Value, _OwnCopies]] = defaultdict(dict)
         for value, homes in self.homes.items():
             for rank in homes:
                 plain = rank == min(homes) and value not in self.away
-                self.own[rank][value] = _OwnCopies(
-                    value[:5], self.gathered(value, rank), "" if plain else f"@{rank}", {}
-                )
+                gather = self.gathered(value, rank)[:6]
+                self.own[rank][value] = _OwnCopies(gather, value[:5], "" if plain else f"@{rank}", {})
 
     def gathered(self, value: Value, rank: int) -> Op:
         """The GATHER of some parameters on a rank."""
         shard = value._replace(name="shard")
         return Op("GATHER", value.stage, None, None, rank, (shard,), (value,), (), self.how)
 
-    def before_uses(self, ops: Sequence[Op], share: Share, lead: int) -> list[Op]:
-        """The ops, each reading its copy, with the GATHER of a copy `lead` ops before its first reader."""
-        rows: defaultdict[int, list[int]] = defaultdict(list)  # the positions of timed ops
-        made: list[Op] = []
-        gathers: dict[int, list[Op]] = {}
+    def before_uses(
+        self, ops: Sequence[Op], sources: Sequence[Sources], share: Share, lead: int, held: Collection[str]
+    ) -> tuple[list[Op], list[Sources], list[list[int]]]:
+        """The ops, each reading its copy, and behind them the GATHERs; the sources of all; and the rows of `held` kinds
+        and GATHERs, that of a copy `lead` ops before its first reader."""
+        travelling = [self.gathered(value, min(self.homes[value])) for value in self.homes if value in self.away]
+        now, known, first = [*ops, *travelling], [*sources], len(ops)
+        self.at = {op.writes[0]: first + number for number, op in enumerate(travelling)}
+        steps: defaultdict[int, list[int]] = defaultdict(list)  # of a rank, the positions of timed ops
+        before: defaultdict[int, list[int]] = defaultdict(list)  # of an op, those of GATHERs just before it
         timed = {name for name, kind in KINDS.items() if kind.time}
         for position, op in enumerate(ops):
-            row = rows[op[4]]
+            row = steps[op[4]]
             if op[0] in timed:
                 row.append(position)
-            new: list[Op] = []
-            step = len(row) - 1
-            made.append(
-                pair(*[self.reading(part, share, step, new) for part in op[7]])
-                if op[7]
-                else self.reading(op, share, step, new)
-            )
-            if new:
-                gathers.setdefault(row[max(0, step - lead)], []).extend(new)
-        travelling = [self.gathered(value, min(self.homes[value])) for value in self.homes if value in self.away]
-        for position, op in enumerate(made):
-            if position in gathers:
-                travelling += gathers[position]
-            travelling.append(op)
-        return travelling
+            if -1 not in known[position]:
+                continue
+            count, step = len(now), len(row) - 1
+            if op[7]:
+                of = dict(zip(op[5], known[position], strict=True))
+                parts = [self.reading(part, map(of.__getitem__, part[5]), share, step, now) for part in op[7]]
+                for part, found in parts:
+                    of.update(zip(part[5], found, strict=True))
+                now[position] = made = pair(*[part for part, _ in parts])
+                known[position] = tuple(map(of.__getitem__, made[5]))
+            else:
+                now[position], known[position] = self.reading(op, known[position], share, step, now)
+            if count < len(now):
+                before[row[max(0, step - lead)]] += range(count, len(now))
+        known += [(-1,)] * (len(now) - len(known))
+        rows: defaultdict[int, list[int]] = defaultdict(list)
+        for position in range(first, first + len(travelling)):
+            rows[now[position].rank].append(position)
+        for position, op in enumerate(ops):
+            if position in before:
+                rows[op[4]] += before[position]
+            if op[0] in held:
+                rows[op[4]].append(position)
+        return now, known, [rows[rank] for rank in range(1 + max(rows))]
 
-    def reading(self, op: Op, share: Share, step: int, new: list[Op]) -> Op:
-        """An op that reads its copies; `new` takes the GATHERs of those that no op before it reads."""
+    def reading(self, op: Op, sources: Iterable[int], share: Share, step: int, ops: list[Op]) -> tuple[Op, Sources]:
+        """An op that reads its copies, and its sources; new `ops` gather the copies that no op before it reads."""
         kind, stage, microbatch, piece, rank, reads, writes, parts, how = op
-        for value in reads:
+        own, now, found = self.own[rank], [*reads], [*sources]
+        for place, value in enumerate(reads):
             if value[0] == "params":
-                break
-        else:
-            return op
-        own, purpose, now = self.own[rank], share(step, op), list[Value]()
-        for value in reads:
-            copies = own.get(value) if value[0] == "params" else None
-            if copies is not None:
-                start, gather, end, known = copies
-                copy = known.get(purpose)
-                if copy is None:
-                    if known:
-                        end = f"@{rank}.{len(known)}"
-                    value = known[purpose] = _new(Value, (*start, end))
-                    new.append(_new(Op, (*gather[:6], (value,), *gather[7:])))
-                else:
-                    value = copy
-            now.append(value)
-        return _new(Op, (kind, stage, microbatch, piece, rank, tuple(now), writes, parts, how))
+                copies, purpose = own.get(value), share(step, op)
+                if copies is None:
+                    found[place] = self.at.get(value, found[place])
+                    continue
+                gather, start, end, known = copies
+                if purpose not in known:
+                    value = _new(Value, (*start, f"@{rank}.{len(known)}" if known else end))
+                    known[purpose] = value, len(ops)
+                    ops.append(_new(Op, (*gather, (value,), (), self.how)))
+                now[place], found[place] = known[purpose]
+        return _new(Op, (kind, stage, microbatch, piece, rank, tuple(now), writes, parts, how)), tuple(found)
 
 
 class _OwnCopies(NamedTuple):
-    """The copies of some parameters that one rank gathers, by purpose, and the start and end of their names."""
+    """The copies of some parameters that one rank gathers: the start of a GATHER, the start of their names, the end of
+    the first one, and those for each purpose, with the position of its GATHER."""
 
+    gather: tuple[Any, ...]
     start: tuple[Any, ...]
-    gather: Op
     end: str
-    known: dict[object, Value]
+    known: dict[object, tuple[Value, int]]
