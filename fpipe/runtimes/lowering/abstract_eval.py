@@ -19,7 +19,8 @@ from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.program import Op
 from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.definition.meaning import RULES, rounding
-from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense, places_by_leaf, whole
+from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense, whole
+from fpipe.runtimes.lowering.in_place import places_by_leaf
 from fpipe.torch_private.dispatch import storage_of
 
 

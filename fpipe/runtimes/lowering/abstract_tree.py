@@ -33,12 +33,6 @@ def wanting_fact(leaf: Any) -> Any:
     return leaf._replace(aval=leaf.aval._replace(wants=True))
 
 
-def places_by_leaf(abstract: AbstractTree, deeper: AbstractTree) -> list[list[int]]:
-    """For each leaf of a value the places of the leaves of another, which has a pytree where that has a leaf."""
-    places = tree.unflatten(deeper.spec, range(len(deeper.leaves)))
-    return [tree.leaves(one) for one in abstract.spec.flatten_up_to(places)]
-
-
 def aval_of(leaf: Any) -> Any:
     """Aval of a tensor, without its place in memory; any other leaf is itself."""
     return leaf.aval if isinstance(leaf, Fact) else leaf

@@ -22,7 +22,7 @@ from fpipe.optimizers.op_words import words_of
 from fpipe.program import Op, Value
 from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.definition.updates import names_in, updated_leaves
-from fpipe.runtimes.lowering.abstract_tree import AbstractTree, places_by_leaf
+from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 
 Leaves = list[Any]
 Trees = Mapping[Value, AbstractTree]
@@ -77,6 +77,12 @@ def overwritten_by(
         live.update(storage for value in op.reads for storage in _storages(trees[value]))
     renamed = {value: _renamed(known, same) for value, known in trees.items()} if same else trees
     return Overwritten(places, renamed, frozenset(given_up & {*given}))
+
+
+def places_by_leaf(abstract: AbstractTree, deeper: AbstractTree) -> list[list[int]]:
+    """For each parameter the places of its state: the leaves of a value that has a pytree where another has a leaf."""
+    places = tree.unflatten(deeper.spec, range(len(deeper.leaves)))
+    return [tree.leaves(one) for one in abstract.spec.flatten_up_to(places)]
 
 
 def _read_away(ops: Sequence[Op], trees: Trees) -> Mapping[int, Collection[int]]:

@@ -7,7 +7,7 @@ An instruction empties the lists it is handed, so that each tensor is gone after
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,26 @@ Leaves = list[Any]
 
 class UnexpectedValue(ValueError):
     """A stage under autograd wrote tensors of other shapes or dtypes than for zeros."""
+
+
+def slices_of(op: Op, value: Value, trees: Mapping[Value, AbstractTree]) -> Any:
+    """How a SPLIT gets one of its results: which list it reads, and for each leaf dim, start and length; what shapes
+    fix is itself. None where a result is no plain slice."""
+    leaves = trees[value].leaves
+    if not any(isinstance(leaf, Fact) for leaf in leaves):
+        return (-1, list(leaves))
+    at = next(k for k, read in enumerate(op.reads) if (read.name == "target") == (value.name == "t"))
+    found: list[Any] = []
+    for leaf, whole_leaf in zip(leaves, trees[op.reads[at]].leaves, strict=True):
+        if not isinstance(leaf, Fact):
+            found.append(None)
+            continue
+        (shape, stride, *_), (full, steps, *_) = leaf.aval, whole_leaf.aval
+        dims = [dim for dim, sizes in enumerate(zip(shape, full, strict=False)) if sizes[0] != sizes[1]]
+        if leaf.storage != whole_leaf.storage or stride != steps or len(dims) > 1 or (dims and not steps[dims[0]]):
+            return None
+        found.append((dims[0], leaf.offset // steps[dims[0]], shape[dims[0]]) if dims else None)
+    return (at, found)
 
 
 def slicing(plan: Sequence[tuple[int, list[Any]]]) -> Callable[..., Sequence[Leaves]]:

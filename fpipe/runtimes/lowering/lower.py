@@ -9,7 +9,7 @@ list itself, which it empties, so that each tensor is gone after its last read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,7 +29,6 @@ from fpipe.program import Op, Program, Value, building
 from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.definition.meaning import cast_of, rounding
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
-from fpipe.runtimes.lowering.copies import TRANSFERS
 from fpipe.runtimes.lowering.folds import Folds, folds_of
 from fpipe.runtimes.lowering.in_place import Overwritten, overwritten_by, updating
 from fpipe.runtimes.lowering.instructions import (
@@ -42,13 +41,14 @@ from fpipe.runtimes.lowering.instructions import (
     dropping,
     pass_on,
     rounded,
+    slices_of,
     slicing,
     under_autograd,
     with_generators,
     with_scale,
 )
 from fpipe.runtimes.lowering.op_code import Code, Recipe, code_of, update_code
-from fpipe.runtimes.lowering.shapes import Shapes, shapes_of
+from fpipe.runtimes.lowering.shapes import TRANSFERS, Shapes, shapes_of
 from fpipe.runtimes.lowering.stage_calls import update_only
 from fpipe.runtimes.lowering.untraced import Untraced
 
@@ -60,8 +60,7 @@ _STEADY = ("ready", "weight")  # no instruction empties these
 
 class Instruction(NamedTuple):
     """A function to call: the slots it reads, which of these are read again later, the slots it writes; the ops it
-    stands for, the values it writes, and those that nobody reads after it.
-    """
+    stands for, the values it writes, and those that nobody reads after it."""
 
     run: Callable[..., Sequence[Leaves]]
     reads: tuple[int, ...]
@@ -315,7 +314,7 @@ class _Lowering:
         if op.kind == "ADD":
             return self.instruction(at, add_to if at in self.folds.sums.in_place else add, op.reads, op.writes)
         if op.kind == "SPLIT" and "presplit" not in dict(op.how):
-            plan = [self.slices(op, value) for value in op.writes]
+            plan = [slices_of(op, value, self.trees) for value in op.writes]
             if all(part is not None for part in plan):
                 return self.instruction(at, slicing(plan), op.reads, op.writes)
         trees = [self.trees[value] for value in op.reads]
@@ -323,7 +322,8 @@ class _Lowering:
         if op.kind == "U" and update_only(self.shapes.context.model, op.stage):
             containers[1] = self.noted(op)
         run = partial(by_rule, op, containers, self.shapes.context, self.casts)
-        if op.kind == "MERGE" and any(leaf.storage in self.given for abstract in trees for leaf in _numbers(abstract)):
+        facts = (leaf for abstract in trees for leaf in abstract.leaves if isinstance(leaf, Fact))
+        if op.kind == "MERGE" and any(leaf.storage in self.given for leaf in facts if not leaf.aval.shape):
             return self.instruction(at, lambda *lists: run(*map(distinct, lists)), op.reads, op.writes)
         return self.instruction(at, run, op.reads, op.writes)
 
@@ -339,34 +339,9 @@ class _Lowering:
 
         return lambda leaves: (tree.unflatten(spec, leaves[:notes]), partial(again, leaves[notes:]))
 
-    def slices(self, op: Op, value: Value) -> Any:
-        """How a SPLIT gets one of its results: which list it reads, and for each leaf dim, start and length.
-
-        A number that shapes fix is itself. None where a result is no plain slice.
-        """
-        leaves = self.trees[value].leaves
-        if not any(isinstance(leaf, Fact) for leaf in leaves):
-            return (-1, list(leaves))
-        at = next(k for k, read in enumerate(op.reads) if (read.name == "target") == (value.name == "t"))
-        found: list[Any] = []
-        for leaf, whole_leaf in zip(leaves, self.trees[op.reads[at]].leaves, strict=True):
-            if not isinstance(leaf, Fact):
-                found.append(None)
-                continue
-            (shape, stride, *_), (full, steps, *_) = leaf.aval, whole_leaf.aval
-            dims = [dim for dim, sizes in enumerate(zip(shape, full, strict=False)) if sizes[0] != sizes[1]]
-            if leaf.storage != whole_leaf.storage or stride != steps or len(dims) > 1 or (dims and not steps[dims[0]]):
-                return None
-            found.append((dims[0], leaf.offset // steps[dims[0]], shape[dims[0]]) if dims else None)
-        return (at, found)
-
 
 def _moved(slots: Sequence[int], at: Mapping[int, int]) -> tuple[int, ...]:
     return tuple(at[slot] for slot in slots)
-
-
-def _numbers(abstract: AbstractTree) -> Iterator[Fact]:
-    return (leaf for leaf in abstract.leaves if isinstance(leaf, Fact) and not leaf.aval.shape)
 
 
 def filled(weight: float, known: Aval) -> Tensor:
