@@ -12,18 +12,19 @@ from fpipe.finding.search import search
 from fpipe.model import Model, Stage
 from fpipe.pictures.plot import plot
 from fpipe.pictures.style import Style
+from fpipe.planning.plan import Plan, plan
 from fpipe.planning.plan_run import plan_run
 from fpipe.planning.run_plan import RunPlan
 from fpipe.program import Input, Kind, Op, Output, Program, ProgramError, Value, pair, register_kind
 from fpipe.schedules.compare import Comparison, compare
 from fpipe.schedules.periodic import Periodic, periodic
+from fpipe.timing.amounts import register_cost
 from fpipe.timing.average import average
 from fpipe.timing.balance import balance
 from fpipe.timing.bounds import Bounds, bounds
 from fpipe.timing.cluster import Cluster
-from fpipe.timing.costs import Costs, register_cost
+from fpipe.timing.costs import Costs
 from fpipe.timing.noise import Noise
-from fpipe.timing.plan import Plan, plan
 from fpipe.timing.robustness import Robustness, robustness
 from fpipe.timing.simulate import simulate
 from fpipe.timing.timeline import Timeline

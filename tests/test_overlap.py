@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fpipe
+from fpipe.measuring.timeline_costs import kept
 from fpipe.program import is_exchange
-from fpipe.timing.timeline_costs import kept
 
 
 def compute(params: Any, x: Any) -> Any:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.timing.plan import Plan
+from fpipe.planning.plan import Plan
 from property_tests.strategies import few
 from tests.refusals import refusals
 

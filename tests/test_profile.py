@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fpipe
-from fpipe.timing.timeline_costs import kept, moving
+from fpipe.measuring.timeline_costs import kept, moving
 
 M, ROWS, WIDTH = 4, 8, 16
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fpipe.measuring.op_kinds import Runs, note, seconds_of, variants_of, with_halves
 from fpipe.measuring.sizes import Sizes, sizes
+from fpipe.measuring.timeline_costs import Moving, kept, moving
 from fpipe.model import Model
 from fpipe.optimizers.state import example_optim
 from fpipe.program import Op, Program, the_program
@@ -22,7 +23,6 @@ from fpipe.runtimes.build import build
 from fpipe.single_device.batches import refuse_meta
 from fpipe.timing.costs import Costs
 from fpipe.timing.timeline import Timeline
-from fpipe.timing.timeline_costs import Moving, kept, moving
 from fpipe.transforms.communicate import communicate
 
 if TYPE_CHECKING:

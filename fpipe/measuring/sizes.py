@@ -23,8 +23,8 @@ from fpipe.runtimes.lowering.shards import Share
 from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.runtimes.processes.message import Layout
 from fpipe.runtimes.processes.message_order import messages, most_in_flight
-from fpipe.timing.costs import scattered
 from fpipe.timing.memory import Account
+from fpipe.timing.value_bytes import scattered
 from fpipe.transforms._post_validation import is_post_validated
 from fpipe.transforms.communicate import with_transfers
 

@@ -1,1 +1,1 @@
-"""(Model or costs, ranks, memory) -> RunPlan: which schedule, how many microbatches, what to recompute."""
+"""(Model or costs, ranks, memory) -> Plan, RunPlan: which schedule, how many microbatches, what to recompute."""

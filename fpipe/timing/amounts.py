@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from fpipe.limits import LARGEST_NUMBER
+from fpipe.program import Op, kind_of
 
 
 def listed(given: Any) -> Iterable[Any]:
@@ -52,6 +53,29 @@ def checked_count(word: str, size: object) -> float:
     return _number(f"{word} are a number, at least 0", size)
 
 
+def on_link(cost: Any, source: int, target: int, word: str) -> float:
+    """The number of one link."""
+    if callable(cost):
+        return cast("Callable[[int, int], float]", cost)(source, target)
+    if not isinstance(cost, Mapping):
+        return cost
+    if (source, target) not in cost:
+        raise ValueError(
+            f"{word} says nothing of the link from rank {source} to rank {target}, over which a value travels; "
+            f"add ({source}, {target})."
+        )
+    return cost[source, target]
+
+
+def at_stage(cost: Any, stage: int, word: str) -> float:
+    """The number of one stage."""
+    if not isinstance(cost, Sequence):
+        return cost
+    if stage >= len(cost):
+        raise ValueError(f"{word} lists {len(cost)} costs, but the program has a stage {stage}; give one a stage.")
+    return cost[stage]
+
+
 def _number(expected: str, found: object) -> float:
     """A number from 0 on whose sums are finite. A truth value is none, though Python counts with it."""
     if not isinstance(found, int | float) or isinstance(found, bool):
@@ -88,3 +112,28 @@ def byte_unit(held: float) -> tuple[str, float]:
     """The binary unit that suits some bytes, and how many bytes it has."""
     power = next((power for power in range(4) if held < (999.5 if power else 1024) * 1024**power), 4)
     return ("B", "KiB", "MiB", "GiB", "TiB")[power], 1024.0**power
+
+
+EXTRA: dict[str, float | Callable[[Op], float]] = dict.fromkeys(
+    ("SPLIT", "ADD", "SCALE", "MERGE", "U", "FREE", "NORM", "VALIDATE", "UNSCALE"), 0.0
+)
+"""Costs of kinds that are no fields of `Costs`."""
+_FIELDS = (*"FBIWR", "PAIR", "OFFLOAD", "LOAD", "SEND", "RECV", "UPDATE", "REDUCE", "GATHER", "SCATTER")
+
+
+def register_cost(kind: str, seconds: float | Callable[[Op], float]) -> None:
+    """Say what an op of a kind of your own costs, in seconds or as `f(op) -> seconds`.
+
+    The costs of F, B, I, W, R, OFFLOAD, LOAD, SEND, RECV, REDUCE, GATHER, SCATTER and UPDATE are fields of `Costs`.
+
+    >>> register_cost("SCALE", 0.0)
+    """
+    kind_of(kind)
+    if kind in _FIELDS:
+        raise ValueError(f"the cost of {kind} is a field of Costs.")
+    EXTRA[kind] = seconds if callable(seconds) else checked_seconds(f"the cost of {kind}", seconds)
+
+
+def varies(kind: str) -> bool:
+    """Whether ops of a kind cost what a function says of each."""
+    return callable(EXTRA.get(kind))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress, pairwise
+from itertools import pairwise
 from numbers import Real
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +21,7 @@ from fpipe.timing.columns import op_groups
 from fpipe.timing.costs import Costs, the_costs
 from fpipe.timing.lanes import is_work, walk
 from fpipe.timing.memory import known_shares, residuals_stay, units_held
-from fpipe.timing.paths import heads_of, tails_of, waits_of
+from fpipe.timing.paths import DataGraph
 from fpipe.timing.timeline import Timeline
 
 
@@ -151,7 +151,7 @@ def bounds(
     program = the_program(program)
     costs = the_costs(costs, program)
     with building():
-        graph = _Graph(program, costs)
+        graph = DataGraph(program, costs)
         ranks = range(program.ranks)
         every = [graph.window(rank) for rank in ranks]
         rest = [graph.window(rank, without_weights=True) for rank in ranks]
@@ -205,36 +205,7 @@ def _makes(op: Op) -> bool:
     return op.kind in "FR" and any(value.name == "res" for value in op.writes)
 
 
-class _Graph:
-    """The ops of a program with what they cost and how long data are on their way, whatever the order of ranks."""
-
-    def __init__(self, program: Program, costs: Costs) -> None:
-        self.ops = program.ops
-        self.seconds = [0.0 if op.kind in ("SEND", "RECV", "FREE") else costs.seconds(op) for op in self.ops]
-        self.needs = waits_of(program, costs)
-        works = [is_work(op, seconds) for op, seconds in zip(self.ops, self.seconds, strict=True)]
-        self.starts, self.tails = heads_of(self.needs, self.seconds), tails_of(self.needs, self.seconds, works)
-        self.rows: defaultdict[int, list[int]] = defaultdict(list)
-        for at in compress(range(len(self.ops)), works):
-            self.rows[self.ops[at].rank].append(at)
-
-    def window(self, rank: int, without_weights: bool = False) -> tuple[float, float, float]:
-        """The earliest start, the work and the shortest tail of a rank's ops."""
-        row = [at for at in self.rows[rank] if not (without_weights and self.ops[at].kind == "W")]
-        if not row:
-            return 0.0, 0.0, 0.0
-        work = sum(self.seconds[at] for at in row)
-        if work:  # any of its ops have a window; the narrower, the better
-            row = [at for at in row if self.seconds[at]]
-        return min(self.starts[at] for at in row), work, min(self.tails[at] for at in row)
-
-    def around(self, rank: int) -> float:
-        """Seconds before the first and after the last of all a rank's ops, those of no time too."""
-        row = self.rows[rank]
-        return min((self.starts[at] for at in row), default=0.0) + min((self.tails[at] for at in row), default=0.0)
-
-
-def _of_memory(graph: _Graph, most: Sequence[int]) -> tuple[list[float], list[float]]:
+def _of_memory(graph: DataGraph, most: Sequence[int]) -> tuple[list[float], list[float]]:
     """For each rank what holding at most so many residuals asks for: of its span, and of the makespan."""
     groups: defaultdict[int | None, list[int]] = defaultdict(list)
     for at, op in enumerate(graph.ops):
@@ -274,7 +245,7 @@ class _OwnOp(NamedTuple):
 _Shape = tuple[_OwnOp, ...]
 
 
-def _shape(graph: _Graph, group: Sequence[int]) -> _Shape:
+def _shape(graph: DataGraph, group: Sequence[int]) -> _Shape:
     """The ops of a microbatch, equal for microbatches that are alike."""
     ops, seconds = graph.ops, graph.seconds
     places = {at: place for place, at in enumerate(group)}
@@ -319,7 +290,7 @@ def _after(shape: _Shape, start: int) -> dict[int, float]:
     return found
 
 
-def _users(graph: _Graph, group: Sequence[int]) -> dict[int, list[int]]:
+def _users(graph: DataGraph, group: Sequence[int]) -> dict[int, list[int]]:
     """For each op that makes residuals, those that hold them to their end: B, or the W of an I."""
     ops = graph.ops
     weights = {part[1:4]: at for at in group for part in ops[at].parts or (ops[at],) if part.kind == "W"}
@@ -340,7 +311,7 @@ def _users(graph: _Graph, group: Sequence[int]) -> dict[int, list[int]]:
     return users
 
 
-def _span(graph: _Graph, rank: int, most: int, first_backward: float) -> float:
+def _span(graph: DataGraph, rank: int, most: int, first_backward: float) -> float:
     """The work of a rank, and how long it has nothing to do before its first backward can start."""
     ops, seconds, row = graph.ops, graph.seconds, graph.rows[rank]
     work = sum(seconds[at] for at in row)

@@ -16,7 +16,8 @@ from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 from fpipe.program import Op, Program, lane_of
-from fpipe.timing.costs import Costs, varies
+from fpipe.timing.amounts import varies
+from fpipe.timing.costs import Costs
 from fpipe.timing.lanes import is_work
 
 _Fact = TypeVar("_Fact")

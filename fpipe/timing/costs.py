@@ -6,46 +6,27 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from inspect import Signature, signature
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal
 
 from fpipe.limits import whole
 from fpipe.program import Op, Program, Value, is_exchange, kind_of, lane_of
-from fpipe.timing.amounts import checked_count, checked_rate, checked_seconds, listed, of_links
+from fpipe.timing.amounts import (
+    EXTRA,
+    at_stage,
+    checked_rate,
+    checked_seconds,
+    listed,
+    of_links,
+    on_link,
+)
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.messages import MESSAGES
+from fpipe.timing.value_bytes import Bytes, Storages, check_bytes, scattered, storages_of
 
 Messages = Literal["eager", "rendezvous", "nccl", "nccl_pairs", "nccl_directions"]
 PerStage = float | Sequence[float]
 Link = tuple[int, int]
 PerLink = float | Mapping[Link, float] | Callable[[int, int], float]
-Storages = Mapping[Hashable, int]
-"""Bytes of the storages that a value lies in, each under what tells it from the others."""
-
-
-class HasStorages(Protocol):
-    """Knows in which storages each value lies, as `fpipe.Sizes` does."""
-
-    def storages(self, value: Value) -> Storages:
-        """The storages of a value."""
-        ...
-
-    def size(self, value: Value) -> float:
-        """Its bytes when it travels."""
-        ...
-
-
-Bytes = Mapping[str, PerStage] | Callable[[Value], float] | HasStorages
-
-
-def carried(send: Op) -> Value:
-    """The value that a SEND puts on its link: its own, or what a cast makes of it."""
-    return send.writes[0] if send.how else send.reads[0]
-
-
-def scattered(op: Op) -> Value:
-    """The value that a SCATTER or REDUCE puts on its links: its own, or what a cast makes of it."""
-    (value,) = op.reads
-    return value._replace(at=f"{value.at}>{dict(op.how)['axis']}") if "cast" in dict(op.how) else value
 
 
 @dataclass(frozen=True)
@@ -191,13 +172,7 @@ class Costs:
             )
         if not callable(self.pair) and self.pair not in ("sum", "max"):
             raise ValueError(f'a pair costs the "sum" or the "max" of its parts, or f(op); found {self.pair!r}.')
-        given = self.bytes
-        if given is not None and not (isinstance(given, Mapping) or callable(given) or hasattr(given, "storages")):
-            raise TypeError(f"bytes are {{name: bytes}}, f(value) or fpipe.sizes(...), found {type(given).__name__}.")
-        if isinstance(given, Mapping):
-            for name, sizes in cast("Mapping[str, PerStage]", given).items():
-                for size in listed(sizes):
-                    checked_count(f"the bytes of {name!r}", size)
+        check_bytes(self.bytes)
 
     @property
     def busies(self) -> bool:
@@ -220,43 +195,31 @@ class Costs:
             return max(beside, (sum if self.pair == "sum" else max)(parts) if parts else 0.0)
         kind, stage = op.kind, op.stage or 0
         if is_exchange(op):
-            return 0.0 if kind == "W" else _at(self.exchange, stage, "exchange") + self._exchanged(op)
-        if kind == "F":
-            return _at(self.forward, stage, "forward")
+            return 0.0 if kind == "W" else self._of("exchange", stage) + self._exchanged(op)
         if op.how and kind in "BI":  # it computes its stage again itself
             return self._seconds(op._replace(how=())) + self._seconds(op._replace(kind="R"))
-        if kind == "B" and self.backward is not None:
-            return _at(self.backward, stage, "backward")
-        if kind == "B":
-            return _at(self.backward_input, stage, "backward_input") + _at(
-                self.backward_weight, stage, "backward_weight"
-            )
-        if kind == "I":
-            return _at(self.backward_input, stage, "backward_input")
-        if kind == "W":
-            return _at(self.backward_weight, stage, "backward_weight")
+        if kind == "B" and self.backward is None:
+            return self._of("backward_input", stage) + self._of("backward_weight", stage)
         if kind == "R":
-            return (
-                _at(self.forward, stage, "forward")
-                if self.recompute is None
-                else _at(self.recompute, stage, "recompute")
-            )
+            return self._of("forward" if self.recompute is None else "recompute", stage)
         if kind in ("OFFLOAD", "LOAD"):
-            unsaid = kind == "OFFLOAD" or self.load is None
-            fixed = _at(self.offload, stage, "offload") if unsaid else _at(self.load or 0, stage, "load")
+            fixed = self._of("offload" if kind == "OFFLOAD" or self.load is None else "load", stage)
             moved = sum(map(self.size, op.reads)) / self.host_bandwidth if self.host_bandwidth else 0.0
             return fixed + moved
-        if kind == "UPDATE":
-            return _at(self.update, stage, "update")
+        if kind in _OF_KIND:
+            return self._of(_OF_KIND[kind], stage)
         if kind in ("REDUCE", "GATHER", "SCATTER"):
-            word = kind.lower()
-            return _at(getattr(self, word), stage, word) + self._around(op)
+            return self._of(kind.lower(), stage) + self._around(op)
         if kind in ("SEND", "RECV"):
             return self.send if kind == "SEND" else self.receive
-        if kind not in _EXTRA:
+        if kind not in EXTRA:
             raise ValueError(f"{kind} has no cost; say fpipe.register_cost({kind!r}, seconds), 0 if it takes no time.")
-        known = _EXTRA[kind]
+        known = EXTRA[kind]
         return checked_seconds(f"the cost of {op.cell}", known(op)) if callable(known) else known
+
+    def _of(self, word: str, stage: int) -> float:
+        """The seconds of a stage in one of the fields."""
+        return at_stage(getattr(self, word), stage, word)
 
     def _around(self, op: Op) -> float:
         """Seconds that a collective over replicas takes on their links; a REDUCE scatters and gathers."""
@@ -287,7 +250,7 @@ class Costs:
         """Seconds on the way from one rank to another."""
         if self.cluster is not None:
             return self.cluster.link(source, target).latency
-        return checked_seconds("transfer", _on_link(self.transfer, source, target, "transfer"))
+        return checked_seconds("transfer", on_link(self.transfer, source, target, "transfer"))
 
     def carrying(self, value: Value, source: int, target: int) -> float:
         """Seconds for which a value keeps its link from other values."""
@@ -297,7 +260,7 @@ class Costs:
             return self.size(value) / rate if rate < math.inf else 0.0
         if self.bandwidth is None:
             return 0.0
-        return self.size(value) / checked_rate("bandwidth", _on_link(self.bandwidth, source, target, "bandwidth"))
+        return self.size(value) / checked_rate("bandwidth", on_link(self.bandwidth, source, target, "bandwidth"))
 
     def wire(self, source: int, target: int) -> Hashable:
         """The wire from one rank to another, which carries one value at a time."""
@@ -310,19 +273,7 @@ class Costs:
 
     def storages(self, value: Value) -> Storages:
         """The storages of a value. Where only its bytes are known, it lies alone, with its copies, in one."""
-        given: Any = self.bytes
-        if hasattr(given, "storages"):
-            return given.storages(value)
-        if isinstance(given, Mapping):
-            if value.name not in given:
-                raise ValueError(
-                    f"the bytes of {value} are not known: bytes= has {', '.join(map(str, given)) or 'no names'}; add "
-                    f"{value.name!r}, 0 if it does not count."
-                )
-            size = _at(cast("PerStage", given[value.name]), value.stage or 0, f"bytes of {value.name!r}")
-        else:
-            size = checked_count(f"the bytes of {value}", given(value))
-        return {value._replace(at=""): cast("int", size)}
+        return storages_of(self.bytes, value)
 
 
 # `help` and notebooks show the fields, and not the `__new__` that explains letters.
@@ -338,13 +289,11 @@ def _short(given: Any) -> str:
 
 _FLOWS = ("y", "again", "dx", "dy")
 _LETTERS = ("F", "B", "I", "W", "R", "c")
-_OVER_REPLICAS = ("reduce", "gather", "scatter")
 _PER_STAGE = (
     *("forward", "backward_input", "backward_weight", "recompute", "offload", "load", "backward"),
-    *_OVER_REPLICAS,
-    "update",
-    "exchange",
+    *("reduce", "gather", "scatter", "update", "exchange"),
 )
+_OF_KIND = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight", "UPDATE": "update"}
 
 
 def computing(program: Program) -> set[int]:
@@ -377,48 +326,3 @@ class Ticks(Costs):
     def seconds(self, op: Op) -> float:
         """One tick, or none for what keeps to its data."""
         return kind_of(op.kind).time
-
-
-_EXTRA: dict[str, float | Callable[[Op], float]] = dict.fromkeys(
-    ("SPLIT", "ADD", "SCALE", "MERGE", "U", "FREE", "NORM", "VALIDATE", "UNSCALE"), 0.0
-)
-
-
-def register_cost(kind: str, seconds: float | Callable[[Op], float]) -> None:
-    """Say what an op of a kind of your own costs, in seconds or as `f(op) -> seconds`.
-
-    The costs of F, B, I, W, R, OFFLOAD, LOAD, SEND, RECV, REDUCE, GATHER, SCATTER and UPDATE are fields of `Costs`.
-
-    >>> register_cost("SCALE", 0.0)
-    """
-    kind_of(kind)
-    timed = ("F", "B", "I", "W", "R", "PAIR", "OFFLOAD", "LOAD", "SEND", "RECV", "UPDATE")
-    if kind in (*timed, *map(str.upper, _OVER_REPLICAS)):
-        raise ValueError(f"the cost of {kind} is a field of Costs.")
-    _EXTRA[kind] = seconds if callable(seconds) else checked_seconds(f"the cost of {kind}", seconds)
-
-
-def varies(kind: str) -> bool:
-    """Whether ops of a kind cost what a function says of each."""
-    return callable(_EXTRA.get(kind))
-
-
-def _on_link(cost: PerLink, source: int, target: int, word: str) -> float:
-    if callable(cost):
-        return cost(source, target)
-    if not isinstance(cost, Mapping):
-        return cost
-    if (source, target) not in cost:
-        raise ValueError(
-            f"{word} says nothing of the link from rank {source} to rank {target}, over which a value travels; "
-            f"add ({source}, {target})."
-        )
-    return cost[source, target]
-
-
-def _at(cost: PerStage, stage: int, word: str) -> float:
-    if not isinstance(cost, Sequence):
-        return cost
-    if stage >= len(cost):
-        raise ValueError(f"{word} lists {len(cost)} costs, but the program has a stage {stage}; give one a stage.")
-    return cost[stage]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 
 from fpipe.program import Op, Program, Value
-from fpipe.timing.costs import Costs, carried
+from fpipe.timing.costs import Costs
+from fpipe.timing.lanes import is_work
+from fpipe.timing.value_bytes import carried
 
 Waits = Sequence[tuple[int, float]]
 """The ops that an op reads from, each with the seconds on the way; -1 is the caller."""
@@ -73,3 +77,32 @@ def tails_of(waits: Sequence[Waits], seconds: Sequence[float], works: Sequence[b
             if source >= 0:
                 tails[source] = max(tails[source], way + seconds[at] + left)
     return [max(tail, 0.0) for tail in tails]
+
+
+class DataGraph:
+    """The ops of a program with what they cost and how long data are on their way, whatever the order of ranks."""
+
+    def __init__(self, program: Program, costs: Costs) -> None:
+        self.ops = program.ops
+        self.seconds = [0.0 if op.kind in ("SEND", "RECV", "FREE") else costs.seconds(op) for op in self.ops]
+        self.needs = waits_of(program, costs)
+        works = [is_work(op, seconds) for op, seconds in zip(self.ops, self.seconds, strict=True)]
+        self.starts, self.tails = heads_of(self.needs, self.seconds), tails_of(self.needs, self.seconds, works)
+        self.rows: defaultdict[int, list[int]] = defaultdict(list)
+        for at in compress(range(len(self.ops)), works):
+            self.rows[self.ops[at].rank].append(at)
+
+    def window(self, rank: int, without_weights: bool = False) -> tuple[float, float, float]:
+        """The earliest start, the work and the shortest tail of a rank's ops."""
+        row = [at for at in self.rows[rank] if not (without_weights and self.ops[at].kind == "W")]
+        if not row:
+            return 0.0, 0.0, 0.0
+        work = sum(self.seconds[at] for at in row)
+        if work:  # any of its ops have a window; the narrower, the better
+            row = [at for at in row if self.seconds[at]]
+        return min(self.starts[at] for at in row), work, min(self.tails[at] for at in row)
+
+    def around(self, rank: int) -> float:
+        """Seconds before the first and after the last of all a rank's ops, those of no time too."""
+        row = self.rows[rank]
+        return min((self.starts[at] for at in row), default=0.0) + min((self.tails[at] for at in row), default=0.0)
