@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fpipe.limits import whole
-from fpipe.positional_stage import Names, PositionalStage, of_net
+from fpipe.positional_stage import Names, of_net
 from fpipe.program import HtmlRepr, Op
 
 if TYPE_CHECKING:
@@ -274,124 +274,6 @@ def the_model(found: object, wanted: str = "a Model is wanted, as from_functions
     elif isinstance(found, tuple) and any(isinstance(part, Model) for part in found):  # pyright: ignore[reportUnknownVariableType]
         hint = " Of what a front end returns, the model is the first: hand in that."
     raise TypeError(f"{wanted} found {type(found).__name__}.{hint}")  # pyright: ignore[reportUnknownArgumentType]
-
-
-def check_params(model: Model, params: Any) -> Sequence[Any]:
-    """Parameters are one pytree per stage, and a dict where a leaf is tied; else a ValueError names the stage."""
-    if not isinstance(params, (tuple, list)) or len(params) != len(model.stages):
-        found = f"{len(params)} of them" if isinstance(params, (tuple, list)) else type(params).__name__
-        raise ValueError(
-            f"params is a tuple with one pytree for each of the {len(model.stages)} stages, found {found}."
-            f"{_way_to_params(model)}"
-        )
-    for number, stage in enumerate(model.stages):
-        if stage.names and not isinstance(params[number], Mapping):
-            found = type(params[number]).__name__
-            raise ValueError(
-                f"params of stage {number} is a dict of its parameters by name, found {found}; the batch comes after "
-                f"params.{_way_to_params(model)}"
-            )
-    tied = [leaf for uses in model.tied_uses for leaf in uses]
-    for leaf in tied:
-        if not isinstance(params[leaf.stage], Mapping):
-            found = type(params[leaf.stage]).__name__
-            raise ValueError(
-                f"leaf {leaf.name!r} of stage {leaf.stage} is tied, so that stage's params are a dict; found {found}."
-            )
-    _refuse_lost(model, params)
-    for stage, leaf in model.frozen:
-        if leaf is not None and not (isinstance(params[stage], Mapping) and leaf in params[stage]):
-            raise ValueError(
-                f"leaf {leaf!r} of stage {stage} is frozen, but params of stage {stage} have no such leaf."
-            )
-    for stage, name, _, owner, owner_name, _ in tied:
-        if owner_name not in params[owner]:
-            raise ValueError(f"params of stage {owner} must have the tied leaf {owner_name!r}, which lives there.")
-        if stage != owner and name in params[stage]:
-            raise ValueError(f"params of stage {stage} come without {name!r}: it is tied and lives in stage {owner}.")
-    return params
-
-
-def _refuse_lost(model: Model, params: Sequence[Any]) -> None:
-    """A ValueError for a parameter that a front door handed out, if the net has another tensor in its place by now."""
-    for number, stage in enumerate(model.stages):
-        moved = stage.forward.moved() if isinstance(stage.forward, PositionalStage) else {}
-        for name, address in moved.items():
-            given = params[number].get(name)
-            if hasattr(given, "data_ptr") and not hasattr(given, "fake_mode") and given.data_ptr() == address:
-                raise ValueError(
-                    f"params of stage {number} have the {name!r} that was handed out with the model; the net has "
-                    "another tensor in its place by now (by p.data = ..., .to() or load_state_dict(assign=True)), "
-                    f"which no step would train.{_way_to_params(model)} Or cut the net again."
-                )
-
-
-def _way_to_params(model: Model) -> str:
-    """How to get the parameters of each stage from those of the whole, in a sentence."""
-    if all(stage.names is None for stage in model.stages):
-        return ""
-    if model.whole is None:
-        return " fpipe.split_params(model, net.state_dict()) makes it of those of the whole."
-    return " fpipe.split_params(model, whole) makes it of the whole pytree, as from_loss takes it."
-
-
-def check_state(
-    model: Model, state: Any, readers: Collection[int], who: str = "this program", call: str = "step"
-) -> None:
-    """Module state is one pytree per stage; that of a stage made from modules has the buffers that they write.
-
-    Args:
-        readers: the stages whose state somebody reads.
-        who, call: how errors call that somebody, and what the state is handed to.
-
-    Raises:
-        ValueError: it is not; the stage is named.
-    """
-    if state is None:
-        for number in sorted(readers):
-            what = f", the module state of {model.who(number)}" if model.stages[number].name else ""
-            raise ValueError(f"{who} reads state[{number}]{what}: hand it in as {call}(..., state=...).")
-        return
-    if not isinstance(state, (tuple, list)) or len(state) != len(model.stages):  # pyright: ignore[reportUnknownArgumentType]
-        found = len(state) if isinstance(state, (tuple, list)) else type(state).__name__  # pyright: ignore[reportUnknownArgumentType]
-        raise ValueError(f"state has one entry for each of the {len(model.stages)} stages, found {found}.")
-    for number in sorted(readers):
-        own: Any = state[number]
-        stage = model.stages[number].forward
-        wanted = stage.writes if isinstance(stage, PositionalStage) else ()
-        if wanted and not isinstance(own, Mapping):
-            raise ValueError(f"state of stage {number} is a dict of its buffers, found {type(own).__name__}.")
-        for missing in (name for name in wanted if name not in own):
-            raise ValueError(f"state of stage {number} must have {missing!r}, which is missing.")
-
-
-def trained(model: Model, stage: int, port: int, bundle: Any) -> list[bool]:
-    """For each leaf of a parameter bundle whether it has a gradient: floating ones that are not frozen. Bundle 0 of a
-    stage is its own, the others are its tied leaves in order."""
-    from torch import Tensor
-
-    from fpipe import tree
-
-    found = [
-        isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) for leaf in tree.leaves(bundle)
-    ]
-    names = {leaf for owner, leaf in model.frozen if owner == stage}
-    if None in names:
-        return [False] * len(found)
-    if port:
-        return [False] * len(found) if model.owned(stage)[port - 1].name in names else found
-    if names and isinstance(bundle, Mapping):
-        places = [name for name, leaves in bundle.items() for _ in tree.leaves(leaves)]  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-        found = [one and name not in names for one, name in zip(found, places, strict=True)]  # pyright: ignore[reportUnknownArgumentType]
-    return found
-
-
-def with_ties(model: Model, params: Sequence[Any]) -> list[Any]:
-    """Each stage's parameters as its function takes them: with the tied leaves it reads from other stages."""
-    full = list(check_params(model, params))
-    for stage, name, _, owner, owner_name, _ in (leaf for uses in model.tied_uses for leaf in uses[1:]):
-        full[stage] = {**full[stage], name: params[owner][owner_name]}
-    return full
 
 
 def normalise_inputs(

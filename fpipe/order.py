@@ -22,8 +22,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import compress
 
-from fpipe.check import stuck
 from fpipe.program import KINDS, Input, Op, Output, Program, ProgramError, Sources, building
+from fpipe.wording import stuck
 
 # Levels within one tick: first the ops that are there at once, then those just before a reader, last OFFLOAD, since a
 # LOAD in the same lane is waited for.

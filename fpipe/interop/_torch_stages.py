@@ -16,7 +16,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
 from fpipe import tree
-from fpipe.model import Model, Stage, check_params, same_keys, trained, who_draws
+from fpipe.model import Model, Stage, same_keys, who_draws
+from fpipe.single_device.params_and_state import check_params, trained
 
 OURS = 'or run the program on fpipe.build(runtime="distributed").'
 

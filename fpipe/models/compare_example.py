@@ -27,7 +27,7 @@ from fpipe.graphs.tracing.outputs import split_loss
 from fpipe.graphs.tracing.way_back import partly_python
 from fpipe.model import Model
 from fpipe.models.tracing.boundary import KEY
-from fpipe.single_device.reference import over_parts
+from fpipe.single_device.over_parts import over_parts
 
 _ULPS = 16
 

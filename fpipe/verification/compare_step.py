@@ -14,13 +14,14 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.purity.sharded import is_sharded
 from fpipe.limits import whole
-from fpipe.model import Model, check_params, the_model
+from fpipe.model import Model, the_model
 from fpipe.models.parameters.params import join_params
 from fpipe.optimizers.op_words import words_of
 from fpipe.optimizers.state import initial_states
 from fpipe.single_device.batches import check_batch
 from fpipe.single_device.microbatch import cut
-from fpipe.single_device.reference import check_all_state, over_parts
+from fpipe.single_device.over_parts import over_parts
+from fpipe.single_device.params_and_state import check_all_state, check_params
 from fpipe.single_device.result import Result
 from fpipe.transforms.update import words_of_update
 from fpipe.verification.after_steps import GRADIENT, AfterSteps, shaken

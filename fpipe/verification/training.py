@@ -21,7 +21,8 @@ from fpipe.runtimes.definition.meaning import batch_of
 from fpipe.runtimes.definition.post_validation import post_validated
 from fpipe.single_device.batches import batches_of, streams
 from fpipe.single_device.microbatch import cut
-from fpipe.single_device.reference import Joined, OverReplicas, Sliced, over_parts, parts_of_replicas
+from fpipe.single_device.over_parts import Joined, OverReplicas, Sliced, over_parts
+from fpipe.single_device.reference import parts_of_replicas
 from fpipe.single_device.result import Result
 from fpipe.single_device.training_loop import Norm, of_one, scaler_of, total_norm, training_loop
 from fpipe.transforms.specs import spec_of

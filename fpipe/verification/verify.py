@@ -17,15 +17,8 @@ from fpipe.runtimes.build import build
 from fpipe.runtimes.definition.lockstep import lockstep, refuse_without, scatters_microbatches
 from fpipe.single_device.batches import refuse_meta, refuse_spread, rows_of_each, streams
 from fpipe.single_device.microbatch import cut
-from fpipe.single_device.reference import (
-    Joined,
-    OverReplicas,
-    Sliced,
-    counted_replicas,
-    one_key,
-    over_parts,
-    parts_of_replicas,
-)
+from fpipe.single_device.over_parts import Joined, OverReplicas, Sliced, over_parts
+from fpipe.single_device.reference import counted_replicas, one_key, parts_of_replicas
 from fpipe.single_device.result import Result
 from fpipe.transforms.merge import merge
 from fpipe.transforms.specs import spec_of

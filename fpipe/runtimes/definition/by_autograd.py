@@ -24,9 +24,10 @@ from fpipe.graphs.tracing.keys import seed_of, seeded
 from fpipe.graphs.tracing.outputs import call_stage, loss_of, outputs_of, refuse_odd_output, scaled, split_output
 from fpipe.graphs.tracing.rows import of_each_row, rows_of
 from fpipe.graphs.tracing.way_back import refuse_missing_gradients
-from fpipe.model import Model, Stage, trained, who_draws
+from fpipe.model import Model, Stage, who_draws
 from fpipe.program import Op, Value, is_exchange
 from fpipe.runtimes.definition.device_moves import Moves
+from fpipe.single_device.params_and_state import trained
 
 Leaves = list[Any]
 

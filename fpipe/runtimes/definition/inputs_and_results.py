@@ -11,12 +11,13 @@ import torch
 
 from fpipe import tree
 from fpipe.graphs.tracing.keys import fold_in
-from fpipe.model import Model, check_params, check_state, same_keys, trained
+from fpipe.model import Model, same_keys
 from fpipe.optimizers.op_words import update_of
 from fpipe.optimizers.state import check_optimizer_state
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Output, Program, Value
 from fpipe.single_device.batches import refuse_meta, refuse_spread
+from fpipe.single_device.params_and_state import check_params, check_state, trained
 
 _MISSING = "this program reads {}: hand it in as step(..., {}={})."
 NO_KEY = _MISSING.format("key", "key", "...")

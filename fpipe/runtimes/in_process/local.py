@@ -17,7 +17,7 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.purity.ambient import Untraceable, dispatch_modes, in_fake_mode, refuse_odd_modes
 from fpipe.graphs.tracing.lru_cache import LRUCache
-from fpipe.model import Model, check_params
+from fpipe.model import Model
 from fpipe.optimizers.state import example_optim
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Program, Value
@@ -29,6 +29,7 @@ from fpipe.runtimes.lowering.instructions import UnexpectedValue
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.signature import Signatures
 from fpipe.runtimes.lowering.untraced import UNDER_AUTOGRAD, Untraced
+from fpipe.single_device.params_and_state import check_params
 from fpipe.single_device.result import Result
 from fpipe.transforms.communicate import with_transfers
 

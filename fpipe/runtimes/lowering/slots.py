@@ -18,7 +18,7 @@ from fpipe.graphs.language.graph import Fact, fact, in_own_storage, is_strided, 
 from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.graphs.purity.sharded import Sharding, local_of, sharding_of
 from fpipe.graphs.tracing.keys import needs_key
-from fpipe.model import Model, trained, who_draws
+from fpipe.model import Model, who_draws
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import PARAMETERS, Program, Value
 from fpipe.runtimes.definition.device_moves import brought
@@ -30,6 +30,7 @@ from fpipe.runtimes.lowering.lower import FACTORS, Lowered
 from fpipe.runtimes.lowering.rank_part import Slots
 from fpipe.runtimes.lowering.shards import Share, Shared, refuse_shards, shared_of, state_of
 from fpipe.single_device.batches import streams
+from fpipe.single_device.params_and_state import trained
 
 Given = tuple[Any, Any, Any, Any]
 """Params, batch, state, and the optimizer's state with the learning rate."""

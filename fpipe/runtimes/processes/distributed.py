@@ -24,7 +24,7 @@ from fpipe.graphs.purity.ambient import Untraceable, refuse_odd_modes
 from fpipe.graphs.purity.sharded import is_sharded
 from fpipe.graphs.purity.user_lines import line_of
 from fpipe.graphs.tracing.lru_cache import LRUCache
-from fpipe.model import Model, check_params
+from fpipe.model import Model
 from fpipe.optimizers.state import example_optim
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Output, Program, Value, parts_of
@@ -46,6 +46,7 @@ from fpipe.runtimes.processes.process_mesh import group_of, refuse_other_size, r
 from fpipe.runtimes.processes.replicas import reduced_last
 from fpipe.runtimes.processes.same_batch import CheckBatch, digest, is_compared, of_batch
 from fpipe.runtimes.processes.transfers import Transfers
+from fpipe.single_device.params_and_state import check_params
 from fpipe.single_device.result import Result
 from fpipe.transforms.communicate import with_transfers
 

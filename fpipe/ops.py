@@ -1,0 +1,257 @@
+"""Ops and values, and the kinds of op: what a program is made of.
+
+y[2,0] = F[2,0] params[2] y[1,0] @ 1        reads and writes are values: names of what flows; F is a kind
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple
+
+from fpipe.limits import MOST_PARTS
+
+
+class ProgramError(ValueError):
+    """A program, table or text that means nothing, with the op at fault, where it stands and the way out.
+
+    >>> import fpipe
+    >>> fpipe.schedules.from_table(["0F0"])(fpipe.program(1))
+    Traceback (most recent call last):
+    fpipe.program.ProgramError: the table has 0F0 without its backward: add 0B0, or 0I0 and 0W0.
+    """
+
+
+class Value(NamedTuple):
+    """The name of one thing that flows: `y[2,0]` is the output of stage 2 for microbatch 0.
+
+    >>> Value("y", 2, 0), Value("params", 1, port=1), Value("res", 0, 3, 1), Value("y", 2, 0, at="@1")
+    (y[2,0], params[1]:1, res[0,3.1], y[2,0]@1)
+    """
+
+    name: str
+    stage: int | None = None
+    microbatch: int | None = None
+    slice: int | None = None
+    port: int = 0
+    at: str = ""
+
+    def __str__(self) -> str:
+        port = f":{self.port}" if self.port else ""
+        return f"{self.name}{_bracket(self.stage, self.microbatch, self.slice)}{port}{self.at}"
+
+    __repr__ = __str__
+
+
+class Op(NamedTuple):
+    """One thing that happens: its kind, which stage and microbatch (and slice) it is for, what it reads and writes.
+
+    >>> Op("B", 0, 3, None, 1, (Value("params", 0), Value("res", 0, 3)), (Value("g", 0, 3),))
+    g[0,3] = B[0,3] params[0] res[0,3] @ 1
+    """
+
+    kind: str
+    stage: int | None
+    microbatch: int | None
+    slice: int | None
+    rank: int
+    reads: tuple[Value, ...]
+    writes: tuple[Value, ...]
+    parts: tuple[Op, ...] = ()
+    how: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def cell(self) -> str:
+        """The op's short name: `2F0`, `2F0.1`, `(0F7;7B3)`, and `ADD(sum[0,1])` for ops that keep to their data.
+
+        >>> Op("F", 2, 0, None, 0, (), ()).cell
+        '2F0'
+        """
+        if self.parts:
+            return f"({';'.join(part.cell for part in self.parts)})"
+        if kind_of(self.kind).place == "table" or self.kind == "R":
+            return cell_of(self[:4])
+        return f"{self.kind}({(self.writes or self.reads)[0]})"
+
+    def __str__(self) -> str:
+        return f"{self.equation} @ {self.rank}"
+
+    __repr__ = __str__
+
+    @property
+    def equation(self) -> str:
+        """The op's text without its rank."""
+        if self.parts:
+            return f"{{ {' ; '.join(part.equation for part in self.parts)} }}"
+        how = [f"{{{', '.join(f'{name}={value!r}' for name, value in self.how)}}}"] if self.how else []
+        left = " ".join(map(str, self.writes)) or "_"
+        name = self.kind + (_bracket(self.stage, self.microbatch, self.slice) or "[]")
+        return " ".join((left, "=", name, *map(str, self.reads), *how))
+
+
+class Input(NamedTuple):
+    """A value the caller hands in, and the ranks where it does.
+
+    >>> print(Input(Value("params", 0), (0, 3)))
+    params[0] @ 0,3
+    """
+
+    value: Value
+    homes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.value} @ {','.join(map(str, self.homes))}"
+
+
+class Output(NamedTuple):
+    """A result: the name the caller asks by, the value it is, and the ranks that want it.
+
+    >>> print(Output(Value("grads", 0), Value("sum", 0, 7), (0,)))
+    grads[0] = sum[0,7] @ 0
+    """
+
+    name: Value
+    value: Value
+    homes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.value} @ {','.join(map(str, self.homes))}"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of op: who places it, whether it takes time on the clock, which lane it uses.
+
+    `place`: "table" (a schedule names it), "before" (just before its first reader), "after" (as soon as its inputs
+    are there). `time`: ticks on the clock that fixes the global order. `lane`: "main", or beside it "copy", of
+    transfers between ranks and memories, and "wire", of collectives over replicas; see also `lane_of`.
+
+    >>> KINDS["F"], KINDS["RECV"].lane
+    (Kind(place='table', time=1, lane='main'), 'copy')
+    """
+
+    place: Literal["table", "before", "after"]
+    time: int = 0
+    lane: Literal["main", "copy", "wire"] = "main"
+
+
+KINDS: dict[str, Kind] = {
+    **dict.fromkeys("FBIW", Kind("table", 1)),
+    "PAIR": Kind("table", 1),
+    "R": Kind("before", 1),
+    "SPLIT": Kind("before"),
+    "RECV": Kind("before", lane="copy"),
+    "LOAD": Kind("before", lane="copy"),
+    **dict.fromkeys(("ADD", "SCALE", "MERGE", "U", "FREE", "NORM", "UPDATE", "VALIDATE", "UNSCALE"), Kind("after")),
+    **dict.fromkeys(("SEND", "OFFLOAD"), Kind("after", lane="copy")),
+    **dict.fromkeys(("REDUCE", "GATHER", "SCATTER"), Kind("after", lane="wire")),
+}
+LANES = ("main", "copy", "wire", "exchange")
+PARAMETERS = frozenset(("params", "shard"))  # inputs that are at home where their stage lives
+
+
+def register_kind(name: str, kind: Kind) -> None:
+    """Add a kind of op to the language; `register_meaning` and `register_cost` say what it does and takes.
+
+    >>> register_kind("PRUNE", Kind("after"))
+    >>> import fpipe
+    >>> fpipe.Program.parse("params[0] @ 0 \\n p[0] = PRUNE[0] params[0] @ 0 \\n grads[0] = p[0] @ 0").ops
+    (p[0] = PRUNE[0] params[0] @ 0,)
+    >>> _ = KINDS.pop("PRUNE")
+    """
+    if not isinstance(kind, Kind):
+        raise TypeError(f"say fpipe.Kind('table'), 'before' or 'after', found {type(kind).__name__}.")
+    if kind.place not in ("table", "before", "after"):
+        raise ValueError(f"a kind's place is 'table', 'before' or 'after', found {kind.place!r}.")
+    if type(kind.time) is not int or kind.time < 0:
+        raise ValueError(f"a kind's time is a whole number of ticks, at least 0; found {kind.time!r}.")
+    if kind.lane not in LANES[:3]:
+        raise ValueError(f"a kind's lane is 'main', 'copy' or 'wire', found {kind.lane!r}.")
+    if not re.fullmatch(r"[A-Z]+", name) or name in KINDS:
+        raise ValueError(f"a kind's name is new and in capital letters, found {name!r}; taken: {', '.join(KINDS)}")
+    KINDS[name] = kind
+
+
+def kind_of(name: str) -> Kind:
+    """Look a kind up by name, or say how to add it."""
+    if name not in KINDS:
+        raise ProgramError(
+            f"{name!r} is not a kind of op; known: {', '.join(KINDS)}. Add your own by fpipe.register_kind."
+        )
+    return KINDS[name]
+
+
+def is_exchange(op: Op) -> bool:
+    """Whether an op is of a stage that is a collective over a dimension of a mesh."""
+    how = op[8]
+    return bool(how) and how[0][0] == "exchange"
+
+
+def lane_of(op: Op) -> str:
+    """The lane that an op occupies while it takes time: that of its kind, or "exchange" where it is a collective.
+
+    >>> op = Op("F", 1, 0, None, 0, (), (), how=(("exchange", "all_to_all"), ("axis", "ep")))
+    >>> lane_of(op), lane_of(op._replace(how=()))
+    ('exchange', 'main')
+    """
+    return "exchange" if is_exchange(op) else kind_of(op.kind).lane
+
+
+def cell_of(key: tuple[str, int | None, int | None, int | None]) -> str:
+    """The cell of an op by its kind, stage, microbatch and slice."""
+    kind, stage, microbatch, piece = key
+    return f"{stage}{kind}{microbatch}" + ("" if piece is None else f".{piece}")
+
+
+def _bracket(stage: int | None, microbatch: int | None, piece: int | None) -> str:
+    if microbatch is None and piece is None:
+        return "" if stage is None else f"[{stage}]"
+    tail = "" if piece is None else f".{piece}"
+    return f"[{'' if stage is None else stage},{'' if microbatch is None else microbatch}{tail}]"
+
+
+def memory_of(value: Value, rank: int) -> int | None:
+    """The rank in whose memory a value is that an op on `rank` wrote; None if it is on the host.
+
+    >>> memory_of(Value("y", 0, 0), 2), memory_of(Value("y", 0, 0, at="@1"), 0), memory_of(Value("y", at="@host"), 0)
+    (2, 1, None)
+    """
+    place = value.at.rpartition("@")[2]
+    if not place or ">" in place:
+        return rank
+    return None if place == "host" else int(place.partition(".")[0])
+
+
+def pair(*parts: Op) -> Op:
+    """Two ops of one rank as one op of kind PAIR, which overlaps them; they may not read each other.
+
+    >>> forward, backward = (Op(kind, 0, number, None, 0, (), ()) for number, kind in enumerate("FB"))
+    >>> pair(forward, backward).cell
+    '(0F0;0B1)'
+    """
+    if not 2 <= len(parts) <= MOST_PARTS:
+        raise ProgramError(f"a PAIR has two parts, at most {MOST_PARTS}; found {len(parts)}.")
+    odd = next((part for part in parts if not isinstance(part, Op)), None)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if odd is not None:
+        raise TypeError(f"pair() takes ops, as a program has them; found {type(odd).__name__}.")
+    made = {value: part for part in parts for value in part.writes}
+    for part in parts:
+        other = next((value for value in part.reads if made.get(value, part) is not part), None)
+        if other is not None:
+            cells = ";".join(each.cell for each in parts)
+            raise ProgramError(
+                f"inside the PAIR ({cells}), {part.cell} reads {other} of {made[other].cell}; pair ops that do not "
+                "need each other."
+            )
+    reads = tuple(dict.fromkeys(value for part in parts for value in part.reads))
+    writes = tuple(value for part in parts for value in part.writes)
+    return Op("PAIR", *parts[0][1:5], reads, writes, parts)
+
+
+def parts_of(ops: Sequence[Op]) -> Sequence[Op]:
+    """All ops, with a PAIR given as its parts."""
+    if not any(map(itemgetter(7), ops)):
+        return ops
+    return [part for op in ops for part in op.parts or (op,)]

@@ -1,0 +1,151 @@
+"""Say where an op stands, and what a value is, in the words and drawings of all errors about programs.
+
+rank 1, step 4: 1B0 reads the residuals of 1F0
+  rank 1 | 1F1 [1B0] 1F0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fpipe.program import Op, Program, ProgramError, Sources, Value, kind_of
+
+_PHRASES = {
+    "y": "the output of {s}F{m}",
+    "loss": "the loss of {s}F{m}",
+    "res": "the residuals of {s}F{m}",
+    "wres": "what {s}I{m} leaves for the weight gradient",
+    "dx": "the input gradient of stage {s} for microbatch {m}",
+    "dy": "the output gradient of stage {s} for microbatch {m}",
+    "g": "the weight gradient of stage {s} for microbatch {m}",
+    "seen": "what {s}F{m} noted for its state",
+    "carry": "what {s}F{m} hands to its next slice",
+    "state": "the module state of stage {s} after microbatch {m}",
+    "params": "the parameters of stage {s} after microbatch {m}",
+    "x": "the batch slice of stage {s} for microbatch {m}",
+}
+_REPAIRS = {
+    "y": "Add {s}F{m}.",
+    "res": "Add {s}F{m} (or, when its residuals are recomputed, {s}R{m}).",
+    "wres": "Add {s}I{m} before {s}W{m}.",
+    "dx": "Add the backward of stage {s}: {s}B{m}, or {s}I{m} and {s}W{m}.",
+    "g": "Add {s}B{m}, or {s}W{m} after {s}I{m}.",
+}
+UNREAD = {
+    "res": "its backward, {s}B{m} (or {s}I{m} and {s}W{m}), is missing",
+    "wres": "{s}W{m} is missing: an I without its W leaves the weight gradient undone",
+    "y": "the forward of the next stage is missing",
+    "dx": "the backward of the stage before is missing",
+    "g": "nobody adds it up",
+}
+
+
+def phrase(value: Value) -> str:
+    """A value in words, as errors say it: 'the residuals of 1F0'."""
+    words = _PHRASES.get(value.name)
+    return f"{value} ({fill(words, value)})" if words and value.microbatch is not None else str(value)
+
+
+def excerpt(rows: Sequence[Sequence[str]], marks: dict[int, int], width: int = 6) -> str:
+    """Draw the marked cell of each marked rank between its neighbours: `rank 1 | 1F1 [1B0] 1F0`."""
+    lines: list[str] = []
+    for rank, mark in sorted(marks.items()):
+        row = rows[rank]
+        cells = [f"[{cell}]" if at == mark else cell for at, cell in enumerate(row)]
+        low, high = max(0, mark - width), mark + width + 1
+        lines.append(
+            f"  rank {rank} | "
+            + " ".join((["..."] if low else []) + cells[low:high] + (["..."] if high < len(cells) else []))
+        )
+    return "\n".join(lines)
+
+
+def where(program: Program, position: int) -> tuple[str, str]:
+    """'rank 1, step 4' and the drawn row for the op at a position of the list."""
+    op = program.ops[position]
+    shown = [other for other in program.ops if other.rank == op.rank and (kind_of(other.kind).time or other is op)]
+    step = next(at for at, other in enumerate(shown) if other is op)
+    rows = [[] for _ in range(op.rank)] + [[other.cell for other in shown]]
+    return f"rank {op.rank}, step {step}", excerpt(rows, {op.rank: step})
+
+
+def fill(words: str, value: Value) -> str:
+    """Words with the stage and microbatch of a value in them."""
+    tail = "" if value.slice is None else f".{value.slice}"
+    return words.format(s=value.stage, m=f"{value.microbatch}{tail}")
+
+
+def repair(value: Value, otherwise: str) -> str:
+    """Say which op to add so that a value is written."""
+    if value.at:
+        missing = "SEND" if value.at.rpartition("@")[2].find(">") >= 0 else "RECV"
+        return f"Add the {missing} that makes {value}, or use fpipe.communicate()."
+    return fill(_REPAIRS.get(value.name, f"Add the op that writes it, or {otherwise}."), value)
+
+
+def stuck(
+    ops: Sequence[Op],
+    rows: Sequence[Sequence[int]],
+    sources: Sequence[Sources],
+    anchor: Mapping[int, int],
+    at_cell: Sequence[int],
+    blocked: Mapping[int, int],
+) -> ProgramError:
+    """The error that names the ops, and draws where their ranks stand.
+
+    Args:
+        ops, sources: the ops in any order, and where each finds what it reads.
+        rows: the positions of each rank's ops, in its order.
+        anchor: for an op that no row names the one it stands just before.
+        at_cell: how far each rank has come.
+        blocked: for each rank that cannot go on, the op it waits for.
+    """
+    heads = {rank: row[at_cell[rank]] for rank, row in enumerate(rows) if at_cell[rank] < len(row)}
+
+    def next_rank(rank: int) -> int:
+        missing = anchor.get(blocked[rank], blocked[rank])
+        return ops[missing].rank
+
+    path = [next(rank for rank in heads if rank in blocked)]
+    while next_rank(path[-1]) not in path:
+        path.append(next_rank(path[-1]))
+    circle = path[path.index(next_rank(path[-1])) :]
+    cells = [[ops[position].cell for position in row] for row in rows]
+    drawn = excerpt(cells, {rank: at_cell[rank] for rank in circle})
+    sentences: list[str] = []
+    for rank in circle:
+        head, missing = ops[heads[rank]], ops[blocked[rank]]
+        value = next((value for value in head.reads if value in missing.writes), None)
+        reads = (
+            f"reads {phrase(value)}, which"
+            if value
+            else f"waits, through ops that no row names, for {missing.cell}, which"
+        )
+        other = heads[missing.rank]
+        place = "on the same rank" if missing.rank == rank else f"on rank {missing.rank}, behind {ops[other].cell}"
+        sentences.append(f"rank {rank}, step {at_cell[rank]}: {head.cell} {reads} comes later {place}.")
+    pairs = [(blocked[rank], heads[ops[blocked[rank]].rank]) for rank in circle]
+    wanted, head = next((pair for pair in pairs if not _needs_first(sources, *pair)), pairs[0])
+    mend = f"Put {ops[wanted].cell} before {ops[head].cell}"
+    if any(op.kind == "UPDATE" for op in ops):
+        mend = (
+            "A forward waits here for parameters that a backward behind it updates: put a schedule of single steps "
+            f"before fpipe.steps(), and behind it, with stale=, one that streams.\n{mend}"
+        )
+    count = f"{len(circle)} ops wait for each other in a circle; these orders have no common global order.\n  "
+    opening = count if len(circle) > 1 else ""
+    text = opening + "\n  ".join(sentences)
+    return ProgramError(f"{text}\n{drawn}\n{mend}, or start from fpipe.schedules.one_f_one_b(ranks={len(rows)}).")
+
+
+def _needs_first(sources: Sequence[Sources], position: int, other: int) -> bool:
+    """Whether an op needs what another makes, through whatever lies between."""
+    seen, todo = {position}, [position]
+    while todo:
+        for source in sources[todo.pop()]:
+            if source == other:
+                return True
+            if source >= 0 and source not in seen:
+                seen.add(source)
+                todo.append(source)
+    return False
