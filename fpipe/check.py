@@ -44,7 +44,7 @@ def check(program: Program) -> None:
     >>> text = str(fpipe.program(2)).splitlines()
     >>> fpipe.Program.parse("\\n".join(line for line in text if "= F[0,0]" not in line))
     Traceback (most recent call last):
-    fpipe.program.ProgramError: rank 0, step 0: 1F0 reads y[0,0] (the output of 0F0), which nothing writes.
+    fpipe.ops.ProgramError: rank 0, step 0: 1F0 reads y[0,0] (the output of 0F0), which nothing writes.
       rank 0 | [1F0] 1B0 0B0
     Add 0F0.
     """

@@ -20,7 +20,7 @@ class ProgramError(ValueError):
     >>> import fpipe
     >>> fpipe.schedules.from_table(["0F0"])(fpipe.program(1))
     Traceback (most recent call last):
-    fpipe.program.ProgramError: the table has 0F0 without its backward: add 0B0, or 0I0 and 0W0.
+    fpipe.ops.ProgramError: the table has 0F0 without its backward: add 0B0, or 0I0 and 0W0.
     """
 
 

@@ -66,7 +66,7 @@ def from_json(text: str) -> Program:
     True
     >>> from_json('{"format": "fpipe.program"}')
     Traceback (most recent call last):
-    fpipe.program.ProgramError: the program has no list 'inputs'.
+    fpipe.ops.ProgramError: the program has no list 'inputs'.
     """
     if not isinstance(text, str | bytes | bytearray):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"from_json takes the text that to_json made, found {type(text).__name__}.")

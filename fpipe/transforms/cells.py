@@ -30,7 +30,7 @@ def parse_cell(text: str) -> tuple[Key, ...]:
     (('F', 0, 7, None), ('B', 7, 3, None))
     >>> parse_cell("0F1garbage")
     Traceback (most recent call last):
-    fpipe.program.ProgramError: '0F1garbage' is not a cell: after 0F1 comes 'garbage'. Cells read 2F0 or (0F7;7B3).
+    fpipe.ops.ProgramError: '0F1garbage' is not a cell: after 0F1 comes 'garbage'. Cells read 2F0 or (0F7;7B3).
     """
     text = text.strip()
     if text.startswith("("):
