@@ -282,7 +282,7 @@ _MANY = 5_000
 
 @contextmanager
 def building() -> Generator[None]:
-    """Keep the cyclic garbage collector out while a program is built.
+    """Keep the cyclic garbage collector out while a program is built, or many modules are imported.
 
     A program is millions of tuples without one cycle, and the collector walks them again and again as their number
     grows: stamping out 10^5 ops takes 2 us an op without it, and 8 with. When many were made, they join the oldest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import logging
 import warnings
@@ -32,6 +33,11 @@ def call_trees(exported: ExportedProgram, given: Sequence[Any], results: Sequenc
     in_spec: Any = exported.call_spec.in_spec
     out_spec: Any = exported.call_spec.out_spec
     return _pytree.tree_unflatten(given, in_spec), _pytree.tree_unflatten(results, out_spec)
+
+
+def import_export() -> None:
+    """Import what `torch.export` imports when it is first called, 1,300 modules (2.13)."""
+    importlib.import_module("torch.export._trace")
 
 
 @contextmanager

@@ -27,7 +27,8 @@ from fpipe.models.modules.known_modules import refuse_net
 from fpipe.models.tracing.boundary import marking
 from fpipe.models.tracing.places import noting_places, place_of_caller, place_of_error
 from fpipe.models.tracing.traced_graph import OnlyTraceable, without_checkpoints
-from fpipe.torch_private.export import quiet_export
+from fpipe.program import building
+from fpipe.torch_private.export import import_export, quiet_export
 from fpipe.torch_private.modules import held_by, told_of_assignments
 
 
@@ -61,6 +62,8 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
             forward: Any = partial(_writing_back, net, net.forward)
             forward.__signature__ = signature
             net.forward = forward
+            with building():  # a third of the time of its imports is a walk of the collector over all of them
+                import_export()
             exported = torch.export.export(net, args, kwargs, strict=False, dynamic_shapes=shapes)
             _name_modules_of_slices(exported, net)
             return exported
