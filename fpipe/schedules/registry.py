@@ -163,8 +163,8 @@ def published(
             return checked
 
         said = (("Source", source), ("Idle", idle), ("Peak", peak), ("Accepts", accepts))
-        facts = "".join(f"    {word}: {text}\n" for word, text in said)
-        refusing.__doc__ = f"{(factory.__doc__ or title).rstrip()}\n\n{facts}    "
+        facts = "\n".join(f"{word}: {text}" for word, text in said)
+        refusing.__doc__ = f"{inspect.cleandoc(factory.__doc__ or title)}\n\n{facts}"
         known = Schedule(factory.__name__, refusing, stages_per_rank, title, source, idle, peak, accepts)
         _add(replace(known, refuses=refuses or known.refuses, stages_per=stages_per or {}))
         return refusing
