@@ -27,6 +27,8 @@ SOON = 2
 ASK = signal.SIGUSR1
 """Asks a process for the stacks of its threads."""
 _NEEDED = [
+    "pytest",
+    "hypothesis",
     "torch",
     "torch._dynamo",
     "torch.distributed.fsdp",

@@ -17,7 +17,7 @@ import fpipe
 from fpipe import tree
 from property_tests.bits import bits, tensors
 from property_tests.lawful import assert_lawful, own, plain, wants
-from property_tests.stages import LAYERS, Recipe
+from property_tests.stages import ACTIVATIONS, DTYPES, GIVEN, HELD, LAYERS, RETURNS, Recipe
 from tests.layers import CASES, Case, Made
 
 PAGE = Path(__file__).parents[1] / "docs" / "linearize.md"
@@ -58,15 +58,27 @@ def test_its_four_functions_are_plain_autograds(name: str):
     assert whole == ({case.whole} if case.whole else set()), "after I no parameter has a gradient"
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_of_the_grammar_is_plain_autograd(name: str):
-    """Each alone; `property_tests/test_linearize_laws.py` draws them in any order and inside each other."""
-    recipe = Recipe((name,))
+WORDS = {name: Recipe(("linear", name, "linear") if name in ACTIVATIONS else (name,)) for name in LAYERS}
+AROUND = {
+    **{f"returns {name}": Recipe(("linear", "tanh"), returns=name) for name in RETURNS if name != "h"},
+    **{f"given {name}": Recipe(("of_its_own", "linear"), given=name, takes="all") for name in GIVEN[1:]},
+    **{f"parameters {name}": Recipe(("reused", "bias"), held=name) for name in HELD[1:]},
+    **{name: Recipe(("linear", "gelu", "layer_norm"), dtype=name) for name in DTYPES[1:]},
+    "given two, takes one": Recipe(("linear",), given="two"),
+}
+WORDS |= AROUND
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_word_of_the_grammar_is_plain_autograd(word: str):
+    """One at a time; `property_tests/test_linearize_laws.py` draws them in any order and inside each other."""
+    recipe = WORDS[word]
 
     def given() -> tuple[Any, Any]:
         return recipe.params(), recipe.input(4)
 
-    assert_lawful(recipe.function, given, plain(recipe, *map(own, given())), more_memory=recipe.in_place)
+    right = plain(recipe, *map(own, given()))
+    assert_lawful(recipe.function, given, right, less_work=recipe.unread, more_memory=recipe.in_place)
 
 
 def agree(case: Case, mine: Any, theirs: Any) -> None:
@@ -180,11 +192,20 @@ def same_step(case: Case, one: Trained, result: fpipe.Result) -> None:
     agree(case, [result.loss, *(g for g, leaf in pairs if wants(leaf))], [total, *sums])
 
 
-@pytest.mark.parametrize("name", [name for name in TRACED if BY_NAME[name].step])
-def test_a_step_is_traced_and_gives_what_plain_autograd_gives(name):
-    one = trained(BY_NAME[name])
+def of_grammar(recipe: Recipe) -> Case:
+    return Case("", lambda: Made(recipe.function, recipe.params(), recipe.input(4)))
+
+
+STEPS = [case for case in CASES if case.step and not case.untraced]
+
+
+@pytest.mark.parametrize(
+    "case", [*STEPS, *map(of_grammar, AROUND.values())], ids=[*(case.name for case in STEPS), *AROUND]
+)
+def test_a_step_is_traced_and_gives_what_plain_autograd_gives(case: Case):
+    one = trained(case)
     before = bits((one.params, one.batch))
-    same_step(BY_NAME[name], one, one.step())  # a warning is an error here
+    same_step(case, one, one.step())  # a warning is an error here
     assert bits((one.params, one.batch)) == before
 
 
@@ -296,6 +317,6 @@ def test_the_page_shows_every_kind_and_its_verdict():
 
 
 def test_the_page_names_every_layer_of_the_grammar():
-    names = re.search(r"^Property tests draw these.*: (?P<names>`.*`)\.$", PAGE.read_text("utf-8"), re.M)
+    names = re.search(r"^Property tests draw these.*: (?P<names>`.*`)\. A stage", PAGE.read_text("utf-8"), re.M)
     assert names is not None
     assert names["names"].split(", ") == [f"`{name}`" for name in LAYERS]
