@@ -11,6 +11,7 @@ import warnings
 
 LONGEST_WORD = 1_000  # characters between spaces and commas: a cell, a value, a literal
 LARGEST_SIZE = 20_000  # ranks, stages, microbatches, slices: each alone makes a program that is slow to print
+MOST_OPS_OF_A_SHARE = 500  # of one kind, into which a schedule by name cuts a rank's share of a microbatch
 MOST_OPS = 10_000_000  # of a program that is split; a million take 11 s and 1.3 GiB
 MOST_PARTS = 16  # of a PAIR; hardware overlaps two
 LARGEST_NUMBER = 2**64  # in a literal, of seconds or of bytes

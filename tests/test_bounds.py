@@ -134,3 +134,6 @@ def test_bounds_of_many_stages_end():
         patch.setattr("fpipe.timing.bounds._MOST_PAIRS", 0)
         found = fpipe.bounds(program)
     assert found.lifespan.makespan == 0.0 < found.makespan
+    assert str(found).endswith("\nwarm-up and lifespan leave memory out: a microbatch has too many ops.")
+    moved = fpipe.chain(fpipe.split(4), fpipe.schedules.bpipe(4), fpipe.merge())(fpipe.program(4))
+    assert str(fpipe.bounds(moved)).endswith("leave memory out: residuals leave their rank.")

@@ -66,7 +66,7 @@ def test_a_sum_takes_products_in_where_it_is():
     a, b, g, total = (Name(word) for word in ("a_0", "b_0", "g_0", "total_0"))
     facts = {name: in_own_storage(aval(torch.ones(24, 24))) for name in (a, b, g, total)}
     product = Node(g, torch.ops.aten.mm.default, (a, b), {})
-    graph = adding(Graph((product,), facts, {}, {"a": (a,), "b": (b,)}, {"g": (g,)}), ["g"], exact=False)
+    graph = adding(Graph((product,), facts, {}, {"a": (a,), "b": (b,)}, {"g": (g,)}), ["g"], None, exact=False)
     kernel = Kernel(graph, "W of stage 0")
     kernel.compile()
     one, two, held = torch.rand(24, 24), torch.rand(24, 24), torch.rand(24, 24)

@@ -38,7 +38,8 @@ def by_torch(net: nn.Module, x: Tensor) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_operations_are_those_that_torch_counts(name: str):
+def test_operations_are_those_that_torch_counts(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fpipe.graphs.compiling.add._same_bits", None)  # tried sums of 4096 x 4096 on real memory
     made, shape = NETS[name]
     x, one = torch.empty(shape, device="meta"), torch.empty(1, *shape[1:], device="meta")
     net = made().to("meta")

@@ -64,7 +64,7 @@ def estimate(
     for variant in variants_of(halves):
         try:
             optim = example_optim(variant, params)
-            parts = Prepared(variant, model, params, batch, state, optim, None, Untraced()).lowered.parts
+            parts = Prepared(variant, model, params, batch, state, optim, None, Untraced(), runs=False).lowered.parts
         except Untraceable as error:
             raise ValueError(f"the operations of this program are not known before it runs: {error}") from error
         found: Runs = {}

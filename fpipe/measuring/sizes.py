@@ -128,7 +128,7 @@ def sizes(
         share = Share(0, whole("replicas", replicas)) if replicas > 1 else None
         how: Any = {"share": share, "donate": donate and not is_post_validated(program)}
         sent = with_transfers(program)
-        lowered = Prepared(sent, model, params, batch, state, optim, None, Untraced(), **how)
+        lowered = Prepared(sent, model, params, batch, state, optim, None, Untraced(), runs=False, **how)
     except Untraceable as error:
         raise ValueError(f"the sizes of this program's values are not known before it runs: {error}") from error
     trees = _without_unread(program, lowered) if share else lowered.trees

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fpipe.limits import expression, whole
+from fpipe.limits import MOST_OPS_OF_A_SHARE, expression, whole
 from fpipe.program import Program
 from fpipe.schedules.registry import Schedule, about
 from fpipe.timing.costs import Costs
@@ -38,8 +38,18 @@ class Named:
         Args:
             costs: `f(parts)`, the costs where each rank cuts its share of a microbatch into so many ops; a schedule
                 that orders by costs gets them, unless it has some among its options.
+
+        Raises:
+            ValueError: a rank cuts its share of a microbatch into too many ops.
         """
         stages = self.schedule.wants(ranks, self.options) if self.stages is None else self.stages
+        slices = self.options.get("slices")
+        share = stages / ranks * (slices if type(slices) is int else 1)
+        if share > MOST_OPS_OF_A_SHARE:
+            raise ValueError(
+                f"a rank cuts its share of a microbatch into at most {MOST_OPS_OF_A_SHARE} forwards, "
+                f"stages times slices; found {share:g}."
+            )
         told = {"costs": costs(stages / ranks)} if costs is not None and "costs" in _parameters(self.schedule) else {}
         return self.schedule.program(ranks, microbatches, stages, **(told | self.options))
 

@@ -54,6 +54,10 @@ class Bound:
 class Bounds:
     """Lower bounds on any order of a program's ops, and which of them binds.
 
+    Attributes:
+        head, fused, drain, warm_up, lifespan: the five.
+        note: why the last two ask for nothing of memory, where they do not; else "".
+
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(8), fpipe.schedules.one_f_one_b(4))(fpipe.program(4))
     >>> found = fpipe.bounds(program)
@@ -73,6 +77,7 @@ class Bounds:
     drain: Bound
     warm_up: Bound
     lifespan: Bound
+    note: str = ""
 
     def __repr__(self) -> str:
         return f"<Bounds: makespan >= {self.makespan:g} ({self.binding.name}), span >= {self.span:g}>"
@@ -109,7 +114,7 @@ class Bounds:
         for bound in self.all:
             mark = "  binds" if bound is self.binding else ""
             rows.append(f"{bound.name:9} {bound.makespan:>8g} {bound.rank:>5}{mark}")
-        return "\n".join(rows)
+        return "\n".join([*rows, *([self.note] if self.note else [])])
 
 
 def bounds(
@@ -136,7 +141,7 @@ def bounds(
 
     Returns:
         `Bounds`. Where residuals leave their rank (offload), or there are thousands of stages, the last two ask for
-        nothing.
+        nothing of memory, and its note says so.
 
     Raises:
         ValueError: a cap below what one op needs; costs that are missing.
@@ -156,7 +161,9 @@ def bounds(
         every = [graph.window(rank) for rank in ranks]
         rest = [graph.window(rank, without_weights=True) for rank in ranks]
         most = _caps(program, costs, memory_cap)
-        spans, lives = _of_memory(graph, most) if most else ([window[1] for window in every], [0.0 for _ in ranks])
+        memory = _of_memory(graph, most) if most else None
+        spans, lives = memory or ([window[1] for window in every], [0.0 for _ in ranks])
+        why = "a microbatch has too many ops" if most else "residuals leave their rank"
         return Bounds(
             Bound("head", tuple(first + work for first, work, _ in every)),
             Bound("fused", tuple(map(sum, every))),
@@ -167,6 +174,7 @@ def bounds(
                 tuple(spans),
             ),
             Bound("lifespan", tuple(lives)),
+            "" if memory else f"warm-up and lifespan leave memory out: {why}.",
         )
 
 
@@ -205,8 +213,9 @@ def _makes(op: Op) -> bool:
     return op.kind in "FR" and any(value.name == "res" for value in op.writes)
 
 
-def _of_memory(graph: DataGraph, most: Sequence[int]) -> tuple[list[float], list[float]]:
-    """For each rank what holding at most so many residuals asks for: of its span, and of the makespan."""
+def _of_memory(graph: DataGraph, most: Sequence[int]) -> tuple[list[float], list[float]] | None:
+    """For each rank what holding at most so many residuals asks for: of its span, and of the makespan. None where that
+    takes too long."""
     groups: defaultdict[int | None, list[int]] = defaultdict(list)
     for at, op in enumerate(graph.ops):
         groups[op.microbatch].append(at)
@@ -214,7 +223,7 @@ def _of_memory(graph: DataGraph, most: Sequence[int]) -> tuple[list[float], list
     lives: list[list[tuple[float, float, float]]] = [[] for _ in most]
     shapes = [_shape(graph, group) for group in groups.values()]
     if sum(len(shape) ** 2 for shape in {*shapes}) > _MOST_PAIRS:
-        return [graph.window(rank)[1] for rank, _ in enumerate(most)], [0.0 for _ in most]
+        return None
     within = {shape: _within(shape) for shape in {*shapes}}
     for group, shape in zip(groups.values(), shapes, strict=True):
         since, until = within[shape]

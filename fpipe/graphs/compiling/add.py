@@ -14,7 +14,7 @@ import torch
 
 from fpipe.graphs.language.graph import Aval, Graph, Name, Node
 from fpipe.graphs.language.labels import total_of, variable
-from fpipe.graphs.purity.ambient import kernels, raw_ops
+from fpipe.graphs.purity.ambient import raw_ops
 
 _aten: Any = torch.ops.aten
 
@@ -32,10 +32,11 @@ def owned(graph: Graph, copied: Sequence[tuple[str, int]]) -> Graph:
     return replace(graph, nodes=(*graph.nodes, *nodes), facts=facts, writes=made)
 
 
-def adding(graph: Graph, labels: Sequence[str], *, exact: bool = True) -> Graph:
+def adding(graph: Graph, labels: Sequence[str], flags: Any, *, exact: bool = True) -> Graph:
     """The graph that also reads sums (`total` for `g`, `total:1` for `g:1`) and adds its gradients to them.
 
-    Unless `exact`, a sum takes every product in by one call, whose bits may be others than those of two.
+    Unless `exact`, a sum takes every product in by one call, whose bits may be others than those of two. `flags` choose
+    kernels (`ambient.kernels`); None of what never runs.
     """
     written = {node.name: at for at, node in enumerate(graph.nodes)}
     behind: dict[int, list[Node]] = {}
@@ -55,7 +56,7 @@ def adding(graph: Graph, labels: Sequence[str], *, exact: bool = True) -> Graph:
             total = Name(variable(sums, at))
             totals.append(total)
             facts[total] = facts[leaf]
-            product = _product(graph, leaf, exact)
+            product = _product(graph, leaf, flags, exact)
             if product is not None:
                 made, turned, here = product
                 dropped |= {written[name] for name in made}
@@ -80,7 +81,7 @@ def adding(graph: Graph, labels: Sequence[str], *, exact: bool = True) -> Graph:
     return replace(graph, nodes=tuple(nodes), facts=facts, reads=reads, writes=writes)
 
 
-def _product(graph: Graph, leaf: Name, exact: bool) -> tuple[list[Name], bool, int] | None:
+def _product(graph: Graph, leaf: Name, flags: Any, exact: bool) -> tuple[list[Name], bool, int] | None:
     """The mm (and the transpose of it) that a gradient is, if nobody else reads it and the sum can take it in."""
     nodes = {node.name: node for node in graph.nodes}
     made, turned = leaf, False
@@ -95,7 +96,7 @@ def _product(graph: Graph, leaf: Name, exact: bool) -> tuple[list[Name], bool, i
     if readers != turned or results.count(leaf) + (results.count(made) if turned else 0) != 1:
         return None
     one, two, whole = (graph.facts[name].aval for name in (*node.args, made))
-    if exact and not _same_bits(whole, one, two, kernels()):
+    if exact and (flags is None or not _same_bits(whole, one, two, flags)):
         return None
     place = next(at for at, other in enumerate(graph.nodes) if other.name == made)
     return [made, leaf] if turned else [made], turned, place

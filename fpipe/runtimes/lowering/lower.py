@@ -117,9 +117,11 @@ def lower(
     untraced: Untraced,
     compile: bool = False,
     donate: bool = False,
+    runs: bool = True,
 ) -> Lowered:
     """Instructions for a program whose inputs are as `given`, some of whose stages run under plain autograd; `compile`
     leaves graphs to be compiled by inductor, and `donate` lets UPDATEs overwrite parameters and state that are given.
+    What never `runs`, but only tells sizes or operations, tries no sums.
 
     Raises:
         Untraceable: something in it cannot be known before it runs.
@@ -134,7 +136,7 @@ def lower(
         kept = {end.value for end in program.outputs}
         folds = folds_of(ops, kept, shapes, mine, compile)
         overwritten = overwritten_by(ops, kept, folds.trees, mine, donate)
-        return _Lowering(ops, shapes, folds, mine, compile, overwritten).lowered(program)
+        return _Lowering(ops, shapes, folds, mine, compile, overwritten, runs).lowered(program)
 
 
 def _without_carry(op: Op) -> Op:
@@ -156,12 +158,13 @@ class _Lowering:
         given: Collection[int],
         compile: bool,
         overwritten: Overwritten,
+        runs: bool,
     ) -> None:
         self.ops, self.shapes, self.folds, self.given, self.compile = ops, shapes, folds, given, compile
         self.trees, self.overwritten = overwritten.trees, overwritten
         self.made = {value for op in ops for value in op.writes if value.name == "params"}  # versions and copies
         self.moved = {*self.made, *shapes.copies.origin}
-        self.kernels, self.casts = kernels(), casts()
+        self.kernels, self.casts = kernels() if runs else None, casts()
         self.slots: dict[Any, int] = {}
         self.constants: dict[int, Leaves] = {}
         self.prepare: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []

@@ -29,7 +29,7 @@ class Recipe(NamedTuple):
         update: the norms whose statistics it updates, these, and whether in place.
         landed: whether an op writes its parameters, such as a RECV: they are not there when a step starts, so nothing
             is prepared of them.
-        kernels: the flags that choose kernels.
+        kernels: the flags that choose kernels; None of what never runs, whose sums are not tried.
         compile: whether inductor compiles it.
     """
 
@@ -54,7 +54,7 @@ class Code(NamedTuple):
 
 def code_of(cut: Cut, recipe: Recipe, name: str) -> Code:
     """The code of a recipe."""
-    kind, labels, adds, copied, update, landed, _, compile = recipe
+    kind, labels, adds, copied, update, landed, flags, compile = recipe
     if kind == "F":
         graph = cut.forward(labels)
         if "loss" in labels:  # F.mse_loss and its like leave the loss in memory of their input's size
@@ -63,7 +63,7 @@ def code_of(cut: Cut, recipe: Recipe, name: str) -> Code:
     else:
         graph = {"B": cut.backward, "I": cut.backward_input, "W": cut.backward_weight}[kind]()
     graph = owned(graph, copied) if copied else graph
-    graph = adding(graph, adds, exact=not compile) if adds else graph
+    graph = adding(graph, adds, flags, exact=not compile) if adds else graph
     first, rest = (_without_unread(graph),) * 2 if landed else prepared(graph)
     run = Kernel(rest, name) if compile and rest.nodes else compiled(rest, name[0])
     if landed:

@@ -56,6 +56,7 @@ class Prepared:
         devices: Sequence[torch.device] = (),
         watch_saved: bool = False,
         donate: bool = False,
+        runs: bool = True,
     ) -> None:
         check_inputs(program, model, params, state, optim)
         whole, sizes = batch_of(program, batch)
@@ -81,7 +82,7 @@ class Prepared:
             for number, net in nets_of(model).items()
             if net.constants()
         }
-        lowered = self.lowered = lower(program, context, {**handed.trees, **constants}, untraced, compile, donate)
+        lowered = self.lowered = lower(program, context, {**handed.trees, **constants}, untraced, compile, donate, runs)
         self.instructions, self.trees, self.given = lowered.instructions, lowered.trees, lowered.given
         self.model, self.program, self.untraced, self.at_home = model, program, untraced, handed.at_home
         self.shared = handed.shared
