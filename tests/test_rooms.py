@@ -129,7 +129,7 @@ def reachable(module: str, edges: dict[str, set[str]]) -> set[str]:
 
 
 def test_the_root_has_only_what_exists():
-    """The language (ops, text, program, its checks, words and order), the model and its step, pytrees, and two doors."""
+    """The language and what it is made of, the model and its step, pytrees, and two doors."""
     assert len([*PACKAGE.glob("*.py")]) <= 13
 
 
