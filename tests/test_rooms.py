@@ -29,7 +29,7 @@ graphs/language <- root torch_private graphs/purity
 orders <- root transforms timing
 graphs/tracing <- root torch_private graphs/purity graphs/language
 schedules <- root transforms timing orders
-optimizers <- root
+optimizers <- root torch_private
 single_device <- root optimizers transforms timing graphs/purity graphs/language graphs/tracing
 graphs/compiling <- root torch_private graphs/purity graphs/language graphs/tracing
 finding <- root transforms timing orders schedules
@@ -52,7 +52,7 @@ models/cutting <- root torch_private graphs/purity timing graphs/language graphs
 runtimes <- root optimizers runtimes/definition runtimes/in_process runtimes/processes
 models <- root torch_private graphs/purity timing graphs/language graphs/tracing single_device models/parameters
     models/modules models/tracing models/cutting
-verification <- root optimizers transforms graphs/purity graphs/tracing single_device models/parameters
+verification <- root torch_private optimizers transforms graphs/purity graphs/tracing single_device models/parameters
     runtimes/definition runtimes/in_process runtimes
 measuring <- root transforms graphs/purity timing graphs/language single_device runtimes/definition runtimes/lowering
     optimizers runtimes/processes runtimes
@@ -195,6 +195,20 @@ def test_runtimes_and_schedules_meet_only_in_the_program():
 def test_only_tree_imports_optree():
     users = {module for module in FILES for name in imports(module) if name.split(".")[0] == "optree"}
     assert users <= {"fpipe.tree"}
+
+
+def test_private_names_of_torch_are_in_one_room():
+    found = [
+        f"{module} imports {alias.name} of {node.module}"
+        for module, file in FILES.items()
+        for node in statements(file)
+        if room(module) != "torch_private"
+        and isinstance(node, ast.ImportFrom)
+        and (node.module or "").startswith("torch")
+        for alias in node.names
+        if "._" in (node.module or "") or (alias.name.startswith("_") and alias.name != "__version__")
+    ]
+    assert not found
 
 
 def test_two_classes_never_share_a_name():

@@ -1,5 +1,7 @@
 """What torch does not promise and fpipe uses: each test says what a new torch has broken."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -16,10 +18,13 @@ from fpipe.torch_private.dispatch import (
     each_times,
     fake_mode_class,
     fake_tensor_class,
+    function_behind,
     functionalized,
     handle_of,
     has_kernel,
     in_fake_mode,
+    is_compiled,
+    is_view,
     kernel_instead,
     names_of,
     returns_of,
@@ -68,6 +73,23 @@ def test_a_storage_that_is_gone_is_known_to_be():
     assert not weak.expired()
     del x
     assert weak.expired(), "memory that is used again would be taken for that of the tensor before"
+
+
+def test_views_and_functions_are_known_to_autograd():
+    x = torch.ones(2, requires_grad=True)
+    assert [is_view(x), is_view(x[:1])] == [False, True], "a view turned in place is traced, and its gradient is wrong"
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+    assert function_behind((2 * x).grad_fn) is None, "torch's own ops are taken for somebody's Python"
+    assert function_behind(Twice.apply(x).grad_fn) is Twice, "a Function of one's own is taken for an op of torch's"
+
+
+def test_a_function_of_torch_compile_is_told():
+    assert is_compiled(torch.compile(lambda x: x)), "from_loss traces what torch.compile made, without a word"
 
 
 def test_tensors_are_multiplied_in_one_call():

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
+from fpipe.torch_private.pipelining import TableRuntime
 from fpipe.torch_private.processes import (
     backend_on,
     default_store,
@@ -29,6 +31,11 @@ def alone(tmp_path: Path):
     )
     yield
     dist.destroy_process_group()
+
+
+def test_torchs_runtime_takes_tables():
+    assert issubclass(TableRuntime, PipelineScheduleMulti), "torch's runtime is another class: no program runs on it"
+    assert "_prepare_schedule_with_comms" in dir(TableRuntime), "torch's runtime takes no table with transfers"
 
 
 def test_the_default_group_is_found():

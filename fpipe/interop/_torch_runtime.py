@@ -5,8 +5,6 @@ loss_i * (1 / m), scale_grads=False    -->    .grad = the sum over microbatches,
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -14,19 +12,16 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    _Action,  # pyright: ignore[reportPrivateUsage]
-    _PipelineScheduleRuntime,  # pyright: ignore[reportPrivateUsage]
-)
 
 from fpipe.interop._torch_stages import OURS, refuse_model, stages
 from fpipe.interop._torch_write import refuse_what_torch_lacks
 from fpipe.model import Model
 from fpipe.program import Program, ProgramError, parts_of
 from fpipe.runtimes.definition.match import check_match
+from fpipe.torch_private.pipelining import TableRuntime, hand_tables
 
 
-class ProgramRuntime(_PipelineScheduleRuntime):
+class ProgramRuntime(TableRuntime):
     """Torch's runtime, which also knows its stages, and refuses a batch that it would cut into uneven microbatches.
 
     Attributes:
@@ -45,8 +40,7 @@ class ProgramRuntime(_PipelineScheduleRuntime):
         super().__init__(own, microbatches, loss_fn=loss, scale_grads=False)
         self.stages = own
         self.microbatches = microbatches
-        self.pipeline_order = _actions(compute)
-        self._prepare_schedule_with_comms(_actions(comms), format="compute_comms")
+        hand_tables(self, compute, comms)
 
     def step(self, *inputs: Tensor, target: Tensor | None = None, **given: Any) -> Any:
         """Torch's step. Inputs that are a tuple are spread, those that are a dict are keywords."""
@@ -132,10 +126,6 @@ def refuse(program: Program, model: Model) -> None:
             f"{program.stages - 1}F{late} comes after a later microbatch's; torch's runtime takes the losses of the "
             f"last stage for those of microbatches 0, 1, 2. Put its forwards in this order, {OURS}"
         )
-
-
-def _actions(table: str) -> dict[int, list[Any]]:
-    return {rank: [*map(_Action.from_str, row)] for rank, row in enumerate(csv.reader(io.StringIO(table)))}
 
 
 def grads(found: Sequence[PipelineStage]) -> tuple[Any, ...]:

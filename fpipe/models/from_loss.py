@@ -40,6 +40,7 @@ from fpipe.models.tracing.contexts import autocast_eps
 from fpipe.models.tracing.net_graph import NetTensors
 from fpipe.models.tracing.trace_loss import trace_loss
 from fpipe.single_device.batches import check_batch
+from fpipe.torch_private.dispatch import is_compiled
 
 
 def from_loss(
@@ -123,7 +124,7 @@ def _check_function(loss_fn: Any) -> None:
     if isinstance(loss_fn, type) or not callable(loss_fn):
         found = f"a class ({loss_fn.__name__})" if isinstance(loss_fn, type) else type(loss_fn).__name__
         raise TypeError(f"{wanted}, found {found}.")
-    if hasattr(loss_fn, "_torchdynamo_orig_callable"):
+    if is_compiled(loss_fn):
         raise TypeError(f"{wanted}, found one that torch.compile made; hand in the function that it was made from.")
     taken = odd_signature(loss_fn)
     if taken is not None:

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fpipe.torch_private.modules import version_of
+
 Words = tuple[tuple[str, Any], ...]
 State = dict[str, Tensor]
 Apply = Callable[..., tuple[Tensor, State]]
@@ -146,9 +148,9 @@ def _applied(by: str, param: Tensor, grad: Tensor, state: State, settings: dict[
         ValueError: it makes no such pair, or has mutated what it was handed.
     """
     given = (param, grad, *state.values())
-    versions = [0 if leaf.is_inference() else leaf._version for leaf in given]
+    versions = [0 if leaf.is_inference() else version_of(leaf) for leaf in given]
     made = RULES[by].apply(param, grad, state, **settings)
-    if versions != [0 if leaf.is_inference() else leaf._version for leaf in given]:
+    if versions != [0 if leaf.is_inference() else version_of(leaf) for leaf in given]:
         raise ValueError(
             f"rule {by!r} mutates what it is handed, and has to be pure: write p - lr * g, not p.sub_(..)."
         )

@@ -56,6 +56,22 @@ def each_times(tensors: list[Tensor], numbers: list[float]) -> Sequence[Tensor]:
     return _TORCH._foreach_mul(tensors, numbers)
 
 
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd knows a tensor as a view of another (2.13: `_is_view`)."""
+    return tensor._is_view()
+
+
+def function_behind(node: Any) -> type | None:
+    """The `torch.autograd.Function` that a node of autograd's graph is of; None for torch's own ops (2.13:
+    `_forward_cls`)."""
+    return getattr(node, "_forward_cls", None)
+
+
+def is_compiled(function: Any) -> bool:
+    """Whether `torch.compile` made a function of another (2.13: `_torchdynamo_orig_callable`)."""
+    return hasattr(function, "_torchdynamo_orig_callable")
+
+
 def storage_of(tensor: Tensor) -> int:
     """A number that tells a tensor's storage from all others that are alive (2.13: `_cdata`).
 

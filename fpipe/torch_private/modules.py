@@ -16,6 +16,11 @@ from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[repor
 from torch.nn.utils.parametrizations import _SpectralNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+OWN_DICTS = ("_modules", "_parameters", "_buffers")
+"""The attributes in which a module has its children and tensors (2.13)."""
+WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")
+"""The attributes in which an RNN lists its weights (2.13)."""
+
 
 def is_norm(module: nn.Module) -> bool:
     """Whether a module is a batch or instance norm of any dimensions (2.13: `_NormBase`)."""
@@ -95,10 +100,10 @@ def caches_weights(module: nn.Module) -> bool:
 
 def cached_weights(module: nn.Module) -> dict[str, Any]:
     """The attributes of such a module that functional_call leaves changed, as they are (2.13: tensors, and an
-    RNN's `_flat_weights` and `_flat_weight_refs`)."""
+    RNN's lists)."""
     attributes = vars(module).items()
     tensors = {name: value for name, value in attributes if isinstance(value, Tensor)}
-    return tensors | {name: list(value) for name, value in attributes if name in ("_flat_weights", "_flat_weight_refs")}
+    return tensors | {name: list(value) for name, value in attributes if name in WEIGHT_LISTS}
 
 
 class ModuleDicts(NamedTuple):
@@ -113,6 +118,13 @@ def held_by(module: nn.Module) -> ModuleDicts:
     """Own tensors and children of a module, without asking its `__getattr__` (2.13: three dicts)."""
     own = vars(module)
     return ModuleDicts(own["_parameters"], own["_buffers"], own["_modules"])
+
+
+def hold(
+    module: nn.Module, children: dict[str, Any], parameters: dict[str, Any] | None, buffers: dict[str, Any] | None
+) -> None:
+    """Give a module these very dicts as its own: what is bound in them is bound in it (2.13: three dicts)."""
+    vars(module).update(_modules=children, _parameters=parameters or {}, _buffers=buffers or {})
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fpipe.torch_private.dispatch import TorchDispatchMode
 from fpipe.verification.report import wide
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fpipe.graphs.purity.alike import alike
 from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.graphs.purity.own_memory import memory
+from fpipe.torch_private.modules import WEIGHT_LISTS
 
 Modules = Sequence[tuple[str, nn.Module]]
 """Modules with their paths."""
@@ -81,7 +82,7 @@ class Attributes:
 _CONTAINERS = (dict, OrderedDict, list, set)
 
 # What every module has, its hooks say, and an RNN's lists of its weights.
-_NOT_PLAIN = frozenset((*vars(nn.Module()), "_flat_weights", "_flat_weight_refs")) - {"training"}
+_NOT_PLAIN = frozenset((*vars(nn.Module()), *WEIGHT_LISTS)) - {"training"}
 
 
 def plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,14 @@ from fpipe.graphs.tracing.max_gradients import rewrite_max_gradients
 from fpipe.graphs.tracing.rows import of_each_row, rows_of
 from fpipe.graphs.tracing.way_back import MissingGradient, partly_python, refuse_missing_gradients
 from fpipe.model import Model
-from fpipe.torch_private.dispatch import OpOverload, TorchDispatchMode, fake_tensor_class, has_kernel, without_modes
+from fpipe.torch_private.dispatch import (
+    OpOverload,
+    TorchDispatchMode,
+    fake_tensor_class,
+    has_kernel,
+    is_view,
+    without_modes,
+)
 from fpipe.torch_private.tracing import calls_so_far, traced_by_torch, unnoticed, without_compiled_functions
 
 Leaves = Sequence[Any]
@@ -111,7 +118,7 @@ class _Heard(TorchDispatchMode):
             self.numbers += [one for one in args if isinstance(one, bool | int | float)]
         if draws(func, args, kwargs or {}):
             self.unseeded.draw()
-        if is_view_in_place(func) and args[0]._is_view():
+        if is_view_in_place(func) and is_view(args[0]):
             raise Untraceable(f"it turns a view in place ({func}), which autograd follows where there is data alone")
         return func(*args, **(kwargs or {}))
 

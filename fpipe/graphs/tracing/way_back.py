@@ -12,13 +12,14 @@ from torch import Tensor
 
 from fpipe.graphs.purity.closure import closed_over
 from fpipe.model import Model
+from fpipe.torch_private.dispatch import function_behind
 
 
 def partly_python(made: Iterable[Any]) -> bool:
     """Whether a `torch.autograd.Function` of somebody's own, or a module's hook, is on the way back from results;
     torch's own ask for nothing."""
     for node in _way_back(made):
-        module = str(getattr(getattr(node, "_forward_cls", None), "__module__", "torch."))
+        module = str(getattr(function_behind(node), "__module__", "torch."))
         if not module.startswith("torch.") or module.startswith(("torch._library", "torch.nn.modules._functions")):
             return True
     return False

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from fpipe.graphs.purity.alike import alike
-from fpipe.torch_private.modules import held_by
+from fpipe.torch_private.modules import OWN_DICTS, WEIGHT_LISTS, held_by
 
 
 def module_key(module: nn.Module, odd: list[Any]) -> Any:
@@ -25,4 +25,4 @@ def module_key(module: nn.Module, odd: list[Any]) -> Any:
     return type(module), forward, plain, children, flags, tuple(held.buffers)
 
 
-_NOT_PLAIN = ("_modules", "_parameters", "_buffers", "_flat_weights", "_flat_weight_refs")
+_NOT_PLAIN = (*OWN_DICTS, *WEIGHT_LISTS)

@@ -37,7 +37,7 @@ from fpipe.models.modules.module_key import module_key
 from fpipe.models.modules.skips import Skips, run_children
 from fpipe.models.parameters.handed_out import HandedOut
 from fpipe.positional_stage import Names, PositionalStage
-from fpipe.torch_private.modules import cached_weights, caches_weights, held_by, is_batch_norm, spectral_buffers
+from fpipe.torch_private.modules import cached_weights, caches_weights, held_by, hold, is_batch_norm, spectral_buffers
 
 How = Literal["update", "ordered"]
 """Of a buffer that is written: whether only updates read it, or outputs too, so that forwards keep to their order."""
@@ -330,7 +330,7 @@ class BoundModules(nn.Module):
     ) -> None:
         super().__init__()
         # The same dicts: a tensor that is swapped here is swapped there.
-        vars(self).update(_modules=modules, _parameters=parameters or {}, _buffers=buffers or {})
+        hold(self, modules, parameters, buffers)
 
     def __call__(self, what: Callable[[], Any]) -> Any:
         """The result of a function, without the hooks on all modules: this is none of theirs."""

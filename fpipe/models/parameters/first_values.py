@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.graphs.tracing.keys import fold_in, seeded
-from fpipe.torch_private.modules import ModuleDicts, held_by, version_of
+from fpipe.torch_private.modules import ModuleDicts, held_by, hold, version_of
 
 Fill = Callable[[str, Tensor], Any]
 """`init(name, tensor)` fills a leaf in place; it returns False for one that it leaves to the module."""
@@ -71,12 +71,12 @@ class FirstValues:
 
     def _copied(self, owner: nn.Module, name: str) -> tuple[ModuleDicts, Mapping[str, tuple[Tensor, int]]]:
         """The own tensors of a copy of a module alone, reset; and those that it had before, each with its version."""
-        copied, (parameters, buffers, _) = copy.copy(owner), held_by(owner)
+        copied, (parameters, buffers, children) = copy.copy(owner), held_by(owner)
         own: dict[str, Tensor] = {
             key: nn.Parameter(_empty(x), x.requires_grad) for key, x in parameters.items() if x is not None
         }
         held = {key: _empty(one) for key, one in buffers.items() if one is not None}
-        vars(copied).update(_parameters={**parameters, **own}, _buffers={**buffers, **held})
+        hold(copied, children, {**parameters, **own}, {**buffers, **held})
         before = {key: (one, version_of(one)) for key, one in (own | held).items()}
         reset: Any = copied.reset_parameters
         with torch.no_grad(), seeded(fold_in(self.seed, *name.rpartition(".")[0].encode()), name):

@@ -32,6 +32,7 @@ from fpipe.runtimes.definition.recorder import Notes
 from fpipe.runtimes.faults.rank_error import LostRank
 from fpipe.runtimes.faults.watchdog import Watchdog
 from fpipe.runtimes.lowering.lower import Instruction, Lowered
+from fpipe.torch_private.dispatch import OpOverload, returns_of
 from fpipe.torch_private.processes import all_gather, group_named, reduce_scatter
 
 Leaves = list[Any]
@@ -201,7 +202,7 @@ def _note_end(ended: dict[int, float], row: int, _: Any) -> None:
 
 
 def _is_view(op: Any) -> bool:
-    results = op._schema.returns if hasattr(op, "_schema") else ()
+    results = returns_of(op) if isinstance(op, OpOverload) else ()
     return bool(results) and all(one.alias_info is not None and not one.alias_info.is_write for one in results)
 
 
