@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import fpipe
 from tests.test_distributed import MSE
@@ -67,10 +68,31 @@ class Twice(Loop):
         (MSE(self.net(x), target) / MICROBATCHES).backward()
 
 
+class AveragedTwice(Loop):
+    def backward(self, batch: Any) -> None:
+        super().backward(batch)
+        for leaf in self.net.parameters():
+            leaf.grad /= MICROBATCHES
+
+
+class Dropped(Loop):
+    """The last microbatch is dropped, as by drop_last=True."""
+
+    def backward(self, batch: Any) -> None:
+        for x, target in [*zip(*(half.chunk(MICROBATCHES) for half in batch), strict=True)][:-1]:
+            (MSE(self.net(x), target) / MICROBATCHES).backward()
+
+
 class OwnNorms(Loop):
     def clipped(self) -> None:
         for stage in (self.net[0], self.net[1]):  # type: ignore[index]
             nn.utils.clip_grad_norm_(stage.parameters(), 0.05)
+
+
+class NormOfEach(Loop):
+    def clipped(self) -> None:
+        for leaf in self.net.parameters():
+            nn.utils.clip_grad_norm_(leaf, 0.05)
 
 
 class CountedTwice(Loop):
@@ -135,6 +157,28 @@ class LateRate(Loop):
         super().run(batches, [rates[0], *rates[:-1]])
 
 
+class EarlyRate(Loop):
+    def run(self, batches: list[Any], rates: list[float]) -> None:
+        super().run(batches, [*rates[1:], rates[-1]])
+
+
+class Uncorrected(Loop):
+    """Adam as BERT had it."""
+
+    def run(self, batches: list[Any], rates: list[float]) -> None:
+        self.moments = [(torch.zeros_like(leaf), torch.zeros_like(leaf)) for leaf in self.net.parameters()]
+        self.optimizer.step = self.step  # type: ignore[method-assign]
+        super().run(batches, rates)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        rate = self.optimizer.param_groups[0]["lr"]
+        for leaf, (first, second) in zip(self.net.parameters(), self.moments, strict=True):
+            first.lerp_(leaf.grad, 0.1)
+            second.mul_(0.999).addcmul_(leaf.grad, leaf.grad, value=0.001)
+            leaf.mul_(1 - rate * self.settings["weight_decay"]).addcdiv_(first, second.sqrt() + 1e-8, value=-rate)
+
+
 class Counting(Loop):
     def run(self, batches: list[Any], rates: list[float]) -> None:
         for leaf in self.net.parameters():
@@ -176,25 +220,66 @@ class SharedRows(Loop):
 
 
 class OtherTargets(Loop):
-    """The last stage is one microbatch ahead of the first."""
+    """The last stage is microbatches ahead of the first, or behind it."""
+
+    def __init__(self, net: nn.Module, by: int, **how: Any) -> None:
+        super().__init__(net, **how)
+        self.by = by
 
     def backward(self, batch: Any) -> None:
         inputs, targets = (half.chunk(MICROBATCHES) for half in batch)
-        for x, target in zip(inputs, targets[1:] + targets[:1], strict=True):
+        for x, target in zip(inputs, targets[self.by :] + targets[: self.by], strict=True):
             (MSE(self.net(x), target) / MICROBATCHES).backward()
 
 
+class DealtTargets(Loop):
+    """The first stage cuts a batch in blocks, the last one by strides."""
+
+    def backward(self, batch: Any) -> None:
+        for k, x in enumerate(batch[0].chunk(MICROBATCHES)):
+            (MSE(self.net(x), batch[1][k::MICROBATCHES]) / MICROBATCHES).backward()
+
+
 class OtherOrder(Loop):
-    """The loader of the targets counts backwards."""
+    """The loader of the targets has an order of its own."""
+
+    def __init__(self, net: nn.Module, order: Callable[[Tensor], Tensor], **how: Any) -> None:
+        super().__init__(net, **how)
+        self.order = order
 
     def run(self, batches: list[Any], rates: list[float]) -> None:
-        super().run([(x, target.flip(0)) for x, target in batches], rates)
+        super().run([(x, self.order(target)) for x, target in batches], rates)
+
+
+def drawn(target: Tensor) -> Tensor:
+    return target[torch.randperm(len(target), generator=torch.Generator().manual_seed(42))]
+
+
+class Repeated(Loop):
+    """The loader is made anew at each step."""
+
+    def run(self, batches: list[Any], rates: list[float]) -> None:
+        super().run([next(iter(batches)) for _ in batches], rates)
+
+
+class DealtRows(Loop):
+    """Batches that a sampler has dealt out one by one."""
+
+    def run(self, batches: list[Any], rates: list[float]) -> None:
+        whole = TensorDataset(*(torch.cat(halves) for halves in zip(*batches, strict=True)))
+        super().run([whole[[*range(k, 16, 2)]] for k in range(2)], rates)
 
 
 class OverTokens(Loop):
     def backward(self, batch: Any) -> None:
         for x, target in zip(*(half.chunk(MICROBATCHES) for half in batch), strict=True):
             ((self.net(x) - target) ** 2).sum().backward()
+
+
+class OverRows(Loop):
+    def backward(self, batch: Any) -> None:
+        for x, target in zip(*(half.chunk(MICROBATCHES) for half in batch), strict=True):
+            (((self.net(x) - target) ** 2).mean(1).sum() / MICROBATCHES).backward()
 
 
 class ByTorch(Loop):
@@ -245,8 +330,36 @@ WRONG: dict[str, tuple[Made, dict[str, Any], str]] = {
         SGD,
         "All 2 replicas are handed the same rows, those of replica 0",
     ),
-    "other targets": (lambda net: OtherTargets(net, **SGD), SGD, "Targets are those of the next microbatch"),
-    "other order": (lambda net: OtherOrder(net, **SGD), SGD, "come in the reverse order of the rows"),
+    "other targets": (lambda net: OtherTargets(net, 1, **SGD), SGD, "Targets are those of the next microbatch"),
+    "targets before": (lambda net: OtherTargets(net, -1, **ADAM), ADAM, "are those of the microbatch before"),
+    "dealt targets": (
+        lambda net: DealtTargets(net, **ADAM),
+        ADAM,
+        "Targets are dealt out one by one to 4 microbatches or replicas, inputs in blocks",
+    ),
+    "other order": (lambda net: OtherOrder(net, lambda t: t.flip(0), **SGD), SGD, "come in the reverse order of the"),
+    "next row": (lambda net: OtherOrder(net, lambda t: t.roll(-1, 0), **SGD), SGD, "those of the next row"),
+    "row before": (lambda net: OtherOrder(net, lambda t: t.roll(1, 0), **ADAM), ADAM, "those of the row before"),
+    "drawn targets": (lambda net: OtherOrder(net, drawn, **ADAM), ADAM, "by torch.randperm of seed 42, inputs are not"),
+    "averaged twice": (lambda net: AveragedTwice(net, **SGD), SGD, "over the 4 microbatches once too often"),
+    "dropped": (lambda net: Dropped(net, **SGD), SGD, "Microbatch 3 is missing"),
+    "norm of each": (lambda net: NormOfEach(net, **ADAM), ADAM, "Each parameter is clipped by its own norm"),
+    "early rate": (lambda net: EarlyRate(net, **SGD), SGD, "rate is that of the next step"),
+    "no correction": (lambda net: Uncorrected(net, **ADAM), ADAM, "There is no bias correction"),
+    "AdamW": (
+        lambda net: Loop(net, **ADAM),
+        ADAM | {"rule": "Adam"},
+        r"decoupled \(AdamW\), not added to the gradient",
+    ),
+    "some decay": (lambda net: Loop(net, **SGD, weight_decay=0.1), SGD, "There is a weight decay of 0.1"),
+    "no groups": (
+        lambda net: Loop(net, **ADAM),
+        ADAM | {"groups": {"*bias": {"weight_decay": 0.0}}},
+        "Groups are not told apart",
+    ),
+    "uphill": (lambda net: Loop(net, **SGD, maximize=True), SGD, "Gradients have the wrong sign"),
+    "repeated": (lambda net: Repeated(net, **SGD), SGD, "All steps are on the first batch"),
+    "dealt rows": (lambda net: DealtRows(net, **ADAM), ADAM, "Rows are dealt out one by one to the steps"),
     "another decay": (lambda net: Loop(net, **ADAM | {"weight_decay": 0.1}), ADAM, "Weight decay is 0.1, not 0.3"),
     "other betas": (lambda net: Loop(net, **ADAM | {"betas": (0.9, 0.95)}), ADAM, r"Betas are \(0.9, 0.95\), not"),
     "tokens": (lambda net: OverTokens(net, **SGD), SGD, "summed over the 64 rows or tokens and not averaged"),
@@ -264,12 +377,15 @@ WRONG: dict[str, tuple[Made, dict[str, Any], str]] = {
 }
 
 
-def steps(made: Made) -> tuple[Any, Any, list[Any], list[float], dict[str, Tensor]]:
+def steps(
+    made: Made, many: int = 2, rows: int = 8, far: float = 1.0
+) -> tuple[Any, Any, list[Any], list[float], dict[str, Tensor]]:
     """A model with its first parameters, batches and rates, and the parameters that a loop has made of them."""
     net = net_of(2)
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
     torch.manual_seed(1)
-    batches, rates = [(torch.randn(8, 8), torch.randn(8, 8)) for _ in range(2)], [0.05, 0.02]
+    batches = [(torch.randn(rows, 8), far * torch.randn(rows, 8)) for _ in range(many)]
+    rates = [0.05, 0.02][:many]
     made(net).run(batches, rates)
     return model, params, batches, rates, {name: leaf.detach() for name, leaf in net.named_parameters()}
 
@@ -296,6 +412,54 @@ def test_what_is_right_is_not_accused(said: dict[str, Any]):
     for microbatches in (1, 2, 4):  # other orders of additions, to rounding
         report = fpipe.compare_step(model, params, batches, after, lr=rates, microbatches=microbatches, **said)
         assert len(report.leaves) == 4
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda net: OverRows(net, **SGD), "over the 3 rows or tokens of each microbatch and not averaged"),
+        (lambda net: Loop(net, **SGD | {"clip": 1.0}), "Gradients are clipped to 1"),
+    ],
+    ids=["rows", "a clip"],
+)
+def test_a_mistake_of_one_step_is_named(made: Made, words: str):
+    model, params, batches, rates, after = steps(made, many=1, rows=12, far=20.0)
+    with pytest.raises(fpipe.GradientMismatch, match=words):
+        fpipe.compare_step(model, params, batches, after, lr=rates, microbatches=MICROBATCHES, **SGD)
+
+
+def test_an_optimizer_that_is_resumed_one_step_behind_is_named():
+    """Its state is saved before it counts."""
+    made: list[Loop] = []
+    model, _, batches, rates, _ = steps(lambda net: made.append(Loop(net, **ADAM)) or made[0])
+    net, optimizer = made[0].net, made[0].optimizer
+    params = fpipe.split_params(model, {name: leaf.detach().clone() for name, leaf in net.named_parameters()})
+    names = {leaf: name for name, leaf in net.named_parameters()}
+    kept = {names[leaf]: {word: one.clone() for word, one in state.items()} for leaf, state in optimizer.state.items()}
+    opt = tuple({name: kept[name] for name in stage} for stage in params)
+    for state in optimizer.state.values():
+        state["step"] -= 1
+    made[0].run(batches, rates)
+    with pytest.raises(fpipe.GradientMismatch, match="The optimizer counts one step too few"):
+        fpipe.compare_step(model, params, batches, dict(net.named_parameters()), opt=opt, lr=rates, **ADAM)
+
+
+def test_labels_that_are_shifted_twice_are_named():
+    """The data set has shifted them already, and so does the loss."""
+    torch.manual_seed(0)
+    net, ids = nn.Sequential(nn.Embedding(11, 8), nn.Tanh(), nn.Linear(8, 11)), torch.randint(0, 11, (4, 6))
+
+    def loss(y: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(y.flatten(0, 1), labels.flatten())
+
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=loss)
+    for by, words in ((-1, "too many"), (1, "too few")):
+        trained = copy.deepcopy(net)
+        loss(trained(ids), ids.roll(-1, 1).roll(by, 1)).backward()
+        torch.optim.SGD(trained.parameters(), lr=0.1).step()
+        after = dict(trained.named_parameters())
+        with pytest.raises(fpipe.GradientMismatch, match=f"Targets are shifted by one position {words}"):
+            fpipe.compare_step(model, params, (ids, ids.roll(-1, 1)), after, rule="SGD", lr=0.1)
 
 
 def test_a_pipeline_of_ours_is_right_and_what_it_tells_is_compared():
@@ -350,6 +514,7 @@ def test_a_tie_of_which_a_use_is_missing_is_named():
         ((1, 2), None, "tied 'embed.weight' counts its use in stage 1 twice"),
         ((2, 2), None, "tied 'embed.weight' is added up twice"),
         ((1, 1), 0.1, "The norm counts tied parameters once for each use"),
+        ((1, 1), -0.1, "The norm misses tied parameters"),
     ],
 )
 def test_a_tie_that_counts_too_often_is_named(times: tuple[int, int], clip: float | None, words: str):
@@ -369,34 +534,47 @@ def test_a_tie_that_counts_too_often_is_named(times: tuple[int, int], clip: floa
     embed.weight.grad, head.weight.grad = total.clone(), total.clone()
     leaves = [embed.weight, mid.weight, mid.bias, head.weight]
     if clip is not None:
-        nn.utils.clip_grad_norm_(leaves, clip)
+        counted = leaves if clip > 0 else [mid.weight, mid.bias]
+        nn.utils.clip_grads_with_norm_(leaves, abs(clip), nn.utils.get_total_norm([leaf.grad for leaf in counted]))
+        clip = abs(clip)
     torch.optim.SGD(leaves, lr=0.1).step()
     after = {"0.weight": embed.weight, "1.weight": mid.weight, "1.bias": mid.bias}
     with pytest.raises(fpipe.GradientMismatch, match=words.replace("embed", "0")):
         fpipe.compare_step(model, params, (ids, ids), after, rule="SGD", lr=0.1, clip=clip)
 
 
-def test_targets_that_are_shuffled_by_another_seed_are_named():
+@pytest.mark.parametrize(
+    ("rule", "classes"),
+    [("SGD", 0), ("SGD", 1), ("SGD", 5), ("AdamW", 5)],
+    ids=["vectors", "numbers", "labels", "state"],
+)
+def test_targets_that_are_shuffled_by_another_seed_are_named(rule: str, classes: int):
     """Two loaders, one of inputs and one of targets, whose generators have seeds of their own."""
-    net, (x, target) = net_of(), (torch.randn(8, 8), torch.randn(8, 8))
-    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, classes or 8))
+    x = torch.randn(12, 8)
+    target = torch.randint(0, 5, (12,)) if classes > 1 else torch.randn(12, classes or 8)
+    loss: Any = nn.functional.cross_entropy if classes > 1 else MSE
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=loss)
     loaders = [
-        DataLoader([*zip(range(8), half, strict=True)], 4, shuffle=True, generator=torch.Generator().manual_seed(seed))  # type: ignore[arg-type]
+        DataLoader([*zip(range(12), half, strict=True)], 4, shuffle=True, generator=torch.Generator().manual_seed(seed))  # type: ignore[arg-type]
         for seed, half in enumerate((x, target))
     ]
     pairs = dict[int, int]()
     for (rows, inputs), (others, targets) in zip(*loaders, strict=True):
-        (MSE(net(inputs), targets) / 2).backward()
+        (loss(net(inputs), targets) / 3).backward()
         pairs |= zip(rows.tolist(), others.tolist(), strict=True)
-    torch.optim.SGD(net.parameters(), lr=0.1).step()
-    moved = sorted(pair for pair in pairs.items() if pair[0] != pair[1])
-    (row, other), (next_row, next_other), *rest = moved
-    words = (
-        f"Targets belong to other inputs: row {row} was trained with the target of row {other}, "
-        f"row {next_row} with that of row {next_other}, and {len(rest)} more"
-    )
-    with pytest.raises(fpipe.GradientMismatch, match=words):
-        fpipe.compare_step(model, params, (x, target), dict(net.named_parameters()), rule="SGD", lr=0.1)
+    optimizer = getattr(torch.optim, rule)(net.parameters(), lr=0.1)
+    optimizer.step()
+    state = named_state(net, optimizer) if rule == "AdamW" else None
+    after = dict(net.named_parameters())
+    with pytest.raises(fpipe.GradientMismatch) as found:
+        fpipe.compare_step(model, params, (x, target), after, rule=rule, lr=0.1, opt_after=state)
+    first, other, second, third, more = map(int, re.findall(r"\d+", str(found.value).split("\n")[1]))
+    moved = [row for row, met in pairs.items() if not torch.equal(target[row], target[met])]
+    assert len(moved) == more + 2
+    assert [first, second] == sorted(moved)[:2]
+    assert all(torch.equal(target[pairs[row]], target[met]) for row, met in ((first, other), (second, third)))
 
 
 def test_rows_that_replicas_draw_by_themselves_are_named():
@@ -449,8 +627,19 @@ def test_torchs_own_shapes_are_refused_in_a_sentence(word: str):
     said: dict[str, Any] = {"rule": "AdamW", "lr": 0.1, word: odd}
     with pytest.raises(TypeError, match=f"^{word} is "):
         fpipe.compare_step(model, params, batch, joined(params), **said)
-    with pytest.raises(ValueError, match="batches is the batch"):
-        fpipe.compare_step(model, params, [], joined(params), rule="AdamW", lr=0.1)
+    apart = [{"other": torch.zeros(1)}, {"other": torch.ones(1)}]
+    for odd, kind, words in (
+        ({"batches": []}, ValueError, "batches is the batch"),
+        ({"batches": (batch, batch)}, ValueError, "ends in TypeError: linear.*hand in a list, .batch, ...,"),
+        ({"batches": (batch,) * 3}, ValueError, "found a tuple of 3; of several steps hand in a list"),
+        ({"lr": None}, TypeError, "lr is a number or a 0-d tensor; found NoneType"),
+        ({"grads": apart}, ValueError, "nothing to compare the gradient of other with"),
+        ({"groups": {"no": {"lr": 1.0}}}, ValueError, "no parameter has a name like 'no' of groups="),
+        ({"opt": ({}, {})}, ValueError, "opt of stage 0 has other leaves"),
+    ):
+        how: Any = {"batches": batch, "rule": "AdamW", "lr": 0.1} | odd
+        with pytest.raises(kind, match=words):
+            fpipe.compare_step(model, params, how.pop("batches"), joined(params), **how)
 
 
 def named_state(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
@@ -491,7 +680,7 @@ def test_a_gradient_that_tensor_parallel_ranks_have_parts_of_is_explained():
         grads.append({name: leaf.grad.clone() for name, leaf in one.named_parameters()})
         torch.optim.SGD(one.parameters(), lr=0.1).step()
         after.append({name: leaf.detach() for name, leaf in one.named_parameters()})
-    words = r"tensor-parallel ranks: 0.weight, 0.bias\.\nThe gradient of 0.weight is not added over tensor-parallel"
+    words = r"tensor-parallel ranks: 0.weight, 0.bias\.\nThe gradient of 0.weight is not added over 2 tensor-parallel"
     with pytest.raises(fpipe.GradientMismatch, match=words):
         fpipe.compare_step(model, params, (x, target), after, rule="SGD", lr=0.1, grads=grads)
 

@@ -256,7 +256,7 @@ def test_a_routers_gradient_that_no_rank_adds_up_over_experts_is_named(pair: Pro
         assert len(judged(mixture(), batches(8, 8)[:1], after, **said).leaves) == 4
         return
     words = (
-        "tensor-parallel ranks: 1.gate.weight.\nThe gradient of 1.gate.weight is not added over tensor-parallel ranks"
+        "tensor-parallel ranks: 1.gate.weight.\nThe gradient of 1.gate.weight is not added over 2 tensor-parallel ranks"
     )
     with pytest.raises(fpipe.GradientMismatch, match=words):
         judged(mixture(), batches(8, 8)[:1], after, **said)

@@ -22,14 +22,14 @@ PACKAGE = ROOT / "fpipe"
 PLAN = """
 root <-
 torch_private <-
-transforms <- root torch_private
+optimizers <- root torch_private
+transforms <- root torch_private optimizers
 graphs/purity <- root torch_private
 timing <- root transforms
 graphs/language <- root torch_private graphs/purity
 orders <- root transforms timing
 graphs/tracing <- root torch_private graphs/purity graphs/language
 schedules <- root transforms timing orders
-optimizers <- root torch_private
 single_device <- root optimizers transforms timing graphs/purity graphs/language graphs/tracing
 graphs/compiling <- root torch_private graphs/purity graphs/language graphs/tracing
 finding <- root transforms timing orders schedules

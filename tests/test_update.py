@@ -245,7 +245,12 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         TypeError,
         "stays outside of a program",
     ),
-    "no rule": (lambda: built("Adm"), ValueError, "'Adm' is no rule of an optimizer; known: SGD, Adam, "),
+    "another AdamW": (
+        lambda: fpipe.update(type("AdamW", (torch.optim.AdamW,), {})),
+        ValueError,
+        "test_update.AdamW is another optimizer than torch.optim.AdamW: fpipe.register_update",
+    ),
+    "no rule": (lambda: fpipe.update("Adm"), ValueError, "'Adm' is no rule of an optimizer; known: SGD, Adam, "),
     "no setting": (lambda: built("SGD", momentun=0.9), ValueError, "takes no momentun=; it takes lr, momentum"),
     "a bad setting": (lambda: built("SGD", momentum=-1.0), ValueError, "Invalid momentum"),
     "a tensor": (lambda: fpipe.update("SGD", momentum=torch.ones(1)), ValueError, "a number, a word or a tuple"),
@@ -525,9 +530,7 @@ def test_a_step_that_fails_says_that_what_was_donated_is_gone():
             step(params, (torch.ones(4), torch.ones(4)), opt=opt, lr=2.0)
         assert any("were donated to this step" in note for note in failed.value.__notes__)
     finally:
-        from fpipe.optimizers.rules import RULES
-
-        RULES.pop("Boom")
+        fpipe.optimizers.rules.RULES.pop("Boom")
     with pytest.raises(ValueError, match=r"put fpipe.update\(\) into it"):
         fpipe.build(fpipe.program(MODEL), MODEL, donate=True)
 

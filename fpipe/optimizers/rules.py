@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fpipe.optimizers.rule_names import RULES, TORCHS, check_rule
 from fpipe.torch_private.modules import version_of
 
 Words = tuple[tuple[str, Any], ...]
@@ -34,9 +35,6 @@ class Registered(NamedTuple):
 
     apply: Apply
     initial: Initial
-
-
-RULES: dict[str, Registered] = {}
 
 
 def register_update(name: str, apply: Apply, initial: Initial | None = None) -> None:
@@ -60,7 +58,7 @@ def register_update(name: str, apply: Apply, initial: Initial | None = None) -> 
     ({'w': tensor(2.5000)},)
     >>> _ = RULES.pop("SignSGD")
     """
-    if _class_of(name) is not None or name in RULES or not name.isidentifier():
+    if name in TORCHS or name in RULES or not name.isidentifier():
         raise ValueError(f"a rule's name is a new word, which torch.optim has not; found {name!r}.")
     if not callable(apply) or not (initial is None or callable(initial)):
         raise ValueError("a rule is f(param, grad, state, *, lr, **settings) -> (param, state), its start f(param).")
@@ -183,7 +181,6 @@ def with_lr(words: Words, lr: float | None) -> dict[str, Any]:
 # Rules whose state is handed over before the first step too: a constructor fills it, or it begins with zeros.
 _FILLED = frozenset(("Adagrad", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta"))
 UNCOUNTED = frozenset(("SGD", "Muon"))  # rules that count no steps: here a state tells by them whether it has begun
-_NAMES = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Muon")
 OF_MATRICES = frozenset(("Muon",))
 _KNOWN = threading.local()
 
@@ -210,8 +207,8 @@ def _optimizer(by: str, settings: Words, params: list[Tensor], lr: float) -> tor
     """
     cls = _class_of(by)
     if cls is None:
-        known = ", ".join([*_NAMES, *RULES])
-        raise ValueError(f"{by!r} is no rule of an optimizer; known: {known}. fpipe.register_update adds one.")
+        check_rule(by)
+        raise ValueError(f"this torch has no {by}: take another rule, or a newer torch.")
     takes = inspect.signature(cls).parameters
     words = with_lr(settings, lr)
     odd = next((word for word in words if word not in takes), None)
@@ -225,7 +222,7 @@ def _optimizer(by: str, settings: Words, params: list[Tensor], lr: float) -> tor
 
 
 def _class_of(by: str) -> Callable[..., torch.optim.Optimizer] | None:
-    return getattr(torch.optim, by, None) if by in _NAMES else None
+    return getattr(torch.optim, by, None) if by in TORCHS else None
 
 
 @lru_cache(maxsize=256)

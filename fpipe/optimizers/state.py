@@ -77,23 +77,25 @@ def check_update(program: Program, names: Sequence[str] | None) -> None:
     op = update_of(program)
     if op is None:
         return
-    by, _, groups, _ = words = words_of(op.how)
+    words = words_of(op.how)
+    by, groups = words.by, words.groups
     if by in OF_MATRICES and op.reads[0].name == "shard":
         raise ValueError(f"{by} looks at whole matrices, of which replicas have shards: use fpipe.data_parallel().")
     for settings in (words.settings, *words.of([pattern for pattern, _ in groups])):
         state_shapes(by, settings, torch.empty(2, 2))
-    for pattern, _ in groups if names is not None else ():
-        if not any(fnmatchcase(name, pattern) for name in names or ()):
-            raise ValueError(
-                f"no parameter has a name like {pattern!r} of groups=; there are {', '.join(names or ())}."
-            )
+    if names is not None:
+        check_groups(words, names)
 
 
-def check_optimizer_state(program: Program, params: Sequence[Any], opt: Any) -> None:
-    """A ValueError for an optimizer's state that is not of these parameters and the program's rule."""
-    op = update_of(program)
-    assert op is not None
-    words = words_of(op.how)
+def check_groups(words: UpdateWords, names: Sequence[str]) -> None:
+    """A ValueError for a group of none of the `names` of parameters."""
+    for pattern, _ in words.groups:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"no parameter has a name like {pattern!r} of groups=; there are {', '.join(names)}.")
+
+
+def check_optimizer_state(words: UpdateWords, params: Sequence[Any], opt: Any) -> None:
+    """A ValueError for an optimizer's state that is not of these parameters and this rule."""
     if not isinstance(opt, tuple | list) or len(opt) != len(params):
         raise ValueError(f"opt is a tuple with one entry for each of the {len(params)} stages, {_WAY}.")
     for number, (stage, states) in enumerate(zip(params, opt, strict=True)):

@@ -9,11 +9,11 @@ wait for it, and valid[,i] = VALIDATE norm[,i] tells afterwards whether it would
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any, Literal
 
+from fpipe.optimizers.rule_names import TORCHS, check_rule
 from fpipe.order import in_order
 from fpipe.program import PARAMETERS, Input, Op, Output, Program, ProgramError, Value
 from fpipe.transforms._loss_scale import SCALE, scaled_backwards, unscaled, words_of_scale
@@ -78,8 +78,9 @@ def update(
 
     Raises:
         TypeError: a rule that is no name and no class.
-        ValueError: a clip that is no number above 0, settings that are no literals, a rule that looks at more than
-            gradients, validate="after" without a clip or with a loss scale, or another loss scale.
+        ValueError: a rule that there is not, that looks at more than gradients, or is another library's under a name of
+            torch; a clip that is no number above 0, settings that are no literals, validate="after" without a clip or
+            with a loss scale, or another loss scale.
         ProgramError: gradients are those of single microbatches, the program has its transfers already, or updates.
 
     >>> import fpipe
@@ -201,8 +202,12 @@ def words_of_update(
         raise TypeError(f"a rule is the name or class of an optimizer, such as 'AdamW'; found {found}")
     if name in _REFUSED:
         raise ValueError(f"{name} {_REFUSED[name]}, and no op of a program does: use it outside, on Result.grads.")
-    if not re.fullmatch(r"\w+", name):
-        raise ValueError(f"a rule is the name of an optimizer, such as 'AdamW'; found {name!r}.")
+    check_rule(name)
+    if isinstance(rule, type) and name in TORCHS and not rule.__module__.startswith("torch.optim"):
+        raise ValueError(
+            f"{rule.__module__}.{name} is another optimizer than torch.optim.{name}: fpipe.register_update gives its "
+            "rule a name of its own."
+        )
     if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"clip is a norm, a number above 0; found {clip!r}.")
     how: dict[str, Any] = {"by": name} | ({} if clip is None else {"clip": float(clip) if isfinite(clip) else "inf"})

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from math import isfinite
 from operator import itemgetter
 from typing import Any
@@ -18,8 +17,8 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.single_device.result import Result
 from fpipe.verification.gradient_changes import Parts
+from fpipe.verification.odd_rows import odd_rows
 from fpipe.verification.report import Close, Leaf, Report, is_finite, largest, listed, wide
-from fpipe.verification.row_counts import odd_rows
 from fpipe.verification.step_mistakes import Loop, mistakes
 
 _SPREAD = 10.0
@@ -132,17 +131,21 @@ class AfterSteps:
         return f"the learning rate is {found}, not {said}"
 
     def _odd_rows(self, grads: Mapping[int, Tensor]) -> str | None:
-        """Rows that count otherwise in gradients that are known, or that a step of plain descent tells."""
+        """Rows that count otherwise, or met the targets of others, in gradients that are known, or that a step of plain
+        descent tells."""
         loop, words = self.loop, self.loop.words
         if len(loop.steps) > 1:
             return None
         settings, rate = dict(words.settings), loop.rates[0]
-        if not grads and words.by == "SGD" and rate and words.clip is None and {*settings} <= {"weight_decay", "lr"}:
+        plain = {*settings} <= {"weight_decay", "momentum"} and not any(
+            leaf.any() for leaf in tree.leaves(tuple(loop.opt))
+        )
+        if not grads and words.by == "SGD" and rate and words.clip is None and plain:
             before, decay = tree.leaves(tuple(loop.params)), settings.get("weight_decay", 0.0)
             moved = {at: (wide(before[at]) - wide(leaf)) / rate for at, (_, leaf) in self.found.items()}
             grads = {at: grad - decay * wide(before[at]) for at, grad in moved.items() if grad.any()}
-        of = partial(loop.plain, loop.params, state=loop.state, key=loop.keys[0])
-        return odd_rows(loop.steps[0], of, grads, loop.model.reduction) if grads else None
+        ways = odd_rows(loop, grads) if grads else ()
+        return next((words for words, loop in ways if not self.wrong_beside(loop, loop.run())), None)
 
     def _error(self, made: Result) -> float:
         """How far away the parameters are that a loop makes: after few steps several mistakes may look alike."""

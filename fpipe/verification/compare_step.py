@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fpipe import tree
@@ -16,21 +15,22 @@ from fpipe.graphs.purity.sharded import is_sharded
 from fpipe.limits import whole
 from fpipe.model import Model, the_model
 from fpipe.models.parameters.params import join_params
-from fpipe.optimizers.op_words import words_of
-from fpipe.optimizers.state import initial_states
+from fpipe.optimizers.op_words import names_of, words_of
+from fpipe.optimizers.state import check_groups, check_optimizer_state, initial_states
+from fpipe.runtimes.definition.inputs_and_results import rate_of
 from fpipe.single_device.batches import check_batch
 from fpipe.single_device.microbatch import cut
 from fpipe.single_device.over_parts import over_parts
 from fpipe.single_device.params_and_state import check_all_state, check_params
 from fpipe.single_device.result import Result
 from fpipe.transforms.update import words_of_update
-from fpipe.verification.after_steps import GRADIENT, AfterSteps, shaken
+from fpipe.verification.after_steps import AfterSteps
+from fpipe.verification.beside import beside, differ_by_rank, one_a_step, told_of
 from fpipe.verification.compare_grads import dotted
 from fpipe.verification.gradient_changes import Parts
 from fpipe.verification.rank_pieces import Pieces, Region, put_together
-from fpipe.verification.report import Close, GradientMismatch, Report, listed, wide
-from fpipe.verification.rounding import is_mean_to_rounding
-from fpipe.verification.step_mistakes import Loop, clipped_by_parts
+from fpipe.verification.report import Close, GradientMismatch, Report, listed
+from fpipe.verification.step_mistakes import Loop
 
 
 def compare_step(
@@ -104,14 +104,13 @@ def compare_step(
     close = None if rtol is None and atol is None else Close(rtol, atol)
     found, pieces = _by_leaf(the_model(model), params, after)
     check_all_state(model, state, "compare_step")
-    each: list[Any] = batches if isinstance(batches, list) else [batches]
-    if not each:
-        raise ValueError("batches is the batch (inputs, target) of the step, or a list with that of each; found none.")
-    for batch in each:
-        check_batch(batch)
+    each = _batches(batches)
     _check_named(opt, grads, opt_after)
     whole("microbatches", microbatches)
     words = words_of(words_of_update(rule, clip, groups, settings))
+    check_groups(words, [name for stage in params for name in names_of(tree.flatten(stage)[1])])
+    if opt is not None:
+        check_optimizer_state(words, params, opt)
     steps = [[cut(batch, index, microbatches) for index in range(microbatches)] for batch in each]
     loop = Loop(
         model=model,
@@ -120,21 +119,50 @@ def compare_step(
         state=state,
         steps=steps,
         words=words,
-        rates=_one_a_step(lr, len(each), "lr"),
+        rates=[float(rate_of(rate)) for rate in one_a_step(lr, len(each), "lr")],
         plain=_Plain(model, params, state, steps),
-        keys=_one_a_step(key, len(each), "key"),
+        keys=one_a_step(key, len(each), "key"),
         places=_places(pieces, found),
     )
-    expected = loop.run()
+    expected = _run(loop, batches)
     judged = AfterSteps(found, loop, expected, close)
     apart = [*pieces.apart] if pieces is not None else []
-    known, said = _beside(judged, grads or {}, opt_after or {})
-    told = [*_differ_by_rank(judged, apart), *said]
-    told += [*_told("loss", loss, expected.loss, microbatches), *_told("norm", norm, expected.norm, microbatches)]
+    known, said = beside(judged, grads or {}, opt_after or {})
+    told = [*differ_by_rank(judged, apart), *said]
+    told += [*told_of("loss", loss, expected.loss, microbatches), *told_of("norm", norm, expected.norm, microbatches)]
     report = judged.report
     if not judged.wrong and not told:
         return report
     raise GradientMismatch("\n".join(told if apart else [*judged.message(known), *told]), report)
+
+
+_SEVERAL = "of several steps hand in a list, [batch, ..], and not a tuple"
+
+
+def _batches(batches: Any) -> list[Any]:
+    """The batch of each step."""
+    each: list[Any] = batches if isinstance(batches, list) else [batches]
+    if not each:
+        raise ValueError("batches is the batch (inputs, target) of the step, or a list with that of each; found none.")
+    if isinstance(batches, tuple) and len(batches) != 2:  # pyright: ignore[reportUnknownArgumentType]
+        raise ValueError(f"a batch is a pair (inputs, target), found a tuple of {len(batches)}; {_SEVERAL}.")  # pyright: ignore[reportUnknownArgumentType]
+    for batch in each:
+        check_batch(batch)
+    return each
+
+
+def _run(loop: Loop, batches: Any) -> Result:
+    """The loop's result; two pairs in a tuple may be one batch of two inputs and two targets, or were to be a list."""
+    try:
+        return loop.run()
+    except Exception as error:
+        pairs = isinstance(batches, tuple) and all(isinstance(one, tuple) for one in batches)  # pyright: ignore[reportUnknownVariableType]
+        if not pairs:
+            raise
+        raise ValueError(
+            f"one batch of these inputs and these targets, {len(batches[0])} and {len(batches[1])}, ends in "
+            f"{type(error).__name__}: {str(error).partition(chr(10))[0]}; {_SEVERAL}."
+        ) from error
 
 
 def _check_named(opt: Any, grads: Any, opt_after: Any) -> None:
@@ -150,16 +178,6 @@ def _check_named(opt: Any, grads: Any, opt_after: Any) -> None:
             'opt_after is by name, {"0.weight": {"exp_avg": .., "step": ..}}, as {name: optimizer.state[p] for name, p '
             "in net.named_parameters()} is; an optimizer's state_dict() has numbers for names."
         )
-
-
-def _one_a_step(given: Any, steps: int, word: str) -> list[Any]:
-    found: list[Any] = [*given] if isinstance(given, list | tuple) else [given] * steps
-    odd = next((one for one in found if not isinstance(one, int | float | Tensor | None)), None)
-    if odd is not None:
-        raise TypeError(f"{word} is one number, or a list with that of each step; found {odd!r}.")
-    if len(found) != steps:
-        raise ValueError(f"{word} is one number, or a list of {steps}, one for each step; found {len(found)}.")
-    return found
 
 
 class _Plain:
@@ -242,80 +260,3 @@ def _by_ranks(model: Model, after: Sequence[Any]) -> bool:
     """Whether these are dicts by the names of a net, of a stage or a rank each."""
     flat = all(isinstance(one, Mapping) and all(isinstance(name, str) for name in one) for one in after)
     return flat and all(stage.names is not None for stage in model.stages)
-
-
-def _differ_by_rank(judged: AfterSteps, names: Sequence[str]) -> list[str]:
-    """A sentence about parameters that were copies before the steps."""
-    if not names:
-        return []
-    for words, loop in clipped_by_parts(judged.loop):
-        if not judged.wrong_beside(loop, loop.run()):
-            return [f"Ranks have copies that differ, such as {names[0]}: {words}."]
-    words = "Ranks have copies that differ: gradients of these are not added over replicas or tensor-parallel ranks"
-    norms = ", or each rank clips by a norm of its own" * (judged.loop.words.clip is not None)
-    return [f"{words}{norms}: {listed(names)}."]
-
-
-def _not_added(name: str, ranks: Sequence[Tensor], right: Tensor) -> str:
-    """A sentence about a gradient that ranks have each a part of."""
-    total = torch.stack([wide(one) for one in ranks]).sum(0)
-    ways = (("add up to", "tensor-parallel ranks", total), ("have the mean", "replicas", total / len(ranks)))
-    for way, over, made in ways:
-        if Close(_NEAR, _NEAR * float(wide(right).abs().max()))(made, wide(right)):
-            return f"The gradient of {name} is not added over {over}: those of {len(ranks)} ranks {way} the right one."
-    return f"The gradient of {name} is another one on each of {len(ranks)} ranks that are to have copies."
-
-
-_NEAR = 1e-4
-"""How near a sum over ranks is to the gradient that it explains."""
-
-
-def _beside(
-    judged: AfterSteps,
-    grads: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-    states: Mapping[str, Mapping[str, Any]],
-) -> tuple[dict[int, Tensor], list[str]]:
-    """Gradients by the number of their leaf, and sentences about those and optimizer state that are not the loop's."""
-    right, said = judged.values_of(judged.expected), list[str]()
-    if not isinstance(grads, Mapping):
-        shapes = {name.removeprefix(GRADIENT): leaf.shape for name, leaf in right.items()}
-        pieces = put_together(grads, shapes)
-        for name, ranks in pieces.apart.items():
-            said.append(_not_added(name, ranks, right[GRADIENT + name]))
-        grads = {name: leaf for name, leaf in pieces.whole.items() if name not in pieces.apart}
-    given = {GRADIENT + name: leaf for name, leaf in grads.items()}
-    given |= {f"{word} of {name}": leaf for name, state in states.items() for word, leaf in state.items()}
-    unknown = next((what for what in given if what not in right), None)
-    if unknown is not None:
-        raise ValueError(f"there is nothing to compare {unknown} with; there is {listed([*right])}.")
-    found = {what: _tensor(leaf) for what, leaf in given.items()}
-    for what, leaf in found.items():
-        if leaf.shape != right[what].shape:
-            raise ValueError(f"{what} has the shape {[*leaf.shape]}, and is to have {[*right[what].shape]}.")
-    odd = [what for what, leaf in found.items() if not judged.same(leaf, right[what])]
-    if odd and judged.close is None:
-        moved = judged.values_of(shaken(judged.loop).run())
-        odd = [what for what in odd if not judged.near(found[what], right[what], moved[what])]
-    said += [f"{len(odd)} of {len(given)} values beside the parameters are others: {listed(odd)}."] if odd else []
-    known = {at: found[GRADIENT + name] for at, (name, _) in judged.found.items() if GRADIENT + name in found}
-    return known, said
-
-
-def _tensor(leaf: Any) -> Tensor:
-    return torch.as_tensor(leaf.full_tensor() if is_sharded(leaf) else leaf).detach()
-
-
-def _told(word: str, told: Any, expected: Any, microbatches: int) -> list[str]:
-    """Sentences about a loss or norm that another pipeline told."""
-    if told is None:
-        return []
-    found = [torch.as_tensor(one) for one in _one_a_step(told, len(expected), word)]
-    for step, (one, right) in enumerate(zip(found, expected, strict=True)):
-        if is_mean_to_rounding(one.to(torch.float32), right.to(torch.float32)):
-            continue
-        ratio = float(one) / float(right) if float(right) else float("inf")
-        scales = {k: f"{k} x" for k in (2, 4, 8, microbatches)} | {1 / k: f"1/{k} x" for k in (2, 4, 8, microbatches)}
-        roots = {k**0.5: f"counts everything {k} times" for k in (2, 4, 8)} if word == "norm" else {}
-        words = next((said for scale, said in (scales | roots).items() if abs(ratio / scale - 1) < 1e-4), "")
-        return [f"The {word} of step {step} is {float(one):g}, and not {float(right):g}{': ' * bool(words)}{words}."]
-    return []

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.model import TiedLeaf
+from fpipe.model import Reduction, TiedLeaf
 from fpipe.program import Value
+from fpipe.single_device.microbatch import cut
 from fpipe.single_device.result import Result
 from fpipe.single_device.training_loop import total_norm
 from fpipe.verification.rank_pieces import Region
+from fpipe.verification.row_orders import reordered
 
 IGNORED = -100
 """The class that torch's losses do not count."""
@@ -89,19 +91,6 @@ def of_replica(replica: int, replicas: int) -> Change:
     return change
 
 
-def with_targets_of(by: int) -> Change:
-    """Gradients where the inputs of a microbatch meet the targets of another."""
-
-    def change(number: int, parts: Parts, made: Result, of: Callable[..., Result]) -> Any:
-        if len({size for _, size in parts}) > 1:
-            return made.grads
-        targets = [target for (_, target), _ in parts]
-        others = [*targets[by:], *targets[:by]]
-        return of([((x, target), size) for ((x, _), size), target in zip(parts, others, strict=True)]).grads
-
-    return change
-
-
 def by_tokens(number: int, parts: Parts, made: Result, of: Callable[..., Result]) -> Any:
     """Gradients as a mean over what the loss does not ignore in all microbatches."""
     counts = [counts_of(target)[-1] for (_, target), _ in parts]
@@ -138,24 +127,37 @@ def of_uses(uses: Sequence[TiedLeaf], times: Sequence[int]) -> Change:
     return change
 
 
-def with_targets(moved: Callable[[Tensor], Tensor]) -> Change:
-    """Gradients where the targets of a whole batch are `moved` before it is cut."""
+def with_targets(order: Tensor) -> Change:
+    """Gradients where each row of the whole batch meets the target of another."""
 
     def change(number: int, parts: Parts, made: Result, of: Callable[..., Result]) -> Any:
-        each = [tree.flatten(target) for (_, target), _ in parts]
-        columns = zip(*(leaves for leaves, _ in each), strict=True)
-        whole = [_moved(column, moved) for column in columns]
-        targets = [tree.unflatten(spec, [leaf[k] for leaf in whole]) for k, (_, spec) in enumerate(each)]
+        targets = reordered([target for (_, target), _ in parts], order)
         return of([((x, target), size) for ((x, _), size), target in zip(parts, targets, strict=True)]).grads
 
     return change
 
 
-def _moved(column: Sequence[Any], moved: Callable[[Tensor], Tensor]) -> Sequence[Any]:
-    """The leaves of all microbatches, moved as one, and cut as they were."""
-    if not all(isinstance(leaf, Tensor) and leaf.ndim for leaf in column):
-        return column
-    return moved(torch.cat([*column])).split([len(leaf) for leaf in column])
+def with_rolled_targets(by: int) -> Change:
+    """Gradients where targets are moved along their second dimension."""
+
+    def rolled(leaf: Any) -> Any:
+        return leaf.roll(by, 1) if isinstance(leaf, Tensor) and leaf.ndim > 1 else leaf
+
+    def change(number: int, parts: Parts, made: Result, of: Callable[..., Result]) -> Any:
+        return of([((x, tree.tree_map(rolled, target)), size) for (x, target), size in parts]).grads
+
+    return change
+
+
+def of_rows(counts: Sequence[int], reduction: Reduction) -> Change:
+    """Gradients in which each row of the whole batch counts so many times."""
+
+    def change(number: int, parts: Parts, made: Result, of: Callable[..., Result]) -> Any:
+        rows = [cut(part, index, size)[0] for part, size in parts for index in range(size)]
+        drawn = [(row, 1) for row, count in zip(rows, counts, strict=True) for _ in range(count)]
+        return _weighed(of(drawn).grads, len(drawn) / len(rows) if reduction == "mean" else 1)
+
+    return change
 
 
 def clipped_by_stage(most: float) -> Change:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 from torch import Tensor
@@ -38,10 +39,11 @@ from fpipe.verification.gradient_changes import (
     of_replica,
     of_uses,
     scaled,
+    with_rolled_targets,
     with_targets,
-    with_targets_of,
 )
 from fpipe.verification.rank_pieces import Region
+from fpipe.verification.row_orders import orders, pooled, reordered
 
 
 @dataclass(frozen=True)
@@ -170,25 +172,11 @@ def _of_rows(loop: Loop) -> Named:
             for j in range(k) if many % k == 0 else ():
                 words = f"all {k} replicas are handed the same rows, those of replica {j}"
                 yield words, replace(loop, change=of_replica(j, k))
-        yield "targets are those of the next microbatch", replace(loop, change=with_targets_of(1))
-        yield "targets are those of the microbatch before", replace(loop, change=with_targets_of(-1))
-    yield "targets are those of the next row", replace(loop, change=with_targets(partial(_rolled, -1, 0)))
-    yield "targets are those of the row before", replace(loop, change=with_targets(partial(_rolled, 1, 0)))
-    yield "targets come in the reverse order of the rows", replace(loop, change=with_targets(_reversed))
+    for words, order in orders(sum(size for _, size in loop.steps[0]), many):
+        yield words, replace(loop, change=with_targets(order))
     if any(leaf.ndim > 1 and not leaf.is_floating_point() for leaf in tree.leaves(loop.steps[0][0][0][1])):
-        yield (
-            "targets are shifted by one position too many",
-            replace(loop, change=with_targets(partial(_rolled, -1, 1))),
-        )
-        yield "targets are shifted by one position too few", replace(loop, change=with_targets(partial(_rolled, 1, 1)))
-
-
-def _rolled(by: int, dim: int, leaf: Tensor) -> Tensor:
-    return leaf.roll(by, dim) if leaf.ndim > dim else leaf
-
-
-def _reversed(leaf: Tensor) -> Tensor:
-    return leaf.flip(0)
+        yield "targets are shifted by one position too many", replace(loop, change=with_rolled_targets(-1))
+        yield "targets are shifted by one position too few", replace(loop, change=with_rolled_targets(1))
 
 
 def _of_clips(loop: Loop) -> Named:
@@ -292,12 +280,36 @@ def _of_steps(loop: Loop) -> Named:
             "gradients of the steps before are still there: zero_grad is missing",
             replace(loop, change=never_zeroed()),
         )
-        yield "all steps are on the first batch", replace(loop, steps=[loop.steps[0]] * len(loop.steps))
-        yield "the batches come in reverse", replace(loop, steps=[*loop.steps][::-1])
+        for words, steps in _of_batches(loop.steps):
+            yield words, replace(loop, steps=steps)
     if many > 1:
         single = [[part] for parts in loop.steps for part in parts]
         rates, keys = ([one for one in some for _ in range(many)] for some in (loop.rates, loop.keys))
         yield "the optimizer steps after each microbatch", replace(loop, steps=single, rates=rates, keys=keys)
+
+
+def _of_batches(steps: Sequence[Parts]) -> Iterator[tuple[str, Sequence[Parts]]]:
+    """Steps that are on rows of others."""
+    right = (*range(len(steps)),)
+    ways = [("all steps are on the first batch", (0,) * len(steps)), ("the batches come in reverse", right[::-1])]
+    ways.append(("each step is on the batch of the one before", (0, *right[:-1])))
+    for one, other in permutations(right[:_MOST_STEPS], 2):
+        ways.append((f"step {one} is on the batch of step {other}", (*right[:one], other, *right[one + 1 :])))
+        swapped = [{one: other, other: one}.get(step, step) for step in right]
+        ways.append((f"steps {one} and {other} have each other's batch", (*swapped,)))
+    seen = {right}
+    for words, way in ways:
+        if way not in seen:
+            yield words, [steps[step] for step in way]
+        seen.add(way)
+    whole = [part for parts in steps for part, _ in parts]
+    for words, order in pooled(sum(size for parts in steps for _, size in parts), len(steps)):
+        parts = iter(reordered(whole, order))
+        yield words, [[(next(parts), size) for _, size in step] for step in steps]
+
+
+_MOST_STEPS = 6
+"""Steps up to which all pairs of them are tried."""
 
 
 def _counted(opt: Any) -> float:

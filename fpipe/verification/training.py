@@ -59,7 +59,7 @@ def trained(
     scale = SCALE if scale is None and any(value.name == "valid" for value in op.reads) else scale
     optim = optim_of(program, opt, lr, scale)
     assert optim is not None
-    check_optimizer_state(program, params, opt)
+    check_optimizer_state(words_of(op.how), params, opt)
     scaler = None if optim[2] is None else scaler_of(optim[2], _how(program, "VALIDATE"))
     rates = [float(rate) for rate in optim[1]] or [None] * program.steps
     batch_of(program, batch)

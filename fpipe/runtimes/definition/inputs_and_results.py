@@ -12,7 +12,7 @@ import torch
 from fpipe import tree
 from fpipe.graphs.tracing.keys import fold_in
 from fpipe.model import Model, same_keys
-from fpipe.optimizers.op_words import update_of
+from fpipe.optimizers.op_words import update_of, words_of
 from fpipe.optimizers.state import check_optimizer_state
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Output, Program, Value
@@ -75,7 +75,7 @@ def optim_of(program: Program, opt: Any, lr: Any, scale: Any = None) -> Optim:
     if scales is not (scale is not None):
         none = "this program scales no loss; leave scale= out, or say fpipe.update(loss_scale=)."
         raise ValueError(_MISSING.format("scale", "scale", "2.0**16") if scales else none)
-    return opt, [*map(_rate, rates)] if wanted else [], _scale(scale) if scales else None
+    return opt, [*map(rate_of, rates)] if wanted else [], _scale(scale) if scales else None
 
 
 def _scale(given: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,7 +87,13 @@ def _scale(given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return given  # pyright: ignore[reportUnknownVariableType]
 
 
-def _rate(lr: Any) -> torch.Tensor:
+def rate_of(lr: Any) -> torch.Tensor:
+    """A learning rate as a step has it.
+
+    Raises:
+        TypeError: no number.
+        ValueError: below 0, infinite or NaN.
+    """
     if isinstance(lr, bool) or not (isinstance(lr, int | float) or (isinstance(lr, torch.Tensor) and not lr.ndim)):
         raise TypeError(f"lr is a number or a 0-d tensor; found {type(lr).__name__}.")
     rate = float(lr)
@@ -100,8 +106,9 @@ def check_inputs(program: Program, model: Model, params: Any, state: Any, optim:
     """A ValueError for params, a state or an optimizer's state that are not those of the model and program, before
     anything is cut."""
     check_params(model, params)
-    if optim is not None:
-        check_optimizer_state(program, params, optim[0])
+    op = update_of(program)
+    if optim is not None and op is not None:
+        check_optimizer_state(words_of(op.how), params, optim[0])
         if not any(leaf.is_meta for leaf in tree.leaves(params) if isinstance(leaf, torch.Tensor)):
             refuse_meta("fpipe.optimizer_state(program, params) gives it some", opt=optim[0])
     check_state(model, state, {v.stage for v, _ in program.inputs if v.name == "state" and v.stage is not None})
