@@ -18,6 +18,7 @@ from fpipe.model import Stage
 from fpipe.torch_private.processes import group_named
 
 _c10d: Any = torch.ops._c10d_functional
+_c10d_autograd: Any = torch.ops._c10d_functional_autograd  # what torch before 2.13 traces of funcol's `.._autograd`
 
 
 def collectives_of(nodes: Sequence[fx.Node]) -> dict[int, Exchanged]:
@@ -63,7 +64,10 @@ def _added(by: str) -> str | None:
 
 _KINDS: dict[Any, Callable[..., str | None]] = {
     _c10d.all_to_all_single.default: _even,
+    _c10d_autograd.all_to_all_single.default: _even,
     _c10d.all_gather_into_tensor.default: _gathered,
+    _c10d_autograd.all_gather_into_tensor.default: _gathered,
     _c10d.reduce_scatter_tensor.default: _scattered,
+    _c10d_autograd.reduce_scatter_tensor.default: _scattered,
     _c10d.all_reduce.default: _added,
 }
