@@ -13,7 +13,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # A worker a core. Each imports torch, so there is no gain in very many; who has done its share takes half of another's.
 PYTEST := $(BIN)/python -m pytest --numprocesses=logical --maxprocesses=8 --dist=worksteal
 
-.PHONY: help demo demo-distributed docs site families-page quick test deep families lint bench versions dist
+.PHONY: help demo demo-distributed docs site notebooks families-page quick test deep families lint pythons bench versions dist
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -33,6 +33,9 @@ site: $(SITE) ## Build build/site from docs/ and the docstrings, with warnings a
 	$(BIN)/python -m sphinx -q -W --keep-going -c docs/site -d build/doctrees docs build/site
 	$(BIN)/python docs/site/links.py build/site
 	@echo "open build/site/index.html"
+
+notebooks: $(INSTALLED) ## Write build/notebooks, three pages as notebooks: jupyter lab build/notebooks
+	$(BIN)/python -m docs.notebooks build/notebooks
 
 families-page: $(INSTALLED) ## Write docs/families.md: each family of transformers, measured on this machine
 	$(BIN)/python -m docs.families
@@ -64,6 +67,9 @@ style: $(INSTALLED)
 
 types: $(INSTALLED)
 	$(BIN)/pyright
+
+pythons: $(INSTALLED) ## Check types for each later Python, as `make types` does for 3.11
+	@set -e; for python in 3.12 3.13 3.14; do echo "== $$python"; $(BIN)/pyright --pythonversion $$python; done
 
 bench: $(INSTALLED) ## Run every file of benchmarks/, one after the other
 	@set -e; for file in $(sort $(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file; done

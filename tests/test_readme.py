@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from docs import notebooks
 from fpipe.schedules import registry
 
 ROOT = Path(__file__).parents[1]
@@ -21,7 +22,9 @@ def rstripped(text: str) -> list[str]:
     return [line.rstrip() for line in text.splitlines()]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page not in notebooks.PAGES.values()], ids=lambda page: page.name
+)
 def test_code_blocks_run_and_print_what_the_page_shows(page, tmp_path, monkeypatch):
     text = page.read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)  # blocks may write files, and register schedules
@@ -35,6 +38,29 @@ def test_code_blocks_run_and_print_what_the_page_shows(page, tmp_path, monkeypat
             exec(code, namespace)
         if block["output"] is not None:
             assert rstripped(printed.getvalue()) == rstripped(block["output"]), f"{page.name}, line {above}"
+
+
+@pytest.mark.parametrize("name", notebooks.PAGES)
+def test_a_notebook_runs_and_prints_what_its_page_shows(name, tmp_path, monkeypatch):
+    pytest.importorskip("jupytext")
+    interactive = pytest.importorskip("IPython.core.interactiveshell")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # a shell has one of its own
+    monkeypatch.setattr(sys, "displayhook", sys.displayhook)
+    monkeypatch.setattr(registry, "_SCHEDULES", dict(registry._SCHEDULES))
+    shell = interactive.InteractiveShell()
+    shell.history_manager.enabled = False
+    cells = [
+        cell["source"] for cell in notebooks.notebook(notebooks.PAGES[name])["cells"] if cell["cell_type"] == "code"
+    ]
+    blocks = [*BLOCK.finditer(notebooks.PAGES[name].read_text(encoding="utf-8"))]
+    assert cells == [block["code"].rstrip("\n") for block in blocks]
+    for code, block in zip(cells, blocks, strict=True):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            shell.run_cell(code).raise_error()
+        if block["output"] is not None:
+            assert rstripped(printed.getvalue()) == rstripped(block["output"]), code
 
 
 @pytest.mark.deep

@@ -3,6 +3,7 @@
 import inspect
 import re
 import sys
+import zlib
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 import fpipe
 import fpipe.testing
-from docs.site import links, reference
+from docs.site import inventory, links, reference
 from fpipe.cli.app import COMMANDS
 from fpipe.interop import torch_pipelining
 
@@ -92,6 +93,31 @@ def test_a_docstring_becomes_restructured_text():
 )
 def test_code_in_a_text_links_to_the_public_name_that_it_is_about(code, name):
     assert reference.target(code) == name
+
+
+def test_names_of_torch_in_the_pages_and_docstrings_are_in_its_inventory_and_in_torch():
+    """But for what is private, and for one op."""
+    listed = {row[0] for row in rows_of((reference.ROOT / "docs/site/torch.txt").read_bytes().decode())}
+    texts = [page.read_text(encoding="utf-8") for page in [*PAGES, reference.ROOT / "README.md"]]
+    texts += [inspect.getdoc(reference.named(name)) or "" for name in PUBLIC]
+    used = {reference.elsewhere(code) or "" for text in texts for code in reference.CODE.findall(text)}
+    public = {name for name in used if name.startswith("torch.") and not re.search(r"\._|\.ops\.", name)}
+    assert public - listed == set()
+    assert {name for name in listed if name.startswith("torch.") and reference.named(name) is None} == set()
+
+
+def rows_of(lines: str) -> list[list[str]]:
+    """Name, kind, version, page and title of what Sphinx reads of such lines."""
+    head, packed = inventory.inventory("torch", lines).split(b"zlib.\n", 1)
+    assert head.startswith(b"# Sphinx inventory version 2\n# Project: torch\n")
+    return [row.split() for row in zlib.decompress(packed).decode().splitlines()]
+
+
+def test_a_name_without_a_mark_is_one_on_its_page():
+    assert rows_of("# a\nx.y class a.html\ny module b.html#module-y\n") == [
+        ["x.y", "py:class", "1", "a.html#x.y", "-"],
+        ["y", "py:module", "1", "b.html#module-y", "-"],
+    ]
 
 
 def test_a_page_of_the_root_is_a_page_of_the_site():

@@ -2,7 +2,7 @@
 
 Nothing is fetched, and no code of a page runs: the tests run it. Links to the source go to `[project.urls] Source` of
 pyproject.toml, or where there is none to a page of the site. python.inv has the classes, exceptions, functions and
-modules of the objects.inv in Python's own documentation.
+modules of the objects.inv in Python's own documentation, torch.txt the names of torch that we use.
 """
 
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 from sphinx import addnodes
 from sphinx.pycode import ModuleAnalyzer
 
-from docs.site import names, reference
+from docs.site import inventory, names, reference
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -41,7 +41,13 @@ autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
-intersphinx_mapping = {"python": ("https://docs.python.org/3", str(HERE / "python.inv"))}
+TORCH = ROOT / "build" / "torch.inv"
+TORCH.parent.mkdir(exist_ok=True)
+TORCH.write_bytes(inventory.inventory("torch", (HERE / "torch.txt").read_text(encoding="utf-8")))
+intersphinx_mapping = {
+    "python": ("https://docs.python.org/3", str(HERE / "python.inv")),
+    "torch": ("https://docs.pytorch.org/docs/stable", str(TORCH)),
+}
 
 html_theme = "pydata_sphinx_theme"
 html_title = f"fpipe {release}"

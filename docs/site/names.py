@@ -1,4 +1,5 @@
-"""A post-transform: code in a text that is a public name, `fpipe.simulate` or `split(8)`, links to its reference."""
+"""A post-transform: code in a text that is a public name, `fpipe.simulate` or `split(8)`, links to its reference; a
+name of torch or of Python's library to their documentation, where an inventory has it."""
 
 from docutils import nodes
 from sphinx import addnodes
@@ -17,7 +18,7 @@ class LinkNames(SphinxPostTransform):
     def run(self, **options: object) -> None:
         """Of one page."""
         for code in [*self.document.findall(nodes.literal)]:
-            full = reference.target(code.astext())
+            full = reference.target(code.astext()) or reference.elsewhere(code.astext())
             if full is None or any(isinstance(above, NOT_IN) for above in _above(code)):
                 continue
             link = addnodes.pending_xref("", refdomain="py", reftype="obj", reftarget=full, refdoc=self.env.docname)

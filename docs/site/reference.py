@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -20,7 +21,7 @@ NAMES = re.compile(r"^```\{names\} (?P<home>[\w.]+)\n(?P<names>.*?)^```$", re.M 
 HELP = re.compile(r"^```\{help\}(?P<words>[^\n]*)\n```$", re.M)
 # A page may be a file at the root; what pages and these say of each other is then a link within the site.
 WHOLE = re.compile(r"^```\{include\} \.\./(?P<file>\w+\.md)\n```$", re.M)
-AT_ROOT = {"README": "tour", "CONTRIBUTING": "contributing", "CHANGELOG": "changelog"}
+AT_ROOT = {"README": "tour", "CONTRIBUTING": "contributing", "CHANGELOG": "changelog", "SECURITY": "security"}
 LINK = re.compile(rf"\]\((?:\.\./)?(?P<file>{'|'.join(AT_ROOT)})\.md")
 SECTIONS = {"Args:": "Arguments", "Attributes:": "Attributes", "Returns:": "Returns", "Raises:": "Raises"}
 FACT = re.compile(r"(Source|Idle|Peak|Accepts): ")
@@ -137,3 +138,11 @@ def target(code: str) -> str | None:
     while name and name not in public():
         name = name.rpartition(".")[0]
     return None if plain else public().get(name)
+
+
+def elsewhere(code: str) -> str | None:
+    """The dotted name in torch or in Python's library that code in a text is about: `torch.where(mask, x, y)`."""
+    found = NAME.fullmatch(code)
+    name = found["name"] if found is not None and not code.endswith(".py") else ""
+    home, dot, _ = name.partition(".")
+    return name if dot and (home == "torch" or home in sys.stdlib_module_names) else None
