@@ -47,17 +47,8 @@ def test_what_build_posts_on_nccl_is_in_the_order_of_all_sends(run: Run):
     program = with_transfers(run.program)
     every, asked = messages(program), received_as_sent(program)
     for rank in range(program.ranks):
-        row, behind = queue_of(every, rank)
-        posted, done = [], 0
-        for op in parts_of(program.ops):
-            if op.rank == rank and op.kind in ("SEND", "RECV"):
-                for one in row:
-                    if one.value in (*op.writes, *op.reads):
-                        at, done = done, max(done, behind[one.number])
-                        posted += row[at:done]
-                        assert one in posted
         values = [value for op in parts_of(asked.ops) if op.rank == rank for value in _sent_or_received(op)]
-        assert [one.value for one in posted] == values
+        assert [one.value for one in queue_of(every, rank)[0]] == values
 
 
 def _sent_or_received(op: Op) -> tuple[Value, ...]:

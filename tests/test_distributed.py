@@ -287,12 +287,12 @@ def on_a_mesh(rank: int, names: tuple[str, str]) -> list[Any]:
 def apart(rank: int, function: Any, *args: Any) -> Any:
     """As on GPUs with NCCL, but for the carrier: a group each way, and messages that nobody looks at in the step."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fpipe.runtimes.processes.transfers.by_nccl", lambda group, device: True)
-        patch.setattr("fpipe.runtimes.processes.communicators.nccl_of_two", gloo_of_two)
+        patch.setattr("fpipe.runtimes.processes.transfers.is_on_streams", lambda group, device: True)
+        patch.setattr("fpipe.runtimes.processes.communicators.group_of_two", gloo_of_two)
         return function(rank, *args)
 
 
-def gloo_of_two(store: Any, rank: int, timeout: timedelta) -> Any:
+def gloo_of_two(kind: Any, store: Any, rank: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupGloo(store, rank, 2, timeout)
 
 

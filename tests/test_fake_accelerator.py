@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ import torch
 
 import fpipe
 from tests.fake_accelerator import COMPILER, built, known, reports_of
+from tests.fake_accelerator.group import register
 from tests.fake_accelerator.mutations import Wait, waits, without
+from tests.fake_accelerator.process_scenarios import PROCESS_SCENARIOS
 from tests.fake_accelerator.scenarios import SCENARIOS, pipeline_of, schedules, timed
 from tests.processes import Processes
 
@@ -19,20 +23,37 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compil
 
 
 @pytest.fixture(scope="module")
-def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    """A process that knows the device: known once, it stays, and other tests are to be without."""
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     cache = getattr(request.config, "cache", None)
-    library = built(tmp_path_factory.getbasetemp() if cache is None else cache.mkdir("fake_accelerator"))
-    one = Processes(1)
+    return built(tmp_path_factory.getbasetemp() if cache is None else cache.mkdir("fake_accelerator"))
+
+
+@contextmanager
+def knowing(library: Path, count: int) -> Generator[Processes]:
+    """Processes that know the device: known once, it stays, and other tests are to be without."""
+    made = Processes(count)
     try:
-        one.each(ready, library)
-        yield one
+        made.each(ready, library)
+        yield made
     finally:
-        one.close()
+        made.close()
 
 
-def ready(rank: int, library: Any) -> None:
+@pytest.fixture(scope="module")
+def processes(library: Path) -> Iterator[Processes]:
+    with knowing(library, 1) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def pair(library: Path) -> Iterator[Processes]:
+    with knowing(library, 2) as two:
+        yield two
+
+
+def ready(rank: int, library: Path) -> None:
     known(library)
+    register()
 
 
 def two_streams(wait: bool, keep: bool) -> None:
@@ -97,6 +118,22 @@ def test_what_is_read_is_waited_for(processes: Processes, name: str):
     assert processes.each(of_a_scenario, name) == [[]]
 
 
+def of_two(rank: int, name: str, wait: Wait | None) -> list[str]:
+    with nullcontext() if wait is None else without(wait):
+        try:
+            return PROCESS_SCENARIOS[name](rank)
+        except (RuntimeError, ValueError) as error:
+            if wait is None:
+                raise
+            return [str(error)]
+
+
+@pytest.mark.parametrize("name", PROCESS_SCENARIOS)
+def test_what_processes_read_is_waited_for(pair: Processes, name: str):
+    """Bits of autograd, too: gloo carried all before, whose waits hold the host up."""
+    assert pair.each(of_two, name, None) == [[], []]
+
+
 def noticed(rank: int, wait: Wait) -> str | None:
     """The first scenario that reports something when a wait is taken out of the runtime."""
     with without(wait):
@@ -111,8 +148,12 @@ def noticed(rank: int, wait: Wait) -> str | None:
 
 
 @pytest.mark.parametrize("wait", waits(), ids=lambda wait: f"{wait.function}-{wait.call}-{wait.number}")
-def test_each_wait_is_missed_when_it_is_gone(processes: Processes, wait: Wait):
-    assert processes.each(noticed, wait) != [None]
+def test_each_wait_is_missed_when_it_is_gone(request: pytest.FixtureRequest, wait: Wait):
+    if wait.of_processes:
+        pair = request.getfixturevalue("pair")
+        assert any(any(pair.each(of_two, name, wait)) for name in PROCESS_SCENARIOS)
+    else:
+        assert request.getfixturevalue("processes").each(noticed, wait) != [None]
 
 
 def of_copies(rank: int) -> list[Any]:

@@ -13,8 +13,8 @@ from fpipe.torch_private.processes import (
     backend_on,
     default_store,
     gloo_beside,
+    group_of_two,
     is_kept_by_process,
-    nccl_of_two,
     strided_shard,
     timeout_of,
     world_group,
@@ -74,4 +74,6 @@ def test_gloo_makes_connections_beside_those_of_a_group():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL needs a GPU")
 def test_nccl_makes_a_group_of_two():
-    assert nccl_of_two(default_store(), 0, timedelta(seconds=7)).size() == 2, "NCCL's groups of two can't be made"
+    assert group_of_two(dist.ProcessGroupNCCL, default_store(), 0, timedelta(seconds=7)).size() == 2, (
+        "NCCL's groups of two can't be made"
+    )

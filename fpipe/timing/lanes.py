@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import partial
 from heapq import heappop, heappush
 from itertools import repeat
 from typing import NamedTuple
@@ -56,13 +57,13 @@ def walk(program: Program, costs: Costs, iterations: int = 1) -> Iterator[Iterat
     state) of a stage waits for the stage's gradient (its new state), which is when they are updated.
     """
     whole = program_of_lanes(program, costs)
-    for made in run_lanes(whole, costs, iterations):
+    for made in run_lanes(whole, costs, iterations, posts_ahead(program)):
         yield as_before(program, whole, made)
 
 
-def run_lanes(program: Program, costs: Costs, iterations: int) -> Iterator[Iteration]:
-    """Walk a program that `program_of_lanes` made."""
-    lanes = _Lanes(program, costs)
+def run_lanes(program: Program, costs: Costs, iterations: int, ahead: bool) -> Iterator[Iteration]:
+    """Walk a program that `program_of_lanes` made of one that `posts_ahead` or not."""
+    lanes = _Lanes(program, costs, ahead)
     ready: dict[Value, float] = {}
     updates = updated_by(program)
     for _ in range(iterations):
@@ -99,13 +100,18 @@ def program_of_lanes(program: Program, costs: Costs) -> Program:
     """Where transfers wait for each other, or ranks for them, or copies count, they are made ops, so that their order
     is known. FREE takes no time anywhere."""
     if costs.messages != "eager":
-        by_hand = any(op.kind == "SEND" for op in program.ops)
-        return with_transfers(program) if by_hand else received_as_sent(with_transfers(program))
+        whole = with_transfers(program)
+        return received_as_sent(whole) if posts_ahead(program) else whole
     if costs.bytes is not None or costs.busies:
         return with_transfers(program)
     if any(op.kind == "FREE" for op in program.ops):
         return Program.trusted(program.inputs, without_frees(program), program.outputs)
     return program
+
+
+def posts_ahead(program: Program) -> bool:
+    """Whether ranks post receives ahead, as `build` does: not where a program says itself when they come to each."""
+    return all(op.kind != "SEND" for op in program.ops)
 
 
 def as_before(program: Program, whole: Program, made: Iteration) -> Iteration:
@@ -129,8 +135,8 @@ def as_before(program: Program, whole: Program, made: Iteration) -> Iteration:
 class _Lanes:
     """The state of all lanes, from iteration to iteration."""
 
-    def __init__(self, program: Program, costs: Costs) -> None:
-        self.program, self.costs = program, costs
+    def __init__(self, program: Program, costs: Costs, ahead: bool) -> None:
+        self.program, self.costs, self.ahead = program, costs, ahead
         ranks = program.ranks
         self.free = [0.0] * ranks  # of main lanes
         self.begun = [0.0] * ranks  # the last main op
@@ -181,7 +187,8 @@ class _Lanes:
             ready = at_rank(op.reads[0], source, op.rank) if op.kind == "SEND" else 0.0
             starts[position] = max(ready, free[op.rank])
 
-        for position in self._order(asked) if self.rule is None else met_order(program, self.costs.messages, comes):
+        met = partial(met_order, program, self.costs.messages, comes, self.ahead)
+        for position in self._order(asked) if self.rule is None else met():
             op, sources, cost = ops[position], program.sources[position], self.seconds[position]
             kind, rank = op.kind, op.rank
             if kind == "RECV":

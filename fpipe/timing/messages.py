@@ -16,11 +16,10 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator
-from itertools import takewhile
 from typing import NamedTuple
 
 from fpipe.program import Program, ProgramError
-from fpipe.transforms.communicate import AHEAD
+from fpipe.transforms.communicate import queued_until
 
 
 class MessageRule(NamedTuple):
@@ -64,12 +63,13 @@ _WAY_OUT = (
 )
 
 
-def met_order(program: Program, name: str, comes: Callable[[int], None]) -> Iterator[int]:
+def met_order(program: Program, name: str, comes: Callable[[int], None], ahead: bool) -> Iterator[int]:
     """The ops of a program with transfers as they come to pass under a rule: each SEND, and its RECV behind it, when
     both ranks have come to it and all that either has queued before on the same communicator is over.
 
     Args:
         comes: is told when a rank comes to a SEND or a RECV, in the middle of what is yielded.
+        ahead: whether ranks post receives ahead, as `build` does; not where a program says itself when they come.
 
     Raises:
         ProgramError: ranks wait for one another.
@@ -81,8 +81,7 @@ def met_order(program: Program, name: str, comes: Callable[[int], None]) -> Iter
         rows[op.rank].append(at)
     if rule.lazily:
         _refuse_circle(program, name, receives)
-    as_sent = all(send == at - 1 for send, at in receives.items())
-    follow = _posted_behind(program) if as_sent and not rule.blocking else {}
+    follow = _posted_behind(program) if ahead and not rule.blocking else {}
     done, came = [False] * len(ops), [False] * len(ops)
     sleeping = defaultdict[int, list[int]](list)
     queues = defaultdict[tuple[int, Hashable], deque[int]](deque)
@@ -146,15 +145,17 @@ def met_order(program: Program, name: str, comes: Callable[[int], None]) -> Iter
 
 
 def _posted_behind(program: Program) -> dict[int, list[int]]:
-    """For each SEND and RECV the receives that come next on its rank, `AHEAD` of them at most."""
+    """For each SEND and RECV the receives that its rank posts behind it."""
     rows = defaultdict[int, list[int]](list)
     for at, op in enumerate(program.ops):
         if op.kind in ("SEND", "RECV"):
             rows[op.rank].append(at)
     return {
-        at: [*takewhile(lambda own: program.ops[own].kind == "RECV", row[place + 1 : place + 1 + AHEAD])]
+        at: row[place + 1 : until]
         for row in rows.values()
-        for place, at in enumerate(row)
+        for place, (at, until) in enumerate(
+            zip(row, queued_until([program.ops[own].kind == "RECV" for own in row]), strict=True)
+        )
     }
 
 

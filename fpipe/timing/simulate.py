@@ -10,7 +10,7 @@ from fpipe.program import Program, building, the_program
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.columns import OpGroups, is_plain, op_groups, walk_plain
 from fpipe.timing.costs import Costs, Messages, the_costs
-from fpipe.timing.lanes import as_before, program_of_lanes, run_lanes, walk
+from fpipe.timing.lanes import as_before, posts_ahead, program_of_lanes, run_lanes, walk
 from fpipe.timing.memory import bytes_held, units_held
 from fpipe.timing.timeline import Timeline
 
@@ -87,7 +87,7 @@ def _plainly(program: Program, costs: Costs, known: OpGroups) -> Timeline:
 def _by_lanes(program: Program, costs: Costs, known: OpGroups, iterations: int) -> Timeline:
     """Everything else."""
     whole = program_of_lanes(program, costs)
-    in_whole = list(run_lanes(whole, costs, iterations))
+    in_whole = list(run_lanes(whole, costs, iterations, posts_ahead(program)))
     rounds = [as_before(program, whole, made) for made in in_whole]
     steps = None
     if costs.bytes is not None:

@@ -11,7 +11,7 @@ from operator import itemgetter
 from fpipe.program import HtmlRepr, Op, Program, Value, building
 from fpipe.timing.amounts import amount
 from fpipe.timing.costs import Costs
-from fpipe.timing.lanes import Transfer, is_work, program_of_lanes, run_lanes, updated_by, walk
+from fpipe.timing.lanes import Transfer, is_work, posts_ahead, program_of_lanes, run_lanes, updated_by, walk
 from fpipe.timing.memory import HeldChanges, curves, unit_steps
 from fpipe.timing.waiting import Event, PathStep, Wait, Waiting, in_order
 from fpipe.transforms._post_validation import behind_norms, is_post_validated
@@ -184,8 +184,8 @@ class Timeline(HtmlRepr):
             return Waiting(self.events, self._moved, {}, Costs())
         events, moved, program = self.events, self._moved, self.program
         if self.costs.send or self.costs.receive:  # who does that waits for nobody: these are ops like others
-            program = program_of_lanes(program, self.costs)
-            rounds = [*run_lanes(program, self.costs, self.rounds)]
+            ahead, program = posts_ahead(program), program_of_lanes(program, self.costs)
+            rounds = [*run_lanes(program, self.costs, self.rounds, ahead)]
             events = [Event(*row) for made in rounds for row in zip(program.ops, made.starts, made.ends, strict=True)]
             moved = [made.transfers for made in rounds]
         return Waiting(events, moved, updated_by(program), self.costs)

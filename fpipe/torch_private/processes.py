@@ -88,12 +88,20 @@ def gloo_beside(gloo: Any, store: Store, rank: int, size: int, timeout: timedelt
     return made(store, rank, size, options)
 
 
-def nccl_of_two(store: Store, rank: int, timeout: timedelta) -> Any:
-    """A group of two on NCCL (2.13: `_timeout` of its options, which ends the process: so it comes later than
-    who waits says for whom)."""
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout + _LONGER  # pyright: ignore[reportPrivateUsage]
-    return dist.ProcessGroupNCCL(store, rank, 2, options)
+def is_on_streams(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether what carries a group's tensors on a device is ordered by its streams, as NCCL is: it carries no others.
+    Gloo carries what is on a GPU through the host (2.13: `_device_types`, and `Backend.backend_capability`)."""
+    if all(one.type != device.type for one in group._device_types):  # pyright: ignore[reportPrivateUsage]
+        return False
+    return "cpu" not in dist.Backend.backend_capability.get(backend_on(group, device).name(), ("cpu",))
+
+
+def group_of_two(kind: Any, store: Store, rank: int, timeout: timedelta) -> Any:
+    """A group of two on a backend of some class, such as NCCL's (2.13: `_timeout` of its options, which ends the
+    process: so it comes later than who waits says for whom)."""
+    options = kind.Options()
+    options._timeout = timeout + _LONGER
+    return kind(store, rank, 2, options)
 
 
 _LONGER = timedelta(seconds=30)

@@ -10,7 +10,7 @@ reads it there, and through nobody between.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fpipe.order import arrange, held_kinds
@@ -108,6 +108,22 @@ def received_as_sent(program: Program) -> Program:
     received = {op.reads: op for op in program.ops if op.kind == "RECV"}
     ops = [one for op in program.ops if op.kind != "RECV" for one in (op, received.get(op.writes)) if one is not None]
     return Program.trusted(program.inputs, tuple(ops), program.outputs)
+
+
+def queued_until(receives: Sequence[bool]) -> list[int]:
+    """For each of a rank's transfers, of which some are receives, how many are queued once the rank has come to it
+    where receives are posted ahead: all before it, itself, and the receives next to it, `AHEAD` at most.
+
+    >>> queued_until([False, True, True, True, False, True])
+    [3, 4, 4, 4, 6, 6]
+    """
+    found = list[int]()
+    for place in range(len(receives)):
+        until = place + 1
+        while until < min(place + 1 + AHEAD, len(receives)) and receives[until]:
+            until += 1
+        found.append(until)
+    return found
 
 
 def without_frees(program: Program) -> tuple[Op, ...]:

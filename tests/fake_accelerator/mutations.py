@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import fpipe
 
 WAITS = ("wait_event", "wait_stream", "record_stream", "synchronize")
+OF_GLOO = ("Transfers._all_over", "Works.wait")
+"""Functions that wait for what gloo carries alone."""
 ROOT = Path(fpipe.__file__).parent
 
 
@@ -28,14 +30,20 @@ class Wait(NamedTuple):
     call: str
     number: int
 
+    @property
+    def of_processes(self) -> bool:
+        """Whether ranks in processes of their own wait there."""
+        return Path(self.file).parent.name == "processes"
+
 
 def waits() -> list[Wait]:
     """All of them in fpipe's runtimes; a call of a helper of the same file that has one is one, too."""
     found = list[Wait]()
     for path in sorted((ROOT / "runtimes").rglob("*.py")):
         whole = ast.parse(path.read_text())
+        names = (*WAITS, "wait") if path.parent.name == "processes" else WAITS
         for name, node in _functions(whole):
-            calls = [_called(one) for one in _calls(node, whole)]
+            calls = [_called(one) for one in _calls(node, whole, names) if name not in OF_GLOO]
             found += [
                 Wait(str(path.relative_to(ROOT)), name, call, calls[:at].count(call)) for at, call in enumerate(calls)
             ]
@@ -48,7 +56,7 @@ def without(wait: Wait) -> Iterator[None]:
     module = importlib.import_module("fpipe." + wait.file.removesuffix(".py").replace("/", "."))
     whole = ast.parse((ROOT / wait.file).read_text())
     (node,) = (node for name, node in _functions(whole) if name == wait.function)
-    gone = [one for one in _calls(node, whole) if _called(one) == wait.call][wait.number]
+    gone = [one for one in _calls(node, whole, (wait.call,)) if _called(one) == wait.call][wait.number]
     ast.fix_missing_locations(_Without(gone).visit(whole))
     function: Any = module
     code: Any = compile(whole, str(ROOT / wait.file), "exec")
@@ -64,13 +72,16 @@ def without(wait: Wait) -> Iterator[None]:
 
 
 class _Without(ast.NodeTransformer):
-    """A tree without one call: None in its place."""
+    """A tree without one call: None in its place, or what it waits for."""
 
     def __init__(self, gone: ast.Call) -> None:
         self.gone = gone
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        return ast.Constant(None) if node is self.gone else self.generic_visit(node)
+        if node is not self.gone:
+            return self.generic_visit(node)
+        waited = node.func.value if isinstance(node.func, ast.Attribute) else None
+        return waited if isinstance(waited, ast.Call) else ast.Constant(None)
 
 
 def _functions(whole: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -82,11 +93,11 @@ def _functions(whole: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
                 yield f"{one.name}.{inner.name}", inner
 
 
-def _calls(function: ast.FunctionDef, whole: ast.Module) -> list[ast.Call]:
+def _calls(function: ast.FunctionDef, whole: ast.Module, names: tuple[str, ...]) -> list[ast.Call]:
     helpers = {one.name for one in whole.body if isinstance(one, ast.FunctionDef) and _any(one, WAITS)}
     calls = (one for one in ast.walk(function) if isinstance(one, ast.Call))
     return [
-        one for one in calls if _called(one) in WAITS or (isinstance(one.func, ast.Name) and one.func.id in helpers)
+        one for one in calls if _called(one) in names or (isinstance(one.func, ast.Name) and one.func.id in helpers)
     ]
 
 

@@ -6,10 +6,12 @@ rank 0: 1F0 at 5.2      rank 1: 1F1 at 903.1, 898 ahead        -->        1F0 at
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fpipe.runtimes.definition.recorder import Held, Notes, Recorder
@@ -27,21 +29,26 @@ def ahead_of_rank_0(group: ProcessGroup, rank: int, device: torch.device) -> flo
         best = float("inf")
         for _ in range(_PINGS) if rank in (0, other) else ():
             if rank == other:
-                carrier.recv([word], 0, 0).wait()
-                carrier.send([word.fill_(time.perf_counter())], 0, 0).wait()
+                _gone(carrier.recv, word, 0)
+                _gone(carrier.send, word.fill_(time.perf_counter()), 0)
                 continue
             asked = time.perf_counter()
-            carrier.send([word], other, 0).wait()
-            carrier.recv([word], other, 0).wait()
+            _gone(carrier.send, word, other)
+            theirs = _gone(carrier.recv, word, other)
             took = time.perf_counter() - asked
             if took < best:
-                best, found = took, word.item() - asked - took / 2
+                best, found = took, theirs - asked - took / 2
         if rank == 0:
-            carrier.send([word.fill_(found)], other, 0).wait()
+            _gone(carrier.send, word.fill_(found), other)
         elif rank == other:
-            carrier.recv([word], 0, 0).wait()
-            found = word.item()
+            found = _gone(carrier.recv, word, 0)
     return 0.0 if rank == 0 else found
+
+
+def _gone(carry: Callable[..., Any], word: Tensor, peer: int) -> float:
+    """The number, once it has come or gone. On a device a wait alone does not hold up the host, whose clock this is."""
+    carry([word], peer, 0).wait()
+    return word.item()
 
 
 def put_together(

@@ -19,16 +19,9 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from fpipe.torch_private.processes import backend_on, gloo_beside, nccl_of_two
+from fpipe.torch_private.processes import backend_on, gloo_beside, group_of_two
 
 Direction = tuple[int, int]
-
-
-def by_nccl(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether NCCL carries tensors on a device for this group. Gloo carries those on a GPU through the host."""
-    if device.type != "cuda":
-        return False
-    return backend_on(group, device).name() == "nccl"
 
 
 class Ways:
@@ -82,18 +75,23 @@ _WAYS: WeakKeyDictionary[ProcessGroup, Ways] = WeakKeyDictionary()
 
 
 def groups_of_two(
-    directions: Iterable[Direction], rank: int, store: Store, device: torch.device, timeout: timedelta
+    group: ProcessGroup,
+    directions: Iterable[Direction],
+    rank: int,
+    store: Store,
+    device: torch.device,
+    timeout: timedelta,
 ) -> dict[Direction, tuple[Any, int]]:
-    """A group of two for each direction that a rank has part in, and who the other is in it.
+    """A group of two for each direction that a rank has part in, on the backend of the group, and who the other is.
 
     All ranks go through them in one order: two that make a group wait for each other, and the least one that is not
     made yet is never waited for in vain.
     """
-    found: dict[Direction, tuple[Any, int]] = {}
+    kind, found = type(backend_on(group, device)), dict[Direction, tuple[Any, int]]()
     for direction in sorted(directions):
         if rank in direction:
             me = direction.index(rank)
-            two = nccl_of_two(PrefixStore(f"direction/{direction[0]}>{direction[1]}", store), me, timeout)
+            two = group_of_two(kind, PrefixStore(f"direction/{direction[0]}>{direction[1]}", store), me, timeout)
             word = torch.zeros(1, dtype=torch.uint8, device=device)  # the first transfer makes the communicator
             (two.recv if me else two.send)([word], 1 - me, 0).wait()
             found[direction] = two, 1 - me

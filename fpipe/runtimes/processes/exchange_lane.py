@@ -38,6 +38,8 @@ from fpipe.torch_private.processes import all_gather, group_named, reduce_scatte
 Leaves = list[Any]
 Started = tuple[Tensor, Any]
 """The tensor that a collective writes, and its work to wait for."""
+Posted = tuple[Any, Tensor, Tensor]
+"""The work of a collective, and what it reads and writes, which is kept until that is waited for."""
 _c10d: Any = torch.ops._c10d_functional
 _BROUGHT = ("y", "again", "dx")
 
@@ -85,13 +87,13 @@ class ExchangeLane:
         self.groups, self._watchdog = groups, watchdog
         self._timeout = timedelta(seconds=seconds)
         self._notes: Notes | None = None
-        self._posted, self._cell = list[Any](), ""
+        self._posted, self._cell = list[Posted](), ""
         self.begin(None)
 
     def begin(self, notes: Notes | None) -> None:
         """A step starts, of which `notes` are taken."""
         self._notes = notes
-        self._under_way: dict[Value, tuple[str, list[Any]]] = {}
+        self._under_way: dict[Value, tuple[str, list[Posted]]] = {}
         self._ended: dict[int, float] = {}
         self._resumed: dict[int, float] = {}
 
@@ -140,7 +142,7 @@ class ExchangeLane:
                 made, work = start(tensor, *how[:-1], self.groups[how[-1]])
             except RuntimeError as error:
                 raise self._lost(error, self._cell) from error
-            self._posted.append(work)
+            self._posted.append((work, tensor, made))
             return made
 
         post.__name__ = start.__name__
@@ -151,21 +153,21 @@ class ExchangeLane:
         self._wait(self._posted, self._cell)
         return tensor
 
-    def _wait(self, works: Sequence[Any], cell: str) -> None:
+    def _wait(self, works: Sequence[Posted], cell: str) -> None:
         before, self._watchdog.waits = self._watchdog.waits, f"in {cell}"
         try:
-            for work in works:
+            for work, *_ in works:
                 work.wait(self._timeout)
         except RuntimeError as error:
             raise self._lost(error, cell) from error
         self._watchdog.waits = before
 
     def _start(self, row: int, cell: str, values: Sequence[Value], run: Callable[..., Any], *lists: Leaves) -> Any:
-        self._cell, self._posted = cell, (works := list[Any]())
+        self._cell, self._posted = cell, (works := list[Posted]())
         made = run(*lists)
         self._under_way.update(dict.fromkeys(values, (cell, works)))
         if self._notes is not None:
-            for work in works:
+            for work, *_ in works:
                 work.get_future().add_done_callback(partial(_note_end, self._ended, row))
         return made
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fpipe.program import Program, Value, parts_of
-from fpipe.transforms.communicate import AHEAD
+from fpipe.transforms.communicate import AHEAD, queued_until
 
 SMALL = 2**20
 """Bytes of what is posted from one rank, whatever their number."""
@@ -100,8 +100,7 @@ def queue_of(every: Sequence[Message], rank: int) -> tuple[list[Message], dict[i
     them in different orders, so that of all that wait the first waits for nobody.
 
     Returns:
-        The rank's own messages, and for the number of each how many of them are queued once the rank has come to it:
-        all before it, itself, and the receives next to it, `AHEAD` at most.
+        The rank's own messages, and for the number of each how many are `queued_until` it.
 
     >>> import fpipe
     >>> step = fpipe.chain(fpipe.split(3), fpipe.schedules.one_f_one_b(2), fpipe.communicate())
@@ -110,10 +109,5 @@ def queue_of(every: Sequence[Message], rank: int) -> tuple[list[Message], dict[i
     [('y[0,0]>1', 2), ('y[0,1]>1', 2), ('dx[1,0]>0', 4), ('y[0,2]>1', 4)]
     """
     row = [one for one in every if rank in (one.source, one.target)]
-    behind = dict[int, int]()
-    for place, one in enumerate(row):
-        until = place + 1
-        while until < min(place + 1 + AHEAD, len(row)) and row[until].target == rank:
-            until += 1
-        behind[one.number] = until
-    return row, behind
+    queued = queued_until([one.target == rank for one in row])
+    return row, {one.number: until for one, until in zip(row, queued, strict=True)}

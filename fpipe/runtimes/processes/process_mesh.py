@@ -21,9 +21,8 @@ from fpipe.program import Program
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.watchdog import Watchdog
 from fpipe.runtimes.lowering.shards import Share
-from fpipe.runtimes.processes.communicators import by_nccl
 from fpipe.runtimes.processes.replicas import Replicas
-from fpipe.torch_private.processes import timeout_of, world_group
+from fpipe.torch_private.processes import is_on_streams, timeout_of, world_group
 from fpipe.transforms.data_parallel import axes_of
 
 
@@ -87,7 +86,7 @@ def replicas_of(
     group = inner if len(axes) == 1 else _group_of_all([each[ranks.rank()] for each in processes], inner)
     meeting = Meeting(processes, group.rank() * ranks.size() + ranks.rank(), ranks, own.seconds, watchdog)
     share = Share(inner.rank(), inner.size(), axes[-1])
-    where = device if by_nccl(group, device) else torch.device("cpu")
+    where = device if is_on_streams(group, device) else torch.device("cpu")
     return Replicas(group, groups, share, ranks.rank(), meeting, own.board, where)
 
 

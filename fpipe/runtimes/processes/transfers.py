@@ -26,9 +26,10 @@ from fpipe.program import Op, Value
 from fpipe.runtimes.faults.lost_rank import Place, first_told, timed_out, who_is_late
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank, RankError
-from fpipe.runtimes.processes.communicators import GREETING, by_nccl, groups_of_two, ways_of
+from fpipe.runtimes.processes.communicators import GREETING, groups_of_two, ways_of
 from fpipe.runtimes.processes.message import FAILED, HEADER, LOST, MARKS, MEETS, TEXT, Layout, kind_of, text_of, word
 from fpipe.runtimes.processes.message_order import Message, posted_until, queue_of
+from fpipe.torch_private.processes import is_on_streams
 
 Leaves = list[Any]
 _TICK = 0.0002
@@ -62,12 +63,12 @@ class Transfers:
         self._timeout = timedelta(seconds=meeting.seconds)
         directions, self._ways = {(one.source, one.target) for one in every}, ways_of(group)
         self._ways.boards.add(meeting.board)
-        self._apart = by_nccl(group, device)
+        self._apart = is_on_streams(group, device)
         self.carried = device if self._apart else torch.device("cpu")
         self._near, self._tag = self.carried == device, 0 if self._apart else self._ways.taken(len(every))
         store = meeting.board.store
         if self._apart:
-            self._carriers = groups_of_two(directions, rank, store, device, self._timeout)
+            self._carriers = groups_of_two(group, directions, rank, store, device, self._timeout)
         else:
             self._carriers = self._ways.carriers(group, directions, rank, store, self._timeout)
         self._every, self._by_value = every, {one.value: one for one in every}

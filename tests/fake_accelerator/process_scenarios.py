@@ -1,0 +1,197 @@
+"""Steps of two processes, each with a rank on a fake device: what `scenarios.py` is for one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import fpipe
+from fpipe.tree import leaves
+from tests.fake_accelerator import reports_of
+from tests.fake_accelerator.group import NAME
+from tests.fake_accelerator.scenarios import (
+    PARTS,
+    ROWS,
+    STEPS,
+    WIDTH,
+    Transform,
+    batch_of,
+    by_autograd,
+    net_of,
+    other_bits,
+    pipeline_of,
+    schedules,
+    sgd,
+    squares,
+)
+
+
+def mesh_of_two(*beside: str) -> DeviceMesh:
+    """A mesh of two processes, the ranks, or with a dimension `beside` them those of one rank; it has groups of its
+    own, as of a scenario that went wrong something may still be under way."""
+    group: Any = dist.new_group([0, 1], backend=NAME)
+    if not beside:
+        return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
+    alone: Any = [dist.new_group([rank], backend=NAME) for rank in (0, 1)][dist.get_rank()]
+    return DeviceMesh.from_group([alone, group], "cpu", mesh=[[0, 1]], mesh_dim_names=("pp", *beside))
+
+
+def trained(rank: int, stages: int, pipeline: Transform, in_turn: bool = False, **how: Any) -> list[str]:
+    """Steps one behind the other, each on the parameters that this rank has made of its gradients before; on one
+    stream, or each on one of its own."""
+    device = torch.device("fake", rank)
+    net, batch = net_of(stages).to(device), tuple(one.to(device) for one in batch_of())
+    twin = copy.deepcopy(net)
+    model, params, _ = fpipe.from_sequential(net, stages=stages, loss=squares)
+    program = pipeline(fpipe.program(model))
+    mesh = mesh_of_two()
+    mine = fpipe.local_params(program, params, rank)
+    here = [stage for stage, one in enumerate(mine) if one]
+    own = leaves([mine[stage] for stage in here])
+
+    def run() -> None:
+        step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch), **how)
+        last = torch.accelerator.current_stream(device)
+        for _ in range(STEPS):
+            stream = torch.Stream(device) if in_turn else last
+            stream.wait_stream(last)
+            with stream:
+                found = step(mine, batch)
+                sgd(own, leaves([found.grads[stage] for stage in here]))
+            last = stream
+
+    reports = reports_of(run)
+    every = [*twin.parameters()]
+    by_autograd(twin, batch, lambda: sgd(every, [one.grad for one in every]))
+    return reports + other_bits(own, [one for stage in here for one in twin[stage].parameters()])
+
+
+def updated(rank: int) -> list[str]:
+    """An optimizer in the program, whose norm both ranks add up."""
+    device = torch.device("fake", rank)
+    net, batch = net_of(2).to(device), tuple(one.to(device) for one in batch_of())
+    twin = copy.deepcopy(net)
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=squares)
+    pipeline = fpipe.chain(pipeline_of(schedules.one_f_one_b(2)), fpipe.update("AdamW", clip=1.0))
+    program = pipeline(fpipe.program(model))
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh_of_two(), example=(params, batch))
+    mine = fpipe.local_params(program, params, rank)
+    opt = fpipe.optimizer_state(program, mine)
+
+    def run() -> None:
+        nonlocal mine, opt
+        for _ in range(STEPS):
+            found = step(mine, batch, opt=opt, lr=0.1)
+            mine, opt = found.params, found.opt
+
+    reports, every = reports_of(run), [*twin.parameters()]
+    optimizer = torch.optim.AdamW(every, lr=0.1)
+
+    def change() -> None:
+        nn.utils.clip_grad_norm_(every, 1.0)
+        optimizer.step()
+
+    by_autograd(twin, batch, change)
+    return reports + other_bits(leaves(mine[rank]), twin[rank].parameters())
+
+
+LEFT = {"calls": 0}
+
+
+@torch.library.custom_op("fpipe_tests::last_but", mutates_args=())
+def last_but(x: Tensor) -> Tensor:
+    """One op of a trace, which raises when it has been called so often."""
+    LEFT["calls"] -= 1
+    if LEFT["calls"] == 0:
+        raise KeyError("too often")
+    return x.clone()
+
+
+last_but.register_fake(torch.empty_like)
+last_but.register_autograd(lambda ctx, dy: dy)
+
+
+def failed(rank: int, who: int) -> list[str]:
+    """An error of one rank ends a step while messages are on their way that nobody waits for any more."""
+    device = torch.device("fake", rank)
+    model = fpipe.from_functions([lambda p, x: last_but(x * p["w"])] * 2, squares)
+    program = pipeline_of(schedules.one_f_one_b(2))(fpipe.program(model))
+    params = tuple({"w": torch.full((WIDTH,), 2.0, device=device)} for _ in range(2))
+    batch = tuple(one.to(device) for one in batch_of())
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh_of_two(), example=(params, batch))
+    mine, said = fpipe.local_params(program, params, rank), list[str]()
+    step(mine, batch)
+
+    def run() -> None:
+        LEFT["calls"] = 2 if rank == who else 0
+        try:
+            step(mine, batch)
+        except (KeyError, fpipe.RankError) as error:
+            said.append(str(error))
+        said.append(str(step(mine, batch).grads[rank]["w"].tolist()))
+
+    reports = reports_of(run)
+    expected = fpipe.reference(model, params, batch, microbatches=PARTS).grads[rank]["w"].tolist()
+    odd = [] if "too often" in said[0] and said[1:] == [str(expected)] else said
+    return reports + odd
+
+
+def exchanged(rank: int) -> list[str]:
+    """Two processes that run one rank, and exchange rows between its layers."""
+    device = torch.device("fake", rank)
+    mesh = mesh_of_two("ep")
+    torch.manual_seed(rank)
+    weights = [torch.randn(WIDTH, WIDTH) for _ in range(2)]
+    batch = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    stages = [_layer, fpipe.exchange("all_to_all", axis="ep"), _layer]
+    model = fpipe.from_functions(stages, loss=squares)
+    program = pipeline_of(fpipe.place([0, 0, 0]), schedules.one_f_one_b_overlap(1))(fpipe.program(model))
+
+    def stepped(device: torch.device, mesh: DeviceMesh) -> list[Tensor]:
+        params = ({"w": weights[0].to(device)}, {}, {"w": weights[1].to(device)})
+        own = tuple(one.to(device) for one in batch)
+        step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, own))
+        return [one for _ in range(STEPS) for one in leaves(step(params, own).grads)]
+
+    found = list[Tensor]()
+    reports = reports_of(lambda: found.extend(stepped(device, mesh)))
+    return reports + other_bits(found, stepped(torch.device("cpu"), mesh))
+
+
+def _layer(params: Any, x: Tensor) -> Tensor:
+    return torch.tanh(x @ params["w"])
+
+
+def replicated(rank: int) -> list[str]:
+    """Two replicas of one rank, which add up their gradients while the backward goes on."""
+    device = torch.device("fake", rank)
+    net, batch = net_of(2), batch_of()
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=squares)
+    pipeline = fpipe.chain(pipeline_of(fpipe.place([0, 0]), schedules.gpipe(1)), fpipe.data_parallel())
+    program = pipeline(fpipe.program(model))
+    params, batch = fpipe.tree.tree_map(lambda leaf: leaf.detach().to(device), (params, batch))
+    own = tuple(one.tensor_split(2)[rank] for one in batch)
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh_of_two("dp"), example=(params, own))
+    found = list[Tensor]()
+    reports = reports_of(lambda: [found.extend(leaves(step(params, own).grads)) for _ in range(STEPS)])
+    expected = fpipe.reference(model, params, batch, microbatches=PARTS, replicas=2)
+    return reports + other_bits(found, leaves(expected.grads) * STEPS)
+
+
+PROCESS_SCENARIOS: dict[str, Callable[[int], list[str]]] = {
+    "1F1B": lambda rank: trained(rank, 2, pipeline_of(schedules.one_f_one_b(2))),
+    "ZB-H1, on streams in turn": lambda rank: trained(rank, 2, pipeline_of(schedules.zb_h1(2)), in_turn=True),
+    "interleaved": lambda rank: trained(rank, 4, pipeline_of(schedules.interleaved(2))),
+    "1F1B, recorded": lambda rank: trained(rank, 2, pipeline_of(schedules.one_f_one_b(2)), record=True),
+    "updates": updated,
+    "an error of rank 0": lambda rank: failed(rank, 0),
+    "an error of rank 1": lambda rank: failed(rank, 1),
+    "an exchange": exchanged,
+    "replicas of a process": replicated,
+}
