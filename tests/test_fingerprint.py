@@ -28,9 +28,10 @@ class Tempered(nn.Module):
         super().__init__()
         self.linear, self.temperature, self.drop = nn.Linear(4, 4), 2.0, nn.Dropout(0.0)
         self.config, self.table = SimpleNamespace(scale=1.5), numpy.array(0.5)
+        self.mask = torch.ones(4)  # no buffer
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.drop(self.linear(x)) / self.temperature
+        y = self.drop(self.linear(x)) / self.temperature * self.mask
         return y * self.config.scale * float(self.table) * self.share
 
 
@@ -72,7 +73,8 @@ def mean(net: nn.Sequential, loss: Any) -> Tensor:
 
 @pytest.mark.parametrize("door", DOORS)
 def test_a_tensor_that_a_trace_holds_and_that_is_bound_anew_is_told(door: str):
-    """Class weights of a loss: the step, a new build and even a new cut of the same net went on with the old ones."""
+    """Class weights of a loss: the step, a new build and even a new cut of the same net went on with the old ones.
+    So did a step with a tensor of the net that is no buffer."""
     net, loss = made(), nn.CrossEntropyLoss(weight=torch.ones(4), reduction="mean")
     program, model, params = cut(door, net, loss)
     step = fpipe.build(program, model)
@@ -85,7 +87,11 @@ def test_a_tensor_that_a_trace_holds_and_that_is_bound_anew_is_told(door: str):
         with pytest.raises(ValueError, match=re.escape(sentence if door != "from_loss" else "was bound anew since it")):
             run(params, ROWS)
     program, model, params = cut(door, net, loss)
-    assert torch.allclose(fpipe.build(program, model)(params, ROWS).loss, mean(net, loss))
+    step = fpipe.build(program, model)
+    assert torch.allclose(step(params, ROWS).loss, mean(net, loss))
+    net[1].mask = torch.full((4,), 2.0)
+    with pytest.raises(ValueError, match=r"'mask' of .* was bound anew since it was traced"):
+        step(params, ROWS)
 
 
 class Trainer:

@@ -60,8 +60,8 @@ class Fingerprint:
         self._wanted = [wanted for _, wanted in self._flags]
         self._tensors = [
             ((own, name, f"{name!r} of {who}"), weakref.ref(one))
-            for module, who in self._closed.items()
-            for own in (*held_by(module)[:2], vars(module))
+            for module, who in (self._nets | self._closed).items()
+            for own in (*(held_by(module)[:2] if module in self._closed else ()), vars(module))
             for name, one in own.items()
             if isinstance(one, Tensor)
         ]
