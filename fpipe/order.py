@@ -22,8 +22,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import compress
 
-from fpipe.program import KINDS, Input, Op, Output, Program, ProgramError, Sources, building
-from fpipe.wording import stuck
+from fpipe.program import KINDS, Input, Op, Output, Program, Sources, building
+from fpipe.wording import circle, stuck
 
 # Levels within one tick: first the ops that are there at once, then those just before a reader, last OFFLOAD, since a
 # LOAD in the same lane is waited for.
@@ -287,7 +287,7 @@ class _Clock:
                         return ~source
                     path[position] = None
                     if source in path:
-                        raise _circle([self.ops[at] for at in [*path][[*path].index(source) :]])
+                        raise circle([self.ops[at] for at in [*path][[*path].index(source) :]])
                     position = source
                     break
                 begin = max(begin, time)
@@ -327,19 +327,6 @@ class _Clock:
         stage = -1 if stage is None else stage
         microbatch = -1 if microbatch is None else microbatch
         return (stage, microbatch, -1 if piece is None else piece, kind, name, port, at)
-
-
-def _circle(ops: Sequence[Op]) -> ProgramError:
-    """The error for ops that no row names and each of which reads from the next, the last from the first."""
-    lines = [
-        f"{op.cell} on rank {op.rank} reads {next(value for value in op.reads if value in other.writes)}, which "
-        f"{other.cell} writes.\n"
-        for op, other in zip(ops, (*ops[1:], ops[0]), strict=True)
-    ]
-    return ProgramError(
-        "ops that no schedule places wait for each other in a circle, and can stand in no order.\n  "
-        f"{'  '.join(lines)}Let one of them read a value that is written before."
-    )
 
 
 def in_order(outputs: Iterable[Output]) -> tuple[Output, ...]:

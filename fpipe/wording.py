@@ -138,6 +138,19 @@ def stuck(
     return ProgramError(f"{text}\n{drawn}\n{mend}, or start from fpipe.schedules.one_f_one_b(ranks={len(rows)}).")
 
 
+def circle(ops: Sequence[Op]) -> ProgramError:
+    """The error for ops that no row names and each of which reads from the next, the last from the first."""
+    lines = [
+        f"{op.cell} on rank {op.rank} reads {next(value for value in op.reads if value in other.writes)}, which "
+        f"{other.cell} writes.\n"
+        for op, other in zip(ops, (*ops[1:], ops[0]), strict=True)
+    ]
+    return ProgramError(
+        "ops that no schedule places wait for each other in a circle, and can stand in no order.\n  "
+        f"{'  '.join(lines)}Let one of them read a value that is written before."
+    )
+
+
 def _needs_first(sources: Sequence[Sources], position: int, other: int) -> bool:
     """Whether an op needs what another makes, through whatever lies between."""
     seen, todo = {position}, [position]

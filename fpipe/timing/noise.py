@@ -1,4 +1,8 @@
-"""Makespans of a program when costs vary about the nominal: drawn many times, simulated all at once."""
+"""Makespans of a program when costs vary about the nominal: drawn many times, simulated all at once.
+
+Where nothing but the main lanes matters it stands apart from `lanes.walk`: a step is one operation on a vector with a
+number for each draw. A law holds it to the lanes.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ A recurrent layer is hundreds of such ops, and torch's rewriting runs every op o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import fx
 
 from fpipe.graphs.purity.own_memory import memory, tensors_in
 from fpipe.graphs.purity.schema import written
-from fpipe.torch_private.dispatch import OpOverload, arguments_of, names_of
+from fpipe.torch_private.dispatch import OpOverload, arguments_of, is_view, names_of
 
 _aten: Any = torch.ops.aten
 _COPY = _aten.copy_.default
@@ -153,6 +153,11 @@ def _twin(node: fx.Node) -> Any:
 def is_view_in_place(op: Any) -> bool:
     """Whether an op in place changes only how a tensor looks at its memory, as `t_` does."""
     return isinstance(op, OpOverload) and torch.Tag.inplace_view in op.tags
+
+
+def turns_view(op: Any, args: Sequence[Any]) -> bool:
+    """Whether an op in place changes how a view looks at its memory."""
+    return is_view_in_place(op) and is_view(args[0])
 
 
 def _takes(op: Any) -> list[str]:

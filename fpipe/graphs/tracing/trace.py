@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from fpipe.graphs.language.graph import Aval, Fact, Graph, Name, Node, fact, without_repeated_views
 from fpipe.graphs.language.labels import gradient_of, is_input, is_parameter, result_of, variable
 from fpipe.graphs.purity.ambient import Untraceable
-from fpipe.graphs.purity.in_place import is_view_in_place, mutated_by
+from fpipe.graphs.purity.in_place import mutated_by, turns_view
 from fpipe.graphs.purity.pure import Impure
 from fpipe.graphs.tracing.checks import with_checks
 from fpipe.graphs.tracing.draws import Streams, Unseeded, draws, keyed, refuse_hidden, without_fills
@@ -33,14 +33,7 @@ from fpipe.graphs.tracing.max_gradients import rewrite_max_gradients
 from fpipe.graphs.tracing.rows import of_each_row, rows_of
 from fpipe.graphs.tracing.way_back import MissingGradient, partly_python, refuse_missing_gradients
 from fpipe.model import Model
-from fpipe.torch_private.dispatch import (
-    OpOverload,
-    TorchDispatchMode,
-    fake_tensor_class,
-    has_kernel,
-    is_view,
-    without_modes,
-)
+from fpipe.torch_private.dispatch import OpOverload, TorchDispatchMode, fake_tensor_class, has_kernel, without_modes
 from fpipe.torch_private.tracing import calls_so_far, traced_by_torch, unnoticed, without_compiled_functions
 
 Leaves = Sequence[Any]
@@ -118,7 +111,7 @@ class _Heard(TorchDispatchMode):
             self.numbers += [one for one in args if isinstance(one, bool | int | float)]
         if draws(func, args, kwargs or {}):
             self.unseeded.draw()
-        if is_view_in_place(func) and is_view(args[0]):
+        if turns_view(func, args):
             raise Untraceable(f"it turns a view in place ({func}), which autograd follows where there is data alone")
         return func(*args, **(kwargs or {}))
 

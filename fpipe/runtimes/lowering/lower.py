@@ -48,7 +48,7 @@ from fpipe.runtimes.lowering.instructions import (
     with_scale,
 )
 from fpipe.runtimes.lowering.op_code import Code, Recipe, code_of, update_code
-from fpipe.runtimes.lowering.shapes import TRANSFERS, Shapes, shapes_of
+from fpipe.runtimes.lowering.shapes import TRANSFERS, Shapes, ops_of, shapes_of
 from fpipe.runtimes.lowering.stage_calls import update_only
 from fpipe.runtimes.lowering.untraced import Untraced
 
@@ -126,9 +126,7 @@ def lower(
     Raises:
         Untraceable: something in it cannot be known before it runs.
     """
-    ops = [part for op in program.ops for part in op.parts or (op,) if part.kind != "FREE"]
-    if program.slices > 1:
-        ops = [_without_carry(op) if "carry" not in context.model.stages[op.stage or 0].asks else op for op in ops]
+    ops = ops_of(program, context)
     with building():
         shapes = shapes_of(ops, context, given, untraced)
         mine = {leaf.storage for abstract in given.values() for leaf in abstract.leaves if isinstance(leaf, Fact)}
@@ -137,14 +135,6 @@ def lower(
         folds = folds_of(ops, kept, shapes, mine, compile)
         overwritten = overwritten_by(ops, kept, folds.trees, mine, donate)
         return _Lowering(ops, shapes, folds, mine, compile, overwritten, runs).lowered(program)
-
-
-def _without_carry(op: Op) -> Op:
-    """An op of a stage that asks for no carry, and so hands on nothing to its next slice."""
-    if op.kind not in ("F", "R", "B", "I"):
-        return op
-    reads, writes = (tuple(v for v in values if v.name not in ("carry", "dcarry")) for values in (op.reads, op.writes))
-    return op._replace(reads=reads, writes=writes)
 
 
 class _Lowering:

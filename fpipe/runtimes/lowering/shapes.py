@@ -23,7 +23,7 @@ from fpipe.graphs.tracing.fake import fake_mode
 from fpipe.graphs.tracing.outputs import copied
 from fpipe.graphs.tracing.stage_call import StageCall
 from fpipe.positional_stage import PositionalStage
-from fpipe.program import Op, Value
+from fpipe.program import Op, Program, Value
 from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.definition.device_moves import Moves
 from fpipe.runtimes.lowering.abstract_eval import abstract_eval, by_rule, rounded
@@ -267,6 +267,22 @@ class Shapes:
                 if isinstance(name, Name):
                     storages.setdefault(facts[name].storage, leaf.storage)
         return storages
+
+
+def ops_of(program: Program, context: StepContext) -> list[Op]:
+    """The ops that are lowered: pairs as their parts, without FREEs, and without carries that nobody asks for."""
+    ops = [part for op in program.ops for part in op.parts or (op,) if part.kind != "FREE"]
+    if program.slices == 1:
+        return ops
+    return [_without_carry(op) if "carry" not in context.model.stages[op.stage or 0].asks else op for op in ops]
+
+
+def _without_carry(op: Op) -> Op:
+    """An op of a stage that asks for no carry, and so hands on nothing to its next slice."""
+    if op.kind not in ("F", "R", "B", "I"):
+        return op
+    reads, writes = (tuple(v for v in values if v.name not in ("carry", "dcarry")) for values in (op.reads, op.writes))
+    return op._replace(reads=reads, writes=writes)
 
 
 def shapes_of(
