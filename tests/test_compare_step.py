@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 import fpipe
 from tests.test_distributed import MSE
@@ -193,11 +193,6 @@ class Frozen(Loop):
         self.net[1][0].bias.grad = None  # type: ignore[index, union-attr]
 
 
-class Reversed(Loop):
-    def run(self, batches: list[Any], rates: list[float]) -> None:
-        super().run(batches[::-1], rates)
-
-
 class InBfloat16(Loop):
     def backward(self, batch: Any) -> None:
         total = [torch.zeros_like(leaf, dtype=torch.bfloat16) for leaf in self.net.parameters()]
@@ -240,34 +235,38 @@ class DealtTargets(Loop):
             (MSE(self.net(x), batch[1][k::MICROBATCHES]) / MICROBATCHES).backward()
 
 
-class OtherOrder(Loop):
-    """The loader of the targets has an order of its own."""
+class OnBatches(Loop):
+    """The loader has an order of its own."""
 
-    def __init__(self, net: nn.Module, order: Callable[[Tensor], Tensor], **how: Any) -> None:
+    def __init__(self, net: nn.Module, order: Callable[[list[Any]], list[Any]], **how: Any) -> None:
         super().__init__(net, **how)
         self.order = order
 
     def run(self, batches: list[Any], rates: list[float]) -> None:
-        super().run([(x, self.order(target)) for x, target in batches], rates)
+        super().run(self.order(batches), rates)
 
 
-def drawn(target: Tensor) -> Tensor:
-    return target[torch.randperm(len(target), generator=torch.Generator().manual_seed(42))]
+def others(x: Callable[[Tensor], Tensor], target: Callable[[Tensor], Tensor]) -> Callable[[list[Any]], list[Any]]:
+    """Batches whose inputs, or targets, come in another order."""
+    return lambda batches: [(x(inputs), target(targets)) for inputs, targets in batches]
 
 
-class Repeated(Loop):
-    """The loader is made anew at each step."""
-
-    def run(self, batches: list[Any], rates: list[float]) -> None:
-        super().run([next(iter(batches)) for _ in batches], rates)
+def kept(rows: Tensor) -> Tensor:
+    return rows
 
 
-class DealtRows(Loop):
-    """Batches that a sampler has dealt out one by one."""
+def drawn(rows: Tensor, seed: int = 42) -> Tensor:
+    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
 
-    def run(self, batches: list[Any], rates: list[float]) -> None:
-        whole = TensorDataset(*(torch.cat(halves) for halves in zip(*batches, strict=True)))
-        super().run([whole[[*range(k, 16, 2)]] for k in range(2)], rates)
+
+def pooled(order: Callable[[Tensor], Tensor], batches: list[Any]) -> list[Any]:
+    """The rows of all batches as a sampler has mixed them."""
+    whole = [order(torch.cat(halves)) for halves in zip(*batches, strict=True)]
+    return [*zip(*(half.chunk(len(batches)) for half in whole), strict=True)]
+
+
+def dealt(rows: Tensor, ways: int) -> Tensor:
+    return torch.cat([rows[k::ways] for k in range(ways)])
 
 
 class OverTokens(Loop):
@@ -337,10 +336,6 @@ WRONG: dict[str, tuple[Made, dict[str, Any], str]] = {
         ADAM,
         "Targets are dealt out one by one to 4 microbatches or replicas, inputs in blocks",
     ),
-    "other order": (lambda net: OtherOrder(net, lambda t: t.flip(0), **SGD), SGD, "come in the reverse order of the"),
-    "next row": (lambda net: OtherOrder(net, lambda t: t.roll(-1, 0), **SGD), SGD, "those of the next row"),
-    "row before": (lambda net: OtherOrder(net, lambda t: t.roll(1, 0), **ADAM), ADAM, "those of the row before"),
-    "drawn targets": (lambda net: OtherOrder(net, drawn, **ADAM), ADAM, "by torch.randperm of seed 42, inputs are not"),
     "averaged twice": (lambda net: AveragedTwice(net, **SGD), SGD, "over the 4 microbatches once too often"),
     "dropped": (lambda net: Dropped(net, **SGD), SGD, "Microbatch 3 is missing"),
     "norm of each": (lambda net: NormOfEach(net, **ADAM), ADAM, "Each parameter is clipped by its own norm"),
@@ -358,8 +353,6 @@ WRONG: dict[str, tuple[Made, dict[str, Any], str]] = {
         "Groups are not told apart",
     ),
     "uphill": (lambda net: Loop(net, **SGD, maximize=True), SGD, "Gradients have the wrong sign"),
-    "repeated": (lambda net: Repeated(net, **SGD), SGD, "All steps are on the first batch"),
-    "dealt rows": (lambda net: DealtRows(net, **ADAM), ADAM, "Rows are dealt out one by one to the steps"),
     "another decay": (lambda net: Loop(net, **ADAM | {"weight_decay": 0.1}), ADAM, "Weight decay is 0.1, not 0.3"),
     "other betas": (lambda net: Loop(net, **ADAM | {"betas": (0.9, 0.95)}), ADAM, r"Betas are \(0.9, 0.95\), not"),
     "tokens": (lambda net: OverTokens(net, **SGD), SGD, "summed over the 64 rows or tokens and not averaged"),
@@ -373,8 +366,11 @@ WRONG: dict[str, tuple[Made, dict[str, Any], str]] = {
         SGD,
         "are divided again at each round of 2 microbatches",
     ),
-    "reversed": (lambda net: Reversed(net, **SGD), SGD, "batches come in reverse"),
 }
+
+
+# A first step does not tell these.
+IN_TWO_STEPS = {"never zeroed", "stale", "late rate", "early rate", "no momentum", "other betas"}
 
 
 def steps(
@@ -385,7 +381,7 @@ def steps(
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
     torch.manual_seed(1)
     batches = [(torch.randn(rows, 8), far * torch.randn(rows, 8)) for _ in range(many)]
-    rates = [0.05, 0.02][:many]
+    rates = [0.05, 0.02, 0.03][:many]
     made(net).run(batches, rates)
     return model, params, batches, rates, {name: leaf.detach() for name, leaf in net.named_parameters()}
 
@@ -401,7 +397,7 @@ def alone() -> Iterator[None]:
 @pytest.mark.parametrize("case", WRONG)
 def test_a_mistake_is_named(case: str, alone: None):
     made, said, words = WRONG[case]
-    model, params, batches, rates, after = steps(made)
+    model, params, batches, rates, after = steps(made, many=2 if case in IN_TWO_STEPS else 1)
     with pytest.raises(fpipe.GradientMismatch, match=words):
         fpipe.compare_step(model, params, batches, after, lr=rates, microbatches=MICROBATCHES, **said)
 
@@ -426,6 +422,45 @@ def test_a_mistake_of_one_step_is_named(made: Made, words: str):
     model, params, batches, rates, after = steps(made, many=1, rows=12, far=20.0)
     with pytest.raises(fpipe.GradientMismatch, match=words):
         fpipe.compare_step(model, params, batches, after, lr=rates, microbatches=MICROBATCHES, **SGD)
+
+
+IN_A_STEP: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "Targets are those of the next row": (kept, lambda rows: rows.roll(-1, 0)),
+    "Targets are those of the row before": (kept, lambda rows: rows.roll(1, 0)),
+    "Targets come in the reverse order of the rows": (kept, lambda rows: rows.flip(0)),
+    "Targets are shuffled by torch.randperm of seed 42, inputs are not": (kept, drawn),
+    "Targets are those of the next of 2 microbatches or replicas": (kept, lambda rows: rows.roll(6, 0)),
+    "Targets of 4 microbatches or replicas come in reverse": (kept, lambda rows: torch.cat(rows.chunk(4)[::-1])),
+    "Inputs are dealt out one by one to 4 microbatches or replicas, targets in": (lambda rows: dealt(rows, 4), kept),
+    "Inputs are shuffled by torch.randperm of seed 42, targets are not": (drawn, kept),
+}
+
+
+@pytest.mark.parametrize("words", IN_A_STEP)
+def test_rows_that_meet_the_targets_of_others_are_named(words: str):
+    model, params, batches, rates, after = steps(
+        lambda net: OnBatches(net, others(*IN_A_STEP[words]), **ADAM), many=1, rows=12
+    )
+    with pytest.raises(fpipe.GradientMismatch, match=words):
+        fpipe.compare_step(model, params, batches, after, lr=rates, microbatches=MICROBATCHES, **ADAM)
+
+
+OVER_STEPS: dict[str, Callable[[list[Any]], list[Any]]] = {
+    "All steps are on the first batch": lambda each: [each[0]] * 3,
+    "The batches come in reverse": lambda each: each[::-1],
+    "Rows are dealt out one by one to the steps": lambda each: pooled(lambda rows: dealt(rows, 3), each),
+    "Each step is on the batch of the one before": lambda each: [each[0], *each[:-1]],
+    "Step 2 is on the batch of step 0": lambda each: [*each[:2], each[0]],
+    "Steps 1 and 2 have each other's batch": lambda each: [each[0], each[2], each[1]],
+    "Rows of all steps are shuffled by torch.randperm of seed 42": lambda each: pooled(drawn, each),
+}
+
+
+@pytest.mark.parametrize("words", OVER_STEPS)
+def test_steps_on_rows_of_others_are_named(words: str):
+    model, params, batches, rates, after = steps(lambda net: OnBatches(net, OVER_STEPS[words], **ADAM), many=3)
+    with pytest.raises(fpipe.GradientMismatch, match=words):
+        fpipe.compare_step(model, params, batches, after, lr=rates, microbatches=1, **ADAM)
 
 
 def test_an_optimizer_that_is_resumed_one_step_behind_is_named():
@@ -506,6 +541,19 @@ def test_a_tie_of_which_a_use_is_missing_is_named():
     torch.optim.SGD(net.parameters(), lr=0.1).step()
     with pytest.raises(fpipe.GradientMismatch, match=r"tied 'embed\.weight' is that of its use in stage 1 alone"):
         fpipe.compare_step(model, params, (ids, ids), dict(net.named_parameters()), rule="SGD", lr=0.1)
+
+
+def test_one_of_three_uses_of_a_tie_that_is_missing_is_named():
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    net[1].weight = net[2].weight = net[0].weight
+    x, target = torch.randn(8, 8), torch.randn(8, 8)
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=3, loss=MSE)
+    weight = net[0].weight.detach()  # the stage in the middle keeps the gradient of its copy to itself
+    MSE(net[2]((net[0](x)) @ weight.T), target).backward()
+    torch.optim.SGD([net[0].weight], lr=0.1).step()
+    with pytest.raises(fpipe.GradientMismatch, match=r"tied '0\.weight' misses its use in stage 1"):
+        fpipe.compare_step(model, params, (x, target), {"0.weight": net[0].weight}, rule="SGD", lr=0.1)
 
 
 @pytest.mark.parametrize(

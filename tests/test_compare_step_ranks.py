@@ -152,7 +152,7 @@ def in_tensor_parallel(rank: int, how: str) -> tuple[dict[str, Tensor], dict[str
     }
     parallelize_module(net, tp, plan)
     optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.9, foreach=False)
-    for x, target in batches(4, 6, 8)[: 1 if "own parts" in how else 2]:
+    for x, target in batches(4, 6, 8)[: 1 if "once" in how else 2]:
         x, target = (half.chunk(2)[mesh.get_local_rank("dp")].chunk(2, 1)[tp.get_local_rank()] for half in (x, target))
         optimizer.zero_grad()
         (MSE(net(x), target) / 2).backward()  # the mean over both halves of the sequence
@@ -171,7 +171,7 @@ def in_tensor_parallel(rank: int, how: str) -> tuple[dict[str, Tensor], dict[str
         square = square + own if alone else square
         if "own parts" not in how:
             dist.all_reduce(square, group=tp.get_group())
-        square = square if alone else square + own
+        square = square if alone or "left out" in how else square + own
         for part in parts if "unclipped" not in how else ():
             part.mul_(torch.clamp(CLIP / (square.sqrt() + 1e-6), max=1.0))
         optimizer.step()
@@ -180,11 +180,13 @@ def in_tensor_parallel(rank: int, how: str) -> tuple[dict[str, Tensor], dict[str
 
 PARALLEL: dict[str, str | None] = {
     "right": None,
-    "own parts": "such as 0.weight: each rank is clipped by the norm of what it has itself: the norm misses other",
+    "own parts, once": "such as 0.weight: each rank is clipped by the norm of what it has itself: the norm misses",
     "copies twice": "The norm counts parameters of which 2 ranks have copies once for each of them",
-    "not added, unclipped": (
+    "copies left out": "The norm misses parameters of which all ranks have copies",
+    "not added, unclipped": "The gradient of 0.weight is another one on each of 4 ranks that are to have copies",
+    "not added, unclipped, once": (
         r"tensor-parallel ranks: 0.weight, 0.bias, 4.bias\.\n"
-        "The gradient of 0.weight is another one on each of 4 ranks that are to have copies"
+        "The gradient of 0.weight is not added over 2 tensor-parallel ranks: those of 4 ranks add up to 2 times the"
     ),
 }
 
@@ -194,12 +196,113 @@ def test_steps_of_tensor_parallel_layers_are_judged(four: Processes, how: str):
     after, grads = zip(*four.each(in_tensor_parallel, how), strict=True)
     clip, words = None if "unclipped" in how else CLIP, PARALLEL[how]
     said: dict[str, Any] = {"rule": "SGD", "lr": RATE, "momentum": 0.9, "clip": clip, "microbatches": 2, "grads": grads}
-    each = batches(4, 6, 8)[: 1 if "own parts" in how else 2]
+    each = batches(4, 6, 8)[: 1 if "once" in how else 2]
     if words is None:
         assert len(judged(block(), each, after, **said).leaves) == 5
         return
     with pytest.raises(fpipe.GradientMismatch, match=words):
         judged(block(), each, after, **said)
+
+
+class Cube:
+    """Two stages of a block under sequence parallelism, in two replicas: 2 x 2 x 2 ranks (pp, dp, tp) in one process,
+    each with leaves of its own, whose gradients are its own part."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        whole = dict(cube().named_parameters())
+        self.ranks = [
+            {name: self.piece(name, leaf, tp) for name, leaf in whole.items() if (int(name[0]) > 4) == bool(pp)}
+            for pp in range(2)
+            for _ in range(2)
+            for tp in range(2)
+        ]
+
+    def piece(self, name: str, leaf: Tensor, tp: int) -> Tensor:
+        dim = {"1.weight": 0, "6.weight": 0, "3.weight": 1, "8.weight": 1}.get(name)
+        leaf = leaf if dim is None else leaf.chunk(2, dim)[tp]
+        return leaf.detach().clone().requires_grad_()
+
+    def stage(self, pp: int, dp: int, halves: list[Tensor]) -> list[Tensor]:
+        """Each rank normalises its half of the sequence, has half of the hidden features, and a copy of the bias."""
+        own, at = self.ranks[4 * pp + 2 * dp : 4 * pp + 2 * dp + 2], 5 * pp
+        layer_norm, gelu = nn.functional.layer_norm, nn.functional.gelu
+        each = [
+            layer_norm(x, (8,), mine[f"{at}.weight"], mine[f"{at}.bias"]) for mine, x in zip(own, halves, strict=True)
+        ]
+        x = torch.cat(each, 1)
+        parts = [gelu(x @ mine[f"{at + 1}.weight"].T) @ mine[f"{at + 3}.weight"].T for mine in own]
+        reduced = (parts[0] + parts[1]).chunk(2, 1)
+        return [half + mine[f"{at + 4}.bias"] for half, mine in zip(reduced, own, strict=True)]
+
+    def backward(self, batch: tuple[Tensor, Tensor]) -> None:
+        for dp, rows in enumerate(zip(*(half.chunk(2) for half in batch), strict=True)):
+            for x, target in zip(*(half.chunk(MICROBATCHES) for half in rows), strict=True):
+                y = torch.cat(self.stage(1, dp, self.stage(0, dp, [*x.chunk(2, 1)])), 1)
+                (MSE(y, target) / MICROBATCHES).backward()
+
+    def reduce(self, ranks: list[dict[str, Tensor]], share: float) -> None:
+        """All-reduce gradients."""
+        for name in ranks[0]:
+            total = torch.stack([rank[name].grad for rank in ranks]).sum(0) * share
+            for rank in ranks:
+                rank[name].grad = total.clone()
+
+    def reduced(self) -> None:
+        for at in range(0, 8, 2) if "not added" not in self.how else ():
+            copies = [{n: leaf for n, leaf in rank.items() if leaf.ndim == 1} for rank in self.ranks[at : at + 2]]
+            self.reduce(copies, 1.0)
+        for at in (0, 1, 4, 5):
+            self.reduce([self.ranks[at], self.ranks[at + 2]], 0.5)
+
+    def norm(self, rank: int) -> Tensor:
+        """As a rank is told it: of one replica, of all stages or its own, copies once."""
+        first = 4 * (rank // 4)
+        ranks = [first, first + 1] if "own stage" in self.how else [0, 1, 4, 5]
+        counted = [leaf for at in ranks for leaf in self.ranks[at].values() if leaf.ndim > 1 or at % 2 == 0]
+        return nn.utils.get_total_norm([leaf.grad for leaf in counted])
+
+    def run(self, each: list[tuple[Tensor, Tensor]]) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+        optimizers = [torch.optim.SGD([*rank.values()], lr=RATE, momentum=0.9) for rank in self.ranks]
+        for batch in each:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            self.backward(batch)
+            self.reduced()
+            grads = [{name: leaf.grad.clone() for name, leaf in rank.items()} for rank in self.ranks]
+            norms = [self.norm(rank) for rank in range(8)]
+            for rank, norm, optimizer in zip(self.ranks, norms, optimizers, strict=True):
+                if "not added" not in self.how:
+                    nn.utils.clip_grads_with_norm_(rank.values(), CLIP, norm)
+                optimizer.step()
+        return [{name: leaf.detach() for name, leaf in rank.items()} for rank in self.ranks], grads
+
+
+def cube() -> nn.Sequential:
+    return nn.Sequential(*block(), *block())
+
+
+CUBE: dict[str, str | None] = {
+    "right": None,
+    "own stage": "Each stage is clipped by its own norm: the norm misses other ranks",
+    "not added": (
+        "The gradient of 0.weight is not added over 2 tensor-parallel ranks: "
+        "those of 4 ranks add up to 2 times the right one"
+    ),
+}
+
+
+@pytest.mark.parametrize("how", CUBE)
+def test_steps_over_stages_replicas_and_tensor_parallel_ranks_are_judged(how: str):
+    each, words = batches(8, 6, 8)[: 1 if "not added" in how else 2], CUBE[how]
+    after, grads = Cube(how).run(each)
+    clip = None if "not added" in how else CLIP
+    said: dict[str, Any] = {"rule": "SGD", "lr": RATE, "momentum": 0.9, "clip": clip, "microbatches": 4, "grads": grads}
+    if words is None:
+        assert len(judged(cube(), each, after, **said).leaves) == 10
+        return
+    with pytest.raises(fpipe.GradientMismatch, match=words):
+        judged(cube(), each, after, **said)
 
 
 class Experts(nn.Module):

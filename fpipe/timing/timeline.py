@@ -141,8 +141,9 @@ class Timeline(HtmlRepr):
 
     @cached_property
     def redone(self) -> float | None:
-        """Makespan of the same steps with updates that wait for their norms, in seconds: what doing them again takes
-        beside this, where `update(validate="after")` has checked a norm that clips. None where nothing is checked.
+        """Makespan of all steps of a call with updates that wait for their norms, in seconds: what doing them again,
+        those before the first wrong one too, takes beside this, where `update(validate="after")` has checked a norm
+        that clips. None where nothing is checked.
 
         >>> import fpipe
         >>> step = fpipe.chain(fpipe.split(8), fpipe.schedules.zb_h2(4), fpipe.merge(outputs=False))(fpipe.program(4))

@@ -108,7 +108,8 @@ def compare_step(
     _check_named(opt, grads, opt_after)
     whole("microbatches", microbatches)
     words = words_of(words_of_update(rule, clip, groups, settings))
-    check_groups(words, [name for stage in params for name in names_of(tree.flatten(stage)[1])])
+    if all(stage.names is not None for stage in model.stages):
+        check_groups(words, [name for stage in params for name in names_of(tree.flatten(stage)[1])])
     if opt is not None:
         check_optimizer_state(words, params, opt)
     steps = [[cut(batch, index, microbatches) for index in range(microbatches)] for batch in each]
