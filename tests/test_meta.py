@@ -59,7 +59,7 @@ def ids(seed: int = 0) -> tuple[Tensor, Tensor]:
     return torch.randint(11, (4, 5)), torch.randint(11, (4, 5))
 
 
-def cut(net: nn.Module | None = None, ranks: int = 2) -> tuple[fpipe.Model, Any, fpipe.Program]:
+def cut(net: Any = None, ranks: int = 2) -> tuple[fpipe.Model, Any, fpipe.Program]:
     if net is None:
         with torch.device("meta"):
             net = Net()
@@ -123,16 +123,48 @@ def test_sizes_on_meta_are_those_of_the_net():
     assert (found.bytes, found.wire, found.peak) == (expected.bytes, expected.wire, expected.peak)
 
 
-def test_real_buffers_of_a_net_whose_parameters_alone_are_on_meta_stay_constants():
-    net = Net()
-    for module in net.modules():
-        for name, one in [*module.named_parameters(recurse=False)]:
-            setattr(module, name, nn.Parameter(one.detach().to("meta")))
-    net.head.weight = net.embed.weight
-    model, meta, program = cut(net)
+class Filled(Net):
+    """What a constructor fills: a mask that is saved, numbers that are drawn, and a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(5, 5).tril() / 5)
+        self.register_buffer("noise", torch.randn(11), persistent=False)
+        self.scale = torch.linspace(0.5, 1, 11)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.mask @ super().forward(ids) * self.scale + self.noise
+
+
+def test_a_function_that_makes_the_net_keeps_what_its_constructors_fill():
+    """On meta it was lost: masks and tables of rotary embeddings had to be said again by init=."""
+    torch.manual_seed(1)
+    expected = Filled()
+    ids()  # seeds, as cut() does
+    before, nets = torch.get_rng_state(), list[Filled]()
+    for _ in range(2):
+        model, meta, program = cut(lambda: nets.append(Filled()) or nets[-1])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(nets[0].noise, nets[1].noise)
+    assert nets[1].head.weight is nets[1].embed.weight
+    assert all(leaf.is_meta for leaf in nets[1].parameters())
     assert "rotary.table" not in fpipe.join_params(model, meta)
-    params = loaded(model, program, real().state_dict())
-    assert torch.equal(fpipe.build(program, model)(params, ids()).loss, own_autograd(real(), ids())[0])
+    expected.noise = nets[1].noise
+    params, batch = loaded(model, program, expected.state_dict()), ids()
+    result = fpipe.build(program, model)(params, batch)
+    total, grads = own_autograd(expected, batch)
+    found = fpipe.join_params(model, result.grads)
+    assert torch.equal(result.loss, total)
+    assert found.keys() - {"head.weight"} == grads.keys()
+    assert all(torch.equal(found[name], grads[name]) for name in grads)
+    with pytest.raises(ValueError, match=r"'mask' is a constant of stage 1.* has other values in the state_dict"):
+        fpipe.load_params(model, program, {**expected.state_dict(), "mask": torch.ones(5, 5)}, rank=1)
+
+
+def test_a_sequential_is_made_on_meta_too():
+    model, meta, _ = fpipe.from_sequential(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), 1)
+    assert all(leaf.is_meta for leaf in meta[0].values())
+    assert not any(leaf.is_meta for leaf in model.stages[0].forward.state().values())
 
 
 def saved(kind: str, named: dict[str, Tensor], folder: Path) -> Path:

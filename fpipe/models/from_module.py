@@ -33,6 +33,7 @@ from fpipe.models.cutting.place_cuts import place_cuts
 from fpipe.models.cutting.read_state import reading
 from fpipe.models.cutting.untrained import with_untrained
 from fpipe.models.from_functions import from_functions
+from fpipe.models.made_on_meta import made_on_meta
 from fpipe.models.modules.fingerprint import Fingerprint
 from fpipe.models.tracing.boundary import KEY
 from fpipe.models.tracing.contexts import autocast_eps
@@ -47,7 +48,7 @@ Params = tuple[dict[str, Tensor], ...]
 
 
 def from_module(
-    net: nn.Module | ExportedProgram,
+    net: nn.Module | ExportedProgram | Callable[[], nn.Module],
     stages: int | None = None,
     *,
     example: Any,
@@ -66,7 +67,9 @@ def from_module(
             that it made. `fpipe.boundary` in its forward is a cut too. A module in it whose Python looks at data, such
             as a dropless mixture of experts, is one operation, and its stage runs under autograd; a warning names it.
             Where parameters are on meta, the net is traced there, whatever device its buffers and the example are on;
-            `load_params` and `init_params` give them values.
+            `load_params` and `init_params` give them values. A function that makes the net, as `lambda: Net(config)`,
+            is called with parameters on meta and all else, such as masks and tables in buffers, on torch's default
+            device.
         stages: how many; the blocks that repeat, such as the layers of a ModuleList, are dealt out so that the most
             expensive stage costs as little as can be.
         example: a batch (inputs, target), as a step takes it, with at least two rows. Inputs are a dict of keywords, a
@@ -111,7 +114,7 @@ def from_module(
     ['blocks.0, blocks.1', 'blocks.2, blocks.3']
     """
     stages = 1 if cut_collectives and stages is None and cuts is None else stages
-    _check(net, stages, cuts, costs)
+    net = _checked(made_on_meta(net), stages, cuts, costs)
     refuse_odd_modes()
     batch = _batch(example, loss)
     if microbatches is not None:
@@ -174,10 +177,14 @@ def from_module(
     return model, params, state
 
 
-def _check(net: Any, stages: Any, cuts: Any, costs: Any) -> None:
-    """Refuse what cannot be asked for."""
+def _checked(net: Any, stages: Any, cuts: Any, costs: Any) -> nn.Module | ExportedProgram:
+    """The net; refuse what cannot be asked for."""
     if isinstance(net, type) or not isinstance(net, nn.Module | ExportedProgram):
-        found = f"the class {net.__name__}; make one" if isinstance(net, type) else type(net).__name__
+        found = (
+            f"the class {net.__name__}; make one, or hand in a function that does"
+            if isinstance(net, type)
+            else type(net).__name__
+        )
         raise TypeError(f"from_module takes an nn.Module, or what torch.export made of one; found {found}.")
     if stages is not None:
         whole("stages", stages)
@@ -191,6 +198,7 @@ def _check(net: Any, stages: Any, cuts: Any, costs: Any) -> None:
         raise ValueError(f"costs has a number for each block by its path, or is fpipe.Costs; found {found}.")
     if costs is not None and cuts is not None:
         raise ValueError("costs= balances stages, and cuts= says where they end; leave one of the two out.")
+    return net
 
 
 def _batch(example: Any, loss: Any) -> tuple[Any, Any]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fpipe.graphs.purity.own_memory import memory
 from fpipe.model import Model, Reduction
+from fpipe.models.made_on_meta import made_on_meta
 from fpipe.models.modules.known_modules import refuse_net
 from fpipe.models.modules.skips import plan_skips
 from fpipe.models.modules.stage_module import How, StageModule
@@ -26,7 +27,7 @@ from fpipe.torch_private.modules import held_by, hooks_of
 
 
 def from_sequential(
-    net: nn.Sequential,
+    net: nn.Sequential | Callable[[], nn.Sequential],
     stages: int | None = None,
     *,
     sizes: Sequence[int] | None = None,
@@ -41,7 +42,8 @@ def from_sequential(
 
     Args:
         net: any nn.Sequential. It is not changed; its children's hooks and train or eval mode stay in force. Parameters
-            may be DTensors, as `parallelize_module` makes them.
+            may be DTensors, as `parallelize_module` makes them. A function that makes the net is called with parameters
+            on meta, as in `from_module`.
         stages: how many; the largest has as few bytes of parameters as can be.
         sizes: instead, the number of children in each stage.
         loss: `loss(y, target)`, as in `from_functions`.
@@ -75,7 +77,7 @@ def from_sequential(
     >>> [list(stage) for stage in params]
     [['0.weight', '0.bias'], ['2.weight', '2.bias']]
     """
-    _refuse(net)
+    net = _checked(made_on_meta(net))
     children = [*held_by(net).children.items()]  # one that stands in several places as often as it does
     ends = list(accumulate(_sizes(net, stages, sizes)))
     groups = [dict(children[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
@@ -142,8 +144,8 @@ def _sizes(net: nn.Sequential, stages: int | None, sizes: Sequence[int] | None) 
     return balance(bytes_of, stages)
 
 
-def _refuse(net: Any) -> None:
-    """A ValueError for a net that stages could not stand for."""
+def _checked(net: Any) -> nn.Sequential:
+    """The net; a ValueError for one that stages could not stand for."""
     if not isinstance(net, nn.Sequential) or type(net).forward is not nn.Sequential.forward or "forward" in vars(net):
         if isinstance(net, nn.ModuleList | list | tuple):
             way = "Put the modules into one: nn.Sequential(*modules)."
@@ -164,6 +166,7 @@ def _refuse(net: Any) -> None:
     own = [name for name, _ in (*net.named_parameters(recurse=False), *net.named_buffers(recurse=False))]
     if own:
         raise ValueError(f"{own[0]!r} belongs to the Sequential itself and to none of its children, so to no stage.")
+    return net
 
 
 def _refuse_shared_storage(found: Mapping[Tensor, Leaf]) -> None:

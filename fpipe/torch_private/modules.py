@@ -127,6 +127,11 @@ def hold(
     vars(module).update(_modules=children, _parameters=parameters or {}, _buffers=buffers or {})
 
 
+def is_saved(module: object, name: str) -> bool:
+    """Whether a tensor of a module is in its state_dict (2.13: a set of the names that are not)."""
+    return name not in getattr(module, "_non_persistent_buffers_set", ())
+
+
 @contextmanager
 def told_of_assignments(told: Callable[[nn.Module, str, Any, Callable[..., None]], None]) -> Generator[None]:
     """Meanwhile `told(module, name, value, assign)` is called in place of each assignment to a module's attribute, of

@@ -99,4 +99,6 @@ def _unknown(name: str, owner: Any, why: str) -> str:
     return (
         f"{name!r} is on meta, and nothing gives it values: it belongs to a {type(owner).__name__}, {why}. Say init=, "
         "a function of name and tensor that fills it in place, or give that module a reset_parameters()."
+        + " Or hand a function that makes the net to from_module or from_sequential, as in from_module(lambda: Net(), "
+        "..): what its constructors fill buffers with is kept." * (name.rpartition(".")[2] in held_by(owner).buffers)
     )

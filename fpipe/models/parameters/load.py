@@ -17,6 +17,7 @@ from fpipe.models.parameters.params import local_params
 from fpipe.models.parameters.sources import TensorSource, source_of
 from fpipe.positional_stage import PositionalStage, of_net
 from fpipe.program import Program
+from fpipe.torch_private.modules import is_saved
 
 Params = tuple[dict[str, Tensor] | None, ...]
 
@@ -51,7 +52,8 @@ def load_params(
 
     Raises:
         TypeError, ValueError: a source that is none of these; a name that it lacks, on whichever rank, or that the net
-            does not have; another shape or dtype; tied names with different values; a leaf that nothing gives values.
+            does not have; another shape or dtype; tied names with different values; other values of a frozen parameter
+            or buffer that the net has itself; a leaf that nothing gives values.
         OSError: there is no such file.
 
     >>> import fpipe, torch
@@ -66,6 +68,7 @@ def load_params(
     found, first = source_of(source), FirstValues(0, init)
     leaves = _leaves(model, of)
     aliases = _checked(model, found, leaves, of is not None)
+    _refuse_other_constants(model, found, local_params(program, range(len(leaves)), rank))
 
     def value(leaf: tuple[str, ...], home: tuple[Any, str]) -> Tensor:
         names = aliases[leaf[0]]
@@ -200,6 +203,21 @@ def _checked(
             f"{_few(every)}."
         )
     return found
+
+
+def _refuse_other_constants(model: Model, source: TensorSource, here: Sequence[int | None]) -> None:
+    """A ValueError for what a rank's stages read of the net itself, if a source has other values of it."""
+    for number, run in enumerate(_nets(model)):
+        known = zip(run.fixed, run.constants(), strict=True) if here[number] is not None else ()
+        for name, now in known:
+            if name in source.known and not now.is_meta and is_saved(*run.home_of(name)):
+                saved = source.read([name])[name]
+                if saved.shape != now.shape or not torch.equal(saved.to(now), now.detach()):
+                    raise ValueError(
+                        f"{name!r} is a constant of {model.who(number)}, which reads the net's own, and has other "
+                        f"values in {source.known[name].where}. Load those into the net before it is cut, or make "
+                        "it on meta, where what nothing writes is loaded as parameters are."
+                    )
 
 
 def _few(names: Mapping[str, Any] | set[str]) -> str:

@@ -79,8 +79,9 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
 def _on_meta(net: nn.Module) -> Generator[bool]:
     """Meanwhile all tensors of a net with a parameter on meta are there too; whether it has one."""
     found = any(one.is_meta for one in net.parameters())
-    dicts: list[Any] = [own for module in net.modules() for own in held_by(module)[:2]] if found else []
-    held = [(own, name, one) for own in dicts for name, one in own.items() if one is not None and not one.is_meta]
+    dicts: list[Any] = [own for each in net.modules() for own in (*held_by(each)[:2], vars(each))] if found else []
+    held = [(own, name, one) for own in dicts for name, one in own.items() if isinstance(one, Tensor)]
+    held = [(own, name, one) for own, name, one in held if not one.is_meta]
     made = {id(one): _moved(one) for _, _, one in held}
     try:
         for own, name, one in held:

@@ -94,7 +94,15 @@ def tensors_of(net: nn.Module | ExportedProgram, exported: ExportedProgram) -> N
     trains = frozenset(first[name] for name, tensor in params.items() if tensor.requires_grad)
     specs = exported.graph_signature.input_specs
     literals = [spec.target or "" for spec in specs if spec.kind == InputKind.CONSTANT_TENSOR]
-    return NetTensors(homes, trains, first, frozenset(buffers), {name: constants[name] for name in literals})
+    return NetTensors(homes, trains, first, frozenset(buffers), {name: _now(net, name, constants) for name in literals})
+
+
+def _now(net: nn.Module | ExportedProgram, name: str, constants: Mapping[str, Tensor]) -> Tensor:
+    """A tensor that is no parameter or buffer: the net's own, where it was on meta while the net was traced there."""
+    path, _, own = name.rpartition(".")
+    known = {one: vars(module) for one, module in net.named_modules()} if isinstance(net, nn.Module) else {}
+    now = known.get(path, {}).get(own)
+    return now if constants[name].is_meta and isinstance(now, Tensor) else constants[name]
 
 
 def read_graph(exported: ExportedProgram, tensors: NetTensors) -> NetGraph:

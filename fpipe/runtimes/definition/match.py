@@ -65,7 +65,8 @@ def refuse_lost_constants(model: Model) -> None:
     nets = [stage.forward for stage in model.stages if isinstance(stage.forward, PositionalStage)]
     for net in nets:
         held = dict(zip(net.fixed, net.constants(), strict=True))
-        refuse_meta("make it on a device, or cut the net by fpipe.from_module, which hands it in with params", net=held)
+        way_out = "hand fpipe.from_module, or from_sequential, a function that makes the net, as lambda: Net()"
+        refuse_meta(f"{way_out}; it keeps what constructors fill buffers with", net=held)
 
 
 def _refuse_mixed_rows(program: Program, model: Model) -> None:
