@@ -70,9 +70,8 @@ def processes(size: int) -> object:
 
     @pytest.fixture(scope="module")
     def made() -> Iterator[Processes]:
-        group = Processes(size)
-        yield group
-        group.close()
+        with Processes(size) as group:
+            yield group
 
     return made
 

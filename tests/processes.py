@@ -58,6 +58,12 @@ class Processes:
             one.start()
             end.close()
 
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def start(self, function: Callable[..., Any], *args: Any) -> None:
         for pipe in self.pipes:
             pipe.send((function, args))

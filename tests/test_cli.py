@@ -203,16 +203,13 @@ def test_bench_on_processes(tmp_path: Path):
     """Both are given the words; the first one prints, and draws."""
     page = tmp_path / "both.svg"
     typed = ["bench", "zb_h1", "--runtime", "distributed", *SMALL, "--file", str(page)]
-    pair = Processes(2)
-    try:
+    with Processes(2) as pair:
         (code, printed, _), second = pair.each(as_of_torchrun, free_port(), typed)
         assert code == 0
         assert printed.splitlines()[1].startswith("zb_h1")
         assert printed.split()[-4] == printed.split()[-3]  # told and held, messages too
         assert printed.splitlines()[-1] == f"wrote {page}"
         assert second == (0, "", "")
-    finally:
-        pair.close()
 
 
 def test_options_are_said_behind_a_name():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import fpipe
+from tests.toys import merged
 
 HELD = torch.tensor(4)
 COUNTS: dict[str, Callable[[Any, Tensor], Any]] = {
@@ -66,13 +67,12 @@ def test_whatever_it_counts_the_mean_is_that_of_plain_autograd(name: str, early:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model, own = fpipe.from_loss(loss_fn, params, batch, reduction="count")
-        for microbatches in (1, 3):
-            pipeline = fpipe.chain(fpipe.split(microbatches), fpipe.schedules.one_f_one_b(2), fpipe.merge())
-            found = fpipe.build(pipeline(fpipe.program(model)), model)(own, batch)
-            loss, grads = by_hand(loss_fn, params, batch, microbatches)
-            assert torch.equal(found.loss, loss)
-            whole = fpipe.join_params(model, found.grads)
-            assert all(torch.equal(whole[name], grad) for name, grad in grads.items())
+        program = merged(model, 3, fpipe.schedules.one_f_one_b(2))
+        found = fpipe.build(program, model)(own, batch)
+    loss, grads = by_hand(loss_fn, params, batch, 3)
+    assert torch.equal(found.loss, loss)
+    whole = fpipe.join_params(model, found.grads)
+    assert all(torch.equal(whole[name], grad) for name, grad in grads.items())
 
 
 WANTED = "the count of (total, count) is a number or a 0-d tensor of one, found "

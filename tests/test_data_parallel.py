@@ -402,13 +402,10 @@ def test_forty_steps_leave_nothing_behind(four: Processes):
 def test_a_process_that_is_lost_is_named_in_every_replica(what: Any, shape: tuple[int, int]):
     who, timeout = 1, 2.0 if what is hang else None
     name = "replica 0: rank 1" if shape == (2, 2) else "replica 1: rank 0"
-    several = Processes(shape[0] * shape[1])
-    try:
+    with Processes(shape[0] * shape[1]) as several:
         several.start(one_in_trouble, who, what, timeout, shape)
         for told in [result(pipe) for rank, pipe in enumerate(several.pipes) if rank != who]:
             assert told[0].startswith(f"LostRank: {name} {'did not' if what is hang else 'is gone'}")
             assert told[1] < (timeout or 0) + SOON
             assert "start all ranks again" in told[2]
-    finally:
         several.all[who].kill()
-        several.close()

@@ -125,20 +125,14 @@ def same_leaves(one: tuple, other: tuple) -> bool:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_gloo_carries_tensors_of_a_gpu_through_the_host():
-    pair = Processes(2)
-    try:
+    with Processes(2) as pair:
         assert pair.each(on_gpus, "gloo", "") == [[True] * 4] * 2
-    finally:
-        pair.close()
 
 
 @TWO
 def test_nccl_carries_tensors_between_two_gpus(tmp_path: Path):
-    pair = Processes(2)
-    try:
+    with Processes(2) as pair:
         assert pair.each(on_gpus, "nccl", str(tmp_path / "group")) == [[True] * 4] * 2
-    finally:
-        pair.close()
 
 
 def on_shards(rank: int, backend: str, kind: str, how: str) -> list[bool]:
@@ -177,11 +171,8 @@ def on_shards(rank: int, backend: str, kind: str, how: str) -> list[bool]:
     [("gloo", "cpu"), pytest.param("gloo", "cuda", marks=ONE_GPU), pytest.param("nccl", "cuda", marks=TWO)],
 )
 def test_replicas_on_devices_share_parameters_out(backend: str, kind: str, tmp_path: Path):
-    pair = Processes(2)
-    try:
+    with Processes(2) as pair:
         assert pair.each(on_shards, backend, kind, str(tmp_path / "group")) == [[True, True]] * 2
-    finally:
-        pair.close()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")

@@ -567,8 +567,7 @@ SEEN = r"; it was last seen (before step 2|after step 1|at the start of step 2|i
 
 @pytest.mark.parametrize(("who", "how"), [(0, kill), (1, kill_late), (2, kill)])
 def test_a_rank_that_is_killed_is_named_by_all_others_with_its_op(who: int, how: Any):
-    three = Processes(3)
-    try:
+    with Processes(3) as three:
         three.start(one_in_trouble, who, how, None)
         for rank, told in enumerate(three.results()):
             if rank == who:
@@ -581,24 +580,19 @@ def test_a_rank_that_is_killed_is_named_by_all_others_with_its_op(who: int, how:
                 assert "start all ranks again" in told[2]
         three.all[who].join(SOON)  # the others may know of it first
         assert three.all[who].exitcode == -9
-    finally:
-        three.close()
     assert not any(one.is_alive() for one in three.all)
 
 
 @pytest.mark.parametrize(("who", "how"), [(0, hang), (1, hang_in_c), (2, stop)])
 def test_a_rank_that_hangs_is_named_by_all_others_in_time_with_its_op(who: int, how: Any):
-    three = Processes(3)
-    try:
+    with Processes(3) as three:
         three.start(one_in_trouble, who, how, 2.0)
         for told in [result(pipe) for rank, pipe in enumerate(three.pipes) if rank != who]:
             assert told[0].startswith(f"LostRank: rank {who} did not send what its {who}")
             assert re.search(SEEN, told[0]), told[0]
             assert how is not hang or told[0].endswith(f"; it was last seen in its {who}F3 of step 2")
             assert told[1] < 2 + SOON
-    finally:
         three.all[who].kill()
-        three.close()
 
 
 def two_hundred(rank: int) -> list[int]:

@@ -231,15 +231,12 @@ def dies(rank: int, who: int) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("who", [0, pytest.param(2, marks=pytest.mark.deep)])
 def test_a_rank_that_is_killed_while_it_builds_is_named_soon(who: int):
-    three = Processes(3)
-    try:
+    with Processes(3) as three:
         three.start(dies, who)
         for rank, told in enumerate(three.results()):
             assert (
                 told is None if rank == who else told == (f"LostRank: rank {who} is gone, on the way to {PLACE}", True)
             )
-    finally:
-        three.close()
 
 
 def dies_connecting(rank: int) -> tuple[str, bool]:
@@ -250,13 +247,10 @@ def dies_connecting(rank: int) -> tuple[str, bool]:
 
 
 def test_a_rank_that_is_killed_while_ranks_connect_is_named():
-    three = Processes(3)
-    try:
+    with Processes(3) as three:
         three.start(dies_connecting)
         first, _, third = three.results()
         assert first == third == (f"LostRank: rank 1 is gone, on the way to {PLACE}", True)
-    finally:
-        three.close()
 
 
 PLACE = "building the step, after the trace"
@@ -272,32 +266,26 @@ def never(rank: int, how: str) -> Any:
 
 @pytest.mark.parametrize("how", ["step", "building"])
 def test_a_rank_that_never_comes_is_named(how: str):
-    three = Processes(3)
-    try:
+    with Processes(3) as three:
         first, second, third = three.each(never, how)
         assert second is None
         for said, took in (first, third):
             assert said.startswith("LostRank: rank 1 did not ")
             assert took < 2 + SOON
             assert how == "step" or said.endswith("come to building the step in 2 s")
-    finally:
-        three.close()
 
 
 @pytest.mark.parametrize("how", [kill, stop])
 def test_the_rank_that_keeps_the_store_is_named(how: Any):
     """Who is to blame is found through the store, which is gone with it."""
-    three = Processes(3, tcp=True)
-    try:
+    with Processes(3, tcp=True) as three:
         three.start(one_in_trouble, 0, how, 2.0)
         for told in [result(pipe) for pipe in three.pipes[1:]]:
             assert told[0].startswith("LostRank: rank 0 ")
             assert "the store of the process group" in told[0]
             assert told[1] < 2 + SOON
             assert "start all ranks again" in told[2]
-    finally:
         three.all[0].kill()
-        three.close()
     assert not any(one.is_alive() for one in three.all)
 
 
@@ -325,11 +313,11 @@ WHY_LEFT = {
 @pytest.mark.parametrize("how", WHY_LEFT)
 def test_the_rank_that_keeps_the_store_leaves_once_others_have_read_why(how: str):
     """Started by hand, rank 0 keeps the store: the others heard that it is gone, and not why."""
-    pair = Processes(2, tcp=True)
-    pair.start(leaving, how)
-    assert result(pair.pipes[0]) is None
-    assert str(result(pair.pipes[1])).startswith(WHY_LEFT[how])
-    pair.close()
+    with Processes(2, tcp=True) as pair:
+        pair.start(leaving, how)
+        gone, told = pair.results()
+    assert gone is None
+    assert str(told).startswith(WHY_LEFT[how])
 
 
 def settled(rank: int) -> list[str]:
@@ -437,11 +425,8 @@ def aborts(rank: int) -> None:
 
 def test_a_process_that_crashes_in_a_test_is_told_at_once_with_its_stack():
     """A crash in one run left no trace but that rank 0, which waited for that process, had nothing to say in 45 s."""
-    pair = Processes(2)
-    try:
+    with Processes(2) as pair:
         with pytest.raises(RuntimeError, match=r"rank 1 died with exit code -6 \(SIGABRT\)[\s\S]* in aborts\n"):
             pair.each(aborts)
         assert " in aborts\n" in pair.running([0])  # as of one that says nothing
-    finally:
         pair.all[0].kill()
-        pair.close()

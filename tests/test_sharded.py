@@ -345,8 +345,7 @@ def in_trouble(rank: int, how: str) -> list[Any]:
 @pytest.mark.parametrize("how", ["killed", "failed"])
 def test_who_shares_a_stage_with_one_that_is_lost_ends_in_time(how: str):
     """And no step follows: its collectives would be taken for those of the one before."""
-    processes = Processes(4)
-    try:
+    with Processes(4) as processes:
         processes.start(in_trouble, how)
         for rank, told in enumerate(processes.results()):
             if rank == 1 and how == "killed":
@@ -359,5 +358,3 @@ def test_who_shares_a_stage_with_one_that_is_lost_ends_in_time(how: str):
                 assert "collectives inside stages are no longer in step" in told[2]
             if rank == 1:
                 assert told[0].startswith("FloatingPointError: ")
-    finally:
-        processes.close()
