@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -14,9 +15,9 @@ import typer
 
 from fpipe.cli import costs, style
 from fpipe.cli.costs import TypedCosts
-from fpipe.cli.programs import is_file, named, read
+from fpipe.cli.programs import is_file, read
 from fpipe.program import Program
-from fpipe.schedules.named import option
+from fpipe.schedules.named import option, with_options
 from fpipe.schedules.named import parse as parse_name
 from fpipe.timing.cluster import Cluster, bytes_of
 from fpipe.transforms.shard import GATHERS, WHOLE, checked_gathers
@@ -251,7 +252,9 @@ def program_of(
     costs: TypedCosts,
     replicated: bool = False,
 ) -> Program:
-    """The program of a name at a size, or of a file."""
+    """The program of a name at a size, where one that orders by costs gets them if they were said; or of a file."""
     if is_file(what):
         return read(what, replicated=replicated)
-    return named(what, ranks, microbatches, stages, costs, dict(options or ()))
+    chosen = with_options(what, dict(options or ()))
+    chosen = replace(chosen, stages=chosen.stages or stages)
+    return chosen.program(ranks, microbatches, costs.at if costs.said else None)

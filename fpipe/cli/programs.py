@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from fpipe.cli.costs import TypedCosts
 from fpipe.interop import from_json, torch_pipelining
 from fpipe.program import Program, ProgramError
 from fpipe.schedules import names
-from fpipe.schedules.named import with_options
 from fpipe.schedules.tables import from_table
 from fpipe.training import program as base_program
 from fpipe.transforms.cells import keys_of, read_table, sizes_of, text_of
@@ -28,20 +23,6 @@ _TORCH = re.compile(r"OVERLAP_F_B|[0-9](SEND_|RECV_|UNSHARD|RESHARD|REDUCE_)")
 def is_file(what: str) -> bool:
     """Whether this is meant as a file: "-" (standard input), a path that is there, or looks like one."""
     return what.partition(":")[0] not in names() and (what == "-" or Path(what).is_file() or "/" in what or "." in what)
-
-
-def named(
-    text: str, ranks: int, microbatches: int, stages: int | None, costs: TypedCosts, options: Mapping[str, Any]
-) -> Program:
-    """A schedule of the registry at a size; one that orders by costs gets them, if they were said.
-
-    Raises:
-        ValueError: no such schedule, or no such option of it.
-    """
-    chosen = with_options(text, options)
-    return replace(chosen, stages=chosen.stages or stages).program(
-        ranks, microbatches, costs.at if costs.said else None
-    )
 
 
 def read(file: str, *, replicated: bool = False) -> Program:
