@@ -200,14 +200,14 @@ class Costs:
             return self._seconds(op._replace(how=())) + self._seconds(op._replace(kind="R"))
         if kind == "B" and self.backward is None:
             return self._of("backward_input", stage) + self._of("backward_weight", stage)
+        if (word := _OF_KIND.get(kind)) is not None:
+            return at_stage(getattr(self, word), stage, word)
         if kind == "R":
             return self._of("forward" if self.recompute is None else "recompute", stage)
         if kind in ("OFFLOAD", "LOAD"):
             fixed = self._of("offload" if kind == "OFFLOAD" or self.load is None else "load", stage)
             moved = sum(map(self.size, op.reads)) / self.host_bandwidth if self.host_bandwidth else 0.0
             return fixed + moved
-        if kind in _OF_KIND:
-            return self._of(_OF_KIND[kind], stage)
         if kind in ("REDUCE", "GATHER", "SCATTER"):
             return self._of(kind.lower(), stage) + self._around(op)
         if kind in ("SEND", "RECV"):
