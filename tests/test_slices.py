@@ -120,13 +120,12 @@ def assert_same(found: fpipe.Result, expected: Expected) -> None:
 
 
 @pytest.mark.parametrize("reduction", LOSSES)
-@pytest.mark.parametrize("slices", [1, 3])
 @pytest.mark.parametrize("trace", [True, False])
-def test_attention_in_slices_has_the_gradients_of_plain_autograd(reduction: str, slices: int, trace: bool):
+def test_attention_in_slices_has_the_gradients_of_plain_autograd(reduction: str, trace: bool):
     model = attention_model(reduction)
-    program = fpipe.chain(fpipe.split(2, slices=slices), fpipe.merge())(fpipe.program(model))
+    program = fpipe.chain(fpipe.split(2, slices=3), fpipe.merge())(fpipe.program(model))
     found = fpipe.build(program, model, trace=trace)(params_of(), sequences())
-    assert_same(found, by_hand(sequences(), 2, slices, reduction))
+    assert_same(found, by_hand(sequences(), 2, 3, reduction))
 
 
 def test_per_microbatch_and_slice_results_come_in_order():
