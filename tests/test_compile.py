@@ -23,7 +23,10 @@ from fpipe.tree import leaves
 from tests.processes import Processes
 
 MSE = nn.functional.mse_loss
-pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler on the CPU")
+pytestmark = [
+    pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler on the CPU"),
+    pytest.mark.filterwarnings("error"),  # those of torch about itself, too, which other tests are spared
+]
 ROWS = torch.linspace(-1, 1, 64).view(8, 8), torch.linspace(1, -2, 64).view(8, 8)
 
 

@@ -136,6 +136,17 @@ def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def compiled_by_inductor(graph: torch.fx.GraphModule, example: list[Any]) -> Callable[..., Any]:
     """Compile a graph without autograd or guards; it takes seconds (2.13: `standalone_compile`)."""
-    from torch._inductor import standalone_compile
+    with without_deprecations():
+        from torch._inductor import standalone_compile
 
-    return standalone_compile(graph, example, dynamic_shapes="from_example_inputs")
+        return standalone_compile(graph, example, dynamic_shapes="from_example_inputs")
+
+
+@contextmanager
+def without_deprecations() -> Generator[None]:
+    """Meanwhile torch does not warn of its own use of torch.jit.script, which would fail who makes warnings errors
+    (2.11 and 2.13 by a DeprecationWarning, 2.15 by a FutureWarning)."""
+    with warnings.catch_warnings():
+        for category in (DeprecationWarning, FutureWarning):
+            warnings.filterwarnings("ignore", ".torch.jit.(script|trace|script_method). is", category)
+        yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeGuard
@@ -15,6 +14,8 @@ from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivate
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.utils.parametrizations import _SpectralNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.utils.spectral_norm import SpectralNorm
+
+from fpipe.torch_private.dispatch import without_deprecations
 
 OWN_DICTS = ("_modules", "_parameters", "_buffers")
 """The attributes in which a module has its children and tensors (2.13)."""
@@ -184,7 +185,5 @@ def generated_code(module: nn.Module) -> Generator[None]:
 def load_forward_mode() -> None:
     """Import the derivatives of torch's forward mode without the warning of torch.jit.script in them (2.13, 2.15:
     `torch._decomp.decompositions_for_jvp`, imported when first needed)."""
-    with warnings.catch_warnings():
-        for category in (DeprecationWarning, FutureWarning):  # of 2.13 and of 2.15
-            warnings.simplefilter("ignore", category)
+    with without_deprecations():
         importlib.import_module("torch._decomp.decompositions_for_jvp")
