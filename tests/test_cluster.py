@@ -178,7 +178,7 @@ def test_a_search_on_a_cluster_is_never_beaten_by_a_name():
     sizes = {"y": 1.0, "dx": 1.0, "res": 10.0, "wres": 5.0}
     text = "2 hosts x 2 ranks; inside 1s 2B/s; between 2s 1B/s shared; rank 3 speed 0.5"
     costs = fpipe.Costs(5, 6, 4, bytes=lambda value: sizes.get(value.name, 0.0), cluster=text)  # type: ignore[arg-type]
-    found = fpipe.search(4, costs, ranks=4, microbatches=6, seconds=0.3, solver="local", memory_cap=55)
+    found = fpipe.search(4, costs, ranks=4, microbatches=6, seconds=0.1, solver="local", memory_cap=55)
     assert found.timeline.makespan == fpipe.simulate(found.program, costs).makespan
     assert found.bound <= found.timeline.makespan <= found.beat[1]  # type: ignore[index]
     named = fpipe.schedules.about("one_f_one_b").program(4, 6)
@@ -191,7 +191,7 @@ def test_a_search_on_a_cluster_is_never_beaten_by_a_name():
 
 def test_slow_ranks_are_slow_once_in_the_bound_of_a_search():
     """A rank's speed counted twice where halves may be chosen: the bound was above the makespan, and a false proof."""
-    words: dict[str, Any] = {"ranks": 3, "microbatches": 5, "placement": "linear", "memory_cap": 2, "seconds": 0.1}
+    words: dict[str, Any] = {"ranks": 3, "microbatches": 5, "placement": "linear", "memory_cap": 2, "seconds": 0.04}
     slow = fpipe.Costs(5, 6, 4, backward=8, cluster="3 ranks; each rank speed 0.5")
     found = fpipe.search(3, slow, solver="local", **words)
     other = fpipe.search(3, fpipe.Costs(10, 12, 8, backward=16), solver="local", **words)

@@ -127,7 +127,7 @@ def test_exchanges_among_replicas_in_lockstep_are_refused():
 def test_a_search_claims_no_bound_that_takes_exchanges_for_work():
     """The solver knows one lane a rank, and proved 34 s the shortest where nothing takes less than 28."""
     start, costs = fpipe.split(4)(fpipe.program(experts(2))), fpipe.Costs(exchange=1)
-    found = fpipe.search(start, costs, ranks=2, placement="linear", seconds=0.5)
+    found = fpipe.search(start, costs, ranks=2, placement="linear", seconds=0.2)
     assert found.timeline.makespan <= fpipe.simulate(fpipe.schedules.one_f_one_b_overlap(2)(start), costs).makespan
     assert found.timeline.makespan == fpipe.simulate(found.schedule(start), costs).makespan
     assert found.bound <= 28

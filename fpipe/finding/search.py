@@ -39,8 +39,9 @@ Policy = Literal["never", "auto", "always", "except_last"]
 Offload = Literal["auto", "never"]
 Progress = Callable[[float, float, float], None]
 
-RATE = 2_500_000
-"""Ops that a second of searching plays: what one core of a usual machine does."""
+RATE = 7_500_000
+"""Ops that a second of searching plays: what one core of a usual machine does, where most changes play a part of them
+(7 to 12 million, from 36 ops to 1,152)."""
 
 
 def search(
