@@ -1,10 +1,11 @@
 """Train a mixture of experts over a mesh of pipeline ranks and expert-parallel processes, exchanges hidden behind work.
 
 torchrun --standalone --nproc-per-node 4 examples/experts.py
-torchrun --standalone --nproc-per-node 4 examples/experts.py --schedule dualpipev
+torchrun --standalone --nproc-per-node 4 examples/experts.py --schedule dualpipev --dropless
 
 Each block is four stages: attention and router, dispatch, experts, combine. Each process of "ep" has its own tokens and
-some of each block's experts, and all have the rest; gradients of that are added up after the step.
+some of each block's experts, and all have the rest; gradients of that are added up after the step. An expert takes as
+many tokens as fit, or, dropless, all: then sizes travel before rows.
 """
 
 from __future__ import annotations
@@ -44,6 +45,15 @@ def routed(params: Params, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     return buffer.flatten(0, 1), (x, torch.einsum("ktec,tk->tec", sent, weights))
 
 
+def sorted_by_expert(params: Params, x: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """The rows of all tokens by expert, how many each gets, and what combines them again."""
+    tokens = x.flatten(0, 1)
+    weights, chosen = (tokens @ params["gate"]).softmax(-1).topk(TOP)
+    order = chosen.flatten().argsort(stable=True)
+    sizes = F.one_hot(chosen.flatten(), EXPERTS).sum(0)
+    return tokens[order // TOP], sizes, (x, order, weights.flatten()[order])
+
+
 def worked(params: Params, rows: tuple[Tensor]) -> Tensor:
     """This process's experts on the rows that all processes send them, in the order in which they came."""
     count = len(params["up"])
@@ -51,6 +61,14 @@ def worked(params: Params, rows: tuple[Tensor]) -> Tensor:
     own = tokens.view(EXPERTS // count, count, -1, tokens.shape[-1]).transpose(0, 1)
     made = torch.bmm(torch.bmm(own.flatten(1, 2), params["up"]).relu(), params["down"])
     return made.view(own.shape).transpose(0, 1).reshape(tokens.shape)
+
+
+def worked_on_all(params: Params, taken: tuple[Tensor, Tensor]) -> Tensor:
+    """This process's experts on all rows for them, of which there are as many as the routers of all say."""
+    rows, sizes = taken
+    parts = enumerate(rows.split(sizes.tolist()))
+    up, down = params["up"], params["down"]
+    return torch.cat([(part @ up[at % len(up)]).relu() @ down[at % len(up)] for at, part in parts])
 
 
 def combined(weights: Tensor, x: Tensor, rows: Tensor) -> Tensor:
@@ -73,20 +91,49 @@ def last(params: Params, taken: tuple[Tensor, tuple[Tensor, Tensor]]) -> Tensor:
     return combined(weights, x, rows) @ params["head"]
 
 
+def added(rows: Tensor, x: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """Tokens, and beside them what their experts made of all their rows."""
+    tokens = x.flatten(0, 1)
+    return (tokens + torch.zeros_like(tokens).index_add(0, order // TOP, rows * weights[:, None])).view_as(x)
+
+
+def first_of_all(params: Params, words: Tensor) -> Any:
+    return sorted_by_expert(params, attended(params, params["embedding"][words]))
+
+
+def between_all(params: Params, taken: Any) -> Any:
+    (rows, _), beside = taken
+    return sorted_by_expert(params, attended(params, added(rows, *beside)))
+
+
+def last_of_all(params: Params, taken: Any) -> Tensor:
+    (rows, _), beside = taken
+    return added(rows, *beside) @ params["head"]
+
+
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def mixture(blocks: int) -> fpipe.Model:
+def mixture(blocks: int, dropless: bool = False) -> fpipe.Model:
     """Four stages a block, and a head."""
+    start, middle, work, end = (first, between, worked, last)
+    if dropless:
+        start, middle, work, end = (first_of_all, between_all, worked_on_all, last_of_all)
     stages: list[Any] = []
     inputs: list[Any] = []
+    beside = 2 if dropless else 1
     for block in range(blocks):
         at = 4 * block
-        dispatch, combine = (fpipe.exchange("all_to_all", axis="ep") for _ in range(2))
-        stages += [between if block else first, dispatch, worked, combine]
-        inputs += [(at - 1, (at - 4, 1)) if block else "batch", ((at, 0),), at + 1, at + 2]
-    return fpipe.from_functions([*stages, last], cross_entropy, inputs=[*inputs, (4 * blocks - 1, (4 * blocks - 4, 1))])
+        dispatch, combine = (fpipe.exchange("all_to_all", axis="ep", sizes=dropless) for _ in range(2))
+        stages += [middle if block else start, dispatch, work, combine]
+        inputs += [(at - 1, (at - 4, beside)) if block else "batch"]
+        if dropless:  # rows and their sizes, both ways
+            inputs += [((at, 0), (at, 1)), ((at + 1, 0), (at + 1, 1)), (at + 2, (at + 1, 1))]
+        else:
+            inputs += [((at, 0),), at + 1, at + 2]
+    inputs += [(4 * blocks - 1, (4 * blocks - 4, beside))]
+    return fpipe.from_functions([*stages, end], cross_entropy, inputs=inputs)
 
 
 def parameters(blocks: int, member: int, members: int) -> tuple[Params, ...]:
@@ -120,6 +167,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="training steps (%(default)s)")
     parser.add_argument("--blocks", type=int, default=4, help="blocks of four stages (%(default)s)")
     parser.add_argument("--schedule", default="one_f_one_b_overlap", help="a schedule by name (%(default)s)")
+    parser.add_argument("--dropless", action="store_true", help="experts take every token that is sent to them")
     said = parser.parse_args()
     if "RANK" not in os.environ:
         raise SystemExit("Start it by torchrun: torchrun --standalone --nproc-per-node 4 examples/experts.py")
@@ -127,7 +175,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "ep"))
     member, members = mesh.get_local_rank("ep"), mesh["ep"].size()
-    model, params = mixture(said.blocks), parameters(said.blocks, member, members)
+    model, params = mixture(said.blocks, said.dropless), parameters(said.blocks, member, members)
     schedule = fpipe.schedules.get(said.schedule)(2)
     program = fpipe.chain(fpipe.split(8), schedule, fpipe.merge(outputs=False))(fpipe.program(model))
     tokens = torch.randint(WORDS, (16, 17), generator=torch.Generator().manual_seed(member))

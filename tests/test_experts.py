@@ -24,69 +24,6 @@ def tokens(member: int) -> tuple[Tensor, Tensor]:
     return found[:, :-1], found[:, 1:].contiguous()
 
 
-def by_autograd(blocks: int, params: Any, batch: Any, group: Any) -> tuple[Tensor, list[dict[str, Tensor]]]:
-    """The loss and gradients of this process's parameters, microbatch after microbatch."""
-    leaves = [{name: leaf.clone().requires_grad_() for name, leaf in own.items()} for own in params]
-    whole = [leaf for own in leaves for leaf in own.values()]
-    total, added = torch.zeros(()), [torch.zeros(())] * len(whole)
-    for number, (x, target) in enumerate(zip(*(part.tensor_split(MICROBATCHES) for part in batch), strict=True)):
-        taken: Any = x
-        for block in range(blocks):
-            router, own = leaves[4 * block], leaves[4 * block + 2]
-            sent, beside = (experts.between if block else experts.first)(router, taken)
-            taken = Swapped.apply(experts.worked(own, (Swapped.apply(sent, group),)), group), beside
-        loss = experts.cross_entropy(experts.last(leaves[-1], taken), target) / MICROBATCHES
-        found = torch.autograd.grad(loss, whole)
-        added = [old + new if number else new for old, new in zip(added, found, strict=True)]
-        total = total + loss.detach()
-    grads = iter(added)
-    return total, [{name: next(grads) for name in own} for own in leaves]
-
-
-def trained(rank: int, name: str, blocks: int) -> tuple[list[str], float, float]:
-    """What is odd in a step; the seconds that exchanges took on this rank, and for how many of these it worked."""
-    mesh = meshed()
-    place, member = mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
-    model, params, batch = experts.mixture(blocks), experts.parameters(blocks, member, 2), tokens(member)
-    schedule = fpipe.schedules.get(name)(2)
-    program = fpipe.chain(fpipe.split(MICROBATCHES), schedule, fpipe.merge(outputs=False))(fpipe.program(model))
-    example = tree_map(lambda leaf: leaf.to("meta"), (params, batch))
-    how: Any = {"mesh": mesh, "example": example, "broadcast": True, "record": True}
-    step = fpipe.build(program, model, runtime="distributed", **how)
-    own = fpipe.local_params(program, params, place)
-    step(own, batch)
-    found = step(own, batch)
-    loss, grads = by_autograd(blocks, params, batch, mesh.get_group("ep"))
-    odd = [] if torch.equal(found.loss, loss) else [f"loss {found.loss} for {loss}"]
-    odd += [
-        f"stage {at}: {leaf}"
-        for at, stage in enumerate(found.grads)
-        for leaf, grad in (stage or {}).items()
-        if not torch.equal(grad, grads[at][leaf])
-    ]
-    here = [event for event in found.timeline.events if event.op.rank == place and event.end > event.start]
-    lane = [event for event in here if is_exchange(event.op)]
-    work = [event for event in here if event.op.kind in "FBIW" and event not in lane]
-    both = sum(max(0.0, min(a.end, b.end) - max(a.start, b.start)) for a in lane for b in work)
-    return odd, sum(event.end - event.start for event in lane), both
-
-
-@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1", "one_f_one_b_overlap", "dualpipev"])
-def test_experts_have_the_gradients_of_autograd(four: Processes, name: str):
-    found = four.each(trained, name, 2 if name == "one_f_one_b_overlap" else 1)
-    assert [odd for odd, _, _ in found] == [[]] * 4
-    if name == "one_f_one_b_overlap":
-        assert all(0 < both <= took for _, took, both in found)
-
-
-def around(rank: int) -> float:
-    return ring_attention.difference()
-
-
-def test_attention_around_a_ring_has_the_gradients_of_whole_sequences(four: Processes):
-    assert max(four.each(around)) < 1e-12
-
-
 class Sent(torch.autograd.Function):
     """Rows to each process, as many as sizes say, and their gradients the way back."""
 
@@ -106,55 +43,86 @@ def moved(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Ten
     return made
 
 
-class Dropless:
-    """Experts that take every row: sizes travel first, and Python looks at them."""
+def by_autograd(
+    blocks: int, dropless: bool, params: Any, batch: Any, group: Any
+) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    """The loss and gradients of this process's parameters, microbatch after microbatch."""
+    leaves = [{name: leaf.clone().requires_grad_() for name, leaf in own.items()} for own in params]
+    whole = [leaf for own in leaves for leaf in own.values()]
+    total, added = torch.zeros(()), [torch.zeros(())] * len(whole)
+    for number, (x, target) in enumerate(zip(*(part.tensor_split(MICROBATCHES) for part in batch), strict=True)):
+        taken: Any = x
+        for block in range(blocks):
+            router, own = leaves[4 * block], leaves[4 * block + 2]
+            if dropless:
+                rows, sizes, beside = (experts.between_all if block else experts.first_of_all)(router, taken)
+                theirs = moved(sizes, [2, 2], [2, 2], group)
+                sent, came = ([*map(sum, one.view(2, -1).tolist())] for one in (sizes, theirs))
+                made = experts.worked_on_all(own, (Sent.apply(rows, sent, came, group), theirs))
+                taken = (Sent.apply(made, came, sent, group), sizes), beside
+            else:
+                sent, beside = (experts.between if block else experts.first)(router, taken)
+                taken = Swapped.apply(experts.worked(own, (Swapped.apply(sent, group),)), group), beside
+        end = experts.last_of_all if dropless else experts.last
+        loss = experts.cross_entropy(end(leaves[-1], taken), target) / MICROBATCHES
+        found = torch.autograd.grad(loss, whole)
+        added = [old + new if number else new for old, new in zip(added, found, strict=True)]
+        total = total + loss.detach()
+    grads = iter(added)
+    return total, [{name: next(grads) for name in own} for own in leaves]
 
-    def __init__(self, group: Any) -> None:
-        self.group = group
 
-    def __call__(self, params: Any, x: Tensor) -> Tensor:
-        weights, chosen = (x @ params["gate"]).softmax(-1).topk(experts.TOP)
-        order = chosen.flatten().argsort(stable=True)
-        sizes = chosen.flatten().bincount(minlength=experts.EXPERTS).view(2, -1)
-        theirs = torch.empty_like(sizes)
-        dist.all_to_all_single(theirs, sizes, group=self.group)
-        sent, received = sizes.sum(1).tolist(), theirs.sum(1).tolist()
-        rows = Sent.apply(x[order // experts.TOP], sent, received, self.group)
-        parts = rows.split(theirs.flatten().tolist())
-        made = [part @ params["up"][at % len(params["up"])] for at, part in enumerate(parts)]
-        back = Sent.apply(torch.cat(made), received, sent, self.group)
-        return x + torch.zeros_like(x).index_add(0, order // experts.TOP, back * weights.flatten()[order][:, None])
-
-
-def dropless(rank: int, name: str) -> list[str]:
+def trained(rank: int, name: str, blocks: int, dropless: bool) -> tuple[list[str], float, float]:
+    """What is odd in a step; the seconds that exchanges took on this rank, and for how many of these it worked."""
     mesh = meshed()
-    place, member, group = mesh.get_local_rank("pp"), mesh.get_local_rank("ep"), mesh.get_group("ep")
-    torch.manual_seed(member)
-    stages = [lambda p, x: torch.tanh(x @ p["w"]), Dropless(group)] * 2
-    own: list[Any] = [{"w": torch.randn(8, 8)}, {"gate": torch.randn(8, 4), "up": torch.randn(2, 8, 8)}]
-    params = (*own, *({name: -leaf for name, leaf in one.items()} for one in own))
-    batch = torch.randn(16, 8), torch.randn(16, 8)
-    model = fpipe.from_functions(stages, lambda y, target: (y - target).square().mean())
+    place, member = mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
+    model, params, batch = experts.mixture(blocks, dropless), experts.parameters(blocks, member, 2), tokens(member)
     schedule = fpipe.schedules.get(name)(2)
     program = fpipe.chain(fpipe.split(MICROBATCHES), schedule, fpipe.merge(outputs=False))(fpipe.program(model))
-    with pytest.warns(UserWarning, match="runs under autograd"):
-        step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch))
-    found = step(fpipe.local_params(program, params, place), batch)
+    example = tree_map(lambda leaf: leaf.to("meta"), (params, batch))
+    how: Any = {"mesh": mesh, "example": example, "broadcast": True, "record": True}
+    step = fpipe.build(program, model, runtime="distributed", **how)
+    own = fpipe.local_params(program, params, place)
+    step(own, batch)
+    found = step(own, batch)
+    loss, grads = by_autograd(blocks, dropless, params, batch, mesh.get_group("ep"))
+    odd = [] if torch.equal(found.loss, loss) else [f"loss {found.loss} for {loss}"]
+    odd += [
+        f"stage {at}: {leaf}"
+        for at, stage in enumerate(found.grads)
+        for leaf, grad in (stage or {}).items()
+        if not torch.equal(grad, grads[at][leaf])
+    ]
+    here = [event for event in found.timeline.events if event.op.rank == place and event.end > event.start]
+    lane = [event for event in here if is_exchange(event.op)]
+    work = [event for event in here if event.op.kind in "FBIW" and event not in lane]
+    both = sum(max(0.0, min(a.end, b.end) - max(a.start, b.start)) for a in lane for b in work)
+    return odd, sum(event.end - event.start for event in lane), both
 
-    leaves = [{name: leaf.clone().requires_grad_() for name, leaf in one.items()} for one in params]
-    whole = [leaf for one in leaves for leaf in one.values()]
-    added: list[Tensor] = []
-    for x, target in zip(*(part.tensor_split(MICROBATCHES) for part in batch), strict=True):
-        for stage, one in zip(stages, leaves, strict=True):
-            x = stage(one, x)
-        grads = torch.autograd.grad((x - target).square().mean() / MICROBATCHES, whole)
-        added = [old + new for old, new in zip(added, grads, strict=True)] if added else [*grads]
-    right = iter(added)
-    expected = [{name: next(right) for name in one} for one in leaves]
-    pairs = ((at, leaf, grad) for at, one in enumerate(found.grads) for leaf, grad in (one or {}).items())
-    return [f"stage {at}: {leaf}" for at, leaf, grad in pairs if not torch.equal(grad, expected[at][leaf])]
+
+@pytest.mark.parametrize(
+    ("name", "blocks", "dropless"),
+    [
+        ("one_f_one_b", 1, False),
+        ("zb_h1", 1, False),
+        ("one_f_one_b_overlap", 2, False),
+        ("dualpipev", 1, False),
+        ("one_f_one_b", 2, True),
+        ("zb_h1", 2, True),
+        ("one_f_one_b_overlap", 2, True),
+        ("dualpipev", 4, True),
+    ],
+)
+def test_experts_have_the_gradients_of_autograd(four: Processes, name: str, blocks: int, dropless: bool):
+    found = four.each(trained, name, blocks, dropless)
+    assert [odd for odd, _, _ in found] == [[]] * 4
+    if name == "one_f_one_b_overlap":
+        assert all(0 < both <= took for _, took, both in found)
 
 
-@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1", "one_f_one_b_overlap", "dualpipev"])
-def test_dropless_experts_run_inside_a_stage_without_a_trace(four: Processes, name: str):
-    assert four.each(dropless, name) == [[]] * 4
+def around(rank: int) -> float:
+    return ring_attention.difference()
+
+
+def test_attention_around_a_ring_has_the_gradients_of_whole_sequences(four: Processes):
+    assert max(four.each(around)) < 1e-12

@@ -13,7 +13,7 @@ from fpipe.model import Stage
 Collective = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce", "ring"]
 
 
-def exchange(kind: Collective, axis: str) -> Stage:
+def exchange(kind: Collective, axis: str, *, sizes: bool = False) -> Stage:
     """A stage without parameters that is a collective over the processes along one dimension of the mesh.
 
     Its F starts the collective, its B (or I) the adjoint, and W does nothing. Both run beside the rank's other work, on
@@ -28,14 +28,19 @@ def exchange(kind: Collective, axis: str) -> Stage:
             gradients are of the sum of the losses of its processes. Where the step runs without that mesh, as by
             runtime="local" or "threads", in `reference` and `verify`, the dimension has one process, and the stage
             hands on what it is given.
+        sizes: for an all-to-all whose sizes the data decide, as a router does: its x is `(rows, .., sizes)`, and so is
+            what it hands on. `sizes` are whole numbers, dim 0 with equally many for each process, in order: those of a
+            process add up to how many rows go to it. They travel first, are waited for, and are handed on beside the
+            rows, as each process has said them. Stages that read what it brings run under autograd, without a trace,
+            and are placed on its rank.
 
     Returns:
         A `Stage` for `from_functions`, or for the stages of a `Model`. In a program its ops say
         `{exchange='all_to_all', axis='ep'}`.
 
     Raises:
-        ValueError: another kind, or an axis without a name. When a step is built: a mesh without that dimension, or
-            rows that its processes do not divide.
+        ValueError: another kind, one that has no sizes, or an axis without a name. When a step is built: a mesh without
+            that dimension, or rows that its processes do not divide.
 
     >>> import fpipe
     >>> block = [lambda p, x: x @ p, fpipe.exchange("all_to_all", axis="ep"), lambda p, x: x @ p]
@@ -51,5 +56,7 @@ def exchange(kind: Collective, axis: str) -> Stage:
         raise ValueError(f"an exchange is one of {', '.join(map(repr, COLLECTIVES))}; found {kind!r}.")
     if not isinstance(axis, str) or not axis:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"axis is the name of a dimension of the mesh, such as 'ep'; found {axis!r}.")
-    function = Exchanged(kind, axis)
+    if sizes and kind != "all_to_all":
+        raise ValueError(f"sizes are those of an all-to-all, whose parts differ; found {kind!r} with sizes=True.")
+    function = Exchanged(kind, axis, sizes=sizes)
     return Stage(function, name=function.__name__, exchange=(("exchange", kind), ("axis", axis)))

@@ -86,7 +86,8 @@ def from_module(
         reduction, aux: as in `from_functions`.
         cut_collectives: make each collective of `torch.distributed._functional_collectives` over a dimension of a mesh
             a stage of its own, as `fpipe.exchange` does, beside the stages that `stages` or `cuts` ask for: an
-            all-to-all of equal splits, a gather or sum over dim 0. All processes along it cut alike.
+            all-to-all of equal splits, a gather or sum over dim 0. All processes along it cut alike. Such a stage keeps
+            the group that the net calls it with, in every runtime and without a mesh too.
 
     Returns:
         The model, which prints what is where; per stage its trainable parameters by their names in `net.state_dict()`,

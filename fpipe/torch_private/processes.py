@@ -29,6 +29,11 @@ def group_named(name: str) -> ProcessGroup:
     return _RESOLVE(name)
 
 
+def axis_of(group: Any) -> str:
+    """The dimension of a mesh that a group is along, as `DeviceMesh` calls its group (2.13: `mesh_` and the name)."""
+    return group.group_desc.removeprefix("mesh_")
+
+
 def default_store() -> Store:
     """The store of the default process group (2.13: `_get_default_store`)."""
     return _get_default_store()

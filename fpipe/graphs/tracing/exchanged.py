@@ -6,13 +6,16 @@
     all_reduce      a tensor                   -->  the sum of all                backward: all_reduce
     ring            a tensor                   -->  that of the process before    backward: to the process before
 
-A dimension has one process until a mesh says otherwise, and a collective of one hands on what it is given.
+With sizes, an all-to-all brings each process as many rows as these say, and then the sizes travel before the rows. A
+dimension has one process until a mesh says otherwise, and a collective of one hands on what it is given.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +37,8 @@ class Exchanged:
         group: the name of the group of processes along it; of one process, none.
         size, number: how many they are, and which of them this one is.
         leaf: the one that is exchanged of what it takes, and handed on alone; None for all.
+        sizes: whether the last of what it takes says how many rows of the others go to each process.
+        splits: how many rows come from each process, and go there, once that is known.
     """
 
     kind: str
@@ -42,6 +47,8 @@ class Exchanged:
     size: int = 1
     number: int = 0
     leaf: int | None = None
+    sizes: bool = False
+    splits: tuple[list[int], list[int]] | None = None
 
     @property
     def __name__(self) -> str:
@@ -54,11 +61,32 @@ class Exchanged:
             return _Collective.apply(leaf, self) if isinstance(leaf, Tensor) else leaf
 
         x = x if self.leaf is None else (tree.leaves(x)[self.leaf],)
+        if self.sizes:
+            return self._sized(x)
         return x if self.size == 1 else tree.tree_map(exchanged, x)
 
     def over(self, group: str, size: int, number: int) -> Exchanged:
         """The function over a group of processes."""
-        return Exchanged(self.kind, self.axis, group, size, number, self.leaf)
+        return replace(self, group=group, size=size, number=number)
+
+    def _sized(self, x: Any) -> tuple[Tensor, ...]:
+        """Exchange the sizes, wait for them, and then start on the rows."""
+        if not isinstance(x, tuple) or len(x) < 2 or x[-1].is_floating_point():  # pyright: ignore[reportUnknownArgumentType]
+            raise TypeError(f"{self.__name__} with sizes takes (rows, sizes), whole numbers last; found {_shown(x)}.")
+        rows: Sequence[Tensor] = x[:-1]
+        sent: Tensor = x[-1]
+        if self.size == 1:
+            return (*(_Collective.apply(one, self) for one in rows), sent)
+        total = int(sent.sum())
+        for odd in (one for one in rows if len(one) != total):
+            raise ValueError(
+                f"{self.__name__} is handed sizes that add up to {total} rows, and a tensor of shape "
+                f"{tuple(odd.shape)}; dim 0 is the rows for each process, one behind the other."
+            )
+        received = _carriers[-1].wait(_exchanged("all_to_all", sent, self))
+        came, gone = (one.reshape(self.size, -1).sum(1).tolist() for one in (received, sent))
+        by = replace(self, splits=(came, gone))
+        return (*(_Collective.apply(one, by) for one in rows), received)
 
 
 class _Collective(torch.autograd.Function):
@@ -72,11 +100,16 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         by: Exchanged = ctx.by
-        return _exchanged(_ADJOINT.get(by.kind, by.kind), cotangents[0], by), None
+        back = by if by.splits is None else replace(by, splits=by.splits[::-1])
+        return _exchanged(_ADJOINT.get(by.kind, by.kind), cotangents[0], back), None
 
 
 def _exchanged(kind: str, x: Tensor, by: Exchanged) -> Tensor:
-    x = x.contiguous()
+    x, start = x.contiguous(), _carriers[-1].start
+    if by.size == 1:
+        return x.clone(memory_format=torch.contiguous_format)
+    if by.splits is not None:
+        return start(_c10d.all_to_all_single, x, *by.splits, by.group)
     if kind in ("all_to_all", "reduce_scatter"):
         rows, parts = (len(x) if x.ndim else 0), by.size
         if not rows or rows % parts:
@@ -85,17 +118,49 @@ def _exchanged(kind: str, x: Tensor, by: Exchanged) -> Tensor:
             )
     if kind == "all_to_all":
         each = [len(x) // by.size] * by.size
-        made = _c10d.all_to_all_single(x, each, each, by.group)
-    elif kind == "all_gather":
-        made = _c10d.all_gather_into_tensor(x, by.size, by.group)
-    elif kind == "reduce_scatter":
-        made = _c10d.reduce_scatter_tensor(x, "sum", by.size, by.group)
-    elif kind == "all_reduce":
-        made = _c10d.all_reduce(x, "sum", by.group)
-    else:
-        step = 1 if kind == "ring" else -1
-        to, source = ((by.number + one) % by.size for one in (step, -step))
-        sent, received = ([x.numel() if at == one else 0 for at in range(by.size)] for one in (to, source))
-        made = _c10d.all_to_all_single(x.view(-1), received, sent, by.group).view(x.shape)
-        return _c10d.wait_tensor(made)
-    return _c10d.wait_tensor(made)
+        return start(_c10d.all_to_all_single, x, each, each, by.group)
+    if kind == "all_gather":
+        return start(_c10d.all_gather_into_tensor, x, by.size, by.group)
+    if kind == "reduce_scatter":
+        return start(_c10d.reduce_scatter_tensor, x, "sum", by.size, by.group)
+    if kind == "all_reduce":
+        return start(_c10d.all_reduce, x, "sum", by.group)
+    step = 1 if kind == "ring" else -1
+    to, source = ((by.number + one) % by.size for one in (step, -step))
+    sent, received = ([x.numel() if at == one else 0 for at in range(by.size)] for one in (to, source))
+    return start(_c10d.all_to_all_single, x.view(-1), received, sent, by.group).view(x.shape)
+
+
+class Carrier(NamedTuple):
+    """How collectives run: `start(op, tensor, *how)` gives the tensor that one writes, `wait` that tensor once it is
+    there."""
+
+    start: Callable[..., Tensor]
+    wait: Callable[[Tensor], Tensor]
+
+
+def _waited(op: Any, x: Tensor, *how: Any) -> Tensor:
+    return _c10d.wait_tensor(op(x, *how))
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+_carriers = [Carrier(_waited, _as_it_is)]
+
+
+@contextmanager
+def carried_by(carrier: Carrier) -> Generator[None]:
+    """Collectives that are called meanwhile are run by this carrier, on any thread: autograd has its own."""
+    _carriers.append(carrier)
+    try:
+        yield
+    finally:
+        _carriers.pop()
+
+
+def _shown(x: Any) -> str:
+    parts: Any = x if isinstance(x, tuple) else (x,)
+    shown = (f"{part.dtype} {tuple(part.shape)}" if isinstance(part, Tensor) else repr(part) for part in parts)
+    return f"({', '.join(shown)})"

@@ -15,7 +15,7 @@ from torch import fx
 
 from fpipe.graphs.tracing.exchanged import Exchanged
 from fpipe.model import Stage
-from fpipe.torch_private.processes import group_named
+from fpipe.torch_private.processes import axis_of, group_named
 
 _c10d: Any = torch.ops._c10d_functional
 _c10d_autograd: Any = torch.ops._c10d_functional_autograd  # what torch before 2.13 traces of funcol's `.._autograd`
@@ -32,8 +32,7 @@ def collectives_of(nodes: Sequence[fx.Node]) -> dict[int, Exchanged]:
         word = kind(*node.args[1:-1])
         if word is not None and any(user.op != "output" for user in behind.users):
             group: Any = group_named(str(node.args[-1]))
-            axis = group.group_desc.removeprefix("mesh_")  # as DeviceMesh calls the group of a dimension
-            found[at] = Exchanged(word, axis, group.group_name, group.size(), group.rank())
+            found[at] = Exchanged(word, axis_of(group), group.group_name, group.size(), group.rank())
     return found
 
 

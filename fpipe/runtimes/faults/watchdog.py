@@ -141,6 +141,8 @@ class Watchdog:
                     for board, _ in boards:
                         said = told_lost(board)
                         if said is not None:
+                            if board is not boards[0][0]:  # those of this pipeline wait for this rank
+                                first_told(boards[0][0], said)
                             return self._close(board.as_heard(said), groups)
 
     def _close(self, why: str, groups: Sequence[Any]) -> None:

@@ -174,6 +174,6 @@ def _first(
                 warnings.warn(f"this step runs every stage under autograd, without a trace: {why}", stacklevel=4)
                 return result, None
             untraced.stages[error.stage] = str(error)
-    for why in untraced.stages.values():
+    for _, why in untraced.surprises():
         warnings.warn(f"{UNDER_AUTOGRAD}: {why}", stacklevel=4)
     return wanted, made

@@ -21,11 +21,14 @@ from fpipe.graphs.language.graph import Aval, Fact, aval, in_own_storage, is_str
 from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.graphs.purity.attributes import Attributes, unmoved_random_numbers
 from fpipe.graphs.purity.closure import modules_of
+from fpipe.graphs.tracing.exchanged import Exchanged
+from fpipe.model import Stage
 from fpipe.positional_stage import of_net
 from fpipe.program import Op, Value
 from fpipe.runtimes.definition.by_autograd import StepContext, forward
 from fpipe.runtimes.definition.meaning import RULES
 from fpipe.runtimes.lowering.abstract_tree import OPAQUE, AbstractTree, aval_of, wanting_fact, whole
+from fpipe.runtimes.lowering.untraced import is_sized
 
 KEPT = ("res", "wres", "seen")
 """Values that autograd keeps for a later op of their stage."""
@@ -36,7 +39,9 @@ class DryRuns:
     """Runs of a program's stages on zeros, one for all microbatches that are alike."""
 
     def __init__(self, context: StepContext) -> None:
-        self._context = replace(context, key=context.key or 0, watch_saved=False)
+        alone = replace(context.model, stages=tuple(map(_alone, context.model.stages)))
+        self._context = replace(context, model=alone, key=context.key or 0, watch_saved=False)
+        self._sizes: dict[Value, Tensor] = {}
         self._forwards: dict[Any, tuple[Op, Sequence[AbstractTree]]] = {}
         self._gradients: dict[Any, Known] = {}
         self._known: dict[Any, Known] = {}
@@ -57,7 +62,22 @@ class DryRuns:
             found = self._once(op, reads)
         elif op.kind == "W":
             found = self._gradients[place]
-        return [OPAQUE if v.name in KEPT else _apart(found[v.name, v.port]) for v in op.writes]
+        made = [OPAQUE if v.name in KEPT else _apart(found[v.name, v.port]) for v in op.writes]
+        if op.kind == "F" and is_sized(self._context.model, op.stage):
+            self._note_sizes([pair for pair in zip(op.writes, made, strict=True) if pair[0].name == "y"])
+        return made
+
+    def _note_sizes(self, brought: Sequence[tuple[Value, AbstractTree]]) -> None:
+        """Let all rows that an exchange brings be from the first process, so that sizes of them add up to them."""
+        rows, sizes = brought[0][1].leaves[0], brought[-1][1].leaves[-1]
+        made = self._sizes[brought[-1][0]] = zeros(sizes.aval)
+        made.view(-1)[0] = rows.aval.shape[0]
+
+    def _zeros(self, value: Value, known: AbstractTree) -> Any:
+        leaves = [zeros(leaf.aval) if isinstance(leaf, Fact) else leaf for leaf in known.leaves]
+        if value in self._sizes:
+            leaves[-1] = self._sizes[value].clone()
+        return whole(known, leaves)
 
     def _once(self, op: Op, reads: Sequence[AbstractTree]) -> Known:
         first, given = self._forwards[op[1:4]]
@@ -65,13 +85,15 @@ class DryRuns:
         names = [(one.kind, [(v.name, v.stage, v.port) for v in (*one.reads, *one.writes)]) for one in (op, first)]
         looks = [(known.spec, *map(aval_of, known.leaves)) for known in (*reads, *given)]
         number = op.microbatch if "microbatch" in model.stages[op.stage or 0].asks else None
-        key = op.stage, number, op.slice, repr((names, looks))
+        sizes = [self._sizes[value] for value in first.reads if value in self._sizes]
+        key = op.stage, number, op.slice, repr((names, looks, sizes))
         if key not in self._known:
             function, who = model.stages[op.stage or 0].forward, model.who(op.stage or 0)
             attributes = Attributes(modules_of(of_net(function) or function), who, every=True)
             try:
                 with suppress(Untraceable), unmoved_random_numbers():
-                    self._known[key] = self._run(op, reads, first._replace(how=()), [*map(_zeros, given)])
+                    args = [*map(self._zeros, first.reads, given)]
+                    self._known[key] = self._run(op, reads, first._replace(how=()), args)
             except Exception as error:
                 why = f"a run on zeros, to know what it writes, ended in {type(error).__name__}: {error}"
                 raise Untraceable(why).of(op.stage or 0, who) from error
@@ -88,7 +110,8 @@ class DryRuns:
             return {(v.name, v.port): _known(*each) for v, *each in zip(writes, made, flows, strict=True)}
         left = Value("seen" if op.kind == "U" else "res", *op[1:4])
         (kept,) = forward(first._replace(writes=(left,)), given, self._context)
-        args = [kept if value.name in KEPT else _zeros(known) for value, known in zip(op.reads, reads, strict=True)]
+        pairs = zip(op.reads, reads, strict=True)
+        args = [kept if value.name in KEPT else self._zeros(value, known) for value, known in pairs]
         if op.kind == "U":
             made = RULES["U"](op, args, self._context)
             return {(v.name, v.port): _known(each, False) for v, each in zip(op.writes, made, strict=True)}
@@ -100,8 +123,11 @@ class DryRuns:
         return {at: AbstractTree(tuple(map(_gradient, own, grads))) for (at, own), grads in pairs}
 
 
-def _zeros(known: AbstractTree) -> Any:
-    return whole(known, [zeros(leaf.aval) if isinstance(leaf, Fact) else leaf for leaf in known.leaves])
+def _alone(stage: Stage) -> Stage:
+    """A stage as it is where it has nobody to exchange rows with whose sizes are data."""
+    function: Any = stage.forward
+    sized = isinstance(function, Exchanged) and function.sizes
+    return replace(stage, forward=function.over("", 1, 0)) if sized else stage
 
 
 def zeros(known: Aval) -> Tensor:

@@ -7,7 +7,7 @@ An instruction empties the lists it is handed, so that each tensor is gone after
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from fpipe import tree
 from fpipe.graphs.language.graph import Fact, Stream, aval, is_strided
 from fpipe.graphs.purity.ambient import Casts, casting
 from fpipe.graphs.tracing.keys import fold_in, generator_on, seeder
+from fpipe.model import Model
 from fpipe.program import Op, Value
 from fpipe.runtimes.definition.by_autograd import StepContext, detached, times
 from fpipe.runtimes.definition.meaning import RULES, summed
@@ -173,11 +174,13 @@ def under_autograd(
     op: Op,
     reads: Sequence[AbstractTree],
     writes: Sequence[AbstractTree],
+    free: Collection[Value],
     context: StepContext,
     casts: Casts,
     *lists: Any,
 ) -> Sequence[Leaves]:
-    """Run a stage that is not traced; others rely on what it wrote for zeros. Its backward may run the forward."""
+    """Run a stage that is not traced; others rely on what it wrote for zeros, but for what is `free`. Its backward may
+    run the forward."""
     if op.kind in "FRBI":
         lists, context = lists[:-1], replace(context, key=lists[-1])
     wanting = [[*map(_wanting, abstract.leaves, leaves)] for abstract, leaves in zip(reads, lists, strict=True)]
@@ -186,7 +189,7 @@ def under_autograd(
         made = RULES[op.kind](op, given, context)
     _empty(lists)
     return [
-        [each] if known is OPAQUE else _conformed(op, value, known, each, context.model.who(op.stage or 0))
+        [each] if known is OPAQUE else _conformed(op, value, known, each, value in free, context.model)
         for value, known, each in zip(op.writes, writes, made, strict=True)
     ]
 
@@ -196,24 +199,27 @@ def _wanting(known: Any, leaf: Any) -> Any:
     return leaf.detach().requires_grad_() if isinstance(known, Fact) and known.aval.wants else leaf
 
 
-def _conformed(op: Op, value: Value, known: AbstractTree, made: Any, who: str) -> Leaves:
-    """The leaves of a value as others know them: in those strides, and zeros where there is no gradient."""
+def _conformed(op: Op, value: Value, known: AbstractTree, made: Any, free: bool, model: Model) -> Leaves:
+    """The leaves of a value as others know them: in those strides, and zeros where there is no gradient. If a value is
+    `free` its shape is too."""
     leaves, spec = ([*made], None) if known.spec is None else tree.flatten(made)
-    if spec == known.spec and all(map(_alike, known.leaves, leaves)):
-        return [*map(_laid_out, known.leaves, leaves)]
+    if spec == known.spec and all(_alike(one, leaf, free) for one, leaf in zip(known.leaves, leaves, strict=True)):
+        return leaves if free else [*map(_laid_out, known.leaves, leaves)]
     now, told = (", ".join(map(_shown, found)) or "nothing" for found in (leaves, known.leaves))
     raise UnexpectedValue(
-        f"{who} runs without a trace, and {op.cell} wrote {value} as {now}, and for zeros as {told}; what it hands on "
-        "has one structure and shape, whatever the data: fill it up to a fixed size, with a mask beside."
+        f"{model.who(op.stage or 0)} runs without a trace, and {op.cell} wrote {value} as {now}, and for zeros as "
+        f"{told}; what it hands on has one structure and shape, whatever the data: fill it up to a fixed size, with a "
+        "mask beside, or place the stages that read it on this rank and let them run without a trace, too."
     )
 
 
-def _alike(known: Any, leaf: Any) -> bool:
+def _alike(known: Any, leaf: Any, free: bool) -> bool:
     if not isinstance(known, Fact):
         return (type(known), repr(known)) == (type(leaf), repr(leaf))
     if not isinstance(leaf, Tensor) or not is_strided(leaf):
         return leaf is None and not known.aval.wants
     now = aval(leaf)
+    now = now._replace(shape=known.aval.shape, stride=known.aval.stride) if free else now
     alike = now._replace(stride=known.aval.stride, wants=known.aval.wants) == known.aval
     return alike and (known.aval.wants or not now.wants) and (now.stride == known.aval.stride or dense(known))
 

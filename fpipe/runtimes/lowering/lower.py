@@ -25,7 +25,7 @@ from fpipe.graphs.language.labels import GENERATORS, label_of, total_of
 from fpipe.graphs.purity.ambient import casts, kernels
 from fpipe.graphs.tracing.outputs import scaled
 from fpipe.positional_stage import PositionalStage
-from fpipe.program import Op, Program, Value, building
+from fpipe.program import Op, Program, Value, building, is_exchange
 from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.definition.meaning import cast_of, rounding
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
@@ -50,7 +50,7 @@ from fpipe.runtimes.lowering.instructions import (
 from fpipe.runtimes.lowering.op_code import Code, Recipe, code_of, update_code
 from fpipe.runtimes.lowering.shapes import TRANSFERS, Shapes, ops_of, shapes_of
 from fpipe.runtimes.lowering.stage_calls import update_only
-from fpipe.runtimes.lowering.untraced import Untraced
+from fpipe.runtimes.lowering.untraced import Untraced, by_sizes, is_sized
 
 Leaves = list[Any]
 KEY = ("ready", "key")  # what the slot of a step's key is called
@@ -126,6 +126,7 @@ def lower(
     Raises:
         Untraceable: something in it cannot be known before it runs.
     """
+    untraced.stages |= {**by_sizes(context.model), **untraced.stages}
     ops = ops_of(program, context)
     with building():
         shapes = shapes_of(ops, context, given, untraced)
@@ -162,6 +163,9 @@ class _Lowering:
         self.to_compile: dict[Op, Kernel] = {}
         self.parts: dict[Op, Graph] = {}
         whole = {value for op in ops if op.kind in TRANSFERS or shapes.is_untraced(op) for value in op.reads}
+        traced = {value for op in ops if not shapes.is_untraced(op) for value in op.reads}
+        free = {value for op in ops if shapes.is_untraced(op) for value in op.writes}
+        self.free = frozenset(free - traced).difference(folds.kept)  # nobody relies on the shapes of these
         self.read_leaves: dict[Value, set[int]] = {value: set() for value in self.made - whole}
 
     def lowered(self, program: Program) -> Lowered:
@@ -188,7 +192,8 @@ class _Lowering:
             drawing=tuple(self.drawing.values()),
             kernels=self.to_compile,
             collective=any(known is not None and known.sharding is not None for known in sharded)
-            or any(cut.graph.collective for cut in self.shapes.cuts.values()),
+            or any(cut.graph.collective for cut in self.shapes.cuts.values())
+            or any(self.is_untraced_exchange(op) for op in self.ops),
             graphs=self.shapes.graphs(),
             parts=self.parts,
             updates=self.shapes.updates,
@@ -203,9 +208,29 @@ class _Lowering:
         if self.shapes.is_untraced(op):
             trees = [[self.trees[value] for value in values] for values in (op.reads, op.writes)]
             keyed = (KEY,) if op.kind in "FRBI" else ()  # a backward may run the forward once more
-            run = partial(under_autograd, op, *trees, self.shapes.context, self.casts)
+            self.refuse_traced_reader(op)
+            run = partial(under_autograd, op, *trees, self.free, self.shapes.context, self.casts)
             return self.instruction(at, run, (*op.reads, *keyed), op.writes)
         return self.traced(at, op) if op.kind in ("F", "R", "B", "I", "W") else self.ruled(at, op)
+
+    def is_untraced_exchange(self, op: Op) -> bool:
+        """Whether an op exchanges with other processes without a trace."""
+        function: Any = self.shapes.model.stages[op.stage or 0].forward
+        return is_exchange(op) and self.shapes.is_untraced(op) and function.size > 1
+
+    def refuse_traced_reader(self, op: Op) -> None:
+        """Refuse a reader of what an exchange with sizes brings whose shapes are known beforehand."""
+        model = self.shapes.model
+        if op.kind != "F" or not is_sized(model, op.stage) or not self.is_untraced_exchange(op):
+            return
+        y = next(value for value in op.writes if value.name == "y")
+        reader = next((one for one in self.ops if y in one.reads and not self.shapes.is_untraced(one)), None)
+        if reader is not None or y in self.folds.kept:
+            where = "goes to another rank" if reader is not None and reader.kind == "SEND" else "is a result"
+            raise ValueError(
+                f"{op.cell} ({model.stages[op.stage or 0].name}) brings as many rows as the data say, and {y} {where}: "
+                "a message and a result have known shapes. Place the stages that read it on its rank."
+            )
 
     def instruction(
         self, at: int, run: Callable[..., Any], reads: Sequence[Any], writes: Sequence[Value], extra: Sequence[Op] = ()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fpipe.graphs.tracing.exchanged import Exchanged
+from fpipe.model import Model
+
 
 @dataclass
 class Untraced:
@@ -17,5 +20,28 @@ class Untraced:
     stages: dict[int, str] = field(default_factory=dict[int, str])
     known_only: bool = False
 
+    def surprises(self) -> list[tuple[int, str]]:
+        """The stages of which a user learns only so that they cannot be traced."""
+        return [(stage, why) for stage, why in self.stages.items() if why != BY_SIZES]
 
+
+def is_sized(model: Model, stage: int | None) -> bool:
+    """Whether a stage is an exchange whose sizes are data."""
+    function = model.stages[stage or 0].forward
+    return isinstance(function, Exchanged) and function.sizes
+
+
+def by_sizes(model: Model) -> dict[int, str]:
+    """The exchanges whose sizes are data, and the stages that read what these bring: shapes there depend on data."""
+    sized = {stage for stage in range(len(model.stages)) if is_sized(model, stage)}
+    readers = {
+        stage
+        for stage in range(len(model.stages))
+        for source in model.sources(stage)
+        if (source[0] if isinstance(source, tuple) else source) in sized
+    }
+    return dict.fromkeys(sorted(sized | readers), BY_SIZES)
+
+
+BY_SIZES = "the data say how many rows its exchange brings"
 UNDER_AUTOGRAD = "a stage runs under autograd, without a trace, and its I computes what W hands over"

@@ -113,7 +113,7 @@ def distributed(
                     ) from error
                 untraced.stages[error.stage] = str(error)
         here = {op.stage for op in parts_of(program.ops) if op.kind == "F" and op.rank == rank}
-        for stage, why in untraced.stages.items() if trace else ():
+        for stage, why in untraced.surprises() if trace else ():
             if stage in here:
                 warnings.warn(f"{UNDER_AUTOGRAD}: {why}", stacklevel=4)
         return made
@@ -188,6 +188,7 @@ def distributed(
                 if donate:
                     error.add_note(GONE)
                 said = peer_errors.fail(error, transfers, f"step {number}", *([end_of(number)] if record else []))
+                lane.fail(said)
                 if peer_errors.lost(error):
                     lost.append(said)
                     if isinstance(error, RuntimeError):
@@ -230,7 +231,7 @@ def distributed(
         peer_errors.everyone.let_read(_BUILDING, _TRACED)
         raise
     groups = transfers.groups + ([] if replicas is None else replicas.groups) + [*axes.values()]
-    watchdog.start(transfers, peer_errors.boards, groups)
+    watchdog.start(transfers, [*peer_errors.boards, *lane.boards], groups)
     exchanges = first.exchanges
     known[signatures.of(*tree.flatten(shapes), homes=repeat(device))] = first
     return step

@@ -25,15 +25,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from fpipe.graphs.compiling.code import compiled
 from fpipe.graphs.language.graph import Graph, Name, Node
 from fpipe.graphs.purity.sharded import is_collective
-from fpipe.graphs.tracing.exchanged import Exchanged
+from fpipe.graphs.tracing.exchanged import Carrier, Exchanged, carried_by
 from fpipe.model import Model
-from fpipe.program import Value, is_exchange
+from fpipe.program import Op, Value, is_exchange
 from fpipe.runtimes.definition.recorder import Notes
+from fpipe.runtimes.faults.lost_rank import first_told
+from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank
 from fpipe.runtimes.faults.watchdog import Watchdog
 from fpipe.runtimes.lowering.lower import Instruction, Lowered
 from fpipe.torch_private.dispatch import OpOverload, returns_of
-from fpipe.torch_private.processes import all_gather, group_named, reduce_scatter
+from fpipe.torch_private.processes import all_gather, axis_of, group_named, reduce_scatter
 
 Leaves = list[Any]
 Started = tuple[Tensor, Any]
@@ -81,18 +83,31 @@ class ExchangeLane:
         groups: those of the processes along each axis, by name.
         seconds: how long one may take.
         watchdog: who ends waits that make no sense.
+
+    Attributes:
+        boards: where the processes along each axis leave word, and this one's number there.
     """
 
     def __init__(self, groups: Mapping[str, ProcessGroup], seconds: float, watchdog: Watchdog) -> None:
         self.groups, self._watchdog = groups, watchdog
         self._timeout = timedelta(seconds=seconds)
+        along = [group for group in groups.values() if group.size() > 1]
+        met = [Meeting([dist.get_process_group_ranks(one)], one.rank(), one, seconds, watchdog) for one in along]
+        self.boards = [(each.board, each.at) for each in met]
+        self._axes = [axis_of(group) for group in along]
         self._notes: Notes | None = None
         self._posted, self._cell = list[Posted](), ""
+        self._carrier = Carrier(self._posted_now, self._waited)
         self.begin(None)
 
-    def begin(self, notes: Notes | None) -> None:
-        """A step starts, of which `notes` are taken."""
-        self._notes = notes
+    def fail(self, said: str) -> None:
+        """Tell those who exchange with this process that it comes to no exchange any longer."""
+        for axis, (board, number) in zip(self._axes, self.boards, strict=True):
+            first_told(board, said if said.startswith(f"{axis} ") else f"{axis} {number}: {said}")
+
+    def begin(self, notes: Notes | None, at_once: bool = False) -> None:
+        """A step starts, of which `notes` are taken; `at_once` if somebody looks at each value where it is made."""
+        self._notes, self._at_once = notes, at_once
         self._under_way: dict[Value, tuple[str, list[Posted]]] = {}
         self._ended: dict[int, float] = {}
         self._resumed: dict[int, float] = {}
@@ -104,8 +119,8 @@ class ExchangeLane:
             op = one.ops[0]
             pending = [value for part in one.ops for value in part.reads if value in late]
             graph = lowered.parts.get(op)
-            if op.rank == rank and is_exchange(op) and graph is not None and graph.collective:
-                run = compiled(self._posting(graph), op.kind)
+            if op.rank == rank and is_exchange(op) and _starts(op, graph):
+                run = one.run if graph is None else compiled(self._posting(graph), op.kind)
                 brought = [value for value in one.written if value.name in _BROUGHT]  # residuals are there, and empty
                 one = one._replace(run=partial(self._start, row, op.cell, brought, run))
                 late.update(brought)
@@ -148,6 +163,9 @@ class ExchangeLane:
         post.__name__ = start.__name__
         return post
 
+    def _posted_now(self, op: Any, tensor: Tensor, *how: Any) -> Tensor:
+        return self._post(STARTS[op.default])(tensor, *how)
+
     def _waited(self, tensor: Tensor) -> Tensor:
         """The result of the collectives that this graph has started, once they are over."""
         self._wait(self._posted, self._cell)
@@ -164,8 +182,11 @@ class ExchangeLane:
 
     def _start(self, row: int, cell: str, values: Sequence[Value], run: Callable[..., Any], *lists: Leaves) -> Any:
         self._cell, self._posted = cell, (works := list[Posted]())
-        made = run(*lists)
+        with carried_by(self._carrier):
+            made = run(*lists)
         self._under_way.update(dict.fromkeys(values, (cell, works)))
+        if self._at_once:
+            self._wait(works, cell)
         if self._notes is not None:
             for work, *_ in works:
                 work.get_future().add_done_callback(partial(_note_end, self._ended, row))
@@ -196,11 +217,20 @@ class ExchangeLane:
                 self._notes.times[2 * row] = resumed
 
     def _lost(self, error: RuntimeError, cell: str) -> LostRank:
+        self._watchdog.refuse_ended()
         return LostRank(f"the exchange {cell} did not end: a process along its axis failed or is late ({error})")
 
 
 def _note_end(ended: dict[int, float], row: int, _: Any) -> None:
     ended[row] = time.perf_counter()
+
+
+def _starts(op: Op, graph: Graph | None) -> bool:
+    """Whether a collective of an op only starts; without a graph, a loss of what it brings would be computed at
+    once."""
+    if graph is None:
+        return op.kind in "FBI" and all(value.name != "loss" for value in op.writes)
+    return graph.collective
 
 
 def _is_view(op: Any) -> bool:

@@ -144,11 +144,11 @@ class PreparedRank(Prepared):
         """This rank's instructions."""
         own, watchdog = [slots[slot] for slot in self.part.begins], self.transfers.watchdog
         self.transfers.start(self.step, self.number, self.step_key, keeps=watch is not None and watch.notes is not None)
+        at_once = watch is not None and watch.check_finite
         if self.replicas is not None:
-            at_once = watch is not None and watch.check_finite
             self.replicas.begin(self.exchanges, self.step_key, self.step_batch, at_once=at_once)
         watchdog.part = self.part
-        self.lane.begin(None if watch is None else watch.notes)
+        self.lane.begin(None if watch is None else watch.notes, at_once)
         self.part.run(own, watch)
         self.lane.end()
         watchdog.waits = "at the end"
