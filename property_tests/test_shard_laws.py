@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import given
@@ -13,6 +13,10 @@ from torch import Tensor
 
 import fpipe
 from fpipe.program import parts_of
+from property_tests.strategies import few
+from tests.processes import Processes
+from tests.test_data_parallel import meshed
+from tests.test_distributed import own
 
 POLICIES: dict[str, Any] = {
     "step": "step",
@@ -40,15 +44,33 @@ def model_of(stages: int) -> tuple[fpipe.Model, tuple[Any, ...]]:
     return fpipe.from_functions([stage] * stages, loss), tuple(params)
 
 
-@st.composite
-def sharded(draw: st.DrawFn) -> tuple[Callable[[fpipe.Program], fpipe.Program], dict[str, Any]]:
+class Words(NamedTuple):
     """A schedule with what may stand around it, and how it is sharded."""
-    schedule = fpipe.schedules.get(draw(st.sampled_from(SCHEDULES)))(2)
-    before = [fpipe.checkpoint("except_last")] * draw(st.booleans()) + [schedule]
-    after = [fpipe.split_backward()] * draw(st.booleans())
-    how = {"gather": POLICIES[draw(st.sampled_from([*POLICIES]))], "lead": draw(st.integers(0, 3))}
-    how["scatter"] = draw(st.sampled_from(["step", "microbatch"]))
-    return fpipe.chain(fpipe.split(4), *before, *after, fpipe.merge(outputs=False)), how
+
+    schedule: str
+    recompute: bool
+    split: bool
+    gather: str
+    lead: int
+    scatter: str
+
+    def chain(self) -> Callable[[fpipe.Program], fpipe.Program]:
+        """Up to the sums of one replica."""
+        before = [fpipe.checkpoint("except_last")] * self.recompute + [fpipe.schedules.get(self.schedule)(2)]
+        after = [fpipe.split_backward()] * self.split
+        return fpipe.chain(fpipe.split(4), *before, *after, fpipe.merge(outputs=False))
+
+    def how(self) -> dict[str, Any]:
+        return {"gather": POLICIES[self.gather], "lead": self.lead, "scatter": self.scatter}
+
+
+def words() -> st.SearchStrategy[Words]:
+    schedules, policies, scatters = map(st.sampled_from, (SCHEDULES, [*POLICIES], ["step", "microbatch"]))
+    return st.builds(Words, schedules, st.booleans(), st.booleans(), policies, st.integers(0, 3), scatters)
+
+
+def sharded() -> st.SearchStrategy[tuple[Callable[[fpipe.Program], fpipe.Program], dict[str, Any]]]:
+    return words().map(lambda said: (said.chain(), said.how()))
 
 
 @given(sharded(), st.sampled_from([1, 2, 3, (2, 2), (2, 1), (1, 3)]), st.booleans())
@@ -83,3 +105,37 @@ def test_each_use_at_home_reads_a_copy_that_is_gathered_for_it(drawn: Any):
     at_home = [value for op, value in uses if op.rank in homes[value.stage]]
     assert len(at_home) == len({*at_home})
     assert all(value in gathers for _, value in uses)
+
+
+@given(words(), st.permutations(range(4)), st.booleans())
+def test_once_a_step_shards_stand_anywhere_behind_merge(said: Words, order: list[int], replicated: bool):
+    """Before or after a schedule, recomputation, and the halves of backwards, and before or after replicas of them."""
+    ways = [fpipe.shard(), *[fpipe.data_parallel("replicate")] * replicated]
+    schedule, last = fpipe.schedules.get(said.schedule)(2), fpipe.merge(outputs=False)
+    recompute = fpipe.checkpoint("except_last" if said.recompute else "never")
+    split = fpipe.split_backward() if said.split else fpipe.identity()
+    base = fpipe.split(4)(fpipe.program(4))
+    alone, both = ([recompute, schedule, split, fpipe.chain(last, *more)] for more in ([], ways))
+    expected = fpipe.chain(*(alone[number] for number in order), *ways[::-1])(base)
+    assert fpipe.chain(*(both[number] for number in order))(base) == expected
+
+
+def differs(rank: int, said: Words) -> list[str]:
+    """Gradients of processes that are not those of one device, which replicas in lockstep have."""
+    mesh, replica, place = meshed()
+    (model, params), batch = model_of(4), (torch.randn(16, 4), torch.randn(16))
+    params[0]["scale"] = torch.ones(1)  # a step takes parameters of no dimension whole
+    program = fpipe.shard(**said.how())(said.chain()(fpipe.program(model)))
+    assert fpipe.verify(program, model, params, batch, replicas=2).bitwise
+    mine, shards = tuple(half.chunk(2)[replica] for half in batch), fpipe.shard_params(params, mesh["dp"])
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(shards, mine))
+    found = step(own(program, place, shards), mine).grads
+    alone = fpipe.reference(model, params, batch, microbatches=4, replicas=2).grads
+    pairs = zip(fpipe.tree.paths(found), fpipe.tree.leaves(own(program, place, alone)), strict=True)
+    return [path for (path, one), other in pairs if one is not other and not torch.equal(one.full_tensor(), other)]
+
+
+@few(4)
+@given(words().filter(lambda said: said.scatter == "step" and said.schedule != "roundpipe"))
+def test_processes_have_the_bits_of_replicas_in_lockstep(four: Processes, said: Words):
+    assert four.each(differs, said) == [[]] * 4
