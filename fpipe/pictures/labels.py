@@ -15,13 +15,13 @@ from fpipe.program import Op
 
 GLYPH = 0.62
 """Mean width of a character in units of its size, on the safe side for the fonts that a browser takes."""
-SIZES = (1.0, 0.75)
-"""Words may be a quarter smaller before they are left out."""
+SIZES = ((1.0, 0.45), (0.75, 0.2))
+"""Words may be a quarter smaller, and closer to the sides of their box, before they are left out."""
 
 
-def needs(name: str, size: float) -> float:
-    """The width of a box for a name."""
-    return len(name) * size * GLYPH + size * 0.45
+def needs(name: str, size: float, beside: float = 0.45) -> float:
+    """The width of a box for a name, with what is left free beside it, in units of its size."""
+    return len(name) * size * GLYPH + size * beside
 
 
 def size_in(height: float) -> float:
@@ -29,9 +29,9 @@ def size_in(height: float) -> float:
     return min(11.0, height * 0.72)
 
 
-def first_that_fits(names: Iterable[str], size: float, width: float) -> str | None:
+def first_that_fits(names: Iterable[str], size: float, width: float, beside: float = 0.45) -> str | None:
     """The first name that a box has room for."""
-    return next((name for name in names if needs(name, size) <= width), None)
+    return next((name for name in names if needs(name, size, beside) <= width), None)
 
 
 def names_of(op: Op, lane: str, style: Style) -> list[str]:
@@ -51,7 +51,7 @@ class Labels:
 
     def __init__(self, panel: Panel, style: Style, scale: float, height: float) -> None:
         self.panel, self.style, self.height = panel, style, height
-        self.form: dict[tuple[str, str], tuple[int, float] | None] = {}
+        self.form: dict[tuple[str, str], tuple[int, float, float] | None] = {}
         kinds: dict[tuple[str, str], list[Bar]] = defaultdict(list)
         for (_, lane), bars in panel.bars.items():
             for bar in bars:
@@ -60,15 +60,15 @@ class Labels:
             lengths = sorted(bar.end - bar.start for bar in bars)
             self.form[kind, lane] = self._form(bars, lane, lengths[len(lengths) // 2] * scale)
 
-    def _form(self, bars: Sequence[Bar], lane: str, width: float) -> tuple[int, float] | None:
-        """Which of their names most boxes have room for, and how much smaller it is written."""
+    def _form(self, bars: Sequence[Bar], lane: str, width: float) -> tuple[int, float, float] | None:
+        """Which of their names most boxes have room for, how much smaller it is written, and what is free beside it."""
         longest = [
             max(map(len, names)) for names in zip(*(names_of(bar.op, lane, self.style) for bar in bars), strict=False)
         ]
         for at, letters in enumerate(longest):
-            for smaller in SIZES if at == len(longest) - 1 else SIZES[:1]:
-                if needs("0" * letters, smaller * size_in(self.height)) <= width:
-                    return at, smaller
+            for smaller, beside in SIZES if at == len(longest) - 1 else SIZES[:1]:
+                if needs("0" * letters, smaller * size_in(self.height), beside) <= width:
+                    return at, smaller, beside
         return None
 
     def of(self, bar: Bar, lane: str, width: float, depth: float) -> tuple[str, float] | None:
@@ -76,9 +76,9 @@ class Labels:
         form = self.form[bar.op.kind, lane]
         if form is None or size_in(depth) < 6:
             return None
-        at, smaller = form
+        at, smaller, beside = form
         size = size_in(depth) * smaller
-        name = first_that_fits(names_of(bar.op, lane, self.style)[at:], size, width)
+        name = first_that_fits(names_of(bar.op, lane, self.style)[at:], size, width, beside)
         return (name, size) if name else None
 
     def runs(self, lane: Lane) -> Iterator[tuple[list[Bar], list[str]]]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from fpipe.pictures.axis import clock, ticks
 from fpipe.pictures.colours import ink_on
-from fpipe.pictures.labels import GLYPH, Labels, first_that_fits, names_of, size_in
+from fpipe.pictures.labels import GLYPH, Labels, first_that_fits, names_of, needs, size_in
 from fpipe.pictures.legend import legend, outline
 from fpipe.pictures.panel import Bar, Panel, awaited
 from fpipe.pictures.shapes import EDGE, PIXEL, Area, Drawing, Line, Rect, Shape, Text
@@ -72,6 +72,8 @@ def lay_out(panels: Sequence[Panel], width: float | None = None, style: Style = 
 
 THIN = 0.25
 """Width of the paper between narrow ops, and between those that share a label."""
+SEAM = 0.3
+"""Pixels by which boxes without a line between them lie one over the other."""
 LEAST = 80.0
 """Pixels that the ops of a picture have at least."""
 
@@ -170,7 +172,7 @@ class _Painter:
         for lane, bars in panel.bars.items():
             merged = self.runs(lane)
             for bar in bars:
-                self.bar(lane, bar, THIN if bar in merged else self.edge)
+                self.bar(lane, bar, merged.get(bar, self.edge))
         for transfer in panel.sending:
             self.sending(transfer)
         for transfer in panel.transfers if self.arrows else ():
@@ -209,23 +211,28 @@ class _Painter:
         reads, writes = (" ".join(map(str, values)) for values in (bar.op.reads, bar.op.writes))
         top, depth = y + bar.top * height, bar.depth * height
         title = f"{words}\nreads {reads}\nwrites {writes}"
-        self.drawing.timed.append(Rect(x, top, width, depth, paint, title, edge))
+        over = 0.0 if edge else SEAM
+        self.drawing.timed.append(Rect(x, top, width + over, depth, paint, title, edge))
         if self.every:
             self.page_label(x, width, top, depth, names_of(bar.op, lane[1], self.style), ink_on(paint))
         elif label := self.labels.of(bar, lane[1], width, depth):
             self.word(x, width, top, depth, *label, ink_on(paint))
 
-    def runs(self, lane: tuple[int, str]) -> set[Bar]:
-        """One label for a row of microbatches none of which has room for its own. Returns the bars of these rows."""
+    def runs(self, lane: tuple[int, str]) -> dict[Bar, float]:
+        """One label for a row of microbatches none of which has room for its own. Returns the edges of the bars of
+        these rows: none where the label is."""
         y, height = self.y[lane]
-        found: set[Bar] = set()
+        found: dict[Bar, float] = {}
         for run, names in () if self.every else self.labels.runs(lane):
             x, width = self.stretch(run[0].start, run[-1].end)
             top, depth = y + run[0].top * height, run[0].depth * height
             if name := first_that_fits(names, size_in(depth), width):
                 paint = ink_on(self.style.fill(run[0].op, run[0].shade))
                 self.word(x, width, top, depth, name, size_in(depth), paint)
-                found.update(run)
+                middle, half = x + width / 2, needs(name, size_in(depth)) / 2
+                for bar in run:
+                    left, wide = self.stretch(bar.start, bar.end)
+                    found[bar] = 0.0 if left < middle + half and left + wide > middle - half else THIN
         return found
 
     def word(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -40,11 +41,20 @@ def raster(drawing: Drawing, style: Style, ending: str) -> bytes:
 
 
 def draw_onto(panels: Sequence[Panel], style: Style, axes: Any) -> None:
-    """Fill Axes of matplotlib's with the picture; x is the time, in seconds, and the height is stretched to fit."""
+    """Fill Axes of matplotlib's with the picture; x is the time, in seconds, and the height is stretched to fit. Where
+    axes are lower than the words need, rows are as low as these allow, and then words are smaller."""
     if not callable(getattr(axes, "get_window_extent", None)) or not hasattr(axes, "transData"):
         raise TypeError(f"ax= is an Axes of matplotlib's, as plt.subplots() makes them; found {type(axes).__name__}.")
-    inches = axes.get_window_extent().width / axes.figure.dpi
-    _draw(lay_out(panels, inches / PIXEL, style), axes)
+    box, dots = axes.get_window_extent(), axes.figure.dpi
+    drawing = lay_out(panels, box.width / dots / PIXEL, style)
+    for _ in range(3):
+        over = drawing.height * drawing.unit / (box.height / dots)
+        if over <= 1:
+            break
+        font = style.unit * 12 * 72 / (over if style.width_mm else 1.0)
+        style = replace(style, width_mm=box.width / dots * 25.4, font_pt=font)
+        drawing = lay_out(panels, style=style)
+    _draw(drawing, axes)
 
 
 def _draw(drawing: Drawing, axes: Any) -> None:
