@@ -164,6 +164,41 @@ def test_groups_have_settings_by_name_and_what_has_no_gradient_stays():
     assert differences(net, optimizer, result) == []
 
 
+def test_a_group_that_comes_first_leaves_others_at_the_rules_own_settings():
+    """Those of the first group were taken over where others said nothing."""
+    net, batch = net_of(), rows(8)
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
+    groups = {"*weight": {"weight_decay": 0.3}}
+    program = updating(model, fpipe.schedules.gpipe(2), "SGD", None, groups=groups)
+    result = fpipe.build(program, model)(params, batch, opt=fpipe.optimizer_state(program, params), lr=0.01)
+    by_hand_into(net, batch)
+    weights, biases = ([leaf for leaf in net.parameters() if leaf.ndim == ndim] for ndim in (2, 1))
+    decayed = {"params": weights, "weight_decay": 0.3}
+    optimizer = torch.optim.SGD([decayed, {"params": biases}], lr=0.01, foreach=False)
+    optimizer.step()
+    assert differences(net, optimizer, result) == []
+
+
+@pytest.mark.parametrize("how", [{}, {"trace": False}, {"runtime": "threads"}], ids=str)
+def test_other_numbers_of_a_rule_are_inputs_of_a_step_where_the_program_does_not_say_them(how: dict[str, Any]):
+    net, batch, decays = net_of(), rows(8), [0.3, 0.2, None]
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
+    groups = {"*bias": {"weight_decay": 0.0}}
+    program = fpipe.steps(3)(updating(model, fpipe.schedules.one_f_one_b(2), "AdamW", None, groups=groups))
+    rates = [0.01 if decay is None else {"lr": 0.01, "weight_decay": decay} for decay in decays]
+    opt = fpipe.optimizer_state(program, params)
+    result = fpipe.build(program, model, **how)(params, [batch] * 3, opt=opt, lr=rates)
+    weights, biases = ([leaf for leaf in net.parameters() if leaf.ndim == ndim] for ndim in (2, 1))
+    plain = {"params": biases, "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW([{"params": weights}, plain], lr=0.01, foreach=False)
+    for decay in decays:
+        optimizer.param_groups[0]["weight_decay"] = 0.01 if decay is None else decay
+        by_hand_into(net, batch)
+        optimizer.step()
+    assert differences(net, optimizer, result) == []
+    fpipe.verify(program, model, params, [batch] * 3, lr=rates)
+
+
 def test_a_parameter_without_a_gradient_stays_as_torch_leaves_it():
     model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: (y - t).pow(2).mean())
     params = ({"w": torch.tensor(2.0), "unused": torch.tensor(5.0), "count": torch.tensor(3)},)
@@ -270,6 +305,16 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         "lr is.*found inf",
     ),
     "a word as rate": (lambda: stepped(opt="own", lr="1"), TypeError, "lr is a number or a 0-d tensor"),
+    "a dict without a rate": (
+        lambda: stepped(opt="own", lr={"weight_decay": 0.1}),
+        ValueError,
+        r"a dict of lr, dampening, weight_decay, which .*; found \['weight_decay'\]",
+    ),
+    "a number on which state depends": (
+        lambda: stepped(opt="own", lr={"lr": 0.1, "momentum": 0.9}),
+        ValueError,
+        r"which are numbers that this program leaves to its steps; found \['lr', 'momentum'\]. update\(\) says",
+    ),
     "another rule's state": (
         lambda: stepped(opt="Adam", lr=0.1),
         ValueError,
@@ -387,7 +432,8 @@ def on_two(rank: int, schedule: str, stages: int, clip: float | None, donate: bo
     losses, norms, optimizer = torchs_loop(net, batch, 3, "AdamW", clip, lrs)
     before = addresses((mine, opt))
     for lr in lrs:
-        result = step(mine, batch, opt=opt, lr=lr)
+        rate = {"lr": lr, "weight_decay": 0.01} if schedule == "zb_h1" else lr
+        result = step(mine, batch, opt=opt, lr=rate)
         mine, opt = result.params, result.opt
     wrong = ["memory"] * (donate and addresses((mine, opt)) != before)
     wrong += ["loss"] * (isinstance(result.loss, Tensor) and not torch.equal(result.loss, losses[-1]))

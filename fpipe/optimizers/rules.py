@@ -23,6 +23,8 @@ from fpipe.optimizers.rule_names import RULES, TORCHS, check_rule
 from fpipe.torch_private.modules import version_of
 
 Words = tuple[tuple[str, Any], ...]
+Numbers = Mapping[str, float | None]
+"""The learning rate of a step as `lr`, and others of its numbers by name."""
 State = dict[str, Tensor]
 Apply = Callable[..., tuple[Tensor, State]]
 Initial = Callable[[Tensor], State]
@@ -109,14 +111,16 @@ def apply_rule(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     states: Sequence[State],
-    lr: float | None,
+    numbers: Numbers,
     own: Sequence[bool],
 ) -> tuple[list[Tensor], list[State]]:
     """The next parameters and states of some leaves, each under its own settings; those that are one's `own` may be
     overwritten."""
     given = zip(params, grads, states, settings, own, strict=True)
     if by in RULES:
-        made = [_applied(by, param, grad, state, with_lr(words, lr)) for param, grad, state, words, _ in given]
+        made = [
+            _applied(by, param, grad, state, with_numbers(words, numbers)) for param, grad, state, words, _ in given
+        ]
         return [param for param, _ in made], [state for _, state in made]
     if not params:
         return [], []
@@ -129,12 +133,14 @@ def apply_rule(
             optimizer.state[now[-1]] = kept if mine else {word: leaf.clone() for word, leaf in kept.items()}
     for group, words in zip(optimizer.param_groups, dict.fromkeys(settings), strict=True):
         group["params"] = [param for param, said in zip(now, settings, strict=True) if said == words]
-        group["lr"] = with_lr(words, lr)["lr"]
+        group |= with_numbers(words, numbers)
     try:
         optimizer.step()
         return now, [_after(optimizer.state[param], state) for param, state in zip(now, states, strict=True)]
     finally:
         optimizer.state = defaultdict(dict)
+        for group in optimizer.param_groups if len(numbers) > 1 else ():
+            group |= {word: optimizer.defaults[word] for word in numbers}
         for param in now:
             param.grad = None
 
@@ -170,12 +176,28 @@ def _after(found: Mapping[str, Any], before: State) -> State:
     return {word: found[word] if word in found else leaf + 1 for word, leaf in before.items()}
 
 
-def with_lr(words: Words, lr: float | None) -> dict[str, Any]:
-    """Settings with the learning rate of a step."""
-    settings = dict(words)
-    scale = settings.pop("lr_scale", None)
-    rate = settings.get("lr", lr)
+def numbers_of(rate: Any) -> Numbers:
+    """The numbers of a step, of its learning rate alone or of a dict of them."""
+    each = rate if isinstance(rate, Mapping) else {"lr": rate}
+    return {word: None if one is None else float(one) for word, one in each.items()}  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+
+def with_numbers(words: Words, numbers: Numbers) -> dict[str, Any]:
+    """Settings with the numbers of a step where the program does not say them, scaled where a group says so."""
+    settings = {"lr": None, **numbers, **dict(words)}
+    scale, rate = settings.pop("lr_scale", None), settings["lr"]
     return settings | {"lr": rate if scale is None or rate is None else rate * scale}
+
+
+def handed_in(by: str, settings: Words) -> Mapping[str, float] | None:
+    """Settings besides the learning rate that a step may be handed, with their defaults: numbers that the program does
+    not say, and on which no state depends; None of a rule of a user's own, which may have any."""
+    if by in RULES:
+        return None
+    takes = inspect.signature(_class_of(by) or torch.optim.SGD).parameters.values()
+    said = {"lr", "momentum", *dict(settings)}
+    numbers = [one for one in takes if isinstance(one.default, int | float) and not isinstance(one.default, bool)]
+    return {one.name: one.default for one in numbers if one.name not in said}
 
 
 # Rules whose state is handed over before the first step too: a constructor fills it, or it begins with zeros.
@@ -191,7 +213,8 @@ def _of_thread(by: str, settings: tuple[Words, ...]) -> torch.optim.Optimizer:
     if (by, settings) not in known:
         made = known[by, settings] = _optimizer(by, settings[0], [_probe(2)], 0.0)
         for words in settings[1:]:
-            made.add_param_group({"params": [_probe(2)], **with_lr(words, 0.0)})
+            own = _optimizer(by, words, [_probe(2)], 0.0).defaults  # those of the first group are not this one's
+            made.add_param_group({"params": [_probe(2)], **own})
     return known[by, settings]
 
 
@@ -210,7 +233,7 @@ def _optimizer(by: str, settings: Words, params: list[Tensor], lr: float) -> tor
         check_rule(by)
         raise ValueError(f"this torch has no {by}: take another rule, or a newer torch.")
     takes = inspect.signature(cls).parameters
-    words = with_lr(settings, lr)
+    words = with_numbers(settings, {"lr": lr})
     odd = next((word for word in words if word not in takes), None)
     if odd is not None:
         raise ValueError(f"torch.optim.{by} takes no {odd}=; it takes {', '.join([*takes][1:])}.")

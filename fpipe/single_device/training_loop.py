@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.optimizers.op_words import UpdateWords, names_of
-from fpipe.optimizers.rules import RULES, STEP, UNCOUNTED, with_lr
+from fpipe.optimizers.rules import RULES, STEP, UNCOUNTED, numbers_of, with_numbers
 from fpipe.single_device.result import Result
 
 Gradients = Callable[[Sequence[Any], Any, "Sequence[Any] | None", "int | None", "Tensor | None"], Result]
@@ -38,7 +38,7 @@ def training_loop(
     gradients: Gradients,
     words: UpdateWords,
     *,
-    rates: Sequence[float | None],
+    rates: Sequence[Any],
     keys: Sequence[int | None],
     opt: Sequence[Any],
     state: Sequence[Any] | None,
@@ -117,7 +117,7 @@ def _updated(
     opt: Sequence[Any],
     grads: Sequence[Any],
     norm: Tensor,
-    rate: float | None,
+    rate: Any,
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Parameters and optimizer state after one update."""
     leaves, spec = tree.flatten(tuple(params))
@@ -130,7 +130,7 @@ def _updated(
     if words.clip is not None:
         torch.nn.utils.clip_grads_with_norm_([now[k] for k in trained], words.clip, norm, foreach=False)
     for k, settings in zip(trained, words.of([names[k] for k in trained]), strict=True):
-        now[k], states[k] = _after(words.by, with_lr(settings, rate), now[k], states[k])
+        now[k], states[k] = _after(words.by, with_numbers(settings, numbers_of(rate)), now[k], states[k])
     return tree.unflatten(spec, now), tree.unflatten(spec, states)
 
 

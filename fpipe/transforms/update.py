@@ -71,6 +71,8 @@ def update(
             {"weight_decay": 0.0}}`. `lr_scale` multiplies the learning rate. Names are those of a state_dict; of
             functions they are the keys on the way to a leaf, with dots between.
         settings: of the rule, such as weight_decay=0.1. An lr= here is that of all steps, and then no step takes one.
+            A step may be handed other numbers too, where neither these nor its groups say them: `step(.., lr={"lr":
+            3e-4, "weight_decay": 0.1})`.
 
     Returns:
         A transform, behind `merge`, and behind `data_parallel` or `shard`; a schedule, `split_backward` and

@@ -61,7 +61,7 @@ def trained(
     assert optim is not None
     check_optimizer_state(words_of(op.how), params, opt)
     scaler = None if optim[2] is None else scaler_of(optim[2], _how(program, "VALIDATE"))
-    rates = [float(rate) for rate in optim[1]] or [None] * program.steps
+    rates = optim[1] or [None] * program.steps
     batch_of(program, batch)
     keys = check_call(program, (), key)
     batches = batches_of(batch, program.steps) if program.steps > 1 else [batch]

@@ -12,7 +12,8 @@ import torch
 from fpipe import tree
 from fpipe.graphs.tracing.keys import fold_in
 from fpipe.model import Model, same_keys
-from fpipe.optimizers.op_words import update_of, words_of
+from fpipe.optimizers.op_words import UpdateWords, update_of, words_of
+from fpipe.optimizers.rules import handed_in
 from fpipe.optimizers.state import check_optimizer_state
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Output, Program, Value
@@ -75,7 +76,27 @@ def optim_of(program: Program, opt: Any, lr: Any, scale: Any = None) -> Optim:
     if scales is not (scale is not None):
         none = "this program scales no loss; leave scale= out, or say fpipe.update(loss_scale=)."
         raise ValueError(_MISSING.format("scale", "scale", "2.0**16") if scales else none)
-    return opt, [*map(rate_of, rates)] if wanted else [], _scale(scale) if scales else None
+    words = words_of(op.how)
+    return opt, [_numbers(one, words) for one in rates] if wanted else [], _scale(scale) if scales else None
+
+
+def _numbers(given: Any, words: UpdateWords) -> Any:
+    """A learning rate as a step has it, or a dict of it and of other numbers of the rule.
+
+    Raises:
+        ValueError: a dict without the rate, or with what is no number of the rule, or the program says itself.
+    """
+    if not isinstance(given, Mapping):
+        return rate_of(given)
+    known = handed_in(words.by, words.settings)
+    odd = next((word for word in given if word != "lr" and known is not None and word not in known), None)  # pyright: ignore[reportUnknownVariableType]
+    if odd is not None or "lr" not in given:
+        takes = ", ".join(["lr", *(known or ())])
+        raise ValueError(
+            f"lr is a number, or a dict of {takes}, which are numbers that this program leaves to its steps; found "
+            f"{[*given]}. update() says the others."  # pyright: ignore[reportUnknownArgumentType]
+        )
+    return {word: rate_of(one, str(word)) for word, one in given.items()}  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
 
 def _scale(given: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,18 +108,18 @@ def _scale(given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return given  # pyright: ignore[reportUnknownVariableType]
 
 
-def rate_of(lr: Any) -> torch.Tensor:
-    """A learning rate as a step has it.
+def rate_of(lr: Any, word: str = "lr") -> torch.Tensor:
+    """A learning rate, or another number of this name, as a step has it.
 
     Raises:
         TypeError: no number.
         ValueError: below 0, infinite or NaN.
     """
     if isinstance(lr, bool) or not (isinstance(lr, int | float) or (isinstance(lr, torch.Tensor) and not lr.ndim)):
-        raise TypeError(f"lr is a number or a 0-d tensor; found {type(lr).__name__}.")
+        raise TypeError(f"{word} is a number or a 0-d tensor; found {type(lr).__name__}.")
     rate = float(lr)
     if not 0 <= rate < math.inf:
-        raise ValueError(f"lr is a finite number from 0, such as 3e-4; found {rate}.")
+        raise ValueError(f"{word} is a finite number from 0, such as 3e-4; found {rate}.")
     return torch.tensor(rate, dtype=torch.float64, device="cpu")
 
 

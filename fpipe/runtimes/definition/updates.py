@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.model import Model
 from fpipe.optimizers.op_words import UpdateWords, names_of, words_of
-from fpipe.optimizers.rules import State, Words, apply_rule
+from fpipe.optimizers.rules import State, Words, apply_rule, numbers_of
 from fpipe.program import Op
 from fpipe.runtimes.definition.by_autograd import StepContext
 
@@ -51,7 +51,7 @@ def updated_leaves(
     grads: Sequence[Tensor],
     states: Sequence[State],
     norm: Tensor | None,
-    lr: Tensor | None,
+    lr: Tensor | Mapping[str, Tensor] | None,
     valid: Tensor | None,
 ) -> tuple[list[Tensor], list[State]]:
     """The next parameters and states of leaves that have gradients; those that are the step's `own` are overwritten.
@@ -66,7 +66,7 @@ def updated_leaves(
     grads = [
         grad if grad.dtype == param.dtype else grad.to(param.dtype) for grad, param in zip(grads, params, strict=True)
     ]
-    return apply_rule(words.by, settings, params, grads, states, None if lr is None else float(lr), own)
+    return apply_rule(words.by, settings, params, grads, states, numbers_of(lr), own)
 
 
 def norm_of(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:

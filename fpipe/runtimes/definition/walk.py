@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -31,6 +31,9 @@ from fpipe.single_device.batches import refuse_unloaded
 from fpipe.single_device.result import Result
 from fpipe.transforms.free import last_uses
 
+Number = float | Tensor
+Rate = Number | Mapping[str, Number]
+
 
 class Step(Protocol):
     """A training step that `build` has made: a pure function, which changes nothing but what is donated.
@@ -48,7 +51,7 @@ class Step(Protocol):
         state: Sequence[Any] | None = None,
         key: int | Sequence[int] | None = None,
         opt: Sequence[Any] | None = None,
-        lr: float | Tensor | Sequence[float | Tensor] | None = None,
+        lr: Rate | Sequence[Rate] | None = None,
         scale: Any = None,
     ) -> Result:
         """Run the program once.
@@ -59,7 +62,9 @@ class Step(Protocol):
             state: module state, one pytree per stage, where a stage reads it.
             key: of a program that draws random numbers: one, or one for each of its steps.
             opt: the optimizer's state, of a program with an `update`, as `optimizer_state` makes it.
-            lr: its learning rate where the program does not say one: a number, or one for each of its steps.
+            lr: its learning rate where the program does not say one: a number, or one for each of its steps. A dict,
+                such as {"lr": 3e-4, "weight_decay": 0.1}, hands in other numbers of the rule that the program does not
+                say, too.
             scale: of `update(loss_scale=)`, a number, or `Result.scale` of the step before.
         """
         ...

@@ -148,13 +148,13 @@ def updating(op: Op, context: StepContext, trees: Trees, places: Collection[int]
     words_there = [{word: tree.leaves(place)[0] for word, place in named[k].items()} for k in at]
     own = [k in places for k in at]
     said = words.of([names[k] for k in at])
-    beside = [value.name for value in op.reads[3:]]
+    beside = [(value.name, trees[value].spec) for value in op.reads[3:]]
     run = partial(updated_leaves, words, said, own)
 
     def update(*lists: Leaves) -> Sequence[Leaves]:
         context.overwrites = context.overwrites or bool(places)
         leaves, states, grads = ([*one] for one in lists[:3])
-        more = {name: one[0] for name, one in zip(beside, lists[3:], strict=True)}
+        more = {name: tree.unflatten(spec, one) for (name, spec), one in zip(beside, lists[3:], strict=True)}
         for one in lists:
             one.clear()
         before = [{word: states[place] for word, place in one.items()} for one in words_there]
