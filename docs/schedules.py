@@ -8,8 +8,8 @@ from pathlib import Path
 
 import fpipe
 from fpipe.cli.costs import parse
-from fpipe.cli.programs import named
 from fpipe.schedules import Schedule
+from fpipe.schedules.named import parse as schedule_of
 
 PAGE = Path(__file__).with_suffix(".md")
 DRAWN = ((3, 4), (4, 4), (2, 4), (4, 8))
@@ -109,7 +109,7 @@ def _served(schedule: Schedule, sizes: Sequence[tuple[int, int]]) -> fpipe.Progr
     """The first size that the schedule serves."""
     for ranks, microbatches in sizes:
         if schedule.refuses(ranks, ranks * schedule.stages_per_rank, microbatches) is None:
-            return named(schedule.name, ranks, microbatches, None, UNIT, {})
+            return schedule_of(schedule.name).program(ranks, microbatches)
     return None
 
 
