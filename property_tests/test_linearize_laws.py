@@ -168,7 +168,7 @@ def traced() -> Iterator[list[str]]:
         module.trace, module.outline = before
 
 
-@few(8)
+@few(4)
 @given(runs())
 def test_a_step_has_the_bits_of_the_reference_holds_what_sizes_told_and_leaves_nothing(run: Run):
     """With traces and without; once it has traced, what it makes is gone but for its results."""
