@@ -252,6 +252,8 @@ def test_count_state_keys_and_frozen_leaves():
             r"gradient of '2.bias' has the shape \(3,\), the parameter \(5,\)",
         ),
         (lambda grads: grads | {"2.bias": 1.0}, "the gradient of '2.bias' is a float; wanted is a tensor"),
+        (lambda grads: grads | {"2.bias": grads["2.bias"] * 1j}, "'2.bias' is a tensor of torch.complex128, .*float64"),
+        (lambda grads: grads | {"2.bias": grads["2.bias"].long()}, "'2.bias' is a tensor of torch.int64, .*float64"),
         (
             lambda grads: [*grads.values()],
             r"grads is a dict by name, such as .* each of the 3 stages; found 6 in a list",

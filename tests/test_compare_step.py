@@ -655,6 +655,7 @@ def test_rows_that_replicas_draw_by_themselves_are_named():
 REFUSED: dict[str, tuple[Any, str]] = {
     "a missing name": ({"v": torch.ones(1)}, "there is no '0.0.weight' after the steps; found v"),
     "another shape": ({"0.0.weight": torch.ones(2)}, r"'0.0.weight' has the shape \[2\] after the steps"),
+    "on meta": ({"0.0.weight": torch.ones(2, device="meta")}, r"'0.0.weight' is a tensor of .* on meta after"),
     "no names": (3, "after is a dict by name"),
     "few rates": (None, "lr is one number, or a list of 2, one for each step; found 1"),
 }

@@ -168,6 +168,14 @@ def test_a_hostile_header_of_safetensors_is_refused_in_a_sentence(header: Any, t
         read_tensors([str(file)])
 
 
+def test_a_header_that_is_longer_than_its_file_is_refused(tmp_path: Path):
+    """It was read as a file without tensors, whose gradients were then missed."""
+    file = tmp_path / "grads.safetensors"
+    file.write_bytes(struct.pack("<Q", 2**63) + b"{}")
+    with pytest.raises(ValueError, match="it has no such header"):
+        read_tensors([str(file)])
+
+
 TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "meta": lambda: torch.empty(3, device="meta"),
     "integer": lambda: torch.arange(3),

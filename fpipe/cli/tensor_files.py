@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fpipe.models.parameters.safetensors_file import SafetensorsFile
-from fpipe.verification.report import Close
+from fpipe.verification.report import Close, in_words, is_comparable
 
 
 def read_tensors(files: Sequence[str]) -> dict[str, Tensor]:
@@ -52,34 +52,16 @@ def _saved(path: Path) -> dict[str, Tensor]:
     if not isinstance(found, Mapping):
         raise ValueError(f"{path} holds a {type(found).__name__}; wanted is a dict of tensors by name.")
     named: dict[Any, Any] = {name: one for name, one in found.items() if one is not None}  # pyright: ignore[reportUnknownVariableType]
-    odd = next((name for name, one in named.items() if not isinstance(name, str) or not _is_plain(one)), None)
+    odd = next((name for name, one in named.items() if not isinstance(name, str) or not is_comparable(one)), None)
     if odd is not None:
-        raise ValueError(f"{path} holds {_in_words(named[odd])} under {odd!r}; wanted are tensors by name.")
+        raise ValueError(f"{path} holds {in_words(named[odd])} under {odd!r}; wanted are tensors by name.")
     return named
-
-
-def _is_plain(found: Any) -> bool:
-    """Whether this is a tensor whose numbers can be compared; of others torch raises or ends the process."""
-    is_number = isinstance(found, Tensor) and (found.is_floating_point() or found.is_complex())
-    return (
-        is_number
-        and found.layout in (torch.strided, torch.sparse_coo)
-        and found.device.type == "cpu"
-        and not found.is_nested
-    )
-
-
-def _in_words(found: Any) -> str:
-    if not isinstance(found, Tensor):
-        return f"a {type(found).__name__}"
-    nested = "nested " * found.is_nested
-    return f"a {nested}tensor of {found.dtype}, {found.layout}, on {found.device.type}"
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
     """Read a file in the safetensors format."""
     file = SafetensorsFile(path)
     for name, (code, dtype, *_) in file.entries.items():
-        if not (dtype.is_floating_point or dtype.is_complex):
-            raise ValueError(f"{path} holds {name!r} as {code}; wanted are F64, F32, F16, BF16, F8_E4M3 and so on.")
+        if not is_comparable(torch.empty(0, dtype=dtype)):
+            raise ValueError(f"{path} holds {name!r} as {code}; wanted are F64, F32, F16, BF16 and C64.")
     return {name: file.read(name) for name in file.entries}

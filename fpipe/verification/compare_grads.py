@@ -24,7 +24,17 @@ from fpipe.single_device.microbatch_graph import train
 from fpipe.single_device.over_parts import over_parts
 from fpipe.single_device.params_and_state import check_all_state, check_params
 from fpipe.single_device.result import Result
-from fpipe.verification.report import Close, GradientMismatch, Leaf, Report, is_finite, largest, listed
+from fpipe.verification.report import (
+    Close,
+    GradientMismatch,
+    Leaf,
+    Report,
+    in_words,
+    is_comparable,
+    is_finite,
+    largest,
+    listed,
+)
 from fpipe.verification.undivided import undivided
 from fpipe.verification.verdict import Gradient, Verdict, is_sure, judge
 
@@ -143,9 +153,13 @@ def _by_name(model: Model, params: Sequence[Any], grads: Any) -> dict[str, tuple
     if missing is not None:
         raise ValueError(f"there is no gradient of {missing!r}; a parameter that trains has one, of zeros if need be.")
     for name, leaf in found.items():
-        wanted = tuple(leaves[places[name]].shape)
-        if not isinstance(leaf, Tensor):
-            raise ValueError(f"the gradient of {name!r} is a {type(leaf).__name__}; wanted is a tensor.")
+        parameter = leaves[places[name]]
+        wanted = tuple(parameter.shape)
+        if not is_comparable(leaf) or leaf.is_complex() != parameter.is_complex():
+            raise ValueError(
+                f"the gradient of {name!r} is {in_words(leaf)}; wanted is a tensor of {parameter.dtype}, or of another "
+                "precision."
+            )
         if tuple(leaf.shape) != wanted:
             raise ValueError(f"the gradient of {name!r} has the shape {tuple(leaf.shape)}, the parameter {wanted}.")
     return {name: (places[name], leaf.detach()) for name, leaf in found.items() if trains[places[name]]}

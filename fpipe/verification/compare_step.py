@@ -29,7 +29,7 @@ from fpipe.verification.beside import beside, differ_by_rank, one_a_step, told_o
 from fpipe.verification.compare_grads import dotted
 from fpipe.verification.gradient_changes import Parts
 from fpipe.verification.rank_pieces import Pieces, Region, put_together
-from fpipe.verification.report import Close, GradientMismatch, Report, listed
+from fpipe.verification.report import Close, GradientMismatch, Report, in_words, is_comparable, listed
 from fpipe.verification.step_mistakes import Loop
 
 
@@ -247,9 +247,12 @@ def _by_leaf(model: Model, params: Sequence[Any], after: Any) -> tuple[dict[int,
         if at in found or leaf is None:
             continue
         leaf = leaf.full_tensor() if is_sharded(leaf) else leaf
-        if not isinstance(leaf, Tensor) or leaf.shape != leaves[at].shape:
-            is_now = list(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
-            raise ValueError(f"{name!r} has the shape {is_now} after the steps, and {[*leaves[at].shape]} before.")
+        before = leaves[at]
+        alike = is_comparable(leaf) and (leaf.is_complex(), leaf.layout) == (before.is_complex(), before.layout)
+        if not alike and in_words(leaf) != in_words(before):
+            raise ValueError(f"{name!r} is {in_words(leaf)} after the steps, and {in_words(before)} before.")
+        if leaf.shape != before.shape:
+            raise ValueError(f"{name!r} has the shape {[*leaf.shape]} after the steps, and {[*before.shape]} before.")
         found[at] = name, leaf.detach().to(leaves[at].device)
     missing = next((name for name, at in places.items() if at not in found), None)
     if missing is not None:

@@ -12,6 +12,30 @@ from torch import Tensor
 from fpipe.program import HtmlRepr, Op, Value
 
 
+def is_comparable(found: object) -> bool:
+    """Whether this is a tensor whose numbers can be compared; of others torch raises or ends the process.
+
+    >>> is_comparable(torch.ones(2)), is_comparable(torch.arange(2)), is_comparable(torch.empty(2, device="meta"))
+    (True, False, False)
+    """
+    if not isinstance(found, Tensor) or found.is_nested or found.is_meta:
+        return False
+    is_number = found.is_complex() or (found.is_floating_point() and found.itemsize > 1)
+    return is_number and found.layout in (torch.strided, torch.sparse_coo)
+
+
+def in_words(found: object) -> str:
+    """A tensor's dtype, layout and device, or the type of what is none.
+
+    >>> in_words(torch.arange(2))
+    'a tensor of torch.int64, torch.strided, on cpu'
+    """
+    if not isinstance(found, Tensor):
+        return f"a {type(found).__name__}"
+    nested = "nested " * found.is_nested
+    return f"a {nested}tensor of {found.dtype}, {found.layout}, on {found.device.type}"
+
+
 @dataclass(frozen=True)
 class Leaf:
     """One compared tensor.

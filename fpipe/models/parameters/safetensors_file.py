@@ -60,7 +60,7 @@ class SafetensorsFile:
             length = int.from_bytes(file.read(8), "little")
             self.first = 8 + length
             try:
-                header: Any = json.loads(file.read(min(length, size)).decode())
+                header: Any = json.loads(file.read(length).decode() if self.first <= size else "")
                 places = sorted(_place(name, one) for name, one in header.items() if name != "__metadata__")
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 raise ValueError(f"{path} is no file in the safetensors format: it has no such header.") from None
