@@ -1,11 +1,12 @@
 """How long one step takes on a GPU, against eager autograd: a GPT of 12 blocks of width 768 under bfloat16 autocast.
 
-    python benchmarks/devices.py [--quick] [--device cuda]
+    python benchmarks/devices.py [--quick] [--compile] [--device cuda]
 
 One process runs one rank: four stages, eight microbatches of four rows of 512 places. Each round runs every step once,
 in an order drawn anew, and waits for the devices after each; a ratio is of the least times. The steps give the same
-gradients, bit for bit. On threads each of the four stages is a rank, on a GPU of its own where there are as many. The
-last line is the whole step as one CUDA graph, if it can be captured.
+gradients, bit for bit, but for compiled ones (with --compile, beside the compiled net). On threads each of the four
+stages is a rank, on a GPU of its own where there are as many. The last line is the whole step as one CUDA graph, if it
+can be captured. Memory is how far what is allocated on the first GPU grows in a step.
 """
 
 import argparse
@@ -45,10 +46,10 @@ def eager(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
     return step
 
 
-def pipelined(net: nn.Sequential, batch: tuple[Tensor, Tensor], **how: Any) -> Step:
+def pipelined(net: nn.Sequential, batch: tuple[Tensor, Tensor], *transforms: Any, **how: Any) -> Step:
     model, params, _ = fpipe.from_sequential(net, stages=STAGES, loss=F.mse_loss)
-    parts = fpipe.split(MICROBATCHES), fpipe.schedules.one_f_one_b(ranks=STAGES), fpipe.merge(outputs=False)
-    step = fpipe.build(fpipe.chain(*parts)(fpipe.program(model)), model, **how)
+    parts = fpipe.split(MICROBATCHES), fpipe.schedules.one_f_one_b(ranks=STAGES), *transforms
+    step = fpipe.build(fpipe.chain(*parts, fpipe.merge(outputs=False))(fpipe.program(model)), model, **how)
     return lambda: tree.leaves(step(params, batch).grads)
 
 
@@ -89,9 +90,22 @@ def least(steps: dict[str, Step], rounds: int, wait: Callable[[], None]) -> dict
     return found
 
 
+def growth(step: Step, count: int) -> str:
+    """How far what is allocated on the first GPU grows in a step."""
+    if not count:
+        return ""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return f"{(torch.cuda.max_memory_allocated() - before) / 2**20:.0f} MiB"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="a small net, few rounds")
+    parser.add_argument("--compile", action="store_true", help="compiled by torch.compile, too, which takes minutes")
     parser.add_argument("--device", default="cuda")
     asked = parser.parse_args()
     device = torch.device(asked.device)
@@ -112,6 +126,7 @@ def main() -> None:
             "eager autograd": eager(net, batch),
             "fpipe": pipelined(net, batch),
             "fpipe, record=True": pipelined(net, batch, record=True),
+            "fpipe, residuals offloaded": pipelined(net, batch, fpipe.offload()),
             f"fpipe, threads on {len({*devices})}": on_threads(net, batch, devices),
         }
         grads = [[*step()] for step in steps.values() for _ in range(3)][2::3]
@@ -123,9 +138,13 @@ def main() -> None:
                 print(f"as a CUDA graph: not captured: {made}")
             else:
                 steps["fpipe, one CUDA graph"] = made
+        if asked.compile:
+            steps["eager autograd, compiled"] = eager(torch.compile(net), batch)
+            steps["fpipe, compile=True"] = pipelined(net, batch, compile=True)
         times = least(steps, 2 if asked.quick else 40, wait)
+        grown = {name: growth(step, count) for name, step in steps.items()}
     for name, seconds in times.items():
-        print(f"{name:24}{seconds * 1e3:9.2f} ms{seconds / times['eager autograd']:7.2f} of eager")
+        print(f"{name:28}{seconds * 1e3:9.2f} ms{seconds / times['eager autograd']:7.2f} of eager{grown[name]:>12}")
 
 
 if __name__ == "__main__":

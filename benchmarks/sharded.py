@@ -1,16 +1,18 @@
 """Train on shards of parameters on four processes, against FSDP2 under torch's own 1F1B, and against whole replicas.
 
-    python benchmarks/sharded.py [--quick] [--memory | --simulated]
+    python benchmarks/sharded.py [--quick] [--memory | --simulated] [--device cuda]
 
-Four processes of one gloo group, two replicas of two ranks, one intra-op thread each. In each round every step runs
-once, one after another, on all: ours on whole replicas (data_parallel), and sharded, gathered once a step or for each
-use with a stage a block; `fully_shard` on each block under torch's Schedule1F1B, which keeps what it has gathered or
-reshards after forward. A time is that of the slowest process, a ratio one of medians over rounds. Gradients of all are
-compared: ours bit by bit with those of whole replicas.
+Four processes of one gloo group, two replicas of two ranks, one intra-op thread each, or with --device cuda of one NCCL
+group, on a GPU of their own where there are four (else NCCL, told that they are on four hosts, goes over sockets). In
+each round every step runs once, one after another, on all: ours on whole replicas (data_parallel), and sharded,
+gathered once a step or for each use with a stage a block; `fully_shard` on each block under torch's Schedule1F1B, which
+keeps what it has gathered or reshards after forward. A time is that of the slowest process, a ratio one of medians over
+rounds. Gradients of all are compared: ours bit by bit with those of whole replicas.
 
 Memory is how far the resident peak grows in a step, in the process where most: gathered copies, gradients, activations
-and buffers, beside the shards that are there before; of our steps also as a part of what `fpipe.sizes` told. Each way
-has processes of its own, whose C library gives what is freed back at once (MALLOC_MMAP_THRESHOLD_).
+and buffers, beside the shards that are there before; of our steps also as a part of what `fpipe.sizes` told; on a GPU,
+the peak of what is allocated there. Each way has processes of its own, whose C library gives what is freed back at once
+(MALLOC_MMAP_THRESHOLD_).
 
 With --simulated, how far simulation is from our steps: all ranks are profiled together on whole parameters, the link
 between replicas is measured by itself, and every way is simulated by both. Messages take a core too, so this wants
@@ -117,7 +119,7 @@ def torchs(name: str, mesh: DeviceMesh, case: Any) -> Step:
     for block in mine:
         fully_shard(block, mesh=mesh["dp"], reshard_after_forward=TORCHS[name])
     fully_shard(mine, mesh=mesh["dp"], reshard_after_forward=TORCHS[name])
-    stage = PipelineStage(mine, rank, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    stage = PipelineStage(mine, rank, 2, x.device, group=mesh.get_group("pp"))
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=MSE)
     names = {
         one: f"{rank * half + number}.{path}"
@@ -133,10 +135,15 @@ def torchs(name: str, mesh: DeviceMesh, case: Any) -> Step:
     return run
 
 
-def work(rank: int, folder: str, rounds: int, name: str, ways: list[str], held: bool) -> None:
+def work(rank: int, folder: str, rounds: int, name: str, ways: list[str], held: bool, kind: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=4)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    if kind == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        if torch.cuda.device_count() < 4:
+            os.environ.update(NCCL_HOSTID=f"host {rank}", NCCL_SOCKET_IFNAME="lo")
+    backend = "nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/group", rank=rank, world_size=4)
+    mesh = init_device_mesh(kind, (2, 2), mesh_dim_names=("dp", "pp"))
     torch.manual_seed(0)
     case = (HELD if held else TIMED)[name]()
     steps: dict[str, Step] = {}
@@ -146,22 +153,22 @@ def work(rank: int, folder: str, rounds: int, name: str, ways: list[str], held: 
         other = torch.manual_seed(1) and (HELD if held else TIMED)[name]()[0]
         other.load_state_dict(net.state_dict())
         torch.manual_seed(5 + mesh.get_local_rank("dp"))
-        own = other, torch.randn_like(x), torch.randn_like(target)
+        own = other.to(kind), torch.randn_like(x).to(kind), torch.randn_like(target).to(kind)
         steps[way] = (ours if way in OURS else torchs)(way, mesh, own)
     del case, own, other, net
-    (memory if held else times)(rank, name, steps, rounds)
+    (memory if held else times)(rank, kind, name, steps, rounds)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def times(rank: int, name: str, steps: dict[str, Step], rounds: int) -> None:
+def times(rank: int, kind: str, name: str, steps: dict[str, Step], rounds: int) -> None:
     """Seconds of each step, and whether their gradients agree."""
     found: dict[str, list[float]] = {way: [] for way in steps}
     made = {way: {key: _whole(grad) for key, grad in step().items()} for way, step in steps.items()}
     for way, grads in made.items():
         same = all(torch.equal(grads[key], one) for key, one in made["replicas"].items())
         close = all(torch.allclose(grads[key], one, rtol=1e-4, atol=1e-7) for key, one in made["replicas"].items())
-        votes = torch.tensor([float(same), float(close)])
+        votes = torch.tensor([float(same), float(close)], device=kind)
         dist.all_reduce(votes, dist.ReduceOp.MIN)
         words = "the same bits as" if votes[0] else "to rounding those of" if votes[1] else "OTHER than those of"
         if rank == 0:
@@ -173,9 +180,11 @@ def times(rank: int, name: str, steps: dict[str, Step], rounds: int) -> None:
             gc.collect()
             gc.disable()
             dist.barrier()
+            _finish(kind)
             start = time.perf_counter()
             step()
-            took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+            _finish(kind)
+            took = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=kind)
             gc.enable()
             dist.all_reduce(took, dist.ReduceOp.MAX)
             if turn >= WARM_UP:
@@ -263,8 +272,13 @@ def _whole(grad: Any) -> Tensor:
     return (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
 
 
-def memory(rank: int, name: str, steps: dict[str, Step], rounds: int) -> None:
-    """How far the resident peak grows in a step."""
+def _finish(kind: str) -> None:
+    if kind == "cuda":
+        torch.cuda.synchronize()
+
+
+def memory(rank: int, kind: str, name: str, steps: dict[str, Step], rounds: int) -> None:
+    """How far the resident peak grows in a step, or what is allocated on a GPU."""
     ((way, step),) = steps.items()
     for _ in range(2):
         step()
@@ -272,11 +286,18 @@ def memory(rank: int, name: str, steps: dict[str, Step], rounds: int) -> None:
     for _ in range(3):
         gc.collect()
         dist.barrier()
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _status("VmRSS")
-        step()
-        grown.append(_status("VmHWM") - before)
-    most = torch.tensor(max(grown))
+        _finish(kind)
+        if kind == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            step()
+            grown.append((torch.cuda.max_memory_allocated() - before) / 2**20)
+        else:
+            Path("/proc/self/clear_refs").write_text("5")
+            before = _status("VmRSS")
+            step()
+            grown.append(_status("VmHWM") - before)
+    most = torch.tensor(max(grown), device=kind)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     if rank == 0:
         told = f", sizes said {TOLD[way]:.0f} ({most / TOLD[way]:.2f} of it)" if way in TOLD else ""
@@ -299,13 +320,14 @@ if __name__ == "__main__":
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--memory", action="store_true", help="memory alone")
     parser.add_argument("--simulated", action="store_true", help="simulated beside measured steps alone")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     said = parser.parse_args()
     rounds, ranks = 5 if said.quick else 20, 2 if (os.cpu_count() or 1) >= 8 else 1
     for name in TIMED if said.simulated else ():
         run(simulated, rounds, name, ranks, processes=2 * ranks)
     for name in () if said.memory or said.simulated else TIMED:
-        run(work, rounds, name, ["replicas", "once a step", "each use", *TORCHS], False)
+        run(work, rounds, name, ["replicas", "once a step", "each use", *TORCHS], False, said.device)
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     for name in () if said.simulated else HELD:
         for way in (*OURS, *TORCHS):
-            run(work, 1, name, [way], True)
+            run(work, 1, name, [way], True, said.device)

@@ -23,6 +23,7 @@ from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.transforms.communicate import with_transfers
 from fpipe.tree import leaves, tree_map
 from tests.processes import Processes
+from tests.test_processes_on_devices import join
 
 ONE_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two CUDA devices")
@@ -97,9 +98,7 @@ def test_an_example_without_data_is_one_on_the_default_device(device: str):
 def on_gpus(rank: int, backend: str, how: str) -> list[bool]:
     """A step of two ranks, each on a GPU of its own if there are two, beside the reference on this rank's."""
     if backend == "nccl":
-        dist.destroy_process_group()
-        file = f"file://{how}"
-        dist.init_process_group(backend, init_method=file, rank=rank, world_size=2)
+        join(rank, how)
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     model, params, batch = trained(str(device))
@@ -123,23 +122,22 @@ def same_leaves(one: tuple, other: tuple) -> bool:
     return bool(pairs) and all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@ONE_GPU
 def test_gloo_carries_tensors_of_a_gpu_through_the_host():
     with Processes(2) as pair:
         assert pair.each(on_gpus, "gloo", "") == [[True] * 4] * 2
 
 
-@TWO
-def test_nccl_carries_tensors_between_two_gpus(tmp_path: Path):
+@ONE_GPU
+def test_nccl_carries_tensors_between_two_ranks(tmp_path: Path):
     with Processes(2) as pair:
-        assert pair.each(on_gpus, "nccl", str(tmp_path / "group")) == [[True] * 4] * 2
+        assert pair.each(on_gpus, "nccl", (tmp_path / "group").as_uri()) == [[True] * 4] * 2
 
 
 def on_shards(rank: int, backend: str, kind: str, how: str) -> list[bool]:
     """Two replicas that share parameters out, by each policy: the bits of plain autograd, added by replica."""
     if backend == "nccl":
-        dist.destroy_process_group()
-        dist.init_process_group(backend, init_method=f"file://{how}", rank=rank, world_size=2)
+        join(rank, how)
     device = torch.device(kind, rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
     mesh = dist.init_device_mesh(kind, (2, 1), mesh_dim_names=("dp", "pp"))
     torch.manual_seed(0)
@@ -168,14 +166,14 @@ def on_shards(rank: int, backend: str, kind: str, how: str) -> list[bool]:
 
 @pytest.mark.parametrize(
     ("backend", "kind"),
-    [("gloo", "cpu"), pytest.param("gloo", "cuda", marks=ONE_GPU), pytest.param("nccl", "cuda", marks=TWO)],
+    [("gloo", "cpu"), pytest.param("gloo", "cuda", marks=ONE_GPU), pytest.param("nccl", "cuda", marks=ONE_GPU)],
 )
 def test_replicas_on_devices_share_parameters_out(backend: str, kind: str, tmp_path: Path):
     with Processes(2) as pair:
-        assert pair.each(on_shards, backend, kind, str(tmp_path / "group")) == [[True, True]] * 2
+        assert pair.each(on_shards, backend, kind, (tmp_path / "group").as_uri()) == [[True, True]] * 2
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@ONE_GPU
 def test_a_whole_step_as_one_cuda_graph_has_the_same_bits():
     model, params, batch = trained("cuda")
     step = fpipe.build(PIPELINE(fpipe.program(model)), model)

@@ -1,0 +1,200 @@
+"""Ranks in processes, each on a GPU, over NCCL: the bits of plain autograd.
+
+NCCL refuses two ranks of one host on one GPU. Told that they are on two hosts, they meet on one GPU over sockets.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fpipe
+from fpipe.tree import leaves
+from tests.processes import Processes
+
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+PARTS, ROWS, STEPS = 4, 16, 3
+
+
+def join(rank: int, file: str, size: int = 2) -> None:
+    """This process's group is one of NCCL from now on."""
+    dist.destroy_process_group()
+    if torch.cuda.device_count() < size:
+        os.environ.update(NCCL_HOSTID=f"host {rank}", NCCL_SOCKET_IFNAME="lo")
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group("nccl", init_method=file, rank=rank, world_size=size, timeout=timedelta(seconds=40))
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param("cpu", marks=pytest.mark.deep), pytest.param("cuda", marks=ON_GPU)]
+)
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., list[Any]]]:
+    """Calls a function in each of two processes, with its rank, its device and so on."""
+    with Processes(2) as pair:
+        if request.param == "cuda":
+            pair.each(join, Path(tmp_path_factory.mktemp("nccl"), "group").as_uri())
+        yield lambda function, *args: pair.each(function, request.param, *args)
+
+
+def squares(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+def net_and_batch(kind: str, stages: int) -> tuple[nn.Sequential, list[Tensor]]:
+    """On a GPU so wide that the host is far ahead of it: what does not wait reads too early."""
+    torch.manual_seed(0)
+    width = 8 if kind == "cpu" else 1024
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width)) for _ in range(stages)))
+    return net.to(kind), [torch.randn(ROWS, width, device=kind) for _ in range(2)]
+
+
+def by_autograd(net: nn.Sequential, batch: list[Tensor], change: Callable[[], None]) -> None:
+    for _ in range(STEPS):
+        net.zero_grad()
+        for x, target in zip(*(whole.tensor_split(PARTS) for whole in batch), strict=True):
+            (squares(net(x), target) * (1 / PARTS)).backward()
+        change()
+
+
+def sgd(params: Any, grads: Any) -> None:
+    with torch.no_grad():
+        for param, grad in zip(params, grads, strict=True):
+            param -= 0.01 * grad
+
+
+def equal(found: Any, expected: Any) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def trained(rank: int, kind: str, schedule: str, stages: int, record: bool = False) -> bool:
+    """Steps on the parameters that the gradients before have made."""
+    net, batch = net_and_batch(kind, stages)
+    twin = copy.deepcopy(net)
+    model, params, _ = fpipe.from_sequential(net, stages=stages, loss=squares)
+    pipeline = fpipe.chain(fpipe.split(PARTS), fpipe.schedules.get(schedule)(2), fpipe.merge(outputs=False))
+    program = pipeline(fpipe.program(model))
+    step = fpipe.build(program, model, runtime="distributed", example=(params, tuple(batch)), record=record)
+    mine = fpipe.local_params(program, params, rank)
+    here = [stage for stage, one in enumerate(mine) if one]
+    for _ in range(STEPS):
+        found = step(mine, tuple(batch))
+        sgd(leaves([mine[stage] for stage in here]), leaves([found.grads[stage] for stage in here]))
+    if record:
+        times = [(start, end) for _, start, end in found.timeline.events]
+        assert min(start for start, _ in times) > -5e-4
+        assert all(start <= end for start, end in times)
+    every = [*twin.parameters()]
+    by_autograd(twin, batch, lambda: sgd(every, [one.grad for one in every]))
+    return equal(leaves([mine[stage] for stage in here]), [one for stage in here for one in twin[stage].parameters()])
+
+
+def updated(rank: int, kind: str) -> bool:
+    """An optimizer in the program, in place, whose norm both ranks add up."""
+    net, batch = net_and_batch(kind, 2)
+    twin = copy.deepcopy(net)
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=squares)
+    parts = fpipe.split(PARTS), fpipe.schedules.zb_h1(2), fpipe.merge(outputs=False), fpipe.update("AdamW", clip=1.0)
+    program = fpipe.chain(*parts)(fpipe.program(model))
+    example = params, tuple(batch)
+    step = fpipe.build(program, model, runtime="distributed", example=example, donate=True)
+    mine = fpipe.local_params(program, params, rank)
+    opt = fpipe.optimizer_state(program, mine)
+    for _ in range(STEPS):
+        found = step(mine, tuple(batch), opt=opt, lr=0.1)
+        mine, opt = found.params, found.opt
+    every = [*twin.parameters()]
+    optimizer = torch.optim.AdamW(every, lr=0.1, foreach=False)
+
+    def change() -> None:
+        nn.utils.clip_grad_norm_(every, 1.0, foreach=False)
+        optimizer.step()
+
+    by_autograd(twin, batch, change)
+    return equal(leaves(mine[rank]), twin[rank].parameters())
+
+
+def layer(params: Any, x: Tensor) -> Tensor:
+    return torch.tanh(x @ params["w"])
+
+
+def exchanged(rank: int, kind: str) -> bool:
+    """Rows go from process to process between the layers of one rank: those of one net, dealt out."""
+    torch.manual_seed(0)
+    width = 8 if kind == "cpu" else 512
+    weights = [torch.randn(2, width, width, device=kind) / width**0.5 for _ in range(2)]
+    x, target = (torch.randn(2, ROWS, width, device=kind) for _ in range(2))
+    model = fpipe.from_functions([layer, fpipe.exchange("all_to_all", axis="ep"), layer], loss=squares)
+    parts = fpipe.split(2), fpipe.place([0, 0, 0]), fpipe.schedules.one_f_one_b_overlap(1), fpipe.merge(outputs=False)
+    program = fpipe.chain(*parts)(fpipe.program(model))
+    mesh = init_device_mesh(kind, (1, 2), mesh_dim_names=("pp", "ep"))
+    params = {"w": weights[0][rank].clone()}, {}, {"w": weights[1][rank].clone()}
+    own = x[rank], target[rank]
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, own))
+    found = [leaves(step(params, own).grads) for _ in range(STEPS)]
+    for weight in weights:
+        weight.requires_grad_()
+    for one in range(2):
+        rows = slice(one * ROWS // 2, (one + 1) * ROWS // 2)
+        first = torch.stack([torch.tanh(x[who, rows] @ weights[0][who]) for who in range(2)])
+        dealt = _all_to_all(first)
+        ends = [squares(torch.tanh(dealt[who] @ weights[1][who]), target[who, rows]) / 2 for who in range(2)]
+        torch.autograd.backward(ends)
+    return all(equal(grads, [weight.grad[rank] for weight in weights]) for grads in found)
+
+
+def _all_to_all(rows: Tensor) -> list[Tensor]:
+    """Of each sender's two halves, the receiver's."""
+    return [torch.cat([sender.chunk(2)[receiver] for sender in rows]) for receiver in range(2)]
+
+
+def replicated(rank: int, kind: str) -> bool:
+    """Two replicas of one rank, whole and on shards gathered for each use."""
+    net, batch = net_and_batch(kind, 2)
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=squares)
+    merged = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(1), fpipe.merge(outputs=False))(fpipe.program(model))
+    mesh = init_device_mesh(kind, (2, 1), mesh_dim_names=("dp", "pp"))
+    own = tuple(whole.chunk(2)[rank] for whole in batch)
+    halves = list[list[Tensor]]()
+    for x, target in zip(*(whole.chunk(2) for whole in batch), strict=True):
+        net.zero_grad()
+        for one, other in zip(x.chunk(2), target.chunk(2), strict=True):
+            (squares(net(one), other) * 0.25).backward()
+        halves.append([leaf.grad for leaf in net.parameters() if leaf.grad is not None])
+    expected = [a + b for a, b in zip(*halves, strict=True)]
+    program = fpipe.data_parallel()(merged)
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, own))
+    found = [leaves(step(params, own).grads) for _ in range(STEPS)]
+    program = fpipe.shard(gather="use")(merged)
+    shards = fpipe.shard_params(params, mesh["dp"])
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(shards, own))
+    found += [[grad.full_tensor() for grad in leaves(step(shards, own).grads)] for _ in range(STEPS)]
+    return all(equal(grads, expected) for grads in found)
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        pytest.param(partial(trained, schedule="zb_h1", stages=2), id="ZB-H1"),
+        pytest.param(partial(trained, schedule="interleaved", stages=4), id="interleaved"),
+        pytest.param(partial(trained, schedule="zbv", stages=4), id="ZBV"),
+        pytest.param(partial(trained, schedule="one_f_one_b", stages=2, record=True), id="1F1B, recorded"),
+        updated,
+        exchanged,
+        replicated,
+    ],
+)
+def test_ranks_in_processes_give_the_bits_of_autograd(ranks: Callable[..., list[Any]], scenario: Callable[..., bool]):
+    assert ranks(scenario) == [True, True]
