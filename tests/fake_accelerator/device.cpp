@@ -136,6 +136,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   double elapsedTime(void* one, void* other, const c10::DeviceIndex) const override {
     Locked held(checker().lock);
     auto &first = *static_cast<Event*>(one), &last = *static_cast<Event*>(other);
+    TORCH_CHECK(checker().passed(first) && checker().passed(last), "fake: an event has not happened yet");
     return (last.time - first.time) * 1e3;
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& one) const override {

@@ -3,8 +3,9 @@
     send(y0) send(y1) all_reduce(g)        -->        a stream of the communicator: y0, then y1;  of another: g
 
 What is queued on a communicator starts when the stream that was current knows of all it reads, and when all before it
-is over; `wait` makes the current stream wait. Sends and receives are matched by their order, whatever their tags. The
-group neither keeps what it is handed nor tells the allocator: until somebody has waited that is the caller's work.
+is over; `wait` makes the current stream wait, and with a timeout the host too. Sends and receives are matched by their
+order, whatever their tags. The group neither keeps what it is handed nor tells the allocator: until somebody has waited
+that is the caller's work.
 
 Bytes travel by gloo. As ops on the fake device compute at once, `wait` first brings what is to be there by then, which
 is no wait of the host's as the checker sees it.
@@ -53,6 +54,8 @@ class Queued:
     def wait(self, timeout: timedelta | None = None) -> bool:
         self.arrive()
         torch.accelerator.current_stream(self.on.stream.device).wait_event(self.end)
+        if timeout is not None:
+            self.end.synchronize()
         return True
 
     def arrive(self) -> None:

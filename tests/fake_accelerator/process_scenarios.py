@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from tests.fake_accelerator.scenarios import (
     ROWS,
     STEPS,
     WIDTH,
+    DeviceTime,
     Transform,
     batch_of,
     by_autograd,
@@ -142,8 +144,8 @@ def failed(rank: int, who: int) -> list[str]:
     return reports + odd
 
 
-def exchanged(rank: int) -> list[str]:
-    """Two processes that run one rank, and exchange rows between its layers."""
+def exchanged(rank: int, record: bool = False) -> list[str]:
+    """Two processes that run one rank, and exchange rows between its layers; a record tells so."""
     device = torch.device("fake", rank)
     mesh = mesh_of_two("ep")
     torch.manual_seed(rank)
@@ -156,12 +158,33 @@ def exchanged(rank: int) -> list[str]:
     def stepped(device: torch.device, mesh: DeviceMesh) -> list[Tensor]:
         params = ({"w": weights[0].to(device)}, {}, {"w": weights[1].to(device)})
         own = tuple(one.to(device) for one in batch)
-        step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, own))
-        return [one for _ in range(STEPS) for one in leaves(step(params, own).grads)]
+        step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, own), record=record)
+        results.extend(step(params, own) for _ in range(STEPS))
+        return [one for result in results[-STEPS:] for one in leaves(result.grads)]
 
-    found = list[Tensor]()
-    reports = reports_of(lambda: found.extend(stepped(device, mesh)))
+    found, results = list[Tensor](), list[Any]()
+    with DeviceTime() if record else nullcontext():
+        reports = reports_of(lambda: found.extend(stepped(device, mesh)))
+    for result in results[1:] if record else ():  # those that only note events
+        reports += odd_times(result.timeline)
     return reports + other_bits(found, stepped(torch.device("cpu"), mesh))
+
+
+def odd_times(timeline: fpipe.Timeline) -> list[str]:
+    """What a record tells of exchanges that cannot be: they run beside work, and before who reads what they bring."""
+    spans = {op: (start, end) for op, start, end in timeline.events if op.kind in "FBIW"}
+    makers = {value: op for op in spans for value in op.writes}
+    apart = {op: span for op, span in spans.items() if op.stage == 1}
+    work = [span for op, span in spans.items() if op.stage != 1]
+    early = [
+        f"{op.cell} began before {maker.cell} had ended"
+        for op, (start, _) in spans.items()
+        for maker in map(makers.get, op.reads)
+        if maker is not None and start < spans[maker][1] - 1e-9
+    ]
+    idle = [f"{op.cell} took no time" for op, (start, end) in apart.items() if not 1e-4 < end - start < 0.1]
+    beside = [1 for start, end in apart.values() for low, high in work if low < end - 1e-5 and start < high - 1e-5]
+    return early + idle + ([] if beside else ["nothing ran beside an exchange"])
 
 
 def _layer(params: Any, x: Tensor) -> Tensor:
@@ -193,5 +216,6 @@ PROCESS_SCENARIOS: dict[str, Callable[[int], list[str]]] = {
     "an error of rank 0": lambda rank: failed(rank, 0),
     "an error of rank 1": lambda rank: failed(rank, 1),
     "an exchange": exchanged,
+    "an exchange, recorded": lambda rank: exchanged(rank, record=True),
     "replicas of a process": replicated,
 }

@@ -83,13 +83,14 @@ class StreamClock:
             self.tick = lambda: stream.record_event(torch.Event(device, enable_timing=True))
 
     def seconds(self, ticks: Sequence[Any]) -> Sequence[float]:
-        """Ticks as times of the host, once the last one has come."""
+        """Ticks as times of the host, once all have come, of which some may be its own."""
         if self.device is None:
             return ticks
-        last = ticks[-1]
-        last.synchronize()
-        now = time.perf_counter()
-        return [now - tick.elapsed_time(last) / 1e3 for tick in ticks]
+        for tick in ticks:
+            if not isinstance(tick, float):
+                tick.synchronize()
+        now, last = time.perf_counter(), ticks[-1]
+        return [tick if isinstance(tick, float) else now - tick.elapsed_time(last) / 1e3 for tick in ticks]
 
 
 class Recorder:

@@ -26,7 +26,7 @@ from fpipe.runtimes.faults.rank_error import LostRank
 from fpipe.runtimes.lowering.rank_part import RankPart
 
 TICK = 0.1
-_LOOK, _GRACE = 0.5, 1.0
+_LOOK, _GRACE, _BETWEEN = 0.5, 1.0, 0.0002
 _BRIEFLY, NEVER_SENT = timedelta(milliseconds=1), 2**31 - 1
 
 
@@ -90,6 +90,21 @@ class Watchdog:
         if self.ended is not None:
             self.ctrl_c.heed()
             raise LostRank(self.ended)
+
+    def is_over(self, work: Any, seconds: float) -> bool:
+        """Whether work that a device's streams order is over within so many seconds: a wait for it would only make a
+        stream wait, and the host hear nothing.
+
+        Raises:
+            KeyboardInterrupt, LostRank: no wait makes sense any longer.
+        """
+        ends = time.monotonic() + seconds
+        while not work.is_completed():
+            if time.monotonic() > ends:
+                return False
+            self.refuse_ended()
+            time.sleep(_BETWEEN)
+        return True
 
     def start(self, owner: object, boards: Sequence[tuple[Board, int]], groups: Sequence[ProcessGroup]) -> None:
         """Look on until the owner is gone.

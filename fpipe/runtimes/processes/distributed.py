@@ -87,7 +87,7 @@ def distributed(
     replicas = replicas_of(program, mesh, group, meeting, device, watchdog)
     peer_errors = PeerErrors(rank, meeting, replicas)
     model, axes = over_mesh(model, mesh)
-    lane = ExchangeLane(axes, meeting.seconds, watchdog)
+    lane = ExchangeLane(axes, device, meeting.seconds, watchdog)
     signatures, known = Signatures(model), LRUCache[Any, PreparedRank](_MOST)
     lost, numbers = list[str](), count(1)
 

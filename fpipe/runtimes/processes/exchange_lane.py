@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,22 +28,29 @@ from fpipe.graphs.purity.sharded import is_collective
 from fpipe.graphs.tracing.exchanged import Carrier, Exchanged, carried_by
 from fpipe.model import Model
 from fpipe.program import Op, Value, is_exchange
-from fpipe.runtimes.definition.recorder import Notes
+from fpipe.runtimes.definition.recorder import Notes, StreamClock
 from fpipe.runtimes.faults.lost_rank import first_told
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank
 from fpipe.runtimes.faults.watchdog import Watchdog
 from fpipe.runtimes.lowering.lower import Instruction, Lowered
 from fpipe.torch_private.dispatch import OpOverload, returns_of
-from fpipe.torch_private.processes import all_gather, axis_of, group_named, reduce_scatter
+from fpipe.torch_private.processes import all_gather, axis_of, group_named, is_on_streams, reduce_scatter
 
 Leaves = list[Any]
 Started = tuple[Tensor, Any]
 """The tensor that a collective writes, and its work to wait for."""
-Posted = tuple[Any, Tensor, Tensor]
-"""The work of a collective, and what it reads and writes, which is kept until that is waited for."""
 _c10d: Any = torch.ops._c10d_functional
 _BROUGHT = ("y", "again", "dx")
+
+
+class PostedExchange(NamedTuple):
+    """The work of a collective, and what it reads and writes, which is kept until that is waited for."""
+
+    work: Any
+    read: Tensor
+    made: Tensor
+    group: str
 
 
 def over_mesh(model: Model, mesh: DeviceMesh | None) -> tuple[Model, dict[str, ProcessGroup]]:
@@ -81,6 +88,7 @@ class ExchangeLane:
 
     Args:
         groups: those of the processes along each axis, by name.
+        device: where this rank computes.
         seconds: how long one may take.
         watchdog: who ends waits that make no sense.
 
@@ -88,15 +96,18 @@ class ExchangeLane:
         boards: where the processes along each axis leave word, and this one's number there.
     """
 
-    def __init__(self, groups: Mapping[str, ProcessGroup], seconds: float, watchdog: Watchdog) -> None:
-        self.groups, self._watchdog = groups, watchdog
-        self._timeout = timedelta(seconds=seconds)
+    def __init__(
+        self, groups: Mapping[str, ProcessGroup], device: torch.device, seconds: float, watchdog: Watchdog
+    ) -> None:
+        self.groups, self._watchdog, self._seconds = groups, watchdog, seconds
+        self._on_streams = all(is_on_streams(group, device) for group in groups.values())
+        self._patience = () if self._on_streams else (timedelta(seconds=seconds),)  # NCCL's would hold the host up
+        self._beside: dict[str, torch.Stream] = {}
         along = [group for group in groups.values() if group.size() > 1]
         met = [Meeting([dist.get_process_group_ranks(one)], one.rank(), one, seconds, watchdog) for one in along]
         self.boards = [(each.board, each.at) for each in met]
         self._axes = [axis_of(group) for group in along]
-        self._notes: Notes | None = None
-        self._posted, self._cell = list[Posted](), ""
+        self._posted, self._cell = list[PostedExchange](), ""
         self._carrier = Carrier(self._posted_now, self._waited)
         self.begin(None)
 
@@ -105,12 +116,14 @@ class ExchangeLane:
         for axis, (board, number) in zip(self._axes, self.boards, strict=True):
             first_told(board, said if said.startswith(f"{axis} ") else f"{axis} {number}: {said}")
 
-    def begin(self, notes: Notes | None, at_once: bool = False) -> None:
-        """A step starts, of which `notes` are taken; `at_once` if somebody looks at each value where it is made."""
-        self._notes, self._at_once = notes, at_once
-        self._under_way: dict[Value, tuple[str, list[Posted]]] = {}
-        self._ended: dict[int, float] = {}
-        self._resumed: dict[int, float] = {}
+    def begin(self, notes: Notes | None, at_once: bool = False, clock: torch.device | None = None) -> None:
+        """A step starts, of which `notes` are taken on the clock of a device, or the host's; `at_once` if somebody
+        looks at each value where it is made."""
+        self._notes, self._at_once, self._clock = notes, at_once, StreamClock(clock)
+        self._under_way: dict[Value, tuple[str, list[PostedExchange]]] = {}
+        self._last: dict[str, tuple[str, Any]] = {}
+        self._ended: dict[int, Any] = {}
+        self._resumed: dict[int, Any] = {}
 
     def starting(self, instructions: Sequence[Instruction], lowered: Lowered, rank: int) -> list[Instruction]:
         """Instructions of which the exchanges of this rank only start, and those wait that read what they bring."""
@@ -157,7 +170,7 @@ class ExchangeLane:
                 made, work = start(tensor, *how[:-1], self.groups[how[-1]])
             except RuntimeError as error:
                 raise self._lost(error, self._cell) from error
-            self._posted.append((work, tensor, made))
+            self._posted.append(PostedExchange(work, tensor, made, how[-1]))
             return made
 
         post.__name__ = start.__name__
@@ -171,32 +184,43 @@ class ExchangeLane:
         self._wait(self._posted, self._cell)
         return tensor
 
-    def _wait(self, works: Sequence[Posted], cell: str) -> None:
+    def _wait(self, works: Sequence[PostedExchange], cell: str) -> None:
         before, self._watchdog.waits = self._watchdog.waits, f"in {cell}"
         try:
-            for work, *_ in works:
-                work.wait(self._timeout)
+            for one in works:
+                one.work.wait(*self._patience)
         except RuntimeError as error:
             raise self._lost(error, cell) from error
         self._watchdog.waits = before
 
     def _start(self, row: int, cell: str, values: Sequence[Value], run: Callable[..., Any], *lists: Leaves) -> Any:
-        self._cell, self._posted = cell, (works := list[Posted]())
+        self._cell, self._posted = cell, (works := list[PostedExchange]())
         with carried_by(self._carrier):
             made = run(*lists)
         self._under_way.update(dict.fromkeys(values, (cell, works)))
         if self._at_once:
             self._wait(works, cell)
-        if self._notes is not None:
-            for work, *_ in works:
-                work.get_future().add_done_callback(partial(_note_end, self._ended, row))
+        for one in works if self._on_streams else ():
+            self._last[one.group] = cell, one.work
+        for one in works if self._notes is not None else ():
+            if self._on_streams:
+                self._ended[row] = self._end_of(one)
+            else:
+                one.work.get_future().add_done_callback(partial(_note_end, self._ended, row))
         return made
+
+    def _end_of(self, one: PostedExchange) -> torch.Event:
+        """An event behind a collective, in a stream for which nothing waits."""
+        device = one.made.device
+        with self._beside.setdefault(one.group, torch.Stream(device)) as stream:
+            one.work.wait()
+            return stream.record_event(torch.Event(device, enable_timing=True))
 
     def _late(self, row: int, values: Sequence[Value], run: Callable[..., Any], *lists: Leaves) -> Any:
         for value in values:
             self._wait_for(value)
         if self._notes is not None:
-            self._resumed[row] = time.perf_counter()
+            self._resumed[row] = self._clock.tick()
         return run(*lists)
 
     def _wait_for(self, value: Value) -> None:
@@ -210,11 +234,15 @@ class ExchangeLane:
         for it began only afterwards."""
         for value in [*self._under_way]:
             self._wait_for(value)
+        for cell, work in self._last.values():  # the streams have waited, the host has not
+            if not self._watchdog.is_over(work, self._seconds):
+                raise self._lost(RuntimeError("timed out"), cell)
         if self._notes is not None:
-            for row, ended in [*self._ended.items()]:
-                self._notes.times[2 * row + 1] = ended
-            for row, resumed in self._resumed.items():
-                self._notes.times[2 * row] = resumed
+            noted = {2 * row + 1: ended for row, ended in [*self._ended.items()]}
+            noted |= {2 * row: resumed for row, resumed in self._resumed.items()}
+            seconds = self._clock.seconds([*noted.values(), self._clock.tick()])
+            for at, one in zip(noted, seconds, strict=False):
+                self._notes.times[at] = one
 
     def _lost(self, error: RuntimeError, cell: str) -> LostRank:
         self._watchdog.refuse_ended()

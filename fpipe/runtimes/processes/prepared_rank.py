@@ -148,7 +148,7 @@ class PreparedRank(Prepared):
         if self.replicas is not None:
             self.replicas.begin(self.exchanges, self.step_key, self.step_batch, at_once=at_once)
         watchdog.part = self.part
-        self.lane.begin(None if watch is None else watch.notes, at_once)
+        self.lane.begin(watch and watch.notes, at_once, watch and watch.device)
         self.part.run(own, watch)
         self.lane.end()
         watchdog.waits = "at the end"

@@ -32,7 +32,6 @@ from fpipe.runtimes.processes.message_order import Message, posted_until, queue_
 from fpipe.torch_private.processes import is_on_streams
 
 Leaves = list[Any]
-_TICK = 0.0002
 _LONG = 10**40
 """A key from which on its hash is compared: a header has no room for more digits."""
 _UNSENT = "did not send what its {} writes"
@@ -315,11 +314,8 @@ class Transfers:
         """Wait until the GPU has all that is to arrive before what follows: its streams know it, the host does not."""
         ends = time.monotonic() + self.meeting.seconds
         for one, work in self._landed:
-            while not work.is_completed():
-                if time.monotonic() > ends:
-                    raise self._late(one.source, _UNSENT.format(one.cell))
-                self.watchdog.refuse_ended()
-                time.sleep(_TICK)
+            if not self.watchdog.is_over(work, ends - time.monotonic()):
+                raise self._late(one.source, _UNSENT.format(one.cell))
         self._landed.clear()
 
     def _all_over(self) -> None:
