@@ -4,13 +4,15 @@
 
 One process runs one rank: four stages, eight microbatches of four rows of 512 places. Each round runs every step once,
 in an order drawn anew, and waits for the devices after each; a ratio is of the least times. The steps give the same
-gradients, bit for bit, but for compiled ones (with --compile, beside the compiled net). On threads each of the four
-stages is a rank, on a GPU of its own where there are as many. The last line is the whole step as one CUDA graph, if it
-can be captured. Memory is how far what is allocated on the first GPU grows in a step.
+gradients, bit for bit, under deterministic algorithms (which are off where they are timed), but for compiled ones (with
+--compile, beside the compiled net). On threads each of the four stages is a rank, on a GPU of its own where there are
+as many. The last line is the whole step as one CUDA graph, if it can be captured. Memory is how far what is allocated
+on the first GPU grows in a step.
 """
 
 import argparse
 import copy
+import os
 import random
 import time
 from collections.abc import Callable
@@ -48,8 +50,12 @@ def eager(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
 
 def pipelined(net: nn.Sequential, batch: tuple[Tensor, Tensor], *transforms: Any, **how: Any) -> Step:
     model, params, _ = fpipe.from_sequential(net, stages=STAGES, loss=F.mse_loss)
-    parts = fpipe.split(MICROBATCHES), fpipe.schedules.one_f_one_b(ranks=STAGES), *transforms
-    step = fpipe.build(fpipe.chain(*parts, fpipe.merge(outputs=False))(fpipe.program(model)), model, **how)
+    parts = (
+        fpipe.split(MICROBATCHES),
+        *(transforms or [fpipe.schedules.one_f_one_b(STAGES)]),
+        fpipe.merge(outputs=False),
+    )
+    step = fpipe.build(fpipe.chain(*parts)(fpipe.program(model)), model, **how)
     return lambda: tree.leaves(step(params, batch).grads)
 
 
@@ -119,6 +125,7 @@ def main() -> None:
         for number in range(count):
             torch.cuda.synchronize(number)
 
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # as torch asks where algorithms are to be deterministic
     torch.manual_seed(0)
     net, batch = net_and_batch(device, asked.quick)
     with torch.autocast(device.type, torch.bfloat16):
@@ -126,12 +133,17 @@ def main() -> None:
             "eager autograd": eager(net, batch),
             "fpipe": pipelined(net, batch),
             "fpipe, record=True": pipelined(net, batch, record=True),
-            "fpipe, residuals offloaded": pipelined(net, batch, fpipe.offload()),
+            "fpipe, GPipe": pipelined(net, batch, fpipe.schedules.gpipe(STAGES)),
+            "fpipe, GPipe, offloaded": pipelined(net, batch, fpipe.schedules.gpipe(STAGES), fpipe.offload()),
             f"fpipe, threads on {len({*devices})}": on_threads(net, batch, devices),
         }
+        torch.use_deterministic_algorithms(True)
         grads = [[*step()] for step in steps.values() for _ in range(3)][2::3]
+        torch.use_deterministic_algorithms(False)
         same = all(torch.equal(a, b.to(a.device)) for other in grads[1:] for a, b in zip(grads[0], other, strict=True))
         print(f"gradients bit for bit those of eager autograd: {same}")
+        for step in steps.values():
+            step()
         if device.type == "cuda":
             made = captured(steps["fpipe"])
             if isinstance(made, str):

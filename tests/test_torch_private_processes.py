@@ -11,6 +11,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from fpipe.torch_private.pipelining import TableRuntime
 from fpipe.torch_private.processes import (
     backend_on,
+    coalesced,
     default_store,
     gloo_beside,
     group_of_two,
@@ -55,6 +56,13 @@ def test_a_store_of_tcp_is_told_from_others():
 
 def test_a_group_tells_its_backend_for_a_device():
     assert backend_on(world_group(), CPU).name() == "gloo", "fpipe can no longer tell gloo from NCCL"
+
+
+def test_collectives_go_as_one_where_a_backend_can():
+    with coalesced(world_group(), [CPU, CPU]) as joint:
+        pass
+    assert joint == [], "gloo is taken for a backend that starts collectives as one"
+    assert {"_start_coalescing", "_end_coalescing"} <= {*dir(dist.ProcessGroup)}, "NCCL starts each part by itself"
 
 
 def test_a_group_tells_its_timeout():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -57,6 +59,22 @@ def reduce_scatter(own: Tensor, whole: Tensor, group: ProcessGroup) -> Any:
     """Start adding up a tensor over processes, of which each gets its part, and return what to wait for (2.13:
     `reduce_scatter_single`; `reduce_scatter_tensor` before)."""
     return _REDUCE_SCATTER(own, whole, group=group, async_op=True)
+
+
+@contextmanager
+def coalesced(group: ProcessGroup, devices: Sequence[torch.device]) -> Generator[list[Any]]:
+    """Start collectives on tensors of these devices as one, and return what to wait for instead of them; of a backend
+    that can, NCCL, and else as they are (2.13: `supports_coalescing` of a backend, `_start_coalescing` and
+    `_end_coalescing` of a group)."""
+    joint = list[Any]()
+    if len(devices) < 2 or len({*devices}) > 1 or not backend_on(group, devices[0]).supports_coalescing:
+        yield joint
+        return
+    group._start_coalescing(devices[0])  # pyright: ignore[reportPrivateUsage]
+    try:
+        yield joint
+    finally:
+        joint.append(group._end_coalescing(devices[0]))  # pyright: ignore[reportPrivateUsage]
 
 
 _NAMES: Any = vars(dist)

@@ -44,6 +44,11 @@ class Posted(NamedTuple):
 class CollectivePart(Protocol):
     """A part of a collective, which goes in one call."""
 
+    @property
+    def buffer(self) -> Buffer:
+        """Its leaves."""
+        ...
+
     def post(self, group: ProcessGroup, read: Read) -> Posted:
         """Start it, on what an op reads; a RuntimeError if a process is lost."""
         ...

@@ -32,6 +32,7 @@ from fpipe.runtimes.faults.rank_error import LostRank, RankError
 from fpipe.runtimes.lowering.lower import Instruction, Lowered
 from fpipe.runtimes.lowering.shards import Share, Shared, shard_of
 from fpipe.runtimes.processes.collective_parts import CollectivePart, Posted, Read, Works, parts_of_op
+from fpipe.torch_private.processes import coalesced
 
 Leaves = list[Any]
 _VOTE = struct.Struct("<qB")  # rows, and what happened; the rest of a vote are words
@@ -113,8 +114,8 @@ class Replicas:
         self._let_go()
         read, made = [*leaves], [*leaves]
         leaves.clear()
-        for part in self._exchanges.parts[value]:
-            for at, leaf in self._post(value, part, read).items():
+        for posted in self._post(value, read):
+            for at, leaf in posted.made.items():
                 made[at] = leaf
         if self._at_once:
             self._wait_for(value)
@@ -131,15 +132,20 @@ class Replicas:
             if value in scattered if unknown else all(work.is_completed() for work in works):
                 self._wait_for(value)
 
-    def _post(self, value: Value, part: CollectivePart, read: Read) -> Mapping[int, Tensor]:
-        op = self._exchanges.ops[value]
+    def _post(self, value: Value, read: Read) -> Sequence[Posted]:
+        """Start the parts that are not under way yet, where it can be as one."""
+        op, made = self._exchanges.ops[value], list[Posted]()
+        group, parts = self._by_axis[dict(op.how)["axis"]], self._exchanges.parts[value][self._posted[value] :]
         try:
-            posted = part.post(self._by_axis[dict(op.how)["axis"]], read)
+            with coalesced(group, [part.buffer.device for part in parts]) as joint:
+                for part in parts:
+                    made.append(part.post(group, read))
+                    self._posted[value] += 1
         except RuntimeError as error:
             raise self._lost(error, op.cell) from error
-        self._posted[value] += 1
-        self._under_way.setdefault(value, []).append(posted)
-        return posted.made
+        waits = [one._replace(work=work) for work in joint for one in made] or made
+        self._under_way.setdefault(value, []).extend(waits)
+        return made
 
     def _late(self, values: Sequence[Value], run: Callable[..., Any], *lists: Leaves) -> Any:
         for value in values:
@@ -212,9 +218,8 @@ class Replicas:
         if self._broken or self._over:
             return
         with suppress(RuntimeError):
-            for value, parts in self._exchanges.parts.items():
-                for part in parts[self._posted[value] :]:
-                    self._post(value, part, None)
+            for value in self._exchanges.parts:
+                self._post(value, None)
 
     def named(self, words: str) -> str:
         """Words about a process of this replica."""
