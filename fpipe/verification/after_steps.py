@@ -131,20 +131,20 @@ class AfterSteps:
         return f"the learning rate is {found}, not {said}"
 
     def _odd_rows(self, grads: Mapping[int, Tensor]) -> str | None:
-        """Rows that count otherwise, or met the targets of others, in gradients that are known, that a step of plain
-        descent tells, or whose signs another rule's first step does."""
+        """Rows that count otherwise, or met the targets of others, in gradients that are known, or that a step of plain
+        descent tells."""
         loop, words = self.loop, self.loop.words
         if len(loop.steps) > 1:
             return None
-        settings, rate, signs = dict(words.settings), loop.rates[0], False
-        decay = settings.get("weight_decay", 0.01 if words.by == "AdamW" else 0.0)
-        begins = not any(leaf.any() for leaf in tree.leaves(tuple(loop.opt)))
-        if not grads and begins and rate and not words.groups and words.by in (_DECAYED if decay else _DOWNHILL):
-            before = tree.leaves(tuple(loop.params))
+        settings, rate = dict(words.settings), loop.rates[0]
+        plain = {*settings} <= {"weight_decay", "momentum"} and not any(
+            leaf.any() for leaf in tree.leaves(tuple(loop.opt))
+        )
+        if not grads and words.by == "SGD" and rate and words.clip is None and plain:
+            before, decay = tree.leaves(tuple(loop.params)), settings.get("weight_decay", 0.0)
             moved = {at: (wide(before[at]) - wide(leaf)) / rate for at, (_, leaf) in self.found.items()}
-            grads = {at: _large(grad - decay * wide(before[at])) for at, grad in moved.items() if grad.any()}
-            signs = words.by != "SGD" or words.clip is not None or not {*settings} <= {"weight_decay", "momentum"}
-        ways = odd_rows(loop, grads, signs) if grads else ()
+            grads = {at: grad - decay * wide(before[at]) for at, grad in moved.items() if grad.any()}
+        ways = odd_rows(loop, grads) if grads else ()
         return next((words for words, loop in ways if not self.wrong_beside(loop, loop.run())), None)
 
     def _error(self, made: Result) -> float:
@@ -152,16 +152,6 @@ class AfterSteps:
         right = tree.leaves(made.params)
         pairs = ((leaf, right[at]) for at, (_, leaf) in self.found.items() if isinstance(right[at], Tensor))
         return sum(float((wide(one) - wide(other)).norm()) for one, other in pairs)
-
-
-_DECAYED = frozenset(("SGD", "AdamW"))
-_DOWNHILL = _DECAYED | {"Adam", "NAdam", "RAdam", "Adagrad", "RMSprop"}
-"""Rules whose first step moves each number against its gradient, with a weight decay beside it or without."""
-
-
-def _large(moved: Tensor) -> Tensor:
-    """Numbers that are more than rounding."""
-    return moved * (moved.abs() > 1e-3 * moved.abs().max())
 
 
 def shaken(loop: Loop) -> Loop:

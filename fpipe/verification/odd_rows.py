@@ -22,11 +22,10 @@ _SAID = 2
 """Rows with the targets of others that are named."""
 
 
-def odd_rows(loop: Loop, found: Mapping[int, Tensor], signs: bool = False) -> Iterator[tuple[str, Loop]]:
-    """Mistakes in words, and a loop that makes each; `found` are gradients of its only step, by leaf, or `signs` of
-    them."""
+def odd_rows(loop: Loop, found: Mapping[int, Tensor]) -> Iterator[tuple[str, Loop]]:
+    """Mistakes in words, and a loop that makes each; `found` are gradients of its only step, by leaf."""
     of = partial(loop.plain, loop.params, state=loop.state, key=loop.keys[0])
-    each = RowGradients(loop.steps[0], of, found, loop.model.reduction, signs)
+    each = RowGradients(loop.steps[0], of, found, loop.model.reduction)
     counts = each.counts()
     if counts is not None:
         yield _counted(counts), replace(loop, change=of_rows(counts, loop.model.reduction))

@@ -21,9 +21,6 @@ from fpipe.verification.report import wide
 _MOST, _MOST_PAIRS = 128, 1024
 """Rows, and pairs of a row and a target, from which on they are not told apart: each takes a backward."""
 
-_MOST_SIGNS = 32
-"""Rows up to which signs tell enough of their targets."""
-
 _LONGEST = 4096
 """Numbers of a gradient from which on sums of some of them stand for all."""
 
@@ -36,7 +33,6 @@ class RowGradients:
         gradients: computes those of some microbatches.
         found: gradients from elsewhere, by the number of their leaf.
         reduction: how the model's loss is reduced.
-        signs: whether of `found` the signs alone are known, where it is not 0.
     """
 
     def __init__(
@@ -45,28 +41,23 @@ class RowGradients:
         gradients: Callable[[Parts], Result],
         found: Mapping[int, Tensor],
         reduction: Reduction,
-        signs: bool = False,
     ) -> None:
         self.rows = [cut(part, index, size)[0] for part, size in parts for index in range(size)]
         self.gradients, self.leaves = gradients, [*found]
         numel = sum(leaf.numel() for leaf in found.values())
         known = reduction != "count" and not any(leaf.is_complex() for leaf in found.values())
         self.tells = known and 1 < len(self.rows) <= min(_MOST, numel)
-        generator, self.chosen = torch.Generator().manual_seed(0), None
-        short = signs or numel <= _LONGEST or not self.tells
+        generator = torch.Generator().manual_seed(0)
+        short = numel <= _LONGEST or not self.tells
         self.places = None if short else torch.randint(_LONGEST, (numel,), generator=generator)
         self.signs = None if short else torch.randint(2, (numel,), generator=generator) * 2.0 - 1.0
         self.whole = self._flat([found[at] for at in self.leaves]) if self.tells else torch.zeros(0)
         self.whole = self.whole * (len(self.rows) if reduction == "mean" else 1)
-        if signs:
-            there = self.whole.nonzero().flatten()
-            self.chosen = there[torch.randperm(len(there), generator=generator)[:_LONGEST]]
-            self.whole = self.whole[self.chosen].sign()
 
     def counts(self) -> list[int] | None:
         """How often each row counts; None where that is not one answer, or each counts once."""
         each = self._each(self.rows) if self.tells else None
-        if each is None or self.chosen is not None:
+        if each is None:
             return None
         columns = torch.stack(each, 1)
         counts, _, rank, _ = torch.linalg.lstsq(columns, self.whole.unsqueeze(1), driver="gelsd")
@@ -78,27 +69,27 @@ class RowGradients:
         """For each row the row whose target it met; None where no row met another's.
 
         How the gradient of a row changes with its target spans a space of few dimensions. Where those of all rows are
-        independent, the gradient of the batch has one part in each, and the target that comes nearest is the row's. Of
-        signs those targets are looked for that make gradients of these signs.
+        independent, the gradient of the batch has one part in each, and the target that comes nearest is the row's.
         """
         pairs = self.tells and all(isinstance(row, tuple) and len(row) == 2 for row in self.rows)
         own, kinds = _kinds([target for _, target in self.rows]) if pairs else ([], [])
-        if (
-            len(kinds) < 2
-            or len(own) * len(kinds) > _MOST_PAIRS
-            or (self.chosen is not None and len(own) > _MOST_SIGNS)
-        ):
+        if len(kinds) < 2 or len(own) * len(kinds) > _MOST_PAIRS:
             return None
-        changes, right = list[Tensor](), torch.zeros_like(self.whole)
+        changes, rest = list[Tensor](), self.whole
         for (x, _), mine in zip(self.rows, own, strict=True):
             each = self._each([(x, target) for target in kinds])
             if each is None:
                 return None
-            right = right + each[mine]
+            rest = rest - each[mine]
             changes.append(torch.stack(each, 1) - each[mine].unsqueeze(1))
-        if self.chosen is None:
-            return _rows_of(own, _by_spaces(changes, self.whole - right))
-        return _rows_of(own, _by_signs(changes, right, self.whole, own))
+        spaces = [_basis(change) for change in changes]
+        parts = torch.linalg.lstsq(torch.cat(spaces, 1), rest.unsqueeze(1), driver="gelsd").solution
+        split = parts.split([space.shape[1] for space in spaces])
+        met = [
+            int((change - space @ part).norm(dim=0).argmin())
+            for change, space, part in zip(changes, spaces, split, strict=True)
+        ]
+        return _rows_of(own, met)
 
     def _each(self, rows: Sequence[Any]) -> list[Tensor] | None:
         """The gradient of each row; None where a leaf has none, or one that is not finite."""
@@ -113,49 +104,9 @@ class RowGradients:
 
     def _flat(self, grads: Sequence[Tensor]) -> Tensor:
         whole = torch.cat([wide(grad).flatten() for grad in grads]).cpu()
-        if self.chosen is not None:
-            return whole[self.chosen]
         if self.places is None or self.signs is None:
             return whole
         return whole.new_zeros(_LONGEST).index_add_(0, self.places, whole * self.signs)
-
-
-def _by_spaces(changes: Sequence[Tensor], rest: Tensor) -> list[int]:
-    """Which of its columns each row adds to their sum, by its part in the space of them."""
-    spaces = [_basis(change) for change in changes]
-    parts = torch.linalg.lstsq(torch.cat(spaces, 1), rest.unsqueeze(1), driver="gelsd").solution
-    split = parts.split([space.shape[1] for space in spaces])
-    each = zip(changes, spaces, split, strict=True)
-    return [int((change - space @ part).norm(dim=0).argmin()) for change, space, part in each]
-
-
-def _by_signs(changes: Sequence[Tensor], right: Tensor, signs: Tensor, own: Sequence[int]) -> list[int]:
-    """Which of its columns each row adds, so that the sum has these signs: one row takes another column, or two rows
-    each other's, while that brings the sum nearer."""
-
-    def off(sums: Tensor) -> Tensor:
-        return torch.relu(-signs.unsqueeze(1) * sums).sum(0) / sums.abs().sum(0)
-
-    met, now, least = [*own], right.unsqueeze(1), float(off(right.unsqueeze(1)))
-    for at in (row for _ in range(_SWEEPS) for row in range(len(own))):
-        if least == 0.0:
-            break
-        without = now - changes[at][:, met[at], None]
-        swapped = [change[:, met[at], None] - change[:, kind, None] for change, kind in zip(changes, met, strict=True)]
-        taken = torch.cat([changes[at][:, kind, None] for kind in met], 1) + torch.cat(swapped, 1)
-        sums = torch.cat([without + changes[at], without + taken], 1)
-        distances = off(sums)
-        best, kinds = int(distances.argmin()), changes[at].shape[1]
-        if float(distances[best]) < least * (1 - 1e-9):
-            least, now = float(distances[best]), sums[:, best, None]
-            if best < kinds:
-                met[at] = best
-            else:
-                met[at], met[best - kinds] = met[best - kinds], met[at]
-    return met
-
-
-_SWEEPS = 20
 
 
 def _kinds(targets: Sequence[Any]) -> tuple[list[int], list[Any]]:
