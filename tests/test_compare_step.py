@@ -505,6 +505,7 @@ def test_a_pipeline_of_ours_is_right_and_what_it_tells_is_compared():
     how: dict[str, Any] = {"rule": "AdamW", "clip": 0.05, "lr": rates, "microbatches": 4}
     report = fpipe.compare_step(model, params, batches, found.params, norm=found.norm, loss=found.loss, **how)
     assert report.bitwise
+    assert len(report.notes) == 1  # the norm tells how large gradients are
     for word, told, words in (
         ("norm", [found.norm[0] * 2**0.5, *found.norm[1:]], "The norm of step 0 is .*: counts everything 2 times"),
         ("loss", [found.loss[0], found.loss[1] * 4], "The loss of step 1 is .*: 4 x"),
@@ -648,6 +649,84 @@ def test_rows_that_replicas_draw_by_themselves_are_named():
     after = dict(net.named_parameters())
     with pytest.raises(fpipe.GradientMismatch, match=words):
         fpipe.compare_step(model, params, (x, target), after, rule="AdamW", lr=0.1, grads=grads)
+
+
+def smoothed(found: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(found, target, label_smoothing=0.1)
+
+
+def focal(found: Tensor, target: Tensor) -> Tensor:
+    losses = nn.functional.cross_entropy(found, target, reduction="none")
+    return ((1 - torch.exp(-losses)) ** 2 * losses).mean()
+
+
+ENTROPY = nn.functional.cross_entropy
+UNKNOWN: dict[str, Callable[[nn.Sequential, Tensor, Tensor], Tensor]] = {
+    "a row is dropped": lambda net, x, target: ENTROPY(net(x[1:]), target[1:]),
+    "other inputs": lambda net, x, target: ENTROPY(net(1.5 * x), target),
+    "noise": lambda net, x, target: ENTROPY(net(x + 0.05 * torch.randn_like(x)), target),
+    "dropout": lambda net, x, target: ENTROPY(net[2](nn.functional.dropout(net[:2](x), 0.2)), target),
+    "another activation": lambda net, x, target: ENTROPY(net[2](nn.functional.hardtanh(net[0](x))), target),
+    "a temperature": lambda net, x, target: ENTROPY(net(x) / 2, target),
+    "smoothed": lambda net, x, target: smoothed(net(x), target),
+    "focal": lambda net, x, target: focal(net(x), target),
+    "scaled": lambda net, x, target: 3 * ENTROPY(net(x), target),
+}
+
+
+@pytest.mark.parametrize(
+    ("width", "rows", "seeds"),
+    [(4, 16, 1), *(pytest.param(*sizes, 8, marks=pytest.mark.deep) for sizes in ((4, 8), (4, 16), (16, 16), (64, 32)))],
+)
+def test_after_one_step_by_signs_no_mistake_is_named_that_nobody_made(width: int, rows: int, seeds: int):
+    """Parameters tell the signs of few numbers, which other mistakes than these turn as well: targets of other rows
+    were blamed for a row that was dropped, and epsilon for labels that were smoothed."""
+    for seed in range(seeds):
+        for case, made in UNKNOWN.items():
+            for microbatches in (1, 2)[:seeds]:
+                torch.manual_seed(seed)
+                net = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3))
+                model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=ENTROPY)
+                batch = torch.randn(rows, 4), torch.randint(3, (rows,))
+                optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+                made(net, *batch).backward()
+                optimizer.step()
+                after, how = dict(net.named_parameters()), {"lr": 0.01, "microbatches": microbatches}
+                try:
+                    said = str(fpipe.compare_step(model, params, batch, after, rule="AdamW", **how))
+                    assert "One step of AdamW tells the signs of gradients and hardly their sizes" in said
+                except fpipe.GradientMismatch as error:
+                    named = str(error).split("\n")[1]
+                    assert named.startswith(("It could be that ", "No mistake that is known")), (case, seed, named)
+
+
+def test_it_is_said_that_gradients_of_another_size_may_look_right():
+    said: dict[str, Any] = ADAM | {"clip": None}
+    for many, words in ((1, "Hand in grads=, or several steps with norm="), (2, "a loss that is scaled looks right")):
+        model, params, batches, rates, after = steps(lambda net: Loop(net, **said), many)
+        report = fpipe.compare_step(model, params, batches, after, lr=rates, microbatches=MICROBATCHES, **said)
+        assert words in report.notes[-1]
+    model, params, batches, rates, after = steps(lambda net: Loop(net, **SGD), 1)
+    assert len(fpipe.compare_step(model, params, batches, after, lr=rates, **SGD).notes) == 1
+
+
+def test_numbers_of_a_rule_are_those_of_each_step():
+    numbers = [{"lr": 0.05, "weight_decay": 0.1}, {"lr": 0.02, "weight_decay": 0.2}]
+
+    class Varied(Loop):
+        def run(self, batches: list[Any], rates: list[float]) -> None:
+            for batch, one in zip(batches, numbers, strict=True):
+                self.optimizer.param_groups[0] |= one
+                super().run([batch], [one["lr"]])
+
+    model, params, batches, _, after = steps(lambda net: Varied(net, clip=None))
+    how: dict[str, Any] = {"rule": "AdamW", "microbatches": MICROBATCHES}
+    assert fpipe.compare_step(model, params, batches, after, lr=numbers, **how).bitwise
+    _, _, _, rates, after = steps(lambda net: Loop(net, clip=None, weight_decay=0.3))
+    with pytest.raises(fpipe.GradientMismatch, match=r"Weight decay is 0.3, not 0.1\."):
+        fpipe.compare_step(model, params, batches, after, lr=[{"lr": one, "weight_decay": 0.1} for one in rates], **how)
+    with pytest.raises(ValueError, match="lr is a number, or a dict of lr, eps, weight_decay"):
+        fpipe.compare_step(model, params, batches, after, lr={"lr": 0.1, "betas": 0.9}, **how)
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

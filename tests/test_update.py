@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fpipe
+from fpipe.optimizers.rule_names import SETTINGS
 from tests.processes import Processes
 from tests.test_data_parallel import by_hand, meshed
 from tests.test_distributed import MSE, own, rows
@@ -286,7 +288,17 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         "test_update.AdamW is another optimizer than torch.optim.AdamW: fpipe.register_update",
     ),
     "no rule": (lambda: fpipe.update("Adm"), ValueError, "'Adm' is no rule of an optimizer; known: SGD, Adam, "),
-    "no setting": (lambda: built("SGD", momentun=0.9), ValueError, "takes no momentun=; it takes lr, momentum"),
+    "no setting": (lambda: fpipe.update("SGD", momentun=0.9), ValueError, "SGD takes no momentun=; it takes lr, max"),
+    "no setting of a group": (
+        lambda: fpipe.update("AdamW", groups={"*bias": {"weight_decayy": 0.1}}),
+        ValueError,
+        "AdamW takes no weight_decayy=",
+    ),
+    "no setting of one's own": (
+        lambda: own_rule(lambda p, g, s, lr: (p, s), decay=0.1),
+        ValueError,
+        "Own takes no decay=; it takes lr",
+    ),
     "a bad setting": (lambda: built("SGD", momentum=-1.0), ValueError, "Invalid momentum"),
     "a tensor": (lambda: fpipe.update("SGD", momentum=torch.ones(1)), ValueError, "a number, a word or a tuple"),
     "clip 0": (lambda: fpipe.update("SGD", clip=0), ValueError, "clip is a norm, a number above 0"),
@@ -314,6 +326,21 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: stepped(opt="own", lr={"lr": 0.1, "momentum": 0.9}),
         ValueError,
         r"which are numbers that this program leaves to its steps; found \['lr', 'momentum'\]. update\(\) says",
+    ),
+    "a number that fills the state": (
+        lambda: stepped("own", rule="Adagrad", lr={"lr": 0.1, "initial_accumulator_value": 0.1}),
+        ValueError,
+        r"a dict of lr, lr_decay, weight_decay, eps, which",
+    ),
+    "a number out of range": (
+        lambda: stepped("own", rule="Adadelta", lr={"lr": 0.1, "rho": 2.0}),
+        ValueError,
+        "torch.optim.Adadelta refuses its settings: Invalid rho value: 2.0",
+    ),
+    "a number out of range beside others": (
+        lambda: stepped("own", lr={"lr": 0.1, "dampening": 0.5}, momentum=0.9, nesterov=True),
+        ValueError,
+        "Nesterov momentum requires a momentum and zero dampening",
     ),
     "another rule's state": (
         lambda: stepped(opt="Adam", lr=0.1),
@@ -384,23 +411,24 @@ def built(rule: str, **settings: Any) -> object:
     return fpipe.build(program_of(rule, **settings), MODEL)
 
 
-def stepped(opt: Any = None, lr: Any = None, **settings: Any) -> object:
-    made = {"own": "SGD", "Adam": "Adam"}.get(opt) if isinstance(opt, str) else None
-    opt = opt if made is None else fpipe.optimizer_state(program_of(made), PARAMS)
-    return fpipe.build(program_of("SGD", **settings), MODEL)(PARAMS, BATCH, opt=opt, lr=lr)
+def stepped(opt: Any = None, lr: Any = None, rule: str = "SGD", **settings: Any) -> object:
+    program = program_of(rule, **settings)
+    if isinstance(opt, str):
+        opt = fpipe.optimizer_state(program if opt == "own" else program_of(opt), PARAMS)
+    return fpipe.build(program, MODEL)(PARAMS, BATCH, opt=opt, lr=lr)
 
 
-def own_rule(apply: Any) -> Any:
+def own_rule(apply: Any, **settings: Any) -> Any:
     """The parameter after one step by a rule of one's own."""
     fpipe.register_update("Own", apply)
     try:
-        return stepped_by("Own")
+        return stepped_by("Own", **settings)
     finally:
         fpipe.optimizers.rules.RULES.pop("Own")
 
 
-def stepped_by(rule: str) -> Any:
-    program = program_of(rule)
+def stepped_by(rule: str, **settings: Any) -> Any:
+    program = program_of(rule, **settings)
     params = ({"w": torch.tensor(3.0)},)
     step = fpipe.build(program, MODEL)
     return step(params, BATCH, opt=fpipe.optimizer_state(program, params), lr=0.5).params[0]["w"]
@@ -410,6 +438,12 @@ def test_a_rule_of_ones_own_may_look_at_its_numbers():
     """It runs outside of a trace, as torch's own do."""
     moved = own_rule(lambda p, g, s, lr: (p - lr * g if g.item() > 0 else p + 1, s))
     assert moved.item() == 3.0 - 0.5 * 2.0
+
+
+def test_settings_are_those_of_torch():
+    """They are listed, since a program is written without torch."""
+    for rule, words in SETTINGS.items():
+        assert {*inspect.signature(getattr(torch.optim, rule)).parameters} - {"params"} <= {*words.split()}
 
 
 @pytest.mark.parametrize("case", REFUSED)

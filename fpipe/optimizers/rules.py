@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fpipe.optimizers.rule_names import RULES, TORCHS, check_rule
+from fpipe.optimizers.rule_names import RULES, SETTINGS, TORCHS, check_rule
 from fpipe.torch_private.modules import version_of
 
 Words = tuple[tuple[str, Any], ...]
@@ -176,7 +176,7 @@ def _after(found: Mapping[str, Any], before: State) -> State:
     return {word: found[word] if word in found else leaf + 1 for word, leaf in before.items()}
 
 
-def numbers_of(rate: Any) -> Numbers:
+def numbers_of(rate: Any) -> dict[str, float | None]:
     """The numbers of a step, of its learning rate alone or of a dict of them."""
     each = rate if isinstance(rate, Mapping) else {"lr": rate}
     return {word: None if one is None else float(one) for word, one in each.items()}  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
@@ -195,9 +195,24 @@ def handed_in(by: str, settings: Words) -> Mapping[str, float] | None:
     if by in RULES:
         return None
     takes = inspect.signature(_class_of(by) or torch.optim.SGD).parameters.values()
-    said = {"lr", "momentum", *dict(settings)}
+    said = {"lr", *dict(settings), *_AT_THE_BEGINNING}
     numbers = [one for one in takes if isinstance(one.default, int | float) and not isinstance(one.default, bool)]
     return {one.name: one.default for one in numbers if one.name not in said}
+
+
+# State depends on these, but for a count of iterations, which is no number to vary.
+_AT_THE_BEGINNING = ("momentum", "initial_accumulator_value", "ns_steps")
+
+
+def check_numbers(by: str, settings: Words, numbers: Numbers) -> None:
+    """A ValueError for numbers of a step that the constructor of an optimizer of torch refuses beside its settings."""
+    if by not in RULES:
+        _check_together(by, tuple(with_numbers(settings, {**numbers, "lr": 0.0}).items()))
+
+
+@lru_cache(maxsize=256)
+def _check_together(by: str, settings: Words) -> None:
+    _optimizer(by, settings, [_probe(2)], 0.0)
 
 
 # Rules whose state is handed over before the first step too: a constructor fills it, or it begins with zeros.
@@ -232,12 +247,8 @@ def _optimizer(by: str, settings: Words, params: list[Tensor], lr: float) -> tor
     if cls is None:
         check_rule(by)
         raise ValueError(f"this torch has no {by}: take another rule, or a newer torch.")
-    takes = inspect.signature(cls).parameters
     words = with_numbers(settings, {"lr": lr})
-    odd = next((word for word in words if word not in takes), None)
-    if odd is not None:
-        raise ValueError(f"torch.optim.{by} takes no {odd}=; it takes {', '.join([*takes][1:])}.")
-    plain = {} if {"foreach", "fused"} & words.keys() or "foreach" not in takes else {"foreach": False}
+    plain = {"foreach": False} if "foreach" in SETTINGS[by] and not {"foreach", "fused"} & words.keys() else {}
     try:
         return cls(params, **plain, **words)
     except (ValueError, RuntimeError, TypeError) as error:

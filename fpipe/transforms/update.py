@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any, Literal
 
-from fpipe.optimizers.rule_names import TORCHS, check_rule
+from fpipe.optimizers.rule_names import TORCHS, check_rule, check_settings
 from fpipe.order import in_order
 from fpipe.program import PARAMETERS, Input, Op, Output, Program, ProgramError, Value
 from fpipe.transforms._loss_scale import SCALE, scaled_backwards, unscaled, words_of_scale
@@ -81,8 +81,8 @@ def update(
     Raises:
         TypeError: a rule that is no name and no class.
         ValueError: a rule that there is not, that looks at more than gradients, or is another library's under a name of
-            torch; a clip that is no number above 0, settings that are no literals, validate="after" without a clip or
-            with a loss scale, or another loss scale.
+            torch; a setting that it does not take, or that is no literal; a clip that is no number above 0,
+            validate="after" without a clip or with a loss scale, or another loss scale.
         ProgramError: gradients are those of single microbatches, the program has its transfers already, or updates.
 
     >>> import fpipe
@@ -218,6 +218,7 @@ def words_of_update(
             example = '{"*bias": {"weight_decay": 0.0}}'
             raise ValueError(f"groups is {{pattern: settings}}, such as {example}; found {groups!r}.")
         how["groups"] = tuple((pattern, _literals(one)) for pattern, one in groups.items())
+    check_settings(name, [*settings, *(word for one in (groups or {}).values() for word in one)])
     return (*how.items(), *_literals(settings))
 
 

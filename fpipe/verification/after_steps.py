@@ -5,7 +5,7 @@ found, and a loop of plain autograd        --> message -->        the mistake wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
 from operator import itemgetter
@@ -16,13 +16,23 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.single_device.result import Result
-from fpipe.verification.gradient_changes import Parts
+from fpipe.verification.gradient_changes import Parts, scaled
 from fpipe.verification.odd_rows import odd_rows
 from fpipe.verification.report import Close, Leaf, Report, is_finite, largest, listed, wide
 from fpipe.verification.step_mistakes import Loop, mistakes
 
 _SPREAD = 10.0
 """How much further than a small change of the gradients moves a parameter it may be."""
+
+_STILL = 0.01
+"""Parameters that move this share of their way otherwise are where they were to be."""
+
+_AS_FAR = 0.5
+"""A number that has moved the other way, by its way give or take this share, has turned."""
+
+_BITS, _NEARER = 32.0, 16.0
+"""How many bits parameters have to tell of a mistake, and how much nearer to it they have to be, for it to be sure:
+some hundred are tried, and in a small net other mistakes than these turn the same signs."""
 
 GRADIENT = "the gradient of "
 """Names of gradients begin so."""
@@ -78,7 +88,7 @@ class AfterSteps:
 
     @property
     def report(self) -> Report:
-        """The report for a reader."""
+        """The report for a reader, without what the parameters do not tell."""
         right, leaves = tree.leaves(self.expected.params), list[Leaf]()
         for at, (name, leaf) in self.found.items():
             if isinstance(right[at], Tensor):
@@ -100,23 +110,76 @@ class AfterSteps:
             names = listed([self.found[at][0] for at in still])
             return [of, f"{len(still)} of them are as they were: no update reached them.", f"  {names}"]
         ways = [way for way in (self._nearest_mistake(), self._other_rate()) if way]
-        best = ", or ".join(ways) or self._odd_rows(grads) or "no mistake that is known explains them"
-        return [of, f"{best[0].upper()}{best[1:]}.", f"  {names}"]
+        ways = ways or [way for way in (self._odd_rows(grads),) if way]
+        sure = [words for words, made in ways if self._is_evident(made)]
+        if sure or not ways:
+            best = ", or ".join(sure) or "no mistake that is known explains them"
+        else:
+            best = f"it could be that {ways[0][0]}, but these parameters tell too little to be sure"
+        return [of, f"{best[0].upper()}{best[1:]}.", *([] if sure or grads else self.untold()), f"  {names}"]
 
-    def _nearest_mistake(self) -> str | None:
-        """The mistake that makes these parameters, of several the one that comes nearest. A loop is shaken only if none
-        that comes nearer explains them: that is to run it once more."""
+    def untold(self, norm: Any = None) -> list[str]:
+        """A sentence about gradients that these parameters do not tell, nor the norm, where there are such."""
+        loop, words = self.loop, self.loop.words
+        first = replace(loop, steps=loop.steps[:1], rates=loop.rates[:1], keys=loop.keys[:1])
+        by, moved = f"{words.by}{' with this clip' * (words.clip is not None)}", self._moved(first.run())
+        if len(loop.steps) == 1 and self._is_still(replace(first, change=_resized), moved):
+            return [
+                f"One step of {by} tells the signs of gradients and hardly their sizes: a loss that is scaled or "
+                "smoothed, or rows that weigh otherwise, may look right. Hand in grads=, or several steps with norm=."
+            ]
+        if norm is None and self._is_still(replace(first, change=scaled(2.0)), moved):
+            return [
+                f"Steps of {by} do not tell how large gradients are: a loss that is scaled looks right. Hand in norm=, "
+                "or grads=."
+            ]
+        return []
+
+    def _moved(self, made: Result) -> Tensor:
+        """How far each number of the parameters that are compared has moved from where it was."""
+        before, after = (tree.leaves(tuple(some)) for some in (self.loop.params, made.params))
+        each = [(wide(after[at]) - wide(before[at])).flatten() for at in self.found if isinstance(after[at], Tensor)]
+        return torch.cat(each).cpu() if each else torch.zeros(0)
+
+    def _is_still(self, loop: Loop, moved: Tensor) -> bool:
+        """Whether a loop moves the parameters as far as they were to move."""
+        return bool((self._moved(loop.run()) - moved).norm() <= _STILL * moved.norm())
+
+    def _is_evident(self, made: Result) -> bool:
+        """Whether a result is so much nearer than the right one that it is no chance: a number tells as many bits as it
+        is nearer, but one alone where it has moved the other way as far, as by the sign of its gradient."""
+        each = self.loop.params, self.expected.params, made.params
+        before, right, other = (tree.leaves(tuple(params)) for params in each)
+        bits, off, left = 0.0, 0.0, 0.0
+        for at, (_, leaf) in self.found.items():
+            if isinstance(right[at], Tensor):
+                start, found, was, now = (wide(one).to(leaf.device) for one in (before[at], leaf, right[at], other[at]))
+                least = torch.finfo(right[at].dtype).eps * was.abs() + torch.finfo(was.dtype).tiny
+                told = (((found - was).abs() + least) / ((found - now).abs() + least)).log2()
+                turned = ((found - start) / (was - start) + 1).abs() < _AS_FAR
+                bits += float(torch.where(turned, told.clamp(max=1.0), told).sum())
+                off, left = off + float((found - was).norm()), left + float((found - now).norm())
+        return bits >= _BITS and left * _NEARER <= off
+
+    def _nearest_mistake(self) -> tuple[str, Result] | None:
+        """The mistake that makes these parameters and its result, of several the one that comes nearest. A loop is
+        shaken only if none that comes nearer explains them: that is to run it once more."""
         tried = list[tuple[float, str, Loop]]()
         for words, loop in mistakes(self.loop):
             tried.append((self._error(loop.run()), words, loop))
             if tried[-1][0] == 0.0:
                 break
         near = sorted((one for one in tried if isfinite(one[0])), key=itemgetter(0))
-        return next((words for _, words, loop in near if not self.wrong_beside(loop, loop.run())), None)
+        return self._explained((words, loop) for _, words, loop in near)
 
-    def _other_rate(self) -> str | None:
+    def _explained(self, ways: Iterable[tuple[str, Loop]]) -> tuple[str, Result] | None:
+        """The first of some mistakes that makes these parameters, with its result."""
+        each = ((words, loop, loop.run()) for words, loop in ways)
+        return next(((words, made) for words, loop, made in each if not self.wrong_beside(loop, made)), None)
+
+    def _other_rate(self) -> tuple[str, Result] | None:
         """The learning rate that makes these parameters, by how far the largest leaf has moved."""
-        rates = [float(rate) for rate in self.loop.rates if rate is not None]
+        rates = [rate for rate in (one["lr"] for one in self.loop.rates) if rate is not None]
         at = max(self.found, key=lambda one: self.found[one][1].numel())
         before, right = (wide(tree.leaves(tuple(made))[at]) for made in (self.loop.params, self.expected.params))
         way, moved = (right - before).flatten(), (wide(self.found[at][1]) - before).flatten()
@@ -124,34 +187,42 @@ class AfterSteps:
         if len(rates) < len(self.loop.rates) or not isfinite(times) or times <= 0:
             return None
         others = [float(f"{rate * times:.3g}") for rate in rates]
-        loop = replace(self.loop, rates=others)
-        if others == rates or self.wrong_beside(loop, loop.run()):
-            return None
+        loop = replace(self.loop, rates=[one | {"lr": lr} for one, lr in zip(self.loop.rates, others, strict=True)])
         found, said = (listed([f"{rate:g}" for rate in dict.fromkeys(some)]) for some in (others, rates))
-        return f"the learning rate is {found}, not {said}"
+        words = f"the learning rate is {found}, not {said}"
+        return None if others == rates else self._explained([(words, loop)])
 
-    def _odd_rows(self, grads: Mapping[int, Tensor]) -> str | None:
+    def _odd_rows(self, grads: Mapping[int, Tensor]) -> tuple[str, Result] | None:
         """Rows that count otherwise, or met the targets of others, in gradients that are known, or that a step of plain
         descent tells."""
         loop, words = self.loop, self.loop.words
         if len(loop.steps) > 1:
             return None
-        settings, rate = dict(words.settings), loop.rates[0]
+        settings, rate = dict(words.settings), loop.rates[0]["lr"]
         plain = {*settings} <= {"weight_decay", "momentum"} and not any(
             leaf.any() for leaf in tree.leaves(tuple(loop.opt))
         )
-        if not grads and words.by == "SGD" and rate and words.clip is None and plain:
+        if not grads and words.by == "SGD" and rate and words.clip is None and plain and len(loop.rates[0]) == 1:
             before, decay = tree.leaves(tuple(loop.params)), settings.get("weight_decay", 0.0)
             moved = {at: (wide(before[at]) - wide(leaf)) / rate for at, (_, leaf) in self.found.items()}
             grads = {at: grad - decay * wide(before[at]) for at, grad in moved.items() if grad.any()}
-        ways = odd_rows(loop, grads) if grads else ()
-        return next((words for words, loop in ways if not self.wrong_beside(loop, loop.run())), None)
+        return self._explained(odd_rows(loop, grads)) if grads else None
 
     def _error(self, made: Result) -> float:
         """How far away the parameters are that a loop makes: after few steps several mistakes may look alike."""
         right = tree.leaves(made.params)
         pairs = ((leaf, right[at]) for at, (_, leaf) in self.found.items() if isinstance(right[at], Tensor))
         return sum(float((wide(one) - wide(other)).norm()) for one, other in pairs)
+
+
+def _resized(number: int, parts: Parts, made: Result, of: Any) -> Any:
+    """Gradients of which each number has another size, and the sign that it had."""
+    generator = torch.Generator().manual_seed(number)
+
+    def resized(grad: Any) -> Any:
+        return grad if grad is None else grad * (torch.rand(grad.shape, generator=generator) + 0.5).to(grad)
+
+    return tree.tree_map(resized, made.grads)
 
 
 def shaken(loop: Loop) -> Loop:

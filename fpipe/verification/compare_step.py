@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -16,8 +17,9 @@ from fpipe.limits import whole
 from fpipe.model import Model, the_model
 from fpipe.models.parameters.params import join_params
 from fpipe.optimizers.op_words import names_of, words_of
+from fpipe.optimizers.rules import numbers_of
 from fpipe.optimizers.state import check_groups, check_optimizer_state, initial_states
-from fpipe.runtimes.definition.inputs_and_results import rate_of
+from fpipe.runtimes.definition.inputs_and_results import rates_of
 from fpipe.single_device.batches import check_batch
 from fpipe.single_device.microbatch import cut
 from fpipe.single_device.over_parts import over_parts
@@ -32,6 +34,9 @@ from fpipe.verification.rank_pieces import Pieces, Region, put_together
 from fpipe.verification.report import Close, GradientMismatch, Report, in_words, is_comparable, listed
 from fpipe.verification.step_mistakes import Loop
 
+Rate = float | Mapping[str, float]
+"""The learning rate of a step, alone or among other numbers of its rule."""
+
 
 def compare_step(
     model: Model,
@@ -40,7 +45,7 @@ def compare_step(
     after: Any,
     *,
     rule: str | type[Any],
-    lr: float | Sequence[float],
+    lr: Rate | Sequence[Rate],
     clip: float | None = None,
     groups: Mapping[str, Mapping[str, Any]] | None = None,
     opt: Sequence[Any] | None = None,
@@ -66,7 +71,7 @@ def compare_step(
             part each a list of such dicts: pieces along one dimension are put together in the order of the ranks, and
             copies have to be equal: otherwise their gradients are not added over these ranks.
         rule, clip, groups, settings: the update that was meant, as for `update`.
-        lr: the learning rate, or that of each step.
+        lr: the learning rate, or that of each step; or a dict of it and of other numbers of the rule, as a step takes.
         opt: the optimizer's state before the first step, as `optimizer_state` makes it; that of the first by default.
         norm, loss: what the other pipeline told of them, of each step; compared too, where given.
         grads: the gradients of the last step by name, before they are clipped, or a dict for each rank; compared too,
@@ -79,11 +84,13 @@ def compare_step(
             the gradients move it, which is little but where an optimizer divides by them.
 
     Returns:
-        A `Report` with a leaf for each parameter.
+        A `Report` with a leaf for each parameter, and a note where parameters alone do not tell of gradients: an
+        optimizer that divides by their size hides it.
 
     Raises:
         ValueError: a name too many or too few, a parameter of another shape; what `update` and `reference` refuse.
-        GradientMismatch: a parameter that is another one, with the mistake, if one explains all of them.
+        GradientMismatch: a parameter that is another one, with the mistake, if one explains all of them; it "could be"
+            one where these parameters tell too little to be sure.
 
     >>> import fpipe, torch
     >>> _ = torch.manual_seed(0)
@@ -112,6 +119,9 @@ def compare_step(
         check_groups(words, [name for stage in params for name in names_of(tree.flatten(stage)[1])])
     if opt is not None:
         check_optimizer_state(words, params, opt)
+    numbers = [numbers_of(rates_of(rate, words)) for rate in one_a_step(lr, len(each), "lr", object)]
+    settled = {word: one for word, one in numbers[0].items() if word != "lr" and all(o[word] == one for o in numbers)}
+    words = words._replace(settings=(*words.settings, *settled.items()))
     steps = [[cut(batch, index, microbatches) for index in range(microbatches)] for batch in each]
     loop = Loop(
         model=model,
@@ -120,7 +130,7 @@ def compare_step(
         state=state,
         steps=steps,
         words=words,
-        rates=[float(rate_of(rate)) for rate in one_a_step(lr, len(each), "lr")],
+        rates=[{word: one for word, one in of.items() if word not in settled} for of in numbers],
         plain=_Plain(model, params, state, steps),
         keys=one_a_step(key, len(each), "key"),
         places=_places(pieces, found),
@@ -133,7 +143,7 @@ def compare_step(
     told += [*told_of("loss", loss, expected.loss, microbatches), *told_of("norm", norm, expected.norm, microbatches)]
     report = judged.report
     if not judged.wrong and not told:
-        return report
+        return report if grads or opt_after else replace(report, notes=(*report.notes, *judged.untold(norm)))
     raise GradientMismatch("\n".join(told if apart else [*judged.message(known), *told]), report)
 
 

@@ -53,7 +53,7 @@ class Loop:
     Attributes:
         model, params, opt, state: before the first step.
         steps: the microbatches of each step.
-        words, rates: how parameters are updated, and the learning rate of each step.
+        words, rates: how parameters are updated, and the numbers of each step.
         plain: gradients of some microbatches, whose weights are those among `rows`.
         change: what becomes of the gradients of a step.
         norm: what a clip compares with.
@@ -67,7 +67,7 @@ class Loop:
     state: Sequence[Any] | None
     steps: Sequence[Parts]
     words: UpdateWords
-    rates: Sequence[float | None]
+    rates: Sequence[dict[str, float | None]]
     plain: Callable[..., Result]
     keys: Sequence[int | None]
     change: Change | None = None
@@ -231,7 +231,8 @@ def _of_rules(loop: Loop) -> Named:
     def other(by: str = words.by, **more: Any) -> Loop:
         return replace(loop, words=words._replace(by=by, settings=tuple((settings | more).items())))
 
-    decay = settings.get("weight_decay", 0.01 if words.by == "AdamW" else 0.0)
+    varies = any("weight_decay" in numbers for numbers in loop.rates)
+    decay = 0.0 if varies else settings.get("weight_decay", 0.01 if words.by == "AdamW" else 0.0)
     if words.by == "AdamW" and decay:
         yield "weight decay is added to the gradient (Adam), not decoupled", other("Adam", weight_decay=decay)
     if words.by == "Adam" and decay:
@@ -254,7 +255,7 @@ def _of_rules(loop: Loop) -> Named:
     if decay:
         yield "there is no weight decay", other(weight_decay=0.0)
     for one in (0.001, 0.01, 0.05, 0.1, 0.2, 0.3):
-        if one != decay:
+        if one != decay and not varies:
             say = f"weight decay is {one:g}, not {decay:g}" if decay else f"there is a weight decay of {one:g}"
             yield say, other(weight_decay=one)
     if words.groups:
@@ -264,9 +265,10 @@ def _of_rules(loop: Loop) -> Named:
         if by != words.by:
             own = words._replace(by=by, settings=(), groups=())
             said = f"the parameters are those of {by} with its defaults"
-            yield said, replace(loop, words=own, opt=initial_states(own, loop.params))
+            bare = [{"lr": numbers["lr"]} for numbers in loop.rates]
+            yield said, replace(loop, words=own, rates=bare, opt=initial_states(own, loop.params))
     rates = [*loop.rates]
-    if len({*rates}) > 1:
+    if any(numbers != rates[0] for numbers in rates):
         yield "the learning rate is that of the step before", replace(loop, rates=[rates[0], *rates[:-1]])
         yield "the learning rate is that of the next step", replace(loop, rates=[*rates[1:], rates[-1]])
 

@@ -13,7 +13,7 @@ from fpipe import tree
 from fpipe.graphs.tracing.keys import fold_in
 from fpipe.model import Model, same_keys
 from fpipe.optimizers.op_words import UpdateWords, update_of, words_of
-from fpipe.optimizers.rules import handed_in
+from fpipe.optimizers.rules import check_numbers, handed_in, numbers_of
 from fpipe.optimizers.state import check_optimizer_state
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Output, Program, Value
@@ -77,14 +77,15 @@ def optim_of(program: Program, opt: Any, lr: Any, scale: Any = None) -> Optim:
         none = "this program scales no loss; leave scale= out, or say fpipe.update(loss_scale=)."
         raise ValueError(_MISSING.format("scale", "scale", "2.0**16") if scales else none)
     words = words_of(op.how)
-    return opt, [_numbers(one, words) for one in rates] if wanted else [], _scale(scale) if scales else None
+    return opt, [rates_of(one, words) for one in rates] if wanted else [], _scale(scale) if scales else None
 
 
-def _numbers(given: Any, words: UpdateWords) -> Any:
+def rates_of(given: Any, words: UpdateWords) -> Any:
     """A learning rate as a step has it, or a dict of it and of other numbers of the rule.
 
     Raises:
-        ValueError: a dict without the rate, or with what is no number of the rule, or the program says itself.
+        ValueError: a dict without the rate, or with what is no number of the rule, or one that torch.optim refuses, or
+            that the program says itself.
     """
     if not isinstance(given, Mapping):
         return rate_of(given)
@@ -96,7 +97,10 @@ def _numbers(given: Any, words: UpdateWords) -> Any:
             f"lr is a number, or a dict of {takes}, which are numbers that this program leaves to its steps; found "
             f"{[*given]}. update() says the others."  # pyright: ignore[reportUnknownArgumentType]
         )
-    return {word: rate_of(one, str(word)) for word, one in given.items()}  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    made = {str(word): rate_of(one, str(word)) for word, one in given.items()}  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    for settings in (words.settings, *words.of([pattern for pattern, _ in words.groups])):
+        check_numbers(words.by, settings, numbers_of(made))
+    return made
 
 
 def _scale(given: Any) -> tuple[torch.Tensor, torch.Tensor]:
