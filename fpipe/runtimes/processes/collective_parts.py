@@ -23,8 +23,8 @@ from fpipe.runtimes.lowering.shards import Shared
 from fpipe.torch_private.processes import all_gather, backend_on, reduce_scatter
 
 _ALIGNED = 64
-_LARGE = 2**18
-"""Bytes of a leaf that is worth a collective of its own."""
+_LARGE, _LARGE_ON_DEVICES = 2**18, 2**25
+"""Bytes of a leaf that is worth a collective of its own: on a GPU to copy costs less than to launch one."""
 
 _TAG = 1
 """Of messages that are parts of a collective; who looks for a process that is lost receives under tag 0."""
@@ -161,7 +161,7 @@ class ScatterPart(NamedTuple):
 def _gathered(whole: Tensor, own: Tensor, group: ProcessGroup) -> Any:
     """The parts of all processes, one behind the other, under way."""
     if not _goes_straight(group, own.device):
-        return all_gather(whole.view(-1), own, group)
+        return all_gather(whole.view(-1), own.view(-1), group)
     parts = whole.view(group.size(), *own.shape)
     parts[group.rank()] = own
     return _sent([own] * group.size(), [*parts], group)
@@ -183,7 +183,7 @@ def _added(own: Tensor, sent: Tensor, group: ProcessGroup) -> tuple[Any, Callabl
     """This process's part of a sum, under way, and what to do when it is there. Gloo's reduce_scatter adds up the whole
     on all processes; here each part goes to its own, where the replicas' are added in their order."""
     if not _goes_straight(group, own.device):
-        return reduce_scatter(own, sent.view(-1), group), None
+        return reduce_scatter(own.view(-1), sent.view(-1), group), None
     parts = [*sent.view(group.size(), *own.shape)]
     found = [part if at == group.rank() else torch.empty_like(own) for at, part in enumerate(parts)]
 
@@ -224,7 +224,8 @@ def parts_of_op(
             continue
         rows = -(-whole.shape[0] // replicas)
         placed = PlacedLeaf(at, 0, rows * _count(whole._replace(shape=whole.shape[1:])), own, whole)
-        even = rows * replicas == whole.shape[0] and _count(whole) * whole.dtype.itemsize >= _LARGE
+        worth = _LARGE if whole.device.type == "cpu" else _LARGE_ON_DEVICES
+        even = rows * replicas == whole.shape[0] and _count(whole) * whole.dtype.itemsize >= worth
         if _count(whole) and (wanted is None or at in wanted):
             (large if even else small).append(placed)
     made: list[CollectivePart] = [kind(buffer, replicas, alone=True) for leaf in large for buffer in _buffers([leaf])]
@@ -237,14 +238,17 @@ def _own(at: int, leaf: Fact) -> PlacedLeaf:
 
 
 def _buffers(leaves: Iterable[PlacedLeaf]) -> list[Buffer]:
-    """Leaves one behind the other, those of one dtype and device in one buffer: that is the same on all replicas."""
-    found: dict[tuple[torch.dtype, torch.device], tuple[list[PlacedLeaf], int]] = {}
+    """Leaves one behind the other, those of one dtype and device in one buffer, until it is large: that is the same on
+    all replicas."""
+    found: dict[tuple[torch.dtype, torch.device], list[tuple[list[PlacedLeaf], int]]] = {}
     for leaf in leaves:
-        like = leaf.own.dtype, leaf.own.device
-        placed, start = found.get(like, ([], 0))
-        step = max(1, _ALIGNED // leaf.own.dtype.itemsize)
-        found[like] = [*placed, leaf._replace(start=start)], -(-(start + leaf.most) // step) * step
-    return [Buffer(*like, placed, size) for like, (placed, size) in found.items() if size]
+        each, step = leaf.own.dtype.itemsize, max(1, _ALIGNED // leaf.own.dtype.itemsize)
+        filled = found.setdefault((leaf.own.dtype, leaf.own.device), [([], 0)])
+        if filled[-1][1] * each >= _LARGE_ON_DEVICES:
+            filled.append(([], 0))
+        placed, start = filled[-1]
+        filled[-1] = [*placed, leaf._replace(start=start)], -(-(start + leaf.most) // step) * step
+    return [Buffer(*like, placed, size) for like, filled in found.items() for placed, size in filled if size]
 
 
 def _count(known: Aval) -> int:

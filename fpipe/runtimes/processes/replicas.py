@@ -78,7 +78,8 @@ class Replicas:
         self.group, self.number, self.count, self._rank = group, group.rank(), group.size(), rank
         self._by_axis, self.share, self.groups = groups, share, [*dict.fromkeys((group, *groups.values()))]
         self._own, self.meeting, self._device, self._broken, self._warned = own, meeting, device, False, False
-        self._timeout = timedelta(seconds=meeting.seconds)
+        self._on_streams = device.type != "cpu"
+        self._patience = () if self._on_streams else (timedelta(seconds=meeting.seconds),)  # NCCL's holds the host up
         self.begin(Exchanges({}, {}, 0))
 
     def begin(self, exchanges: Exchanges, key: int | None = None, batch: str = "", at_once: bool = False) -> None:
@@ -122,13 +123,13 @@ class Replicas:
         return [made]
 
     def _let_go(self) -> None:
-        """Let go of what is over, such as the whole gradients of a SCATTER; where gloo cannot say whether it is, of all
-        but the last one: then no more than two are under way."""
+        """Let go of what is over, such as the whole gradients of a SCATTER; where gloo cannot say whether it is, or the
+        host is ahead of a GPU, of all but the last one: then no more than two are under way."""
         known: list[Value] = [*self._under_way]
         scattered = [value for value in known if self._exchanges.ops[value].kind == "SCATTER"][:-1]
         for value in known:
             works = [one.work for one in self._under_way[value]]
-            unknown = any(isinstance(work, Works) for work in works)
+            unknown = self._on_streams or any(isinstance(work, Works) for work in works)
             if value in scattered if unknown else all(work.is_completed() for work in works):
                 self._wait_for(value)
 
@@ -248,6 +249,8 @@ class Replicas:
         for value in [*self._under_way]:
             self._wait_for(value)
         self._wait(work, "the end of the step")
+        if self._on_streams and not self.meeting.watchdog.is_over(work, self.meeting.seconds):
+            raise self._lost(RuntimeError("timed out"), "the end of the step")
         self._under_way, self._votes, self._over = {}, None, True
         return own, every
 
@@ -255,7 +258,7 @@ class Replicas:
         watchdog = self.meeting.watchdog
         before, watchdog.waits = watchdog.waits, "at the end"
         try:
-            work.wait(self._timeout)
+            work.wait(*self._patience)
         except RuntimeError as error:
             raise self._lost(error, what) from error
         watchdog.waits = before
