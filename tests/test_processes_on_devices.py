@@ -130,7 +130,7 @@ def layer(params: Any, x: Tensor) -> Tensor:
     return torch.tanh(x @ params["w"])
 
 
-def exchanged(rank: int, kind: str) -> bool:
+def exchanged(rank: int, kind: str, record: bool = False) -> bool:
     """Rows go from process to process between the layers of one rank: those of one net, dealt out."""
     torch.manual_seed(0)
     width = 8 if kind == "cpu" else 512
@@ -142,8 +142,11 @@ def exchanged(rank: int, kind: str) -> bool:
     mesh = init_device_mesh(kind, (1, 2), mesh_dim_names=("pp", "ep"))
     params = {"w": weights[0][rank].clone()}, {}, {"w": weights[1][rank].clone()}
     own = x[rank], target[rank]
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, own))
-    found = [leaves(step(params, own).grads) for _ in range(STEPS)]
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, own), record=record)
+    results = [step(params, own) for _ in range(STEPS)]
+    found = [leaves(result.grads) for result in results]
+    if record:
+        assert all(-5e-4 < start <= end for _, start, end in results[-1].timeline.events)
     for weight in weights:
         weight.requires_grad_()
     for one in range(2):
@@ -193,6 +196,7 @@ def replicated(rank: int, kind: str) -> bool:
         pytest.param(partial(trained, schedule="one_f_one_b", stages=2, record=True), id="1F1B, recorded"),
         updated,
         exchanged,
+        pytest.param(partial(exchanged, record=True), id="exchanged, recorded"),
         replicated,
     ],
 )
