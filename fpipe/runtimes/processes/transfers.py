@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fpipe.program import Op, Value
-from fpipe.runtimes.faults.lost_rank import Place, first_told, timed_out, who_is_late
+from fpipe.runtimes.faults.lost_rank import Place
 from fpipe.runtimes.faults.meeting import Meeting
-from fpipe.runtimes.faults.rank_error import LostRank, RankError
 from fpipe.runtimes.processes.communicators import GREETING, groups_of_two, ways_of
 from fpipe.runtimes.processes.message import FAILED, HEADER, LOST, MARKS, MEETS, TEXT, Layout, kind_of, text_of, word
 from fpipe.runtimes.processes.message_order import Message, posted_until, queue_of
+from fpipe.runtimes.processes.transfer_errors import TransferErrors
 from fpipe.torch_private.processes import is_on_streams
 
 Leaves = list[Any]
@@ -62,6 +62,7 @@ class Transfers:
         self._timeout = timedelta(seconds=meeting.seconds)
         directions, self._ways = {(one.source, one.target) for one in every}, ways_of(group)
         self._ways.boards.add(meeting.board)
+        self._errors = TransferErrors(rank, meeting, self._ways.boards)
         self._apart = is_on_streams(group, device)
         self.carried = device if self._apart else torch.device("cpu")
         self._near, self._tag = self.carried == device, 0 if self._apart else self._ways.taken(len(every))
@@ -131,7 +132,7 @@ class Transfers:
             message = self._arrived(row[0])
             self._settle()
             if kind_of(message) != MEETS:
-                raise self._told(message, f"rank {source}")
+                raise self._errors.told(message, f"rank {source}", self._own)
         self._all_over()
         self.watchdog.waits = None
 
@@ -179,7 +180,7 @@ class Transfers:
         if self._apart:
             self._settle()
             if kind_of(self._head) != self._mark:
-                raise self._told(self._head, "another rank")
+                raise self._errors.told(self._head, "another rank", self._own)
         self.begin()
         self._over = True
 
@@ -208,7 +209,7 @@ class Transfers:
         try:
             self._put(one, message)
         except RuntimeError as error:
-            raise self._gone(one.target, "") from error
+            raise self._errors.gone(one.target, "", self._seen(one.target)) from error
 
     def _put(self, one: Message, message: Tensor) -> None:
         group, peer = self._carriers[one.source, one.target]
@@ -250,7 +251,7 @@ class Transfers:
         if self._apart:
             self._head = torch.where(message[0] == self._mark, self._head, message[:HEADER])
         elif kind_of(message) != self._mark or not (one.place or text_of(message) == self._own):
-            raise self._told(message, f"rank {one.source}")
+            raise self._errors.told(message, f"rank {one.source}", self._own)
         if not self._keeps:
             self._drop(one)
         return message if self._near else message.to(self.device)
@@ -267,37 +268,12 @@ class Transfers:
         self._sent[one.number] = None, None
         self._dropped[one.target] = one.place + 1
 
-    def _told(self, message: Tensor, who: str) -> RankError:
-        """Error that a message tells, which came in place of the value that is waited for."""
-        kind = kind_of(message)
-        if kind in (FAILED, LOST):
-            return (LostRank if kind == LOST else RankError)(self.meeting.board.whole(text_of(message)))
-        (build, _, key), (own, _, own_key) = text_of(message).partition(", "), self._own.partition(", ")
-        if build != own:
-            return self._elsewhere(f"{who} is in a step of {build} while rank {self._rank} is in one of {own}")
-        if key and own_key and key != own_key:
-            return RankError(
-                f"{who} has {key} in this step and rank {self._rank} has {own_key}. All ranks pass the same."
-            )
-        return RankError(
-            f"{who} and rank {self._rank} are not in the same step: they were handed arguments of different "
-            "structures, shapes or dtypes, or run under another autocast, other settings or numbers of threads. All "
-            "ranks pass batches of the same sizes."
-        )
-
-    def _elsewhere(self, words: str) -> LostRank:
-        """Two ranks run different steps of one group: both end, and all who wait for either."""
-        said = f"{words}: all ranks of a group build the same steps and call them in the same order"
-        for board in {*self._ways.boards} - {self.meeting.board}:
-            first_told(board, said)
-        return LostRank(first_told(self.meeting.board, said))
-
     def _arrived(self, one: Message) -> Tensor:
         if not one.place and one.source in self._greetings:
             greeting, work = self._greetings.pop(one.source)
             self._wait(work, one)
             if kind_of(greeting) in (FAILED, LOST) or text_of(greeting).partition(",")[0] != self._build:
-                raise self._told(greeting, f"rank {one.source}")
+                raise self._errors.told(greeting, f"rank {one.source}", self._own)
         message, work = self._arriving.pop(one.number)
         self._wait(work, one)
         if self._apart:
@@ -308,14 +284,14 @@ class Transfers:
         try:
             work.wait(*self._patience)
         except RuntimeError as error:
-            raise self._lost(error, one.source, _UNSENT.format(one.cell), one) from error
+            raise self._errors.lost(error, one.source, _UNSENT.format(one.cell), self._seen(one.source, one)) from error
 
     def _settle(self) -> None:
         """Wait until the GPU has all that is to arrive before what follows: its streams know it, the host does not."""
         ends = time.monotonic() + self.meeting.seconds
         for one, work in self._landed:
             if not self.watchdog.is_over(work, ends - time.monotonic()):
-                raise self._late(one.source, _UNSENT.format(one.cell))
+                raise self._errors.late(one.source, _UNSENT.format(one.cell), None)
         self._landed.clear()
 
     def _all_over(self) -> None:
@@ -333,7 +309,7 @@ class Transfers:
             except RuntimeError as error:
                 one = self._every[number]
                 what = f"did not receive what {one.cell} of rank {self._rank} writes"
-                raise self._lost(error, one.target, what) from error
+                raise self._errors.lost(error, one.target, what, self._seen(one.target)) from error
             self._sent[number] = message, None
 
     def _post(self, source: int, until: int) -> None:
@@ -349,25 +325,10 @@ class Transfers:
             try:
                 self._arriving[one.number] = message, group.recv([message], peer, self._tag + one.number)
             except RuntimeError as error:
-                raise self._gone(source, _UNSENT.format(one.cell)) from error
+                raise self._errors.gone(source, _UNSENT.format(one.cell), self._seen(source)) from error
             self._posted[source] += 1
 
-    def _lost(self, error: RuntimeError, rank: int, what: str, missed: Message | None = None) -> LostRank:
-        return self._late(rank, what, missed) if timed_out(error) else self._gone(rank, what, missed)
-
-    def _late(self, rank: int, what: str, missed: Message | None = None) -> LostRank:
-        self.watchdog.refuse_ended()
-        words = f"rank {rank} {what} in time"
-        return LostRank(who_is_late(self.meeting.board, self._rank, rank, words, self._seen(rank, missed)))
-
-    def _gone(self, rank: int, what: str, missed: Message | None = None) -> LostRank:
-        """An error that names the first rank that was lost: others leave when they notice, and are gone too."""
-        self.watchdog.refuse_ended()
-        words, closed = (f"rank {rank} {how}{what and f' and {what}'}" for how in ("is gone", "closed its connection"))
-        about = words, self._seen(rank, missed), closed, self.watchdog.stayed(self.meeting.seconds)
-        return LostRank(who_is_late(self.meeting.board, self._rank, rank, *about, gone=True))
-
-    def _seen(self, rank: int, missed: Message | None) -> Place | None:
+    def _seen(self, rank: int, missed: Message | None = None) -> Place | None:
         """Where another rank was when its last message came; with NCCL nobody knows which came."""
         row, step = self._incoming[rank], self.watchdog.step
         if self._apart or not row:
