@@ -23,7 +23,7 @@ from fpipe.model import Model
 from fpipe.positional_stage import of_net
 from fpipe.program import Program, Value
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
-from fpipe.runtimes.lowering.lower import Lowered
+from fpipe.runtimes.lowering.lowered import Lowered
 from fpipe.torch_private.dispatch import storage_of
 
 About = Mapping[str, str | Sequence[str]]

@@ -26,7 +26,7 @@ from fpipe.runtimes.definition.device_moves import pinned
 from fpipe.runtimes.in_process.streams import Channel, ComputeStream, accelerator_of, channels_between
 from fpipe.runtimes.lowering.host_lanes import CPU, Parked, Source, beside
 from fpipe.runtimes.lowering.instructions import by_rule, pass_on, under_autograd
-from fpipe.runtimes.lowering.lower import Instruction
+from fpipe.runtimes.lowering.lowered import Instruction
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.rank_part import RankPart, Slots, Watch, of_rank
 from fpipe.runtimes.lowering.slots import ResultLeaf

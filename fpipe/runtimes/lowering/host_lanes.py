@@ -23,7 +23,7 @@ from fpipe.graphs.language.graph import Fact
 from fpipe.program import Op, Value, kind_of
 from fpipe.runtimes.definition.device_moves import copied, to_host
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
-from fpipe.runtimes.lowering.lower import Instruction
+from fpipe.runtimes.lowering.lowered import Instruction
 
 Leaves = list[Any]
 CPU = torch.device("cpu")

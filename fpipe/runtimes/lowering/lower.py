@@ -9,10 +9,9 @@ list itself, which it empties, so that each tensor is gone after its last read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from fpipe import tree
 from fpipe.graphs.compiling.inductor import Kernel
 from fpipe.graphs.compiling.update import FACTOR, NEW, OLD
 from fpipe.graphs.language.graph import Aval, Fact, Graph
-from fpipe.graphs.language.labels import GENERATORS, label_of, total_of
+from fpipe.graphs.language.labels import GENERATORS, label_of, reads_of, total_of
 from fpipe.graphs.purity.ambient import casts, kernels
 from fpipe.graphs.tracing.outputs import scaled
 from fpipe.positional_stage import PositionalStage
@@ -29,6 +28,7 @@ from fpipe.program import Op, Program, Value, building, is_exchange
 from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.definition.meaning import cast_of, rounding
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
+from fpipe.runtimes.lowering.abstract_walk import shapes_of
 from fpipe.runtimes.lowering.folds import Folds, folds_of
 from fpipe.runtimes.lowering.in_place import Overwritten, overwritten_by, updating
 from fpipe.runtimes.lowering.instructions import (
@@ -47,67 +47,13 @@ from fpipe.runtimes.lowering.instructions import (
     with_generators,
     with_scale,
 )
+from fpipe.runtimes.lowering.lowered import FACTORS, KEY, Instruction, Leaves, Lowered
 from fpipe.runtimes.lowering.op_code import Code, Recipe, code_of, update_code
-from fpipe.runtimes.lowering.shapes import TRANSFERS, Shapes, ops_of, shapes_of
+from fpipe.runtimes.lowering.shapes import TRANSFERS, Shapes, ops_of
 from fpipe.runtimes.lowering.stage_calls import update_only
 from fpipe.runtimes.lowering.untraced import Untraced, by_sizes, is_sized
 
-Leaves = list[Any]
-KEY = ("ready", "key")  # what the slot of a step's key is called
-FACTORS = ("ready", "factors")  # and, with a stage behind, that of how much a batch weighs in its running statistics
 _STEADY = ("ready", "weight")  # no instruction empties these
-
-
-class Instruction(NamedTuple):
-    """A function to call: the slots it reads, which of these are read again later, the slots it writes; the ops it
-    stands for, the values it writes, and those that nobody reads after it."""
-
-    run: Callable[..., Sequence[Leaves]]
-    reads: tuple[int, ...]
-    shared: tuple[int, ...]
-    writes: tuple[int, ...]
-    ops: tuple[Op, ...]
-    written: tuple[Value, ...]
-    dead: tuple[Value, ...]
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """A program as instructions, for one signature.
-
-    Attributes:
-        slots: where each value lives; those that no instruction writes come first.
-        constants: what some slots hold from the start.
-        prepare: what a step calls first, once for all microbatches: views of parameters.
-        instructions: the instructions, in the order of the program.
-        trees: what is known of every value.
-        given: storages that are not the step's own: of the caller, and of what stages hold on to.
-        given_up: those of them that results may lie in.
-        key: the slot of the step's key, if a stage draws random numbers.
-        drawing: a forward of each stage that does.
-        kernels: by their first op, the instructions that are to be compiled before they run.
-        collective: whether stages talk to other processes, which run the same program.
-        graphs: of each stage, and of the loss under None.
-        parts: by their first op, the instructions that run a part of a stage's graph: that part.
-        updates: of each stage the ops of its updates.
-        gathered: of parameters that an op writes, the places of the leaves that graphs read; of others all are read.
-    """
-
-    slots: Mapping[Any, int]
-    constants: Mapping[int, Leaves]
-    prepare: Sequence[tuple[Callable[..., Any], tuple[int, ...], int]]
-    instructions: Sequence[Instruction]
-    trees: Mapping[Value, AbstractTree]
-    given: frozenset[int]
-    given_up: frozenset[int]
-    key: int | None
-    drawing: tuple[Op, ...]
-    kernels: Mapping[Op, Kernel]
-    collective: bool
-    graphs: Mapping[int | None, Sequence[Graph]]
-    parts: Mapping[Op, Graph]
-    updates: Mapping[int, Iterable[Sequence[str]]]
-    gathered: Mapping[Value, Collection[int]]
 
 
 def lower(
@@ -215,12 +161,12 @@ class _Lowering:
 
     def is_untraced_exchange(self, op: Op) -> bool:
         """Whether an op exchanges with other processes without a trace."""
-        function: Any = self.shapes.model.stages[op.stage or 0].forward
+        function: Any = self.shapes.context.model.stages[op.stage or 0].forward
         return is_exchange(op) and self.shapes.is_untraced(op) and function.size > 1
 
     def refuse_traced_reader(self, op: Op) -> None:
         """Refuse a reader of what an exchange with sizes brings whose shapes are known beforehand."""
-        model = self.shapes.model
+        model = self.shapes.context.model
         if op.kind != "F" or not is_sized(model, op.stage) or not self.is_untraced_exchange(op):
             return
         y = next(value for value in op.writes if value.name == "y")
@@ -264,7 +210,7 @@ class _Lowering:
         if isinstance(run, Kernel):
             self.to_compile[op] = run
         totals = {total_of(label_of(gradient)): self.ops[add] for gradient, add in adds.items()}
-        named: dict[str, Any] = {**self.shapes.labels(op)} | {label: add.reads[0] for label, add in totals.items()}
+        named: dict[str, Any] = {**reads_of(op)} | {label: add.reads[0] for label, add in totals.items()}
         if "dloss" in graph.reads:
             scale = next((value for value in op.reads if value.name == "scale"), None)
             named |= {"dloss": self.weight(op) if scale is None else scale}
@@ -297,7 +243,7 @@ class _Lowering:
     def ready(self, key: Any, op: Op, made: Code) -> Any:
         """The slot of the views of parameters that a call reads, and the call that makes them, once a step."""
         origin, forward = self.shapes.copies.origin, self.shapes.runs[op[1:4]].first
-        named = {**self.shapes.labels(forward)} | {"const": Value("const", op.stage)}
+        named = {**reads_of(forward)} | {"const": Value("const", op.stage)}
         values = [origin.get(named[label], named[label]) for label in made.prepares.reads]
         slot = ("ready", key, *values)
         if slot not in self.slots:

@@ -19,7 +19,7 @@ from fpipe.model import Model
 from fpipe.program import Op, Value
 from fpipe.runtimes.definition.recorder import Notes, StreamClock
 from fpipe.runtimes.definition.walk import leaves_of, place_of, refuse_infinite
-from fpipe.runtimes.lowering.lower import Instruction
+from fpipe.runtimes.lowering.lowered import Instruction
 
 Leaves = list[Any]
 Slots = list[Any]

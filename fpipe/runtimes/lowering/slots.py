@@ -26,7 +26,7 @@ from fpipe.runtimes.definition.devices import BATCH, check_at_home, home_of
 from fpipe.runtimes.definition.inputs_and_results import NO_KEY, Keys, bind_inputs, collect_results
 from fpipe.runtimes.definition.meaning import batch_of
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense
-from fpipe.runtimes.lowering.lower import FACTORS, Lowered
+from fpipe.runtimes.lowering.lowered import FACTORS, Lowered
 from fpipe.runtimes.lowering.rank_part import Slots
 from fpipe.runtimes.lowering.shards import Share, Shared, refuse_shards, shared_of, state_of
 from fpipe.single_device.batches import streams

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from fpipe.graphs.tracing.exchanged import Exchanged
 from fpipe.model import Model
+from fpipe.program import Op
+from fpipe.runtimes.lowering.stage_calls import update_only
 
 
 @dataclass
@@ -19,6 +21,11 @@ class Untraced:
 
     stages: dict[int, str] = field(default_factory=dict[int, str])
     known_only: bool = False
+
+    def has(self, op: Op, model: Model) -> bool:
+        """Whether an op is of one of them; its U then runs the forward once more, if it is no norm's."""
+        again = op.kind == "U" and bool(update_only(model, op.stage))
+        return op.stage in self.stages and (op.kind in "FRBIW" or again)
 
     def surprises(self) -> list[tuple[int, str]]:
         """The stages of which a user learns only so that they cannot be traced."""

@@ -29,7 +29,7 @@ from fpipe.runtimes.faults.lost_rank import Board, first_told
 from fpipe.runtimes.faults.lost_replica import who_is_lost
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank, RankError
-from fpipe.runtimes.lowering.lower import Instruction, Lowered
+from fpipe.runtimes.lowering.lowered import Instruction, Lowered
 from fpipe.runtimes.lowering.shards import Share, Shared, shard_of
 from fpipe.runtimes.processes.collective_parts import CollectivePart, Posted, Read, Works, parts_of_op
 from fpipe.torch_private.processes import coalesced

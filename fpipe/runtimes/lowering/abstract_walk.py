@@ -1,0 +1,211 @@
+"""Walk down a program with abstract values: what every value will be, before anything runs.
+
+    params[0]: float32[512, 512]   x[0,0]: float32[8, 512]        -->        y[0,0]: float32[8, 512]   res[0,0]: ...
+
+So the bytes of each value are known, and which tensors share their memory; and how each stage is traced and cut. The
+stages are traced with the cotangents that come, so from the last one back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fpipe import tree
+from fpipe.graphs.compiling.cut import Cut
+from fpipe.graphs.language.graph import Fact, Name, fresh_storage, in_own_storage
+from fpipe.graphs.language.labels import is_cotangent, label_of, reads_of
+from fpipe.graphs.language.listing import Heard
+from fpipe.graphs.purity.ambient import Untraceable
+from fpipe.graphs.tracing.fake import fake_mode
+from fpipe.graphs.tracing.outputs import copied
+from fpipe.graphs.tracing.stage_call import StageCall
+from fpipe.positional_stage import PositionalStage
+from fpipe.program import Op, Value
+from fpipe.runtimes.definition.by_autograd import StepContext
+from fpipe.runtimes.lowering.abstract_eval import abstract_eval, by_rule, rounded
+from fpipe.runtimes.lowering.abstract_tree import AbstractTree, StorageMap, aval_of, described
+from fpipe.runtimes.lowering.dry_run import DryRuns
+from fpipe.runtimes.lowering.shapes import TRANSFERS, Coordinates, Shapes, copies_of
+from fpipe.runtimes.lowering.shards import gathered, shard_of
+from fpipe.runtimes.lowering.stage_calls import StageCalls, StageRun, update_only
+from fpipe.runtimes.lowering.untraced import Untraced
+
+
+def shapes_of(
+    ops: Sequence[Op], context: StepContext, given: Mapping[Value, AbstractTree], untraced: Untraced
+) -> Shapes:
+    """The shapes of ops whose inputs are as `given`.
+
+    Raises:
+        Untraceable: something in them cannot be known before it runs.
+    """
+    walk = _Walk(ops, context, given, untraced)
+    for op in ops:
+        walk.follow(op)
+    walk.complete()
+    return walk.shapes()
+
+
+class _Walk:
+    """What is known of the ops so far."""
+
+    def __init__(
+        self, ops: Sequence[Op], context: StepContext, given: Mapping[Value, AbstractTree], untraced: Untraced
+    ) -> None:
+        self._context, self._model, self._untraced, self._fake = context, context.model, untraced, fake_mode()
+        self._copies = copies_of(ops, context.moves)
+        self._calls = StageCalls(context, untraced.known_only)
+        self._trees, self._dry_runs = {**given}, DryRuns(context)
+        self._runs: dict[Coordinates, StageRun] = {}
+        self._cuts: dict[Coordinates, Cut] = {}
+        self._storage_maps: dict[Op, StorageMap] = {}
+        self._updates: dict[int, dict[tuple[str, ...], None]] = {}
+        self._loss_storage = fresh_storage()
+
+    def shapes(self) -> Shapes:
+        """All that is known, after the last op."""
+        found = self._trees, self._runs, self._cuts, self._updates, self._loss_storage
+        return Shapes(self._context, self._untraced, self._copies, self._calls, *found)
+
+    def follow(self, op: Op) -> None:
+        """Find out what an op writes."""
+        if self._untraced.has(op, self._model):
+            self._trees.update(zip(op.writes, self._dry_runs.written(op, self._trees), strict=True))
+        elif op.kind in "FRBI":
+            try:
+                (self._forward if op.kind in "FR" else self._backward)(op)
+            except Untraceable as error:
+                raise error.of(op.stage or 0, self._model.who(op.stage or 0)) from error
+        elif op.kind == "GATHER":
+            shared = self._context.shared.get(shard_of(op))
+            self._trees[op.writes[0]] = gathered(
+                op, self._trees[op.reads[0]] if shared is None else shared.whole, shared
+            )
+        elif op.kind == "SCATTER" and shard_of(op) in self._context.shared:
+            self._trees[op.writes[0]] = self._context.shared[shard_of(op)].scattered(op, self._trees[op.reads[0]])
+        elif op.kind in TRANSFERS:
+            for read, written in zip(op.reads, op.writes, strict=True):
+                if read in self._trees:  # what a forward leaves is known when its backward is
+                    known = rounded(op, self._trees[read], self._fake) if op.how else self._trees[read]
+                    self._trees[written] = self._copies.landed(written, known)
+        elif op.kind == "U":
+            self._update(op)
+        elif op.kind != "W":
+            made = abstract_eval(op, [self._trees[value] for value in op.reads], self._context, self._fake)
+            self._trees.update(zip(op.writes, made, strict=True))
+
+    def _given(self, op: Op) -> dict[str, AbstractTree]:
+        """The abstract trees of what an op reads, by label, and of the constants of its stage."""
+        found = {label: self._trees[value] for label, value in reads_of(op).items()}
+        constants = self._trees.get(Value("const", op.stage))
+        return found if constants is None else found | {"const": constants}
+
+    def _forward(self, op: Op) -> None:
+        """The results of a stage, and of the loss behind it."""
+        place, given = op[1:4], self._given(op)
+        call = self._calls.call(op, reads_of(op), given)
+        made = self._calls.outlined(call, given)
+        if "state" in made and isinstance(self._model.stages[op.stage or 0].forward, PositionalStage):
+            made["state"] = made["state"]._replace(spec=given["state"].spec)  # stages that share a trace name it apart
+        loss = None
+        if "target" in given:
+            pair = {"x": made["y"], "target": given["target"]}
+            loss = self._calls.known(StageCall(None, *described(pair)))
+            made |= self._calls.outlined(loss, pair)
+            leaves = tuple(in_own_storage(leaf.aval) for leaf in made["loss"].leaves)
+            made["loss"] = AbstractTree(leaves, made["loss"].spec)
+        notes = made["seen"] if update_only(self._model, op.stage) else None
+        forward = op if op.kind == "F" or place not in self._runs else self._runs[place].forward  # R may come first
+        self._runs[place] = StageRun(call, loss, op, forward, notes)
+        later = ("res",) if notes is None else ("res", "seen")
+        self._trees.update({value: made[label_of(value)] for value in op.writes if value.name not in later})
+
+    def _backward(self, op: Op) -> None:
+        """Trace the stage and its gradient, now that the cotangents are known, and see what comes out: what a backward
+        (and its W) writes, and the residuals between."""
+        place, labels = op[1:4], reads_of(op)
+        run = self._runs[place]
+        cut = self._cuts[place] = self._calls.cut(op, run, labels, self._trees)
+        storages = self._storage_map(run.first, cut, labels)
+        gradients = [Value("g", *place, port=k) for k in range(len(op.reads))]
+        gradients = [value for value in gradients if label_of(value) in cut.graph.writes]
+        written = {label_of(value) for value in (*op.writes, *gradients)} - {"wres"}
+        made = {label: cut.written(label) for label in cut.graph.writes if label in written}
+        made |= {"res": cut.residuals} | ({"wres": cut.weight_residuals} if op.kind == "I" else {})
+        residuals = self._copies.each(next(value for value in op.reads if value.name == "res"))
+        trees = {label: _in_memory(leaves, cut, storages) for label, leaves in made.items()}
+        for value in (*residuals, *op.writes, *gradients):
+            self._trees[value] = self._copies.landed(value, trees[label_of(value)])
+
+    def _update(self, op: Op) -> None:
+        """The state after a U: by its rule, whose ops are noted. An update that reads more of its forward than notes
+        gives tensors like those before; what it reads is known when that is cut."""
+        places, heard = update_only(self._model, op.stage), Heard()
+        if places:
+            before, run = self._trees[op.reads[0]], self._runs[op[1:4]]
+            assert run.notes is not None
+            self._refuse_changed(op, before, places, run)
+            made = by_rule(op, [before, run.notes], self._context, self._fake, _with_copies, heard)
+        else:
+            made = by_rule(op, [self._trees[value] for value in op.reads], self._context, self._fake, list, heard)
+        self._updates.setdefault(op.stage or 0, {})[tuple(heard.lines)] = None
+        self._trees.update(zip(op.writes, made, strict=True))
+
+    def _refuse_changed(self, op: Op, before: AbstractTree, places: Sequence[int], run: StageRun) -> None:
+        """An Untraceable for a buffer that is another kind of tensor after its update."""
+        stage: Any = self._model.stages[op.stage or 0].forward
+        names: Mapping[str, int] = tree.unflatten(before.spec, range(len(before.leaves)))
+        known = self._trees[Value("const", op.stage)].leaves
+        after = self._calls.traces.outline(run.call).avals("update")
+        for name, at, new in zip(stage.update_only, places, after, strict=True):
+            if {aval_of(before.leaves[names[name]]), new} != {known[at].aval}:
+                raise Untraceable(f"buffer {name!r} changes its shape, dtype or strides").of(op.stage or 0, stage.who)
+
+    def complete(self) -> None:
+        """Cut what no backward follows, and find what forwards leave for updates."""
+        for (stage, *_), run in self._runs.items():
+            place = run.first[1:4]
+            if place not in self._cuts:
+                self._cuts[place] = self._calls.forward_cut(stage or 0, run)
+            seen = next((value for value in run.forward.writes if value.name == "seen"), None)
+            if run.notes is not None and seen is not None:
+                cut = self._cuts[place]
+                storages = self._storage_map(run.forward, cut, reads_of(run.forward))
+                left = _in_memory((*cut.graph.writes["seen"], *cut.seen()), cut, storages)
+                self._trees |= {value: self._copies.landed(value, left) for value in self._copies.each(seen)}
+
+    def _storage_map(self, first: Op, cut: Cut, labels: Mapping[str, Value]) -> StorageMap:
+        """Which storages of a microbatch those of a graph stand for; `first` is the F or R that runs it, `labels` name
+        what is read by its backward, or by itself."""
+        if first in self._storage_maps:
+            return self._storage_maps[first]
+        graph, facts = cut.graph, cut.graph.facts
+        constants = [facts[name].storage for name in graph.constants]
+        storages = self._storage_maps[first] = StorageMap(zip(constants, constants, strict=True))
+        given = self._given(first)
+        given |= {label: self._trees[value] for label, value in labels.items() if is_cotangent(label)}
+        for name in graph.reads.get("dloss", ()):  # one for all microbatches of a weight
+            storages[facts[name].storage] = self._loss_storage
+        for label, leaves in graph.reads.items():
+            for name, leaf in zip(leaves, given[label].leaves if label in given else (), strict=False):
+                if name is not None and isinstance(leaf, Fact):
+                    storages[facts[name].storage] = leaf.storage
+        for value in first.writes:  # what F or R writes, it may keep too
+            later = value.name == "res" or value not in self._trees
+            names = () if later else graph.writes.get(label_of(value), ())
+            for name, leaf in zip(names, self._trees[value].leaves if names else (), strict=True):
+                if isinstance(name, Name):
+                    storages.setdefault(facts[name].storage, leaf.storage)
+        return storages
+
+
+def _in_memory(leaves: Sequence[Any], cut: Cut, storages: StorageMap) -> AbstractTree:
+    """Leaves of a graph in the memory of a microbatch."""
+    facts = cut.graph.facts
+    return AbstractTree(tuple(storages.moved(facts[leaf]) if isinstance(leaf, Name) else leaf for leaf in leaves))
+
+
+def _with_copies(args: list[Any]) -> list[Any]:
+    """A state and notes, and in place of the rest of the forward, which is not cut yet, copies."""
+    return [args[0], (args[1], copied)]
