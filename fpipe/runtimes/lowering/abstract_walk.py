@@ -48,7 +48,7 @@ def shapes_of(
 
 
 class _Walk:
-    """What is known of the ops so far."""
+    """The values, storages, traces and cuts that are known after some ops."""
 
     def __init__(
         self, ops: Sequence[Op], context: StepContext, given: Mapping[Value, AbstractTree], untraced: Untraced

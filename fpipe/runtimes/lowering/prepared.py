@@ -5,7 +5,7 @@ params, batch, state        --> slots --> instructions --> slots -->        Resu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from fpipe.runtimes.definition.recorder import RecordedRow, Recorder
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.host_lanes import beside, lanes_of, span_of
 from fpipe.runtimes.lowering.lower import lower
+from fpipe.runtimes.lowering.lowered import Lowered
 from fpipe.runtimes.lowering.rank_part import RankPart, See, Slots, Watch
 from fpipe.runtimes.lowering.shards import Share
 from fpipe.runtimes.lowering.slots import Given, entrance_of, exit_of, fact_of, handed_by, nets_of
@@ -93,14 +94,9 @@ class Prepared:
         self.lanes = lanes_of(self.instructions, self.trees, devices)
         self.part = RankPart(beside(self.instructions, self.lanes), model)
         self.recorder: Recorder | None = None
-        graphs = [graph for each in lowered.graphs.values() for graph in each]
-        held = [leaf for graph in graphs for leaf in graph.constants.values()]
-        held += [leaf for net in nets_of(model).values() for leaf in net.literals_now()]
+        held = _held_by_graphs(lowered, model)
         self.homes = [] if model.held is None else model.held.homes_of(held)
-        own_leaves = (leaf for own in lowered.constants.values() for leaf in own)
-        devices_of = {leaf.device for leaf in (*held, *own_leaves) if isinstance(leaf, Tensor)}
-        for device in devices_of - {torch.device("cpu"), torch.device("meta")}:
-            torch.accelerator.synchronize(device)  # what was made here is read by steps on any stream
+        _wait_for((*held, *(leaf for own in lowered.constants.values() for leaf in own)))
 
     def compile(self) -> None:
         """Compile what this process runs of it."""
@@ -151,3 +147,17 @@ class Prepared:
     def _asked(self, program: Program) -> Program:
         """The program with one output of each name: where several ranks want one, all are the same in one process."""
         return program
+
+
+def _held_by_graphs(lowered: Lowered, model: Model) -> list[Any]:
+    """The tensors that the graphs of stages have in them."""
+    graphs = (graph for each in lowered.graphs.values() for graph in each)
+    literals = (leaf for net in nets_of(model).values() for leaf in net.literals_now())
+    return [*(leaf for graph in graphs for leaf in graph.constants.values()), *literals]
+
+
+def _wait_for(leaves: Iterable[Any]) -> None:
+    """Wait until tensors that were made here are there: steps read them on any stream."""
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
+    for device in devices - {torch.device("cpu"), torch.device("meta")}:
+        torch.accelerator.synchronize(device)
