@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import time
 from typing import Any
 
@@ -291,6 +294,48 @@ def test_who_exchanges_with_one_that_failed_ends_in_time():
     assert "FloatingPointError: SPLIT(x[0,0]) wrote x[0,0] with NaN" in found[1][0]
     assert all("ep 1: rank 0 failed in SPLIT(x[0,0])" in found[at][0] for at in (0, 2)), found
     assert all(took < 5 and said != "worked" for said, took in found)
+
+
+def leaving(rank: int, who: int, how: str) -> str | None:
+    """What a step raises where the other process of an exchange fails and ends at once, or is killed."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "ep"))
+
+    def doomed(params: Any, x: Tensor) -> Tensor:
+        if rank == who and how == "killed" and x.any():  # a run on zeros comes first
+            os.kill(os.getpid(), signal.SIGKILL)
+        return layer(params, x)
+
+    params, batch = ({"w": torch.ones(6, 6)}, {}), (torch.ones(4, 6), torch.ones(4, 6))
+    model = fpipe.from_functions([doomed, fpipe.exchange("all_to_all", axis="ep")], squares)
+    program = fpipe.chain(fpipe.schedules.gpipe(1), fpipe.merge())(fpipe.program(model))
+    more: Any = {"mesh": mesh, "example": (params, batch), "check_finite": True, "trace": False, "check_batch": "never"}
+    step = fpipe.build(program, model, runtime="distributed", **more)
+    bad = torch.full_like(batch[0], float("nan")) if rank == who else batch[0]
+    try:
+        step(params, (bad, batch[1]))
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    except FloatingPointError:
+        os._exit(1)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("who", "how", "told"),
+    [
+        (0, "failed", r"ep 0: rank 0 failed in 0F0.*FloatingPointError: "),
+        (1, "failed", r"ep 1: rank 0 failed in 0F0.*FloatingPointError: "),
+        (1, "killed", r"ep 1: rank 0 is gone, on the way to the exchange 1F0"),
+    ],
+)
+def test_a_process_that_leaves_an_exchange_is_named(who: int, how: str, told: str):
+    """If it ended at once, its partner had only "failed or is late (.. Connection closed by peer)" to say. Rank 0 keeps
+    the store where words are left, and goes when they were read."""
+    with Processes(2, tcp=True) as pair:
+        pair.start(leaving, who, how)
+        found = pair.results()
+    assert found[who] is None
+    assert re.match(f"LostRank: {told}", str(found[1 - who])), found
 
 
 def ends_in_an_exchange(rank: int) -> bool:

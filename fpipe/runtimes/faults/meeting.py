@@ -40,6 +40,7 @@ class Meeting:
         group: one that it is in, of the same timeout.
         timeout: seconds to wait for another rank; without it the group's own.
         watchdog: who may know that no wait makes sense any longer.
+        names: what each is called; by default its rank, and its replica.
 
     Attributes:
         seconds: how long a rank waits for another.
@@ -55,10 +56,11 @@ class Meeting:
         group: ProcessGroup,
         timeout: float | None,
         watchdog: Watchdog,
+        names: Sequence[str] = (),
     ) -> None:
         every, default = [one for each in processes for one in each], default_store()
         of = [f" of replica {replica}" for replica in range(len(processes))] if len(processes) > 1 else [""]
-        self._names = [
+        self._names = [*names] or [
             f"rank {rank}{word}" for word, each in zip(of, processes, strict=True) for rank in range(len(each))
         ]
         self.at, self._all, self._processes, self._closed = at, range(len(every)), every, set[int]()
@@ -92,8 +94,12 @@ class Meeting:
         try:
             self._agree(where, about, self.seconds + patience)
         except (ValueError, RankError):
-            self.board.ask(lambda: self.board.store.set(f"{_key(where, self.at)}/read", ""), _BRIEFLY)
+            self.read(where)
             raise
+
+    def read(self, where: str) -> None:
+        """Tell who keeps the store that this process has read there why another goes."""
+        self.board.ask(lambda: self.board.store.set(f"{_key(where, self.at)}/read", ""), _BRIEFLY)
 
     def let_read(self, *places: str) -> None:
         """If this process keeps the store, wait a moment until the others have read there why this rank goes."""

@@ -87,7 +87,7 @@ def distributed(
     replicas = replicas_of(program, mesh, group, meeting, device, watchdog)
     peer_errors = PeerErrors(rank, meeting, replicas)
     model, axes = over_mesh(model, mesh)
-    lane = ExchangeLane(axes, device, meeting.seconds, watchdog)
+    lane = ExchangeLane(axes, device, meeting)
     signatures, known = Signatures(model), LRUCache[Any, PreparedRank](_MOST)
     lost, numbers = list[str](), count(1)
 
@@ -230,7 +230,7 @@ def distributed(
         peer_errors.refuse(error, _BUILDING, _TRACED)
         peer_errors.everyone.let_read(_BUILDING, _TRACED)
         raise
-    groups = transfers.groups + ([] if replicas is None else replicas.groups) + [*axes.values()]
+    groups = transfers.groups + ([] if replicas is None else replicas.groups) + [axis.group for axis in axes.values()]
     watchdog.start(transfers, [*peer_errors.boards, *lane.boards], groups)
     exchanges = first.exchanges
     known[signatures.of(*tree.flatten(shapes), homes=repeat(device))] = first

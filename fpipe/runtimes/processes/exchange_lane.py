@@ -27,21 +27,37 @@ from fpipe.graphs.language.graph import Graph, Name, Node
 from fpipe.graphs.purity.sharded import is_collective
 from fpipe.graphs.tracing.exchanged import Carrier, Exchanged, carried_by
 from fpipe.model import Model
-from fpipe.program import Op, Value, is_exchange
+from fpipe.program import Value, is_exchange
 from fpipe.runtimes.definition.recorder import Notes, StreamClock
+from fpipe.runtimes.faults.lost_partner import who_is_lost
 from fpipe.runtimes.faults.lost_rank import first_told
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank
-from fpipe.runtimes.faults.watchdog import Watchdog
 from fpipe.runtimes.lowering.lowered import Instruction, Lowered
 from fpipe.torch_private.dispatch import OpOverload, returns_of
-from fpipe.torch_private.processes import all_gather, axis_of, group_named, is_on_streams, reduce_scatter
+from fpipe.torch_private.processes import all_gather, group_named, is_on_streams, reduce_scatter
 
 Leaves = list[Any]
 Started = tuple[Tensor, Any]
 """The tensor that a collective writes, and its work to wait for."""
 _c10d: Any = torch.ops._c10d_functional
 _BROUGHT = ("y", "again", "dx")
+_EXCHANGES = "exchanges"
+
+
+class Axis(NamedTuple):
+    """A dimension of a mesh: what it is called, and the processes along it that are this one's."""
+
+    name: str
+    group: ProcessGroup
+
+
+class Along(NamedTuple):
+    """Where the processes along an axis leave word, and of each what it is called and its number there."""
+
+    axis: str
+    meeting: Meeting
+    known: list[tuple[str, int]]
 
 
 class PostedExchange(NamedTuple):
@@ -53,21 +69,21 @@ class PostedExchange(NamedTuple):
     group: str
 
 
-def over_mesh(model: Model, mesh: DeviceMesh | None) -> tuple[Model, dict[str, ProcessGroup]]:
+def over_mesh(model: Model, mesh: DeviceMesh | None) -> tuple[Model, dict[str, Axis]]:
     """A model whose exchanges are over the processes of a mesh, or of the groups of the net that they were cut from,
-    and these groups by name.
+    and these by the names of their groups.
 
     Raises:
         ValueError: the mesh has no such dimension.
     """
-    groups: dict[str, ProcessGroup] = {}
+    axes: dict[str, Axis] = {}
     names = () if mesh is None else mesh.mesh_dim_names or ()
 
     def bound(function: Any) -> Any:
         if not isinstance(function, Exchanged):
             return function
         if function.group:  # cut from a net, which says itself over whom
-            groups[function.group] = group_named(function.group)
+            axes[function.group] = Axis(function.axis, group_named(function.group))
             return function
         if mesh is None or function.axis not in names:
             found = "there is no mesh" if mesh is None else f"the mesh has {', '.join(names) or 'none with a name'}"
@@ -76,45 +92,48 @@ def over_mesh(model: Model, mesh: DeviceMesh | None) -> tuple[Model, dict[str, P
                 f"mesh=init_device_mesh(device, (ranks, processes), mesh_dim_names=('pp', {function.axis!r}))."
             )
         group = mesh.get_group(function.axis)
-        groups[group.group_name] = group
+        axes[group.group_name] = Axis(function.axis, group)
         return function.over(group.group_name, group.size(), group.rank())
 
     stages = tuple(replace(stage, forward=bound(stage.forward)) for stage in model.stages)
-    return (replace(model, stages=stages), groups) if groups else (model, groups)
+    return (replace(model, stages=stages), axes) if axes else (model, axes)
 
 
 class ExchangeLane:
     """The collectives of one rank that are under way.
 
     Args:
-        groups: those of the processes along each axis, by name.
+        axes: those of its exchanges, by the names of their groups.
         device: where this rank computes.
-        seconds: how long one may take.
-        watchdog: who ends waits that make no sense.
+        meeting: of the ranks of this process's pipeline: how long one may take, and who ends waits that make no sense.
 
     Attributes:
         boards: where the processes along each axis leave word, and this one's number there.
     """
 
-    def __init__(
-        self, groups: Mapping[str, ProcessGroup], device: torch.device, seconds: float, watchdog: Watchdog
-    ) -> None:
-        self.groups, self._watchdog, self._seconds = groups, watchdog, seconds
-        self._on_streams = all(is_on_streams(group, device) for group in groups.values())
-        self._patience = () if self._on_streams else (timedelta(seconds=seconds),)  # NCCL's would hold the host up
+    def __init__(self, axes: Mapping[str, Axis], device: torch.device, meeting: Meeting) -> None:
+        self.groups = {name: group for name, (_, group) in axes.items()}
+        self._watchdog, self._seconds = meeting.watchdog, meeting.seconds
+        self._on_streams = all(is_on_streams(group, device) for group in self.groups.values())
+        self._patience = () if self._on_streams else (timedelta(seconds=self._seconds),)  # NCCL's would hold the host
         self._beside: dict[str, torch.Stream] = {}
-        along = [group for group in groups.values() if group.size() > 1]
-        met = [Meeting([dist.get_process_group_ranks(one)], one.rank(), one, seconds, watchdog) for one in along]
-        self.boards = [(each.board, each.at) for each in met]
-        self._axes = [axis_of(group) for group in along]
+        self._own, self._along = (meeting.board, meeting.at), dict[str, Along]()
+        for name, (axis, group) in axes.items():
+            names = [f"{axis} {number}: rank {meeting.at}" for number in range(group.size())]
+            of = [dist.get_process_group_ranks(group)]
+            met = Meeting(of, group.rank(), group, self._seconds, self._watchdog, names)
+            self._along[name] = Along(axis, met, [*zip(names, range(len(names)), strict=True)])
+        self.boards = [(one.meeting.board, one.meeting.at) for one in self._along.values()]
         self._posted, self._cell = list[PostedExchange](), ""
-        self._carrier = Carrier(self._posted_now, self._waited)
         self.begin(None)
 
     def fail(self, said: str) -> None:
         """Tell those who exchange with this process that it comes to no exchange any longer."""
-        for axis, (board, number) in zip(self._axes, self.boards, strict=True):
-            first_told(board, said if said.startswith(f"{axis} ") else f"{axis} {number}: {said}")
+        for axis, meeting, _ in self._along.values():
+            first_told(meeting.board, said if said.startswith(f"{axis} ") else f"{axis} {meeting.at}: {said}")
+            meeting.read(_EXCHANGES)
+        for _, meeting, _ in self._along.values():
+            meeting.let_read(_EXCHANGES)
 
     def begin(self, notes: Notes | None, at_once: bool = False, clock: torch.device | None = None) -> None:
         """A step starts, of which `notes` are taken on the clock of a device, or the host's; `at_once` if somebody
@@ -132,10 +151,13 @@ class ExchangeLane:
             op = one.ops[0]
             pending = [value for part in one.ops for value in part.reads if value in late]
             graph = lowered.parts.get(op)
-            if op.rank == rank and is_exchange(op) and _starts(op, graph):
+            if op.rank == rank and is_exchange(op) and (op.kind in "FBI" if graph is None else graph.collective):
+                at_once = graph is None and any(value.name == "loss" for value in op.writes)  # it is computed with this
                 run = one.run if graph is None else compiled(self._posting(graph), op.kind)
-                brought = [value for value in one.written if value.name in _BROUGHT]  # residuals are there, and empty
-                one = one._replace(run=partial(self._start, row, op.cell, brought, run))
+                brought = [
+                    value for value in one.written if value.name in _BROUGHT and not at_once
+                ]  # residuals are not
+                one = one._replace(run=partial(self._start, row, op.cell, brought, at_once, run))
                 late.update(brought)
             if op.rank == rank and pending:
                 one = one._replace(run=partial(self._late, row, pending, one.run))
@@ -169,15 +191,16 @@ class ExchangeLane:
             try:
                 made, work = start(tensor, *how[:-1], self.groups[how[-1]])
             except RuntimeError as error:
-                raise self._lost(error, self._cell) from error
+                raise self._lost(error, self._cell, how[-1]) from error
             self._posted.append(PostedExchange(work, tensor, made, how[-1]))
             return made
 
         post.__name__ = start.__name__
         return post
 
-    def _posted_now(self, op: Any, tensor: Tensor, *how: Any) -> Tensor:
-        return self._post(STARTS[op.default])(tensor, *how)
+    def _posted_now(self, op: Any, tensor: Tensor, *how: Any, at_once: bool = False) -> Tensor:
+        made = self._post(STARTS[op.default])(tensor, *how)
+        return self._waited(made) if at_once else made
 
     def _waited(self, tensor: Tensor) -> Tensor:
         """The result of the collectives that this graph has started, once they are over."""
@@ -186,16 +209,18 @@ class ExchangeLane:
 
     def _wait(self, works: Sequence[PostedExchange], cell: str) -> None:
         before, self._watchdog.waits = self._watchdog.waits, f"in {cell}"
-        try:
-            for one in works:
+        for one in works:
+            try:
                 one.work.wait(*self._patience)
-        except RuntimeError as error:
-            raise self._lost(error, cell) from error
+            except RuntimeError as error:
+                raise self._lost(error, cell, one.group) from error
         self._watchdog.waits = before
 
-    def _start(self, row: int, cell: str, values: Sequence[Value], run: Callable[..., Any], *lists: Leaves) -> Any:
+    def _start(
+        self, row: int, cell: str, values: Sequence[Value], at_once: bool, run: Callable[..., Any], *lists: Leaves
+    ) -> Any:
         self._cell, self._posted = cell, (works := list[PostedExchange]())
-        with carried_by(self._carrier):
+        with carried_by(Carrier(partial(self._posted_now, at_once=at_once), self._waited)):
             made = run(*lists)
         self._under_way.update(dict.fromkeys(values, (cell, works)))
         if self._at_once:
@@ -234,9 +259,9 @@ class ExchangeLane:
         for it began only afterwards."""
         for value in [*self._under_way]:
             self._wait_for(value)
-        for cell, work in self._last.values():  # the streams have waited, the host has not
+        for group, (cell, work) in self._last.items():  # the streams have waited, the host has not
             if not self._watchdog.is_over(work, self._seconds):
-                raise self._lost(RuntimeError("timed out"), cell)
+                raise self._lost(RuntimeError("timed out"), cell, group)
         if self._notes is not None:
             noted = {2 * row + 1: ended for row, ended in [*self._ended.items()]}
             noted |= {2 * row: resumed for row, resumed in self._resumed.items()}
@@ -244,21 +269,15 @@ class ExchangeLane:
             for at, one in zip(noted, seconds, strict=False):
                 self._notes.times[at] = one
 
-    def _lost(self, error: RuntimeError, cell: str) -> LostRank:
+    def _lost(self, error: RuntimeError, cell: str, group: str) -> LostRank:
         self._watchdog.refuse_ended()
-        return LostRank(f"the exchange {cell} did not end: a process along its axis failed or is late ({error})")
+        _, meeting, known = self._along[group]
+        said = who_is_lost(meeting.board, self._own, self.groups[group], known, error, f"the exchange {cell}")
+        return LostRank(meeting.board.as_heard(said))
 
 
 def _note_end(ended: dict[int, float], row: int, _: Any) -> None:
     ended[row] = time.perf_counter()
-
-
-def _starts(op: Op, graph: Graph | None) -> bool:
-    """Whether a collective of an op only starts; without a graph, a loss of what it brings would be computed at
-    once."""
-    if graph is None:
-        return op.kind in "FBI" and all(value.name != "loss" for value in op.writes)
-    return graph.collective
 
 
 def _is_view(op: Any) -> bool:

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fpipe.program import Op, Program, Value, kind_of
+from fpipe.runtimes.faults.lost_partner import who_is_lost
 from fpipe.runtimes.faults.lost_rank import Board, first_told
-from fpipe.runtimes.faults.lost_replica import who_is_lost
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank, RankError
 from fpipe.runtimes.lowering.lowered import Instruction, Lowered
@@ -267,7 +267,8 @@ class Replicas:
         self._broken = True
         self.meeting.watchdog.refuse_ended()
         ranks = self.meeting.size // self.count
-        return LostRank(who_is_lost(self.meeting.board, self._own, self.group, self._rank, ranks, error, what))
+        known = [(f"replica {at}: rank {self._rank}", at * ranks + self._rank) for at in range(self.count)]
+        return LostRank(who_is_lost(self.meeting.board, (self._own, self._rank), self.group, known, error, what))
 
 
 def reduced_last(program: Program) -> Program:

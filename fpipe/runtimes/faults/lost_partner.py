@@ -1,14 +1,15 @@
-"""Find the process that is to blame when replicas cannot add up: torch says of a sum only that it did not come about.
+"""Find the process that is to blame when replicas cannot add up, or an exchange does not end: torch says only that.
 
     replicas 0 and 2 notice, and say so        -->        replica 1: rank 0 is gone
 
 Whoever notices leaves a mark in the store, and closes its connections, so that others notice too who would wait for it.
-Ranks of the replica that is to blame know better who it is, and say it first.
+Who failed left word before it went, and ranks of the replica that is to blame know better who it is: they say it first.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,15 +23,20 @@ _PATIENCE, _SOON, _TICK = 1.4, 0.2, 0.02
 
 
 def who_is_lost(
-    board: Board, own: Board, group: ProcessGroup, rank: int, ranks: int, error: RuntimeError, what: str
+    board: Board,
+    own: tuple[Board, int],
+    group: ProcessGroup,
+    known: Sequence[tuple[str, int]],
+    error: RuntimeError,
+    what: str,
 ) -> str:
-    """Words about the replica whose process is gone, or was not heard of in time.
+    """Words about the process that is gone, or was not heard of in time.
 
     Args:
-        board: where all processes of all replicas leave what they know.
-        own: where those of this replica do, who may wait for this process and give up on it.
-        group: those of one rank, by replica.
-        rank: which rank that is, of so many `ranks` of each replica.
+        board: where all that may know it leave word.
+        own: where those of this pipeline do, who may wait for this process and give up on it; its number there.
+        group: those that were to do something together.
+        known: of each of them what it is called, and its number on the board.
         error: what torch says.
         what: what this process was waiting for.
     """
@@ -38,11 +44,11 @@ def who_is_lost(
     store = board.store
 
     def words(numbers: list[int]) -> str:
-        who = " or ".join(f"replica {number}: rank {rank}" for number in numbers or others)
+        who = " or ".join(known[number][0] for number in numbers or others)
         return f"{who} did not take part in {what} in time" if late else f"{who} is gone, on the way to {what}"
 
     def mark(number: int) -> str:
-        return f"noticed/{number}/{rank}"
+        return f"noticed/{known[number][1]}"
 
     def missing() -> list[int]:
         return [one for one in lost if not store.check([mark(one)])] or lost
@@ -51,11 +57,11 @@ def who_is_lost(
         ends = time.monotonic() + (_PATIENCE if late else _PATIENCE / 4)
         if late:
             time.sleep(_SOON)
-            tell_outside(own, rank, words(missing()))
+            tell_outside(*own, words(missing()))
         while time.monotonic() < ends and not store.check([LOST]):
             time.sleep(_TICK)
         found = missing()
-        place = place_of(store, found[0] * ranks + rank) if len(found) == 1 else None
+        place = place_of(store, known[found[0]][1]) if len(found) == 1 else None
         return store.compare_set(LOST, "", words(found) + seen_last(place)).decode()
 
     board.ask(lambda: store.set(mark(group.rank()), ""), _PATIENCE)
