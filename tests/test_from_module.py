@@ -725,9 +725,16 @@ def test_hooks_that_the_net_registers_as_it_is_exported_are_gone_after() -> None
     assert net.seen == ["Block", "Block"]
 
 
-@pytest.mark.parametrize("found", [Net, F.relu, [Net(2)]])
-def test_only_modules_are_cut(found: Any) -> None:
-    with pytest.raises(TypeError, match=r"from_module takes an nn\.Module, or what torch\.export made of one; found"):
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        (Net, r"from_module takes an nn\.Module, a function that makes one, .*; found the class Net; make one"),
+        (F.relu, r"is called without arguments, and this one takes \(input: torch\.Tensor.*: bind them"),
+        ([Net(2)], r"what torch\.export made; found list"),
+    ],
+)
+def test_only_modules_are_cut(found: Any, sentence: str) -> None:
+    with pytest.raises(TypeError, match=sentence):
         fpipe.from_module(found, 2, example=rows())
 
 

@@ -161,6 +161,65 @@ def test_a_function_that_makes_the_net_keeps_what_its_constructors_fill():
         fpipe.load_params(model, program, {**expected.state_dict(), "mask": torch.ones(5, 5)}, rank=1)
 
 
+def test_a_function_moves_the_parameters_that_it_makes_alone():
+    """Those of a live net, of an optimizer or of a closure were moved as well, and had lost their values."""
+    live, own = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+    kept = [live.weight.detach().clone(), live.bias.detach().clone()]
+
+    class Borrowing(Bare):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.block = own, live
+            self.tied = nn.Linear(8, 8)
+            self.tied.weight = live.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.tied(self.block(self.embed(ids) * self.scale)))
+
+    model, params, _ = cut(lambda: Borrowing(), ranks=1)
+    named = fpipe.join_params(model, params)
+    assert {name for name, one in named.items() if not one.is_meta} >= {"scale", "block.weight", "block.bias"}
+    assert {name for name, one in named.items() if one.is_meta} == {
+        "embed.weight",
+        "tied.bias",
+        "head.weight",
+        "head.bias",
+    }
+    assert torch.equal(own, torch.ones(8))
+    assert all(map(torch.equal, live.parameters(), kept))
+
+
+def test_what_a_function_cannot_do_on_meta_is_a_sentence():
+    """Torch's own errors came, which said nothing of the function."""
+
+    class Measured(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.size = float(self.weight.detach().norm())
+
+    with pytest.raises(
+        ValueError, match=r"reads numbers of a parameter, .*item\(\) cannot be called on meta.*the net itself"
+    ):
+        cut(lambda: Measured())
+    with pytest.raises(ValueError, match=r"'weight' is not initialised yet \(a lazy module\); run the net once"):
+        cut(lambda: nn.LazyLinear(8))
+
+
+class Zeroed(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        nn.init.zeros_(self.bias)
+
+
+def test_values_that_a_constructor_gives_parameters_are_not_lost_in_silence():
+    model, _, _ = fpipe.from_sequential(lambda: nn.Sequential(nn.Linear(8, 8), Zeroed()), 1)
+    program = fpipe.schedules.gpipe(1)(fpipe.program(model))
+    with pytest.warns(UserWarning, match=r"^'1.bias' have values by reset_parameters.* Give those values by init="):
+        fpipe.init_params(model, program, rank=0)
+    first = fpipe.init_params(model, program, rank=0, init=lambda name, one: name == "1.bias" and one.zero_())
+    assert not first[0]["1.bias"].any()
+
+
 def test_a_sequential_is_made_on_meta_too():
     model, meta, _ = fpipe.from_sequential(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), 1)
     assert all(leaf.is_meta for leaf in meta[0].values())

@@ -67,9 +67,10 @@ def from_module(
             that it made. `fpipe.boundary` in its forward is a cut too. A module in it whose Python looks at data, such
             as a dropless mixture of experts, is one operation, and its stage runs under autograd; a warning names it.
             Where parameters are on meta, the net is traced there, whatever device its buffers and the example are on;
-            `load_params` and `init_params` give them values. A function that makes the net, as `lambda: Net(config)`,
-            is called with parameters on meta and all else, such as masks and tables in buffers, on torch's default
-            device.
+            `load_params` and `init_params` give them values. Or a function that makes the net, as
+            `lambda: Net(config)`: the parameters that it makes are moved to meta one by one, so values that its
+            constructors give them are not kept; parameters and modules that were there before stay as they are, and so
+            does all else, such as masks and tables in buffers.
         stages: how many; the blocks that repeat, such as the layers of a ModuleList, are dealt out so that the most
             expensive stage costs as little as can be.
         example: a batch (inputs, target), as a step takes it, with at least two rows. Inputs are a dict of keywords, a
@@ -91,10 +92,11 @@ def from_module(
 
     Returns:
         The model, which prints what is where; per stage its trainable parameters by their names in `net.state_dict()`,
-        one used twice under its first name; per stage its module state: the buffers that it writes. Frozen parameters
-        and other buffers are constants, but for those on meta: each stage that reads one has it among its parameters, a
-        leaf without a gradient. `stage.name` says which modules are in a stage. Random numbers are those that
-        torch draws where each stage begins with `torch.manual_seed(fpipe.fold_in(key, stage, microbatch))`.
+        one used twice under its first name, as aliases of the net's memory: who writes them in place writes the net;
+        per stage its module state: the buffers that it writes. Frozen parameters and other buffers are constants, but
+        for those on meta: each stage that reads one has it among its parameters, a leaf without a gradient.
+        `stage.name` says which modules are in a stage. Random numbers are those that torch draws where each stage
+        begins with `torch.manual_seed(fpipe.fold_in(key, stage, microbatch))`.
 
     Raises:
         ValueError: a net that cannot be exported, with its own line; stages that are more than there are blocks; cuts
@@ -186,7 +188,9 @@ def _checked(net: Any, stages: Any, cuts: Any, costs: Any) -> nn.Module | Export
             if isinstance(net, type)
             else type(net).__name__
         )
-        raise TypeError(f"from_module takes an nn.Module, or what torch.export made of one; found {found}.")
+        raise TypeError(
+            f"from_module takes an nn.Module, a function that makes one, or what torch.export made; found {found}."
+        )
     if stages is not None:
         whole("stages", stages)
     if stages is None and cuts is None:

@@ -6,7 +6,6 @@ lambda: GPT(config)        -->        wte.weight on meta, h.0.attn.bias = tril(o
 from __future__ import annotations
 
 import inspect
-import threading
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -16,34 +15,55 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fpipe.graphs.tracing.keys import fold_in, seeded
+from fpipe.torch_private.modules import parameters_made
 
 
 def made_on_meta(net: Any) -> Any:
-    """Call a function without arguments that makes a net, and move each parameter to meta as soon as a module has it,
-    so that there is never more than one in memory. Buffers are the same on every rank, random ones too. What is no
-    such function is handed back."""
-    if not isinstance(net, FunctionType | MethodType | partial) or not _takes_nothing(net):
+    """Call a function without arguments that makes a net, and move each parameter that it makes to meta as soon as a
+    module has it, so that there is never more than one in memory. Parameters that were there before stay as they are.
+    Buffers are the same on every rank, random ones too. What is no function is handed back.
+
+    Raises:
+        TypeError: the function takes arguments.
+        ValueError: it reads numbers of a parameter.
+    """
+    if not isinstance(net, FunctionType | MethodType | partial):
         return net
     make: Any = net
-    thread = threading.get_ident()
+    _refuse_arguments(make)
 
     def move(module: nn.Module, name: str, own: nn.Parameter) -> None:
-        if threading.get_ident() == thread and not own.is_meta:
+        if id(own) in made and not own.is_meta:
             moved = nn.Parameter(own.detach().to("meta"), own.requires_grad)
             vars(moved).update(vars(own))
             torch.utils.swap_tensors(own, moved)  # whoever else has it, as a tie does, has it on meta too
 
     hook = register_module_parameter_registration_hook(move)
     try:
-        with seeded(fold_in(0), "the net"):
+        with seeded(fold_in(0), "the net"), parameters_made() as made:  # one thread at a time
             return make()
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta tensor" not in str(error):
+            raise
+        raise ValueError(
+            "the function that makes the net reads numbers of a parameter, and those are on meta while it runs: "
+            f"{str(error).splitlines()[0].rstrip('.')}. Hand in the net itself, as in from_module(Net(config), ..), or "
+            "take those numbers from the config."
+        ) from error
     finally:
         hook.remove()
 
 
-def _takes_nothing(function: Any) -> bool:
+def _refuse_arguments(make: Any) -> None:
     try:
-        inspect.signature(function).bind()
-    except (TypeError, ValueError):
-        return False
-    return True
+        signature = inspect.signature(make)
+    except ValueError:  # a builtin that does not say
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise TypeError(
+            f"a function that makes the net is called without arguments, and this one takes {signature}: bind them, as "
+            "in from_module(lambda: Net(config), ..). A function of parameters is for from_functions, and one that "
+            "computes a loss for from_loss."
+        ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeGuard
@@ -147,6 +148,26 @@ def told_of_assignments(told: Callable[[nn.Module, str, Any, Callable[..., None]
         yield
     finally:
         nn.Module.__setattr__ = assign
+
+
+@contextmanager
+def parameters_made() -> Generator[set[int]]:
+    """The ids of the parameters that this thread makes meanwhile (2.13: `Parameter.__new__`, which those of copies and
+    files call too; a class of parameters that does not, as lazy ones, is not seen)."""
+    make, kept = nn.Parameter.__new__, vars(nn.Parameter)["__new__"]
+    made, thread = set[int](), threading.get_ident()
+
+    def told(cls: type[nn.Parameter], *args: Any, **kwargs: Any) -> Any:
+        own: Any = make(cls, *args, **kwargs)
+        if threading.get_ident() == thread:
+            made.add(id(own))
+        return own
+
+    nn.Parameter.__new__ = told
+    try:
+        yield made
+    finally:
+        nn.Parameter.__new__ = kept
 
 
 def hooks_of(module: nn.Module) -> list[Any]:

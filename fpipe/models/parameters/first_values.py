@@ -8,6 +8,7 @@ So a leaf has the same values wherever it is made, and whatever else is made the
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,7 +35,7 @@ class FirstValues:
             raise TypeError(f"seed is a whole number, found {seed!r}.")
         if init is not None and not callable(init):  # pyright: ignore[reportUnnecessaryComparison]
             raise TypeError(f"init= is a function of name and tensor, found {init!r}.")
-        self.seed, self.init = fold_in(seed), init
+        self.seed, self.init, self.beyond = fold_in(seed), init, list[str]()
         # Leaves of one module come one after the other.
         self._reset: tuple[Any, ModuleDicts, Mapping[str, tuple[Tensor, int]]] | None = None
 
@@ -63,11 +64,24 @@ class FirstValues:
         if self._reset is None or self._reset[0] is not owner:
             self._reset = owner, *self._copied(owner, name)
         _, now, before = self._reset
+        if like.is_meta and own in before and version_of(like) > version_of(before[own][0]) - before[own][1]:
+            self.beyond.append(name)
         made = {**now.parameters, **now.buffers}.get(own)
         kept = made is before[own][0] and version_of(before[own][0]) == before[own][1]
         if made is None or made.shape != like.shape or (kept and not _is_filled(made)):
             raise ValueError(_unknown(name, owner, "whose reset_parameters() leaves it as it is"))
         return made.detach()
+
+    def warn(self) -> None:
+        """Say which leaves were written more often when the net was made than their module's reset writes them."""
+        if self.beyond:
+            first, *more = self.beyond
+            warnings.warn(
+                f"{first!r}{f' and {len(more)} more' * bool(more)} have values by reset_parameters() of their modules; "
+                "what else was written there when the net was made was lost on meta. Give those values by init=, a "
+                "function of name and tensor, which returns False for what it leaves to the modules.",
+                stacklevel=3,
+            )
 
     def _copied(self, owner: nn.Module, name: str) -> tuple[ModuleDicts, Mapping[str, tuple[Tensor, int]]]:
         """The own tensors of a copy of a module alone, reset; and those that it had before, each with its version."""

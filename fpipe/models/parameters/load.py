@@ -83,7 +83,9 @@ def load_params(
                 )
         return made[names[0]].to(torch.get_default_device()) if found.moves else made[names[0]]
 
-    return _of_rank(model, program, rank, leaves, value)
+    made = _of_rank(model, program, rank, leaves, value)
+    first.warn()
+    return made
 
 
 def init_params(
@@ -102,7 +104,8 @@ def init_params(
         seed: a whole number. The random numbers of each module follow from it and the module's name.
         init: `init(name, tensor)` fills a leaf in place, its random numbers from the seed and its name. Without it, or
             where it returns False, the `reset_parameters` of the module that has the leaf does, on what the module has
-            itself, as those of torch's modules do; what it writes into children is not seen.
+            itself, as those of torch's modules do; what it writes into children is not seen. Values that a constructor
+            or another module gives a parameter are lost on meta: say them here; a warning names those it can see.
         of: the module state that a front door gave, for the first values of that in place of the parameters'.
 
     Returns:
@@ -127,7 +130,9 @@ def init_params(
     def value(leaf: tuple[str, ...], home: tuple[Any, str]) -> Tensor:
         return first.make(leaf[0], home, getattr(*home))
 
-    return _of_rank(model, program, rank, _leaves(model, of), value)
+    made = _of_rank(model, program, rank, _leaves(model, of), value)
+    first.warn()
+    return made
 
 
 def _leaves(model: Model, state: Sequence[Any] | None) -> list[list[tuple[str, ...]]]:
