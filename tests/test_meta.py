@@ -31,7 +31,8 @@ class Rotary(nn.Module):
 
 
 class Net(nn.Module):
-    """A tied embedding, a rotary table, a mask, numbers and places that forward makes where its input is."""
+    """A tied embedding, a rotary table, numbers and places that forward makes where its input is, and a mask that it
+    makes where torch does, which was refused for being on another device than meta."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class Net(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         places = torch.arange(ids.shape[1], device=ids.device)
-        mask = torch.ones(ids.shape[1], ids.shape[1], device=ids.device).tril()
+        mask = torch.ones(ids.shape[1], ids.shape[1]).tril()
         turned = torch.cos(places[:, None] * self.rotary.table)
         x = self.embed(ids) * torch.tensor([0.5], device=ids.device)
         for block in self.blocks:

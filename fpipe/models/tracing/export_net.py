@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -77,7 +77,7 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
 
 @contextmanager
 def _on_meta(net: nn.Module) -> Generator[bool]:
-    """Meanwhile all tensors of a net with a parameter on meta are there too; whether it has one."""
+    """Meanwhile all tensors of a net with a parameter on meta are there too, and what it makes; whether it has one."""
     found = any(one.is_meta for one in net.parameters())
     dicts: list[Any] = [own for each in net.modules() for own in (*held_by(each)[:2], vars(each))] if found else []
     held = [(own, name, one) for own in dicts for name, one in own.items() if isinstance(one, Tensor)]
@@ -86,7 +86,8 @@ def _on_meta(net: nn.Module) -> Generator[bool]:
     try:
         for own, name, one in held:
             own[name] = made[id(one)]
-        yield found
+        with torch.device("meta") if found else nullcontext():
+            yield found
     finally:
         for own, name, one in held:
             own[name] = one
