@@ -41,7 +41,13 @@ class Communicator:
 
 
 class Queued:
-    """Work of a group: `wait` and `is_completed` are those of torch's."""
+    """Work of a group: `wait` and `is_completed` are those of torch's.
+
+    Attributes:
+        held_up: how often a wait has held the host up.
+    """
+
+    held_up = 0
 
     def __init__(
         self, on: Communicator, carried: Any, there: Callable[[], bool], written: Sequence[Tensor], made: list[Tensor]
@@ -55,6 +61,7 @@ class Queued:
         self.arrive()
         torch.accelerator.current_stream(self.on.stream.device).wait_event(self.end)
         if timeout is not None:
+            Queued.held_up += 1
             self.end.synchronize()
         return True
 
@@ -87,7 +94,8 @@ class OrderedGroup(dist.ProcessGroup):
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, self.options._timeout)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._communicators: dict[Any, Communicator] = {}
-        self._count = Counter[tuple[int, int]]()
+        self._count, self._joint = Counter[tuple[int, int]](), list[Queued]()
+        self._joins = False
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -95,6 +103,16 @@ class OrderedGroup(dist.ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> Any:
         return self._gloo if device.type == "cpu" else self
+
+    supports_coalescing = True
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._joins = True
+
+    def _end_coalescing(self, device: torch.device) -> Queued:
+        """The last one's: those before it in its queue come first."""
+        self._joins = False
+        return self._joint.pop()
 
     def name(self) -> str:
         return NAME
@@ -125,18 +143,36 @@ class OrderedGroup(dist.ProcessGroup):
             return self._gloo.allgather(found, tensors, how)
         return self._collective(tensors, found[0], lambda read, made: self._gloo.allgather([made], read, how))
 
+    def all_gather_single(self, found: Tensor, own: Tensor, how: Any) -> Any:
+        def start(read: list[Tensor], made: list[Tensor]) -> Any:
+            return self._gloo.allgather([[*made[0].view(self.size(), -1)]], [read[0].view(-1)])
+
+        return start([own], [found]) if own.is_cpu else self._collective([own], [found], start)
+
+    def reduce_scatter_single(self, found: Tensor, whole: Tensor, how: Any) -> Any:
+        def start(read: list[Tensor], made: list[Tensor]) -> Any:
+            whole = torch.empty(read[0].shape, dtype=read[0].dtype)
+            moved(whole.data_ptr(), read[0])
+            return self._gloo.reduce_scatter([made[0].view(-1)], [[*whole.view(self.size(), -1)]], how)
+
+        return start([whole], [found]) if whole.is_cpu else self._collective([whole], [found], start)
+
     def all_to_all_single(self, found: Tensor, own: Tensor, received: Any, sent: Any, how: Any) -> Any:
         def start(read: list[Tensor], made: list[Tensor]) -> Any:
             return self._gloo.alltoall_base(*made, *read, received, sent, how)
 
         return start([own], [found]) if own.is_cpu else self._collective([own], [found], start)
 
-    def _collective(self, read: Sequence[Tensor], written: Sequence[Tensor], start: Callable[..., Any]) -> Queued:
+    def _collective(self, read: Sequence[Tensor], written: Sequence[Tensor], start: Callable[..., Any]) -> Any:
         def started(*hosts: list[Tensor]) -> Any:
             work = start(*hosts)
             return work, work.is_completed
 
-        return self._queued("all", read, written, started)
+        queued = self._queued("all", read, written, started)
+        if not self._joins:
+            return queued
+        self._joint[:] = [queued]
+        return None
 
     def _carried(self, source: int, target: int, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Queued:
         """Both sides leave word that they have come to it."""

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fpipe
+from fpipe.runtimes.processes import collective_parts
 from fpipe.tree import leaves
 from tests.fake_accelerator import reports_of
-from tests.fake_accelerator.group import NAME
+from tests.fake_accelerator.group import NAME, Queued
 from tests.fake_accelerator.scenarios import (
     PARTS,
     ROWS,
@@ -34,14 +36,14 @@ from tests.fake_accelerator.scenarios import (
 )
 
 
-def mesh_of_two(*beside: str) -> DeviceMesh:
+def mesh_of_two(*beside: str, kind: str = "cpu") -> DeviceMesh:
     """A mesh of two processes, the ranks, or with a dimension `beside` them those of one rank; it has groups of its
-    own, as of a scenario that went wrong something may still be under way."""
+    own, as of a scenario that went wrong something may still be under way. DTensors want one of a `kind` of device."""
     group: Any = dist.new_group([0, 1], backend=NAME)
     if not beside:
         return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
     alone: Any = [dist.new_group([rank], backend=NAME) for rank in (0, 1)][dist.get_rank()]
-    return DeviceMesh.from_group([alone, group], "cpu", mesh=[[0, 1]], mesh_dim_names=("pp", *beside))
+    return DeviceMesh.from_group([alone, group], kind, mesh=[[0, 1]], mesh_dim_names=("pp", *beside))
 
 
 def trained(rank: int, stages: int, pipeline: Transform, in_turn: bool = False, **how: Any) -> list[str]:
@@ -162,9 +164,10 @@ def exchanged(rank: int, record: bool = False) -> list[str]:
         results.extend(step(params, own) for _ in range(STEPS))
         return [one for result in results[-STEPS:] for one in leaves(result.grads)]
 
-    found, results = list[Tensor](), list[Any]()
+    found, results, Queued.held_up = list[Tensor](), list[Any](), 0
     with DeviceTime() if record else nullcontext():
         reports = reports_of(lambda: found.extend(stepped(device, mesh)))
+    reports += ["a wait held the host up"] * Queued.held_up
     for result in results[1:] if record else ():  # those that only note events
         reports += odd_times(result.timeline)
     return reports + other_bits(found, stepped(torch.device("cpu"), mesh))
@@ -207,15 +210,47 @@ def replicated(rank: int) -> list[str]:
     return reports + other_bits(found, leaves(expected.grads) * STEPS)
 
 
+def sharded(rank: int, **policy: Any) -> list[str]:
+    """Two replicas of one rank, which share out weights that travel alone, and rows that they have not equally many
+    of."""
+    torch.manual_seed(0)
+    weights = [{"w": torch.randn(WIDTH, WIDTH), "b": torch.randn(7, WIDTH)} for _ in range(2)]
+    torch.manual_seed(rank)
+    batch = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    model = fpipe.from_functions([_biased] * 2, loss=squares)
+    pipeline = fpipe.chain(pipeline_of(fpipe.place([0, 0]), schedules.one_f_one_b(1)), fpipe.shard(**policy))
+    program = pipeline(fpipe.program(model))
+
+    def stepped(device: torch.device) -> list[Tensor]:
+        mesh = mesh_of_two("dp", kind=device.type)
+        params, own = fpipe.tree.tree_map(lambda leaf: leaf.to(device), (weights, batch))
+        shards = fpipe.shard_params(params, mesh["dp"])
+        step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(shards, own))
+        return [grad.to_local() for _ in range(STEPS) for grad in leaves(step(shards, own).grads)]
+
+    found, Queued.held_up = list[Tensor](), 0
+    with patch.object(collective_parts, "_LARGE_ON_DEVICES", WIDTH**2):
+        reports = reports_of(lambda: found.extend(stepped(torch.device("fake", rank))))
+    reports += ["a wait held the host up"] * Queued.held_up
+    return reports + other_bits(found, stepped(torch.device("cpu")))
+
+
+def _biased(params: Any, x: Tensor) -> Tensor:
+    return torch.tanh(x @ params["w"] + params["b"].sum(0))
+
+
 PROCESS_SCENARIOS: dict[str, Callable[[int], list[str]]] = {
+    "an exchange, recorded": lambda rank: exchanged(rank, record=True),
+    "replicas of a process": replicated,
+    "1F1B, recorded": lambda rank: trained(rank, 2, pipeline_of(schedules.one_f_one_b(2)), record=True),
+    "an error of rank 0": lambda rank: failed(rank, 0),
+    "an error of rank 1": lambda rank: failed(rank, 1),
     "1F1B": lambda rank: trained(rank, 2, pipeline_of(schedules.one_f_one_b(2))),
     "ZB-H1, on streams in turn": lambda rank: trained(rank, 2, pipeline_of(schedules.zb_h1(2)), in_turn=True),
     "interleaved": lambda rank: trained(rank, 4, pipeline_of(schedules.interleaved(2))),
-    "1F1B, recorded": lambda rank: trained(rank, 2, pipeline_of(schedules.one_f_one_b(2)), record=True),
     "updates": updated,
-    "an error of rank 0": lambda rank: failed(rank, 0),
-    "an error of rank 1": lambda rank: failed(rank, 1),
     "an exchange": exchanged,
-    "an exchange, recorded": lambda rank: exchanged(rank, record=True),
-    "replicas of a process": replicated,
+    "shards": sharded,
+    "shards of each microbatch": lambda rank: sharded(rank, gather="use", scatter="microbatch"),
 }
+"""Those come first that alone notice when some wait is gone."""

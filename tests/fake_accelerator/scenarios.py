@@ -297,6 +297,11 @@ def timed(pipeline: Transform, devices: Sequence[str], home: str) -> fpipe.Timel
 ZB = pipeline_of(schedules.zbv(2))
 HOST = pipeline_of(fpipe.place("linear", homes=lambda stage: [2]))
 SCENARIOS: dict[str, Callable[[], list[str]]] = {
+    "an error between copies": failed_between_copies,
+    "an error": failed,
+    "streams in turn": on_streams_in_turn,
+    "built on another stream": built_on_another_stream,
+    "device time": recorded,
     "two devices": lambda: trained(TWO, 4, ZB),
     "one device": lambda: trained(["fake:0", "fake:0"], 4, ZB),
     "a device and the host": lambda: trained(["fake:0", "cpu"], 4, ZB),
@@ -314,10 +319,6 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "roundpipe": lambda: trained([*TWO, "cpu"], 4, pipeline_of(schedules.roundpipe(2))),
     "numbers looked at": lambda: trained(TWO, 2, pipeline_of(schedules.one_f_one_b(2)), check_finite=True),
     "updates": updated,
-    "streams in turn": on_streams_in_turn,
-    "built on another stream": built_on_another_stream,
     "a batch filled anew": batch_filled_anew,
-    "an error": failed,
-    "an error between copies": failed_between_copies,
-    "device time": recorded,
 }
+"""Those come first that alone notice when some wait is gone."""

@@ -34,9 +34,11 @@ Read = Sequence[Any] | None
 
 
 class Posted(NamedTuple):
-    """A collective under way: the leaves that it writes, by place, what to wait for, and what to do after that."""
+    """A collective under way: the leaves that it writes, by place, what it reads, kept as long as it is not over, what
+    to wait for, and what to do after that."""
 
     made: Mapping[int, Tensor]
+    sent: Tensor
     work: Any
     after: Callable[[], object] | None = None
 
@@ -101,7 +103,7 @@ class SumPart(NamedTuple):
             part = made[at] = sent[start : start + most].view(own.shape)
             if read:
                 part.copy_(read[at]) if isinstance(read[at], Tensor) else part.fill_(read[at])
-        return Posted(made, dist.all_reduce(sent, group=group, async_op=True))
+        return Posted(made, sent, dist.all_reduce(sent, group=group, async_op=True))
 
 
 class GatherPart(NamedTuple):
@@ -118,7 +120,7 @@ class GatherPart(NamedTuple):
         if self.alone:
             (leaf,) = leaves
             sent = buffer.taken(read[leaf.at]) if read else torch.zeros_like(made[leaf.at][: leaf.own.shape[0]])
-            return Posted(made, _gathered(made[leaf.at], sent, group))
+            return Posted(made, sent, _gathered(made[leaf.at], sent, group))
         sent, found = buffer.empty() if read else buffer.empty().zero_(), buffer.empty(self.replicas)
         for at, start, _, own, _ in leaves if read else ():
             sent[start : start + _count(own)].view(own.shape).copy_(read[at])  # pyright: ignore[reportOptionalSubscript]
@@ -130,7 +132,7 @@ class GatherPart(NamedTuple):
                     low, high = leaf.of(number)
                     whole[low:high] = found[number, leaf.start : leaf.start + high - low]
 
-        return Posted(made, _gathered(found, sent, group), take_apart)
+        return Posted(made, sent, _gathered(found, sent, group), take_apart)
 
 
 class ScatterPart(NamedTuple):
@@ -147,7 +149,7 @@ class ScatterPart(NamedTuple):
             (leaf,) = leaves
             one = torch.empty(leaf.own.shape, dtype=buffer.dtype, device=buffer.device)
             sent = buffer.taken(read[leaf.at]) if read else one.new_zeros(leaf.whole.shape)
-            return Posted({leaf.at: one}, *_added(one, sent, group))
+            return Posted({leaf.at: one}, sent, *_added(one, sent, group))
         sent, found = buffer.empty(self.replicas) if read else buffer.empty(self.replicas).zero_(), buffer.empty()
         for leaf in leaves if read else ():
             whole = read[leaf.at].reshape(-1)  # pyright: ignore[reportOptionalSubscript]
@@ -155,7 +157,7 @@ class ScatterPart(NamedTuple):
                 low, high = leaf.of(number)
                 sent[number, leaf.start : leaf.start + high - low] = whole[low:high]
         made = {leaf.at: found[leaf.start : leaf.start + _count(leaf.own)].view(leaf.own.shape) for leaf in leaves}
-        return Posted(made, *_added(found, sent, group))
+        return Posted(made, sent, *_added(found, sent, group))
 
 
 def _gathered(whole: Tensor, own: Tensor, group: ProcessGroup) -> Any:
