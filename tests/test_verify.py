@@ -213,6 +213,15 @@ def test_a_contrastive_loss_is_told_what_microbatches_lack():
         assert report.undivided.endswith("as a contrastive one does, a microbatch has fewer to compare.")
 
 
+def test_a_stage_that_computes_with_other_rows_is_told_from_such_a_loss():
+    """The loss was blamed, which is the same for the outputs of all microbatches in one."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False))
+    model, params, _ = fpipe.from_sequential(net, stages=1, loss=F.mse_loss)
+    report = fpipe.verify(split_in(model, 2), model, params, (torch.randn(8, 4), torch.randn(8, 4)))
+    assert report.notes == (report.undivided,)
+    assert report.undivided.endswith("a stage computes with rows that are in other microbatches, as a batch norm does.")
+
+
 def test_autocast_rounds_more_and_is_no_difference():
     """A plain net under bfloat16 was told that it computes with rows in other microbatches."""
     torch.manual_seed(0)

@@ -85,6 +85,13 @@ def undivided(
             differs=True,
         )
     figures = f"{float(loss):.6g}, here {float(divided.loss):.6g}"
+    alone = None if y is None else _loss_of(model, y, batch[1])
+    if alone is not None and is_mean_to_rounding(divided.loss, alone, seen.eps):
+        return Undivided(
+            f"The undivided batch's loss is {figures}, and that of these outputs in one is the same: a stage computes "
+            "with rows that are in other microbatches, as a batch norm does.",
+            differs=True,
+        )
     return Undivided(
         f"The undivided batch's loss is {figures}: reduction? {_COUNT.capitalize()} If the loss compares rows "
         "with each other, as a contrastive one does, a microbatch has fewer to compare.",
