@@ -122,8 +122,10 @@ def test_an_optimizer_of_the_net_itself_trains_with_its_gradients():
         assign_grads(nn.Linear(3, 3), (result.grads[1],))
     with pytest.raises(ValueError, match="a dict per stage; found Tensor"):
         assign_grads(net, torch.zeros(3))
+    alone = result.grads
+    del result  # they were known for gradients while it was there
     with pytest.raises(ValueError, match=r"assign_grads\(params, grads\) takes params first"):
-        assign_grads(result.grads, params)
+        assign_grads(alone, params)
 
 
 @pytest.mark.parametrize("traced", [True, False])

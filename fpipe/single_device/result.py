@@ -64,21 +64,30 @@ class Result:
     timeline: Timeline | Any = None
 
     def __post_init__(self) -> None:
-        if self.grads is not None:
-            _OF_GRADS[id(self.grads)] = self
+        leaf = _first_tensor(self.grads)
+        if leaf is not None:
+            _GRADIENTS[id(leaf)] = leaf
 
     def __repr__(self) -> str:
         said = [_said(each.name, value) for each in fields(self) if (value := getattr(self, each.name)) is not None]
         return f"<Result: {', '.join(said) or 'nothing'}>"
 
 
-_OF_GRADS: WeakValueDictionary[int, Result] = WeakValueDictionary()
+_GRADIENTS: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
 
 def are_gradients(found: object) -> bool:
-    """Whether something is the `grads` of a result that is still there."""
-    result = _OF_GRADS.get(id(found))
-    return result is not None and result.grads is found
+    """Whether something is the `grads` of a result."""
+    leaf = _first_tensor(found)
+    return leaf is not None and _GRADIENTS.get(id(leaf)) is leaf
+
+
+def _first_tensor(found: Any) -> Tensor | None:
+    """The first tensor of dicts, lists and tuples."""
+    if isinstance(found, Tensor):
+        return found
+    parts: Any = found.values() if isinstance(found, dict) else found if isinstance(found, list | tuple) else ()
+    return next((leaf for part in parts if (leaf := _first_tensor(part)) is not None), None)
 
 
 def _said(name: str, value: Any) -> str:
