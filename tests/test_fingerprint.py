@@ -272,3 +272,18 @@ def test_a_gradient_hook_of_a_parameter_is_told(door: str):
         fpipe.build(program, model)
     with pytest.raises(ValueError, match=re.escape("parameter '0.linear.weight' has a gradient hook; stages diff")):
         cut(door, net, nn.CrossEntropyLoss())
+
+
+class Unsized(nn.Linear):
+    """Has no length, as what torch.compile returns."""
+
+    def __len__(self) -> int:
+        raise TypeError("Linear does not support len()")
+
+
+@pytest.mark.parametrize("door", ["from_sequential", "from_module"])
+def test_a_child_is_not_asked_for_its_length(door: str):
+    """A net with a compiled child ended in "TypeError: Linear does not support len()"."""
+    net, loss = nn.Sequential(nn.Sequential(Unsized(4, 4)), nn.Sequential(Unsized(4, 4))), nn.CrossEntropyLoss()
+    program, model, params = cut(door, net, loss)
+    assert torch.allclose(fpipe.build(program, model)(params, ROWS).loss, mean(net, loss))

@@ -187,7 +187,7 @@ def _content(module: nn.Module) -> Mapping[str, Any]:
     found = {repr(name): value for name, value in plain_attributes(vars(module)).items() if name != "training"}
     held = held_by(module)
     found |= {"a hook": tuple(map(Same, hooks_of(module)))}
-    found |= {f"child {name!r}": child and Same(child) for name, child in held.children.items()}
+    found |= {f"child {name!r}": None if child is None else Same(child) for name, child in held.children.items()}
     for word, own in (("parameter", held.parameters), ("buffer", held.buffers)):
         found |= {repr(name): (word, one is None or has_gradient_hooks(one)) for name, one in own.items()}
     return found

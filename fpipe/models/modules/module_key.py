@@ -19,7 +19,7 @@ def module_key(module: nn.Module, odd: list[Any]) -> Any:
     """
     attributes, held = vars(module), held_by(module)
     plain = tuple((name, alike(attributes[name], odd)) for name in sorted(attributes) if name not in _NOT_PLAIN)
-    children = tuple((name, child and module_key(child, odd)) for name, child in held.children.items())
+    children = tuple((name, None if child is None else module_key(child, odd)) for name, child in held.children.items())
     forward = alike(type(module).forward, odd)
     flags = tuple((name, alike(None if one is None else vars(one), odd)) for name, one in held.parameters.items())
     return type(module), forward, plain, children, flags, tuple(held.buffers)
