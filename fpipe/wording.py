@@ -46,13 +46,13 @@ def phrase(value: Value) -> str:
     return f"{value} ({fill(words, value)})" if words and value.microbatch is not None else str(value)
 
 
-def excerpt(rows: Sequence[Sequence[str]], marks: dict[int, int], width: int = 6) -> str:
+def excerpt(rows: Sequence[Sequence[str]], marks: dict[int, int]) -> str:
     """Draw the marked cell of each marked rank between its neighbours: `rank 1 | 1F1 [1B0] 1F0`."""
     lines: list[str] = []
     for rank, mark in sorted(marks.items()):
         row = rows[rank]
         cells = [f"[{cell}]" if at == mark else cell for at, cell in enumerate(row)]
-        low, high = max(0, mark - width), mark + width + 1
+        low, high = max(0, mark - 6), mark + 7
         lines.append(
             f"  rank {rank} | "
             + " ".join((["..."] if low else []) + cells[low:high] + (["..."] if high < len(cells) else []))

@@ -22,6 +22,9 @@ from fpipe.orders.tasks import Tasks
 PATTERN = 0.1
 """How often two lanes change places wherever they follow each other."""
 
+_MEMORY = 60
+"""For how many steps a worse order may stay."""
+
 
 class _Tried(NamedTuple):
     """An order, its ops, and when they end."""
@@ -41,16 +44,13 @@ class Climber:
         caps: what each rank may hold of residuals.
         objective: "makespan" or "span".
         seed: of the random choices.
-        memory: for how many steps a worse order may stay.
     """
 
-    def __init__(
-        self, tasks: Tasks, rows: Rows, caps: Sequence[float], objective: str, seed: int, memory: int = 60
-    ) -> None:
+    def __init__(self, tasks: Tasks, rows: Rows, caps: Sequence[float], objective: str, seed: int) -> None:
         self.tasks, self.caps, self.objective, self.random = tasks, caps, objective, Random(seed)
         flats = [tasks.flat(row) for row in rows]
         played = tasks.play(flats)
-        self.climb = Climb(_Tried(worth(played, objective), rows, flats, played), memory)
+        self.climb = Climb(_Tried(worth(played, objective), rows, flats, played), _MEMORY)
         self.recomputes = any(len(steps[0]) > 1 for steps in tasks.lanes)
         self.takes = [max(tasks.takes[op] for op in steps[0]) for steps in tasks.lanes]
         self.drops = [sum(tasks.drops[op] for op in steps[0]) for steps in tasks.lanes]

@@ -114,9 +114,9 @@ class _InBlocks(NamedTuple):
     block: BuildingBlock
 
 
-def loosen(pipeline: LinearPipeline, block: BuildingBlock, patience: float, plays: int, seed: int = 0) -> Order:
+def loosen(pipeline: LinearPipeline, block: BuildingBlock, patience: float, plays: int) -> Order:
     """Move offsets of a block by sixths of its interval: a lane, all that follow it, or a leg that goes slower."""
-    random, path, ranks = Random(seed), pipeline.path, pipeline.ranks
+    random, path, ranks = Random(0), pipeline.path, pipeline.ranks
 
     def repeated(block: BuildingBlock, patience: float | Sequence[float]) -> _InBlocks:
         order = played(pipeline, lane_rows_of(pipeline, block), patience)

@@ -52,12 +52,12 @@ def messages(program: Program) -> list[Message]:
     return found
 
 
-def posted_until(row: Sequence[Message], room: Mapping[int, int], small: int = SMALL) -> dict[int, int]:
+def posted_until(row: Sequence[Message], room: Mapping[int, int]) -> dict[int, int]:
     """For each message of those from one rank how many of them are received or posted when it is waited for: `AHEAD`
     more, and as many as are small together."""
     found, until, held = dict[int, int](), 0, 0
     for one in row:
-        while until < len(row) and (until <= one.place + AHEAD or held + room[row[until].number] <= small):
+        while until < len(row) and (until <= one.place + AHEAD or held + room[row[until].number] <= SMALL):
             held += room[row[until].number]
             until += 1
         found[one.number] = until
