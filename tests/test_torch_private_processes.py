@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
+from fpipe.torch_private.collective_ops import C10D, C10D_AUTOGRAD
 from fpipe.torch_private.pipelining import TableRuntime
 from fpipe.torch_private.processes import (
     backend_on,
@@ -32,6 +33,12 @@ def alone(tmp_path: Path):
     )
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor"])
+def test_collectives_are_ops_of_graphs(name: str):
+    for ops in (C10D, C10D_AUTOGRAD):
+        assert hasattr(ops, name), f"torch has no op {name} in {ops}, by which a graph's collectives are found"
 
 
 def test_torchs_runtime_takes_tables():

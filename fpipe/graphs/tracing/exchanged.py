@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.torch_private.collective_ops import C10D
 
-_c10d: Any = torch.ops._c10d_functional
 _ADJOINT = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "ring": "ring back"}
 COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "ring")
 
@@ -109,7 +109,7 @@ def _exchanged(kind: str, x: Tensor, by: Exchanged) -> Tensor:
     if by.size == 1:
         return x.clone(memory_format=torch.contiguous_format)
     if by.splits is not None:
-        return start(_c10d.all_to_all_single, x, *by.splits, by.group)
+        return start(C10D.all_to_all_single, x, *by.splits, by.group)
     if kind in ("all_to_all", "reduce_scatter"):
         rows, parts = (len(x) if x.ndim else 0), by.size
         if not rows or rows % parts:
@@ -118,17 +118,17 @@ def _exchanged(kind: str, x: Tensor, by: Exchanged) -> Tensor:
             )
     if kind == "all_to_all":
         each = [len(x) // by.size] * by.size
-        return start(_c10d.all_to_all_single, x, each, each, by.group)
+        return start(C10D.all_to_all_single, x, each, each, by.group)
     if kind == "all_gather":
-        return start(_c10d.all_gather_into_tensor, x, by.size, by.group)
+        return start(C10D.all_gather_into_tensor, x, by.size, by.group)
     if kind == "reduce_scatter":
-        return start(_c10d.reduce_scatter_tensor, x, "sum", by.size, by.group)
+        return start(C10D.reduce_scatter_tensor, x, "sum", by.size, by.group)
     if kind == "all_reduce":
-        return start(_c10d.all_reduce, x, "sum", by.group)
+        return start(C10D.all_reduce, x, "sum", by.group)
     step = 1 if kind == "ring" else -1
     to, source = ((by.number + one) % by.size for one in (step, -step))
     sent, received = ([x.numel() if at == one else 0 for at in range(by.size)] for one in (to, source))
-    return start(_c10d.all_to_all_single, x.view(-1), received, sent, by.group).view(x.shape)
+    return start(C10D.all_to_all_single, x.view(-1), received, sent, by.group).view(x.shape)
 
 
 class Carrier(NamedTuple):
@@ -140,7 +140,7 @@ class Carrier(NamedTuple):
 
 
 def _waited(op: Any, x: Tensor, *how: Any) -> Tensor:
-    return _c10d.wait_tensor(op(x, *how))
+    return C10D.wait_tensor(op(x, *how))
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

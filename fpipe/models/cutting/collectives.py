@@ -10,15 +10,12 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import fx
 
 from fpipe.graphs.tracing.exchanged import Exchanged
 from fpipe.model import Stage
+from fpipe.torch_private.collective_ops import C10D, C10D_AUTOGRAD
 from fpipe.torch_private.processes import axis_of, group_named
-
-_c10d: Any = torch.ops._c10d_functional
-_c10d_autograd: Any = torch.ops._c10d_functional_autograd  # what torch before 2.13 traces of funcol's `.._autograd`
 
 
 def collectives_of(nodes: Sequence[fx.Node]) -> dict[int, Exchanged]:
@@ -27,7 +24,7 @@ def collectives_of(nodes: Sequence[fx.Node]) -> dict[int, Exchanged]:
     found: dict[int, Exchanged] = {}
     for at, (node, behind) in enumerate(pairwise(nodes)):
         kind = _KINDS.get(node.target)
-        if kind is None or behind.target is not _c10d.wait_tensor.default or behind.args[0] is not node:
+        if kind is None or behind.target is not C10D.wait_tensor.default or behind.args[0] is not node:
             continue
         word = kind(*node.args[1:-1])
         if word is not None and any(user.op != "output" for user in behind.users):
@@ -62,11 +59,11 @@ def _added(by: str) -> str | None:
 
 
 _KINDS: dict[Any, Callable[..., str | None]] = {
-    _c10d.all_to_all_single.default: _even,
-    _c10d_autograd.all_to_all_single.default: _even,
-    _c10d.all_gather_into_tensor.default: _gathered,
-    _c10d_autograd.all_gather_into_tensor.default: _gathered,
-    _c10d.reduce_scatter_tensor.default: _scattered,
-    _c10d_autograd.reduce_scatter_tensor.default: _scattered,
-    _c10d.all_reduce.default: _added,
+    C10D.all_to_all_single.default: _even,
+    C10D_AUTOGRAD.all_to_all_single.default: _even,
+    C10D.all_gather_into_tensor.default: _gathered,
+    C10D_AUTOGRAD.all_gather_into_tensor.default: _gathered,
+    C10D.reduce_scatter_tensor.default: _scattered,
+    C10D_AUTOGRAD.reduce_scatter_tensor.default: _scattered,
+    C10D.all_reduce.default: _added,
 }

@@ -34,13 +34,13 @@ from fpipe.runtimes.faults.lost_rank import first_told
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank
 from fpipe.runtimes.lowering.lowered import Instruction, Lowered
+from fpipe.torch_private.collective_ops import C10D
 from fpipe.torch_private.dispatch import OpOverload, returns_of
 from fpipe.torch_private.processes import all_gather, group_named, is_on_streams, reduce_scatter
 
 Leaves = list[Any]
 Started = tuple[Tensor, Any]
 """The tensor that a collective writes, and its work to wait for."""
-_c10d: Any = torch.ops._c10d_functional
 _BROUGHT = ("y", "again", "dx")
 _EXCHANGES = "exchanges"
 
@@ -169,13 +169,13 @@ class ExchangeLane:
         the loss behind a last stage does."""
         computed = set[Name]()
         for node in reversed(graph.nodes):
-            if node.op is not _c10d.wait_tensor.default and (node.name in computed or not _is_view(node.op)):
+            if node.op is not C10D.wait_tensor.default and (node.name in computed or not _is_view(node.op)):
                 computed.update(node.reads)
         now: dict[Name, Name] = {}
         nodes = list[Node]()
         for node in graph.nodes:
             args = tuple(now.get(arg, arg) if isinstance(arg, Name) else arg for arg in node.args)
-            if node.op is _c10d.wait_tensor.default:
+            if node.op is C10D.wait_tensor.default:
                 if node.name in computed:
                     nodes.append(Node(node.name, self._waited, args, node.kwargs))
                 else:
@@ -307,8 +307,8 @@ def _all_reduce(tensor: Tensor, _: str, group: ProcessGroup) -> Started:
 
 
 STARTS: dict[Any, Callable[..., Started]] = {
-    _c10d.all_to_all_single.default: _all_to_all,
-    _c10d.all_gather_into_tensor.default: _all_gather,
-    _c10d.reduce_scatter_tensor.default: _reduce_scatter,
-    _c10d.all_reduce.default: _all_reduce,
+    C10D.all_to_all_single.default: _all_to_all,
+    C10D.all_gather_into_tensor.default: _all_gather,
+    C10D.reduce_scatter_tensor.default: _reduce_scatter,
+    C10D.all_reduce.default: _all_reduce,
 }
