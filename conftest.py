@@ -2,7 +2,9 @@
 processes, and which files are slow."""
 
 import gc
+import itertools
 import logging
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -50,16 +52,17 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 ROOT = Path(__file__).parent
 SLOW = {
     "tests": """
-        autocast batches cli compare_step compile conformance counts data_parallel demo derivatives
-        digits distributed evaluating families faults fingerprint from_loss from_module from_pipe grain
-        hybrid_shards interop layers loss_scale memory meta module_kinds offload opaque peers
-        post_validation pure random readme references same_step schedules search searched shard sharded
-        shards_inside_stages signatures slices state steps testing threads ties_and_skips torch_runtime
-        traces train_gpt unread_state untraced_processes update verify
+        autocast batches cli compare_step compare_step_ranks compile conformance counts
+        data_parallel demo derivatives digits distributed evaluating fake_accelerator families
+        faults fingerprint from_loss from_module from_pipe grain hybrid_shards interop layers
+        loss_scale memory meta module_kinds offload opaque peers plan_run post_validation pure
+        random readme references same_step schedules search searched shard sharded
+        shards_inside_stages signatures slices state steps testing threads ties_and_skips
+        torch_runtime traces train_gpt unread_state untraced_processes update verify
     """,
     "property_tests": """
         derivative_laws distributed_laws gradients language_laws linearize_laws schedule_laws
-        schedule_search slice_laws time_laws update_laws whole_laws
+        schedule_search shard_laws slice_laws time_laws update_laws whole_laws
     """,
 }
 SLOW_FILES = {ROOT / folder / f"test_{name}.py" for folder, names in SLOW.items() for name in names.split()}
@@ -107,6 +110,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if item.path.is_relative_to(ROOT / "property_tests"):
             item.add_marker(pytest.mark.law)
+    crossed = [item for item in items if isinstance(item, pytest.Function) and item.get_closest_marker("crossed")]
+    for _, group in itertools.groupby(crossed, lambda item: item.function):
+        for item in outside_the_star([*group]):
+            item.add_marker(pytest.mark.deep)
+
+
+def outside_the_star(items: list[pytest.Function]) -> list[pytest.Function]:
+    """Of the combinations of several parameters, in their order, those that `make test` leaves out. It has each value
+    of the longest with the first values of the others, and each combination of these with every fifth of the longest.
+    """
+    sizes = [len(mark.args[1]) for mark in items[0].iter_markers("parametrize")]
+    if len(items) < math.prod(sizes):  # asked for by name
+        return []
+    longest, left_out = sizes.index(max(sizes)), list[pytest.Function]()
+    others = [*itertools.product(*map(range, sizes[:longest] + sizes[longest + 1 :]))]
+    every = min(5, max(sizes))
+    for item, place in zip(items, itertools.product(*map(range, sizes)), strict=True):
+        other = others.index(place[:longest] + place[longest + 1 :])
+        if other and place[longest] % every != other % every:
+            left_out.append(item)
+    return left_out
 
 
 _trusted = Program.trusted

@@ -34,8 +34,9 @@ def loop(net: nn.Module, batch: Any, dtype: torch.dtype) -> Any:
     return sum(losses[1:], losses[0]), optimizer
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("how", [{"trace": False}, {}, {"runtime": "threads"}, {"example": True}], ids=repr)
+@pytest.mark.parametrize("how", [{}, {"trace": False}, {"runtime": "threads"}, {"example": True}], ids=repr)
 def test_a_step_has_the_bits_of_a_loop_under_autocast(how: dict[str, Any], dtype: torch.dtype):
     net, batch = net_of(2), rows(8)
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)

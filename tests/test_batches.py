@@ -168,6 +168,7 @@ class Encoder(nn.Module):
         return x if mask is None else x.masked_fill(mask[..., None], 0.25)
 
 
+@pytest.mark.crossed
 @TRACED
 @pytest.mark.parametrize("policy", [(), (fpipe.checkpoint(grain="layer"), fpipe.split_backward())])
 @pytest.mark.parametrize("given", [{"scale": 0.5}, {"mask": torch.arange(7) % 3 == 0}, {"mask": None}])

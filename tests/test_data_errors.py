@@ -55,6 +55,7 @@ def _raised(run: Callable[[], object]) -> tuple[type[BaseException], str] | None
     return None
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("look", _LOOKS)
 @pytest.mark.parametrize("door", ["from_sequential", "from_module"])
 def test_what_plain_torch_refuses_a_trace_refuses(look: str, door: str) -> None:

@@ -63,8 +63,9 @@ def plain(net: nn.Module, state: Any, x: Tensor) -> Tensor:
     return torch.cat([twin(part) for part in x.tensor_split(MANY)]).detach()
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("door", ["from_module", "from_sequential"])
-@pytest.mark.parametrize("how", [{"trace": False}, {}, {"runtime": "threads"}], ids=repr)
+@pytest.mark.parametrize("how", [{}, {"trace": False}, {"runtime": "threads"}], ids=repr)
 def test_outputs_are_those_of_the_net_in_eval_mode(door: str, how: dict[str, Any]):
     net, model, params, state = cut(door)
     now = trained(model, params, state).state

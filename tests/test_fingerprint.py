@@ -183,6 +183,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("door", ["from_sequential", "from_module"])
 def test_what_a_net_holds_otherwise_than_at_its_cut_is_told_when_a_step_is_built(door: str, change: str):

@@ -45,6 +45,7 @@ def same(found: fpipe.Result, expected: fpipe.Result) -> bool:
 STEPS = {"B": (LAYERS,), "I W": (LAYERS, HALVES), "some": (fpipe.checkpoint(lambda s, m: (s + m) % 2 == 0, "layer"),)}
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("trace", [True, False])
 def test_it_is_bitwise_and_holds_what_was_told(steps: str, trace: bool):

@@ -119,6 +119,7 @@ def bits(rank: int, way: str, ranks: int, turned: bool) -> list[str]:
     return wrong + ["missing"] * (len(made) != len(params[0]) * (3 - ranks))
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_groups_of_processes_give_the_bits_of_autograd_added_by_group(four: Processes, way: str, turned: bool):

@@ -70,6 +70,7 @@ PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS.keys())
 @pytest.mark.parametrize("policy", ["never", "always, split", "layer"])
 def test_who_keeps_a_part_of_a_storage_keeps_all_of_it(policy: str, part: Callable[[torch.Tensor], torch.Tensor]):

@@ -204,6 +204,7 @@ def cut_case(name: str) -> tuple[nn.Sequential, nn.Sequential, Any, Any]:
     return net, whole, (x, target), fpipe.from_sequential(net, sizes=[2, 2], loss=nn.functional.mse_loss, example=x)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_module_in_stages_is_the_module(name: str, trace: bool):

@@ -336,6 +336,7 @@ MOVES = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("name", "move"), MOVES.values(), ids=MOVES.keys())
 @pytest.mark.parametrize("trace", [True, False])
 def test_parameters_that_the_net_has_no_more_are_not_trained_in_silence(name: str, move, trace: bool):
@@ -447,6 +448,7 @@ def test_a_module_that_changes_what_its_stage_is_given_is_refused_by_name(name, 
         assert all(map(torch.equal, batch, given))
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize("policy", [identity, checkpoint_always, split_backward], ids=["kept", "recomputed", "split"])
 def test_a_module_that_is_called_again_in_the_backward_has_the_parameters_it_is_given(policy, trace):

@@ -36,6 +36,7 @@ def program_of(policy: str, *last: Callable[[Program], Program]) -> Program:
     return fpipe.chain(*steps)(fpipe.program(NET.model))
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("last", [(), (fpipe.communicate(), fpipe.free())], ids=["", "sent and freed"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_offloading_changes_no_bits(policy: str, last: tuple[Any, ...]):
@@ -73,6 +74,7 @@ def test_a_partner_holds_what_it_takes():
     assert after[3] > before[3]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize("microbatches", [1, 3, 8, 20])
 @pytest.mark.parametrize("seconds", [0.0, 0.5, 1.0])
@@ -86,6 +88,7 @@ def test_bpipe_holds_about_half_of_the_deepest_rank_in_the_same_time(ranks: int,
     assert found.makespan == base.makespan
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 @pytest.mark.parametrize("rounds", [1, 2, pytest.param(3, marks=pytest.mark.deep)])

@@ -67,6 +67,7 @@ def observed(net: nn.Module) -> list[Any]:
     return [*modes, *grads, *bits(dict(net.state_dict())), *bits(torch.get_rng_state())]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("reading", ["sizes", "build", "verify", "profile", "reference", "simulate"])
 def test_looking_at_a_step_leaves_everything_as_found(reading: str, training: bool):
@@ -91,6 +92,7 @@ def test_looking_at_a_step_leaves_everything_as_found(reading: str, training: bo
     assert bits((params, batch, state)) == given
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_relu_in_place_is_right_in_a_stage_and_refused_at_a_cut(policy: str, trace: bool):
@@ -232,6 +234,7 @@ def test_one_row_that_lies_the_other_way_round_has_plain_autograds_bits(front: s
 ROUTES = {**POLICIES, "by layers": (fpipe.checkpoint(grain="layer"), fpipe.split_backward())}
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zb_h1"])
 @pytest.mark.parametrize("trace", [True, False])
 def test_a_noisy_route_is_the_same_under_every_schedule_and_policy(schedule: str, trace: bool):
@@ -300,6 +303,7 @@ def last(p: dict[str, Tensor], x: dict[str, Any]) -> Tensor:
     return torch.tanh(x["h"] @ p["w"]) * x["ids"][:, None]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("cast", CASTS)
 @pytest.mark.parametrize(
     ("schedule", "trace"),

@@ -28,9 +28,10 @@ def bools(valid: Any) -> list[bool]:
     return [bool(each) for each in (valid if isinstance(valid, tuple) else (valid,))]
 
 
-HOW: list[dict[str, Any]] = [{"trace": False}, {}, {"runtime": "threads"}, {"donate": True}]
+HOW: list[dict[str, Any]] = [{}, {"trace": False}, {"runtime": "threads"}, {"donate": True}]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("case", NORMS)
 @pytest.mark.parametrize(
     ("schedule", "how"),

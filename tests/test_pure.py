@@ -143,6 +143,7 @@ NONE: dict[str, Callable[[], Holder]] = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize("name", NONE)
 def test_other_plain_attributes_are_left_alone(name: str, trace: bool):

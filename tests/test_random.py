@@ -92,6 +92,7 @@ def cut_case(name: str) -> tuple[fpipe.Model, Any, Any, Any, dict[str, Tensor]]:
     return model, params, state, batch, by_hand(net, model, batch)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", NETS)
@@ -353,14 +354,6 @@ def test_without_a_key_the_module_that_draws_is_named():
         step(params, batch)
     with pytest.raises(ValueError, match=sentence):
         fpipe.reference(model, params, batch)
-
-
-@pytest.mark.parametrize("key", [1.5, "1", torch.tensor(1), True])
-def test_a_key_is_an_int(key: Any):
-    net, batch = case("Dropout")
-    model, params, _ = fpipe.from_sequential(net, stages=2, loss=F.mse_loss)
-    with pytest.raises(TypeError, match="a key is a whole number, and so is what is folded into it; found"):
-        fpipe.build(fpipe.program(model), model)(params, batch, key=key)
 
 
 def test_fold_in_is_even_and_depends_on_order():

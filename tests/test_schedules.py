@@ -119,6 +119,7 @@ def test_a_short_group_costs_no_idle_time(name: str, ranks: int, microbatches: i
         assert floor <= found.makespan < padded.makespan
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("ranks", "microbatches"), [(p, m) for p in (2, 3, 4) for m in range(1, 3 * p + 1) if m % p])
 @pytest.mark.parametrize("name", ["interleaved", "kimi_k2", "interleaved_zb", "group_interleaved"])
 @pytest.mark.parametrize("chunks", [2, 3])

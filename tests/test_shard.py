@@ -203,6 +203,7 @@ def test_what_cannot_be_sharded_is_refused_with_the_way_out(how: str):
     assert words in str(found.value)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("runtime", ["local", "threads"])
 def test_in_one_process_one_replica_has_the_whole(runtime: Any, policy: str):

@@ -119,6 +119,7 @@ def assert_same(found: fpipe.Result, expected: Expected) -> None:
     assert (torch.equal(found.loss, loss), differ) == (True, [])
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("reduction", LOSSES)
 @pytest.mark.parametrize("trace", [True, False])
 def test_attention_in_slices_has_the_gradients_of_plain_autograd(reduction: str, trace: bool):

@@ -62,6 +62,7 @@ def cut_conv_net(momentum: float | None = 0.1) -> tuple[nn.Sequential, nn.Module
     return net, unsplit(net), *fpipe.from_sequential(net, stages=3, loss=CROSS)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -380,6 +381,7 @@ def cut_reader(name: str) -> tuple[nn.Sequential, nn.Module, fpipe.Model, Any, A
     return net, one_by_one(net, ROWS)[0], *fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize("name", READERS)
 def test_a_forward_that_reads_what_it_writes_is_the_unsplit_modules(name: str, trace: bool):
@@ -529,6 +531,7 @@ NORMS = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("steps", [(), (fpipe.split_backward(), fpipe.checkpoint("always"))], ids=["B", "R I W"])
 @pytest.mark.parametrize(("norm", "x"), NORMS.values(), ids=NORMS.keys())
 def test_statistics_are_eagers_for_every_kind_of_norm(norm: nn.Module, x: Tensor, steps: tuple[Transform, ...]):
@@ -690,6 +693,7 @@ SHIFTED: dict[str, Callable[[], nn.Sequential]] = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", SHIFTED)
@@ -724,6 +728,7 @@ def trained(net: nn.Module) -> dict[str, Tensor]:
     return {name: leaf.detach() for name, leaf in net.named_parameters()}
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("run", ["traced", "by autograd", "reference", "verify", "example"])
 @pytest.mark.parametrize("where", ["stage", "loss"])
 def test_a_function_leaves_what_the_modules_it_closes_over_remember(where: str, run: str):

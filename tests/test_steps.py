@@ -50,9 +50,10 @@ def loop(net: nn.Module, each: list[Any], delays: list[int], clip: float | None,
     return losses, optimizer
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_h2", "interleaved", "zbv", "dualpipe", "roundpipe"])
-@pytest.mark.parametrize("how", [{"trace": False}, {}, {"runtime": "threads"}], ids=repr)
+@pytest.mark.parametrize("how", [{}, {"trace": False}, {"runtime": "threads"}], ids=repr)
 def test_steps_follow_each_other_as_in_a_loop(schedule: str, clip: float | None, how: dict[str, Any]):
     net, each = net_of(), batches(3)
     stages = 2 if schedule in ("one_f_one_b", "zb_h2", "dualpipe") else 4
@@ -66,9 +67,10 @@ def test_steps_follow_each_other_as_in_a_loop(schedule: str, clip: float | None,
     assert differences(net, optimizer, result) == []
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize(("stale", "delays"), [(1, [1, 1, 1, 1]), (2, [2, 2, 2, 2]), ("stash", [3, 2, 1, 0])])
-@pytest.mark.parametrize("how", [{"trace": False}, {}, {"runtime": "threads"}], ids=repr)
+@pytest.mark.parametrize("how", [{}, {"trace": False}, {"runtime": "threads"}], ids=repr)
 def test_stale_steps_are_a_loop_with_the_same_delays(stale: Any, delays: list[int], clip: Any, how: dict[str, Any]):
     net, each = net_of(), batches(5)
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=4, loss=MSE)
@@ -260,7 +262,7 @@ def test_verify_compares_steps_with_a_loop_and_finds_what_is_wrong():
         fpipe.verify(fpipe.program(model), model, params, each[0], lr=0.1)
 
 
-@pytest.mark.parametrize("how", [{"trace": False}, {}, {"runtime": "threads"}], ids=repr)
+@pytest.mark.parametrize("how", [{}, {"trace": False}, {"runtime": "threads"}], ids=repr)
 def test_each_step_draws_by_its_own_key(how: dict[str, Any]):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5))

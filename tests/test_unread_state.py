@@ -145,6 +145,7 @@ def cut_case(name: str) -> tuple[nn.Sequential, nn.Module, Tensor, Any]:
     return net, *one_by_one(net, ROWS), fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize("name", NETS)
 def test_updates_are_the_unsplit_modules_whatever_the_order(name: str, trace: bool):

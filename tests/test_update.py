@@ -83,6 +83,7 @@ def differences(net: nn.Module, optimizer: Any, result: fpipe.Result) -> list[st
     return wrong + ["nothing"] * (not params)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("rule", RULES)
 def test_steps_have_the_bits_of_torchs_own_loop(rule: str, clip: str):
@@ -101,8 +102,9 @@ def test_steps_have_the_bits_of_torchs_own_loop(rule: str, clip: str):
     assert differences(net, optimizer, result) == []
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "interleaved", "zbv", "dualpipe", "roundpipe"])
-@pytest.mark.parametrize("how", [{"trace": False}, {}, {"runtime": "threads"}, {"record": True}], ids=repr)
+@pytest.mark.parametrize("how", [{}, {"trace": False}, {"runtime": "threads"}, {"record": True}], ids=repr)
 def test_a_schedule_and_a_runtime_change_no_bit(schedule: str, how: dict[str, Any]):
     net, batch = net_of(), rows(8)
     stages = 2 if schedule == "dualpipe" else 4
@@ -551,6 +553,7 @@ def addresses(per_stage: Any) -> list[int]:
     return [leaf.data_ptr() for leaf in fpipe.tree.leaves(per_stage) if leaf is not None]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_h1", "interleaved", "roundpipe", "dualpipe"])
 @pytest.mark.parametrize("runtime", ["local", "threads"])
 @pytest.mark.parametrize("clip", [None, 0.05])
