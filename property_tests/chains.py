@@ -1,4 +1,5 @@
-"""Random chains of transforms, as values that print as what was drawn: which, in which order, and the schedule."""
+"""Random chains of transforms, as values that print as what was drawn: which, in which order, and the schedule; and
+small nets under them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.program import Program
-from property_tests.strategies import legal_tables
+from property_tests.strategies import Net, legal_tables, nets
 
 Transform = Callable[[Program], Program]
 Table = tuple[tuple[str, ...], ...]
@@ -81,3 +82,28 @@ def chains(
         steps.insert(steps.index("schedule") + 1, draw(st.sampled_from([*AWAY])))
     last = draw(st.sampled_from([(), ("communicate()",), ("free()",), ("communicate()", "free()")]))
     return Chain((*steps, *last), schedule)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model, a batch of `rows` in `microbatches`, and the chain of transforms that makes the program."""
+
+    net: Net
+    microbatches: int
+    rows: int
+    chain: Chain
+    seed: int
+
+    @property
+    def program(self) -> Program:
+        return self.chain(fpipe.split(self.microbatches)(fpipe.program(self.net.model)))
+
+
+@st.composite
+def runs(draw: st.DrawFn, models: st.SearchStrategy[Net] | None = None) -> Run:
+    net = draw(nets() if models is None else models)
+    m = draw(st.integers(1, 4))
+    rows = m * draw(st.integers(1, 3)) + draw(st.integers(0, m - 1))
+    named = st.sampled_from(["gpipe", "one_f_one_b"]).map(lambda name: (name, min(2, len(net.bodies))))
+    seed = st.integers(0, 2**16)
+    return Run(net, m, rows, draw(chains(fpipe.split(m)(fpipe.program(net.model)), named)), draw(seed))

@@ -15,8 +15,8 @@ import fpipe
 from fpipe import tree
 from fpipe.schedules import about
 from fpipe.testing.stage_functions import BODIES, LOSSES
+from property_tests.chains import Run, runs
 from property_tests.strategies import Net, few, nets
-from property_tests.test_gradients import Run, runs
 from tests.processes import Processes
 from tests.test_distributed import both
 

@@ -10,9 +10,8 @@ from hypothesis import example, given
 
 import fpipe
 import property_tests.test_whole_laws as whole
-from property_tests.chains import Chain
+from property_tests.chains import Chain, Run, runs
 from property_tests.strategies import Net, few, nets, plain_autograd
-from property_tests.test_gradients import Run, runs
 from tests.processes import Processes
 from tests.test_data_parallel import meshed
 from tests.test_distributed import both, own

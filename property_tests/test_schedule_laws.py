@@ -60,6 +60,7 @@ def program_or_why(name: str, ranks: int, microbatches: int, stages: int) -> Pro
 
 
 @every_schedule
+@few(8)
 @given(ranks=st.integers(1, 6), microbatches=st.integers(1, 13), stages=st.integers(1, 13))
 def test_it_serves_its_sizes_and_says_why_not_the_others(name: str, ranks: int, microbatches: int, stages: int):
     refusal = about(name).refuses(ranks, stages, microbatches)
@@ -74,7 +75,7 @@ def test_it_serves_its_sizes_and_says_why_not_the_others(name: str, ranks: int, 
 
 
 @every_schedule
-@few(10)
+@few(7)
 @given(data=st.data())
 def test_every_forward_has_its_backward_once_and_transfers_and_frees_check(name: str, data: st.DataObject):
     program = data.draw(programs(name))
@@ -90,6 +91,7 @@ def test_every_forward_has_its_backward_once_and_transfers_and_frees_check(name:
 
 
 @every_schedule
+@few(8)
 @given(data=st.data(), costs=costs_of())
 def test_it_takes_no_less_than_one_microbatch_and_one_rank(name: str, data: st.DataObject, costs: fpipe.Costs):
     program = data.draw(programs(name))
@@ -145,6 +147,7 @@ def test_most_schedules_have_a_formula():
 
 
 @pytest.mark.parametrize("name", IDLE, scope="module")
+@few(8)
 @given(data=st.data(), F=seconds, B=seconds, less=st.integers(0, 5))
 def test_it_idles_as_its_formula_says(name: str, data: st.DataObject, F: float, B: float, less: int):
     text = about(name).idle
@@ -162,6 +165,7 @@ def test_it_idles_as_its_formula_says(name: str, data: st.DataObject, F: float, 
 
 
 @pytest.mark.parametrize("name", PEAK, scope="module")
+@few(8)
 @given(data=st.data())
 def test_no_rank_holds_more_than_its_formula_says(name: str, data: st.DataObject):
     """And where p divides many microbatches a rank holds just as much."""

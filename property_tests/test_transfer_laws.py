@@ -12,8 +12,8 @@ import fpipe
 from fpipe.program import Op, Program, Value, parts_of
 from fpipe.runtimes.processes.message_order import messages, queue_of
 from fpipe.transforms.communicate import received_as_sent, with_transfers
+from property_tests.chains import Run, runs
 from property_tests.strategies import few
-from property_tests.test_gradients import Run, runs
 from property_tests.test_schedule_laws import every_schedule, programs
 from property_tests.test_time_laws import SECONDS
 
