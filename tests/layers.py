@@ -187,10 +187,10 @@ image, signal, table, sequence = rows(4, 4, 5, 5), rows(4, 4, 9), rows(4, 8), ro
 
 layer("Linear", lambda: nn.Linear(8, 6), table)
 layer("Linear without bias", lambda: nn.Linear(8, 6, bias=False), table, step=False)
-layer("Linear on a sequence", lambda: nn.Linear(8, 6), sequence)
+layer("Linear on a sequence", lambda: nn.Linear(8, 6), sequence, step=False)
 layer("Bilinear", lambda: nn.Bilinear(8, 5, 6), lambda: (torch.randn(4, 8), torch.randn(4, 5)), step=False)
 layer("Conv1d", lambda: nn.Conv1d(4, 6, 3, padding=1), signal, step=False)
-layer("Conv2d", lambda: nn.Conv2d(4, 6, 3, stride=2), image)
+layer("Conv2d", lambda: nn.Conv2d(4, 6, 3, stride=2), image, step=False)
 layer("Conv2d, channels last", lambda: nn.Conv2d(4, 6, 3), lambda: image().to(memory_format=torch.channels_last))
 layer("Conv2d, padding_mode reflect", lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), image, step=False)
 layer("Conv2d, padding same, dilated", lambda: nn.Conv2d(4, 6, 3, padding="same", dilation=2), image, step=False)
@@ -200,7 +200,7 @@ layer("Conv3d", lambda: nn.Conv3d(4, 6, 3), rows(4, 4, 4, 4, 4), step=False)
 layer("ConvTranspose1d", lambda: nn.ConvTranspose1d(4, 6, 3, stride=2), signal, step=False)
 layer("ConvTranspose2d", lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1), image, step=False)
 layer("MaxPool1d", lambda: nn.Sequential(nn.Conv1d(4, 4, 3), nn.MaxPool1d(2)), signal, step=False)
-layer("MaxPool2d", conv(nn.MaxPool2d(2)), image)
+layer("MaxPool2d", conv(nn.MaxPool2d(2)), image, step=False)
 layer("MaxPool3d", lambda: nn.Sequential(nn.Conv3d(4, 4, 1), nn.MaxPool3d(2)), rows(4, 4, 4, 4, 4), step=False)
 layer("AvgPool1d", lambda: nn.Sequential(nn.Conv1d(4, 4, 3), nn.AvgPool1d(2)), signal, step=False)
 layer("AvgPool2d", conv(nn.AvgPool2d(2)), image, step=False)
@@ -217,7 +217,12 @@ layer("PixelShuffle", conv(nn.PixelShuffle(2)), image, step=False)
 layer("PixelUnshuffle", lambda: nn.Sequential(nn.Conv2d(4, 4, 2), nn.PixelUnshuffle(2)), image, step=False)
 layer("ChannelShuffle", conv(nn.ChannelShuffle(2)), image, step=False)
 layer("Unfold and Fold", lambda: nn.Sequential(nn.Unfold(2), nn.Linear(16, 9), nn.Fold(4, 2)), image)
-layer("Flatten and Unflatten", lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 12), nn.Unflatten(1, (3, 4))), signal)
+layer(
+    "Flatten and Unflatten",
+    lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 12), nn.Unflatten(1, (3, 4))),
+    signal,
+    step=False,
+)
 layer("ZeroPad2d", lambda: nn.Sequential(nn.Conv2d(4, 4, 2), nn.ZeroPad2d(1), nn.Conv2d(4, 4, 2)), image, step=False)
 layer(
     "ReflectionPad1d, ReplicationPad1d, CircularPad1d",
@@ -239,9 +244,9 @@ layer(
 )
 layer("InstanceNorm1d", lambda: nn.InstanceNorm1d(4, affine=True), signal, step=False)
 layer("InstanceNorm2d", lambda: nn.InstanceNorm2d(4, affine=True), image, step=False)
-layer("LayerNorm", lambda: nn.LayerNorm(8), table)
+layer("LayerNorm", lambda: nn.LayerNorm(8), table, step=False)
 layer("LayerNorm without bias", lambda: nn.LayerNorm(8, bias=False), table, step=False)
-layer("RMSNorm", lambda: nn.RMSNorm(8), table)
+layer("RMSNorm", lambda: nn.RMSNorm(8), table, step=False)
 layer("LocalResponseNorm", conv(nn.LocalResponseNorm(2)), image, step=False)
 layer("a shared LayerNorm", SharedNorm, table)
 for name, activation in {
@@ -250,7 +255,7 @@ for name, activation in {
     "AlphaDropout in eval": nn.AlphaDropout(0.5).eval(),
 }.items():
     layer(name, partial(around, activation), table, step=False)
-layer("PReLU", lambda: nn.PReLU(4), signal)
+layer("PReLU", lambda: nn.PReLU(4), signal, step=False)
 layer("Softmax2d", conv(nn.Softmax2d()), image, step=False)
 
 # torch tells another order in memory than these write, or than their gradients have, where data lies transposed.
@@ -279,7 +284,7 @@ def turned(act: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
 
 
 for name, act in TURNED.items():
-    step = name in ("LogSigmoid", "LogSoftmax", "BatchNorm1d in eval")
+    step = name in ("LogSoftmax", "BatchNorm1d in eval")
     pattern(f"{name}, transposed between two layers", weights((5, 4), (5, 4, 3)), rows(4, 4, 5), step=step)(turned(act))
 
 layer("RNN", lambda: nn.RNN(8, 6, batch_first=True), sequence, step=False)
@@ -293,7 +298,7 @@ layer("LSTM, both ways", lambda: nn.LSTM(8, 6, batch_first=True, bidirectional=T
 layer("LSTM, projected", lambda: nn.LSTM(8, 6, batch_first=True, proj_size=3), rows(4, 2, 8), step=False)
 layer("RNNCell", lambda: nn.RNNCell(8, 6), table, step=False)
 layer("GRUCell", lambda: nn.GRUCell(8, 6), table, more=CELL, step=False)
-layer("LSTMCell", lambda: nn.LSTMCell(8, 6), table)
+layer("LSTMCell", lambda: nn.LSTMCell(8, 6), table, step=False)
 layer("Embedding", lambda: nn.Embedding(10, 6), ids(10, 4, 5))
 layer("Embedding, padding_idx", lambda: nn.Embedding(10, 6, padding_idx=0), ids(10, 4, 5), step=False)
 layer("Embedding, scale_grad_by_freq", lambda: nn.Embedding(10, 6, scale_grad_by_freq=True), ids(10, 4, 5), step=False)
@@ -330,19 +335,22 @@ layer(
     "TransformerDecoderLayer",
     lambda: nn.TransformerDecoderLayer(8, 2, 16, 0.0, batch_first=True),
     lambda: (torch.randn(4, 3, 8), torch.randn(4, 2, 8)),
+    step=False,
 )
 layer(
     "an ALBERT block applied three times",
     lambda: Thrice(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)),
     rows(4, 2, 8),
 )
-layer("weight_norm, as a parametrization", lambda: parametrizations.weight_norm(nn.Linear(8, 6)), table)
+layer("weight_norm, as a parametrization", lambda: parametrizations.weight_norm(nn.Linear(8, 6)), table, step=False)
 layer("weight_norm, as a hook", lambda: old_weight_norm(nn.Linear(8, 6)), table)
 layer("orthogonal", lambda: parametrizations.orthogonal(nn.Linear(6, 6)), rows(4, 6), step=False)
 layer("spectral_norm in eval", lambda: parametrizations.spectral_norm(nn.Linear(8, 6)).eval(), table)
 layer("CosineSimilarity", lambda: Two(F.cosine_similarity), table, step=False)
 layer("PairwiseDistance, cdist", lambda: Two(distances), table, step=False)
-layer("a frozen Linear", lambda: nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)), table)
+layer(
+    "a frozen Linear", lambda: nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)), table, step=False
+)
 layer("a frozen bias", lambda: half_frozen(nn.Linear(8, 8)), table)
 
 

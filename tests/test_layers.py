@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import getitem
@@ -58,7 +60,6 @@ def test_its_four_functions_are_plain_autograds(name: str):
     assert whole == ({case.whole} if case.whole else set()), "after I no parameter has a gradient"
 
 
-WORDS = {name: Recipe(("linear", name, "linear") if name in ACTIVATIONS else (name,)) for name in LAYERS}
 AROUND = {
     **{f"returns {name}": Recipe(("linear", "tanh"), returns=name) for name in RETURNS if name != "h"},
     **{f"given {name}": Recipe(("of_its_own", "linear"), given=name, takes="all") for name in GIVEN[1:]},
@@ -66,13 +67,25 @@ AROUND = {
     **{name: Recipe(("linear", "gelu", "layer_norm"), dtype=name) for name in DTYPES[1:]},
     "given two, takes one": Recipe(("linear",), given="two"),
 }
-WORDS |= AROUND
+IN_PLACE = [name for name in LAYERS if LAYERS[name].in_place]
+OTHERS = [name for name in LAYERS if name not in (*ACTIVATIONS, *IN_PLACE)]
 
 
-@pytest.mark.parametrize("word", WORDS)
-def test_a_word_of_the_grammar_is_plain_autograd(word: str):
-    """One at a time; `property_tests/test_linearize_laws.py` draws them in any order and inside each other."""
-    recipe = WORDS[word]
+def in_turn(names: Sequence[str], each: int, *last: str) -> list[tuple[str, ...]]:
+    """So many words of the grammar in a stage, each after a Linear where they have no parameters."""
+    before = ("linear",) if last else ()
+    return [
+        (*itertools.chain(*((*before, name) for name in names[at : at + each])), *last)
+        for at in range(0, len(names), each)
+    ]
+
+
+@pytest.mark.parametrize(
+    "layers", [*in_turn(ACTIVATIONS, 5, "linear"), *in_turn(OTHERS, 4), *in_turn(IN_PLACE, 1)], ids="-".join
+)
+def test_words_of_the_grammar_are_plain_autograd(layers: tuple[str, ...]):
+    """Each once; `property_tests/test_linearize_laws.py` draws them in any order and inside each other."""
+    recipe = Recipe(layers)
 
     def given() -> tuple[Any, Any]:
         return recipe.params(), recipe.input(4)
