@@ -12,7 +12,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -112,6 +113,13 @@ class Processes:
             one.kill()
             one.join(5)
         self.folder.cleanup()
+
+
+@contextmanager
+def beside_each_other(groups: int, size: int, **how: Any) -> Iterator[list[Processes]]:
+    """Several groups, for tests that wait most of their time."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(Processes(size, **how)) for _ in range(groups)]
 
 
 def free_port() -> int:

@@ -24,7 +24,7 @@ from fpipe.runtimes.processes.elsewhere import Elsewhere
 from fpipe.runtimes.processes.message import MARKS, Layout, word
 from fpipe.runtimes.processes.transfers import Transfers
 from fpipe.tree import leaves, tree_map
-from tests.processes import SOON, Processes, counted, left, result, timed
+from tests.processes import SOON, Processes, beside_each_other, counted, left, result, timed
 from tests.test_profile import NAPS, napping
 
 MSE = nn.functional.mse_loss
@@ -565,34 +565,37 @@ SEEN = r"; it was last seen (before step 2|after step 1|at the start of step 2|i
 """Of a rank that was in no place for long, only what came last is known."""
 
 
-@pytest.mark.parametrize(("who", "how"), [(0, kill), (1, kill_late), (2, kill)])
-def test_a_rank_that_is_killed_is_named_by_all_others_with_its_op(who: int, how: Any):
-    with Processes(3) as three:
-        three.start(one_in_trouble, who, how, None)
-        for rank, told in enumerate(three.results()):
-            if rank == who:
-                assert told is None
-            else:
+def test_a_rank_that_is_killed_is_named_by_all_others_with_its_op():
+    hows = (kill, kill_late, kill)
+    with beside_each_other(3, 3) as groups:
+        for who, (three, how) in enumerate(zip(groups, hows, strict=True)):
+            three.start(one_in_trouble, who, how, None)
+        for who, (three, how) in enumerate(zip(groups, hows, strict=True)):
+            results = three.results()
+            assert results.pop(who) is None
+            for told in results:
                 assert told[0].startswith(f"LostRank: rank {who} is gone")
                 assert re.search(SEEN, told[0]), told[0]
                 assert how is kill or told[0].endswith(f"; it was last seen in its {who}F3 of step 2")
                 assert told[1] < SOON + (how is kill_late)
                 assert "start all ranks again" in told[2]
-        three.all[who].join(SOON)  # the others may know of it first
-        assert three.all[who].exitcode == -9
-    assert not any(one.is_alive() for one in three.all)
+            three.all[who].join(SOON)  # the others may know of it first
+            assert three.all[who].exitcode == -9
+    assert not any(one.is_alive() for three in groups for one in three.all)
 
 
-@pytest.mark.parametrize(("who", "how"), [(0, hang), (1, hang_in_c), (2, stop)])
-def test_a_rank_that_hangs_is_named_by_all_others_in_time_with_its_op(who: int, how: Any):
-    with Processes(3) as three:
-        three.start(one_in_trouble, who, how, 2.0)
-        for told in [result(pipe) for rank, pipe in enumerate(three.pipes) if rank != who]:
-            assert told[0].startswith(f"LostRank: rank {who} did not send what its {who}")
-            assert re.search(SEEN, told[0]), told[0]
-            assert how is not hang or told[0].endswith(f"; it was last seen in its {who}F3 of step 2")
-            assert told[1] < 2 + SOON
-        three.all[who].kill()
+def test_a_rank_that_hangs_is_named_by_all_others_in_time_with_its_op():
+    hows = (hang, hang_in_c, stop)
+    with beside_each_other(3, 3) as groups:
+        for who, (three, how) in enumerate(zip(groups, hows, strict=True)):
+            three.start(one_in_trouble, who, how, 2.0)
+        for who, (three, how) in enumerate(zip(groups, hows, strict=True)):
+            for told in [result(pipe) for rank, pipe in enumerate(three.pipes) if rank != who]:
+                assert told[0].startswith(f"LostRank: rank {who} did not send what its {who}")
+                assert re.search(SEEN, told[0]), told[0]
+                assert how is not hang or told[0].endswith(f"; it was last seen in its {who}F3 of step 2")
+                assert told[1] < 2 + SOON
+            three.all[who].kill()
 
 
 def two_hundred(rank: int) -> list[int]:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fpipe
 from fpipe.runtimes.processes import communicators
-from tests.processes import SOON, Processes, result, timed
+from tests.processes import SOON, Processes, beside_each_other, result, timed
 from tests.test_distributed import (
     MSE,
     TROUBLE,
@@ -264,29 +264,32 @@ def never(rank: int, how: str) -> Any:
     return None if rank == 1 else timed(lambda: step(own(program, rank, params), rows()))
 
 
-@pytest.mark.parametrize("how", ["step", "building"])
-def test_a_rank_that_never_comes_is_named(how: str):
-    with Processes(3) as three:
-        first, second, third = three.each(never, how)
-        assert second is None
-        for said, took in (first, third):
-            assert said.startswith("LostRank: rank 1 did not ")
-            assert took < 2 + SOON
-            assert how == "step" or said.endswith("come to building the step in 2 s")
+def test_a_rank_that_never_comes_is_named():
+    with beside_each_other(2, 3) as groups:
+        for three, how in zip(groups, ("step", "building"), strict=True):
+            three.start(never, how)
+        for three, where in zip(groups, ("", "come to building the step in 2 s"), strict=True):
+            first, second, third = three.results()
+            assert second is None
+            for said, took in (first, third):
+                assert said.startswith("LostRank: rank 1 did not ")
+                assert took < 2 + SOON
+                assert said.endswith(where)
 
 
-@pytest.mark.parametrize("how", [kill, stop])
-def test_the_rank_that_keeps_the_store_is_named(how: Any):
+def test_the_rank_that_keeps_the_store_is_named():
     """Who is to blame is found through the store, which is gone with it."""
-    with Processes(3, tcp=True) as three:
-        three.start(one_in_trouble, 0, how, 2.0)
-        for told in [result(pipe) for pipe in three.pipes[1:]]:
-            assert told[0].startswith("LostRank: rank 0 ")
-            assert "the store of the process group" in told[0]
-            assert told[1] < 2 + SOON
-            assert "start all ranks again" in told[2]
-        three.all[0].kill()
-    assert not any(one.is_alive() for one in three.all)
+    with beside_each_other(2, 3, tcp=True) as groups:
+        for three, how in zip(groups, (kill, stop), strict=True):
+            three.start(one_in_trouble, 0, how, 2.0)
+        for three in groups:
+            for told in [result(pipe) for pipe in three.pipes[1:]]:
+                assert told[0].startswith("LostRank: rank 0 ")
+                assert "the store of the process group" in told[0]
+                assert told[1] < 2 + SOON
+                assert "start all ranks again" in told[2]
+            three.all[0].kill()
+    assert not any(one.is_alive() for three in groups for one in three.all)
 
 
 def leaving(rank: int, how: str) -> str:
