@@ -179,16 +179,12 @@ fpipe.chain(fpipe.split(4), schedules.dualpipev(2), fpipe.place(lambda kind, sta
     ProgramError: the parts of (0F3;3B1) would be on ranks [1, 3]; a PAIR is on one rank.
 fpipe.reorder([["0F0", "1F0", "1B0", "0B0", "ADD(sum[0,1])"]])(TWO)
     ProgramError: rank 0, cell 4: the program has no op ADD(sum[0,1]).
-fpipe.split_backward(3)
-    TypeError: where is f(stage, microbatch) -> bool or None, found 3.
 schedules.from_table("own.csv")
     ProgramError: 'own.csv' is the name of a file, it seems; hand in pathlib.Path('own.csv').
 schedules.from_table(3)
     TypeError: a table is a list of rows, {rank: row}, text or a path; found int.
 schedules.from_table([[3]])
     TypeError: a cell is text such as '2F0', or (kind, stage, microbatch, slice); found 3.
-schedules.from_table([])
-    ProgramError: the table is empty; give a list of cells for each rank.
 schedules.from_table("\n")
     ProgramError: the table is empty; write a line of cells for each rank.
 fpipe.interop.torch_pipelining.from_csv(3)
@@ -217,9 +213,6 @@ fpipe.split_params(fpipe.from_loss(loss_fn, WHOLE, (torch.ones(2, 2), torch.ones
     ValueError: the whole has another structure than the params that the model was made with.
 fpipe.linearize(linear, EYE, BATCH[0]).forward(EYE | {"v": torch.eye(4)}, BATCH[0])
     ValueError: forward takes 1 leaves as params, found 2.
-nn.Sequential(fpipe.Pop("early"))(BATCH[0])
-    RuntimeError: Pop('early') takes a value up inside a stage of fpipe.from_sequential; for the whole net in one,
-    stages=1 and
 fpipe.from_loss(lambda p, b: fpipe.boundary((b[0] @ p["w"] - b[1]).mean()), EYE, BATCH)
     ValueError: boundary 1 has nothing to compute behind it; leave it out.
 fpipe.chain(fpipe.split(2), fpipe.merge)

@@ -63,14 +63,28 @@ on(S.seq1f1b(2, slices=0), 2)
     ValueError: slices is a whole number, at least 1; found 0.
 on(S.chimera(3), 3)
     ProgramError: chimera: the number of ranks is even, found 3: on an odd number the two
+on(S.chimera(4), 4, 3)
+    ProgramError: chimera: the number of microbatches is even, found 3: one half goes down, the other half up.
+on(S.dualpipe(3), 3, 8)
+    ProgramError: dualpipe: the number of ranks is even, found 3: each direction has one half of them.
+on(S.dualpipe(2), 2, 5)
+    ProgramError: dualpipe: the number of microbatches is even, found 5: each direction has one half of them.
+on(S.dualpipe(4), 4, 6)
+    ProgramError: dualpipe: the number of microbatches is at least twice that of ranks, 8 for 4, found 6
 on(S.dualpipe(2), 2, 2)
     ProgramError: dualpipe: the number of microbatches is at least twice that of ranks
 S.dualpipe(2, overlap=3)
     ValueError: overlap is True or False, whether a forward and a backward are one
 on(S.dualpipev(2), 3)
     ProgramError: dualpipev: each rank has an early and a late stage, 4 for 2 ranks; this
-on(S.hanayo(2), 3)
-    ProgramError: hanayo: a wave goes down the ranks and back up, through 4 stages on 2 ranks
+on(S.dualpipev(4), 8, 6)
+    ProgramError: dualpipev: the number of microbatches is at least twice that of ranks, 8 for 4, found 6
+on(S.hanayo(1), 2)
+    ProgramError: hanayo: a wave turns at the first and the last of at least 2 ranks, found 1.
+on(S.hanayo(3), 5)
+    ProgramError: hanayo: a wave goes down the ranks and back up, through 6 stages on 3 ranks; this program has 5
+on(S.hanayo(2, waves=2), 4)
+    ProgramError: hanayo: waves=2 on 2 ranks passes 8 stages, found 4.
 S.hanayo(2, waves=1.5)
     ValueError: waves is a whole number, at least 1; found 1.5.
 on(S.pipedream(2, steps=2), 2)

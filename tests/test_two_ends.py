@@ -3,7 +3,6 @@
 import pytest
 
 import fpipe
-from fpipe.program import ProgramError
 
 
 # The paper's figure 5: 8 ranks, 20 microbatches; the first and a middle rank up to their first pairs, and their ends.
@@ -39,43 +38,8 @@ def test_neighbours_share_a_place_where_stages_are_many():
         fpipe.check(fpipe.communicate()(program))
 
 
-REFUSED = [
-    ("chimera", 3, 4, "chimera: the number of ranks is even, found 3: on an odd number the two directions meet"),
-    ("chimera", 4, 3, "chimera: the number of microbatches is even, found 3: one half goes down, the other half up."),
-    ("hanayo", 1, 4, "hanayo: a wave turns at the first and the last of at least 2 ranks, found 1."),
-    ("dualpipe", 3, 8, "dualpipe: the number of ranks is even, found 3: each direction has one half of them."),
-    ("dualpipe", 2, 5, "dualpipe: the number of microbatches is even, found 5: each direction has one half of them."),
-    ("dualpipe", 4, 6, "dualpipe: the number of microbatches is at least twice that of ranks, 8 for 4, found 6"),
-    ("dualpipev", 4, 6, "dualpipev: the number of microbatches is at least twice that of ranks, 8 for 4, found 6"),
-]
-
-
-@pytest.mark.parametrize(("name", "ranks", "microbatches", "sentence"), REFUSED)
-def test_what_cannot_be_served_is_refused(name: str, ranks: int, microbatches: int, sentence: str):
-    with pytest.raises(ProgramError) as refused:
-        fpipe.schedules.about(name).program(ranks, microbatches)
-    assert sentence in str(refused.value)
-
-
-def test_too_few_stages_are_refused():
-    with pytest.raises(
-        ProgramError, match="each rank has an early and a late stage, 4 for 2 ranks; this program has 3"
-    ):
-        fpipe.schedules.about("dualpipev").program(2, 4, 3)
-    with pytest.raises(ProgramError, match=r"hanayo: waves=2 on 2 ranks passes 8 stages, found 4."):
-        fpipe.schedules.about("hanayo").program(2, 4, 4, waves=2)
-    with pytest.raises(ProgramError, match=r"hanayo: a wave goes .* through 6 stages on 3 ranks; this program has 5"):
-        fpipe.schedules.about("hanayo").program(3, 4, 5)
-    assert "through 6 stages on 3 ranks" in (fpipe.schedules.about("hanayo").refuses(3, 5, 4) or "")
-
-
 @pytest.mark.parametrize("waves", [1, 2, 3])
 def test_there_are_as_many_waves_as_the_stages_allow(waves: int):
     """One wave of groups of neighbours was the default, whatever the stages: w times the bubble."""
     program = fpipe.split(6)(fpipe.program(6 * waves + 1))
     assert fpipe.schedules.hanayo(3)(program) == fpipe.schedules.hanayo(3, waves=waves)(program)
-
-
-def test_waves_are_a_number():
-    with pytest.raises(ValueError, match=r"waves is a whole number, at least 1; found 0."):
-        fpipe.schedules.hanayo(2, waves=0)
