@@ -121,7 +121,7 @@ def test_every_schedule_has_a_row():
 
 
 GOLDEN_CASES = [
-    pytest.param(row, fact, marks=pytest.mark.deep if fact["p"] * fact["m"] > 32 and not row.exact else [])
+    pytest.param(row, fact, marks=pytest.mark.deep if fact["p"] * fact["m"] > 16 and not row.exact else [])
     for row in ROWS
     for fact in row.goldens()
 ]

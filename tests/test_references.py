@@ -16,9 +16,9 @@ CASES = [(*size, [row[4:] for row in rows]) for size, rows in groupby(ROWS, key=
 SEARCHED = ("v_half", "v_min")
 # What a search finds beside the published orders: with a fortieth of its effort it falls back on these.
 LONGER = [case for case in CASES if case[0] == "v_min" and case[2] >= 6]
-# `make test` draws the sizes up to four ranks, and eight with as many microbatches.
+# `make test` draws the sizes up to three ranks, and four and eight with as many microbatches.
 SHORT = [
-    pytest.param(*case, marks=[] if case[2] < 5 or case[2:4] == (8, 8) else pytest.mark.deep)
+    pytest.param(*case, marks=[] if case[2] < 4 or case[2:4] in ((4, 4), (8, 8)) else pytest.mark.deep)
     for case in CASES
     if case not in LONGER
 ]
