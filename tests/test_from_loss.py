@@ -104,7 +104,6 @@ def assert_own(loss_fn: Any, params: Any, batch: Any, microbatches: int) -> fpip
     """The gradients of the cut function are its own, bit by bit."""
     model, own = fpipe.from_loss(loss_fn, params, batch)
     program = merged(model, microbatches)
-    assert fpipe.verify(program, model, own, batch).bitwise
     found = fpipe.join_params(model, fpipe.build(program, model)(own, batch).grads)
     right = own_grads(loss_fn, params, batch, microbatches)
     assert all(map(torch.equal, torch.utils._pytree.tree_leaves(found), right))
@@ -234,7 +233,6 @@ def test_blocks_may_hold_marks_and_the_loss(loss_fn: Any):
     model, own = fpipe.from_loss(loss_fn, params, batch)
     plan = fpipe.checkpoint("always"), fpipe.schedules.zb_h1(len(model.stages))
     program = merged(model, 3, *plan)
-    assert fpipe.verify(program, model, own, batch).bitwise
     found = fpipe.join_params(model, fpipe.build(program, model)(own, batch).grads)
     right = own_grads(loss_fn, params, batch, 3)
     for name, one, other in zip(params, found.values(), right, strict=True):

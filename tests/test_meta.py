@@ -1,5 +1,6 @@
 """Nets on meta: cut, sized, loaded by stage, and trained with the bits of plain autograd."""
 
+import functools
 import json
 import re
 import warnings
@@ -60,14 +61,18 @@ def ids(seed: int = 0) -> tuple[Tensor, Tensor]:
     return torch.randint(11, (4, 5)), torch.randint(11, (4, 5))
 
 
-def cut(net: Any = None, ranks: int = 2) -> tuple[fpipe.Model, Any, fpipe.Program]:
-    if net is None:
-        with torch.device("meta"):
-            net = Net()
+def cut(net: Any, ranks: int = 2) -> tuple[fpipe.Model, Any, fpipe.Program]:
     example = tuple(half.to("meta") for half in ids())
     model, params, _ = fpipe.from_module(net, stages=2 if ranks < 4 else 4, loss=loss, example=example)
     schedule = fpipe.schedules.one_f_one_b(ranks)
     return model, params, fpipe.chain(fpipe.split(2), schedule, fpipe.merge())(fpipe.program(model))
+
+
+@functools.cache
+def on_meta(ranks: int = 2) -> tuple[fpipe.Model, Any, fpipe.Program]:
+    with torch.device("meta"):
+        net = Net()
+    return cut(net, ranks)
 
 
 def whole(of_ranks: list[Any]) -> tuple[Any, ...]:
@@ -105,7 +110,7 @@ def own_autograd(
 def test_a_net_cut_on_meta_trains_with_the_bits_of_plain_autograd(runtime: Any):
     """It trained to nan behind a warning: what forward makes stayed on meta."""
     torch.set_num_threads(1)
-    model, meta, program = cut()
+    model, meta, program = on_meta()
     assert all(leaf.is_meta for stage in meta for leaf in stage.values())
     params = loaded(model, program, real().state_dict())
     result = fpipe.build(program, model, runtime=runtime)(params, ids())
@@ -117,7 +122,7 @@ def test_a_net_cut_on_meta_trains_with_the_bits_of_plain_autograd(runtime: Any):
 
 
 def test_sizes_on_meta_are_those_of_the_net():
-    model, meta, program = cut()
+    model, meta, program = on_meta()
     example: Any = tuple(half.to("meta") for half in ids())
     params = loaded(model, program, real().state_dict())
     found, expected = (fpipe.sizes(program, model, *given) for given in ((meta, example), (params, ids())))
@@ -249,7 +254,7 @@ def saved(kind: str, named: dict[str, Tensor], folder: Path) -> Path:
 def test_files_give_the_parameters_of_the_state_dict(kind: str, tmp_path: Path):
     named = dict(real().state_dict())
     del named["head.weight"]  # as a file of transformers has tied weights
-    model, _, program = cut()
+    model, _, program = on_meta()
     found = loaded(model, program, saved(kind, named, tmp_path))
     expected = loaded(model, program, real().state_dict())
     assert all(torch.equal(a[name], b[name]) for a, b in zip(found, expected, strict=True) for name in b)
@@ -261,7 +266,7 @@ def test_a_rank_reads_the_bytes_of_its_own_stages_alone(tmp_path: Path, monkeypa
     read: list[str] = []
     of_file = SafetensorsFile.read
     monkeypatch.setattr(SafetensorsFile, "read", lambda file, name: read.append(name) or of_file(file, name))
-    model, _, program = cut()
+    model, _, program = on_meta()
     named = dict(real().state_dict())
     del named["head.weight"]
     mine = fpipe.load_params(model, program, saved("file", named, tmp_path), rank=1)
@@ -281,7 +286,7 @@ def test_a_rank_reads_the_bytes_of_its_own_stages_alone(tmp_path: Path, monkeypa
     ],
 )
 def test_a_source_of_another_net_is_refused(change: dict[str, Any], sentence: str):
-    model, _, program = cut()
+    model, _, program = on_meta()
     named = {name: one for name, one in {**real().state_dict(), **change}.items() if one is not None}
     with pytest.raises(ValueError, match=re.escape(sentence)):
         fpipe.load_params(model, program, named, rank=0)
@@ -289,9 +294,9 @@ def test_a_source_of_another_net_is_refused(change: dict[str, Any], sentence: st
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_first_values_have_the_same_bits_on_any_number_of_ranks(ranks: int):
-    alone, _, one = cut(ranks=1)
+    alone, _, one = on_meta(1)
     expected = fpipe.join_params(alone, fpipe.init_params(alone, one, rank=0, seed=7))
-    model, _, program = cut(ranks=ranks)
+    model, _, program = on_meta(ranks)
     of_ranks = [fpipe.init_params(model, program, rank=rank, seed=7) for rank in range(ranks)]
     found = fpipe.join_params(model, whole(of_ranks))
     other = fpipe.join_params(alone, fpipe.init_params(alone, one, rank=0, seed=8))
@@ -301,7 +306,7 @@ def test_first_values_have_the_same_bits_on_any_number_of_ranks(ranks: int):
 
 
 def test_first_values_by_a_function_and_torchs_own_generator_stays_where_it_was():
-    model, _, program = cut(ranks=1)
+    model, _, program = on_meta(1)
 
     def init(name: str, tensor: Tensor) -> Any:
         return False if name == "rotary.table" else tensor.normal_(std=0.02)
@@ -354,7 +359,7 @@ def test_a_plain_attribute_on_meta_is_refused_where_the_net_is_cut():
 
 
 def test_odd_arguments_are_a_sentence_each():
-    model, _, program = cut(ranks=1)
+    model, _, program = on_meta(1)
     for call, words in (
         (lambda: fpipe.init_params(model, program, rank=0, seed="x"), "seed is a whole number, found 'x'"),  # type: ignore[arg-type]
         (lambda: fpipe.init_params(model, program, rank=0, init=3), "init= is a function of name and tensor, found 3"),  # type: ignore[arg-type]
@@ -382,13 +387,13 @@ NO_VALUES = r"params\[0\]\['embed.weight'\] is on meta, without values: fpipe.lo
 )
 def test_parameters_on_meta_are_refused_by_name_where_a_step_starts(step: Callable[..., Any]):
     """They were read as nan, behind a warning."""
-    model, meta, program = cut()
+    model, meta, program = on_meta()
     with pytest.raises(ValueError, match=NO_VALUES):
         step(model, program, meta)
 
 
 def test_what_needs_values_says_what_does_without():
-    model, meta, program = cut()
+    model, meta, program = on_meta()
     example: Any = tuple(half.to("meta") for half in ids())
     with pytest.raises(ValueError, match=r"\['embed.weight'\] is on meta.*fpipe.estimate counts operations"):
         fpipe.profile(program, model, meta, example)
@@ -460,7 +465,7 @@ def sharded(rank: int, folder: str) -> list[Any]:
     """A net on meta, a checkpoint, shards: gradients of this process's stage whole again, and what is refused."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    model, meta, program = cut()
+    model, meta, program = on_meta()
     program = fpipe.shard("dp", gather="use")(program)
     stage = mesh.get_local_rank("pp")
     mine = fpipe.load_params(model, program, folder, rank=stage)

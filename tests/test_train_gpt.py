@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
+import contextlib
+import io
+import os
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from tests.processes import Processes
+from tests.processes import Processes, free_port
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -20,10 +24,18 @@ def test_the_page_shows_the_smallest_example_and_what_it_prints():
     page = (EXAMPLES.parent / "docs" / "running.md").read_text()
     script = EXAMPLES / "two_ranks.py"
     assert f"```py\n{script.read_text()}```" in page
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    ran = subprocess.run(torchrun, capture_output=True, text=True, timeout=50, check=True)
-    said = sorted(f"rank {words}" for words in ran.stdout.replace("\n", "").split("rank ")[1:])
-    assert "\n".join(said) in page  # torchrun writes line ends apart, and so two ranks one line
+    with Processes(2) as pair:
+        ran = pair.each(as_script, script, free_port())
+    assert "".join(ran) in page
+
+
+def as_script(rank: int, script: Path, port: int) -> str:
+    """What a script prints in a process that torchrun might have started."""
+    dist.destroy_process_group()
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(script), run_name="__main__")
+    return printed.getvalue()
 
 
 def train(rank: int, typed: list[str]) -> tuple[int, int]:
