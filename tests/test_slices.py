@@ -44,7 +44,7 @@ def counted(y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return ((y - target).square().mean(-1) * kept).sum(), kept.sum()
 
 
-LOSSES: dict[str, Any] = {"mean": squares, "sum": lambda y, t: (y - t).square().sum(), "count": counted}
+LOSSES: dict[str, Any] = {"sum": lambda y, t: (y - t).square().sum(), "mean": squares, "count": counted}
 
 
 @cache
@@ -121,7 +121,7 @@ def assert_same(found: fpipe.Result, expected: Expected) -> None:
 
 @pytest.mark.crossed
 @pytest.mark.parametrize("reduction", LOSSES)
-@pytest.mark.parametrize("trace", [True, False])
+@pytest.mark.parametrize("trace", [False, True])
 def test_attention_in_slices_has_the_gradients_of_plain_autograd(reduction: str, trace: bool):
     model = attention_model(reduction)
     program = fpipe.chain(fpipe.split(2, slices=3), fpipe.merge())(fpipe.program(model))
@@ -142,7 +142,7 @@ def enter(p: dict[str, Tensor], x: dict[str, Tensor]) -> Tensor:
     return (x["x"] + x["table"]) * x["scale"]
 
 
-@pytest.mark.parametrize("reduction", LOSSES)
+@pytest.mark.parametrize("reduction", ["mean", "count"])
 def test_gradients_of_inputs_are_put_together_along_the_sequence(reduction: str):
     """They were refused. What every slice took whole is added as parameters are: from the last slice back, microbatch
     after microbatch, and divided once by the count."""
