@@ -284,6 +284,11 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         TypeError,
         "stays outside of a program",
     ),
+    "a closure": (
+        lambda: fpipe.build(program_of("SGD"), MODEL)(PARAMS, BATCH, lambda: 0.0, lr=0.1),  # type: ignore[call-arg]
+        TypeError,
+        "a step calls no closure: it computes loss, gradients and update itself; leave it out",
+    ),
     "another AdamW": (
         lambda: fpipe.update(type("AdamW", (torch.optim.AdamW,), {})),
         ValueError,
@@ -652,6 +657,7 @@ def test_matrices_are_updated_by_muon_as_torch_does():
         by_hand_into(net, rows(8))
         optimizer.step()
     assert differences(net, optimizer, result) == []
+    assert fpipe.verify(program, model, params, rows(8), opt=opt, lr=0.01).bitwise
     sharded = fpipe.chain(fpipe.split(2), fpipe.merge(), fpipe.shard(), fpipe.update("Muon"))(fpipe.program(model))
     with pytest.raises(ValueError, match="Muon looks at whole matrices"):
         fpipe.build(sharded, model)

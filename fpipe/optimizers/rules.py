@@ -44,7 +44,8 @@ def register_update(name: str, apply: Apply, initial: Initial | None = None) -> 
 
     Args:
         name: what `update` calls it.
-        apply: `f(param, grad, state, *, lr, **settings) -> (param, state)`, which mutates nothing.
+        apply: `f(param, grad, state, *, lr, **settings) -> (param, state)`, which mutates nothing. It is called outside
+            of traces, and may look at data.
         initial: `f(param) -> state`, a dict of tensors; none by default.
 
     Raises:
@@ -189,6 +190,12 @@ def with_numbers(words: Words, numbers: Numbers) -> dict[str, Any]:
     return settings | {"lr": rate if scale is None or rate is None else rate * scale}
 
 
+def one_by_one(by: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a rule of torch.optim that takes parameters one by one, if they do not say otherwise."""
+    takes = "foreach" in SETTINGS[by].split() and not {"foreach", "fused"} & settings.keys()
+    return {"foreach": False} | settings if takes else settings
+
+
 def handed_in(by: str, settings: Words) -> Mapping[str, float] | None:
     """Settings besides the learning rate that a step may be handed, with their defaults: numbers that the program does
     not say, and on which no state depends; None of a rule of a user's own, which may have any."""
@@ -247,10 +254,9 @@ def _optimizer(by: str, settings: Words, params: list[Tensor], lr: float) -> tor
     if cls is None:
         check_rule(by)
         raise ValueError(f"this torch has no {by}: take another rule, or a newer torch.")
-    words = with_numbers(settings, {"lr": lr})
-    plain = {"foreach": False} if "foreach" in SETTINGS[by] and not {"foreach", "fused"} & words.keys() else {}
+    words = one_by_one(by, with_numbers(settings, {"lr": lr}))
     try:
-        return cls(params, **plain, **words)
+        return cls(params, **words)
     except (ValueError, RuntimeError, TypeError) as error:
         raise ValueError(f"torch.optim.{by} refuses its settings: {error}") from None
 

@@ -21,6 +21,8 @@ _AS_A_PAIR = " If the list is [inputs, target], as a DataLoader gives it, hand i
 
 def refuse_spread(more: Sequence[Any], call: str) -> None:
     """A TypeError for what is handed in after the batch, as in `step(params, x, y)`."""
+    if more and callable(more[0]) and not isinstance(more[0], Tensor):
+        raise TypeError("a step calls no closure: it computes loss, gradients and update itself; leave it out.")
     if more:
         raise TypeError(
             f"a batch is one pair: {call.format('(inputs, target)')}; found {len(more) + 1} arguments after params. "

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.optimizers.op_words import UpdateWords, names_of
-from fpipe.optimizers.rules import RULES, STEP, UNCOUNTED, numbers_of, with_numbers
+from fpipe.optimizers.rules import RULES, STEP, UNCOUNTED, numbers_of, one_by_one, with_numbers
 from fpipe.single_device.result import Result
 
 Gradients = Callable[[Sequence[Any], Any, "Sequence[Any] | None", "int | None", "Tensor | None"], Result]
@@ -139,8 +139,7 @@ def _after(by: str, settings: dict[str, Any], param: Tensor, state: dict[str, Te
     if by in RULES:
         assert param.grad is not None
         return RULES[by].apply(param.detach(), param.grad, state, **settings)
-    plain = {} if {"foreach", "fused"} & settings.keys() else {"foreach": False}
-    optimizer = getattr(torch.optim, by)([param], **plain, **settings)
+    optimizer = getattr(torch.optim, by)([param], **one_by_one(by, settings))
     if STEP in state and state[STEP] > 0:
         counts = by not in UNCOUNTED
         optimizer.state[param] = {word: leaf.clone() for word, leaf in state.items() if counts or word != STEP}
