@@ -154,6 +154,11 @@ def stepped(batch: Any, **more: Any) -> Any:
     return fpipe.build(program, model)(params, batch, opt=fpipe.optimizer_state(program, params), **more)
 
 
+def referred(**more: Any) -> Any:
+    model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: (y - t).sum())
+    return fpipe.reference(model, ({"w": torch.tensor(3.0)},), [ONE] * 2, rule="SGD", steps=2, **more)
+
+
 ONE = (torch.ones(2), torch.ones(2))
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "none": (lambda: fpipe.steps(0), ValueError, "steps"),
@@ -201,6 +206,13 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "one batch": (lambda: stepped(ONE, lr=0.1), ValueError, "takes a list of 2 batches, found tuple"),
     "three batches": (lambda: stepped([ONE] * 3, lr=0.1), ValueError, "takes a list of 2 batches, found a list of 3"),
     "three rates": (lambda: stepped([ONE] * 2, lr=[0.1] * 3), ValueError, "a list of 2, one for each step; found 3"),
+    "three rates of a loop": (lambda: referred(lr=[0.1] * 3), ValueError, "a list of 2, one for each step; found 3"),
+    "a key of a loop": (lambda: referred(lr=0.1, key=[1]), ValueError, "key is one whole number, or a list of 2"),
+    "no number of a loop's rule": (
+        lambda: referred(lr={"lr": 0.1, "dampening": -1.0}),
+        ValueError,
+        "dampening is a finite number from 0",
+    ),
     "other rows": (
         lambda: stepped([ONE, (torch.ones(3), torch.ones(3))], lr=0.1),
         ValueError,

@@ -9,7 +9,6 @@ from it. At step 0 it finds no state, and so begins as it always does.
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -196,29 +195,9 @@ def one_by_one(by: str, settings: dict[str, Any]) -> dict[str, Any]:
     return {"foreach": False} | settings if takes else settings
 
 
-def handed_in(by: str, settings: Words) -> Mapping[str, float] | None:
-    """Settings besides the learning rate that a step may be handed, with their defaults: numbers that the program does
-    not say, and on which no state depends; None of a rule of a user's own, which may have any."""
-    if by in RULES:
-        return None
-    takes = inspect.signature(_class_of(by) or torch.optim.SGD).parameters.values()
-    said = {"lr", *dict(settings), *_AT_THE_BEGINNING}
-    numbers = [one for one in takes if isinstance(one.default, int | float) and not isinstance(one.default, bool)]
-    return {one.name: one.default for one in numbers if one.name not in said}
-
-
-# State depends on these, but for a count of iterations, which is no number to vary.
-_AT_THE_BEGINNING = ("momentum", "initial_accumulator_value", "ns_steps")
-
-
-def check_numbers(by: str, settings: Words, numbers: Numbers) -> None:
-    """A ValueError for numbers of a step that the constructor of an optimizer of torch refuses beside its settings."""
-    if by not in RULES:
-        _check_together(by, tuple(with_numbers(settings, {**numbers, "lr": 0.0}).items()))
-
-
 @lru_cache(maxsize=256)
-def _check_together(by: str, settings: Words) -> None:
+def check_together(by: str, settings: Words) -> None:
+    """A ValueError for settings that the constructor of an optimizer of torch refuses."""
     _optimizer(by, settings, [_probe(2)], 0.0)
 
 
@@ -250,7 +229,7 @@ def _optimizer(by: str, settings: Words, params: list[Tensor], lr: float) -> tor
     Raises:
         ValueError: there is none of that name, or it takes no such settings.
     """
-    cls = _class_of(by)
+    cls = class_of(by)
     if cls is None:
         check_rule(by)
         raise ValueError(f"this torch has no {by}: take another rule, or a newer torch.")
@@ -261,7 +240,8 @@ def _optimizer(by: str, settings: Words, params: list[Tensor], lr: float) -> tor
         raise ValueError(f"torch.optim.{by} refuses its settings: {error}") from None
 
 
-def _class_of(by: str) -> Callable[..., torch.optim.Optimizer] | None:
+def class_of(by: str) -> Callable[..., torch.optim.Optimizer] | None:
+    """The class of torch.optim of that name, if this torch has one."""
     return getattr(torch.optim, by, None) if by in TORCHS else None
 
 

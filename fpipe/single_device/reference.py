@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from fpipe.limits import whole
 from fpipe.model import Model, the_model
+from fpipe.optimizers.numbers import Rate, rates_of
 from fpipe.optimizers.op_words import words_of
 from fpipe.optimizers.state import initial_states
 from fpipe.single_device.batches import batches_of, check_batch, refuse_spread, refuse_unloaded, rows_of_each, streams
@@ -41,7 +42,7 @@ def reference(
     clip: float | None = None,
     groups: Mapping[str, Mapping[str, Any]] | None = None,
     opt: Sequence[Any] | None = None,
-    lr: float | Sequence[float] | None = None,
+    lr: Rate | Sequence[Rate] | None = None,
     **settings: Any,
 ) -> Result:
     """Loss, gradients and outputs of a model by plain autograd; with a `rule`, training steps with torch.optim.
@@ -85,6 +86,9 @@ def reference(
     if rule is None:
         return _plain(model, params, batch, microbatches, slices, state, one_key(key), input_grads, replicas_of)
     words = words_of(words_of_update(rule, clip, groups, settings))
+    keys: list[Any] = [*key] if isinstance(key, Sequence) else [key] * steps
+    if len(keys) != steps:
+        raise ValueError(f"key is one whole number, or a list of {steps}, one for each step; found {len(keys)}.")
     delays = range(len(params))[::-1] if stale == "stash" else [stale] * len(params)
     trained = training_loop(
         params,
@@ -93,8 +97,8 @@ def reference(
             model, read, own, microbatches, slices, now, one, False, replicas_of, False
         ),
         words,
-        rates=[*lr] if isinstance(lr, Sequence) else [lr] * steps,
-        keys=[*key] if isinstance(key, Sequence) else [key] * steps,
+        rates=rates_of(lr, steps, words),
+        keys=keys,
         opt=initial_states(words, params) if opt is None else opt,
         state=state,
         behind=lambda step, stage: delays[stage],

@@ -20,15 +20,15 @@ from fpipe.verification.rounding import is_mean_to_rounding
 from fpipe.verification.step_mistakes import clipped_by_parts
 
 
-def one_a_step(given: Any, steps: int, word: str, kinds: Any = int | float | Tensor | None) -> list[Any]:
+def one_a_step(given: Any, steps: int, word: str) -> list[Any]:
     """Values of each step, given for each or once for all.
 
     Raises:
-        TypeError: others than of these kinds.
+        TypeError: no numbers.
         ValueError: not as many as steps.
     """
     found: list[Any] = [*given] if isinstance(given, list | tuple) else [given] * steps
-    odd = next((one for one in found if not isinstance(one, kinds)), None)
+    odd = next((one for one in found if not isinstance(one, int | float | Tensor | None)), None)
     if odd is not None:
         raise TypeError(f"{word} is one number, or a list with that of each step; found {odd!r}.")
     if len(found) != steps:

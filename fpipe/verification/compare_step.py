@@ -16,10 +16,10 @@ from fpipe.graphs.purity.sharded import is_sharded
 from fpipe.limits import whole
 from fpipe.model import Model, the_model
 from fpipe.models.parameters.params import join_params
+from fpipe.optimizers.numbers import Rate, rates_of
 from fpipe.optimizers.op_words import names_of, words_of
 from fpipe.optimizers.rules import numbers_of
 from fpipe.optimizers.state import check_groups, check_optimizer_state, initial_states
-from fpipe.runtimes.definition.inputs_and_results import rates_of
 from fpipe.single_device.batches import check_batch
 from fpipe.single_device.microbatch import cut
 from fpipe.single_device.over_parts import over_parts
@@ -33,9 +33,6 @@ from fpipe.verification.gradient_changes import Parts
 from fpipe.verification.rank_pieces import Pieces, Region, put_together
 from fpipe.verification.report import Close, GradientMismatch, Report, in_words, is_comparable, listed
 from fpipe.verification.step_mistakes import Loop
-
-Rate = float | Mapping[str, float]
-"""The learning rate of a step, alone or among other numbers of its rule."""
 
 
 def compare_step(
@@ -119,7 +116,7 @@ def compare_step(
         check_groups(words, [name for stage in params for name in names_of(tree.flatten(stage)[1])])
     if opt is not None:
         check_optimizer_state(words, params, opt)
-    numbers = [numbers_of(rates_of(rate, words)) for rate in one_a_step(lr, len(each), "lr", object)]
+    numbers = [numbers_of(rate) for rate in rates_of(lr, len(each), words)]
     settled = {word: one for word, one in numbers[0].items() if word != "lr" and all(o[word] == one for o in numbers)}
     words = words._replace(settings=(*words.settings, *settled.items()))
     steps = [[cut(batch, index, microbatches) for index in range(microbatches)] for batch in each]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,8 +11,8 @@ import torch
 from fpipe import tree
 from fpipe.graphs.tracing.keys import fold_in
 from fpipe.model import Model, same_keys
-from fpipe.optimizers.op_words import UpdateWords, update_of, words_of
-from fpipe.optimizers.rules import check_numbers, handed_in, numbers_of
+from fpipe.optimizers.numbers import rates_of
+from fpipe.optimizers.op_words import update_of, words_of
 from fpipe.optimizers.state import check_optimizer_state
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Output, Program, Value
@@ -64,43 +63,14 @@ def optim_of(program: Program, opt: Any, lr: Any, scale: Any = None) -> Optim:
     if opt is None:
         raise ValueError(_MISSING.format("opt", "opt", "fpipe.optimizer_state(program, params)"))
     wanted = any(value.name == "lr" for value in op.reads)
-    if wanted is not (lr is not None):
-        said = dict(op.how).get("lr")
-        raise ValueError(
-            _MISSING.format("lr", "lr", "3e-4") if wanted else f"the program says lr={said} itself; leave lr= out."
-        )
-    rates: list[Any] = [*lr] if isinstance(lr, list | tuple) else [lr] * program.steps
-    if wanted and len(rates) != program.steps:
-        raise ValueError(f"lr is one number, or a list of {program.steps}, one for each step; found {len(rates)}.")
+    if wanted and lr is None:
+        raise ValueError(_MISSING.format("lr", "lr", "3e-4"))
+    rates = rates_of(lr, program.steps, words_of(op.how))
     scales = any(value.name == "valid" for value in op.reads)
     if scales is not (scale is not None):
         none = "this program scales no loss; leave scale= out, or say fpipe.update(loss_scale=)."
         raise ValueError(_MISSING.format("scale", "scale", "2.0**16") if scales else none)
-    words = words_of(op.how)
-    return opt, [rates_of(one, words) for one in rates] if wanted else [], _scale(scale) if scales else None
-
-
-def rates_of(given: Any, words: UpdateWords) -> Any:
-    """A learning rate as a step has it, or a dict of it and of other numbers of the rule.
-
-    Raises:
-        ValueError: a dict without the rate, or with what is no number of the rule, or one that torch.optim refuses, or
-            that the program says itself.
-    """
-    if not isinstance(given, Mapping):
-        return rate_of(given)
-    known = handed_in(words.by, words.settings)
-    odd = next((word for word in given if word != "lr" and known is not None and word not in known), None)  # pyright: ignore[reportUnknownVariableType]
-    if odd is not None or "lr" not in given:
-        takes = ", ".join(["lr", *(known or ())])
-        raise ValueError(
-            f"lr is a number, or a dict of {takes}, which are numbers that this program leaves to its steps; found "
-            f"{[*given]}. update() says the others."  # pyright: ignore[reportUnknownArgumentType]
-        )
-    made = {str(word): rate_of(one, str(word)) for word, one in given.items()}  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    for settings in (words.settings, *words.of([pattern for pattern, _ in words.groups])):
-        check_numbers(words.by, settings, numbers_of(made))
-    return made
+    return opt, rates if wanted else [], _scale(scale) if scales else None
 
 
 def _scale(given: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,21 +80,6 @@ def _scale(given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if not isinstance(given, tuple) or [getattr(one, "dtype", None) for one in given] != [torch.float32, torch.int32]:  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
         raise TypeError(f"scale is a number above 0, or the scale of a result; found {given!r}.")
     return given  # pyright: ignore[reportUnknownVariableType]
-
-
-def rate_of(lr: Any, word: str = "lr") -> torch.Tensor:
-    """A learning rate, or another number of this name, as a step has it.
-
-    Raises:
-        TypeError: no number.
-        ValueError: below 0, infinite or NaN.
-    """
-    if isinstance(lr, bool) or not (isinstance(lr, int | float) or (isinstance(lr, torch.Tensor) and not lr.ndim)):
-        raise TypeError(f"{word} is a number or a 0-d tensor; found {type(lr).__name__}.")
-    rate = float(lr)
-    if not 0 <= rate < math.inf:
-        raise ValueError(f"{word} is a finite number from 0, such as 3e-4; found {rate}.")
-    return torch.tensor(rate, dtype=torch.float64, device="cpu")
 
 
 def check_inputs(program: Program, model: Model, params: Any, state: Any, optim: Optim = None) -> None:
