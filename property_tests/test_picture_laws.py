@@ -10,10 +10,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fpipe
+from fpipe.pictures.labels import LEAST, SIZES, names_of, needs, size_in
 from fpipe.pictures.layout import lay_out
 from fpipe.pictures.panel import Panel
 from fpipe.pictures.perfetto import perfetto
-from fpipe.pictures.shapes import Drawing, Rect
+from fpipe.pictures.shapes import Drawing, Rect, Text
+from fpipe.program import lane_of
 from property_tests.strategies import DrawnProgram, plans
 
 SECONDS = st.sampled_from([0, 0.25, 1, 3])
@@ -48,6 +50,22 @@ def boxes(drawing: Drawing) -> list[tuple[str, tuple[float, float]]]:
     ]
 
 
+def without_label(drawing: Drawing, panel: Panel, style: fpipe.Style) -> list[str]:
+    """The boxes that could hold their microbatch in small digits and have no words."""
+    words = [shape for shape in drawing.timed if isinstance(shape, Text) and not shape.grid]
+    rects = {shape.title.partition(":")[0]: shape for shape in drawing.timed if isinstance(shape, Rect)}
+    (small, beside), found = SIZES[-1], list[str]()
+    for op, start, end in panel.timeline.events:
+        names = names_of(op, "main", style)
+        if end > start and names and lane_of(op) == "main":
+            box = rects[f"{op.cell}, rank {op.rank}"]
+            size = size_in(box.height)
+            if size * small >= LEAST and needs(names[-1], size * small, beside) <= box.width:
+                inside = [one for one in words if box.x < one.x < box.x + box.width and 0 < one.y - box.y < box.height]
+                found += [] if inside else [op.cell]
+    return found
+
+
 @given(plans(), COSTS, st.booleans(), STYLES)
 def test_every_op_that_takes_time_is_one_box_at_its_time_in_every_style(
     plan: DrawnProgram, costs: fpipe.Costs, transfers: bool, style: fpipe.Style
@@ -63,6 +81,7 @@ def test_every_op_that_takes_time_is_one_box_at_its_time_in_every_style(
     }
     assert sorted(name for name, _ in found) == sorted(expected)
     assert all(place == pytest.approx(expected[name], abs=1e-6) for name, place in found)
+    assert without_label(drawing, shown, style) == []
 
 
 @given(plans(), COSTS, st.booleans(), st.sets(st.integers(0, 16), min_size=2, max_size=2))

@@ -1,7 +1,8 @@
-"""Label the boxes of ops: for each kind the longest name that most of its boxes have room for.
+"""Label the boxes of ops: every box that can hold its microbatch has it, and runs of the others have one label.
 
-It is decided once for a kind in a picture, so that 0..9 do not have names where 10..63 have none. A kind without room
-for any has one label for a run of microbatches, F0-15, over their boxes.
+For each kind it is decided once in a picture whether boxes show whole names, and how large: so that boxes of one kind
+look alike. A box without room for that has its microbatch in small digits; where even these do not fit, a run of
+microbatches has one label, F0-15, over their boxes.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from fpipe.pictures.panel import Bar, Lane, Panel
+from fpipe.pictures.panel import Bar, Panel
 from fpipe.pictures.style import Style
 from fpipe.program import Op
 
@@ -17,6 +18,8 @@ GLYPH = 0.62
 """Mean width of a character in units of its size, on the safe side for the fonts that a browser takes."""
 SIZES = ((1.0, 0.45), (0.75, 0.2))
 """Words may be a quarter smaller, and closer to the sides of their box, before they are left out."""
+LEAST = 6.0
+"""The size of words in a box that is just high enough for any."""
 
 
 def needs(name: str, size: float, beside: float = 0.45) -> float:
@@ -29,9 +32,15 @@ def size_in(height: float) -> float:
     return min(11.0, height * 0.72)
 
 
-def first_that_fits(names: Iterable[str], size: float, width: float, beside: float = 0.45) -> str | None:
-    """The first name that a box has room for."""
-    return next((name for name in names if needs(name, size, beside) <= width), None)
+def first_that_fits(
+    names: Sequence[str], size: float, width: float, sizes: Sequence[tuple[float, float]] = SIZES
+) -> tuple[str, float] | None:
+    """The first name that a box has room for, and its size; only the last name is made smaller."""
+    for smaller, beside in sizes:
+        for name in names if smaller == 1 else names[-1:]:
+            if size * smaller >= LEAST and needs(name, size * smaller, beside) <= width:
+                return name, size * smaller
+    return None
 
 
 def names_of(op: Op, lane: str, style: Style) -> list[str]:
@@ -51,7 +60,7 @@ class Labels:
 
     def __init__(self, panel: Panel, style: Style, scale: float, height: float) -> None:
         self.panel, self.style, self.height = panel, style, height
-        self.form: dict[tuple[str, str], tuple[int, float, float] | None] = {}
+        self.form: dict[tuple[str, str], int | None] = {}
         kinds: dict[tuple[str, str], list[Bar]] = defaultdict(list)
         for (_, lane), bars in panel.bars.items():
             for bar in bars:
@@ -60,35 +69,30 @@ class Labels:
             lengths = sorted(bar.end - bar.start for bar in bars)
             self.form[kind, lane] = self._form(bars, lane, lengths[len(lengths) // 2] * scale)
 
-    def _form(self, bars: Sequence[Bar], lane: str, width: float) -> tuple[int, float, float] | None:
-        """Which of their names most boxes have room for, how much smaller it is written, and what is free beside it."""
+    def _form(self, bars: Sequence[Bar], lane: str, width: float) -> int | None:
+        """Which of their names most boxes have room for at full size; None: none."""
         longest = [
             max(map(len, names)) for names in zip(*(names_of(bar.op, lane, self.style) for bar in bars), strict=False)
         ]
-        for at, letters in enumerate(longest):
-            for smaller, beside in SIZES if at == len(longest) - 1 else SIZES[:1]:
-                if needs("0" * letters, smaller * size_in(self.height), beside) <= width:
-                    return at, smaller, beside
-        return None
+        fits = (at for at, letters in enumerate(longest) if needs("0" * letters, size_in(self.height)) <= width)
+        return next(fits, None)
 
     def of(self, bar: Bar, lane: str, width: float, depth: float) -> tuple[str, float] | None:
         """The label of a box and its size; None if it has no room."""
-        form = self.form[bar.op.kind, lane]
-        if form is None or size_in(depth) < 6:
+        form, names = self.form[bar.op.kind, lane], names_of(bar.op, lane, self.style)
+        if size_in(depth) < LEAST:
             return None
-        at, smaller, beside = form
-        size = size_in(depth) * smaller
-        name = first_that_fits(names_of(bar.op, lane, self.style)[at:], size, width, beside)
-        return (name, size) if name else None
+        return first_that_fits(names[form or 0 :], size_in(depth), width, SIZES[form is None :])
 
-    def runs(self, lane: Lane) -> Iterator[tuple[list[Bar], list[str]]]:
-        """Rows of microbatches without labels of their own, one right after the other, and what to call them."""
+    def runs(self, bars: Iterable[Bar]) -> Iterator[tuple[list[Bar], list[str]]]:
+        """Rows of the bars, which have no labels of their own: microbatches one right after the other, and what to
+        call them."""
         if self.style.labels == "none":
             return
         run: list[Bar] = []
-        for bar in (*self.panel.bars[lane], None):
+        for bar in (*bars, None):
             if run and (bar is None or not _follows(run[-1], bar)):
-                if len(run) > 1 and self.form[run[0].op.kind, lane[1]] is None:
+                if len(run) > 1:
                     op, span = run[0].op, f"{run[0].op.microbatch}-{run[-1].op.microbatch}"
                     full = [f"{op.stage}{op.kind}{span}", f"{op.kind}{span}"]
                     yield run, [*full, span] if self.style.labels == "all" else [span]

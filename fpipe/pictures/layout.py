@@ -20,7 +20,7 @@ from typing import Any
 
 from fpipe.pictures.axis import clock, ticks
 from fpipe.pictures.colours import ink_on
-from fpipe.pictures.labels import GLYPH, Labels, first_that_fits, names_of, needs, size_in
+from fpipe.pictures.labels import GLYPH, SIZES, Labels, first_that_fits, names_of, needs, size_in
 from fpipe.pictures.legend import legend, outline
 from fpipe.pictures.panel import Bar, Panel, awaited
 from fpipe.pictures.shapes import EDGE, PIXEL, Area, Drawing, Line, Rect, Shape, Text
@@ -81,7 +81,8 @@ _LAYERS = (Rect, Area, Line, Text)
 
 
 def _layer(shape: Shape) -> tuple[bool, int, str, float]:
-    return not shape.grid, _LAYERS.index(type(shape)), shape.paint, shape.size if isinstance(shape, Text) else 0.0
+    layer = -1 if isinstance(shape, Line) and shape.behind else _LAYERS.index(type(shape))
+    return not shape.grid, layer, shape.paint, shape.size if isinstance(shape, Text) else 0.0
 
 
 def _margins(panels: Sequence[Panel], style: Style, unit: str) -> tuple[float, float]:
@@ -136,11 +137,13 @@ class _Painter:
         self.drawing, self.panel, self.style, self.arrows, self.every = drawing, panel, style, arrows, every
         self.time, self.scale = drawing.clock, drawing.span / (drawing.end - drawing.start or 1.0)
         self.height = 26.0 if panel.ranks <= 8 else 20.0 if panel.ranks <= 16 else 14.0
-        self.edge = 1.0 if typical_length([panel]) * self.scale > 7 else THIN
+        narrow = typical_length([panel]) * self.scale
+        self.edge = 1.0 if narrow > 7 else THIN if narrow > 2 else 0.0  # of the narrowest, paper would be a third
         self.gap = 9.0 if panel.ranks <= 8 else 5.0
         self.low = style.width_mm is not None  # on paper rows are as low as their text allows
         if self.low:
-            self.height, self.gap = min(self.height, 16.0), min(self.gap, 7.0)
+            shared = any(bar.depth < 1 for (_, lane), bars in panel.bars.items() if lane == "main" for bar in bars)
+            self.height, self.gap = min(self.height, 22.5 if shared else 16.0), min(self.gap, 7.0)
         self.y: dict[tuple[int, str], tuple[float, float]] = {}
         self.labels = Labels(panel, style, self.scale, self.height)
 
@@ -170,9 +173,10 @@ class _Painter:
         for wait in panel.waits if self.style.waits else ():
             self.wait(wait)
         for lane, bars in panel.bars.items():
-            merged = self.runs(lane)
+            labels = {} if self.every else {bar: self.label(lane, bar) for bar in bars}
+            merged = self.runs(lane, [bar for bar, label in labels.items() if not label])
             for bar in bars:
-                self.bar(lane, bar, merged.get(bar, self.edge))
+                self.bar(lane, bar, merged.get(bar, self.edge), labels.get(bar))
         for transfer in panel.sending:
             self.sending(transfer)
         for transfer in panel.transfers if self.arrows else ():
@@ -203,7 +207,11 @@ class _Painter:
             y += 18
         return y + 6 if names or self.style.figures else y
 
-    def bar(self, lane: tuple[int, str], bar: Bar, edge: float) -> None:
+    def label(self, lane: tuple[int, str], bar: Bar) -> tuple[str, float] | None:
+        """A bar's label and its size."""
+        return self.labels.of(bar, lane[1], self.stretch(bar.start, bar.end)[1], bar.depth * self.y[lane][1])
+
+    def bar(self, lane: tuple[int, str], bar: Bar, edge: float, label: tuple[str, float] | None) -> None:
         y, height = self.y[lane]
         x, width = self.stretch(bar.start, bar.end)
         paint = self.style.fill(bar.op, bar.shade)
@@ -215,24 +223,24 @@ class _Painter:
         self.drawing.timed.append(Rect(x, top, width + over, depth, paint, title, edge))
         if self.every:
             self.page_label(x, width, top, depth, names_of(bar.op, lane[1], self.style), ink_on(paint))
-        elif label := self.labels.of(bar, lane[1], width, depth):
+        elif label:
             self.word(x, width, top, depth, *label, ink_on(paint))
 
-    def runs(self, lane: tuple[int, str]) -> dict[Bar, float]:
+    def runs(self, lane: tuple[int, str], bars: Sequence[Bar]) -> dict[Bar, float]:
         """One label for a row of microbatches none of which has room for its own. Returns the edges of the bars of
         these rows: none where the label is."""
         y, height = self.y[lane]
         found: dict[Bar, float] = {}
-        for run, names in () if self.every else self.labels.runs(lane):
+        for run, names in self.labels.runs(bars):
             x, width = self.stretch(run[0].start, run[-1].end)
             top, depth = y + run[0].top * height, run[0].depth * height
-            if name := first_that_fits(names, size_in(depth), width):
-                paint = ink_on(self.style.fill(run[0].op, run[0].shade))
-                self.word(x, width, top, depth, name, size_in(depth), paint)
-                middle, half = x + width / 2, needs(name, size_in(depth)) / 2
+            if label := first_that_fits(names, size_in(depth), width):
+                name, size = label
+                self.word(x, width, top, depth, name, size, ink_on(self.style.fill(run[0].op, run[0].shade)))
+                middle, half = x + width / 2, needs(name, size) / 2
                 for bar in run:
                     left, wide = self.stretch(bar.start, bar.end)
-                    found[bar] = 0.0 if left < middle + half and left + wide > middle - half else THIN
+                    found[bar] = 0.0 if left < middle + half and left + wide > middle - half else min(THIN, self.edge)
         return found
 
     def word(
@@ -258,8 +266,10 @@ class _Painter:
         names = (f"waits for {wait.on.cell}", wait.on.cell)
         if self.every:
             self.page_label(x, width, y, height, names, "faint")
-        elif name := first_that_fits(names, size_in(height), width):
-            self.word(x, width, y, height, name, size_in(height), "faint")
+        elif label := first_that_fits(names, size_in(height), width, SIZES[:1]):
+            half = needs(*label) / 2  # no hatching through words
+            self.drawing.timed.append(Rect(x + width / 2 - half, y + 2, 2 * half, height - 4, "wait", title))
+            self.word(x, width, y, height, *label, "faint")
 
     def critical_path(self) -> None:
         """Frames around ops, thick arrows for transfers. A SEND that the program has not is in its rank's main lane."""
@@ -281,10 +291,10 @@ class _Painter:
         points = tuple((self.x(at), y0 + (y1 - y0) * (at - transfer.start) / seconds) for at in (start, end))
         if transfer.start == transfer.end:
             points = (points[0], (points[1][0], y1))
-        near = abs(transfer.source - transfer.target) == 1  # others cross the lanes between
+        near = abs(transfer.source - transfer.target) == 1  # others pass behind the lanes between
         usual, width = ("arrow", 1.0) if near else ("faint", 0.5)
         whole, title = end == transfer.end, self.said_of(transfer)
-        self.drawing.timed.append(Line(points, paint or usual, thick or width, whole, title))
+        self.drawing.timed.append(Line(points, paint or usual, thick or width, whole, title, behind=not near))
 
     def sending(self, transfer: Transfer) -> None:
         """A sender that does nothing else."""

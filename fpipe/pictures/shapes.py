@@ -28,7 +28,7 @@ class Rect(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A stroke through points; `arrow`: with a head at its end."""
+    """A stroke through points; `arrow`: with a head at its end; `behind`: below the boxes, so through no words."""
 
     points: tuple[tuple[float, float], ...]
     paint: str
@@ -36,6 +36,7 @@ class Line(NamedTuple):
     arrow: bool = False
     title: str = ""
     grid: bool = False
+    behind: bool = False
 
 
 class Area(NamedTuple):

@@ -28,8 +28,9 @@ class Style:
     Args:
         width_mm: width on paper, in millimetres; of SVG, PNG (at 300 dots an inch) and PDF.
         font_pt: size of the names of ranks, in points; other words and all distances go with it. 9 by default.
-        labels: of ops. "all": the whole name, or the microbatch where that does not fit; "microbatch": only that;
-            "none". For each kind it is decided once a picture; where nothing fits, runs of microbatches have one label.
+        labels: of ops. "all": whole names, of kinds most of whose boxes have room for them, else microbatches;
+            "microbatch": only these; "none". Every box that can hold its microbatch, in digits of three quarters of
+            the size, does; runs of others have one label.
         memory: what each rank holds.
         waits: hatched idle times.
         arrows: transfers, each an arrow; None, the default: where there is room for all of them.

@@ -51,7 +51,8 @@ def reference(
         model: stages and a loss.
         params: one pytree of tensors per stage.
         batch: (inputs, target), pytrees whose leaves have rows in dim 0; or a list of them, cut already.
-        microbatches: how many parts the batch is cut into; losses and gradients are added in their order.
+        microbatches: how many parts the batch is cut into; losses and gradients are added in their order. The uses of
+            a tied leaf are summed after that, by stage.
         slices: how many slices the sequences (dim 1) of each part are cut into; each stage hands its carry from one to
             the next, and a backward goes from the last slice back.
         state: one pytree per stage, for models with module state.
