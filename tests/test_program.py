@@ -2,6 +2,8 @@
 
 import csv
 import dataclasses
+import io
+import pickle
 
 import pytest
 
@@ -151,6 +153,20 @@ def test_text_is_read_strictly(text: str, sentence: str):
     with pytest.raises(ProgramError) as error:
         Program.parse(text)
     assert sentence in str(error.value)
+
+
+def test_a_pickle_rests_on_five_names_that_stay():
+    """docs/stability.md: what one release of 0.x has pickled is read by all later ones."""
+    found = set[str]()
+
+    class Names(pickle.Unpickler):
+        def find_class(self, module_name: str, global_name: str, /):
+            found.add(f"{module_name}.{global_name}")
+            return super().find_class(module_name, global_name)
+
+    program = PROGRAMS["with frees"]
+    assert Names(io.BytesIO(pickle.dumps(program))).load() == program
+    assert found == {"fpipe.program.Program", *(f"fpipe.ops.{name}" for name in ("Input", "Op", "Output", "Value"))}
 
 
 def test_a_program_can_be_written_by_hand():
