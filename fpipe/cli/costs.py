@@ -84,6 +84,7 @@ def parse(text: str) -> TypedCosts:
     """
     seconds: dict[str, Any] = {}
     sizes: dict[str, float] = {}
+    words: dict[str, str] = {}  # seconds as they were typed
     kinds: set[bool] = set()
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (part.strip() for part in item.partition("="))
@@ -109,14 +110,14 @@ def parse(text: str) -> TypedCosts:
             )
         if name not in MOVING:  # of a value, whatever costs are of
             kinds.add(name in SHARES)
-        seconds[word] = _number(name, value)
+        seconds[word], words[word] = _number(name, value), value
     if len(kinds) > 1:
         raise ValueError(f"{text!r} mixes costs of a whole rank (F, B, W, R, c) with those of a stage (forward, ...).")
     shares = kinds != {False}
     names = {word: letter for letter, word in SHARES.items()} if shares else {word: word for word in WORDS}
     said = [word for word in COMPUTE if word in seconds]
     if said and len(said) < len(COMPUTE):
-        missing = [f"{names[word]}=1" for word in COMPUTE if word not in seconds]
+        missing = [f"{names[word]}={words[said[0]]}" for word in COMPUTE if word not in seconds]
         raise ValueError(
             f"{text!r} says {' and '.join(names[word] for word in said)} and nothing of the rest; say all, as "
             f"{text},{','.join(missing)}."
