@@ -81,6 +81,23 @@ def test_stale_steps_are_a_loop_with_the_same_delays(stale: Any, delays: list[in
     assert differences(net, optimizer, result) == []
 
 
+@pytest.mark.parametrize("how", [{"trace": False}, {"donate": True}, {"runtime": "threads", "donate": True}], ids=repr)
+def test_a_host_updates_while_the_next_step_runs_forward(how: dict[str, Any]):
+    """RoundPipe's asynchronous step: parameters and Adam's state on a host, which was refused beside stale=."""
+    net, each = net_of(), batches(3)
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=4, loss=MSE)
+    parts = fpipe.split(4), fpipe.schedules.roundpipe(2), fpipe.merge(outputs=False), fpipe.update("AdamW", clip=0.05)
+    program = fpipe.chain(*parts, fpipe.steps(3, stale=1))(fpipe.program(model))
+    events = fpipe.simulate(program, fpipe.Costs(1, 1, 1, update=2)).events
+    last = max(event.end for event in events if event.op.kind == "UPDATE" and event.op.microbatch == 3)
+    assert any(event.start < last for event in events if event.op.kind == "F" and event.op.microbatch == 4)
+    given = tuple({name: leaf.clone() for name, leaf in stage.items()} for stage in params)
+    result = fpipe.build(program, model, **how)(given, each, opt=fpipe.optimizer_state(program, given), lr=0.01)
+    losses, optimizer = loop(net, each, [1] * 4, 0.05, 0.01)
+    assert all(map(torch.equal, result.loss, losses))
+    assert differences(net, optimizer, result) == []
+
+
 def test_pipedream_stashes_a_version_for_each_microbatch_in_flight():
     program = stepping(3, fpipe.steps(6, stale="stash"), fpipe.schedules.one_f_one_b(3), microbatches=1)
     assert program.table() == fpipe.chain(fpipe.split(6), fpipe.schedules.one_f_one_b(3))(fpipe.program(3)).table()
@@ -232,8 +249,9 @@ def on_two(rank: int, schedule: str, stages: int, stale: Any) -> list[str]:
     """The names of this rank's parameters and state that differ from a plain loop with the same delays."""
     net, each = net_of(), batches(3)
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=stages, loss=MSE)
-    both = [fpipe.schedules.get(schedule)(2), fpipe.steps(3, stale=stale)]
-    program = stepping(model, *(both if stale == 0 else both[::-1]), clip=0.05)
+    on_host = schedule == "roundpipe"
+    both = [fpipe.schedules.get(schedule)(1 if on_host else 2), fpipe.steps(3, stale=stale)]
+    program = stepping(model, *(both if stale == 0 or on_host else both[::-1]), clip=0.05)
     mine = own(program, rank, params)
     step = fpipe.build(program, model, runtime="distributed", example=(params, each))
     for _ in range(2):
@@ -245,10 +263,12 @@ def on_two(rank: int, schedule: str, stages: int, stale: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages", "stale"), [("zb_h2", 2, 0), ("interleaved", 4, 0), ("one_f_one_b", 2, 1)]
+    ("schedule", "stages", "stale"),
+    [("zb_h2", 2, 0), ("interleaved", 4, 0), ("one_f_one_b", 2, 1), ("roundpipe", 4, 1)],
 )
 def test_two_processes_take_several_steps(pair: Processes, schedule: str, stages: int, stale: int):
-    assert pair.each(on_two, schedule, stages, stale) == [[], []]
+    computes_alone = ["nothing"] * (schedule == "roundpipe")  # all weights are at home on the other rank
+    assert pair.each(on_two, schedule, stages, stale) == [computes_alone, []]
 
 
 def test_verify_compares_steps_with_a_loop_and_finds_what_is_wrong():

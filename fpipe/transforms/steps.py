@@ -33,14 +33,15 @@ def steps(count: int, *, stale: int | Literal["stash"] = 0) -> Transform:
         stale: by how many steps the parameters are behind that gradients are taken of: 0 is the ordinary loop; with 1 a
             step need not wait for the one before (PipeDream-2BW); "stash" is PipeDream's: stage s of S is behind by
             S-1-s steps. Forward and backward read the same version, updates are of the latest, and the first steps read
-            what is handed in. A schedule comes after it, and runs the microbatches of all steps as one stream.
+            what is handed in. A schedule comes after it, and runs the microbatches of all steps as one stream; but
+            before it where a host updates (`roundpipe`), which does so while the next step runs (RoundPipe).
 
     Returns:
         A transform, behind `update`, and if nothing is stale behind all but `communicate` and `free`.
 
     Raises:
         ProgramError: the program updates nothing, is not split, is several steps already, has its transfers, random
-            keys or the gradients of inputs; or it has a schedule and stale parameters.
+            keys or the gradients of inputs; or it has a schedule and stale parameters, and updates where it computes.
 
     >>> import fpipe
     >>> step = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge(outputs=False), fpipe.update("SGD"))
@@ -143,8 +144,15 @@ def _refuse(program: Program, stale: object) -> None:
         raise ProgramError("a step that asks for its random key has one of its own; leave fpipe.steps() out.")
     if any(end.name.name == "input_grads" for end in program.outputs):
         raise ProgramError("gradients of the inputs are of one batch; leave input_grads=, or fpipe.steps(), out.")
-    if stale and program.ranks > 1:
+    if stale and program.ranks > 1 and not _updates_apart(program):
         raise ProgramError(
             "the rows of one step flush before the next, and stale parameters gain nothing: put the schedule behind "
-            "fpipe.steps(), so that it runs the microbatches of all steps as one stream."
+            "fpipe.steps(), so that it runs the microbatches of all steps as one stream; or let weights live on a rank "
+            "that computes nothing else, as schedules.roundpipe() does."
         )
+
+
+def _updates_apart(program: Program) -> bool:
+    """Whether parameters are updated on ranks that compute nothing else, as on a host."""
+    computing = {op.rank for op in program.ops if op.kind in "FRBIW" or op.parts}
+    return computing.isdisjoint(op.rank for op in program.ops if op.kind == "UPDATE")
