@@ -75,11 +75,11 @@ if TYPE_CHECKING:
     from fpipe.models.parameters.checkpoints import gather_state_dict, load, save
     from fpipe.models.parameters.grads import add_grads, assign_grads, clip_grads, global_norm
     from fpipe.models.parameters.load import init_params, load_params
+    from fpipe.models.parameters.own_shards import shard_params
     from fpipe.models.parameters.params import join_params, local_params, split_params
-    from fpipe.models.parameters.shards import shard_params
     from fpipe.models.tracing.boundary import boundary
+    from fpipe.optimizers.optimizer_state import optimizer_state
     from fpipe.optimizers.rules import register_update
-    from fpipe.optimizers.state import optimizer_state
     from fpipe.runtimes.build import build
     from fpipe.runtimes.definition.meaning import register_meaning
     from fpipe.runtimes.definition.walk import Step
@@ -115,11 +115,11 @@ _WITH_TORCH = {
     "derived.jvp": ("jvp",),
     "models.parameters.load": ("init_params", "load_params"),
     "models.parameters.params": ("join_params", "local_params", "split_params"),
-    "models.parameters.shards": ("shard_params",),
+    "models.parameters.own_shards": ("shard_params",),
     "derived.per_example": ("per_example",),
     "models.modules.skips": ("Pop", "Stash"),
     "optimizers.rules": ("register_update",),
-    "optimizers.state": ("optimizer_state",),
+    "optimizers.optimizer_state": ("optimizer_state",),
     "runtimes.build": ("build",),
     "runtimes.definition.meaning": ("register_meaning",),
     "runtimes.definition.walk": ("Step",),

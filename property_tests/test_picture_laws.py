@@ -10,11 +10,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.pictures.labels import LEAST, SIZES, names_of, needs, size_in
+from fpipe.pictures.box_labels import LEAST, SIZES, names_of, needs, size_in
+from fpipe.pictures.drawn_shapes import Drawing, Rect, Text
 from fpipe.pictures.layout import lay_out
 from fpipe.pictures.panel import Panel
 from fpipe.pictures.perfetto import perfetto
-from fpipe.pictures.shapes import Drawing, Rect, Text
 from fpipe.program import lane_of
 from property_tests.strategies import DrawnProgram, plans
 

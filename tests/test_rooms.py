@@ -229,6 +229,13 @@ def test_two_classes_never_share_a_name():
     assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
+def test_two_files_share_a_name_only_where_one_serves_the_other():
+    """A command of the shell is called as what it runs, and torch's private side of a thing as the thing."""
+    files = Counter(file.name for module, file in FILES.items() if room(module) not in ("cli", "torch_private"))
+    files.pop("__init__.py")
+    assert not [name for name, count in files.items() if count > 1]
+
+
 def test_docstrings_open_with_a_noun_or_a_verb():
     """A reader meets "Drop received parameters after their last read", not "What is dropped"."""
     opening = re.compile(r'^\s*r?"""(What|The same)\b', re.MULTILINE)

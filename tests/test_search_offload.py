@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import fpipe
 from fpipe.finding.climber import Climber
 from fpipe.finding.kept import Kept
-from fpipe.finding.limits import limits_of
 from fpipe.finding.list_orders import ListOrders, rules
+from fpipe.finding.memory_limits import limits_of
 from fpipe.finding.offloaded_tasks import OffloadedTasks
 from fpipe.orders.tasks import tasks_of
 from fpipe.timing.named_bytes import NamedBytes

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Hashable
 
 from fpipe.finding.hunt import Hunt
-from fpipe.finding.ops import kinds_of
+from fpipe.finding.op_facts import kinds_of
 from fpipe.finding.pool import Entry, entries
 from fpipe.finding.solver import solve
 

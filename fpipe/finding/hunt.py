@@ -9,12 +9,12 @@ from itertools import islice
 from random import Random
 
 from fpipe.finding.found import NamedRow
-from fpipe.finding.limits import limits_of, tightened
-from fpipe.finding.limits import room as room_of
 from fpipe.finding.list_orders import ListOrders, rules
+from fpipe.finding.memory_limits import limits_of, tightened
+from fpipe.finding.memory_limits import room as room_of
 from fpipe.finding.named_starts import WITHOUT, named_starts
 from fpipe.finding.offloaded_tasks import OffloadedTasks, may_leave
-from fpipe.finding.ops import again_of, easier, full_are_cheaper, has, kinds_of, made, recomputing
+from fpipe.finding.op_facts import again_of, easier, full_are_cheaper, has, kinds_of, made, recomputing
 from fpipe.finding.pool import Entry, entries, improve
 from fpipe.finding.wanted import Wanted
 from fpipe.orders.climb import Value

@@ -13,7 +13,7 @@ from fpipe.finding.hunt import Hunt
 from fpipe.finding.longer import lengthened, longer, pace
 from fpipe.finding.named_starts import chooses, schedule_of, searches
 from fpipe.finding.offloaded_tasks import OffloadedTasks
-from fpipe.finding.ops import made
+from fpipe.finding.op_facts import made
 from fpipe.finding.pool import Entry
 from fpipe.finding.wanted import Wanted
 from fpipe.model import Source

@@ -14,7 +14,7 @@ from fpipe.finding.gathering import gathered
 from fpipe.finding.hunt import Candidate, Hunt
 from fpipe.finding.kept import kept_of
 from fpipe.finding.long_steps import short_of, stretched
-from fpipe.finding.ops import again_of, has, kinds_of, recomputing
+from fpipe.finding.op_facts import again_of, has, kinds_of, recomputing
 from fpipe.finding.solver import installed
 from fpipe.finding.wanted import Wanted
 from fpipe.limits import whole

@@ -12,7 +12,7 @@ from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.measuring.op_kinds import Runs, note, seconds_of, variants_of, with_halves
 from fpipe.measuring.sizes import sizes
 from fpipe.model import Model
-from fpipe.optimizers.state import example_optim
+from fpipe.optimizers.optimizer_state import example_optim
 from fpipe.program import Program, the_program
 from fpipe.runtimes.definition.match import check_match
 from fpipe.runtimes.lowering.prepared import Prepared

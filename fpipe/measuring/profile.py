@@ -17,7 +17,7 @@ from fpipe.measuring.op_kinds import Runs, note, seconds_of, variants_of, with_h
 from fpipe.measuring.sizes import Sizes, sizes
 from fpipe.measuring.timeline_costs import Moving, kept, moving
 from fpipe.model import Model
-from fpipe.optimizers.state import example_optim
+from fpipe.optimizers.optimizer_state import example_optim
 from fpipe.program import Op, Program, the_program
 from fpipe.runtimes.build import build
 from fpipe.single_device.batches import refuse_meta

@@ -13,7 +13,7 @@ from fpipe.graphs.language.graph import Fact
 from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.limits import whole
 from fpipe.model import Model
-from fpipe.optimizers.state import example_optim
+from fpipe.optimizers.optimizer_state import example_optim
 from fpipe.program import Op, Program, Value
 from fpipe.runtimes.definition.match import check_match
 from fpipe.runtimes.definition.recorder import Storages

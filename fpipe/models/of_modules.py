@@ -15,7 +15,7 @@ from fpipe.model import Model, Reduction, Source
 from fpipe.models.from_functions import from_functions
 from fpipe.models.modules.fingerprint import Fingerprint
 from fpipe.models.modules.stage_module import StageModule
-from fpipe.models.modules.state import written_buffers
+from fpipe.models.modules.written_buffers import written_buffers
 from fpipe.models.parameters.handed_out import HandedOut
 from fpipe.positional_stage import Names
 

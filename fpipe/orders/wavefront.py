@@ -12,8 +12,8 @@ import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+from fpipe.orders.cell_steps import Steps, spread
 from fpipe.orders.runs import Columns
-from fpipe.orders.steps import Steps, spread
 from fpipe.timing.costs import Costs
 
 if TYPE_CHECKING:

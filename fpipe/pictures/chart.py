@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 from fpipe.pictures.axis import clock, ticks
+from fpipe.pictures.box_labels import GLYPH
 from fpipe.pictures.colours import FILLS
-from fpipe.pictures.labels import GLYPH
+from fpipe.pictures.drawn_shapes import EDGE, PIXEL, Area, Drawing, Line, Rect, Shape, Text
 from fpipe.pictures.legend import swatches
-from fpipe.pictures.shapes import EDGE, PIXEL, Area, Drawing, Line, Rect, Shape, Text
 from fpipe.pictures.style import Style
 from fpipe.planning.run_plan import PlanRow, RunPlan
 from fpipe.timing.amounts import amount, byte_unit

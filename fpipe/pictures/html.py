@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from fpipe.pictures.box_labels import GLYPH
 from fpipe.pictures.colours import ROLES
-from fpipe.pictures.labels import GLYPH
+from fpipe.pictures.drawn_shapes import Area, Line, Rect, Shape, Text
 from fpipe.pictures.layout import ARROW_ROOM, lay_out, typical_length
 from fpipe.pictures.panel import Panel
-from fpipe.pictures.shapes import Area, Line, Rect, Shape, Text
 from fpipe.pictures.style import PLAIN, SWITCHES, Style
 from fpipe.pictures.svg import FONT, frame, number, shapes
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fpipe.pictures.box_labels import GLYPH
 from fpipe.pictures.colours import WORDS
-from fpipe.pictures.labels import GLYPH
+from fpipe.pictures.drawn_shapes import EDGE, Drawing, Line, Rect, Shape, Text
 from fpipe.pictures.panel import Panel
-from fpipe.pictures.shapes import EDGE, Drawing, Line, Rect, Shape, Text
 from fpipe.pictures.style import Style
 
 

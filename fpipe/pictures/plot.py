@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from fpipe.pictures.chart import chart
+from fpipe.pictures.drawn_shapes import Drawing
 from fpipe.pictures.html import html
 from fpipe.pictures.layout import lay_out
 from fpipe.pictures.panel import Panel, panels_of
 from fpipe.pictures.perfetto import perfetto
 from fpipe.pictures.png import draw_onto, raster
-from fpipe.pictures.shapes import Drawing
 from fpipe.pictures.style import PLAIN, Style
 from fpipe.pictures.svg import svg
 from fpipe.pictures.text import Picture, grid, to_scale

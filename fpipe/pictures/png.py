@@ -9,9 +9,9 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from fpipe.pictures.colours import ROLES
+from fpipe.pictures.drawn_shapes import PIXEL, Area, Drawing, Line, Rect, Shape, Text, heads
 from fpipe.pictures.layout import lay_out
 from fpipe.pictures.panel import Panel
-from fpipe.pictures.shapes import PIXEL, Area, Drawing, Line, Rect, Shape, Text, heads
 from fpipe.pictures.style import Style
 
 DOTS = {"screen": 192, "paper": 300}

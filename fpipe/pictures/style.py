@@ -9,7 +9,7 @@ from math import inf
 from typing import Any, Literal
 
 from fpipe.pictures.colours import FILLS, OTHER, lighter
-from fpipe.pictures.shapes import PIXEL
+from fpipe.pictures.drawn_shapes import PIXEL
 from fpipe.program import Op, kind_of
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from fpipe.pictures.colours import ROLES
-from fpipe.pictures.shapes import PIXEL, Area, Drawing, Line, Rect, Shape, Text, heads
+from fpipe.pictures.drawn_shapes import PIXEL, Area, Drawing, Line, Rect, Shape, Text, heads
 from fpipe.pictures.style import Style
 
 FONT = "ui-sans-serif,system-ui,Helvetica,Arial,sans-serif"

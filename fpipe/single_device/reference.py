@@ -15,7 +15,7 @@ from fpipe.limits import whole
 from fpipe.model import Model, the_model
 from fpipe.optimizers.numbers import Rate, rates_of
 from fpipe.optimizers.op_words import words_of
-from fpipe.optimizers.state import initial_states
+from fpipe.optimizers.optimizer_state import initial_states
 from fpipe.single_device.batches import batches_of, check_batch, refuse_spread, refuse_unloaded, rows_of_each, streams
 from fpipe.single_device.microbatch import cut
 from fpipe.single_device.over_parts import Joined, OverReplicas, Sliced, over_parts

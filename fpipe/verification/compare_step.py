@@ -18,8 +18,8 @@ from fpipe.model import Model, the_model
 from fpipe.models.parameters.params import join_params
 from fpipe.optimizers.numbers import Rate, rates_of
 from fpipe.optimizers.op_words import names_of, words_of
+from fpipe.optimizers.optimizer_state import check_groups, check_optimizer_state, initial_states
 from fpipe.optimizers.rules import numbers_of
-from fpipe.optimizers.state import check_groups, check_optimizer_state, initial_states
 from fpipe.single_device.batches import check_batch
 from fpipe.single_device.microbatch import cut
 from fpipe.single_device.over_parts import over_parts

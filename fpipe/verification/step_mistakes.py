@@ -16,8 +16,8 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.model import Model, TiedLeaf
 from fpipe.optimizers.op_words import UpdateWords
+from fpipe.optimizers.optimizer_state import initial_states
 from fpipe.optimizers.rules import STEP
-from fpipe.optimizers.state import initial_states
 from fpipe.single_device.result import Result
 from fpipe.single_device.training_loop import Norm, total_norm, training_loop
 from fpipe.verification.gradient_changes import (

@@ -26,7 +26,7 @@ from fpipe.verification.casts import cast_by, computed, like_params
 from fpipe.verification.first_wrong import Expected, first_wrong
 from fpipe.verification.loss_function import check_function
 from fpipe.verification.report import Close, GradientMismatch, Leaf, Report, WrongValue, compared, is_finite, listed
-from fpipe.verification.training import trained, versions
+from fpipe.verification.trained_steps import trained, versions
 from fpipe.verification.undivided import undivided
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fpipe.graphs.purity.ambient import Untraceable
-from fpipe.graphs.purity.in_place import keep_layouts, mutated_by, rename_writes
+from fpipe.graphs.purity.renamed_writes import keep_layouts, mutated_by, rename_writes
 from fpipe.graphs.purity.schema import BATCH_NORMS
 from fpipe.torch_private.dispatch import functionalized, storage_of
 from fpipe.torch_private.tracing import traced_by_torch

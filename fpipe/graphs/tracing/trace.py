@@ -22,8 +22,8 @@ from torch import Tensor, fx
 from fpipe.graphs.language.graph import Aval, Fact, Graph, Name, Node, fact, without_repeated_views
 from fpipe.graphs.language.labels import gradient_of, is_input, is_parameter, result_of, variable
 from fpipe.graphs.purity.ambient import Untraceable
-from fpipe.graphs.purity.in_place import mutated_by, turns_view
 from fpipe.graphs.purity.pure import Impure
+from fpipe.graphs.purity.renamed_writes import mutated_by, turns_view
 from fpipe.graphs.tracing.checks import with_checks
 from fpipe.graphs.tracing.draws import Streams, Unseeded, draws, keyed, refuse_hidden, without_fills
 from fpipe.graphs.tracing.fake import LeakedTensor, fake_mode, no_leaks, watched_memory

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fpipe.graphs.purity.in_place import mutated_by
+from fpipe.graphs.purity.renamed_writes import mutated_by
 from fpipe.model import Source
 from fpipe.models.cutting.marked_graph import MarkedGraph, has_effect
 from fpipe.models.cutting.own_device import follow_device

@@ -10,7 +10,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from fpipe.graphs.purity.in_place import mutated_by
+from fpipe.graphs.purity.renamed_writes import mutated_by
 from fpipe.graphs.purity.schema import is_check
 from fpipe.graphs.tracing.draws import draws
 from fpipe.models.tracing.boundary import MARK

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from fpipe.graphs.purity.in_place import mutated_by
+from fpipe.graphs.purity.renamed_writes import mutated_by
 from fpipe.models.cutting.cut_at_marks import Subgraph
 from fpipe.models.cutting.marked_graph import MarkedGraph, draws_random
 from fpipe.models.tracing.places import place_of

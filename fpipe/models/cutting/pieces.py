@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fpipe.graphs.purity.alike import Same, alike
-from fpipe.graphs.purity.in_place import mutated_by
+from fpipe.graphs.purity.renamed_writes import mutated_by
 from fpipe.models.cutting.marked_graph import draws_random
 from fpipe.models.tracing.contexts import Context, contexts_of, copy_nodes, restored_on_error
 

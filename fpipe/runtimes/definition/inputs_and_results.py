@@ -13,7 +13,7 @@ from fpipe.graphs.tracing.keys import fold_in
 from fpipe.model import Model, same_keys
 from fpipe.optimizers.numbers import rates_of
 from fpipe.optimizers.op_words import update_of, words_of
-from fpipe.optimizers.state import check_optimizer_state
+from fpipe.optimizers.optimizer_state import check_optimizer_state
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Output, Program, Value
 from fpipe.single_device.batches import refuse_meta, refuse_spread

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fpipe.model import Model, the_model
-from fpipe.optimizers.state import check_update
+from fpipe.optimizers.optimizer_state import check_update
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Op, Program, Value, parts_of, the_program
 from fpipe.single_device.batches import refuse_meta

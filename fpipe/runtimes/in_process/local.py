@@ -18,7 +18,7 @@ from fpipe import tree
 from fpipe.graphs.purity.ambient import Untraceable, dispatch_modes, in_fake_mode, refuse_odd_modes
 from fpipe.graphs.tracing.lru_cache import LRUCache
 from fpipe.model import Model
-from fpipe.optimizers.state import example_optim
+from fpipe.optimizers.optimizer_state import example_optim
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Program, Value
 from fpipe.runtimes.definition.devices import on_devices

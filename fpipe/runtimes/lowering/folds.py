@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fpipe import tree
-from fpipe.graphs.compiling.update import Norm, updating
+from fpipe.graphs.compiling.running_statistics import Norm, updating
 from fpipe.graphs.language.graph import Aval, Fact, in_own_storage
 from fpipe.graphs.language.labels import label_of
 from fpipe.model import Stage

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.compiling.inductor import Kernel
-from fpipe.graphs.compiling.update import FACTOR, NEW, OLD
+from fpipe.graphs.compiling.running_statistics import FACTOR, NEW, OLD
 from fpipe.graphs.language.graph import Aval, Fact, Graph
 from fpipe.graphs.language.labels import GENERATORS, label_of, reads_of, total_of
 from fpipe.graphs.purity.ambient import casts, kernels

@@ -13,7 +13,7 @@ from fpipe.graphs.compiling.add import adding, owned
 from fpipe.graphs.compiling.code import compiled
 from fpipe.graphs.compiling.cut import Cut, prepared
 from fpipe.graphs.compiling.inductor import Kernel
-from fpipe.graphs.compiling.update import Norm, updating
+from fpipe.graphs.compiling.running_statistics import Norm, updating
 from fpipe.graphs.language.graph import Aval, Graph, Name
 from fpipe.graphs.language.labels import is_parameter
 

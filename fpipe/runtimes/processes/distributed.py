@@ -25,7 +25,7 @@ from fpipe.graphs.purity.sharded import is_sharded
 from fpipe.graphs.purity.user_lines import line_of
 from fpipe.graphs.tracing.lru_cache import LRUCache
 from fpipe.model import Model
-from fpipe.optimizers.state import example_optim
+from fpipe.optimizers.optimizer_state import example_optim
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Output, Program, Value, parts_of
 from fpipe.runtimes.definition.inputs_and_results import Keys, check_call, optim_of

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fpipe.model import Model
 from fpipe.optimizers.op_words import update_of, words_of
-from fpipe.optimizers.state import check_optimizer_state, optimizer_state
+from fpipe.optimizers.optimizer_state import check_optimizer_state, optimizer_state
 from fpipe.program import PARAMETERS, Program, parts_of
 from fpipe.runtimes.build import build
 from fpipe.runtimes.definition.inputs_and_results import check_call, optim_of
