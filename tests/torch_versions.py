@@ -12,8 +12,8 @@ POSTS_RECEIVES_BY_THE_TABLE = FOUND < "2.15"
 TORCHS_OWN_WARNINGS = (
     # torch 2.13 builds its own ScriptModules when torch.compile first runs, and warns about itself.
     "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning",
-    # torch 2.15 warns with another class.
-    "ignore:.torch.jit.(script|trace|script_method). is deprecated:FutureWarning",
+    # torch 2.15 warns with another class, and on Python 3.14 in other words.
+    "ignore:.torch.jit.(script|trace|script_method). is (deprecated|not supported in Python):FutureWarning",
     # torch 2.13 warns of its own pytrees when torch.distributed.pipelining copies an exported program.
     "ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning",
     # torch 2.11 warns where a test says which checks it wants, once in a process.
