@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -373,12 +374,17 @@ WRONG: dict[str, tuple[Made, dict[str, Any], str]] = {
 IN_TWO_STEPS = {"never zeroed", "stale", "late rate", "early rate", "no momentum", "other betas"}
 
 
+@cache
+def first() -> tuple[fpipe.Model, Any]:
+    """Cut once, so that all mistakes share its traces."""
+    return fpipe.from_sequential(net_of(2), stages=2, loss=MSE)[:2]
+
+
 def steps(
     made: Made, many: int = 2, rows: int = 8, far: float = 1.0
 ) -> tuple[Any, Any, list[Any], list[float], dict[str, Tensor]]:
     """A model with its first parameters, batches and rates, and the parameters that a loop has made of them."""
-    net = net_of(2)
-    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
+    net, (model, params) = net_of(2), first()
     torch.manual_seed(1)
     batches = [(torch.randn(rows, 8), far * torch.randn(rows, 8)) for _ in range(many)]
     rates = [0.05, 0.02, 0.03][:many]
