@@ -153,7 +153,8 @@ class OrderedGroup(dist.ProcessGroup):
         def start(read: list[Tensor], made: list[Tensor]) -> Any:
             whole = torch.empty(read[0].shape, dtype=read[0].dtype)
             moved(whole.data_ptr(), read[0])
-            return self._gloo.reduce_scatter([made[0].view(-1)], [[*whole.view(self.size(), -1)]], how)
+            made[:] = [whole.view(self.size(), -1)[self.rank()]]
+            return self._gloo.allreduce([whole])  # gloo's own is over only once somebody has waited
 
         return start([whole], [found]) if whole.is_cpu else self._collective([whole], [found], start)
 

@@ -241,16 +241,16 @@ def _biased(params: Any, x: Tensor) -> Tensor:
 
 PROCESS_SCENARIOS: dict[str, Callable[[int], list[str]]] = {
     "an exchange, recorded": lambda rank: exchanged(rank, record=True),
-    "replicas of a process": replicated,
+    "shards": sharded,
     "1F1B, recorded": lambda rank: trained(rank, 2, pipeline_of(schedules.one_f_one_b(2)), record=True),
     "an error of rank 0": lambda rank: failed(rank, 0),
+    "replicas of a process": replicated,
     "an error of rank 1": lambda rank: failed(rank, 1),
     "1F1B": lambda rank: trained(rank, 2, pipeline_of(schedules.one_f_one_b(2))),
     "ZB-H1, on streams in turn": lambda rank: trained(rank, 2, pipeline_of(schedules.zb_h1(2)), in_turn=True),
     "interleaved": lambda rank: trained(rank, 4, pipeline_of(schedules.interleaved(2))),
     "updates": updated,
     "an exchange": exchanged,
-    "shards": sharded,
     "shards of each microbatch": lambda rank: sharded(rank, gather="use", scatter="microbatch"),
 }
 """Those come first that alone notice when some wait is gone."""
