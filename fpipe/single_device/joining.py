@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,22 +35,25 @@ def join(
     """
     if not parts:
         raise ValueError("there is nothing to join: the list of parts is empty.")
-    names = named(parts[0], what)
-    for index, part in enumerate(parts):
-        place = trees.difference(parts[0], part)
-        if place is not None:
-            raise ValueError(
-                f"{what}{place} is in only one of microbatches 0 and {index}; all must have one structure."
-            )
+    _, containers = trees.flatten(parts[0])
     shares = [1 / len(parts)] * len(parts) if weights is None else [weight / sum(weights) for weight in weights]
-    columns = zip(*(_as_the_first(parts, index, what) for index in range(len(parts))), strict=True)
+    columns = zip(*(_as_the_first(parts, index, containers, what) for index in range(len(parts))), strict=True)
     specs = spread(spec, parts[0], what)
-    made = [_joined(name, list(each), shares, how) for (name, _), each, how in zip(names, columns, specs, strict=True)]
-    return trees.unflatten(trees.flatten(parts[0])[1], made)
+    made = [
+        _joined(lambda at=at: named(parts[0], what)[at][0], list(each), shares, how)
+        for at, (each, how) in enumerate(zip(columns, specs, strict=True))
+    ]
+    return trees.unflatten(containers, made)
 
 
-def _as_the_first(parts: Sequence[Any], index: int, what: str) -> list[Any]:
-    """The leaves of a part in the order of the first one's."""
+def _as_the_first(parts: Sequence[Any], index: int, containers: trees.Spec, what: str) -> list[Any]:
+    """The leaves of a part in the order of the first one's, which has these containers."""
+    leaves, own = trees.flatten(parts[index])
+    if own == containers:
+        return leaves
+    place = trees.difference(parts[0], parts[index])
+    if place is not None:
+        raise ValueError(f"{what}{place} is in only one of microbatches 0 and {index}; all must have one structure.")
     try:
         return trees.leaves(trees.like(parts[0], parts[index]))
     except ValueError:
@@ -99,7 +102,7 @@ def _put_together(parts: Sequence[Sequence[Any]], dims: Sequence[int | None], ba
     return made
 
 
-def _joined(place: str, parts: list[Any], shares: list[float], how: Any) -> Any:
+def _joined(place: Callable[[], str], parts: list[Any], shares: list[float], how: Any) -> Any:
     """One leaf from those of all microbatches."""
     if hasattr(how, "reduce_fn"):  # torch's _CustomReducer
         return functools.reduce(how.reduce_fn, parts, how.init_value)
@@ -114,7 +117,7 @@ def _joined(place: str, parts: list[Any], shares: list[float], how: Any) -> Any:
         except (RuntimeError, IndexError):
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in parts)
             raise ValueError(
-                f"{place} cannot be joined along dim {kind.dim}: its parts have shapes {shapes}."
+                f"{place()} cannot be joined along dim {kind.dim}: its parts have shapes {shapes}."
             ) from None
     if all(leaf is first for leaf in parts):  # what cut handed out whole comes back as it was
         return first
@@ -125,18 +128,18 @@ def _joined(place: str, parts: list[Any], shares: list[float], how: Any) -> Any:
     for index, leaf in enumerate(parts):
         if not _equal(first, leaf):
             raise ValueError(
-                f"{place} is {first!r} in microbatch 0 and {leaf!r} in microbatch {index}: what has no rows must be "
+                f"{place()} is {first!r} in microbatch 0 and {leaf!r} in microbatch {index}: what has no rows must be "
                 "equal in all. Say how to join it by Sum(), or a function of the list of parts."
             )
     return first
 
 
-def _sum(place: str, parts: list[Any]) -> Any:
+def _sum(place: Callable[[], str], parts: list[Any]) -> Any:
     try:
         return functools.reduce(operator.add, parts)
     except (RuntimeError, TypeError):
         kinds = ", ".join(str(tuple(p.shape)) if isinstance(p, Tensor) else type(p).__name__ for p in parts)
-        raise ValueError(f"{place} cannot be joined by Sum(), which adds its parts: they are {kinds}.") from None
+        raise ValueError(f"{place()} cannot be joined by Sum(), which adds its parts: they are {kinds}.") from None
 
 
 def _equal(one: Any, other: Any) -> bool:
