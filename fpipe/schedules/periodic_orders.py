@@ -103,7 +103,7 @@ def _drained(
 
 
 def _dualpipe(ranks: int, microbatches: int) -> Rows:
-    """DualPipe with pairs: the turns of `dual.py`, phase by phase."""
+    """DualPipe with pairs: the turns of `two_ends.py`, phase by phase."""
     rows: Rows = []
     half, middle = microbatches // 2, ranks // 2
     for rank in range(ranks):
