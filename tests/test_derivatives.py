@@ -304,6 +304,8 @@ built(fpipe.split(2, slices=2))
 # Row i of one replica was added to row i of another.
 built(fpipe.split(2), fpipe.merge(grads="rows"), fpipe.data_parallel())
     ValueError: adds up over replicas, whose single rows are not the same: leave data_par
+built(fpipe.split(2), fpipe.merge(grads="rows"), fpipe.shard())
+    ValueError: adds up over replicas, whose single rows are not the same: leave shard out
 fpipe.merge(grads="mean")
     ValueError: grads is 'sum' or 'rows', found 'mean'
 fpipe.make_dual({"w": torch.ones(2)}, {"w": torch.ones(3)})

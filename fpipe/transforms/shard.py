@@ -214,8 +214,8 @@ class _Copies:
     def __init__(self, program: Program, how: How) -> None:
         self.how = how
         self.homes = {end.value: end.homes for end in program.inputs if end.value.name == "params"}
-        reads = [(value, op[4]) for op in program.ops for value in op[5] if value[0] == "params"]
-        self.away = {value for value, rank in reads if rank not in self.homes.get(value, (rank,))}
+        at, reads = self.homes, [(op[4], value) for op in program.ops for value in op[5] if value[0] == "params"]
+        self.away = {value for rank, value in reads if value in at and rank not in at[value]}
         self.own: defaultdict[int, dict[Value, _OwnCopies]] = defaultdict(dict)
         for value, homes in self.homes.items():
             for rank in homes:
@@ -243,7 +243,7 @@ class _Copies:
             row = steps[op[4]]
             if op[0] in timed:
                 row.append(position)
-            if -1 not in known[position]:
+            if -1 not in known[position] or op[0] == "SPLIT":
                 continue
             count, step = len(now), len(row) - 1
             if op[7]:
@@ -255,8 +255,8 @@ class _Copies:
                 known[position] = tuple(map(of.__getitem__, made[5]))
             else:
                 now[position], known[position] = self.reading(op, known[position], share, step, now)
-            if count < len(now):
-                before[row[max(0, step - lead)]] += range(count, len(now))
+            for gather in range(count, len(now)):
+                before[row[max(0, step - lead)]].append(gather)
         known += [(-1,)] * (len(now) - len(known))
         rows: defaultdict[int, list[int]] = defaultdict(list)
         for position in range(first, first + len(travelling)):
@@ -270,8 +270,8 @@ class _Copies:
 
     def reading(self, op: Op, sources: Iterable[int], share: Share, step: int, ops: list[Op]) -> tuple[Op, Sources]:
         """An op that reads its copies, and its sources; new `ops` gather the copies that no op before it reads."""
-        kind, stage, microbatch, piece, rank, reads, writes, parts, how = op
-        own, now, found = self.own[rank], [*reads], [*sources]
+        rank, reads, found = op[4], op[5], [*sources]
+        own = self.own[rank]
         for place, value in enumerate(reads):
             if value[0] == "params":
                 copies, purpose = own.get(value), share(step, op)
@@ -279,12 +279,13 @@ class _Copies:
                     found[place] = self.at.get(value, found[place])
                     continue
                 gather, start, end, known = copies
-                if purpose not in known:
+                copy = known.get(purpose)
+                if copy is None:
                     value = _new(Value, (*start, f"@{rank}.{len(known)}" if known else end))
-                    known[purpose] = value, len(ops)
+                    known[purpose] = copy = value, len(ops)
                     ops.append(_new(Op, (*gather, (value,), (), self.how)))
-                now[place], found[place] = known[purpose]
-        return _new(Op, (kind, stage, microbatch, piece, rank, tuple(now), writes, parts, how)), tuple(found)
+                reads, found[place] = (*reads[:place], copy[0], *reads[place + 1 :]), copy[1]
+        return _new(Op, (*op[:5], reads, *op[6:])), tuple(found)
 
 
 class _OwnCopies(NamedTuple):

@@ -85,9 +85,10 @@ def _refuse_mixed_rows(program: Program, model: Model) -> None:
                 'merge(grads="rows").'
             )
         if op.kind in ("REDUCE", "SCATTER"):
+            door = "shard" if any(one.kind == "GATHER" for one in program.ops) else "data_parallel"
             raise ValueError(
-                f"{op.writes[0]} adds up over replicas, whose single rows are not the same: leave data_parallel out, "
-                "clip and add up the rows of each replica, and all-reduce that sum."
+                f"{op.writes[0]} adds up over replicas, whose single rows are not the same: leave {door} out, clip and "
+                "add up the rows of each replica, and all-reduce that sum."
             )
         if op.kind == "SPLIT" and (odd := next((word for word, _ in op.how if word in ("spec", "slices")), None)):
             found = "slices of sequences" if odd == "slices" else f"the spec {dict(op.how)[odd]}"
