@@ -59,18 +59,19 @@ def test_an_order_changes_no_bit_of_any_step(drawn: Any, name: str, split: bool,
 
 
 @few(10)
-@given(updates(), st.integers(1, 4), st.sampled_from([0, 1, 2, "stash"]))
-def test_stale_steps_have_the_bits_of_a_loop_with_the_same_delays(drawn: Any, count: int, stale: Any):
+@given(updates(), st.integers(1, 4), st.sampled_from([0, 1, 2, "stash"]), st.booleans())
+def test_stale_steps_have_the_bits_of_a_loop_with_the_same_delays(drawn: Any, count: int, stale: Any, on_host: bool):
     rule, how = drawn
     model, params = model_of(3)
     torch.manual_seed(0)
     batches: Any = [(torch.randn(8, 4), torch.randn(8)) for _ in range(count)]
     batches = batches if count > 1 else batches[0]
-    made = fpipe.chain(
-        fpipe.split(3), fpipe.merge(outputs=False), fpipe.update(rule, **how), fpipe.steps(count, stale=stale)
+    before, after = (
+        [fpipe.schedules.roundpipe(2)] * on_host,
+        [fpipe.schedules.one_f_one_b(3)] * (stale != 0 and not on_host),
     )
-    program = made(fpipe.program(model))
-    program = fpipe.schedules.one_f_one_b(3)(program) if stale else program
+    parts = fpipe.split(3), *before, fpipe.merge(outputs=False), fpipe.update(rule, **how)
+    program = fpipe.chain(*parts, fpipe.steps(count, stale=stale), *after)(fpipe.program(model))
     assert fpipe.verify(program, model, params, batches).bitwise
     whole = fpipe.reference(model, params, batches, microbatches=3, steps=count, stale=stale, rule=rule, lr=0.01, **how)
     found = fpipe.build(program, model)(params, batches, opt=fpipe.optimizer_state(program, params), lr=0.01)
