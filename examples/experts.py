@@ -176,8 +176,10 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "ep"))
     member, members = mesh.get_local_rank("ep"), mesh["ep"].size()
     model, params = mixture(said.blocks, said.dropless), parameters(said.blocks, member, members)
+    cut = 4 * (said.blocks // 2)  # before a dispatch: what experts bring stays on their rank
+    where = fpipe.place([int(stage > cut) for stage in range(4 * said.blocks + 1)])
     schedule = fpipe.schedules.get(said.schedule)(2)
-    program = fpipe.chain(fpipe.split(8), schedule, fpipe.merge(outputs=False))(fpipe.program(model))
+    program = fpipe.chain(fpipe.split(8), where, schedule, fpipe.merge(outputs=False))(fpipe.program(model))
     tokens = torch.randint(WORDS, (16, 17), generator=torch.Generator().manual_seed(member))
     batch = tokens[:, :-1], tokens[:, 1:].contiguous()
     step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch), broadcast=True)

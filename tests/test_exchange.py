@@ -78,6 +78,7 @@ def one_block(rank: int, name: str, stages: int, placed: Any, trace: bool = True
     fns = [layer if at % 2 == 0 else fpipe.exchange("all_to_all", axis="ep") for at in range(stages)]
     model = fpipe.from_functions(fns, loss=squares)
     program = fpipe.chain(fpipe.split(4), schedule, fpipe.merge())(fpipe.program(model))
+    assert placed is None or [*program.placement] == placed
     example = tree_map(lambda leaf: leaf.to("meta"), (params, batch))
     step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=example, broadcast=True, trace=trace)
     found = step(fpipe.local_params(program, params, place), batch)
@@ -104,7 +105,7 @@ def one_block(rank: int, name: str, stages: int, placed: Any, trace: bool = True
 
 @pytest.mark.parametrize(
     ("name", "stages", "placed"),
-    [("one_f_one_b", 5, [0, 0, 0, 1, 1]), ("zb_h1", 5, None), ("dualpipev", 9, None)],
+    [("one_f_one_b", 5, [0, 0, 0, 0, 1]), ("zb_h1", 5, None), ("dualpipev", 9, None)],
 )
 def test_a_block_over_an_exchange_has_the_gradients_of_autograd(
     four: Processes, name: str, stages: int, placed: list[int] | None
@@ -235,9 +236,10 @@ def refused(rank: int) -> list[str]:
             fpipe.build(chain(fpipe.program(model)), model, runtime="distributed", mesh=mesh, example=(params, batch))
         except ValueError as error:
             told.append(str(error))
-    stages = [lambda p, x: (x, torch.tensor([4, 1])), fpipe.exchange("all_to_all", axis="ep", sizes=True), summed]
-    model = fpipe.from_functions(stages, squares, inputs=["batch", ((0, 0), (0, 1)), 1])
-    for placed in ([0, 0, 1], [0, 1, 1]):  # the sizes add up to 5 rows of 6
+    for placed, sizes in SIZES:
+        sent = torch.tensor(sizes, dtype=torch.int32 if sizes == [2, 4] and rank % 2 else torch.int64)
+        stages = [lambda p, x, sent=sent: (x, sent), fpipe.exchange("all_to_all", axis="ep", sizes=True), summed]
+        model = fpipe.from_functions(stages, squares, inputs=["batch", ((0, 0), (0, 1)), 1])
         program = fpipe.chain(fpipe.place(placed), fpipe.merge(outputs=False))(fpipe.program(model))
         try:
             step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(({},) * 3, batch))
@@ -247,18 +249,33 @@ def refused(rank: int) -> list[str]:
     return told
 
 
+SIZES = ([0, 0, 1], [3, 3]), ([0, 1, 1], [4, 1]), ([0, 1, 1], [7, -1]), ([0, 1, 1], [2, 2, 2]), ([0, 1, 1], [2, 4])
+
+
 def summed(params: Any, x: Any) -> Tensor:
     return x[0].sum(0) * torch.ones(6, 6)
 
 
 def test_what_cannot_be_exchanged_is_refused(four: Processes):
-    for no_axis, odd_rows, elsewhere, odd_sizes in four.each(refused):
-        assert "1F0 (all_to_all over ep) brings as many rows as the data say, and y[1,0] goes to another" in elsewhere
+    for no_axis, odd_rows, elsewhere, odd_sizes, below, uneven, other in four.each(refused):
+        assert (
+            "stage 1 (all_to_all over ep) brings as many rows as the data say on rank 0, and stage 2 (summed) on ra"
+            in (elsewhere)
+        )
         assert "all_to_all over ep is handed sizes that add up to 5 rows, and a tensor of shape (6, 6)" in odd_sizes
+        assert "all_to_all over ep is handed -1 rows for a process; sizes are whole numbers from 0." in below
+        assert "takes equally many sizes for each of 2 processes; found shape (3,)." in uneven
+        assert "ep 1: rank 1 differs from ep 0: rank 1 in its exchanges over ep: 1F0 (all_to_all over ep) of " in other
+        assert (
+            "rows of float32[6] and int32[2] instead of 1F0 (all_to_all over ep) of rows of float32[6] and int64[2]."
+            in other
+        )
         assert (
             "a stage of the model is all_to_all over tp, a dimension of the mesh, and the mesh has pp, ep." in no_axis
         )
         assert "all_to_all over ep cuts dim 0 into 2 parts, one for each process; found shape (3, 6)." in odd_rows
+    with pytest.raises(ValueError, match=r"sizes is True or False: whether x is \(rows, .., sizes\); found 'no'"):
+        fpipe.exchange("all_to_all", axis="ep", sizes="no")
     with pytest.raises(ValueError, match="sizes are those of an all-to-all, whose parts differ; found 'ring'"):
         fpipe.exchange("ring", axis="ep", sizes=True)
     with pytest.raises(ValueError, match=r"an exchange is one of 'all_to_all', .* found 'broadcast'"):

@@ -112,6 +112,17 @@ def test_placements_by_name(name: str, placed: str):
     assert fpipe.place(name, ranks=3)(fpipe.program(len(placed))).placement == (*map(int, placed),)
 
 
+def test_schedules_of_one_chunk_a_rank_keep_places_that_go_up():
+    """`place([0, 0, 0, 1])` in front of 1F1B was replaced by equal shares, without a word."""
+    made = [fpipe.schedules.get(name)(2) for name in ("gpipe", "one_f_one_b", "zb_h1", "one_f_one_b_overlap")]
+    made.append(fpipe.schedules.from_priority(lambda op, now: op.microbatch, 2))
+    for schedule in made:
+        there = fpipe.chain(fpipe.split(3), fpipe.place([0, 0, 0, 1]), schedule)(fpipe.program(4))
+        assert there.placement == (0, 0, 0, 1)
+        assert schedule(there) == there
+        assert fpipe.chain(fpipe.place("looped", ranks=2), schedule)(fpipe.program(4)).placement == (0, 0, 1, 1)
+
+
 def test_parameters_live_where_it_is_said():
     program = fpipe.place([0, 1, 0], homes={0: [2], 1: [2], 2: [2]})(CHAIN)
     assert {end.homes for end in program.inputs if end.value.name == "params"} == {(2,)}

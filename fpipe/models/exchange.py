@@ -30,9 +30,9 @@ def exchange(kind: Collective, axis: str, *, sizes: bool = False) -> Stage:
             hands on what it is given.
         sizes: for an all-to-all whose sizes the data decide, as a router does: its x is `(rows, .., sizes)`, and so is
             what it hands on. `sizes` are whole numbers, dim 0 with equally many for each process, in order: those of a
-            process add up to how many rows go to it. They travel first, are waited for, and are handed on beside the
-            rows, as each process has said them. Stages that read what it brings run under autograd, without a trace,
-            and are placed on its rank.
+            process add up to how many rows go to it. Like the rows they are alike in dtype on all processes, and in
+            length. They travel first, are waited for, and are handed on beside the rows, as each process has said them.
+            Stages that read what it brings run under autograd, without a trace, and are to be placed on its rank.
 
     Returns:
         A `Stage` for `from_functions`, or for the stages of a `Model`. In a program its ops say
@@ -40,7 +40,8 @@ def exchange(kind: Collective, axis: str, *, sizes: bool = False) -> Stage:
 
     Raises:
         ValueError: another kind, one that has no sizes, or an axis without a name. When a step is built: a mesh without
-            that dimension, or rows that its processes do not divide.
+            that dimension, rows that its processes do not divide, tensors of other shapes on another process, or rows
+            that only data count for another rank. In a step: sizes below 0, or of other rows than there are.
 
     >>> import fpipe
     >>> block = [lambda p, x: x @ p, fpipe.exchange("all_to_all", axis="ep"), lambda p, x: x @ p]
@@ -56,6 +57,8 @@ def exchange(kind: Collective, axis: str, *, sizes: bool = False) -> Stage:
         raise ValueError(f"an exchange is one of {', '.join(map(repr, COLLECTIVES))}; found {kind!r}.")
     if not isinstance(axis, str) or not axis:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"axis is the name of a dimension of the mesh, such as 'ep'; found {axis!r}.")
+    if not isinstance(sizes, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"sizes is True or False: whether x is (rows, .., sizes); found {sizes!r}.")
     if sizes and kind != "all_to_all":
         raise ValueError(f"sizes are those of an all-to-all, whose parts differ; found {kind!r} with sizes=True.")
     function = Exchanged(kind, axis, sizes=sizes)

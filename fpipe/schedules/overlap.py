@@ -22,7 +22,7 @@ from fpipe.schedules.registry import published
 from fpipe.schedules.rounds import in_groups
 from fpipe.transforms._rewrite import Transform, transforming
 from fpipe.transforms.cells import Cell, Key
-from fpipe.transforms.place import stage_ranks
+from fpipe.transforms.place import in_order, stage_ranks
 from fpipe.transforms.reorder import by_table
 
 
@@ -78,7 +78,8 @@ def _overlapping(ranks: int, chunks: int | None, placement: str | Sequence[int])
     def transform(program: Program) -> Program:
         stages, over = program.stages, exchanges_of(program)
         if chunks == 1:
-            placed = stage_ranks(placement, stages, ranks)
+            kept = placement == "linear"
+            placed = in_order(program, ranks) if kept else stage_ranks(placement, stages, ranks)
             parts = [[[stage for stage, at in enumerate(placed) if at == rank]] for rank in range(ranks)]
         else:
             many = stages if chunks is None else ranks * chunks
@@ -120,7 +121,8 @@ def one_f_one_b_overlap(ranks: int, *, placement: str | Sequence[int] = "linear"
 
     Args:
         ranks: how many.
-        placement: the rank of each stage, a list such as `[0, 0, 0, 1, 1]`; "linear" cuts into equally many.
+        placement: the rank of each stage, a list such as `[0, 0, 0, 1, 1]`; "linear" keeps such a list where
+            `place` gave one before, or cuts into equally many.
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b_overlap(2))(fpipe.program(2))

@@ -13,7 +13,7 @@ from fpipe.program import Op, Program, ProgramError, kind_of
 from fpipe.timing.costs import Costs, the_costs
 from fpipe.timing.paths import named_waits
 from fpipe.transforms._rewrite import Transform, transforming
-from fpipe.transforms.place import Rule, place
+from fpipe.transforms.place import Rule, in_order, place
 from fpipe.transforms.reorder import by_table
 from fpipe.transforms.shares import shares
 
@@ -83,8 +83,8 @@ def from_priority(
 
     @transforming
     def transform(program: Program) -> Program:
-        named = isinstance(placement, str)
-        program = place(placement, ranks=ranks)(program) if named else place(placement)(program)
+        where = in_order(program, ranks) if placement == "linear" else placement
+        program = place(where, ranks=ranks if isinstance(where, str) else None)(program)
         if program.ranks != ranks:
             raise ProgramError(f"the placement names {program.ranks} ranks; from_priority was told {ranks}.")
         ready = _ReadyOps(program, key, limits, costs)

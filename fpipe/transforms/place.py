@@ -35,6 +35,10 @@ def place(
         homes: `{stage: ranks}` or `f(stage) -> ranks` where parameters live, if not on the rank of the stage's ops.
         ranks: how many; by default as many as stages.
 
+    A schedule of one chunk a rank (`gpipe`, `one_f_one_b`, `zb_h1`, `one_f_one_b_overlap` ..) behind it keeps places of
+    as many ranks that go up in order, so that a list says how many stages each has. Other schedules say where stages
+    are themselves.
+
     Raises:
         ProgramError: a stage on two ranks without `homes`; more ranks than stages; transfers are placed already.
 
@@ -144,6 +148,24 @@ def stage_ranks(policy: str | Sequence[int], stages: int, ranks: int | None = No
         wave = [*range(p), *reversed(range(p))]
         return [wave[stage % (2 * p)] for stage in range(stages)]
     return [stage * p // stages for stage in range(stages)]
+
+
+def in_order(program: Program, ranks: int | None) -> list[int]:
+    """The rank of each stage where each rank has one chunk: as the program is placed, if that goes up in order over so
+    many ranks, or else equally many.
+
+    >>> import fpipe
+    >>> import fpipe
+    >>> in_order(fpipe.place([0, 0, 0, 1])(fpipe.program(4)), 2)
+    [0, 0, 0, 1]
+    >>> in_order(fpipe.place([0, 1, 0, 1])(fpipe.program(4)), 2)
+    [0, 0, 1, 1]
+    """
+    placed = program.placement if ranks is not None and program.ranks == ranks else ()
+    kept = [rank for rank in placed if isinstance(rank, int)]
+    if len(kept) == len(placed) and kept == sorted(kept) and len({*kept}) == ranks:
+        return kept
+    return stage_ranks("linear", program.stages, ranks)
 
 
 def two_ways(stages: int, ranks: int | None = None) -> tuple[list[int], dict[int, set[int]]]:

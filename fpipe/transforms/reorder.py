@@ -18,7 +18,7 @@ from fpipe.order import arrange, scheduled_kinds
 from fpipe.program import Op, Program, ProgramError, cell_of, pair, parts_of
 from fpipe.transforms._rewrite import Transform, keep_to_data, moved, refuse_freed, transforming
 from fpipe.transforms.cells import Cell, Key, Rows, Table, is_general, keys_of, parse_cell, read_table
-from fpipe.transforms.place import Homes, given_homes, stage_ranks
+from fpipe.transforms.place import Homes, given_homes, in_order, stage_ranks
 from fpipe.transforms.split_backward import halved
 
 _WITHOUT_STAGE = re.compile(r"[FBIWR]\d+")
@@ -56,12 +56,14 @@ def reorder(order: Table | Callable[[Program], Rows]) -> Transform:
 def in_rows(policy: str | Sequence[int], ranks: int | None, rows: Callable[[Program, list[int]], Rows]) -> Transform:
     """`chain(place(policy, ranks=ranks), reorder(rows))` in one go: what a schedule is.
 
-    `rows(program, placement)` gives the cells of each rank, where stage s is on rank `placement[s]`.
+    `rows(program, placement)` gives the cells of each rank, where stage s is on rank `placement[s]`. A "linear" one is
+    kept where the program has it already, with whatever numbers of stages.
     """
 
     @transforming
     def transform(program: Program) -> Program:
-        return by_table(program, rows(program, stage_ranks(policy, program.stages, ranks)), move=True)
+        placed = in_order(program, ranks) if policy == "linear" else stage_ranks(policy, program.stages, ranks)
+        return by_table(program, rows(program, placed), move=True)
 
     return transform
 

@@ -71,14 +71,21 @@ class Exchanged:
 
     def _sized(self, x: Any) -> tuple[Tensor, ...]:
         """Exchange the sizes, wait for them, and then start on the rows."""
-        if not isinstance(x, tuple) or len(x) < 2 or x[-1].is_floating_point():  # pyright: ignore[reportUnknownArgumentType]
+        if not isinstance(x, tuple) or len(x) < 2 or not _are_whole(x[-1]):  # pyright: ignore[reportUnknownArgumentType]
             raise TypeError(f"{self.__name__} with sizes takes (rows, sizes), whole numbers last; found {_shown(x)}.")
         rows: Sequence[Tensor] = x[:-1]
         sent: Tensor = x[-1]
         if self.size == 1:
             return (*(_Collective.apply(one, self) for one in rows), sent)
+        if not sent.ndim or len(sent) % self.size:
+            raise ValueError(
+                f"{self.__name__} takes equally many sizes for each of {self.size} processes; found shape "
+                f"{tuple(sent.shape)}."
+            )
+        if (least := int(sent.min()) if sent.numel() else 0) < 0:
+            raise ValueError(f"{self.__name__} is handed {least} rows for a process; sizes are whole numbers from 0.")
         total = int(sent.sum())
-        for odd in (one for one in rows if len(one) != total):
+        for odd in (one for one in rows if not one.ndim or len(one) != total):
             raise ValueError(
                 f"{self.__name__} is handed sizes that add up to {total} rows, and a tensor of shape "
                 f"{tuple(odd.shape)}; dim 0 is the rows for each process, one behind the other."
@@ -158,6 +165,12 @@ def carried_by(carrier: Carrier) -> Generator[None]:
         yield
     finally:
         _carriers.pop()
+
+
+def _are_whole(sizes: Any) -> bool:
+    if not isinstance(sizes, Tensor) or sizes.dtype == torch.bool:
+        return False
+    return not sizes.is_floating_point() and not sizes.is_complex()
 
 
 def _shown(x: Any) -> str:

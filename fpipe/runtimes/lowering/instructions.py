@@ -28,6 +28,7 @@ from fpipe.runtimes.definition.meaning import RULES, summed
 from fpipe.runtimes.lowering.abstract_eval import is_list
 from fpipe.runtimes.lowering.abstract_tree import OPAQUE, AbstractTree, dense, whole
 from fpipe.runtimes.lowering.dry_run import zeros
+from fpipe.runtimes.lowering.untraced import WHOLE_BLOCKS, by_sizes
 
 Leaves = list[Any]
 
@@ -206,6 +207,12 @@ def _conformed(op: Op, value: Value, known: AbstractTree, made: Any, free: bool,
     if spec == known.spec and all(_alike(one, leaf, free) for one, leaf in zip(known.leaves, leaves, strict=True)):
         return leaves if free else [*map(_laid_out, known.leaves, leaves)]
     now, told = (", ".join(map(_shown, found)) or "nothing" for found in (leaves, known.leaves))
+    if op.stage in by_sizes(model):
+        raise UnexpectedValue(
+            f"{model.who(op.stage or 0)} reads as many rows as the data say, and {op.cell} wrote {value} as {now}, and "
+            f"for zeros as {told}; what goes to another rank, to a stage with a trace or is a result has one shape. "
+            f"{WHOLE_BLOCKS}"
+        )
     raise UnexpectedValue(
         f"{model.who(op.stage or 0)} runs without a trace, and {op.cell} wrote {value} as {now}, and for zeros as "
         f"{told}; what it hands on has one structure and shape, whatever the data: fill it up to a fixed size, with a "

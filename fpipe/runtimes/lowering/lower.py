@@ -51,7 +51,7 @@ from fpipe.runtimes.lowering.lowered import FACTORS, KEY, Instruction, Leaves, L
 from fpipe.runtimes.lowering.op_code import Code, Recipe, code_of, update_code
 from fpipe.runtimes.lowering.shapes import TRANSFERS, Shapes, ops_of
 from fpipe.runtimes.lowering.stage_calls import update_only
-from fpipe.runtimes.lowering.untraced import Untraced, by_sizes, is_sized
+from fpipe.runtimes.lowering.untraced import Untraced, by_sizes, refuse_unknown_rows
 
 _STEADY = ("ready", "weight")  # no instruction empties these
 
@@ -74,6 +74,7 @@ def lower(
     """
     untraced.stages |= {**by_sizes(context.model), **untraced.stages}
     ops = ops_of(program, context)
+    refuse_unknown_rows(program, context.model)
     with building():
         shapes = shapes_of(ops, context, given, untraced)
         mine = {leaf.storage for abstract in given.values() for leaf in abstract.leaves if isinstance(leaf, Fact)}
@@ -154,7 +155,6 @@ class _Lowering:
         if self.shapes.is_untraced(op):
             trees = [[self.trees[value] for value in values] for values in (op.reads, op.writes)]
             keyed = (KEY,) if op.kind in "FRBI" else ()  # a backward may run the forward once more
-            self.refuse_traced_reader(op)
             run = partial(under_autograd, op, *trees, self.free, self.shapes.context, self.casts)
             return self.instruction(at, run, (*op.reads, *keyed), op.writes)
         return self.traced(at, op) if op.kind in ("F", "R", "B", "I", "W") else self.ruled(at, op)
@@ -163,20 +163,6 @@ class _Lowering:
         """Whether an op exchanges with other processes without a trace."""
         function: Any = self.shapes.context.model.stages[op.stage or 0].forward
         return is_exchange(op) and self.shapes.is_untraced(op) and function.size > 1
-
-    def refuse_traced_reader(self, op: Op) -> None:
-        """Refuse a reader of what an exchange with sizes brings whose shapes are known beforehand."""
-        model = self.shapes.context.model
-        if op.kind != "F" or not is_sized(model, op.stage) or not self.is_untraced_exchange(op):
-            return
-        y = next(value for value in op.writes if value.name == "y")
-        reader = next((one for one in self.ops if y in one.reads and not self.shapes.is_untraced(one)), None)
-        if reader is not None or y in self.folds.kept:
-            where = "goes to another rank" if reader is not None and reader.kind == "SEND" else "is a result"
-            raise ValueError(
-                f"{op.cell} ({model.stages[op.stage or 0].name}) brings as many rows as the data say, and {y} {where}: "
-                "a message and a result have known shapes. Place the stages that read it on its rank."
-            )
 
     def instruction(
         self, at: int, run: Callable[..., Any], reads: Sequence[Any], writes: Sequence[Value], extra: Sequence[Op] = ()

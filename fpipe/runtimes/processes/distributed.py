@@ -105,7 +105,7 @@ def distributed(
                 if error.stage is None and isinstance(error.__cause__, ValueError):  # refused, whoever runs it
                     raise error.__cause__ from None
                 if error.stage is None or error.stage in untraced.stages:
-                    why = "; ".join([*untraced.stages.values(), str(error).rstrip(".")])
+                    why = untraced.with_words(error)
                     place = f"\n  {line}" if (line := line_of(error)) else ""
                     raise ValueError(
                         f"{why}. In processes a stage is traced, or runs on zeros first: write it so that one of the "
@@ -154,6 +154,8 @@ def distributed(
             else:
                 meeting.agree(f"step {number}", alike)
             transfers.begin()  # all have met: who fails from here on does so in all messages of the step
+        if number == 1:
+            lane.agree("step 1", made.exchanged)
         if number == 1 and replicas is not None:
             peer_errors.everyone.agree("step 1", {"key": str(key)})
         made.refuse_missing(leaves)
@@ -188,7 +190,7 @@ def distributed(
                 if donate:
                     error.add_note(GONE)
                 said = peer_errors.fail(error, transfers, f"step {number}", *([end_of(number)] if record else []))
-                lane.fail(said)
+                lane.fail(said, f"step {number}")
                 if peer_errors.lost(error):
                     lost.append(said)
                     if isinstance(error, RuntimeError):
@@ -223,11 +225,13 @@ def distributed(
         except RuntimeError:
             meeting.agree(_TRACED, {})  # who does not come to that either is to blame
             raise
-        first = agreed(_TRACED, "example", prepared(shapes, None), None, {})
+        first = prepared(shapes, None)
+        lane.agree(_TRACED, first.exchanged)
+        agreed(_TRACED, "example", first, None, {})
         if replicas is not None:
             peer_errors.everyone.agree(_TRACED, first.stages, patience=_COMPILING * compile)
     except BaseException as error:
-        peer_errors.refuse(error, _BUILDING, _TRACED)
+        lane.refuse(peer_errors.refuse(error, _BUILDING, _TRACED), _TRACED, "step 1")
         peer_errors.everyone.let_read(_BUILDING, _TRACED)
         raise
     groups = transfers.groups + ([] if replicas is None else replicas.groups) + [axis.group for axis in axes.values()]

@@ -127,10 +127,27 @@ class ExchangeLane:
         self._posted, self._cell = list[PostedExchange](), ""
         self.begin(None)
 
-    def fail(self, said: str) -> None:
-        """Tell those who exchange with this process that it comes to no exchange any longer."""
+    def agree(self, where: str, exchanged: Mapping[str, Sequence[str]]) -> None:
+        """All processes along an axis must be about to exchange the like.
+
+        Raises:
+            ValueError: they are not; who differs from which other one, and in what first.
+            RankError, LostRank: one has failed, or does not come.
+        """
         for axis, meeting, _ in self._along.values():
-            first_told(meeting.board, said if said.startswith(f"{axis} ") else f"{axis} {meeting.at}: {said}")
+            meeting.agree(where, {f"exchanges over {axis}": exchanged.get(axis, ())})
+
+    def refuse(self, said: str, *places: str) -> None:
+        """Tell those who exchange with this process, and meet there, why it does not come."""
+        for axis, meeting, _ in self._along.values():
+            for place in places:
+                meeting.refuse(place, _along(axis, meeting, said))
+
+    def fail(self, said: str, place: str) -> None:
+        """Tell those who exchange with this process that it comes to no exchange any longer, nor where they meet."""
+        self.refuse(said, place)
+        for axis, meeting, _ in self._along.values():
+            first_told(meeting.board, _along(axis, meeting, said))
             meeting.read(_EXCHANGES)
         for _, meeting, _ in self._along.values():
             meeting.let_read(_EXCHANGES)
@@ -274,6 +291,10 @@ class ExchangeLane:
         _, meeting, known = self._along[group]
         said = who_is_lost(meeting.board, self._own, self.groups[group], known, error, f"the exchange {cell}")
         return LostRank(meeting.board.as_heard(said))
+
+
+def _along(axis: str, meeting: Meeting, said: str) -> str:
+    return said if said.startswith(f"{axis} ") else f"{axis} {meeting.at}: {said}"
 
 
 def _note_end(ended: dict[int, float], row: int, _: Any) -> None:

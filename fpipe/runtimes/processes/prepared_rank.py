@@ -7,7 +7,7 @@ The whole program is lowered, so that each rank knows the shapes of all that tra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,9 +16,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fpipe import tree
+from fpipe.graphs.language.graph import Fact
 from fpipe.graphs.purity.sharded import is_sharded
-from fpipe.program import Program, Value
+from fpipe.graphs.tracing.exchanged import Exchanged
+from fpipe.model import Model
+from fpipe.program import Program, Value, parts_of
 from fpipe.runtimes.faults.agreement import of_inputs, of_stages
+from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.dry_run import KEPT
 from fpipe.runtimes.lowering.host_lanes import beside
 from fpipe.runtimes.lowering.prepared import Prepared
@@ -38,6 +42,7 @@ class PreparedRank(Prepared):
     Attributes:
         given_as, stages, messages: what all ranks agree on: what they are handed, each stage and the loss as they were
             traced, and the bytes of all that is sent.
+        exchanged: what this rank's partners along each axis agree on.
     """
 
     def __init__(
@@ -84,6 +89,7 @@ class PreparedRank(Prepared):
         number = 0 if replicas is None else replicas.number
         self.stages = of_stages(self.model, self.lowered, device, self.given_as, number)
         self.messages = [f"{value}: {layout.size} bytes" for value, layout in self.layouts.items()]
+        self.exchanged = exchanged_by(rank, self.program, self.trees, self.model)
 
     def refuse_missing(self, leaves: Sequence[Any]) -> None:
         """Refuse arguments that lack what this rank reads.
@@ -166,6 +172,24 @@ class PreparedRank(Prepared):
         slots.extend([None] * (len(self.lowered.slots) - len(slots)))
         for slot, place in self.part.at.items():
             slots[slot] = own[place]
+
+
+def exchanged_by(
+    rank: int, program: Program, trees: Mapping[Value, AbstractTree], model: Model
+) -> dict[str, list[str]]:
+    """By axis what the forward exchanges of a rank carry, which is alike on all processes of the axis."""
+    found: dict[str, list[str]] = {}
+    for op in parts_of(program.ops):
+        by: Any = model.stages[op.stage or 0].forward
+        if op.kind == "F" and op.rank == rank and isinstance(by, Exchanged):
+            read = [leaf for value in op.reads if value.name != "params" for leaf in trees[value].leaves]
+            read = read if by.leaf is None else [read[by.leaf]]
+            known = [str(leaf.aval) for leaf in read if isinstance(leaf, Fact)]
+            if by.sizes:  # the data say how many rows
+                rows = (leaf.aval for leaf in read[:-1])
+                known[:-1] = [f"rows of {one._replace(shape=one.shape[1:])}" for one in rows]
+            found.setdefault(by.axis, []).append(f"{op.cell} ({by.__name__}) of {' and '.join(known)}")
+    return found
 
 
 def _names(program: Program) -> list[Value]:
