@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
+from fpipe.runtimes.processes.transfers import Transfers
 from tests.processes import SOON, Processes, timed
 from tests.test_distributed import MSE, blocks, chained, own, rows
 
@@ -39,6 +40,35 @@ def test_steps_that_ranks_call_in_different_orders_end_both(forward: bool):
             assert "all ranks of a group build the same steps and call them in the same order" in said
             assert said.startswith("LostRank: ")
             assert seconds < SOON
+
+
+def buffers_freed(rank: int, schedule: str) -> tuple[int, int]:
+    """How many send buffers this rank has let go of when a step comes to its end, and of how many."""
+    model, params, _ = fpipe.from_sequential(blocks(), stages=2, loss=MSE)
+    program = chained(model, fpipe.schedules.get(schedule)(2), microbatches=8)
+    step = fpipe.build(program, model, runtime="distributed", example=(params, rows(16)))
+    found, end = list[tuple[int, int]](), Transfers.end
+
+    def counted(transfers: Transfers) -> None:
+        sent = [message for message, _ in transfers._sent.values()]
+        found.append((sum(message is None for message in sent), len(sent)))
+        end(transfers)
+
+    Transfers.end = counted
+    try:
+        step(own(program, rank, params), rows(16))
+    finally:
+        Transfers.end = end
+    return found[-1]
+
+
+def test_a_send_buffer_is_freed_once_a_later_message_acknowledges_it(pair: Processes):
+    """The first rank hears of all that it sent when gradients come back; under GPipe the last one never does, and under
+    1F1B it does while activations still come."""
+    for schedule, least in (("one_f_one_b", 5), ("gpipe", 0)):
+        (freed, sent), (late, of) = pair.each(buffers_freed, schedule)
+        assert freed == sent > 7
+        assert least <= late < of
 
 
 def beside_a_receive(rank: int) -> list[bool]:
