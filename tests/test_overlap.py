@@ -34,6 +34,14 @@ def test_a_pair_that_takes_less_than_its_parts_shortens_the_step():
     assert (fpipe.simulate(one, costs).makespan, fpipe.simulate(many, costs).makespan) == (29.5, 51.5)
 
 
+@pytest.mark.parametrize("schedule", ["one_f_one_b_overlap", "interleaved_overlap", "dualpipe"])
+def test_pairs_forget_where_their_parts_were_before(schedule: str):
+    """A PAIR whose first part was on its rank already left the other one where that was: stages on several ranks."""
+    scheduled, cut = fpipe.schedules.get(schedule)(2), fpipe.split(4)(fpipe.program(4))
+    assert fpipe.chain(fpipe.place([1, 0, 1, 0]), scheduled)(cut) == scheduled(cut)
+    assert fpipe.chain(fpipe.place("linear"), scheduled)(cut) == scheduled(cut)
+
+
 def test_an_exchange_takes_no_time_of_its_rank_and_queues_on_its_lane():
     program = scheduled(
         experts(1), 2, fpipe.schedules.from_table("0F0 1F0 0F1 1F1 2F0 3F0 2F1 3F1 3B0 3B1 2B0 2B1 1B0 1B1 0B0 0B1")

@@ -47,10 +47,10 @@ def is_move(kind: str) -> bool:
 def moved(op: Op, rank: int) -> Op:
     """Move an op to another rank."""
     kind, stage, microbatch, piece, at, reads, writes, parts, how = op
-    if at == rank:
-        return op
-    if parts:
+    if parts:  # each may have been elsewhere
         parts = tuple([moved(part, rank) for part in parts])
+    elif at == rank:
+        return op
     return _new(Op, (kind, stage, microbatch, piece, rank, reads, writes, parts, how))
 
 
