@@ -306,7 +306,21 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "Own takes no decay=; it takes lr",
     ),
-    "a bad setting": (lambda: built("SGD", momentum=-1.0), ValueError, "Invalid momentum"),
+    "a bad setting": (
+        lambda: fpipe.update("AdamW", betas=0.9),
+        ValueError,
+        r"torch.optim.AdamW refuses its settings \(betas=0.9\): 'float' object is not subscriptable",
+    ),
+    "a bad setting of a group": (
+        lambda: fpipe.update("AdamW", groups={"*bias": {"lr": -1}}, eps=1e-6),
+        ValueError,
+        r"torch.optim.AdamW refuses its settings \(eps=1e-06, lr=-1\): Invalid learning rate: -1",
+    ),
+    "a rate scaled below 0": (
+        lambda: fpipe.update("SGD", groups={"*bias": {"lr_scale": -1}}),
+        ValueError,
+        r"refuses its settings \(lr_scale=-1\): Invalid learning rate: -1",
+    ),
     "a tensor": (lambda: fpipe.update("SGD", momentum=torch.ones(1)), ValueError, "a number, a word or a tuple"),
     "clip 0": (lambda: fpipe.update("SGD", clip=0), ValueError, "clip is a norm, a number above 0"),
     "a word as a group": (lambda: fpipe.update("SGD", groups="*bias"), ValueError, "groups is {pattern: settings}"),  # type: ignore[arg-type]
@@ -342,7 +356,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "a number out of range": (
         lambda: stepped("own", rule="Adadelta", lr={"lr": 0.1, "rho": 2.0}),
         ValueError,
-        "torch.optim.Adadelta refuses its settings: Invalid rho value: 2.0",
+        r"torch.optim.Adadelta refuses its settings \(rho=2.0\): Invalid rho value: 2.0",
     ),
     "a number out of range beside others": (
         lambda: stepped("own", lr={"lr": 0.1, "dampening": 0.5}, momentum=0.9, nesterov=True),

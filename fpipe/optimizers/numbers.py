@@ -14,7 +14,7 @@ import torch
 
 from fpipe.optimizers.op_words import UpdateWords
 from fpipe.optimizers.rule_names import RULES
-from fpipe.optimizers.rules import Words, check_together, class_of, numbers_of, with_numbers
+from fpipe.optimizers.rules import Words, check_together, class_of, numbers_of
 
 Rate = float | Mapping[str, float]
 """The learning rate of a step, alone or among other numbers of its rule."""
@@ -58,7 +58,8 @@ def _numbers(given: Any, words: UpdateWords) -> Any:
     made = {str(word): _rate(one, str(word)) for word, one in given.items()}  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     for settings in (words.settings, *words.of([pattern for pattern, _ in words.groups])):
         if words.by not in RULES:
-            check_together(words.by, tuple(with_numbers(settings, {**numbers_of(made), "lr": 0.0}).items()))
+            others = {word: number for word, number in numbers_of(made).items() if word != "lr"}
+            check_together(words.by, tuple((others | dict(settings)).items()))
     return made
 
 

@@ -198,7 +198,7 @@ def one_by_one(by: str, settings: dict[str, Any]) -> dict[str, Any]:
 @lru_cache(maxsize=256)
 def check_together(by: str, settings: Words) -> None:
     """A ValueError for settings that the constructor of an optimizer of torch refuses."""
-    _optimizer(by, settings, [_probe(2)], 0.0)
+    _optimizer(by, settings, [_probe(2)], 1.0)
 
 
 # Rules whose state is handed over before the first step too: a constructor fills it, or it begins with zeros.
@@ -233,11 +233,11 @@ def _optimizer(by: str, settings: Words, params: list[Tensor], lr: float) -> tor
     if cls is None:
         check_rule(by)
         raise ValueError(f"this torch has no {by}: take another rule, or a newer torch.")
-    words = one_by_one(by, with_numbers(settings, {"lr": lr}))
     try:
-        return cls(params, **words)
+        return cls(params, **one_by_one(by, with_numbers(settings, {"lr": lr})))
     except (ValueError, RuntimeError, TypeError) as error:
-        raise ValueError(f"torch.optim.{by} refuses its settings: {error}") from None
+        said = ", ".join(f"{word}={value!r}" for word, value in settings)
+        raise ValueError(f"torch.optim.{by} refuses its settings ({said}): {error}") from None
 
 
 def class_of(by: str) -> Callable[..., torch.optim.Optimizer] | None:

@@ -219,7 +219,13 @@ def words_of_update(
             raise ValueError(f"groups is {{pattern: settings}}, such as {example}; found {groups!r}.")
         how["groups"] = tuple((pattern, _literals(one)) for pattern, one in groups.items())
     check_settings(name, [*settings, *(word for one in (groups or {}).values() for word in one)])
-    return (*how.items(), *_literals(settings))
+    said = _literals(settings)
+    if name in TORCHS and (said or groups):
+        from fpipe.optimizers.rules import check_together  # only settings need torch
+
+        for own in ((), *(words for _, words in how.get("groups", ()))):
+            check_together(name, tuple((dict(said) | dict(own)).items()))
+    return (*how.items(), *said)
 
 
 def _literals(settings: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
