@@ -733,6 +733,11 @@ def test_numbers_of_a_rule_are_those_of_each_step():
         fpipe.compare_step(model, params, batches, after, lr=[{"lr": one, "weight_decay": 0.1} for one in rates], **how)
     with pytest.raises(ValueError, match="lr is a number, or a dict of lr, eps, weight_decay"):
         fpipe.compare_step(model, params, batches, after, lr={"lr": 0.1, "betas": 0.9}, **how)
+    with pytest.raises(ValueError, match=r"weight_decay is said twice: 0.1 by lr=.*, and 0.3 beside it"):
+        fpipe.compare_step(model, params, batches, after, lr=numbers[0], weight_decay=0.3, **how)
+    numbers[1] = {"lr": 0.02, "weight_decay": 0.01}  # the default of AdamW, which need not be said
+    _, _, _, _, after = steps(lambda net: Varied(net, clip=None))
+    assert fpipe.compare_step(model, params, batches, after, lr=[numbers[0], 0.02], **how).bitwise
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

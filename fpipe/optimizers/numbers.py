@@ -49,6 +49,8 @@ def _numbers(given: Any, words: UpdateWords) -> Any:
         return _rate(given)
     known = _handed_in(words.by, words.settings)
     odd = next((word for word in given if word != "lr" and known is not None and word not in known), None)  # pyright: ignore[reportUnknownVariableType]
+    if odd in dict(words.settings):
+        raise ValueError(f"{odd} is said twice: {given[odd]} by lr={{..}}, and {dict(words.settings)[odd]} beside it.")
     if odd is not None or "lr" not in given:
         takes = ", ".join(["lr", *(known or ())])
         raise ValueError(

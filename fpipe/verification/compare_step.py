@@ -117,7 +117,8 @@ def compare_step(
     if opt is not None:
         check_optimizer_state(words, params, opt)
     numbers = [numbers_of(rate) for rate in rates_of(lr, len(each), words)]
-    settled = {word: one for word, one in numbers[0].items() if word != "lr" and all(o[word] == one for o in numbers)}
+    same = {word: one for word, one in numbers[0].items() if all(other.get(word) == one for other in numbers)}
+    settled = {word: one for word, one in same.items() if word != "lr"}
     words = words._replace(settings=(*words.settings, *settled.items()))
     steps = [[cut(batch, index, microbatches) for index in range(microbatches)] for batch in each]
     loop = Loop(
