@@ -416,6 +416,25 @@ def test_what_is_right_is_not_accused(said: dict[str, Any]):
         assert len(report.leaves) == 4
 
 
+@pytest.mark.parametrize("rule", ["AdamW", "RMSprop"])
+def test_a_leaf_whose_gradient_is_rounding_alone_is_not_accused(rule: str):
+    """A batch norm takes the mean off, so the bias before it has a gradient of rounding, of any sign, and a rule that
+    divides by its size moves it by the whole rate: the same rows in another order moved it the other way."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    x, target, order = torch.randn(16, 6), torch.randn(16, 3), torch.randperm(16)
+    model, params, state = fpipe.from_sequential(copy.deepcopy(net), stages=1, loss=MSE)
+    optimizer = getattr(torch.optim, rule)(net.parameters(), lr=0.01, weight_decay=0.0)
+    MSE(net(x[order]), target[order]).backward()
+    optimizer.step()
+    after = dict(net.named_parameters())
+    how: dict[str, Any] = {"rule": rule, "lr": 0.01, "weight_decay": 0.0, "state": state}
+    fpipe.compare_step(model, params, (x, target), after, **how)
+    after = {name: 2 * old - after[name] for name, old in joined(params).items()}
+    with pytest.raises(fpipe.GradientMismatch, match="Gradients have the wrong sign"):
+        fpipe.compare_step(model, params, (x, target), after, **how)
+
+
 @pytest.mark.parametrize(
     ("made", "words"),
     [

@@ -226,22 +226,31 @@ def _resized(number: int, parts: Parts, made: Result, of: Any) -> Any:
 
 
 def shaken(loop: Loop) -> Loop:
-    """A loop whose gradients are moved by rounding, as another order of additions may."""
+    """A loop whose gradients are moved by rounding, as another order of additions may; where rounding is all that a
+    leaf's gradient is, as of the bias of an attention's keys, each of its numbers has the other sign."""
 
     def change(number: int, parts: Parts, made: Result, of: Any) -> Any:
         grads = made.grads if loop.change is None else loop.change(number, parts, made, of)
         generator = torch.Generator().manual_seed(number)
+        largest = max((_size(grad) for grad in tree.leaves(grads) if grad is not None and grad.numel()), default=0.0)
 
         def moved(grad: Any) -> Any:
             if grad is None or not grad.numel():
                 return grad
+            now, size, eps = wide(grad), _size(grad), torch.finfo(grad.dtype).eps
+            if 0 < size < eps * largest:
+                return (eps * largest * torch.where(now == 0, torch.ones_like(now), -now.sgn())).to(grad.dtype)
             noise = torch.randn(grad.shape, generator=generator, dtype=torch.float64).to(grad.device)
-            size = float(wide(grad).norm()) / grad.numel() ** 0.5
-            return (wide(grad) + noise * size * torch.finfo(grad.dtype).eps * _EPSILONS).to(grad.dtype)
+            return (now + noise * size * eps * _EPSILONS).to(grad.dtype)
 
         return tree.tree_map(moved, grads)
 
     return replace(loop, change=change)
+
+
+def _size(grad: Tensor) -> float:
+    """The root of the mean square of its numbers."""
+    return float(wide(grad).norm()) / grad.numel() ** 0.5
 
 
 _EPSILONS = 4.0
