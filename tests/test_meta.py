@@ -168,7 +168,8 @@ def test_a_function_that_makes_the_net_keeps_what_its_constructors_fill():
 
 
 def test_a_function_moves_the_parameters_that_it_makes_alone():
-    """Those of a live net, of an optimizer or of a closure were moved as well, and had lost their values."""
+    """Those of a live net, of an optimizer or of a closure were moved as well and had lost their values, and later
+    init_params drew other ones."""
     live, own = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
     kept = [live.weight.detach().clone(), live.bias.detach().clone()]
 
@@ -182,7 +183,7 @@ def test_a_function_moves_the_parameters_that_it_makes_alone():
         def forward(self, ids: Tensor) -> Tensor:
             return self.head(self.tied(self.block(self.embed(ids) * self.scale)))
 
-    model, params, _ = cut(lambda: Borrowing(), ranks=1)
+    model, params, program = cut(lambda: Borrowing(), ranks=1)
     named = fpipe.join_params(model, params)
     assert {name for name, one in named.items() if not one.is_meta} >= {"scale", "block.weight", "block.bias"}
     assert {name for name, one in named.items() if one.is_meta} == {
@@ -193,6 +194,14 @@ def test_a_function_moves_the_parameters_that_it_makes_alone():
     }
     assert torch.equal(own, torch.ones(8))
     assert all(map(torch.equal, live.parameters(), kept))
+    first = fpipe.init_params(model, program, rank=0)[0]
+    assert all(torch.equal(first[name], named[name]) for name in ("scale", "block.weight", "block.bias"))
+    with torch.no_grad():
+        first["scale"].zero_()
+    assert torch.equal(own, torch.ones(8))
+    model, _, _ = fpipe.from_sequential(nn.Sequential(live), 1)
+    with pytest.warns(UserWarning, match=r"^init_params copies '0.weight' and 1 more: no parameter .* is on meta"):
+        assert torch.equal(fpipe.init_params(model, fpipe.program(model), rank=0)[0]["0.weight"], kept[0])
 
 
 def test_what_a_function_cannot_do_on_meta_is_a_sentence():

@@ -40,11 +40,11 @@ class FirstValues:
         self._reset: tuple[Any, ModuleDicts, Mapping[str, tuple[Tensor, int]]] | None = None
 
     def make(self, name: str, home: tuple[Any, str], like: Tensor) -> Tensor:
-        """The values of a leaf.
+        """The values of a leaf: by `init`, else a copy of those that it has, else by its module.
 
         Args:
             name: in the state_dict, and `home`, the module that has it with its name there.
-            like: a tensor of its shape and dtype.
+            like: the leaf of the net, which may be on meta.
 
         Raises:
             ValueError: nothing gives it values.
@@ -58,6 +58,8 @@ class FirstValues:
                 raise ValueError(f"init= leaves {name!r} as it is. Fill the tensor in place, or return False.")
             if done:
                 return made
+        if not like.is_meta:
+            return like.detach().to(torch.get_default_device(), copy=True)
         owner, own = home
         if not callable(getattr(owner, "reset_parameters", None)):
             raise ValueError(_unknown(name, owner, "which has no reset_parameters()"))

@@ -5,6 +5,7 @@ load_params(model, program, "model.safetensors", rank=1)        -->        (None
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -97,20 +98,25 @@ def init_params(
     init: Fill | None = None,
     of: Sequence[Any] | None = None,
 ) -> Params:
-    """First values of the parameters of one rank's stages, with the same bits on any number of ranks and in any cut.
+    """First values of the parameters of one rank's stages that are on meta, with the same bits on any number of ranks
+    and in any cut. Those that have values, as a pretrained part of the net has, keep them.
 
     Args:
         model, program, rank: as for `load_params`.
         seed: a whole number. The random numbers of each module follow from it and the module's name.
         init: `init(name, tensor)` fills a leaf in place, its random numbers from the seed and its name. Without it, or
-            where it returns False, the `reset_parameters` of the module that has the leaf does, on what the module has
-            itself, as those of torch's modules do; what it writes into children is not seen. Values that a constructor
-            or another module gives a parameter are lost on meta: say them here; a warning names those it can see.
+            where it returns False, a leaf that is not on meta is copied, and one on meta is filled by the
+            `reset_parameters` of the module that has it, on what the module has itself, as those of torch's modules do;
+            what it writes into children is not seen. Values that a constructor or another module gives a parameter are
+            lost on meta: say them here; a warning names those it can see.
         of: the module state that a front door gave, for the first values of that in place of the parameters'.
 
     Returns:
         The tuple of all stages, None for those of other ranks, on torch's default device. A tied parameter has one
         value, where it lives.
+
+    Warns:
+        UserWarning: no parameter of the net is on meta, so a seed changes nothing.
 
     Raises:
         TypeError: a seed that is no whole number.
@@ -130,9 +136,24 @@ def init_params(
     def value(leaf: tuple[str, ...], home: tuple[Any, str]) -> Tensor:
         return first.make(leaf[0], home, getattr(*home))
 
-    made = _of_rank(model, program, rank, _leaves(model, of), value)
+    leaves = _leaves(model, of)
+    if init is None and of is None:
+        _warn_where_nothing_is_made(model, leaves)
+    made = _of_rank(model, program, rank, leaves, value)
     first.warn()
     return made
+
+
+def _warn_where_nothing_is_made(model: Model, leaves: Sequence[Sequence[tuple[str, ...]]]) -> None:
+    """Warn where all parameters of a net, on whichever rank, have values."""
+    names = [(leaf[0], run) for run, own in zip(_nets(model), leaves, strict=True) for leaf in own]
+    if names and not any(getattr(*run.home_of(name)).is_meta for name, run in names):
+        warnings.warn(
+            f"init_params copies {names[0][0]!r}{f' and {len(names) - 1} more' * (len(names) > 1)}: no parameter of "
+            "the net is on meta, so the seed changes nothing. For first values make the net on meta, as in "
+            "from_module(lambda: Net(), ..), or say init=.",
+            stacklevel=3,
+        )
 
 
 def _leaves(model: Model, state: Sequence[Any] | None) -> list[list[tuple[str, ...]]]:
