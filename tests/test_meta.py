@@ -1,5 +1,6 @@
 """Nets on meta: cut, sized, loaded by stage, and trained with the bits of plain autograd."""
 
+import copy
 import functools
 import json
 import re
@@ -226,13 +227,38 @@ class Zeroed(nn.Linear):
         nn.init.zeros_(self.bias)
 
 
+class Replaced(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.weight = nn.Parameter(torch.eye(8))
+
+
+def assigned(known: dict[str, Tensor]) -> nn.Module:
+    with torch.device("meta"):
+        net = nn.Linear(8, 8)
+    net.load_state_dict(known, assign=True)
+    return net
+
+
+def deep_copied() -> nn.Module:
+    """Blocks of one kind, as nn.TransformerEncoder makes them: nothing is lost."""
+    return copy.deepcopy(nn.Linear(8, 8))
+
+
 def test_values_that_a_constructor_gives_parameters_are_not_lost_in_silence():
     model, _, _ = fpipe.from_sequential(lambda: nn.Sequential(nn.Linear(8, 8), Zeroed()), 1)
     program = fpipe.schedules.gpipe(1)(fpipe.program(model))
-    with pytest.warns(UserWarning, match=r"^'1.bias' have values by reset_parameters.* Give those values by init="):
+    with pytest.warns(UserWarning, match=r"^'1.bias' has values by reset_parameters.* Give those by init="):
         fpipe.init_params(model, program, rank=0)
     first = fpipe.init_params(model, program, rank=0, init=lambda name, one: name == "1.bias" and one.zero_())
     assert not first[0]["1.bias"].any()
+    loading = functools.partial(assigned, nn.Linear(8, 8).state_dict())
+    for make, said in (Replaced, r"^'0.weight' has values by"), (loading, r"^'0.weight' and 1 more have values by"):
+        model, _, _ = fpipe.from_sequential(lambda make=make: nn.Sequential(make()), 1)
+        with pytest.warns(UserWarning, match=said):
+            fpipe.init_params(model, fpipe.program(model), rank=0)
+    model, _, _ = fpipe.from_sequential(lambda: nn.Sequential(deep_copied()), 1)
+    fpipe.init_params(model, fpipe.program(model), rank=0)
 
 
 def test_a_sequential_is_made_on_meta_too():

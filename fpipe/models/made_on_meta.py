@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fpipe.graphs.tracing.keys import fold_in, seeded
+from fpipe.models.parameters.first_values import LOST
 from fpipe.torch_private.modules import parameters_made
 
 
@@ -35,7 +36,7 @@ def made_on_meta(net: Any) -> Any:
     def move(module: nn.Module, name: str, own: nn.Parameter) -> None:
         if id(own) in made and not own.is_meta:
             moved = nn.Parameter(own.detach().to("meta"), own.requires_grad)
-            vars(moved).update(vars(own))
+            vars(moved).update({**vars(own), LOST: True})
             torch.utils.swap_tensors(own, moved)  # whoever else has it, as a tie does, has it on meta too
 
     hook = register_module_parameter_registration_hook(move)

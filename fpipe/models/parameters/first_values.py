@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from fpipe.graphs.tracing.keys import fold_in, seeded
 from fpipe.torch_private.modules import ModuleDicts, held_by, hold, version_of
 
+LOST = "_fpipe_lost"
+"""The attribute of a leaf whose values were dropped as a function made the net; a deep copy of it has none."""
+
 Fill = Callable[[str, Tensor], Any]
 """`init(name, tensor)` fills a leaf in place; it returns False for one that it leaves to the module."""
 
@@ -66,8 +69,10 @@ class FirstValues:
         if self._reset is None or self._reset[0] is not owner:
             self._reset = owner, *self._copied(owner, name)
         _, now, before = self._reset
-        if like.is_meta and own in before and version_of(like) > version_of(before[own][0]) - before[own][1]:
-            self.beyond.append(name)
+        if own in before:
+            written, by_reset = version_of(like), version_of(before[own][0]) - before[own][1]
+            if written > by_reset or (written < by_reset and hasattr(like, LOST)):
+                self.beyond.append(name)
         made = {**now.parameters, **now.buffers}.get(own)
         kept = made is before[own][0] and version_of(before[own][0]) == before[own][1]
         if made is None or made.shape != like.shape or (kept and not _is_filled(made)):
@@ -75,12 +80,13 @@ class FirstValues:
         return made.detach()
 
     def warn(self) -> None:
-        """Say which leaves were written more often when the net was made than their module's reset writes them."""
+        """Say which leaves were written more or less often when the net was made than their module's reset writes
+        them: less where a parameter came with its values."""
         if self.beyond:
             first, *more = self.beyond
             warnings.warn(
-                f"{first!r}{f' and {len(more)} more' * bool(more)} have values by reset_parameters() of their modules; "
-                "what else was written there when the net was made was lost on meta. Give those values by init=, a "
+                f"{first!r}{f' and {len(more)} more have' if more else ' has'} values by reset_parameters() of the "
+                "module; others that were given when the net was made were lost on meta. Give those by init=, a "
                 "function of name and tensor, which returns False for what it leaves to the modules.",
                 stacklevel=3,
             )

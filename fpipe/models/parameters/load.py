@@ -108,7 +108,8 @@ def init_params(
             where it returns False, a leaf that is not on meta is copied, and one on meta is filled by the
             `reset_parameters` of the module that has it, on what the module has itself, as those of torch's modules do;
             what it writes into children is not seen. Values that a constructor or another module gives a parameter are
-            lost on meta: say them here; a warning names those it can see.
+            lost on meta: say them here. A warning names those written in place or assigned; not those written through
+            `.data`, or before a block was deep-copied.
         of: the module state that a front door gave, for the first values of that in place of the parameters'.
 
     Returns:
@@ -116,7 +117,7 @@ def init_params(
         value, where it lives.
 
     Warns:
-        UserWarning: no parameter of the net is on meta, so a seed changes nothing.
+        UserWarning: no parameter of the net is on meta, so a seed changes nothing; or values that were lost.
 
     Raises:
         TypeError: a seed that is no whole number.
