@@ -249,6 +249,14 @@ def refused(rank: int) -> list[str]:
     return told
 
 
+def test_sizes_are_checked_along_an_axis_of_one_process():
+    """They were handed on as they were, and then the first step over processes refused them."""
+    stages = [lambda p, x: (x, torch.tensor([4, 1])), fpipe.exchange("all_to_all", axis="ep", sizes=True), summed]
+    model = fpipe.from_functions(stages, squares, inputs=["batch", ((0, 0), (0, 1)), 1])
+    with pytest.raises(ValueError, match=r"handed sizes that add up to 5 rows, and a tensor of shape \(6, 6\)"):
+        fpipe.reference(model, ({},) * 3, (torch.randn(6, 6), torch.randn(6, 6)))
+
+
 SIZES = ([0, 0, 1], [3, 3]), ([0, 1, 1], [4, 1]), ([0, 1, 1], [7, -1]), ([0, 1, 1], [2, 2, 2]), ([0, 1, 1], [2, 4])
 
 
@@ -264,7 +272,7 @@ def test_what_cannot_be_exchanged_is_refused(four: Processes):
         )
         assert "all_to_all over ep is handed sizes that add up to 5 rows, and a tensor of shape (6, 6)" in odd_sizes
         assert "all_to_all over ep is handed -1 rows for a process; sizes are whole numbers from 0." in below
-        assert "takes equally many sizes for each of 2 processes; found shape (3,)." in uneven
+        assert "takes equally many sizes for each process, 2 here; found shape (3,)." in uneven
         assert "ep 1: rank 1 differs from ep 0: rank 1 in its exchanges over ep: 1F0 (all_to_all over ep) of " in other
         assert (
             "rows of float32[6] and int32[2] instead of 1F0 (all_to_all over ep) of rows of float32[6] and int64[2]."

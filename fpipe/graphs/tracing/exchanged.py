@@ -35,7 +35,7 @@ class Exchanged:
         kind: one of `COLLECTIVES`.
         axis: the dimension of the mesh.
         group: the name of the group of processes along it; of one process, none.
-        size, number: how many they are, and which of them this one is.
+        size, number: how many they are, none in a run on zeros, and which of them this one is.
         leaf: the one that is exchanged of what it takes, and handed on alone; None for all.
         sizes: whether the last of what it takes says how many rows of the others go to each process.
         splits: how many rows come from each process, and go there, once that is known.
@@ -75,11 +75,11 @@ class Exchanged:
             raise TypeError(f"{self.__name__} with sizes takes (rows, sizes), whole numbers last; found {_shown(x)}.")
         rows: Sequence[Tensor] = x[:-1]
         sent: Tensor = x[-1]
-        if self.size == 1:
+        if not self.size:  # zeros do not add up to rows
             return (*(_Collective.apply(one, self) for one in rows), sent)
         if not sent.ndim or len(sent) % self.size:
             raise ValueError(
-                f"{self.__name__} takes equally many sizes for each of {self.size} processes; found shape "
+                f"{self.__name__} takes equally many sizes for each process, {self.size} here; found shape "
                 f"{tuple(sent.shape)}."
             )
         if (least := int(sent.min()) if sent.numel() else 0) < 0:
@@ -90,6 +90,8 @@ class Exchanged:
                 f"{self.__name__} is handed sizes that add up to {total} rows, and a tensor of shape "
                 f"{tuple(odd.shape)}; dim 0 is the rows for each process, one behind the other."
             )
+        if self.size == 1:
+            return (*(_Collective.apply(one, self) for one in rows), sent)
         received = _carriers[-1].wait(_exchanged("all_to_all", sent, self))
         came, gone = (one.reshape(self.size, -1).sum(1).tolist() for one in (received, sent))
         by = replace(self, splits=(came, gone))
@@ -113,7 +115,7 @@ class _Collective(torch.autograd.Function):
 
 def _exchanged(kind: str, x: Tensor, by: Exchanged) -> Tensor:
     x, start = x.contiguous(), _carriers[-1].start
-    if by.size == 1:
+    if by.size < 2:
         return x.clone(memory_format=torch.contiguous_format)
     if by.splits is not None:
         return start(C10D.all_to_all_single, x, *by.splits, by.group)

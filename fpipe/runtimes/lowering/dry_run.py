@@ -127,7 +127,7 @@ def _alone(stage: Stage) -> Stage:
     """A stage as it is where it has nobody to exchange rows with whose sizes are data."""
     function: Any = stage.forward
     sized = isinstance(function, Exchanged) and function.sizes
-    return replace(stage, forward=function.over("", 1, 0)) if sized else stage
+    return replace(stage, forward=function.over("", 0, 0)) if sized else stage
 
 
 def zeros(known: Aval) -> Tensor:
