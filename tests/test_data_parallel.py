@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DistributedSampler
 
 import fpipe
+from fpipe.runtimes.lowering.shards import Share
+from fpipe.runtimes.processes.collective_parts import Posted
+from fpipe.runtimes.processes.replicas import Exchanges, Replicas
 from fpipe.tree import leaves
 from tests.processes import SOON, Processes, counted, left, result, timed
 from tests.test_distributed import MSE, alike, blocks, hang, kill, one_in_trouble, own, raising, rows, troubled
@@ -409,3 +413,38 @@ def test_a_process_that_is_lost_is_named_in_every_replica(what: Any, shape: tupl
             assert told[1] < (timeout or 0) + SOON
             assert "start all ranks again" in told[2]
         several.all[who].kill()
+
+
+class BrokenGroup:
+    """A group whose backend coalesces, and whose collectives cannot be ended."""
+
+    supports_coalescing = True
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    def _start_coalescing(self, device: torch.device) -> None: ...
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        raise RuntimeError("the second error")
+
+
+def test_parts_that_were_posted_before_one_fails_are_under_way():
+    """They were counted, and nobody waited for them; the end of a joint collective hid why it was cut short."""
+    group: Any = BrokenGroup()
+    value, op = fpipe.Value("sum", 0), fpipe.Op("REDUCE", 0, None, None, 0, (), (), (), (("axis", "dp"),))
+    good, bad = (SimpleNamespace(buffer=SimpleNamespace(device=torch.device("cpu"))) for _ in range(2))
+    good.post, bad.post = lambda group, read: Posted({}, torch.ones(()), "a work"), lambda group, read: 1 / 0
+    meeting: Any = SimpleNamespace(seconds=1.0)
+    replicas = Replicas(group, {"dp": group}, Share(0, 2), 0, meeting, meeting, torch.device("cpu"))
+    parts: Any = {value: [good, bad]}
+    replicas.begin(Exchanges(parts, {value: op}, 1))
+    with pytest.raises(ZeroDivisionError):
+        replicas.owe()
+    assert [one.work for one in replicas._under_way[value]] == ["a work"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,10 +72,14 @@ def coalesced(group: ProcessGroup, devices: Sequence[torch.device]) -> Generator
         yield joint
         return
     group._start_coalescing(devices[0])  # pyright: ignore[reportPrivateUsage]
+    end = partial(group._end_coalescing, devices[0])  # pyright: ignore[reportPrivateUsage]
     try:
         yield joint
-    finally:
-        joint.append(group._end_coalescing(devices[0]))  # pyright: ignore[reportPrivateUsage]
+    except BaseException:
+        with suppress(RuntimeError):  # it would hide the first error
+            joint.append(end())
+        raise
+    joint.append(end())
 
 
 _NAMES: Any = vars(dist)

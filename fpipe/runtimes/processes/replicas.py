@@ -135,17 +135,19 @@ class Replicas:
 
     def _post(self, value: Value, read: Read) -> Sequence[Posted]:
         """Start the parts that are not under way yet, where it can be as one."""
-        op, made = self._exchanges.ops[value], list[Posted]()
+        op, joint, under_way = self._exchanges.ops[value], list[Any](), self._under_way.setdefault(value, [])
+        before = len(under_way)
         group, parts = self._by_axis[dict(op.how)["axis"]], self._exchanges.parts[value][self._posted[value] :]
         try:
             with coalesced(group, [part.buffer.device for part in parts]) as joint:
                 for part in parts:
-                    made.append(part.post(group, read))
+                    under_way.append(part.post(group, read))
                     self._posted[value] += 1
         except RuntimeError as error:
             raise self._lost(error, op.cell) from error
-        waits = [one._replace(work=work) for work in joint for one in made] or made
-        self._under_way.setdefault(value, []).extend(waits)
+        finally:
+            made = under_way[before:]
+            under_way[before:] = [one._replace(work=work) for work in joint for one in made] or made
         return made
 
     def _late(self, values: Sequence[Value], run: Callable[..., Any], *lists: Leaves) -> Any:
