@@ -5,6 +5,7 @@ import functools
 import json
 import re
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,29 @@ def test_what_a_function_cannot_do_on_meta_is_a_sentence():
     with pytest.raises(ValueError, match=r"'weight' is not initialised yet \(a lazy module\); run the net once"):
         cut(lambda: nn.LazyLinear(8))
 
+    def referred(refer: Callable[[nn.Parameter], Any]) -> nn.Module:
+        own, net = nn.Parameter(torch.ones(8)), nn.Linear(8, 8)
+        kept = refer(own)
+        net.bias = own
+        return net if kept is not None else nn.Identity()
+
+    for refer in (weakref.ref, lambda own: own[:4]):
+        with pytest.raises(ValueError, match=r"gives 'bias' to a Linear when .* a view of it.* hand in the net itself"):
+            cut(lambda refer=refer: referred(refer))
+
+
+def test_parametrized_modules_have_first_values_by_init():
+    """Torch refused to copy such a module, and said nothing of init=."""
+    norm = nn.utils.parametrizations.weight_norm
+    model, _, _ = fpipe.from_sequential(lambda: nn.Sequential(norm(nn.Linear(8, 8))), 1)
+    program = fpipe.program(model)
+    with pytest.raises(ValueError, match=r"original0' is on meta.*to a ParametrizationList, which.*\(\)\. Say init="):
+        fpipe.init_params(model, program, rank=0)
+    first = fpipe.init_params(
+        model, program, rank=0, init=lambda name, one: False if name == "0.bias" else one.normal_()
+    )
+    assert 0 < float(first[0]["0.bias"].abs().max()) <= 8**-0.5
+
 
 class Zeroed(nn.Linear):
     def __init__(self) -> None:
@@ -378,6 +402,15 @@ def test_a_leaf_that_nothing_gives_values_is_refused_by_name():
         fpipe.init_params(model, program, rank=0, init=lambda name, tensor: None)
     params = loaded(model, program, Bare().state_dict(), init=lambda name, tensor: tensor.zero_())
     assert fpipe.verify(program, model, params, ids()).bitwise
+
+    class Anchored(Bare):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = self.head.weight.detach()[0].clone()
+
+    model, _, program = cut(lambda: Anchored(), ranks=1)
+    with pytest.raises(ValueError, match=r"'shift' is on meta.* those computed from parameters are on meta\.$"):
+        fpipe.init_params(model, program, rank=0, init=lambda name, tensor: name != "shift" and tensor.zero_())
 
 
 def test_a_plain_attribute_on_meta_is_refused_where_the_net_is_cut():

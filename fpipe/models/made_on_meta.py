@@ -11,8 +11,11 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from fpipe.graphs.tracing.keys import fold_in, seeded
 from fpipe.models.parameters.first_values import LOST
@@ -26,7 +29,7 @@ def made_on_meta(net: Any) -> Any:
 
     Raises:
         TypeError: the function takes arguments.
-        ValueError: it reads numbers of a parameter.
+        ValueError: it reads numbers of a parameter, or refers to one otherwise before a module has it.
     """
     if not isinstance(net, FunctionType | MethodType | partial):
         return net
@@ -37,9 +40,21 @@ def made_on_meta(net: Any) -> Any:
         if id(own) in made and not own.is_meta:
             moved = nn.Parameter(own.detach().to("meta"), own.requires_grad)
             vars(moved).update({**vars(own), LOST: True})
-            torch.utils.swap_tensors(own, moved)  # whoever else has it, as a tie does, has it on meta too
+            try:
+                torch.utils.swap_tensors(own, moved)  # whoever else has it, as a tie does, has it on meta too
+            except RuntimeError as error:
+                raise ValueError(
+                    f"the function that makes the net gives {name!r} to a {type(module).__name__} when there is "
+                    "already a weak reference to the parameter, or a view of it, so that it cannot be moved to meta: "
+                    f"{str(error).splitlines()[0].rstrip('.')}. Make those after the module has it, or hand in the net "
+                    "itself, as in from_module(Net(config), ..)."
+                ) from error
 
-    hook = register_module_parameter_registration_hook(move)
+    def mark(module: nn.Module, name: str, own: Tensor | None) -> None:
+        if own is not None and own.is_meta:
+            vars(own)[LOST] = True
+
+    hooks = register_module_parameter_registration_hook(move), register_module_buffer_registration_hook(mark)
     try:
         with seeded(fold_in(0), "the net"), parameters_made() as made:  # one thread at a time
             return make()
@@ -52,7 +67,8 @@ def made_on_meta(net: Any) -> Any:
             "take those numbers from the config."
         ) from error
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 def _refuse_arguments(make: Any) -> None:

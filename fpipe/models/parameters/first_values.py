@@ -7,7 +7,6 @@ So a leaf has the same values wherever it is made, and whatever else is made the
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,7 +18,8 @@ from fpipe.graphs.tracing.keys import fold_in, seeded
 from fpipe.torch_private.modules import ModuleDicts, held_by, hold, version_of
 
 LOST = "_fpipe_lost"
-"""The attribute of a leaf whose values were dropped as a function made the net; a deep copy of it has none."""
+"""The attribute of a leaf that was moved to meta, or registered there, as a function made the net; deep copies of
+parameters have none."""
 
 Fill = Callable[[str, Tensor], Any]
 """`init(name, tensor)` fills a leaf in place; it returns False for one that it leaves to the module."""
@@ -71,7 +71,7 @@ class FirstValues:
         _, now, before = self._reset
         if own in before:
             written, by_reset = version_of(like), version_of(before[own][0]) - before[own][1]
-            if written > by_reset or (written < by_reset and hasattr(like, LOST)):
+            if written > by_reset or (written < by_reset and own in now.parameters and hasattr(like, LOST)):
                 self.beyond.append(name)
         made = {**now.parameters, **now.buffers}.get(own)
         kept = made is before[own][0] and version_of(before[own][0]) == before[own][1]
@@ -93,7 +93,8 @@ class FirstValues:
 
     def _copied(self, owner: nn.Module, name: str) -> tuple[ModuleDicts, Mapping[str, tuple[Tensor, int]]]:
         """The own tensors of a copy of a module alone, reset; and those that it had before, each with its version."""
-        copied, (parameters, buffers, children) = copy.copy(owner), held_by(owner)
+        copied, (parameters, buffers, children) = object.__new__(type(owner)), held_by(owner)
+        vars(copied).update(vars(owner))  # copy.copy refuses a module that has parametrizations
         own: dict[str, Tensor] = {
             key: nn.Parameter(_empty(x), x.requires_grad) for key, x in parameters.items() if x is not None
         }
@@ -118,9 +119,15 @@ def _empty(like: Tensor) -> Tensor:
 
 
 def _unknown(name: str, owner: Any, why: str) -> str:
+    buffer, about = held_by(owner).buffers.get(name.rpartition(".")[2]), ""
+    if buffer is not None and hasattr(buffer, LOST):
+        about = " The function that makes the net gave it no numbers: those computed from parameters are on meta."
+    elif buffer is not None:
+        about = (
+            " Or hand a function that makes the net to from_module or from_sequential, as in from_module(lambda: "
+            "Net(), ..): what its constructors fill buffers with is kept, unless it is computed from parameters."
+        )
     return (
         f"{name!r} is on meta, and nothing gives it values: it belongs to a {type(owner).__name__}, {why}. Say init=, "
-        "a function of name and tensor that fills it in place, or give that module a reset_parameters()."
-        + " Or hand a function that makes the net to from_module or from_sequential, as in from_module(lambda: Net(), "
-        "..): what its constructors fill buffers with is kept." * (name.rpartition(".")[2] in held_by(owner).buffers)
+        "a function of name and tensor that fills it in place, or give that module a reset_parameters()." + about
     )

@@ -109,7 +109,7 @@ def init_params(
             `reset_parameters` of the module that has it, on what the module has itself, as those of torch's modules do;
             what it writes into children is not seen. Values that a constructor or another module gives a parameter are
             lost on meta: say them here. A warning names those written in place or assigned; not those written through
-            `.data`, or before a block was deep-copied.
+            `.data`, or of deep-copied blocks.
         of: the module state that a front door gave, for the first values of that in place of the parameters'.
 
     Returns:
