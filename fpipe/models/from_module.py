@@ -70,7 +70,7 @@ def from_module(
             `load_params` and `init_params` give them values. Or a function that makes the net, as
             `lambda: Net(config)`: the parameters that it makes are moved to meta one by one, so values that its
             constructors give them are not kept; parameters and modules that were there before stay as they are, and so
-            does all else, such as masks and tables in buffers.
+            does all else, such as masks and tables in buffers, unless computed from those that it makes.
         stages: how many; the blocks that repeat, such as the layers of a ModuleList, are dealt out so that the most
             expensive stage costs as little as can be.
         example: a batch (inputs, target), as a step takes it, with at least two rows. Inputs are a dict of keywords, a
