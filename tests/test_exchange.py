@@ -246,7 +246,28 @@ def refused(rank: int) -> list[str]:
             step(({},) * 3, batch)
         except (ValueError, RuntimeError) as error:
             told.append(str(error))
+    for route in (wider, longer):
+        stages = [lambda p, x: x, route, fpipe.exchange("all_to_all", axis="ep", sizes=True), summed]
+        model = fpipe.from_functions(stages, squares, inputs=["batch", 0, ((1, 0), (1, 1)), 2])
+        program = fpipe.chain(fpipe.place([0, 1, 1, 1]), fpipe.merge(outputs=False))(fpipe.program(model))
+        given, found = ({},) * 4, "nothing"
+        step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(given, batch), trace=False)
+        try:
+            step(given, batch)
+        except (ValueError, RuntimeError) as error:
+            found = str(error)
+        told.append(found)
     return told
+
+
+def wider(params: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows that are wider where they are not zeros."""
+    return (torch.cat([x, x], 1) if x.any() else x), torch.tensor([3, 3])
+
+
+def longer(params: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """More sizes where rows are not zeros."""
+    return x, torch.tensor([1, 2, 1, 2] if x.any() else [3, 3])
 
 
 def test_sizes_are_checked_along_an_axis_of_one_process():
@@ -265,7 +286,7 @@ def summed(params: Any, x: Any) -> Tensor:
 
 
 def test_what_cannot_be_exchanged_is_refused(four: Processes):
-    for no_axis, odd_rows, elsewhere, odd_sizes, below, uneven, other in four.each(refused):
+    for no_axis, odd_rows, elsewhere, odd_sizes, below, uneven, other, *later in four.each(refused):
         assert (
             "stage 1 (all_to_all over ep) brings as many rows as the data say on rank 0, and stage 2 (summed) on ra"
             in (elsewhere)
@@ -281,6 +302,11 @@ def test_what_cannot_be_exchanged_is_refused(four: Processes):
         assert (
             "a stage of the model is all_to_all over tp, a dimension of the mesh, and the mesh has pp, ep." in no_axis
         )
+        for one, by in zip(later, ("rows of [12] with sizes [2]", "rows of [6] with sizes [4]"), strict=True):
+            assert (
+                f"stage 2 (all_to_all over ep) is handed {by} in 2F0, and the processes along its axis agreed on rows "
+                "of [6] with sizes [2], as a run on zeros has them; only how many rows there are may change." in one
+            )
         assert "all_to_all over ep cuts dim 0 into 2 parts, one for each process; found shape (3, 6)." in odd_rows
     with pytest.raises(ValueError, match=r"sizes is True or False: whether x is \(rows, .., sizes\); found 'no'"):
         fpipe.exchange("all_to_all", axis="ep", sizes="no")

@@ -26,9 +26,9 @@ from fpipe.program import Op, Value
 from fpipe.runtimes.definition.by_autograd import StepContext, detached, times
 from fpipe.runtimes.definition.meaning import RULES, summed
 from fpipe.runtimes.lowering.abstract_eval import is_list
-from fpipe.runtimes.lowering.abstract_tree import OPAQUE, AbstractTree, dense, whole
+from fpipe.runtimes.lowering.abstract_tree import OPAQUE, AbstractTree, aval_of, dense, whole
 from fpipe.runtimes.lowering.dry_run import zeros
-from fpipe.runtimes.lowering.untraced import WHOLE_BLOCKS, by_sizes
+from fpipe.runtimes.lowering.untraced import WHOLE_BLOCKS, by_sizes, is_sized
 
 Leaves = list[Any]
 
@@ -184,6 +184,8 @@ def under_autograd(
     run the forward."""
     if op.kind in "FRBI":
         lists, context = lists[:-1], replace(context, key=lists[-1])
+    if op.kind == "F" and is_sized(context.model, op.stage):
+        _check_as_agreed(op, reads, lists, context.model)
     wanting = [[*map(_wanting, abstract.leaves, leaves)] for abstract, leaves in zip(reads, lists, strict=True)]
     given = [whole(abstract, leaves) for abstract, leaves in zip(reads, wanting, strict=True)]
     with casting(casts) if casts else nullcontext():
@@ -193,6 +195,26 @@ def under_autograd(
         [each] if known is OPAQUE else _conformed(op, value, known, each, value in free, context.model)
         for value, known, each in zip(op.writes, writes, made, strict=True)
     ]
+
+
+def _check_as_agreed(op: Op, reads: Sequence[AbstractTree], lists: Sequence[Leaves], model: Model) -> None:
+    """An UnexpectedValue where an exchange is handed what differs from what processes have agreed on in more than how
+    many rows there are."""
+    by: Any = model.stages[op.stage or 0].forward
+    if by.size < 2:
+        return
+    flowing = [at for at, value in enumerate(op.reads) if value.name != "params"]
+    *told, sizes = (aval_of(leaf).shape for at in flowing for leaf in reads[at].leaves)
+    *rows, length = (tuple(getattr(leaf, "shape", ())) for at in flowing for leaf in lists[at])
+    if [one[1:] for one in rows] != [one[1:] for one in told] or length != sizes:
+        found, known = (
+            f"{' and '.join(f'rows of {[*one[1:]]}' for one in each)} with sizes {[*last]}"
+            for each, last in ((rows, length), (told, sizes))
+        )
+        raise UnexpectedValue(
+            f"{model.who(op.stage or 0)} is handed {found} in {op.cell}, and the processes along its axis agreed on "
+            f"{known}, as a run on zeros has them; only how many rows there are may change."
+        )
 
 
 def _wanting(known: Any, leaf: Any) -> Any:
