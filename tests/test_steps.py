@@ -164,6 +164,14 @@ def test_the_time_from_step_to_step_is_the_published_one(name: str):
     assert (period(None, *in_turn), period(1.0, *in_turn), period(None, *streamed)) == PERIODS[name]
 
 
+def test_joined_outputs_are_those_of_each_step():
+    """They have the name of a microbatch, and were compared with those of microbatches."""
+    model, params, _ = fpipe.from_sequential(nn.Sequential(nn.Linear(3, 1)), stages=1, loss=nn.functional.mse_loss)
+    parts = fpipe.split(2), fpipe.schedules.gpipe(1), fpipe.merge(), fpipe.update("SGD"), fpipe.steps(2)
+    each = [(torch.randn(8, 3), torch.randn(8, 1)) for _ in range(2)]
+    assert fpipe.verify(fpipe.chain(*parts)(fpipe.program(model)), model, params, each, lr=0.1).bitwise
+
+
 def stepped(batch: Any, **more: Any) -> Any:
     model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: (y - t).sum())
     program = stepping(model, fpipe.steps(2), rule="SGD", microbatches=1)

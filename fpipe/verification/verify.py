@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -167,8 +168,10 @@ def _first_words(program: Program, first: WrongValue | None, report: Report | No
 def _joined(program: Program, batch: tuple[Any, Any], spec: Any) -> Joined:
     """How a program joins what its microbatches give."""
     said = next((dict(op.how) for op in program.ops if op.kind == "MERGE" and op.reads[0].name != "inputs"), {})
-    names = {end.name.name for end in program.outputs}
-    streams = {end.name.name for end in program.outputs if end.name.microbatch is not None}
+    names = Counter(end.name.name for end in program.outputs)
+    # Joined outputs of several steps have the name of the last microbatch of each.
+    apart = [end.name.name for end in program.outputs if end.name.microbatch is not None]
+    streams = {name for name in apart if program.steps == 1 or names[name] > program.steps}
     return Joined(
         "stream" if "outputs" in streams or "outputs" not in names else spec_of(said.get("spec")),
         "stream" if "aux" in streams else spec_of(said.get("aux")),
