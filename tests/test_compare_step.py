@@ -543,7 +543,7 @@ def test_a_pipeline_of_ours_is_right_and_what_it_tells_is_compared():
     ("made", "said", "rate", "words"),
     [
         ("AdamW", "AdamW", 0.02, "The learning rate is 0.01, not 0.02"),
-        ("SGD", "SGD", 0.03, "The learning rate is 0.01, not 0.03"),
+        ("SGD", "SGD", 0.03, "The learning rate is 0.01, not 0.03, or gradients are 0.333 times as large"),
         ("SGD", "SGD", 0.02, "once too often, or the learning rate is 0.01, not 0.02"),
         ("AdamW", "Adam", 0.01, "The parameters are those of AdamW with its defaults"),
         ("AdamW", "SGD", 0.01, "The parameters are those of AdamW with its defaults"),
@@ -555,6 +555,26 @@ def test_another_rate_or_rule_is_named(made: str, said: str, rate: float, words:
     Loop(net, made, None).run([batch], [0.01])
     with pytest.raises(fpipe.GradientMismatch, match=words):
         fpipe.compare_step(model, params, batch, dict(net.named_parameters()), rule=said, lr=rate)
+
+
+def test_what_is_no_number_is_named():
+    """What a step of SGD tells of gradients was solved for, and torch ended that with an assertion of its own."""
+    net, batch = net_of(2), (torch.randn(8, 8), torch.randn(8, 8))
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
+    Loop(net, "SGD", None).run([batch], [0.01])
+    after = {name: leaf.detach().clone() for name, leaf in net.named_parameters()}
+    next(iter(after.values()))[0] = torch.nan
+    with pytest.raises(fpipe.GradientMismatch, match="NaN or infinite numbers in"):
+        fpipe.compare_step(model, params, batch, after, rule="SGD", lr=0.01)
+
+
+def test_a_warm_up_from_zero_hides_nothing():
+    """Its first step moves nothing, and was taken for a rule that does not tell how large gradients are."""
+    net, batches = net_of(2), [(torch.randn(8, 8), torch.randn(8, 8)) for _ in range(3)]
+    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
+    Loop(net, "SGD", None).run(batches, [0.0, 0.1, 0.2])
+    found = fpipe.compare_step(model, params, batches, dict(net.named_parameters()), rule="SGD", lr=[0.0, 0.1, 0.2])
+    assert "do not tell" not in str(found)
 
 
 def test_a_tie_of_which_a_use_is_missing_is_named():

@@ -109,7 +109,10 @@ class AfterSteps:
         if still:
             names = listed([self.found[at][0] for at in still])
             return [of, f"{len(still)} of them are as they were: no update reached them.", f"  {names}"]
-        ways = [way for way in (self._nearest_mistake(), self._other_rate()) if way]
+        odd = [self.found[at][0] for at in wrong if not is_finite(self.found[at][1])]
+        if odd:
+            return [of, f"NaN or infinite numbers in {listed(odd)}."]
+        ways = [way for way in (self._nearest_mistake(), self._other_rate(grads)) if way]
         ways = ways or [way for way in (self._odd_rows(grads),) if way]
         sure = [words for words, made in ways if self._is_evident(made)]
         if sure or not ways:
@@ -121,7 +124,10 @@ class AfterSteps:
     def untold(self, norm: Any = None) -> list[str]:
         """A sentence about gradients that these parameters do not tell, nor the norm, where there are such."""
         loop, words = self.loop, self.loop.words
-        first = replace(loop, steps=loop.steps[:1], rates=loop.rates[:1], keys=loop.keys[:1])
+        until = next((at for at, one in enumerate(loop.rates, 1) if one["lr"] is None or one["lr"] > 0), None)
+        if until is None:
+            return []
+        first = replace(loop, steps=loop.steps[:until], rates=loop.rates[:until], keys=loop.keys[:until])
         by, moved = f"{words.by}{' with this clip' * (words.clip is not None)}", self._moved(first.run())
         if len(loop.steps) == 1 and self._is_still(replace(first, change=_resized), moved):
             return [
@@ -177,8 +183,9 @@ class AfterSteps:
         each = ((words, loop, loop.run()) for words, loop in ways)
         return next(((words, made) for words, loop, made in each if not self.wrong_beside(loop, made)), None)
 
-    def _other_rate(self) -> tuple[str, Result] | None:
+    def _other_rate(self, grads: Mapping[int, Tensor]) -> tuple[str, Result] | None:
         """The learning rate that makes these parameters, by how far the largest leaf has moved."""
+        told = self.loop.words
         rates = [rate for rate in (one["lr"] for one in self.loop.rates) if rate is not None]
         at = max(self.found, key=lambda one: self.found[one][1].numel())
         before, right = (wide(tree.leaves(tuple(made))[at]) for made in (self.loop.params, self.expected.params))
@@ -190,6 +197,8 @@ class AfterSteps:
         loop = replace(self.loop, rates=[one | {"lr": lr} for one, lr in zip(self.loop.rates, others, strict=True)])
         found, said = (listed([f"{rate:g}" for rate in dict.fromkeys(some)]) for some in (others, rates))
         words = f"the learning rate is {found}, not {said}"
+        if not grads and told.by == "SGD" and told.clip is None and "weight_decay" not in dict(told.settings):
+            words += f", or gradients are {times:.3g} times as large"
         return None if others == rates else self._explained([(words, loop)])
 
     def _odd_rows(self, grads: Mapping[int, Tensor]) -> tuple[str, Result] | None:
@@ -202,6 +211,8 @@ class AfterSteps:
         plain = {*settings} <= {"weight_decay", "momentum"} and not any(
             leaf.any() for leaf in tree.leaves(tuple(loop.opt))
         )
+        if not all(map(is_finite, grads.values())):
+            return None
         if not grads and words.by == "SGD" and rate and words.clip is None and plain and len(loop.rates[0]) == 1:
             before, decay = tree.leaves(tuple(loop.params)), settings.get("weight_decay", 0.0)
             moved = {at: (wide(before[at]) - wide(leaf)) / rate for at, (_, leaf) in self.found.items()}
