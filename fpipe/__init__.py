@@ -5,16 +5,9 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from fpipe import interop, schedules
+from fpipe import schedules
 from fpipe.check import check
-from fpipe.finding.found import Found
-from fpipe.finding.search import search
 from fpipe.model import Model, Stage
-from fpipe.pictures.plot import plot
-from fpipe.pictures.style import Style
-from fpipe.planning.plan import Plan, plan
-from fpipe.planning.plan_run import plan_run
-from fpipe.planning.run_plan import RunPlan
 from fpipe.program import Input, Kind, Op, Output, Program, ProgramError, Value, pair, register_kind
 from fpipe.schedules.compare import Comparison, compare
 from fpipe.schedules.periodic import Periodic, periodic
@@ -51,6 +44,7 @@ from fpipe.transforms.update import update
 warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 
 if TYPE_CHECKING:
+    from fpipe import interop as interop
     from fpipe import testing as testing
     from fpipe.derived.custom_stage import custom_stage
     from fpipe.derived.deferred_batch_norm import deferred_batch_norm
@@ -59,6 +53,8 @@ if TYPE_CHECKING:
     from fpipe.derived.freeze import freeze
     from fpipe.derived.jvp import jvp
     from fpipe.derived.per_example import per_example
+    from fpipe.finding.found import Found
+    from fpipe.finding.search import search
     from fpipe.graphs.linearize import Linearized, linearize
     from fpipe.graphs.tracing.keep import keep
     from fpipe.graphs.tracing.keys import fold_in
@@ -80,6 +76,11 @@ if TYPE_CHECKING:
     from fpipe.models.tracing.boundary import boundary
     from fpipe.optimizers.optimizer_state import optimizer_state
     from fpipe.optimizers.rules import register_update
+    from fpipe.pictures.plot import plot
+    from fpipe.pictures.style import Style
+    from fpipe.planning.plan import Plan, plan
+    from fpipe.planning.plan_run import plan_run
+    from fpipe.planning.run_plan import RunPlan
     from fpipe.runtimes.build import build
     from fpipe.runtimes.definition.meaning import register_meaning
     from fpipe.runtimes.definition.walk import Step
@@ -91,10 +92,17 @@ if TYPE_CHECKING:
     from fpipe.verification.report import GradientMismatch, Report
     from fpipe.verification.verify import verify
 
-# What is about a model that runs is imported when it is first asked for: torch alone takes twenty times as long as all
-# that writes, draws and simulates a schedule. A type checker reads the imports above; tests/test_imports.py holds both
-# to the same names.
-_WITH_TORCH = {
+# Names that are imported when they are first asked for: those of a model that runs, for torch alone takes twenty times
+# as long as all that writes and simulates a schedule, and those that search, plan and draw, which are a third of that.
+# A type checker reads the imports above; tests/test_imports.py holds both to the same names.
+_LATE = {
+    "finding.found": ("Found",),
+    "finding.search": ("search",),
+    "pictures.plot": ("plot",),
+    "pictures.style": ("Style",),
+    "planning.plan": ("Plan", "plan"),
+    "planning.plan_run": ("plan_run",),
+    "planning.run_plan": ("RunPlan",),
     "graphs.tracing.keep": ("keep",),
     "graphs.tracing.keys": ("fold_in",),
     "graphs.linearize": ("Linearized", "linearize"),
@@ -134,7 +142,7 @@ _WITH_TORCH = {
     "verification.report": ("GradientMismatch", "Report"),
     "verification.verify": ("verify",),
 }
-_HOMES = {name: home for home, names in _WITH_TORCH.items() for name in names}
+_HOMES = {name: home for home, names in _LATE.items() for name in names}
 _ROOMS = (
     "cli",
     "derived",
