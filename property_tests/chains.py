@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -97,6 +98,11 @@ class Run:
     @property
     def program(self) -> Program:
         return self.chain(fpipe.split(self.microbatches)(fpipe.program(self.net.model)))
+
+    @property
+    def given(self) -> tuple[Any, Any]:
+        """Parameters and a batch."""
+        return self.net.params(self.seed), self.net.batch(self.rows, self.seed)
 
 
 @st.composite

@@ -1,64 +1,26 @@
-"""Random stages, as recipes: what is drawn names the layers of a stage, and the stage is built from it.
-
-A `Recipe` is a stage function with its parameters and an input: layers one after the other on a tensor of `width`
-columns, how the input and the parameters lie in memory, and what is returned. A `Stack` is a model of such stages. A
-new layer joins by one function under `layer`.
-"""
+"""Random stages: many more layers for the grammar of `fpipe.testing`, and more that a stage returns."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-import fpipe
-from fpipe import tree
-from fpipe.model import Model
-from property_tests.strategies import Takes, dags
-
-Params = dict[str, Any]
-
-
-# Layers: a tensor of shape [rows, width] or [rows, time, width] to one of the same shape.
-
-
-class Layer(NamedTuple):
-    """What a layer does, its parameters (`n` in a shape is the width), and whether it works in place."""
-
-    apply: Callable[[Params, Tensor], Tensor]
-    shapes: dict[str, tuple[str | int, ...]]
-    in_place: bool = False
-
-
-LAYERS: dict[str, Layer] = {}
-
-
-def row(name: str, apply: Callable[[Params, Tensor], Tensor], in_place: bool = False, **shapes: Any) -> None:
-    LAYERS[name] = Layer(apply, shapes, in_place)
+from fpipe.testing.stage_functions import AROUND, LAYERS, NN, RETURNS, DrawnStage, Layer, N, Params, Within, row
+from property_tests.strategies import Net, dags
 
 
 def layer(**how: Any) -> Callable[[Any], None]:
     return lambda apply: row(apply.__name__, apply, **how)
 
 
-N = ("n",)
-NN = ("n", "n")
-
-
-row("linear", lambda p, h: F.linear(h, p["w"], p["b"]), w=NN, b=N)
 row("matmul", lambda p, h: h @ p["w"], w=NN)
-row("reused", lambda p, h: torch.tanh(h @ p["w"]) @ p["v"] @ p["w"], w=NN, v=NN)
-row("tied", lambda p, h: torch.tanh(h @ p["tied"]), tied=NN)
-row("tied_turned", lambda p, h: F.linear(h, p["tied"]), tied=NN)
+row("tied_turned", lambda p, h: F.linear(h, p["e"]), e=NN)
 
 
 @layer(w=("3n", "n"))
@@ -93,14 +55,15 @@ def depthwise(p: Params, h: Tensor) -> Tensor:
 
 
 def heads(p: Params, h: Tensor) -> tuple[Tensor, ...]:
-    q, k, v = (h.reshape(len(h), -1, h.shape[-1]) @ p["qkv"]).chunk(3, dim=-1)
+    q, k, v = (h.reshape(h.shape[0], -1, h.shape[-1]) @ p["qkv"]).chunk(3, dim=-1)
     return tuple(part.unflatten(-1, (2, -1)).transpose(1, 2) for part in (q, k, v))
 
 
 @layer(qkv=("n", "3n"), o=NN)
-def attention(p: Params, h: Tensor) -> Tensor:
+def attention_in_time(p: Params, h: Tensor) -> Tensor:
     q, k, v = heads(p, h)
-    made = torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), dim=-1) @ v
+    later = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).triu(1)
+    made = torch.softmax((q @ k.mT).masked_fill(later, -math.inf), dim=-1) @ v
     return made.transpose(1, 2).reshape(h.shape) @ p["o"]
 
 
@@ -127,7 +90,6 @@ ACTIVATIONS = elementwise(
     relu=torch.relu,
     gelu=F.gelu,
     silu=F.silu,
-    tanh=torch.tanh,
     sigmoid=torch.sigmoid,
     softmax=lambda h: h.softmax(-1),
     log_softmax=lambda h: h.log_softmax(-1),
@@ -232,7 +194,6 @@ row("sum_with_turned", lambda p, h: h + (p["w"] + p["w"].T)[0] * p["w"].sum(), w
 # What is not the largest weight has the gradient 0, and not -0.
 row("by_the_largest", lambda p, h: h - p["w"].max() * p["w"].median(), w=NN)
 row("frozen", lambda p, h: F.linear(h, p["w"].detach(), p["b"]), w=NN, b=N)
-row("unused", lambda p, h: h, w=NN)
 
 
 # A parameter of ints, which has no gradient.
@@ -349,72 +310,6 @@ def index_put_(p: Params, h: Tensor) -> Tensor:
     return made + h
 
 
-# Layers around layers.
-
-
-@dataclass(frozen=True)
-class Within:
-    """Layers with something around them."""
-
-    how: Literal["residual", "twice", "checkpoint", "autocast", "both", "gated", "columns"]
-    layers: tuple[Any, ...]
-
-
-def _autocast(inner: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        made = inner(h)
-    return made.to(h.dtype)
-
-
-AROUND: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
-    "residual": lambda inner, h: h + inner(h),
-    "twice": lambda inner, h: inner(inner(h)),
-    "both": lambda inner, h: inner(h) + inner(h.flip(-1)),
-    "gated": lambda inner, h: h * inner(h).sigmoid(),
-    "columns": lambda inner, h: inner(h.flip(0)).flip(0),
-    "checkpoint": lambda inner, h: checkpoint(inner, h, use_reentrant=False),
-    "autocast": _autocast,
-}
-# Under autocast layers hand on bfloat16, which not all of them put up with beside float32 parameters.
-CASTABLE = ("linear", "matmul", "reused", "tied", "sdpa", "attention", "conv1d", "tanh", "gelu", "relu", "softmax")
-
-
-def applied(layers: tuple[Any, ...], p: Params, h: Tensor, at: str = "") -> Tensor:
-    for number, one in enumerate(layers):
-        name = f"{at}{number}."
-        if isinstance(one, Within):
-            h = AROUND[one.how](partial(_inner, one.layers, p, name), h)
-        else:
-            h = LAYERS[one].apply({key: p[_named(name, key)] for key in LAYERS[one].shapes}, h)
-    return h
-
-
-def _inner(layers: tuple[Any, ...], p: Params, at: str, h: Tensor) -> Tensor:
-    return applied(layers, p, h, at)
-
-
-def _named(at: str, key: str) -> str:
-    return "tied" if key == "tied" else at + key
-
-
-def _shapes(layers: tuple[Any, ...], at: str = "") -> Iterator[tuple[str, tuple[str | int, ...]]]:
-    for number, one in enumerate(layers):
-        name = f"{at}{number}."
-        if isinstance(one, Within):
-            yield from _shapes(one.layers, name)
-        else:
-            yield from ((_named(name, key), shape) for key, shape in LAYERS[one].shapes.items())
-
-
-def _flat(layers: tuple[Any, ...]) -> Iterator[Any]:
-    for one in layers:
-        if isinstance(one, Within):
-            yield one.how
-            yield from _flat(one.layers)
-        else:
-            yield one
-
-
 # What is returned: parameters, the first leaf of the input, and what the layers made.
 
 
@@ -422,10 +317,8 @@ def _first(p: Params, h: Tensor) -> Tensor:
     return next((leaf for leaf in p.values() if leaf.is_floating_point()), h)
 
 
-RETURNS: dict[str, Callable[[Params, Tensor, Tensor], Any]] = {
-    "h": lambda p, x, h: h,
+RETURNS |= {
     "tuple": lambda p, x, h: (h, None, h.argmax(-1), 3, "name"),
-    "dict": lambda p, x, h: {"h": h, "ids": h.argmax(-1), "nothing": (None, []), "more": [h.sin()]},
     "mask": lambda p, x, h: [h, h > 0],
     "view": lambda p, x, h: (h, h[..., 1:]),
     "view_first": lambda p, x, h: (h.view_as(h), h),
@@ -447,103 +340,20 @@ RETURNS: dict[str, Callable[[Params, Tensor, Tensor], Any]] = {
 }
 
 
-def _memory(how: str, leaf: Tensor) -> Tensor:
-    """The same numbers, lying otherwise in memory."""
-    if how == "strided":
-        spread = leaf.new_zeros((*leaf.shape, 2))
-        spread[..., 0] = leaf
-        return spread[..., 0]
-    if how == "transposed" and leaf.ndim > 1:
-        return leaf.transpose(0, -1).contiguous().transpose(0, -1)
-    if how == "misaligned":
-        room = leaf.new_zeros(leaf.numel() + 1)
-        room[1:] = leaf.reshape(-1)
-        return room[1:].view(leaf.shape)
-    if how == "expanded" and leaf.ndim:
-        return leaf[:1].expand(leaf.shape)
-    return leaf
+def in_place(stage: DrawnStage) -> bool:
+    return any(LAYERS[word].in_place for word in stage.words & LAYERS.keys())
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A stage: its layers, and all around them."""
-
-    layers: tuple[Any, ...]
-    width: int = 4
-    time: int = 0
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    takes: Literal["first", "all"] = "first"
-    returns: str = "h"
-    given: str = "plain"
-    held: Literal["plain", "strided", "transposed", "misaligned", "one memory"] = "plain"
-
-    @property
-    def in_place(self) -> bool:
-        return any(LAYERS[name].in_place for name in _flat(self.layers) if name in LAYERS)
-
-    @property
-    def unread(self) -> bool:
-        """Whether autograd runs what nobody reads, or computes again what its backward does not need."""
-        return "checkpoint" in _flat(self.layers) or self.returns in ("params_alone", "input_alone")
-
-    @property
-    def function(self) -> Callable[[Any, Any], Any]:
-        """The same object each time, so that its traces are shared."""
-        return _function(self)
-
-    def fresh(self) -> Callable[[Any, Any], Any]:
-        """A function that nobody has traced."""
-        return lambda p, x: self(p, x)
-
-    def __call__(self, p: Params, x: Any) -> Any:
-        leaves = [leaf for leaf in tree.leaves(x) if isinstance(leaf, Tensor)]
-        first = leaves[0]
-        h = first.to(getattr(torch, self.dtype))
-        for leaf in leaves[1:] if self.takes == "all" else ():
-            h = h + (leaf.to(h.dtype) if leaf.shape == h.shape else leaf.to(h.dtype).tanh().mean())
-        return RETURNS[self.returns](p, first, applied(self.layers, p, h))
-
-    def params(self, seed: int = 0) -> Params:
-        make = torch.Generator().manual_seed(seed)
-        dtype, n = getattr(torch, self.dtype), self.width
-        found: Params = {}
-        for name, shape in _shapes(self.layers):
-            if shape == ("order",):
-                found[name] = torch.randperm(n, generator=make)
-            elif name not in found:
-                size = [int(k.removesuffix("n") or 1) * n if isinstance(k, str) else k for k in shape]
-                found[name] = (0.5 * torch.randn(size, generator=make)).to(dtype)
-        if self.held == "one memory":
-            floats = [leaf for leaf in found.values() if leaf.is_floating_point()]
-            whole = torch.cat([torch.zeros(1, dtype=dtype), *(leaf.reshape(-1) for leaf in floats)])
-            parts = iter(whole[1:].split([leaf.numel() for leaf in floats]) if floats else ())
-            return {k: next(parts).view(v.shape) if v.is_floating_point() else v for k, v in found.items()}
-        return {name: _memory(self.held, leaf) for name, leaf in found.items()}
-
-    def input(self, rows: int, seed: int = 1) -> Any:
-        make = torch.Generator().manual_seed(seed)
-
-        def draw() -> Tensor:
-            shape = (rows, *([self.time] if self.time else []), self.width)
-            return torch.randn(shape, generator=make).to(getattr(torch, self.dtype))
-
-        if self.given == "pair":
-            return draw(), torch.randint(8, (rows,), generator=make)
-        if self.given == "two":
-            return draw(), draw()
-        if self.given == "one twice":
-            return (one := draw(), one)
-        if self.given == "dict":
-            return {"a": draw(), "mask": draw() > 0, "nothing": None, "other": [draw().double()]}
-        return _memory(self.given, draw())
+def unread(stage: DrawnStage) -> bool:
+    """Whether autograd runs what nobody reads, or computes again what its backward does not need."""
+    return "checkpoint" in stage.words or stage.returns in ("params_alone", "input_alone")
 
 
 GIVEN = ("plain", "strided", "transposed", "misaligned", "expanded", "pair", "two", "one twice", "dict")
 
 
-@functools.cache
-def _function(recipe: Recipe) -> Callable[[Any, Any], Any]:
-    return recipe.fresh()
+# Under autocast layers hand on bfloat16, which not all of them put up with beside float32 parameters.
+CASTABLE = ("linear", "matmul", "twice", "tied", "sdpa", "attention", "conv1d", "tanh", "gelu", "relu", "softmax")
 
 
 def layers(castable: bool = False) -> st.SearchStrategy[tuple[Any, ...]]:
@@ -566,69 +376,21 @@ def recipes(
     widths: st.SearchStrategy[int] = WIDTHS,
     times: st.SearchStrategy[int] = TIMES,
     dtypes: st.SearchStrategy[str] = SOME,
-) -> st.SearchStrategy[Recipe]:
+) -> st.SearchStrategy[DrawnStage]:
     """Random stages; they shrink to no layers at all, in float32, on plain inputs."""
     takes, returns = st.sampled_from(["first", "all"]), st.sampled_from(list(RETURNS))
     held = st.sampled_from(["plain", *HELD])
-    return st.builds(Recipe, layers(), widths, times, dtypes, takes, returns, st.sampled_from(GIVEN), held)
-
-
-# Models of them.
-
-
-@dataclass(frozen=True)
-class Stack:
-    """A model: stages, what each takes, how losses reduce, and whether the leaf "tied" of all that have one is one."""
-
-    stages: tuple[Recipe, ...]
-    takes: Takes
-    reduction: Literal["mean", "sum", "count"] = "mean"
-    tie: bool = False
-
-    @property
-    def ties(self) -> tuple[tuple[tuple[int, str], ...], ...]:
-        with_one = [number for number, one in enumerate(self.stages) if "tied" in one.params()]
-        return (tuple((number, "tied") for number in with_one),) if self.tie and len(with_one) > 1 else ()
-
-    def model(self, fresh: bool = False) -> Model:
-        functions = [one.fresh() if fresh else one.function for one in self.stages]
-        return fpipe.from_functions(
-            functions, LOSSES[self.reduction], inputs=self.takes, ties=self.ties, reduction=self.reduction
-        )
-
-    def params(self, seed: int = 0) -> tuple[Params, ...]:
-        made = [one.params(seed + number) for number, one in enumerate(self.stages)]
-        for group in self.ties:
-            for number, leaf in group[1:]:
-                del made[number][leaf]
-        return tuple(made)
-
-    def batch(self, rows: int, seed: int = 1) -> tuple[Any, Tensor]:
-        return self.stages[0].input(rows, seed), torch.randn(rows, generator=torch.Generator().manual_seed(seed))
-
-
-def total(y: Any, target: Tensor) -> Tensor:
-    """Something of every tensor of an output."""
-    found = target.square().mean()
-    for leaf in tree.leaves(y):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            found = found + leaf.float().sin().mean()
-    return found
-
-
-LOSSES: dict[str, Callable[[Any, Tensor], Any]] = {
-    "mean": total,
-    "sum": lambda y, target: total(y, target) * len(target),
-    "count": lambda y, target: (total(y, target) * len(target), (target > -0.5).sum()),
-}
+    return st.builds(DrawnStage, layers(), widths, times, dtypes, takes, returns, st.sampled_from(GIVEN), held)
 
 
 @st.composite
-def stacks(draw: st.DrawFn, most: int = 4) -> Stack:
+def stacks(draw: st.DrawFn, most: int = 4) -> Net:
+    """Models of them."""
     takes = draw(dags(st.integers(1, most)))
     width, time = draw(WIDTHS), draw(st.sampled_from([0, 0, 3]))
     one = recipes(st.just(width), st.just(time), SOME if draw(st.booleans()) else st.just(draw(SOME)))
-    stages = draw(st.lists(one, min_size=len(takes), max_size=len(takes)))
-    made = Stack(tuple(stages), takes, draw(st.sampled_from(["mean", "sum", "count"])))
-    alike = {recipe.dtype for recipe in stages if "tied" in recipe.params()}
-    return Stack(made.stages, takes, made.reduction, len(alike) == 1 and draw(st.booleans()))
+    stages = tuple(draw(st.lists(one, min_size=len(takes), max_size=len(takes))))
+    alike = {stage.dtype for stage in stages if "e" in stage.shapes}
+    return Net(
+        stages, takes, draw(st.sampled_from(["mean", "sum", "count"])), tie=len(alike) == 1 and draw(st.booleans())
+    )

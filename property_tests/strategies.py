@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from hypothesis import settings
 from torch import Tensor
 
+from fpipe import tree
 from fpipe.testing import DrawnProgram, Net, placements
 from fpipe.testing import graphs as dags
 from fpipe.testing import legal_orders as legal_tables
 from fpipe.testing import models as nets
 from fpipe.testing import programs as plans
 from fpipe.testing.drawn_programs import Takes
-from fpipe.testing.stage_functions import BODIES, LOSSES, linear
+from fpipe.testing.stage_functions import LOSSES
 
 __all__ = [
     "DrawnProgram",
@@ -24,11 +25,12 @@ __all__ = [
     "dags",
     "few",
     "legal_tables",
-    "linear",
     "nets",
+    "outputs",
     "placements",
     "plain_autograd",
     "plans",
+    "shared",
     "tiny",
 ]
 
@@ -43,6 +45,26 @@ def tiny(takes: Takes) -> Net:
     return Net(("linear",) * len(takes), takes)
 
 
+def shared(net: Net, params: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """All parameters of each stage, a tied leaf in each that reads it."""
+    full = [dict(stage) for stage in params]
+    for (owner, name), *readers in net.ties:
+        for reader, leaf in readers:
+            full[reader][leaf] = params[owner][name]
+    return full
+
+
+def outputs(
+    net: Net, full: Sequence[dict[str, Tensor]], x: Any, read: Callable[[Any], Any] = lambda value: value
+) -> Any:
+    """Of the last stage, which are called one after the other, as anyone would write the model."""
+    values: list[Any] = []
+    for stage, own, takes in zip(net.stages, full, net.takes, strict=True):
+        sources = takes if isinstance(takes, tuple) else (takes,)
+        values.append(stage(own, tuple(x if source == "batch" else read(values[source]) for source in sources)))
+    return values[-1]
+
+
 def plain_autograd(
     net: Net, params: Sequence[dict[str, Tensor]], batch: tuple[Tensor, Tensor], microbatches: int = 1
 ) -> tuple[Tensor, list[dict[str, Tensor]]]:
@@ -51,23 +73,10 @@ def plain_autograd(
     Where bits are the matter, floating point sums have an order: a stage reads an alias of what another wrote, and the
     uses of a tied leaf are leaves of their own, added by stage at the end.
     """
-    full = [dict(stage) for stage in params]
-    for group in net.ties:
-        owner, name = group[0]
-        for reader, leaf in group[1:]:
-            full[reader][leaf] = params[owner][name]
-    own = [{name: leaf.clone().requires_grad_() for name, leaf in stage.items()} for stage in full]
+    own = [{name: leaf.clone().requires_grad_() for name, leaf in stage.items()} for stage in shared(net, params)]
     rows, loss, count = len(batch[0]), None, torch.tensor(0)
     for x, target in zip(*(leaf.tensor_split(microbatches) for leaf in batch), strict=True):
-        values: list[Any] = []
-        for stage, body in enumerate(net.bodies):
-            takes = net.takes[stage]
-            taken = [
-                x if source == "batch" else aliased(values[source])
-                for source in (takes if isinstance(takes, tuple) else (takes,))
-            ]
-            values.append(BODIES[body](own[stage], tuple(taken) if isinstance(takes, tuple) else taken[0]))
-        each = LOSSES[net.reduction](values[-1], target)
+        each = LOSSES[net.reduction](outputs(net, own, x, aliased), target)
         if net.reduction == "count":
             each, counted = each
             count = count + counted
@@ -91,6 +100,4 @@ def plain_autograd(
 
 
 def aliased(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: aliased(leaf) for name, leaf in value.items()}
-    return torch.ops.aten.alias(value) if isinstance(value, Tensor) else value
+    return tree.tree_map(lambda leaf: torch.ops.aten.alias(leaf) if isinstance(leaf, Tensor) else leaf, value)

@@ -14,9 +14,9 @@ from torch import Tensor
 import fpipe
 from fpipe import tree
 from fpipe.schedules import about
-from fpipe.testing.stage_functions import BODIES, LOSSES
+from fpipe.testing.stage_functions import LOSSES
 from property_tests.chains import Run, runs
-from property_tests.strategies import Net, few, nets
+from property_tests.strategies import Net, few, nets, outputs, shared
 from tests.processes import Processes
 from tests.test_distributed import both
 
@@ -26,16 +26,7 @@ Params = Sequence[dict[str, Tensor]]
 
 def loss_of(net: Net, params: Params, x: Tensor, target: Tensor) -> Tensor:
     """The loss of a batch, as anyone would write the model."""
-    full = [dict(stage) for stage in params]
-    for (owner, name), *readers in net.ties:
-        for reader, leaf in readers:
-            full[reader][leaf] = params[owner][name]
-    values: list[Any] = []
-    for body, own, takes in zip(net.bodies, full, net.takes, strict=True):
-        sources = takes if isinstance(takes, tuple) else (takes,)
-        taken = [x if source == "batch" else values[source] for source in sources]
-        values.append(BODIES[body](own, tuple(taken) if isinstance(takes, tuple) else taken[0]))
-    made = LOSSES[net.reduction](values[-1], target)
+    made = LOSSES[net.reduction](outputs(net, shared(net, params), x), target)
     return made[0] / torch.clamp(made[1], min=1) if net.reduction == "count" else made
 
 

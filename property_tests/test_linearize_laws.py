@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fpipe
 from fpipe import tree
 from fpipe.graphs.tracing import trace_cache
-from fpipe.program import Program
+from fpipe.testing.drawn_models import model_of
 from property_tests.bits import bits, tensors
-from property_tests.chains import Chain, chains
+from property_tests.chains import Run, runs
 from property_tests.lawful import assert_lawful, own, plain, storages
-from property_tests.stages import Recipe, Stack, recipes, stacks
+from property_tests.stages import DrawnStage, in_place, recipes, stacks, unread
 from property_tests.strategies import few
 
 SEED = st.integers(0, 2**16)
@@ -51,7 +50,7 @@ class Newborn(TorchDispatchMode):
 
 @few(10)
 @given(recipes(), ROWS, SEED)
-def test_the_four_functions_are_plain_autograds(recipe: Recipe, rows: int, seed: int):
+def test_the_four_functions_are_plain_autograds(recipe: DrawnStage, rows: int, seed: int):
     """In their bits, and without more work or memory. autograd runs layers that nobody reads, and recomputes what its
     backward does not need. An op in place is a new tensor in a trace: what it changed may be kept beside what came of
     it."""
@@ -60,7 +59,7 @@ def test_the_four_functions_are_plain_autograds(recipe: Recipe, rows: int, seed:
         return recipe.params(seed), recipe.input(rows, seed)
 
     right = plain(recipe, *map(own, given()), seed)
-    assert_lawful(recipe.function, given, right, less_work=recipe.unread, more_memory=recipe.in_place)
+    assert_lawful(recipe.function, given, right, less_work=unread(recipe), more_memory=in_place(recipe))
 
 
 NUMBERS = st.one_of(
@@ -93,7 +92,7 @@ def test_numbers_in_a_stage_have_the_bits_that_torch_gives_them(
 
 @few(7)
 @given(recipes(), ROWS, SEED)
-def test_after_i_only_what_w_reads_is_alive(recipe: Recipe, rows: int, seed: int):
+def test_after_i_only_what_w_reads_is_alive(recipe: DrawnStage, rows: int, seed: int):
     params, x = recipe.params(seed), recipe.input(rows, seed)
     dy = plain(recipe, own(params), own(x), seed).dy
     one = fpipe.linearize(recipe.function, params, x)
@@ -110,37 +109,6 @@ def test_after_i_only_what_w_reads_is_alive(recipe: Recipe, rows: int, seed: int
 
 
 # Steps.
-
-
-@dataclass(frozen=True)
-class Run:
-    """A model, a batch of `rows` in `microbatches`, and the chain of transforms that makes the program."""
-
-    stack: Stack
-    microbatches: int
-    rows: int
-    chain: Chain
-    seed: int
-
-    @property
-    def program(self) -> Program:
-        return self.chain(fpipe.split(self.microbatches)(fpipe.program(self.stack.model())))
-
-    @property
-    def given(self) -> tuple[Any, Any]:
-        return self.stack.params(self.seed), self.stack.batch(self.rows, self.seed)
-
-    def step(self, **options: Any) -> Callable[..., fpipe.Result]:
-        return fpipe.build(self.program, self.stack.model(), **options)
-
-
-@st.composite
-def runs(draw: st.DrawFn, most: int = 3) -> Run:
-    stack = draw(stacks(most))
-    m = draw(st.integers(1, 3))
-    rows = m * draw(st.integers(1, 2)) + draw(st.integers(0, m - 1))
-    named = st.sampled_from(["one_f_one_b", "gpipe"]).map(lambda name: (name, min(2, len(stack.stages))))
-    return Run(stack, m, rows, draw(chains(fpipe.split(m)(fpipe.program(stack.model())), named)), draw(SEED))
 
 
 def of(result: fpipe.Result) -> dict[str, Any]:
@@ -169,14 +137,14 @@ def traced() -> Iterator[list[str]]:
 
 
 @few(4)
-@given(runs())
+@given(runs(stacks(3)))
 def test_a_step_has_the_bits_of_the_reference_holds_what_sizes_told_and_leaves_nothing(run: Run):
     """With traces and without; once it has traced, what it makes is gone but for its results. Two steps are twice one:
     torch 2.13's scale_grads gives 1.25 to 1.5 of one."""
     random, (params, batch) = torch.get_rng_state(), run.given
-    model, program = run.stack.model(), run.program
+    model, program = run.net.model, run.program
     expected = of(fpipe.reference(model, params, batch, microbatches=run.microbatches))
-    step = run.step()
+    step = fpipe.build(program, model)
     assert of(step(params, batch)) == expected
     with Newborn() as newborn:
         result = step(params, batch)
@@ -184,9 +152,9 @@ def test_a_step_has_the_bits_of_the_reference_holds_what_sizes_told_and_leaves_n
     assert newborn.alive == storages(results).keys()
     assert len(storages(results, tensors((params, batch)))) == len(results)
     assert of(result) == expected
-    assert of(run.step(trace=False)(params, batch)) == expected
+    assert of(fpipe.build(program, model, trace=False)(params, batch)) == expected
     found = fpipe.sizes(program, model, params, batch)
-    assert found.peak == run.step(record=True)(params, batch).timeline.peak
+    assert found.peak == fpipe.build(program, model, record=True)(params, batch).timeline.peak
     assert found.peak == fpipe.simulate(program, fpipe.Costs(bytes=found)).peak
     assert bits((params, batch)) == bits(run.given)
     assert torch.equal(torch.get_rng_state(), random)
@@ -196,9 +164,9 @@ def test_a_step_has_the_bits_of_the_reference_holds_what_sizes_told_and_leaves_n
 
 
 @few(4)
-@given(runs(most=2))
+@given(runs(stacks(2)))
 def test_what_was_traced_once_is_traced_no_more(run: Run):
-    model = run.stack.model(fresh=True)
+    model = model_of(run.net, [stage.fresh() for stage in run.net.stages])
     params, batch = run.given
     step = fpipe.build(run.program, model)
     with traced() as first:
@@ -209,5 +177,5 @@ def test_what_was_traced_once_is_traced_no_more(run: Run):
         assert of(fpipe.build(run.program, model)(params, batch)) == one
     assert not again
     with traced() as other:
-        step(params, run.stack.batch(run.rows + 4 * run.microbatches, run.seed))
+        step(params, run.net.batch(run.rows + 4 * run.microbatches, run.seed))
     assert other

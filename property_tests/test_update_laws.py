@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import fpipe
-from fpipe.testing.stage_functions import BODIES, LOSSES
-from property_tests.strategies import few
+from fpipe.testing.stage_functions import LOSSES
+from property_tests.strategies import few, outputs, shared
 from property_tests.test_shard_laws import model_of
 
 RULES: list[tuple[str, dict[str, Any]]] = [
@@ -113,17 +112,6 @@ def test_a_clip_makes_no_step_shorter(name: str, ranks: int, update: float):
     assert late.redone == clipped.makespan
 
 
-def by_torch(net: fpipe.testing.Net, params: Any, x: Tensor) -> Any:
-    """Outputs of a drawn model, stage after stage; a tied leaf is that of the first stage that has it."""
-    made: list[Any] = []
-    tied = next((stage["e"] for stage in params if "e" in stage), None)
-    for own, body, taken in zip(params, net.bodies, net.takes, strict=True):
-        each = [x if one == "batch" else made[one] for one in (taken if isinstance(taken, tuple) else (taken,))]
-        own = own | {"e": tied} if body == "tied" else own
-        made.append(BODIES[body](own, tuple(each) if isinstance(taken, tuple) else each[0]))
-    return made[-1]
-
-
 @given(fpipe.testing.models(), updates(), st.integers(1, 3), st.sampled_from([1, 2, 4]), st.integers(0, 1000))
 def test_right_steps_are_not_accused(net: Any, drawn: Any, count: int, microbatches: int, seed: int):
     rule, how = drawn
@@ -133,7 +121,9 @@ def test_right_steps_are_not_accused(net: Any, drawn: Any, count: int, microbatc
     now = [leaf.clone().requires_grad_() for leaf in leaves]
     own = {key: value for key, value in how.items() if key not in ("clip", "groups")}
     names = [name for stage in params for name in stage]
-    slow = [[leaf for leaf, name in zip(now, names, strict=True) if (name == "b") is each] for each in (True, False)]
+    slow = [
+        [leaf for leaf, name in zip(now, names, strict=True) if (name[-1] == "b") is each] for each in (True, False)
+    ]
     optimizer = getattr(torch.optim, rule)([{"params": some} for some in slow if some], lr=0.1, **own)
     if slow[0] and how["groups"]:
         optimizer.param_groups[0]["lr"] = 0.05
@@ -141,7 +131,7 @@ def test_right_steps_are_not_accused(net: Any, drawn: Any, count: int, microbatc
         optimizer.zero_grad()
         counted = int((target[:, 0] > -0.5).sum()) or 1
         for rows, wanted in zip(x.chunk(microbatches), target.chunk(microbatches), strict=True):
-            loss = LOSSES[net.reduction](by_torch(net, fpipe.tree.unflatten(spec, now), rows), wanted)
+            loss = LOSSES[net.reduction](outputs(net, shared(net, fpipe.tree.unflatten(spec, now)), rows), wanted)
             share = {"mean": 1 / microbatches, "sum": 1.0, "count": 1 / counted}[net.reduction]
             ((loss[0] if net.reduction == "count" else loss) * share).backward()
         if how["clip"] is not None:

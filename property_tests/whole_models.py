@@ -22,6 +22,9 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 
 import fpipe
 from fpipe import tree
+from fpipe.testing.stage_functions import sized
+from property_tests.stages import LAYERS
+from property_tests.strategies import aliased
 
 WIDTH = 4
 Front = Literal["modules", "functions", "loss", "net", "pipe"]
@@ -48,33 +51,19 @@ def gathered(x: Any) -> Tensor:
     return h + x["table"] + x["across"].t().unsqueeze(-1) if "table" in x else h
 
 
-class Linear(nn.Module):
-    """One matrix, own or shared, once or (with another between) twice, and a parameter that nobody uses."""
+class Word(nn.Module):
+    """A layer of the grammar as a module; its parameters are its own, or (the one called e) that of others too."""
 
-    def __init__(self, weight: nn.Parameter | None = None, again: bool = False, unused: bool = False) -> None:
+    def __init__(self, word: str, e: nn.Parameter | None = None) -> None:
         super().__init__()
-        self.weight = weight if weight is not None else nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.5)
-        self.bias = nn.Parameter(torch.randn(WIDTH) * 0.5)
-        self.between = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.5) if again else None
-        self.unused = nn.Parameter(torch.randn(2)) if unused else None
+        self.word = word
+        for name, shape in LAYERS[word].shapes.items():
+            own = nn.Parameter(torch.randn(sized(shape, WIDTH)) * 0.5)
+            self.register_parameter(name, e if name == "e" and e is not None else own)
 
     def forward(self, x: Any) -> Tensor:
-        y = torch.tanh(gathered(x) @ self.weight + self.bias)
-        return y if self.between is None else y @ self.between @ self.weight
-
-
-class Attention(nn.Module):
-    """Attention between positions: views, a cut in three, and a mask made on the way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Parameter(torch.randn(WIDTH, 3 * WIDTH) * 0.5)
-
-    def forward(self, x: Any) -> Tensor:
-        h = gathered(x)
-        q, k, v = (h @ self.qkv).chunk(3, -1)
-        later = torch.ones(h.shape[1], h.shape[1], dtype=torch.bool).triu(1)
-        return h + torch.softmax((q @ k.transpose(1, 2)).masked_fill(later, float("-inf")), -1) @ v
+        layer = LAYERS[self.word]
+        return layer.apply({name: getattr(self, name) for name in layer.shapes}, gathered(x))
 
 
 class Norm(nn.Module):
@@ -102,15 +91,11 @@ class Many(nn.Module):
         return {"h": h @ self.weight, "nothing": None, "ids": ids, "gate": self.table(ids).sigmoid(), "scale": 2}
 
 
-class Bare(nn.Module):
-    """No parameters: dropout, or a change in place of what the layer itself has made."""
-
-    def __init__(self, dropout: bool) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.4) if dropout else None
+class Dropout(nn.Dropout):
+    """Of whatever it takes."""
 
     def forward(self, x: Any) -> Tensor:
-        return (gathered(x) * 1.5).relu_() if self.dropout is None else self.dropout(gathered(x))
+        return super().forward(gathered(x) * 1.5)
 
 
 class Counting(nn.Module):
@@ -154,29 +139,25 @@ NORMS = {"norm", "mean norm"}
 
 def layers(stages: Sequence[Sequence[str]]) -> dict[str, nn.Module]:
     """All layers by name; those called "tied" have one matrix, those called "reused" are one module."""
-    shared, reused = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.5), Linear()
+    shared, reused = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.5), Word("linear")
     make: dict[str, Callable[[], nn.Module]] = {
-        "linear": Linear,
-        "tied": partial(Linear, shared),
-        "twice": partial(Linear, again=True),
-        "unused": partial(Linear, unused=True),
+        **{word: partial(Word, word) for word in ("linear", "twice", "unused", "attention_in_time", "relu_")},
+        "tied": partial(Word, "tied", shared),
         "reused": lambda: reused,
-        "attention": Attention,
         "norm": Norm,
         "mean norm": partial(Norm, momentum=None),
         "forgetful norm": partial(Norm, track_running_stats=False),
         "counting": Counting,
         "centred": Centred,
-        "dropout": partial(Bare, dropout=True),
-        "in place": partial(Bare, dropout=False),
+        "dropout": Dropout,
         "many": Many,
     }
     return {f"{stage}_{at}": make[kind]() for stage, kinds in enumerate(stages) for at, kind in enumerate(kinds)}
 
 
 KINDS = (
-    *("tied", "linear", "twice", "tied", "unused", "reused", "reused", "tied", "attention"),
-    *("norm", "mean norm", "forgetful norm", "dropout", "dropout", "in place", "many", "many", "norm"),
+    *("tied", "linear", "twice", "tied", "unused", "reused", "reused", "tied", "attention_in_time"),
+    *("norm", "mean norm", "forgetful norm", "dropout", "dropout", "relu_", "many", "many", "norm"),
     *("counting", "counting", "centred"),
 )
 
@@ -568,10 +549,6 @@ def joined(parts: list[dict[str, Any]], dim: int) -> dict[str, Any]:
         else:
             made[name] = sum(each[1:], first) if name == "table" else torch.cat(each, 1 if name == "across" else dim)
     return made
-
-
-def aliased(value: Any) -> Any:
-    return tree.tree_map(lambda leaf: torch.ops.aten.alias(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def plain_step(whole: Whole, cut: Cut, batch: Any, key: int | None = None) -> Torch:

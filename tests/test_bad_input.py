@@ -12,7 +12,7 @@ from torch import Tensor
 import fpipe
 from fpipe.program import KINDS
 from fpipe.runtimes.definition.meaning import RULES
-from property_tests.strategies import Net, linear, plain_autograd
+from property_tests.strategies import Net, plain_autograd
 from tests.refusals import refusals
 
 NET = Net(("linear", "mlp"), ("batch", 0))
@@ -20,6 +20,10 @@ PIPELINE = fpipe.chain(fpipe.split(3), fpipe.schedules.one_f_one_b(2), fpipe.mer
 STEP = fpipe.build(PIPELINE(fpipe.program(NET.model)), NET.model)
 PARAMS, BATCH = NET.params(), NET.batch(6)
 EYE = {"w": torch.eye(4), "b": torch.zeros(4)}
+
+
+def linear(p, x: Tensor) -> Tensor:
+    return x @ p["w"] + p["b"]
 
 
 def total(y: Tensor, target: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import fpipe
 from fpipe import tree
 from property_tests.bits import bits, tensors
 from property_tests.lawful import assert_lawful, own, plain, wants
-from property_tests.stages import ACTIVATIONS, DTYPES, GIVEN, HELD, LAYERS, RETURNS, Recipe
+from property_tests.stages import ACTIVATIONS, DTYPES, GIVEN, HELD, LAYERS, RETURNS, DrawnStage, in_place, unread
 from tests.layers import CASES, Case, Made
 
 PAGE = Path(__file__).parents[1] / "docs" / "linearize.md"
@@ -61,11 +61,11 @@ def test_its_four_functions_are_plain_autograds(name: str):
 
 
 AROUND = {
-    **{f"returns {name}": Recipe(("linear", "tanh"), returns=name) for name in RETURNS if name != "h"},
-    **{f"given {name}": Recipe(("of_its_own", "linear"), given=name, takes="all") for name in GIVEN[1:]},
-    **{f"parameters {name}": Recipe(("reused", "bias"), held=name) for name in HELD[1:]},
-    **{name: Recipe(("linear", "gelu", "layer_norm"), dtype=name) for name in DTYPES[1:]},
-    "given two, takes one": Recipe(("linear",), given="two"),
+    **{f"returns {name}": DrawnStage(("linear", "tanh"), returns=name) for name in RETURNS if name != "h"},
+    **{f"given {name}": DrawnStage(("of_its_own", "linear"), given=name, takes="all") for name in GIVEN[1:]},
+    **{f"parameters {name}": DrawnStage(("twice", "bias"), held=name) for name in HELD[1:]},
+    **{name: DrawnStage(("linear", "gelu", "layer_norm"), dtype=name) for name in DTYPES[1:]},
+    "given two, takes one": DrawnStage(("linear",), given="two"),
 }
 IN_PLACE = [name for name in LAYERS if LAYERS[name].in_place]
 OTHERS = [name for name in LAYERS if name not in (*ACTIVATIONS, *IN_PLACE)]
@@ -85,13 +85,13 @@ def in_turn(names: Sequence[str], each: int, *last: str) -> list[tuple[str, ...]
 )
 def test_words_of_the_grammar_are_plain_autograd(layers: tuple[str, ...]):
     """Each once; `property_tests/test_linearize_laws.py` draws them in any order and inside each other."""
-    recipe = Recipe(layers)
+    recipe = DrawnStage(layers)
 
     def given() -> tuple[Any, Any]:
         return recipe.params(), recipe.input(4)
 
     right = plain(recipe, *map(own, given()))
-    assert_lawful(recipe.function, given, right, less_work=recipe.unread, more_memory=recipe.in_place)
+    assert_lawful(recipe.function, given, right, less_work=unread(recipe), more_memory=in_place(recipe))
 
 
 def agree(case: Case, mine: Any, theirs: Any) -> None:
@@ -205,7 +205,7 @@ def same_step(case: Case, one: Trained, result: fpipe.Result) -> None:
     agree(case, [result.loss, *(g for g, leaf in pairs if wants(leaf))], [total, *sums])
 
 
-def of_grammar(recipe: Recipe) -> Case:
+def of_grammar(recipe: DrawnStage) -> Case:
     return Case("", lambda: Made(recipe.function, recipe.params(), recipe.input(4)))
 
 

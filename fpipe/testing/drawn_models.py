@@ -1,10 +1,11 @@
-"""Random models over rows of four numbers, as recipes: what each stage does and takes, how losses reduce, the dtype."""
+"""Random models, as recipes: what each stage does and takes, how losses reduce, the dtype."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from torch import Tensor
 from fpipe.model import Model
 from fpipe.models.from_functions import from_functions
 from fpipe.testing.drawn_programs import Takes, graphs
-from fpipe.testing.stage_functions import BODIES, LOSSES, SHAPES, Body
+from fpipe.testing.stage_functions import BODIES, LOSSES, DrawnStage
 
 
 @dataclass(frozen=True)
@@ -28,18 +29,28 @@ class Net:
     >>> print(fpipe.verify(program, net.model, net.params(), net.batch(rows=5)))
     7 of 7 leaves bitwise equal to plain autograd, largest error 0
     The undivided batch gives the same loss and gradients, to rounding.
+
+    Attributes:
+        bodies: of each stage its name in `BODIES`, or a recipe that has a dtype of its own.
+        tie: whether the leaf "e" of all stages that have one is one.
     """
 
-    bodies: tuple[Body, ...]
+    bodies: tuple[str | DrawnStage, ...]
     takes: Takes
     reduction: Literal["mean", "sum", "count"] = "mean"
     dtype: Literal["float32", "float64"] = "float32"
+    tie: bool = True
+
+    @property
+    def stages(self) -> tuple[DrawnStage, ...]:
+        """The recipes of its stages."""
+        return tuple(replace(BODIES[body], dtype=self.dtype) if isinstance(body, str) else body for body in self.bodies)
 
     @property
     def ties(self) -> tuple[tuple[tuple[int, str], ...], ...]:
-        """The leaf "e" of all stages that say "tied" is one."""
-        group = tuple((stage, "e") for stage, body in enumerate(self.bodies) if body == "tied")
-        return (group,) if len(group) > 1 else ()
+        """The places of the leaf that several stages share."""
+        group = tuple((number, "e") for number, stage in enumerate(self.stages) if "e" in stage.shapes)
+        return (group,) if self.tie and len(group) > 1 else ()
 
     @property
     def model(self) -> Model:
@@ -48,26 +59,26 @@ class Net:
 
     def params(self, seed: int = 0) -> tuple[dict[str, Tensor], ...]:
         """Its parameters, one dict a stage; a tied leaf is in the first stage that reads it."""
-        make = torch.Generator().manual_seed(seed)
-        dtype = getattr(torch, self.dtype)
-        made: list[dict[str, Tensor]] = []
-        for stage, body in enumerate(self.bodies):
-            elsewhere = {name for group in self.ties for reader, name in group[1:] if reader == stage}
-            shapes = [(name, shape) for name, shape in SHAPES[body].items() if name not in elsewhere]
-            made.append({name: torch.randn(shape, generator=make, dtype=dtype) * 0.5 for name, shape in shapes})
+        made = [stage.params(seed + 100 * number) for number, stage in enumerate(self.stages)]
+        for group in self.ties:
+            for number, leaf in group[1:]:
+                del made[number][leaf]
         return tuple(made)
 
-    def batch(self, rows: int, seed: int = 1) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of shape [rows, 4]."""
-        make = torch.Generator().manual_seed(seed)
-        dtype = getattr(torch, self.dtype)
-        return torch.randn(rows, 4, generator=make, dtype=dtype), torch.randn(rows, 4, generator=make, dtype=dtype)
+    def batch(self, rows: int, seed: int = 1) -> tuple[Any, Tensor]:
+        """Inputs, of shape [rows, 4] for stages by name, and targets of that shape."""
+        target = torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed + 2**20))
+        return self.stages[0].input(rows, seed), target.to(getattr(torch, self.dtype))
 
 
 @lru_cache(maxsize=256)
 def _model(net: Net) -> Model:
-    functions, loss = [BODIES[body] for body in net.bodies], LOSSES[net.reduction]
-    return from_functions(functions, loss, inputs=net.takes, ties=net.ties, reduction=net.reduction)
+    return model_of(net, [stage.function for stage in net.stages])
+
+
+def model_of(net: Net, functions: Sequence[Callable[..., Any]]) -> Model:
+    """The model of stage functions that stand for its own."""
+    return from_functions(functions, LOSSES[net.reduction], inputs=net.takes, ties=net.ties, reduction=net.reduction)
 
 
 @st.composite
@@ -82,7 +93,7 @@ def models(draw: st.DrawFn, stages: st.SearchStrategy[int] | None = None) -> Net
 
     >>> from hypothesis import find
     >>> find(models(), lambda net: len(net.bodies) == 2)
-    Net(bodies=('linear', 'linear'), takes=('batch', 0), reduction='mean', dtype='float32')
+    Net(bodies=('linear', 'linear'), takes=('batch', 0), reduction='mean', dtype='float32', tie=True)
     """
     takes = draw(graphs(stages))
     bodies = draw(st.lists(st.sampled_from(list(BODIES)), min_size=len(takes), max_size=len(takes)))
