@@ -44,7 +44,7 @@ import fpipe
 from fpipe.program import Value, parts_of
 from fpipe.runtimes.in_process.local import local
 from fpipe.runtimes.in_process.threads import HandOver
-from fpipe.runtimes.processes.message_order import messages
+from fpipe.runtimes.processes.message_order import messages, results_last
 from fpipe.runtimes.processes.transfers import Transfers
 from fpipe.transforms.communicate import with_transfers
 
@@ -151,7 +151,7 @@ def at_hand(name: str, kind: type[Any], values: dict[Value, list[Any]]) -> Any:
 def bare(rank: int, program: fpipe.Program, size: int) -> Step:
     """The transfers of a rank, each of so many bytes, and nothing else."""
     group, peer = dist.group.WORLD, 1 - rank
-    program = with_transfers(program)
+    program = results_last(with_transfers(program))
     numbers = {one.value: one.number for one in messages(program)}
     own = [op for op in parts_of(program.ops) if op.rank == rank and op.kind in ("SEND", "RECV")]
     ways = [(op.kind, [numbers[value] for value in (op.writes if op.kind == "SEND" else op.reads)]) for op in own]

@@ -9,8 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.program import Op, Program, Value, parts_of
-from fpipe.runtimes.processes.message_order import messages, queue_of
+from fpipe.program import Op, Program, Value, kind_of, parts_of
+from fpipe.runtimes.processes.message_order import messages, queue_of, results_last
 from fpipe.transforms.communicate import received_as_sent, with_transfers
 from property_tests.chains import Run, runs
 from property_tests.strategies import few
@@ -44,7 +44,7 @@ def waits_no_less_under_a_stricter_rule(program: Program, costs: fpipe.Costs) ->
 @given(run=runs())
 def test_what_build_posts_on_nccl_is_in_the_order_of_all_sends(run: Run):
     """Which ends under the strictest rule, as the law above says of it: on each rank, one queue for all others."""
-    program = with_transfers(run.program)
+    program = results_last(with_transfers(run.program))
     every, asked = messages(program), received_as_sent(program)
     for rank in range(program.ranks):
         values = [value for op in parts_of(asked.ops) if op.rank == rank for value in _sent_or_received(op)]
@@ -58,7 +58,17 @@ def _sent_or_received(op: Op) -> tuple[Value, ...]:
 @few(25)
 @given(run=runs(), ahead=st.integers(0, 3), seed=st.integers())
 def test_the_transfers_of_every_program_end(run: Run, ahead: int, seed: int):
-    assert ends_by_chance(with_transfers(run.program), ahead, random.Random(seed))
+    program = with_transfers(run.program)
+    assert ends_by_chance(program, ahead, random.Random(seed))
+    waited_for = results_last(program)
+    assert ends_by_chance(waited_for, ahead, random.Random(seed))
+    assert [timed(waited_for, rank) for rank in range(program.ranks)] == [
+        timed(program, rank) for rank in range(program.ranks)
+    ]
+
+
+def timed(program: Program, rank: int) -> list[Op]:
+    return [op for op in program.ops if op.rank == rank and kind_of(op.kind).time]
 
 
 def ends_by_chance(program: Program, ahead: int, random: random.Random) -> bool:

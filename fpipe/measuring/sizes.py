@@ -22,7 +22,7 @@ from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.shards import Share
 from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.runtimes.processes.message import Layout
-from fpipe.runtimes.processes.message_order import messages, most_in_flight
+from fpipe.runtimes.processes.message_order import messages, most_in_flight, results_last
 from fpipe.timing.memory import Account
 from fpipe.timing.value_bytes import scattered
 from fpipe.transforms._post_validation import is_post_validated
@@ -128,6 +128,7 @@ def sizes(
         share = Share(0, whole("replicas", replicas)) if replicas > 1 else None
         how: Any = {"share": share, "donate": donate and not is_post_validated(program)}
         sent = with_transfers(program)
+        sent = results_last(sent) if runtime == "distributed" else sent
         lowered = Prepared(sent, model, params, batch, state, optim, None, Untraced(), runs=False, **how)
     except Untraceable as error:
         raise ValueError(f"the sizes of this program's values are not known before it runs: {error}") from error

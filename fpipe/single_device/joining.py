@@ -35,8 +35,10 @@ def join(
     """
     if not parts:
         raise ValueError("there is nothing to join: the list of parts is empty.")
-    _, containers = trees.flatten(parts[0])
     shares = [1 / len(parts)] * len(parts) if weights is None else [weight / sum(weights) for weight in weights]
+    if all(isinstance(part, Tensor) for part in parts):  # no containers, at the end of most steps
+        return _joined(lambda: named(parts[0], what)[0][0], list(parts), shares, *spread(spec, parts[0], what))
+    _, containers = trees.flatten(parts[0])
     columns = zip(*(_as_the_first(parts, index, containers, what) for index in range(len(parts))), strict=True)
     specs = spread(spec, parts[0], what)
     made = [

@@ -9,7 +9,6 @@ import logging
 import warnings
 from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -62,9 +61,8 @@ class Signatures:
             self._held.refuse_unfrozen()
             modes += self._held.modes()
         own = [leaf for stage in self._stages for leaf in stage.constants()]
-        known = [*map(_known, leaves), *map(_known, own)]
-        if homes is not None:
-            known = [*map(_at_home, known, chain(homes, repeat(torch.get_default_device())))]
+        at_home = repeat(None) if homes is None else chain(homes, repeat(torch.get_default_device()))
+        known = [*map(_known, chain(leaves, own), at_home)]
         inside = tuple(id(leaf) for stage in self._wrapped for leaf in stage.constants())  # of their traces
         found = (ambient(), tuple(modes), inside, containers, tree.odd_keys(containers), *known)
         if found != now:
@@ -102,15 +100,14 @@ _LOG = logging.getLogger("fpipe")
 
 
 _TENSORS = (Tensor, torch.nn.Parameter)
-_looks = attrgetter("shape", "dtype", "device")
 
 
-def _known(leaf: Any) -> Any:
-    """Properties of a leaf on which traces depend."""
+def _known(leaf: Any, home: torch.device | None) -> Any:
+    """Properties of a leaf on which traces depend; of one without data, where it is at `home`."""
     if isinstance(leaf, Tensor):
         try:
             own = local_of(leaf)
-            known = own.stride(), *_looks(own)
+            known = own.stride(), own.shape, own.dtype, home if home is not None and own.is_meta else own.device
             known = known if own is leaf else (*known, sharding_of(leaf))
         except RuntimeError:
             raise Untraceable(f"it is handed a {layout_of(leaf)}") from None
@@ -118,10 +115,6 @@ def _known(leaf: Any) -> Any:
             raise Untraceable(f"it is handed a {type(leaf).__name__}, whose __torch_function__ a trace would not call")
         return known
     return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf  # -0.0 is not 0.0
-
-
-def _at_home(known: Any, home: torch.device) -> Any:
-    return (*known[:3], home, *known[4:]) if len(known) > 3 and known[3].type == "meta" else known
 
 
 def _changed(before: Any, now: Any, given: Any) -> str:

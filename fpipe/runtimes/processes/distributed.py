@@ -39,7 +39,7 @@ from fpipe.runtimes.lowering.signature import Signatures
 from fpipe.runtimes.lowering.untraced import UNDER_AUTOGRAD, Untraced
 from fpipe.runtimes.processes.elsewhere import Elsewhere
 from fpipe.runtimes.processes.exchange_lane import ExchangeLane, over_mesh
-from fpipe.runtimes.processes.message_order import messages
+from fpipe.runtimes.processes.message_order import messages, results_last
 from fpipe.runtimes.processes.peer_errors import PeerErrors
 from fpipe.runtimes.processes.prepared_rank import PreparedRank, end_of
 from fpipe.runtimes.processes.process_mesh import group_of, refuse_other_size, replicas_of
@@ -207,7 +207,7 @@ def distributed(
         shapes = (*shapes[:3], example_optim(program, shapes[0]))
         told = program if record else None
         refuse_other_size(group, program, mesh)
-        program = reduced_last(with_transfers(_told(program, broadcast)))
+        program = reduced_last(results_last(with_transfers(_told(program, broadcast))))
         has_loss = [rank for end in program.outputs if end.name == Value("loss") for rank in end.homes]
         of_nets = [one.forward for one in model.stages if isinstance(one.forward, PositionalStage)]
         options = {

@@ -121,8 +121,11 @@ def _bytes(leaf: Tensor, place: _Place) -> Tensor:
     known = place.known
     if leaf.dtype is not known.dtype or leaf.shape != known.shape or leaf.stride() != known.stride:
         _refuse_other(leaf, known)
-    shape, stride = ((place.size,), (1,)) if place.dense else (place.shape, place.stride)
-    flat = leaf.as_strided(shape, stride).contiguous().view(-1)
+    if place.dense and leaf.is_contiguous():
+        flat = leaf.view(-1)
+    else:
+        shape, stride = ((place.size,), (1,)) if place.dense else (place.shape, place.stride)
+        flat = leaf.as_strided(shape, stride).contiguous().view(-1)
     if flat.is_conj() or flat.is_neg():  # what is only marked so
         flat = flat.resolve_conj().resolve_neg()
     return flat.view(torch.uint8)

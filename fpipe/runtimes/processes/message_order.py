@@ -10,10 +10,10 @@ the other (`simulate(.., messages="nccl")`). In one order on all ranks that ends
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
-from fpipe.program import Program, Value, parts_of
+from fpipe.program import Op, Program, Value, kind_of, parts_of
 from fpipe.transforms.communicate import AHEAD, queued_until
 
 SMALL = 2**20
@@ -50,6 +50,50 @@ def messages(program: Program) -> list[Message]:
             ways[way].append(value)
         came.update(op.reads if op.kind == "RECV" else ())
     return found
+
+
+def results_last(program: Program) -> Program:
+    """Put a program with transfers in an order in which ranks wait later: what is made of a MERGE stands at the end of
+    its training step, unless replicas add it up, and a RECV behind all that takes no time before its first reader.
+
+    >>> import fpipe
+    >>> step = fpipe.chain(fpipe.split(1), fpipe.schedules.gpipe(2), fpipe.merge(outputs=False), fpipe.communicate())
+    >>> program = step(fpipe.program(2))
+    >>> for ops in (program.ops, results_last(program).ops):
+    ...     print(*(op.cell for op in ops if op.rank == 1))
+    RECV(y[0,0]@1) SPLIT(t[1,0]) 1F0 MERGE(loss) 1B0 SEND(dx[1,0]>0)
+    SPLIT(t[1,0]) RECV(y[0,0]@1) 1F0 1B0 SEND(dx[1,0]>0) MERGE(loss)
+    """
+    reduced = {value for op in program.ops if op.kind in ("REDUCE", "SCATTER") for value in op.reads}
+    late, ops, last = set[Value](), list[Op](), list[Op]()
+    received = defaultdict[int, list[Op]](list)
+
+    def receive(rank: int, reads: Set[Value] | None = None) -> None:
+        due = [op for op in received[rank] if reads is None or not reads.isdisjoint(op.writes)]
+        ops.extend(due)
+        received[rank] = [op for op in received[rank] if op not in due]
+
+    def finish() -> None:
+        for rank in [*received]:
+            receive(rank)
+        ops.extend(last)
+        late.clear()
+        last.clear()
+
+    for op in program.ops:
+        waits, timed = not late.isdisjoint(op.reads), kind_of(op.kind).time
+        if (waits and timed) or (op.kind == "F" and any(one.rank == op.rank for one in last)):
+            finish()
+        if (waits and not timed) or (op.kind == "MERGE" and reduced.isdisjoint(op.writes)):
+            late.update(op.writes)
+            last.append(op)
+        elif op.kind == "RECV":
+            received[op.rank].append(op)
+        else:
+            receive(op.rank, None if timed else {*op.reads})
+            ops.append(op)
+    finish()
+    return Program.trusted(program.inputs, tuple(ops), program.outputs)
 
 
 def posted_until(row: Sequence[Message], room: Mapping[int, int]) -> dict[int, int]:
