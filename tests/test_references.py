@@ -31,6 +31,9 @@ def check(name: str, chunks: int, ranks: int, microbatches: int, rows: list[list
         found = fpipe.simulate(program, costs)
         assert found.makespan <= makespan + 1e-6, said
         assert max(found.peak) <= peak + 1e-6 or name == "zb_h2", said
+        if name == "one_f_one_b_v" and ranks % 3:  # it was .3 % longer with a transfer at 8 ranks, 1.8 % at 5
+            untold = fpipe.simulate(fpipe.schedules.about(name).program(ranks, microbatches), costs)
+            assert untold.makespan <= makespan + 1e-6, said
 
 
 def name_of(case: object) -> str | None:

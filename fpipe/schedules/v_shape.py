@@ -40,7 +40,8 @@ def one_f_one_b_v(ranks: int, *, costs: Costs | None = None) -> Transform:
     Stage s is on rank s on the way down and on rank 2p-1-s on the way up. A microbatch goes through as fast as the
     ticks allow that are still free on each rank; the next follows one rank's work later. No rank holds more than
     floor(4(p+1)/3) of its chunks, and the idle time is about five sixths of 1F1B's. The order is made for a backward
-    that takes twice as long as a forward.
+    that takes twice as long as a forward, and for no transfers. It is the order of the authors' code but where p is a
+    multiple of three: there theirs holds one chunk more, and takes less (13 for 13.5 at p=m=3, F=B=W=1).
 
     Told the costs, the shortest of many orders is taken: the block with or without a wait where it turns, pulled tight
     at both ends or at its start alone, and those in which a rank runs what it can, for each list of what comes first.
@@ -66,8 +67,8 @@ def one_f_one_b_v(ranks: int, *, costs: Costs | None = None) -> Transform:
             return in_blocks(_block(ranks, wait), _INTERVAL, ticks, placement, program.microbatches, mirror=mirror)
 
         own = 0 if ranks % 3 else 2  # the places come round with every third rank, and soonest after this wait
-        if costs is None:
-            return drawn(own, True)
+        if costs is None:  # where nothing waits, a tighter end gains no tick, and loses some with transfers
+            return drawn(own, own > 0)
         cap = (4 * (ranks + 1) // 3 + (ranks % 3 == 0)) / 2
         pipeline = linear_pipeline_of(program, placement, seconds, cap, 0.0, "one_f_one_b_v", fused=True)
         tables = [drawn(wait, mirror) for wait in (own, 2 - own) for mirror in (True, False)]
