@@ -20,7 +20,6 @@ import fpipe
 from fpipe.graphs.linearize import Linearized
 from fpipe.graphs.tracing import trace_cache
 from fpipe.tree import leaves, tree_map
-from property_tests.strategies import linear
 from tests.toys import Ops, merged
 
 TRACES = trace_cache
@@ -113,6 +112,7 @@ def test_an_example_without_data_is_traced_for_at_once(traced: list[str]):
 
 
 def test_functions_share_their_traces_across_models(traced: list[str]):
+    linear = lambda p, x: x @ p["w"] + p["b"]  # noqa: E731
     params, batch = ({"w": torch.randn(4, 4), "b": torch.randn(4)},) * 2, (torch.randn(6, 4), torch.randn(6, 4))
     for _ in range(2):
         model = fpipe.from_functions([linear, linear], loss=squares)
