@@ -29,6 +29,7 @@ from fpipe.runtimes.lowering.abstract_eval import is_list
 from fpipe.runtimes.lowering.abstract_tree import OPAQUE, AbstractTree, aval_of, dense, whole
 from fpipe.runtimes.lowering.dry_run import zeros
 from fpipe.runtimes.lowering.untraced import WHOLE_BLOCKS, by_sizes, is_sized
+from fpipe.torch_private.dispatch import each_times
 
 Leaves = list[Any]
 
@@ -70,6 +71,37 @@ def _part(at: int, parts: Sequence[Any]) -> Callable[[Sequence[Leaves]], Leaves]
         dim, start, length = parts[0]
         return lambda lists: [lists[at][0].narrow(dim, start, length)]
     return lambda lists: [x if p is None else x.narrow(*p) for x, p in zip(lists[at], parts, strict=True)]
+
+
+def merging(op: Op, trees: Mapping[Value, AbstractTree], reduction: str) -> Callable[..., Sequence[Leaves]] | None:
+    """Function of a MERGE of losses, and outputs with rows, that are tensors each; None of other MERGEs, whose rule
+    looks for containers and counts in every step."""
+    named: dict[str, list[int]] = {"loss": [], "y": [], "w": []}
+    for at, value in enumerate(op.reads):
+        named.setdefault(value.name, []).append(at)
+    losses, outputs, weighed = named.values() if len(named) == 3 else ([], [], [])
+    joined = [(trees[op.reads[at]], at in outputs) for at in (*losses, *outputs)]
+    weights = [trees[op.reads[at]].leaves[0] for at in weighed] if reduction == "mean" else []
+    known = all(isinstance(weight, float) for weight in weights)
+    if op.how or not losses or not known or not all(_is_tensor(one, with_rows) for one, with_rows in joined):
+        return None
+
+    def merge(*lists: Leaves) -> Sequence[Leaves]:
+        each = [lists[at][0] for at in losses]
+        first, *more = each_times(each, weights) if weights else each
+        made = [[torch.cat([lists[at][0] for at in outputs])] if joins else [sum(more, first)] for joins in wanted]
+        _empty(lists)
+        return made
+
+    wanted = [value.name == "outputs" for value in op.writes]
+    return merge
+
+
+def _is_tensor(known: AbstractTree, with_rows: bool) -> bool:
+    (leaf,) = known.leaves if len(known.leaves) == 1 else (None,)
+    return (
+        known.spec is not None and known.spec.is_leaf() and isinstance(leaf, Fact) and len(leaf.aval.shape) >= with_rows
+    )
 
 
 def with_generators(

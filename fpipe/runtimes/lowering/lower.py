@@ -39,6 +39,7 @@ from fpipe.runtimes.lowering.instructions import (
     container,
     distinct,
     dropping,
+    merging,
     pass_on,
     rounded,
     slices_of,
@@ -275,6 +276,8 @@ class _Lowering:
         facts = (leaf for abstract in trees for leaf in abstract.leaves if isinstance(leaf, Fact))
         if op.kind == "MERGE" and any(leaf.storage in self.given for leaf in facts if not leaf.aval.shape):
             return self.instruction(at, lambda *lists: run(*map(distinct, lists)), op.reads, op.writes)
+        if op.kind == "MERGE" and not self.casts and self.free.isdisjoint(op.reads):
+            run = merging(op, self.trees, self.shapes.context.model.reduction) or run
         return self.instruction(at, run, op.reads, op.writes)
 
     def noted(self, op: Op) -> Callable[[Leaves], Any]:

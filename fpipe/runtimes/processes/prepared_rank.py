@@ -28,7 +28,7 @@ from fpipe.runtimes.lowering.host_lanes import beside
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.rank_part import Slots, Watch, of_rank
 from fpipe.runtimes.lowering.shards import is_share
-from fpipe.runtimes.lowering.slots import Exit
+from fpipe.runtimes.lowering.slots import Exit, ResultLeaf
 from fpipe.runtimes.processes.clocks import ahead_of_rank_0, put_together
 from fpipe.runtimes.processes.exchange_lane import ExchangeLane
 from fpipe.runtimes.processes.message import Layout
@@ -82,6 +82,8 @@ class PreparedRank(Prepared):
         self._sends = [row for row, one in of_part if one.ops[0].kind == "SEND"]
         prepare = [one for one in self.entrance.prepare if one[2] in self.part.at]
         self.entrance, self.exit = replace(self.entrance, prepare=prepare), self._here(self.exit)
+        handed_out = {leaf.slot for leaf in self.exit.leaves if isinstance(leaf, ResultLeaf)}
+        self._handed_out = [(slot, self.part.at[slot]) for slot in handed_out if slot in self.part.at]
         read = {*self.part.begins, *(slot for one in prepare for slot in one[1])}
         values = {slot: value for value, slot in self.lowered.slots.items()}
         self._read = [(values[slot], places) for slot, places in self.entrance.inputs if slot in read]
@@ -170,7 +172,7 @@ class PreparedRank(Prepared):
                 self.ahead = ahead_of_rank_0(self.group, self.rank, self.transfers.carried)
             put_together(self.recorder, watch.notes, self.group, self.rank, self.ahead, self.transfers.carried)
         slots.extend([None] * (len(self.lowered.slots) - len(slots)))
-        for slot, place in self.part.at.items():
+        for slot, place in self._handed_out:
             slots[slot] = own[place]
 
 
