@@ -444,7 +444,7 @@ def test_parts_that_were_posted_before_one_fails_are_under_way():
     meeting: Any = SimpleNamespace(seconds=1.0)
     replicas = Replicas(group, {"dp": group}, Share(0, 2), 0, meeting, meeting, torch.device("cpu"))
     parts: Any = {value: [good, bad]}
-    replicas.begin(Exchanges(parts, {value: op}, 1))
+    replicas.begin(Exchanges(parts, {value: op}, {value: 0}, 1))
     with pytest.raises(ZeroDivisionError):
         replicas.owe()
     assert [one.work for one in replicas._under_way[value]] == ["a work"]

@@ -110,16 +110,18 @@ def test_a_cluster_says_how_long_bytes_take():
 
 def test_a_timeline_tells_what_its_exchanges_cost():
     """Each from when its lane was free, and no wait for one is another op's time."""
-    costs = fpipe.Costs(exchange=1.5)
-    for schedule in (fpipe.schedules.one_f_one_b_overlap(2), fpipe.schedules.one_f_one_b(2)):
-        program = scheduled(experts(2), 4, schedule)
-        told = {
-            op.cell: seconds
-            for op, seconds in kept(fpipe.simulate(fpipe.communicate()(program), costs))
-            if op.kind != "W"
-        }
-        named = [op for op in program.ops if op.kind in "FBI"]
-        assert told == pytest.approx({op.cell: costs.seconds(op) for op in named})
+    costs = fpipe.Costs(exchange=1.5, gather=0.75, scatter=2.5)
+    shared = fpipe.chain(fpipe.schedules.one_f_one_b(2), fpipe.merge(outputs=False), fpipe.shard(gather="use"))
+    for program in (
+        scheduled(experts(2), 4, fpipe.schedules.one_f_one_b_overlap(2)),
+        scheduled(experts(2), 4, fpipe.schedules.one_f_one_b(2)),
+        fpipe.chain(fpipe.split(4), shared)(fpipe.program(4)),
+    ):
+        timed = [op for op in program.ops if op.kind in ("F", "B", "I", "GATHER", "SCATTER")]
+        told = {op.writes: seconds for op, seconds in kept(fpipe.simulate(fpipe.communicate()(program), costs))}
+        assert {op.writes: told[op.writes] for op in timed} == pytest.approx(
+            {op.writes: costs.seconds(op) for op in timed}
+        )
 
 
 def test_exchanges_among_replicas_in_lockstep_are_refused():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import fmean
 from typing import Any
 
 from fpipe.graphs.language.flops import flops_of
@@ -71,4 +70,4 @@ def estimate(
         for op, graph in parts.items():
             note(found, op, flops_of(graph, counted) / flops)
         runs = {**found, **runs}
-    return Costs(**seconds_of(program, runs, fmean), bytes=sizes(halves, model, params, batch, state=state))
+    return Costs(**seconds_of(program, runs, alone=True), bytes=sizes(halves, model, params, batch, state=state))

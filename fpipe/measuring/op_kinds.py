@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
-from fpipe.program import Op, Program, is_exchange, parts_of
+from fpipe.program import Op, Program, Value, is_exchange, parts_of
+from fpipe.timing.costs import adds_gradients
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.communicate import without_frees
 from fpipe.transforms.split_backward import split_backward
 
-Runs = dict[tuple[str, int], dict[tuple[int | None, int | None], list[float]]]
-"""For a kind and a stage, the seconds of each microbatch (and slice), run by run."""
+Runs = dict[tuple[str, int], dict[tuple[Value, ...], list[float]]]
+"""For a kind and a stage, the seconds of each op, by what it writes, run by run."""
 
 
 def with_halves(program: Program, one_process: bool = True) -> Program:
@@ -30,22 +32,31 @@ def variants_of(halves: Program) -> list[Program]:
 
 def note(runs: Runs, op: Op, seconds: float) -> None:
     """Another run of an op."""
+    if op.kind == "REDUCE" and not adds_gradients(op):
+        return
     kind = "exchange" if is_exchange(op) and op.kind != "W" else op.kind
-    runs.setdefault((kind, op.stage or 0), {}).setdefault((op.microbatch, op.slice), []).append(seconds)
+    runs.setdefault((kind, op.stage or 0), {}).setdefault(op.writes, []).append(seconds)
 
 
-def seconds_of(program: Program, runs: Runs, typical: Callable[[Sequence[float]], float]) -> dict[str, Any]:
-    """The seconds of each kind that `Costs` has: for each stage the mean of what is typical of each microbatch."""
+def seconds_of(program: Program, runs: Runs, alone: bool) -> dict[str, Any]:
+    """The seconds of each kind that `Costs` has, for each stage the mean of its ops: of the least of each where an op
+    runs `alone`, else of those of one run, in the median of all runs: what keeps some ops longer than most keeps each
+    step so."""
 
     def seconds(kind: str) -> list[float]:
-        found = [[*map(typical, runs.get((kind, stage), {}).values())] for stage in range(program.stages)]
-        return [sum(times) / max(1, len(times)) for times in found]
+        each = [[*runs.get((kind, stage), {}).values()] for stage in range(program.stages)]
+        if alone:
+            return [mean([*map(min, ops)]) for ops in each]
+        return [statistics.median([*map(mean, zip(*ops, strict=True))] or [0.0]) for ops in each]
+
+    def mean(times: Sequence[float]) -> float:
+        return sum(times) / max(1, len(times))
 
     whole = any(("B", stage) in runs for stage in range(program.stages))
     kinds = {"forward": "F", "backward_input": "I", "backward_weight": "W", "recompute": "R"}
     made: dict[str, Any] = {word: seconds(kind) for word, kind in kinds.items()}
-    made |= {"update": seconds("UPDATE")} if any(kind == "UPDATE" for kind, _ in runs) else {}
-    made |= {"exchange": seconds("exchange")} if any(kind == "exchange" for kind, _ in runs) else {}
+    seldom = {word: word.upper() for word in ("update", "gather", "scatter", "reduce")} | {"exchange": "exchange"}
+    made |= {word: seconds(kind) for word, kind in seldom.items() if any(found == kind for found, _ in runs)}
     return made | {"backward": seconds("B") if whole else None}
 
 

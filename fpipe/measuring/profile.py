@@ -8,7 +8,6 @@ cut in two, its residuals recomputed. So the costs serve schedules that it was n
 
 from __future__ import annotations
 
-import statistics
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -114,7 +113,7 @@ def profile(
         runs = {**found, **runs}  # a forward that leaves residuals comes before one that does not
     moved = Moving(0, 0, 0) if alone else moving(timelines)
     return Costs(
-        **seconds_of(program, runs, min if alone else statistics.median),
+        **seconds_of(program, runs, alone),
         **moved._asdict(),
         bytes=_bytes(halves, model, params, batch, state),
     )

@@ -53,7 +53,8 @@ class Costs:
         pair: what a PAIR costs: the "sum" of its parts, their "max", or `f(op) -> seconds`.
         offload, load: of OFFLOAD and LOAD, which run beside the main work; by default a LOAD costs an OFFLOAD.
         exchange: of F, R, B and I of a stage that is a collective (`fpipe.exchange`), on a lane of its own.
-        reduce: of a REDUCE over data-parallel replicas, which runs beside the main work too.
+        reduce: of a REDUCE of gradients over data-parallel replicas, which runs beside the main work too; one of a
+            number, such as the loss, takes only what a cluster says.
         gather, scatter: of a GATHER of sharded parameters and a SCATTER of their gradients, which do too. To these and
             exchanges a cluster with replicas adds what the bytes of the whole value take around its ring.
         update: of an UPDATE of a stage's parameters; a leaf that stages share has one of its own.
@@ -209,7 +210,8 @@ class Costs:
             moved = sum(map(self.size, op.reads)) / self.host_bandwidth if self.host_bandwidth else 0.0
             return fixed + moved
         if kind in ("REDUCE", "GATHER", "SCATTER"):
-            return self._of(kind.lower(), stage) + self._around(op)
+            fixed = self._of(kind.lower(), stage) if kind != "REDUCE" or adds_gradients(op) else 0.0
+            return fixed + self._around(op)
         if kind in ("SEND", "RECV"):
             return self.send if kind == "SEND" else self.receive
         if kind not in EXTRA:
@@ -294,6 +296,11 @@ _PER_STAGE = (
     *("reduce", "gather", "scatter", "update", "exchange"),
 )
 _OF_KIND = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight", "UPDATE": "update"}
+
+
+def adds_gradients(op: Op) -> bool:
+    """Whether a REDUCE adds up gradients of a stage over replicas, and not a number."""
+    return op.writes[0].name == "all"
 
 
 def computing(program: Program) -> set[int]:

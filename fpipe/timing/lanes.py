@@ -2,8 +2,8 @@
 
     main   |0F0|0F1|0F2|            |0B0|       F, B, I, W, R: one after the other, in the order of the program
     copy       |OFFLOAD(res)|   |LOAD(res)|     beside it; starts no earlier than the main op before it in the list
-    wire       |GATHER(params)| |SCATTER(all)|  so do collectives over replicas
-    exchange        |1F0|  |1F1|  |1B0|         and stages that are a collective
+    exchange        |1F0|  |1F1|  |1B0|         so do stages that are a collective
+    wire            |GATHER(params)|SCATTER|    collectives over replicas: no earlier than that main op ends
     link 0>1   |y[0,0]|y[0,1]|                  what travels from rank 0 to rank 1, one after the other
 
 A SEND and a RECV that take time are on the main lane too; how they wait for each other is said in `messages.py`.
@@ -209,7 +209,8 @@ class _Lanes:
             if kind == "SEND":
                 start, end = self._send(op, start, arrivals, position)
             elif (lane := lane_of(op)) != "main":
-                start = max(start, begun[rank], self.beside[lane, rank] if cost else 0.0)
+                behind = free if lane == "wire" else begun  # a rank hands out collectives between its ops
+                start = max(start, behind[rank], self.beside[lane, rank] if cost else 0.0)
                 end = start + cost
                 if cost:
                     self.beside[lane, rank] = end

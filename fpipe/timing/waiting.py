@@ -129,7 +129,7 @@ class Waiting:
                     if (lane, op.rank) in last:
                         self.lanes[at] = (last[lane, op.rank], "lane")
                     last[lane, op.rank] = at
-                if op.rank in begun and (self.lanes[at] is None or self.events[begun[op.rank]].start == start):
+                if op.rank in begun and (self.lanes[at] is None or self._let_start(begun[op.rank], lane) == start):
                     self.lanes[at] = (begun[op.rank], "lane")
             elif is_work(op, end - start):
                 if ("main", op.rank) in last:
@@ -149,6 +149,10 @@ class Waiting:
                     self.queued[side, self.rule.communicator(one.source, one.target), one.end] = one
                 if self.rule.blocking:
                     self.sent[one.target, one.end] = one
+
+    def _let_start(self, at: int, lane: str) -> float:
+        """When a main op lets those behind it start that run on another lane."""
+        return self.events[at].end if lane == "wire" else self.events[at].start
 
     def _at(self, position: int, event: int) -> int:
         """The event of an op of the program in the same iteration as another event."""
@@ -184,8 +188,8 @@ class Waiting:
         if before is None:
             return cause
         at, why = before
-        beside = why == "lane" and lane_of(self.events[at].op) == "main"  # no earlier than that began
-        of_lane = self.events[at].start if beside else min(self.events[at].end, start)
+        beside = why == "lane" and lane_of(self.events[at].op) == "main"
+        of_lane = self._let_start(at, lane_of(op)) if beside else min(self.events[at].end, start)
         if self.stays and why == "rank" and (op.rank, start) in self.sent and of_lane < start > cause.time:
             return _Cause(start, self.sent[op.rank, start], "rank")
         return _Cause(of_lane, at, why) if of_lane >= cause.time else cause

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fpipe
+from fpipe.ops import lane_of
 from fpipe.runtimes.processes import collective_parts
 from fpipe.tree import leaves
 from tests.fake_accelerator import reports_of
@@ -174,11 +175,13 @@ def exchanged(rank: int, record: bool = False) -> list[str]:
 
 
 def odd_times(timeline: fpipe.Timeline) -> list[str]:
-    """What a record tells of exchanges that cannot be: they run beside work, and before who reads what they bring."""
-    spans = {op: (start, end) for op, start, end in timeline.events if op.kind in "FBIW"}
+    """What a record tells of exchanges, or of collectives over replicas, that cannot be: they run beside work, and
+    before who reads what they bring."""
+    kinds = (*"FBIW", "GATHER", "SCATTER")
+    spans = {op: (start, end) for op, start, end in timeline.events if op.kind in kinds}
     makers = {value: op for op in spans for value in op.writes}
-    apart = {op: span for op, span in spans.items() if op.stage == 1}
-    work = [span for op, span in spans.items() if op.stage != 1]
+    apart = {op: span for op, span in spans.items() if lane_of(op) != "main"}
+    work = [span for op, span in spans.items() if lane_of(op) == "main"]
     early = [
         f"{op.cell} began before {maker.cell} had ended"
         for op, (start, _) in spans.items()
@@ -210,9 +213,9 @@ def replicated(rank: int) -> list[str]:
     return reports + other_bits(found, leaves(expected.grads) * STEPS)
 
 
-def sharded(rank: int, **policy: Any) -> list[str]:
-    """Two replicas of one rank, which share out weights that travel alone, and rows that they have not equally many
-    of."""
+def sharded(rank: int, record: bool = False, **policy: Any) -> list[str]:
+    """Two replicas of one rank, which share out weights that travel alone, and rows that they have not equally many of;
+    a record tells when."""
     torch.manual_seed(0)
     weights = [{"w": torch.randn(WIDTH, WIDTH), "b": torch.randn(7, WIDTH)} for _ in range(2)]
     torch.manual_seed(rank)
@@ -225,13 +228,17 @@ def sharded(rank: int, **policy: Any) -> list[str]:
         mesh = mesh_of_two("dp", kind=device.type)
         params, own = fpipe.tree.tree_map(lambda leaf: leaf.to(device), (weights, batch))
         shards = fpipe.shard_params(params, mesh["dp"])
-        step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(shards, own))
-        return [grad.to_local() for _ in range(STEPS) for grad in leaves(step(shards, own).grads)]
+        how: Any = {"mesh": mesh, "example": (shards, own), "record": record}
+        step = fpipe.build(program, model, runtime="distributed", **how)
+        results.extend(step(shards, own) for _ in range(STEPS))
+        return [grad.to_local() for result in results[-STEPS:] for grad in leaves(result.grads)]
 
-    found, Queued.held_up = list[Tensor](), 0
-    with patch.object(collective_parts, "_LARGE_ON_DEVICES", WIDTH**2):
+    found, results, Queued.held_up = list[Tensor](), list[Any](), 0
+    with patch.object(collective_parts, "_LARGE_ON_DEVICES", WIDTH**2), DeviceTime() if record else nullcontext():
         reports = reports_of(lambda: found.extend(stepped(torch.device("fake", rank))))
     reports += ["a wait held the host up"] * Queued.held_up
+    for result in results[1:] if record else ():
+        reports += odd_times(result.timeline)
     return reports + other_bits(found, stepped(torch.device("cpu")))
 
 
@@ -241,7 +248,7 @@ def _biased(params: Any, x: Tensor) -> Tensor:
 
 PROCESS_SCENARIOS: dict[str, Callable[[int], list[str]]] = {
     "an exchange, recorded": lambda rank: exchanged(rank, record=True),
-    "shards": sharded,
+    "shards, recorded": lambda rank: sharded(rank, record=True),
     "1F1B, recorded": lambda rank: trained(rank, 2, pipeline_of(schedules.one_f_one_b(2)), record=True),
     "an error of rank 0": lambda rank: failed(rank, 0),
     "replicas of a process": replicated,

@@ -93,6 +93,37 @@ class StreamClock:
         return [tick if isinstance(tick, float) else now - tick.elapsed_time(last) / 1e3 for tick in ticks]
 
 
+class NotesBeside:
+    """Notes of what runs beside the rows of a rank: when it was over, and when rows went on that waited for it. There
+    are none unless there are `notes` of the rows."""
+
+    def __init__(self, notes: Notes | None, device: torch.device | None) -> None:
+        self.notes, self._clock = notes, StreamClock(device)
+        self._found: dict[int, Any] = {}
+
+    def over(self, row: int, at: Any = None) -> None:
+        """What a row has started is over, now, or when an event is or a host says."""
+        if self.notes is not None:
+            self._found[2 * row + 1] = self._clock.tick() if at is None else at
+
+    def resumed(self, row: int) -> None:
+        """A row has waited, and begins now."""
+        if self.notes is not None:
+            self._found[2 * row] = self._clock.tick()
+
+    def add(self, posted: Iterable[int] = ()) -> None:
+        """Put all into the notes of rows that have run. What is `posted` begins when its rank was done with that."""
+        if self.notes is None:
+            return
+        times, begun = self.notes.times, {row: self.notes.times[2 * row + 1] for row in posted}
+        found = [*self._found.items()]  # a thread of the group's may still add to it
+        seconds = self._clock.seconds([*(at for _, at in found), self._clock.tick()])
+        for (place, _), one in zip(found, seconds, strict=False):
+            times[place] = one
+        for row, one in begun.items():
+            times[2 * row] = min(one, times[2 * row + 1])
+
+
 class Recorder:
     """Timelines of the steps that run a program's rows, and, after the first one, the bytes that they hold.
 

@@ -28,7 +28,7 @@ from fpipe.graphs.purity.sharded import is_collective
 from fpipe.graphs.tracing.exchanged import Carrier, Exchanged, carried_by
 from fpipe.model import Model
 from fpipe.program import Value, is_exchange
-from fpipe.runtimes.definition.recorder import Notes, StreamClock
+from fpipe.runtimes.definition.recorder import Notes, NotesBeside
 from fpipe.runtimes.faults.lost_partner import who_is_lost
 from fpipe.runtimes.faults.lost_rank import first_told
 from fpipe.runtimes.faults.meeting import Meeting
@@ -155,11 +155,9 @@ class ExchangeLane:
     def begin(self, notes: Notes | None, at_once: bool = False, clock: torch.device | None = None) -> None:
         """A step starts, of which `notes` are taken on the clock of a device, or the host's; `at_once` if somebody
         looks at each value where it is made."""
-        self._notes, self._at_once, self._clock = notes, at_once, StreamClock(clock)
+        self._notes, self._at_once = NotesBeside(notes, clock), at_once
         self._under_way: dict[Value, tuple[str, list[PostedExchange]]] = {}
         self._last: dict[str, tuple[str, Any]] = {}
-        self._ended: dict[int, Any] = {}
-        self._resumed: dict[int, Any] = {}
 
     def starting(self, instructions: Sequence[Instruction], lowered: Lowered, rank: int) -> list[Instruction]:
         """Instructions of which the exchanges of this rank only start, and those wait that read what they bring."""
@@ -244,11 +242,11 @@ class ExchangeLane:
             self._wait(works, cell)
         for one in works if self._on_streams else ():
             self._last[one.group] = cell, one.work
-        for one in works if self._notes is not None else ():
+        for one in works if self._notes.notes is not None else ():
             if self._on_streams:
-                self._ended[row] = self._end_of(one)
+                self._notes.over(row, self._end_of(one))
             else:
-                one.work.get_future().add_done_callback(partial(_note_end, self._ended, row))
+                one.work.get_future().add_done_callback(partial(_note_end, self._notes, row))
         return made
 
     def _end_of(self, one: PostedExchange) -> torch.Event:
@@ -261,8 +259,7 @@ class ExchangeLane:
     def _late(self, row: int, values: Sequence[Value], run: Callable[..., Any], *lists: Leaves) -> Any:
         for value in values:
             self._wait_for(value)
-        if self._notes is not None:
-            self._resumed[row] = self._clock.tick()
+        self._notes.resumed(row)
         return run(*lists)
 
     def _wait_for(self, value: Value) -> None:
@@ -279,12 +276,7 @@ class ExchangeLane:
         for group, (cell, work) in self._last.items():  # the streams have waited, the host has not
             if not self._watchdog.is_over(work, self._seconds):
                 raise self._lost(RuntimeError("timed out"), cell, group)
-        if self._notes is not None:
-            noted = {2 * row + 1: ended for row, ended in [*self._ended.items()]}
-            noted |= {2 * row: resumed for row, resumed in self._resumed.items()}
-            seconds = self._clock.seconds([*noted.values(), self._clock.tick()])
-            for at, one in zip(noted, seconds, strict=False):
-                self._notes.times[at] = one
+        self._notes.add()
 
     def _lost(self, error: RuntimeError, cell: str, group: str) -> LostRank:
         self._watchdog.refuse_ended()
@@ -297,8 +289,8 @@ def _along(axis: str, meeting: Meeting, said: str) -> str:
     return said if said.startswith(f"{axis} ") else f"{axis} {meeting.at}: {said}"
 
 
-def _note_end(ended: dict[int, float], row: int, _: Any) -> None:
-    ended[row] = time.perf_counter()
+def _note_end(notes: NotesBeside, row: int, _: Any) -> None:
+    notes.over(row, time.perf_counter())
 
 
 def _is_view(op: Any) -> bool:

@@ -21,6 +21,7 @@ from fpipe.graphs.purity.sharded import is_sharded
 from fpipe.graphs.tracing.exchanged import Exchanged
 from fpipe.model import Model
 from fpipe.program import Program, Value, parts_of
+from fpipe.runtimes.definition.recorder import NotesBeside
 from fpipe.runtimes.faults.agreement import of_inputs, of_stages
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.dry_run import KEPT
@@ -32,7 +33,7 @@ from fpipe.runtimes.lowering.slots import Exit, ResultLeaf
 from fpipe.runtimes.processes.clocks import ahead_of_rank_0, put_together
 from fpipe.runtimes.processes.exchange_lane import ExchangeLane
 from fpipe.runtimes.processes.message import Layout
-from fpipe.runtimes.processes.replicas import Exchanges, Replicas
+from fpipe.runtimes.processes.replicas import NO_EXCHANGES, Replicas
 from fpipe.runtimes.processes.transfers import Transfers
 
 
@@ -72,7 +73,7 @@ class PreparedRank(Prepared):
                     "the backward of that stage where its forward is, or recompute it there, by fpipe.checkpoint()."
                 )
         self.layouts = {value: Layout(self.trees[value].leaves, device) for value in sent}
-        self.exchanges = Exchanges({}, {}, 0)
+        self.exchanges = NO_EXCHANGES
         if replicas is not None:
             self.instructions, self.exchanges = replicas.starting(self.lowered, self.shared, self.weighed_rows)
         self.instructions = lane.starting(self.instructions, self.lowered, rank)
@@ -154,7 +155,8 @@ class PreparedRank(Prepared):
         self.transfers.start(self.step, self.number, self.step_key, keeps=watch is not None and watch.notes is not None)
         at_once = watch is not None and watch.check_finite
         if self.replicas is not None:
-            self.replicas.begin(self.exchanges, self.step_key, self.step_batch, at_once=at_once)
+            notes = watch and NotesBeside(watch.notes, watch.device)
+            self.replicas.begin(self.exchanges, self.step_key, self.step_batch, at_once, notes)
         watchdog.part = self.part
         self.lane.begin(watch and watch.notes, at_once, watch and watch.device)
         self.part.run(own, watch)

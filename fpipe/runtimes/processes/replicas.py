@@ -12,6 +12,7 @@ zeros, and says why: so nothing stays under way, and the next step works.
 from __future__ import annotations
 
 import struct
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fpipe.program import Op, Program, Value, kind_of
+from fpipe.runtimes.definition.recorder import NotesBeside
 from fpipe.runtimes.faults.lost_partner import who_is_lost
 from fpipe.runtimes.faults.lost_rank import Board, first_told
 from fpipe.runtimes.faults.meeting import Meeting
@@ -41,14 +43,16 @@ _FINE, _FAILED, _LOST = range(3)
 
 
 class Exchanges(NamedTuple):
-    """Collectives of one rank over replicas in a step, in the order of the program, their ops, and the rows of the
-    step."""
+    """Collectives of one rank over replicas in a step, in the order of the program, their ops, their places among the
+    instructions, and the rows of the step."""
 
     parts: dict[Value, list[CollectivePart]]
     ops: dict[Value, Op]
+    at: dict[Value, int]
     rows: int
 
 
+NO_EXCHANGES = Exchanges({}, {}, {}, 0)
 EXCHANGED = ("REDUCE", "GATHER", "SCATTER")
 
 
@@ -80,11 +84,20 @@ class Replicas:
         self._own, self.meeting, self._device, self._broken, self._warned = own, meeting, device, False, False
         self._on_streams = device.type != "cpu"
         self._patience = () if self._on_streams else (timedelta(seconds=meeting.seconds),)  # NCCL's holds the host up
-        self.begin(Exchanges({}, {}, 0))
+        self._beside: torch.Stream | None = None
+        self.begin(NO_EXCHANGES)
 
-    def begin(self, exchanges: Exchanges, key: int | None = None, batch: str = "", at_once: bool = False) -> None:
-        """A step with this key starts, on a batch of this digest; `at_once` if somebody looks at each value where it is
-        made."""
+    def begin(
+        self,
+        exchanges: Exchanges,
+        key: int | None = None,
+        batch: str = "",
+        at_once: bool = False,
+        notes: NotesBeside | None = None,
+    ) -> None:
+        """A step with this key starts, on a batch of this digest, of which `notes` are taken; `at_once` if somebody
+        looks at each value where it is made."""
+        self._notes = notes or NotesBeside(None, None)
         self._over, self._exchanges, self._key, self._batch, self._at_once = False, exchanges, key, batch, at_once
         self._posted = dict.fromkeys(exchanges.parts, 0)
         self._under_way: dict[Value, list[Posted]] = {}
@@ -95,8 +108,8 @@ class Replicas:
     ) -> tuple[list[Instruction], Exchanges]:
         """Instructions of which each exchange of this rank only starts, and those wait that read what it writes: a
         REDUCE across, too, that adds up what was scattered within."""
-        exchanges, made = Exchanges({}, {}, rows), list[Instruction]()
-        for one in lowered.instructions:
+        exchanges, made = Exchanges({}, {}, {}, rows), list[Instruction]()
+        for row, one in enumerate(lowered.instructions):
             op = one.ops[0]
             late = [value for part in one.ops for value in part.reads if value in exchanges.parts]
             if op.rank == self._rank and op.kind in EXCHANGED:
@@ -104,10 +117,10 @@ class Replicas:
                 wanted = lowered.gathered.get(value)
                 of = None if op.kind == "REDUCE" else shared[shard_of(op)]
                 parts = parts_of_op(op, lowered.trees[value].leaves, of, self.share.replicas, wanted)
-                exchanges.parts[value], exchanges.ops[value] = parts, op
+                exchanges.parts[value], exchanges.ops[value], exchanges.at[value] = parts, op, row
                 one = one._replace(run=partial(self._start, value))
             if op.rank == self._rank and late:
-                one = one._replace(run=partial(self._late, late, one.run))
+                one = one._replace(run=partial(self._late, row, late, one.run))
             made.append(one)
         return made, exchanges
 
@@ -148,18 +161,37 @@ class Replicas:
         finally:
             made = under_way[before:]
             under_way[before:] = [one._replace(work=work) for work in joint for one in made] or made
+        if self._notes.notes is not None:
+            self._note_end(self._exchanges.at[value], [one.work for one in under_way])
         return made
 
-    def _late(self, values: Sequence[Value], run: Callable[..., Any], *lists: Leaves) -> Any:
+    def _note_end(self, row: int, works: Sequence[Any]) -> None:
+        """Note when collectives are over; of those that do not tell, who waits for them does."""
+        if not self._on_streams:
+            for work in works:
+                if not isinstance(work, Works):
+                    work.get_future().add_done_callback(partial(_note_end, self._notes, row))
+            return
+        self._beside = self._beside or torch.Stream(self._device)
+        with self._beside as stream:  # one for which nothing waits
+            for work in works:
+                work.wait()
+            self._notes.over(row, stream.record_event(torch.Event(self._device, enable_timing=True)))
+
+    def _late(self, row: int, values: Sequence[Value], run: Callable[..., Any], *lists: Leaves) -> Any:
         for value in values:
             self._wait_for(value)
+        self._notes.resumed(row)
         return run(*lists)
 
     def _wait_for(self, value: Value) -> None:
-        for posted in self._under_way.get(value, ()):
+        under_way = self._under_way.get(value, ())
+        for posted in under_way:
             self._wait(posted.work, self._exchanges.ops[value].cell)
             if posted.after is not None:
                 posted.after()
+        if any(isinstance(posted.work, Works) for posted in under_way):
+            self._notes.over(self._exchanges.at[value])
         self._under_way.pop(value, None)
 
     def end(self) -> None:
@@ -171,6 +203,7 @@ class Replicas:
         """
         self._vote(_FINE, f"{self._batch}/{self._key}")
         own, every = self._ended()
+        self._notes.add(self._exchanges.at.values())
         if bool((every == own).all()) and not self._batch:
             return
         rows, keys, batches = list[int](), list[str](), list[str]()
@@ -271,6 +304,10 @@ class Replicas:
         ranks = self.meeting.size // self.count
         known = [(f"replica {at}: rank {self._rank}", at * ranks + self._rank) for at in range(self.count)]
         return LostRank(who_is_lost(self.meeting.board, (self._own, self._rank), self.group, known, error, what))
+
+
+def _note_end(notes: NotesBeside, row: int, _: Any) -> None:
+    notes.over(row, time.perf_counter())
 
 
 def reduced_last(program: Program) -> Program:
