@@ -14,8 +14,9 @@ and buffers, beside the shards that are there before; of our steps also as a par
 the peak of what is allocated there. Each way has processes of its own, whose C library gives what is freed back at once
 (MALLOC_MMAP_THRESHOLD_).
 
-With --simulated, how far simulation is from our steps: all ranks are profiled together on whole parameters, the link
-between replicas is measured by itself, and every way is simulated by both. Messages take a core too, so this wants
+With --simulated, how far simulation is from our steps: each way is profiled, all processes together, simulated with
+what its ops, messages and collectives took there, and compared with other steps, that are not recorded. Beside them
+steps are recorded: how long the program takes of a step, and what is outside. Messages take a core too, so this wants
 twice as many cores as processes; there are two ranks of two replicas where there are eight, else one.
 """
 
@@ -28,8 +29,8 @@ import re
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from measured import timed
 from step import Block, within
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -49,6 +49,8 @@ import fpipe
 Step = Callable[[], dict[str, Tensor]]
 MSE = nn.functional.mse_loss
 MICROBATCHES, WARM_UP = 8, 2
+COMPARED = 12
+"""Steps after which ranks no longer compare their batches in each."""
 
 
 def mlp(width: int, layers: int) -> tuple[nn.Sequential, Tensor, Tensor]:
@@ -102,13 +104,13 @@ def ours(name: str, mesh: DeviceMesh, case: Any) -> Step:
     return lambda: {name: grad for stage in step().grads if stage is not None for name, grad in stage.items()}
 
 
-def _program(name: str, case: Any, ranks: int, bare: bool = False) -> tuple[fpipe.Model, Any, fpipe.Program]:
-    """Our way, or its program for one replica."""
+def _program(name: str, case: Any, ranks: int) -> tuple[fpipe.Model, Any, fpipe.Program]:
+    """Our way."""
     net, (blocks, last) = case[0], OURS[name]
     model, params, _ = fpipe.from_sequential(net, stages=len(net) if blocks else 2, loss=MSE)
     schedule = fpipe.schedules.one_f_one_b(ranks)
     merged = fpipe.chain(fpipe.split(MICROBATCHES), schedule, fpipe.merge(outputs=False))(fpipe.program(model))
-    return model, params, merged if bare else last(merged)
+    return model, params, last(merged)
 
 
 def torchs(name: str, mesh: DeviceMesh, case: Any) -> Step:
@@ -199,73 +201,52 @@ def times(rank: int, kind: str, name: str, steps: dict[str, Step], rounds: int) 
 def simulated(rank: int, folder: str, rounds: int, name: str, ranks: int) -> None:
     """How long each of our steps takes, and how long it was said to take."""
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "these costs have no bytes")
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2 * ranks)
     mesh = init_device_mesh("cpu", (2, ranks), mesh_dim_names=("dp", "pp"))
     torch.manual_seed(0)
     net, x, target = TIMED[name]()
     case = net, torch.randn_like(x) + mesh.get_local_rank("dp"), target
     steps, recorded = ({way: built(way, mesh, case, record) for way in OURS} for record in (False, True))
-    told: dict[str, list[float]] = {way: [] for way in OURS}
-    took: dict[str, list[float]] = {way: [] for way in OURS}
-    for turn in range(WARM_UP + rounds):
-        if turn % 5 == 0:
-            link = _link(mesh)
-            known = {blocks: _costs(mesh, case, blocks) for blocks in (False, True)}
-            for way, (blocks, _) in OURS.items():
-                model, params, program = _program(way, case, ranks)
-                sizes = fpipe.sizes(program, model, params, case[1:], replicas=2)
-                cluster = f"{ranks} ranks; inside {1e6 * known[blocks].transfer:.3f}us; replicas 2 {link}"
-                costs = replace(known[blocks], transfer=0, bytes=sizes, cluster=cluster)
-                costs = _with_posts(costs, recorded[way]().timeline)
+    told, took, ended = ({way: list[float]() for way in OURS} for _ in range(3))
+    for turn in range(COMPARED + rounds):
+        if turn >= COMPARED and (turn - COMPARED) % 5 == 0:
+            for way in OURS:
+                program, costs = _profiled(way, mesh, case)
                 told[way].append(fpipe.simulate(program, costs).delivered)
-        for way, step in steps.items():
-            dist.barrier()
-            seconds = torch.tensor(timed(step)[0], dtype=torch.float64)
-            dist.all_reduce(seconds, dist.ReduceOp.MAX)
-            if turn >= WARM_UP:
-                took[way].append(float(seconds))
+        for way in OURS:
+            seconds, timeline = _timed(steps[way])[0], _timed(recorded[way])[1].timeline
+            if turn >= COMPARED:
+                took[way].append(seconds)
+                ended[way].append(max(timeline.ends))
     for way in OURS if rank == 0 else ():
-        said, found = statistics.median(told[way]), statistics.median(took[way])
+        said, found, inside = (1e3 * statistics.median(times[way]) for times in (told, took, ended))
         off = within(100 * abs(said / found - 1), 15.0)
-        print(f"{name:<14} {way:<18} simulated {1e3 * said:.1f} ms, measured {1e3 * found:.1f} ms: {off} % apart")
+        parts = f"measured {found:.1f} ms = program {inside:.1f} + outside {found - inside:.1f}"
+        print(f"{name:<14} {way:<18} simulated {said:.1f} ms, {parts}: {off} % apart", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _costs(mesh: DeviceMesh, case: Any, blocks: bool) -> fpipe.Costs:
-    """What ops and messages of a replica cost, while both are busy."""
-    model, params, program = _program("each use" if blocks else "replicas", case, mesh.size(1), bare=True)
-    return fpipe.profile(program, model, params, case[1:], runtime="distributed", mesh=mesh["pp"])
+def _timed(step: Callable[[], fpipe.Result]) -> tuple[float, fpipe.Result]:
+    """Seconds of a step that all processes begin together, in the slowest, and its result."""
+    gc.collect()
+    gc.disable()
+    dist.barrier()
+    start = time.perf_counter()
+    found = step()
+    took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    gc.enable()
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return float(took), found
 
 
-def _with_posts(costs: fpipe.Costs, timeline: fpipe.Timeline) -> fpipe.Costs:
-    """Costs of which each forward and backward takes its part of the time in which ranks start GATHERs, too."""
-    starts = [end - start for op, start, end in timeline.events if op.kind == "GATHER"]
-    ops = sum(op.kind in ("F", "B") for op in timeline.ops)
-    each = statistics.median(starts or [0.0]) * len(starts) / ops
-    forward, backward = ([one + each for one in found] for found in (costs.forward, costs.backward))
-    return replace(costs, forward=forward, backward=backward)
-
-
-def _link(mesh: DeviceMesh) -> str:
-    """Latency and bandwidth of what two replicas hand each other at once."""
-    group = mesh.get_group("dp")
-    other, middle = 1 - group.rank(), list[float]()
-    for count in (2**10, 2**21):
-        own, found = torch.zeros(count), torch.empty(count)
-        times = list[float]()
-        for _ in range(11):
-            dist.barrier(group)
-            start = time.perf_counter()
-            sent = dist.isend(own, group=group, group_dst=other)
-            dist.recv(found, group=group, group_src=other)
-            sent.wait()
-            times.append(time.perf_counter() - start)
-        middle.append(statistics.median(times))
-    both = torch.tensor(middle, dtype=torch.float64)
-    dist.all_reduce(both)
-    short, long = (both / dist.get_world_size()).tolist()
-    return f"{1e6 * short:.3f}us {2**23 / (long - short):.0f}B/s"
+def _profiled(way: str, mesh: DeviceMesh, case: Any) -> tuple[fpipe.Program, fpipe.Costs]:
+    """Our way, and what its ops, messages and collectives cost while all are busy."""
+    model, params, program = _program(way, case, mesh.size(1))
+    mine = fpipe.local_params(program, params, mesh.get_local_rank("pp"))
+    mine = mine if way == "replicas" else fpipe.shard_params(mine, mesh["dp"])
+    return program, fpipe.profile(program, model, mine, case[1:], runtime="distributed", mesh=mesh)
 
 
 def _whole(grad: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """Measure what a program's ops cost: seconds for each stage and kind, and the bytes of its values.
 
 The ops run one after the other in this process, as often as asked; of each the least time counts, since whatever else
-the machine does can only add to it. Or the ranks run together, as they will: then of each the median counts, since what
+the machine does can only add to it. Or the ranks run together, as they will: then the typical run counts, since what
 they take from one another is part of it. What the program has no op of is measured all the same: its backward whole and
 cut in two, its residuals recomputed. So the costs serve schedules that it was not made with.
 """
@@ -51,20 +51,22 @@ def profile(
         repeats: how often each op is timed, after a first run that is not.
         progress: called as `progress(done, all)` before the first and after each run of the whole program.
         runtime: "local" runs one op at a time, and the least time of each counts: a machine that the op has for itself.
-            "threads" and "distributed" run the ranks together, as `build` does, and the median counts, with what an
-            op's rank does until its next: add up, and whatever the other ranks and the runtime take. So one schedule
-            tells the times of others with the same stages. Say `one_f_one_b`, which takes forwards and backwards in
-            turn, as most do: forwards in a row, as in `gpipe`, find their weights in the processor's cache.
-        mesh: of runtime="distributed", as `build` takes it. All processes call this alike and get the same costs.
-            params are those of all ranks; meta tensors will do for stages of others.
+            "threads" and "distributed" run the ranks together, as `build` does: the mean of a run's ops counts, and the
+            median of all runs, with what an op's rank does until its next: add up, start what it exchanges, and
+            whatever the other ranks and the runtime take. So one schedule tells the times of others with the same
+            stages. Say `one_f_one_b`, which takes forwards and backwards in turn, as most do: forwards in a row, as in
+            `gpipe`, find their weights in the processor's cache.
+        mesh: of runtime="distributed", as `build` takes it. All processes call this alike, and those of a replica get
+            the same costs. params are those of all ranks; meta tensors will do for stages of others. Of a program with
+            replicas these are shards where it has GATHERs, and bytes are then left out.
 
     Returns:
         Costs in seconds per stage: the mean over microbatches (and slices) of F, I, W, R, and of B where I and W are on
-        one rank, of UPDATE and of exchanges; 0 where there is no such op. A W takes the time of adding its gradients
-        up, where it does that. The bytes are those of `fpipe.sizes` with the backward split; without them, and with a
-        warning, if a stage cannot be traced. Transfers are free where one op runs at a time: add
-        `dataclasses.replace(costs, transfer=..., bandwidth=...)`. Ranks that run together tell `send`, `transfer` and
-        `receive`, the median over all values.
+        one rank, of UPDATE, of exchanges, and of GATHER, SCATTER and the REDUCE of gradients where replicas run; 0
+        where there is no such op. A W takes the time of adding its gradients up, where it does that. The bytes are
+        those of `fpipe.sizes` with the backward split; without them, and with a warning, if a stage cannot be traced.
+        Transfers are free where one op runs at a time: add `dataclasses.replace(costs, transfer=..., bandwidth=...)`.
+        Ranks that run together tell `send`, `transfer` and `receive`, the median over all values.
 
     Raises:
         ValueError: repeats below 1, or what `build` and its step refuse.

@@ -102,12 +102,12 @@ class NotesBeside:
         self._found: dict[int, Any] = {}
 
     def over(self, row: int, at: Any = None) -> None:
-        """What a row has started is over, now, or when an event is or a host says."""
+        """Note that what a row has started is over: now, or when an event is or a host says."""
         if self.notes is not None:
             self._found[2 * row + 1] = self._clock.tick() if at is None else at
 
     def resumed(self, row: int) -> None:
-        """A row has waited, and begins now."""
+        """Note that a row has waited, and begins now."""
         if self.notes is not None:
             self._found[2 * row] = self._clock.tick()
 
