@@ -1,6 +1,7 @@
 """How fast programs are built and simulated: split, 1F1B and check, then simulate, at growing sizes; and next to each
-one plain Python pass, the floor: one that only makes as many tuples, and one that only adds up as many times. In CPU
-time, which others on the machine change less than they change the clock on the wall.
+one plain Python pass, the floor: one that only makes as many tuples, and one that only adds up as many times. And how
+long it takes to share parameters out, beside replicas that keep them all. In CPU time, which others on the machine
+change less than they change the clock on the wall.
 
     python benchmarks/language.py [--quick]
 """
@@ -95,10 +96,30 @@ def small(rounds: int = 60) -> None:
     )
 
 
+def sharding(rounds: int = 60) -> None:
+    """Replicas added to 1F1B at 8 ranks and 64 microbatches: with all parameters, then gathered at each policy."""
+    merged = fpipe.merge(outputs=False)(build(8, 64))
+    ways = {
+        "data_parallel": fpipe.data_parallel(),
+        **{word: fpipe.shard(gather=word) for word in ("step", "run", "use")},
+    }
+    times = dict.fromkeys(ways, float("inf"))
+    for _ in range(rounds):
+        for word, way in ways.items():
+            start = time.process_time()
+            program = way(merged)
+            times[word] = min(times[word], time.process_time() - start)
+            del program
+    base = times.pop("data_parallel")
+    said = ", ".join(f"{word} {seconds * 1e3:.2f} ms, {seconds / base:.2f}x" for word, seconds in times.items())
+    print(f"Added to 8 ranks, 64 microbatches, at best: data_parallel {base * 1e3:.2f} ms; shard: {said}")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="leave out the million ops")
     quick = parser.parse_args().quick
     small()
+    sharding()
     for sizes in [(50, 100), (128, 400)] + ([] if quick else [(512, 1024)]):
         one(*sizes)

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import compress
+from itertools import chain, compress, groupby
+from operator import itemgetter
 
 from fpipe.program import KINDS, Input, Op, Output, Program, Sources, building
 from fpipe.wording import circle, stuck
@@ -82,28 +83,31 @@ def arrange(
     Raises:
         ProgramError: the ranks' orders have no common global order.
     """
-    named = scheduled_kinds() if named is None else named
+    basic = scheduled_kinds()
+    named = basic if named is None else named
     with building():
         sources = sources_anyhow(inputs, ops) if sources is None else sources
-        order = _Clock(ops, _rows(ops, named) if rows is None else rows, sources).run()
+        rows = _rows(ops, named) if rows is None else rows
+        if named != basic and not _waits(ops, sources, rows):
+            natural = arrange(inputs, ops, outputs, sources=sources)
+            kept = [list(map(natural.ops.__getitem__, row)) for row in _rows(natural.ops, named) if row]
+            if kept == [list(map(ops.__getitem__, row)) for row in rows if row]:
+                return natural
+        order = _Clock(ops, rows, sources).run()
         made = Program.trusted(inputs, tuple(map(ops.__getitem__, order)), outputs, permuted(sources, order))
-    if named == scheduled_kinds():
+    if named == basic:
         made.__dict__["held"] = named
-        return made
-    if "GATHER" in named and _waits(made):
-        return made
-    natural = arrange(inputs, made.ops, outputs, sources=made.sources)
-    return natural if by_rank(natural.ops) == by_rank(made.ops) else made
+    return made
 
 
-def _waits(program: Program) -> bool:
+def _waits(ops: Sequence[Op], sources: Sequence[Sources], rows: Iterable[Iterable[int]]) -> bool:
     """Whether a GATHER of what is handed in stands behind an op that takes time, where its data would not put it."""
-    busy: set[int] = set()
-    for op, sources in zip(program.ops, program.sources, strict=True):
-        if op[0] == "GATHER" and op[4] in busy and sources == (-1,):
-            return True
-        if KINDS[op[0]].time:
-            busy.add(op[4])
+    for row in rows:
+        busy = False
+        for position in row:
+            if busy and ops[position][0] == "GATHER" and sources[position] == (-1,):
+                return True
+            busy = busy or KINDS[ops[position][0]].time > 0
     return False
 
 
@@ -142,13 +146,14 @@ class _Clock:
                 self.is_loose[position] = 0
         self.loose = list(compress(range(len(ops)), self.is_loose))
         time = {name: kind.time for name, kind in KINDS.items()}
-        self.ticks = [time[op[0]] for op in ops]
+        self.kinds, self.ranks = list(map(itemgetter(0), ops)), list(map(itemgetter(4), ops))
+        self.ticks = list(map(time.__getitem__, self.kinds))
         self.start, self.end = [-1] * len(ops), [-1] * len(ops) + [0]  # inputs are there from the start
         self.anchored: dict[int, list[int]] = {}  # row op -> the loose ops that stand just before it
         self.anchor: dict[int, int] = {}
         self.early: set[int] = set()  # loose ops that are never anchored
         self.instant: list[int] = []  # ops without duration, as their times become known
-        kinds = {ops[position].kind for position in self.loose}
+        kinds = set(map(self.kinds.__getitem__, self.loose))
         self.recomputes = any(KINDS[kind].time for kind in kinds)
         if any(KINDS[kind].place == "before" for kind in kinds):
             self.rows = [self._with_those_before(row) for row in self.rows]
@@ -163,17 +168,17 @@ class _Clock:
                 self._settle(position)
             if self.is_loose[position] and self.ticks[position]:
                 extra.append(position)
-        ops, start, ticks = self.ops, self.start, self.ticks
+        start, ticks, levels, ranks, kinds = self.start, self.ticks, self._levels(), self.ranks, self.kinds
         columns: list[list[int]] = [[] for _ in range(1 + max(start, default=0))]
-        groups: defaultdict[int, list[int]] = defaultdict(list)  # by level, rank, and gradients first, as one number
-        ranks, last = 1 + max((op[4] for op in ops), default=0), len(columns)
-        for position, level in self._levels().items():
-            op = ops[position]
-            place = 2 * (level * ranks + op[4]) + (op[0] != "ADD")
-            groups[place * last + start[position]].append(position)
-        for place in sorted(groups):
-            group = groups[place]
-            columns[place % last] += sorted(group, key=self._tie) if len(group) > 1 else group
+        many, places = 1 + max(ranks, default=0), [0] * len(ticks)  # by level, rank, and gradients first, as one number
+        for position in self.instant:
+            places[position] = 2 * (levels[position] * many + ranks[position]) + (kinds[position] != "ADD")
+            columns[start[position]].append(position)
+        for column in columns:
+            column.sort(key=places.__getitem__)
+            if len(set(map(places.__getitem__, column))) < len(column):
+                groups = [list(group) for _, group in groupby(column, places.__getitem__)]
+                column[:] = chain.from_iterable(sorted(group, key=self._tie) for group in groups)
         for row in (*self.rows, extra):
             for position in row:
                 if ticks[position]:
@@ -301,21 +306,23 @@ class _Clock:
                 position, _ = path.popitem()
         return ~position
 
-    def _levels(self) -> dict[int, int]:
+    def _levels(self) -> list[int]:
         """Within one tick data goes first: an op's level is one above those of the instant ops it reads."""
-        levels: dict[int, int] = {}
-        last: dict[int, int] = {}  # rank -> the row's instant op before this one
-        start = self.start
+        levels = [-1] * (len(self.ops) + 1)  # below all levels: ops that take time, and inputs
+        last = [-1] * len(self.rows)  # of each rank, the row's instant op before this one
+        start, sources, kinds, ranks, is_loose = self.start, self.sources, self.kinds, self.ranks, self.is_loose
         for position in self.instant:
-            now = start[position]
-            before = self.sources[position]
-            level = _ANCHORED if position in self.anchor else 2 * _ANCHORED * (self.ops[position].kind == "OFFLOAD")
-            if not level and not self.is_loose[position]:
-                rank = self.ops[position].rank
-                before = (*before, last.get(rank, -1))
+            now, before, level = start[position], sources[position], 0
+            if position in self.anchor:
+                level = _ANCHORED
+            elif kinds[position] == "OFFLOAD":
+                level = 2 * _ANCHORED
+            elif not is_loose[position]:
+                rank = ranks[position]
+                before = (*before, last[rank])
                 last[rank] = position
             for source in before:
-                if source in levels and start[source] == now and levels[source] >= level:
+                if levels[source] >= level and start[source] == now:
                     level = levels[source] + 1
             levels[position] = level
         return levels

@@ -9,7 +9,9 @@ copy is gathered, and for which ops, is a policy, and the program says it. F, B,
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain, count
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple, get_args
 
 from fpipe.limits import whole
@@ -93,14 +95,11 @@ def shard(
     def transform(program: Program) -> Program:
         refuse_freed(program)
         refuse_updated(program, "shard")
-        odd = next((op for op in program.ops if op.kind in ("SEND", "RECV", "GATHER", "SCATTER")), None)
-        if odd is not None:
-            is_sharded = odd.kind in ("GATHER", "SCATTER")
-            raise ProgramError(
-                "this program is sharded already; shard it once."
-                if is_sharded
-                else "this program has its transfers already; put fpipe.shard() before fpipe.communicate()."
-            )
+        kinds = {*map(itemgetter(0), program.ops)}
+        if kinds & {"GATHER", "SCATTER"}:
+            raise ProgramError("this program is sharded already; shard it once.")
+        if kinds & {"SEND", "RECV"}:
+            raise ProgramError("this program has its transfers already; put fpipe.shard() before fpipe.communicate().")
         along, known = (("axis", axis),), axes_of(program)
         if len(known) > 1:
             refuse_more(known, axis)
@@ -154,7 +153,7 @@ def _scattered(
     """Ops and results with a SCATTER in place of each REDUCE of gradients, or one behind `each` of what it adds up."""
 
     def of_gradients(op: Op) -> bool:
-        return op.kind == "REDUCE" and op.how == how[:1] and op.writes[0].name in ("all", "cut")
+        return op[0] == "REDUCE" and op.how == how[:1] and op.writes[0].name in ("all", "cut")
 
     if not each:
         return [op._replace(kind="SCATTER", how=how) if of_gradients(op) else op for op in ops], outputs
@@ -193,17 +192,20 @@ Share = Callable[[int, Op], object]
 """Which uses share a copy: of an op, and the number of the step of its rank's main lane in which it runs."""
 
 
-def _shares(gather: Gather) -> Share:
+def _shares(gather: Gather) -> Share | None:
+    """The shares of a policy; None if each use has a copy of its own."""
     if callable(gather):
         return lambda step, op: gather(op)
     if gather == "use":
-        return lambda step, op: object()
+        return None
     last = dict[tuple[int, int | None], tuple[int, int]]()  # of a stage on a rank, its last step and its run
 
     def run(step: int, op: Op) -> object:
-        before, number = last.get((op.rank, op.stage), (step, 0))
-        last[op.rank, op.stage] = step, number + (step > before + 1)
-        return last[op.rank, op.stage][1]
+        place = op[4], op[1]
+        before, number = last.get(place, (step, 0))
+        number += step > before + 1
+        last[place] = step, number
+        return number
 
     return run
 
@@ -219,80 +221,85 @@ class _Copies:
         self.own: defaultdict[int, dict[Value, _OwnCopies]] = defaultdict(dict)
         for value, homes in self.homes.items():
             for rank in homes:
-                plain = rank == min(homes) and value not in self.away
-                gather = self.gathered(value, rank)[:6]
-                self.own[rank][value] = _OwnCopies(gather, value[:5], "" if plain else f"@{rank}", {})
+                self.own[rank][value] = _OwnCopies(self.gathers(value, rank), {})
 
     def gathered(self, value: Value, rank: int) -> Op:
         """The GATHER of some parameters on a rank."""
         shard = value._replace(name="shard")
         return Op("GATHER", value.stage, None, None, rank, (shard,), (value,), (), self.how)
 
+    def gathers(self, value: Value, rank: int) -> Iterator[Op]:
+        """The GATHERs of some parameters on a rank, of one copy after the other."""
+        name, stage, microbatch, piece, port, at = value
+        reads, how = self.gathered(value, rank).reads, self.how
+        if rank != min(self.homes[value]) or value in self.away:
+            at = f"@{rank}"
+        for number in count(1):
+            copy = _new(Value, (name, stage, microbatch, piece, port, at))
+            yield _new(Op, ("GATHER", stage, None, None, rank, reads, (copy,), (), how))
+            at = f"@{rank}.{number}"
+
     def before_uses(
-        self, ops: Sequence[Op], sources: Sequence[Sources], share: Share, lead: int, held: Collection[str]
+        self, ops: Sequence[Op], sources: Sequence[Sources], share: Share | None, lead: int, held: Collection[str]
     ) -> tuple[list[Op], list[Sources], list[list[int]]]:
         """The ops, each reading its copy, and behind them the GATHERs; the sources of all; and the rows of `held` kinds
         and GATHERs, that of a copy `lead` ops before its first reader."""
         travelling = [self.gathered(value, min(self.homes[value])) for value in self.homes if value in self.away]
-        now, known, first = [*ops, *travelling], [*sources], len(ops)
-        self.at = {op.writes[0]: first + number for number, op in enumerate(travelling)}
-        steps: defaultdict[int, list[int]] = defaultdict(list)  # of a rank, the positions of timed ops
-        before: defaultdict[int, list[int]] = defaultdict(list)  # of an op, those of GATHERs just before it
+        now, known = [*ops, *travelling], [*sources]
+        self.travelling = {op.writes[0]: len(ops) + number for number, op in enumerate(travelling)}
         timed = {name for name, kind in KINDS.items() if kind.time}
-        for position, op in enumerate(ops):
-            row = steps[op[4]]
-            if op[0] in timed:
-                row.append(position)
-            if -1 not in known[position] or op[0] == "SPLIT":
+        # of a rank, what stands between the start of one timed op and that of the next, from before the first
+        rows: defaultdict[int, list[list[int]]] = defaultdict(lambda: [[]])
+        for position, op in enumerate(travelling, len(ops)):
+            rows[op.rank][0].append(position)
+        for position, (op, found) in enumerate(zip(ops, sources, strict=True)):
+            kind, row = op[0], rows[op[4]]
+            if kind in timed:
+                row.append([])
+            if kind in held:
+                row[-1].append(position)
+            if -1 not in found or kind == "SPLIT":
                 continue
-            count, step = len(now), len(row) - 1
+            step = len(row) - 2
+            before = row[step - lead if step > lead else 0]
             if op[7]:
-                of = dict(zip(op[5], known[position], strict=True))
-                parts = [self.reading(part, map(of.__getitem__, part[5]), share, step, now) for part in op[7]]
+                of = dict(zip(op[5], found, strict=True))
+                parts = [
+                    self.reading(part, [of[value] for value in part[5]], share, step, now, before) for part in op[7]
+                ]
                 for part, found in parts:
                     of.update(zip(part[5], found, strict=True))
                 now[position] = made = pair(*[part for part, _ in parts])
                 known[position] = tuple(map(of.__getitem__, made[5]))
             else:
-                now[position], known[position] = self.reading(op, known[position], share, step, now)
-            for gather in range(count, len(now)):
-                before[row[max(0, step - lead)]].append(gather)
+                now[position], known[position] = self.reading(op, found, share, step, now, before)
         known += [(-1,)] * (len(now) - len(known))
-        rows: defaultdict[int, list[int]] = defaultdict(list)
-        for position in range(first, first + len(travelling)):
-            rows[now[position].rank].append(position)
-        for position, op in enumerate(ops):
-            if position in before:
-                rows[op[4]] += before[position]
-            if op[0] in held:
-                rows[op[4]].append(position)
-        return now, known, [rows[rank] for rank in range(1 + max(rows))]
+        return now, known, [list(chain.from_iterable(rows[rank])) for rank in range(1 + max(rows))]
 
-    def reading(self, op: Op, sources: Iterable[int], share: Share, step: int, ops: list[Op]) -> tuple[Op, Sources]:
+    def reading(
+        self, op: Op, sources: Sequence[int], share: Share | None, step: int, ops: list[Op], before: list[int]
+    ) -> tuple[Op, Sources]:
         """An op that reads its copies, and its sources; new `ops` gather the copies that no op before it reads."""
-        rank, reads, found = op[4], op[5], [*sources]
-        own = self.own[rank]
-        for place, value in enumerate(reads):
-            if value[0] == "params":
-                copies, purpose = own.get(value), share(step, op)
-                if copies is None:
-                    found[place] = self.at.get(value, found[place])
-                    continue
-                gather, start, end, known = copies
-                copy = known.get(purpose)
-                if copy is None:
-                    value = _new(Value, (*start, f"@{rank}.{len(known)}" if known else end))
-                    known[purpose] = copy = value, len(ops)
-                    ops.append(_new(Op, (*gather, (value,), (), self.how)))
-                reads, found[place] = (*reads[:place], copy[0], *reads[place + 1 :]), copy[1]
-        return _new(Op, (*op[:5], reads, *op[6:])), tuple(found)
+        kind, stage, microbatch, piece, rank, reads, writes, parts, how = op
+        own, now, found = self.own[rank], [*reads], [*sources]
+        for place, source in enumerate(sources):
+            if source == -1:
+                value = reads[place]
+                if value in own:
+                    gathers, known = own[value]
+                    new = len(ops)
+                    at = known.setdefault(share(step, op), new) if share else new
+                    if at == new:
+                        ops.append(next(gathers))
+                        before.append(at)
+                    now[place], found[place] = ops[at][6][0], at
+                elif value in self.travelling:
+                    found[place] = self.travelling[value]
+        return _new(Op, (kind, stage, microbatch, piece, rank, tuple(now), writes, parts, how)), tuple(found)
 
 
 class _OwnCopies(NamedTuple):
-    """The copies of some parameters that one rank gathers: the start of a GATHER, the start of their names, the end of
-    the first one, and those for each purpose, with the position of its GATHER."""
+    """The copies of some parameters that one rank gathers: GATHERs to come, and where that for each purpose is."""
 
-    gather: tuple[Any, ...]
-    start: tuple[Any, ...]
-    end: str
-    known: dict[object, tuple[Value, int]]
+    gathers: Iterator[Op]
+    known: dict[object, int]
