@@ -1,4 +1,5 @@
-"""One clock: `timing/lanes.py` defines when ops run, and whatever else plays an order says the same."""
+"""One clock: `timing/lanes.py` defines when ops run, and whatever else plays an order says the same: here, and
+`columns` in test_time_laws.py, `wavefront` in test_periodic_laws.py."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.orders.linear_pipeline import lanes_of, linear_pipeline_of, play
+from fpipe.orders.linear_pipeline import linear_pipeline_of, play, tracks_of
 from fpipe.orders.list_scheduler import NOTHING, TaskGraph, list_schedule
 from fpipe.orders.tasks import Tasks, tasks_of
 from fpipe.program import Op, Program
@@ -76,7 +77,7 @@ def test_a_chain_with_its_weights_in_place_is_played_as_lanes_define(
     work, ticks = sum(map(costs.seconds, program.ops)), sum(pipeline.seconds) * microbatches
     assume(work)
     never_early = [float("inf")] * ranks
-    assert play(pipeline, lanes_of(pipeline, rows), never_early)[0] * work / ticks == pytest.approx(timeline.makespan)
+    assert play(pipeline, tracks_of(pipeline, rows), never_early)[0] * work / ticks == pytest.approx(timeline.makespan)
 
 
 @given(plans())

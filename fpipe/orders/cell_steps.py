@@ -80,11 +80,11 @@ class Steps:
         stages = int(known.stage.max()) + 1
         forward = known.kind == KINDS.index("F")
         parts = (known.kind != KINDS.index("W")).nonzero()[:, 0]
-        lane = known.stage[parts] + stages * ~forward[parts]
-        wanted = lane + torch.where(forward[parts], -1, 1)
+        track = known.stage[parts] + stages * ~forward[parts]
+        wanted = track + torch.where(forward[parts], -1, 1)
         inside = torch.where(forward[parts], known.stage[parts] > 0, known.stage[parts] < stages - 1)
-        made = parts[lane.argsort(stable=True)]
-        counts = lane.bincount(minlength=2 * stages)
+        made = parts[track.argsort(stable=True)]
+        counts = track.bincount(minlength=2 * stages)
         begin = counts.cumsum(0) - counts
         many = torch.where(inside, counts[wanted.clamp(0, 2 * stages - 1)], 0)
         which, turn = spread(many)

@@ -1,7 +1,7 @@
 """A chain of stages as numbers, and the makespan of an order of it, which a search asks for a thousand times.
 
-The ops of a chain of S stages are lanes: lane s is the forward of stage s, lane S+s its input gradient, lane 2S+s its
-weight gradient. Each lane takes the microbatches in turn, so the order of a rank is a *row* of lanes and no more:
+The ops of a chain of S stages are tracks: track s is the forward of stage s, track S+s its input gradient, track 2S+s
+its weight gradient. Each takes the microbatches in turn, so the order of a rank is a *row* of tracks and no more:
 
     rank 0 | 0F0 0F1 0I0 0W0 0I1 0W1          <->          0 0 S 2S S 2S
 
@@ -27,7 +27,7 @@ from fpipe.timing.costs import Costs
 from fpipe.timing.paths import way
 from fpipe.transforms.cells import Key
 
-LaneRow = list[int]
+TrackRow = list[int]
 Objective = Literal["makespan", "span"]
 NEVER = (math.inf, math.inf)
 """The makespan and span of an order that does not come to an end."""
@@ -40,8 +40,8 @@ class LinearPipeline:
     Args:
         placement: the rank of each stage.
         microbatches: how many.
-        seconds: of each lane's op, 3S numbers.
-        ways: seconds that what a lane's op reads takes to its rank; 2S numbers, since a W reads what is there.
+        seconds: of each track's op, 3S numbers.
+        ways: seconds that what a track's op reads takes to its rank; 2S numbers, since a W reads what is there.
         caps: the most activations each rank may hold; the forward of one stage makes 1.
         kept: the share of an activation that a W still needs after its I.
         span: seconds beyond which a span is worth nothing, however short the makespan.
@@ -68,7 +68,7 @@ class LinearPipeline:
         return 1 + max(self.placement)
 
     @cached_property
-    def lanes(self) -> list[list[int]]:
+    def tracks(self) -> list[list[int]]:
         """The stages of each rank."""
         return [[stage for stage, rank in enumerate(self.placement) if rank == own] for own in range(self.ranks)]
 
@@ -80,24 +80,24 @@ class LinearPipeline:
 
     @cached_property
     def before(self) -> list[int]:
-        """The lane that each lane reads from, -1 for the first."""
+        """The track that each track reads from, -1 for the first."""
         found = [-1] * (2 * self.stages)
-        for lane, reader in zip(self.path, self.path[1:], strict=False):
-            found[reader] = lane
+        for track, reader in zip(self.path, self.path[1:], strict=False):
+            found[reader] = track
         return found
 
     @cached_property
     def after(self) -> list[int]:
-        """The lane that reads from each lane, -1 for the last."""
+        """The track that reads from each track, -1 for the last."""
         found = [-1] * (2 * self.stages)
-        for lane, reader in zip(self.path, self.path[1:], strict=False):
-            found[lane] = reader
+        for track, reader in zip(self.path, self.path[1:], strict=False):
+            found[track] = reader
         return found
 
     @cached_property
     def wakes(self) -> list[int]:
-        """The rank that may wait for what each lane makes, -1 if it is the lane's own or there is none."""
-        ranks = [self.placement[lane % self.stages] for lane in range(2 * self.stages)]
+        """The rank that may wait for what each track makes, -1 if it is the track's own or there is none."""
+        ranks = [self.placement[track % self.stages] for track in range(2 * self.stages)]
         readers = [ranks[reader] if reader >= 0 else -1 for reader in self.after]
         return [-1 if reader == own else reader for reader, own in zip(readers, ranks, strict=True)]
 
@@ -105,7 +105,7 @@ class LinearPipeline:
     def work(self) -> float:
         """Seconds that the busiest rank needs for one microbatch."""
         seconds, stages = self.seconds, self.stages
-        return max(sum(seconds[kind * stages + one] for kind in range(3) for one in own) for own in self.lanes)
+        return max(sum(seconds[kind * stages + one] for kind in range(3) for one in own) for own in self.tracks)
 
     def with_microbatches(self, microbatches: int) -> LinearPipeline:
         """Replace the number of microbatches."""
@@ -155,10 +155,10 @@ def linear_pipeline_of(
             seconds[stages + stage] += cost("R", stage)
     bare = LinearPipeline(tuple(placement), microbatches, tuple(seconds), (), (), kept)
     ways = [0.0] * (2 * stages)
-    for lane, source in enumerate(bare.before):
+    for track, source in enumerate(bare.before):
         if source >= 0:
             value = Value("y" if source < stages - 1 else "dx", source % stages, 0)
-            ways[lane] = way(costs, value, placement[source % stages], placement[lane % stages])
+            ways[track] = way(costs, value, placement[source % stages], placement[track % stages])
     if isinstance(cap, bool) or not isinstance(cap, int | float) or math.isnan(cap):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"memory_cap is a number of microbatches, found {cap!r}.")
     if cap < 1:
@@ -167,7 +167,7 @@ def linear_pipeline_of(
             "cap of at least 1."
         )
     most = min(cap, microbatches)
-    caps = tuple(most * len(own) + 1e-6 for own in bare.lanes)
+    caps = tuple(most * len(own) + 1e-6 for own in bare.tracks)
     ticks = _in_ticks([*seconds, *ways])
     return LinearPipeline(
         bare.placement,
@@ -207,51 +207,51 @@ _FINEST = 10**6
 _GRID = 2**30
 
 
-def cells_of(pipeline: LinearPipeline, lane_rows: Sequence[Sequence[int]], kinds: str = "FIW") -> list[list[Key]]:
-    """The rows of a table: the microbatch of a lane's op is how often the lane came before. `kinds` are "FB" of rows
+def cells_of(pipeline: LinearPipeline, track_rows: Sequence[Sequence[int]], kinds: str = "FIW") -> list[list[Key]]:
+    """The rows of a table: the microbatch of a track's op is how often the track came before. `kinds` are "FB" of rows
     without W whose backwards are full."""
     stages = pipeline.stages
     rows: list[list[Key]] = []
-    for lane_row in lane_rows:
+    for track_row in track_rows:
         turn = [0] * (3 * stages)
         row: list[Key] = []
-        for lane in lane_row:
-            row.append((kinds[lane // stages], lane % stages, turn[lane], None))
-            turn[lane] += 1
+        for track in track_row:
+            row.append((kinds[track // stages], track % stages, turn[track], None))
+            turn[track] += 1
         rows.append(row)
     return rows
 
 
-def lanes_of(pipeline: LinearPipeline, rows: Sequence[Sequence[Key]]) -> list[LaneRow]:
-    """The rows of a table as lanes; a B is the I of a pipeline whose backwards are full."""
-    return [[_LANES[kind] * pipeline.stages + (stage or 0) for kind, stage, _, _ in row] for row in rows]
+def tracks_of(pipeline: LinearPipeline, rows: Sequence[Sequence[Key]]) -> list[TrackRow]:
+    """The rows of a table as tracks; a B is the I of a pipeline whose backwards are full."""
+    return [[_TRACKS[kind] * pipeline.stages + (stage or 0) for kind, stage, _, _ in row] for row in rows]
 
 
-_LANES = {"F": 0, "B": 1, "I": 1, "W": 2}
+_TRACKS = {"F": 0, "B": 1, "I": 1, "W": 2}
 
 
 def shortest(pipeline: LinearPipeline, tables: Iterable[list[list[Key]]]) -> list[list[Key]]:
     """The rows that are worth most, of several ways to draw a schedule; of equal ones the first."""
     as_written = [math.inf] * pipeline.ranks  # no W runs before the row names it
-    return min(tables, key=lambda rows: pipeline.worth(play(pipeline, lanes_of(pipeline, rows), as_written)))
+    return min(tables, key=lambda rows: pipeline.worth(play(pipeline, tracks_of(pipeline, rows), as_written)))
 
 
 def play(
     pipeline: LinearPipeline,
-    rows: Sequence[LaneRow],
+    rows: Sequence[TrackRow],
     patience: Sequence[float],
-    full: list[LaneRow] | None = None,
+    full: list[TrackRow] | None = None,
     times: list[list[float]] | None = None,
 ) -> tuple[float, float]:
     """Makespan and span of rows; `NEVER` if they wait for each other or for room that never comes.
 
-    A W that a row names, by the lane of any W, is the next one that waits, if one does.
+    A W that a row names, by the track of any W, is the next one that waits, if one does.
 
     Args:
         patience: for each rank the share of a W that has to fit into a gap for it to run there: with 1 it never delays
             what comes next, with 0 it runs in any gap.
         full: a row for each rank, to which the rows with their W are written.
-        times: a list for each F and I lane, to which the ends of its ops are written.
+        times: a list for each F and I track, to which the ends of its ops are written.
 
     >>> pipeline = LinearPipeline((0, 1), 2, (1.0,) * 6, (0.0,) * 4, (2.0, 2.0))
     >>> full = [[], []]
@@ -268,9 +268,9 @@ def play(
         pipeline.kept,
     )
     ends: list[list[float]] = [[] for _ in range(2 * stages)] if times is None else times
-    read = [[0.0] * pipeline.microbatches, *[ends[lane] for lane in pipeline.before[1:]]]  # lane 0 reads what is there
+    read = [[0.0] * pipeline.microbatches, *[ends[source] for source in pipeline.before[1:]]]  # 0 reads what is there
     place, free, held, first = [0] * ranks, [0.0] * ranks, [0.0] * ranks, [-1.0] * ranks
-    waiting: list[list[int]] = [[] for _ in range(ranks)]  # the W that could run, as lanes
+    waiting: list[list[int]] = [[] for _ in range(ranks)]  # the W that could run, as tracks
     done = [0] * ranks  # and how many of them have
     todo = list(range(ranks))
     while todo:
@@ -279,8 +279,8 @@ def play(
         queue, head, share = waiting[rank], done[rank], patience[rank]
         at = len(row)
         for turn in range(place[rank], len(row)):
-            lane = row[turn]
-            if lane >= weights:  # 1. a W that the row names is the next one that waits
+            track = row[turn]
+            if track >= weights:  # 1. a W that the row names is the next one that waits
                 if head < len(queue):
                     if full is not None:
                         full[rank].append(queue[head])
@@ -288,12 +288,12 @@ def play(
                     head += 1
                     holds -= kept
                 continue
-            own, there = ends[lane], read[lane]
+            own, there = ends[track], read[track]
             if len(own) >= len(there):  # 2. what the op reads is not there: its writer wakes this rank
                 at = turn
                 break
-            ready = there[len(own)] + ways[lane]
-            room = caps[rank] - 1 if lane < stages else math.inf
+            ready = there[len(own)] + ways[track]
+            room = caps[rank] - 1 if track < stages else math.inf
             while head < len(queue) and (holds > room or time < ready):  # 3. W make room, and fill the gap
                 longer = seconds[queue[head]]
                 if holds <= room and time + longer * share > ready + 1e-9 * ready:
@@ -310,16 +310,16 @@ def play(
             if first[rank] < 0:
                 first[rank] = time
             if full is not None:
-                full[rank].append(lane)
-            time += seconds[lane]  # 4. the op itself
+                full[rank].append(track)
+            time += seconds[track]  # 4. the op itself
             own.append(time)
-            if lane < stages:
+            if track < stages:
                 holds += 1
             else:
-                queue.append(lane + stages)
+                queue.append(track + stages)
                 holds -= 1 - kept
-            other = wakes[lane]  # 5. a rank that stands before the op that reads this goes on
-            if other >= 0 and place[other] < len(rows[other]) and rows[other][place[other]] == after[lane]:
+            other = wakes[track]  # 5. a rank that stands before the op that reads this goes on
+            if other >= 0 and place[other] < len(rows[other]) and rows[other][place[other]] == after[track]:
                 todo.append(other)
         place[rank], free[rank], held[rank], done[rank] = at, time, holds, head
     if any(at < len(row) for at, row in zip(place, rows, strict=True)):
@@ -328,14 +328,14 @@ def play(
 
 
 def _lengths(
-    pipeline: LinearPipeline, rest: list[list[int]], free: list[float], first: list[float], full: list[LaneRow] | None
+    pipeline: LinearPipeline, rest: list[list[int]], free: list[float], first: list[float], full: list[TrackRow] | None
 ) -> tuple[float, float]:
     """Makespan and span, once each rank has also done the rest of its W."""
     makespan = span = 0.0
-    for rank, lanes in enumerate(rest):
+    for rank, tracks in enumerate(rest):
         if full is not None:
-            full[rank] += lanes
-        end = free[rank] + sum([pipeline.seconds[lane] for lane in lanes])
+            full[rank] += tracks
+        end = free[rank] + sum([pipeline.seconds[track] for track in tracks])
         makespan = max(makespan, end)
         span = max(span, end - first[rank])
     return makespan, span

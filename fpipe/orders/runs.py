@@ -20,10 +20,10 @@ from fpipe.timing.costs import Costs
 if TYPE_CHECKING:
     from torch import Tensor
 
-Lane = tuple[str, int]
+Track = tuple[str, int]
 """A kind and a stage: what a rank does for one microbatch after the other."""
-Symbol = tuple[Lane, ...]
-"""A cell without its microbatch: one lane, or the two of a PAIR."""
+Symbol = tuple[Track, ...]
+"""A cell without its microbatch: one track, or the two of a PAIR."""
 
 
 class RunPart(NamedTuple):
@@ -72,32 +72,32 @@ def _written(run: Run) -> Iterator[str]:
 
 
 class RunRow:
-    """The runs of a rank as they are made: each lane goes on with its next microbatch; a B is an I and a W.
+    """The runs of a rank as they are made: each track goes on with its next microbatch; a B is an I and a W.
 
     Args:
-        first: the first microbatch of a lane's stage, where that is not 0.
+        first: the first microbatch of a track's stage, where that is not 0.
     """
 
     def __init__(self, first: dict[int, int] | None = None) -> None:
         self.runs: list[Run] = []
-        self.next: defaultdict[Lane, int] = defaultdict(int)
+        self.next: defaultdict[Track, int] = defaultdict(int)
         for stage, microbatch in (first or {}).items():
             self.next.update({(kind, stage): microbatch for kind in "FIW"})
 
-    def add(self, symbols: Sequence[Iterable[Lane]], count: int) -> None:
+    def add(self, symbols: Sequence[Iterable[Track]], count: int) -> None:
         """Some cells, so many times."""
         if count < 1 or not symbols:
             return
-        lanes = [lane for symbol in symbols for lane in symbol]
+        tracks = [track for symbol in symbols for track in symbol]
         cells: list[tuple[RunPart, ...]] = []
         for symbol in symbols:
             parts: list[RunPart] = []
             for kind, stage in symbol:
                 first = self.next["I" if kind == "B" else kind, stage]
-                parts.append(RunPart(kind, stage, first, lanes.count((kind, stage))))
+                parts.append(RunPart(kind, stage, first, tracks.count((kind, stage))))
                 self._on(kind, stage, 1)
             cells.append(tuple(parts))
-        for kind, stage in lanes:
+        for kind, stage in tracks:
             self._on(kind, stage, count - 1)
         self.runs.append(Run(tuple(cells), count))
 

@@ -2,7 +2,7 @@
 
     0F0 0F1 [0B0 0F2] 0B1 0B2      --> two microbatches more -->      0F0 0F1 [0B0 0F2] [0B1 0F3] [0B2 0F4] 0B3 0B4
 
-Between two moments at which every lane has gone on by the same number of microbatches nothing but these numbers has
+Between two moments at which every track has gone on by the same number of microbatches nothing but these numbers has
 changed. What ran between them can run once more, as often as one likes: nothing waits for ever, and no rank holds more.
 Where a steady state has three microbatches and there are to be four more, it runs twice, and the last two are left out.
 """
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 Rows = list[list[int]]
-"""For each rank the lanes of its ops, in order: a lane takes its microbatches in turn."""
+"""For each rank the tracks of its ops, in order: a track takes its microbatches in turn."""
 
 
 class Steady(NamedTuple):
@@ -38,19 +38,19 @@ def steady_states(rows: Rows, starts: Sequence[Sequence[float]]) -> list[Steady]
     """
     pairs = enumerate(zip(rows, starts, strict=True))
     ops = sorted((start, rank, at, row[at]) for rank, (row, own) in pairs for at, start in enumerate(own))
-    counts = dict.fromkeys((lane for row in rows for lane in row), 0)
+    counts = dict.fromkeys((track for row in rows for track in row), 0)
     lead, reached = next(iter(counts)), [0 for _ in rows]
     seen: defaultdict[tuple[int, ...], list[tuple[float, int, list[int]]]] = defaultdict(list)
     found: list[Steady] = []
     before = ops[0][0]
-    for start, rank, _, lane in ops:
+    for start, rank, _, track in ops:
         if start > before:
             now, before = counts[lead], start
             ahead = tuple([count - now for count in counts.values()])
             for began, count, cut in seen[ahead][-8:]:
                 found.append(Steady((start - began) / (now - count), now - count, cut, reached[:]))
             seen[ahead].append((start, now, reached[:]))
-        counts[lane] += 1
+        counts[track] += 1
         reached[rank] += 1
     return sorted(found, key=lambda state: state[:2])
 
@@ -72,10 +72,10 @@ def stretch(rows: Rows, steady: Steady, more: int) -> Rows:
 def _without_last(row: list[int], count: int) -> list[int]:
     """A row without the last microbatches: nobody waits for them, and nothing else is later without them."""
     left, kept = Counter[int](), list[int]()
-    for lane in reversed(row):
-        left[lane] += 1
-        if left[lane] > count:
-            kept.append(lane)
+    for track in reversed(row):
+        left[track] += 1
+        if left[track] > count:
+            kept.append(track)
     return kept[::-1]
 
 

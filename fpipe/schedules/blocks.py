@@ -1,6 +1,6 @@
 """The building block: when one microbatch does what, repeated at an interval, is a whole schedule.
 
-A block gives each lane of a pipeline (see orders/linear_pipeline.py) an offset in seconds; microbatch i does what
+A block gives each track of a pipeline (see orders/linear_pipeline.py) an offset in seconds; microbatch i does what
 microbatch 0 did, i intervals later. Sorted by these times the ops of a rank are its row. Times that overlap do no harm:
 only the order counts, and each op then starts as early as it can.
 
@@ -13,27 +13,27 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from fpipe.orders.linear_pipeline import LaneRow, LinearPipeline
+from fpipe.orders.linear_pipeline import LinearPipeline, TrackRow
 from fpipe.orders.list_scheduler import NOTHING, Scheduled, TaskGraph, list_schedule
 
 
 class BuildingBlock(NamedTuple):
-    """Offsets of the F and I lanes of one microbatch, and the interval after which the next one follows."""
+    """Offsets of the F and I tracks of one microbatch, and the interval after which the next one follows."""
 
     offsets: tuple[float, ...]
     interval: float
 
 
-def lane_rows_of(pipeline: LinearPipeline, block: BuildingBlock) -> list[LaneRow]:
+def track_rows_of(pipeline: LinearPipeline, block: BuildingBlock) -> list[TrackRow]:
     """Each rank's F and I, in the order of a repeated block."""
     offsets, interval = block
     count = range(pipeline.microbatches)
-    rows: list[LaneRow] = []
-    for own in pipeline.lanes:
-        lanes = [*own, *(pipeline.stages + stage for stage in own)]
-        timed = [(offsets[lane] + interval * index, lane) for lane in lanes for index in count]
+    rows: list[TrackRow] = []
+    for own in pipeline.tracks:
+        tracks = [*own, *(pipeline.stages + stage for stage in own)]
+        timed = [(offsets[track] + interval * index, track) for track in tracks for index in count]
         timed.sort()
-        rows.append([lane for _, lane in timed])
+        rows.append([track for _, track in timed])
     return rows
 
 
@@ -42,7 +42,7 @@ def lattice(ranks: int, hops: int = 6) -> list[tuple[int, ...]]:
     """All blocks on a V whose legs have equal hops of 1 to `hops` cells and in which no two ops meet.
 
     A cell is the op of one chunk, and a rank has six for each microbatch: F, I and W of two chunks. A leg is one chunk
-    going down or up the ranks: F down, F up, I down, I up. Gives the offsets of the F and I lanes in cells, the blocks
+    going down or up the ranks: F down, F up, I down, I up. Gives the offsets of the F and I tracks in cells, the blocks
     that hold least first.
     """
     legs = [[*range(ranks)], [*reversed(range(ranks))]] * 2
@@ -115,18 +115,18 @@ class Follower:
         self.pipeline, self.eager = pipeline, eager
         stages, count = pipeline.stages, pipeline.microbatches
         needs: list[dict[int, float]] = [{} for _ in range(3 * stages * count)]
-        edges = [(lane, after, pipeline.ways[after]) for lane, after in enumerate(pipeline.after) if after >= 0]
+        edges = [(track, after, pipeline.ways[after]) for track, after in enumerate(pipeline.after) if after >= 0]
         edges += [(stages + stage, 2 * stages + stage, 0.0) for stage in range(stages)]
-        for lane, after, way in edges:
+        for track, after, way in edges:
             for index in range(count):
-                needs[after * count + index][lane * count + index] = way
+                needs[after * count + index][track * count + index] = way
         for index in range(1, count):
             needs[index][index - 1] = 0.0
         ranks = [rank for _ in range(3) for rank in pipeline.placement for _ in range(count)]
         seconds = [second for second in pipeline.seconds for _ in range(count)]
         self.work = TaskGraph.of(pipeline.ranks, ranks, seconds, needs)
 
-    def order(self, block: BuildingBlock, late: float, ahead: float) -> tuple[tuple[float, float], list[LaneRow]]:
+    def order(self, block: BuildingBlock, late: float, ahead: float) -> tuple[tuple[float, float], list[TrackRow]]:
         """Worth of the block, and the row of each rank, its W among the rest.
 
         Args:
@@ -146,7 +146,7 @@ class Follower:
 
     def _run(self, turn: list[float], enters: list[float]) -> Scheduled:
         pipeline, count = self.pipeline, self.pipeline.microbatches
-        caps, kept, own = pipeline.caps, pipeline.kept, pipeline.lanes
+        caps, kept, own = pipeline.caps, pipeline.kept, pipeline.tracks
         forwards, inputs = pipeline.stages * count, 2 * pipeline.stages * count
         after = {stage: len(each) - 1 - chunk for each in own for chunk, stage in enumerate(each)}
         held, begun = [0.0] * pipeline.ranks, [0] * pipeline.stages

@@ -14,18 +14,18 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from fpipe.orders.linear_pipeline import NEVER, LaneRow, LinearPipeline, lanes_of, unit_pipeline
+from fpipe.orders.linear_pipeline import NEVER, LinearPipeline, TrackRow, tracks_of, unit_pipeline
 from fpipe.orders.stretch import later
-from fpipe.schedules.blocks import BuildingBlock, Follower, lane_rows_of, lattice, v_block, v_blocks, v_half_cells
+from fpipe.schedules.blocks import BuildingBlock, Follower, lattice, track_rows_of, v_block, v_blocks, v_half_cells
 from fpipe.schedules.first_fit import in_blocks
 from fpipe.schedules.hillclimb import PATIENCE, Order, at_floor, climb, loosen, played, stretched, without_weights
 
-Found = tuple[tuple[float, float], list[LaneRow]]
+Found = tuple[tuple[float, float], list[TrackRow]]
 """Makespan and span, and the rows with their W."""
 
 
 @lru_cache(maxsize=64)
-def linear_order(pipeline: LinearPipeline, effort: int) -> list[LaneRow]:
+def linear_order(pipeline: LinearPipeline, effort: int) -> list[TrackRow]:
     """The best order of one stage a rank: how far each rank runs ahead, searched from the costs.
 
     Args:
@@ -55,10 +55,10 @@ def linear_order(pipeline: LinearPipeline, effort: int) -> list[LaneRow]:
     return climb(pipeline, best, min(plays, 20 * ops)).full(pipeline)
 
 
-def _ahead(pipeline: LinearPipeline, per_hop: float, more: int) -> list[LaneRow]:
+def _ahead(pipeline: LinearPipeline, per_hop: float, more: int) -> list[TrackRow]:
     """Each rank runs some forwards ahead for every rank behind it, and then takes I and F in turn."""
     stages, count = pipeline.stages, pipeline.microbatches
-    rows: list[LaneRow] = []
+    rows: list[TrackRow] = []
     for stage, rank in enumerate(pipeline.placement):
         hops = pipeline.ranks - 1 - rank
         ahead = max(1, min(count, int(pipeline.caps[rank]), int(hops * per_hop + 1 + more + 1e-9)))
@@ -68,7 +68,7 @@ def _ahead(pipeline: LinearPipeline, per_hop: float, more: int) -> list[LaneRow]
 
 
 @lru_cache(maxsize=256)
-def v_order(pipeline: LinearPipeline, effort: int, polish: int = 0) -> list[LaneRow]:
+def v_order(pipeline: LinearPipeline, effort: int, polish: int = 0) -> list[TrackRow]:
     """The best order of two chunks a rank on a V: which block is repeated, searched from the costs and the caps.
 
     Args:
@@ -121,7 +121,7 @@ _TURNS = ((1, 0, 3, 2), (2, 1, 3, 0), (3, 1, 2, 0), (3, 2, 0, 1), (3, 2, 1, 0))
 
 def greedy(pipeline: LinearPipeline, turns: Iterable[Sequence[int]] = _TURNS) -> list[Order]:
     """Orders on a V without a plan: of what is ready and has room, a rank runs the leg whose turn comes first."""
-    follower, each = Follower(pipeline, eager=True), list[list[LaneRow]]()
+    follower, each = Follower(pipeline, eager=True), list[list[TrackRow]]()
     weighs = any(pipeline.seconds[2 * pipeline.stages :])  # W, which is in no gap where backwards are full
     for legs in turns:
         offsets = tuple(pipeline.work * turn for turn in legs for _ in range(pipeline.ranks))
@@ -176,7 +176,7 @@ def _of_a_short_step(short: LinearPipeline, effort: int, polish: int) -> _Known:
     fixed = [_serial(short), without_weights(short, _one_after_the_other(short))]
     orders = [(played(short, rows, patience), None) for rows in fixed for patience in (0.0, 0.5, 1.0)]
     blocks = [block for block, _ in zip(v_blocks(short), range(plays // 8), strict=False)]
-    orders += [(played(short, lane_rows_of(short, block), 0.5), block) for block in blocks]
+    orders += [(played(short, track_rows_of(short, block), 0.5), block) for block in blocks]
     orders += [(order, None) for order in greedy(short)]
     orders.sort(key=lambda one: one[0].value)
     blocks = [block for _, block in orders if block is not None]
@@ -219,9 +219,9 @@ def _in_published(cells: tuple[int, ...], pipeline: LinearPipeline, *, as_drawn:
         as_drawn: whether its W are also tried in the gaps that F = I = W leaves, where they were published.
     """
     stages, count = pipeline.stages, pipeline.microbatches
-    block = {("FB"[lane // stages], lane % stages): cell for lane, cell in enumerate(cells)}
+    block = {("FB"[track // stages], track % stages): cell for track, cell in enumerate(cells)}
     tables = [in_blocks(block, 6, (1, 1), pipeline.placement, count, mirror=mirror) for mirror in (True, False)]
-    drawn = [lanes_of(pipeline, table) for table in tables]
+    drawn = [tracks_of(pipeline, table) for table in tables]
     orders = [played(pipeline, rows, patience) for rows in drawn for patience in (0.0, 0.5, 1.0)]
     if as_drawn:
         unit = replace(unit_pipeline(pipeline.placement, count, fused=False), caps=pipeline.caps)
@@ -242,19 +242,19 @@ def _no_longer_than_drawn(pipeline: LinearPipeline) -> tuple[LinearPipeline, Ord
     return pipeline, min(orders, key=lambda order: pipeline.worth(order.value))
 
 
-def _serial(pipeline: LinearPipeline) -> list[LaneRow]:
+def _serial(pipeline: LinearPipeline) -> list[TrackRow]:
     """One microbatch after the other: what fits under every cap."""
     return [
-        [lane for lane in pipeline.path if lane % pipeline.stages in own] * pipeline.microbatches
-        for own in map(set, pipeline.lanes)
+        [track for track in pipeline.path if track % pipeline.stages in own] * pipeline.microbatches
+        for own in map(set, pipeline.tracks)
     ]
 
 
-def _one_after_the_other(pipeline: LinearPipeline) -> list[LaneRow]:
+def _one_after_the_other(pipeline: LinearPipeline) -> list[TrackRow]:
     """ZB-V as published: first chunks until the first second chunk is back, then each forward with a whole backward,
     and in the end input gradients first."""
     ranks, count, stages = pipeline.ranks, pipeline.microbatches, pipeline.stages
-    rows: list[LaneRow] = []
+    rows: list[TrackRow] = []
     for rank in range(ranks):
         down, up, weight = rank, stages - 1 - rank, 2 * stages
         back, home = stages + up, stages + down
@@ -262,19 +262,19 @@ def _one_after_the_other(pipeline: LinearPipeline) -> list[LaneRow]:
         turns += [down, home, weight, up, back, weight] * max(0, count - ranks)
         turns += [up] * count + [home, back] * rank + [home, weight] * (ranks - rank) + [back, home] * count
         left = {down: count, up: count, back: count, home: count, weight: 2 * count}
-        row: LaneRow = []
-        for lane in turns:
-            if left[lane]:
-                left[lane] -= 1
-                row.append(lane)
+        row: TrackRow = []
+        for track in turns:
+            if left[track]:
+                left[track] -= 1
+                row.append(track)
         rows.append(row)
     return rows
 
 
-def v_min_order(pipeline: LinearPipeline) -> list[LaneRow] | None:
+def v_min_order(pipeline: LinearPipeline) -> list[TrackRow] | None:
     """The published block of V-Min: every leg goes from rank to rank without a wait; None where it needs more room."""
     cells = next(iter(lattice(pipeline.ranks, 1)), None)
     if cells is None:
         return None
-    order = played(pipeline, lane_rows_of(pipeline, v_block(pipeline, cells)), 1.0)
+    order = played(pipeline, track_rows_of(pipeline, v_block(pipeline, cells)), 1.0)
     return None if order.value == NEVER else order.full(pipeline)

@@ -8,9 +8,9 @@ from random import Random
 from typing import NamedTuple
 
 from fpipe.orders.climb import Climb, Value
-from fpipe.orders.linear_pipeline import NEVER, LaneRow, LinearPipeline, cells_of, lanes_of, play
+from fpipe.orders.linear_pipeline import NEVER, LinearPipeline, TrackRow, cells_of, play, tracks_of
 from fpipe.orders.stretch import steady_states, stretch
-from fpipe.schedules.blocks import BuildingBlock, lane_rows_of
+from fpipe.schedules.blocks import BuildingBlock, track_rows_of
 from fpipe.transforms.cells import Key
 
 PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -20,31 +20,31 @@ class Order(NamedTuple):
     """An order of a pipeline, and how good it is: the smaller, the better."""
 
     value: tuple[float, float]
-    rows: list[LaneRow]
+    rows: list[TrackRow]
     patience: list[float]
 
-    def full(self, pipeline: LinearPipeline) -> list[LaneRow]:
+    def full(self, pipeline: LinearPipeline) -> list[TrackRow]:
         """The rows with their W."""
-        made: list[LaneRow] = [[] for _ in self.rows]
+        made: list[TrackRow] = [[] for _ in self.rows]
         play(pipeline, self.rows, self.patience, made)
         return made
 
 
-def played(pipeline: LinearPipeline, rows: list[LaneRow], patience: float | Sequence[float]) -> Order:
+def played(pipeline: LinearPipeline, rows: list[TrackRow], patience: float | Sequence[float]) -> Order:
     """Rows and what they are worth."""
     each: list[float] = list(patience) if isinstance(patience, Sequence) else [patience] * pipeline.ranks
     return Order(pipeline.worth(play(pipeline, rows, each)), rows, each)
 
 
-def without_weights(pipeline: LinearPipeline, rows: list[LaneRow]) -> list[LaneRow]:
+def without_weights(pipeline: LinearPipeline, rows: list[TrackRow]) -> list[TrackRow]:
     """Rows without their W, which then fill gaps."""
-    return [[lane for lane in row if lane < 2 * pipeline.stages] for row in rows]
+    return [[track for track in row if track < 2 * pipeline.stages] for row in rows]
 
 
 def in_gaps(pipeline: LinearPipeline, tables: Iterable[list[list[Key]]]) -> Iterator[list[list[Key]]]:
     """Tables whose W fill the gaps that the costs leave, patiently or not, instead of standing where they are drawn."""
     for table in tables:
-        rows = without_weights(pipeline, lanes_of(pipeline, table))
+        rows = without_weights(pipeline, tracks_of(pipeline, table))
         orders = (played(pipeline, rows, patience) for patience in (0.0, 0.5, 1.0))
         yield from (cells_of(pipeline, order.full(pipeline)) for order in orders if order.value != NEVER)
 
@@ -64,7 +64,7 @@ def floor(pipeline: LinearPipeline) -> tuple[float, float]:
         tails[stage] = tails[stage - 1] + seconds[stages + stage - 1] + pipeline.ways[stages + stage - 1]
     back = heads[-1] + seconds[stages - 1] + pipeline.ways[2 * stages - 1] + seconds[2 * stages - 1] + tails[-1]
     makespan = span = 0.0
-    for rank, own in enumerate(pipeline.lanes):
+    for rank, own in enumerate(pipeline.tracks):
         chain = count * sum(seconds[stage] + seconds[stages + stage] for stage in own)
         work = chain + count * sum(seconds[2 * stages + stage] for stage in own)
         whole = heads[own[0]] + chain + tails[own[0]]
@@ -115,11 +115,11 @@ class _InBlocks(NamedTuple):
 
 
 def loosen(pipeline: LinearPipeline, block: BuildingBlock, patience: float, plays: int) -> Order:
-    """Move offsets of a block by sixths of its interval: a lane, all that follow it, or a leg that goes slower."""
+    """Move offsets of a block by sixths of its interval: a track, all that follow it, or a leg that goes slower."""
     random, path, ranks = Random(0), pipeline.path, pipeline.ranks
 
     def repeated(block: BuildingBlock, patience: float | Sequence[float]) -> _InBlocks:
-        order = played(pipeline, lane_rows_of(pipeline, block), patience)
+        order = played(pipeline, track_rows_of(pipeline, block), patience)
         return _InBlocks(order.value, order, block)
 
     def change(now: _InBlocks, late: Value) -> _InBlocks:
@@ -137,12 +137,12 @@ def loosen(pipeline: LinearPipeline, block: BuildingBlock, patience: float, play
                 offsets[path[at]] += step
             elif kind < 0.75:
                 until = len(path) if kind < 0.5 else at + 1 + random.randrange(ranks)
-                for lane in path[at:until]:
-                    offsets[lane] += step
+                for track in path[at:until]:
+                    offsets[track] += step
             else:
                 leg = at - at % ranks
-                for slope, lane in enumerate(path[leg:]):
-                    offsets[lane] += step * min(1.0, slope / max(1, ranks - 1))
+                for slope, track in enumerate(path[leg:]):
+                    offsets[track] += step * min(1.0, slope / max(1, ranks - 1))
         return repeated(BuildingBlock(tuple(offsets), interval), each)
 
     climb = Climb(repeated(block, patience))
@@ -158,9 +158,9 @@ def stretched(pipeline: LinearPipeline, order: Order, longer: LinearPipeline) ->
     """An order for more microbatches, by its best steady state; worth `NEVER` where it has none."""
     times: list[list[float]] = [[] for _ in range(2 * pipeline.stages)]
     play(pipeline, order.rows, order.patience, None, times)
-    rows = [[lane for lane in row if lane < len(times)] for row in order.rows]
+    rows = [[track for track in row if track < len(times)] for row in order.rows]
     ends = [iter(each) for each in times]
-    starts = [[next(ends[lane]) - pipeline.seconds[lane] for lane in row] for row in rows]
+    starts = [[next(ends[track]) - pipeline.seconds[track] for track in row] for row in rows]
     more, states = longer.microbatches - pipeline.microbatches, steady_states(rows, starts)[:STATES]
     found = [played(longer, stretch(rows, state, more), order.patience) for state in states]
     return min(found, key=lambda one: one.value, default=Order(NEVER, rows, order.patience))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from fpipe.orders.runs import Lane, Run, RunRow, Symbol
+from fpipe.orders.runs import Run, RunRow, Symbol, Track
 
 Rows = list[list[Run]]
 
@@ -27,15 +27,15 @@ def taken_in_turn(
     total = sum(count for _, _, count in forwards)
     kind, last = ("B" if lag is None else "I"), len(chunks) - 1
 
-    def lanes(kind: str, begin: int) -> Iterator[tuple[int, int, list[Symbol]]]:
+    def tracks(kind: str, begin: int) -> Iterator[tuple[int, int, list[Symbol]]]:
         for chunk, _, count in forwards:
             stages = chunks[chunk] if kind == "F" else chunks[last - chunk][::-1]
             yield begin, begin + count, [((kind, stage),) for stage in stages]
             begin += count
 
-    streams = [list(lanes("F", -min(warm_up, total))), list(lanes(kind, 0))]
+    streams = [list(tracks("F", -min(warm_up, total))), list(tracks(kind, 0))]
     if lag is not None:
-        streams.append(list(lanes("W", lag)))
+        streams.append(list(tracks("W", lag)))
     cuts = sorted({turn for stream in streams for begin, end, _ in stream for turn in (begin, end)})
     row = RunRow()
     for begin, end in pairwise(cuts):
@@ -85,18 +85,18 @@ def _zbv(ranks: int, microbatches: int) -> Rows:
 
 
 def _drained(
-    row: RunRow, turns: list[Lane], waiting: int, then: Lane, count: int, before: Symbol = (), after: Symbol = ()
+    row: RunRow, turns: list[Track], waiting: int, then: Track, count: int, before: Symbol = (), after: Symbol = ()
 ) -> None:
     """The last `count` I's of a rank, each with the W that has waited longest, and then the W that are left.
 
-    First `waiting` of them alternate between two lanes; behind these are those of the I's themselves.
+    First `waiting` of them alternate between two tracks; behind these are those of the I's themselves.
     """
 
     def weights(begin: int, end: int, before: Symbol, after: Symbol) -> None:
         own, turn = turns if begin % 2 == 0 else turns[::-1], min(max(begin, waiting), end)
         pairs, odd = divmod(turn - begin, 2)
-        for lanes, times in ((own, pairs), (own[:1], odd), ([then], end - turn)):
-            row.add([cell for lane in lanes for cell in (before, (lane,), after) if cell], times)
+        for tracks, times in ((own, pairs), (own[:1], odd), ([then], end - turn)):
+            row.add([cell for track in tracks for cell in (before, (track,), after) if cell], times)
 
     weights(0, count, before, after)
     weights(count, waiting + count, (), ())

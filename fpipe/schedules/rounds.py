@@ -139,11 +139,11 @@ class _Loop:
         total = len(kinds) * stages * count
         readers: list[list[tuple[int, float]]] = [[] for _ in range(total)]
         needs = [0] * total
-        lanes = [(stage, stage + 1) for stage in range(stages - 1)]
-        lanes += [(stage, stages + stage) for stage in range(stages)]
-        lanes += [(stages + stage + 1, stages + stage) for stage in range(stages - 1)]
-        lanes += [(stages + stage, 2 * stages + stage) for stage in range(stages if kinds == "FIW" else 0)]
-        edges = [(lane * count + index, after * count + index) for lane, after in lanes for index in range(count)]
+        tracks = [(stage, stage + 1) for stage in range(stages - 1)]
+        tracks += [(stage, stages + stage) for stage in range(stages)]
+        tracks += [(stages + stage + 1, stages + stage) for stage in range(stages - 1)]
+        tracks += [(stages + stage, 2 * stages + stage) for stage in range(stages if kinds == "FIW" else 0)]
+        edges = [(track * count + index, after * count + index) for track, after in tracks for index in range(count)]
         edges += [(index, index + 1) for index in range(count - 1)]  # microbatches enter in turn
         for op, after in edges:
             readers[op].append((after, 0.0))

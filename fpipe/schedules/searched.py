@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fpipe.orders.linear_pipeline import LaneRow, LinearPipeline, Objective, cells_of, linear_pipeline_of
+from fpipe.orders.linear_pipeline import LinearPipeline, Objective, TrackRow, cells_of, linear_pipeline_of
 from fpipe.program import Program
 from fpipe.schedules.by_cost import linear_order, v_min_order, v_order
 from fpipe.schedules.registry import published
@@ -74,7 +74,7 @@ def zb_auto(
     rank 2 |  .   .  2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2W0 2W1 2W2 2W3
     """
 
-    def order(pipeline: LinearPipeline) -> list[LaneRow]:
+    def order(pipeline: LinearPipeline) -> list[TrackRow]:
         return linear_order(pipeline, GLANCE if costs is None else 3 * EFFORT)
 
     return _ordered(
@@ -117,7 +117,7 @@ def zbv(
     rank 1 |  .  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
     """
 
-    def order(pipeline: LinearPipeline) -> list[LaneRow]:
+    def order(pipeline: LinearPipeline) -> list[TrackRow]:
         return _on_a_v(pipeline, costs)
 
     cap = ranks if memory_cap is None else memory_cap
@@ -159,7 +159,7 @@ def v_half(
     rank 1 |  .  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
     """
 
-    def order(pipeline: LinearPipeline) -> list[LaneRow]:
+    def order(pipeline: LinearPipeline) -> list[TrackRow]:
         return _on_a_v(pipeline, costs)
 
     return _ordered(
@@ -202,7 +202,7 @@ def v_min(
     rank 1 |  .  1F0 2F0  .   .  2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 1F2 2F2 2W1 1W1 2I2 1I2 1F3 2F3 2W2 1W2 2I3 1I3 2W3 1W3
     """
 
-    def order(pipeline: LinearPipeline) -> list[LaneRow]:
+    def order(pipeline: LinearPipeline) -> list[TrackRow]:
         drawn = v_min_order(pipeline) if costs is None and memory_cap is None else None
         return drawn or _on_a_v(pipeline, costs)
 
@@ -211,7 +211,7 @@ def v_min(
     )
 
 
-def _on_a_v(pipeline: LinearPipeline, costs: Costs | None) -> list[LaneRow]:
+def _on_a_v(pipeline: LinearPipeline, costs: Costs | None) -> list[TrackRow]:
     """A V is searched for one share, and what is found is polished for another."""
     return v_order(pipeline, GLANCE) if costs is None else v_order(pipeline, EFFORT, polish=EFFORT)
 
@@ -220,7 +220,7 @@ def _ordered(
     name: str,
     placement: str,
     ranks: int,
-    order: Callable[[LinearPipeline], list[LaneRow]],
+    order: Callable[[LinearPipeline], list[TrackRow]],
     costs: Costs | None,
     cap: float,
     kept: float,
