@@ -6,7 +6,7 @@ from __future__ import annotations
 from itertools import chain
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import fpipe
@@ -63,6 +63,7 @@ def test_a_list_schedule_of_given_rows_is_as_lanes_define(plan: DrawnProgram, co
     seconds=st.lists(SECONDS, min_size=24, max_size=24),
     transfer=SECONDS,
 )
+@example(3, 2, "zbv", [0.0] * 5 + [1.0] + [0.0] * 11 + [1.0] + [0.0] * 6, 1.0)  # a W that takes no time went early
 def test_a_chain_with_its_weights_in_place_is_played_as_lanes_define(
     ranks: int, microbatches: int, name: str, seconds: list[float], transfer: float
 ):

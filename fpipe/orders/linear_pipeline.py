@@ -296,7 +296,7 @@ def play(
             room = caps[rank] - 1 if track < stages else math.inf
             while head < len(queue) and (holds > room or time < ready):  # 3. W make room, and fill the gap
                 longer = seconds[queue[head]]
-                if holds <= room and time + longer * share > ready + 1e-9 * ready:
+                if holds <= room and not time + longer * share <= ready + 1e-9 * ready:  # 0 * inf is no number
                     break
                 if full is not None:
                     full[rank].append(queue[head])
