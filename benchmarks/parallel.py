@@ -74,6 +74,8 @@ AVERAGE = {
     "MLP 8 x 1 row": {("gloo", "torch"): 0.50, ("threads", "local"): 1.20},
     "GPT, 4 blocks, width 256": {("gloo", "torch"): 0.90},
 }
+# In every schedule, of torch's.
+MOST = {"MLP 8 x 1 row": 0.55}
 
 
 def torchs(rank: int, name: str, case: Case) -> Step:
@@ -260,7 +262,8 @@ def summary(found: dict[str, dict[str, dict[str, float]]]) -> None:
             )
             print(f"{name:<25} {one}/{other} on average: {within(ratio, reach)}, apart {floor:.2f}")
         ratios = [times["gloo"] / times["torch"] for times in each.values()]
-        print(f"{name:<25} gloo/torch: {statistics.mean(ratios):.2f} on average, at most {within(max(ratios), 1.0)}")
+        most = within(max(ratios), MOST.get(name, 1.0))
+        print(f"{name:<25} gloo/torch: {statistics.mean(ratios):.2f} on average, at most {most}")
     ratios = [times["gloo"] / times["torch"] for each in found.values() for times in each.values()]
     average, most = within(statistics.mean(ratios), 0.75), within(max(ratios), 1.0)
     print(f"{'all':<25} gloo/torch on average: {average}; at most {most}", flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -92,9 +92,13 @@ def casting(kinds: Casts) -> Generator[None]:
         yield
 
 
-@contextmanager
-def raw_ops() -> Generator[None]:
+def raw_ops() -> AbstractContextManager[None]:
     """Ops as they are written: without autograd, and without casts, which the graphs hold."""
+    return _without_casts() if torchs.is_autocast_on() else torch.no_grad()
+
+
+@contextmanager
+def _without_casts() -> Generator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for kind in _KINDS:

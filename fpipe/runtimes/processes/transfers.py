@@ -139,7 +139,6 @@ class Transfers:
     def start(self, step: int, signature: int, key: int | None, keeps: bool) -> None:
         """The ranks agree, and a step starts: by its mark, what is left of another one is told from it, and what has
         another key. It `keeps` what was sent if somebody looks at it in the end."""
-        self.begin()
         self._keeps = keeps
         self._mark = MARKS + (step + signature + self._apart * (key or 0)) % (256 - MARKS)
         self._own = f"{self._build}, key {key if key is None or abs(key) < _LONG else hash(key)}"
