@@ -2,6 +2,7 @@
 and whatever the rows of a batch, a loss function keeps to them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fpipe
 from property_tests.strategies import few
 from tests.own_autograd import own_autograd
+from tests.toys import Toy
 
 WIDTH = 4
 
@@ -47,16 +49,10 @@ class Calls(nn.Module):
         return layer(x)
 
 
-class Both(nn.Module):
+def both(own: Any, x: Tensor) -> Tensor:
     """A pair of values through two nets and back, as where a text is read beside an image."""
-
-    def __init__(self, children: list[nn.Module]) -> None:
-        super().__init__()
-        self.pairs = nn.ModuleDict({"one": children[0], "other": nn.Sequential(*children[1:])})
-
-    def forward(self, x: Tensor) -> Tensor:
-        made = {name: layer(x) for name, layer in self.pairs.items()}
-        return made["one"] * torch.sigmoid(made["other"])
+    made = {name: layer(x) for name, layer in own.pairs.items()}
+    return made["one"] * torch.sigmoid(made["other"])
 
 
 def frozen() -> nn.Module:
@@ -75,29 +71,15 @@ def tied() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-class Attends(nn.Module):
-    """Rows that read each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.MultiheadAttention(WIDTH, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.heads(x, x, x, need_weights=False)[0]
+def rows_that_read_each_other(own: Any, x: Tensor) -> Tensor:
+    return own.heads(x, x, x, need_weights=False)[0]
 
 
-class Counts(nn.Module):
+def counts(own: Any, x: Tensor) -> Tensor:
     """Remembers how often it was called, and divides by it: by a copy, since autograd refuses to differentiate a call
     whose count the next one has written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Tensor
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x / self.calls.clone()
+    own.calls += 1
+    return x / own.calls.clone()
 
 
 LEAVES: dict[str, Callable[[], nn.Module]] = {
@@ -109,8 +91,8 @@ LEAVES: dict[str, Callable[[], nn.Module]] = {
     "frozen": frozen,
     "half frozen": half_frozen,
     "tied": tied,
-    "attention": Attends,
-    "counter": Counts,
+    "attention": lambda: Toy(rows_that_read_each_other, heads=nn.MultiheadAttention(WIDTH, 2)),
+    "counter": lambda: Toy(counts, calls=torch.zeros(())),
     "in place": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)),
 }
 Recipe = str | tuple[str, list["Recipe"]]
@@ -126,7 +108,10 @@ def made(recipe: Recipe) -> nn.Module:
     if isinstance(recipe, str):
         return LEAVES[recipe]()
     rule, inner = recipe
-    return Both([*map(made, inner)]) if rule == "both" else Calls(rule, [*map(made, inner)])
+    children = [*map(made, inner)]
+    if rule == "both":
+        return Toy(both, pairs=nn.ModuleDict({"one": children[0], "other": nn.Sequential(*children[1:])}))
+    return Calls(rule, children)
 
 
 REFUSED = ("modules to cut after", "choose cuts= that keep it in one")

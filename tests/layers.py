@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from tests.toys import Toy
+
 
 class Made(NamedTuple):
     """A stage to try: `function(params, x)`, and the module that it calls, if it calls one."""
@@ -137,42 +139,12 @@ def old_weight_norm(module: nn.Module) -> nn.Module:
         return nn.utils.weight_norm(module)
 
 
-class Attention(nn.Module):
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(8, 2, batch_first=True, **options)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.inner(x, x, x)
+def attention(**options: Any) -> nn.Module:
+    return Toy(lambda own, x: own.inner(x, x, x), inner=nn.MultiheadAttention(8, 2, batch_first=True, **options))
 
 
-class Thrice(nn.Module):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(self.block(self.block(x)))
-
-
-class SharedNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.other(self.norm(self.one(self.norm(x)))))
-
-
-class Two(nn.Module):
-    """A function of two Linears of one input."""
-
-    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.one, self.other, self.function = nn.Linear(8, 6), nn.Linear(8, 6), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.one(x), self.other(x))
+def two(function: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+    return Toy(function, one=nn.Linear(8, 8), other=nn.Linear(8, 8), norm=nn.LayerNorm(8))
 
 
 def around(activation: nn.Module) -> nn.Module:
@@ -248,7 +220,7 @@ layer("LayerNorm", lambda: nn.LayerNorm(8), table, step=False)
 layer("LayerNorm without bias", lambda: nn.LayerNorm(8, bias=False), table, step=False)
 layer("RMSNorm", lambda: nn.RMSNorm(8), table, step=False)
 layer("LocalResponseNorm", conv(nn.LocalResponseNorm(2)), image, step=False)
-layer("a shared LayerNorm", SharedNorm, table)
+layer("a shared LayerNorm", partial(two, lambda own, x: own.norm(own.other(own.norm(own.one(own.norm(x)))))), table)
 for name, activation in {
     "RReLU in eval": nn.RReLU().eval(),
     "Dropout in eval": nn.Dropout(0.5).eval(),
@@ -311,10 +283,10 @@ layer(
 layer("EmbeddingBag, sum", lambda: nn.EmbeddingBag(10, 6, mode="sum"), ids(10, 4, 5), step=False)
 layer("EmbeddingBag, mean", lambda: nn.EmbeddingBag(10, 6), ids(10, 4, 5))
 layer("EmbeddingBag, max", lambda: nn.EmbeddingBag(10, 6, mode="max"), ids(10, 4, 5), step=False)
-layer("MultiheadAttention", Attention, sequence)
+layer("MultiheadAttention", attention, sequence)
 layer(
     "MultiheadAttention, bias_kv, zero_attn",
-    lambda: Attention(add_bias_kv=True, add_zero_attn=True),
+    lambda: attention(add_bias_kv=True, add_zero_attn=True),
     sequence,
     step=False,
 )
@@ -339,15 +311,18 @@ layer(
 )
 layer(
     "an ALBERT block applied three times",
-    lambda: Thrice(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)),
+    lambda: Toy(
+        lambda own, x: own.block(own.block(own.block(x))),
+        block=nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True),
+    ),
     rows(4, 2, 8),
 )
 layer("weight_norm, as a parametrization", lambda: parametrizations.weight_norm(nn.Linear(8, 6)), table, step=False)
 layer("weight_norm, as a hook", lambda: old_weight_norm(nn.Linear(8, 6)), table)
 layer("orthogonal", lambda: parametrizations.orthogonal(nn.Linear(6, 6)), rows(4, 6), step=False)
 layer("spectral_norm in eval", lambda: parametrizations.spectral_norm(nn.Linear(8, 6)).eval(), table)
-layer("CosineSimilarity", lambda: Two(F.cosine_similarity), table, step=False)
-layer("PairwiseDistance, cdist", lambda: Two(distances), table, step=False)
+layer("CosineSimilarity", partial(two, lambda own, x: F.cosine_similarity(own.one(x), own.other(x))), table, step=False)
+layer("PairwiseDistance, cdist", partial(two, lambda own, x: distances(own.one(x), own.other(x))), table, step=False)
 layer(
     "a frozen Linear", lambda: nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)), table, step=False
 )

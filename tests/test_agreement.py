@@ -15,6 +15,7 @@ from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.transforms.communicate import with_transfers
 from fpipe.tree import tree_map
+from tests.toys import Toy
 
 MSE = nn.functional.mse_loss
 CPU = torch.device("cpu")
@@ -57,21 +58,15 @@ def sequential(odd: bool, **more: Any) -> Made:
     return Made(*fpipe.from_sequential(nn.Sequential(*layers), stages=2, loss=MSE), **more)
 
 
-class Frozen(nn.Module):
+def frozen(act: Callable[..., Tensor]) -> nn.Module:
     """A block with a buffer and a frozen parameter, constants of its stage: they have values."""
-
-    def __init__(self, act: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.inner, self.fixed, self.act = nn.Linear(4, 4), nn.Linear(4, 4, device="cpu").requires_grad_(False), act
-        self.register_buffer("scale", torch.ones(4, device="cpu"))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.fixed(self.inner(x)) * self.scale)
+    fixed, scale = nn.Linear(4, 4, device="cpu").requires_grad_(False), torch.ones(4, device="cpu")
+    return Toy(lambda own, x: act(own.fixed(own.inner(x)) * own.scale), inner=nn.Linear(4, 4), fixed=fixed, scale=scale)
 
 
 def of_module(odd: bool) -> Made:
     """Of exports, on other ranks without data too."""
-    net = nn.Sequential(Frozen(torch.tanh), Frozen(torch.sigmoid if odd else torch.tanh))
+    net = nn.Sequential(frozen(torch.tanh), frozen(torch.sigmoid if odd else torch.tanh))
     example = torch.ones(7, 4), torch.ones(7, 4)
     return Made(*fpipe.from_module(net, 2, loss=MSE, example=example))
 

@@ -10,27 +10,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fpipe
+from tests.toys import Toy
 
 F = nn.functional
 ROWS, PARTS = 12, 4
-
-
-class Tied(nn.Module):
-    """The first layer's weight once more."""
-
-    def __init__(self, first):
-        super().__init__()
-        self.first = first
-
-    def forward(self, x):
-        return x @ self.first.weight
 
 
 @cache
 def made(tied=False, dtype=torch.float64):
     torch.manual_seed(0)
     first = nn.Linear(5, 5)
-    net = nn.Sequential(first, nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), *([Tied(first)] if tied else []), nn.Linear(5, 1))
+    again = [Toy(lambda own, x: x @ own.first.weight, first=first)] if tied else []
+    net = nn.Sequential(first, nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), *again, nn.Linear(5, 1))
     net = net.to(dtype)
     model, params, _ = fpipe.from_sequential(net, stages=3, loss=F.mse_loss)
     return net, model, params, (torch.randn(ROWS, 5, dtype=dtype), torch.randn(ROWS, 1, dtype=dtype))

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fpipe
 from tests.processes import Processes
 from tests.test_distributed import MSE
+from tests.toys import Toy
 
 MICROBATCHES, CLIP, RATE = 2, 0.05, 0.1  # of each replica
 
@@ -124,20 +125,10 @@ def test_steps_of_torchs_pipeline_are_judged(four: Processes, how: str):
         judged(mlp(), batches(8, 8), after, **said)
 
 
-class Bias(nn.Module):
-    """What a row-parallel layer adds after it has reduced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.bias
-
-
 def block() -> nn.Sequential:
     torch.manual_seed(0)
-    layers = nn.LayerNorm(8), nn.Linear(8, 16, bias=False), nn.GELU(), nn.Linear(16, 8, bias=False), Bias()
+    bias = Toy(lambda own, x: x + own.bias, bias=nn.Parameter(torch.randn(8)))  # which comes after the reduction
+    layers = nn.LayerNorm(8), nn.Linear(8, 16, bias=False), nn.GELU(), nn.Linear(16, 8, bias=False), bias
     return nn.Sequential(*layers)
 
 

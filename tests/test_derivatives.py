@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import fpipe
 from fpipe import tree
 from tests.refusals import refusals
+from tests.toys import Toy
 
 Named = dict[str, Tensor]
 
@@ -130,15 +131,9 @@ def test_dropout_draws_the_same_numbers_again():
 def test_what_modules_hold_is_read_as_it_is_then(rows: bool):
     """A trace of a function around a stage of modules has their buffers and their mode inside."""
 
-    class Shifted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("by", torch.ones(4, dtype=torch.float64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.by if self.training else x
-
-    net = nn.Sequential(nn.Linear(4, 4).double(), Shifted())
+    by = torch.ones(4, dtype=torch.float64)
+    shifted = Toy(lambda own, x: x * own.by if own.training else x, by=by)
+    net = nn.Sequential(nn.Linear(4, 4).double(), shifted)
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=F.mse_loss)
     transformed, merge = (fpipe.per_example(model), "rows") if rows else (fpipe.jvp(model), "sum")
     given = params if rows else fpipe.make_dual(params, params)

@@ -24,6 +24,7 @@ from fpipe.transforms.communicate import with_transfers
 from fpipe.tree import leaves, tree_map
 from tests.processes import Processes
 from tests.test_processes_on_devices import join
+from tests.toys import Toy
 
 ONE_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two CUDA devices")
@@ -31,19 +32,17 @@ CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available
 on_each = pytest.mark.parametrize("device", ["cpu", CUDA])
 
 
-class Mixer(nn.Module):
+def mixed(own: Any, x: Tensor) -> Tensor:
     """Attention, a convolution over time and norms."""
+    q, k, v = own.qkv(own.norm(x)).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+    return x + own.group(own.conv(F.hardtanh(y).transpose(1, 2))).transpose(1, 2) * own.scale
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.qkv = nn.LayerNorm(16), nn.Linear(16, 48)
-        self.conv, self.group = nn.Conv1d(16, 16, 3, padding=1), nn.GroupNorm(4, 16)
-        self.register_buffer("scale", torch.tensor(0.5))
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
-        return x + self.group(self.conv(F.hardtanh(y).transpose(1, 2))).transpose(1, 2) * self.scale
+def mixer() -> nn.Module:
+    norms = {"norm": nn.LayerNorm(16), "group": nn.GroupNorm(4, 16)}
+    conv = nn.Conv1d(16, 16, 3, padding=1)
+    return Toy(mixed, **norms, qkv=nn.Linear(16, 48), conv=conv, scale=torch.tensor(0.5))
 
 
 def squares(y: Tensor, target: Tensor) -> Tensor:
@@ -52,7 +51,7 @@ def squares(y: Tensor, target: Tensor) -> Tensor:
 
 def trained(device: str) -> tuple[fpipe.Model, tuple, tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
-    net = nn.Sequential(Mixer(), Mixer(), nn.Linear(16, 16)).to(device)
+    net = nn.Sequential(mixer(), mixer(), nn.Linear(16, 16)).to(device)
     model, params, _ = fpipe.from_sequential(net, sizes=[1, 2], loss=squares)
     return model, params, (torch.randn(6, 8, 16, device=device), torch.randn(6, 8, 16, device=device))
 

@@ -8,23 +8,21 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fpipe
+from tests.toys import Toy
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (one.view(*one.shape[:2], 2, 4).transpose(1, 2) for one in self.into(x).chunk(3, -1))
-        seen = nn.functional.scaled_dot_product_attention(q, k, v)
-        return self.out(seen.transpose(1, 2).flatten(2))
+def attention(own: Any, x: Tensor) -> Tensor:
+    q, k, v = (one.view(*one.shape[:2], 2, 4).transpose(1, 2) for one in own.into(x).chunk(3, -1))
+    return own.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 NETS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "linear": (lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)), (4, 8)),
     "convolution": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 3, 3)), (4, 3, 9, 9)),
-    "attention": (lambda: nn.Sequential(nn.Linear(8, 8), Attention()), (4, 6, 8)),
+    "attention": (
+        lambda: nn.Sequential(nn.Linear(8, 8), Toy(attention, into=nn.Linear(8, 24), out=nn.Linear(8, 8))),
+        (4, 6, 8),
+    ),
 }
 
 

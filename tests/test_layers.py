@@ -21,6 +21,7 @@ from property_tests.bits import bits, tensors
 from property_tests.lawful import assert_lawful, own, plain, wants
 from property_tests.stages import ACTIVATIONS, DTYPES, GIVEN, HELD, LAYERS, RETURNS, DrawnStage, in_place, unread
 from tests.layers import CASES, Case, Made
+from tests.toys import Toy
 
 PAGE = Path(__file__).parents[1] / "docs" / "linearize.md"
 BY_NAME = {case.name: case for case in CASES}
@@ -115,26 +116,6 @@ def test_linearize_refuses_what_cannot_be_traced(name):
 # A step of two stages, the second of which is the case.
 
 
-class Before(nn.Module):
-    """A stage with something to learn in front of any other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.tensor(1.25))
-
-    def forward(self, x: Any) -> Any:
-        return before({"w": self.w}, x)
-
-
-class Spread(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: tuple[Any, ...]) -> Any:
-        return self.inner(*x)
-
-
 def before(p: Any, x: Any) -> Any:
     return tree.tree_map(lambda leaf: (leaf * p["w"]).to(leaf.dtype) if wants(leaf) else leaf, x)
 
@@ -194,7 +175,9 @@ def trained(case: Case) -> Trained:
     if made.module is None:
         params = ({"w": torch.tensor(1.25)}, made.params)
         return Trained(made, fpipe.from_functions([before, made.function], loss=loss), params, batch)
-    net = nn.Sequential(Before(), Spread(made.module) if isinstance(made.x, tuple) else made.module)
+    first = Toy(lambda own, x: before({"w": own.w}, x), w=nn.Parameter(torch.tensor(1.25)))
+    spread = Toy(lambda own, x: own.inner(*x), inner=made.module)
+    net = nn.Sequential(first, spread if isinstance(made.x, tuple) else made.module)
     model, params, _ = fpipe.from_sequential(net, sizes=[1, 1], loss=loss)
     return Trained(made, model, params, batch, net)
 

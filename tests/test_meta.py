@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fpipe
 from tests.processes import Processes
 from tests.test_check_grads import save_safetensors
+from tests.toys import Toy
 
 
 class Rotary(nn.Module):
@@ -489,23 +490,19 @@ def test_buffers_on_meta_that_nothing_hands_in_are_refused_by_name(norm: bool):
         fpipe.build(program, model)(params, batch, **({"state": state} if norm else {}))
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.norm(self.first(x)))
+def normed() -> nn.Module:
+    layers = {"first": nn.Linear(8, 8), "norm": nn.BatchNorm1d(8), "last": nn.Linear(8, 8)}
+    return Toy(lambda own, x: own.last(own.norm(own.first(x))), **layers)
 
 
 @pytest.mark.parametrize("door", ["from_module", "from_sequential"])
 def test_the_state_of_a_net_on_meta_is_loaded_as_its_parameters_are(door: str):
     """A batch norm on meta had nothing that gave its statistics values."""
     torch.manual_seed(0)
-    real, batch = Normed(), (torch.randn(4, 8), torch.randn(4, 8))
+    real, batch = normed(), (torch.randn(4, 8), torch.randn(4, 8))
     real(torch.randn(6, 8))  # statistics that are not the first ones
     with torch.device("meta"):
-        net, example, how = Normed(), (torch.empty(4, 8), torch.empty(4, 8)), {"loss": nn.functional.mse_loss}
+        net, example, how = normed(), (torch.empty(4, 8), torch.empty(4, 8)), {"loss": nn.functional.mse_loss}
     if door == "from_module":
         model, _, state = fpipe.from_module(net, 2, example=example, **how)
         saved = real.state_dict()
@@ -564,21 +561,16 @@ def test_a_net_on_meta_trains_on_processes_with_none_for_other_ranks_stages(four
     assert all(torch.equal(grads[name], each[0][name] + each[1][name]) for name in grads)
 
 
-class Late(nn.Module):
+def late() -> nn.Module:
     """A net whose layers are used in another order than they were made in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last, self.first, self.middle = nn.Linear(4, 3), nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+    layers = {"last": nn.Linear(4, 3), "first": nn.Linear(4, 4), "middle": nn.Linear(4, 4)}
+    return Toy(lambda own, x: own.last(torch.tanh(own.middle(torch.tanh(own.first(x))))), **layers)
 
 
 @pytest.mark.parametrize("door", ["from_module", "from_sequential"])
 def test_what_is_loaded_has_the_order_of_what_the_net_has(door: str):
     """A rank that had loaded its stages, and others that passed the net's own, were refused for their order."""
-    net = Late() if door == "from_module" else nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    net = late() if door == "from_module" else nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
     batch, how = (torch.randn(4, 4), torch.randn(4, 3)), {"loss": nn.functional.mse_loss}
     if door == "from_module":
         model, params, _ = fpipe.from_module(net, 2, example=batch, **how)

@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import fpipe
 from tests.refusals import refusals
+from tests.toys import Toy
 
 SHAPES = {1: (6, 4, 5), 2: (6, 4, 3, 5), 3: (6, 4, 2, 3, 2)}
 PLANS = {
@@ -35,27 +36,11 @@ class Kind:
     change: Callable[[nn.Module], Any] = lambda module: None
 
 
-class Masked(nn.Module):
-    """Constants, one that no state_dict has, and one that is None."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mask", torch.tensor([1.0, 2.0, 0.0, 1.0, 0.5]), persistent=False)
-        self.register_buffer("scale", torch.tensor([2, 3]))
-        self.register_buffer("none", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.masked_fill(self.mask == 2, 0.0) * self.mask * self.scale[0]
-
-
-class Doubled(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + x
-
-
-class Symmetric(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.triu() + x.triu(1).mT
+def masked() -> nn.Module:
+    """Constants, one of which is None."""
+    mask = torch.tensor([1.0, 2.0, 0.0, 1.0, 0.5])
+    does = lambda own, x: x.masked_fill(own.mask == 2, 0.0) * own.mask * own.scale[0]  # noqa: E731
+    return Toy(does, mask=mask, scale=torch.tensor([2, 3]), none=None)
 
 
 class Both(nn.BatchNorm2d):
@@ -87,15 +72,10 @@ class Scaled(nn.BatchNorm2d):
         return 2 * super().forward(3 * input)
 
 
-class Block(nn.Module):
+def block() -> nn.Module:
     """Two norms, one of which runs twice, inside a module of one's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two, self.conv = nn.BatchNorm2d(4), nn.BatchNorm2d(4, momentum=None), nn.Conv2d(4, 4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(self.one(self.conv(self.one(x))).relu()) + x
+    norms = {"one": nn.BatchNorm2d(4), "two": nn.BatchNorm2d(4, momentum=None)}
+    return Toy(lambda own, x: own.two(own.one(own.conv(own.one(x))).relu()) + x, **norms, conv=nn.Conv2d(4, 4, 1))
 
 
 def lazily(module: nn.Module, *shape: int) -> nn.Module:
@@ -146,7 +126,7 @@ def norms() -> dict[str, Kind]:
 
 KINDS: dict[str, Kind] = norms() | {
     "SyncBatchNorm, one process": Kind(lambda: nn.SyncBatchNorm(4)),
-    "converted to SyncBatchNorm": Kind(lambda: nn.SyncBatchNorm.convert_sync_batchnorm(Block())),
+    "converted to SyncBatchNorm": Kind(lambda: nn.SyncBatchNorm.convert_sync_batchnorm(block())),
     "a subclass": Kind(Both),
     "a subclass with a forward of its own": Kind(lambda: ByItself(4)),
     "a subclass around torch's forward": Kind(lambda: Scaled(4)),
@@ -154,11 +134,11 @@ KINDS: dict[str, Kind] = norms() | {
         lambda: nn.BatchNorm2d(4),
         change=lambda module: setattr(module, "forward", types.MethodType(ByItself.forward, module)),
     ),
-    "norms inside a block": Kind(Block),
+    "norms inside a block": Kind(block),
     "LazyBatchNorm2d that has seen an example": Kind(lambda: lazily(lazy(nn.LazyBatchNorm2d), 2, 4, 3, 5)),
     "LazyConv2d that has seen an example": Kind(lambda: lazily(lazy(nn.LazyConv2d, 4, 1), 2, 4, 3, 5), state=False),
     "LazyLinear that has seen an example": Kind(lambda: lazily(lazy(nn.LazyLinear, 5), 2, 4, 3, 5), state=False),
-    "constants": Kind(Masked, state=False),
+    "constants": Kind(masked, state=False),
     "a forward hook": Kind(
         lambda: nn.Conv2d(4, 4, 1), state=False, change=hook("forward_hook", lambda module, args, y: 2 * y)
     ),
@@ -167,12 +147,16 @@ KINDS: dict[str, Kind] = norms() | {
     ),
     "a hook on a norm": Kind(lambda: nn.BatchNorm2d(4), change=hook("forward_hook", lambda module, args, y: y.tanh())),
     "a backward hook": Kind(
-        Doubled, state=False, change=hook("full_backward_hook", lambda module, dx, dy: (3 * dx[0],))
+        lambda: Toy(lambda own, x: x + x),
+        state=False,
+        change=hook("full_backward_hook", lambda module, dx, dy: (3 * dx[0],)),
     ),
     "a parametrization of one's own": Kind(
         lambda: nn.Linear(5, 5),
         state=False,
-        change=lambda module: parametrize.register_parametrization(module, "weight", Symmetric()),
+        change=lambda module: parametrize.register_parametrization(
+            module, "weight", Toy(lambda own, x: x.triu() + x.triu(1).mT)
+        ),
     ),
     "weight norm": Kind(lambda: parametrizations.weight_norm(nn.Conv2d(4, 4, 1)), state=False),
     "orthogonal": Kind(lambda: parametrizations.orthogonal(nn.Linear(5, 5)), state=False),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import fpipe
 from tests.processes import Processes
 from tests.test_distributed import own
+from tests.toys import Toy
 
 WIDTH = 8
 
@@ -103,20 +104,13 @@ class Ticks(Experts):
         return super().forward(x) * self.calls
 
 
-class Block(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.inner = nn.LayerNorm(WIDTH), inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(self.norm(x))
-
-
 class Net(nn.Module):
     def __init__(self, *inside: nn.Module) -> None:
         super().__init__()
         self.embed = nn.Embedding(20, WIDTH)
-        self.blocks = nn.ModuleList(Block(one) for one in inside)
+        self.blocks = nn.ModuleList(
+            Toy(lambda own, x: x + own.inner(own.norm(x)), norm=nn.LayerNorm(WIDTH), inner=one) for one in inside
+        )
         self.head = nn.Linear(WIDTH, 20)
 
     def forward(self, ids: Tensor) -> Tensor:

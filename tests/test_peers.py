@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import fpipe
 from property_tests.bits import bits
+from tests.toys import Toy
 
 WIDTH, ROWS = 4, 12
 SCHEDULES: dict[str, Callable[[int], Any]] = {
@@ -241,19 +242,17 @@ def test_a_noisy_route_is_the_same_under_every_schedule_and_policy(schedule: str
     """A token that a recompute sent elsewhere would have the gradient of another expert. A recompute draws what F drew,
     and by layers `keep` does not even ask again."""
 
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.router = nn.Parameter(torch.randn(WIDTH, 3))
-            self.experts = nn.Parameter(torch.randn(3, WIDTH, WIDTH))
+    def mixed(own: Any, x: Tensor) -> Tensor:
+        scores = torch.softmax(x @ own.router + torch.rand(len(x), 3), 1)
+        weight, chosen = scores.max(1)
+        chosen = fpipe.keep(chosen)
+        return torch.tanh((x[:, None] @ own.experts[chosen]).squeeze(1)) * weight[:, None]
 
-        def forward(self, x: Tensor) -> Tensor:
-            scores = torch.softmax(x @ self.router + torch.rand(len(x), 3), 1)
-            weight, chosen = scores.max(1)
-            chosen = fpipe.keep(chosen)
-            return torch.tanh((x[:, None] @ self.experts[chosen]).squeeze(1)) * weight[:, None]
+    def experts() -> nn.Module:
+        router, each = torch.randn(WIDTH, 3), torch.randn(3, WIDTH, WIDTH)
+        return Toy(mixed, router=nn.Parameter(router), experts=nn.Parameter(each))
 
-    net, batch = nn.Sequential(Experts(), nn.Tanh(), Experts(), Experts()), batch_of()
+    net, batch = nn.Sequential(experts(), nn.Tanh(), experts(), experts()), batch_of()
     model, params, state = fpipe.from_sequential(net, sizes=[2, 1, 1], loss=nn.functional.mse_loss)
     stages = [copy.deepcopy(part) for part in (net[:2], net[2:3], net[3:])]
     for index, (x, t) in enumerate(zip(*(leaf.tensor_split(3) for leaf in batch), strict=True)):

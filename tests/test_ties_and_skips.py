@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fpipe
 from fpipe import Pop, Stash
 from tests.refusals import refusals
-from tests.toys import merged
+from tests.toys import Toy, merged
 
 F = nn.functional
 TRACED = pytest.mark.parametrize("trace", [True, False])
@@ -20,22 +20,11 @@ TRACED = pytest.mark.parametrize("trace", [True, False])
 # Ties
 
 
-class Head(nn.Module):
-    """An embedding's table the other way round."""
-
-    def __init__(self, embedding):
-        super().__init__()
-        self.embedding = embedding
-
-    def forward(self, x):
-        return x @ self.embedding.weight.t()
-
-
 def tied_net(layers=2):
     torch.manual_seed(0)
     embedding = nn.Embedding(11, 6)
     blocks = [layer for _ in range(layers) for layer in (nn.Linear(6, 6), nn.Tanh())]
-    return nn.Sequential(embedding, *blocks, Head(embedding))
+    return nn.Sequential(embedding, *blocks, Toy(lambda own, x: x @ own.embedding.weight.t(), embedding=embedding))
 
 
 @cache

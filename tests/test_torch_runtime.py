@@ -18,6 +18,7 @@ from fpipe.interop import torch_pipelining
 from fpipe.program import Program, parts_of
 from tests.processes import Processes
 from tests.refusals import refusals
+from tests.toys import Toy
 
 MSE = nn.functional.mse_loss
 WIDTH, MICROBATCHES = 6, 4
@@ -359,13 +360,8 @@ def test_a_later_stage_may_look_up_what_it_was_handed(alone: None):
     assert torch.allclose(torch_pipelining.grads(runtime.stages)[1]["table"], ours[1]["table"], rtol=1e-6)
 
 
-class Recomputed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch_checkpoint(lambda x: self.inner(x).tanh(), x, use_reentrant=False)
+def recomputed(own: Any, x: Tensor) -> Tensor:
+    return torch_checkpoint(lambda x: own.inner(x).tanh(), x, use_reentrant=False)
 
 
 @pytest.mark.parametrize(
@@ -373,7 +369,7 @@ class Recomputed(nn.Module):
 )
 def test_a_module_that_recomputes_in_its_backward_does_so_with_what_it_was_handed(alone: None, schedule: str):
     """The net has other weights by then."""
-    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Recomputed())
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Toy(recomputed, inner=nn.Linear(WIDTH, WIDTH)))
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
     params = tuple({name: leaf + 1 for name, leaf in stage.items()} for stage in params)
     program = in_two(model, schedule=fpipe.schedules.from_table(schedule))

@@ -20,7 +20,7 @@ import fpipe
 from fpipe.graphs.linearize import Linearized
 from fpipe.graphs.tracing import trace_cache
 from fpipe.tree import leaves, tree_map
-from tests.toys import Ops, merged
+from tests.toys import Ops, Toy, merged
 
 TRACES = trace_cache
 
@@ -81,19 +81,10 @@ def test_equal_stages_share_one_trace(traced: list[str]):
     assert traced.count("trace") == 2  # a stage and the loss
 
 
-class Transformer(nn.Module):
-    def __init__(self, blocks: int) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(32, 64), nn.Linear(64, 32)
-        self.blocks = nn.Sequential(*(Attention() for _ in range(blocks)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(self.embed(x)))
-
-
 def test_equal_blocks_share_one_trace_inside_of_stages_too(traced: list[str]):
     """Stages of as many blocks are unlike where an embedding or a head is beside them: each was traced as a whole."""
-    net = Transformer(4)
+    layers = {"embed": nn.Linear(32, 64), "blocks": nn.Sequential(*(Attention() for _ in range(4)))}
+    net = Toy(lambda own, x: own.head(own.blocks(own.embed(x))), **layers, head=nn.Linear(64, 32))
     batch = torch.randn(4, 8, 32), torch.randn(4, 8, 32)
     model, params, _ = fpipe.from_module(net, 2, loss=squares, example=batch)
     fpipe.build(program(model, m=2), model)(params, batch)
@@ -166,18 +157,13 @@ def test_a_gradient_that_may_ask_what_is_wanted_is_traced_as_it_is_wanted(stage,
 # What a module is when the step runs, not when it was traced.
 
 
-class Masked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.frozen = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
-        self.register_buffer("mask", torch.ones(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.frozen(self.linear(x)) * self.mask
+def masked() -> nn.Module:
+    layers = {"linear": nn.Linear(8, 8), "frozen": nn.Linear(8, 8).requires_grad_(False)}
+    return Toy(lambda own, x: own.frozen(own.linear(x)) * own.mask, **layers, mask=torch.ones(8))
 
 
 def test_buffers_and_frozen_parameters_are_read_at_each_step(traced: list[str]):
-    net = nn.Sequential(Masked(), Masked())
+    net = nn.Sequential(masked(), masked())
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=squares)
     batch = torch.randn(8, 8), torch.randn(8, 8)
     step = fpipe.build(program(model), model)
@@ -599,20 +585,14 @@ def test_a_gradient_that_is_a_constant_is_not_added_to():
     assert five.tolist() == [5.0] * 4
 
 
-class Reaching(nn.Module):
+def reaching(other: nn.Linear) -> nn.Module:
     """Reads another module that is not its child."""
-
-    def __init__(self, other: nn.Linear) -> None:
-        super().__init__()
-        self.other = [other]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.other[0].weight.detach().t()
+    return Toy(lambda own, x: x @ own.other[0].weight.detach().t(), other=[other])
 
 
 def test_a_module_that_reaches_another_shares_no_trace():
     one, two = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-    net = nn.Sequential(one, Reaching(one), two, Reaching(one))
+    net = nn.Sequential(one, reaching(one), two, reaching(one))
     model, params, _ = fpipe.from_sequential(net, sizes=[2, 2], loss=squares)
     batch = torch.randn(8, 8), torch.randn(8, 8)
     found = fpipe.build(program(model), model)(params, batch)

@@ -252,20 +252,15 @@ def total_of(module: Any) -> Tensor:
     return module.total
 
 
-class Hidden(nn.Module):
+def hidden(use: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
     """Reaches its buffer by a function that is no method, and uses it in a way of its own."""
 
-    total: Tensor
-
-    def __init__(self, use: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.register_buffer("total", torch.zeros(8))
-        self.use = use
-
-    def forward(self, x: Tensor) -> Tensor:
+    def does(own: Any, x: Tensor) -> Tensor:
         y = x * 1
-        self.total += y.detach()[0]
-        return self.use(y, total_of(self))
+        own.total += y.detach()[0]
+        return own.use(y, total_of(own))
+
+    return Toy(does, total=torch.zeros(8), use=use)
 
 
 def added_to(y: Tensor, total: Tensor) -> Tensor:
@@ -294,7 +289,7 @@ USES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str, str]] = {
 @pytest.mark.parametrize(("use", "how", "why"), USES.values(), ids=USES.keys())
 def test_how_a_buffer_is_written_is_found_by_running(use: Any, how: str, why: str, trace: bool):
     """What looks at data runs in order under autograd."""
-    net = twice(lambda: Hidden(use))
+    net = twice(lambda: hidden(use))
     model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
     assert all(("state" in stage.asks) is (how == "ordered") for stage in model.stages)
     right, outputs = one_by_one(net, ROWS)
@@ -311,7 +306,7 @@ def test_an_example_may_be_without_data_where_no_stage_looks_at_any():
     model, _, state = fpipe.from_sequential(twice(Tracker), sizes=[3, 3], example=meta)
     assert [list(stage) for stage in state] == [["1.count", "1.mean"], ["4.count", "4.mean"]]
     assert all(stage.update for stage in model.stages)
-    asking = twice(lambda: Hidden(USES["a question"][0]))
+    asking = twice(lambda: hidden(USES["a question"][0]))
     with pytest.raises(ValueError, match=r"stage 0 cannot run on tensors without data .* an example has to have some"):
         fpipe.from_sequential(asking, sizes=[3, 3], example=meta)
 
@@ -439,25 +434,21 @@ def test_what_is_no_state_is_refused_by_name_and_the_net_stays(make: Any, said: 
     assert not any(now.any() for now in net.buffers() if "first" not in before)
 
 
-class Containers(nn.Module):
+def in_containers(own: Any, x: Tensor) -> Tensor:
     """Keeps tensors and a number in lists, and clamps its weights where it looks at data."""
-
-    def __init__(self, looks: bool) -> None:
-        super().__init__()
-        self.means, self.calls, self.looks, self.linear = [torch.zeros(8)], [0], looks, nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls[0] += 1
-        self.means[0] = 0.9 * self.means[0] + x.detach().mean(0)
-        if self.looks and x.sum() > -1e9:
-            self.linear.weight.data = self.linear.weight.data.clamp(-0.1, 0.1)
-        return self.linear(x)
+    own.calls[0] += 1
+    own.means[0] = 0.9 * own.means[0] + x.detach().mean(0)
+    if own.looks and x.sum() > -1e9:
+        own.linear.weight.data = own.linear.weight.data.clamp(-0.1, 0.1)
+    return own.linear(x)
 
 
 @pytest.mark.parametrize("looks", [False, True])
 def test_the_example_leaves_the_net_as_it_was(looks: bool):
     """Fake tensors stayed in its lists, counters moved, and weights were clamped."""
-    net = nn.Sequential(nn.Linear(8, 8), Containers(looks))
+    net = nn.Sequential(
+        nn.Linear(8, 8), Toy(in_containers, means=[torch.zeros(8)], calls=[0], looks=looks, linear=nn.Linear(8, 8))
+    )
     mean, weight = net[1].means[0], net[1].linear.weight.detach().clone()
     fpipe.from_sequential(net, stages=1, loss=MSE, example=ROWS[0])
     assert net[1].means[0] is mean

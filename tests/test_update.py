@@ -15,6 +15,7 @@ from fpipe.optimizers.rule_names import SETTINGS
 from tests.processes import Processes
 from tests.test_data_parallel import by_hand, meshed
 from tests.test_distributed import MSE, own, rows
+from tests.toys import Toy
 
 RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "SGD": ("SGD", {}),
@@ -118,19 +119,12 @@ def test_a_schedule_and_a_runtime_change_no_bit(schedule: str, how: dict[str, An
     assert differences(net, optimizer, result) == []
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.mid, self.head = nn.Embedding(7, 8), nn.Linear(8, 8), nn.Linear(8, 7, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.mid(self.embed(x)).tanh())
-
-
 def test_a_tied_leaf_is_updated_and_counted_once():
     torch.manual_seed(0)
-    net, ids = Tied(), torch.randint(0, 7, (8,))
+    layers = {"embed": nn.Embedding(7, 8), "mid": nn.Linear(8, 8), "head": nn.Linear(8, 7, bias=False)}
+    net = Toy(lambda own, x: own.head(own.mid(own.embed(x)).tanh()), **layers)
+    net.head.weight = net.embed.weight
+    ids = torch.randint(0, 7, (8,))
     mine = copy.deepcopy(net)
     model, params, _ = fpipe.from_module(mine, 2, loss=nn.functional.cross_entropy, example=(ids, ids))
     program = updating(model, fpipe.schedules.one_f_one_b(2), "AdamW", 0.1)
@@ -519,7 +513,7 @@ def on_four(rank: int, gather: str, clip: float | None, steps: int) -> list[str]
     where they are clipped by more than rounding, since norms are added in another order."""
     mesh, replica, place = meshed()
     net, batches = net_of(), [tuple(half.chunk(2)[one] for half in rows(16)) for one in range(2)]
-    net[1].append(Scale())
+    net[1].append(Toy(lambda own, x: x * own.by, by=nn.Parameter(torch.tensor(1.5))))  # which all replicas have whole
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=4, loss=MSE)
     more = [fpipe.shard(gather=gather)]  # type: ignore[arg-type]
     program = fpipe.steps(steps)(updating(model, fpipe.schedules.interleaved(2), "AdamW", clip, *more))
@@ -547,17 +541,6 @@ def on_four(rank: int, gather: str, clip: float | None, steps: int) -> list[str]
     found = result.norm if isinstance(result.norm, tuple) else (result.norm,)
     wrong += ["norm"] * (found[-1] is not None and not torch.allclose(found[-1], norms[-1]))
     return wrong + ["nothing"] * (not joined(shards))
-
-
-class Scale(nn.Module):
-    """Multiply by one number, which all replicas have whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.by
 
 
 @pytest.mark.parametrize(
