@@ -66,9 +66,3 @@ def on_two(rank: int) -> list[str]:
 
 def test_two_processes_have_the_bits_of_a_loop_under_autocast(pair: Processes):
     assert pair.each(on_two) == [[], []]
-
-
-def test_autocast_is_to_a_half_precision():
-    model, _, _ = fpipe.from_sequential(net_of(2), stages=2, loss=MSE)
-    with pytest.raises(ValueError, match=r"autocast is torch.bfloat16, torch.float16 or None; found torch.float64"):
-        fpipe.build(fpipe.program(model), model, autocast=torch.float64)

@@ -54,8 +54,3 @@ def test_parts_that_cannot_be(parts: int):
 def test_a_cost_that_is_no_cost(cost: float):
     with pytest.raises(ValueError, match="the cost of layer 1 is a number, at least 0; found"):
         fpipe.balance([1, cost, 3], 2)
-
-
-def test_parameters_of_other_layers():
-    with pytest.raises(ValueError, match=r"parameters lists 1 layers, costs 3; give one number a layer."):
-        fpipe.balance([1, 2, 3], 2, parameters=[1])

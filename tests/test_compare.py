@@ -57,17 +57,6 @@ def test_what_does_not_serve_the_size_is_a_row_that_says_why():
         fpipe.compare("chimera", 3, 4)
 
 
-def test_a_wrong_word_is_refused_whatever_else_is_compared():
-    with pytest.raises(ValueError, match="there is no schedule 'hanoyo'; did you mean hanayo"):
-        fpipe.compare(["gpipe", "hanoyo:waves=2"], 4, 8)
-    with pytest.raises(ValueError, match="hanayo has no option 'wave'; it has: waves, stages"):
-        fpipe.compare(["gpipe", "hanayo:wave=2"], 4, 8)
-    with pytest.raises(ValueError, match="ranks is a whole number, at least 1; found 0"):
-        fpipe.compare(["gpipe"], 0, 8)
-    with pytest.raises(KeyError, match="there is no row 'zbv'; there are gpipe"):
-        fpipe.compare(["gpipe"], 2, 2)["zbv"]
-
-
 def test_costs_of_each_stage_say_how_they_are_cut():
     found = fpipe.compare(["gpipe", "zbv"], 2, 4, fpipe.Costs(forward=[1, 2]))
     assert found["gpipe"].makespan == 19

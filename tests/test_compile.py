@@ -170,12 +170,6 @@ def test_running_statistics_are_updated_beside_what_is_compiled(capsys: pytest.C
     assert all(map(torch.allclose, leaves(found.state), leaves(expected.state)))
 
 
-def test_compiling_needs_traces():
-    model, *_ = fpipe.from_sequential(layers(1), stages=1, loss=MSE)
-    with pytest.raises(ValueError, match="compile=True compiles traces; say trace=True"):
-        fpipe.build(fpipe.program(model), model, compile=True, trace=False)
-
-
 def made(op: object, *numbers: float) -> Graph:
     """One op that draws from a generator, of a matrix that the graph reads."""
     x, y, rng = Name("x_0"), Name("y_0"), Name("rng_cpu")

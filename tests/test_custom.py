@@ -137,8 +137,3 @@ def test_a_gradient_unlike_its_input_is_refused():
     rules = fpipe.custom_stage(forward, lambda p, res, dy: (dy[:1], (*res, dy)), backward_weight)
     with pytest.raises(ValueError, match=r"returns float32\[1, 4\] as the gradient of x, which is float32\[7, 4\]"):
         fpipe.linearize(rules, PARAMS[0], BATCH[0])
-
-
-def test_three_functions_are_wanted():
-    with pytest.raises(TypeError, match="custom_stage takes three functions, found int"):
-        fpipe.custom_stage(forward, backward_input, 3)

@@ -227,18 +227,6 @@ class Sine(torch.autograd.Function):
         return grads[0] * ctx.saved_tensors[0].cos()
 
 
-@pytest.mark.parametrize("transform", [fpipe.jvp, fpipe.per_example], ids=["jvp", "per_example"])
-def test_hand_written_rules_are_refused_by_name(transform: Any):
-    rules = fpipe.custom_stage(
-        lambda p, x: (x * p["w"], x), lambda p, x, dy: (dy * p["w"], x * dy), lambda p, wres: {"w": wres.sum()}
-    )
-    model = fpipe.from_functions([linear, rules], squares)
-    with pytest.raises(
-        ValueError, match=rf"stage 1 .* has hand-written rules \(custom_stage\), and {transform.__name__}"
-    ):
-        transform(model)
-
-
 def with_function(p: Named, x: Tensor) -> Tensor:
     return Sine.apply(x @ p["w"])
 

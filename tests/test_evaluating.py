@@ -118,11 +118,3 @@ def on_two(rank: int, door: str) -> bool:
 @pytest.mark.parametrize("door", ["from_module", "from_sequential"])
 def test_two_processes_evaluate(pair: Processes, door: str):
     assert pair.each(on_two, door) == [True, True]
-
-
-def test_a_model_that_knows_no_net_is_refused():
-    model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=F.mse_loss)
-    with pytest.raises(ValueError, match="evaluate what from_module or from_sequential has made"):
-        fpipe.evaluating(model)
-    with pytest.raises(TypeError, match="a Model is wanted"):
-        fpipe.evaluating(nn.Linear(2, 2))

@@ -2,8 +2,6 @@
 
 import itertools
 
-import pytest
-
 import fpipe
 
 
@@ -17,10 +15,3 @@ def test_a_pair_keeps_its_forward():
     table = [["0F0", "(0F1;0B0)", "0B1"]]
     program = fpipe.chain(fpipe.split(2), fpipe.schedules.from_table(table), fpipe.forward_only())(fpipe.program(1))
     assert program.table() == [["0F0", "0F1"]]
-
-
-def test_a_program_without_results_is_refused():
-    program = fpipe.program(1)
-    only = fpipe.Program(program.inputs, (), (fpipe.Output(fpipe.Value("grads", 0), fpipe.Value("params", 0), (0,)),))
-    with pytest.raises(fpipe.ProgramError, match="neither outputs nor a loss; without gradients nothing is left"):
-        fpipe.forward_only()(only)

@@ -59,12 +59,6 @@ def test_a_gradient_is_scattered_within_and_added_up_across():
     assert timeline.delivered == timeline.makespan + 2 + 3  # of stage 0, one behind the other
 
 
-def test_two_axes_of_one_kind_are_refused():
-    merged = fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False))(fpipe.program(2))
-    with pytest.raises(fpipe.ProgramError, match=r"one axis of fpipe.data_parallel\(\), and one of fpipe.shard"):
-        fpipe.chain(fpipe.data_parallel("a"), fpipe.data_parallel("b"))(merged)
-
-
 def test_how_many_there_are_along_each_axis_is_said():
     model, params, _ = fpipe.from_sequential(odd_net(), stages=2, loss=MSE)
     with pytest.raises(ValueError, match=r"replicas is a pair such as \(2, 2\); found 4"):

@@ -157,16 +157,6 @@ def test_a_table_that_means_nothing_is_refused_with_its_place(table: str, senten
         torch_pipelining.from_csv(table)
 
 
-def test_transfers_in_a_table_of_computation_are_refused():
-    with pytest.raises(ProgramError, match="line 1, column 2: 0SEND_F0 does not compute, and the format is"):
-        torch_pipelining.from_csv("0F0,0SEND_F0", format="compute_only")
-
-
-def test_an_unknown_format_is_refused():
-    with pytest.raises(ValueError, match="format is 'compute_only' or 'compute_comms', found 'comms'"):
-        torch_pipelining.to_csv(one_f_one_b(), format="comms")
-
-
 @pytest.mark.parametrize(
     ("program", "sentence"),
     [
@@ -280,8 +270,3 @@ def test_a_table_gathers_again_as_the_program_that_it_was_written_of(name: str, 
         assert sorted(re.split(r"[,\n]", text_again)) == sorted(re.split(r"[,\n]", text))
     else:
         assert again == program
-
-
-def test_an_op_without_its_weights_is_refused():
-    with pytest.raises(fpipe.ProgramError, match=r"line 1, column 4: 0B0 stands where the weights of stage 0 are not"):
-        torch_pipelining.gathers("0UNSHARD,0F0,0RESHARD,0B0")

@@ -149,11 +149,6 @@ def test_what_cannot_be_is_refused_in_a_sentence(case: str):
         taken(**how)
 
 
-def test_what_does_not_go_together_is_refused():
-    with pytest.raises(ValueError, match="leave validate= out"):
-        fpipe.update("SGD", clip=1.0, validate="after", loss_scale="dynamic")
-
-
 @pytest.mark.parametrize("first", [2.0**16, 2.0**125, float("inf")], ids=["taken", "the first skipped", "all skipped"])
 def test_verify_compares_with_torchs_scaler(first: float):
     model, params, _ = fpipe.from_sequential(net_of(2), stages=2, loss=MSE)

@@ -116,10 +116,3 @@ def test_what_is_offloaded_is_not_held():
     timeline = fpipe.simulate(offloaded(), fpipe.Costs(offload=0.5, load=0.75))
     assert timeline.held(0) == [(0, 0.5), (1, 1), (1.5, 0.5), (2, 1), (4, 0.5), (6, 0)]
     assert timeline.peak == (1,)
-
-
-def test_sizes_of_an_unknown_runtime_are_refused():
-    model = fpipe.from_functions([tanh_stage], loss)
-    params, batch = ({"w": torch.eye(4)},), (torch.ones(2, 1, 4), torch.ones(2, 1, 4))
-    with pytest.raises(ValueError, match="runtime 'gpu' is not known; there are 'local', 'threads' and 'distributed'"):
-        fpipe.sizes(fpipe.program(model), model, params, batch, runtime="gpu")  # pyright: ignore[reportArgumentType]

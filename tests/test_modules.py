@@ -71,24 +71,6 @@ def mlp(**more):
     return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2), **more)
 
 
-def run(model, params, x):
-    """Loss and gradients of sum(y * y), stage by stage, as a pipeline computes them."""
-    own = [{name: leaf.detach().requires_grad_() for name, leaf in stage.items()} for stage in params]
-    taken, made = [], []
-    for stage, leaves in zip(model.stages, own, strict=True):
-        x = x.detach().requires_grad_(x.is_floating_point())
-        taken.append(x)
-        x = stage.forward(leaves, x)
-        made.append(x)
-    y, grads, dy = x, [], 2 * x.detach()
-    for stage, leaves, x, out in reversed(list(zip(model.stages, own, taken, made, strict=True))):
-        wanted = [x, *leaves.values()] if x.requires_grad else [*leaves.values()]
-        found = stage.forward.within(leaves, lambda out=out, wanted=wanted, dy=dy: torch.autograd.grad(out, wanted, dy))
-        dy = found[0]
-        grads.append(dict(zip(leaves, found[len(wanted) - len(leaves) :], strict=True)))
-    return y, tuple(reversed(grads))
-
-
 def test_params_and_grads_of_functions_are_joined_by_stage():
     def f(params, x):
         return x

@@ -84,14 +84,6 @@ def test_a_circle_names_every_rank_on_it(length: int):
     assert len(circle) == len(set(circle)) >= 2
 
 
-def test_a_rank_that_waits_for_itself_is_named_alone():
-    with pytest.raises(
-        ProgramError,
-        match=r"^rank 0, step 0: 0B0 reads res\[0,0\] \(the residuals of 0F0\), which comes later on the same rank\.",
-    ):
-        fpipe.reorder([["0B0", "0F0"]])(fpipe.program(1))
-
-
 def test_an_op_of_a_stage_that_has_no_schedule_stays_where_it_is():
     text = str(fpipe.program(1)).replace("grads[0] = g[0,0]", "sum[1] = ADD[1] g[0,0] @ 0\ngrads[1] = sum[1]")
     lines = text.splitlines()

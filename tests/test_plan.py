@@ -128,14 +128,6 @@ def test_an_evaluation_goes_round_without_a_plan():
     assert program.table()[:2] == [["0F0", "1F0", "0F1", "1F1"], ["2F0", "3F0", "2F1", "3F1"]]
 
 
-def test_a_forward_program_has_no_backward_plan():
-    program = fpipe.chain(fpipe.split(2), fpipe.forward_only())(fpipe.program(2))
-    with pytest.raises(fpipe.ProgramError, match="this program has no backward, and so no backward plan"):
-        fpipe.schedules.roundpipe(1, [range(2)], [range(2)])(program)
-    with pytest.raises(fpipe.ProgramError, match=r"the forward plan misses the last stage, 1; nothing else runs it."):
-        fpipe.schedules.roundpipe(1, [range(1)])(program)
-
-
 test_refusals = refusals(
     globals(),
     """

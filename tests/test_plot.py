@@ -553,10 +553,6 @@ def many(schedule: str, ranks: int, microbatches: int) -> Program:
     return fpipe.schedules.about(schedule).program(ranks, microbatches)
 
 
-def panel(program: Program) -> Panel:
-    return Panel("", fpipe.simulate(program))
-
-
 def paired() -> Program:
     rows = ["0F0 0F1 0B0 0B1", "1F0 (1F1;1B0) 1B1"]
     return fpipe.chain(fpipe.split(2), fpipe.schedules.from_table("\n".join(rows)))(fpipe.program(2))

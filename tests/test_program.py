@@ -116,17 +116,6 @@ def test_a_cell_is_read_strictly(text: str, sentence: str):
     assert sentence in str(error.value)
 
 
-def test_an_unrecognised_cell_of_a_list_is_shown_with_rank_and_place():
-    with pytest.raises(ProgramError, match=r"^rank 1, cell 1: '0F' is not a cell: "):
-        fpipe.schedules.from_table([["0F0", "0B0"], ["1F0", "0F"]])(CHAIN)
-
-
-@pytest.mark.parametrize("text", ["0F0 0B0\n1F0 . 0F1garbage", "0F0,0B0\n1F0,,0F1garbage"], ids=["grid", "csv"])
-def test_an_unrecognised_cell_of_a_text_is_shown_with_row_and_column(text: str):
-    with pytest.raises(ProgramError, match=r"^line 2, column 3: '0F1garbage' is not a cell: after 0F1 comes 'garbage'"):
-        fpipe.schedules.from_table(text)
-
-
 @pytest.mark.parametrize("idle", ["", ".", None])
 def test_idle_cells_are_left_out(idle):
     rows = [["0F0", idle, "0B0"], [idle, "1F0", "1B0"]]

@@ -48,6 +48,9 @@ def linear(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     return x @ params["w"]
 
 
+MODEL = fpipe.from_functions([linear], nn.functional.mse_loss)
+
+
 class Odd:
     """Nobody can tell whether two of them are one."""
 
@@ -228,5 +231,77 @@ fpipe.schedules.from_table("F0 F1 B0 B1 \n F0 B0 F1 B1")(HALVES)
     ProgramError: rank 0, cell 0: the program has no op F0. A cell names its stage too: 0F0, if the stage is the rank.
 fpipe.Costs(F=10)
     TypeError: F are seconds of a whole rank: Costs.per_rank(F=...).
+fpipe.testing.check_schedule("gpip")
+    ValueError: did you mean gpipe
+fpipe.bounds(fpipe.place("looped", ranks=2)(FOUR), memory_cap=0.4)
+    ValueError: memory_cap is 0.4 microbatches on rank 0, where one op alone holds 0.5
+fpipe.bounds(fpipe.place("linear")(FOUR), memory_cap=[1, 2])
+    ValueError: memory_cap lists 2 caps for 4 ranks; give one a rank
+fpipe.balance([1, 2, 3], 2, parameters=[1])
+    ValueError: parameters lists 1 layers, costs 3; give one number a layer.
+fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False), fpipe.data_parallel("a"), fpipe.data_parallel("b"))(TWO)
+    ProgramError: one axis of fpipe.data_parallel(), and one of fpipe.shard
+fpipe.update("SGD", clip=1.0, validate="after", loss_scale="dynamic")
+    ValueError: leave validate= out
+fpipe.interop.torch_pipelining.from_csv("0F0,0SEND_F0", format="compute_only")
+    ProgramError: line 1, column 2: 0SEND_F0 does not compute, and the format is
+fpipe.interop.torch_pipelining.to_csv(SENT, format="comms")
+    ValueError: format is 'compute_only' or 'compute_comms', found 'comms'
+fpipe.interop.torch_pipelining.gathers("0UNSHARD,0F0,0RESHARD,0B0")
+    ProgramError: line 1, column 4: 0B0 stands where the weights of stage 0 are not
+fpipe.evaluating(MODEL)
+    ValueError: evaluate what from_module or from_sequential has made
+fpipe.evaluating(nn.Linear(2, 2))
+    TypeError: a Model is wanted
+fpipe.reorder([["0B0", "0F0"]])(ONE)
+    ProgramError: rank 0, step 0: 0B0 reads res[0,0] (the residuals of 0F0), which comes later on the same rank.
+fpipe.custom_stage(linear, linear, 3)
+    TypeError: custom_stage takes three functions, found int
+fpipe.jvp(fpipe.from_functions([linear, fpipe.custom_stage(linear, linear, linear)]))
+    ValueError: has hand-written rules (custom_stage), and jvp
+fpipe.per_example(fpipe.from_functions([linear, fpipe.custom_stage(linear, linear, linear)]))
+    ValueError: has hand-written rules (custom_stage), and per_example
+fpipe.build(ONE, MODEL, compile=True, trace=False)
+    ValueError: compile=True compiles traces; say trace=True
+fpipe.build(ONE, MODEL, autocast=torch.float64)
+    ValueError: autocast is torch.bfloat16, torch.float16 or None; found torch.float64
+fpipe.build(ONE, MODEL, runtime="threads", trace=False)
+    ValueError: say runtime='local' with trace=False
+fpipe.build(ONE, MODEL, runtime="processes")
+    ValueError: there are 'local', 'threads' and 'distributed'
+fpipe.sizes(ONE, MODEL, (EYE,), BATCH, runtime="gpu")
+    ValueError: runtime 'gpu' is not known; there are 'local', 'threads' and 'distributed'
+fpipe.compare(["gpipe", "hanoyo:waves=2"], 4, 8)
+    ValueError: there is no schedule 'hanoyo'; did you mean hanayo
+fpipe.compare(["gpipe", "hanayo:wave=2"], 4, 8)
+    ValueError: hanayo has no option 'wave'; it has: waves, stages
+fpipe.compare(["gpipe"], 0, 8)
+    ValueError: ranks is a whole number, at least 1; found 0
+fpipe.compare(["gpipe"], 2, 2)["zbv"]
+    KeyError: there is no row 'zbv'; there are gpipe
+schedules.from_table([["0F0", "0B0"], ["1F0", "0F"]])(TWO)
+    ProgramError: rank 1, cell 1: '0F' is not a cell:
+schedules.from_table("0F0 0B0\n1F0 . 0F1garbage")
+    ProgramError: line 2, column 3: '0F1garbage' is not a cell: after 0F1 comes 'garbage'
+schedules.from_table("0F0,0B0\n1F0,,0F1garbage")
+    ProgramError: line 2, column 3: '0F1garbage' is not a cell: after 0F1 comes 'garbage'
+schedules.about("zb_auto").program(2, 4, stages=4)
+    ProgramError: zb_auto: one stage on each rank, so 2 stages for 2 ranks; found 4
+schedules.about("v_min").program(2, 4, stages=2)
+    ProgramError: v_min: two chunks on each rank, so 4 stages for 2 ranks; found 2
+schedules.about("roundpipe").program(2, 3, 4, backward=[3, 2, 1, 0])
+    TypeError: a group is a list or range of stages, such as range(0, 3); found 3.
+schedules.roundpipe(1, [range(2)], [range(2)])(fpipe.chain(fpipe.split(2), fpipe.forward_only())(TWO))
+    ProgramError: this program has no backward, and so no backward plan
+schedules.roundpipe(1, [range(1)])(fpipe.chain(fpipe.split(2), fpipe.forward_only())(TWO))
+    ProgramError: the forward plan misses the last stage, 1; nothing else runs it.
+schedules.get(["gpipe"])
+    ValueError: there is no schedule
+fpipe.forward_only()(Program(ONE.inputs, (), (fpipe.Output(Value("grads", 0), Value("params", 0), (0,)),)))
+    ProgramError: neither outputs nor a loss; without gradients nothing is left
+fpipe.search(fpipe.chain(fpipe.split(3), schedules.gpipe(2))(TWO), ranks=2, microbatches=3)
+    ValueError: a program is split already
+fpipe.search(fpipe.split(2, slices=2)(TWO), ranks=2)
+    ProgramError: use fpipe.schedules.seq1f1b
 """,
 )

@@ -120,13 +120,6 @@ def test_a_group_is_of_stages(odd: Any):
         of(4, forward=[[0], [odd]])
 
 
-def test_a_plan_is_of_groups():
-    with pytest.raises(
-        TypeError, match=re.escape("a group is a list or range of stages, such as range(0, 3); found 3.")
-    ):
-        of(4, backward=[3, 2, 1, 0])
-
-
 def test_readers_for_which_again_says_the_same_share_a_trip():
     def parity(op: Op) -> object:
         return (op.microbatch or 0) % 2

@@ -177,12 +177,6 @@ def test_stages_of_a_rank_run_in_turn():
     assert table[0] == ["0F0", "1F0", "0F1", "1F1", "1B0", "0B0", "1B1", "0B1"]
 
 
-@pytest.mark.parametrize("name", [None, ["gpipe"], 3])
-def test_a_schedule_is_asked_for_by_name(name: object):
-    with pytest.raises(ValueError, match="there is no schedule "):
-        fpipe.schedules.get(name)
-
-
 @pytest.mark.parametrize("name", fpipe.schedules.__all__)
 def test_help_on_a_published_schedule_shows_its_source_and_formulas(name: str):
     if name not in fpipe.schedules.names():

@@ -375,13 +375,6 @@ def test_what_makes_no_sense_is_refused(words: dict[str, Any], sentence: str):
         quick(4, **({"ranks": 2, "microbatches": 4} | words))
 
 
-def test_programs_have_their_microbatches():
-    with pytest.raises(ValueError, match="a program is split already"):
-        quick(step(2, 3), ranks=2, microbatches=3)
-    with pytest.raises(ProgramError, match=r"use fpipe\.schedules\.seq1f1b"):
-        quick(fpipe.split(2, slices=2)(fpipe.program(2)), ranks=2)
-
-
 def test_without_the_solver_it_says_what_is_lost(monkeypatch: pytest.MonkeyPatch):
     def absent() -> bool:
         return False

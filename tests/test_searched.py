@@ -143,10 +143,3 @@ def test_links_cost_what_the_costs_say():
 def test_bad_options_are_refused(name: str, options: dict[str, Any], sentence: str):
     with pytest.raises((ProgramError, ValueError, TypeError), match=re.escape(sentence)):
         fpipe.schedules.about(name).program(2, 4, **options)
-
-
-def test_stages_that_do_not_fit_are_refused():
-    with pytest.raises(ProgramError, match="zb_auto: one stage on each rank, so 2 stages for 2 ranks; found 4"):
-        fpipe.schedules.about("zb_auto").program(2, 4, stages=4)
-    with pytest.raises(ProgramError, match="v_min: two chunks on each rank, so 4 stages for 2 ranks; found 2"):
-        fpipe.schedules.about("v_min").program(2, 4, stages=2)

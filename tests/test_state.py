@@ -109,13 +109,6 @@ def test_a_change_of_mode_is_refused_with_the_way_out():
         fpipe.build(fpipe.program(model), model)(params, (X, T), state=state)
 
 
-def test_state_that_was_not_handed_in_names_the_modules():
-    model, params, _ = fpipe.from_sequential(conv_net(), stages=3, loss=CROSS)
-    sentence = r"this program reads state\[0\], the module state of stage 0 \(0, 1, .*\): hand it in as step"
-    with pytest.raises(ValueError, match=sentence):
-        fpipe.build(fpipe.program(model), model)(params, (X, T))
-
-
 def test_what_a_recompute_would_write_is_written_once():
     model, _, _ = fpipe.from_sequential(conv_net(), stages=3, loss=CROSS)
     program = merged(model, 4, fpipe.checkpoint())

@@ -103,11 +103,6 @@ def test_a_schedule_that_breaks_a_law_is_told_which_at_the_smallest_size(schedul
         assert sentence in str(error.value)
 
 
-def test_an_unknown_name_offers_the_closest():
-    with pytest.raises(ValueError, match="did you mean gpipe"):
-        check_schedule("gpip")
-
-
 def test_without_hypothesis_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "hypothesis", None)
     monkeypatch.delitem(sys.modules, "fpipe.testing")

@@ -271,11 +271,3 @@ def test_workers_have_the_callers_number_of_threads():
         step(params, ROWS)
         assert {number for _, number in seen} == {threads}
     assert len({thread for thread, _ in seen}) == 2
-
-
-def test_without_traces_there_is_nothing_to_run_at_once():
-    model, _ = two_stages()
-    with pytest.raises(ValueError, match="say runtime='local' with trace=False"):
-        fpipe.build(fpipe.program(model), model, runtime="threads", trace=False)
-    with pytest.raises(ValueError, match="there are 'local', 'threads' and 'distributed'"):
-        fpipe.build(fpipe.program(model), model, runtime="processes")  # type: ignore[arg-type]

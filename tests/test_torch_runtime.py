@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -246,88 +245,56 @@ def of_program(program: Program) -> Any:
 
 
 PLAIN = chain_of(plain, plain)
-WAY = 'or run the program on fpipe.build(runtime="distributed").'
 
 
 BOTH_WAYS = fpipe.schedules.from_table("0F0 1F0 1B0 0B0\n0F1 1F1 1B1 0B1", replicated=True)
-
-
-def test_a_program_of_another_model_is_refused():
-    with pytest.raises(ValueError, match="the program has 2 stages and the model 1"):
-        torch_pipelining.runtime(in_two(PLAIN), chain_of(plain), ({"w": torch.ones(())},))
-
-
-def test_without_processes_it_says_so():
-    with pytest.raises(
-        ValueError, match=re.escape("for processes that torch.distributed.init_process_group has joined.")
-    ):
-        torch_pipelining.runtime(in_two(PLAIN), PLAIN, ({"w": torch.ones(())},) * 2)
 
 
 ONE = fpipe.place([0, 0])
 WEIGHTS = ({"w": torch.ones(WIDTH)}, {"w": torch.ones(WIDTH)})
 
 
-@pytest.mark.parametrize(
-    ("params", "more", "sentence"),
-    [
-        (WEIGHTS, {"schedule": fpipe.place([0, 1])}, "the program has 2 ranks and the process group 1 processes"),
-        (WEIGHTS[:1], {}, "params is a tuple with one pytree for each of the 2 stages, found 1 of them."),
-        ((*WEIGHTS[:1], None), {}, "params of stage 1 is None, and this process runs the stage: hand them in."),
-    ],
+def by_one(model: fpipe.Model, params: Any = WEIGHTS, schedule: Any = ONE) -> Any:
+    return torch_pipelining.runtime(in_two(model, schedule=schedule), model, params)
+
+
+def stepped(rows: int, target: Any, model: fpipe.Model = PLAIN) -> Any:
+    return by_one(model).step(torch.ones(rows, WIDTH), target=target)
+
+
+NET, (OF_NET, _), _ = fpipe.from_sequential(net_of(2), stages=2, loss=MSE)
+test_what_one_process_is_handed_is_checked = pytest.mark.usefixtures("alone")(
+    refusals(
+        globals(),
+        """
+by_one(PLAIN, schedule=fpipe.place([0, 1]))
+    ValueError: the program has 2 ranks and the process group 1 processes
+by_one(PLAIN, WEIGHTS[:1])
+    ValueError: params is a tuple with one pytree for each of the 2 stages, found 1 of them.
+by_one(PLAIN, (*WEIGHTS[:1], None))
+    ValueError: params of stage 1 is None, and this process runs the stage: hand them in.
+torch_pipelining.stages(in_two(PLAIN, schedule=ONE), PLAIN, WEIGHTS, device="meta")
+    ValueError: 'w' of stage 0 is on cpu, and the stages run on meta: move the net there before it is cut, or the params
+torch_pipelining.stages(in_two(NET, schedule=ONE), NET, (OF_NET, {}))
+    ValueError: params of stage 1 must have '1.0.weight', which is missing.
+# Torch would receive the second microbatch into the buffer of the first.
+stepped(5, torch.ones(4, WIDTH))
+    ValueError: 5 rows make uneven microbatches, 2 of them; torch's runtime has buffers of one size. Hand in a multiple
+    of 2 rows, or run the program on fpipe.build(runtime="distributed").
+stepped(4, torch.ones(5, WIDTH))
+    ValueError: 5 rows make uneven microbatches, 2 of them; torch's runtime has buffers of one size.
+stepped(4, {"t": torch.ones(4, WIDTH)})
+    ValueError: torch's runtime cuts a target that is one tensor; found dict on the last stage's rank.
+stepped(4, torch.ones(4, WIDTH), chain_of(lambda p, x: {}, plain))
+    TypeError: stage 0 (<lambda>) returns one dict; torch's runtime hands on a tensor, or a tuple of two or more. Return
+    these, and put them together in the stage after.
+stepped(4, torch.ones(4, WIDTH), chain_of(lambda p, x: (x,), plain))
+    TypeError: stage 0 (<lambda>) returns a tuple of Tensor; torch's runtime hands on a tensor
+stepped(4, torch.ones(4, WIDTH), chain_of(lambda p, x: (x, 3), plain))
+    TypeError: stage 0 (<lambda>) returns a tuple of Tensor, int; torch's runtime hands on a tensor
+""",
+    )
 )
-def test_what_a_process_is_handed_is_checked(alone: None, params: Any, more: Any, sentence: str):
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        torch_pipelining.runtime(in_two(PLAIN, **{"schedule": ONE} | more), PLAIN, params)
-
-
-def test_parameters_on_another_device_are_refused(alone: None):
-    sentence = (
-        "'w' of stage 0 is on cpu, and the stages run on meta: move the net there before it is cut, or the params"
-    )
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        torch_pipelining.stages(in_two(PLAIN, schedule=ONE), PLAIN, WEIGHTS, device="meta")
-
-
-def test_a_name_that_a_stage_of_a_net_has_not_is_refused(alone: None):
-    model, params, _ = fpipe.from_sequential(net_of(2), stages=2, loss=MSE)
-    with pytest.raises(ValueError, match=re.escape("params of stage 1 must have '1.0.weight', which is missing.")):
-        torch_pipelining.stages(in_two(model, schedule=ONE), model, (params[0], {}))
-
-
-def test_uneven_microbatches_are_refused_by_their_rows(alone: None):
-    """Torch would receive the second into the buffer of the first."""
-    runtime = torch_pipelining.runtime(in_two(PLAIN, schedule=ONE), PLAIN, WEIGHTS)
-    sentence = (
-        "5 rows make uneven microbatches, 2 of them; torch's runtime has buffers of one size. Hand in a multiple of 2 "
-        f"rows, {WAY}"
-    )
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        runtime.step(torch.ones(5, WIDTH), target=torch.ones(4, WIDTH))
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        runtime.step(torch.ones(4, WIDTH), target=torch.ones(5, WIDTH))
-
-
-def test_a_target_is_one_tensor(alone: None):
-    runtime = torch_pipelining.runtime(in_two(PLAIN, schedule=ONE), PLAIN, WEIGHTS)
-    sentence = "torch's runtime cuts a target that is one tensor; found dict on the last stage's rank."
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        runtime.step(torch.ones(4, WIDTH), target={"t": torch.ones(4, WIDTH)})
-
-
-@pytest.mark.parametrize(
-    ("y", "found"),
-    [({}, "one dict"), ((torch.ones(2),), "a tuple of Tensor"), ((torch.ones(2), 3), "a tuple of Tensor, int")],
-)
-def test_what_a_stage_hands_on_is_tensors(alone: None, y: Any, found: str):
-    model = chain_of(lambda p, x: y, plain)
-    runtime = torch_pipelining.runtime(in_two(model, schedule=ONE), model, WEIGHTS)
-    sentence = (
-        f"stage 0 (<lambda>) returns {found}; torch's runtime hands on a tensor, or a tuple of two or more. Return "
-        "these, and put them together in the stage after."
-    )
-    with pytest.raises(TypeError, match=re.escape(sentence)):
-        runtime.step(torch.ones(4, WIDTH), target=torch.ones(4, WIDTH))
 
 
 def test_inputs_that_are_a_dict_go_as_keywords(alone: None):
@@ -448,5 +415,9 @@ of_program(fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(
 of_program(in_two(PLAIN, schedule=fpipe.schedules.from_table("0F1 0F0 0B1 0B0\n1F1 1B1 1F0 1B0")))
     ProgramError: 1F0 comes after a later microbatch's; torch's runtime takes the losses of the last stage for those of
     microbatches 0, 1, 2. Put its forwards in this order, or run the program on fpipe.build(runtime="distributed").
+torch_pipelining.runtime(in_two(PLAIN), chain_of(plain), WEIGHTS[:1])
+    ValueError: the program has 2 stages and the model 1
+torch_pipelining.runtime(in_two(PLAIN), PLAIN, WEIGHTS)
+    ValueError: for processes that torch.distributed.init_process_group has joined.
 """,
 )
