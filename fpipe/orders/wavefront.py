@@ -1,8 +1,8 @@
 """Simulate rows of runs: all ranks at once, one step of the wavefront after the other.
 
-What the ranks do at each step is a plan that comes round and seldom changes. A step is a few operations on vectors with
-a number for each rank: fetch what is read, add the way, take the larger of that and the rank's own time, add the cost.
-These are the sums of `simulate` in its order, so that times agree to the last bit. It stands apart from
+What the ranks do at each step is a timetable that comes round and seldom changes. A step is a few operations on vectors
+with a number for each rank: fetch what is read, add the way, take the larger of that and the rank's own time, add the
+cost. These are the sums of `simulate` in its order, so that times agree to the last bit. It stands apart from
 `orders/play.py` since no list of a hundred million ops can be made: it plays runs, which say them all.
 """
 
@@ -37,7 +37,7 @@ def fronts(known: Columns, costs: Costs) -> Fronts:
     import torch
 
     with torch.inference_mode():
-        return _walk(_StepPlan(Steps(known), costs), float(cast("float", costs.transfer)))
+        return _walk(_Timetable(Steps(known), costs), float(cast("float", costs.transfer)))
 
 
 def of_ranks(costs: Costs) -> None:
@@ -67,7 +67,7 @@ class _Mail(NamedTuple):
     column: Tensor
 
 
-class _StepPlan:
+class _Timetable:
     """Work of each rank at each step of a cycle, and when that changes.
 
     Attributes:
@@ -172,30 +172,30 @@ class _Readings(NamedTuple):
 
 
 class _Changes(NamedTuple):
-    """Changes of a plan, as columns: at which step, of which place of the plan, to what."""
+    """Changes of a timetable, as columns: at which step, of which place of the timetable, to what."""
 
     when: Tensor
     place: Tensor
     value: Tensor
 
 
-def _walk(plan: _StepPlan, way: float) -> Fronts:
+def _walk(timetable: _Timetable, way: float) -> Fronts:
     """Step by step, a cycle at a time."""
     import torch
 
-    ranks, depth, width, cycle = plan.ranks, plan.depth, plan.width, plan.cycle
+    ranks, depth, width, cycle = timetable.ranks, timetable.depth, timetable.width, timetable.cycle
     room = -(-ROOM // cycle) * cycle
     recent = torch.zeros(depth + room, width, dtype=torch.float64)
     recent[:, ranks] = -math.inf  # for ops that read nothing from another rank
     flat = recent.view(-1)
     windows = [recent[at : at + depth].view(-1) for at in range(room)]
     rows = [recent[at, :ranks] for at in range(depth + room)]
-    spending = _Changing(plan, plan.spends, 0.0)
-    reading = [_Changing(plan, changes, plan.nothing) for changes in plan.reads]
-    mail = _Mailing(plan)
+    spending = _Changing(timetable, timetable.spends, 0.0)
+    reading = [_Changing(timetable, changes, timetable.nothing) for changes in timetable.reads]
+    mail = _Mailing(timetable)
     got = torch.empty(ranks, dtype=torch.float64)
     first, at = [0.0] * ranks, 0
-    for cycles in range(-(-plan.total // cycle)):
+    for cycles in range(-(-timetable.total // cycle)):
         if at == room:
             for low in range(0, depth, room):
                 recent[low : min(low + room, depth)] = recent[low + room : min(low + 2 * room, depth + room)]
@@ -204,12 +204,12 @@ def _walk(plan: _StepPlan, way: float) -> Fronts:
         base = (at + depth - step) * width
         mail.arrive(flat, cycles, base)
         spend, read = spending.at(cycles), [one.at(cycles) for one in reading]
-        for turn in range(min(cycle, plan.total - step)):
+        for turn in range(min(cycle, timetable.total - step)):
             before, now = rows[at + depth - 1], rows[at + depth]
             for each in read:
                 torch.index_select(windows[at], 0, each[turn], out=got)
                 before = torch.maximum(before, got.add_(way) if way else got, out=now)
-            for rank in plan.first.get(step + turn, ()):
+            for rank in timetable.first.get(step + turn, ()):
                 first[rank] = float(now[rank])
             now.add_(spend[turn])
             at += 1
@@ -218,16 +218,16 @@ def _walk(plan: _StepPlan, way: float) -> Fronts:
 
 
 class _Changing:
-    """A plan that changes from cycle to cycle: for each step of the cycle a row with a number for each rank."""
+    """A timetable that changes from cycle to cycle: for each step of the cycle a row with a number for each rank."""
 
-    def __init__(self, plan: _StepPlan, changes: _Changes, first: float) -> None:
+    def __init__(self, timetable: _Timetable, changes: _Changes, first: float) -> None:
         import torch
 
         order = changes.when.argsort(stable=True)
         self.place, self.value = changes.place[order], changes.value[order]
-        self.ends = _ends(plan, changes.when[order])
-        self.now = torch.full((plan.cycle * plan.ranks,), first, dtype=changes.value.dtype)
-        self.rows = list(self.now.view(plan.cycle, plan.ranks))
+        self.ends = _ends(timetable, changes.when[order])
+        self.now = torch.full((timetable.cycle * timetable.ranks,), first, dtype=changes.value.dtype)
+        self.rows = list(self.now.view(timetable.cycle, timetable.ranks))
 
     def at(self, cycles: int) -> list[Tensor]:
         """The rows of a cycle; cycles are asked for in turn."""
@@ -240,14 +240,14 @@ class _Changing:
 class _Mailing:
     """The mail on its way."""
 
-    def __init__(self, plan: _StepPlan) -> None:
+    def __init__(self, timetable: _Timetable) -> None:
         import torch
 
-        made, source, read, column = plan.mail
+        made, source, read, column = timetable.mail
         self.number = made.argsort(stable=True)
-        self.leaves, self.arrives = _ends(plan, made[self.number]), _ends(plan, read)
-        self.source = (made * plan.width + source)[self.number]
-        self.target = (read - 1) * plan.width + column
+        self.leaves, self.arrives = _ends(timetable, made[self.number]), _ends(timetable, read)
+        self.source = (made * timetable.width + source)[self.number]
+        self.target = (read - 1) * timetable.width + column
         self.held = torch.zeros(len(read), dtype=torch.float64)
 
     def arrive(self, flat: Tensor, cycles: int, base: int) -> None:
@@ -263,8 +263,8 @@ class _Mailing:
             self.held.index_copy_(0, self.number[low:high], flat.index_select(0, self.source[low:high] + base))
 
 
-def _ends(plan: _StepPlan, when: Tensor) -> list[int]:
+def _ends(timetable: _Timetable, when: Tensor) -> list[int]:
     """Where the steps of each cycle begin in a column that is sorted."""
     import torch
 
-    return torch.searchsorted(when, torch.arange(-(-plan.total // plan.cycle) + 1) * plan.cycle).tolist()
+    return torch.searchsorted(when, torch.arange(-(-timetable.total // timetable.cycle) + 1) * timetable.cycle).tolist()

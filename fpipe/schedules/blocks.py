@@ -130,7 +130,7 @@ class Follower:
         """Worth of the block, and the row of each rank, its W among the rest.
 
         Args:
-            late: how many intervals after its I a W stands in the plan.
+            late: how many intervals after its I a W stands in the block.
             ahead: how many intervals before its turn a microbatch may enter.
         """
         pipeline, count, stages = self.pipeline, self.pipeline.microbatches, self.pipeline.stages

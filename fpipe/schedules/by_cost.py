@@ -82,7 +82,7 @@ def v_order(pipeline: LinearPipeline, effort: int, polish: int = 0) -> list[Trac
     known = _of_a_short_step(short, effort, polish)
     if pipeline.microbatches == short.microbatches:
         found = [(order.value, order.full(pipeline)) for order in known.orders]
-        found += [Follower(pipeline).order(*plan[1:]) for plan in known.plans[:2]]
+        found += [Follower(pipeline).order(*trial[1:]) for trial in known.trials[:2]]
     else:
         ways = _ways(short, known)
         if pipeline.microbatches > LONG * pipeline.ranks:
@@ -120,7 +120,7 @@ _TURNS = ((1, 0, 3, 2), (2, 1, 3, 0), (3, 1, 2, 0), (3, 2, 0, 1), (3, 2, 1, 0))
 
 
 def greedy(pipeline: LinearPipeline, turns: Iterable[Sequence[int]] = _TURNS) -> list[Order]:
-    """Orders on a V without a plan: of what is ready and has room, a rank runs the leg whose turn comes first."""
+    """Orders on a V without a block: of what is ready and has room, a rank runs the leg whose turn comes first."""
     follower, each = Follower(pipeline, eager=True), list[list[TrackRow]]()
     weighs = any(pipeline.seconds[2 * pipeline.stages :])  # W, which is in no gap where backwards are full
     for legs in turns:
@@ -159,14 +159,14 @@ def _likely(pipeline: LinearPipeline, ways: list[Way]) -> list[Way]:
     return [ways[at] for at in sorted(range(len(ways)), key=values.__getitem__)[:LIKELY]]
 
 
-FollowerPlan = tuple[tuple[float, float], BuildingBlock, float, int]
+FollowerTrial = tuple[tuple[float, float], BuildingBlock, float, int]
 
 
 class _Known(NamedTuple):
     """Orders of a short step, and what a follower of a block found to be good."""
 
     orders: list[Order]
-    plans: list[FollowerPlan]
+    trials: list[FollowerTrial]
 
 
 @lru_cache(maxsize=64)
@@ -181,19 +181,19 @@ def _of_a_short_step(short: LinearPipeline, effort: int, polish: int) -> _Known:
     orders.sort(key=lambda one: one[0].value)
     blocks = [block for _, block in orders if block is not None]
     follower = Follower(short)
-    plans = [
+    trials = [
         (follower.order(block, late, ahead)[0], block, late, ahead)
         for block in blocks[: max(1, plays // 144)]
         for late in (0.0, 0.5, 100.0)
         for ahead in (0, 1, 3)
     ]
-    plans.sort()
+    trials.sort()
     best, known = [order for order, _ in orders[:2]], [_in_published(cells, short) for cells in _published_cells(short)]
-    if not at_floor(short, min([*(order.value for order in best + known), *(plan[0] for plan in plans[:1])])):
-        loose = dict.fromkeys([*blocks[:1], *(plan[1] for plan in plans[:1])])
+    if not at_floor(short, min([*(order.value for order in best + known), *(trial[0] for trial in trials[:1])])):
+        loose = dict.fromkeys([*blocks[:1], *(trial[1] for trial in trials[:1])])
         best += [loosen(short, block, 0.5, plays // 8) for block in loose]
-        for plan in plans[:2]:
-            rows = without_weights(short, follower.order(*plan[1:])[1])
+        for trial in trials[:2]:
+            rows = without_weights(short, follower.order(*trial[1:])[1])
             best.append(min((played(short, rows, one) for one in (0.0, 0.5, 1.0)), key=lambda order: order.value))
         best.sort(key=lambda order: order.value)
         best += [climb(short, order, plays // 16, seed) for order in best[:3] for seed in (0, 1)]
@@ -204,7 +204,7 @@ def _of_a_short_step(short: LinearPipeline, effort: int, polish: int) -> _Known:
         if polish and first.value != NEVER:
             start = played(short, first.full(short), 1.0)
             best.append(climb(short, start, polish // (3 * short.stages * short.microbatches)))
-    return _Known([order for order in best + known if order.value != NEVER], plans)
+    return _Known([order for order in best + known if order.value != NEVER], trials)
 
 
 def _published_cells(pipeline: LinearPipeline) -> list[tuple[int, ...]]:

@@ -58,9 +58,9 @@ def slices_of(op: Op, value: Value, trees: Mapping[Value, AbstractTree]) -> Any:
     return (at, found)
 
 
-def slicing(plan: Sequence[tuple[int, list[Any]]]) -> Callable[..., Sequence[Leaves]]:
+def slicing(places: Sequence[tuple[int, list[Any]]]) -> Callable[..., Sequence[Leaves]]:
     """Function of a SPLIT that takes plain slices of the batch."""
-    parts = [_part(at, leaves) for at, leaves in plan]
+    parts = [_part(at, leaves) for at, leaves in places]
     return lambda *lists: [part(lists) for part in parts]
 
 

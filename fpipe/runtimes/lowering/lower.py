@@ -265,9 +265,9 @@ class _Lowering:
         if op.kind == "ADD":
             return self.instruction(at, add_to if at in self.folds.sums.in_place else add, op.reads, op.writes)
         if op.kind == "SPLIT" and "presplit" not in dict(op.how):
-            plan = [slices_of(op, value, self.trees) for value in op.writes]
-            if all(part is not None for part in plan):
-                return self.instruction(at, slicing(plan), op.reads, op.writes)
+            places = [slices_of(op, value, self.trees) for value in op.writes]
+            if all(part is not None for part in places):
+                return self.instruction(at, slicing(places), op.reads, op.writes)
         trees = [self.trees[value] for value in op.reads]
         containers = [*map(container, trees)]
         if op.kind == "U" and update_only(self.shapes.context.model, op.stage):
