@@ -101,7 +101,7 @@ def test_a_pair_of_chunks_is_in_the_order_of_deepseek_v3():
 
 def test_a_cluster_says_how_long_bytes_take():
     costs = fpipe.Costs(bytes={"y": 8e9, "dx": 8e9}, cluster=fpipe.Cluster.parse("2 ranks; replicas 4 1s 1GB/s"))
-    kinds: Any = (("all_to_all", 9.0), ("all_reduce", 18.0), ("ring", 9.0))
+    kinds: Any = (("all_to_all", 9.0), ("all_reduce", 18.0), ("ring", 9.0), ("reduce", 18.0), ("copy", 0.0))
     for kind, seconds in kinds:
         model = fpipe.from_functions([compute, fpipe.exchange(kind, "ep"), compute], loss=lambda y, target: y)
         op = next(op for op in fpipe.program(model).ops if op.kind == "F" and op.stage == 1)

@@ -278,6 +278,7 @@ def refused(rank: int, how: str) -> str:
             net = words()
             parallelize_module(net, tp, {"3": ColwiseParallel(use_local_output=False)})
         if how == "exported":
+            net[1].register_buffer("table", DTensor.from_local(torch.ones(2), tp, [Shard(0)]))
             fpipe.from_module(net, 2, loss=loss, example=batch)
         if how in ("fully_shard", "whole", "whole, exported", "whole, called"):
             net = words()
@@ -313,7 +314,7 @@ REFUSED = {
     "whole": "module '' (FSDPSequential) is wrapped by fully_shard, whose hooks gather the module's own parameters",
     "whole, exported": "module '' (FSDPSequential) is wrapped by fully_shard, whose hooks gather the module's own",
     "whole, called": "module 'net' (FSDPSequential) is wrapped by fully_shard, whose hooks gather the module's own",
-    "exported": "'0.weight' is a DTensor, which torch.export does not take. from_sequential and from_functions do.",
+    "exported": "buffer '1.table' is a DTensor, and from_module takes only parameters that are. Keep it whole on each",
     "ddp": "module '0' (DistributedDataParallel) is wrapped by DistributedDataParallel, whose hooks gather",
 }
 

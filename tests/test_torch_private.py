@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fpipe.torch_private import ambient
@@ -29,6 +30,7 @@ from fpipe.torch_private.dispatch import (
     names_of,
     returns_of,
     storage_of,
+    unwatched,
     without_modes,
 )
 from fpipe.torch_private.selective_checkpoint import all_ops, selective_checkpoint_answers
@@ -109,6 +111,15 @@ def test_a_dispatch_mode_is_left_out_for_a_while():
 
     with Refusing(), without_modes():
         torch.ones(2) + 1
+
+
+def test_no_mode_is_on_for_a_while():
+    class Refusing(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            raise AssertionError("a mode is on: nets of DTensors are traced twice, and cannot be exported")
+
+    with Refusing(), unwatched():
+        torch.ones(2).sum()
 
 
 def test_views_share_a_storage():

@@ -10,7 +10,9 @@ from typing import Literal
 from fpipe.graphs.tracing.exchanged import COLLECTIVES, Exchanged
 from fpipe.model import Stage
 
-Collective = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce", "ring"]
+Collective = Literal[
+    "all_to_all", "all_gather", "reduce_scatter", "all_reduce", "ring", "copy", "reduce", "gather", "scatter"
+]
 
 
 def exchange(kind: Collective, axis: str, *, sizes: bool = False) -> Stage:
@@ -23,9 +25,13 @@ def exchange(kind: Collective, axis: str, *, sizes: bool = False) -> Stage:
     Args:
         kind: "all_to_all" (dim 0 has equally many rows for each process, in order), "all_gather" (the rows of all in
             order), "reduce_scatter" (the sum of all, of which each keeps its rows), "all_reduce" (the sum of all) or
-            "ring" (each sends to the next process what it has, and gets what the one before had).
+            "ring" (each sends to the next process what it has, and gets what the one before had). Or between layers of
+            tensor parallelism, where what follows is alike on all processes: "copy" (hands on what it is given, and
+            adds up its gradient), "reduce" (the sum of all), "gather" (the rows of all in order) and "scatter" (of rows
+            alike on all each keeps its own, and gathers their gradient).
         axis: the name of the dimension, as `init_device_mesh(.., mesh_dim_names=("pp", "ep"))` has it; step and
-            gradients are of the sum of the losses of its processes. Where the step runs without that mesh, as by
+            gradients are of the sum of the losses of its processes, or of "copy" to "scatter" of the one loss that all
+            have. Where the step runs without that mesh, as by
             runtime="local" or "threads", in `reference` and `verify`, the dimension has one process, and the stage
             hands on what it is given.
         sizes: for an all-to-all whose sizes the data decide, as a router does: its x is `(rows, .., sizes)`, and so is
@@ -42,6 +48,8 @@ def exchange(kind: Collective, axis: str, *, sizes: bool = False) -> Stage:
         ValueError: another kind, one that has no sizes, or an axis without a name. When a step is built: a mesh without
             that dimension, rows that its processes do not divide, tensors of other shapes on another process, or rows
             that only data count for another rank. In a step: sizes below 0, or of other rows than there are.
+
+    Source: "copy" to "scatter" are f, g and their like of Megatron-LM (arXiv:1909.08053, figure 3).
 
     >>> import fpipe
     >>> block = [lambda p, x: x @ p, fpipe.exchange("all_to_all", axis="ep"), lambda p, x: x @ p]

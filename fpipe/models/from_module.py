@@ -87,8 +87,9 @@ def from_module(
         reduction, aux: as in `from_functions`.
         cut_collectives: make each collective of `torch.distributed._functional_collectives` over a dimension of a mesh
             a stage of its own, as `fpipe.exchange` does, beside the stages that `stages` or `cuts` ask for: an
-            all-to-all of equal splits, a gather or sum over dim 0. All processes along it cut alike. Such a stage keeps
-            the group that the net calls it with, in every runtime and without a mesh too.
+            all-to-all of equal splits, a gather or sum over dim 0; and each redistribute of a DTensor that is a
+            collective forward or backward, such as those of `parallelize_module`. All processes along it cut alike.
+            Such a stage keeps the group that the net calls it with, in every runtime and without a mesh too.
 
     Returns:
         The model, which prints what is where; per stage its trainable parameters by their names in `net.state_dict()`,

@@ -196,7 +196,8 @@ class Costs:
             return max(beside, (sum if self.pair == "sum" else max)(parts) if parts else 0.0)
         kind, stage = op.kind, op.stage or 0
         if is_exchange(op):
-            return 0.0 if kind == "W" else self._of("exchange", stage) + self._exchanged(op)
+            free = kind in _FREE.get(dict(op.how)["exchange"], "W")
+            return 0.0 if free else self._of("exchange", stage) + self._exchanged(op)
         if op.how and kind in "BI":  # it computes its stage again itself
             return self._seconds(op._replace(how=())) + self._seconds(op._replace(kind="R"))
         if kind == "B" and self.backward is None:
@@ -246,7 +247,7 @@ class Costs:
         how = dict(op.how)["exchange"]
         if how == "ring":
             return self.cluster.across.latency + read / self.cluster.across.bandwidth
-        return self.cluster.around(max(read, written)) * (2 if how == "all_reduce" else 1)
+        return self.cluster.around(max(read, written)) * (2 if how in ("all_reduce", "copy", "reduce") else 1)
 
     def latency(self, source: int, target: int) -> float:
         """Seconds on the way from one rank to another."""
@@ -290,6 +291,8 @@ def _short(given: Any) -> str:
 
 
 _FLOWS = ("y", "again", "dx", "dy")
+_FREE = {"copy": "FRW", "scatter": "FRW", "reduce": "BIW", "gather": "BIW"}
+"""The ops of an exchange, of one that has a collective in one direction only, that take no time; by default W."""
 _LETTERS = ("F", "B", "I", "W", "R", "c")
 _PER_STAGE = (
     *("forward", "backward_input", "backward_weight", "recompute", "offload", "load", "backward"),

@@ -22,6 +22,15 @@ _TORCH: Any = torch
 
 without_modes = _disable_current_modes
 """A context without any dispatch mode (2.13)."""
+
+
+@contextmanager
+def unwatched() -> Generator[None]:
+    """A context without any mode, of functions neither (2.13: `DisableTorchFunction`)."""
+    with without_modes(), _C.DisableTorchFunction():
+        yield
+
+
 has_kernel: Callable[[str, str], bool] = _C._dispatch_has_kernel_for_dispatch_key
 """Whether an op, by name, has a kernel for a dispatch key (2.13)."""
 NAMESPACES: tuple[Any, ...] = (torch, _C._nn, Tensor, _C._linalg, _C._special, _C._fft)

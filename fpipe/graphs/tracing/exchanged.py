@@ -6,6 +6,13 @@
     all_reduce      a tensor                   -->  the sum of all                backward: all_reduce
     ring            a tensor                   -->  that of the process before    backward: to the process before
 
+Where all that follows is alike on the processes, as between layers of tensor parallelism, its gradient counts once:
+
+    copy            a tensor alike on all      -->  the same tensor               backward: all_reduce
+    reduce          a tensor                   -->  the sum of all                backward: as it is
+    gather          this process's rows        -->  the rows of all               backward: this process's rows
+    scatter         a tensor alike on all      -->  this process's rows           backward: all_gather
+
 With sizes, an all-to-all brings each process as many rows as these say, and then the sizes travel before the rows. A
 dimension has one process until a mesh says otherwise, and a collective of one hands on what it is given.
 """
@@ -23,8 +30,17 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.torch_private.collective_ops import C10D
 
-_ADJOINT = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "ring": "ring back"}
-COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "ring")
+_FORWARD = {"copy": "as it is", "reduce": "all_reduce", "gather": "all_gather", "scatter": "own rows"}
+_BACKWARD = {
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "ring": "ring back",
+    "copy": "all_reduce",
+    "reduce": "as it is",
+    "gather": "own rows",
+    "scatter": "all_gather",
+}
+COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "ring", *_FORWARD)
 
 
 @dataclass(frozen=True)
@@ -104,13 +120,13 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, by: Exchanged) -> Tensor:
         ctx.by = by
-        return _exchanged(by.kind, x, by)
+        return _exchanged(_FORWARD.get(by.kind, by.kind), x, by)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         by: Exchanged = ctx.by
         back = by if by.splits is None else replace(by, splits=by.splits[::-1])
-        return _exchanged(_ADJOINT.get(by.kind, by.kind), cotangents[0], back), None
+        return _exchanged(_BACKWARD.get(by.kind, by.kind), cotangents[0], back), None
 
 
 def _exchanged(kind: str, x: Tensor, by: Exchanged) -> Tensor:
@@ -119,12 +135,16 @@ def _exchanged(kind: str, x: Tensor, by: Exchanged) -> Tensor:
         return x.clone(memory_format=torch.contiguous_format)
     if by.splits is not None:
         return start(C10D.all_to_all_single, x, *by.splits, by.group)
-    if kind in ("all_to_all", "reduce_scatter"):
+    if kind == "as it is":
+        return x
+    if kind in ("all_to_all", "reduce_scatter", "own rows"):
         rows, parts = (len(x) if x.ndim else 0), by.size
         if not rows or rows % parts:
             raise ValueError(
                 f"{by.__name__} cuts dim 0 into {parts} parts, one for each process; found shape {tuple(x.shape)}."
             )
+    if kind == "own rows":
+        return x.chunk(by.size)[by.number].clone()
     if kind == "all_to_all":
         each = [len(x) // by.size] * by.size
         return start(C10D.all_to_all_single, x, each, each, by.group)

@@ -14,15 +14,19 @@ from torch import fx
 
 from fpipe.graphs.tracing.exchanged import Exchanged
 from fpipe.model import Stage
+from fpipe.models.tracing.dtensor_ops import exchange_of
 from fpipe.torch_private.collective_ops import C10D, C10D_AUTOGRAD
 from fpipe.torch_private.processes import axis_of, group_named
 
 
 def collectives_of(nodes: Sequence[fx.Node]) -> dict[int, Exchanged]:
-    """The places of collectives, each with its wait just behind it: an even all-to-all, a gather, sums. One that the
-    net ends with stays in its stage: the loss waits for it at once."""
+    """The places of collectives, each with its wait just behind it: an even all-to-all, a gather, sums; and of those of
+    DTensors, which wait. One that the net ends with stays in its stage: the loss waits for it at once."""
     found: dict[int, Exchanged] = {}
     for at, (node, behind) in enumerate(pairwise(nodes)):
+        if (by := exchange_of(node)) is not None:
+            found[at] = by
+            continue
         kind = _KINDS.get(node.target)
         if kind is None or behind.target is not C10D.wait_tensor.default or behind.args[0] is not node:
             continue

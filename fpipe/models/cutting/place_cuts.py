@@ -17,6 +17,7 @@ from fpipe.models.cutting.collectives import collectives_of
 from fpipe.models.cutting.node_costs import costs_of
 from fpipe.models.cutting.pieces import BLOCK
 from fpipe.models.tracing.boundary import MARK
+from fpipe.models.tracing.dtensor_ops import DTENSOR
 from fpipe.models.tracing.module_calls import Call, blocks_of, calls_of, ends_of, in_words
 from fpipe.program import Op
 from fpipe.timing.balance import balance
@@ -64,7 +65,8 @@ def place_cuts(
         ends = _balanced(nodes, params, root, stages or 1, costs)
     ends.sort(key=lambda call: call.end)
     found = collectives_of(nodes) if collectives else {}
-    around = {at for first in found for at in (first, first + 2)} - {0, len(nodes), *(at + 1 for at in own), *own}
+    ends_at = {at + 1 if nodes[at].target is DTENSOR else at + 2 for at in found}  # behind its wait
+    around = {*found, *ends_at} - {0, len(nodes), *(at + 1 for at in own), *own}
     marks = sorted({call.end + 1 for call in ends} | around)
     for at in marks:
         with graph.inserting_before(nodes[at]):

@@ -21,11 +21,12 @@ from torch.export import ExportedProgram
 from fpipe import tree
 from fpipe.graphs.language.symbols import in_words
 from fpipe.graphs.purity.attributes import Attributes
-from fpipe.graphs.purity.sharded import is_sharded
+from fpipe.graphs.purity.sharded import is_sharded, refuse_sharded
 from fpipe.models.modules.batch_norm import tracks
 from fpipe.models.modules.known_modules import refuse_net
 from fpipe.models.tracing.boundary import marking
 from fpipe.models.tracing.places import noting_places, place_of_caller, place_of_error
+from fpipe.models.tracing.sharded_net import as_whole
 from fpipe.models.tracing.traced_graph import OnlyTraceable, without_checkpoints
 from fpipe.program import building
 from fpipe.torch_private.export import import_export, quiet_export
@@ -40,6 +41,7 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
         inputs: an example: a dict of keywords, a tuple or list of arguments, or the one argument.
     """
     _refuse_unexportable(net)
+    refuse_sharded(tree.leaves(inputs), "the example")
     args, kwargs = call_of(two_rows(inputs))
     signature = _signature(net, args, kwargs)
     shapes: Any = tree.tree_map(_open_dims, dict(signature.bind(*args, **kwargs).arguments))
@@ -55,17 +57,20 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
             _noting_attributes(net, assigned),
             noting_places(),
             without_checkpoints(),
+            as_whole(net) as trace,
             _on_meta(net) as on_meta,
         ):
             if on_meta:
                 args, kwargs = tree.tree_map(_without_data, (args, kwargs))
-            forward: Any = partial(_writing_back, net, net.forward)
+            forward: Any = partial(_writing_back, net, partial(trace.run, net.forward) if trace else net.forward)
             forward.__signature__ = signature
             net.forward = forward
             with building():  # a third of the time of its imports is a walk of the collector over all of them
                 import_export()
             exported = torch.export.export(net, args, kwargs, strict=False, dynamic_shapes=shapes)
             _name_modules_of_slices(exported, net)
+            if trace is not None:
+                trace.settle(exported.graph_module)
             return exported
     except Exception as error:
         late = isinstance(error, UserWarning) and assigned
@@ -185,10 +190,11 @@ def _refuse_unexportable(net: nn.Module) -> None:
                 "number that it reads from a buffer, which an export cannot; give it a momentum, or cut by "
                 "from_sequential."
             )
-    for name, tensor in (*net.named_parameters(), *net.named_buffers()):
+    for name, tensor in net.named_buffers():
         if is_sharded(tensor):
             raise ValueError(
-                f"{name!r} is a DTensor, which torch.export does not take. from_sequential and from_functions do."
+                f"buffer {name!r} is a DTensor, and from_module takes only parameters that are. Keep it whole on each "
+                "process, or use from_sequential or from_functions."
             )
 
 

@@ -125,12 +125,13 @@ def ends_of(root: Call, paths: Sequence[str]) -> list[Call]:
 
 
 def in_words(root: Call, start: int, end: int) -> str:
-    """The outermost calls that lie wholly in a part of the graph, in words.
+    """The outermost calls that lie wholly in a part of the graph, in words; where none does, those it has parts of.
 
     >>> in_words(Call("", "", 0, 3, children=[Call(f"h.{at}", "Block", at, at) for at in range(4)]), 1, 3)
     'h.1 to h.3'
     """
-    rows = groupby(dict.fromkeys(call.path for call in _inside(root, start, end)), lambda path: path.rpartition(".")[0])
+    calls = [*_inside(root, start, end)] or [*_partly(root, start, end)]
+    rows = groupby(dict.fromkeys(call.path for call in calls), lambda path: path.rpartition(".")[0])
     words: list[str] = []
     for above, group in rows:
         paths = list(group)
@@ -145,3 +146,9 @@ def _inside(call: Call, start: int, end: int) -> Iterable[Call]:
             yield child
         elif child.start <= end and child.end >= start:
             yield from _inside(child, start, end)
+
+
+def _partly(call: Call, start: int, end: int) -> Iterable[Call]:
+    for child in call.children:
+        if child.start <= end and child.end >= start:
+            yield from [*_partly(child, start, end)] or [child]
