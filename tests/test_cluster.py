@@ -168,16 +168,6 @@ def test_a_text_that_is_none_is_refused_with_its_place(text: str, expected: str)
         fpipe.simulate(program, cluster=text)
 
 
-def test_what_a_cluster_says_is_not_said_twice():
-    program = fpipe.schedules.about("one_f_one_b").program(4, 8)
-    with pytest.raises(ValueError, match="leave out transfer= and bandwidth="):
-        fpipe.simulate(program, fpipe.Costs(transfer=1), cluster="4 ranks; inside 1us")
-    with pytest.raises(ValueError, match="shared links is simulated for one iteration, found iterations=2"):
-        fpipe.simulate(program, COSTS, cluster="4 ranks; inside 1GB/s shared", iterations=2)
-    with pytest.raises(ValueError, match="a timeline lacks memory on a cluster, in bytes"):
-        _ = fpipe.simulate(program).lacking
-
-
 def test_a_search_on_a_cluster_is_never_beaten_by_a_name():
     """What it finds is what `simulate` says of it, links that queue and slow ranks too."""
     sizes = {"y": 1.0, "dx": 1.0, "res": 10.0, "wres": 5.0}

@@ -272,16 +272,6 @@ def test_lists_have_a_cost_for_each_stage_or_more(reading: Callable[..., object]
     assert reading(TWO, Costs([1, 1, 9])) == reading(TWO, Costs())
 
 
-def test_sizes_of_another_program_are_not_guessed():
-    model = fpipe.from_functions([lambda p, x: x * p, lambda p, x: x * p], lambda y, t: (y - t).sum())
-    import torch
-
-    given = (torch.ones(()),) * 2, (torch.ones(4), torch.ones(4))
-    sizes = fpipe.sizes(fpipe.program(model), model, *given)
-    with pytest.raises(ValueError, match=re.escape("the bytes of x[0,0] are not known: these are the sizes of a")):
-        fpipe.simulate(fpipe.split(2)(fpipe.program(model)), Costs(bytes=sizes))
-
-
 def test_a_kind_of_ones_own_has_its_cost_said():
     if "LEVY" not in KINDS:
         fpipe.register_kind("LEVY", fpipe.Kind("after"))

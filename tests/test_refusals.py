@@ -303,5 +303,15 @@ fpipe.search(fpipe.chain(fpipe.split(3), schedules.gpipe(2))(TWO), ranks=2, micr
     ValueError: a program is split already
 fpipe.search(fpipe.split(2, slices=2)(TWO), ranks=2)
     ProgramError: use fpipe.schedules.seq1f1b
+fpipe.simulate(fpipe.split(2)(ONE), fpipe.Costs(bytes=fpipe.sizes(ONE, MODEL, (EYE,), BATCH)))
+    ValueError: the bytes of x[0,0] are not known: these are the sizes of a
+fpipe.sizes(ONE, fpipe.from_functions([by_sign], lambda y, target: y[0].sum()), (EYE,), BATCH)
+    ValueError: not known before it runs: stage 0 (by_sign): DataDependent
+fpipe.simulate(SENT, fpipe.Costs(transfer=1), cluster="2 ranks; inside 1us")
+    ValueError: leave out transfer= and bandwidth=
+fpipe.simulate(SENT, fpipe.Costs(bytes=lambda value: 1), cluster="2 ranks; inside 1GB/s shared", iterations=2)
+    ValueError: shared links is simulated for one iteration, found iterations=2
+fpipe.simulate(ONE).lacking
+    ValueError: a timeline lacks memory on a cluster, in bytes
 """,
 )

@@ -336,12 +336,6 @@ def test_no_more_is_alive_inside_a_step_than_inside_autograds(net: nn.Module, x:
 # What cannot be traced.
 
 
-def test_the_sizes_of_a_program_without_a_trace_are_not_known():
-    model = fpipe.from_functions([looks], loss=squares)
-    with pytest.raises(ValueError, match=r"not known before it runs: stage 0 \(looks\): DataDependent"):
-        fpipe.sizes(fpipe.program(model), model, ({"w": torch.eye(4)},), (torch.ones(2, 4), torch.ones(2, 4)))
-
-
 def looks(p: dict[str, Tensor], x: Tensor) -> Tensor:
     return x @ p["w"] if x.sum() > 0 else (x * 2) @ p["w"]
 
