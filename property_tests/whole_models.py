@@ -322,7 +322,7 @@ class Whole:
             aux=True,
             aux_losses=self.losses,
         )
-        still = {group[0] for group in homes.values() if not {name for _, name in group}.isdisjoint(self.still)}
+        still = {group[-1] for group in homes.values() if not {name for _, name in group}.isdisjoint(self.still)}
         return fpipe.freeze(model, *still), tuple(params), state
 
     def as_loss(self, example: Any) -> tuple[fpipe.Model, Any]:

@@ -53,7 +53,7 @@ def loop(net: nn.Module, each: list[Any], delays: list[int], clip: float | None,
 @pytest.mark.crossed
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_h2", "interleaved", "zbv", "dualpipe", "roundpipe"])
-@pytest.mark.parametrize("how", [{}, {"trace": False}, {"runtime": "threads"}], ids=repr)
+@pytest.mark.parametrize("how", [{}, {"trace": False}, {"runtime": "threads"}, {"record": True}], ids=repr)
 def test_steps_follow_each_other_as_in_a_loop(schedule: str, clip: float | None, how: dict[str, Any]):
     net, each = net_of(), batches(3)
     stages = 2 if schedule in ("one_f_one_b", "zb_h2", "dualpipe") else 4
@@ -61,7 +61,9 @@ def test_steps_follow_each_other_as_in_a_loop(schedule: str, clip: float | None,
     program = stepping(model, fpipe.schedules.get(schedule)(2), fpipe.steps(3), clip=clip)
     assert program.steps == 3
     assert fpipe.Program.parse(str(program)) == program
+    before = copy.deepcopy(params)
     result = fpipe.build(program, model, **how)(params, each, opt=fpipe.optimizer_state(program, params), lr=0.01)
+    assert all(map(torch.equal, joined(params).values(), joined(before).values()))  # nothing is mutated
     losses, optimizer = loop(net, each, [0] * 4, clip, 0.01)
     assert all(map(torch.equal, result.loss, losses))
     assert differences(net, optimizer, result) == []

@@ -55,24 +55,6 @@ def test_a_tied_parameter_lives_in_the_first_stage_and_travels_to_the_others():
     assert len(sums) == 1
 
 
-def test_an_optimizer_trains_a_tied_net_through_the_pipeline():
-    net, same = tied_net(), tied_net()
-    model, params, _ = fpipe.from_sequential(net, sizes=[2, 2, 2], loss=cross_entropy)
-    pipeline = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(3), fpipe.merge())
-    step = fpipe.build(pipeline(fpipe.program(model)), model)
-    one = torch.optim.SGD([leaf for stage in params for leaf in stage.values()], lr=0.5)
-    other = torch.optim.SGD(same.parameters(), lr=0.5)
-    for _ in range(3):
-        fpipe.assign_grads(params, step(params, words()).grads)
-        one.step()
-        other.zero_grad()
-        cross_entropy(same(words()[0]), words()[1]).backward()
-        other.step()
-    for name, parameter in same.named_parameters():
-        assert torch.allclose(net.get_parameter(name), parameter, atol=1e-5)
-    assert net[0].weight is net[5].embedding.weight
-
-
 # Skips
 
 

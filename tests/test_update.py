@@ -103,22 +103,6 @@ def test_steps_have_the_bits_of_torchs_own_loop(rule: str, clip: str):
     assert differences(net, optimizer, result) == []
 
 
-@pytest.mark.crossed
-@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "interleaved", "zbv", "dualpipe", "roundpipe"])
-@pytest.mark.parametrize("how", [{}, {"trace": False}, {"runtime": "threads"}, {"record": True}], ids=repr)
-def test_a_schedule_and_a_runtime_change_no_bit(schedule: str, how: dict[str, Any]):
-    net, batch = net_of(), rows(8)
-    stages = 2 if schedule == "dualpipe" else 4
-    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=stages, loss=MSE)
-    program = updating(model, fpipe.schedules.get(schedule)(2), "AdamW", 0.05)
-    step = fpipe.build(program, model, **how)
-    before = copy.deepcopy(params)
-    result = step(params, batch, opt=fpipe.optimizer_state(program, params), lr=0.01)
-    assert all(map(torch.equal, joined(params).values(), joined(before).values()))  # nothing is mutated
-    _, _, optimizer = torchs_loop(net, batch, 1, "AdamW", 0.05, [0.01])
-    assert differences(net, optimizer, result) == []
-
-
 def test_a_tied_leaf_is_updated_and_counted_once():
     torch.manual_seed(0)
     layers = {"embed": nn.Embedding(7, 8), "mid": nn.Linear(8, 8), "head": nn.Linear(8, 7, bias=False)}
