@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -19,7 +20,7 @@ from fpipe.timing.lanes import walk
 from fpipe.timing.noise import Noise
 from fpipe.timing.paths import heads_of, waits_of
 from property_tests.strategies import DrawnProgram, few, plans
-from property_tests.test_time_laws import SECONDS, costs
+from property_tests.test_time_laws import SECONDS, costs, with_exchanges
 
 
 def lanes(program: Program, costs: fpipe.Costs) -> dict[Op, tuple[float, float]]:
@@ -35,11 +36,20 @@ def tasks(program: Program, costs: fpipe.Costs) -> Tasks:
     return found
 
 
-@given(plans(), costs(plain=True))
-def test_tasks_are_played_as_lanes_define(plan: DrawnProgram, costs: fpipe.Costs):
-    known, defined = tasks(plan.program, costs), lanes(plan.program, costs)
-    played = known.play([known.flat(row) for row in known.rows])
+@given(plans(), costs(plain=True), st.sets(st.integers(0, 4)), SECONDS, st.data())
+def test_tasks_are_played_as_lanes_define(
+    plan: DrawnProgram, costs: fpipe.Costs, exchanges: set[int], seconds: float, data: st.DataObject
+):
+    """With exchanges beside the work of a rank too, and from any place of each row on."""
+    program, costs = with_exchanges(plan.program, exchanges), replace(costs, exchange=seconds)
+    known, defined, timeline = tasks(program, costs), lanes(program, costs), fpipe.simulate(program, costs)
+    flats = [known.flat(row) for row in known.rows]
+    played = known.play(flats)
     assert played.ends[:-1] == [defined[op][1] for op in known.ops]
+    assert (played.makespan, played.span) == pytest.approx((timeline.makespan, timeline.span))
+    assert known.peak(known.rows) == [*timeline.peak]
+    done = [data.draw(st.integers(0, len(flat))) for flat in flats]
+    assert known.play(flats, known=played.ends, done=done).ends == played.ends
 
 
 @given(plans(), costs(plain=True))

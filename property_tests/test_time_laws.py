@@ -198,8 +198,7 @@ def test_an_exchange_beside_a_ranks_work_holds_up_no_more_than_within_it(
 ):
     """Each op is over no later, each exchange queues on its lane, and no order is below a bound."""
     program = plan.program
-    ops = tuple(exchanging(op, exchanges) for op in program.ops)
-    beside = Program.trusted(program.inputs, ops, program.outputs)
+    beside = with_exchanges(program, exchanges)
     of_stage = [seconds if stage in exchanges else 1 for stage in range(program.stages)]
     work = [0 if stage in exchanges else 1 for stage in range(program.stages)]
     within = fpipe.Costs(
@@ -215,6 +214,11 @@ def test_an_exchange_beside_a_ranks_work_holds_up_no_more_than_within_it(
         )
         assert all(one[1] <= other[0] for one, other in itertools.pairwise(row))
     assert fpipe.bounds(beside, costs).makespan <= found.makespan + 1e-9
+
+
+def with_exchanges(program: Program, stages: set[int]) -> Program:
+    """The program where these stages are exchanges."""
+    return Program.trusted(program.inputs, tuple(exchanging(op, stages) for op in program.ops), program.outputs)
 
 
 def exchanging(op: fpipe.Op, stages: set[int]) -> fpipe.Op:

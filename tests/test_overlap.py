@@ -134,10 +134,30 @@ def test_exchanges_among_replicas_in_lockstep_are_refused():
         fpipe.verify(program, model, ({},) * 4, batch, replicas=2)
 
 
+def test_a_search_interleaves_exchanges_with_the_work_of_other_microbatches():
+    """It chose among schedules by name alone: 56.8 s on two ranks, where 51.8 are enough."""
+    exchange = fpipe.exchange("all_to_all", "ep")
+    block: list[Any] = [lambda p, x: (x @ p["w"]).tanh(), exchange, lambda p, x: (x @ p["w"]).relu(), exchange]
+    model = fpipe.from_functions(block * 2, loss=lambda y, target: (y - target).square().mean())
+    start, costs = fpipe.split(8)(fpipe.program(model)), fpipe.Costs(exchange=0.8)
+    named = fpipe.simulate(fpipe.schedules.one_f_one_b_overlap(2)(start), costs)
+    words: Any = {"ranks": 2, "placement": "linear", "seconds": 0.2, "solver": "local"}
+    free, capped = (fpipe.search(start, costs, **words, memory_cap=cap) for cap in (None, max(named.peak)))
+    for found, most in ((free, 52), (capped, 54)):
+        fpipe.check(fpipe.chain(fpipe.communicate(), fpipe.free())(found.program))
+        assert found.timeline.makespan == fpipe.simulate(found.schedule(start), costs).makespan
+        assert found.bound <= found.timeline.makespan < most < named.makespan
+    assert max(capped.timeline.peak) <= max(named.peak)
+    draw = torch.Generator().manual_seed(0)
+    weights = [{"w": torch.randn(4, 4, generator=draw)} if stage % 2 == 0 else {} for stage in range(8)]
+    batch = torch.randn(16, 4, generator=draw), torch.randn(16, 4, generator=draw)
+    assert fpipe.verify(free.program, model, weights, batch).bitwise
+
+
 def test_a_search_claims_no_bound_that_takes_exchanges_for_work():
-    """The solver knows one lane a rank, and proved 34 s the shortest where nothing takes less than 28."""
+    """The solver knew one lane a rank, and proved 34 s the shortest, where 29 are enough."""
     start, costs = fpipe.split(4)(fpipe.program(experts(2))), fpipe.Costs(exchange=1)
     found = fpipe.search(start, costs, ranks=2, placement="linear", seconds=0.2)
     assert found.timeline.makespan <= fpipe.simulate(fpipe.schedules.one_f_one_b_overlap(2)(start), costs).makespan
     assert found.timeline.makespan == fpipe.simulate(found.schedule(start), costs).makespan
-    assert found.bound <= 28
+    assert found.bound <= 29

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from random import Random
 from typing import NamedTuple
 
@@ -80,8 +81,11 @@ class Climber:
     def _done(self, rank: int, before: list[int], after: list[int]) -> list[int]:
         """How many ops of each rank end as before, where one row has changed."""
         same = next(at for at, (one, other) in enumerate(zip(before, after, strict=True)) if one != other)
-        ends = self.looked.played.ends
+        ends, seconds = self.looked.played.ends, self.tasks.seconds
         since = ends[before[same - 1]] if same else 0.0
+        if self.tasks.beside:  # an exchange starts no earlier than the work before it
+            last = next((before[at] for at in reversed(range(same)) if not self.tasks.beside[before[at]]), -1)
+            since = ends[last] - seconds[last] if last >= 0 else 0.0
         found = [bisect_left(begun, since) for begun in self.begun]
         found[rank] = min(found[rank], same)
         return found
@@ -166,21 +170,26 @@ class Climber:
         seconds, needs = tasks.seconds, tasks.needs
         self.looked = order
         self.begun = [[ends[op] - seconds[op] for op in flat] for flat in flats]
-        lasts = [ends[flat[-1]] for flat in flats]
+        if tasks.beside:
+            self.begun = [[*accumulate(row, max)] for row in self.begun]
+        work = [tasks.work_of(flat) for flat in flats]
+        lasts = [ends[flat[own[-1]]] for flat, own in zip(flats, work, strict=True)]
         if self.objective == "makespan":
             rank = lasts.index(max(lasts))
         else:
-            spans = [last - ends[flat[0]] + seconds[flat[0]] for last, flat in zip(lasts, flats, strict=True)]
+            firsts = [flat[own[0]] for flat, own in zip(flats, work, strict=True)]
+            spans = [last - ends[first] + seconds[first] for last, first in zip(lasts, firsts, strict=True)]
             rank = spans.index(max(spans))
         self.blocks: list[tuple[int, int, int]] = []
-        flat, at = flats[rank], len(flats[rank]) - 1
+        flat, at = flats[rank], work[rank][-1]
         end_of_block = at
         while True:
             op = flat[at]
             start = ends[op] - seconds[op]
             close = start - 1e-9 * (start + 1)
-            if at and ends[flat[at - 1]] >= close:
-                at -= 1
+            before = self._before(flat, at, close)
+            if before >= 0:
+                at = before
                 continue
             if end_of_block > at:
                 first, last = at, end_of_block
@@ -195,3 +204,18 @@ class Climber:
             rank = tasks.ops[source].rank
             flat = flats[rank]
             at = end_of_block = flat.index(source)
+
+    def _before(self, flat: Sequence[int], at: int, close: float) -> int:
+        """The place in a row of the op for whose end, or whose start on another lane, the one at `at` waits; or -1."""
+        beside, ends, seconds = self.tasks.beside, self.looked.played.ends, self.tasks.seconds
+        if not beside:
+            return at - 1 if at and ends[flat[at - 1]] >= close else -1
+        own = beside[flat[at]]
+        for place in reversed(range(at)):
+            op = flat[place]
+            if beside[op] == own:
+                if ends[op] >= close and (not own or seconds[op]):
+                    return place
+            elif own and ends[op] - seconds[op] >= close:
+                return place
+        return -1

@@ -6,6 +6,7 @@ microbatch which has begun on the rank will still hold there, or for all that ev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from random import Random
@@ -68,13 +69,18 @@ class ListOrders:
         self.takes = [sum(tasks.takes[op] for op in step) for _, step in self.steps]
         self.drops = [sum(tasks.drops[op] for op in step) for _, step in self.steps]
         needs: list[dict[int, float]] = []
+        beside = tasks.beside or [False for _ in tasks.ops]
+        took = [one if away else 0.0 for one, away in zip(tasks.seconds, beside, strict=True)]  # not of its rank's time
+        self.first = [beside[step[-1]] for _, step in self.steps]
         for at, (_, step) in enumerate(self.steps):
-            each = [(number[source], way) for op in step for source, way in tasks.needs[op] if source >= 0]
+            each = [
+                (number[source], way + took[source]) for op in step for source, way in tasks.needs[op] if source >= 0
+            ]
             needs.append({source: way for source, way in sorted(each, key=lambda one: one[1]) if source != at})
         for steps in tasks.lanes:  # the ops of a lane keep their turn
             for before, after in pairwise(number[step[0]] for step in steps):
                 needs[after].setdefault(before, 0.0)
-        seconds = [sum(tasks.seconds[op] for op in step) for _, step in self.steps]
+        seconds = [sum(tasks.seconds[op] - took[op] for op in step) for _, step in self.steps]
         self.graph = TaskGraph.of(tasks.ranks, self.rank, seconds, needs)
         self.whole = [sum(self._per_microbatch(rank)) for rank in range(tasks.ranks)]
 
@@ -92,8 +98,8 @@ class ListOrders:
             oldest: whether the oldest microbatch that has begun keeps its room alone, and not all that have.
         """
         key = [
-            rule.kinds[kind] + rule.stage * depth + rule.microbatch * microbatch
-            for kind, depth, microbatch in zip(self.kind, self.depth, self.microbatch, strict=True)
+            -math.inf if first else rule.kinds[kind] + rule.stage * depth + rule.microbatch * microbatch
+            for first, kind, depth, microbatch in zip(self.first, self.kind, self.depth, self.microbatch, strict=True)
         ]
         held = [0.0] * self.tasks.ranks
         begun: list[dict[int, float]] = [{} for _ in held]  # microbatch -> residuals that it has still to make

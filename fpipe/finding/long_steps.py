@@ -20,7 +20,7 @@ from fpipe.model import Source
 from fpipe.orders.climb import worth
 from fpipe.orders.stretch import Rows, later
 from fpipe.orders.tasks import Tasks
-from fpipe.program import Program, ProgramError
+from fpipe.program import Program, ProgramError, is_exchange
 from fpipe.timing.simulate import simulate
 from fpipe.training import program as base_program
 from fpipe.transforms.cells import Key
@@ -52,7 +52,7 @@ def short_of(program: Program, wanted: Wanted) -> Program | None:
     kinds = {op.kind for op in program.ops}
     if count <= LONG * ranks or program.slices > 1 or wanted.costs.bytes is not None or kinds & {"R", "PAIR"}:
         return None
-    if {"B", "I"} <= kinds:
+    if {"B", "I"} <= kinds or any(map(is_exchange, program.ops)):
         return None
     try:
         return _step_of(program, 2 * ranks + count % ranks)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from fpipe.orders.play import NEVER, Needs, Numbers, Played, play
 from fpipe.orders.stretch import Rows
@@ -61,9 +61,13 @@ class OffloadedTasks(Tasks):
         costs: what copies take.
     """
 
-    price: ClassVar[float] = 6.0
     room: Sequence[float] = ()
     costs: Costs = field(default_factory=Costs)
+
+    @property
+    def price(self) -> float:
+        """Price of playing an op, in those whose residuals stay."""
+        return 6.0
 
     @cached_property
     def residual_of(self) -> dict[int, Residual]:
@@ -255,7 +259,7 @@ class OffloadedTasks(Tasks):
 
 
 def may_leave(tasks: Tasks) -> bool:
-    """Whether residuals of these tasks can be moved: each op by itself, and some that no R makes."""
-    return not any(op.parts for op in tasks.ops) and any(
+    """Whether residuals of these tasks can be moved: each op by itself on its rank's lane, and some that no R makes."""
+    return not (tasks.beside or any(op.parts for op in tasks.ops)) and any(
         op.kind == "F" and takes for op, takes in zip(tasks.ops, tasks.takes, strict=True)
     )

@@ -67,7 +67,8 @@ def search(
 
     It starts from every named schedule that serves the sizes and from orders by rules, improves them by small changes,
     and lets OR-tools' CP-SAT (`pip install 'fpipe[schedules]'`) improve the best and prove how good it is. So it is
-    never worse than the best named schedule that fits.
+    never worse than the best named schedule that fits. Exchanges (`fpipe.exchange`) are moved too, each rank's on a
+    lane of their own beside its work.
 
     Args:
         what: a program that is split, or a `Model` or a number of stages and `microbatches`.
@@ -114,7 +115,7 @@ def search(
     With more than 4p microbatches a step of 2p to 3p is searched, and its steady state repeated. What a named schedule
     takes for all microbatches is told from two steps of 4p to 8p, where it is in its steady state, and those that may
     be the best are made: beside the effort of the search 1024 microbatches take what these few programs take to make.
-    With bytes in the costs, or a policy of `checkpoint`, the whole step is searched.
+    With bytes in the costs, exchanges or a policy of `checkpoint`, the whole step is searched.
 
     >>> import fpipe
     >>> costs = fpipe.Costs(forward=5, backward_input=6, backward_weight=4)

@@ -1,8 +1,9 @@
 """Ask OR-tools' CP-SAT for the best order of some tasks, and for a proof of how good any order can be.
 
-Each step of a row is an interval; those of a rank do not overlap. A residual is an interval too, from the start of the
-op that makes it to the end of the one that drops it, and no more of a rank's are open at once than fit. Microbatches
-are alike, so the ops of a lane keep their turn.
+Each step of a row is an interval; those of a rank do not overlap, nor do its exchanges. A residual is an interval too,
+from the start of the op that makes it to the end of the one that drops it, and no more of a rank's are open at once
+than fit (those of exchanges, which count where the order has them, are left to the caller). Microbatches are alike, so
+the ops of a lane keep their turn.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ def solve(
     most = math.ceil(before.makespan / unit) + len(tasks.ops)
     if objective == "span":
         most += math.ceil(max(map(len, start)) * max(tasks.seconds) / unit)
+    beside = tasks.beside or [False for _ in tasks.ops]
+    most += math.ceil(sum(one for one, away in zip(tasks.seconds, beside, strict=True) if away) / unit)
     model: Any = cp_model.CpModel()
     took = [math.floor(one / unit + 1e-9) if not ticks else round(one / unit) for one in tasks.seconds]
     starts = [model.new_int_var(0, most, f"s{at}") for at in range(len(took))]
@@ -71,11 +74,14 @@ def solve(
             model.add(starts[at] >= (ends[source] if source >= 0 else 0) + way)
     for row in start:
         steps: list[Any] = []
+        exchanges: list[Any] = []
         for lane in dict.fromkeys(row):
             for turn, step in enumerate(tasks.lanes[lane]):
                 first, last = step[0], step[-1]
                 if len(step) == 1:
-                    steps.append(model.new_fixed_size_interval_var(starts[first], took[first], f"i{first}"))
+                    if took[first] or not beside[first]:
+                        one = model.new_fixed_size_interval_var(starts[first], took[first], f"i{first}")
+                        (exchanges if beside[first] else steps).append(one)
                 else:
                     long = model.new_int_var(0, most, f"l{first}")
                     steps.append(model.new_interval_var(starts[first], long, ends[last], f"i{first}"))
@@ -84,7 +90,9 @@ def solve(
                 if turn:
                     model.add(starts[first] >= ends[tasks.lanes[lane][turn - 1][-1]])
         model.add_no_overlap(steps)
-    for rank, residuals in enumerate(tasks.residuals):
+        model.add_no_overlap(exchanges)
+    for rank, every in enumerate(tasks.residuals):
+        residuals = [(maker, dropper, size) for maker, dropper, size in every if not (beside[maker] or beside[dropper])]
         sizes = [size for *_, size in residuals]
         if sum(sizes) > caps[rank]:
             held: list[Any] = []
@@ -97,16 +105,17 @@ def solve(
     value = model.new_int_var(0, most, "value")
     for row in start:
         last = model.new_int_var(0, most, "last")
-        own = [tasks.lanes[lane][-1][-1] for lane in dict.fromkeys(row)]
+        work = [lane for lane in dict.fromkeys(row) if not beside[tasks.lanes[lane][0][0]]]
+        own = [tasks.lanes[lane][-1][-1] for lane in work]
         model.add_max_equality(last, [ends[at] for at in own])
         if objective == "makespan":
             model.add(value >= last)
             continue
         begun = model.new_int_var(0, most, "begun")
-        model.add_min_equality(begun, [starts[tasks.lanes[lane][0][0]] for lane in dict.fromkeys(row)])
+        model.add_min_equality(begun, [starts[tasks.lanes[lane][0][0]] for lane in work])
         model.add(value >= last - begun)
-        first = tasks.lanes[row[0]][0][0]  # a rank cannot put off what it does first
-        if all(tasks.lanes[lane][0][0] == first or tasks.follows(tasks.lanes[lane][0][0], first) for lane in row):
+        first = tasks.lanes[work[0]][0][0]  # a rank cannot put off what it does first
+        if all(tasks.lanes[lane][0][0] == first or tasks.follows(tasks.lanes[lane][0][0], first) for lane in work):
             needs = arrivals[first]
             if len(needs) == 1 and needs[0][0] >= 0:
                 model.add(starts[first] == ends[needs[0][0]] + needs[0][1])

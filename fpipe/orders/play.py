@@ -7,7 +7,8 @@ and to build and simulate a program takes twenty times as long. A law compares t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 Needs = Sequence[tuple[int, float]]
@@ -33,12 +34,15 @@ class Numbers(NamedTuple):
         seconds, needs: of each op.
         wakes: the other rows that may wait for it.
         tails: seconds from its end to the end of all that needs it, at the least.
+        beside: what the ops on the exchange lane of their row wait for. In `needs` each waits for itself: there the
+            main lane, which goes on meanwhile, looks here. None starts before the main op before it in the row does.
     """
 
     seconds: Sequence[float]
     needs: Sequence[Needs]
     wakes: Sequence[Sequence[int]]
     tails: Sequence[float]
+    beside: Mapping[int, Needs] = MappingProxyType({})
 
 
 def play(
@@ -60,11 +64,11 @@ def play(
     >>> play(numbers, [[0], [1]])
     Played(makespan=3.5, span=2.0, ends=[1.5, 3.5, 0.0])
     """
-    seconds, needs, wakes, tails = numbers
+    seconds, needs, wakes, tails, beside = numbers
     count = range(len(rows))
     if done:
         ends, place = list(known), list(done)
-        free = [ends[row[at - 1]] if at else 0.0 for row, at in zip(rows, place, strict=True)]
+        free = [ends[_before(numbers, row, at)] for row, at in zip(rows, place, strict=True)]
         for row, at in zip(rows, place, strict=True):
             for op in row[at:]:
                 ends[op] = -1.0
@@ -92,11 +96,39 @@ def play(
                         waits[other] = -1
                         todo.append(other)
                 continue
+            if op in beside:
+                last = _before(numbers, row, at)
+                start = ends[last] - seconds[last] if last >= 0 else 0.0
+                if seconds[op]:
+                    start = max(start, ends[_before(numbers, row, at, beside=True)])
+                for source, way in beside[op]:
+                    there = ends[source]
+                    if there < 0:
+                        break
+                    start = max(start, there + way)
+                else:
+                    ends[op] = end = start + seconds[op]
+                    if end + tails[op] > limit:
+                        return NEVER
+                    for other in wakes[op]:
+                        if waits[other] == op:
+                            waits[other] = -1
+                            todo.append(other)
+                    continue
             waits[own], reached = source, at
             break
         place[own], free[own] = reached, now
     if any(map(int.__lt__, place, map(len, rows))):
         return NEVER
-    starts = (ends[row[0]] - seconds[row[0]] if row else 0.0 for row in rows)
+    firsts = (next((op for op in row if op not in beside), -1) for row in rows)
+    starts = (ends[op] - seconds[op] if op >= 0 else 0.0 for op in firsts)
     span = max((end - start for end, start in zip(free, starts, strict=True)), default=0.0)
     return Played(max(free, default=0.0), span, ends)
+
+
+def _before(numbers: Numbers, row: Sequence[int], at: int, beside: bool = False) -> int:
+    """The last op before a place of a row that is work, or `beside` it an exchange that takes time; -1 if none is."""
+    for op in reversed(row[:at]):
+        if (op in numbers.beside) == beside and (numbers.seconds[op] or not beside):
+            return op
+    return -1

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
-from typing import ClassVar
 
 from fpipe.orders.play import Needs, Numbers, Played, play
 from fpipe.orders.stretch import Rows
@@ -56,9 +55,8 @@ class Tasks:
         rows: the order that the program has.
         shares: how many residuals of a rank are one microbatch.
         weight: what a residual counts.
+        beside: which ops are on the exchange lane of their rank; empty where none is.
     """
-
-    price: ClassVar[float] = 1.0  # what it takes to play an op
 
     program: Program
     ops: list[Op]
@@ -70,6 +68,12 @@ class Tasks:
     rows: Rows
     shares: list[int]
     weight: Callable[[Value], float] = one_each
+    beside: Sequence[bool] = ()
+
+    @property
+    def price(self) -> float:
+        """Price of playing an op, in those of one lane a rank."""
+        return 2.0 if self.beside else 1.0
 
     @property
     def ranks(self) -> int:
@@ -84,8 +88,11 @@ class Tasks:
             for source, _ in needs:
                 if source >= 0 and self.ops[source].rank != op.rank:
                     wakes[source].add(op.rank)
-        tails = tails_of(self.needs, self.seconds, [True for _ in self.ops])
-        return Numbers(self.seconds, self.needs, [tuple(sorted(ranks)) for ranks in wakes], tails)
+        works = [not beside for beside in self.beside] or [True for _ in self.ops]
+        tails = tails_of(self.needs, self.seconds, works)
+        beside = {at: needs for at, needs in enumerate(self.needs) if self.beside and self.beside[at]}
+        needs = [((at, 0.0),) if at in beside else needs for at, needs in enumerate(self.needs)]
+        return Numbers(self.seconds, needs, [tuple(sorted(ranks)) for ranks in wakes], tails, beside)
 
     @cached_property
     def residuals(self) -> list[list[tuple[int, int, float]]]:
@@ -139,6 +146,11 @@ class Tasks:
         """The ops of a row, in order."""
         return list(chain.from_iterable(self.steps(row)))
 
+    def work_of(self, flat: Sequence[int]) -> Sequence[int]:
+        """The places in a row of ops of those on the main lane."""
+        places = range(len(flat))
+        return [at for at in places if not self.beside[flat[at]]] if self.beside else places
+
     def held(self, flat: Sequence[int]) -> float:
         """The most of residuals that a row of ops holds at once."""
         now = most = 0.0
@@ -181,10 +193,10 @@ def tasks_of(program: Program, costs: Costs) -> Tasks | None:
 
     Returns:
         None where a row of named ops does not say it all: residuals that leave their rank, transfers that a table
-        placed, an R away from its reader, a rank without ops, exchanges beside a rank's work.
+        placed, an R away from its reader, a rank without work.
     """
     known = op_groups(program.ops)
-    if not residuals_stay(program, known) or any(op.kind in ("SEND", "FREE") or is_exchange(op) for op in known.each):
+    if not residuals_stay(program, known) or any(op.kind in ("SEND", "FREE") for op in known.each):
         return None
     places, needs = named_waits(program, costs, lambda op: kind_of(op.kind).place == "table" or op.kind == "R")
     ops = [program.ops[at] for at in places]
@@ -202,14 +214,17 @@ def tasks_of(program: Program, costs: Costs) -> Tasks | None:
             steps[lane].append(tuple(before[op.rank]))
             rows[op.rank].append(lane)
             before[op.rank] = []
-    if any(before) or not all(rows):
+    mixed = any(is_exchange(ops[at]) for each in steps for step in each if len(step) > 1 for at in step)
+    if any(before) or mixed or {op.rank for op in ops if not is_exchange(op)} != {*range(program.ranks)}:
         return None
     weight = one_each if costs.bytes is None else partial(_bytes_of, costs)
     holds = [[holding(part, weight) for part in op.parts or (op,)] for op in ops]
     takes, drops = ([float(sum(part[at] for part in parts)) for parts in holds] for at in (0, 1))
     seconds = list(map(costs.seconds, ops))
     short = _short(ops, seconds, needs)
-    return Tasks(program, ops, seconds, short, takes, drops, steps, rows, shares(program), weight)
+    beside = [*map(is_exchange, ops)]
+    lanes_beside = beside if any(beside) else ()
+    return Tasks(program, ops, seconds, short, takes, drops, steps, rows, shares(program), weight, lanes_beside)
 
 
 def holding(op: Op, weight: Callable[[Value], float]) -> tuple[float, float]:
