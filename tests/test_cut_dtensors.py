@@ -17,10 +17,12 @@ from fpipe.tree import tree_map
 from tests.processes import Processes
 from tests.test_sharded import loss, meshed, placed, sentences, whole, words
 
+KEY = 7
+
 
 def parallel(tp: DeviceMesh, sequence: bool) -> nn.Module:
     """A block of words, whose activations are whole between modules, or parts of the sequence."""
-    net, every, parts = words(), Replicate(), Shard(1)
+    net, every, parts = words(dropout=0.5), Replicate(), Shard(1)
     del net[2]
     up, down = ColwiseParallel(output_layouts=every), RowwiseParallel(input_layouts=every)
     if sequence:
@@ -32,11 +34,19 @@ def parallel(tp: DeviceMesh, sequence: bool) -> nn.Module:
     return parallelize_module(net, tp, {"0": rows, "1.up": up, "1.down": down})
 
 
-def by_autograd(net: nn.Module) -> dict[str, Any]:
-    """The gradients of the same net of DTensors, each placed as its parameter before they are added up."""
+def by_autograd(net: Any, stage: int) -> dict[str, Any]:
+    """The gradients of the same net of DTensors, each placed as its parameter before they are added up; a stage begins
+    with the dropout."""
     own, made = dict(net.named_parameters()), dict[str, Any]()
-    for x, target in zip(*(part.tensor_split(4) for part in sentences()), strict=True):
+    for microbatch, (x, target) in enumerate(zip(*(part.tensor_split(4) for part in sentences()), strict=True)):
+        seed = fpipe.fold_in(KEY, stage, microbatch)
+
+        def draw(*_: Any, seed: int = seed) -> None:
+            torch.manual_seed(seed)
+
+        hook = net[1].dropout.register_forward_pre_hook(draw)
         grads = torch.autograd.grad(loss(net(x), target) * 0.25, [*own.values()])
+        hook.remove()
         for (name, param), grad in zip(own.items(), grads, strict=True):
             grad = grad.redistribute(placements=param.placements) if isinstance(param, DTensor) else grad
             made[name] = made[name] + grad if name in made else grad
@@ -52,9 +62,9 @@ def cut(rank: int, sequence: bool) -> list[Any]:
     program = fpipe.chain(fpipe.split(4), schedule, fpipe.merge())(fpipe.program(model))
     example = tree_map(lambda leaf: leaf.to("meta"), (params, batch))
     step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=example)
-    found = step(fpipe.local_params(program, params, mesh.get_local_rank("pp")), batch)
+    found = step(fpipe.local_params(program, params, mesh.get_local_rank("pp")), batch, key=KEY)
     grads = {name: grad for stage in found.grads if stage for name, grad in stage.items()}
-    expected = by_autograd(parallel(mesh["tp"], sequence))
+    expected = by_autograd(parallel(mesh["tp"], sequence), 4 if sequence else 8)
     odd = [name for name, grad in grads.items() if not torch.equal(whole(grad), whole(expected[name]))]
     odd += [f"{name} elsewhere" for name, grad in grads.items() if placed(grad) != placed(expected[name])]
     return [[stage.name.removesuffix(" over tp") for stage in model.stages], odd, len(grads)]

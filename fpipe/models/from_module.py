@@ -28,7 +28,7 @@ from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.collectives import as_exchange
 from fpipe.models.cutting.cut_net import CutNet
 from fpipe.models.cutting.cut_report import CutReport
-from fpipe.models.cutting.marked_graph import MarkedGraph
+from fpipe.models.cutting.marked_graph import MarkedGraph, draws_random
 from fpipe.models.cutting.place_cuts import place_cuts
 from fpipe.models.cutting.read_state import reading
 from fpipe.models.cutting.untrained import with_untrained
@@ -158,12 +158,6 @@ def from_module(
     params = tuple({name: leaves[name].detach() for name in own} for own in cut.owned)
     state = tuple(run.state() for run in cut.stages)
     if isinstance(net, nn.Module):
-        function = NetFunction(net, loss or _loss_of, placed.ends)
-        eps = autocast_eps(graph.module.graph)
-        if not any(run.holds for run in cut.stages):
-            model = replace(model, function=LossFunction(function, eps, graph.who, graph.door))
-        run = partial(function, key=KEY, microbatch=0)
-        refuse_difference(model, params, batch, leaves, run, graph.who, eps, state)
         how: Any = {
             "example": batch,
             "microbatches": 1,
@@ -174,6 +168,16 @@ def from_module(
             "aux": aux,
             "cut_collectives": cut_collectives,
         }
+        if placed.exchanges and any(map(draws_random, marked.stage_of)):
+            # The net cannot draw as stages do that begin at a collective: it is compared without these.
+            from_module(net, stages, **how | {"cut_collectives": False})
+        else:
+            function = NetFunction(net, loss or _loss_of, placed.ends)
+            eps = autocast_eps(graph.module.graph)
+            if not any(run.holds for run in cut.stages):
+                model = replace(model, function=LossFunction(function, eps, graph.who, graph.door))
+            run = partial(function, key=KEY, microbatch=0)
+            refuse_difference(model, params, batch, leaves, run, graph.who, eps, state)
         held.trace_again(model, lambda: from_module(net, stages, **how)[0])
         again: Any = how | {"cuts": [call.path for call in placed.ends], "costs": None}
         written = [run.writes for run in cut.stages]
