@@ -50,6 +50,14 @@ def test_what_is_queued_first_holds_up_what_follows():
     assert times(ours) == [64, 67.5, 72, 83.5, 103]
 
 
+@pytest.mark.parametrize("rule", ["rendezvous", "nccl"])
+def test_a_path_over_messages_that_take_no_time_ends(rule: str):
+    """Such a message was found as its own cause, for ever, where a rank waits for a GATHER, too."""
+    program = fpipe.chain(fpipe.split(2), fpipe.schedules.zb_h1(3), fpipe.merge(), fpipe.shard(gather="use"))
+    timeline = fpipe.simulate(program(fpipe.program(3)), fpipe.Costs(gather=1.5, scatter=1.5), messages=rule)
+    assert timeline.critical_path[-1].end == timeline.makespan
+
+
 @pytest.mark.parametrize("name", TORCH)
 def test_what_torch_runs_ends_and_waits_no_less_under_a_stricter_rule(name: str):
     found = times(torchs(TORCH[name]))

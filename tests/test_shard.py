@@ -291,6 +291,7 @@ def by_microbatch(net: nn.Module, batches: Any, microbatches: int) -> tuple[Tens
         ("zbv", 4, "each run"),
         ("dualpipe", 2, "all forwards"),
         ("one_f_one_b", 4, "each microbatch"),
+        ("dualpipe", 4, "each microbatch"),  # a sum of a stage's other home came behind the ADD that reads it
     ],
 )
 def test_two_by_two_processes_give_the_bits_of_autograd_added_by_replica(

@@ -59,6 +59,8 @@ def profile(
         mesh: of runtime="distributed", as `build` takes it. All processes call this alike, and those of a replica get
             the same costs. params are those of all ranks; meta tensors will do for stages of others. Of a program with
             replicas these are shards where it has GATHERs, and bytes are then left out.
+            Over gloo a GATHER or SCATTER is over when somebody waits for it: for the costs of another policy of
+            gathering, profile with `shard(gather="use", lead=0)`, where readers wait at once.
 
     Returns:
         Costs in seconds per stage: the mean over microbatches (and slices) of F, I, W, R, and of B where I and W are on

@@ -144,7 +144,7 @@ class Waiting:
                 self.before_link[id(one)] = links[link]
             links[link] = one
             self.sent[one.source, one.end] = one
-            if self.rule is not None:
+            if self.rule is not None and one.end > one.start:
                 for side in (one.source, one.target):
                     self.queued[side, self.rule.communicator(one.source, one.target), one.end] = one
                 if self.rule.blocking:

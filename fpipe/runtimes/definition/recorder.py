@@ -106,6 +106,10 @@ class NotesBeside:
         if self.notes is not None:
             self._found[2 * row + 1] = self._clock.tick() if at is None else at
 
+    def ended(self, row: int, _: Any) -> None:
+        """Note, when a collective's future is done, that what a row has started is over."""
+        self.over(row, time.perf_counter())
+
     def resumed(self, row: int) -> None:
         """Note that a row has waited, and begins now."""
         if self.notes is not None:

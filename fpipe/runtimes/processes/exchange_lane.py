@@ -9,7 +9,6 @@ collectives in the same order.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -246,7 +245,7 @@ class ExchangeLane:
             if self._on_streams:
                 self._notes.over(row, self._end_of(one))
             else:
-                one.work.get_future().add_done_callback(partial(_note_end, self._notes, row))
+                one.work.get_future().add_done_callback(partial(self._notes.ended, row))
         return made
 
     def _end_of(self, one: PostedExchange) -> torch.Event:
@@ -287,10 +286,6 @@ class ExchangeLane:
 
 def _along(axis: str, meeting: Meeting, said: str) -> str:
     return said if said.startswith(f"{axis} ") else f"{axis} {meeting.at}: {said}"
-
-
-def _note_end(notes: NotesBeside, row: int, _: Any) -> None:
-    notes.over(row, time.perf_counter())
 
 
 def _is_view(op: Any) -> bool:

@@ -12,7 +12,6 @@ zeros, and says why: so nothing stays under way, and the next step works.
 from __future__ import annotations
 
 import struct
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -170,7 +169,7 @@ class Replicas:
         if not self._on_streams:
             for work in works:
                 if not isinstance(work, Works):
-                    work.get_future().add_done_callback(partial(_note_end, self._notes, row))
+                    work.get_future().add_done_callback(partial(self._notes.ended, row))
             return
         self._beside = self._beside or torch.Stream(self._device)
         with self._beside as stream:  # one for which nothing waits
@@ -306,15 +305,11 @@ class Replicas:
         return LostRank(who_is_lost(self.meeting.board, (self._own, self._rank), self.group, known, error, what))
 
 
-def _note_end(notes: NotesBeside, row: int, _: Any) -> None:
-    notes.over(row, time.perf_counter())
-
-
 def reduced_last(program: Program) -> Program:
     """The program with what reads a sum over replicas as late as it may be, so that nothing else waits for it: at the
     end, or before the first op of a stage that needs it, which is of the next training step. What adds one microbatch's
     to another's stands before the next one starts, so that no more than two are there."""
-    late: set[Value] = set()
+    late, behind = set[Value](), set[Value]()
     last: list[Op] = []
     rest: list[Op] = []
     adds: dict[tuple[int | None, int], list[Op]] = {}
@@ -322,14 +317,17 @@ def reduced_last(program: Program) -> Program:
         sums, place = op.kind in ("REDUCE", "SCATTER"), (op.stage, op.rank)
         if not late.isdisjoint(op.reads) and kind_of(op.kind).time:
             rest += [*(one for own in adds.values() for one in own), *last]
-            late, last, adds = set(), [], {}
+            late, behind, last, adds = set(), set(), [], {}
         waits = not late.isdisjoint(op.reads)
         late.update(op.writes if waits or sums else ())
         if op.kind == "SCATTER":
             rest += adds.pop(place, ())
-        if waits and op.kind == "ADD" and op.microbatch is not None:
+        if waits and op.kind == "ADD" and op.microbatch is not None and behind.isdisjoint(op.reads):
             adds.setdefault(place, []).append(op)
+        elif waits:
+            behind.update(op.writes)
+            last.append(op)
         else:
-            (last if waits else rest).append(op)
+            rest.append(op)
     ops = (*rest, *(op for own in adds.values() for op in own), *last)
     return Program.trusted(program.inputs, ops, program.outputs)
