@@ -90,7 +90,7 @@ class Transfers:
 
     def begin(self) -> None:
         """Nothing of a step is sent or received."""
-        self._over, self._mark, self._own, self._keeps, self._asks = False, MARKS, self._build, False, False
+        self._over, self._mark, self._own, self._keeps = False, MARKS, self._build, False
         self._dropped = dict.fromkeys(self._outgoing_to, 0)
         self._landed: list[tuple[Message, Any]] = []
         self._posted, self._queued = dict.fromkeys(self._incoming, 0), 0
@@ -143,16 +143,11 @@ class Transfers:
         self._mark = MARKS + (step + signature + self._apart * (key or 0)) % (256 - MARKS)
         self._own = f"{self._build}, key {key if key is None or abs(key) < _LONG else hash(key)}"
         self._head = word(self._mark, self._own).to(self.device)
-        self._asks = not self._apart
-        if self._asks and self._row and self._row[0].target == self._rank:
-            self._ask()
-
-    def _ask(self) -> None:
-        """Post the first receives, before anything comes in: that would wait for the connection's lock. A rank that
-        sends first does so behind that, since another waits for it."""
-        self._asks = False
-        for source, row in self._incoming.items():
-            self._post(source, self._until[row[0].number])
+        if not self._apart:
+            # Before anything comes in: gloo's thread polls in vain while a receive is posted on the same connection, as
+            # long as the one that posts it waits for a core.
+            for source, row in self._incoming.items():
+                self._post(source, self._until[row[0].number])
 
     def send(self, layouts: Mapping[Value, Layout], op: Op, made_of: Callable[..., Any]) -> Callable[..., Any]:
         """The function of a SEND."""
@@ -166,8 +161,6 @@ class Transfers:
                 self._queue(self._place[one.number])
                 self._send(one, message if self._near else message.to(self.carried))
                 self._queue(self._behind[one.number])
-            if self._asks:
-                self._ask()
             return ()
 
         return send
