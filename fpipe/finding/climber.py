@@ -21,7 +21,7 @@ from fpipe.orders.stretch import Rows
 from fpipe.orders.tasks import Tasks
 
 PATTERN = 0.1
-"""How often two lanes change places wherever they follow each other."""
+"""How often two tracks change places wherever they follow each other."""
 
 _MEMORY = 60
 """For how many steps a worse order may stay."""
@@ -52,9 +52,9 @@ class Climber:
         flats = [tasks.flat(row) for row in rows]
         played = tasks.play(flats)
         self.climb = Climb(_Tried(worth(played, objective), rows, flats, played), _MEMORY)
-        self.recomputes = any(len(steps[0]) > 1 for steps in tasks.lanes)
-        self.takes = [max(tasks.takes[op] for op in steps[0]) for steps in tasks.lanes]
-        self.drops = [sum(tasks.drops[op] for op in steps[0]) for steps in tasks.lanes]
+        self.recomputes = any(len(steps[0]) > 1 for steps in tasks.tracks)
+        self.takes = [max(tasks.takes[op] for op in steps[0]) for steps in tasks.tracks]
+        self.drops = [sum(tasks.drops[op] for op in steps[0]) for steps in tasks.tracks]
         self._look(self.climb.now)
 
     def on(self, steps: int, floor: float) -> None:
@@ -95,12 +95,12 @@ class Climber:
         cap, takes, drops = self.caps[rank], self.takes, self.drops
         for _ in range(4):
             now, full = 0.0, -1
-            for at, lane in enumerate(row):
-                now += takes[lane]
+            for at, track in enumerate(row):
+                now += takes[track]
                 if now > cap:
                     full = at
                     break
-                now -= drops[lane]
+                now -= drops[track]
             if full < 0:
                 return row
             after = next((place for place in range(full + 1, len(row)) if drops[row[place]] > takes[row[place]]), None)
@@ -135,19 +135,19 @@ class Climber:
             put = take + random.choice((-4, -3, -2, -1, 1, 2, 3, 4))
         if not 0 <= put < len(row):
             return None
-        lane = row[take]
+        track = row[take]
         if put > take:
             crossed = row[take + 1 : put + 1]
-            if crossed.count(lane) == len(crossed):
+            if crossed.count(track) == len(crossed):
                 return None
-            return rank, [*row[:take], *crossed, lane, *row[put + 1 :]]
+            return rank, [*row[:take], *crossed, track, *row[put + 1 :]]
         crossed = row[put:take]
-        if crossed.count(lane) == len(crossed):
+        if crossed.count(track) == len(crossed):
             return None
-        return rank, [*row[:put], lane, *crossed, *row[take + 1 :]]
+        return rank, [*row[:put], track, *crossed, *row[take + 1 :]]
 
     def _everywhere(self, rows: Rows) -> tuple[int, list[int]] | None:
-        """Two lanes that follow each other change places wherever they do, in a part of a row: a steady state changes
+        """Two tracks that follow each other change places wherever they do, in a part of a row: a steady state changes
         all at once."""
         random = self.random
         rank = random.randrange(len(rows))
@@ -194,7 +194,7 @@ class Climber:
             if end_of_block > at:
                 first, last = at, end_of_block
                 if self.recomputes:
-                    place = [turn for turn, lane in enumerate(order.rows[rank]) for _ in tasks.lanes[lane][0]]
+                    place = [turn for turn, track in enumerate(order.rows[rank]) for _ in tasks.tracks[track][0]]
                     first, last = place[at], place[end_of_block]
                 if last > first:
                     self.blocks.append((rank, first, last))

@@ -59,7 +59,7 @@ class ListOrders:
 
     def __init__(self, tasks: Tasks, caps: Sequence[float]) -> None:
         self.tasks, self.caps = tasks, caps
-        self.steps = [(lane, step) for lane, steps in enumerate(tasks.lanes) for step in steps]
+        self.steps = [(track, step) for track, steps in enumerate(tasks.tracks) for step in steps]
         number = {op: at for at, (_, step) in enumerate(self.steps) for op in step}
         last = [tasks.ops[step[-1]] for _, step in self.steps]
         self.rank = [op.rank for op in last]
@@ -77,7 +77,7 @@ class ListOrders:
                 (number[source], way + took[source]) for op in step for source, way in tasks.needs[op] if source >= 0
             ]
             needs.append({source: way for source, way in sorted(each, key=lambda one: one[1]) if source != at})
-        for steps in tasks.lanes:  # the ops of a lane keep their turn
+        for steps in tasks.tracks:  # the ops of a track keep their turn
             for before, after in pairwise(number[step[0]] for step in steps):
                 needs[after].setdefault(before, 0.0)
         seconds = [sum(tasks.seconds[op] - took[op] for op in step) for _, step in self.steps]

@@ -194,16 +194,16 @@ def _of(entry: Entry, wanted: Wanted, more: int) -> list[_Long]:
 
 
 def _ordered(base: Program, tasks: Tasks, rows: Rows) -> Program | None:
-    """The long program in the order of these lanes."""
+    """The long program in the order of these tracks."""
     again = {op.stage for op in tasks.ops if op.kind == "R"}
     base = checkpoint(lambda stage, microbatch: stage in again)(base) if again else base
-    lasts = [tasks.ops[steps[0][-1]] for steps in tasks.lanes]
-    if any(op.parts for op in lasts) or any(len(steps) != tasks.program.microbatches for steps in tasks.lanes):
+    lasts = [tasks.ops[steps[0][-1]] for steps in tasks.tracks]
+    if any(op.parts for op in lasts) or any(len(steps) != tasks.program.microbatches for steps in tasks.tracks):
         return None
     cells: list[list[Key]] = []
     for row in rows:
         turns = [count() for _ in lasts]
-        cells.append([(lasts[lane].kind, lasts[lane].stage, next(turns[lane]), None) for lane in row])
+        cells.append([(lasts[track].kind, lasts[track].stage, next(turns[track]), None) for track in row])
     try:
         program = by_table(base, cells, move=True)
     except ProgramError:

@@ -16,7 +16,7 @@ def longer(tasks: Tasks, rows: Rows, more: int) -> Iterator[Rows]:
     """Orders of `more` microbatches more, by the steady states of an order, the fastest first.
 
     Args:
-        tasks: the ops of the shorter step, in whose lanes every microbatch is alike.
+        tasks: the ops of the shorter step, in whose tracks every microbatch is alike.
         rows: their order.
         more: microbatches to add.
     """
@@ -38,13 +38,13 @@ def _steady(tasks: Tasks, rows: Rows) -> list[Steady]:
 def lengthened(tasks: T, more: int) -> T | None:
     """The tasks of `more` microbatches more, each like the first; None where they are not all alike."""
     count = tasks.program.microbatches
-    if any(len(steps) != count or len({*map(len, steps)}) > 1 for steps in tasks.lanes):
+    if any(len(steps) != count or len({*map(len, steps)}) > 1 for steps in tasks.tracks):
         return None
     if any(op.parts for op in tasks.ops):
         return None
-    lanes = sorted((op, lane, at) for lane, steps in enumerate(tasks.lanes) for at, op in enumerate(steps[0]))
-    each = [[tasks.lanes[lane][turn][at] for _, lane, at in lanes] for turn in range(count)]
-    first, many, total = each[0], len(lanes), count + more
+    tracks = sorted((op, track, at) for track, steps in enumerate(tasks.tracks) for at, op in enumerate(steps[0]))
+    each = [[tasks.tracks[track][turn][at] for _, track, at in tracks] for turn in range(count)]
+    first, many, total = each[0], len(tracks), count + more
     place = {op: at for row in each for at, op in enumerate(row)} | {-1: -1}
 
     def facts(at: int) -> tuple[object, ...]:
@@ -54,7 +54,7 @@ def lengthened(tasks: T, more: int) -> T | None:
     alike = [list(map(facts, row)) for row in each]
     if any(row != alike[0] for row in alike[1:]):
         return None
-    steps = [[place[op] for op in steps[0]] for steps in tasks.lanes]
+    steps = [[place[op] for op in steps[0]] for steps in tasks.tracks]
     return replace(
         tasks,
         ops=[tasks.ops[op]._replace(microbatch=turn) for turn in range(total) for op in first],
@@ -66,6 +66,6 @@ def lengthened(tasks: T, more: int) -> T | None:
         ],
         takes=[tasks.takes[op] for op in first] * total,
         drops=[tasks.drops[op] for op in first] * total,
-        lanes=[[tuple(turn * many + at for at in lane) for turn in range(total)] for lane in steps],
+        tracks=[[tuple(turn * many + at for at in track) for turn in range(total)] for track in steps],
         rows=[[] for _ in tasks.rows],
     )

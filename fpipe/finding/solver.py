@@ -3,7 +3,7 @@
 Each step of a row is an interval; those of a rank do not overlap, nor do its exchanges. A residual is an interval too,
 from the start of the op that makes it to the end of the one that drops it, and no more of a rank's are open at once
 than fit (those of exchanges, which count where the order has them, are left to the caller). Microbatches are alike, so
-the ops of a lane keep their turn.
+the ops of a track keep their turn.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def solve(
     for row in start:
         steps: list[Any] = []
         exchanges: list[Any] = []
-        for lane in dict.fromkeys(row):
-            for turn, step in enumerate(tasks.lanes[lane]):
+        for track in dict.fromkeys(row):
+            for turn, step in enumerate(tasks.tracks[track]):
                 first, last = step[0], step[-1]
                 if len(step) == 1:
                     if took[first] or not beside[first]:
@@ -88,7 +88,7 @@ def solve(
                     for one, other in pairwise(step):
                         model.add(starts[other] >= ends[one])
                 if turn:
-                    model.add(starts[first] >= ends[tasks.lanes[lane][turn - 1][-1]])
+                    model.add(starts[first] >= ends[tasks.tracks[track][turn - 1][-1]])
         model.add_no_overlap(steps)
         model.add_no_overlap(exchanges)
     for rank, every in enumerate(tasks.residuals):
@@ -105,17 +105,17 @@ def solve(
     value = model.new_int_var(0, most, "value")
     for row in start:
         last = model.new_int_var(0, most, "last")
-        work = [lane for lane in dict.fromkeys(row) if not beside[tasks.lanes[lane][0][0]]]
-        own = [tasks.lanes[lane][-1][-1] for lane in work]
+        work = [track for track in dict.fromkeys(row) if not beside[tasks.tracks[track][0][0]]]
+        own = [tasks.tracks[track][-1][-1] for track in work]
         model.add_max_equality(last, [ends[at] for at in own])
         if objective == "makespan":
             model.add(value >= last)
             continue
         begun = model.new_int_var(0, most, "begun")
-        model.add_min_equality(begun, [starts[tasks.lanes[lane][0][0]] for lane in work])
+        model.add_min_equality(begun, [starts[tasks.tracks[track][0][0]] for track in work])
         model.add(value >= last - begun)
-        first = tasks.lanes[work[0]][0][0]  # a rank cannot put off what it does first
-        if all(tasks.lanes[lane][0][0] == first or tasks.follows(tasks.lanes[lane][0][0], first) for lane in work):
+        first = tasks.tracks[work[0]][0][0]  # a rank cannot put off what it does first
+        if all(tasks.tracks[track][0][0] == first or tasks.follows(tasks.tracks[track][0][0], first) for track in work):
             needs = arrivals[first]
             if len(needs) == 1 and needs[0][0] >= 0:
                 model.add(starts[first] == ends[needs[0][0]] + needs[0][1])
@@ -136,11 +136,11 @@ def solve(
     rows: Rows = []
     for row in start:
         each = [
-            (when[step[0]], when[step[-1]] + took[step[-1]], step, lane)
-            for lane in set(row)
-            for step in tasks.lanes[lane]
+            (when[step[0]], when[step[-1]] + took[step[-1]], step, track)
+            for track in set(row)
+            for step in tasks.tracks[track]
         ]
-        rows.append([lane for *_, lane in sorted(each)])
+        rows.append([track for *_, track in sorted(each)])
     return Answer(rows, bound)
 
 

@@ -1,7 +1,7 @@
 """A placed program as numbers, on which a search tries orders: what each op takes, what it waits for, what it holds.
 
 The ops of a rank that a schedule names are its *row*. Microbatches are alike, so ops of one kind and stage keep their
-turn among themselves: they are a *lane*, and an order of a rank is a row of lanes and no more.
+turn among themselves: they are a *track*, and an order of a rank is a row of tracks and no more.
 
     rank 0 | 0F0 0F1 0I0 0W0 0I1 0W1          <->          0 0 1 2 1 2
 """
@@ -51,7 +51,7 @@ class Tasks:
             needed through others is left out.
         takes, drops: of residuals, what an op starts to hold, and what it lets go of when it ends: in bytes where costs
             have them (an I then keeps what its W needs), else one for each.
-        lanes: for each lane its steps, in turn.
+        tracks: for each track its steps, in turn.
         rows: the order that the program has.
         shares: how many residuals of a rank are one microbatch.
         weight: what a residual counts.
@@ -64,7 +64,7 @@ class Tasks:
     needs: list[Needs]
     takes: list[float]
     drops: list[float]
-    lanes: list[list[Step]]
+    tracks: list[list[Step]]
     rows: Rows
     shares: list[int]
     weight: Callable[[Value], float] = one_each
@@ -139,8 +139,8 @@ class Tasks:
 
     def steps(self, row: Sequence[int]) -> list[Step]:
         """The steps of a row, in order."""
-        turns = {lane: iter(self.lanes[lane]).__next__ for lane in set(row)}
-        return [turns[lane]() for lane in row]
+        turns = {track: iter(self.tracks[track]).__next__ for track in set(row)}
+        return [turns[track]() for track in row]
 
     def flat(self, row: Sequence[int]) -> list[int]:
         """The ops of a row, in order."""
@@ -200,7 +200,7 @@ def tasks_of(program: Program, costs: Costs) -> Tasks | None:
         return None
     places, needs = named_waits(program, costs, lambda op: kind_of(op.kind).place == "table" or op.kind == "R")
     ops = [program.ops[at] for at in places]
-    lanes: dict[tuple[object, ...], int] = {}
+    tracks: dict[tuple[object, ...], int] = {}
     steps: list[list[Step]] = []
     rows: Rows = [[] for _ in range(program.ranks)]
     before: list[list[int]] = [[] for _ in range(program.ranks)]
@@ -208,11 +208,11 @@ def tasks_of(program: Program, costs: Costs) -> Tasks | None:
         before[op.rank].append(at)
         if op.kind != "R":
             key = op.rank, *((part.kind, part.stage, part.slice) for part in op.parts or (op,)), len(before[op.rank])
-            lane = lanes.setdefault(key, len(lanes))
-            if lane == len(steps):
+            track = tracks.setdefault(key, len(tracks))
+            if track == len(steps):
                 steps.append([])
-            steps[lane].append(tuple(before[op.rank]))
-            rows[op.rank].append(lane)
+            steps[track].append(tuple(before[op.rank]))
+            rows[op.rank].append(track)
             before[op.rank] = []
     mixed = any(is_exchange(ops[at]) for each in steps for step in each if len(step) > 1 for at in step)
     if any(before) or mixed or {op.rank for op in ops if not is_exchange(op)} != {*range(program.ranks)}:
