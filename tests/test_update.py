@@ -103,12 +103,16 @@ def test_steps_have_the_bits_of_torchs_own_loop(rule: str, clip: str):
     assert differences(net, optimizer, result) == []
 
 
-def test_a_tied_leaf_is_updated_and_counted_once():
-    torch.manual_seed(0)
+def tied() -> Toy:
     layers = {"embed": nn.Embedding(7, 8), "mid": nn.Linear(8, 8), "head": nn.Linear(8, 7, bias=False)}
     net = Toy(lambda own, x: own.head(own.mid(own.embed(x)).tanh()), **layers)
     net.head.weight = net.embed.weight
-    ids = torch.randint(0, 7, (8,))
+    return net
+
+
+def test_a_tied_leaf_is_updated_and_counted_once():
+    torch.manual_seed(0)
+    net, ids = tied(), torch.randint(0, 7, (8,))
     mine = copy.deepcopy(net)
     model, params, _ = fpipe.from_module(mine, 2, loss=nn.functional.cross_entropy, example=(ids, ids))
     program = updating(model, fpipe.schedules.one_f_one_b(2), "AdamW", 0.1)
