@@ -73,7 +73,7 @@ def by_autograd(
 
 
 def trained(rank: int, name: str, blocks: int, dropless: bool) -> tuple[list[str], float, float]:
-    """What is odd in a step; the seconds that exchanges took on this rank, and for how many of these it worked."""
+    """What is odd in a step; the seconds that exchanges took here in five, and for how many of these it worked."""
     mesh = meshed()
     place, member = mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
     model, params, batch = experts.mixture(blocks, dropless), experts.parameters(blocks, member, 2), tokens(member)
@@ -93,11 +93,14 @@ def trained(rank: int, name: str, blocks: int, dropless: bool) -> tuple[list[str
         for leaf, grad in (stage or {}).items()
         if not torch.equal(grad, grads[at][leaf])
     ]
-    here = [event for event in found.timeline.events if event.op.rank == place and event.end > event.start]
-    lane = [event for event in here if is_exchange(event.op)]
-    work = [event for event in here if event.op.kind in "FBIW" and event not in lane]
-    both = sum(max(0.0, min(a.end, b.end) - max(a.start, b.start)) for a in lane for b in work)
-    return odd, sum(event.end - event.start for event in lane), both
+    took = both = 0.0
+    for result in (found, *(step(own, batch) for _ in range(4))):  # work of well under a millisecond
+        here = [event for event in result.timeline.events if event.op.rank == place and event.end > event.start]
+        lane = [event for event in here if is_exchange(event.op)]
+        work = [event for event in here if event.op.kind in "FBIW" and event not in lane]
+        took += sum(event.end - event.start for event in lane)
+        both += sum(max(0.0, min(a.end, b.end) - max(a.start, b.start)) for a in lane for b in work)
+    return odd, took, both
 
 
 @pytest.mark.parametrize(
@@ -117,8 +120,7 @@ def test_experts_have_the_gradients_of_autograd(four: Processes, name: str, bloc
     found = four.each(trained, name, blocks, dropless)
     assert [odd for odd, _, _ in found] == [[]] * 4
     if name == "one_f_one_b_overlap":
-        assert all(both <= took for _, took, both in found)
-        assert any(both for *_, both in found)  # work of well under a millisecond: not on each rank in each step
+        assert all(0 < both <= took for _, took, both in found)
 
 
 def around(rank: int) -> float:
