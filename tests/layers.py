@@ -396,18 +396,21 @@ pattern(
 )(lambda p, x: x @ p["a"][0] * p["n"] + p["a"][1]["b"])
 
 
-@pattern("max, min, median, norm, std", step=False)
+@pattern("max, min, median of rows, norm, std", step=False)
 def extremes(p, x):
     y = x @ p["w0"]
-    whole = y.max() + y.min() + y.median() + y.std()
-    return y.max(1)[0] + y.amin(1) + y.median(1)[0] + y.std(1) + torch.linalg.vector_norm(y, 3, dim=1) + whole
+    return y.max(1)[0] + y.amin(1) + y.median(1)[0] + y.std(1) + torch.linalg.vector_norm(y, 3, dim=1) + y.std()
 
 
-@pattern("max, min, median of a whole parameter", weights((8, 8), (8, 8), (8, 8)))
-def extremes_of_all(p, x):
+pattern("amax, amin of a whole parameter", weights((8, 8), (8, 8)))(
+    lambda p, x: x.exp() * -(p["w0"].t().amin() + p["w1"].amax())
+)
+
+
+@pattern("max of a whole parameter", untraced="the gradient of a whole tensor's max, min or median (MaxBackward1)")
+def extreme_of_all(p, x):
     """What is not the largest has the gradient 0, and not 0 times the cotangent: -0, or NaN of an infinite one."""
-    edge = (p["w0"].max() - p["w0"].max().detach()).sqrt()
-    return x.exp() * -(p["w1"].t().min() + p["w2"].median()), edge.expand(len(x))
+    return (x @ p["w0"]).exp() * p["w0"].max()
 
 
 @pattern(

@@ -29,9 +29,8 @@ from fpipe.graphs.tracing.draws import Streams, Unseeded, draws, keyed, refuse_h
 from fpipe.graphs.tracing.fake import LeakedTensor, fake_mode, no_leaks, watched_memory
 from fpipe.graphs.tracing.functional import functional, refuse_mutation
 from fpipe.graphs.tracing.keys import exclusive_generator
-from fpipe.graphs.tracing.max_gradients import rewrite_max_gradients
 from fpipe.graphs.tracing.rows import of_each_row, rows_of
-from fpipe.graphs.tracing.way_back import MissingGradient, partly_python, refuse_missing_gradients
+from fpipe.graphs.tracing.way_back import MissingGradient, partly_python, refuse_max_gradients, refuse_missing_gradients
 from fpipe.model import Model
 from fpipe.torch_private.dispatch import OpOverload, TorchDispatchMode, fake_tensor_class, has_kernel, without_modes
 from fpipe.torch_private.tracing import calls_so_far, traced_by_torch, unnoticed, without_compiled_functions
@@ -85,6 +84,7 @@ def _outline(function: Flat, reads: Groups, keys: Keys | None, apart: bool, mode
             unseeded.check()
         if model is not None:
             refuse_missing_gradients(model, chain(*made.values()), chain(*given.values(), *handed.values()))
+        refuse_max_gradients(chain(*made.values()))
         facts = _facts(given, numbers), _facts(made, numbers)
         return *facts, tuple(heard.ops), tuple(heard.numbers), partly_python(chain(*made.values()))
 
@@ -172,7 +172,6 @@ def trace(
         ran = tuple(str(n.target) for n in calls if isinstance(n.target, OpOverload) and n.target not in _NOT_HEARD)
         refuse_hidden(calls, before[0])
         without_fills(traced)
-        rewrite_max_gradients(traced)
         calls = [node for node in traced.graph.nodes if node.op == "call_function"]
         if any(map(mutated_by, calls)):
             refuse_mutation(traced)

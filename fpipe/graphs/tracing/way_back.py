@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.graphs.purity.closure import closed_over
 from fpipe.model import Model
 from fpipe.torch_private.dispatch import function_behind
@@ -23,6 +24,24 @@ def partly_python(made: Iterable[Any]) -> bool:
         if not module.startswith("torch.") or module.startswith(("torch._library", "torch.nn.modules._functions")):
             return True
     return False
+
+
+# Without data torch multiplies what was not the largest by 0, which gives -0, or NaN of an infinite cotangent.
+_OTHERWISE_WITH_DATA = ("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0")
+
+
+def refuse_max_gradients(made: Iterable[Any]) -> None:
+    """Refuse results that a gradient would lead from through a whole tensor's max, min or median.
+
+    Raises:
+        Untraceable: one would; the node of autograd.
+    """
+    for name in (node.name() for node in _way_back(made)):
+        if name in _OTHERWISE_WITH_DATA:
+            raise Untraceable(
+                f"the gradient of a whole tensor's max, min or median ({name}) is another without data; amax and amin "
+                "have one that a trace can hold"
+            )
 
 
 def _way_back(made: Iterable[Any]) -> Iterator[Any]:
