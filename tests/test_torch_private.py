@@ -9,7 +9,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fpipe.torch_private import ambient
-from fpipe.torch_private.default_generator import watching
 from fpipe.torch_private.dispatch import (
     NAMESPACES,
     OpOverload,
@@ -192,11 +191,3 @@ def test_modes_and_hooks_around_a_call_are_seen():
     found = []
     torch.func.vmap(lambda x: found.append(ambient.function_transform()) or x)(torch.ones(2))
     assert found == ["vmap"], "torch.func around a step is not seen, and its gradients would be zeros"
-
-
-def test_who_asks_for_torchs_seed_is_seen():
-    asked = []
-    with watching(torch.default_generator, asked.append):
-        torch.initial_seed()
-    assert asked == ["initial_seed"], "a stage that reads or sets torch's seed is not seen"
-    assert isinstance(torch.default_generator, torch.Generator)

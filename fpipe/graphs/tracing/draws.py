@@ -20,7 +20,6 @@ from fpipe.graphs.language.labels import GENERATORS
 from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.graphs.purity.sharded import of_sharded
 from fpipe.graphs.tracing.keys import TORCHS_GENERATOR, seeded
-from fpipe.torch_private.default_generator import watching
 from fpipe.torch_private.dispatch import OpOverload, TorchDispatchMode, arguments_of, without_modes
 
 
@@ -49,8 +48,8 @@ def refuse_hidden(calls: list[fx.Node], forward: int) -> None:
 class Unseeded:
     """Whether torch's own random numbers go on as they do by themselves, which is all that a trace can tell of them.
 
-    Fake tensors draw nothing, so a generator that starts anew was seeded; others that draw only move it on. And
-    a state that is put back leaves it as it was: that is seen by watching torch's functions for it.
+    Fake tensors draw nothing, so a generator that starts anew was seeded; others that draw only move it on. With each
+    op that draws it is moved on here, so one that is where it was before such an op was put back.
     """
 
     def __init__(self) -> None:
@@ -59,44 +58,42 @@ class Unseeded:
             self.generators += torch.cuda.default_generators
         with without_modes():
             self.before = [(each.initial_seed(), each.get_state()) for each in self.generators]
-        self.drew = self.again = False
+        self.left: list[Tensor] = []
 
     def __enter__(self) -> Unseeded:
-        """Watch torch's generator."""
-        self.watch = watching(TORCHS_GENERATOR, self._asked)
-        self.watch.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Undo what was seeded."""
-        self.watch.__exit__(None, None, None)
-        try:
-            self.check()
-        except Untraceable:
-            for generator, (_, state) in zip(self.generators, self.before, strict=True):
-                generator.set_state(state)
-
-    def _asked(self, method: str) -> None:
-        if method == "initial_seed":
-            raise Untraceable("it reads the seed of torch's random numbers")
-        self.again = self.again or (method == "set_state" and self.drew)
+        """Undo what was seeded, and drawn here; not what another thread has drawn meanwhile."""
+        with without_modes():
+            if self._odd() or (self.left and torch.equal(TORCHS_GENERATOR.get_state(), self.left[-1])):
+                for generator, (_, state) in zip(self.generators, self.before, strict=True):
+                    generator.set_state(state)
 
     def draw(self) -> None:
         """Raise Untraceable if what is drawn now does not come after what was drawn before."""
         self.check()
-        if self.again:
-            raise Untraceable("it draws once more from a state of torch's random numbers that it put back")
-        self.drew = True
+        with without_modes():
+            self.left += [] if self.left else [self.before[0][1]]
+            torch.rand(1, generator=TORCHS_GENERATOR, device="cpu")
+            self.left.append(TORCHS_GENERATOR.get_state())
 
     def check(self) -> None:
-        """Raise Untraceable if one was seeded."""
+        """Raise Untraceable if one was seeded or put back."""
         with without_modes():
-            for generator, (seed, state) in zip(self.generators, self.before, strict=True):
-                if generator.initial_seed() != seed or (
-                    not torch.equal(now := generator.get_state(), state)
-                    and torch.equal(now, torch.Generator(generator.device).manual_seed(seed).get_state())
-                ):
-                    raise Untraceable("it seeds torch's random numbers itself")
+            if odd := self._odd():
+                raise Untraceable(odd)
+
+    def _odd(self) -> str | None:
+        for generator, (seed, state) in zip(self.generators, self.before, strict=True):
+            fresh = torch.Generator(generator.device).manual_seed(seed).get_state()
+            now = generator.get_state()
+            if generator.initial_seed() != seed or (torch.equal(now, fresh) and not torch.equal(now, state)):
+                return "it seeds torch's random numbers itself"
+        now = TORCHS_GENERATOR.get_state()
+        if any(torch.equal(now, one) for one in self.left[:-1]):
+            return "it draws once more from a state of torch's random numbers that it put back"
+        return None
 
 
 class Streams(TorchDispatchMode):
