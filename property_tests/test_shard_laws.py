@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import fpipe
 from fpipe.program import parts_of
@@ -44,6 +44,36 @@ def model_of(stages: int) -> tuple[fpipe.Model, tuple[Any, ...]]:
     return fpipe.from_functions([stage] * stages, loss), tuple(params)
 
 
+def tied_model() -> tuple[fpipe.Model, tuple[Any, ...]]:
+    """Four stages of which two share a weight, and one has parameters alone that replicas have whole."""
+    params = [{"w": torch.randn(4, 4), "b": torch.randn(3, 4)}, {"w": torch.randn(4, 4)}, {"s": torch.randn(())}, {}]
+
+    def stage(p: Any, x: Tensor) -> Tensor:
+        return torch.tanh(x @ p.get("w", torch.eye(4))) + p.get("b", torch.zeros(1)).sum(0) * p.get("s", 1.0)
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return (y.sum(1) - target).square().mean()
+
+    return fpipe.from_functions([stage] * 4, loss, ties=[[(0, "w"), (3, "w")]]), tuple(params)
+
+
+def counting_model() -> tuple[fpipe.Model, Any, Any]:
+    """A loss that counts, behind a norm that remembers."""
+
+    def loss(y: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        return (y.sum(1) - target).square().sum(), target.numel()
+
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 4))
+    return fpipe.from_sequential(net, stages=4, loss=loss, reduction="count")
+
+
+MODELS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "plain": lambda: model_of(4),
+    "tied": tied_model,
+    "counting": counting_model,
+}
+
+
 class Words(NamedTuple):
     """A schedule with what may stand around it, and how it is sharded."""
 
@@ -73,26 +103,34 @@ def sharded() -> st.SearchStrategy[tuple[Callable[[fpipe.Program], fpipe.Program
     return words().map(lambda said: (said.chain(), said.how()))
 
 
-@given(sharded(), st.sampled_from([1, 2, 3, (2, 2), (2, 1), (1, 3)]), st.booleans())
-def test_replicas_with_shards_have_the_gradients_of_plain_autograd(drawn: Any, replicas: Any, across_first: bool):
+@few(25)
+@given(sharded(), st.sampled_from([*MODELS]), st.sampled_from([1, 2, 3, (2, 2), (2, 1), (1, 3)]), st.booleans())
+def test_replicas_with_shards_have_the_gradients_of_plain_autograd(
+    drawn: Any, name: str, replicas: Any, across_first: bool
+):
     chain, how = drawn
-    model, params = model_of(4)
-    batch = torch.randn(24, 4), torch.randn(24)
+    model, params, *state = MODELS[name]()
+    rows = 49 if name == "counting" else 48  # replicas may have other rows where they are counted
     ways = [fpipe.shard(**how), *[fpipe.data_parallel("replicate")] * isinstance(replicas, tuple)]
     program = fpipe.chain(chain, *ways[:: -1 if across_first else 1])(fpipe.program(model))
-    assert fpipe.verify(program, model, params, batch, replicas=replicas).bitwise
+    given = {"state": state[0]} if state else {}
+    batch = torch.randn(rows, 4), torch.randn(rows)
+    assert fpipe.verify(program, model, params, batch, replicas=replicas, **given).bitwise
 
 
 @given(sharded())
 def test_collectives_that_take_no_time_change_no_time_and_no_order(drawn: Any):
     chain, how = drawn
     base = chain(fpipe.program(4))
-    program, replicas = fpipe.shard(**how)(base), fpipe.data_parallel()(base)
-    assert program == fpipe.Program.parse(str(program))
-    assert program.table() == replicas.table()
-    assert fpipe.simulate(program).makespan == fpipe.simulate(replicas).makespan
-    for more in (fpipe.communicate(), fpipe.free(), fpipe.chain(fpipe.communicate(), fpipe.free())):
-        fpipe.check(more(program))
+    replicas, shards = fpipe.data_parallel()(base), fpipe.shard(**how)(base)
+    assert (fpipe.data_parallel()(replicas), fpipe.shard(**how)(replicas)) == (replicas, shards)
+    for program in (replicas, shards):
+        assert program == fpipe.Program.parse(str(program))
+        assert program.table() == base.table()
+        assert fpipe.simulate(program).makespan == fpipe.simulate(base).makespan
+        sent = fpipe.communicate()(program)
+        for made in (sent, fpipe.free()(program), fpipe.free()(sent), fpipe.forward_only()(program)):
+            fpipe.check(made)
 
 
 @given(sharded())
@@ -107,10 +145,12 @@ def test_each_use_at_home_reads_a_copy_that_is_gathered_for_it(drawn: Any):
     assert all(value in gathers for _, value in uses)
 
 
-@given(words(), st.permutations(range(4)), st.booleans())
-def test_once_a_step_shards_stand_anywhere_behind_merge(said: Words, order: list[int], replicated: bool):
-    """Before or after a schedule, recomputation, and the halves of backwards, and before or after replicas of them."""
-    ways = [fpipe.shard(), *[fpipe.data_parallel("replicate")] * replicated]
+WAYS = [fpipe.shard()], [fpipe.data_parallel()], [fpipe.shard(), fpipe.data_parallel("replicate")]
+
+
+@given(words(), st.permutations(range(4)), st.sampled_from(WAYS))
+def test_once_a_step_replicas_stand_anywhere_behind_merge(said: Words, order: list[int], ways: list[Any]):
+    """Before or after a schedule, recomputation, and the halves of backwards; shards before or after replicas."""
     schedule, last = fpipe.schedules.get(said.schedule)(2), fpipe.merge(outputs=False)
     recompute = fpipe.checkpoint("except_last" if said.recompute else "never")
     split = fpipe.split_backward() if said.split else fpipe.identity()

@@ -20,8 +20,6 @@ from fpipe.tree import leaves
 from tests.processes import SOON, Processes, counted, left, result, timed
 from tests.test_distributed import MSE, alike, blocks, hang, kill, one_in_trouble, own, raising, rows, troubled
 
-BEHIND = "put fpipe.split() (at least split(1)) and fpipe.merge() before fpipe.data_parallel()."
-
 
 def replicated(
     model: fpipe.Model | int, schedule: Any = None, *more: Any, microbatches: int = 2, axis: str = "dp"
@@ -32,24 +30,6 @@ def replicated(
     )
 
 
-@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "zb_h1", "interleaved", "dualpipe", "roundpipe"])
-def test_it_commutes_with_the_schedule_and_reads_like_any_program(name: str):
-    schedule, base = fpipe.schedules.get(name)(2), fpipe.split(4)(fpipe.program(4))
-    program = fpipe.chain(schedule, fpipe.merge(), fpipe.data_parallel())(base)
-    assert program == fpipe.chain(fpipe.merge(), fpipe.data_parallel(), schedule)(base)
-    assert program == fpipe.data_parallel()(program) == fpipe.Program.parse(str(program))
-    without = fpipe.chain(schedule, fpipe.merge())(base)
-    assert program.table() == without.table()
-    assert program.to_csv() == without.to_csv()
-    assert fpipe.simulate(program).makespan == fpipe.simulate(without).makespan
-    for more in (fpipe.communicate(), fpipe.free(), fpipe.forward_only(), fpipe.split_backward()):
-        fpipe.check(more(program))
-    reduces = [op for op in program.ops if op.kind == "REDUCE"]
-    assert len(reduces) == 4 + 1
-    homes = {end.value.stage: end.homes for end in program.inputs if end.value.name == "params"}
-    assert all(op.rank in homes[op.stage] for op in reduces if op.reads[0].name != "loss")
-
-
 def test_a_sum_runs_beside_what_is_left():
     program = replicated(2)
     cells = program.table(comms=True)
@@ -58,64 +38,6 @@ def test_a_sum_runs_beside_what_is_left():
     assert fpipe.simulate(program, fpipe.Costs(reduce=[3, 1])).delivered == fpipe.simulate(program).delivered + 3
     assert fpipe.simulate(program, fpipe.Costs(reduce=[0, 1])).delivered == fpipe.simulate(program).delivered
     assert fpipe.Costs(reduce=2).seconds(program.ops[-1]) == 2
-
-
-def test_what_is_counted_is_divided_once_by_the_count_over_all():
-    model = fpipe.from_functions([lambda p, x: x * p["w"]], lambda y, t: ((y - t).sum(), t.numel()), reduction="count")
-    program = replicated(model, fpipe.schedules.gpipe(1))
-    lines = [str(op) for op in program.ops if op.kind in ("REDUCE", "SCALE")]
-    assert sorted(lines) == [
-        "all[0] = REDUCE[0] sum[0,1] {axis='dp'} @ 0",
-        "all_count = REDUCE[0] count {axis='dp'} @ 0",
-        "all_total = REDUCE[0] total {axis='dp'} @ 0",
-        "loss = SCALE[0] all_total all_count @ 0",
-        "scaled[0] = SCALE[0] all[0] all_count @ 0",
-    ]
-
-
-def merged_late() -> object:
-    return fpipe.chain(fpipe.split(2), fpipe.data_parallel(), fpipe.merge())(fpipe.program(2))
-
-
-def sent_before() -> object:
-    return fpipe.data_parallel()(
-        fpipe.chain(fpipe.split(2), fpipe.place("linear"), fpipe.merge(), fpipe.communicate())(fpipe.program(2))
-    )
-
-
-REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
-    "not split": (lambda: fpipe.data_parallel()(fpipe.program(2)), fpipe.ProgramError, "SPLIT writes it, which is"),
-    "not merged": (merged_late, fpipe.ProgramError, f"and loss[1,0] is of one microbatch: {BEHIND}"),
-    "sent": (sent_before, fpipe.ProgramError, "put fpipe.data_parallel() before fpipe.communicate()."),
-    "two axes": (lambda: fpipe.data_parallel("b")(replicated(2)), fpipe.ProgramError, "replicas along 'dp' already"),
-    "the ranks": (lambda: fpipe.data_parallel("pp"), ValueError, "'pp' of the mesh has the ranks of a program"),
-    "no name": (lambda: fpipe.data_parallel(2), ValueError, "such as 'dp'; found 2."),  # type: ignore[arg-type]
-    "text": (
-        lambda: fpipe.Program.parse(str(replicated(2)).replace("REDUCE[0] sum[0,1] {axis='dp'}", "REDUCE[0] sum[0,1]")),
-        fpipe.ProgramError,
-        "REDUCE(all[0]) does not read one value and write its sum over {axis='...'}",
-    ),
-}
-
-
-@pytest.mark.parametrize("how", REFUSED)
-def test_what_has_no_sum_over_replicas_is_refused_with_the_way_out(how: str):
-    call, error, words = REFUSED[how]
-    with pytest.raises(error) as found:
-        call()
-    assert words in str(found.value)
-
-
-@pytest.mark.parametrize("runtime", ["local", "threads"])
-def test_in_one_process_it_is_one_replica(runtime: Any):
-    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
-    program, without = replicated(model), fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
-    fpipe.verify(program, model, params, rows())
-    found = fpipe.build(program, model, runtime=runtime)(params, rows())
-    expected = fpipe.build(without, model)(params, rows())
-    assert all(map(torch.equal, leaves(found.grads), leaves(expected.grads)))
-    assert torch.equal(found.loss, expected.loss)
-    assert fpipe.sizes(program, model, params, rows()) is not None
 
 
 def test_without_a_mesh_of_replicas_it_says_how_to_make_one(four: Processes):

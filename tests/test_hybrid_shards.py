@@ -30,24 +30,6 @@ def hybrid(model: Any, way: str, ranks: int, shard_first: bool = False) -> fpipe
     return fpipe.chain(merged, *(both[::-1] if shard_first else both))(fpipe.program(model))
 
 
-def counted(y: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    return (y - target).square().sum(), y.numel()
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("reduction", ["mean", "count"])
-def test_the_order_of_the_two_does_not_matter_and_they_are_proven_in_one_process(way: str, reduction: Any):
-    loss = MSE if reduction == "mean" else counted
-    model, params, _ = fpipe.from_sequential(odd_net(), stages=2, loss=loss, reduction=reduction)
-    program = hybrid(model, way, 2)
-    assert program == hybrid(model, way, 2, shard_first=True) == fpipe.Program.parse(str(program))
-    for replicas in ((2, 2), (3, 2), (1, 2)):
-        assert fpipe.verify(program, model, params, rows(24), replicas=replicas).bitwise
-    expected = fpipe.reference(model, params, rows(24), microbatches=2, replicas=(2, 3))
-    assert expected.loss is not None
-    assert torch.allclose(expected.loss, fpipe.reference(model, params, rows(24)).loss)
-
-
 def test_a_gradient_is_scattered_within_and_added_up_across():
     program = hybrid(2, "once a step", 2)
     (cut,) = [op for op in program.ops if op.kind == "SCATTER" and op.stage == 1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from itertools import permutations
 from typing import Any
 
 import pytest
@@ -17,7 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import fpipe
 from tests.families import FAMILIES
 from tests.processes import SOON, Processes, result, timed
-from tests.test_data_parallel import by_hand, meshed
+from tests.refusals import refusals
+from tests.test_data_parallel import by_hand, meshed, replicated
 from tests.test_distributed import MSE, own, rows
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -41,36 +41,19 @@ def odd_net() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in ((8, 5), (5, 7), (7, 9), (9, 8))))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "zb_h1", "interleaved", "dualpipe", "roundpipe", "zbv"])
-def test_once_a_step_commutes_with_the_schedule_and_all_policies_read_like_programs(name: str):
-    schedule, base = fpipe.schedules.get(name)(2), fpipe.split(4)(fpipe.program(4))
-    program = fpipe.chain(schedule, fpipe.merge(), fpipe.shard())(base)
-    assert program == fpipe.chain(fpipe.merge(), fpipe.shard(), schedule)(base)
-    assert program == fpipe.chain(schedule, fpipe.merge(), fpipe.data_parallel(), fpipe.shard())(base)
-    replicas = fpipe.chain(schedule, fpipe.merge(), fpipe.data_parallel())(base)
-    for how in POLICIES.values():
-        made = fpipe.chain(schedule, fpipe.merge(), fpipe.shard(**how))(base)
-        assert made == fpipe.Program.parse(str(made))
-        assert made.table() == replicas.table()
-        assert fpipe.simulate(made).makespan == fpipe.simulate(replicas).makespan
-        for more in (fpipe.communicate(), fpipe.free(), fpipe.forward_only(), fpipe.split_backward()):
-            fpipe.check(more(made))
+def started(model: Any, params: Any, program: Any, batch: Any, mesh: Any = None, **more: Any) -> tuple[Any, Any]:
+    """A step of all processes, and the shards of this one; an example has the other ranks' parameters on meta."""
+    mesh = mesh or meshed()[0]
+    shards = fpipe.shard_params(own(program, mesh.get_local_rank("pp"), params), mesh["dp"])
+    others = fpipe.tree.tree_map(lambda leaf: leaf.to("meta"), params)
+    example = tuple(other if one is None else one for one, other in zip(shards, others, strict=True)), batch
+    return fpipe.build(program, model, runtime="distributed", mesh=mesh, example=example, **more), shards
 
 
-def test_the_order_of_transforms_does_not_matter():
-    merged = fpipe.chain(fpipe.merge(), fpipe.shard())
-    four = (fpipe.checkpoint("except_last"), fpipe.split_backward(), fpipe.schedules.one_f_one_b(3), merged)
-    cut = fpipe.split(4)(fpipe.program(3))
-    assert len({fpipe.chain(*order)(cut) for order in permutations(four)}) == 1
-
-
-def test_each_use_has_a_copy_of_its_own_which_is_freed_after_it():
-    program = fpipe.free()(sharded(2, "each use", "zb_h1", 2))
-    readers = [op for op in program.ops if any(value.name == "params" for value in op.reads) and op.kind != "FREE"]
-    gathers = [op for op in program.ops if op.kind == "GATHER"]
-    assert len(gathers) == len(readers) == 2 * 2 * 3
-    freed = [value for op in program.ops if op.kind == "FREE" for value in op.reads if value.name == "params"]
-    assert sorted(freed) == sorted(value for op in gathers for value in op.writes)
+def unlike(grads: Any, expected: dict[str, Tensor]) -> list[str]:
+    """The names of gradients that differ in a bit when they are put together."""
+    made = {name: grad for stage in grads if stage is not None for name, grad in stage.items()}
+    return [name for name, grad in made.items() if not torch.equal(grad.full_tensor(), expected[name])]
 
 
 def test_collectives_have_a_lane_and_costs_of_their_own():
@@ -133,10 +116,9 @@ def sent(rank: int) -> int:
     """Bytes of shards that this process sends for GATHERs in a step."""
     from fpipe.runtimes.processes import collective_parts
 
-    mesh, replica, place = meshed()
+    _, replica, _ = meshed()
     model, params, program = two_layers()
-    shards, example = shards_of(model, params, program, mesh, place)
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(example, rows(8)))
+    step, shards = started(model, params, program, rows(8))
     found, gathered = list[int](), collective_parts._gathered
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collective_parts, "_gathered", lambda *of: found.append(of[1].nbytes) or gathered(*of))
@@ -162,74 +144,17 @@ def test_times_are_of_the_bytes_of_casts(reduce: Any, scatter: int):
     assert times == {"GATHER": numbers * 2 / 2, "SCATTER": numbers * scatter / 2}
 
 
-REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
-    "not merged": (lambda: fpipe.shard()(fpipe.split(2)(fpipe.program(1))), fpipe.ProgramError, "fpipe.merge() before"),
-    "sent": (
-        lambda: after(fpipe.place("linear"), fpipe.merge(), fpipe.communicate(), fpipe.shard()),
-        fpipe.ProgramError,
-        "put fpipe.shard() before fpipe.communicate()",
-    ),
-    "twice": (lambda: fpipe.shard()(sharded(2)), fpipe.ProgramError, "sharded already; shard it once"),
-    "freed": (lambda: fpipe.shard()(fpipe.free()(fpipe.program(1))), fpipe.ProgramError, "apply fpipe.free() last"),
-    "three axes": (
-        lambda: after(fpipe.merge(), fpipe.data_parallel(), fpipe.shard("tp"), fpipe.data_parallel("cp")),
-        fpipe.ProgramError,
-        "has replicas along 'dp' and 'tp' already",
-    ),
-    "moved": (
-        lambda: after(fpipe.schedules.gpipe(2), fpipe.merge(), fpipe.shard(gather="use"), fpipe.schedules.zbv(2)),
-        fpipe.ProgramError,
-        "put fpipe.shard(gather=...) after what places the program",
-    ),
-    "policy": (lambda: fpipe.shard(gather="pass"), ValueError, "gather is 'step', 'run', 'use' or f(op), found 'pass'"),  # type: ignore[arg-type]
-    "scatter": (lambda: fpipe.shard(scatter="use"), ValueError, "scatter is 'step' or 'microbatch'"),  # type: ignore[arg-type]
-    "lead": (lambda: fpipe.shard(lead=-1), ValueError, "lead is a whole number, at least 0"),
-    "dtype": (lambda: fpipe.shard(compute_dtype=torch.int8), ValueError, "compute_dtype is a floating dtype"),
-    "axis": (lambda: fpipe.shard("pp"), ValueError, "has the ranks of a program"),
-    "mesh": (lambda: fpipe.shard_params(({},), 2), TypeError, "such as mesh['dp']; found 2"),  # type: ignore[arg-type]
-    "text": (
-        lambda: fpipe.Program.parse(str(sharded(2)).replace("GATHER[0] shard[0]", "GATHER[0] shard[1]")),
-        fpipe.ProgramError,
-        "does not make a stage's params from its shard",
-    ),
-}
-
-
-@pytest.mark.parametrize("how", REFUSED)
-def test_what_cannot_be_sharded_is_refused_with_the_way_out(how: str):
-    call, error, words = REFUSED[how]
-    with pytest.raises(error) as found:
-        call()
-    assert words in str(found.value)
-
-
 @pytest.mark.crossed
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, "none"])
 @pytest.mark.parametrize("runtime", ["local", "threads"])
 def test_in_one_process_one_replica_has_the_whole(runtime: Any, policy: str):
     model, params, _ = fpipe.from_sequential(odd_net(), stages=2, loss=MSE)
-    program = sharded(model, policy)
+    program = replicated(model, microbatches=4) if policy == "none" else sharded(model, policy)
     found = fpipe.build(program, model, runtime=runtime)(params, rows(8))
     expected = fpipe.reference(model, params, rows(8), microbatches=4)
+    assert torch.equal(found.loss, expected.loss)
     assert all(map(torch.equal, fpipe.tree.leaves(found.grads), fpipe.tree.leaves(expected.grads)))
     assert fpipe.sizes(program, model, params, rows(8)) is not None
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_replicas_in_lockstep_are_proven_in_one_process(policy: str, replicas: int):
-    tied = ({"w": torch.randn(4, 4), "b": torch.randn(3, 4)}, {"w": torch.randn(4, 4), "s": torch.randn(())}, {})
-
-    def stage(p: Any, x: Tensor) -> Tensor:
-        return torch.tanh(x @ p["w"]) + p.get("b", torch.zeros(1)).sum(0) * p.get("s", 1.0)
-
-    model = fpipe.from_functions([stage] * 3, MSE, inputs=("batch", 0, 1), ties=[[(0, "w"), (2, "w")]])
-    schedule = fpipe.schedules.one_f_one_b(3)
-    program = fpipe.chain(fpipe.split(2), schedule, fpipe.merge(), fpipe.shard(**POLICIES[policy]))(
-        fpipe.program(model)
-    )
-    batch = torch.randn(12, 4), torch.randn(12, 4)
-    assert fpipe.verify(program, model, tied, batch, replicas=replicas).bitwise
 
 
 def test_a_sum_that_replicas_forget_is_found_in_lockstep():
@@ -243,26 +168,17 @@ def test_a_sum_that_replicas_forget_is_found_in_lockstep():
         fpipe.verify(lost, model, params, rows(8), replicas=2)
 
 
-def shards_of(model: Any, params: Any, program: Any, mesh: Any, place: int) -> tuple[Any, Any]:
-    """A replica's shards, and these with the other ranks' parameters on meta, as an example has them."""
-    shards = fpipe.shard_params(own(program, place, params), mesh["dp"])
-    others = fpipe.tree.tree_map(lambda leaf: leaf.to("meta"), params)
-    return shards, tuple(one if one is not None else other for one, other in zip(shards, others, strict=True))
-
-
 def bits(rank: int, schedule: str, stages: int, policy: str) -> list[str]:
-    mesh, replica, place = meshed()
+    _, replica, _ = meshed()
     net, batches = odd_net(), [tuple(half.chunk(2)[one] for half in rows(16)) for one in range(2)]
     model, params, _ = fpipe.from_sequential(net, stages=stages, loss=MSE)
-    program = sharded(model, policy, schedule)
-    shards, example = shards_of(model, params, program, mesh, place)
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(example, batches[0]), broadcast=True)
+    step, shards = started(model, params, sharded(model, policy, schedule), batches[0], broadcast=True)
     for _ in range(2):
         found = step(shards, batches[replica])
     loss, grads = (by_microbatch if policy == "each microbatch" else by_hand)(net, batches, 4)
     made = {name: grad for stage in found.grads if stage is not None for name, grad in stage.items()}
     parts = {name: leaf for stage in shards if stage is not None for name, leaf in stage.items()}
-    wrong = [name for name, grad in made.items() if not torch.equal(grad.full_tensor(), grads[name])]
+    wrong = unlike(found.grads, grads)
     wrong += [f"place of {name}" for name, grad in made.items() if grad.placements != parts[name].placements]
     return wrong + ["loss"] * (not torch.equal(found.loss, loss)) + ["missing"] * (made.keys() != parts.keys())
 
@@ -304,24 +220,22 @@ def llama(rank: int) -> list[str]:
     """Names of a Llama's gradients that are not the net's own, added by microbatch and then by replica."""
     import transformers
 
-    mesh, replica, place = meshed()
+    _, replica, _ = meshed()
     torch.manual_seed(0)
     family = FAMILIES["Llama"]
     net, batches = family.make(transformers).eval(), [family.batch() for _ in range(2)]
     model, params, _ = fpipe.from_module(net, 4, example=batches[0], loss=family.loss)
     program = fpipe.chain(fpipe.split(2), fpipe.schedules.interleaved(2), fpipe.merge(outputs=False))
     program = fpipe.shard(gather="use")(program(fpipe.program(model)))
-    shards = fpipe.shard_params(own(program, place, params), mesh["dp"])
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(shards, batches[replica]))
-    grads = step(shards, batches[replica]).grads
-    made = {name: grad for stage in grads if stage is not None for name, grad in stage.items()}
+    step, shards = started(model, params, program, batches[replica])
+    found = step(shards, batches[replica]).grads
     each = list[dict[str, Tensor]]()
     for inputs, _ in batches:
         net.zero_grad()
         for at in (slice(0, 2), slice(2, 4)):
             (net(**{name: leaf[at] for name, leaf in inputs.items()}).loss * 0.25).backward()
         each.append({name: leaf.grad for name, leaf in net.named_parameters() if leaf.grad is not None})
-    return [name for name, grad in made.items() if not torch.equal(grad.full_tensor(), each[0][name] + each[1][name])]
+    return unlike(found, {name: each[0][name] + each[1][name] for name in each[0]})
 
 
 @pytest.mark.deep
@@ -330,28 +244,25 @@ def test_a_family_of_transformers_has_the_gradients_of_its_net(four: Processes):
     assert four.each(llama) == [[]] * 4
 
 
+def of_three(batch: Any) -> tuple[Any, Any]:
+    """A step of three replicas, and the shards of this one."""
+    mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("dp", "pp"))
+    model, params, _ = fpipe.from_sequential(odd_net(), stages=2, loss=MSE)
+    merged = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(1), fpipe.merge(outputs=False))
+    return started(model, params, fpipe.shard(gather="use")(merged(fpipe.program(model))), batch, mesh)
+
+
 def by_three(rank: int) -> list[str]:
     """Names of gradients that are not those of three replicas, added in their order."""
-    mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("dp", "pp"))
-    net, batches = odd_net(), [tuple(half.chunk(3)[one] for half in rows(24)) for one in range(3)]
-    model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
-    merged = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(1), fpipe.merge(outputs=False))
-    program = fpipe.shard(gather="use")(merged(fpipe.program(model)))
-    shards = fpipe.shard_params(params, mesh["dp"])
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(shards, batches[rank]))
-    _, grads = by_hand(net, batches, 2)
-    made = {name: grad for stage in step(shards, batches[rank]).grads for name, grad in stage.items()}
-    return [name for name, grad in made.items() if not torch.equal(grad.full_tensor(), grads[name])]
+    batches = [tuple(half.chunk(3)[one] for half in rows(24)) for one in range(3)]
+    step, shards = of_three(batches[rank])
+    return unlike(step(shards, batches[rank]).grads, by_hand(odd_net(), batches, 2)[1])
 
 
 def gone(rank: int) -> Any:
     """What two replicas hear of a third that is gone while they send each other shards."""
-    mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("dp", "pp"))
-    model, params, _ = fpipe.from_sequential(odd_net(), stages=2, loss=MSE)
-    merged = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(1), fpipe.merge(outputs=False))
-    program, shards = fpipe.shard(gather="use")(merged(fpipe.program(model))), fpipe.shard_params(params, mesh["dp"])
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(shards, rows(8)))
     batch = tuple(half + rank for half in rows(8))
+    step, shards = of_three(batch)
     step(shards, batch)
     if rank == 1:
         os._exit(1)
@@ -359,27 +270,21 @@ def gone(rank: int) -> Any:
 
 
 def test_a_replica_that_is_lost_among_shards_is_named():
-    three = Processes(3)
-    try:
+    with Processes(3) as three:
         three.start(gone)
         for words, seconds in [result(three.pipes[rank]) for rank in (0, 2)]:
             assert words.startswith("LostRank: replica 1: rank 0 is gone")
             assert seconds < SOON
-    finally:
-        three.close()
 
 
 def test_gloo_adds_three_replicas_in_their_order():
-    three = Processes(3)
-    try:
+    with Processes(3) as three:
         assert three.each(by_three) == [[]] * 3
-    finally:
-        three.close()
 
 
 def mixed(rank: int, scatter: Any) -> list[str]:
     """Stages compute in bfloat16, gradients are added over replicas in float32, as by hand."""
-    mesh, replica, place = meshed()
+    _, replica, place = meshed()
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5))
     ids, target = torch.randint(0, 11, (16,)), torch.randint(0, 5, (16,))
@@ -387,20 +292,19 @@ def mixed(rank: int, scatter: Any) -> list[str]:
     merged = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge(outputs=False))
     half = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     program = fpipe.shard(gather="use", scatter=scatter, **half)(merged(fpipe.program(model)))
-    shards, example = shards_of(model, params, program, mesh, place)
     batches = [*zip(ids.chunk(2), target.chunk(2), strict=True)]
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(example, batches[0]))
-    found = step(shards, batches[replica]).grads[place]
+    step, shards = started(model, params, program, batches[0])
+    found = step(shards, batches[replica]).grads
     net = copy.deepcopy(whole).bfloat16()
     each = [
         [_microbatch(net, part, 4) for part in zip(*(one.chunk(2) for one in batch), strict=True)] for batch in batches
     ]
     grads = {}
-    for name in found:
+    for name in found[place]:
         (a, b), (c, d) = ([one[name] for one in replica] for replica in each)
         by_step = (a + b).float() + (c + d).float()
         grads[name] = by_step if scatter == "step" else (a.float() + c.float()) + (b.float() + d.float())
-    return [name for name, grad in found.items() if not torch.equal(grad.full_tensor(), grads[name])]
+    return unlike(found, grads)
 
 
 def _microbatch(net: nn.Module, part: Any, parts: int) -> dict[str, Tensor]:
@@ -463,8 +367,7 @@ def tied(rank: int, schedule: str, shape: tuple[int, int], more: dict[str, Any])
     model, params, _ = fpipe.from_module(net, stages=shape[1], loss=loss, example=batch)
     merged = fpipe.chain(fpipe.split(4), fpipe.schedules.get(schedule)(shape[1]), fpipe.merge(outputs=False))
     program = fpipe.shard(gather="use")(merged(fpipe.program(model)))
-    shards, example = shards_of(model, params, program, mesh, place)
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(example, batch), **more)
+    step, shards = started(model, params, program, batch, mesh, **more)
     found = step(shards, batch, key=3)
     expected = own(
         program, place, fpipe.reference(model, params, whole, microbatches=4, replicas=shape[0], key=3).grads
@@ -512,21 +415,9 @@ def test_ties_frozen_leaves_and_random_numbers_are_those_of_plain_autograd(
     assert four.each(tied, schedule, shape, more) == [[]] * 4
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_counts_and_module_state_are_proven_in_lockstep(policy: str):
-    def loss(y: Tensor, target: Tensor) -> tuple[Tensor, int]:
-        return (y - target).square().sum(), target.numel()
-
-    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
-    model, params, state = fpipe.from_sequential(net, stages=2, loss=loss, reduction="count")
-    merged = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model))
-    program, batch = fpipe.shard(**POLICIES[policy])(merged), (torch.randn(13, 4), torch.randn(13, 4))
-    assert all(fpipe.verify(program, model, params, batch, state=state, replicas=n).bitwise for n in (1, 2, 3))
-
-
 def looking(rank: int, policy: str) -> list[str]:
     """A stage whose Python looks at data, beside one that is traced."""
-    mesh, replica, place = meshed()
+    _, replica, place = meshed()
 
     def first(p: Any, x: Tensor) -> Tensor:
         return torch.tanh(x @ p["w"]) if float(x.sum()) > 0 else torch.sigmoid(x @ p["w"])
@@ -537,15 +428,12 @@ def looking(rank: int, policy: str) -> list[str]:
     torch.manual_seed(0)
     params = {"w": torch.randn(8, 5)}, {"w": torch.randn(5, 8), "b": torch.randn(8)}
     model, whole = fpipe.from_functions([first, second], MSE), rows(16)
-    program = sharded(model, policy)
-    shards, example = shards_of(model, params, program, mesh, place)
     batch = tuple(half.chunk(2)[replica] for half in whole)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(example, batch))
-    found = step(shards, batch).grads[place]
+        step, shards = started(model, params, sharded(model, policy), batch)
     expected = fpipe.reference(model, params, whole, microbatches=4, replicas=2).grads[place]
-    return [name for name, grad in found.items() if not torch.equal(grad.full_tensor(), expected[name])]
+    return unlike(step(shards, batch).grads, expected)
 
 
 @pytest.mark.parametrize("policy", ["once a step", "each use"])
@@ -555,20 +443,18 @@ def test_a_stage_that_cannot_be_traced_has_shards_too(four: Processes, policy: s
 
 def training(rank: int) -> list[bool]:
     """An optimizer over shards has a shard of its state, and the parameters of one over the whole."""
-    mesh, replica, place = meshed()
+    _, replica, place = meshed()
     net, whole = odd_net(), rows(16)
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
     params = tuple({name: leaf.detach().clone() for name, leaf in stage.items()} for stage in params)
-    program = sharded(model, "each use")
-    shards, example = shards_of(model, params, program, mesh, place)
-    batch = tuple(half.chunk(2)[replica] for half in whole)
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(example, batch))
+    batches = [tuple(half.chunk(2)[one] for half in whole) for one in range(2)]
+    step, shards = started(model, params, sharded(model, "each use"), batches[replica])
     optimizer = torch.optim.AdamW([leaf for leaf in fpipe.tree.leaves(shards) if leaf is not None])
     plain = torch.optim.AdamW(net.parameters())
     for _ in range(3):
-        fpipe.assign_grads(shards, step(shards, batch).grads)
+        fpipe.assign_grads(shards, step(shards, batches[replica]).grads)
         optimizer.step()
-        _, grads = by_hand(net, [tuple(half.chunk(2)[one] for half in whole) for one in range(2)], 4)  # type: ignore[misc]
+        _, grads = by_hand(net, batches, 4)
         for name, leaf in net.named_parameters():
             leaf.grad = grads[name]
         plain.step()
@@ -605,16 +491,14 @@ def test_an_optimizer_over_shards_trains_as_over_the_whole(four: Processes):
 
 def failing(rank: int) -> list[str]:
     """A stage of one replica raises while others gather."""
-    mesh, replica, place = meshed()
+    _, replica, place = meshed()
 
     def last(p: Any, x: Tensor) -> Tensor:
         return x @ p["w"]
 
     model = fpipe.from_functions([last, last], MSE)
     params = tuple({"w": torch.full((8, 8), 0.1)} for _ in range(2))
-    program = sharded(model, "each use")
-    shards, example = shards_of(model, params, program, mesh, place)
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(example, rows(8)), check_finite=True)
+    step, shards = started(model, params, sharded(model, "each use"), rows(8), check_finite=True)
     batch = tuple(half + replica for half in rows(8))
     shards[place]["w"].to_local().fill_(float("inf") if rank == 3 else 0.1)
     told = [timed(lambda: step(shards, batch))[0]]
@@ -632,10 +516,9 @@ def handed_in(rank: int, how: str) -> str:
     mesh, _, place = meshed()
     model, params, _ = fpipe.from_sequential(odd_net(), stages=2, loss=MSE)
     program = sharded(model)
-    shards, example = shards_of(model, params, program, mesh, place)
-    if how == "columns":
-        again = [{name: leaf.redistribute(mesh["dp"], [Replicate()]) for name, leaf in shards[place].items()}]
-        example = (*example[:place], *again, *example[place + 1 :])
+    shards = fpipe.shard_params(params if how == "local" else own(program, place, params), mesh["dp"])
+    columns = {name: leaf.redistribute(mesh["dp"], [Replicate()]) for name, leaf in shards[place].items()}
+    example = tuple(columns if how == "columns" and number == place else one for number, one in enumerate(shards))
     runtime: Any = {"runtime": "local"} if how == "local" else {"runtime": "distributed", "mesh": mesh}
     try:
         step = fpipe.build(program, model, **runtime, example=(example, rows(8)))
@@ -655,3 +538,46 @@ def handed_in(rank: int, how: str) -> str:
 )
 def test_what_is_no_shard_is_refused_by_name(four: Processes, how: str, words: str):
     assert all(words in told for told in four.each(handed_in, how))
+
+
+test_refusals = refusals(
+    globals(),
+    """
+fpipe.shard()(fpipe.split(2)(fpipe.program(1)))
+    ProgramError: fpipe.merge() before
+after(fpipe.place("linear"), fpipe.merge(), fpipe.communicate(), fpipe.shard())
+    ProgramError: put fpipe.shard() before fpipe.communicate()
+fpipe.shard()(sharded(2))
+    ProgramError: sharded already; shard it once
+after(fpipe.merge(), fpipe.data_parallel(), fpipe.shard("tp"), fpipe.data_parallel("cp"))
+    ProgramError: has replicas along 'dp' and 'tp' already
+after(fpipe.schedules.gpipe(2), fpipe.merge(), fpipe.shard(gather="use"), fpipe.schedules.zbv(2))
+    ProgramError: put fpipe.shard(gather=...) after what places the program
+fpipe.shard(gather="pass")
+    ValueError: gather is 'step', 'run', 'use' or f(op), found 'pass'
+fpipe.shard(scatter="use")
+    ValueError: scatter is 'step' or 'microbatch'
+fpipe.shard(lead=-1)
+    ValueError: lead is a whole number, at least 0
+fpipe.shard(compute_dtype=torch.int8)
+    ValueError: compute_dtype is a floating dtype
+fpipe.shard_params(({},), 2)
+    TypeError: such as mesh['dp']; found 2
+fpipe.Program.parse(str(sharded(2)).replace("GATHER[0] shard[0]", "GATHER[0] shard[1]"))
+    ProgramError: does not make a stage's params from its shard
+fpipe.data_parallel()(fpipe.program(2))
+    ProgramError: SPLIT writes it, which is missing: put fpipe.split() (at least split(1)) and fpipe.merge() before
+fpipe.chain(fpipe.split(2), fpipe.data_parallel(), fpipe.merge())(fpipe.program(2))
+    ProgramError: and loss[1,0] is of one microbatch: put fpipe.split() (at least split(1)) and fpipe.merge() before
+after(fpipe.place("linear"), fpipe.merge(), fpipe.communicate(), fpipe.data_parallel())
+    ProgramError: put fpipe.data_parallel() before fpipe.communicate().
+fpipe.data_parallel("b")(replicated(2))
+    ProgramError: replicas along 'dp' already
+fpipe.shard("pp")
+    ValueError: 'pp' of the mesh has the ranks of a program
+fpipe.data_parallel(2)
+    ValueError: such as 'dp'; found 2.
+fpipe.Program.parse(str(replicated(2)).replace("REDUCE[0] sum[0,1] {axis='dp'}", "REDUCE[0] sum[0,1]"))
+    ProgramError: REDUCE(all[0]) does not read one value and write its sum over {axis='...'}
+""",
+)
