@@ -198,7 +198,7 @@ def linearize(function: Callable[[Any, Any], Any], params: Any, x: Any) -> Linea
         dy = tuple(leaf._replace(wants=False) if wants(leaf) else None for leaf in outline.avals("y"))
         every = tuple(range(len(dict(reads)["x"])))
         graph = traces.graph(call, {"dy": dy})
-        if graph.streams:
+        if graph.drawn_on:
             raise Untraceable("it draws random numbers, for which only a step has a key")
         return Linearized(Cut(graph, (("dx", every),)), {**specs, **outline.specs})
     except Untraceable as error:

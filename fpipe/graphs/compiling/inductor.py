@@ -102,7 +102,7 @@ def _drawn_apart(graph: Graph) -> tuple[Graph | None, Graph]:
     reads = {**graph.reads, GENERATORS: tuple(made)}
     reads = {_DRAWN if label == GENERATORS else label: leaves for label, leaves in reads.items()}
     nodes = tuple(node for node in graph.nodes if node.name not in made)
-    return draws, replace(graph, nodes=nodes, reads=reads, streams=())
+    return draws, replace(graph, nodes=nodes, reads=reads, drawn_on=())
 
 
 def _alone(node: Node, graph: Graph) -> list[Node]:

@@ -55,15 +55,6 @@ class Fact(NamedTuple):
     lazy: tuple[bool, bool] = (False, False)
 
 
-class Stream(NamedTuple):
-    """Random numbers of a device: the stage's (number 0), or of a generator that the stage seeds with what follows from
-    its key by folding `path` into it."""
-
-    device: str
-    number: int = 0
-    path: tuple[int, ...] = ()
-
-
 class _NodeFields(NamedTuple):
     name: Name
     op: Callable[..., Any]
@@ -91,7 +82,7 @@ class Graph:
         reads: `params`, `params:1`, `x`, `target`, `dy` and so on: the leaves' names, None where a leaf is no tensor.
         writes: `y`, `loss`, `g`, `dx` and so on: a name, or a leaf that is no tensor.
         ran: the ops as they were traced, by name.
-        streams: of random numbers, for each generator that it reads under the label `rng`.
+        drawn_on: the devices of the generators that it reads under the label `rng`.
     """
 
     nodes: tuple[Node, ...]
@@ -100,7 +91,7 @@ class Graph:
     reads: Mapping[str, tuple[Any, ...]]
     writes: Mapping[str, tuple[Any, ...]]
     ran: tuple[str, ...] = ()
-    streams: tuple[Stream, ...] = ()
+    drawn_on: tuple[str, ...] = ()
     _made: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -253,8 +244,8 @@ def inlined(first: Graph, then: Graph) -> Graph:
     own = [rewritten(node, up) for node in first.nodes]
     others = [rewritten(node, names, names[node.name]) for node in then.nodes]
     reads = {label: renamed(leaves, names) for label, leaves in then.reads.items() if label != "x"}
-    streams = tuple(dict.fromkeys((*first.streams, *then.streams)))
-    if streams:
+    drawn_on = tuple(dict.fromkeys((*first.drawn_on, *then.drawn_on)))
+    if drawn_on:
         reads[GENERATORS] = tuple(dict.fromkeys((*first.reads.get(GENERATORS, ()), *reads.get(GENERATORS, ()))))
     writes = {label: renamed(leaves, names) for label, leaves in then.writes.items() if label != "dx"}
     return Graph(
@@ -263,7 +254,7 @@ def inlined(first: Graph, then: Graph) -> Graph:
         {**first.constants, **{names[name]: tensor for name, tensor in then.constants.items()}},
         {label: leaves for label, leaves in first.reads.items() if label != "dy"} | reads,
         {label: renamed(leaves, up) for label, leaves in first.writes.items()} | writes,
-        streams=streams,
+        drawn_on=drawn_on,
     )
 
 
@@ -273,20 +264,6 @@ def forward_end(graph: Graph) -> int:
     needed |= {node.name for node in graph.nodes if node.kwargs.get("generator") in graph.reads.get(GENERATORS, ())}
     needed |= {*checks(graph)[0]}
     return 1 + max((at for at, node in enumerate(graph.nodes) if node.name in needed), default=-1)
-
-
-def same(one: Graph, other: Graph) -> bool:
-    """Whether two graphs compute the same, name by name."""
-    constants = one.constants.keys() == other.constants.keys() and all(
-        tensor is other.constants[name] or torch.equal(tensor, other.constants[name])
-        for name, tensor in one.constants.items()
-    )
-    return constants and (one.nodes, one.reads, one.writes, one.streams) == (
-        other.nodes,
-        other.reads,
-        other.writes,
-        other.streams,
-    )
 
 
 def _moved(fact: Fact, storages: Mapping[int, int]) -> Fact:

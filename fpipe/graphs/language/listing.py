@@ -21,7 +21,7 @@ from fpipe.torch_private.dispatch import OpOverload, TorchDispatchMode, argument
 
 
 def listing(graph: Graph) -> Iterator[str]:
-    """The ops with their arguments, where random numbers come from, and what it writes.
+    """The ops with their arguments, and what it writes.
 
     Tensors that it reads go by their label and place, those that its code holds on to by their number (`held`
     describes them), and what an op writes by the op's number.
@@ -32,8 +32,6 @@ def listing(graph: Graph) -> Iterator[str]:
     names |= {name: f"held[{at}]" for at, name in enumerate(graph.constants)}
     names |= {node.name: f"%{at}" for at, node in enumerate(graph.nodes)}
     yield from (f"op {at}: {_call(*node[1:], names)}" for at, node in enumerate(graph.nodes))
-    for stream in graph.streams:
-        yield f"random numbers: stream {stream.number} of {stream.path}"
     for label, leaves in graph.writes.items():
         yield f"{label}: {', '.join(_text(leaf, names) for leaf in leaves)}"
 

@@ -7,7 +7,7 @@ A generator that was seeded as torch would be gives the numbers that torch would
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fpipe.graphs.language.graph import Graph, Name, Node, Stream
+from fpipe.graphs.language.graph import Graph, Name, Node
 from fpipe.graphs.language.labels import GENERATORS
 from fpipe.graphs.purity.ambient import Untraceable
-from fpipe.graphs.purity.sharded import of_sharded
 from fpipe.graphs.tracing.keys import TORCHS_GENERATOR, seeded
-from fpipe.torch_private.dispatch import OpOverload, TorchDispatchMode, arguments_of, without_modes
+from fpipe.torch_private.dispatch import OpOverload, arguments_of, without_modes
 
 
 def draws(op: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
@@ -96,47 +95,6 @@ class Unseeded:
         return None
 
 
-class Streams(TorchDispatchMode):
-    """Notes for each op that draws which stream of random numbers it draws from, and hands it no generator.
-
-    `known` are the seeds that follow from the stage's key. Fake tensors draw nothing; so this mode draws from
-    the generator, and knows by its state whether a stage goes on with it or has seeded it anew.
-    """
-
-    def __init__(self, known: Mapping[int, tuple[int, ...]]) -> None:
-        super().__init__()
-        self.known = known
-        self.found: list[Stream | None] = []
-        self.generators: dict[int, tuple[torch.Generator, Tensor, Stream]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if of_sharded(types):
-            return NotImplemented
-        kwargs = kwargs or {}
-        if draws(func, args, kwargs):
-            generator = kwargs.get("generator")
-            self.found.append(None if generator is None else self._of(func, generator))
-            kwargs = {word: None if word == "generator" else arg for word, arg in kwargs.items()}
-        return func(*args, **kwargs)
-
-    def _of(self, func: Any, generator: torch.Generator) -> Stream:
-        path = self.known.get(generator.initial_seed())
-        if path is None:
-            raise Untraceable(f"it draws from a generator of its own ({func}), which its key did not seed")
-        with without_modes():
-            now, device = generator.get_state(), generator.device
-            _, before, stream = self.generators.get(id(generator), (None, None, None))
-            if before is None or stream is None or not torch.equal(now, before):
-                fresh = torch.Generator(device).manual_seed(generator.initial_seed())
-                if not torch.equal(now, fresh.get_state()):
-                    raise Untraceable(f"it draws from a generator that was not only seeded ({func})")
-                count = len({stream for stream in self.found if stream is not None})
-                stream = Stream(str(device), 1 + count, path)
-            torch.rand(1, generator=generator, device=device)
-            self.generators[id(generator)] = generator, generator.get_state(), stream
-        return stream
-
-
 def drawn(graph: Graph) -> list[Node]:
     """The ops of a graph that draw random numbers, those that are handed a generator already too."""
     handed = set(graph.reads.get(GENERATORS, ()))
@@ -204,27 +162,22 @@ def _filling(node: fx.Node) -> tuple[fx.Node, str, list[float]] | None:
     return (like, name, plain) if len(plain) == len(numbers) else None
 
 
-def keyed(graph: Graph, streams: Sequence[Stream | None] | None = None) -> Graph:
-    """The graph with generators as an input, if it draws: from the stage's own stream, or each op from that said."""
-    drawing = drawn(graph)
-    if not drawing:
-        return graph
-    if streams is not None and len(streams) != len(drawing):
-        raise Untraceable("torch draws random numbers by other ops while it is traced")
-    said = dict(zip((node.name for node in drawing), streams or [None] * len(drawing), strict=True))
-    names: dict[Stream, Name] = {}
+def keyed(graph: Graph) -> Graph:
+    """The graph with a generator for each device as an input, if it draws."""
+    drawing = {node.name for node in drawn(graph)}
+    names: dict[str, Name] = {}
 
     def given(node: Node) -> Node:
-        if node.name not in said:
+        if node.name not in drawing:
             return node
         fact = graph.facts.get(node.name) or next(graph.facts[name] for name in node.reads if name in graph.facts)
-        stream = said[node.name] or Stream(str(fact.aval.device))
-        word = "_".join([GENERATORS, stream.device.replace(":", "_"), *[str(stream.number)] * (stream.number > 0)])
-        name = names.setdefault(stream, Name(word))
+        device = str(fact.aval.device)
+        name = names.setdefault(device, Name(f"{GENERATORS}_{device.replace(':', '_')}"))
         return Node(node.name, _with_generator(node.op), node.args, {**node.kwargs, "generator": name})
 
     nodes = tuple(map(given, graph.nodes))
-    return replace(graph, nodes=nodes, reads={**graph.reads, GENERATORS: tuple(names.values())}, streams=tuple(names))
+    reads = {GENERATORS: tuple(names.values())} if names else {}
+    return replace(graph, nodes=nodes, reads={**graph.reads, **reads}, drawn_on=tuple(names))
 
 
 @lru_cache

@@ -16,7 +16,6 @@ from fpipe.graphs.language.graph import (
     Graph,
     Name,
     Node,
-    Stream,
     forward_end,
     fresh_storage,
     in_own_storage,
@@ -123,13 +122,13 @@ class _Whole:
         }
         self.nodes: list[Node] = []
         self.constants: dict[Name, Any] = {}
-        self.streams: dict[Stream, Name] = {}
+        self.generators: dict[str, Name] = {}
         self.ran: list[str] = []
 
     def graph(self, writes: Mapping[str, tuple[Any, ...]]) -> Graph:
-        generators = {GENERATORS: tuple(self.streams.values())} if self.streams else {}
-        reads, ran, streams = {**self.reads, **generators}, tuple(self.ran), tuple(self.streams)
-        return without_repeated_views(Graph(tuple(self.nodes), self.facts, self.constants, reads, writes, ran, streams))
+        generators = {GENERATORS: tuple(self.generators.values())} if self.generators else {}
+        reads, ran, on = {**self.reads, **generators}, tuple(self.ran), tuple(self.generators)
+        return without_repeated_views(Graph(tuple(self.nodes), self.facts, self.constants, reads, writes, ran, on))
 
 
 class _Renamed:
@@ -150,7 +149,7 @@ class _Renamed:
         self._add(graph.constants)
         self._add_nodes(graph.nodes[: self.end])
         self.whole.constants |= {self.names[name]: tensor for name, tensor in graph.constants.items()}
-        self.whole.streams |= dict(zip(graph.streams, graph.reads.get(GENERATORS, ()), strict=True))
+        self.whole.generators |= dict(zip(graph.drawn_on, graph.reads.get(GENERATORS, ()), strict=True))
         self.whole.ran += graph.ran
         made.update(zip(self.part.makes, renamed(graph.writes["y"], self.names), strict=True))
 

@@ -7,12 +7,10 @@ So the same numbers are drawn under every schedule, on every rank, and once more
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -44,8 +42,6 @@ def fold_in(key: int, *ints: int) -> int:
     >>> len({fold_in(0, stage, index) for stage in range(100) for index in range(100)})
     10000
     """
-    if isinstance(key, TracedKey):
-        return key.folded(*ints)
     for number in (key, *ints):
         if type(number) is not int:
             raise TypeError(f"a key is a whole number, and so is what is folded into it; found {number!r}.")
@@ -153,71 +149,10 @@ def needs_key(who: str) -> str:
     return f"{who} draws random numbers: hand in key=, an int that they follow from."
 
 
-def generator_on(device: str, number: int = 0) -> torch.Generator:
-    """One of this thread's generators for a device, to be seeded before it is used."""
+def generator_on(device: str) -> torch.Generator:
+    """This thread's generator for a device, to be seeded before it is used."""
     try:
-        return _OWN.generators[device, number]
+        return _OWN.generators[device]
     except (AttributeError, KeyError):
-        found: dict[tuple[str, int], torch.Generator] = _OWN.__dict__.setdefault("generators", {})
-        return found.setdefault((device, number), torch.Generator(device))
-
-
-class TracedKey(int):
-    """The key of a stage while it is traced: it can be folded, and seed a generator.
-
-    It is an int, since C code takes no other. Whatever Python would compute from it is refused: a trace holds for every
-    key.
-
-    >>> root = TracedKey(7)
-    >>> fold_in(root, 1, 2).path
-    (1, 2)
-    >>> [*root.known] == [7, fold_in(7, 1, 2)]
-    True
-    >>> root + 1
-    Traceback (most recent call last):
-    TypeError: its key is not a number to compute with: hand it to fpipe.fold_in or torch.Generator().manual_seed
-    """
-
-    path: tuple[int, ...]
-    known: dict[int, tuple[int, ...]]
-
-    def __new__(
-        cls, value: int, path: tuple[int, ...] = (), known: dict[int, tuple[int, ...]] | None = None
-    ) -> TracedKey:
-        """`known` are the values that were made so far, each with the numbers folded into the root."""
-        made = super().__new__(cls, value)
-        made.path, made.known = path, {} if known is None else known
-        made.known[value] = path
-        return made
-
-    def folded(self, *ints: int) -> TracedKey:
-        """Fold numbers in, as `fold_in` does."""
-        return TracedKey(fold_in(next(iter(self.known)), *self.path, *ints), (*self.path, *ints), self.known)
-
-
-def _refused(self: Any, *_: Any) -> Any:
-    raise TypeError(
-        "its key is not a number to compute with: hand it to fpipe.fold_in or torch.Generator().manual_seed"
-    )
-
-
-@contextmanager
-def unseeding() -> Generator[None]:
-    """While it lasts Python's random numbers refuse a traced key, whose value they take without asking it."""
-    own = random.Random.seed
-
-    def seed(self: random.Random, a: Any = None, version: int = 2) -> None:
-        if isinstance(a, TracedKey):
-            _refused(a)
-        own(self, a, version)
-
-    random.Random.seed = seed
-    try:
-        yield
-    finally:
-        random.Random.seed = own
-
-
-_SAID = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__repr__", "__str__", "__format__")
-for _name in (*_SAID, *({*dir(int)} - {*dir(object)})):
-    setattr(TracedKey, _name, _refused)
+        found: dict[str, torch.Generator] = _OWN.__dict__.setdefault("generators", {})
+        return found.setdefault(device, torch.Generator(device))

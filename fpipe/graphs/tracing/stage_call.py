@@ -93,7 +93,7 @@ def wants(leaf: Any) -> bool:
 
 
 def flat(
-    model: Model, call: StageCall, specs: dict[str, Spec], key: int = 0
+    model: Model, call: StageCall, specs: dict[str, Spec]
 ) -> Callable[[Mapping[str, list[Any]]], dict[str, list[Any]]]:
     """The call as a function of leaves; it notes the containers of what it writes."""
     containers = dict(call.specs)
@@ -125,7 +125,7 @@ def flat(
             return outputs(call.stage, y, beside, kept)
         own = whole(given, "params")
         more = {leaf.name: whole(given, label_at("params", leaf.bundle)) for leaf in model.tied(call.stage)}
-        said: dict[str, Any] = {"microbatch": call.microbatch, "carry": None, "key": key}
+        said: dict[str, Any] = {"microbatch": call.microbatch, "carry": None}
         said |= {word: whole(given, word) for word in ("state", "carry") if word in containers}
         with collecting_marks() as kept, pure(one.forward, "it", given, tracing=True):
             made = call_stage(one, {**own, **more} if more else own, x, said)

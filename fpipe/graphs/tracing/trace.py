@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
@@ -25,7 +25,7 @@ from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.graphs.purity.pure import Impure
 from fpipe.graphs.purity.renamed_writes import mutated_by, turns_view
 from fpipe.graphs.tracing.checks import with_checks
-from fpipe.graphs.tracing.draws import Streams, Unseeded, draws, keyed, refuse_hidden, without_fills
+from fpipe.graphs.tracing.draws import Unseeded, draws, keyed, refuse_hidden, without_fills
 from fpipe.graphs.tracing.fake import LeakedTensor, fake_mode, no_leaks, watched_memory
 from fpipe.graphs.tracing.functional import functional, refuse_mutation
 from fpipe.graphs.tracing.keys import exclusive_generator
@@ -42,18 +42,13 @@ Flat = Callable[[Mapping[str, list[Any]]], Mapping[str, list[Any]]]
 
 Around = Callable[[Mapping[str, list[Any]], Callable[[], Any]], Any]
 
-Keys = Mapping[int, tuple[int, ...]]
-"""Of a function that asks for its key: the numbers that follow from it so far, each with what was folded into it."""
-
 _aten = torch.ops.aten
 
 
 Outlined = tuple[dict[str, list[Any]], dict[str, list[Any]], tuple[str, ...], tuple[Any, ...], bool]
 
 
-def outline(
-    function: Flat, reads: Groups, keys: Keys | None = None, apart: bool = False, model: Model | None = None
-) -> Outlined:
+def outline(function: Flat, reads: Groups, apart: bool = False, model: Model | None = None) -> Outlined:
     """Outline what a function reads and writes, by running it on fake tensors.
 
     Returns:
@@ -69,16 +64,16 @@ def outline(
     ('aten.t.default',)
     """
     with exclusive_generator(), _reasons(), fake_mode() as mode, no_leaks(mode):
-        return _outline(function, reads, keys, apart, model)
+        return _outline(function, reads, apart, model)
 
 
-def _outline(function: Flat, reads: Groups, keys: Keys | None, apart: bool, model: Model | None) -> Outlined:
+def _outline(function: Flat, reads: Groups, apart: bool, model: Model | None) -> Outlined:
     numbers: dict[int, int] = {}
     cached = torch.is_autocast_cache_enabled()
     with _in_this_thread(), _autocast_cache(cached), without_compiled_functions():
         given = {label: [_empty(leaf) for leaf in leaves] for label, leaves in reads.items()}
         with Unseeded() as unseeded:
-            with _Heard(unseeded) as heard, nullcontext() if keys is None else Streams(keys), watched_memory():
+            with _Heard(unseeded) as heard, watched_memory():
                 handed = _handed(_apart(given) if apart else given, reads)
                 made = function(handed)
             unseeded.check()
@@ -127,7 +122,6 @@ def trace(
     function: Flat,
     reads: Groups,
     cotangents: Groups,
-    keys: Keys | None = None,
     around: Around | None = None,
     apart: bool = False,
 ) -> Graph:
@@ -138,7 +132,6 @@ def trace(
         reads: by label, avals of tensors; leaves that are no tensors as they are. What wants a gradient among
             `params`, `x` and `carry` gets it: the graph also writes `g`, `dx` and `dcarry`.
         cotangents: the avals of cotangents, `dy` for `y` and so on; None where there is none.
-        keys: where the function asks for its key.
         around: does something while what is read is where the function has it, as its gradient needs it where it calls
             parts of the function again.
         apart: whether each row is handed parameters of its own.
@@ -151,7 +144,6 @@ def trace(
     shown: list[tuple[str, list[Any]]] = []
     before: list[int] = []
     cached = torch.is_autocast_cache_enabled()
-    streams = None if keys is None else Streams(keys)
 
     def joint(*tensors: Tensor) -> list[Tensor]:
         given = {label: list(leaves) for label, leaves in groups.items()}
@@ -160,7 +152,7 @@ def trace(
         given = _apart(given) if apart else given
         for label, at in places:
             given[label][at].requires_grad_(groups[label][at].wants)
-        with _autocast_cache(cached), streams or nullcontext(), watched_memory():
+        with _autocast_cache(cached), watched_memory():
             shown[:] = _with_gradient(function, given, reads, cotangents, before, around or _just)
         return [leaf for _, leaves in shown for leaf in leaves if isinstance(leaf, Tensor)]
 
@@ -177,7 +169,7 @@ def trace(
             refuse_mutation(traced)
             traced = functional(traced, fakes)
         graph = replace(without_repeated_views(_graph(traced, groups, places, shown)), ran=ran)
-        return keyed(graph, streams and streams.found)
+        return keyed(graph)
 
 
 def _with_gradient(

@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 
-from fpipe.graphs.language.graph import Aval, Fact, Graph, Name, in_own_storage, inlined, same
+from fpipe.graphs.language.graph import Aval, Fact, Graph, Name, in_own_storage, inlined
 from fpipe.graphs.language.labels import variable
 from fpipe.graphs.purity.alike import alike
 from fpipe.graphs.purity.ambient import Untraceable, ambient
-from fpipe.graphs.tracing.keys import TracedKey, fold_in, unseeding
 from fpipe.graphs.tracing.lru_cache import LRUCache
 from fpipe.graphs.tracing.piece_chain import Chain, NoChain, PieceCall, chain_of
 from fpipe.graphs.tracing.stage_call import Spec, StageCall, buffers, flat, positions
@@ -105,10 +104,9 @@ class Traces:
                 reads, writes, ran, python = chain.outline(self._piece_outline)
                 return Outline(reads, writes, chain.specs, ran, (), python)
         self._refuse_new()
-        specs, root = dict[str, Spec](), TracedKey(0)
-        function = flat(self.model, call, specs, root)
-        apart = self._apart(call)
-        reads, writes, ran, numbers, python = outline(function, dict(call.reads), root.known, apart, self.model)
+        specs = dict[str, Spec]()
+        function, apart = flat(self.model, call, specs), self._apart(call)
+        reads, writes, ran, numbers, python = outline(function, dict(call.reads), apart, self.model)
         return Outline(reads, writes, specs, ran, numbers, python)
 
     def graph(self, call: StageCall, cotangents: Cotangents) -> Graph:
@@ -134,7 +132,8 @@ class Traces:
 
     def _whole(self, call: StageCall, cotangents: Cotangents) -> Graph:
         self._refuse_new()
-        found = self._trace(call, cotangents)
+        function = flat(self.model, call, {})
+        found = trace(function, dict(call.reads), cotangents, self._around(call), self._apart(call))
         # Of DTensors an outline hears the ops on the whole, and a trace has those on shards.
         if not any(getattr(leaf, "sharding", None) for leaf in _leaves(call)):
             _refuse_others(found, self.outline(call))
@@ -173,21 +172,6 @@ class Traces:
         if call not in self._chains:
             self._chains[call] = chain_of(self.model, call)
         return self._chains[call]
-
-    def _trace(self, call: StageCall, cotangents: Cotangents) -> Graph:
-        """The trace. That of a stage that asks for its key must be the same for two keys: numbers that Python code made
-        of one are others for the next."""
-        if call.stage is None or "key" not in self.model.stages[call.stage].asks:
-            function, around = flat(self.model, call, {}), self._around(call)
-            return trace(function, dict(call.reads), cotangents, None, around, self._apart(call))
-        keys = [TracedKey(fold_in(0, which)) for which in range(2)]
-        with unseeding():
-            one, other = (
-                trace(flat(self.model, call, {}, key), dict(call.reads), cotangents, key.known) for key in keys
-            )
-        if not same(one, other):
-            raise Untraceable("it does something else with its key than seed a torch.Generator")
-        return one
 
     def _apart(self, call: StageCall) -> bool:
         """Whether each row is handed parameters of its own, of which the loss has none."""
@@ -237,6 +221,11 @@ class Traces:
             store, own = self._store(self.model.loss)
             return store, (own, "loss", self.model.reduction, self.model.aux, call.specs, *around)
         stage = self.model.stages[call.stage]
+        if "key" in stage.asks:
+            raise Untraceable(
+                "it asks for its key, and a trace would repeat what Python makes of one; what torch draws by itself "
+                "follows from the key too"
+            )
         by_place = isinstance(stage.forward, PositionalStage)
         names = tuple("" if by_place else leaf.name for leaf in self.model.tied(call.stage))
         how = (

@@ -208,12 +208,12 @@ class _Lowering:
         if update:
             named |= {OLD: self.ops[update.at].reads[0], FACTOR: (*FACTORS, op.stage)}
             values |= {NEW: self.ops[update.at].writes[0]}
-        if graph.streams and GENERATORS in graph.reads:
+        if GENERATORS in graph.reads:
             named |= {GENERATORS: KEY}
             self.drawing.setdefault(op.stage or 0, op)
             context = self.shapes.context
             place = (op.stage or 0, context.number(op), op.slice)
-            run = with_generators(run, [*graph.reads].index(GENERATORS), graph.streams, place, context.step_of(op))
+            run = with_generators(run, [*graph.reads].index(GENERATORS), graph.drawn_on, place, context.step_of(op))
         if "ready" in graph.reads:
             named |= {"ready": self.ready((cut, recipe), op, made)}
         reads = [named[label] for label in graph.reads]
