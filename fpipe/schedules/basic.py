@@ -5,6 +5,7 @@ from __future__ import annotations
 from fpipe.schedules.in_turn import in_turn
 from fpipe.schedules.registry import published
 from fpipe.transforms._rewrite import Transform
+from fpipe.transforms.reorder import in_rows
 
 
 @published(
@@ -25,7 +26,7 @@ def gpipe(ranks: int) -> Transform:
     rank 1 |  .  1F0 1F1 1F2 1F3  .   .  1B0 1B1 1B2 1B3  .
     rank 2 |  .   .  2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3  .   .
     """
-    return in_turn("linear", ranks, warm_up=lambda context: context.forwards)
+    return in_rows("linear", ranks, in_turn(lambda context: context.forwards))
 
 
 @published(
@@ -47,7 +48,7 @@ def one_f_one_b(ranks: int) -> Transform:
     rank 1 |  .  1F0 1F1  .  1B0 1F2 1B1 1F3 1B2  .  1B3  .
     rank 2 |  .   .  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3  .   .
     """
-    return in_turn("linear", ranks, warm_up=lambda context: context.later_ranks)
+    return in_rows("linear", ranks, in_turn(lambda context: context.later_ranks))
 
 
 @published(
@@ -69,4 +70,4 @@ def eager_1f1b(ranks: int) -> Transform:
     rank 1 |  .  1F0 1F1 1F2 1B0 1F3 1B1  .  1B2  .  1B3  .
     rank 2 |  .   .  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3  .   .
     """
-    return in_turn("linear", ranks, warm_up=lambda context: 2 * context.later_ranks)
+    return in_rows("linear", ranks, in_turn(lambda context: 2 * context.later_ranks))

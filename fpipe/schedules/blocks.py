@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fpipe.orders.linear_pipeline import LinearPipeline, TrackRow
-from fpipe.orders.list_scheduler import NOTHING, Scheduled, TaskGraph, list_schedule
+from fpipe.orders.list_scheduler import NOTHING, Scheduled, chain_graph, list_schedule
 
 
 class BuildingBlock(NamedTuple):
@@ -113,18 +113,7 @@ class Follower:
 
     def __init__(self, pipeline: LinearPipeline, eager: bool = False) -> None:
         self.pipeline, self.eager = pipeline, eager
-        stages, count = pipeline.stages, pipeline.microbatches
-        needs: list[dict[int, float]] = [{} for _ in range(3 * stages * count)]
-        edges = [(track, after, pipeline.ways[after]) for track, after in enumerate(pipeline.after) if after >= 0]
-        edges += [(stages + stage, 2 * stages + stage, 0.0) for stage in range(stages)]
-        for track, after, way in edges:
-            for index in range(count):
-                needs[after * count + index][track * count + index] = way
-        for index in range(1, count):
-            needs[index][index - 1] = 0.0
-        ranks = [rank for _ in range(3) for rank in pipeline.placement for _ in range(count)]
-        seconds = [second for second in pipeline.seconds for _ in range(count)]
-        self.work = TaskGraph.of(pipeline.ranks, ranks, seconds, needs)
+        self.work = chain_graph(pipeline, 3)
 
     def order(self, block: BuildingBlock, late: float, ahead: float) -> tuple[tuple[float, float], list[TrackRow]]:
         """Worth of the block, and the row of each rank, its W among the rest.

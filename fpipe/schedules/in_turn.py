@@ -14,9 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fpipe.program import Program
-from fpipe.transforms._rewrite import Transform
 from fpipe.transforms.cells import Key
-from fpipe.transforms.reorder import in_rows
 
 Unit = tuple[int, int]
 """A chunk of a rank's stages, and a microbatch."""
@@ -42,58 +40,38 @@ class RankContext(NamedTuple):
 
 
 def in_turn(
-    placement: str,
-    ranks: int,
     warm_up: Callable[[RankContext], int],
     *,
     units: Callable[[RankContext], Sequence[Unit]] | None = None,
     lag: Callable[[RankContext], int] | None = None,
     last_first: bool = False,
-) -> Transform:
-    """A schedule of this pattern.
+) -> Callable[[Program, list[int]], list[list[Key]]]:
+    """The rows of this pattern for a program whose stages are placed.
 
     Args:
-        placement: "linear" (all stages of a rank are one chunk), "looped" or "v" (each stage is a chunk of its own).
-        ranks: how many.
         warm_up: how many forwards a rank does before it takes turns.
-        units: the order of a rank's forwards; by default microbatch by microbatch. Its backwards keep that order, with
-            the last chunk first. A unit of a microbatch that the program does not have holds a place and is left out.
+        units: the order of the forwards of a rank that has each stage as a chunk; by default all its stages are one,
+            and go microbatch by microbatch. Its backwards keep that order, with the last chunk first. A unit of a
+            microbatch that the program does not have holds a place and is left out.
         lag: splits the backwards: how many I's a W stays behind its own.
         last_first: backwards take the forwards in reverse instead, the last microbatch first.
     """
 
-    return in_rows(
-        placement,
-        ranks,
-        lambda program, placed: rows_in_turn(
-            program, placement, placed, warm_up, units=units, lag=lag, last_first=last_first
-        ),
-    )
+    def rows(program: Program, placed: list[int]) -> list[list[Key]]:
+        count, ranks = program.microbatches, 1 + max(placed)
+        made: list[list[Key]] = []
+        for rank in range(ranks):
+            own = [stage for stage, at in enumerate(placed) if at == rank]
+            chunks = [own] if units is None else [[stage] for stage in own]
+            context = RankContext(rank, ranks, len(chunks), count)
+            forwards = [(0, index) for index in range(count)] if units is None else units(context)
+            mirrored = [(len(chunks) - 1 - chunk, index) for chunk, index in forwards]
+            backwards = forwards[::-1] if last_first else mirrored
+            row = _row(chunks, forwards, backwards, warm_up(context), lag and lag(context))
+            made.append([cell for cell in row if cell[2] < count])
+        return made
 
-
-def rows_in_turn(
-    program: Program,
-    placement: str,
-    placed: list[int],
-    warm_up: Callable[[RankContext], int],
-    *,
-    units: Callable[[RankContext], Sequence[Unit]] | None = None,
-    lag: Callable[[RankContext], int] | None = None,
-    last_first: bool = False,
-) -> list[list[Key]]:
-    """The rows of `in_turn` for a program whose stages are placed."""
-    count, ranks = program.microbatches, 1 + max(placed)
-    made: list[list[Key]] = []
-    for rank in range(ranks):
-        own = [stage for stage, at in enumerate(placed) if at == rank]
-        chunks = [own] if placement == "linear" else [[stage] for stage in own]
-        context = RankContext(rank, ranks, len(chunks), count)
-        forwards = [(0, index) for index in range(count)] if units is None else units(context)
-        mirrored = [(len(chunks) - 1 - chunk, index) for chunk, index in forwards]
-        backwards = forwards[::-1] if last_first else mirrored
-        row = _row(chunks, forwards, backwards, warm_up(context), lag and lag(context))
-        made.append([cell for cell in row if cell[2] < count])
-    return made
+    return rows
 
 
 def _row(

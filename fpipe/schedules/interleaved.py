@@ -7,6 +7,7 @@ from fpipe.schedules.registry import published
 from fpipe.schedules.rounds import in_rounds
 from fpipe.timing.costs import Costs
 from fpipe.transforms._rewrite import Transform
+from fpipe.transforms.reorder import in_rows
 
 
 @published(
@@ -106,7 +107,7 @@ def looped_bfs(ranks: int) -> Transform:
     def by_chunk(context: RankContext) -> list[Unit]:
         return [(chunk, index) for chunk in range(context.chunks) for index in range(context.microbatches)]
 
-    return in_turn("looped", ranks, warm_up=lambda context: context.forwards, units=by_chunk, last_first=True)
+    return in_rows("looped", ranks, in_turn(lambda context: context.forwards, units=by_chunk, last_first=True))
 
 
 @published(

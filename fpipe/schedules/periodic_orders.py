@@ -17,7 +17,7 @@ def taken_in_turn(
     warm_up: int,
     lag: int | None = None,
 ) -> list[Run]:
-    """The row of `in_turn.rows_in_turn`: forwards, then a forward and a backward in turn, W so many I's behind.
+    """The row of `in_turn.in_turn`: forwards, then a forward and a backward in turn, W so many I's behind.
 
     Args:
         chunks: the stages of each chunk.

@@ -20,26 +20,23 @@ not hold more than in the padded order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 
-from fpipe.orders.linear_pipeline import linear_pipeline_of, shortest, unit_pipeline
-from fpipe.orders.list_scheduler import NOTHING, Scheduled, TaskGraph, list_schedule
+from fpipe.orders.linear_pipeline import LinearPipeline, cells_of, linear_pipeline_of, shortest, unit_pipeline
+from fpipe.orders.list_scheduler import NOTHING, TaskGraph, chain_graph, list_schedule
 from fpipe.program import Program
-from fpipe.schedules.in_turn import RankContext, Unit, rows_in_turn
+from fpipe.schedules.in_turn import RankContext, Unit, in_turn
 from fpipe.timing.costs import Costs
 from fpipe.transforms._rewrite import Transform
 from fpipe.transforms.cells import Key
 from fpipe.transforms.reorder import in_rows
-
-PerRank = Callable[[RankContext], int]
 
 
 def in_rounds(
     ranks: int,
     group: int | None,
     warm_up: Callable[[RankContext, int], int],
-    lag: PerRank | None = None,
+    lag: Callable[[RankContext], int] | None = None,
     costs: Costs | None = None,
 ) -> Transform:
     """A looped schedule in the pattern of `in_turn` that takes its chunks in rounds of groups.
@@ -59,22 +56,23 @@ def in_rounds(
         count, chunks, size = program.microbatches, placed.count(0), group or ranks
 
         def padded(size: int) -> list[list[Key]]:
-            ahead = partial(_ahead, warm_up, size)
-            return rows_in_turn(
-                program, "looped", placed, ahead, units=lambda context: in_groups(context, size), lag=lag
+            ordered = in_turn(
+                lambda context: warm_up(context, size), units=lambda context: in_groups(context, size), lag=lag
             )
+            return ordered(program, placed)
 
         drawn = padded(size)
         if chunks == 1 or count % size == 0 or count % size >= ranks:  # no group, or none that is too short
             return drawn
         contexts = [RankContext(rank, ranks, chunks, count) for rank in range(ranks)]
-        tables = [drawn, *_Loop(contexts, size, partial(_ahead, warm_up, size), lag).tables()]
+        starts = [(warm_up(context, size), lag(context) if lag else 0) for context in contexts]
+        pipeline = unit_pipeline(placed, count, fused=lag is None)
+        tables = [drawn, *_framed(pipeline, "FIW" if lag else "FB", size, starts)]
         if group is None:
             tables.append(padded(even_group(ranks, count)))
-        fused = lag is None
-        if costs is None:
-            return shortest(unit_pipeline(placed, count, fused=fused), tables)
-        return shortest(linear_pipeline_of(program, placed, costs, math.inf, 1.0, "", fused=fused), tables)
+        if costs is not None:
+            pipeline = linear_pipeline_of(program, placed, costs, math.inf, 1.0, "", fused=lag is None)
+        return shortest(pipeline, tables)
 
     return in_rows("looped", ranks, rows)
 
@@ -86,10 +84,6 @@ def even_group(ranks: int, microbatches: int) -> int:
     (5, 6, 3)
     """
     return -(-microbatches // max(1, microbatches // ranks))
-
-
-def _ahead(warm_up: Callable[[RankContext, int], int], size: int, context: RankContext) -> int:
-    return warm_up(context, size)
 
 
 def in_groups(context: RankContext, group: int) -> list[Unit]:
@@ -113,91 +107,58 @@ def in_groups(context: RankContext, group: int) -> list[Unit]:
     ]
 
 
-class _Loop:
-    """The ops of a looped schedule as numbers, kind by kind, stage by stage, microbatch by microbatch."""
+def _framed(
+    pipeline: LinearPipeline, kinds: str, group: int, starts: Sequence[tuple[int, int]]
+) -> Iterator[list[list[Key]]]:
+    """The tables of those frames that come to an end; `starts` are the warm-up and the lag of each rank."""
+    work, count = chain_graph(pipeline, len(kinds)), pipeline.microbatches
+    most = [ahead + 1 + lag for ahead, lag in starts]
+    full, rest = divmod(count, group)
+    early = [rest] + [group] * full
+    cuts = [early]
+    if full:
+        cuts.insert(0, [group, rest] + [group] * (full - 1))
+    if full == 1:  # there are few backwards to fill places with: two short groups may lack fewer at a time
+        cuts += [[first, count - first] for first in range(rest + 1, group)]
+    for cut in cuts:
+        places = _places(pipeline, group, starts, _numbers(cut, group), _numbers(early, group))[: len(work.needs)]
+        rows = _by_places(work, places, pipeline.stages * count, most)
+        if sum(map(len, rows)) == len(places):
+            yield cells_of(pipeline, [[op // count for op in row] for row in rows], kinds)
 
-    def __init__(self, contexts: list[RankContext], group: int, warm_up: PerRank, lag: PerRank | None) -> None:
-        self.contexts, self.group = contexts, group
-        self.ahead = [warm_up(context) for context in contexts]
-        self.lag = [lag(context) if lag else 0 for context in contexts]
-        self.kinds = "FIW" if lag else "FB"
-        self.count, self.stages = contexts[0].microbatches, contexts[0].chunks * len(contexts)
-        self.work = self._work()
 
-    def tables(self) -> list[list[list[Key]]]:
-        """The rows of those frames that come to an end."""
-        kinds, stages, count = self.kinds, self.stages, self.count
-        runs = [self._by_frame(*frames) for frames in self._frames()]
-        return [
-            [[(kinds[op // count // stages], op // count % stages, op % count, None) for op in row] for row in one.rows]
-            for one in runs
-            if sum(map(len, one.rows)) == len(self.work.needs)
-        ]
+def _by_places(work: TaskGraph, places: Sequence[int], forwards: int, most: Sequence[int]) -> list[list[int]]:
+    """Run the ready op with the first place, and let each rank hold at most so many forwards."""
+    held, last = [0] * len(most), len(places) - forwards
 
-    def _work(self) -> TaskGraph:
-        stages, count, kinds = self.stages, self.count, self.kinds
-        total = len(kinds) * stages * count
-        readers: list[list[tuple[int, float]]] = [[] for _ in range(total)]
-        needs = [0] * total
-        tracks = [(stage, stage + 1) for stage in range(stages - 1)]
-        tracks += [(stage, stages + stage) for stage in range(stages)]
-        tracks += [(stages + stage + 1, stages + stage) for stage in range(stages - 1)]
-        tracks += [(stages + stage, 2 * stages + stage) for stage in range(stages if kinds == "FIW" else 0)]
-        edges = [(track * count + index, after * count + index) for track, after in tracks for index in range(count)]
-        edges += [(index, index + 1) for index in range(count - 1)]  # microbatches enter in turn
-        for op, after in edges:
-            readers[op].append((after, 0.0))
-            needs[after] += 1
-        ranks = [op // count % stages % len(self.contexts) for op in range(total)]
-        seconds = [2.0 if kinds[op // count // stages] == "B" else 1.0 for op in range(total)]
-        return TaskGraph(len(self.contexts), ranks, seconds, readers, needs)
+    def pick(rank: int, time: float, ready: list[int]) -> int:
+        full = held[rank] >= most[rank]
+        best = min([op for op in ready if not (full and op < forwards)], key=places.__getitem__, default=NOTHING)
+        if best != NOTHING:
+            held[rank] += (best < forwards) - (best >= last)
+        return best
 
-    def _frames(self) -> list[tuple[list[int], list[int]]]:
-        """How many forwards, and how many backwards, each group of the frames has that are tried."""
-        count, group = self.count, self.group
-        full, rest = divmod(count, group)
-        early = [rest] + [group] * full
-        cuts = [early]
-        if full:
-            cuts.insert(0, [group, rest] + [group] * (full - 1))
-        if full == 1:  # there are few backwards to fill places with: two short groups may lack fewer at a time
-            cuts += [[first, count - first] for first in range(rest + 1, group)]
-        return [(cut, early) for cut in cuts]
+    return list_schedule(work, pick).rows
 
-    def _by_frame(self, forward: Sequence[int], backward: Sequence[int]) -> Scheduled:
-        """The ready op with the first place of a frame in which groups have so many microbatches."""
-        places, count, stages = self._places(forward, backward), self.count, self.stages
-        forwards, last = stages * count, (len(self.kinds) - 1) * stages * count
-        held, most = (
-            [0] * len(self.contexts),
-            [ahead + 1 + lag for ahead, lag in zip(self.ahead, self.lag, strict=True)],
-        )
 
-        def pick(rank: int, time: float, ready: list[int]) -> int:
-            full = held[rank] >= most[rank]
-            best = min([op for op in ready if not (full and op < forwards)], key=places.__getitem__, default=NOTHING)
-            if best != NOTHING:
-                held[rank] += (best < forwards) - (best >= last)
-            return best
+def _places(
+    pipeline: LinearPipeline, group: int, starts: Sequence[tuple[int, int]], out: Sequence[int], back: Sequence[int]
+) -> list[int]:
+    """Where each op stands in the row of its rank, which warms up and then takes F, I and W in turn.
 
-        return list_schedule(self.work, pick)
-
-    def _places(self, forward: Sequence[int], backward: Sequence[int]) -> list[int]:
-        """Where each op stands in the row of its rank, which warms up and then takes F, I and W in turn."""
-        chunks, group, per_kind = self.contexts[0].chunks, self.group, self.stages * self.count
-        out, back = (_numbers(sizes, group) for sizes in (forward, backward))
-        found = [0] * len(self.work.needs)
-        for context, ahead, lag in zip(self.contexts, self.ahead, self.lag, strict=True):
-            for chunk in range(chunks):
-                first = (chunk * context.ranks + context.rank) * self.count
-                for index in range(self.count):
-                    turn = _turn(out[index], chunk, group, chunks)
-                    found[first + index] = turn if turn <= ahead else ahead + 3 * (turn - ahead)
-                    turn = _turn(back[index], chunks - 1 - chunk, group, chunks)
-                    found[per_kind + first + index] = ahead + 1 + 3 * turn
-                    if len(self.kinds) == 3:
-                        found[2 * per_kind + first + index] = ahead + 2 + 3 * (turn + lag)
-        return found
+    `out` and `back` are the numbers of microbatches in the frames of the forwards and of the backwards.
+    """
+    count, stages = pipeline.microbatches, pipeline.stages
+    found = [0] * (3 * stages * count)
+    for own, (ahead, lag) in zip(pipeline.tracks, starts, strict=True):
+        for chunk, stage in enumerate(own):
+            for index in range(count):
+                turn = _turn(out[index], chunk, group, len(own))
+                found[stage * count + index] = turn if turn <= ahead else ahead + 3 * (turn - ahead)
+                turn = _turn(back[index], len(own) - 1 - chunk, group, len(own))
+                found[(stages + stage) * count + index] = ahead + 1 + 3 * turn
+                found[(2 * stages + stage) * count + index] = ahead + 2 + 3 * (turn + lag)
+    return found
 
 
 def _numbers(sizes: Sequence[int], group: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fpipe.orders.linear_pipeline import linear_pipeline_of, shortest
 from fpipe.program import Program
 from fpipe.schedules.hillclimb import in_gaps
-from fpipe.schedules.in_turn import RankContext, in_turn, rows_in_turn
+from fpipe.schedules.in_turn import RankContext, in_turn
 from fpipe.schedules.registry import published
 from fpipe.timing.costs import Costs, the_costs
 from fpipe.transforms._rewrite import Transform
@@ -31,7 +31,7 @@ def zb_h1(ranks: int) -> Transform:
     rank 1 |  .  1F0 1F1  .  1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
     rank 2 |  .   .  2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
     """
-    return in_turn("linear", ranks, warm_up=lambda context: context.later_ranks, lag=lambda context: context.rank)
+    return in_rows("linear", ranks, in_turn(lambda context: context.later_ranks, lag=lambda context: context.rank))
 
 
 @published(
@@ -69,7 +69,7 @@ def zb_h2(ranks: int, *, costs: Costs | None = None) -> Transform:
             def warm_up(context: RankContext) -> int:
                 return context.later_ranks + min(context.later_ranks, held - ranks)
 
-            return rows_in_turn(program, "linear", placed, warm_up, lag=lambda context: held - 1 - warm_up(context))
+            return in_turn(warm_up, lag=lambda context: held - 1 - warm_up(context))(program, placed)
 
         own, most = max(ranks, min(program.microbatches, 2 * ranks - 1)), 2 * ranks - 1
         if costs is None or own == most:
