@@ -223,7 +223,7 @@ fpipe.chain(fpipe.split(2), fpipe.merge)
 fpipe.schedules.gpipe(HALVES)
     TypeError: gpipe makes a transform of a number of ranks: say gpipe(4), and hand that the program.
 fpipe.schedules.gpipe(rank=4)
-    TypeError: gpipe takes the number of ranks, as gpipe(4) or gpipe(ranks=4); found rank.
+    TypeError: missing a required argument: 'ranks'
 fpipe.schedules.from_table(ZERO_BUBBLE)(HALVES)
     ProgramError: 0W0 stands twice, or as B and as I and W; an op is named once. In the letters of the zero-bubble
     papers B is our I: from_table(..., notation='zb').
@@ -288,7 +288,7 @@ schedules.from_table("0F0,0B0\n1F0,,0F1garbage")
 schedules.about("zb_auto").program(2, 4, stages=4)
     ProgramError: zb_auto: one stage on each rank, so 2 stages for 2 ranks; found 4
 schedules.about("v_min").program(2, 4, stages=2)
-    ProgramError: v_min: two chunks on each rank, so 4 stages for 2 ranks; found 2
+    ProgramError: v_min: a V over 2 ranks has 4 stages, down and up; this program has 2
 schedules.about("roundpipe").program(2, 3, 4, backward=[3, 2, 1, 0])
     TypeError: a group is a list or range of stages, such as range(0, 3); found 3.
 schedules.roundpipe(1, [range(2)], [range(2)])(fpipe.chain(fpipe.split(2), fpipe.forward_only())(TWO))

@@ -103,7 +103,7 @@ on(S.roundpipe(2, homes=lambda s: "host"), 4)
 on(S.zb_auto(2, memory_cap=0.5), 2)
     ProgramError: memory_cap is 0.5, below the minimum: one microbatch by
 on(S.zbv(2), 2)
-    ProgramError: zbv: two chunks on each rank, so 4 stages for 2 ranks; found 2.
+    ProgramError: zbv: a V over 2 ranks has 4 stages, down and up; this program has 2. Cut the model into 4.
 S.v_half(2, costs={"F": 1})
     TypeError: costs is an fpipe.Costs, such as fpipe.Costs(forward=2); found dict
 S.v_min(2, kept=2)

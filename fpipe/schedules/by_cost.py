@@ -18,10 +18,17 @@ from fpipe.orders.linear_pipeline import NEVER, LinearPipeline, TrackRow, tracks
 from fpipe.orders.stretch import later
 from fpipe.schedules.blocks import BuildingBlock, Follower, lattice, track_rows_of, v_block, v_blocks, v_half_cells
 from fpipe.schedules.first_fit import in_blocks
-from fpipe.schedules.hillclimb import PATIENCE, Order, at_floor, climb, loosen, played, stretched, without_weights
-
-Found = tuple[tuple[float, float], list[TrackRow]]
-"""Makespan and span, and the rows with their W."""
+from fpipe.schedules.hillclimb import (
+    PATIENCE,
+    Order,
+    at_floor,
+    best_of,
+    climb,
+    loosen,
+    played,
+    stretched,
+    without_weights,
+)
 
 
 @lru_cache(maxsize=64)
@@ -49,7 +56,7 @@ def linear_order(pipeline: LinearPipeline, effort: int) -> list[TrackRow]:
     best = played(pipeline, _ahead(pipeline, *found[0][1:3]), found[0][3])
     for _, per_hop, more, patience in found[1:3]:
         if not at_floor(pipeline, best.value):
-            best = min(best, played(pipeline, _ahead(pipeline, per_hop, more), patience), key=lambda order: order.value)
+            best = best_of([best, played(pipeline, _ahead(pipeline, per_hop, more), patience)])
     ops = 3 * pipeline.stages * pipeline.microbatches
     plays = max(0, effort - len(found) * 3 * short.stages * short.microbatches) // ops
     return climb(pipeline, best, min(plays, 20 * ops)).full(pipeline)
@@ -81,16 +88,17 @@ def v_order(pipeline: LinearPipeline, effort: int, polish: int = 0) -> list[Trac
     short, _ = _no_longer_than_drawn(pipeline.with_microbatches(min(pipeline.microbatches, 2 * pipeline.ranks)))
     known = _of_a_short_step(short, effort, polish)
     if pipeline.microbatches == short.microbatches:
-        found = [(order.value, order.full(pipeline)) for order in known.orders]
-        found += [Follower(pipeline).order(*trial[1:]) for trial in known.trials[:2]]
+        orders, trials = [*known.orders], known.trials[:2]
     else:
-        ways = _ways(short, known)
+        ways, trials = _ways(short, known), []
         if pipeline.microbatches > LONG * pipeline.ranks:
             ways = _likely(pipeline, ways)
-        found = [way(pipeline) for way in ways]
+        orders = [way(pipeline) for way in ways]
+    found = [(order.value, order.full(pipeline)) for order in orders]
+    found += [Follower(pipeline).order(*trial[1:]) for trial in trials]
     if polish and pipeline.microbatches <= LONG * pipeline.ranks:
-        whole = [partial(_in_published, cells, as_drawn=True) for cells in _published_cells(pipeline)]
-        found += [_whole(order, pipeline) for order in whole]
+        whole = [_in_published(cells, pipeline, as_drawn=True) for cells in _published_cells(pipeline)]
+        found += [(order.value, order.full(pipeline)) for order in whole]
     return min(found, key=lambda one: one[0])[1]
 
 
@@ -98,21 +106,16 @@ LONG = 8
 """Microbatches a rank beyond which only the likely ways are followed for the whole step."""
 LIKELY = 3
 """How many these are."""
-Way = Callable[[LinearPipeline], Found]
+Way = Callable[[LinearPipeline], Order]
 
 
 def _ways(short: LinearPipeline, known: _Known) -> list[Way]:
-    """Ways from a short step to longer ones: its orders stretched, and two that need no steady state."""
-    stretches = [partial(stretched, short, order) for order in known.orders]
-    return [partial(_whole, order) for order in (*stretches, _drawn, _in_series, _best_greedy)]
-
-
-def _drawn(longer: LinearPipeline) -> Order:
-    return _no_longer_than_drawn(longer)[1]
-
-
-def _best_greedy(longer: LinearPipeline) -> Order:
-    return min(greedy(longer), key=lambda order: order.value)
+    """Ways from a short step to longer ones: its orders stretched, and three that need no steady state."""
+    ways: list[Way] = [partial(stretched, short, order) for order in known.orders]
+    ways.append(lambda longer: _no_longer_than_drawn(longer)[1])
+    ways.append(lambda longer: played(longer, _serial(longer), 0.0))
+    ways.append(lambda longer: best_of(greedy(longer)))
+    return ways
 
 
 # When F down the V has its turn, F up, I of the way down, I of the way up: what loses least of all 24 permutations.
@@ -132,15 +135,6 @@ def greedy(pipeline: LinearPipeline, turns: Iterable[Sequence[int]] = _TURNS) ->
     return [played(pipeline, rows, patience) for rows in each for patience in (PATIENCE if weighs else (0.0,))]
 
 
-def _in_series(longer: LinearPipeline) -> Order:
-    return played(longer, _serial(longer), 0.0)
-
-
-def _whole(order: Callable[[LinearPipeline], Order], longer: LinearPipeline) -> Found:
-    made = order(longer)
-    return made.value, made.full(longer)
-
-
 def _likely(pipeline: LinearPipeline, ways: list[Way]) -> list[Way]:
     """The ways that are best in the end, as told from two steps between: each microbatch more adds the same."""
     first = LONG // 2 * pipeline.ranks + pipeline.microbatches % (2 * pipeline.ranks)
@@ -150,7 +144,7 @@ def _likely(pipeline: LinearPipeline, ways: list[Way]) -> list[Way]:
     more = (pipeline.microbatches - steps[1].microbatches) / (2 * pipeline.ranks)
 
     def told(way: Way) -> tuple[float, ...]:
-        before, after = (way(step)[0] for step in steps)
+        before, after = (way(step).value for step in steps)
         if NEVER in (before, after):
             return NEVER
         return tuple(later(one, last, more) for one, last in zip(before, after, strict=True))
@@ -194,13 +188,13 @@ def _of_a_short_step(short: LinearPipeline, effort: int, polish: int) -> _Known:
         best += [loosen(short, block, 0.5, plays // 8) for block in loose]
         for trial in trials[:2]:
             rows = without_weights(short, follower.order(*trial[1:])[1])
-            best.append(min((played(short, rows, one) for one in (0.0, 0.5, 1.0)), key=lambda order: order.value))
+            best.append(best_of(played(short, rows, one) for one in (0.0, 0.5, 1.0)))
         best.sort(key=lambda order: order.value)
         best += [climb(short, order, plays // 16, seed) for order in best[:3] for seed in (0, 1)]
         best.sort(key=lambda order: order.value)
         best += [climb(short, order, plays // 6, seed) for seed, order in enumerate(best[:3], 2)]
         best += [climb(short, order, plays // 16) for order in known]
-        first = min(best, key=lambda order: order.value)
+        first = best_of(best)
         if polish and first.value != NEVER:
             start = played(short, first.full(short), 1.0)
             best.append(climb(short, start, polish // (3 * short.stages * short.microbatches)))
@@ -227,7 +221,7 @@ def _in_published(cells: tuple[int, ...], pipeline: LinearPipeline, *, as_drawn:
         unit = replace(unit_pipeline(pipeline.placement, count, fused=False), caps=pipeline.caps)
         placed = [played(unit, rows, 1.0) for rows in drawn]
         orders += [played(pipeline, order.full(unit), 1.0) for order in placed if order.value != NEVER]
-    return min(orders, key=lambda order: order.value)
+    return best_of(orders)
 
 
 def _no_longer_than_drawn(pipeline: LinearPipeline) -> tuple[LinearPipeline, Order]:
@@ -237,7 +231,7 @@ def _no_longer_than_drawn(pipeline: LinearPipeline) -> tuple[LinearPipeline, Ord
     bare = without_weights(pipeline, drawn)
     orders = [published, *(played(pipeline, bare, patience) for patience in (0.5, 0.0, 1.0))]
     if pipeline.objective == "span":
-        return pipeline, min(orders, key=lambda order: order.value)
+        return pipeline, best_of(orders)
     pipeline = replace(pipeline, span=published.value[1])
     return pipeline, min(orders, key=lambda order: pipeline.worth(order.value))
 

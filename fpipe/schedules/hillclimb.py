@@ -36,6 +36,11 @@ def played(pipeline: LinearPipeline, rows: list[TrackRow], patience: float | Seq
     return Order(pipeline.worth(play(pipeline, rows, each)), rows, each)
 
 
+def best_of(orders: Iterable[Order]) -> Order:
+    """The best order, of equal ones the first."""
+    return min(orders, key=lambda order: order.value)
+
+
 def without_weights(pipeline: LinearPipeline, rows: list[TrackRow]) -> list[TrackRow]:
     """Rows without their W, which then fill gaps."""
     return [[track for track in row if track < 2 * pipeline.stages] for row in rows]
@@ -163,4 +168,4 @@ def stretched(pipeline: LinearPipeline, order: Order, longer: LinearPipeline) ->
     starts = [[next(ends[track]) - pipeline.seconds[track] for track in row] for row in rows]
     more, states = longer.microbatches - pipeline.microbatches, steady_states(rows, starts)[:STATES]
     found = [played(longer, stretch(rows, state, more), order.patience) for state in states]
-    return min(found, key=lambda one: one.value, default=Order(NEVER, rows, order.patience))
+    return best_of(found or [Order(NEVER, rows, order.patience)])

@@ -104,3 +104,13 @@ def even_chunks(ranks: int, stages: int, microbatches: int) -> str | None:
         f"{stages} stages on {ranks} ranks leave some ranks more chunks than others; cut the model into a multiple of "
         f"{ranks} stages, such as {-(-stages // ranks) * ranks}."
     )
+
+
+def two_stages(ranks: int, stages: int, microbatches: int) -> str | None:
+    """Why sizes are refused by schedules that need two stages on every rank, or None."""
+    if stages == 2 * ranks:
+        return None
+    return (
+        f"a V over {ranks} ranks has {2 * ranks} stages, down and up; this program has {stages}. Cut the model into "
+        f"{2 * ranks}."
+    )

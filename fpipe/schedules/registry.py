@@ -98,21 +98,13 @@ def register(name: str, factory: Callable[..., Transform], *, stages_per_rank: i
         raise ValueError(f"a schedule's name is a word such as 'my_schedule', found {name!r}.")
     if not callable(factory):
         raise TypeError(f"a schedule is a function of ranks that gives a transform, found {factory!r}.")
-    if _is_transform(factory):
+    if next(iter(inspect.signature(factory).parameters), "") == "program":  # as each transform of this library has it
         raise TypeError(
             f"a schedule is a function of ranks that gives a transform; {name!r} is to be the transform itself: say "
             "lambda ranks: ..."
         )
     whole("stages_per_rank", stages_per_rank)
     _add(Schedule(name, factory, stages_per_rank))
-
-
-def _is_transform(factory: Callable[..., object]) -> bool:
-    """Whether this takes a program, as each transform of this library does, where a factory takes ranks."""
-    try:
-        return next(iter(inspect.signature(factory).parameters), "") == "program"
-    except ValueError:  # a builtin that does not say what it takes
-        return False
 
 
 def published(
@@ -139,15 +131,12 @@ def published(
     def decorate(factory: Callable[P, Transform]) -> Callable[P, Transform]:
         @wraps(factory)
         def refusing(*args: P.args, **options: P.kwargs) -> Transform:
-            ranks: object = args[0] if args else options.get("ranks")
-            name = factory.__name__
+            ranks = inspect.signature(factory).bind(*args, **options).arguments["ranks"]
             if isinstance(ranks, Program):
+                name = factory.__name__
                 raise TypeError(
                     f"{name} makes a transform of a number of ranks: say {name}(4), and hand that the program."
                 )
-            if not args and "ranks" not in options:
-                said = f"; found {', '.join(options)}" if options else ""
-                raise TypeError(f"{name} takes the number of ranks, as {name}(4) or {name}(ranks=4){said}.")
             ranks = whole("ranks", ranks)
             transform = factory(*args, **options)
 

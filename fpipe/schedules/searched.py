@@ -10,6 +10,7 @@ from collections.abc import Callable
 from fpipe.orders.linear_pipeline import LinearPipeline, Objective, TrackRow, cells_of, linear_pipeline_of
 from fpipe.program import Program
 from fpipe.schedules.by_cost import linear_order, v_min_order, v_order
+from fpipe.schedules.in_turn import two_stages
 from fpipe.schedules.registry import published
 from fpipe.timing.costs import Costs, the_costs
 from fpipe.transforms._rewrite import Transform
@@ -26,15 +27,6 @@ def _one_stage(ranks: int, stages: int, microbatches: int) -> str | None:
     if stages == ranks:
         return None
     return f"one stage on each rank, so {ranks} stages for {ranks} ranks; found {stages}. Cut the model into {ranks}."
-
-
-def _two_chunks(ranks: int, stages: int, microbatches: int) -> str | None:
-    if stages == 2 * ranks:
-        return None
-    return (
-        f"two chunks on each rank, so {2 * ranks} stages for {ranks} ranks; found {stages}. Cut the model into "
-        f"{2 * ranks}."
-    )
 
 
 @published(
@@ -73,13 +65,8 @@ def zb_auto(
     rank 1 |  .  1F0 1F1  .  1I0 1F2 1I1 1F3 1I2 1W0 1I3 1W1 1W2 1W3
     rank 2 |  .   .  2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2W0 2W1 2W2 2W3
     """
-
-    def order(pipeline: LinearPipeline) -> list[TrackRow]:
-        return linear_order(pipeline, GLANCE if costs is None else 3 * EFFORT)
-
-    return _ordered(
-        "zb_auto", "linear", ranks, order, costs, 2 * ranks if memory_cap is None else memory_cap, kept, objective
-    )
+    cap = 2 * ranks if memory_cap is None else memory_cap
+    return _ordered("zb_auto", "linear", ranks, _in_a_line, costs, cap, kept, objective)
 
 
 @published(
@@ -89,7 +76,7 @@ def zb_auto(
     peak="min(m, p)",
     accepts="any m; two chunks a rank",
     stages_per_rank=2,
-    refuses=_two_chunks,
+    refuses=two_stages,
 )
 def zbv(
     ranks: int,
@@ -105,8 +92,7 @@ def zbv(
         ranks: how many.
         costs: seconds by which to order; without, for F = I = W and no transfer.
         memory_cap: the most microbatches a rank may hold, from 1; p by default.
-        kept: the share of a microbatch's activations that W still needs after I.
-        objective: what to make short first, the "makespan" or the "span"; then the other.
+        kept, objective: of `zb_auto`.
 
     Raises:
         ProgramError: not two chunks a rank, a cap below 1.
@@ -117,11 +103,8 @@ def zbv(
     rank 1 |  .  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
     """
 
-    def order(pipeline: LinearPipeline) -> list[TrackRow]:
-        return _on_a_v(pipeline, costs)
-
     cap = ranks if memory_cap is None else memory_cap
-    return _ordered("zbv", "v", ranks, order, costs, cap, kept, objective)
+    return _ordered("zbv", "v", ranks, _on_a_v, costs, cap, kept, objective)
 
 
 @published(
@@ -131,7 +114,7 @@ def zbv(
     peak="(p+2)//2",
     accepts="any m; two chunks a rank",
     stages_per_rank=2,
-    refuses=_two_chunks,
+    refuses=two_stages,
 )
 def v_half(
     ranks: int,
@@ -147,8 +130,7 @@ def v_half(
         ranks: how many.
         costs: seconds by which to order, which the published order ignores; without, for F = I = W and no transfer.
         memory_cap: the most microbatches a rank may hold, from 1; (p+2)//2 by default.
-        kept: the share of a microbatch's activations that W still needs after I.
-        objective: what to make short first, the "makespan" or the "span"; then the other.
+        kept, objective: of `zb_auto`.
 
     Raises:
         ProgramError: not two chunks a rank, a cap below 1.
@@ -159,12 +141,8 @@ def v_half(
     rank 1 |  .  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
     """
 
-    def order(pipeline: LinearPipeline) -> list[TrackRow]:
-        return _on_a_v(pipeline, costs)
-
-    return _ordered(
-        "v_half", "v", ranks, order, costs, (ranks + 2) // 2 if memory_cap is None else memory_cap, kept, objective
-    )
+    cap = (ranks + 2) // 2 if memory_cap is None else memory_cap
+    return _ordered("v_half", "v", ranks, _on_a_v, costs, cap, kept, objective)
 
 
 @published(
@@ -174,7 +152,7 @@ def v_half(
     peak="(p+4)//3",
     accepts="any m; two chunks a rank",
     stages_per_rank=2,
-    refuses=_two_chunks,
+    refuses=two_stages,
 )
 def v_min(
     ranks: int,
@@ -190,8 +168,7 @@ def v_min(
         ranks: how many.
         costs: seconds by which to order, which the published order ignores; without, the published order.
         memory_cap: the most microbatches a rank may hold, from 1; (p+4)//3 by default.
-        kept: the share of a microbatch's activations that W still needs after I.
-        objective: what to make short first, the "makespan" or the "span"; then the other.
+        kept, objective: of `zb_auto`.
 
     Raises:
         ProgramError: not two chunks a rank, a cap below 1.
@@ -202,13 +179,16 @@ def v_min(
     rank 1 |  .  1F0 2F0  .   .  2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 1F2 2F2 2W1 1W1 2I2 1I2 1F3 2F3 2W2 1W2 2I3 1I3 2W3 1W3
     """
 
-    def order(pipeline: LinearPipeline) -> list[TrackRow]:
+    def order(pipeline: LinearPipeline, costs: Costs | None) -> list[TrackRow]:
         drawn = v_min_order(pipeline) if costs is None and memory_cap is None else None
         return drawn or _on_a_v(pipeline, costs)
 
-    return _ordered(
-        "v_min", "v", ranks, order, costs, (ranks + 4) // 3 if memory_cap is None else memory_cap, kept, objective
-    )
+    cap = (ranks + 4) // 3 if memory_cap is None else memory_cap
+    return _ordered("v_min", "v", ranks, order, costs, cap, kept, objective)
+
+
+def _in_a_line(pipeline: LinearPipeline, costs: Costs | None) -> list[TrackRow]:
+    return linear_order(pipeline, GLANCE if costs is None else 3 * EFFORT)
 
 
 def _on_a_v(pipeline: LinearPipeline, costs: Costs | None) -> list[TrackRow]:
@@ -220,7 +200,7 @@ def _ordered(
     name: str,
     placement: str,
     ranks: int,
-    order: Callable[[LinearPipeline], list[TrackRow]],
+    order: Callable[[LinearPipeline, Costs | None], list[TrackRow]],
     costs: Costs | None,
     cap: float,
     kept: float,
@@ -235,6 +215,6 @@ def _ordered(
 
     def rows(program: Program, ranks_of: list[int]) -> list[list[Key]]:
         pipeline = linear_pipeline_of(program, ranks_of, seconds, cap, kept, name, objective)
-        return cells_of(pipeline, order(pipeline))
+        return cells_of(pipeline, order(pipeline, costs))
 
     return in_rows(placement, ranks, rows)

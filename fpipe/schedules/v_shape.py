@@ -8,6 +8,7 @@ from fpipe.orders.linear_pipeline import cells_of, linear_pipeline_of, shortest
 from fpipe.program import Program
 from fpipe.schedules.by_cost import greedy
 from fpipe.schedules.first_fit import BlockTicks, in_blocks
+from fpipe.schedules.in_turn import two_stages
 from fpipe.schedules.registry import published
 from fpipe.timing.costs import Costs, the_costs
 from fpipe.transforms._rewrite import Transform
@@ -16,13 +17,6 @@ from fpipe.transforms.reorder import in_rows
 
 _FORWARD, _BACKWARD = 1, 2
 _INTERVAL = 2 * (_FORWARD + _BACKWARD)  # a rank's work on one microbatch: two stages
-
-
-def two_stages(ranks: int, stages: int, microbatches: int) -> str | None:
-    """Why sizes are refused by schedules that need two stages on every rank, or None."""
-    if stages == 2 * ranks:
-        return None
-    return f"a V over {ranks} ranks has {2 * ranks} stages, down and up; this program has {stages}."
 
 
 @published(
