@@ -1,4 +1,4 @@
-"""Torch's own splits as stages: the gradients of the module that was split, by its names."""
+"""Torch's own splits as stages; property_tests/test_whole_laws.py says that gradients are those of the net."""
 
 from __future__ import annotations
 
@@ -17,32 +17,17 @@ from tests.refusals import refusals
 
 WIDTH, ROWS, MICROBATCHES = 6, 3, 4
 MSE = nn.functional.mse_loss
-SCHEDULES = {
-    "kept": (fpipe.schedules.one_f_one_b(3),),
-    "in halves": (fpipe.schedules.zb_h1(3),),
-    "recomputed": (fpipe.checkpoint(), fpipe.schedules.gpipe(3)),
-}
-
-
-class Block(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.norm, self.linear, self.drop = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(torch.tanh(self.linear(self.norm(x))))
 
 
 class Net(nn.Module):
-    """Tied ends, a skip from the first stage to the last, buffers, a parameter of its own, a frozen leaf, a mask."""
+    """Tied ends, a skip from the first stage to the last, a buffer, a parameter of two stages, a mask."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, WIDTH)
         self.register_buffer("scale", torch.full((WIDTH,), 0.5))
         self.shift = nn.Parameter(torch.randn(WIDTH))
-        self.layers = nn.ModuleList(Block(dropout) for _ in range(3))
-        self.layers[1].norm.bias.requires_grad_(False)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
         self.head = nn.Linear(WIDTH, 11, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -71,79 +56,50 @@ def chained(model: fpipe.Model, *more: Any) -> fpipe.Program:
     return fpipe.chain(fpipe.split(MICROBATCHES), *more, fpipe.merge())(fpipe.program(model))
 
 
-def by_hand(net: Callable[..., Tensor], batch: tuple[dict[str, Tensor], Tensor]) -> None:
-    """Plain autograd on the net, one microbatch after the other."""
-    halves = [leaf.tensor_split(MICROBATCHES) for leaf in (*batch[0].values(), batch[1])]
-    for *inputs, target in zip(*halves, strict=True):
-        (MSE(net(*inputs), target) * (1 / MICROBATCHES)).backward()
-
-
-@pytest.mark.parametrize("way", SCHEDULES)
-def test_the_stages_of_a_split_give_the_gradients_of_the_net(way: str):
-    """Both names of the tied leaf have its gradient, a sum over two stages: that alone rounds in another order."""
-    torch.manual_seed(0)
-    net = Net()
+def test_what_several_stages_read_has_one_gradient_under_both_names():
+    """Which sums over stages round in another order."""
+    net, (inputs, target) = Net(), batch_of()
     model, params, _ = fpipe.from_pipe(cut(net), loss=MSE)
-    program = chained(model, *SCHEDULES[way])
-    assert model.inputs == ("batch", ((0, 0),), (1, "batch", (0, 1)))
-    assert fpipe.verify(program, model, params, batch_of()).bitwise
-    found = fpipe.join_params(model, fpipe.build(program, model)(params, batch_of()).grads)
-    by_hand(net, batch_of())
-    right = {name: leaf.grad for name, leaf in net.named_parameters(remove_duplicate=False) if leaf.grad is not None}
-    assert found.keys() == right.keys()
-    odd = [name for name in right if not torch.equal(found[name], right[name])]
-    assert set(odd) <= {"embedding.weight", "head.weight", "shift"}
-    assert all(torch.allclose(found[name], right[name], rtol=1e-5, atol=1e-6) for name in odd)
+    found = fpipe.build(chained(model, fpipe.schedules.zb_h1(3)), model)(params, (inputs, target))
+    for ids, mask, t in zip(*(leaf.tensor_split(MICROBATCHES) for leaf in (*inputs.values(), target)), strict=True):
+        (MSE(net(ids, mask), t) / MICROBATCHES).backward()
+    right = {name: leaf.grad for name, leaf in net.named_parameters(remove_duplicate=False)}
+    torch.testing.assert_close(fpipe.join_params(model, found.grads), right)
 
 
 class Remembering(nn.Module):
     """A batch norm, dropout, and a counter of its own."""
 
-    def __init__(self, training: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.norm, self.drop = nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
+        self.a, self.norm, self.drop = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
         self.register_buffer("calls", torch.zeros(()))
-        self.train(training)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
         pipe_split()
         self.calls.add_(1)
-        return self.drop(self.b(self.norm(h)))
+        return self.drop(self.norm(h))
 
 
-def test_buffers_that_a_split_writes_are_its_state():
-    torch.manual_seed(0)
-    net, x = Remembering(), torch.randn(ROWS * MICROBATCHES, WIDTH)
-    net.drop.p = 0.0
-    model, params, state = fpipe.from_pipe(pipeline(net, (x[:ROWS],)), loss=MSE, example=x[:ROWS])
+def remembering(**how: Any) -> tuple[fpipe.Program, fpipe.Model, Any, Any, Tensor]:
+    x = torch.randn(ROWS * MICROBATCHES, WIDTH)
+    model, params, state = fpipe.from_pipe(pipeline(Remembering(), (x[:ROWS],)), loss=MSE, **how)
+    return chained(model, fpipe.schedules.gpipe(2)), model, params, state, x
+
+
+def test_buffers_that_a_split_writes_are_its_state_and_dropout_follows_from_the_key():
+    program, model, params, state, x = remembering(example=torch.ones(ROWS, WIDTH, device="meta"))
     assert [*state[1]] == ["calls", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
-    program = chained(model, fpipe.schedules.one_f_one_b(2))
-    found = fpipe.build(program, model)(params, (x, x), state=state)
-    for part in x.tensor_split(MICROBATCHES):
-        (MSE(net(part), part) * 0.25).backward()
-    grads = fpipe.join_params(model, found.grads)
-    assert all(torch.equal(grads[name], leaf.grad) for name, leaf in net.named_parameters())
-    assert all(torch.equal(leaf, net.get_buffer(name)) for name, leaf in found.state[1].items())
-
-
-def test_a_split_that_draws_follows_from_the_key():
-    net, x = Remembering(), torch.randn(ROWS * MICROBATCHES, WIDTH)
-    model, params, state = fpipe.from_pipe(pipeline(net, (x[:ROWS],)), loss=MSE, example=x[:ROWS])
-    program = chained(model, fpipe.checkpoint(), fpipe.schedules.one_f_one_b(2))
-    assert fpipe.verify(program, model, params, (x, x), state=state, key=7).bitwise
     with pytest.raises(ValueError, match=re.escape("stage 1 (submod_pp_1) draws random numbers: hand in key=")):
         fpipe.build(program, model)(params, (x, x), state=state)
 
 
 def test_a_buffer_that_a_split_writes_needs_an_example():
-    net, x = Remembering(), torch.randn(ROWS * MICROBATCHES, WIDTH)
-    model, params, _ = fpipe.from_pipe(pipeline(net, (x[:ROWS],)), loss=MSE)
-    with pytest.raises(
-        RuntimeError, match=re.escape("stage 1 (submod_pp_1) writes buffer or parameter 'calls' in place")
-    ):
-        fpipe.build(fpipe.split(MICROBATCHES)(fpipe.program(model)), model)(params, (x, x), key=1)
+    program, model, params, _, x = remembering()
+    sentence = "stage 1 (submod_pp_1) writes buffer or parameter 'calls' in place"
+    with pytest.raises(RuntimeError, match=re.escape(sentence)):
+        fpipe.build(program, model)(params, (x, x), key=1)
 
 
 def test_what_is_handed_out_is_the_nets_but_for_what_torch_copies():
@@ -153,24 +109,9 @@ def test_what_is_handed_out_is_the_nets_but_for_what_torch_copies():
     own = dict(net.named_parameters())
     copied = [name for stage in params for name, leaf in stage.items() if leaf.data_ptr() != own[name].data_ptr()]
     assert copied == ["shift", "embedding.weight"]
+    assert model.inputs == ("batch", ((0, 0),), (1, "batch", (0, 1)))
     assert [*fpipe.split_params(model, net.state_dict())[0]] == [*params[0]]
     assert "head.weight" in fpipe.join_params(model, params)
-
-
-def test_a_module_that_a_stage_calls_twice_is_one():
-    class Twice(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            h = self[0](self[0](x).tanh())
-            pipe_split()
-            return self[1](h)
-
-    net, x = Twice(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), torch.randn(ROWS * MICROBATCHES, WIDTH)
-    model, params, _ = fpipe.from_pipe(pipeline(net, (x[:ROWS],)), loss=MSE)
-    program = chained(model, fpipe.schedules.zb_h1(2))
-    grads = fpipe.join_params(model, fpipe.build(program, model)(params, (x, x)).grads)
-    for part in x.tensor_split(MICROBATCHES):
-        (MSE(net(part), part) * 0.25).backward()
-    assert all(torch.allclose(grads[name], leaf.grad, rtol=1e-6) for name, leaf in net.named_parameters())
 
 
 def test_a_tie_that_torch_has_lost_is_refused():
@@ -207,7 +148,13 @@ class Returning(nn.Module):
         return self.b(h), x if self.inputs else h
 
 
-test_what_is_no_pipe_of_stages_is_refused = refusals(
+def handed(inputs: Callable[..., Any], rows: int = ROWS) -> Any:
+    model, params, _ = fpipe.from_pipe(cut(Net()), loss=MSE)
+    whole, target = batch_of(rows * MICROBATCHES)
+    return fpipe.build(chained(model, fpipe.schedules.gpipe(3)), model)(params, (inputs(**whole), target))
+
+
+test_what_is_no_pipe_of_stages_or_no_batch_of_its_inputs_is_refused = refusals(
     globals(),
     """
 fpipe.from_pipe(pipeline(Returning(), (torch.ones(2, WIDTH),)))
@@ -217,42 +164,24 @@ fpipe.from_pipe(pipeline(Returning(inputs=True), (torch.ones(2, WIDTH),)))
     ValueError: the net returns 'x', which it is handed; the outputs of a pipeline are those of its last stage, 1.
 fpipe.from_pipe(nn.Linear(2, 2))
     TypeError: what torch.distributed.pipelining.pipeline returns, found Linear.
+handed(lambda ids, mask: {"ids": ids, "masks": mask})
+    ValueError: the inputs must have 'mask', which is missing.
+handed(lambda ids, mask: ids)
+    ValueError: the net was traced for the inputs ids, mask; found 1 of them.
+# Rows stand in torch's graph as numbers.
+handed(lambda ids, mask: (ids, mask), rows=2)
+    ValueError: ids was (3, 5) when torch's pipeline() traced the net, found (2, 5): a Pipe takes microbatches of one
+    shape. Split batches so that each has 3 rows, or trace the net again.
 """,
 )
-
-
-@pytest.mark.parametrize(
-    ("inputs", "sentence"),
-    [
-        (lambda ids, mask: {"ids": ids, "masks": mask}, "the inputs must have 'mask', which is missing."),
-        (lambda ids, mask: ids, "the net was traced for the inputs ids, mask; found 1 of them."),
-    ],
-)
-def test_a_batch_that_the_split_was_not_traced_for_is_refused(inputs: Callable[..., Any], sentence: str):
-    model, params, _ = fpipe.from_pipe(cut(Net()), loss=MSE)
-    whole, target = batch_of()
-    step = fpipe.build(chained(model, fpipe.schedules.gpipe(3)), model)
-    assert torch.equal(step(params, (whole, target)).loss, step(params, (tuple(whole.values()), target)).loss)
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        step(params, (inputs(**whole), target))
-
-
-def test_a_microbatch_of_another_shape_is_refused():
-    """Its rows stand in torch's graph as numbers."""
-    model, params, _ = fpipe.from_pipe(cut(Net()), loss=MSE)
-    sentence = (
-        "ids was (3, 5) when torch's pipeline() traced the net, found (2, 5): a Pipe takes microbatches of one shape. "
-        "Split batches so that each has 3 rows, or trace the net again."
-    )
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        fpipe.build(chained(model, fpipe.schedules.gpipe(3)), model)(params, batch_of(2 * MICROBATCHES))
 
 
 def test_a_split_runs_on_threads_and_as_a_value_of_its_own():
     """A copy of the model computes with tensors of its own."""
     model, params, _ = fpipe.from_pipe(cut(Net()), loss=MSE)
     program = chained(model, fpipe.schedules.zb_h1(3))
-    right = fpipe.build(program, model)(params, batch_of()).grads
-    for runtime, made in (("threads", model), ("local", copy.deepcopy(model))):
-        found = fpipe.build(program, made, runtime=runtime)(params, batch_of()).grads
+    inputs, target = batch_of()
+    right = fpipe.build(program, model)(params, (inputs, target)).grads
+    for runtime, made, given in (("threads", model, inputs), ("local", copy.deepcopy(model), (*inputs.values(),))):
+        found = fpipe.build(program, made, runtime=runtime)(params, (given, target)).grads
         assert all(map(torch.equal, fpipe.tree.leaves(found), fpipe.tree.leaves(right)))
