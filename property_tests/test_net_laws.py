@@ -154,7 +154,7 @@ def both_sizes(params: dict[str, Tensor], batch: tuple[tuple[Tensor, Tensor], Te
 
 @few(4)
 @given(
-    example=st.tuples(st.integers(2, 4), st.integers(2, 4)),
+    example=st.tuples(st.integers(2, 4), st.integers(1, 4)),
     count=st.integers(1, 3),
     each=st.integers(1, 4),
     table_rows=st.integers(1, 5),
@@ -168,7 +168,7 @@ def test_each_leaf_of_a_batch_has_rows_of_its_own(example: tuple[int, int], coun
 
     params = {"w": torch.randn(WIDTH, WIDTH, dtype=torch.float64)}
     model, own = fpipe.from_loss(both_sizes, params, batch(*example))
-    (table, x), target = batch(count * each, table_rows)
+    (table, x), target = batch(count * each, table_rows if example[1] > 1 else 1)  # one row among many is fixed
     spec = (fpipe.Replicate(), fpipe.Chunk(0)), fpipe.Chunk(0)
     program = fpipe.chain(fpipe.split(count, spec=spec), fpipe.merge(outputs=False))(fpipe.program(model))
     parts = zip(x.split(each), target.split(each), strict=True)

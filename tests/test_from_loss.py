@@ -1,13 +1,12 @@
 """One loss function, cut where it is marked: dataflow, ties, skips and the function's own gradients."""
 
 import functools
-import itertools
 import linecache
 import math
 import re
 import sys
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,26 +18,13 @@ from torch.utils.checkpoint import checkpoint
 import fpipe
 from fpipe.graphs.tracing import trace_cache
 from tests.refusals import refusals
-from tests.toys import merged
+from tests.toys import merged, scripted
 
 WIDTH, WORDS, LENGTH = 8, 16, 6
 
 
 def block(p: dict[str, Tensor], x: Tensor) -> Tensor:
-    rows, length, width = x.shape
-    h = F.layer_norm(x, (width,), p["gain"], p["bias"])
-    q, k, v = (
-        part.view(rows, length, 2, width // 2).transpose(1, 2) for part in F.linear(h, p["qkv"]).split(width, dim=2)
-    )
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(rows, length, width)
-    x = x + F.linear(y, p["out"])
-    return x + F.linear(F.gelu(F.linear(x, p["up"])), p["down"])
-
-
-def block_params() -> dict[str, Tensor]:
-    norm = {"gain": torch.ones(WIDTH), "bias": torch.zeros(WIDTH)}
-    shapes = {"qkv": (3 * WIDTH, WIDTH), "out": (WIDTH, WIDTH), "up": (4 * WIDTH, WIDTH), "down": (WIDTH, 4 * WIDTH)}
-    return norm | {name: torch.randn(shape) / 4 for name, shape in shapes.items()}
+    return x + torch.tanh(F.layer_norm(x, (WIDTH,), p["gain"]) @ p["w"])
 
 
 def gpt(params: dict[str, Any], batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -51,34 +37,17 @@ def gpt(params: dict[str, Any], batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(F.linear(x + skip, params["embed"]).flatten(0, 1), target.flatten())
 
 
-def gpt_case(rows: int = 8) -> tuple[dict[str, Any], tuple[Tensor, Tensor]]:
+@functools.cache
+def cut_gpt(blocks: int = 2) -> tuple[fpipe.Model, Any, Any, tuple[Tensor, Tensor]]:
+    """The model, its parameters per stage and as a whole, and a batch."""
     torch.manual_seed(0)
     params = {
         "embed": torch.randn(WORDS, WIDTH),
         "position": torch.randn(LENGTH, WIDTH),
-        "blocks": [block_params(), block_params()],
+        "blocks": [{"gain": torch.ones(WIDTH), "w": torch.randn(WIDTH, WIDTH)} for _ in range(blocks)],
     }
-    return params, (torch.randint(0, WORDS, (rows, LENGTH)), torch.randint(0, WORDS, (rows, LENGTH)))
-
-
-@functools.cache
-def cut_gpt() -> tuple[fpipe.Model, Any, Any, tuple[Tensor, Tensor]]:
-    """The model, its parameters per stage and as a whole, and a batch."""
-    params, batch = gpt_case()
-    model, own = fpipe.from_loss(gpt, params, batch)
-    return model, own, params, batch
-
-
-def own_grads(loss_fn: Any, params: Any, batch: tuple[Tensor, Tensor], microbatches: int) -> list[Tensor]:
-    leaves, containers = torch.utils._pytree.tree_flatten(params)
-    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-    total: list[Tensor] = []
-    for x, t in zip(*(half.tensor_split(microbatches) for half in batch), strict=True):
-        loss = loss_fn(torch.utils._pytree.tree_unflatten(leaves, containers), (x, t)) * (len(x) / len(batch[0]))
-        found = torch.autograd.grad(loss, leaves, allow_unused=True)
-        found = [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, found, strict=True)]
-        total = [a + b for a, b in zip(total, found, strict=True)] if total else found
-    return total
+    batch = torch.randint(0, WORDS, (8, LENGTH)), torch.randint(0, WORDS, (8, LENGTH))
+    return *fpipe.from_loss(gpt, params, batch), params, batch
 
 
 def square() -> dict[str, Tensor]:
@@ -100,22 +69,15 @@ def of_net(net: nn.Module) -> Any:
     return loss_fn
 
 
-def assert_own(loss_fn: Any, params: Any, batch: Any, microbatches: int) -> fpipe.Model:
-    """The gradients of the cut function are its own, bit by bit."""
-    model, own = fpipe.from_loss(loss_fn, params, batch)
-    program = merged(model, microbatches)
-    found = fpipe.join_params(model, fpipe.build(program, model)(own, batch).grads)
-    right = own_grads(loss_fn, params, batch, microbatches)
-    assert all(map(torch.equal, torch.utils._pytree.tree_leaves(found), right))
-    return model
-
-
 def test_stages_skips_and_ties_fall_out_of_the_dataflow():
     model, own, _, _ = cut_gpt()
     assert model.inputs == ("batch", 0, 1, (0, 2))
     assert model.ties == (((0, "embed"), (3, "embed")),)
-    assert [len(stage) for stage in own] == [2, 6, 6, 0]
-    assert list(own[2])[:2] == ["blocks.1.gain", "blocks.1.bias"]
+    assert [[*stage] for stage in own] == [
+        ["embed", "position"],
+        *([f"blocks.{at}.gain", f"blocks.{at}.w"] for at in range(2)),
+        [],
+    ]
 
 
 def test_join_params_gives_the_pytree_back_and_split_params_undoes_it():
@@ -133,86 +95,120 @@ def test_a_boundary_outside_from_loss_changes_nothing():
     assert fpipe.boundary(x) is x
 
 
-def test_what_an_early_stage_hands_to_others_and_to_the_loss():
+def handed_to_others_and_to_the_loss(p: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
     """IndexError: the last stage hands it to the loss as an output of another number than the early one's."""
-
-    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        x, target = batch
-        first = torch.tanh(x @ params["a"])
-        gate = torch.sigmoid(first @ params["b"])
-        second = torch.tanh(fpipe.boundary(first) @ params["b"])
-        third = torch.tanh(fpipe.boundary(second) @ params["c"]) * gate
-        return (third - target).square().mean() + (first * target).mean() + gate.mean()
-
-    params, batch = {name: torch.randn(4, 4) for name in "abc"}, rows()
-    model, own = fpipe.from_loss(loss_fn, params, batch)
-    program = merged(model, 3, fpipe.schedules.one_f_one_b(3))
-    assert fpipe.verify(program, model, own, batch).bitwise
-    found = fpipe.join_params(model, fpipe.build(program, model)(own, batch).grads)
-    for one, other in zip(found.values(), own_grads(loss_fn, params, batch, 3), strict=True):
-        torch.testing.assert_close(one, other)
+    first = torch.tanh(x @ p["a"])
+    gate = torch.sigmoid(first @ p["b"])
+    second = torch.tanh(fpipe.boundary(first) @ p["b"])
+    third = torch.tanh(fpipe.boundary(second) @ p["c"]) * gate
+    return (third - target).square().mean() + (first * target).mean() + gate.mean()
 
 
-def odd(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+def odd(p: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
     """no_grad, autocast, a change in place and a checkpoint, inside of stages."""
-    x, target = batch
     with torch.no_grad():
-        scale = (x @ params["a"]).abs().mean()
+        scale = (x @ p["a"]).abs().mean()
     with torch.autocast("cpu", torch.bfloat16):
-        x = F.linear(x, params["a"])
+        x = F.linear(x, p["a"])
     x = fpipe.boundary(F.relu(x.float() / scale, inplace=True))
-    return (checkpoint(torch.tanh, x @ params["b"], use_reentrant=False) - target).square().mean()
+    return (checkpoint(torch.tanh, x @ p["b"], use_reentrant=False) - target).square().mean()
 
 
-def autocast_over_all(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+def autocast_over_all(p: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
-        y = fpipe.boundary(torch.tanh(fpipe.boundary(batch[0] @ params["a"]) @ params["b"])) @ params["c"]
-        return F.cross_entropy(y, batch[1].argmax(-1))
+        y = fpipe.boundary(torch.tanh(fpipe.boundary(x @ p["a"]) @ p["b"])) @ p["c"]
+        return F.cross_entropy(y, target.argmax(-1))
 
 
-def autocast_over_marks(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+def autocast_over_marks(p: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
-        x = torch.tanh(fpipe.boundary(batch[0] @ params["a"]) @ params["b"])
+        x = torch.tanh(fpipe.boundary(x @ p["a"]) @ p["b"])
         with torch.autocast("cpu", enabled=False):
-            x = fpipe.boundary(x.float() @ params["c"]) * 2
-        y = x @ params["c"].t()
-    return F.mse_loss(y.float(), batch[1])
+            x = fpipe.boundary(x.float() @ p["c"]) * 2
+        y = x @ p["c"].t()
+    return F.mse_loss(y.float(), target)
 
 
-def autocast_in_the_loss(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-    x = fpipe.boundary(batch[0] @ params["a"])
+def autocast_in_the_loss(p: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
+    x = fpipe.boundary(x @ p["a"])
     with torch.autocast("cpu", torch.bfloat16):
-        return (x @ params["b"] @ batch[1].t()).float().square().mean()
+        return (x @ p["b"] @ target.t()).float().square().mean()
 
 
-def gradients_said_to_be_on(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+def gradients_said_to_be_on(p: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
     with torch.set_grad_enabled(True):
-        return F.mse_loss(fpipe.boundary(torch.tanh(batch[0] @ params["a"])) @ params["b"], batch[1])
+        return F.mse_loss(fpipe.boundary(torch.tanh(x @ p["a"])) @ p["b"], target)
 
 
-def no_grad_over_a_mark(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+def no_grad_over_a_mark(p: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
     with torch.no_grad():
-        frozen = fpipe.boundary(torch.tanh(batch[0] @ params["a"])) @ params["b"]
+        frozen = fpipe.boundary(torch.tanh(x @ p["a"])) @ p["b"]
         with torch.enable_grad():
-            trained = batch[0] @ params["b"]
-    return F.mse_loss(fpipe.boundary(trained @ params["c"]) + frozen, batch[1])
+            trained = x @ p["b"]
+    return F.mse_loss(fpipe.boundary(trained @ p["c"]) + frozen, target)
 
 
-def no_grad_in_the_loss(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-    error = fpipe.boundary(batch[0] @ params["a"]) @ params["b"] - batch[1]
+def no_grad_in_the_loss(p: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
+    error = fpipe.boundary(x @ p["a"]) @ p["b"] - target
     with torch.no_grad():
         weight = error.abs()
     return (weight * error.square()).mean()
 
 
-def tied_in_autocast(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+def tied_in_autocast(p: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
     """Cast once here, and so added up in bfloat16; in two stages added up in float32."""
     with torch.autocast("cpu", torch.bfloat16):
-        y = torch.tanh(fpipe.boundary(torch.tanh(batch[0] @ params["a"])) @ params["b"]) @ params["a"]
-        return F.mse_loss(y @ params["c"], batch[1])
+        y = torch.tanh(fpipe.boundary(torch.tanh(x @ p["a"])) @ p["b"]) @ p["a"]
+        return F.mse_loss(y @ p["c"], target)
 
 
-BLOCKS = [
+def a_checkpoint_in_a_checkpoint(p: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
+    """A trace had its values and not their gradient: they were detached, and the function was refused."""
+
+    def inner(x: Tensor) -> Any:
+        return checkpoint(torch.tanh, x, use_reentrant=False)
+
+    return (checkpoint(inner, fpipe.boundary(x @ p["a"]) @ p["b"], use_reentrant=False) - target).square().mean()
+
+
+def read_by_a_write(p: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
+    """A KeyError; and a later stage made the mask anew, without what was written into a view."""
+    mask = torch.zeros(4)
+    mask[1:].add_(1)
+    y = (x @ p["a"]).add_(CLOSED_OVER) * mask
+    return (fpipe.boundary(y) * mask + CLOSED_OVER - target).square().mean()
+
+
+CLOSED_OVER = torch.arange(4.0)
+
+
+def modules_made_meanwhile(p: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
+    made = Watching("another")
+    made(made(x))
+    made.register_buffer("late", x)
+    made.itself = [made]
+    return (fpipe.boundary(x @ p["a"]) * made.seen - target).square().mean()
+
+
+def a_norm_in_eval(p: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
+    return (SETTLED(fpipe.boundary(x @ p["a"])) * 1.0 - target).square().mean()
+
+
+SETTLED = nn.BatchNorm1d(4).eval().requires_grad_(False)
+
+
+def a_local_that_is_assigned_later() -> Any:
+    """An empty cell was read, and from_loss failed before it began."""
+
+    def loss_fn(p: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
+        return (fpipe.boundary(x @ p["a"]) - target).square().mean() if p else later
+
+    later = torch.zeros(())
+    return loss_fn
+
+
+FUNCTIONS = [
+    handed_to_others_and_to_the_loss,
     odd,
     tied_in_autocast,
     autocast_over_all,
@@ -221,25 +217,42 @@ BLOCKS = [
     gradients_said_to_be_on,
     no_grad_over_a_mark,
     no_grad_in_the_loss,
+    a_checkpoint_in_a_checkpoint,
+    read_by_a_write,
+    modules_made_meanwhile,
+    a_norm_in_eval,
+    a_local_that_is_assigned_later(),
 ]
 
 
-@pytest.mark.parametrize("loss_fn", BLOCKS, ids=[one.__name__ for one in BLOCKS])
-def test_blocks_may_hold_marks_and_the_loss(loss_fn: Any):
+def own_grads(loss_fn: Any, params: Any, batch: tuple[Tensor, Tensor], microbatches: int) -> dict[Any, Tensor]:
+    leaves = {name: leaf.detach().requires_grad_() for name, leaf in params.items()}
+    for x, t in zip(*(half.tensor_split(microbatches) for half in batch), strict=True):
+        (loss_fn(leaves, (x, t)) * (len(x) / len(batch[0]))).backward()
+    return {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
+
+
+def assert_own(loss_fn: Any, params: Any, batch: Any, microbatches: int) -> fpipe.Model:
+    """The gradients of the cut function are its own, bit by bit; those of tied leaves are added in another order."""
+    model, own = fpipe.from_loss(loss_fn, params, batch)
+    program = merged(model, microbatches, fpipe.checkpoint("always"), fpipe.schedules.zb_h1(len(model.stages)))
+    found = fpipe.join_params(model, fpipe.build(program, model)(own, batch).grads)
+    tied = {leaf for group in model.ties for _, leaf in group}
+    for name, right in own_grads(loss_fn, params, batch, microbatches).items():
+        if name in tied:
+            torch.testing.assert_close(found[name], right, rtol=1e-2, atol=1e-3)
+        else:
+            assert torch.equal(found[name], right), name
+    return model
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_a_cut_function_has_its_own_gradients(function: Any):
     """The loss was computed outside of its block, and a mark inside one refused: autocast around all of a training
     step, as most people write it, had other bits, in words that blamed .item()."""
     torch.manual_seed(0)
-    params, batch = {name: torch.randn(4, 4) for name in "abc"}, (torch.randn(7, 4), torch.randn(7, 4))
-    model, own = fpipe.from_loss(loss_fn, params, batch)
-    plan = fpipe.checkpoint("always"), fpipe.schedules.zb_h1(len(model.stages))
-    program = merged(model, 3, *plan)
-    found = fpipe.join_params(model, fpipe.build(program, model)(own, batch).grads)
-    right = own_grads(loss_fn, params, batch, 3)
-    for name, one, other in zip(params, found.values(), right, strict=True):
-        if name in {leaf for group in model.ties for _, leaf in group}:
-            torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
-        else:
-            assert torch.equal(one, other)
+    params = {name: torch.randn(4, 4) for name in "abc"}
+    assert_own(lambda p, batch: function(p, *batch), params, rows(7), 3)
 
 
 class Tripled(torch.autograd.Function):
@@ -258,6 +271,22 @@ def gradient_inside(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> 
     return (torch.autograd.grad(y.sum(), x, create_graph=True)[0] - batch[1]).square().mean()
 
 
+def rows_put_together(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    y = fpipe.boundary(torch.tanh(batch[0] @ params["w"]))
+    return (y - batch[1]).square().sum() / batch[1].shape[0]
+
+
+def beside_a_table(params: dict[str, Tensor], batch: tuple[Any, Tensor]) -> Tensor:
+    (x, table), target = batch
+    y = x @ params["w"] * (2 if x.shape[0] > table.shape[0] else 1)
+    return (fpipe.boundary(y) @ params["w"] - target).mean()
+
+
+def shifted(params: dict[str, Tensor], batch: tuple[Any, Tensor]) -> Tensor:
+    (x, shift), target = batch
+    return (fpipe.boundary(x @ params["w"] + shift) @ params["w"] - target).square().mean()
+
+
 def refused(loss_fn: Any) -> Any:
     return fpipe.from_loss(loss_fn, {"w": torch.randn(4, 4), "loss": torch.ones(())}, rows())
 
@@ -272,7 +301,22 @@ def taken(function: Any) -> Any:
     return fpipe.from_loss(function, {}, ONES)
 
 
+def stepped(loss_fn: Any, example: Any, batch: Any, parts: int = 2, spec: Any = None) -> fpipe.Result:
+    """A step of a function that was cut with an example."""
+    params = square()
+    model, own = fpipe.from_loss(loss_fn, params, example)
+    return fpipe.build(fpipe.split(parts, spec=spec)(fpipe.program(model)), model)(own, batch)
+
+
+def beside(table: int) -> tuple[Any, Tensor]:
+    """A batch with a table beside its rows."""
+    return (torch.ones(6, 4), torch.ones(table, 4)), torch.ones(6, 4)
+
+
 ONES = torch.ones(2), torch.ones(2)
+SCRIPTED = scripted()
+TABLE = (fpipe.Chunk(0), fpipe.Replicate())
+BESIDE = TABLE, fpipe.Chunk(0)
 test_what_cannot_be_cut_is_refused_with_the_reason = refusals(
     globals(),
     """
@@ -284,9 +328,6 @@ refused(lambda params, batch: (fpipe.boundary(batch[0]), (batch[0] @ params['w']
     ValueError: boundary 1 has nothing to compute before it; leave it out
 refused(simple(lambda y, w, t: (fpipe.boundary(y) @ w - t).mean()))
     ValueError: boundary 2 has nothing to compute before it; leave it out
-refused(simple(lambda y, w, t: (lambda loss: loss if loss > 0 else -loss)((y @ w - t).mean())))
-    ValueError: loss_fn branches on a number that it computes (if loss > 0, say), which is not known while it is
-    traced.
 refused(simple(lambda y, w, t: (y.register_hook(lambda grad: grad * 2), (y @ w - t).square().mean())[1]))
     ValueError: the stages give another gradient of w than loss_fn: a custom autograd.Function, a hook or
     inference_mode, say
@@ -295,8 +336,6 @@ refused(simple(lambda y, w, t: (y - torch.inference_mode()(lambda: y @ w)() - t)
 refused(simple(lambda y, w, t: (Tripled.apply(y @ w) - t).square().mean()))
     ValueError: the stages give another gradient of w than loss_fn: a custom autograd.Function, a hook or
     inference_mode, say
-refused(simple(lambda y, w, t: (y @ w * torch.rand(4, generator=torch.Generator()) - t).square().mean()))
-    ValueError: loss_fn draws from a generator of its own (rand), which is in no key; draw without it.
 refused(simple(lambda y, w, t: (y @ w * torch.rand(y.shape, generator=torch.Generator()) - t).square().mean()))
     ValueError: loss_fn draws from a generator of its own (rand), which is in no key; draw without it.
 refused(simple(lambda y, w, t: (checkpoint(torch.tanh, y @ w, use_reentrant=True) - t).square().mean()))
@@ -307,10 +346,9 @@ refused(simple(lambda y, w, t: (F.dropout(t) - F.dropout(y @ w)).square().mean()
 refused(simple(lambda y, w, t: (torch.manual_seed(3), (F.dropout(y @ w) - t).square().mean())[1]))
     ValueError: it does something that a trace does not capture, such as values read by .item(), or a seed of its
     own.
-refused(simple(lambda y, w, t: (y @ w - t).mean() * (2 if y.shape[0] == 6 else 1)))
-    ValueError: loss_fn can be traced for one number of rows only, that of the example
 refused(simple(lambda y, w, t: (y @ w - t).sum() / len(y)))
-    ValueError: as len(x), int(n / 4) and functions of torch.jit do; x.shape[0] and n // 4 keep it symbolic
+    ValueError: loss_fn can be traced for one number of rows only, that of the example: it compares or fixes it, as
+    len(x), int(n / 4) and functions of torch.jit do; x.shape[0] and n // 4 keep it symbolic
 refused(lambda params, batch: (fpipe.boundary(batch[0] @ params['w']), batch[1].mean())[1])
     ValueError: the loss reads nothing that loss_fn computes from params and inputs: it trains nothing.
 refused(lambda params, batch: torch.tensor(3.0))
@@ -319,22 +357,17 @@ refused(lambda params, batch: params['loss'])
     ValueError: loss_fn computes nothing, so there is no stage
 refused(lambda params, batch: fpipe.boundary(3))
     ValueError: boundary() marks a pytree of tensors
-returned(lambda error: error.square().sum(1))
-    ValueError: what loss_fn returns is a 0-d tensor, found shape (rows,); reduce it, for
+refused(of_net(SCRIPTED))
+    ValueError: module 'net' (RecursiveScriptModule) is compiled by torch.jit: no trace sees into it, and it runs with
+    no parameters but its own. Take the module that it was made
 returned(lambda error: error.flatten())
     ValueError: what loss_fn returns is a 0-d tensor, found shape (4*rows,); reduce it, for
 returned(lambda error: error.square().mean().item())
     TypeError: what loss_fn returns is a 0-d tensor, found float.
-returned(lambda error: 1.0)
-    TypeError: what loss_fn returns is a 0-d tensor, found float.
 returned(lambda error: None)
     TypeError: what loss_fn returns is a 0-d tensor, found NoneType.
-returned(lambda error: (error.square().mean(), error))
-    TypeError: what loss_fn returns is a 0-d tensor, found tuple.
 returned(lambda error: (error > 0).any())
     TypeError: what loss_fn returns is a 0-d tensor of floats, found one of torch.bool, which has no gradient.
-returned(lambda error: (error > 0).sum())
-    TypeError: what loss_fn returns is a 0-d tensor of floats, found one of torch.int64, which has no gradient.
 returned(lambda error: {'loss': error.square().mean()})
     TypeError: what loss_fn returns is a 0-d tensor, found dict.
 returned(lambda error: error.square().mean(), aux=True)
@@ -349,27 +382,15 @@ taken(3)
     TypeError: , found int.
 taken(torch.nn.MSELoss)
     TypeError: , found a class (MSELoss).
-taken(lambda params: params)
-    TypeError: , its batch one pair (inputs, target); found one of (params).
 taken(lambda p, x, y: x)
     TypeError: , its batch one pair (inputs, target); found one of (p, x, y).
-taken(None)
-    TypeError: , found NoneType.
-taken(lambda x: x)
-    TypeError: ; found one of (x).
 taken(nn.Linear(4, 4))
     TypeError: ; found one of (input: torch.Tensor) -> torch.Tensor.
 taken(nn.MSELoss())
     TypeError: , which computes the loss of a whole net; found MSELoss, a function of other things. Call it on what
     the net
-taken(F.cross_entropy)
-    TypeError: , which computes the loss of a whole net; found cross_entropy, a function of other things. Call it on
-    what the net
 taken(functools.partial(F.mse_loss, reduction='sum'))
     TypeError: , which computes the loss of a whole net; found mse_loss, a function of other things. Call it on what
-    the net
-taken(torch.matmul)
-    TypeError: , which computes the loss of a whole net; found matmul, a function of other things. Call it on what
     the net
 taken(torch.compile(simple(torch.add)))
     TypeError: , found one that torch.compile made; hand in the function that it
@@ -389,26 +410,25 @@ refused(simple(lambda y, w, t: (setattr(y, "data", y.detach() * 2), (y - t).squa
     in its
 refused(gradient_inside)
     Exception: a tensor of shape (rows, 4) is computed where no trace sees it: by torch.autograd.grad, torch.
-refused(simple(lambda y, w, t: (torch.func.vmap(torch.func.grad(lambda x: torch.tanh(x @ w).sum()))(y) - t).mean()))
-    Exception: a tensor of shape (rows, 4) is computed where no trace sees it: by torch.autograd.grad, torch.
 refused(simple(lambda y, w, t: (torch.vmap(lambda x: torch.tanh(x @ w))(y) - t).square().mean()))
     Exception: a tensor of shape (rows, 4) is computed where no trace sees it: by torch.autograd.grad, torch.
 (lambda model, own, whole, batch: fpipe.build(fpipe.program(model), model)(whole, batch))(*cut_gpt())
     ValueError: found dict. fpipe.split_params(model, whole) makes it of the whole py
 (lambda model, own, whole, batch: fpipe.reference(model, own, tuple(torch.cat([h, h], 1) for h in batch)))(*cut_gpt())
     ValueError: inputs was (8, 6) when loss_fn was traced, found (8, 12)
+stepped(simple(lambda y, w, t: (y @ w * (2 if y.shape[0] > 3 else 1) - t).mean()), rows(), rows())
+    ValueError: loss_fn takes another branch for 3 rows than for the example: rows > 3 is false
+stepped(beside_a_table, beside(4), beside(4), spec=BESIDE)
+    ValueError: another branch for 3 and 4 rows than for the example: len(inputs[0]) > len(inputs[1]) is false
+# One row would be taken for as many as the inputs have.
+stepped(rows_put_together, rows(), (torch.ones(12, 4), torch.ones(1, 4)), 3, TABLE)
+    ValueError: target has 1 rows, expected 4 to go with the 4 of the last stage's output: loss_fn puts the two
+stepped(rows_put_together, rows(), (torch.ones(12, 4), torch.ones(6, 4)), 3, TABLE)
+    ValueError: target has 6 rows, expected 4 to go with the 4 of the last stage's output: loss_fn puts the two
+stepped(shifted, beside(1), beside(2), spec=BESIDE)
+    ValueError: inputs[1] was (1, 4) when loss_fn was traced, found (2, 4): it is none of those whose rows may differ
 """,
 )
-
-
-def test_a_checkpoint_in_a_checkpoint_is_traced() -> None:
-    """A trace had its values and not their gradient: they were detached, and the function was refused."""
-
-    def inner(x: Tensor) -> Any:
-        return checkpoint(torch.tanh, x, use_reentrant=False)
-
-    loss_fn = simple(lambda y, w, t: (checkpoint(inner, y @ w, use_reentrant=False) - t).square().mean())
-    assert_own(loss_fn, square(), rows(), 1)
 
 
 class Decides(nn.Module):
@@ -425,27 +445,14 @@ def test_a_refusal_names_the_module_and_the_users_line(decides: bool) -> None:
         y = fpipe.boundary(torch.func.functional_call(net, params, (sum(batch),)))
         return (y @ y.T - batch[1].sum()).square().mean()
 
-    with pytest.raises(
-        ValueError, match="Use torch.where, or from_fun" if decides else "stage 0 reads the ta"
-    ) as error:
+    words = "loss_fn branches on a number that it computes (if" if decides else "stage 0 reads the ta"
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
         fpipe.from_loss(loss_fn, dict(net.named_parameters()), rows())
     code = (Decides.forward if decides else loss_fn).__code__
     place = "in module 'net.1' (Decides), at" if decides else "at"
     line = code.co_firstlineno + 1
     words = linecache.getline(__file__, line).strip()
     assert str(error.value).splitlines()[1:] == [f"  {place} test_from_loss.py:{line}, in {code.co_name}: {words}"]
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-def test_a_scripted_module_is_refused_with_the_way_out():
-    net = torch.jit.script(nn.Linear(4, 4))
-
-    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.mse_loss(fpipe.boundary(net(batch[0])) @ params["w"], batch[1])
-
-    words = "module 'net' (RecursiveScriptModule) is compiled by torch.jit: no trace sees into it, and it runs with no "
-    with pytest.raises(ValueError, match=re.escape(words + "parameters but its own. Take the module that it was made")):
-        fpipe.from_loss(loss_fn, {"w": torch.eye(4)}, (torch.ones(6, 4), torch.ones(6, 4)))
 
 
 def test_what_torch_says_of_rows_is_explained():
@@ -484,68 +491,7 @@ def test_a_gradient_that_is_zero_but_for_rounding():
     assert grads[0]["one.bias"].norm() < 1e-6 * fpipe.global_norm(grads)
 
 
-def test_a_number_of_rows_that_takes_another_way():
-    loss_fn = simple(lambda y, w, t: (y @ w * (2 if y.shape[0] > 3 else 1) - t).mean())
-    params, batch = square(), rows()
-    model, own = fpipe.from_loss(loss_fn, params, batch)
-    fpipe.build(fpipe.program(model), model)(own, batch)
-    words = "loss_fn takes another branch for 3 rows than for the example: rows > 3 is false"
-    with pytest.raises(ValueError, match=words):
-        fpipe.build(merged(model, 2), model)(own, batch)
-
-
-TABLE = (fpipe.Chunk(0), fpipe.Replicate())
-
-
-def size_of_the_target(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-    y = fpipe.boundary(torch.tanh(batch[0] @ params["w"]))
-    return (y @ batch[1].t()).square().sum() / batch[1].shape[0]
-
-
-def rows_put_together(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-    y = fpipe.boundary(torch.tanh(batch[0] @ params["w"]))
-    return (y - batch[1]).square().sum() / batch[1].shape[0]
-
-
-def test_leaves_with_as_many_rows_in_the_example_may_have_others_later():
-    """The rows of a table that every microbatch takes whole were taken for those of the batch: 259.65 for 21.52."""
-    params, x, target = square(), torch.randn(12, 4), torch.randn(6, 4)
-    model, own = fpipe.from_loss(size_of_the_target, params, (x[:6], target))
-    program = fpipe.chain(fpipe.split(3, spec=TABLE), fpipe.merge(outputs=False))(fpipe.program(model))
-    right = sum(size_of_the_target(params, (part, target)) / 3 for part in x.chunk(3))
-    torch.testing.assert_close(fpipe.build(program, model)(own, (x, target)).loss, right)
-
-
-@pytest.mark.parametrize("count", [1, 6])
-def test_rows_that_are_put_together_are_as_many(count: int):
-    """One row would be taken for as many as the inputs have."""
-    params = square()
-    model, own = fpipe.from_loss(rows_put_together, params, rows())
-    step = fpipe.build(fpipe.split(3, spec=TABLE)(fpipe.program(model)), model)
-    words = f"target has {count} rows, expected 4 to go with the 4 of the last stage's output: loss_fn puts the two"
-    with pytest.raises(ValueError, match=re.escape(words)):
-        step(own, (torch.randn(12, 4), torch.randn(count, 4)))
-    step(own, (torch.randn(12, 4), torch.randn(4, 4)))
-
-
-def test_one_row_among_many_is_a_table():
-    """The example was given two of it, which do not fit."""
-
-    def loss_fn(params: dict[str, Tensor], batch: tuple[Any, Tensor]) -> Tensor:
-        (x, shift), target = batch
-        return (fpipe.boundary(x @ params["w"] + shift) @ params["w"] - target).square().mean()
-
-    params, inputs, target = square(), (torch.randn(6, 4), torch.randn(1, 4)), torch.randn(6, 4)
-    model, own = fpipe.from_loss(loss_fn, params, (inputs, target))
-    spec = (fpipe.Chunk(0), fpipe.Replicate()), fpipe.Chunk(0)
-    program = fpipe.chain(fpipe.split(3, spec=spec), fpipe.merge())(fpipe.program(model))
-    assert fpipe.verify(program, model, own, (inputs, target)).bitwise
-    with pytest.raises(ValueError, match=r"inputs\[1\] was \(1, 4\) when .* it is none of those whose rows may differ"):
-        fpipe.build(program, model)(own, ((inputs[0], torch.randn(2, 4)), target))
-
-
-@pytest.mark.parametrize("rows", [4, 8])
-def test_a_mask_of_the_sequences_length_is_a_table(rows: int):
+def test_a_mask_of_the_sequences_length_is_a_table():
     """It was refused as if the function were one for a single number of rows."""
 
     def loss_fn(params: dict[str, Tensor], batch: tuple[Any, Tensor]) -> Tensor:
@@ -555,35 +501,10 @@ def test_a_mask_of_the_sequences_length_is_a_table(rows: int):
         y = F.scaled_dot_product_attention(y, y, y, mask).view(-1, length, 4) * length
         return (fpipe.boundary(y) @ params["w"] - target).square().mean() / mask.shape[0]
 
-    x, mask, target = torch.randn(rows, 4, 4), torch.ones(4, 4, dtype=torch.bool).tril(), torch.randn(rows, 4, 4)
-    params = square()
-    model, own = fpipe.from_loss(loss_fn, params, ((x, mask), target))
-    spec = (fpipe.Chunk(0), fpipe.Replicate()), fpipe.Chunk(0)
-    program = fpipe.chain(fpipe.split(2, spec=spec), fpipe.merge())(fpipe.program(model))
-    found = fpipe.build(program, model)(own, ((x, mask), target))
-    w = params["w"].requires_grad_()
-    parts = zip(x.chunk(2), target.chunk(2), strict=True)
-    losses = [loss_fn({"w": w}, ((x, mask), target)) / 2 for x, target in parts]
-    torch.testing.assert_close(found.loss, torch.stack(losses).sum().detach())
-    torch.testing.assert_close(found.grads[0]["w"], torch.autograd.grad(sum(losses), w)[0])
-    words = "inputs[1] was (4, 4) when loss_fn was traced, found (2, 4): it is none of those whose rows may differ"
-    with pytest.raises(ValueError, match=re.escape(words)):
-        fpipe.build(program, model)(own, ((x, mask[:2]), target))
-
-
-def test_leaves_are_compared_by_their_rows():
-    def loss_fn(params: dict[str, Tensor], batch: tuple[Any, Tensor]) -> Tensor:
-        (x, table), target = batch
-        y = x @ (params["w"] if x.shape[0] > table.shape[0] else params["v"])
-        return (fpipe.boundary(y) @ params["w"] - target).mean()
-
-    params = {"w": torch.randn(4, 4), "v": torch.randn(4, 4)}
-    inputs, target = (torch.randn(6, 4), torch.randn(4, 4)), torch.randn(6, 4)
-    model, own = fpipe.from_loss(loss_fn, params, (inputs, target))
-    spec = TABLE, fpipe.Chunk(0)
-    words = r"another branch for 3 and 4 rows than for the example: len\(inputs\[0\]\) > len\(inputs\[1\]\) is false"
-    with pytest.raises(ValueError, match=words):
-        fpipe.build(fpipe.split(2, spec=spec)(fpipe.program(model)), model)(own, (inputs, target))
+    mask, (x, target) = torch.ones(4, 4, dtype=torch.bool).tril(), torch.randn(2, 4, 4, 4)
+    model, own = fpipe.from_loss(loss_fn, square(), ((x, mask), target))
+    program = fpipe.chain(fpipe.split(2, spec=BESIDE), fpipe.merge())(fpipe.program(model))
+    assert fpipe.verify(program, model, own, ((x, mask), target)).bitwise
 
 
 def flattened(w: Tensor, x: Tensor) -> Tensor:
@@ -613,28 +534,26 @@ def routed(w: Tensor, x: Tensor) -> Tensor:
 def test_a_stage_may_ask_for_the_sizes_of_what_it_computes(layer: Any):
     """It ended in "stage 0 takes 0; it can take 'batch'"."""
 
-    def loss_fn(params: list[Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        x = batch[0]
-        for number, w in enumerate(params):
-            x = layer(w, fpipe.boundary(x) if number else x)
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        x = layer(params["b"], fpipe.boundary(layer(params["a"], batch[0])))
         return F.mse_loss(x, batch[1])
 
-    params, batch = [torch.randn(4, 4) for _ in range(2)], (torch.randn(4, 4, 4, 4), torch.randn(4, 4, 4, 4))
+    params, batch = {name: torch.randn(4, 4) for name in "ab"}, (torch.randn(4, 4, 4, 4), torch.randn(4, 4, 4, 4))
     assert assert_own(loss_fn, params, batch, 2).inputs == ("batch", 0)
 
 
 def test_a_stage_that_takes_windows_computes_the_number_of_images_from_them():
     """It took an earlier stage's activations too, for their size alone."""
 
-    def loss_fn(params: list[Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
         rows, length, width = batch[0].shape
         windows = batch[0].reshape(rows * 2, length // 2, width)
-        for w in params:
+        for w in params.values():
             windows = fpipe.boundary(torch.tanh(windows @ w))
         return F.mse_loss(windows.reshape(rows, length, width) * rows, batch[1])
 
     batch = torch.randn(6, 4, 4), torch.randn(6, 4, 4)
-    assert assert_own(loss_fn, [torch.randn(4, 4) for _ in range(2)], batch, 4).inputs == ("batch", 0, 1)
+    assert assert_own(loss_fn, {name: torch.randn(4, 4) for name in "ab"}, batch, 4).inputs == ("batch", 0, 1)
 
 
 def test_an_example_of_one_row_and_a_net_called_by_functional_call():
@@ -656,9 +575,7 @@ def traces_of(model: fpipe.Model, params: Any, batch: Any, monkeypatch: pytest.M
 
 def test_equal_stages_share_a_trace(monkeypatch: pytest.MonkeyPatch):
     """Three of four blocks; each was traced for itself. The first takes what the head takes too."""
-    params, batch = gpt_case()
-    params["blocks"] = [block_params() for _ in range(4)]
-    model, own = fpipe.from_loss(gpt, params, batch)
+    model, own, _, batch = cut_gpt(4)
     assert traces_of(model, own, batch, monkeypatch) == 4  # the embedding, a block, the head, the loss
 
 
@@ -700,10 +617,10 @@ def noisy(mark: Any) -> Any:
         x, target = batch
         later = torch.rand(4)
         torch.rand(3)
-        x = mark(F.dropout(x @ params["w0"], 0.3) + torch.rand(x.shape[0], 1))
+        x = mark(F.dropout(x @ params["a"], 0.3) + torch.rand(x.shape[0], 1))
         x = x * torch.bernoulli(torch.full_like(x, 0.5)) + torch.empty_like(x).exponential_() * later
-        x = mark(torch.tanh(x @ params["w1"]) + torch.randn_like(x))
-        heads = (x @ params["w2"]).view(x.shape[0], 1, 2, 2)
+        x = mark(torch.tanh(x @ params["b"]) + torch.randn_like(x))
+        heads = (x @ params["c"]).view(x.shape[0], 1, 2, 2)
         heads = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.4)
         x = F.rrelu(heads.flatten(1) + F.gumbel_softmax(x, dim=-1), training=True)[torch.randperm(x.shape[0])]
         torch.rand(2)
@@ -712,33 +629,21 @@ def noisy(mark: Any) -> Any:
     return loss_fn
 
 
-def noisy_case() -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
-    torch.manual_seed(1)
-    return {name: torch.randn(4, 4) for name in ("w0", "w1", "w2")}, (torch.randn(10, 4), torch.randn(10, 4))
+def seeded(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The function as plain autograd runs it, torch seeded where each stage begins."""
+    stage = 0
 
+    def mark(value: Any) -> Any:
+        nonlocal stage
+        torch.manual_seed(fpipe.fold_in(KEY, stage, int(batch[1][0, 0])))
+        stage += 1
+        return value
 
-def seeded(make: Any, params: Any, batch: tuple[Tensor, Tensor], microbatches: int) -> tuple[Tensor, Any]:
-    """Plain autograd that seeds torch where each stage begins."""
-    leaves = {name: leaf.detach().requires_grad_() for name, leaf in params.items()}
-    total = torch.tensor(0.0)
-    for index, (x, t) in enumerate(zip(*(half.tensor_split(microbatches) for half in batch), strict=True)):
-        stage = 0
-
-        def mark(value: Any, index: int = index) -> Any:
-            nonlocal stage
-            stage += 1
-            torch.manual_seed(fpipe.fold_in(KEY, stage, index))
-            return value
-
-        torch.manual_seed(fpipe.fold_in(KEY, 0, index))
-        loss = make(mark)(leaves, (x, t)) * (len(x) / len(batch[0]))
-        loss.backward()
-        total = total + loss.detach() if index else loss.detach()
-    return total, {name: leaf.grad for name, leaf in leaves.items()}
+    mark(None)
+    return noisy(mark)(params, batch)
 
 
 PLANS: dict[str, tuple[Any, ...]] = {
-    "kept": (),
     "recomputed and split": (fpipe.checkpoint("always"), fpipe.schedules.zb_h1(3)),
     "by layers": (fpipe.checkpoint("always", grain="layer"), fpipe.schedules.one_f_one_b(3)),
     "two ranks": (fpipe.schedules.gpipe(1), fpipe.place([0, 1, 0])),
@@ -746,28 +651,26 @@ PLANS: dict[str, tuple[Any, ...]] = {
 
 
 def test_random_numbers_follow_from_the_key_under_every_plan():
-    params, batch = noisy_case()
+    torch.manual_seed(1)
+    params = {name: torch.randn(4, 4) for name in "abc"}
+    batch = torch.randn(8, 4), torch.arange(4.0).repeat_interleave(2)[:, None].expand(8, 4)  # its microbatch's number
+    right = own_grads(seeded, params, batch, 4)
     before = torch.get_rng_state()
     model, own = fpipe.from_loss(noisy(fpipe.boundary), params, batch)
-    found = []
     for plan in PLANS.values():
         program = merged(model, 4, *plan)
         for trace in (True, False):
             step = fpipe.build(program, model, trace=trace)
-            found.append(step(own, batch, key=KEY))
-    found.append(step(own, batch, key=KEY))
+            whole = fpipe.join_params(model, step(own, batch, key=KEY).grads)
+            assert all(torch.equal(whole[name], grad) for name, grad in right.items())
     assert torch.equal(torch.get_rng_state(), before)
-    loss, grads = seeded(noisy, params, batch, 4)
-    for result in found:
-        whole = fpipe.join_params(model, result.grads)
-        assert torch.equal(result.loss, loss)
-        assert all(torch.equal(whole[name], grad) for name, grad in grads.items())
-    assert not torch.equal(fpipe.build(program, model)(own, batch, key=KEY + 1).loss, loss)
+    one, other = (step(own, batch, key=key).loss for key in (KEY, KEY + 1))
+    assert not torch.equal(one, other)
     with pytest.raises(ValueError, match=r"^stage 0 draws random numbers: hand in key="):
-        fpipe.build(program, model)(own, batch)
+        step(own, batch)
 
 
-# Buffers of modules that the function closes over
+# Buffers of modules that the function closes over, or reaches by no name
 
 
 class Watching(nn.Module):
@@ -784,110 +687,96 @@ class Watching(nn.Module):
         return x * self.seen
 
 
-@pytest.mark.parametrize("meta", [False, True])
-@pytest.mark.parametrize("how", ["norm", "in place", "another", "a helper's", "in a dict"])
-def test_a_buffer_that_the_function_writes_is_refused_by_name(how: str, meta: bool):
-    """The trace once counted a batch, or left a fake tensor in the module."""
-    net = nn.BatchNorm1d(4) if how == "norm" else Watching("another" if how == "another" else "in place")
-    nets = {"inner": net}
-    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+class Renewing(nn.Linear):
+    """Its weight is another after each call."""
 
-    def helper(x: Tensor) -> Tensor:
-        return net(x)
-
-    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        y = fpipe.boundary(batch[0] @ params["w"])
-        y = helper(y) if how == "a helper's" else nets["inner"](y) if how == "in a dict" else net(y)
-        return (y - batch[1]).square().mean()
-
-    name = "num_batches_tracked" if how == "norm" else "seen"
-    params, batch = square(), rows()
-    if meta:
-        params, batch = {"w": params["w"].to("meta")}, tuple(half.to("meta") for half in batch)
-    does = r"binds '\S*{}' anew" if how == "another" else r"writes '\S*{}' in place \(aten\.add_\.Tensor\)"
-    sentence = f"loss_fn {does.format(name)}, which it closes over; a stage and a loss are pure functions"
-    with pytest.raises(RuntimeError, match=sentence):
-        fpipe.from_loss(loss_fn, params, batch)
-    assert all(torch.equal(before[name], buffer) and type(buffer) is Tensor for name, buffer in net.named_buffers())
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight = nn.Parameter(self.weight * 2)
+        return super().forward(x)
 
 
-def test_a_norm_in_eval_is_closed_over_as_it_is():
-    net = nn.BatchNorm1d(4).eval().requires_grad_(False)
-    assert_own(simple(lambda y, w, t: (net(y) * 1.0 - t).square().mean()), square(), rows(), 1)
-
-
-class Trainer:
-    """What loss functions are written in: its net is no name of theirs."""
-
-    def __init__(self, net: nn.Module) -> None:
-        self.net = net
-
-    def __call__(self, params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        y = fpipe.boundary(torch.func.functional_call(self.net, params, (batch[0],)))
-        return (y - batch[1]).square().mean()
-
-
-class Slotted:
-    __slots__ = ("net",)
-
-    def __init__(self, net: nn.Module) -> None:
-        self.net = net
-
-
-BEHIND: dict[str, Callable[[nn.Module], Any]] = {
-    "a callable": Trainer,
-    "a bound method": lambda net: Trainer(net).__call__,
-    "a callable in a lambda": lambda net: (lambda trainer: lambda params, batch: trainer(params, batch))(Trainer(net)),
-    "a holder": lambda net: (lambda held: lambda p, b: Trainer(held.net)(p, b))(Slotted(net)),
-    "a namespace": lambda net: (lambda held: lambda p, b: Trainer(held.net)(p, b))(SimpleNamespace(net=net)),
-    "a class": lambda net: (lambda held: lambda p, b: Trainer(held.net)(p, b))(type("Held", (), {"net": net})),
-    "a python module": lambda net: (setattr(held_module, "net", net), in_module)[1],
-    "a default": lambda net: lambda params, batch, net=net: Trainer(net)(params, batch),
-    "a cached function": lambda net: (lambda get: lambda p, b: Trainer(get())(p, b))(functools.cache(lambda: net)),
+CHANGES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a norm": (
+        lambda: nn.BatchNorm1d(4),
+        r"writes (a tensor|'\S*num_batches_tracked') in place \(aten\.add_\.Tensor\)",
+    ),
+    "in place": (lambda: Watching("in place"), r"writes (a tensor|'\S*seen') in place \(aten\.add_\.Tensor\)"),
+    "a buffer": (lambda: Watching("another"), r"binds '\S*\.seen' anew"),
+    "one inside": (lambda: nn.Sequential(nn.Tanh(), Watching("another")), r"binds '\S*\.seen' anew"),
+    "a parameter": (lambda: Renewing(4, 4), r"binds '\S*\.weight' anew"),
 }
 HELD = "held_module"
-held_module = ModuleType(HELD)
 
 
-def in_module(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-    return (lambda: Trainer(held_module.net)(params, batch))()
+def behind(net: nn.Module, named: bool, monkeypatch: pytest.MonkeyPatch) -> Callable[[], nn.Module]:
+    """How a function gets at a net: by a name of its own, or by a string."""
+    monkeypatch.setitem(sys.modules, HELD, ModuleType(HELD))
+    vars(sys.modules[HELD])["net"] = net
+    return (lambda: net) if named else (lambda: sys.modules[HELD].net)
 
 
-@pytest.mark.parametrize(("behind", "kind"), [*zip(BEHIND, itertools.cycle(["norm", "another"]))])
-def test_a_module_behind_an_object_is_found(behind: str, kind: str):
-    """A trainer's loss was cut with a tensor without data left in its net, or failed in words that said nothing."""
-    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4) if kind == "norm" else Watching(kind))
-    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
-    with pytest.raises(RuntimeError, match=r"loss_fn (writes|binds) .*, which it closes over; a stage and a loss are"):
-        fpipe.from_loss(BEHIND[behind](net), dict(net.named_parameters()), rows())
-    assert all(torch.equal(before[name], buffer) and type(buffer) is Tensor for name, buffer in net.named_buffers())
+def held_in(net: nn.Module) -> dict[tuple[str, str], Any]:
+    """What modules have as buffers and parameters, None too, by module and name."""
+    each = [(path, {**module._buffers, **module._parameters}) for path, module in net.named_modules()]
+    return {(path, name): one for path, own in each for name, one in own.items()}
 
 
-@pytest.mark.parametrize("behind", BEHIND)
-def test_the_mode_of_a_module_behind_an_object_is_known(behind: str):
-    """A trainer's net was put into eval mode, or given other parameters, and steps went on as before, in silence."""
-    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-    batch = rows()
-    model, own = fpipe.from_loss(BEHIND[behind](net), dict(net.named_parameters()), batch)
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_net_that_the_function_changes_is_refused(
+    what: str, named: bool, meta: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """The trace once counted a batch, or left a tensor without data in the module, of which the next call said
+    DataDependentOutputException: aten.equal.default."""
+    make, does = CHANGES[what]
+    net = make().to("meta" if meta else "cpu")
+    get, before = behind(net, named, monkeypatch), held_in(net)
+    values = [one.clone() for one in before.values() if one is not None]
+
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        return (get()(fpipe.boundary(batch[0] @ params["w"])) * 1.0 - batch[1]).square().mean()
+
+    w, *batch = (torch.randn(rows, 4, device="meta" if meta else "cpu") for rows in (4, 6, 6))
+    with pytest.raises(RuntimeError, match=rf"^loss_fn {does}, which it closes over; a stage and a loss a"):
+        fpipe.from_loss(loss_fn, {"w": w}, tuple(batch))
+    assert list(held_in(net)) == list(before)
+    assert all(one is before[place] for place, one in held_in(net).items())
+    assert meta or all(map(torch.equal, values, [one for one in before.values() if one is not None]))
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_mode_and_the_parameters_of_a_net_are_known(named: bool, monkeypatch: pytest.MonkeyPatch):
+    """A net was put into eval mode, or given other parameters, and steps went on as before, in silence."""
+    net, batch = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), rows()
+    get, params = behind(net, named, monkeypatch), dict(net.named_parameters())
+
+    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        return of_net(get())(params, batch)
+
+    model, own = fpipe.from_loss(loss_fn, params, batch)
     step = fpipe.build(fpipe.program(model), model)
+    before = step(own, batch, key=0).loss
     net.eval()
-    with pytest.raises(ValueError, match=r"Dropout\) was in training when loss_fn was traced and is in eval now"):
+    words = r"\(Dropout\) was in training when loss_fn was traced and is in eval now: the trace goes on as"
+    with pytest.raises(ValueError, match=words):
         step(own, batch, key=0)
+    with pytest.raises(ValueError, match=re.escape("Call from_loss again in this mode.")):
+        fpipe.reference(model, own, batch, key=0)
+    still, _ = fpipe.from_loss(loss_fn, params, batch)
+    assert torch.equal(fpipe.build(fpipe.program(still), still)(own, batch).loss, loss_fn(params, batch))
     net.train()
+    assert torch.equal(step(own, batch, key=0).loss, before)
     net[0].weight.data = torch.randn(4, 4)
     with pytest.raises(ValueError, match=r"have the '0\.weight' that was handed out with the model; the net has"):
         step(own, batch, key=0)
 
 
-def test_a_local_that_is_assigned_later_is_no_obstacle():
-    """An empty cell was read, and from_loss failed before it began."""
-
-    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        y = fpipe.boundary(batch[0] @ params["w"])
-        return (y - batch[1]).square().mean() if params else later
-
-    assert_own(loss_fn, square(), rows(), 1)
-    later = torch.zeros(())
+def test_a_net_that_has_no_modes_may_be_put_into_eval_mode():
+    net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    model, own = fpipe.from_loss(of_net(net), dict(net.named_parameters()), rows())
+    net.eval()
+    assert fpipe.verify(fpipe.program(model), model, own, rows()).bitwise
 
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
@@ -908,133 +797,15 @@ def test_a_tensor_that_the_function_writes_is_refused(how: str):
     assert torch.equal(held, torch.ones(4))  # the trace had written it
 
 
-def test_what_a_write_only_reads_and_what_is_written_before_it_is_used():
-    """The first was a KeyError too; and a later stage made the mask anew, without what was written into a view."""
-    held = torch.randn(4)
-
-    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        mask = torch.zeros(4)
-        mask[1:].add_(1)
-        y = (batch[0] @ params["w"]).add_(held) * mask
-        return (fpipe.boundary(y) * mask + held - batch[1]).square().mean()
-
-    assert_own(loss_fn, square(), rows(), 3)
-
-
-def test_a_norm_that_no_name_leads_to_is_seen_too(monkeypatch: pytest.MonkeyPatch):
-    """Found by a string: nobody knew of it beforehand, and its count of batches was another afterwards."""
-    norm = nn.BatchNorm1d(4)
-    monkeypatch.setattr(held_module, "net", norm, raising=False)
-    monkeypatch.setitem(sys.modules, HELD, held_module)
-
-    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        y = sys.modules[HELD].net(fpipe.boundary(batch[0] @ params["w"]))
-        return (y * 1.0 - batch[1]).square().mean()
-
-    batch = rows()
-    with pytest.raises(RuntimeError, match=r"loss_fn writes a tensor in place .*, which it closes over; .* \.eval\(\)"):
-        fpipe.from_loss(loss_fn, square(), batch)
-    assert all(map(torch.equal, norm.buffers(), nn.BatchNorm1d(4).buffers()))
-
-
-class Renewing(nn.Linear):
-    """Its weight is another after each call."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.weight = nn.Parameter(self.weight * 2)
-        return super().forward(x)
-
-
-REPLACES: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "a buffer": (lambda: Watching("another"), "'Watching.seen'"),
-    "one inside": (lambda: nn.Sequential(nn.Tanh(), Watching("another")), "'Watching.seen'"),
-    "a parameter": (lambda: Renewing(4, 4), "'Renewing.weight'"),
-}
-
-
-def held_in(net: nn.Module) -> dict[tuple[str, str], Any]:
-    """What modules have as buffers and parameters, None too, by module and name."""
-    each = [(path, {**module._buffers, **module._parameters}) for path, module in net.named_modules()]
-    return {(path, name): one for path, own in each for name, one in own.items()}
-
-
-@pytest.mark.parametrize("meta", [False, True])
-@pytest.mark.parametrize("what", REPLACES)
-def test_what_is_replaced_in_a_module_that_no_name_leads_to(what: str, meta: bool, monkeypatch: pytest.MonkeyPatch):
-    """It kept a tensor without data, of which the next call said DataDependentOutputException: aten.equal.default."""
-    make, words = REPLACES[what]
-    hidden = make().to("meta" if meta else "cpu")
-    before = held_in(hidden)
-    monkeypatch.setattr(held_module, "net", hidden, raising=False)
-    monkeypatch.setitem(sys.modules, HELD, held_module)
-
-    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        y = sys.modules[HELD].net(fpipe.boundary(batch[0] @ params["w"]))
-        return (y * 1.0 - batch[1]).square().mean()
-
-    w, *batch = (torch.randn(rows, 4, device="meta" if meta else "cpu") for rows in (4, 6, 6))
-    with pytest.raises(RuntimeError, match=rf"^loss_fn binds {words} anew, which it closes over; a stage and a loss a"):
-        fpipe.from_loss(loss_fn, {"w": w}, tuple(batch))
-    assert list(held_in(hidden)) == list(before)
-    assert all(one is before[place] for place, one in held_in(hidden).items())
-
-
-@pytest.mark.parametrize("trace", [True, False])
-def test_a_net_that_is_put_into_eval_mode_is_refused_with_the_way_out(trace: bool):
-    """Dropout stayed on, in silence."""
-    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
-    params, batch, loss_fn = dict(net.named_parameters()), rows(), of_net(net)
-    model, own = fpipe.from_loss(loss_fn, params, batch)
-    step = fpipe.build(fpipe.program(model), model, trace=trace)
-    before = step(own, batch, key=0).loss
-    net.eval()
-    words = "module 'net.1' (Dropout) was in training when loss_fn was traced and is in eval now: the trace goes on as "
-    with pytest.raises(ValueError, match=re.escape(words)):
-        step(own, batch, key=0)
-    with pytest.raises(ValueError, match=re.escape("Call from_loss again in this mode.")):
-        fpipe.reference(model, own, batch, key=0)
-    model, own = fpipe.from_loss(loss_fn, params, batch)
-    assert torch.equal(fpipe.build(fpipe.program(model), model)(own, batch).loss, loss_fn(params, batch))
-    net.train()
-    assert torch.equal(step(own, batch, key=0).loss, before)
-
-
-def test_a_net_that_has_no_modes_may_be_put_into_eval_mode():
-    net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    model, own = fpipe.from_loss(of_net(net), dict(net.named_parameters()), rows())
-    net.eval()
-    assert fpipe.verify(fpipe.program(model), model, own, rows()).bitwise
-
-
-def test_modules_made_meanwhile_are_nobodys_state():
-    kept = dict[str, nn.Module]()
-
-    def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        made = Watching("another")
-        made(made(batch[0]))
-        made.register_buffer("late", batch[0])
-        made.itself = [made]
-        kept["module"] = Watching("another")
-        kept["module"](batch[0])
-        return (fpipe.boundary(batch[0] @ params["w"]) * made.seen - batch[1]).square().mean()
-
-    assert_own(loss_fn, square(), rows(), 3)
-
-
 def test_a_function_of_torch_that_was_handed_the_loss_function_is_cut():
     """It was refused as a function of other things."""
 
     def loss_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.mse_loss(fpipe.boundary(batch[0] @ params["a"]) @ params["b"], batch[1])
 
-    params, batch = {"a": torch.randn(4, 4), "b": torch.randn(4, 2)}, (torch.randn(6, 4), torch.randn(6, 2))
-    recomputed = functools.partial(torch.utils.checkpoint.checkpoint, loss_fn, use_reentrant=False)
-    model, own = fpipe.from_loss(recomputed, params, batch)
-    plain, _ = fpipe.from_loss(loss_fn, params, batch)
+    params = {name: torch.randn(4, 4) for name in "ab"}
+    model = assert_own(functools.partial(checkpoint, loss_fn, use_reentrant=False), params, rows(), 2)
     assert len(model.stages) == 2
-    one, other = (fpipe.reference(each, own, batch, microbatches=2) for each in (model, plain))
-    assert torch.equal(one.loss, other.loss)
-    assert all(torch.equal(a[name], b[name]) for a, b in zip(one.grads, other.grads, strict=True) for name in a)
 
 
 @pytest.mark.parametrize("trace", [True, False])
@@ -1046,7 +817,7 @@ def test_an_error_inside_of_a_block_closes_it(trace: bool):
             h = batch[0] @ params["a"]
         return F.mse_loss(fpipe.boundary(h.float() @ params["b"]), batch[1])
 
-    params, batch = {"a": torch.randn(4, 4), "b": torch.randn(4, 2)}, (torch.randn(6, 4), torch.randn(6, 2))
+    params, batch = {"a": torch.randn(4, 4), "b": torch.randn(4, 4)}, rows()
     model, own = fpipe.from_loss(loss_fn, params, batch)
     step = fpipe.build(merged(model, 2), model, trace=trace)
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
@@ -1058,29 +829,18 @@ def test_an_error_inside_of_a_block_closes_it(trace: bool):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
 
 
-# The function itself, which `verify` compares with
+# The function itself, which `verify` compares with: a program and the reference run one trace, so that it is not the
+# function any more neither of them can see.
 
 
 def verified(model, params, batch, **more):
     return fpipe.verify(merged(model, 2), model, params, batch, **more)
 
 
-def remade(scale, dropout=0.0):
-    """A loss function with a number that it closes over."""
-
-    def loss_fn(params, batch):
-        inputs, target = batch
-        hidden = fpipe.boundary(F.dropout(inputs @ params["w"], dropout))
-        return F.mse_loss(F.dropout(hidden, dropout) @ params["w"] * scale[0], target)
-
-    batch = rows()
-    return *fpipe.from_loss(loss_fn, square(), batch), batch
-
-
 def test_verify_compares_with_the_function_and_not_with_its_trace():
-    """A program and the reference run one trace: that it is not the function any more, neither of them can see."""
     scale = [1.0]
-    model, params, batch = remade(scale)
+    batch = rows()
+    model, params = fpipe.from_loss(simple(lambda y, w, t: (y @ w * scale[0] - t).square().mean()), square(), batch)
     assert verified(model, params, batch).bitwise
     scale[0] = 3.0
     with pytest.raises(
@@ -1090,7 +850,8 @@ def test_verify_compares_with_the_function_and_not_with_its_trace():
 
 
 def test_verify_draws_the_random_numbers_of_the_stages_in_the_function():
-    model, params, batch = remade([1.0], dropout=0.5)
+    batch = rows()
+    model, params = fpipe.from_loss(simple(lambda y, w, t: F.mse_loss(F.dropout(y) @ w, t)), square(), batch)
     assert verified(model, params, batch, key=7).bitwise
 
 

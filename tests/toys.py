@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -76,6 +77,13 @@ def assert_unsplit(model: fpipe.Model, result: fpipe.Result, right: nn.Module) -
     trained = {name: leaf.grad for name, leaf in right.named_parameters() if leaf.requires_grad}
     assert [name for name, grad in trained.items() if not torch.equal(grads[name], grad)] == []
     assert [name for name, one in remembered(result).items() if not torch.equal(one, right.get_buffer(name))] == []
+
+
+def scripted() -> nn.Module:
+    """A layer that torch.jit has compiled."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(nn.Linear(4, 4))
 
 
 def merged(model: fpipe.Model, microbatches: int, *steps: Any) -> fpipe.Program:
