@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
@@ -82,6 +83,12 @@ def counts(own: Any, x: Tensor) -> Tensor:
     return x / own.calls.clone()
 
 
+def averages(own: Any, x: Tensor) -> Tensor:
+    """Reads a mean of its inputs, and binds it anew, of which torch.export says nothing: its state was lost."""
+    before, own.mean = own.mean, 0.9 * own.mean + 0.1 * x.mean(0).detach()
+    return x - own.mean + before
+
+
 LEAVES: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "tanh": nn.Tanh,
@@ -93,6 +100,8 @@ LEAVES: dict[str, Callable[[], nn.Module]] = {
     "tied": tied,
     "attention": lambda: Toy(rows_that_read_each_other, heads=nn.MultiheadAttention(WIDTH, 2)),
     "counter": lambda: Toy(counts, calls=torch.zeros(())),
+    "average": lambda: Toy(averages, mean=torch.zeros(WIDTH)),
+    "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH), n_power_iterations=2),
     "in place": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)),
 }
 Recipe = str | tuple[str, list["Recipe"]]

@@ -39,6 +39,18 @@ class Toy(nn.Module):
         return self.does(self, x)
 
 
+class Block(nn.Module):
+    """A residual block with whatever is asked for in the middle."""
+
+    def __init__(self, width: int, *middle: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.middle = nn.Sequential(*middle)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.middle(nn.functional.gelu(self.up(self.norm(x)))))
+
+
 def twice(make: Callable[[], nn.Module]) -> nn.Sequential:
     """Two equal stages."""
     torch.manual_seed(3)
