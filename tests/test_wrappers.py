@@ -13,25 +13,16 @@ from torch.utils.checkpoint import checkpoint
 import fpipe
 from tests.families import FAMILIES
 from tests.own_autograd import assert_own, own_autograd
-from tests.toys import merged
+from tests.refusals import refusals
+from tests.toys import Block, Toy, merged
 
 WIDTH, ROWS, KEY, PARTS = 8, 4, 3, 2
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
 
 
 class Chain(nn.Module):
     def __init__(self, blocks: int = 4) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(WIDTH, nn.Dropout(0.1)) for _ in range(blocks))
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,34 +31,18 @@ class Chain(nn.Module):
         return self.head(x)
 
 
-class Lightning(nn.Module):
-    """A module with a training step, which logs as it goes where it has a trainer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Chain()
-        self.logged: dict[str, Tensor] | None = None
-
-    def log(self, name: str, value: Tensor) -> None:
-        if self.logged is not None:
-            self.logged[name] = value.detach()
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x, target = batch
-        loss = F.mse_loss(self.model(x), target)
-        self.log("loss", loss)
-        return loss
-
-
 class TrainingStep(nn.Module):
-    """The training step of such a module as a net: it takes a batch, and returns the loss."""
+    """The training step of a module of Lightning as a net: it takes a batch, returns the loss, and may keep it."""
 
-    def __init__(self, module: Lightning) -> None:
+    def __init__(self, **logged: Tensor | None) -> None:
         super().__init__()
-        self.module = module
+        self.model, self.logged = Chain(), logged
 
-    def forward(self, *batch: Tensor) -> Tensor:
-        return self.module.training_step((batch[0], batch[1]), 0)
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        loss = F.mse_loss(self.model(x), target)
+        if self.logged:
+            self.logged["loss"] = loss.detach()
+        return loss
 
 
 class Translator(nn.Module):
@@ -122,15 +97,6 @@ class FixedRows(TwoTowers):
         return len(seen)
 
 
-class Reentrant(Chain):
-    """Recomputes its blocks in the backward, in the way that torch has left behind."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=True)  # pyright: ignore[reportAssignmentType]
-        return self.head(x)
-
-
 class Masked(Chain):
     """Needs the mask that it says it may do without, as LongT5 does in an export."""
 
@@ -156,9 +122,9 @@ BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 SLOW = pytest.mark.deep
 NETS = {
     "a training step": Wrapped(
-        lambda: TrainingStep(Lightning()),
+        TrainingStep,
         lambda: ((rows(WIDTH), rows(WIDTH)), None),
-        tuple(f"module.model.{path}" for path in BLOCKS),
+        tuple(f"model.{path}" for path in BLOCKS),
     ),
     "torch's transformer": Wrapped(
         Translator,
@@ -197,38 +163,33 @@ def test_a_net_that_fixes_its_rows_is_told_how_it_would_not() -> None:
     assert fpipe.verify(program, model, params, (inputs, None), key=KEY).bitwise
 
 
-def test_copies_on_devices_are_refused_with_the_way_out() -> None:
-    """It ended in torch's own error about the stateless API."""
-    words = "module '' (DataParallel) makes copies of its module as it runs; a stage computes with parameters"
-    with pytest.raises(ValueError, match=re.escape(words)):
-        fpipe.from_module(nn.DataParallel(Chain()), 2, example=(rows(WIDTH), rows(WIDTH)), loss=F.mse_loss)
+def cut(net: nn.Module, **inputs: Tensor) -> Any:
+    return fpipe.from_module(net, 2, example=(inputs or rows(WIDTH), rows(WIDTH)), loss=F.mse_loss)
 
 
-def test_a_reentrant_checkpoint_is_refused_with_its_line() -> None:
-    """It ended in torch's own error about .grad(), which names neither the net nor what to do in it."""
-    line = re.escape("in forward: x = checkpoint(block, x, use_reentrant=True)")
-    said = (
-        r"Reentrant cannot be exported.*use_reentrant=True\) has a backward.*say use_reentrant=False, or leave it out"
-    )
-    with pytest.raises(ValueError, match=f"(?s){said}.*{line}"):
-        fpipe.from_module(Reentrant(), 2, example=(rows(WIDTH), rows(WIDTH)), loss=F.mse_loss)
+RECOMPUTED = Toy(lambda own, x: checkpoint(torch.tanh, x, use_reentrant=True))
+test_what_cannot_be_cut_is_refused_with_its_name_and_the_way_out = refusals(
+    globals(),
+    """
+# It ended in torch's own error about the stateless API.
+cut(nn.DataParallel(Chain()))
+    ValueError: module '' (DataParallel) makes copies of its module as it runs; a stage computes with parameters
+# It ended in torch's own error about .grad(), which names neither the net nor what to do in it.
+cut(RECOMPUTED)
+    ValueError: Toy cannot be exported, so there is nothing to cut: ValueError:
+    torch.utils.checkpoint(use_reentrant=True) has a backward that no trace above autograd captures; say
+    use_reentrant=False, or leave it out
+# LongT5 ended in "'NoneType' object has no attribute 'shape'", and a mask helps.
+cut(Masked())
+    ValueError: ; the example has no attention_mask, with which it may. Change the
+fpipe.from_module(TrainingStep(loss=None), 2, example=((rows(WIDTH), rows(WIDTH)), None))
+    ValueError: self.logged['loss'] was assigned during export
+""",
+)
 
 
-def test_a_mask_that_the_example_leaves_out_is_named() -> None:
-    """LongT5 ended in "'NoneType' object has no attribute 'shape'", and a mask helps."""
-    with pytest.raises(
-        ValueError, match=r"NoneType.*; the example has no attention_mask, with which it may\. Change the"
-    ):
-        fpipe.from_module(Masked(), 2, example=(rows(WIDTH), rows(WIDTH)), loss=F.mse_loss)
-    batch = {"x": rows(WIDTH), "attention_mask": torch.ones(ROWS)}, rows(WIDTH)
-    assert fpipe.from_module(Masked(), 2, example=batch, loss=F.mse_loss)[0].inputs
-
-
-def test_a_training_step_that_keeps_tensors_is_refused_with_their_name() -> None:
-    module = Lightning()
-    module.logged = {}
-    with pytest.raises(ValueError, match=r"self\.module\.logged\['loss'\] was assigned during export"):
-        fpipe.from_module(TrainingStep(module), 2, example=((rows(WIDTH), rows(WIDTH)), None))
+def test_a_mask_that_the_net_needs_is_among_its_inputs() -> None:
+    assert cut(Masked(), x=rows(WIDTH), attention_mask=torch.ones(ROWS))[0].inputs
 
 
 @pytest.mark.deep
