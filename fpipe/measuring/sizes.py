@@ -136,7 +136,7 @@ def sizes(
     largest: Storages = {}  # a reader knows of a storage only the part that it sees
     for leaf in (leaf for abstract in trees.values() for leaf in abstract.leaves if isinstance(leaf, Fact)):
         largest[leaf.storage] = max(leaf.bytes, largest.get(leaf.storage, 0))
-    own = {value: _storages(abstract.leaves, lowered.given, largest) for value, abstract in trees.items()}
+    own = {value: _storages(abstract.leaves, lowered.lowered.given, largest) for value, abstract in trees.items()}
     account, room = Account(program.ranks), dict[Value, int]()
     where: dict[Value, Storages] = {value: {} for value in (*program.writer, *trees)}
     travelled = _Travelled() if runtime == "distributed" else None

@@ -74,8 +74,7 @@ class Folds:
         sums, updates: by the position of the op that makes them.
         folded: the positions of those that are made by others.
         trees: the abstract tree of every value.
-        last: of each value the position of its last reader, or of its writer.
-        dead: of each position the values that nobody reads after it.
+        dead: of each position the values that nobody reads after it, its outputs aside.
     """
 
     ops: Sequence[Op]
@@ -84,8 +83,7 @@ class Folds:
     updates: Mapping[int, Update]
     folded: Collection[int]
     trees: Mapping[Value, AbstractTree]
-    last: Mapping[Value, int]
-    dead: Mapping[int, Sequence[Value]]
+    dead: Mapping[int, tuple[Value, ...]]
 
     def others(self, at: int) -> list[int]:
         """The positions of the ops that are folded into one."""
@@ -106,12 +104,12 @@ def folds_of(
     sums = _sums_of(ops, kept, shapes, given)
     updates, trees = ({}, sums.trees) if compile else _updates_of(ops, kept, shapes, sums.trees)
     folded = {add for adds in sums.adds.values() for add in adds.values()} | {each.at for each in updates.values()}
-    last, dead = dict[Value, int](), dict[int, list[Value]]()
-    folds = Folds(ops, kept, sums, updates, folded, trees, last, dead)
-    for at in range(len(ops)):
-        last.update((value, at) for value in _touched(folds, at))
+    dead = dict[int, tuple[Value, ...]]()
+    folds = Folds(ops, kept, sums, updates, folded, trees, dead)
+    last = {value: at for at in range(len(ops)) for value in _touched(folds, at)}
     for value, at in last.items():
-        dead.setdefault(at, []).append(value)
+        if value not in kept:
+            dead[at] = (*dead.get(at, ()), value)
     return folds
 
 

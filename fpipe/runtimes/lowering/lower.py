@@ -9,9 +9,9 @@ list itself, which it empties, so that each tensor is gone after its last read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,10 @@ from fpipe.graphs.compiling.running_statistics import FACTOR, NEW, OLD
 from fpipe.graphs.language.graph import Aval, Fact, Graph
 from fpipe.graphs.language.labels import GENERATORS, label_of, reads_of, total_of
 from fpipe.graphs.purity.ambient import casts, kernels
+from fpipe.graphs.tracing.exchanged import Exchanged
 from fpipe.graphs.tracing.outputs import scaled
 from fpipe.positional_stage import PositionalStage
-from fpipe.program import Op, Program, Value, building, is_exchange
+from fpipe.program import Op, Program, Value, building
 from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.definition.meaning import cast_of, rounding
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
@@ -83,11 +84,22 @@ def lower(
         kept = {end.value for end in program.outputs}
         folds = folds_of(ops, kept, shapes, mine, compile)
         overwritten = overwritten_by(ops, kept, folds.trees, mine, donate)
-        return _Lowering(ops, shapes, folds, mine, compile, overwritten, runs).lowered(program)
+        return _Lowering(ops, shapes, folds, mine, compile, overwritten, runs).lowered(program, given)
+
+
+class _Unnumbered(NamedTuple):
+    """An instruction whose slots have names still: values, and what a step makes before its first instruction."""
+
+    run: Callable[..., Any]
+    reads: Sequence[Any]
+    shared: tuple[int, ...]
+    ops: tuple[Op, ...]
+    written: tuple[Value, ...]
+    dead: tuple[Value, ...]
 
 
 class _Lowering:
-    """Writes the instructions of a program down, now that all shapes are known: slots, and what is in them at first."""
+    """Writes the instructions of a program down, now that all shapes are known, and then numbers their slots."""
 
     def __init__(
         self,
@@ -104,10 +116,9 @@ class _Lowering:
         self.made = {value for op in ops for value in op.writes if value.name == "params"}  # versions and copies
         self.moved = {*self.made, *shapes.copies.origin}
         self.kernels, self.casts = kernels() if runs else None, casts()
-        self.slots: dict[Any, int] = {}
-        self.constants: dict[int, Leaves] = {}
-        self.prepare: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
-        self.drawing: dict[int, Op] = {}
+        self.constants: dict[Any, Leaves] = {}
+        self.prepare: dict[Any, tuple[Callable[..., Any], Sequence[Any]]] = {}
+        self.drawing: int | None = None
         self.to_compile: dict[Op, Kernel] = {}
         self.parts: dict[Op, Graph] = {}
         whole = {value for op in ops if op.kind in TRANSFERS or shapes.is_untraced(op) for value in op.reads}
@@ -116,42 +127,51 @@ class _Lowering:
         self.free = frozenset(free - traced).difference(folds.kept)  # nobody relies on the shapes of these
         self.read_leaves: dict[Value, set[int]] = {value: set() for value in self.made - whole}
 
-    def lowered(self, program: Program) -> Lowered:
+    def lowered(self, program: Program, given: Mapping[Value, AbstractTree]) -> Lowered:
         """The instructions, with their slots in the order in which they are filled."""
-        instructions = [self.one(at, op) for at, op in enumerate(self.ops) if at not in self.folds.folded]
-        for end in program.inputs:
-            self.slot(end.value)
-        written = [slot for one in instructions for slot in one.writes]
-        there = {*self.slots.values()}.difference(written)
-        at = {slot: place for place, slot in enumerate((*sorted(there), *written))}
-        slots = {value: at[slot] for value, slot in self.slots.items()}
-        sharded = (getattr(leaf, "aval", None) for known in self.trees.values() for leaf in known.leaves)
+        named = [self.one(at, op) for at, op in enumerate(self.ops) if at not in self.folds.folded]
+        written = dict.fromkeys(value for one in named for value in one.written)
+        read = (
+            name
+            for names in (*(reads for _, reads in self.prepare.values()), *(one.reads for one in named))
+            for name in names
+        )
+        there = dict.fromkeys((*(end.value for end in program.inputs), *self.constants, *self.prepare, *read))
+        slots = {name: slot for slot, name in enumerate((*(name for name in there if name not in written), *written))}
+
+        def of(names: Iterable[Any]) -> tuple[int, ...]:
+            return tuple(map(slots.__getitem__, names))
+
         return Lowered(
             slots=slots,
-            constants={at[slot]: leaves for slot, leaves in self.constants.items()},
-            prepare=[(run, _moved(reads, at), at[slot]) for run, reads, slot in self.prepare],
+            constants={slots[name]: leaves for name, leaves in self.constants.items()},
+            prepare=[(run, of(reads), slots[name]) for name, (run, reads) in self.prepare.items()],
             instructions=[
-                one._replace(reads=_moved(one.reads, at), writes=_moved(one.writes, at)) for one in instructions
+                Instruction(run, of(reads), shared, of(written), ops, written, dead)
+                for run, reads, shared, ops, written, dead in named
             ],
             trees=self.trees,
             given=frozenset(self.given),
             given_up=self.overwritten.given_up,
-            key=slots.get(KEY),
-            drawing=tuple(self.drawing.values()),
+            drawing=self.drawing,
             kernels=self.to_compile,
-            collective=any(known is not None and known.sharding is not None for known in sharded)
-            or any(cut.graph.collective for cut in self.shapes.cuts.values())
-            or any(self.is_untraced_exchange(op) for op in self.ops),
+            collective=self.is_collective(given),
             graphs=self.shapes.graphs(),
             parts=self.parts,
             updates=self.shapes.updates,
             gathered=self.read_leaves,
         )
 
-    def slot(self, value: Any) -> int:
-        return self.slots.setdefault(value, len(self.slots))
+    def is_collective(self, given: Mapping[Value, AbstractTree]) -> bool:
+        """Whether stages talk to other processes: in a trace, by DTensors, or as an exchange that has none."""
+        functions: Iterable[Any] = (self.shapes.context.model.stages[n].forward for n in self.shapes.untraced.stages)
+        return (
+            any(graph.collective for graphs in self.shapes.graphs().values() for graph in graphs)
+            or any(isinstance(one, Fact) and one.aval.sharding for known in given.values() for one in known.leaves)
+            or any(isinstance(one, Exchanged) and one.size > 1 for one in functions)
+        )
 
-    def one(self, at: int, op: Op) -> Instruction:
+    def one(self, at: int, op: Op) -> _Unnumbered:
         """The instruction of an op, and of those that are folded into it."""
         if self.shapes.is_untraced(op):
             trees = [[self.trees[value] for value in values] for values in (op.reads, op.writes)]
@@ -160,22 +180,14 @@ class _Lowering:
             return self.instruction(at, run, (*op.reads, *keyed), op.writes)
         return self.traced(at, op) if op.kind in ("F", "R", "B", "I", "W") else self.ruled(at, op)
 
-    def is_untraced_exchange(self, op: Op) -> bool:
-        """Whether an op exchanges with other processes without a trace."""
-        function: Any = self.shapes.context.model.stages[op.stage or 0].forward
-        return is_exchange(op) and self.shapes.is_untraced(op) and function.size > 1
-
     def instruction(
         self, at: int, run: Callable[..., Any], reads: Sequence[Any], writes: Sequence[Value], extra: Sequence[Op] = ()
-    ) -> Instruction:
-        ops = (self.ops[at], *extra)
-        mine = {value for value in reads if self.folds.last.get(value) == at and value not in self.folds.kept}
-        shared = tuple(k for k, value in enumerate(reads) if value not in mine and value[0] not in _STEADY)
-        slots = [tuple(map(self.slot, values)) for values in (reads, writes)]
-        dead = tuple(value for value in self.folds.dead.get(at, ()) if value not in self.folds.kept)
-        return Instruction(run, slots[0], shared, slots[1], ops, tuple(writes), dead)
+    ) -> _Unnumbered:
+        dead = self.folds.dead.get(at, ())
+        shared = tuple(k for k, name in enumerate(reads) if name not in dead and name[0] not in _STEADY)
+        return _Unnumbered(run, reads, shared, (self.ops[at], *extra), tuple(writes), dead)
 
-    def traced(self, at: int, op: Op) -> Instruction:
+    def traced(self, at: int, op: Op) -> _Unnumbered:
         """A part of a stage's graph."""
         sums, update = self.folds.sums, self.folds.updates.get(at)
         cut, adds = self.shapes.cut_of(op), sums.adds.get(at, {})
@@ -210,39 +222,38 @@ class _Lowering:
             values |= {NEW: self.ops[update.at].writes[0]}
         if GENERATORS in graph.reads:
             named |= {GENERATORS: KEY}
-            self.drawing.setdefault(op.stage or 0, op)
-            context = self.shapes.context
-            place = (op.stage or 0, context.number(op), op.slice)
+            context, stage = self.shapes.context, op.stage or 0
+            self.drawing = stage if self.drawing is None else self.drawing
+            place = (stage, context.number(op), op.slice)
             run = with_generators(run, [*graph.reads].index(GENERATORS), graph.drawn_on, place, context.step_of(op))
         if "ready" in graph.reads:
-            named |= {"ready": self.ready((cut, recipe), op, made)}
+            named |= {"ready": self.ready(op, made)}
         reads = [named[label] for label in graph.reads]
         for value, names in zip(reads, graph.reads.values(), strict=True):
             self.read_leaves.get(value, set()).update(k for k, name in enumerate(names) if name is not None)
         if recipe.landed:  # what came from another rank, or a version, is gone after its last read
-            count, last = len(reads), {value for value in op.reads if self.folds.last.get(value) == at}
+            count, last = len(reads), {*self.folds.dead.get(at, ())}
             reads += [value for value in op.reads if value in last & self.made and value not in reads]
             over = [k for k, value in enumerate(reads) if value in last & self.moved]
             run = dropping(run, count, over) if over else run
         extra = [self.ops[other] for other in self.folds.others(at)]
         return self.instruction(at, run, reads, [values[label] for label in graph.writes], extra)
 
-    def ready(self, key: Any, op: Op, made: Code) -> Any:
-        """The slot of the views of parameters that a call reads, and the call that makes them, once a step."""
+    def ready(self, op: Op, made: Code) -> Any:
+        """The name of the views of parameters that a call reads, and the call that makes them, once a step."""
         origin, forward = self.shapes.copies.origin, self.shapes.runs[op[1:4]].first
         named = {**reads_of(forward)} | {"const": Value("const", op.stage)}
         values = [origin.get(named[label], named[label]) for label in made.prepares.reads]
-        slot = ("ready", key, *values)
-        if slot not in self.slots:
-            self.prepare.append((made.prepare, tuple(map(self.slot, values)), self.slot(slot)))
-        return slot
+        name = ("ready", made.prepare, *values)
+        self.prepare.setdefault(name, (made.prepare, values))
+        return name
 
     def weight(self, op: Op) -> Any:
-        """The slot of the loss's cotangent."""
-        slot = ("weight", *self.cotangent(op))
-        if slot not in self.slots:
-            self.constants[self.slot(slot)] = [filled(*slot[1:])]
-        return slot
+        """The name of the loss's cotangent."""
+        name = ("weight", *self.cotangent(op))
+        if name not in self.constants:
+            self.constants[name] = [filled(*name[1:])]
+        return name
 
     def cotangent(self, op: Op) -> tuple[float, Aval]:
         """The loss's cotangent: the microbatch's weight in the mean, and the aval of the loss."""
@@ -252,7 +263,7 @@ class _Lowering:
         known = self.shapes.loss_aval(op)
         return scaled(weight, self.shapes.context.loss_scale, known.dtype), known
 
-    def ruled(self, at: int, op: Op) -> Instruction:
+    def ruled(self, at: int, op: Op) -> _Unnumbered:
         """Instruction that does what the walk would, on values in their containers."""
         if op.kind == "GATHER":
             return self.instruction(at, partial(rounded, cast_of(op)), op.reads, op.writes)
@@ -291,10 +302,6 @@ class _Lowering:
             return dict(zip(names, run([state[name] for name in names], [*crossing])[0], strict=True))
 
         return lambda leaves: (tree.unflatten(spec, leaves[:notes]), partial(again, leaves[notes:]))
-
-
-def _moved(slots: Sequence[int], at: Mapping[int, int]) -> tuple[int, ...]:
-    return tuple(at[slot] for slot in slots)
 
 
 def filled(weight: float, known: Aval) -> Tensor:

@@ -44,8 +44,7 @@ class Lowered:
         trees: what is known of every value.
         given: storages that are not the step's own: of the caller, and of what stages hold on to.
         given_up: those of them that results may lie in.
-        key: the slot of the step's key, if a stage draws random numbers.
-        drawing: a forward of each stage that does.
+        drawing: the first stage that draws random numbers.
         kernels: by their first op, the instructions that are to be compiled before they run.
         collective: whether stages talk to other processes, which run the same program.
         graphs: of each stage, and of the loss under None.
@@ -61,8 +60,7 @@ class Lowered:
     trees: Mapping[Value, AbstractTree]
     given: frozenset[int]
     given_up: frozenset[int]
-    key: int | None
-    drawing: tuple[Op, ...]
+    drawing: int | None
     kernels: Mapping[Op, Kernel]
     collective: bool
     graphs: Mapping[int | None, Sequence[Graph]]

@@ -22,7 +22,7 @@ from fpipe.runtimes.definition.device_moves import moves_of
 from fpipe.runtimes.definition.devices import homes_of
 from fpipe.runtimes.definition.inputs_and_results import Keys, check_inputs, places_of
 from fpipe.runtimes.definition.meaning import batch_of
-from fpipe.runtimes.definition.recorder import RecordedRow, Recorder
+from fpipe.runtimes.definition.recorder import Notes, RecordedRow, Recorder
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.host_lanes import beside, lanes_of, span_of
 from fpipe.runtimes.lowering.lower import lower
@@ -64,7 +64,8 @@ class Prepared:
         given: Given = (params, batch, state, optim)
         homes, storages = homes_of(program, devices), dict[int, int]()
         handed = handed_by(program, model, given, key, homes, home, storages, share)
-        context = self.context = StepContext(
+        per_step = program.microbatches // program.steps
+        context = StepContext(
             model,
             sum(sizes),
             watch_saved,
@@ -72,31 +73,27 @@ class Prepared:
             loss_scale=loss_scale,
             sizes=sizes,
             replicas=replica[1],
-            first=replica[0] * (program.microbatches // program.steps),
+            first=replica[0] * per_step,
             moves=moves_of(program, devices),
             shared=handed.shared,
             places=places_of(model, params),
-            per_step=program.microbatches // program.steps,
+            per_step=per_step,
         )
-        constants = {
-            Value("const", number): AbstractTree(tuple(fact_of(leaf, storages) for leaf in net.constants()))
-            for number, net in nets_of(model).items()
-            if net.constants()
-        }
-        lowered = self.lowered = lower(program, context, {**handed.trees, **constants}, untraced, compile, donate, runs)
-        self.instructions, self.trees, self.given = lowered.instructions, lowered.trees, lowered.given
-        self.model, self.program, self.untraced, self.at_home = model, program, untraced, handed.at_home
-        self.shared = handed.shared
+        known = {**handed.trees, **_constants_of(model, storages)}
+        lowered = lower(program, context, known, untraced, compile, donate, runs)
+        self.program, self.model, self.context, self.untraced, self.lowered = program, model, context, untraced, lowered
+        self.at_home, self.shared = handed.at_home, handed.shared
+        self.instructions, self.trees = lowered.instructions, lowered.trees
         self.weighed_rows = sum(sizes) if model.reduction == "mean" else 0
         self.entrance = entrance_of(lowered, model, handed, homes)
-        own = not untraced.stages
-        self.exit = exit_of(self._asked(program), model, lowered, (params, whole, state, optim), handed.at_home, own)
-        self.lanes = lanes_of(self.instructions, self.trees, devices)
+        results = (params, whole, state, optim), handed.at_home, not untraced.stages
+        self.exit = exit_of(self._asked(program), model, lowered, *results)
+        self.lanes = lanes_of(self.instructions, lowered.trees, devices)
         self.part = RankPart(beside(self.instructions, self.lanes), model)
         self.recorder: Recorder | None = None
         held = _held_by_graphs(lowered, model)
         self.homes = [] if model.held is None else model.held.homes_of(held)
-        _wait_for((*held, *(leaf for own in lowered.constants.values() for leaf in own)))
+        _wait_for((*held, *_filled(lowered)))
 
     def compile(self) -> None:
         """Compile what this process runs of it."""
@@ -120,25 +117,26 @@ class Prepared:
         leaves = [*map(local_of, leaves)]
         with raw_ops():
             slots = self.entrance.filled(leaves, key)
-            own = [leaf for slot, _ in self.entrance.constants for leaf in slots[slot]]
-            own += [leaf for held in self.lowered.constants.values() for leaf in held]
-            if record and self.recorder is None:
-                rows = [RecordedRow(one.ops, one.written, one.dead) for one in self.instructions]
-                self.recorder = Recorder(record, rows)
-            notes = self.recorder.begin([*leaves, *own]) if record and self.recorder else None
+            notes = self._notes(record, leaves, slots) if record else None
             device = next(iter(notes.devices), None) if notes else None
-            spans = partial(span_of, self.lanes)
+            watch = Watch(notes, check_finite, see, device, partial(span_of, self.lanes))
             self.context.overwrites = False
             try:
-                self._execute(
-                    slots, Watch(notes, check_finite, see, device, spans) if notes or check_finite or see else None
-                )
+                self._execute(slots, watch if notes or check_finite or see else None)
             except BaseException as error:
                 if self.context.overwrites and self.lowered.given_up:
                     error.add_note(GONE)
                 raise
             whole = self.exit.results(slots, state)
         return Result(**whole, timeline=self.recorder.timeline(notes) if self.recorder and notes else None)
+
+    def _notes(self, record: Program, leaves: Sequence[Any], slots: Slots) -> Notes:
+        """Notes of a step, in which the leaves that it is handed and those that stages hold do not count."""
+        if self.recorder is None:
+            rows = [RecordedRow(one.ops, one.written, one.dead) for one in self.instructions]
+            self.recorder = Recorder(record, rows)
+        own = [leaf for slot, _ in self.entrance.constants for leaf in slots[slot]]
+        return self.recorder.begin([*leaves, *own, *_filled(self.lowered)])
 
     def _execute(self, slots: Slots, watch: Watch | None) -> None:
         """All instructions."""
@@ -147,6 +145,21 @@ class Prepared:
     def _asked(self, program: Program) -> Program:
         """The program with one output of each name: where several ranks want one, all are the same in one process."""
         return program
+
+
+def _constants_of(model: Model, storages: dict[int, int]) -> dict[Value, AbstractTree]:
+    """The abstract trees of what stages that are cut out of a net hold on to."""
+    held = {Value("const", number): net.constants() for number, net in nets_of(model).items()}
+    return {
+        value: AbstractTree(tuple(fact_of(leaf, storages) for leaf in leaves))
+        for value, leaves in held.items()
+        if leaves
+    }
+
+
+def _filled(lowered: Lowered) -> list[Any]:
+    """The leaves that are in slots from the start."""
+    return [leaf for leaves in lowered.constants.values() for leaf in leaves]
 
 
 def _held_by_graphs(lowered: Lowered, model: Model) -> list[Any]:

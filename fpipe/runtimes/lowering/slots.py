@@ -26,7 +26,7 @@ from fpipe.runtimes.definition.devices import BATCH, check_at_home, home_of
 from fpipe.runtimes.definition.inputs_and_results import NO_KEY, Keys, bind_inputs, collect_results
 from fpipe.runtimes.definition.meaning import batch_of
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense
-from fpipe.runtimes.lowering.lowered import FACTORS, Lowered
+from fpipe.runtimes.lowering.lowered import FACTORS, KEY, Lowered
 from fpipe.runtimes.lowering.rank_part import Slots
 from fpipe.runtimes.lowering.shards import Share, Shared, refuse_shards, shared_of, state_of
 from fpipe.single_device.batches import streams
@@ -154,16 +154,15 @@ def entrance_of(lowered: Lowered, model: Model, handed: Handed, homes: Mapping[V
     """The way into the slots of a program that is lowered."""
     slots, nets = lowered.slots, nets_of(model)
     count = len(slots) - sum(len(one.writes) for one in lowered.instructions)
-    drawing = lowered.drawing[0].stage or 0 if lowered.drawing else None
     return Entrance(
         start=[lowered.constants.get(slot) for slot in range(count)],
         inputs=[(slots[value], places) for value, places in handed.places.items()],
         homes=[(slots[value], homes[value]) for value in handed.places if value in homes and value.name in BATCH],
         constants=[(slots[Value("const", n)], net) for n, net in nets.items() if Value("const", n) in slots],
         factors=[(slots[*FACTORS, n], net) for n, net in nets.items() if (*FACTORS, n) in slots],
-        key=lowered.key,
+        key=slots.get(KEY),
         asked=slots.get(Value("key")),
-        drawing=None if drawing is None else who_draws(model, drawing),
+        drawing=None if lowered.drawing is None else who_draws(model, lowered.drawing),
         prepare=lowered.prepare,
     )
 
