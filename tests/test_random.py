@@ -300,15 +300,6 @@ def test_without_a_key_the_module_that_draws_is_named():
         fpipe.reference(model, params, batch)
 
 
-def test_fold_in_is_even_and_depends_on_order():
-    seeds = [fpipe.fold_in(0, stage, index) for stage in range(50) for index in range(50)]
-    assert len(set(seeds)) == 2500
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    ones = [sum(seed >> bit & 1 for seed in seeds) / 2500 for bit in range(63)]
-    assert all(0.45 < share < 0.55 for share in ones)
-    assert fpipe.fold_in(1, 2, 3) != fpipe.fold_in(1, 3, 2) != fpipe.fold_in(3, 1, 2)
-
-
 def test_rrelu_of_transposed_data_keeps_the_masks_behind_it():
     """As a function it writes another order in memory than torch does, so the dropout behind it drew other masks."""
 
