@@ -3,7 +3,6 @@ and forwards come in any order."""
 
 import functools
 import re
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -274,6 +273,12 @@ def lent(y: Tensor, total: Tensor) -> Tensor:
     return y
 
 
+def shared(y: Tensor, total: Tensor) -> Tensor:
+    total.data = y.detach()
+    total.mul_(2)
+    return y * 1
+
+
 USES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str, str]] = {
     "in the output": (lambda y, total: y * total, "ordered", ""),
     "a view": (lambda y, total: total.expand(y.shape) * y, "ordered", ""),
@@ -282,6 +287,7 @@ USES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str, str]] = {
     "its numbers": (lambda y, total: y * float(total.sum()), "ordered", "_local_scalar_dense"),
     "a question": (lambda y, total: y if total.sum() > 3 else y * 2, "ordered", "_local_scalar_dense"),
     "its data": (lent, "ordered", "it assigns the .data of a tensor, which no trace sees"),
+    "its data, shared": (shared, "ordered", "it assigns the .data of a tensor, which no trace sees"),
 }
 
 
@@ -456,39 +462,6 @@ def test_the_example_leaves_the_net_as_it_was(looks: bool):
     assert torch.equal(net[1].linear.weight, weight)
 
 
-def shares_memory(own: Any, x: Tensor) -> Tensor:
-    """Remembers what it makes of its input in the same memory."""
-    y = x + 1
-    own.last.data = y.detach()
-    return y * 1
-
-
-def doubling(own: Any, x: Tensor) -> Tensor:
-    """Changes what it remembers, and so what it goes on with."""
-    y = x + 1
-    own.last.data = y.detach()
-    own.last.mul_(2)
-    return y * 1
-
-
-@pytest.mark.parametrize("trace", [True, False])
-@pytest.mark.parametrize("does", [shares_memory, doubling])
-def test_what_is_remembered_by_its_data_is_the_unsplit_modules(does: Any, trace: bool):
-    """What was done to the buffer reached the output later, or never: the trace, and the tape, saw two tensors in one
-    memory as two."""
-    net = nn.Sequential(nn.Linear(8, 8), Toy(does, last=torch.zeros(8)), nn.Linear(8, 8))
-    model, params, state = fpipe.from_sequential(net, sizes=[3], loss=MSE, example=ROWS[0])
-    assert "state" in model.stages[0].asks
-    right, outputs = one_by_one(net, ROWS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it assigns the .data of a buffer that is read, which no trace sees
-        step = fpipe.build(merged(model, 4), model, trace=trace)
-        found = step(params, ROWS, state=state)
-    assert remembered(found).keys() == {"1.last"}
-    assert torch.equal(found.outputs, outputs)
-    assert_unsplit(model, found, right)
-
-
 def sometimes(own: Any, x: Tensor) -> Tensor:
     """Counts, and normalises batches of three."""
     own.count += 1
@@ -508,60 +481,6 @@ def test_norms_that_did_not_run_are_updated_beside_a_counter(trace: bool):
     assert made[0]["1.count"] == 3
     assert [each.keys() for each in made] == [each.keys() for each in wanted or ()]
     assert all(torch.equal(held, (wanted or ())[0][name]) for name, held in made[0].items() if "gathered" not in name)
-
-
-def test_a_module_that_stands_twice_is_left_as_it_is():
-    """Its tensors have two paths and one place: the second put back a fake tensor."""
-    made, linear = Tracker(), nn.Linear(8, 8)
-    before = [*made.buffers(), *linear.parameters()]
-    _, _, state = fpipe.from_sequential(nn.Sequential(linear, made, linear, made), stages=1, example=ROWS[0])
-    after = [*made.buffers(), *linear.parameters()]
-    assert all(one is other for one, other in zip(after, before, strict=True))
-    assert list(state[0]) == ["1.count", "1.mean"]
-
-
-class Mean(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean.lerp_(x.detach().mean(0), 0.1)
-        return x
-
-    @property
-    def average(self) -> Any:
-        return self.mean
-
-    def doubled(self) -> Any:
-        return self.mean * 2
-
-
-class ByProperty(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ema = Mean()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.ema(x) - self.ema.average
-
-
-class ByMethod(ByProperty):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.ema(x) - self.ema.doubled()
-
-
-@pytest.mark.parametrize("kind", [ByProperty, ByMethod])
-def test_what_a_module_around_reads_by_a_property_or_method_counts_as_read(kind: type[nn.Module]):
-    net = nn.Sequential(nn.Linear(4, 4), kind(), nn.Linear(4, 2))
-    batch = torch.randn(6, 4), torch.randn(6, 2)
-    model, params, state = fpipe.from_sequential(net, sizes=[2, 1], loss=MSE, example=batch[0])
-    assert "state" in model.stages[0].asks
-    made = fpipe.build(merged(model, 3), model)(params, batch, state=state)
-    right, outputs = one_by_one(net, batch, 3)
-    assert torch.equal(made.outputs, outputs)
-    assert remembered(made).keys() == {"1.ema.mean"}
-    assert_unsplit(model, made, right)
 
 
 def undetached(own: Any, x: Tensor) -> Tensor:
