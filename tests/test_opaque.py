@@ -76,24 +76,6 @@ class Gated(nn.Module):
         return self.inner(x) if x.sum() > 0 else self.inner(-x)
 
 
-class Counts(nn.Module):
-    """Its part returns a number beside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Numbered()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, _ = self.inner(x)
-        return y
-
-
-class Numbered(Experts):
-    def forward(self, x: Tensor) -> Any:
-        y = super().forward(x)
-        return y, int((y > 0).sum())
-
-
 class Ticks(Experts):
     """Counts its calls, which a run that only asks for shapes must not."""
 
@@ -166,7 +148,6 @@ KINDS: dict[str, tuple[Any, str | None]] = {
         lambda: Everywhere(Gated),
         "module 'blocks.1.inner.experts.0' (Gated), at test_opaque.py:",
     ),
-    "a number beside": (Counts, "module 'blocks.1.inner.inner' (Numbered), at test_opaque.py:"),
 }
 
 

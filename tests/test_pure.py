@@ -301,19 +301,6 @@ def test_a_hook_that_keeps_what_passes_is_no_stage_of_a_trace():
     assert all(type(y) is Tensor for y in kept)
 
 
-class Odd:
-    """Has an answer of its own to whatever it is asked for."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise KeyError(name)
-
-
-def test_objects_with_odd_attributes_are_walked_past():
-    odd = Odd()
-    model = fpipe.from_functions([lambda p, x: x @ p["w"] + (odd is None)], MSE)
-    assert fpipe.verify(PROGRAM(fpipe.program(model)), model, ({"w": W},), ROWS).bitwise
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_loss_function_keeps_no_fake_tensor():
     """It ended in DataDependentOutputException: aten.equal.default."""
