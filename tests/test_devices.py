@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.transforms.communicate import with_transfers
 from fpipe.tree import leaves, tree_map
+from tests.fake_accelerator.scenarios import by_autograd, shy, squares
 from tests.processes import Processes
 from tests.test_processes_on_devices import join
 from tests.toys import Toy
@@ -43,10 +43,6 @@ def mixer() -> nn.Module:
     norms = {"norm": nn.LayerNorm(16), "group": nn.GroupNorm(4, 16)}
     conv = nn.Conv1d(16, 16, 3, padding=1)
     return Toy(mixed, **norms, qkv=nn.Linear(16, 48), conv=conv, scale=torch.tensor(0.5))
-
-
-def squares(y: Tensor, target: Tensor) -> Tensor:
-    return (y - target).square().mean()
 
 
 def trained(device: str) -> tuple[fpipe.Model, tuple, tuple[Tensor, Tensor]]:
@@ -92,45 +88,6 @@ def test_an_example_without_data_is_one_on_the_default_device(device: str):
     with torch.device(device):
         step = fpipe.build(PIPELINE(fpipe.program(model)), model, example=meta)
         assert same(step(params, batch), fpipe.reference(model, params, batch, microbatches=3))
-
-
-def on_gpus(rank: int, backend: str, how: str) -> list[bool]:
-    """A step of two ranks, each on a GPU of its own if there are two, beside the reference on this rank's."""
-    if backend == "nccl":
-        join(rank, how)
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    model, params, batch = trained(str(device))
-    program = PIPELINE(fpipe.program(model))
-    step = fpipe.build(program, model, runtime="distributed", example=(params, batch), broadcast=True, timeout=30)
-    mine = fpipe.local_params(program, params, rank)
-    expected = fpipe.reference(model, params, batch, microbatches=3)
-    found = [step(mine, batch) for _ in range(2)][1]
-    grads = fpipe.local_params(program, expected.grads, rank)
-    right = same(replace(found, grads=()), replace(expected, grads=())), same_leaves(found.grads, grads)
-    try:
-        step(mine if rank else ({}, {}), batch)
-    except (RuntimeError, ValueError) as error:
-        return [*right, rank == 0 or "rank 0 failed" in str(error), same_leaves(step(mine, batch).grads, grads)]
-    return [False]
-
-
-def same_leaves(one: tuple, other: tuple) -> bool:
-    """Of what is this rank's; the rest is None."""
-    pairs = [(a, b) for a, b in zip(leaves(one), leaves(other), strict=True) if a is not None]
-    return bool(pairs) and all(torch.equal(a, b) for a, b in pairs)
-
-
-@ONE_GPU
-def test_gloo_carries_tensors_of_a_gpu_through_the_host():
-    with Processes(2) as pair:
-        assert pair.each(on_gpus, "gloo", "") == [[True] * 4] * 2
-
-
-@ONE_GPU
-def test_nccl_carries_tensors_between_two_ranks(tmp_path: Path):
-    with Processes(2) as pair:
-        assert pair.each(on_gpus, "nccl", (tmp_path / "group").as_uri()) == [[True] * 4] * 2
 
 
 def on_shards(rank: int, backend: str, kind: str, how: str) -> list[bool]:
@@ -211,13 +168,9 @@ def on_ranks(
     return pipeline(fpipe.program(model)), model, params, net, (torch.randn(8, width), torch.randn(8, width))
 
 
-def by_autograd(net: nn.Sequential, batch: tuple[Tensor, Tensor]) -> list[Tensor | None]:
+def grads_of(net: nn.Sequential, batch: tuple[Tensor, Tensor]) -> list[Tensor | None]:
     """The gradients of the mean over four microbatches, each block where its parameters are."""
-    net.zero_grad()
-    for x, target in zip(*(whole.tensor_split(4) for whole in batch), strict=True):
-        for block in net:
-            x = block(x.to(block[0].weight.device))
-        (squares(x, target.to(x.device)) * 0.25).backward()
+    by_autograd(net, batch, lambda: None, steps=1)
     return [parameter.grad for parameter in net.parameters()]
 
 
@@ -237,7 +190,7 @@ def test_ranks_on_devices_give_the_bits_of_autograd(devices: list[str], schedule
     program, model, params, net, batch = on_ranks(devices, schedule, stages, width)
     step = fpipe.build(program, model, runtime="threads", devices=devices)
     for _ in range(3):
-        found, expected = step(params, batch), by_autograd(net, batch)
+        found, expected = step(params, batch), grads_of(net, batch)
         assert agree(found, expected, devices, schedule)
         with torch.no_grad():  # what is done with results waits for them
             for parameter, grad in zip(net.parameters(), leaves(found.grads), strict=True):
@@ -253,14 +206,14 @@ def test_an_example_without_data_stands_for_what_is_at_home_on_each_rank(
     meta = tree_map(lambda leaf: leaf.to("meta"), (params, batch))
     step = fpipe.build(program, model, runtime="threads", devices=devices, example=meta)
     monkeypatch.setattr("fpipe.runtimes.in_process.local._first", None)  # no signature is new
-    assert agree(step(params, batch), by_autograd(net, batch), devices, "dualpipe")
+    assert agree(step(params, batch), grads_of(net, batch), devices, "dualpipe")
 
 
 @pytest.mark.parametrize("devices", PLACES[1:], ids=" ".join)
 def test_a_step_waits_for_the_callers_stream_and_the_caller_for_the_step(devices: list[str]):
     program, model, params, net, batch = on_ranks(devices, "one_f_one_b", 2, 1024)
     step = fpipe.build(program, model, runtime="threads", devices=devices)
-    expected = by_autograd(net, (batch[0] * 2, batch[1]))
+    expected = grads_of(net, (batch[0] * 2, batch[1]))
     with torch.cuda.stream(torch.cuda.Stream(devices[0])):
         for _ in range(3):
             torch.cuda._sleep(10_000_000)
@@ -273,11 +226,6 @@ def test_a_step_waits_for_the_callers_stream_and_the_caller_for_the_step(devices
 @pytest.mark.parametrize("devices", PLACES[1:], ids=" ".join)
 @pytest.mark.filterwarnings("ignore:a stage runs under autograd")
 def test_on_devices_an_error_ends_the_step_and_the_next_one_works(devices: list[str]):
-    def shy(p: Any, x: Tensor) -> Tensor:
-        if x.detach().sum() > 1e6:
-            raise KeyError("too much")
-        return x * p["w"]
-
     model = fpipe.from_functions([lambda p, x: x * p["w"], shy], squares)
     program = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model))
     params = tuple({"w": torch.tensor(2.0, device=device)} for device in devices)

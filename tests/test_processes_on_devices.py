@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
 from fpipe.tree import leaves
+from tests.fake_accelerator.scenarios import PARTS, ROWS, STEPS, by_adamw, by_autograd, squares
 from tests.processes import Processes
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-PARTS, ROWS, STEPS = 4, 16, 3
 
 
 def join(rank: int, file: str, size: int = 2) -> None:
@@ -49,24 +49,12 @@ def ranks(
         yield lambda function, *args: pair.each(function, request.param, *args)
 
 
-def squares(y: Tensor, target: Tensor) -> Tensor:
-    return (y - target).square().mean()
-
-
 def net_and_batch(kind: str, stages: int) -> tuple[nn.Sequential, list[Tensor]]:
     """On a GPU so wide that the host is far ahead of it: what does not wait reads too early."""
     torch.manual_seed(0)
     width = 8 if kind == "cpu" else 1024
     net = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width)) for _ in range(stages)))
     return net.to(kind), [torch.randn(ROWS, width, device=kind) for _ in range(2)]
-
-
-def by_autograd(net: nn.Sequential, batch: list[Tensor], change: Callable[[], None]) -> None:
-    for _ in range(STEPS):
-        net.zero_grad()
-        for x, target in zip(*(whole.tensor_split(PARTS) for whole in batch), strict=True):
-            (squares(net(x), target) * (1 / PARTS)).backward()
-        change()
 
 
 def sgd(params: Any, grads: Any) -> None:
@@ -97,7 +85,7 @@ def trained(rank: int, kind: str, schedule: str, stages: int, record: bool = Fal
         assert min(start for start, _ in times) > -5e-4
         assert all(start <= end for start, end in times)
     every = [*twin.parameters()]
-    by_autograd(twin, batch, lambda: sgd(every, [one.grad for one in every]))
+    by_autograd(twin, tuple(batch), lambda: sgd(every, [one.grad for one in every]))
     return equal(leaves([mine[stage] for stage in here]), [one for stage in here for one in twin[stage].parameters()])
 
 
@@ -115,15 +103,23 @@ def updated(rank: int, kind: str) -> bool:
     for _ in range(STEPS):
         found = step(mine, tuple(batch), opt=opt, lr=0.1)
         mine, opt = found.params, found.opt
-    every = [*twin.parameters()]
-    optimizer = torch.optim.AdamW(every, lr=0.1, foreach=False)
-
-    def change() -> None:
-        nn.utils.clip_grad_norm_(every, 1.0, foreach=False)
-        optimizer.step()
-
-    by_autograd(twin, batch, change)
+    by_adamw(twin, tuple(batch))
     return equal(leaves(mine[rank]), twin[rank].parameters())
+
+
+def refusing(rank: int, kind: str) -> bool:
+    """What rank 0 lacks ends both, and the next step has the bits of the one before."""
+    net, batch = net_and_batch(kind, 2)
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=squares)
+    pipeline = fpipe.chain(fpipe.split(PARTS), fpipe.schedules.one_f_one_b(2), fpipe.merge())
+    program, own = pipeline(fpipe.program(model)), tuple(batch)
+    step = fpipe.build(program, model, runtime="distributed", example=(params, own), timeout=30)
+    mine = fpipe.local_params(program, params, rank)
+    before = step(mine, own).grads[rank]
+    with pytest.raises((ValueError, RuntimeError)) as told:
+        step(mine if rank else ({}, {}), own)
+    assert rank == 0 or "rank 0 failed" in str(told.value)
+    return equal(leaves(step(mine, own).grads[rank]), leaves(before))
 
 
 def layer(params: Any, x: Tensor) -> Tensor:
@@ -195,6 +191,7 @@ def replicated(rank: int, kind: str) -> bool:
         pytest.param(partial(trained, schedule="zbv", stages=4), id="ZBV"),
         pytest.param(partial(trained, schedule="one_f_one_b", stages=2, record=True), id="1F1B, recorded"),
         updated,
+        refusing,
         exchanged,
         pytest.param(partial(exchanged, record=True), id="exchanged, recorded"),
         replicated,
@@ -202,3 +199,9 @@ def replicated(rank: int, kind: str) -> bool:
 )
 def test_ranks_in_processes_give_the_bits_of_autograd(ranks: Callable[..., list[Any]], scenario: Callable[..., bool]):
     assert ranks(scenario) == [True, True]
+
+
+@ON_GPU
+def test_gloo_carries_tensors_of_a_gpu_through_the_host():
+    with Processes(2) as pair:
+        assert pair.each(trained, "cuda", "zb_h1", 2) == [True, True]

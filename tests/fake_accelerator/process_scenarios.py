@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import fpipe
@@ -27,7 +27,8 @@ from tests.fake_accelerator.scenarios import (
     DeviceTime,
     Transform,
     batch_of,
-    by_autograd,
+    by_adamw,
+    by_sgd,
     net_of,
     other_bits,
     pipeline_of,
@@ -72,8 +73,7 @@ def trained(rank: int, stages: int, pipeline: Transform, in_turn: bool = False, 
             last = stream
 
     reports = reports_of(run)
-    every = [*twin.parameters()]
-    by_autograd(twin, batch, lambda: sgd(every, [one.grad for one in every]))
+    by_sgd(twin, batch)
     return reports + other_bits(own, [one for stage in here for one in twin[stage].parameters()])
 
 
@@ -95,14 +95,8 @@ def updated(rank: int) -> list[str]:
             found = step(mine, batch, opt=opt, lr=0.1)
             mine, opt = found.params, found.opt
 
-    reports, every = reports_of(run), [*twin.parameters()]
-    optimizer = torch.optim.AdamW(every, lr=0.1)
-
-    def change() -> None:
-        nn.utils.clip_grad_norm_(every, 1.0)
-        optimizer.step()
-
-    by_autograd(twin, batch, change)
+    reports = reports_of(run)
+    by_adamw(twin, batch)
     return reports + other_bits(leaves(mine[rank]), twin[rank].parameters())
 
 
@@ -147,9 +141,21 @@ def failed(rank: int, who: int) -> list[str]:
     return reports + odd
 
 
+def beside_the_host(rank: int, stepped: Callable[[torch.device], list[fpipe.Result]], record: bool) -> list[str]:
+    """Reports of steps on the device, which hold the host nowhere up, and whether they have the bits of the host; of a
+    record, what it tells that cannot be."""
+    found, Queued.held_up = list[fpipe.Result](), 0
+    with DeviceTime() if record else nullcontext():
+        reports = reports_of(lambda: found.extend(stepped(torch.device("fake", rank))))
+    reports += ["a wait held the host up"] * Queued.held_up
+    for result in found[1:] if record else ():  # those that only note events
+        reports += odd_times(result.timeline)
+    grads = (leaves([one.grads for one in results]) for results in (found, stepped(torch.device("cpu"))))
+    return reports + other_bits(*([getattr(one, "_local_tensor", one) for one in each] for each in grads))
+
+
 def exchanged(rank: int, record: bool = False) -> list[str]:
-    """Two processes that run one rank, and exchange rows between its layers; a record tells so."""
-    device = torch.device("fake", rank)
+    """Two processes that run one rank, and exchange rows between its layers."""
     mesh = mesh_of_two("ep")
     torch.manual_seed(rank)
     weights = [torch.randn(WIDTH, WIDTH) for _ in range(2)]
@@ -158,20 +164,13 @@ def exchanged(rank: int, record: bool = False) -> list[str]:
     model = fpipe.from_functions(stages, loss=squares)
     program = pipeline_of(fpipe.place([0, 0, 0]), schedules.one_f_one_b_overlap(1))(fpipe.program(model))
 
-    def stepped(device: torch.device, mesh: DeviceMesh) -> list[Tensor]:
+    def stepped(device: torch.device) -> list[fpipe.Result]:
         params = ({"w": weights[0].to(device)}, {}, {"w": weights[1].to(device)})
         own = tuple(one.to(device) for one in batch)
         step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, own), record=record)
-        results.extend(step(params, own) for _ in range(STEPS))
-        return [one for result in results[-STEPS:] for one in leaves(result.grads)]
+        return [step(params, own) for _ in range(STEPS)]
 
-    found, results, Queued.held_up = list[Tensor](), list[Any](), 0
-    with DeviceTime() if record else nullcontext():
-        reports = reports_of(lambda: found.extend(stepped(device, mesh)))
-    reports += ["a wait held the host up"] * Queued.held_up
-    for result in results[1:] if record else ():  # those that only note events
-        reports += odd_times(result.timeline)
-    return reports + other_bits(found, stepped(torch.device("cpu"), mesh))
+    return beside_the_host(rank, stepped, record)
 
 
 def odd_times(timeline: fpipe.Timeline) -> list[str]:
@@ -214,8 +213,7 @@ def replicated(rank: int) -> list[str]:
 
 
 def sharded(rank: int, record: bool = False, **policy: Any) -> list[str]:
-    """Two replicas of one rank, which share out weights that travel alone, and rows that they have not equally many of;
-    a record tells when."""
+    """Two replicas of one rank, which share out weights that travel alone, and rows that do not come out even."""
     torch.manual_seed(0)
     weights = [{"w": torch.randn(WIDTH, WIDTH), "b": torch.randn(7, WIDTH)} for _ in range(2)]
     torch.manual_seed(rank)
@@ -224,22 +222,16 @@ def sharded(rank: int, record: bool = False, **policy: Any) -> list[str]:
     pipeline = fpipe.chain(pipeline_of(fpipe.place([0, 0]), schedules.one_f_one_b(1)), fpipe.shard(**policy))
     program = pipeline(fpipe.program(model))
 
-    def stepped(device: torch.device) -> list[Tensor]:
+    def stepped(device: torch.device) -> list[fpipe.Result]:
         mesh = mesh_of_two("dp", kind=device.type)
         params, own = fpipe.tree.tree_map(lambda leaf: leaf.to(device), (weights, batch))
         shards = fpipe.shard_params(params, mesh["dp"])
         how: Any = {"mesh": mesh, "example": (shards, own), "record": record}
         step = fpipe.build(program, model, runtime="distributed", **how)
-        results.extend(step(shards, own) for _ in range(STEPS))
-        return [grad.to_local() for result in results[-STEPS:] for grad in leaves(result.grads)]
+        return [step(shards, own) for _ in range(STEPS)]
 
-    found, results, Queued.held_up = list[Tensor](), list[Any](), 0
-    with patch.object(collective_parts, "_LARGE_ON_DEVICES", WIDTH**2), DeviceTime() if record else nullcontext():
-        reports = reports_of(lambda: found.extend(stepped(torch.device("fake", rank))))
-    reports += ["a wait held the host up"] * Queued.held_up
-    for result in results[1:] if record else ():
-        reports += odd_times(result.timeline)
-    return reports + other_bits(found, stepped(torch.device("cpu")))
+    with patch.object(collective_parts, "_LARGE_ON_DEVICES", WIDTH**2):
+        return beside_the_host(rank, stepped, record)
 
 
 def _biased(params: Any, x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import copy
 import time
 import types
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,9 +53,11 @@ def at_home(net: nn.Sequential, program: fpipe.Program, devices: Sequence[str]) 
         block.to(devices[homes[stage]])
 
 
-def by_autograd(net: nn.Sequential, batch: tuple[Tensor, Tensor], change: Callable[[], None]) -> None:
+def by_autograd(
+    net: nn.Sequential, batch: tuple[Tensor, Tensor], change: Callable[[], object], steps: int = STEPS
+) -> None:
     """Steps of plain autograd, each block where it is, and a change of the parameters after each."""
-    for _ in range(STEPS):
+    for _ in range(steps):
         net.zero_grad()
         for x, target in zip(*(whole.tensor_split(PARTS) for whole in batch), strict=True):
             for block in net:
@@ -67,6 +70,26 @@ def sgd(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
     with torch.no_grad():
         for param, grad in zip(params, grads, strict=True):
             param -= 0.1 * grad
+
+
+def by_sgd(net: nn.Sequential, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """The parameters after steps that change each by its gradient."""
+    own = [*net.parameters()]
+    by_autograd(net, batch, lambda: sgd(own, [one.grad for one in own]))
+    return own
+
+
+def by_adamw(net: nn.Sequential, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """The parameters after steps of an optimizer whose gradients are clipped."""
+    own = [*net.parameters()]
+    optimizer = torch.optim.AdamW(own, lr=0.1, foreach=False)
+
+    def change() -> None:
+        nn.utils.clip_grad_norm_(own, 1.0, foreach=False)
+        optimizer.step()
+
+    by_autograd(net, batch, change)
+    return own
 
 
 def trained(devices: Sequence[str], stages: int, pipeline: Transform, **how: Any) -> list[str]:
@@ -86,10 +109,7 @@ def trained(devices: Sequence[str], stages: int, pipeline: Transform, **how: Any
         for _ in range(STEPS):
             sgd(leaves(params), leaves(step(params, batch).grads))
 
-    reports = reports_of(run)
-    own = [*twin.parameters()]
-    by_autograd(twin, batch, lambda: sgd(own, [one.grad for one in own]))
-    return reports + other_bits(net.parameters(), own)
+    return reports_of(run) + other_bits(net.parameters(), by_sgd(twin, batch))
 
 
 def other_bits(found: Any, expected: Any) -> list[str]:
@@ -115,15 +135,7 @@ def updated(devices: Sequence[str] = TWO) -> list[str]:
             found = step(params, batch, opt=opt, lr=0.1)
             params, opt = found.params, found.opt
 
-    reports, own = reports_of(run), [*twin.parameters()]
-    optimizer = torch.optim.AdamW(own, lr=0.1)
-
-    def change() -> None:
-        nn.utils.clip_grad_norm_(own, 1.0)
-        optimizer.step()
-
-    by_autograd(twin, batch, change)
-    return reports + other_bits(leaves(params), own)
+    return reports_of(run) + other_bits(leaves(params), by_adamw(twin, batch))
 
 
 def built(**how: Any) -> tuple[Any, tuple[Any, ...], tuple[Tensor, Tensor]]:
@@ -180,16 +192,19 @@ def batch_filled_anew() -> list[str]:
     return reports_of(run)
 
 
+def shy(p: Any, x: Tensor, seconds: float = 0.0) -> Tensor:
+    """A stage that raises on large numbers, after a while."""
+    if x.detach().sum() > 1e6:
+        time.sleep(seconds)
+        raise KeyError("too much")
+    return x * p["w"]
+
+
 def failed() -> list[str]:
     """An error ends a step while parameters are on their way that nobody waits for any more."""
 
-    def shy(p: Any, x: Tensor) -> Tensor:
-        if x.detach().sum() > 1e6:
-            time.sleep(0.2)  # until all has been sent
-            raise KeyError("too much")
-        return x * p["w"]
-
-    model = fpipe.from_functions([lambda p, x: x * p["w"], shy, lambda p, x: x * p["w"]], squares)
+    late = partial(shy, seconds=0.2)  # until all has been sent
+    model = fpipe.from_functions([lambda p, x: x * p["w"], late, lambda p, x: x * p["w"]], squares)
     place = fpipe.place([1, 1, 1], homes=lambda stage: [0])
     program = fpipe.chain(fpipe.split(2), place, fpipe.merge())(fpipe.program(model))
     params = tuple({"w": torch.full((WIDTH,), 2.0, device="fake:0")} for _ in range(3))
@@ -210,11 +225,6 @@ def failed() -> list[str]:
 
 def failed_between_copies() -> list[str]:
     """An error ends a step whose residuals are on their way to the host, and the next step has the memory."""
-
-    def shy(p: Any, x: Tensor) -> Tensor:
-        if x.detach().sum() > 1e6:
-            raise KeyError("too much")
-        return x * p["w"]
 
     model = fpipe.from_functions([lambda p, x: (x * p["w"]).tanh() * 1e7, shy], squares)
     program = fpipe.chain(fpipe.split(2), schedules.gpipe(1), fpipe.offload(), fpipe.merge())(fpipe.program(model))

@@ -31,13 +31,13 @@ About = Mapping[str, str | Sequence[str]]
 
 
 def of_build(program: Program, params: Any, options: Mapping[str, Any]) -> About:
-    """Facts that are known before anything is traced.
-
-    Raises:
-        Untraceable: nothing can be traced under what is around.
-    """
+    """Facts that are known before anything is traced; Untraceable if nothing can be under what is around."""
     ambient()
-    known = [f"params{name}: {_shape(leaf)}" for name, leaf in tree.paths(params) if isinstance(leaf, Tensor)]
+    known = [
+        f"params{name}: {str(leaf.dtype).removeprefix('torch.')}{[*leaf.shape]}"
+        for name, leaf in tree.paths(params)
+        if isinstance(leaf, Tensor)
+    ]
     return {
         "program": str(program).splitlines(),
         "torch": torch.__version__,
@@ -121,10 +121,6 @@ def _hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else device.type
-
-
-def _shape(leaf: Tensor) -> str:
-    return f"{str(leaf.dtype).removeprefix('torch.')}{[*leaf.shape]}"
 
 
 def _looks(leaf: Any) -> str:

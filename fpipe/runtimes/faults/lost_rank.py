@@ -43,13 +43,8 @@ class Host(NamedTuple):
 
 
 class Board:
-    """The store of a group, where ranks leave word for one another. Who keeps it may be the one that is lost.
-
-    Args:
-        store: it.
-        host: who keeps it; None where nobody does, or the launcher.
-        names: what this rank is called in what is left there.
-    """
+    """The store of a group, where ranks leave word for one another, this one by its `names`. The host that keeps it may
+    be the one that is lost; there is none where nobody does, or the launcher."""
 
     def __init__(self, store: Store, host: Host | None, names: Sequence[str]) -> None:
         self.store, self.host, self.names, self._silent = store, host, names, False
@@ -89,21 +84,15 @@ class Board:
         key = _said(text)
         return self.ask(lambda: self.store.get(key).decode() if self.store.check([key]) else text, _BRIEFLY) or text
 
-    def unanswered(self, words: str, other: int | None = None, closed: str = "") -> str:
-        """Words for a store that does not answer: who keeps it is named first.
-
-        Args:
-            words: what is said of another rank.
-            other: which one that is, if it is only one.
-            closed: the same, where nobody knows why its connection is closed: it may have left since it noticed.
-        """
+    def unanswered(self, words: str, other: int | None = None) -> str:
+        """Words about another rank where the store does not answer: who keeps that is named first."""
         if self.host is None:
             return words
         if other is not None and other == self.host.rank:
             return f"{words}; nor does the store of the process group answer, which it keeps"
         return (
             f"{self.host.name} keeps the store of the process group, which does not answer: it may be the first that "
-            f"was lost; {closed or words}"
+            f"was lost; {words}"
         )
 
 
@@ -113,7 +102,7 @@ def tell_place(board: Board, rank: int, place: Place) -> None:
 
 
 def tell_outside(board: Board, rank: int, words: str) -> None:
-    """Leave word that a rank waits for a process that is none of these."""
+    """Leave word that a rank waits for a process that has no number on this board."""
     board.ask(lambda: board.store.set(_waiting(rank), json.dumps((rank, words, None))), _PATIENCE)
 
 
@@ -135,33 +124,20 @@ def told_lost(board: Board) -> str | None:
     return board.ask(lambda: store.get(LOST).decode() if store.check([LOST]) else "", _PATIENCE) or None
 
 
-def who_is_late(
-    board: Board,
-    rank: int,
-    other: int,
-    words: str,
-    seen: Place | None = None,
-    closed: str = "",
-    own: str = "",
-    gone: bool = False,
-) -> str:
+def who_is_late(board: Board, rank: int, other: int, words: str, seen: Place | None = None, gone: bool = False) -> str:
     """Words about the rank at the end of the chain of those that wait, and where that was last seen.
 
     Args:
         board: where all ranks leave whom they wait for.
-        rank: this one.
-        other: the one it waited for.
+        rank, other: this one, and the one it waited for, which was last `seen` somewhere.
         words: what to say of that.
-        seen: where that was when this rank last heard of it.
-        closed: what to say of it if the store does not answer.
-        own: why others may have given up on this rank.
         gone: its connection is closed. It may have given up on a third rank, which it is about to say if it waited.
     """
 
     def follow() -> str:
         store = board.store
         store.set(_waiting(rank), json.dumps((other, words, seen)))
-        place = place_of(board.store, other) if gone else None
+        place = place_of(store, other) if gone else None
         patience = _PATIENCE if not gone else _PATIENCE / 4 if place is not None and place.waits else 0.0
         last, told, last_seen, passed, ends = other, words, seen, {rank}, time.monotonic() + patience
         while last not in passed and not store.check([LOST]):
@@ -175,9 +151,7 @@ def who_is_late(
         return store.compare_set(LOST, "", told + seen_last(place_of(store, last, last_seen))).decode()
 
     told = board.ask(follow, _PATIENCE + 0.2)
-    if told is not None:
-        return board.as_heard(told)
-    return f"{own}; {closed}" if own and gone else board.unanswered(words + seen_last(seen), other, closed)
+    return board.unanswered(words + seen_last(seen), other) if told is None else board.as_heard(told)
 
 
 def timed_out(error: RuntimeError) -> bool:

@@ -39,14 +39,10 @@ class Meeting:
         at: this process's place among all of them.
         group: one that it is in, of the same timeout.
         timeout: seconds to wait for another rank; without it the group's own.
-        watchdog: who may know that no wait makes sense any longer.
         names: what each is called; by default its rank, and its replica.
 
     Attributes:
-        seconds: how long a rank waits for another.
-        board: what of the group's store is of this build alone.
-        built: how many builds that group has seen, with this one.
-        at: this process's number there, of `size`.
+        board: what of the group's store is of this build alone, the last of those `built`.
     """
 
     def __init__(
@@ -79,17 +75,15 @@ class Meeting:
         self.board, self._before = Board(PrefixStore(str(built), store), board.host, names), ""
 
     def agree(self, where: str, about: About, patience: float = 0.0) -> None:
-        """All ranks must be about to do the same, and each come to say so.
+        """All ranks must come to a place, such as "building the step", and be about to do the same there.
 
         Args:
-            where: what all come to, such as "building the step".
             about: what is to be the same, by name, as far as another rank says it too.
             patience: seconds to wait for the others beyond the timeout.
 
         Raises:
             ValueError: it is not; who differs from which other rank, and where first.
-            RankError: a rank has said instead why it cannot go on.
-            LostRank: a rank has not come in time.
+            RankError: a rank has said instead why it cannot go on, or has not come in time.
         """
         try:
             self._agree(where, about, self.seconds + patience)

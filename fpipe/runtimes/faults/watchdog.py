@@ -51,7 +51,6 @@ class Watchdog:
         self.sent: Mapping[int, Any] = {}
         self.ended: str | None = None
         self._stopped = False
-        self._stay: tuple[float, int, str] = 0.0, 0, ""
 
     def begin(self, step: int) -> None:
         """A step begins."""
@@ -73,31 +72,15 @@ class Watchdog:
             return Place(step, sent, False, f"at the start of step {step}")
         return Place(step + 1, -2, False, f"after step {step}")
 
-    def stayed(self, seconds: float) -> str:
-        """Words of this rank if it was so long in one place, of its own, that others may have given up on it."""
-        stay, step, words = self._stay
-        if stay < seconds or step < self.step - 1:
-            return ""
-        return f"the others may have given up on this rank, which {words} for {stay:.0f} s"
-
     def refuse_ended(self) -> None:
-        """An error if no wait makes sense any longer.
-
-        Raises:
-            KeyboardInterrupt: since Ctrl-C came.
-            LostRank: since a rank is lost.
-        """
+        """A KeyboardInterrupt or LostRank if no wait makes sense any longer."""
         if self.ended is not None:
             self.ctrl_c.heed()
             raise LostRank(self.ended)
 
     def is_over(self, work: Any, seconds: float) -> bool:
         """Whether work that a device's streams order is over within so many seconds: a wait for it would only make a
-        stream wait, and the host hear nothing.
-
-        Raises:
-            KeyboardInterrupt, LostRank: no wait makes sense any longer.
-        """
+        stream wait, and the host hear nothing."""
         ends = time.monotonic() + seconds
         while not work.is_completed():
             if time.monotonic() > ends:
@@ -107,13 +90,7 @@ class Watchdog:
         return True
 
     def start(self, owner: object, boards: Sequence[tuple[Board, int]], groups: Sequence[ProcessGroup]) -> None:
-        """Look on until the owner is gone.
-
-        Args:
-            owner: what has this watchdog.
-            boards: where ranks leave word, and which one this is there.
-            groups: those with which this rank waits for others.
-        """
+        """Look on until the owner is gone, at boards where this rank has a number each, and end waits in `groups`."""
         own = [(Board(board.store, None, board.names), rank) for board, rank in boards]
         thread = threading.Thread(target=self._look, args=(own, groups), daemon=True, name="fpipe watchdog")
         thread.start()
@@ -128,16 +105,10 @@ class Watchdog:
 
     def _look(self, boards: Sequence[tuple[Board, int]], groups: Sequence[ProcessGroup]) -> None:
         seen = told = self.place()
-        since = looked = last = time.monotonic()
+        since = looked = time.monotonic()
         while not self._stopped:
             self.ctrl_c.listen(TICK)
             place, now = self.place(), time.monotonic()
-            own = (now - since, seen.step, f"was {seen.words}")
-            if seen.waits:  # a process that hangs in C, or is stopped, does not even look
-                own = (now - last, seen.step, "stood still")
-            if own > self._stay or self._stay[1] < seen.step - 1:
-                self._stay = own
-            last = now
             if place != seen:  # who goes on has nothing to tell
                 seen, since = place, now
                 continue

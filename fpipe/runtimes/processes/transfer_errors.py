@@ -16,13 +16,7 @@ from fpipe.runtimes.processes.message import FAILED, LOST, kind_of, text_of
 
 
 class TransferErrors:
-    """The errors of one rank's messages.
-
-    Args:
-        rank: this one.
-        meeting: where its ranks leave whom they wait for.
-        boards: of all steps of the group.
-    """
+    """The errors of one rank's messages; `boards` are those of all steps of the group."""
 
     def __init__(self, rank: int, meeting: Meeting, boards: Collection[Board]) -> None:
         self._rank, self._meeting, self._boards = rank, meeting, boards
@@ -63,8 +57,6 @@ class TransferErrors:
 
     def gone(self, rank: int, what: str, seen: Place | None) -> LostRank:
         """An error that names the first rank that was lost: others leave when they notice, and are gone too."""
-        watchdog = self._meeting.watchdog
-        watchdog.refuse_ended()
-        words, closed = (f"rank {rank} {how}{what and f' and {what}'}" for how in ("is gone", "closed its connection"))
-        about = words, seen, closed, watchdog.stayed(self._meeting.seconds)
-        return LostRank(who_is_late(self._meeting.board, self._rank, rank, *about, gone=True))
+        self._meeting.watchdog.refuse_ended()
+        words = f"rank {rank} is gone{what and f' and {what}'}"
+        return LostRank(who_is_late(self._meeting.board, self._rank, rank, words, seen, gone=True))
