@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,24 +19,17 @@ def without_recompute(plan: DrawnProgram) -> Program:
     return DrawnProgram(plan.takes, plan.microbatches, frozenset(), plan.halved, plan.table).program
 
 
-def without_weights(text: str) -> list[list[str]]:
-    """What is said of sharded weights may stand elsewhere among transfers that were placed by hand."""
-    return [[cell for cell in row if not cell.endswith(("SHARD", "GRAD"))] for row in csv.reader(text.splitlines())]
-
-
 @given(programs(CHAINS).map(without_recompute))
 def test_an_order_written_for_torch_is_read_back(program: Program):
     assert torch_pipelining.from_csv(torch_pipelining.to_csv(program)) == program
 
 
 @given(programs(CHAINS).map(without_recompute))
-def test_transfers_written_for_torch_are_read_back_in_their_places(program: Program):
+def test_transfers_written_for_torch_are_read_back(program: Program):
     text = torch_pipelining.to_csv(program, format="compute_comms")
     found = torch_pipelining.from_csv(text, format="compute_comms")
     assert found.table() == program.table()
-    again = torch_pipelining.to_csv(found, format="compute_comms")
-    assert without_weights(again) == without_weights(text)
-    assert torch_pipelining.from_csv(again) == found
+    assert torch_pipelining.to_csv(found, format="compute_comms") == text
 
 
 @given(programs(), st.sampled_from(sorted(LAST)))

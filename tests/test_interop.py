@@ -143,6 +143,7 @@ def test_a_file_that_is_not_there_is_named_with_the_closest(read: Callable[[Path
         ("order.csv", r"hand in pathlib.Path\('order.csv'\)"),
         ("0F0\n1F0,1B0", "the table has 0F0 without its backward"),
         ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "wait for each other in a circle"),
+        ("0F0,0B0,0W0", "0W0 stands twice.*notation='zb'"),  # as torch 2.5 wrote ZB1P
         ("0F0,0SEND_F0,0B0", "line 1, column 2: 0SEND_F0 moves nothing"),
         (
             "0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0",
@@ -197,15 +198,6 @@ def test_every_schedule_goes_to_torch_and_back_or_is_refused(name: str, format: 
     found = torch_pipelining.from_csv(torch_pipelining.to_csv(program, format=format), format=format)
     assert found.table() == program.table()
     assert format == "compute_comms" or found == program
-
-
-def test_old_tables_of_torch_call_the_input_gradient_b():
-    """Until torch 2.5 the tables of ZB1P had B where I is written since, beside W; without W it is a full one."""
-    old = "0F0,0F1,,0B0,0W0,0B1\n,1F0,1B0,1W0,1F1,1B1,1W1"
-    now = "0F0,0F1,,0I0,0W0,0B1\n,1F0,1I0,1W0,1F1,1I1,1W1"
-    assert torch_pipelining.from_csv(old) == torch_pipelining.from_csv(now)
-    with pytest.raises(ProgramError, match=r"0W0 stands twice.*notation='zb'"):
-        fpipe.schedules.from_table("0F0 0B0 0W0")(fpipe.program(1))
 
 
 def test_gathers_and_scatters_are_torchs_actions_of_weights():

@@ -229,8 +229,6 @@ def of_program(program: Program) -> Any:
 
 
 PLAIN = chain_of(plain, plain)
-TURNED = """0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B1,0B1,0RECV_B0,0B0
-1RECV_F1,1F1,1B1,1SEND_B1,1RECV_F0,1F0,1B0,1SEND_B0"""
 BOTH_WAYS = fpipe.schedules.from_table("0F0 1F0 1B0 0B0\n0F1 1F1 1B1 0B1", replicated=True)
 ONE = fpipe.place([0, 0])
 WEIGHTS = ({"w": torch.ones(WIDTH)}, {"w": torch.ones(WIDTH)})
@@ -375,11 +373,6 @@ of_program(in_two(PLAIN, split=fpipe.split(2, slices=2), schedule=fpipe.place([0
     ProgramError: SPLIT(x[0,0.0]) is of a sequence slice; torch's tables have microbatches only.
 torch_pipelining.to_csv(fpipe.place([0, 1, 2])(fpipe.program(3, inputs=("batch", 0, (1, 0)))), format="compute_comms")
     ProgramError: 2F0 reads y[0,0], which 0F0 makes on rank 0; torch's runtime sends from a stage to the ones next to it
-# Torch matches the messages between two ranks by their order alone.
-torch_pipelining.to_csv(torch_pipelining.from_csv(TURNED), format="compute_comms")
-    ProgramError: rank 1 receives 1RECV_F1 where rank 0 sends what is for 1RECV_F0; torch's runtime matches the messages
-    between two ranks by their order. Write the program before fpipe.communicate(), and the transfers are placed in one
-    order.
 of_program(in_two(PLAIN, schedule=BOTH_WAYS))
     ProgramError: stage 0 is on ranks (0, 1); torch's runtime has each stage on one rank.
 of_program(in_two(PLAIN, schedule=fpipe.place([0, 1], homes={0: [1]})))

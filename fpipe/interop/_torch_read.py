@@ -70,21 +70,9 @@ def read(table: Table, format: Format | None) -> list[list[Cell]]:
         raise ProgramError("the table is empty; give one line of cells for each rank.")
     for empty in (number for number, row in enumerate(rows, 1) if not row):
         raise ProgramError(f"line {empty} has no cells: ranks are 0..n-1, and each has a row.")
-    rows = _of_now(rows)
     _each_once(rows)
     _without_gaps(rows)
     return rows
-
-
-def _of_now(rows: list[list[Cell]]) -> list[list[Cell]]:
-    """Tables of torch 2.5 and before write the input gradient as B too; beside a W it can be nothing else."""
-    halves = {(action.stage, action.microbatch) for _, action in actions_of(rows, ("W",))}
-    halves -= {(action.stage, action.microbatch) for _, action in actions_of(rows, ("I",))}
-
-    def now(action: Action) -> Action:
-        return action._replace(kind="I") if action.kind == "B" and action[::2] in halves else action
-
-    return [[cell._replace(actions=tuple(map(now, cell.actions))) for cell in row] for row in rows]
 
 
 def actions_of(rows: Sequence[Sequence[Cell]], kinds: Sequence[str]) -> Iterator[tuple[Cell, Action]]:

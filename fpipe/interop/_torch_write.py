@@ -49,49 +49,27 @@ def ticks(program: Program) -> list[list[str]]:
 
 
 def with_transfers(program: Program, waits: bool) -> list[list[str]]:
-    """The actions of each rank, with care of the weights, waits if wanted, and transfers: those of the program, or as
-    torch itself lowers it."""
-    sends = transfers(program)
+    """The actions of each rank as torch itself lowers a table: care of the weights, transfers, and waits if wanted.
+
+    Ranks in turn do one thing each, if what it reads from elsewhere has been posted: a value is sent and received as
+    soon as it is there, since torch matches the messages between two ranks by their order.
+    """
+    sends, origin = transfers(program), _origins(program)
     rows: list[list[Op]] = [[] for _ in range(program.ranks)]
     for op in program.ops:
         if op.parts or op.kind in COMPUTE:
             rows[op.rank].append(op)
     sharded = any(op.kind == "GATHER" for op in program.ops)
     gaps = actions_of_shards(program, waits) if sharded else [weight_actions(row, waits) for row in rows]
-    if any(op.kind == "SEND" for op in program.ops):
-        complete = [*map(_with_weights, _placed(program, sends), gaps)]
-    else:
-        complete = _lowered(program, rows, gaps, sends)
-    return [*map(with_waits, complete)] if waits else complete
-
-
-def _placed(program: Program, sends: dict[Value, Action]) -> list[list[Op | Action]]:
-    """The ops of each rank, and its transfers where the program has them."""
-    rows: list[list[Op | Action]] = [[] for _ in range(program.ranks)]
-    for op in program.ops:
-        if op.kind == "SEND":
-            rows[op.rank].append(sends[op.reads[0]])
-        elif op.kind == "RECV":
-            rows[op.rank].append(received(sends[_sent(program, op)]))
-        elif op.kind not in _SILENT:
-            rows[op.rank].append(op)
-    _in_one_order(rows, [rank for rank in program.placement if isinstance(rank, int)])
-    return rows
-
-
-def _lowered(
-    program: Program, rows: list[list[Op]], gaps: list[list[list[Action]]], sends: dict[Value, Action]
-) -> list[list[str]]:
-    """Ranks in turn do one thing each, if what it reads from elsewhere has been posted: a value is sent and received as
-    soon as it is there, since torch matches the messages between two ranks by their order."""
-    readers = {value: op.rank for op in program.ops if op.kind not in _SILENT for value in op.reads}
+    reads = {op: [origin.get(value, value) for value in op.reads] for row in rows for op in row}
+    readers = {value: op.rank for op, values in reads.items() for value in values}
     todo: list[Iterator[Op | Action]] = [_marked(*pair) for pair in zip(rows, gaps, strict=True)]
     heads = {rank: next(items, None) for rank, items in enumerate(todo)}
     done: list[list[str]] = [[] for _ in rows]
     in_flight: set[Value] = set()
     while any(heads.values()):
         for rank, head in heads.items():
-            if head is None or (isinstance(head, Op) and any(v in sends and v not in in_flight for v in head.reads)):
+            if head is None or (isinstance(head, Op) and any(v in sends and v not in in_flight for v in reads[head])):
                 continue
             done[rank].append(_text(head))
             for value in head.writes if isinstance(head, Op) else ():
@@ -100,7 +78,7 @@ def _lowered(
                     done[rank].append(str(sends[value]))
                     done[readers[value]].append(str(received(sends[value])))
             heads[rank] = next(todo[rank], None)
-    return done
+    return [*map(with_waits, done)] if waits else done
 
 
 def _marked(row: list[Op], gaps: list[list[Action]]) -> Iterator[Op | Action]:
@@ -110,24 +88,9 @@ def _marked(row: list[Op], gaps: list[list[Action]]) -> Iterator[Op | Action]:
             yield op
 
 
-def _with_weights(row: list[Op | Action], gaps: list[list[Action]]) -> list[str]:
-    """A row with what is done about weights: once the values of an op are sent, and before more is received."""
-    done: list[str] = []
-    todo = iter(gaps)
-    due: list[Action] = next(todo)
-    for item in row:
-        if isinstance(item, Op) or item.kind in ("RECV_F", "RECV_B"):
-            done += map(str, due)
-            due = []
-        done.append(_text(item))
-        if isinstance(item, Op):
-            due = next(todo)
-    return [*done, *map(str, due)]
-
-
 def transfers(program: Program) -> dict[Value, Action]:
     """Each value that another rank reads, with torch's name of its SEND; refused but to the stage next to its own."""
-    origin = {op.writes[0]: _sent(program, op) for op in program.ops if op.kind == "RECV"}
+    origin = _origins(program)
     writer = {value: op for op in program.ops for value in op.writes}
     found: dict[Value, Action] = {}
     for op in parts_of(program.ops):
@@ -155,26 +118,6 @@ def received(send: Action) -> Action:
     return Action(send.stage + (1 if forward else -1), "RECV_F" if forward else "RECV_B", send.microbatch)
 
 
-def _sent(program: Program, receive: Op) -> Value:
-    return program.ops[program.writer[receive.reads[0]]].reads[0]
-
-
-def _in_one_order(rows: list[list[Op | Action]], placement: list[int]) -> None:
-    """The messages from one rank to another have no names in torch's runtime, only an order."""
-    sent: dict[tuple[int, int], list[Action]] = {}
-    landed: dict[tuple[int, int], list[Action]] = {}
-    for rank, row in enumerate(rows):
-        for action in row:
-            if isinstance(action, Action) and action.kind in ("SEND_F", "SEND_B"):
-                sent.setdefault((rank, placement[received(action).stage]), []).append(received(action))
-            elif isinstance(action, Action):
-                before = action.stage + (-1 if action.kind == "RECV_F" else 1)
-                landed.setdefault((placement[before], rank), []).append(action)
-    for (here, there), order in sent.items():
-        for one, other in zip(order, landed[here, there], strict=True):
-            if one != other:
-                raise ProgramError(
-                    f"rank {there} receives {other} where rank {here} sends what is for {one}; torch's runtime matches "
-                    "the messages between two ranks by their order. Write the program before fpipe.communicate(), and "
-                    "the transfers are placed in one order."
-                )
+def _origins(program: Program) -> dict[Value, Value]:
+    """For each copy that a RECV writes, the value that it is a copy of."""
+    return {op.writes[0]: program.ops[program.writer[op.reads[0]]].reads[0] for op in program.ops if op.kind == "RECV"}

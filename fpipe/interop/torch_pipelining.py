@@ -182,8 +182,8 @@ def to_csv(program: Program, *, format: Format = "compute_only", waits: bool | N
     Args:
         program: a chain of stages with one rank a stage, without recompute, slices or offload. Of one that is sharded
             GATHER, the last read of what it gathered, and SCATTER are UNSHARD, RESHARD and REDUCE_GRAD.
-        format: "compute_only": one column a tick, and torch adds transfers by itself; "compute_comms": with the
-            transfers of the program, or, before `fpipe.communicate()`, each value sent as soon as it is there.
+        format: "compute_only": one column a tick, and torch adds transfers by itself; "compute_comms": with transfers,
+            each value sent as soon as it is there, wherever the program has them.
         waits: whether "compute_comms" says when to wait for what is in flight, which torch asks for from 2.15 on and
             does not know before; by default as the torch that is installed has it.
 
@@ -191,8 +191,7 @@ def to_csv(program: Program, *, format: Format = "compute_only", waits: bool | N
         CSV text, one line a rank; `from_csv` reads it back.
 
     Raises:
-        ProgramError: the program has what torch's tables have no cell for, or messages between two ranks that are
-            received in another order than they are sent.
+        ProgramError: the program has what torch's tables have no cell for.
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2))(fpipe.program(2))
