@@ -29,12 +29,8 @@ class Ways:
     caller's own on that group takes none of them. They stay as long as the group: a rank that throws its step away may
     have sent what is still on its way.
 
-    Each step that is built has its own numbers of messages. Where there are several, the header of the first message
-    between two ranks goes ahead as a `GREETING`, by which ranks hear that they are not in the same one.
-
-    Attributes:
-        shared: whether several steps were built.
-        boards: where the ranks of each leave word for one another.
+    Each step that is built has its own numbers of messages, and a board. Where several are `shared`, the header of the
+    first message between two ranks goes ahead as a `GREETING`, by which ranks hear that they are not in the same one.
     """
 
     def __init__(self) -> None:

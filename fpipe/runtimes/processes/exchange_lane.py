@@ -70,11 +70,7 @@ class PostedExchange(NamedTuple):
 
 def over_mesh(model: Model, mesh: DeviceMesh | None) -> tuple[Model, dict[str, Axis]]:
     """A model whose exchanges are over the processes of a mesh, or of the groups of the net that they were cut from,
-    and these by the names of their groups.
-
-    Raises:
-        ValueError: the mesh has no such dimension.
-    """
+    and these by the names of their groups; a ValueError if the mesh has no such dimension."""
     axes: dict[str, Axis] = {}
     names = () if mesh is None else mesh.mesh_dim_names or ()
 
@@ -99,16 +95,8 @@ def over_mesh(model: Model, mesh: DeviceMesh | None) -> tuple[Model, dict[str, A
 
 
 class ExchangeLane:
-    """The collectives of one rank that are under way.
-
-    Args:
-        axes: those of its exchanges, by the names of their groups.
-        device: where this rank computes.
-        meeting: of the ranks of this process's pipeline: how long one may take, and who ends waits that make no sense.
-
-    Attributes:
-        boards: where the processes along each axis leave word, and this one's number there.
-    """
+    """The collectives of one rank that are under way, over axes by the names of their groups; on `boards` the processes
+    along each leave word, this one under its number there, as the ranks of its pipeline do at their meeting."""
 
     def __init__(self, axes: Mapping[str, Axis], device: torch.device, meeting: Meeting) -> None:
         self.groups = {name: group for name, (_, group) in axes.items()}
@@ -127,12 +115,7 @@ class ExchangeLane:
         self.begin(None)
 
     def agree(self, where: str, exchanged: Mapping[str, Sequence[str]]) -> None:
-        """All processes along an axis must be about to exchange the like.
-
-        Raises:
-            ValueError: they are not; who differs from which other one, and in what first.
-            RankError, LostRank: one has failed, or does not come.
-        """
+        """All processes along an axis must be about to exchange the like, as `Meeting.agree` says."""
         for axis, meeting, _ in self._along.values():
             meeting.agree(where, {f"exchanges over {axis}": exchanged.get(axis, ())})
 

@@ -36,17 +36,8 @@ class _Place(NamedTuple):
 
 
 class Layout:
-    """How the leaves of a value lie in a message.
-
-    Args:
-        leaves: what is known of each: a fact, or what is no tensor, which is the same on every rank and not sent.
-        device: where they are.
-
-    Attributes:
-        size: bytes of the message.
-
-    Raises:
-        ValueError: a leaf is on another device.
+    """How the leaves of a value lie in a message of `size` bytes: facts of tensors on one device, or what is no tensor,
+    which is equal on every rank and not sent.
 
     >>> cpu = torch.device("cpu")
     >>> layout = Layout([Fact(Aval((2, 3), (0, 1), torch.float32, cpu), 0, 12), None], cpu)
@@ -72,11 +63,7 @@ class Layout:
         return 0 if place.dense else _extent(place) * leaf.aval.dtype.itemsize
 
     def pack(self, leaves: Sequence[Any], head: Tensor, size: int) -> Tensor:
-        """The message of so many bytes; its header begins with the mark of the step.
-
-        Raises:
-            TypeError: a leaf is not what was traced.
-        """
+        """The message of so many bytes behind its header; a TypeError if a leaf is not what was traced."""
         parts, end = [head], HEADER
         for place, leaf in zip(self._places, leaves, strict=True):
             if place is not None:

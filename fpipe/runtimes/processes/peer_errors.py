@@ -14,17 +14,8 @@ from fpipe.runtimes.processes.transfers import Transfers
 
 
 class PeerErrors:
-    """The other ranks of a step, and of its replicas if it has them.
-
-    Args:
-        rank: this one.
-        meeting: where the ranks of this replica leave word.
-        replicas: the other ones.
-
-    Attributes:
-        everyone: where all ranks of all replicas do.
-        boards: what is written there, and this rank's number.
-    """
+    """The other ranks of a step, who meet for this replica, and `everyone` of all replicas, on boards where this one
+    has a number each."""
 
     def __init__(self, rank: int, meeting: Meeting, replicas: Replicas | None) -> None:
         self._rank, self.meeting, self.replicas = rank, meeting, replicas

@@ -95,11 +95,7 @@ class PreparedRank(Prepared):
         self.exchanged = exchanged_by(rank, self.program, self.trees, self.model)
 
     def refuse_missing(self, leaves: Sequence[Any]) -> None:
-        """Refuse arguments that lack what this rank reads.
-
-        Raises:
-            ValueError: it is not; the value, and who passes what.
-        """
+        """A ValueError for arguments that lack what this rank reads."""
         for value, places in self._read:
             lacks = [k for k, at in enumerate(places) if isinstance(leaves[at], Tensor) and leaves[at].is_meta]
             if lacks:

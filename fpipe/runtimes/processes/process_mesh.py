@@ -27,12 +27,8 @@ from fpipe.transforms.data_parallel import axes_of
 
 
 def group_of(program: Program, mesh: DeviceMesh | None) -> ProcessGroup:
-    """The processes that run the ranks of a program; a warning if replicas that the mesh has would train apart.
-
-    Raises:
-        TypeError: the mesh is none.
-        ValueError: there is no such group, or the mesh has no dimension for ranks or replicas.
-    """
+    """The processes that run the ranks of a program, or an error if there are none; a warning if replicas that the mesh
+    has would train apart."""
     axes = axes_of(program)
     if isinstance(mesh, DeviceMesh | None) and not dist.is_initialized():  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError("runtime='distributed' is for processes that torch.distributed.init_process_group has joined.")

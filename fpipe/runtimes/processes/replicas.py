@@ -63,8 +63,7 @@ class Replicas:
         groups: those of them along each dimension of the mesh that has replicas.
         share: which of those along the last of these this one is, of how many: they share parameters out.
         rank: which rank of its replica this is.
-        meeting: where all ranks of all replicas leave word.
-        own: where those of this replica do.
+        meeting, own: where all ranks of all replicas leave word, and those of this one.
         device: where votes are: on the host, or with NCCL on the GPU.
     """
 

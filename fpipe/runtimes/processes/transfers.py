@@ -38,21 +38,11 @@ _UNSENT = "did not send what its {} writes"
 
 
 class Transfers:
-    """Messages that one rank sends and receives in a step.
+    """Messages that one rank sends and receives in a step, of those of all ranks, for values on its device; a
+    RuntimeError if another rank does not connect in time.
 
-    Args:
-        every: the messages of all ranks.
-        rank: this rank's number in the group.
-        group: whose `send` and `recv` carry them.
-        meeting: where ranks leave whom they wait for, and find who is to blame.
-        device: where the values are, on this rank.
-
-    Raises:
-        RuntimeError: another rank did not connect in time.
-
-    Attributes:
-        carried: where messages are: on the host, or with NCCL on the GPU. Nobody looks at those there before the step
-            is over: that would wait for the GPU. What one says in place of a value is passed on until then.
+    They are `carried` on the host, or with NCCL on the GPU. Nobody looks at those there before the step is over: that
+    would wait for the GPU. What one says in place of a value is passed on until then.
     """
 
     def __init__(
@@ -102,7 +92,7 @@ class Transfers:
 
     @property
     def groups(self) -> list[Any]:
-        """Groups that carry messages, where closing one ends a wait: with gloo, each way."""
+        """Groups of gloo that carry messages: closing one ends a wait."""
         return [] if self._apart else list({id(group): group for group, _ in self._carriers.values()}.values())
 
     def know(self, layouts: Mapping[Value, Layout]) -> int:
@@ -117,11 +107,8 @@ class Transfers:
         return self._signatures
 
     def meet(self) -> None:
-        """Tell all neighbours that this rank is about to agree on something, and hear it of them.
-
-        Raises:
-            RankError: one is not, but runs its step.
-        """
+        """Tell all neighbours that this rank is about to agree on something, and hear it of them; a RankError if one
+        runs its step instead."""
         self.watchdog.waits = "at the start"
         for one in self._row:
             if not one.place and one.source == self._rank:
@@ -137,8 +124,8 @@ class Transfers:
         self.watchdog.waits = None
 
     def start(self, step: int, signature: int, key: int | None, keeps: bool) -> None:
-        """The ranks agree, and a step starts: by its mark, what is left of another one is told from it, and what has
-        another key. It `keeps` what was sent if somebody looks at it in the end."""
+        """The ranks agree, and a step starts, whose mark tells it from others and from other keys; it `keeps` what was
+        sent if somebody looks at it in the end."""
         self._keeps = keeps
         self._mark = MARKS + (step + signature + self._apart * (key or 0)) % (256 - MARKS)
         self._own = f"{self._build}, key {key if key is None or abs(key) < _LONG else hash(key)}"
