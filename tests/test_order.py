@@ -1,6 +1,5 @@
 """The global order is a function of the ops and of the ranks' orders: one clock, data first, then the rank."""
 
-import itertools
 import random
 
 import pytest
@@ -31,57 +30,10 @@ def test_the_order_does_not_depend_on_how_the_rows_were_mixed(seed: int):
         assert arrange(program.inputs, shuffled(program, seed), program.outputs) == program
 
 
-def test_split_stands_just_before_its_forward():
-    program = fpipe.chain(fpipe.split(3), fpipe.schedules.gpipe(2))(fpipe.program(2))
-    pairs = {pair for row in program.table(comms=True) for pair in itertools.pairwise(row)}
-    assert {(f"SPLIT(x[0,{index}])", f"0F{index}") for index in range(3)} <= pairs
-
-
-def test_a_recomputation_stands_just_before_what_reads_it():
-    program = fpipe.chain(fpipe.split(3), fpipe.checkpoint(), fpipe.schedules.one_f_one_b(3))(fpipe.program(3))
-    pairs = {pair for row in program.table() for pair in itertools.pairwise(row)}
-    assert {(f"{stage}R{index}", f"{stage}B{index}") for stage in range(3) for index in range(3)} <= pairs
-
-
-@pytest.mark.parametrize(
-    ("backwards", "kept"),
-    [
-        ("0B0 0B1 0B2", "0B0 0B1 ADD(sum[0,1]) 0B2 ADD(sum[0,2])"),
-        ("0B2 0B0 0B1", "0B2 0B0 0B1 ADD(sum[0,1]) ADD(sum[0,2])"),
-    ],
-)
-def test_a_gradient_is_added_as_soon_as_it_is_there_and_out_of_order_waits_for_its_turn(backwards: str, kept: str):
-    table = fpipe.schedules.from_table(f"0F0 0F1 0F2 {backwards}")
-    program = fpipe.chain(fpipe.split(3), table, fpipe.merge(outputs=False))(fpipe.program(1))
-    assert [op.cell for op in program.ops if op.kind in ("B", "ADD")] == kept.split()
-
-
-def test_a_send_goes_as_soon_as_its_value_is_there_and_a_recv_just_before_its_reader():
-    program = fpipe.chain(fpipe.place("linear"), fpipe.communicate())(fpipe.program(2))
-    rows = program.table(comms=True)
-    assert rows == [
-        ["0F0", "SEND(y[0,0]>1)", "RECV(dx[1,0]@0)", "0B0"],
-        ["RECV(y[0,0]@1)", "1F0", "1B0", "SEND(dx[1,0]>0)"],
-    ]
-
-
 def test_a_place_that_a_table_gave_to_a_recomputation_is_kept():
     base = fpipe.chain(fpipe.split(2), fpipe.checkpoint())(fpipe.program(1))
     early = fpipe.schedules.from_table([["0F0", "0F1", "0R0", "0R1", "0B0", "0B1"]])(base)
     assert fpipe.merge()(early).table() == [["0F0", "0F1", "0R0", "0R1", "0B0", "0B1"]]
-
-
-@pytest.mark.parametrize("length", [2, 3, 5])
-def test_a_circle_names_every_rank_on_it(length: int):
-    """Each rank wants microbatch 1 of the stage before while that one waits for the gradient of microbatch 0."""
-    rows = [
-        ["0F0", "0B0", "0F1", "0B1"],
-        *([f"{stage}F0", f"{stage}F1", f"{stage}B0", f"{stage}B1"] for stage in range(1, length)),
-    ]
-    with pytest.raises(ProgramError) as error:
-        fpipe.chain(fpipe.split(2), fpipe.schedules.from_table(rows))(fpipe.program(length))
-    circle = [line for line in str(error.value).splitlines() if line.startswith("  rank") and "step" in line]
-    assert len(circle) == len(set(circle)) >= 2
 
 
 def test_an_op_of_a_stage_that_has_no_schedule_stays_where_it_is():

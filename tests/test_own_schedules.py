@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator
+from itertools import repeat
 from typing import Any
 
 import pytest
@@ -71,7 +72,6 @@ def test_what_now_says():
             {},
             "a dead end: after 0 of 8 ops nothing can go on.\n  rank 0 may go on, but the k",
         ),
-        (forwards_first, {"cap": 0.5}, "cap is 0.5 on rank 0, below the minimum: one microbatch by itself holds 1"),
         (forwards_first, {"cap": [2, 0]}, "cap is 0 on rank 1, below the minimum"),
         (forwards_first, {"cap": [2]}, "cap lists 1 numbers for 2 ranks"),
         (forwards_first, {"cap": "2"}, "cap is a number of microbatches, or one for each rank; found '2'"),
@@ -124,28 +124,27 @@ def test_cells_may_be_keys_or_idle_and_stages_lie_as_the_placement_says():
     assert made.table()[1][:4] == ["1F0", "1F1", "2F0", "2F1"]
 
 
-def endless(cell: str | None) -> Any:
-    def cells(rank: int, ranks: int, microbatches: int) -> Iterator[str | None]:
-        while True:
-            yield cell
-
-    return cells
-
-
 @pytest.mark.parametrize(
     ("cells", "sentence"),
     [
         (lambda r, p, m: ["0F0", "0F9"] if r == 0 else gpipe_cells(r, p, m), "rank 0, cell 1: 0F9 names microbatch 9"),
         (lambda r, p, m: [*gpipe_cells(r, p, m), f"{r}X0"], "rank 0, cell 4: 'X' is not a kind of op"),
         (lambda r, p, m: [*gpipe_cells(r, p, m), "0F1junk"], "rank 0, cell 4: '0F1junk' is not a cell: after 0F1"),
-        (lambda r, p, m: [*gpipe_cells(r, p, m), 7], "rank 0, cell 4: 7 is no cell; cells read '2F0'"),
-        (lambda r, p, m: gpipe_cells(1 - r, p, m), "rank 0, cell 0: '1F0' names a F of stage 1, which is on rank 1"),
+        (
+            lambda r, p, m: [*gpipe_cells(r, p, m), 7],
+            "a cell is text such as '2F0', or (kind, stage, microbatch, slice)",
+        ),
+        (
+            lambda r, p, m: [(r, "F", 0)],
+            "rank 0: (0, 'F', 0, None) is no cell; cells read '2F0', '(0F7;7B3)' or ('F', ",
+        ),
+        (lambda r, p, m: gpipe_cells(1 - r, p, m), "rank 0, cell 0: 1F0 is on rank 1 in this program."),
         (lambda r, p, m: list(gpipe_cells(r, p, m))[:-1], "the table has 1F1 without its backward: add 1B1"),
         (lambda r, p, m: [*gpipe_cells(r, p, m), f"{r}F0"], "rank 0, cell 4: 0F0 stands twice"),
-        (lambda r, p, m: gpipe_cells(r, p, m) if r else [], "rank 0: the generator yields no cell; each rank has ops."),
+        (lambda r, p, m: gpipe_cells(r, p, m) if r else [], "rank 0 has no ops in the table"),
         (lambda r, p, m: None, "rank 0: the generator gave None; it yields cells such as '0F0'"),
-        (endless("0F0"), "cells, more than the program has ops; a generator has an end."),
-        (endless(None), "idle cells and no end; a generator stops after its last op."),
+        (lambda r, p, m: repeat("0F0"), "rank 0: 48 cells and no end; a generator stops after its last op."),
+        (lambda r, p, m: repeat(None), "rank 0: 48 cells and no end; a generator stops after its last op."),
         (lambda r, p, m: reversed(list(gpipe_cells(r, p, m))), "reads"),
         ("0F0", "from_generator takes f(rank, ranks, microbatches), which yields cells; found '0F0'"),
     ],

@@ -67,12 +67,14 @@ def test_the_docstring_of_a_function_names_its_parameters(name: str):
 
 
 @pytest.mark.parametrize("name", fpipe.schedules.names())
-def test_a_schedule_shows_its_grid_and_says_its_source(name: str):
+def test_a_schedule_shows_its_grid_its_source_and_its_formulas(name: str):
     if name not in fpipe.schedules.__all__:
         pytest.skip("registered by a test")
     text = said(f"fpipe.schedules.{name}")
     assert "rank 0 |" in text
-    assert "Source: " in text
+    about = fpipe.schedules.about(name)
+    for line in (f"Source: {about.source}", f"Idle: {about.idle}", f"Peak: {about.peak}", f"Accepts: {about.accepts}"):
+        assert line in text
     options = list(inspect.signature(PUBLIC[f"fpipe.schedules.{name}"]).parameters)[1:]
     assert not options or "Args:" in text
 

@@ -24,20 +24,6 @@ def test_the_gradients_of_two_replicas_meet_in_an_add(name: str, ranks: int):
     assert all(op.rank in (op.stage, ranks - 1 - (op.stage or 0)) for op in meeting)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 6, 8, 16])
-def test_the_bubble_of_chimera_is_that_of_its_paper(ranks: int):
-    timeline = fpipe.simulate(fpipe.schedules.about("chimera").program(ranks, ranks))
-    assert timeline.bubble == pytest.approx((ranks - 2) / (3 * ranks / 2 + ranks - 2))
-    assert timeline.peak == tuple(min(ranks // 2, ranks - rank) + min(ranks // 2, rank + 1) for rank in range(ranks))
-
-
-def test_neighbours_share_a_place_where_stages_are_many():
-    for name, ranks, stages in (("chimera", 2, 5), ("dualpipe", 2, 5), ("dualpipev", 2, 9), ("hanayo", 2, 9)):
-        program = fpipe.schedules.about(name).program(ranks, 4, stages)
-        assert program.stages == stages
-        fpipe.check(fpipe.communicate()(program))
-
-
 @pytest.mark.parametrize("waves", [1, 2, 3])
 def test_there_are_as_many_waves_as_the_stages_allow(waves: int):
     """One wave of groups of neighbours was the default, whatever the stages: w times the bubble."""

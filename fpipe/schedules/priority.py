@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 from fpipe.limits import whole
 from fpipe.orders.list_scheduler import LATER, NOTHING, Scheduled, TaskGraph, list_schedule
 from fpipe.program import Op, Program, ProgramError, kind_of
+from fpipe.schedules.tables import placed_on
 from fpipe.timing.costs import Costs, the_costs
 from fpipe.timing.paths import named_waits
 from fpipe.transforms._rewrite import Transform, transforming
-from fpipe.transforms.place import Rule, in_order, place
+from fpipe.transforms.place import Rule
 from fpipe.transforms.reorder import by_table
 from fpipe.transforms.shares import shares
 
@@ -83,10 +84,7 @@ def from_priority(
 
     @transforming
     def transform(program: Program) -> Program:
-        where = in_order(program, ranks) if placement == "linear" else placement
-        program = place(where, ranks=ranks if isinstance(where, str) else None)(program)
-        if program.ranks != ranks:
-            raise ProgramError(f"the placement names {program.ranks} ranks; from_priority was told {ranks}.")
+        program = placed_on(program, placement, ranks, "from_priority")
         ready = _ReadyOps(program, key, limits, costs)
         found = list_schedule(ready.work, ready.pick)
         if sum(map(len, found.rows)) < len(ready.ops):

@@ -1,12 +1,16 @@
-"""A schedule of your own, as a table: which op each rank does after which."""
+"""A schedule of your own, as a table or as a loop that yields one: which op each rank does after which."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Any, Literal
 
-from fpipe.program import Program
+from fpipe.limits import whole
+from fpipe.program import Program, ProgramError
 from fpipe.transforms._rewrite import Transform, transforming
-from fpipe.transforms.cells import Table, in_our_letters, parse_cell, read_table
+from fpipe.transforms.cells import Cell, Table, in_our_letters, keys_of, read_table
+from fpipe.transforms.place import Rule, in_order, place
 from fpipe.transforms.reorder import by_table
 
 
@@ -48,9 +52,69 @@ def from_table(rows: Table, *, replicated: bool = False, notation: Literal["fpip
             where: dict[int, set[int]] = {stage: set() for stage in range(program.stages)}
             for rank, row in enumerate(cells):
                 for cell in row:
-                    for key in (cell,) if isinstance(cell, tuple) else parse_cell(cell):
+                    for key in keys_of(cell):
                         where.setdefault(key[1] or 0, set()).add(rank)
             homes = {stage: sorted(found) for stage, found in where.items()}
         return by_table(program, cells, move=True, homes=homes)
 
     return transform
+
+
+def from_generator(
+    f: Callable[[int, int, int], Iterable[Cell | None]], ranks: int, placement: str | Sequence[int] = "linear"
+) -> Transform:
+    """Order a program as a loop says: `f(rank, ranks, microbatches)` yields the cells of one rank.
+
+    Args:
+        f: gives the cells of a rank in order, each as text ("2F0", "(0F7;7B3)") or as `(kind, stage, microbatch,
+            slice)`; idle ones ("", ".", None) are left out.
+        ranks: how many.
+        placement: "linear", "looped", "v", or a list with the rank of each stage.
+
+    Raises:
+        ProgramError: a cell that cannot be read, names no op of the program, stands twice or is on another rank (which
+            rank, and which of its cells); an op that no rank names.
+
+    >>> import fpipe
+    >>> def all_forwards_first(rank, ranks, microbatches):
+    ...     yield from (f"{rank}F{index}" for index in range(microbatches))
+    ...     yield from (f"{rank}B{index}" for index in reversed(range(microbatches)))
+    >>> schedule = fpipe.schedules.from_generator(all_forwards_first, ranks=2)
+    >>> print(fpipe.plot(fpipe.chain(fpipe.split(2), schedule)(fpipe.program(2))))
+    rank 0 | 0F0 0F1  .   .  0B1 0B0
+    rank 1 |  .  1F0 1F1 1B1 1B0  .
+    """
+    if not callable(f):
+        raise TypeError(f"from_generator takes f(rank, ranks, microbatches), which yields cells; found {f!r}.")
+    whole("ranks", ranks)
+
+    @transforming
+    def transform(program: Program) -> Program:
+        program = placed_on(program, placement, ranks, "from_generator")
+        rows = [_row(rank, f(rank, ranks, program.microbatches), 4 * len(program.ops)) for rank in range(ranks)]
+        return by_table(program, read_table(rows), move=False)
+
+    return transform
+
+
+def placed_on(program: Program, placement: str | Sequence[int] | Rule, ranks: int, name: str) -> Program:
+    """The program in the placement that a schedule was told with its ranks."""
+    where = in_order(program, ranks) if placement == "linear" else placement
+    program = place(where, ranks=ranks if isinstance(where, str) else None)(program)
+    if program.ranks != ranks:
+        raise ProgramError(f"the placement names {program.ranks} ranks; {name} was told {ranks}.")
+    return program
+
+
+def _row(rank: int, given: Any, most: int) -> list[Any]:
+    """Cells that a generator yields, as a list; a key without a slice gets None for it."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ProgramError(f"rank {rank}: the generator gave {given!r}; it yields cells such as '{rank}F0'.")
+    row: list[Any] = [*islice(given, most + 1)]  # pyright: ignore[reportUnknownArgumentType]
+    if len(row) > most:
+        raise ProgramError(f"rank {rank}: {most} cells and no end; a generator stops after its last op.")
+    row = [(*cell, None) if isinstance(cell, tuple) and len(cell) == 3 else cell for cell in row]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    for cell in row:
+        if isinstance(cell, tuple) and [*map(type, cell)][:2] != [str, int]:  # pyright: ignore[reportUnknownArgumentType]
+            raise ProgramError(f"rank {rank}: {cell!r} is no cell; cells read '2F0', '(0F7;7B3)' or ('F', 2, 0, None).")
+    return row
