@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import fpipe
 from fpipe.pictures.box_labels import LEAST, SIZES, names_of, needs, size_in
 from fpipe.pictures.drawn_shapes import Drawing, Rect, Text
-from fpipe.pictures.layout import lay_out
+from fpipe.pictures.layout import SEAM, lay_out
 from fpipe.pictures.panel import Panel
 from fpipe.pictures.perfetto import perfetto
 from fpipe.program import lane_of
@@ -20,6 +20,7 @@ from property_tests.strategies import DrawnProgram, plans
 
 SECONDS = st.sampled_from([0, 0.25, 1, 3])
 COSTS = st.builds(fpipe.Costs, SECONDS, SECONDS, SECONDS, transfer=SECONDS)
+SENDING = st.builds(fpipe.Costs, SECONDS, SECONDS, SECONDS, transfer=SECONDS, send=SECONDS, receive=SECONDS)
 
 SWITCH = st.booleans()
 STYLES = st.builds(
@@ -42,9 +43,9 @@ def panel(plan: DrawnProgram, costs: fpipe.Costs, transfers: bool) -> Panel:
 
 
 def boxes(drawing: Drawing) -> list[tuple[str, tuple[float, float]]]:
-    """The ops of a drawing, each with its left edge and width."""
+    """The ops of a drawing, each with its left edge and its width, without what lies below the next one."""
     return [
-        (shape.title.partition(":")[0], (shape.x, shape.width))
+        (shape.title.partition(": ")[0], (shape.x, shape.width - (0 if shape.edge else SEAM)))
         for shape in drawing.timed
         if isinstance(shape, Rect) and ", rank " in shape.title
     ]
@@ -53,7 +54,7 @@ def boxes(drawing: Drawing) -> list[tuple[str, tuple[float, float]]]:
 def without_label(drawing: Drawing, panel: Panel, style: fpipe.Style) -> list[str]:
     """The boxes that could hold their microbatch in small digits and have no words."""
     words = [shape for shape in drawing.timed if isinstance(shape, Text) and not shape.grid]
-    rects = {shape.title.partition(":")[0]: shape for shape in drawing.timed if isinstance(shape, Rect)}
+    rects = {shape.title.partition(": ")[0]: shape for shape in drawing.timed if isinstance(shape, Rect)}
     (small, beside), found = SIZES[-1], list[str]()
     for op, start, end in panel.timeline.events:
         names = names_of(op, "main", style)
@@ -66,7 +67,7 @@ def without_label(drawing: Drawing, panel: Panel, style: fpipe.Style) -> list[st
     return found
 
 
-@given(plans(), COSTS, st.booleans(), STYLES)
+@given(plans(), COSTS | SENDING, st.booleans(), STYLES)
 def test_every_op_that_takes_time_is_one_box_at_its_time_in_every_style(
     plan: DrawnProgram, costs: fpipe.Costs, transfers: bool, style: fpipe.Style
 ):
