@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +12,14 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.timing.cluster import Link
+from tests.refusals import refusals
 
 SIZES = {"y": 3.0, "dx": 2.0}
 COSTS = fpipe.Costs([1.03, 2.11, 1.57, 0.71], [1.31, 0.57, 2.03, 1.13], 0.9, bytes=lambda v: SIZES.get(v.name, 0))
 
 
 @given(
-    st.sampled_from(["one_f_one_b", "zb_h1", "gpipe", "eager_1f1b"]),
+    st.sampled_from(["one_f_one_b", "zb_h1", "gpipe", "eager_1f1b", "bpipe"]),
     st.sampled_from([(2, 2), (4, 1), (1, 4)]),
     st.lists(st.sampled_from([0.013, 0.11, 0.737, 2.9]), min_size=4, max_size=4),
     st.lists(st.sampled_from([1.0, 0.83, 1.7]), min_size=4, max_size=4),
@@ -41,7 +41,7 @@ def test_links_and_speeds_are_costs_of_links_and_stages(
         fpipe.simulate(program, COSTS, cluster=cluster),
         fpipe.simulate(program, fpipe.Costs(*slowed, bytes=COSTS.bytes, **ways)),
     )
-    assert one.ends == pytest.approx(other.ends)
+    assert (one.ends, one.peak) == (pytest.approx(other.ends), other.peak)
     assert [trip[:3] for trip in one.transfers] == [trip[:3] for trip in other.transfers]
 
 
@@ -73,19 +73,6 @@ def test_a_shared_link_carries_what_is_asked_first_as_soon_as_it_is_free(
             assert start == pytest.approx(max(free, asked))
             free = end - latency
         assert [asked for _, asked, _ in sorted(row)] == sorted(asked for _, asked, _ in row)
-
-
-@given(st.sampled_from(["one_f_one_b", "zb_h1", "dualpipe", "bpipe"]), st.sampled_from([0, 0.5, 3]))
-def test_equal_links_are_a_transfer_and_a_bandwidth(name: str, latency: float):
-    program = fpipe.schedules.about(name).program(4, 8)
-    flat = Link(latency, 4.0)
-    cluster = fpipe.Cluster(2, 2, flat, flat, (1.0,) * 4, (float("inf"),) * 4)
-    said = fpipe.Costs(transfer=latency, bandwidth=4.0, bytes=COSTS.bytes)
-    one, other = (
-        fpipe.simulate(program, replace(COSTS, forward=1, backward_input=1, backward_weight=1), cluster=cluster),
-        fpipe.simulate(program, said),
-    )
-    assert (one.starts, one.ends, one.transfers, one.peak) == (other.starts, other.ends, other.transfers, other.peak)
 
 
 @given(
@@ -135,37 +122,49 @@ def test_who_shares_a_link_waits_and_who_is_slow_takes_longer():
     assert held.lacking == {rank: held.peak[rank] - 3e9 for rank in (0, 1, 3) if held.peak[rank] > 3e9} != {}
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", "a cluster says at least how many ranks there are, as in"),
-        ("4 hosts", "a cluster begins with its sizes, '2 hosts x 4 ranks' or '4 ranks', at '4 hosts' (character 1 of"),
-        (
-            "4 ranks; within 5us",
-            "begins with inside, between, replicas, rank, ranks or each, at 'within 5us' (character 10",
-        ),
-        ("4 ranks; inside 5", "expected a latency (5us), a bandwidth (200GB/s) in ns, us, ms, s, at '5' (character 17"),
-        ("4 ranks; inside 5us 6us", "a second latency of one link, at '6us' (character 21 of the text)"),
-        ("4 ranks; inside 5us 2Gb/s", "in B, KB, KiB, MB, MiB, GB, GiB, TB, TiB, at '2Gb/s' (character 21"),
-        ("4 ranks; inside 5us shared", "a shared link has a bandwidth, for which its transfers wait"),
-        ("4 ranks; rank 4 speed 1", "ranks are 0..3, one (3) or several (0-3), at '4' (character 15"),
-        ("4 ranks; rank 3 speed", "ranks have a speed, a memory or both, as in"),
-        ("4 ranks; rank 3 speed 0", "a speed is more than 0, at '0' (character 23"),
-        ("4 ranks; inside 1us; inside 2us", "inside is said twice, at 'inside 2us' (character 22"),
-        ("4 ranks; replicas", "replicas are a number, at least 1, as in 'replicas 4 20us 25GB/s', at 'replicas'"),
-        ("4 ranks; replicas 0 1us", "replicas are a number, at least 1, as in"),
-        ("4 ranks; replicas 2", "a link has a latency (5us), a bandwidth (200GB/s) or both, at 'replicas 2'"),
-        ("4 ranks; replicas 2 1GB/s shared", "replicas have links of their own, which are not shared"),
-        ("4 ranks; replicas 2 1us; replicas 2 1us", "replicas is said twice"),
-        ("4 ranks; replicas 2 1GB/s", "a cluster's bandwidths need the bytes of values; say Costs(bytes=...) too."),
-        ("2 ranks", "the program has 4 ranks, and the cluster 2."),
-        ("4 ranks; inside 1GB/s", "a cluster's bandwidths need the bytes of values; say Costs(bytes=...) too."),
-    ],
+def on(text: str) -> fpipe.Timeline:
+    return fpipe.simulate(fpipe.schedules.about("one_f_one_b").program(4, 8), cluster=text)
+
+
+test_a_text_that_is_none_is_refused_with_its_place = refusals(
+    globals(),
+    """
+on('')
+    ValueError: a cluster says at least how many ranks there are, as in
+on('4 hosts')
+    ValueError: a cluster begins with its sizes, '2 hosts x 4 ranks' or '4 ranks', at '4 hosts' (character 1 of
+on('4 ranks; within 5us')
+    ValueError: begins with inside, between, replicas, rank, ranks or each, at 'within 5us' (character 10
+on('4 ranks; inside 5')
+    ValueError: expected a latency (5us), a bandwidth (200GB/s) in ns, us, ms, s, at '5' (character 17
+on('4 ranks; inside 5us 6us')
+    ValueError: a second latency of one link, at '6us' (character 21 of the text)
+on('4 ranks; inside 5us 2Gb/s')
+    ValueError: in B, KB, KiB, MB, MiB, GB, GiB, TB, TiB, at '2Gb/s' (character 21
+on('4 ranks; inside 5us shared')
+    ValueError: a shared link has a bandwidth, for which its transfers wait
+on('4 ranks; rank 4 speed 1')
+    ValueError: ranks are 0..3, one (3) or several (0-3), at '4' (character 15
+on('4 ranks; rank 3 speed')
+    ValueError: ranks have a speed, a memory or both, as in
+on('4 ranks; rank 3 speed 0')
+    ValueError: a speed is more than 0, at '0' (character 23
+on('4 ranks; inside 1us; inside 2us')
+    ValueError: inside is said twice, at 'inside 2us' (character 22
+on('4 ranks; replicas 0 1us')
+    ValueError: replicas are a number, at least 1, as in 'replicas 4 20us 25GB/s', at 'replicas 0 1us'
+on('4 ranks; replicas 2')
+    ValueError: a link has a latency (5us), a bandwidth (200GB/s) or both, at 'replicas 2'
+on('4 ranks; replicas 2 1GB/s shared')
+    ValueError: replicas have links of their own, which are not shared
+on('4 ranks; replicas 2 1GB/s')
+    ValueError: a cluster's bandwidths need the bytes of values; say Costs(bytes=...) too.
+on('2 ranks')
+    ValueError: the program has 4 ranks, and the cluster 2.
+fpipe.Costs(cluster=4)
+    TypeError: a cluster is an fpipe.Cluster or its text, found 4.
+""",
 )
-def test_a_text_that_is_none_is_refused_with_its_place(text: str, expected: str):
-    program = fpipe.schedules.about("one_f_one_b").program(4, 8)
-    with pytest.raises(ValueError, match=re.escape(expected)):
-        fpipe.simulate(program, cluster=text)
 
 
 def test_a_search_on_a_cluster_is_never_beaten_by_a_name():
@@ -180,8 +179,6 @@ def test_a_search_on_a_cluster_is_never_beaten_by_a_name():
     row = next(row for row in found.named if row.name == "one_f_one_b")
     told = fpipe.simulate(named, replace(costs, cluster=None), cluster=text).makespan
     assert row.makespan <= fpipe.simulate(named, costs).makespan == told  # a search may split its backwards
-    with pytest.raises(TypeError, match=re.escape("a cluster is an fpipe.Cluster or its text, found 4.")):
-        fpipe.Costs(cluster=4)  # type: ignore[arg-type]
 
 
 def test_slow_ranks_are_slow_once_in_the_bound_of_a_search():
