@@ -124,8 +124,10 @@ def test_a_loss_that_a_trainer_holds_is_found(loss: Any):
             run(params, ROWS)
 
 
-class Holder:
-    """Holds what it judges with."""
+class Slotted:
+    """Holds what it judges with in slots."""
+
+    __slots__ = ("criterion", "weight")
 
     def __init__(self) -> None:
         self.criterion: nn.Module = nn.MSELoss()
@@ -135,6 +137,13 @@ class Holder:
         return self.criterion(y * self.weight[: len(y)], nn.functional.one_hot(target, 4).float())
 
 
+class Open:
+    """Holds it in its dict."""
+
+    __init__, __call__ = Slotted.__init__, Slotted.__call__
+
+
+@pytest.mark.parametrize("slots", [True, False])
 @pytest.mark.parametrize(
     ("name", "value", "sentence"),
     [
@@ -142,9 +151,9 @@ class Holder:
         ("weight", torch.full((8, 1), 2.0), "'weight' was bound anew since it was traced"),
     ],
 )
-def test_what_an_object_holds_for_a_loss_is_compared_in_every_step(name: str, value: Any, sentence: str):
-    """A trainer with another criterion trained on with the first."""
-    net, holder = made(), Holder()
+def test_what_an_object_holds_for_a_loss_is_compared_in_every_step(slots: bool, name: str, value: Any, sentence: str):
+    """A trainer with another criterion trained on with the first, and nothing in slots was looked for at all."""
+    net, holder = made(), Slotted() if slots else Open()
     program, model, params = cut("from_sequential", net, holder)
     step = fpipe.build(program, model)
     step(params, ROWS)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from types import (
     BuiltinFunctionType,
     CellType,
     CodeType,
     FunctionType,
+    MemberDescriptorType,
     MethodType,
     ModuleType,
 )
@@ -80,7 +82,7 @@ def _alike(value: Any, odd: list[Any] | None, within: tuple[int, ...], known: Kn
         return partial, *(_alike(part, odd, inner, known) for part in (value.func, value.args, value.keywords))
     if odd is not None and not isinstance(value, type | BuiltinFunctionType):
         odd.append(value)
-    attributes = {} if isinstance(value, type | ModuleType) else getattr(value, "__dict__", {})
+    attributes = {} if isinstance(value, type | ModuleType) else {**getattr(value, "__dict__", {}), **slots_of(value)}
     plain = ((name, _alike(one, None, inner, known)) for name, one in attributes.items() if isinstance(one, _NUMBERS))
     return Same(value), *plain
 
@@ -130,6 +132,17 @@ def named_in(code: CodeType) -> Iterator[str]:
             yield from named_in(inner)
         elif isinstance(inner, str):
             yield inner
+
+
+def slots_of(value: Any) -> dict[str, Any]:
+    """Attributes that an object has by `__slots__`; nothing of it is run."""
+    found: dict[str, Any] = {}
+    for own in (vars(kind) for kind in type(value).__mro__ if "__slots__" in vars(kind)):
+        for name, one in own.items():
+            with suppress(AttributeError):  # nothing yet
+                if isinstance(one, MemberDescriptorType):
+                    found.setdefault(name, one.__get__(value))
+    return found
 
 
 def content_of(cell: CellType) -> Any:

@@ -10,12 +10,12 @@ import inspect
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache, partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-from fpipe.graphs.purity.alike import content_of, named_in
+from fpipe.graphs.purity.alike import content_of, named_in, slots_of
 from fpipe.graphs.purity.attributes import Modules
 from fpipe.positional_stage import PositionalStage
 
@@ -81,7 +81,7 @@ def reached(function: Any) -> Iterator[tuple[str, Any, Home | None]]:
             more = [(f"{name}.{key}", value) for key, value in one.items()]
         elif isinstance(one, list | tuple):
             more = [(f"{name}.{at}", value) for at, value in enumerate(one)]
-        elif hasattr(one, "__dict__"):
+        elif hasattr(one, "__dict__") or hasattr(one, "__slots__"):
             todo += [(path, value, words, (one, word)) for path, value, word in _attributes(name, one, words)]
         todo += [(path, value, words, None) for path, value in more]
 
@@ -96,11 +96,13 @@ def _attributes(name: str, one: Any, words: tuple[str, ...]) -> Iterator[tuple[s
     """Attributes of an object that have these names, its methods bound; nothing of it is run. Classes and Python's
     modules lead on to everything, so of these only tensors and modules count."""
     shared = isinstance(one, type | ModuleType)
+    slots = {} if shared else slots_of(one)
     for word in words:
         value = vars(one).get(word) if isinstance(one, ModuleType) else inspect.getattr_static(one, word, None)
+        value = slots.get(word) if isinstance(value, MemberDescriptorType) else value
         if shared and not isinstance(value, Tensor | nn.Module):
             continue
-        if isinstance(value, FunctionType) and word not in vars(one):
+        if isinstance(value, FunctionType) and word not in slots and word not in getattr(one, "__dict__", ()):
             yield name, MethodType(value, one), word
         elif value is not None:
             yield word if name == "it" else f"{name}.{word}", value, word

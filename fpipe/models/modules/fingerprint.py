@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fpipe.graphs.purity.alike import Same
+from fpipe.graphs.purity.alike import Same, slots_of
 from fpipe.graphs.purity.attributes import Modules, plain_attributes
 from fpipe.graphs.purity.closure import modules_of, reached
 from fpipe.graphs.purity.own_memory import memory
@@ -165,7 +165,8 @@ class _Attributes:
 
     def get(self, name: str) -> Any:
         """An attribute as it is now; nothing of the object is run."""
-        return vars(self._of).get(name, getattr(type(self._of), name, None))
+        own = getattr(self._of, "__dict__", {})
+        return own[name] if name in own else slots_of(self._of).get(name, getattr(type(self._of), name, None))
 
 
 def _interface(model: Model) -> tuple[Any, ...]:
