@@ -16,8 +16,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.single_device.result import Result
-from fpipe.verification.gradient_changes import Parts, scaled
-from fpipe.verification.odd_rows import odd_rows
+from fpipe.verification.gradient_changes import StepGradients, scaled
 from fpipe.verification.report import Close, Leaf, Report, is_finite, largest, listed, wide
 from fpipe.verification.step_mistakes import Loop, mistakes
 
@@ -76,9 +75,9 @@ class AfterSteps:
         found = {GRADIENT + name: grads[at] for at, name in names.items() if grads[at] is not None}
         return found | {f"{word} of {name}": leaf for at, name in names.items() for word, leaf in states[at].items()}
 
-    def same(self, one: Tensor, other: Any) -> bool:
+    def same(self, one: Tensor, other: Tensor) -> bool:
         """Whether two agree, bit by bit or within the tolerance."""
-        return not isinstance(other, Tensor) or (self.close or Close())(one.to(other.dtype), other)
+        return (self.close or Close())(one.to(other.dtype), other)
 
     def near(self, one: Tensor, right: Tensor, moved: Tensor) -> bool:
         """Whether one is as near to what is right as small changes of the gradients may move it."""
@@ -91,41 +90,38 @@ class AfterSteps:
         """The report for a reader, without what the parameters do not tell."""
         right, leaves = tree.leaves(self.expected.params), list[Leaf]()
         for at, (name, leaf) in self.found.items():
-            if isinstance(right[at], Tensor):
-                bitwise = leaf.dtype == right[at].dtype and Close()(leaf, right[at])
-                leaves.append(Leaf(name, bitwise, 0.0 if bitwise else largest(leaf, right[at])))
+            bitwise = leaf.dtype == right[at].dtype and Close()(leaf, right[at])
+            leaves.append(Leaf(name, bitwise, 0.0 if bitwise else largest(leaf, right[at])))
         steps = len(self.loop.steps)
         return Report(tuple(leaves), notes=(f"Compared after {steps} training step{'s' * (steps > 1)}.",))
 
-    def message(self, grads: Mapping[int, Tensor]) -> list[str]:
-        """Which mistake explains the parameters that are others; some of the gradients may be known."""
+    def message(self, told: bool) -> list[str]:
+        """Which mistake explains the parameters that are others; `told`: gradients are compared, too."""
         wrong = self.wrong
         if not wrong:
             return []
         names = listed([self.found[at][0] for at in wrong])
         of = f"{len(wrong)} of {len(self.found)} parameters are not those of plain autograd and {self.loop.words.by}."
-        before = tree.leaves(tuple(self.loop.params))
-        still = [at for at in wrong if torch.equal(self.found[at][1], before[at])]
-        if still:
-            names = listed([self.found[at][0] for at in still])
-            return [of, f"{len(still)} of them are as they were: no update reached them.", f"  {names}"]
         odd = [self.found[at][0] for at in wrong if not is_finite(self.found[at][1])]
         if odd:
             return [of, f"NaN or infinite numbers in {listed(odd)}."]
-        ways = [way for way in (self._nearest_mistake(), self._other_rate(grads)) if way]
-        ways = ways or [way for way in (self._odd_rows(grads),) if way]
+        before = tree.leaves(tuple(self.loop.params))
+        still = [self.found[at][0] for at in wrong if torch.equal(self.found[at][1], before[at])]
+        if still:
+            return [of, f"{len(still)} of them are as they were: no update reached them.", f"  {listed(still)}"]
+        ways = [way for way in (self._nearest_mistake(), self._other_rate(told)) if way]
         sure = [words for words, made in ways if self._is_evident(made)]
         if sure or not ways:
             best = ", or ".join(sure) or "no mistake that is known explains them"
         else:
             best = f"it could be that {ways[0][0]}, but these parameters tell too little to be sure"
-        return [of, f"{best[0].upper()}{best[1:]}.", *([] if sure or grads else self.untold()), f"  {names}"]
+        return [of, f"{best[0].upper()}{best[1:]}.", *([] if sure or told else self.untold()), f"  {names}"]
 
     def untold(self, norm: Any = None) -> list[str]:
         """A sentence about gradients that these parameters do not tell, nor the norm, where there are such."""
         loop, words = self.loop, self.loop.words
-        until = next((at for at, one in enumerate(loop.rates, 1) if one["lr"] is None or one["lr"] > 0), None)
-        if until is None:
+        until = next((at for at, one in enumerate(loop.rates, 1) if one["lr"] is None or one["lr"] > 0), 0)
+        if not until:
             return []
         first = replace(loop, steps=loop.steps[:until], rates=loop.rates[:until], keys=loop.keys[:until])
         by, moved = f"{words.by}{' with this clip' * (words.clip is not None)}", self._moved(first.run())
@@ -134,7 +130,7 @@ class AfterSteps:
                 f"One step of {by} tells the signs of gradients and hardly their sizes: a loss that is scaled or "
                 "smoothed, or rows that weigh otherwise, may look right. Hand in grads=, or several steps with norm=."
             ]
-        if norm is None and self._is_still(replace(first, change=scaled(2.0)), moved):
+        if norm is None and self._is_still(first.changed(scaled, by=2.0), moved):
             return [
                 f"Steps of {by} do not tell how large gradients are: a loss that is scaled looks right. Hand in norm=, "
                 "or grads=."
@@ -144,8 +140,7 @@ class AfterSteps:
     def _moved(self, made: Result) -> Tensor:
         """How far each number of the parameters that are compared has moved from where it was."""
         before, after = (tree.leaves(tuple(some)) for some in (self.loop.params, made.params))
-        each = [(wide(after[at]) - wide(before[at])).flatten() for at in self.found if isinstance(after[at], Tensor)]
-        return torch.cat(each).cpu() if each else torch.zeros(0)
+        return torch.cat([(wide(after[at]) - wide(before[at])).flatten().cpu() for at in self.found])
 
     def _is_still(self, loop: Loop, moved: Tensor) -> bool:
         """Whether a loop moves the parameters as far as they were to move."""
@@ -158,13 +153,12 @@ class AfterSteps:
         before, right, other = (tree.leaves(tuple(params)) for params in each)
         bits, off, left = 0.0, 0.0, 0.0
         for at, (_, leaf) in self.found.items():
-            if isinstance(right[at], Tensor):
-                start, found, was, now = (wide(one).to(leaf.device) for one in (before[at], leaf, right[at], other[at]))
-                least = torch.finfo(right[at].dtype).eps * was.abs() + torch.finfo(was.dtype).tiny
-                told = (((found - was).abs() + least) / ((found - now).abs() + least)).log2()
-                turned = ((found - start) / (was - start) + 1).abs() < _AS_FAR
-                bits += float(torch.where(turned, told.clamp(max=1.0), told).sum())
-                off, left = off + float((found - was).norm()), left + float((found - now).norm())
+            start, found, was, now = (wide(one).to(leaf.device) for one in (before[at], leaf, right[at], other[at]))
+            least = torch.finfo(right[at].dtype).eps * was.abs() + torch.finfo(was.dtype).tiny
+            told = (((found - was).abs() + least) / ((found - now).abs() + least)).log2()
+            turned = ((found - start) / (was - start) + 1).abs() < _AS_FAR
+            bits += float(torch.where(turned, told.clamp(max=1.0), told).sum())
+            off, left = off + float((found - was).norm()), left + float((found - now).norm())
         return bits >= _BITS and left * _NEARER <= off
 
     def _nearest_mistake(self) -> tuple[str, Result] | None:
@@ -183,9 +177,9 @@ class AfterSteps:
         each = ((words, loop, loop.run()) for words, loop in ways)
         return next(((words, made) for words, loop, made in each if not self.wrong_beside(loop, made)), None)
 
-    def _other_rate(self, grads: Mapping[int, Tensor]) -> tuple[str, Result] | None:
+    def _other_rate(self, told: bool) -> tuple[str, Result] | None:
         """The learning rate that makes these parameters, by how far the largest leaf has moved."""
-        told = self.loop.words
+        words = self.loop.words
         rates = [rate for rate in (one["lr"] for one in self.loop.rates) if rate is not None]
         at = max(self.found, key=lambda one: self.found[one][1].numel())
         before, right = (wide(tree.leaves(tuple(made))[at]) for made in (self.loop.params, self.expected.params))
@@ -196,53 +190,34 @@ class AfterSteps:
         others = [float(f"{rate * times:.3g}") for rate in rates]
         loop = replace(self.loop, rates=[one | {"lr": lr} for one, lr in zip(self.loop.rates, others, strict=True)])
         found, said = (listed([f"{rate:g}" for rate in dict.fromkeys(some)]) for some in (others, rates))
-        words = f"the learning rate is {found}, not {said}"
-        if not grads and told.by == "SGD" and told.clip is None and "weight_decay" not in dict(told.settings):
-            words += f", or gradients are {times:.3g} times as large"
-        return None if others == rates else self._explained([(words, loop)])
-
-    def _odd_rows(self, grads: Mapping[int, Tensor]) -> tuple[str, Result] | None:
-        """Rows that count otherwise, or met the targets of others, in gradients that are known, or that a step of plain
-        descent tells."""
-        loop, words = self.loop, self.loop.words
-        if len(loop.steps) > 1:
-            return None
-        settings, rate = dict(words.settings), loop.rates[0]["lr"]
-        plain = {*settings} <= {"weight_decay", "momentum"} and not any(
-            leaf.any() for leaf in tree.leaves(tuple(loop.opt))
-        )
-        if not all(map(is_finite, grads.values())):
-            return None
-        if not grads and words.by == "SGD" and rate and words.clip is None and plain and len(loop.rates[0]) == 1:
-            before, decay = tree.leaves(tuple(loop.params)), settings.get("weight_decay", 0.0)
-            moved = {at: (wide(before[at]) - wide(leaf)) / rate for at, (_, leaf) in self.found.items()}
-            grads = {at: grad - decay * wide(before[at]) for at, grad in moved.items() if grad.any()}
-        return self._explained(odd_rows(loop, grads)) if grads else None
+        sentence = f"the learning rate is {found}, not {said}"
+        if not told and words.by == "SGD" and words.clip is None and "weight_decay" not in dict(words.settings):
+            sentence += f", or gradients are {times:.3g} times as large"
+        return None if others == rates else self._explained([(sentence, loop)])
 
     def _error(self, made: Result) -> float:
         """How far away the parameters are that a loop makes: after few steps several mistakes may look alike."""
         right = tree.leaves(made.params)
-        pairs = ((leaf, right[at]) for at, (_, leaf) in self.found.items() if isinstance(right[at], Tensor))
-        return sum(float((wide(one) - wide(other)).norm()) for one, other in pairs)
+        return sum(float((wide(leaf) - wide(right[at])).norm()) for at, (_, leaf) in self.found.items())
 
 
-def _resized(number: int, parts: Parts, made: Result, of: Any) -> Any:
+def _resized(step: StepGradients) -> Any:
     """Gradients of which each number has another size, and the sign that it had."""
-    generator = torch.Generator().manual_seed(number)
+    generator = torch.Generator().manual_seed(step.number)
 
     def resized(grad: Any) -> Any:
         return grad if grad is None else grad * (torch.rand(grad.shape, generator=generator) + 0.5).to(grad)
 
-    return tree.tree_map(resized, made.grads)
+    return tree.tree_map(resized, step.grads)
 
 
 def shaken(loop: Loop) -> Loop:
     """A loop whose gradients are moved by rounding, as another order of additions may; where rounding is all that a
     leaf's gradient is, as of the bias of an attention's keys, each of its numbers has the other sign."""
 
-    def change(number: int, parts: Parts, made: Result, of: Any) -> Any:
-        grads = made.grads if loop.change is None else loop.change(number, parts, made, of)
-        generator = torch.Generator().manual_seed(number)
+    def change(step: StepGradients) -> Any:
+        grads = step.grads if loop.change is None else loop.change(step)
+        generator = torch.Generator().manual_seed(step.number)
         largest = max((_size(grad) for grad in tree.leaves(grads) if grad is not None and grad.numel()), default=0.0)
 
         def moved(grad: Any) -> Any:

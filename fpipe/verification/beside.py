@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe import tree
 from fpipe.graphs.purity.sharded import is_sharded
 from fpipe.verification.after_steps import GRADIENT, AfterSteps, shaken
 from fpipe.verification.rank_pieces import put_together
@@ -49,22 +48,14 @@ def differ_by_rank(judged: AfterSteps, names: Sequence[str]) -> list[str]:
 
 
 def _not_added(name: str, ranks: Sequence[Tensor], right: Tensor) -> str:
-    """A sentence about a gradient that ranks have each a part of: tensor-parallel ranks have parts of a sum, replicas
-    parts of a mean."""
+    """A sentence about a gradient of which ranks have parts of a sum, or of a mean, that nobody adds up."""
     many, total = len(ranks), torch.stack([wide(one) for one in ranks]).sum(0)
     close = Close(_NEAR, _NEAR * float(wide(right).abs().max()))
-    replicas = next((k for k in range(1, many + 1) if many % k == 0 and close(total / k, wide(right))), None)
-    if replicas is None:
+    times = next((k for k in range(1, many + 1) if many % k == 0 and close(total / k, wide(right))), None)
+    if times is None:
         return f"The gradient of {name} is another one on each of {many} ranks that are to have copies."
-    if replicas == many:
-        return f"The gradient of {name} is not added over replicas: those of {many} ranks have the mean the right one."
-    different = sum(not any(Close()(one, other) for other in ranks[:at]) for at, one in enumerate(ranks))
-    nor = f", nor over {replicas} replicas" * (replicas > 1 and different == many)
-    times = f"{replicas} times " * (replicas > 1)
-    return (
-        f"The gradient of {name} is not added over {many // replicas} tensor-parallel ranks{nor}: those of {many} "
-        f"ranks add up to {times}the right one."
-    )
+    have = "have the mean" if times == many else f"add up to {times} times" if times > 1 else "add up to"
+    return f"The gradient of {name} is not added over ranks: those of {many} {have} the right one."
 
 
 _NEAR = 1e-4
@@ -75,8 +66,8 @@ def beside(
     judged: AfterSteps,
     grads: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     states: Mapping[str, Mapping[str, Any]],
-) -> tuple[dict[int, Tensor], list[str]]:
-    """Gradients by the number of their leaf, and sentences about those and optimizer state that are not the loop's."""
+) -> list[str]:
+    """Sentences about gradients and optimizer state that are not the loop's."""
     right, said = judged.values_of(judged.expected), list[str]()
     if not isinstance(grads, Mapping):
         shapes = {name.removeprefix(GRADIENT): leaf.shape for name, leaf in right.items()}
@@ -96,22 +87,7 @@ def beside(
     if odd and judged.close is None:
         moved = judged.values_of(shaken(judged.loop).run())
         odd = [what for what in odd if not judged.near(found[what], right[what], moved[what])]
-    said += [f"{len(odd)} of {len(given)} values beside the parameters are others: {listed(odd)}."] if odd else []
-    known = {at: found[GRADIENT + name] for at, (name, _) in judged.found.items() if GRADIENT + name in found}
-    return known or _by_moments(judged, found), said
-
-
-def _by_moments(judged: AfterSteps, found: Mapping[str, Tensor]) -> dict[int, Tensor]:
-    """Gradients of a first step that Adam has kept its share of."""
-    words, names = judged.loop.words, {at: name for at, (name, _) in judged.found.items()}
-    settings = dict(words.settings)
-    decays = words.by == "Adam" and settings.get("weight_decay")
-    begins = len(judged.loop.steps) == 1 and not any(leaf.any() for leaf in tree.leaves(tuple(judged.loop.opt)))
-    if words.by not in ("Adam", "AdamW") or decays or words.clip is not None or words.groups or not begins:
-        return {}
-    share = 1 - settings.get("betas", (0.9, 0.999))[0]
-    kept = {at: found.get(f"exp_avg of {name}") for at, name in names.items()}
-    return {at: leaf / share for at, leaf in kept.items() if leaf is not None}
+    return said + [f"{len(odd)} of {len(given)} values beside the parameters are others: {listed(odd)}."] * bool(odd)
 
 
 def _refuse_unknown(given: Sequence[str], right: Mapping[str, Tensor]) -> None:
@@ -124,17 +100,10 @@ def _tensor(leaf: Any) -> Tensor:
     return torch.as_tensor(leaf.full_tensor() if is_sharded(leaf) else leaf).detach()
 
 
-def told_of(word: str, told: Any, expected: Any, microbatches: int) -> list[str]:
-    """Sentences about a loss or norm that another pipeline told."""
-    if told is None:
-        return []
-    found = [torch.as_tensor(one) for one in one_a_step(told, len(expected), word)]
-    for step, (one, right) in enumerate(zip(found, expected, strict=True)):
-        if is_mean_to_rounding(one.to(torch.float32), right.to(torch.float32)):
-            continue
-        ratio = float(one) / float(right) if float(right) else float("inf")
-        scales = {k: f"{k} x" for k in (2, 4, 8, microbatches)} | {1 / k: f"1/{k} x" for k in (2, 4, 8, microbatches)}
-        roots = {k**0.5: f"counts everything {k} times" for k in (2, 4, 8)} if word == "norm" else {}
-        words = next((said for scale, said in (scales | roots).items() if abs(ratio / scale - 1) < 1e-4), "")
-        return [f"The {word} of step {step} is {float(one):g}, and not {float(right):g}{': ' * bool(words)}{words}."]
+def told_of(word: str, told: Any, expected: Any) -> list[str]:
+    """A sentence about the first loss or norm that another pipeline told and that is not the loop's."""
+    for step, (one, right) in enumerate(zip(one_a_step(told, len(expected), word), expected, strict=True)):
+        if told is not None and not is_mean_to_rounding(torch.as_tensor(one, dtype=torch.float32), right.float()):
+            times = f": {float(one) / float(right):.4g} x" if right else ""
+            return [f"The {word} of step {step} is {float(one):g}, and not {float(right):g}{times}."]
     return []

@@ -90,7 +90,7 @@ def compare_grads(
       0.weight, 0.bias, 2.weight, 2.bias
     """
     close = None if rtol is None and atol is None else Close(rtol, atol)
-    found = _by_name(the_model(model), params, grads)
+    found = _gradients(the_model(model), params, grads)
     check_all_state(model, state, "compare_grads")
     trials = [_Trial(model, params, parts, state, key) for parts in _ways(batch, microbatches)]
     judged: list[_Judged] = []
@@ -130,14 +130,13 @@ def _ways(batch: Any, microbatches: int | None) -> list[Parts]:
     return [[cut(batch, index, m) for index in range(m)] for m in ways]
 
 
-def _by_name(model: Model, params: Sequence[Any], grads: Any) -> dict[str, tuple[int, Tensor]]:
+def _gradients(model: Model, params: Sequence[Any], grads: Any) -> dict[str, tuple[int, Tensor]]:
     """The gradients by name: which leaf of the params each is of, and itself."""
-    leaves, containers = tree.flatten(tuple(check_params(model, params)))
-    numbered = join_params(model, tree.unflatten(containers, range(len(leaves))))
+    leaves, numbered = numbered_leaves(model, params)
     if isinstance(grads, tuple | list) and len(grads) == len(params) and not isinstance(numbered, tuple | list):  # pyright: ignore[reportUnknownArgumentType]
         grads = join_params(model, grads)  # pyright: ignore[reportUnknownArgumentType]
-    places = {dotted(place): at for place, at in tree.paths(numbered)}
-    found = {dotted(place): leaf for place, leaf in tree.paths(grads) if leaf is not None}
+    places = by_name(numbered)
+    found = {name: leaf for name, leaf in by_name(grads).items() if leaf is not None}
     odd = next((name for name in found if name not in places), None)
     if odd is not None and not isinstance(grads, Mapping):
         of = f"{len(grads)} in a {type(grads).__name__}" if isinstance(grads, tuple | list) else type(grads).__name__
@@ -165,13 +164,22 @@ def _by_name(model: Model, params: Sequence[Any], grads: Any) -> dict[str, tuple
     return {name: (places[name], leaf.detach()) for name, leaf in found.items() if trains[places[name]]}
 
 
-def dotted(place: str) -> str:
-    """A place in a pytree as a state_dict would call it.
+def numbered_leaves(model: Model, params: Sequence[Any]) -> tuple[list[Any], Any]:
+    """The parameters, and the pytree that they are joined to, with the number of each in its place."""
+    leaves, containers = tree.flatten(tuple(check_params(model, params)))
+    return leaves, join_params(model, tree.unflatten(containers, range(len(leaves))))
 
-    >>> dotted("['0.weight']"), dotted("['blocks'][0]['w']")
-    ('0.weight', 'blocks.0.w')
+
+def by_name(pytree: Any) -> dict[str, Any]:
+    """Leaves by their places, as a state_dict would call them.
+
+    >>> by_name({"0.weight": 1, "blocks": [{"w": 2}]})
+    {'0.weight': 1, 'blocks.0.w': 2}
     """
-    return place.replace("['", ".").replace("[", ".").replace("']", "").replace("]", "").removeprefix(".")
+    return {
+        place.replace("['", ".").replace("[", ".").replace("']", "").replace("]", "").removeprefix("."): leaf
+        for place, leaf in tree.paths(pytree)
+    }
 
 
 class _Trial:

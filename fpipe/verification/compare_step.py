@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,12 +24,12 @@ from fpipe.optimizers.rules import numbers_of
 from fpipe.single_device.batches import check_batch
 from fpipe.single_device.microbatch import cut
 from fpipe.single_device.over_parts import over_parts
-from fpipe.single_device.params_and_state import check_all_state, check_params
+from fpipe.single_device.params_and_state import check_all_state
 from fpipe.single_device.result import Result
 from fpipe.transforms.update import words_of_update
 from fpipe.verification.after_steps import AfterSteps
 from fpipe.verification.beside import beside, differ_by_rank, one_a_step, told_of
-from fpipe.verification.compare_grads import dotted
+from fpipe.verification.compare_grads import by_name, numbered_leaves
 from fpipe.verification.gradient_changes import Parts
 from fpipe.verification.rank_pieces import Pieces, Region, put_together
 from fpipe.verification.report import Close, GradientMismatch, Report, in_words, is_comparable, listed
@@ -136,13 +137,12 @@ def compare_step(
     expected = _run(loop, batches)
     judged = AfterSteps(found, loop, expected, close)
     apart = [*pieces.apart] if pieces is not None else []
-    known, said = beside(judged, grads or {}, opt_after or {})
-    told = [*differ_by_rank(judged, apart), *said]
-    told += [*told_of("loss", loss, expected.loss, microbatches), *told_of("norm", norm, expected.norm, microbatches)]
+    told = [*differ_by_rank(judged, apart), *beside(judged, grads or {}, opt_after or {})]
+    told += [*told_of("loss", loss, expected.loss), *told_of("norm", norm, expected.norm or ())]
     report = judged.report
     if not judged.wrong and not told:
         return report if grads or opt_after else replace(report, notes=(*report.notes, *judged.untold(norm)))
-    raise GradientMismatch("\n".join(told if apart else [*judged.message(known), *told]), report)
+    raise GradientMismatch("\n".join(told if apart else [*judged.message(bool(grads)), *told]), report)
 
 
 _SEVERAL = "of several steps hand in a list, [batch, ..], and not a tuple"
@@ -203,12 +203,9 @@ class _Plain:
         self, read: Sequence[Any], parts: Parts, state: Any = None, key: int | None = None, see: Any = None
     ) -> Result:
         """Gradients for these parameters."""
-        first = see is None and state is self.state and all(map(_is, read, self.params))
-        named = (
-            (key, *(id(part) for part, _ in parts))
-            if first and all(id(part) in self.parts for part, _ in parts)
-            else None
-        )
+        first = see is None and state is self.state and all(map(operator.is_, read, self.params))
+        known = first and all(id(part) in self.parts for part, _ in parts)
+        named = (key, *(id(part) for part, _ in parts)) if known else None
         if named in self.known:
             return self.known[named]
         made = over_parts(self.model, read, parts, state=state, key=key, see=see, zeros=False)
@@ -220,25 +217,19 @@ class _Plain:
 _KEPT = 2**26
 
 
-def _is(one: object, other: object) -> bool:
-    return one is other
-
-
 def _places(pieces: Pieces | None, found: Mapping[int, tuple[str, Tensor]]) -> list[dict[int, Region | None]]:
     """Where in the whole each rank has its part of each leaf."""
-    names = {name: at for at, (name, _) in found.items()}
     ranks = [] if pieces is None else pieces.places
-    return [{names[name]: place for name, place in one.items() if name in names} for one in ranks]
+    return [{at: one[name] for at, (name, _) in found.items() if name in one} for one in ranks]
 
 
 def _by_leaf(model: Model, params: Sequence[Any], after: Any) -> tuple[dict[int, tuple[str, Tensor]], Pieces | None]:
     """The parameters after the steps by the number of their leaf, with their names; and the pieces that ranks have."""
     pieces: Pieces | None = None
-    leaves, containers = tree.flatten(tuple(check_params(model, params)))
-    numbered = join_params(model, tree.unflatten(containers, range(len(leaves))))
+    leaves, numbered = numbered_leaves(model, params)
+    places = by_name(numbered)
     if isinstance(after, tuple | list) and _by_ranks(model, after):  # pyright: ignore[reportUnknownArgumentType]
-        shapes = {dotted(place): leaves[at].shape for place, at in tree.paths(numbered)}
-        pieces = put_together(after, shapes)  # pyright: ignore[reportUnknownArgumentType]
+        pieces = put_together(after, {name: leaves[at].shape for name, at in places.items()})  # pyright: ignore[reportUnknownArgumentType]
         after = pieces.whole
     elif isinstance(after, tuple | list):
         after = join_params(model, [*after])  # pyright: ignore[reportUnknownArgumentType]
@@ -247,8 +238,7 @@ def _by_leaf(model: Model, params: Sequence[Any], after: Any) -> tuple[dict[int,
             "after is a dict by name, such as {name: p for name, p in net.named_parameters()}, or one tree for each "
             f"stage; found {type(after).__name__}."
         )
-    places = {dotted(place): at for place, at in tree.paths(numbered)}
-    own: dict[str, Any] = {dotted(place): leaf for place, leaf in tree.paths(after)}
+    own = by_name(after)
     found: dict[int, tuple[str, Tensor]] = {}
     for name, at in places.items():
         leaf = own.get(name)
@@ -261,7 +251,7 @@ def _by_leaf(model: Model, params: Sequence[Any], after: Any) -> tuple[dict[int,
             raise ValueError(f"{name!r} is {in_words(leaf)} after the steps, and {in_words(before)} before.")
         if leaf.shape != before.shape:
             raise ValueError(f"{name!r} has the shape {[*leaf.shape]} after the steps, and {[*before.shape]} before.")
-        found[at] = name, leaf.detach().to(leaves[at].device)
+        found[at] = name, leaf.detach().to(before.device)
     missing = next((name for name, at in places.items() if at not in found), None)
     if missing is not None:
         raise ValueError(f"there is no {missing!r} after the steps; found {listed([*own]) or 'nothing'}.")

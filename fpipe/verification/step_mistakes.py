@@ -8,42 +8,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import permutations
 from typing import Any
 
-from torch import Tensor
-
 from fpipe import tree
-from fpipe.model import Model, TiedLeaf
+from fpipe.model import Model
 from fpipe.optimizers.op_words import UpdateWords
 from fpipe.optimizers.optimizer_state import initial_states
 from fpipe.optimizers.rules import STEP
 from fpipe.single_device.result import Result
-from fpipe.single_device.training_loop import Norm, total_norm, training_loop
+from fpipe.single_device.training_loop import training_loop
 from fpipe.verification.gradient_changes import (
     Change,
     Parts,
+    StepGradients,
     by_tokens,
     clipped_before_sums,
-    clipped_by,
-    clipped_by_leaf,
+    clipped_by_count,
     clipped_by_stage,
     clipped_where_it_is,
     counting,
     counts_of,
     divided_again,
     in_bfloat16,
-    last_alone,
     never_zeroed,
-    norm_of_all,
-    of_replica,
+    of_first_replica,
     of_uses,
     scaled,
-    with_rolled_targets,
-    with_targets,
+    with_next_targets,
+    with_shifted_targets,
 )
 from fpipe.verification.rank_pieces import Region
-from fpipe.verification.row_orders import orders, pooled, reordered
 
 
 @dataclass(frozen=True)
@@ -54,9 +48,8 @@ class Loop:
         model, params, opt, state: before the first step.
         steps: the microbatches of each step.
         words, rates: how parameters are updated, and the numbers of each step.
-        plain: gradients of some microbatches, whose weights are those among `rows`.
+        plain: gradients of some microbatches, as a mean over their rows.
         change: what becomes of the gradients of a step.
-        norm: what a clip compares with.
         behind: by how many steps parameters are behind that gradients are taken of.
         places: where parameters come from several ranks, where in each leaf what a rank has of it is.
     """
@@ -71,14 +64,8 @@ class Loop:
     plain: Callable[..., Result]
     keys: Sequence[int | None]
     change: Change | None = None
-    norm: Norm = total_norm
     behind: int = 0
     places: Sequence[Mapping[int, Region | None]] = ()
-
-    def leaf_of(self, leaf: TiedLeaf) -> int:
-        """The number of a tied leaf among all."""
-        stages = self.params[: leaf.owner]
-        return len(tree.leaves(tuple(stages))) + [*self.params[leaf.owner]].index(leaf.name)
 
     def run(self) -> Result:
         """Results of it."""
@@ -89,7 +76,7 @@ class Loop:
             if self.change is None:
                 return made
             of = partial(self.plain, read, state=state, key=key)
-            return replace(made, grads=self.change(number, parts, made, of))
+            return replace(made, grads=self.change(StepGradients(number, parts, made.grads, of)))
 
         return training_loop(
             self.params,
@@ -101,8 +88,15 @@ class Loop:
             opt=self.opt,
             state=self.state,
             behind=lambda step, stage: self.behind,
-            norm=self.norm,
         )
+
+    def changed(self, change: Callable[..., Any], **how: Any) -> Loop:
+        """The loop with other gradients."""
+        return replace(self, change=partial(change, **how))
+
+    def without_clip(self) -> Loop:
+        """The loop with gradients as they are."""
+        return replace(self, words=self.words._replace(clip=None))
 
 
 Named = Iterator[tuple[str, Loop]]
@@ -111,6 +105,7 @@ Named = Iterator[tuple[str, Loop]]
 def mistakes(loop: Loop) -> Named:
     """Each mistake in words, and a loop that makes it; simple and frequent ones first."""
     yield from _of_sums(loop)
+    yield from _of_ties(loop)
     yield from _of_rows(loop)
     yield from _of_clips(loop)
     yield from _of_rules(loop)
@@ -123,23 +118,20 @@ def _of_sums(loop: Loop) -> Named:
     for k in dict.fromkeys((many, 2, 4, 8)):
         of = f"the {many} microbatches" if k == many else f"{k} microbatches or replicas"
         if k > 1:
-            yield f"gradients are summed over {of} and not averaged", replace(loop, change=scaled(k))
-            yield f"gradients are averaged over {of} once too often", replace(loop, change=scaled(1 / k))
-    yield "gradients have the wrong sign", replace(loop, change=scaled(-1))
+            yield f"gradients are summed over {of} and not averaged", loop.changed(scaled, by=k)
+            yield f"gradients are averaged over {of} once too often", loop.changed(scaled, by=1 / k)
+    yield "gradients have the wrong sign", loop.changed(scaled, by=-1)
     if many > 1:
-        yield (
-            "only the last microbatch counts: gradients are overwritten, not accumulated",
-            replace(loop, change=last_alone),
-        )
+        words = "only the last microbatch counts: gradients are overwritten, not accumulated"
+        yield words, loop.changed(StepGradients.share, k=-1)
         for k in range(many):
-            yield f"microbatch {k} counts twice", replace(loop, change=counting(k, 2))
-            yield f"microbatch {k} is missing", replace(loop, change=counting(k, 0))
-        yield "gradients are added up in bfloat16", replace(loop, change=in_bfloat16)
+            yield f"microbatch {k} counts twice", loop.changed(counting, k=k, times=2)
+            yield f"microbatch {k} is missing", loop.changed(counting, k=k, times=0)
+        yield "gradients are added up in bfloat16", loop.changed(in_bfloat16)
     for k in range(2, many):
         if many % k == 0:
             words = f"gradients that are there already are divided again at each round of {k} microbatches"
-            yield words, replace(loop, change=divided_again(k))
-    yield from _of_ties(loop)
+            yield words, loop.changed(divided_again, size=k)
 
 
 def _of_ties(loop: Loop) -> Named:
@@ -147,66 +139,63 @@ def _of_ties(loop: Loop) -> Named:
     for uses in loop.model.tied_uses:
         of = f"the gradient of the tied {uses[0].name!r}"
         for at, use in enumerate(uses):
-            ones = [int(k == at) for k in range(len(uses))]
-            yield f"{of} is that of its use in stage {use.stage} alone", replace(loop, change=of_uses(uses, ones))
-            twice = [1 + one for one in ones]
-            yield f"{of} counts its use in stage {use.stage} twice", replace(loop, change=of_uses(uses, twice))
-            if len(uses) > 2:
-                missing = [1 - one for one in ones]
-                yield f"{of} misses its use in stage {use.stage}", replace(loop, change=of_uses(uses, missing))
-        yield f"{of} is added up twice", replace(loop, change=of_uses(uses, [2] * len(uses)))
+            for words, times in (("misses its use in stage {}", 0), ("counts its use in stage {} twice", 2)):
+                each = [times if k == at else 1 for k in range(len(uses))]
+                yield f"{of} {words.format(use.stage)}", loop.changed(of_uses, uses=uses, times=each)
+        yield f"{of} is added up twice", loop.changed(of_uses, uses=uses, times=[2] * len(uses))
 
 
 def _of_rows(loop: Loop) -> Named:
     """Gradients of other rows, or of rows that count otherwise."""
-    many = len(loop.steps[0])
-    for k in dict.fromkeys(count for part in loop.steps[0][:1] for count in counts_of(part[0][1])):
+    parts = loop.steps[0]
+    many, target = len(parts), parts[0][0][1]
+    for k in dict.fromkeys(counts_of(target)):
         words = f"gradients are summed over the {k * many} rows or tokens and not averaged"
-        yield words, replace(loop, change=scaled(k * many))
+        yield words, loop.changed(scaled, by=k * many)
         if many > 1:
             words = f"gradients are summed over the {k} rows or tokens of each microbatch and not averaged"
-            yield words, replace(loop, change=scaled(k))
+            yield words, loop.changed(scaled, by=k)
     if many > 1:
-        yield "each microbatch weighs as much as it has valid targets, not rows", replace(loop, change=by_tokens)
+        yield "each microbatch weighs as much as it has valid targets, not rows", loop.changed(by_tokens)
         for k in (2, 4, 8):
-            for j in range(k) if many % k == 0 else ():
-                words = f"all {k} replicas are handed the same rows, those of replica {j}"
-                yield words, replace(loop, change=of_replica(j, k))
-    for words, order in orders(sum(size for _, size in loop.steps[0]), many):
-        yield words, replace(loop, change=with_targets(order))
-    if any(leaf.ndim > 1 and not leaf.is_floating_point() for leaf in tree.leaves(loop.steps[0][0][0][1])):
-        yield "targets are shifted by one position too many", replace(loop, change=with_rolled_targets(-1))
-        yield "targets are shifted by one position too few", replace(loop, change=with_rolled_targets(1))
+            if many % k == 0:
+                words = f"all {k} replicas are handed the same rows, those of replica 0"
+                yield words, loop.changed(of_first_replica, replicas=k)
+        if len({size for _, size in parts}) == 1:
+            yield "targets are those of the next microbatch", loop.changed(with_next_targets, by=1)
+            yield "targets are those of the microbatch before", loop.changed(with_next_targets, by=-1)
+    if any(leaf.ndim > 1 and not leaf.is_floating_point() for leaf in tree.leaves(target)):
+        yield "targets are shifted by one position too many", loop.changed(with_shifted_targets, by=-1)
+        yield "targets are shifted by one position too few", loop.changed(with_shifted_targets, by=1)
 
 
 def _of_clips(loop: Loop) -> Named:
     """Norms that miss or repeat something."""
-    clip = loop.words.clip
+    clip, bare = loop.words.clip, loop.without_clip()
     if clip is None:
         yield "gradients are clipped to 1", replace(loop, words=loop.words._replace(clip=1.0))
         return
-    bare = replace(loop, words=loop.words._replace(clip=None))
     yield "gradients are not clipped", bare
     words = "each stage is clipped by its own norm: the norm misses other ranks"
-    yield words, replace(bare, change=clipped_by_stage(clip))
-    yield "each parameter is clipped by its own norm", replace(bare, change=clipped_by_leaf(clip))
+    yield words, bare.changed(clipped_by_stage, most=clip)
     yield from clipped_by_parts(loop)
     for words, times in _counted_by_norms(loop):
-        yield words, replace(bare, change=clipped_by(clip, partial(norm_of_all, times=times)))
+        yield words, bare.changed(clipped_by_count, most=clip, times=times)
     if len(loop.steps[0]) > 1:
         words = "each microbatch (or replica) is clipped before gradients are added up"
-        yield words, replace(bare, change=clipped_before_sums(clip))
+        yield words, bare.changed(clipped_before_sums, most=clip)
 
 
 def _counted_by_norms(loop: Loop) -> Iterator[tuple[str, Callable[[int], float]]]:
     """How often norms count each leaf wrongly."""
-    uses = {loop.leaf_of(uses[0]): len(uses) for uses in loop.model.tied_uses}
+    leaves, spec = tree.flatten(tuple(loop.params))
+    numbered = tree.unflatten(spec, range(len(leaves)))
+    uses = {numbered[tied[0].owner][tied[0].owner_name]: len(tied) for tied in loop.model.tied_uses}
     if uses:
         yield "the norm counts tied parameters once for each use", lambda at: uses.get(at, 1)
-        yield "the norm misses tied parameters", lambda at: at not in uses
-    each = [[one[at] for one in loop.places if at in one] for at, _ in enumerate(tree.leaves(tuple(loop.params)))]
+    each = [[one[at] for one in loop.places if at in one] for at in range(len(leaves))]
     copied = {at for at, places in enumerate(each) if len(places) > 1 and not any(places)}
-    ranks = max((len({*places}) for places in each), default=1)
+    ranks = max(len({*places}) for places in each)
     if ranks > 1 and copied:
         words = f"the norm counts parameters of which {ranks} ranks have copies once for each of them"
         yield words, lambda at: ranks if at in copied else 1
@@ -217,11 +206,10 @@ def _counted_by_norms(loop: Loop) -> Iterator[tuple[str, Callable[[int], float]]
 
 def clipped_by_parts(loop: Loop) -> Named:
     """Ranks that clip what they have by its own norm; nothing where none has a part of a leaf."""
-    clip = loop.words.clip
-    if clip is not None and any(place for one in loop.places for place in one.values()):
+    if loop.words.clip is not None and any(place for one in loop.places for place in one.values()):
         words = "each rank is clipped by the norm of what it has itself: the norm misses other ranks"
-        bare = replace(loop, words=loop.words._replace(clip=None))
-        yield words, replace(bare, change=clipped_where_it_is(clip, loop.places))
+        bare = loop.without_clip()
+        yield words, bare.changed(clipped_where_it_is, most=loop.words.clip, places=loop.places)
 
 
 def _of_rules(loop: Loop) -> Named:
@@ -238,10 +226,7 @@ def _of_rules(loop: Loop) -> Named:
     if words.by == "Adam" and decay:
         yield "weight decay is decoupled (AdamW), not added to the gradient", other("AdamW", weight_decay=decay)
     if words.by in ("Adam", "AdamW"):
-        yield "the optimizer counts one step too many", _counting(loop, 1.0)
-        if _counted(loop.opt) > 0:
-            yield "the optimizer counts one step too few", _counting(loop, -1.0)
-        yield "there is no bias correction", _counting(loop, 1e8)
+        yield "there is no bias correction", _without_correction(loop)
         own = settings.get("eps", 1e-8)
         for eps in (1e-10, 1e-8, 1e-7, 1e-6, 1e-5, 1e-3):
             if eps != own:
@@ -273,67 +258,23 @@ def _of_rules(loop: Loop) -> Named:
         yield "the learning rate is that of the next step", replace(loop, rates=[*rates[1:], rates[-1]])
 
 
+def _without_correction(loop: Loop) -> Loop:
+    """A loop whose optimizer has counted so many steps that nothing is left to correct."""
+    _, spec = tree.flatten(tuple(loop.opt))
+    counted = [leaf + 1e8 if place.endswith(f"[{STEP!r}]") else leaf for place, leaf in tree.paths(tuple(loop.opt))]
+    return replace(loop, opt=tree.unflatten(spec, counted))
+
+
 def _of_steps(loop: Loop) -> Named:
     """Steps that read what is old, or too much."""
-    many = len(loop.steps[0])
-    if len(loop.steps) > 1:
+    steps, many = [*loop.steps], len(loop.steps[0])
+    if len(steps) > 1:
         yield "gradients are of parameters of one step before (stale)", replace(loop, behind=1)
-        yield (
-            "gradients of the steps before are still there: zero_grad is missing",
-            replace(loop, change=never_zeroed()),
-        )
-        for words, steps in _of_batches(loop.steps):
-            yield words, replace(loop, steps=steps)
+        words = "gradients of the steps before are still there: zero_grad is missing"
+        yield words, replace(loop, change=never_zeroed())
+        yield "all steps are on the first batch", replace(loop, steps=steps[:1] * len(steps))
+        yield "each step is on the batch of the one before", replace(loop, steps=[steps[0], *steps[:-1]])
     if many > 1:
-        single = [[part] for parts in loop.steps for part in parts]
+        single = [[part] for parts in steps for part in parts]
         rates, keys = ([one for one in some for _ in range(many)] for some in (loop.rates, loop.keys))
         yield "the optimizer steps after each microbatch", replace(loop, steps=single, rates=rates, keys=keys)
-
-
-def _of_batches(steps: Sequence[Parts]) -> Iterator[tuple[str, Sequence[Parts]]]:
-    """Steps that are on rows of others."""
-    right = (*range(len(steps)),)
-    ways = [("all steps are on the first batch", (0,) * len(steps)), ("the batches come in reverse", right[::-1])]
-    ways.append(("each step is on the batch of the one before", (0, *right[:-1])))
-    for one, other in permutations(right[:_MOST_STEPS], 2):
-        ways.append((f"step {one} is on the batch of step {other}", (*right[:one], other, *right[one + 1 :])))
-        swapped = [{one: other, other: one}.get(step, step) for step in right]
-        ways.append((f"steps {one} and {other} have each other's batch", (*swapped,)))
-    seen = {right}
-    for words, way in ways:
-        if way not in seen:
-            yield words, [steps[step] for step in way]
-        seen.add(way)
-    whole = [part for parts in steps for part, _ in parts]
-    for words, order in pooled(sum(size for parts in steps for _, size in parts), len(steps)):
-        parts = iter(reordered(whole, order))
-        yield words, [[(next(parts), size) for _, size in step] for step in steps]
-
-
-_MOST_STEPS = 6
-"""Steps up to which all pairs of them are tried."""
-
-
-def _counted(opt: Any) -> float:
-    """How many steps an optimizer has counted."""
-    return next((float(one[STEP]) for one in _states(opt) if STEP in one), 0.0)
-
-
-def _states(opt: Any) -> Iterator[dict[str, Tensor]]:
-    """The states of all leaves."""
-    inner: list[Any] = [*opt.values()] if isinstance(opt, dict) else [*opt] if isinstance(opt, tuple | list) else []  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    if isinstance(opt, dict) and inner and all(isinstance(leaf, Tensor) for leaf in inner):
-        yield opt
-        return
-    for one in inner:
-        yield from _states(one)
-
-
-def _counting(loop: Loop, shift: float) -> Loop:
-    """A loop whose optimizer has counted so many steps more."""
-    counts = {id(one[STEP]) for one in _states(loop.opt) if STEP in one}
-
-    def shifted(leaf: Any) -> Any:
-        return leaf + shift if id(leaf) in counts else leaf
-
-    return replace(loop, opt=tree.tree_map(shifted, tuple(loop.opt)))
