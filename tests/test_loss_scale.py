@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fpipe
 from tests.processes import Processes
+from tests.refusals import refusals
 from tests.test_data_parallel import meshed
 from tests.test_distributed import MSE, own
 from tests.test_steps import batches
@@ -127,26 +128,25 @@ def taken(**more: Any) -> Any:
     return step(params, batches(1)[0], opt=fpipe.optimizer_state(program, params), lr=0.1, **more)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no scale": ({}, ValueError, r"this program reads scale: hand it in as step\(..., scale=2.0\*\*16\)"),
-    "none asked for": ({"loss_scale": None, "scale": 8.0}, ValueError, "this program scales no loss; leave scale= out"),
-    "below 0": ({"scale": -1.0}, TypeError, "scale is a number above 0, or the scale of a result; found -1.0"),
-    "a word": ({"loss_scale": "static"}, ValueError, "loss_scale is 'dynamic', or a dict with some of growth_factor"),
-    "odd": ({"loss_scale": {"growth": 2.0}}, ValueError, "loss_scale is 'dynamic', or a dict with some of"),
-    "nothing": (
-        {"loss_scale": {"growth_interval": 0}},
-        ValueError,
-        "growth_interval of loss_scale= is a number",
-    ),
-    "two of them": ({"build": {"loss_scale": 2.0}, "scale": 8.0}, ValueError, "leave loss_scale= out"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_refused_in_a_sentence(case: str):
-    how, error, words = REFUSED[case]
-    with pytest.raises(error, match=words):
-        taken(**how)
+test_refusals = refusals(
+    globals(),
+    """
+taken()
+    ValueError: this program reads scale: hand it in as step(..., scale=2.0**16)
+taken(loss_scale=None, scale=8.0)
+    ValueError: this program scales no loss; leave scale= out
+taken(scale=-1.0)
+    TypeError: scale is a number above 0, or the scale of a result; found -1.0
+taken(build={"loss_scale": 2.0}, scale=8.0)
+    ValueError: leave loss_scale= out
+fpipe.update("SGD", loss_scale="static")
+    ValueError: loss_scale is 'dynamic', or a dict with some of growth_factor
+fpipe.update("SGD", loss_scale={"growth": 2.0})
+    ValueError: loss_scale is 'dynamic', or a dict with some of
+fpipe.update("SGD", loss_scale={"growth_interval": 0})
+    ValueError: growth_interval of loss_scale= is a number
+""",
+)
 
 
 @pytest.mark.parametrize("first", [2.0**16, 2.0**125, float("inf")], ids=["taken", "the first skipped", "all skipped"])

@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 import fpipe
 from tests.processes import Processes
+from tests.refusals import refusals
 from tests.test_distributed import MSE, own
 from tests.test_update import differences, joined, net_of, torchs_loop
 
@@ -186,73 +187,51 @@ def referred(**more: Any) -> Any:
     return fpipe.reference(model, ({"w": torch.tensor(3.0)},), [ONE] * 2, rule="SGD", steps=2, **more)
 
 
+def updated(before: Any, **more: Any) -> fpipe.Program:
+    parts = before, fpipe.merge(), fpipe.update("SGD"), fpipe.steps(2)
+    return fpipe.chain(*parts)(fpipe.program(2, **more))
+
+
 ONE = (torch.ones(2), torch.ones(2))
-REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
-    "none": (lambda: fpipe.steps(0), ValueError, "steps"),
-    "odd": (lambda: fpipe.steps(2, stale="yes"), ValueError, "a number of steps from 0, or 'stash'"),  # type: ignore[arg-type]
-    "no update": (
-        lambda: fpipe.chain(fpipe.split(2), fpipe.merge(), fpipe.steps(2))(fpipe.program(2)),
-        fpipe.ProgramError,
-        r"put fpipe.update\(\) before",
-    ),
-    "twice": (lambda: stepping(2, fpipe.steps(2), fpipe.steps(2)), fpipe.ProgramError, "2 training steps already"),
-    "not split": (
-        lambda: fpipe.chain(fpipe.update("SGD"), fpipe.steps(2))(fpipe.program(2)),
-        fpipe.ProgramError,
-        r"put fpipe.split\(\) before",
-    ),
-    "cut already": (
-        lambda: fpipe.chain(fpipe.split(2, presplit=True), fpipe.merge(), fpipe.update("SGD"), fpipe.steps(2))(
-            fpipe.program(2)
-        ),
-        fpipe.ProgramError,
-        "each step cuts its own batch",
-    ),
-    "gradients of inputs": (
-        lambda: fpipe.chain(fpipe.split(2), fpipe.merge(), fpipe.update("SGD"), fpipe.steps(2))(
-            fpipe.program(2, input_grads=True)
-        ),
-        fpipe.ProgramError,
-        r"leave input_grads=, or fpipe.steps\(\), out",
-    ),
-    "sent": (
-        lambda: stepping(2, fpipe.place("linear"), fpipe.communicate(), fpipe.steps(2)),
-        fpipe.ProgramError,
-        r"put fpipe.steps\(\) before fpipe.communicate",
-    ),
-    "stale behind a schedule": (
-        lambda: stepping(2, fpipe.schedules.gpipe(2), fpipe.steps(2, stale=1)),
-        fpipe.ProgramError,
-        "put the schedule behind fpipe.steps",
-    ),
-    "stale and flushed": (
-        lambda: stepping(2, fpipe.steps(3, stale=1), fpipe.schedules.gpipe(2)),
-        fpipe.ProgramError,
-        "waits here for parameters that a backward behind it updates",
-    ),
-    "one batch": (lambda: stepped(ONE, lr=0.1), ValueError, "takes a list of 2 batches, found tuple"),
-    "three batches": (lambda: stepped([ONE] * 3, lr=0.1), ValueError, "takes a list of 2 batches, found a list of 3"),
-    "three rates": (lambda: stepped([ONE] * 2, lr=[0.1] * 3), ValueError, "a list of 2, one for each step; found 3"),
-    "three rates of a loop": (lambda: referred(lr=[0.1] * 3), ValueError, "a list of 2, one for each step; found 3"),
-    "a key of a loop": (lambda: referred(lr=0.1, key=[1]), ValueError, "key is one whole number, or a list of 2"),
-    "no number of a loop's rule": (
-        lambda: referred(lr={"lr": 0.1, "dampening": -1.0}),
-        ValueError,
-        "dampening is a finite number from 0",
-    ),
-    "other rows": (
-        lambda: stepped([ONE, (torch.ones(3), torch.ones(3))], lr=0.1),
-        ValueError,
-        r"equally many rows; found \[2, 3\]",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_refused_in_a_sentence(case: str):
-    call, error, words = REFUSED[case]
-    with pytest.raises(error, match=words):
-        call()
+test_refusals = refusals(
+    globals(),
+    """
+fpipe.steps(0)
+    ValueError: steps is a whole number, at least 1
+fpipe.steps(2, stale="yes")
+    ValueError: a number of steps from 0, or 'stash'
+fpipe.chain(fpipe.split(2), fpipe.merge(), fpipe.steps(2))(fpipe.program(2))
+    ProgramError: put fpipe.update() before
+stepping(2, fpipe.steps(2), fpipe.steps(2))
+    ProgramError: 2 training steps already
+updated(fpipe.identity())
+    ProgramError: put fpipe.split() before
+updated(fpipe.split(2, presplit=True))
+    ProgramError: each step cuts its own batch
+updated(fpipe.split(2), input_grads=True)
+    ProgramError: leave input_grads=, or fpipe.steps(), out
+stepping(2, fpipe.place("linear"), fpipe.communicate(), fpipe.steps(2))
+    ProgramError: put fpipe.steps() before fpipe.communicate
+stepping(2, fpipe.schedules.gpipe(2), fpipe.steps(2, stale=1))
+    ProgramError: put the schedule behind fpipe.steps
+stepping(2, fpipe.steps(3, stale=1), fpipe.schedules.gpipe(2))
+    ProgramError: waits here for parameters that a backward behind it updates
+stepped(ONE, lr=0.1)
+    ValueError: takes a list of 2 batches, found tuple
+stepped([ONE] * 3, lr=0.1)
+    ValueError: takes a list of 2 batches, found a list of 3
+stepped([ONE] * 2, lr=[0.1] * 3)
+    ValueError: a list of 2, one for each step; found 3
+stepped([ONE, (torch.ones(3), torch.ones(3))], lr=0.1)
+    ValueError: equally many rows; found [2, 3]
+referred(lr=[0.1] * 3)
+    ValueError: a list of 2, one for each step; found 3
+referred(lr=0.1, key=[1])
+    ValueError: key is one whole number, or a list of 2
+referred(lr={"lr": 0.1, "dampening": -1.0})
+    ValueError: dampening is a finite number from 0
+""",
+)
 
 
 def on_two(rank: int, schedule: str, stages: int, stale: Any) -> list[str]:
