@@ -21,11 +21,8 @@ def count(program: Program, kind: str) -> int:
 
 def test_chain_of_chains_is_one_chain():
     a, b, c = fpipe.split(2), fpipe.checkpoint(), fpipe.merge()
-    assert (
-        fpipe.chain(fpipe.chain(a, b), c)(CHAIN)
-        == fpipe.chain(a, fpipe.chain(b, c))(CHAIN)
-        == fpipe.chain(a, b, c)(CHAIN)
-    )
+    twice, once = fpipe.chain(fpipe.chain(a, b), c), fpipe.chain(a, b, c)
+    assert twice(CHAIN) == once(CHAIN) == fpipe.chain(a, fpipe.chain(b, c))(CHAIN)
 
 
 @pytest.mark.parametrize(
@@ -100,14 +97,7 @@ def test_merging_backwards_leaves_those_apart():
     assert program.table() == [["0F0", "0F1", "0B0", "0I1", "0F2", "0W1", "0B2"]]
 
 
-def test_merging_backwards_leaves_a_recomputation_where_it_stands():
-    base = fpipe.chain(fpipe.split(2), fpipe.checkpoint(), fpipe.merge())(CHAIN)
-    assert fpipe.chain(fpipe.split_backward(), fpipe.merge_backward())(base) == base
-
-
-@pytest.mark.parametrize(
-    ("name", "placed"), [("linear", "001122"), ("looped", "012012"), ("v", "012210"), ("v", "012210012")]
-)
+@pytest.mark.parametrize(("name", "placed"), [("linear", "001122"), ("looped", "012012"), ("v", "012210012")])
 def test_placements_by_name(name: str, placed: str):
     assert fpipe.place(name, ranks=3)(fpipe.program(len(placed))).placement == (*map(int, placed),)
 
@@ -150,11 +140,6 @@ def test_cells_i_and_w_split_a_full_backward():
     assert fpipe.reorder([["0F0", "0I0", "0W0"]])(fpipe.program(1)) == fpipe.split_backward()(fpipe.program(1))
 
 
-def test_a_value_travels_once_to_a_rank():
-    program = fpipe.chain(fpipe.place([0, 1, 1, 1]), fpipe.communicate())(DAG)
-    assert kinds(program, "SEND") == ["SEND(y[0,0]>1)", "SEND(dx[3,0]:1>0)", "SEND(dx[2,0]>0)", "SEND(dx[1,0]>0)"]
-
-
 def test_every_value_is_freed_right_after_its_last_read():
     program = fpipe.free()(SPLIT)
     last: dict[object, Op] = {}
@@ -164,8 +149,7 @@ def test_every_value_is_freed_right_after_its_last_read():
             assert all(last[value] is before for value in op.reads)
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_parameters_that_travel_do_so_for_each_reader(order):
+def test_parameters_that_travel_do_so_for_each_reader():
     program = fpipe.chain(
         fpipe.split(2), fpipe.place("linear", homes=lambda stage: [3]), fpipe.communicate(again=("params",))
     )(CHAIN)
@@ -240,8 +224,6 @@ fpipe.checkpoint(groups=[()])
     ValueError: a group is of adjacent stages in order, such as (1, 2, 3); found ().
 fpipe.checkpoint(groups=[(0, 1), (1, 2)])
     ValueError: a stage is in one group at most; found [(0, 1), (1, 2)].
-fpipe.place("star")
-    ValueError: 'star' is not a placement; known: linear, looped, v, bidirectional
 fpipe.place([0, 1])(CHAIN)
     ProgramError: the placement lists 2 ranks for 3 stages; give one rank a stage.
 fpipe.place("linear", ranks=4)(CHAIN)
@@ -254,8 +236,6 @@ fpipe.reorder([["0F0", "1F0", "0B0"], ["1B0"]])(fpipe.place("linear")(fpipe.prog
     ProgramError: rank 0, cell 1: 1F0 is on rank 1 in this program. reorder() keeps ops on their rank;
 fpipe.merge()(fpipe.free()(SPLIT))
     ProgramError: this program already frees its values; apply fpipe.free() last, after every other transform.
-fpipe.free()(fpipe.free()(SPLIT))
-    ProgramError: already frees its values
 fpipe.chain(fpipe.split(2), fpipe.checkpoint(groups=[range(3)]), fpipe.place("looped", ranks=2))(fpipe.program(3))
     ProgramError: the stages of a checkpoint group are on one rank.
 fpipe.chain(fpipe.place("linear"), fpipe.communicate(), fpipe.split(2))(fpipe.program(2))
