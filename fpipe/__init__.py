@@ -1,6 +1,7 @@
 """fpipe: functional pipeline parallelism for PyTorch. A training step is a program, and a program is a value."""
 
 import importlib
+import pkgutil
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -143,28 +144,6 @@ _LATE = {
     "verification.verify": ("verify",),
 }
 _HOMES = {name: home for home, names in _LATE.items() for name in names}
-_ROOMS = (
-    "cli",
-    "derived",
-    "finding",
-    "graphs",
-    "interop",
-    "measuring",
-    "models",
-    "optimizers",
-    "orders",
-    "pictures",
-    "planning",
-    "runtimes",
-    "schedules",
-    "single_device",
-    "testing",
-    "timing",
-    "torch_private",
-    "transforms",
-    "verification",
-)
-
 __all__ = [
     "Bounds",
     "Chunk",
@@ -282,9 +261,13 @@ __all__ = [
 ]
 
 
+def _folders() -> set[str]:
+    return {name for _, name, is_folder in pkgutil.iter_modules(__path__) if is_folder}
+
+
 def __dir__() -> list[str]:
     """The public names and the folders; a module at the root is where its names come from, and no more."""
-    return sorted({*__all__, *_ROOMS, *(name for name in globals() if name.startswith("__"))})
+    return sorted({*__all__, *_folders(), *(name for name in globals() if name.startswith("__"))})
 
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours
@@ -293,7 +276,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
         """A name that is imported when it is first asked for."""
         if name in _HOMES:
             found = getattr(importlib.import_module(f"fpipe.{_HOMES[name]}"), name)
-        elif name in _ROOMS:  # testing needs hypothesis, which is an extra
+        elif name in _folders():  # testing needs hypothesis, which is an extra
             found = importlib.import_module(f"fpipe.{name}")
         else:
             raise AttributeError(f"module 'fpipe' has no attribute {name!r}", name=name, obj=sys.modules["fpipe"])

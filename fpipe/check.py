@@ -29,7 +29,7 @@ from fpipe.program import (
     parts_of,
     the_program,
 )
-from fpipe.wording import UNREAD, fill, phrase, repair, where
+from fpipe.wording import UNREAD, fault, fill, phrase, repair
 
 
 def check(program: Program) -> None:
@@ -80,8 +80,7 @@ def check_kinds(program: Program) -> None:
         for part in op.parts or (op,):
             why = _odd(part, op)
             if why:
-                at, drawn = where(program, position)
-                raise ProgramError(f"{at}: {part.cell} {why}.\n{drawn}\n    {op}")
+                raise fault(program, position, f"{part.cell} {why}.", f"    {op}")
     _stages_are_whole(program)
     _cut_alike(program)
     _of_one_version(program)
@@ -111,11 +110,12 @@ def _cut_alike(program: Program) -> None:
         alike = {**splits[0][2], "index": index} == how
         if alike and how.get("count") == found and index in range(found):
             continue
-        at, drawn = where(program, position)
-        raise ProgramError(
-            f"{at}: {op.cell} takes part {index} of {how.get('count')} of the batch, but stage {op.stage} has "
-            f"{found} SPLITs: all of them say count={found} and index=0..{found - 1}, and cut alike.\n{drawn}\n"
-            f"    {op}\nfpipe.split({found}) writes them."
+        raise fault(
+            program,
+            position,
+            f"{op.cell} takes part {index} of {how.get('count')} of the batch, but stage {op.stage} has "
+            f"{found} SPLITs: all of them say count={found} and index=0..{found - 1}, and cut alike.",
+            f"    {op}\nfpipe.split({found}) writes them.",
         )
 
 
@@ -129,16 +129,16 @@ def _of_one_version(program: Program) -> None:
                     continue
                 first, read = known.setdefault((part[1:4], value.stage, value.port), (part, value))
                 if read.microbatch != value.microbatch:
-                    at, drawn = where(program, position)
-                    raise ProgramError(
-                        f"{at}: {part.cell} reads {phrase(value)}, and {first.cell} read {phrase(read)}: a stage "
-                        f"computes a microbatch with one version of its parameters.\n{drawn}"
-                    )
+                    both = f"{part.cell} reads {phrase(value)}, and {first.cell} read {phrase(read)}"
+                    rule = "a stage computes a microbatch with one version of its parameters."
+                    raise fault(program, position, f"{both}: {rule}")
 
 
 _OF_STAGES = frozenset("FRBIW")
 _OWN_READS = {"B": {"res", "w"}, "I": {"res", "w"}, "W": {"wres"}, "F": {"x", "t"}, "R": {"x", "t"}}
-_WITH_WORDS = frozenset(("SPLIT", "MERGE", "REDUCE", "GATHER", "SCATTER", "SEND", *"FRBIWU"))
+_OVER_REPLICAS = frozenset(("REDUCE", "GATHER", "SCATTER"))
+_ONE_TO_ONE = _OVER_REPLICAS | {"SEND", "RECV", "OFFLOAD", "LOAD"}
+_WITH_WORDS = _OVER_REPLICAS | {"SPLIT", "MERGE", "SEND", *"FRBIWU"}
 _WORDS: dict[str, type] = {
     **dict.fromkeys(("index", "count", "size", "slices", "dim"), int),
     **dict.fromkeys(("spec", "sequence", "aux", "axis", "cast", "exchange"), str),
@@ -183,29 +183,27 @@ def _odd(op: Op, whole: Op) -> str | None:
         for value in op.writes:
             if value[1:4] != own and value.name not in ("carry", "dcarry"):
                 return f"writes {phrase(value)}, which is not its own"
-    if op.kind in ("SEND", "RECV"):
-        if len(op.reads) != 1 or len(op.writes) != 1:
-            return "moves one value"
-        (before,), (after,) = op.reads, op.writes
-        sign = ">" if op.kind == "SEND" else "@"
-        if before[:5] != after[:5] or sign not in after.at or (op.kind == "RECV" and ">" not in before.at):
-            return f"does not read {'a value and write it' if op.kind == 'SEND' else 'what is'} in flight"
-        if op.kind == "SEND" and after.at.rpartition(">")[2].partition(".")[0] == str(op.rank):
-            return "sends to its own rank"
-    if op.kind == "REDUCE" and not (len(op.reads) == len(op.writes) == 1 and dict(op.how).get("axis")):
-        return "does not read one value and write its sum over {axis='...'}"
-    if op.kind in ("GATHER", "SCATTER"):
-        names = [value.name for value in (*op.reads, *op.writes)]
-        if len(names) != 2 or len(op.reads) != 1 or not dict(op.how).get("axis"):
-            made = "it whole" if op.kind == "GATHER" else "a part of its sum"
-            return f"does not read one value and write {made} over {{axis='...'}}"
-        if (op.kind == "GATHER" and names != ["shard", "params"]) or op.reads[0][1] != op.writes[0][1]:
-            return "does not make a stage's params from its shard" if op.kind == "GATHER" else "writes another stage's"
-    if op.kind in ("OFFLOAD", "LOAD"):
-        if len(op.reads) != 1 or len(op.writes) != 1 or op.reads[0][:5] != op.writes[0][:5]:
-            return "does not move one value"
-        if (memory_of(op.writes[0], op.rank) == op.rank) != (op.kind == "LOAD"):
-            return f"moves {op.reads[0]} {'out of' if op.kind == 'LOAD' else 'into'} the memory of its own rank"
+    if op.kind not in _ONE_TO_ONE:
+        return None
+    if len(op.reads) != 1 or len(op.writes) != 1:
+        return "does not read one value and write one"
+    (before,), (after,) = op.reads, op.writes
+    if op.kind in _OVER_REPLICAS:
+        if not dict(op.how).get("axis"):
+            return "says no axis of replicas: {axis='...'}"
+        if op.kind == "GATHER" and (before.name, after.name, after.stage) != ("shard", "params", before.stage):
+            return "does not make a stage's params from its shard"
+        return "writes another stage's" if before.stage != after.stage else None
+    if before[:5] != after[:5]:
+        return "moves one value and writes another"
+    if op.kind == "SEND" and ">" not in after.at:
+        return "does not read a value and write it in flight"
+    if op.kind == "SEND" and after.at.rpartition(">")[2].partition(".")[0] == str(op.rank):
+        return "sends to its own rank"
+    if op.kind == "RECV" and (">" not in before.at or "@" not in after.at):
+        return "does not read what is in flight"
+    if op.kind in ("OFFLOAD", "LOAD") and (memory_of(after, op.rank) == op.rank) != (op.kind == "LOAD"):
+        return f"moves {before} {'out of' if op.kind == 'LOAD' else 'into'} the memory of its own rank"
     return None
 
 
@@ -226,13 +224,11 @@ def _written_once(program: Program) -> set[Value]:
         for value in op.writes:
             times[value] += 1
             if times[value] > 1:
-                at, drawn = where(program, position)
                 other = "is an input" if value in given else f"{first[value].cell} writes already"
                 twice = " The same op stands twice." if value in first and first[value] == op else ""
-                raise ProgramError(
-                    f"{at}: {op.cell} writes {phrase(value)}, which {other}; a value is written once.{twice}\n{drawn}\n"
-                    f"Leave one of them out (a stage's backward is B, or I and W, never both)."
-                )
+                words = f"{op.cell} writes {phrase(value)}, which {other}; a value is written once.{twice}"
+                mend = "Leave one of them out (a stage's backward is B, or I and W, never both)."
+                raise fault(program, position, words, mend)
             first[value] = op
     raise ProgramError(f"{next(v for v, n in times.items() if n > 1)} is handed in twice; list each input once.")
 
@@ -250,19 +246,16 @@ def _written_before_read(program: Program, written: set[Value]) -> None:
     position, step = late
     op = program.ops[position]
     value = op.reads[step]
-    at, drawn = where(program, position)
-    head = f"{at}: {op.cell} reads {phrase(value)}, which"
+    head = f"{op.cell} reads {phrase(value)}, which"
     later = program.writer.get(value)
     if later is None:
-        raise ProgramError(f"{head} nothing writes.\n{drawn}\n{repair(value, 'name it as an input')}")
+        raise fault(program, position, f"{head} nothing writes.", repair(value, "name it as an input"))
     writer = program.ops[later]
     if writer is op:
-        raise ProgramError(f"{head} it writes itself.\n{drawn}\nAn op reads only what others wrote before.")
+        raise fault(program, position, f"{head} it writes itself.", "An op reads only what others wrote before.")
     place = "on the same rank" if writer.rank == op.rank else f"on rank {writer.rank}"
-    raise ProgramError(
-        f"{head} {writer.cell} writes later {place}.\n{drawn}\n"
-        f"Put {writer.cell} before {op.cell}, or start from fpipe.schedules.one_f_one_b(ranks={program.ranks})."
-    )
+    mend = f"Put {writer.cell} before {op.cell}, or start from fpipe.schedules.one_f_one_b(ranks={program.ranks})."
+    raise fault(program, position, f"{head} {writer.cell} writes later {place}.", mend)
 
 
 def _read_or_wanted(program: Program, written: set[Value]) -> None:
@@ -275,14 +268,12 @@ def _read_or_wanted(program: Program, written: set[Value]) -> None:
     position = min(program.writer[value] for value in unread)
     op = program.ops[position]
     value = next(value for value in op.writes if value in unread)
-    at, drawn = where(program, position)
     if op.kind == "SEND":
-        raise ProgramError(
-            f"{at}: {op.cell} has no RECV: nobody reads {value}.\n{drawn}\nAdd the RECV, or use fpipe.communicate()."
-        )
+        mend = "Add the RECV, or use fpipe.communicate()."
+        raise fault(program, position, f"{op.cell} has no RECV: nobody reads {value}.", mend)
     why = fill(UNREAD.get(value.name, "drop it, or name it as an output"), value)
-    raise ProgramError(
-        f"{at}: {op.cell} writes {phrase(value)}, which nobody reads and which is no output: {why}.\n{drawn}"
+    raise fault(
+        program, position, f"{op.cell} writes {phrase(value)}, which nobody reads and which is no output: {why}."
     )
 
 
@@ -292,17 +283,15 @@ def _flights_land(program: Program) -> None:
         for value in op.reads:
             if ">" not in value.at:
                 continue
-            at, drawn = where(program, position)
             target = value.at.rpartition(">")[2].partition(".")[0]
+            head = f"{op.cell} receives {value}, which"
             if op.kind != "RECV":
-                raise ProgramError(f"{at}: {op.cell} reads {value}, which is in flight; only a RECV may.\n{drawn}")
+                raise fault(program, position, f"{op.cell} reads {value}, which is in flight; only a RECV may.")
             if value in landed:
-                raise ProgramError(
-                    f"{at}: {op.cell} receives {value}, which {landed[value].cell} received "
-                    f"already.\n{drawn}\nReceive it once and read the copy."
-                )
+                words = f"{head} {landed[value].cell} received already."
+                raise fault(program, position, words, "Receive it once and read the copy.")
             if op.rank != int(target):
-                raise ProgramError(f"{at}: {op.cell} receives {value}, which is on its way to rank {target}.\n{drawn}")
+                raise fault(program, position, f"{head} is on its way to rank {target}.")
             landed[value] = op
 
 
@@ -311,11 +300,8 @@ def _nothing_after_free(program: Program) -> None:
     for position, op in enumerate(program.ops):
         for value in op.reads:
             if (value, op.rank) in freed:
-                at, drawn = where(program, position)
-                raise ProgramError(
-                    f"{at}: {op.cell} reads {phrase(value)} after it was freed on rank {op.rank}.\n"
-                    f"{drawn}\nApply fpipe.free() last."
-                )
+                words = f"{op.cell} reads {phrase(value)} after it was freed on rank {op.rank}."
+                raise fault(program, position, words, "Apply fpipe.free() last.")
         if op.kind == "FREE":
             freed.update(((value, op.rank), op) for value in op.reads)
 

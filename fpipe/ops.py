@@ -1,17 +1,18 @@
-"""Ops and values, and the kinds of op: what a program is made of.
+"""Ops and values, the kinds of op, and the text of them all: what a program is made of.
 
 y[2,0] = F[2,0] params[2] y[1,0] @ 1        reads and writes are values: names of what flows; F is a kind
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
-from fpipe.limits import MOST_PARTS
+from fpipe.limits import LONGEST_WORD, MOST_PARTS, expression, shortened
 
 
 class ProgramError(ValueError):
@@ -64,11 +65,7 @@ class Op(NamedTuple):
 
     @property
     def cell(self) -> str:
-        """The op's short name: `2F0`, `2F0.1`, `(0F7;7B3)`, and `ADD(sum[0,1])` for ops that keep to their data.
-
-        >>> Op("F", 2, 0, None, 0, (), ()).cell
-        '2F0'
-        """
+        """The op's short name: `2F0`, `2F0.1`, `(0F7;7B3)`, and `ADD(sum[0,1])` for ops that keep to their data."""
         if self.parts:
             return f"({';'.join(part.cell for part in self.parts)})"
         if kind_of(self.kind).place == "table" or self.kind == "R":
@@ -185,8 +182,7 @@ def kind_of(name: str) -> Kind:
 
 def is_exchange(op: Op) -> bool:
     """Whether an op is of a stage that is a collective over a dimension of a mesh."""
-    how = op[8]
-    return bool(how) and how[0][0] == "exchange"
+    return bool(op[8]) and op[8][0][0] == "exchange"
 
 
 def lane_of(op: Op) -> str:
@@ -233,13 +229,11 @@ def pair(*parts: Op) -> Op:
     """
     if not 2 <= len(parts) <= MOST_PARTS:
         raise ProgramError(f"a PAIR has two parts, at most {MOST_PARTS}; found {len(parts)}.")
-    odd = next((part for part in parts if not isinstance(part, Op)), None)  # pyright: ignore[reportUnnecessaryIsInstance]
-    if odd is not None:
+    for odd in (part for part in parts if not isinstance(part, Op)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"pair() takes ops, as a program has them; found {type(odd).__name__}.")
     made = {value: part for part in parts for value in part.writes}
     for part in parts:
-        other = next((value for value in part.reads if made.get(value, part) is not part), None)
-        if other is not None:
+        for other in (value for value in part.reads if made.get(value, part) is not part):
             cells = ";".join(each.cell for each in parts)
             raise ProgramError(
                 f"inside the PAIR ({cells}), {part.cell} reads {other} of {made[other].cell}; pair ops that do not "
@@ -255,3 +249,101 @@ def parts_of(ops: Sequence[Op]) -> Sequence[Op]:
     if not any(map(itemgetter(7), ops)):
         return ops
     return [part for op in ops for part in op.parts or (op,)]
+
+
+def parsed(text: str) -> tuple[list[Input], list[Op], list[Output]]:
+    """The inputs, ops and outputs of a program's text, one a line."""
+    inputs: list[Input] = []
+    ops: list[Op] = []
+    outputs: list[Output] = []
+    for number, line in enumerate(readable(text).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            what, at, where = line.rpartition(" @ ")
+            homes = tuple(map(int, where.split(","))) if re.fullmatch(rf" *{_N}(,{_N})* *", where) else ()
+            if not at or not homes:
+                raise ProgramError("a line ends in ' @ ' and the ranks, as in 'params[0] @ 0'")
+            left, equals, right = what.partition(" = ")
+            if what.lstrip().startswith("{"):
+                ops.append(_parse_pair(what.strip(), homes[0]))
+            elif right.lstrip()[:1].isupper():
+                ops.append(_parse_op(what, homes[0]))
+            elif equals:
+                outputs.append(Output(_parse_value(left), _parse_value(right), homes))
+            else:
+                inputs.append(Input(_parse_value(what), homes))
+        except ProgramError as error:
+            raise ProgramError(f"line {number}: {error}\n    {shortened(line)}") from None
+    return inputs, ops, outputs
+
+
+_N = r"(?:0|[1-9][0-9]{0,8})"
+_PLACE = rf"(?:\[({_N})?(?:,(?=[0-9.])({_N})?(?:\.({_N}))?)?\])?"
+_VALUE = re.compile(rf"([a-z_]+){_PLACE}(?::({_N}))?((?:@(?:{_N}|host)(?:\.{_N})?|>{_N}(?:\.{_N})?)*)")
+_HEAD = re.compile(r"([A-Z]+)" + _PLACE)
+
+
+def _place(*texts: str | None) -> tuple[int | None, int | None, int | None]:
+    stage, microbatch, piece = (None if text is None else int(text) for text in texts)
+    return stage, microbatch, piece
+
+
+def _parse_value(text: str) -> Value:
+    if not (found := _VALUE.fullmatch(text.strip())):
+        raise ProgramError(
+            f"{text.strip()!r} is not a value; a value reads like y[2,0], params[1]:1, res[0,3.1] or y[2,0]@1"
+        )
+    name, *place, port, at = found.groups()
+    return Value(name, *_place(*place), int(port or 0), at)
+
+
+def _parse_pair(text: str, rank: int) -> Op:
+    if not text.endswith("}"):
+        raise ProgramError("a PAIR reads { op ; op } @ rank")
+    return pair(*(_parse_op(part, rank) for part in text[1:-1].split(" ; ")))
+
+
+def _parse_op(text: str, rank: int) -> Op:
+    text = text.strip()
+    left, _, right = text.partition(" = ")
+    right, has_how, how = right.partition(" {")
+    head, *reads = right.split() or [text]
+    if not (found := _HEAD.fullmatch(head)):
+        raise ProgramError(f"{head!r} is not an op; an op reads like y[2,0] = F[2,0] params[2] y[1,0]")
+    kind, *place = found.groups()
+    kind_of(kind)
+    read = tuple(map(_parse_value, reads))
+    writes = () if left.strip() == "_" else tuple(map(_parse_value, left.split()))
+    return Op(kind, *_place(*place), rank, read, writes, (), _parse_how(how.rstrip()) if has_how else ())
+
+
+def _parse_how(text: str) -> tuple[tuple[str, Any], ...]:
+    try:
+        assert text.endswith("}")
+        call = expression(f"how({text[:-1]})")
+        assert isinstance(call, ast.Call)
+        assert isinstance(call.func, ast.Name)
+        assert (call.end_col_offset, call.args) == (len(text.encode()) + 4, [])
+        names = [word.arg for word in call.keywords]
+        assert None not in names
+        assert len(set(names)) == len(names)
+        how = tuple((word.arg or "", ast.literal_eval(word.value)) for word in call.keywords)
+        hash(how)
+    except (ValueError, AssertionError, TypeError):
+        raise ProgramError(
+            f"{{{shortened(text)} is not a list of name=literal, each of a value that can be hashed"
+        ) from None
+    return how
+
+
+def readable(text: str) -> str:
+    """A text of which no word is over the limit: then errors may quote it."""
+    for number, line in enumerate(text.splitlines(), 1):
+        longest = max(line.replace(",", " ").split(), key=len, default="")
+        if len(longest) > LONGEST_WORD:
+            raise ProgramError(
+                f"line {number}: {shortened(longest, 20)!r} is a word of {len(longest)} characters; the longest that "
+                f"are read have {LONGEST_WORD}."
+            )
+    return text

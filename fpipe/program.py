@@ -70,10 +70,10 @@ from fpipe.ops import kind_of as kind_of
 from fpipe.ops import lane_of as lane_of
 from fpipe.ops import memory_of as memory_of
 from fpipe.ops import pair as pair
+from fpipe.ops import parsed
 from fpipe.ops import parts_of as parts_of
+from fpipe.ops import readable as readable
 from fpipe.ops import register_kind as register_kind
-from fpipe.program_text import parsed
-from fpipe.program_text import readable as readable
 
 Sources = tuple[int, ...]
 """The positions of the writers of what an op reads, in that order: -1 for an input, `NOWHERE` if nothing above does."""

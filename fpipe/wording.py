@@ -60,13 +60,14 @@ def excerpt(rows: Sequence[Sequence[str]], marks: dict[int, int]) -> str:
     return "\n".join(lines)
 
 
-def where(program: Program, position: int) -> tuple[str, str]:
-    """'rank 1, step 4' and the drawn row for the op at a position of the list."""
+def fault(program: Program, position: int, words: str, mend: str = "") -> ProgramError:
+    """The error about the op at a position: where it stands, the words, its drawn row, and what would mend it."""
     op = program.ops[position]
     shown = [other for other in program.ops if other.rank == op.rank and (kind_of(other.kind).time or other is op)]
     step = next(at for at, other in enumerate(shown) if other is op)
     rows = [[] for _ in range(op.rank)] + [[other.cell for other in shown]]
-    return f"rank {op.rank}, step {step}", excerpt(rows, {op.rank: step})
+    lines = [f"rank {op.rank}, step {step}: {words}", excerpt(rows, {op.rank: step}), mend]
+    return ProgramError("\n".join(filter(None, lines)))
 
 
 def fill(words: str, value: Value) -> str:

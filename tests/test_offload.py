@@ -150,7 +150,7 @@ fpipe.chain(split(4), offload(), schedules.gpipe(2))(fpipe.program(2))
 fpipe.chain(split(4), fpipe.free(), offload())(fpipe.program(2))
     ProgramError: apply fpipe.free() last
 Program.parse("inputs @ 0\ntarget @ 0\ninputs@host = OFFLOAD[] inputs target @ 0\nloss = inputs@host @ 0")
-    ProgramError: does not move one value
+    ProgramError: does not read one value and write one
 Program.parse("inputs @ 0\ninputs@0 = OFFLOAD[] inputs @ 0\nloss = inputs@0 @ 0")
     ProgramError: moves inputs into the memory of its own rank
 """,

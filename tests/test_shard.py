@@ -578,6 +578,6 @@ fpipe.shard("pp")
 fpipe.data_parallel(2)
     ValueError: such as 'dp'; found 2.
 fpipe.Program.parse(str(replicated(2)).replace("REDUCE[0] sum[0,1] {axis='dp'}", "REDUCE[0] sum[0,1]"))
-    ProgramError: REDUCE(all[0]) does not read one value and write its sum over {axis='...'}
+    ProgramError: REDUCE(all[0]) says no axis of replicas: {axis='...'}
 """,
 )
