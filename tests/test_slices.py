@@ -254,7 +254,7 @@ run(split(1, slices=2), slices(2))
 run(split(2), fpipe.merge(), slices(2))
     ProgramError: as by fpipe.split(8, slices=4)
 run(split(2), fpipe.place(), fpipe.communicate(), slices(2))
-    ProgramError: slice it before fpipe.communicate()
+    ProgramError: put fpipe.slice_sequence() before fpipe.communicate()
 split(2, slices=0)
     ValueError: slices is a whole number, at least 1; found 0
 slices(2, dim=1.0)

@@ -180,7 +180,7 @@ def test_transfers_that_are_there_are_used_again():
 @pytest.mark.parametrize("placed", [fpipe.place("linear"), fpipe.schedules.gpipe(3)])
 def test_split_comes_before_a_placement(placed: fpipe.transforms.chain.Transform):
     """It was a serial order, in silence: each microbatch waited for the one before."""
-    sentence = "this program is on 3 ranks already, in an order of its own: its microbatches would follow each other"
+    sentence = "this program has an order of its own already, on 3 ranks: its microbatches would follow each other"
     with pytest.raises(fpipe.ProgramError, match=sentence):
         fpipe.chain(placed, fpipe.split(4), fpipe.merge())(fpipe.program(3))
 

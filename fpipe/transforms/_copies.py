@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import TypeVar
 
-from fpipe.program import Op, Output, Program, Sources, Value, pair, parts_of
+from fpipe.program import Op, Output, Program, Sources, Value
 
 _new = tuple.__new__
 _BATCH = {"inputs": "x", "target": "t"}
@@ -20,12 +20,11 @@ _How = tuple[tuple[str, object], ...]
 
 
 def copies(program: Program, many: int, how: _How) -> tuple[list[Op], tuple[Output, ...], list[Sources]]:
-    """The ops of all microbatches, one after the other, each with a SPLIT before it where it takes from the batch,
-    their results, and where each op finds what it reads.
+    """The ops of all microbatches, one after the other, with the SPLITs that they need; their results; and sources.
 
     SCALE is left out: gradients per microbatch are of totals; `merge` divides once, by the count of them all.
     """
-    weighed = {op.stage for op in parts_of(program.ops) if any(value.name == "loss" for value in op.writes)}
+    weighed = {op.stage for op in program.ops if any(value.name == "loss" for value in op.writes)}
     base = [op for old in program.ops if old.kind != "SCALE" for op in _with_split(old, weighed)]
     columns = _Columns(base, many, how)
     return (
@@ -53,9 +52,7 @@ class _Columns:
 
     def ops(self, op: Op) -> Iterable[Op]:
         """An op in each microbatch."""
-        kind, stage, microbatch, piece, rank, reads, writes, parts, how = op
-        if parts:
-            return map(pair, *map(self.ops, parts))
+        kind, stage, microbatch, piece, rank, reads, writes, _, how = op
         at = repeat(None) if microbatch is None else self.index
         said = self.split if kind == "SPLIT" else self.counted if kind == "U" and how else repeat(how, self.many)
         values = [self._tuples([self.of(value)[0] for value in found]) for found in (reads, writes)]
@@ -104,11 +101,6 @@ def _unscaled(program: Program) -> Iterator[Output]:
 
 def _with_split(op: Op, weighed: set[int | None]) -> Iterator[Op]:
     """An op that takes from the batch, and before it the SPLIT it needs."""
-    if op.parts:
-        inner = [made for part in op.parts for made in _with_split(part, weighed)]
-        yield from (made for made in inner if made.kind == "SPLIT")
-        yield pair(*(made for made in inner if made.kind != "SPLIT"))
-        return
     taken = [value for value in op.reads if value.name in _BATCH]
     slices = {value: Value(_BATCH[value.name], op.stage, 0, op.slice) for value in taken}
     weight = [Value("w", op.stage, 0)] if op.stage in weighed else []

@@ -30,7 +30,7 @@ _AT_HOME = frozenset(("grads", "state", "params", "opt"))
 
 
 def transforming(rewrite: Transform) -> Transform:
-    """A transform that says so when it is not given a program, and builds one without the garbage collector."""
+    """A transform that refuses what is no program, and runs without the garbage collector."""
 
     def transform(program: Program) -> Program:
         with building():
@@ -110,6 +110,14 @@ def refuse_freed(program: Program) -> None:
         )
 
 
+def refuse_sent(program: Program, transform: str) -> None:
+    """A ProgramError for a rewrite that comes before transfers are placed."""
+    if not {"SEND", "RECV"}.isdisjoint(map(itemgetter(0), program.ops)):
+        raise ProgramError(
+            f"this program has its transfers already; put fpipe.{transform}() before fpipe.communicate()."
+        )
+
+
 def refuse_updated(program: Program, transform: str = "") -> None:
     """A ProgramError for a transform of gradients behind update(), which has used them."""
     if "UPDATE" in map(itemgetter(0), program.ops):
@@ -134,10 +142,9 @@ def keep_to_data(
 ) -> tuple[tuple[Input, ...], list[Op], tuple[Output, ...]]:
     """Give every op that no schedule names its rank, and every input and output its homes.
 
-    The ranks of scheduled ops are as they stand. A stage's parameters and state live where `homes` says, else on the
-    ranks of its ops. SPLIT and R go where their reader is. An op that adds, scales or merges goes where its inputs were
-    made if that is one rank and a home of its stage, else to the stage's first home; what is made away from a home is
-    added where it is made, so that one sum travels.
+    A stage lives where `homes` says, else on the ranks of its scheduled ops. SPLIT and R go to their reader; what adds,
+    scales or merges to where its inputs were made, if that is a home of its stage, else to the first home. What is made
+    away from a home is added where it is made, so that one sum travels.
     """
     ranks = _Ranks(ops, homes or {})
     placed = list(ops)

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from fpipe.order import arrange, held_kinds
-from fpipe.program import Op, Output, Program, Value, pair
-from fpipe.transforms._names import check_names, names_of
+from fpipe.program import Op, Output, Program, ProgramError, Value, pair
 from fpipe.transforms._rewrite import Transform, refuse_freed, transforming
 
 _FLOW = ("y", "dx", "carry", "dcarry")
@@ -91,9 +91,10 @@ def communicate(*, again: Iterable[str] | Mapping[str, Callable[[Op], object]] =
 
 
 def with_transfers(program: Program) -> Program:
-    """The form in which bytes are counted: with every transfer an op, and without FREE, since the last read says it."""
-    if any(op.kind == "FREE" for op in program.ops):
-        program = Program.trusted(program.inputs, without_frees(program), program.outputs)
+    """The form in which bytes are counted: with every transfer an op, and without FREE."""
+    bare = without_frees(program)
+    if len(bare) < len(program.ops):
+        program = Program.trusted(program.inputs, bare, program.outputs)
     return communicate()(program)
 
 
@@ -111,24 +112,35 @@ def received_as_sent(program: Program) -> Program:
 
 
 def queued_until(receives: Sequence[bool]) -> list[int]:
-    """For each of a rank's transfers, of which some are receives, how many are queued once the rank has come to it
-    where receives are posted ahead: all before it, itself, and the receives next to it, `AHEAD` at most.
+    """How many of a rank's transfers are queued once it has come to each: the next receives, `AHEAD` at most, are too.
 
     >>> queued_until([False, True, True, True, False, True])
     [3, 4, 4, 4, 6, 6]
     """
-    found = list[int]()
-    for place in range(len(receives)):
-        until = place + 1
-        while until < min(place + 1 + AHEAD, len(receives)) and receives[until]:
-            until += 1
-        found.append(until)
-    return found
+    behind = range(1, len(receives) + 1)
+    return [place + sum(takewhile(bool, receives[place : place + AHEAD])) for place in behind]
 
 
 def without_frees(program: Program) -> tuple[Op, ...]:
     """The ops of a program but FREE, which takes no time and writes nothing."""
     return tuple(op for op in program.ops if op.kind != "FREE")
+
+
+def names_of(word: str, given: Any) -> tuple[str, ...]:
+    """The names that were given: one, or several."""
+    names: tuple[Any, ...] = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    odd = [name for name in names if not isinstance(name, str)]
+    if odd:
+        raise ValueError(f"{word}= takes names of values, such as ('res',); found {odd[0]!r}.")
+    return names
+
+
+def check_names(word: str, names: Iterable[str], program: Program, also: Iterable[str] = ()) -> None:
+    """Refuse a name that no value of the program has; those in `also` some programs have, and need not."""
+    has = {end.value.name for end in program.inputs} | {value.name for op in program.ops for value in op.writes}
+    odd = [name for name in names if name not in has and name not in also]
+    if odd:
+        raise ProgramError(f"{word}= names {odd[0]!r}, this program has values named {', '.join(sorted(has))}.")
 
 
 def _casts(cast: object) -> dict[str, str]:
@@ -151,8 +163,7 @@ def _its_own(op: Op) -> object:
 
 
 def _results(program: Program) -> Iterator[tuple[Value, int]]:
-    """Results of the program, and the rank where each is handed out or joined. No stage computes with it there, and
-    how far it travels depends on the microbatch: rounded, some rows of an output would be, and others not."""
+    """Results, and the rank where each is handed out or joined: rounded on the way, some rows would be, others not."""
     for op in program.ops:
         if op.kind == "MERGE" or (op.kind == "ADD" and op.writes[0].name != "dy"):  # dy is what a backward takes
             yield from ((value, op.rank) for value in op.reads)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from fpipe.program import Op, Output, Program, ProgramError, Value
-from fpipe.transforms._rewrite import Transform, refuse_updated, settled, transforming
+from fpipe.transforms._rewrite import Transform, refuse_sent, refuse_updated, settled, transforming
 
 
 def data_parallel(axis: str = "dp") -> Transform:
@@ -73,16 +73,12 @@ def data_parallel(axis: str = "dp") -> Transform:
 def reduced(program: Program, axis: str) -> tuple[list[Op], list[Output]]:
     """The ops and results over replicas along an axis, in no order yet."""
     _refuse_unmerged(program)
-    if any(op.kind in ("SEND", "RECV") for op in program.ops):
-        raise ProgramError(
-            "this program has its transfers already; put fpipe.data_parallel() before fpipe.communicate()."
-        )
+    refuse_sent(program, "data_parallel")
     return _Reducer(program, axis).reduced()
 
 
 def axes_of(program: Program) -> tuple[str, ...]:
-    """The axes along which a program has replicas: its SPLITs say them. Of two, the replicas along the second add up
-    first."""
+    """The axes of replicas, as SPLITs say them; of two, the replicas along the second add up first."""
     said = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
     return tuple(said["axis"].split("+")) if "axis" in said else ()
 
@@ -96,8 +92,7 @@ def refuse_more(known: Sequence[str], axis: str) -> NoReturn:
 
 
 def nested(program: Program, outer: str, inner: str) -> tuple[list[Op], list[Output]]:
-    """The ops and results over replicas along both of two axes, of a program that has them along one: what it adds up
-    over all is added up over those along the `inner` axis, and that over the `outer` one."""
+    """The ops and results over two axes, of a program with one: each sum is made along `inner`, then along `outer`."""
     ops, now = list[Op](), dict[Value, Value]()
 
     def across(op: Op, part: Value, made: Value) -> Op:

@@ -15,9 +15,9 @@ from typing import Literal
 from fpipe.limits import whole
 from fpipe.order import arrange, held_kinds
 from fpipe.program import Op, Program, ProgramError, Value, pair
-from fpipe.transforms._names import check_names, names_of
 from fpipe.transforms._rewrite import Transform, rebuilt, refuse_freed, transforming
 from fpipe.transforms._waiting import LATE, Policy, Stay, enough, waiting
+from fpipe.transforms.communicate import check_names, names_of
 
 Where = Literal["host"] | Callable[[int], int]
 

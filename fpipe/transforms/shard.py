@@ -11,13 +11,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain, count
-from operator import itemgetter
 from typing import Any, Literal, NamedTuple, get_args
 
 from fpipe.limits import whole
 from fpipe.order import arrange, held_kinds, sources_anyhow
 from fpipe.program import KINDS, Input, Op, Output, Program, ProgramError, Sources, Value, pair
-from fpipe.transforms._rewrite import Transform, at_data, refuse_freed, refuse_updated, same_sources, transforming
+from fpipe.transforms._rewrite import (
+    Transform,
+    at_data,
+    refuse_freed,
+    refuse_sent,
+    refuse_updated,
+    same_sources,
+    transforming,
+)
 from fpipe.transforms.communicate import NARROW
 from fpipe.transforms.data_parallel import axes_of, data_parallel, nested, reduced, refuse_more
 
@@ -95,11 +102,9 @@ def shard(
     def transform(program: Program) -> Program:
         refuse_freed(program)
         refuse_updated(program, "shard")
-        kinds = {*map(itemgetter(0), program.ops)}
-        if kinds & {"GATHER", "SCATTER"}:
+        if is_sharded(program):
             raise ProgramError("this program is sharded already; shard it once.")
-        if kinds & {"SEND", "RECV"}:
-            raise ProgramError("this program has its transfers already; put fpipe.shard() before fpipe.communicate().")
+        refuse_sent(program, "shard")
         along, known = (("axis", axis),), axes_of(program)
         if len(known) > 1:
             refuse_more(known, axis)

@@ -13,7 +13,7 @@ from typing import cast
 
 from fpipe.limits import whole
 from fpipe.program import Op, Output, Program, ProgramError, Value
-from fpipe.transforms._rewrite import Transform, rebuilt, refuse_freed, refuse_updated, transforming
+from fpipe.transforms._rewrite import Transform, rebuilt, refuse_freed, refuse_sent, refuse_updated, transforming
 from fpipe.transforms.specs import batch_spec_text
 
 _BACK = frozenset("BIW")
@@ -82,8 +82,7 @@ def _refuse(program: Program) -> None:
         raise ProgramError("slices are parts of microbatches: put fpipe.split() before, if only split(1).")
     if "PAIR" in kinds:
         raise ProgramError("this program has pairs, which are of whole microbatches; slice it before it is paired.")
-    if kinds & {"SEND", "RECV"}:
-        raise ProgramError("this program has its transfers already; slice it before fpipe.communicate().")
+    refuse_sent(program, "slice_sequence")
     if any(end.name.microbatch is None and end.name.name != "state" for end in program.outputs):
         raise ProgramError(
             "this program is merged already, and what is added in which order is fixed: slice it before "

@@ -72,17 +72,16 @@ def split(
             )
         if any(kind_of(op.kind).lane != "main" for op in program.ops):
             raise ProgramError("this program has its transfers already; put fpipe.split() before fpipe.communicate().")
-        if program.ranks > 1:
+        if program.ranks > 1 or any(op.parts for op in program.ops):
             raise ProgramError(
-                f"this program is on {program.ranks} ranks already, in an order of its own: its microbatches would "
+                f"this program has an order of its own already, on {program.ranks} ranks: its microbatches would "
                 "follow each other and overlap nowhere. Put fpipe.split() before fpipe.place() and the schedule."
             )
         if len(program.ops) * many * slices > MOST_OPS:
             each = len(program.ops) * slices
             raise ProgramError(f"{many} microbatches of {each} ops are more than the {MOST_OPS} ops of a program.")
         ops, outputs, sources = copies(program, many, how)
-        if program.ranks == 1 and all(kind_of(op.kind).time for op in program.ops):
-            # One rank and nothing but timed ops: each copy is in order, and they follow each other.
+        if all(kind_of(op.kind).time for op in program.ops):  # each copy is in order, and they follow each other
             return sliced(Program.trusted(program.inputs, tuple(ops), outputs, sources))
         return sliced(rebuilt(program, ops, outputs=outputs, sources=sources))
 
@@ -96,7 +95,7 @@ def _sizes(
         raise ValueError("say either the number of microbatches, split(8), or their size, split(size=4, rows=32).")
     for word, given in (("microbatches", count), ("size", size), ("rows", rows)):
         if given is not None:
-            whole(word, given, most=LARGEST_SIZE if given is count else math.inf)
+            whole(word, given, most=LARGEST_SIZE if word == "microbatches" else math.inf)
     if size is not None:
         if rows is None:
             raise ValueError(

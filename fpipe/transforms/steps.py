@@ -16,7 +16,7 @@ from typing import Literal
 from fpipe.limits import whole
 from fpipe.order import in_order
 from fpipe.program import PARAMETERS, Input, Op, Output, Program, ProgramError, Value, pair
-from fpipe.transforms._rewrite import Transform, rebuilt, refuse_freed, transforming
+from fpipe.transforms._rewrite import Transform, rebuilt, refuse_freed, refuse_sent, transforming
 
 _EACH_STEP = frozenset(("inputs", "target", "lr"))
 _LAST_ALONE = frozenset(("params", "opt", "state", "scale"))
@@ -133,8 +133,7 @@ def _refuse(program: Program, stale: object) -> None:
         raise ProgramError("steps follow each other by the parameters that one leaves: put fpipe.update() before.")
     if program.steps > 1:
         raise ProgramError(f"this program is {program.steps} training steps already; say fpipe.steps() once.")
-    if any(op.kind in ("SEND", "RECV") for op in program.ops):
-        raise ProgramError("this program has its transfers already; put fpipe.steps() before fpipe.communicate().")
+    refuse_sent(program, "steps")
     splits = [dict(op.how) for op in program.ops if op.kind == "SPLIT"]
     if not splits or "presplit" in splits[0]:
         raise ProgramError(

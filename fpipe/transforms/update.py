@@ -23,6 +23,7 @@ from fpipe.transforms._rewrite import (
     keep_to_data,
     rebuilt,
     refuse_freed,
+    refuse_sent,
     refuse_updated,
     transforming,
 )
@@ -182,8 +183,7 @@ def _norms(gradients: Sequence[Output], norm: Value, axis: tuple[tuple[str, Any]
 def _refuse(program: Program, gradients: Sequence[Output]) -> None:
     """A ProgramError for a program that has no gradients to update by."""
     refuse_updated(program)
-    if any(op.kind in ("SEND", "RECV") for op in program.ops):
-        raise ProgramError("this program has its transfers already; put fpipe.update() before fpipe.communicate().")
+    refuse_sent(program, "update")
     if not gradients:
         raise ProgramError("this program has no gradients to update by; fpipe.program(model) has them.")
     if any(end.name.microbatch is not None for end in gradients):
