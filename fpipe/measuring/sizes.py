@@ -25,8 +25,8 @@ from fpipe.runtimes.processes.message import Layout
 from fpipe.runtimes.processes.message_order import messages, most_in_flight, results_last
 from fpipe.timing.memory import Account
 from fpipe.timing.value_bytes import scattered
-from fpipe.transforms._post_validation import is_post_validated
 from fpipe.transforms.communicate import with_transfers
+from fpipe.transforms.update import is_post_validated
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,11 @@ def chain(*transforms: Transform) -> Transform:
     rank 0 | 0F0 0I0 0W0 0F1 0I1 0W1
     """
 
+    made_by = "a transform is made by a call, such as fpipe.schedules.gpipe(4)."
     for number, step in enumerate(transforms):
         if not callable(step):
-            raise TypeError(
-                f"number {number} of the chain is no transform, found {type(step).__name__}; a transform is made by a "
-                "call, such as fpipe.schedules.gpipe(4)."
-            )
+            found = type(step).__name__
+            raise TypeError(f"number {number} of the chain is no transform, found {found}; {made_by}")
         name = getattr(step, "__qualname__", "<locals>")
         if str(getattr(step, "__module__", "")).startswith("fpipe.") and "<locals>" not in name:
             raise TypeError(f"number {number} of the chain is {name} itself, which makes a transform: say {name}(...).")
@@ -32,10 +31,8 @@ def chain(*transforms: Transform) -> Transform:
         for number, step in enumerate(transforms):
             made = step(program)
             if not isinstance(made, Program):
-                raise TypeError(
-                    f"number {number} of the chain gave a {type(made).__name__}, no Program; a transform is made "
-                    "by a call, such as fpipe.schedules.gpipe(4)."
-                )
+                found = type(made).__name__
+                raise TypeError(f"number {number} of the chain gave a {found}, no Program; {made_by}")
             program = made
         return program
 
@@ -46,10 +43,7 @@ def identity() -> Transform:
     """Leave a program as it is.
 
     >>> import fpipe
-    >>> program = fpipe.program(2)
-    >>> print(fpipe.plot(program))
-    rank 0 | 0F0 1F0 1B0 0B0
-    >>> print(fpipe.plot(fpipe.identity()(program)))
-    rank 0 | 0F0 1F0 1B0 0B0
+    >>> fpipe.identity()(fpipe.program(2)) == fpipe.program(2)
+    True
     """
     return transforming(lambda program: program)

@@ -52,6 +52,7 @@ def checkpoint(
         A transform; what is recomputed already stays so.
 
     Raises:
+        TypeError: `save` lists what is no op, or its policy wants to see tensors.
         ValueError: another policy or grain.
         ProgramError: "except_last" for a program that is not split.
 
@@ -79,10 +80,10 @@ def checkpoint(
             raise ProgramError(f"groups name stage {max(group_of)}; this program has stages 0..{program.stages - 1}.")
 
         def chosen(op: Op) -> bool:
-            if op.kind != "F" or op.stage is None or op.microbatch is None:
+            if op.kind != "F":
                 return False
             if callable(policy):
-                return policy(op.stage, op.microbatch)
+                return policy(op.stage or 0, op.microbatch or 0)
             return policy == "always" or (policy == "except_last" and op.microbatch != last)
 
         if grain == "layer":
@@ -92,10 +93,10 @@ def checkpoint(
         def change(op: Op) -> Op:
             if op.parts:
                 return pair(*map(change, op.parts))
-            kept = tuple(value for value in op.writes if value.name != "res")
-            if not chosen(op) or kept == op.writes or op.how:  # an exchange keeps nothing
-                return op
             residuals = tuple(value for value in op.writes if value.name == "res")
+            if not chosen(op) or not residuals or op.how:  # an exchange keeps nothing
+                return op
+            kept = tuple(value for value in op.writes if value.name != "res")
             recomputed.append(op._replace(kind="R", writes=residuals))
             return op._replace(writes=kept)
 
@@ -109,12 +110,7 @@ def checkpoint(
 
 
 def _groups(listed: list[Any]) -> list[tuple[int, ...]]:
-    """Groups as they are listed: each of adjacent stages, and none of them twice.
-
-    >>> _groups([(0, 2)])
-    Traceback (most recent call last):
-    ValueError: a group is of adjacent stages in order, such as (1, 2, 3); found (0, 2).
-    """
+    """Groups as they are listed: each of adjacent stages, and none of them twice."""
     if not all(isinstance(group, Iterable) for group in listed):
         raise TypeError(f"groups lists groups of stages, such as [(0, 1), (2, 3)]; found {listed!r}.")
     groups: list[tuple[int, ...]] = [tuple(group) for group in listed]
@@ -128,9 +124,6 @@ def _groups(listed: list[Any]) -> list[tuple[int, ...]]:
 
 def _names(save: Iterable[Any] | Callable[..., Any]) -> tuple[str, ...]:
     """The names of the ops whose results are saved, in order; of those that are not after "all but", if they are fewer.
-
-    Raises:
-        TypeError: something that is no op; a policy that wants to see tensors, or answers with something else.
 
     >>> import torch
     >>> _names([torch.ops.aten.mm.default])
@@ -154,7 +147,6 @@ def _names(save: Iterable[Any] | Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _refuse(policy: Policy, grain: str, groups: Sequence[Iterable[int]], saved: tuple[str, ...]) -> None:
-    """Refuse words that are none, and options of the other grain."""
     if grain not in ("stage", "layer"):
         raise ValueError(f"grain is 'stage' or 'layer', found {grain!r}.")
     if grain == "stage" and saved:

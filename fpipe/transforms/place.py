@@ -151,10 +151,8 @@ def stage_ranks(policy: str | Sequence[int], stages: int, ranks: int | None = No
 
 
 def in_order(program: Program, ranks: int | None) -> list[int]:
-    """The rank of each stage where each rank has one chunk: as the program is placed, if that goes up in order over so
-    many ranks, or else equally many.
+    """The rank of each stage with one chunk a rank: as placed if that goes up over so many ranks, or in equal shares.
 
-    >>> import fpipe
     >>> import fpipe
     >>> in_order(fpipe.place([0, 0, 0, 1])(fpipe.program(4)), 2)
     [0, 0, 0, 1]

@@ -27,6 +27,7 @@ from fpipe.transforms._rewrite import (
     refuse_updated,
     transforming,
 )
+from fpipe.transforms.communicate import communicate, without_frees
 
 _REFUSED = {
     "LBFGS": "calls the loss again and again within a step",
@@ -239,3 +240,24 @@ def _literals(settings: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
             raise ValueError(f"a setting is a number, a word or a tuple of them; found {word}={value!r}.")
         made.append((word, value))
     return tuple(made)
+
+
+def is_post_validated(program: Program) -> bool:
+    """Whether its updates do not wait for the norm that clips them."""
+    if "post_validated" not in program.__dict__:
+        readers = {op.kind for op in program.ops if any(value.name == NORM for value in op.reads)}
+        program.__dict__["post_validated"] = "VALIDATE" in readers and "UPDATE" not in readers
+    return program.__dict__["post_validated"]
+
+
+def behind_norms(program: Program) -> Program:
+    """Steps whose updates wait for their norms, else as they are."""
+    bare = Program.trusted(program.inputs, without_frees(program), program.outputs)
+
+    def behind(op: Op) -> Op:
+        if op.kind != "UPDATE":
+            return op
+        return op._replace(reads=(*op.reads[:3], Value(NORM, None, op.microbatch), *op.reads[3:]))
+
+    waiting = rebuilt(bare, [*map(behind, bare.ops)])
+    return communicate()(waiting) if any(op.kind == "SEND" for op in program.ops) else waiting

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from fpipe.program import Program
 from fpipe.single_device.result import Result
-from fpipe.transforms._post_validation import behind_norms, is_post_validated
+from fpipe.transforms.update import behind_norms, is_post_validated
 
 S = TypeVar("S", bound=Callable[..., Result])
 
