@@ -52,8 +52,8 @@ def checkpoint(
         A transform; what is recomputed already stays so.
 
     Raises:
-        TypeError: `save` lists what is no op, or its policy wants to see tensors.
         ValueError: another policy or grain.
+        TypeError: `save` lists what is no op, or its policy wants to see tensors.
         ProgramError: "except_last" for a program that is not split.
 
     >>> import fpipe
