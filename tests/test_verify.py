@@ -1,5 +1,6 @@
 """What `verify` says: the first value of a program that is wrong, and what the undivided batch gives."""
 
+import re
 from functools import cache
 
 import pytest
@@ -138,55 +139,62 @@ def test_a_tolerance_holds_for_the_first_wrong_value_too():
 # The undivided batch
 
 
-def split_in(model, count):
-    return fpipe.chain(fpipe.split(count), fpipe.merge())(fpipe.program(model))
+def split_in(model, count, **merged):
+    return fpipe.chain(fpipe.split(count), fpipe.merge(**merged))(fpipe.program(model))
+
+
+GIVES_THE_SAME = "The undivided batch gives the same loss and gradients, to rounding."
+COUNT = 'reduction? Where some rows do not count, return (total, count) and say reduction="count".'
 
 
 def test_the_undivided_batch_gives_the_same():
     model, params, batch = made()
     report = fpipe.verify(split_in(model, 3), model, params, batch)
-    assert report.undivided == "The undivided batch gives the same loss and gradients, to rounding."
-    assert report.notes == ()
+    assert (report.undivided, report.notes) == (GIVES_THE_SAME, ())
     assert fpipe.verify(split_in(model, 1), model, params, batch).undivided == ""
 
 
-@pytest.mark.parametrize(("rows", "times"), [(8, "4 x this one"), (7, " x this one")])
-def test_a_loss_that_sums_under_a_mean_is_named(rows: int, times: str):
-    """`verify` says bitwise for a loss that is a quarter of what was meant."""
-    model, params, batch = made(rows=rows, loss=nn.MSELoss(reduction="sum"))
-    report = fpipe.verify(split_in(model, 4), model, params, batch)
+def contrastive(y, target):
+    return F.cross_entropy(y @ target.T, torch.arange(len(y)))
+
+
+LABELS = torch.tensor([0, -100, 1, 2, 3, 0, 1, 2])
+NOTED = {
+    # `verify` says bitwise for a loss that is a quarter of what was meant.
+    "a sum": (nn.MSELoss(reduction="sum"), None, "4 x this one .*the loss sums over its rows, so say reduction=.sum"),
+    "padding": (nn.CrossEntropyLoss(), LABELS, re.escape(COUNT)),
+    "padding alone": (
+        nn.CrossEntropyLoss(),
+        torch.tensor([0, 1, -100, -100, 2, 3, 0, 1]),
+        "The loss of microbatch 1 is nan; that of the undivided batch is .*: where some rows do not count",
+    ),
+    "a contrastive one": (contrastive, None, "as a contrastive one does, a microbatch has fewer to compare."),
+}
+# Of a net with dropout or a batch norm a wrong reduction went unsaid: it "gives others, as it may". A key alone
+# silenced all, of a net that draws nothing.
+NETS = {"plain": lambda: nn.Linear(4, 4), "dropout": nn.Dropout, "norm": lambda: nn.BatchNorm1d(4)}
+
+
+@pytest.mark.parametrize("outputs", [True, False])
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("case", NOTED)
+def test_a_loss_that_is_no_mean_over_rows_is_noted(case: str, net: str, outputs: bool):
+    loss, target, words = NOTED[case]
+    layers = nn.Sequential(nn.Linear(4, 4), NETS[net]())
+    model, params, state = fpipe.from_sequential(layers, stages=1, loss=loss)
+    batch = torch.randn(8, 4), torch.randn(8, 4) if target is None else target
+    report = fpipe.verify(split_in(model, 4, outputs=outputs), model, params, batch, state=state, key=1)
     assert report.bitwise
-    assert times in report.undivided
-    assert report.undivided.endswith('the loss sums over its rows, so say reduction="sum".')
-    assert str(report).splitlines()[1:] == [report.undivided]
+    assert re.search(words, report.undivided)
+    assert report.notes[-1] == report.undivided
+    assert str(report).splitlines()[-1] == report.undivided
+    assert (report.notes[0] == "NaN or infinite numbers in loss.") == (case == "padding alone")
 
 
 def test_a_loss_that_averages_under_a_sum_is_named():
     model, params, batch = made(rows=7, reduction="sum")
     report = fpipe.verify(split_in(model, 4), model, params, batch)
     assert report.undivided.endswith('the loss averages over its rows, so say reduction="mean".')
-
-
-def classified(target):
-    model, params, (inputs, _) = made(loss=nn.CrossEntropyLoss(ignore_index=-1))
-    return model, params, (inputs, torch.tensor(target))
-
-
-def test_a_microbatch_of_padding_alone_is_flagged():
-    """The mean over no rows is nan: bitwise equal to plain autograd, and of no use."""
-    model, params, batch = classified([0, 1, -1, -1, 2, 3])
-    report = fpipe.verify(split_in(model, 3), model, params, batch)
-    assert report.bitwise
-    first, second = report.notes
-    assert first == "NaN or infinite numbers in loss."
-    assert second.startswith("The loss of microbatch 1 is nan; that of the undivided batch is ")
-    assert second.endswith('where some rows do not count, return (total, count) and say reduction="count".')
-
-
-def test_padding_that_weighs_too_much_is_flagged():
-    model, params, batch = classified([0, -1, 1, 1, 2, 3])
-    (note,) = fpipe.verify(split_in(model, 3), model, params, batch).notes
-    assert "is the mean over the 5 rows or tokens that count, 1, 2, 2 in each microbatch: where some rows do" in note
 
 
 def test_few_tokens_that_do_not_count_are_told_too():
@@ -196,21 +204,7 @@ def test_few_tokens_that_do_not_count_are_told_too():
     model, params, _ = fpipe.from_sequential(net, 1, loss=lambda y, t: F.cross_entropy(y.transpose(1, 2), t))
     target = torch.randint(0, 50, (8, 64))
     target[0, :9] = -100
-    report = fpipe.verify(split_in(model, 4), model, params, (torch.randn(8, 64, 4), target))
-    assert (
-        "rows or tokens that count, 119, 128, 128, 128 in each microbatch: where some rows do not" in report.undivided
-    )
-
-
-def test_a_contrastive_loss_is_told_what_microbatches_lack():
-    def contrastive(y, target):
-        return F.cross_entropy(y @ target.T, torch.arange(len(y)))
-
-    model, params, batch = made(loss=contrastive)
-    for key in (None, 0):  # a key alone silenced it, of a net that draws nothing
-        report = fpipe.verify(split_in(model, 2), model, params, batch, key=key)
-        assert report.notes == (report.undivided,)
-        assert report.undivided.endswith("as a contrastive one does, a microbatch has fewer to compare.")
+    assert COUNT in fpipe.verify(split_in(model, 4), model, params, (torch.randn(8, 64, 4), target)).undivided
 
 
 def test_a_stage_that_computes_with_other_rows_is_told_from_such_a_loss():
@@ -229,61 +223,41 @@ def test_autocast_rounds_more_and_is_no_difference():
     model, params, _ = fpipe.from_sequential(net, 2, loss=F.cross_entropy)
     batch = torch.randn(24, 16), torch.randint(0, 8, (24,))
     with torch.autocast("cpu", torch.bfloat16):
-        report = fpipe.verify(split_in(model, 3), model, params, batch)
-    assert report.undivided == "The undivided batch gives the same loss and gradients, to rounding."
+        assert fpipe.verify(split_in(model, 3), model, params, batch).undivided == GIVES_THE_SAME
 
 
-def test_differences_with_a_reason_are_no_notes():
-    batch = torch.randn(8, 4), torch.randn(8, 4)
-    for module, reason in (
-        (nn.BatchNorm1d(4), "stage 0 (0, 1) keeps state, as a batch norm does"),
-        (nn.Dropout(), "random numbers are drawn for each microbatch"),
-    ):
-        net = nn.Sequential(nn.Linear(4, 4), module)
-        model, params, state = fpipe.from_sequential(net, stages=1, loss=F.mse_loss)
-        report = fpipe.verify(split_in(model, 2), model, params, batch, state=state, key=1)
-        assert reason in report.undivided
-        assert report.notes == ()
+def numbered(p, x, *, microbatch):
+    return x @ p["w"] * (1 + microbatch)
 
 
-@pytest.mark.parametrize("outputs", [True, False])
-@pytest.mark.parametrize("module", [nn.BatchNorm1d(4), nn.Dropout()], ids=lambda module: type(module).__name__)
-def test_a_reason_for_other_gradients_is_none_for_a_wrong_reduction(module: nn.Module, outputs: bool):
-    """Of a net with dropout or a batch norm a loss that sums, or padding, went unsaid: it "gives others, as it may"."""
-    net = nn.Sequential(nn.Linear(4, 4), module)
-    for loss, target, words in (
-        (nn.MSELoss(reduction="sum"), torch.randn(8, 4), 'the loss sums over its rows, so say reduction="sum".'),
-        (nn.CrossEntropyLoss(), torch.tensor([0, -100, 1, 2, 3, 0, 1, 2]), "1, 2, 2, 2 in each microbatch: where some"),
-    ):
-        model, params, state = fpipe.from_sequential(net, stages=1, loss=loss)
-        program = fpipe.chain(fpipe.split(4), fpipe.merge(outputs=outputs))(fpipe.program(model))
-        (note,) = fpipe.verify(program, model, params, (torch.randn(8, 4), target), state=state, key=1).notes
-        assert words in note
+def pairs(p, x):
+    return (x.view(2, 4) @ p["w"]) + p["b"]
 
 
-def test_a_stage_that_reads_its_microbatch_is_a_reason():
-    def numbered(p, x, *, microbatch):
-        return x @ p["w"] * (1 + microbatch)
-
-    stage = fpipe.Stage(numbered, asks=frozenset({"microbatch"}), name="numbered")
-    _, params, batch = made(1)
-    model = fpipe.Model((stage,), F.mse_loss, ("batch",))
-    report = fpipe.verify(split_in(model, 2), model, params, batch)
-    assert (
-        report.undivided
-        == "The undivided batch gives others, as it may: stage 0 (numbered) reads which microbatch it is."
-    )
+def with_module(module):
+    return fpipe.from_sequential(nn.Sequential(nn.Linear(4, 4), module), stages=1, loss=F.mse_loss)
 
 
-def test_a_stage_that_wants_the_rows_of_a_microbatch_is_no_mistake():
-    def pairs(p, x):
-        return (x.view(2, 4) @ p["w"]) + p["b"]
+def with_stage(function, *asks):
+    stage = fpipe.Stage(function, asks=frozenset(asks), name=function.__name__)
+    return fpipe.Model((stage,), F.mse_loss, ("batch",)), made(1)[1], None
 
-    _, params, batch = made(1)
-    model = fpipe.from_functions([pairs], loss=F.mse_loss)
-    report = fpipe.verify(split_in(model, 3), model, params, batch)
-    assert report.undivided.startswith("The undivided batch was not compared: it ends in RuntimeError: shape '[2, 4]'")
-    assert str(report).splitlines()[1:] == [report.undivided]  # it was said to nobody who prints the report
+
+REASONS = {
+    "gives others, as it may: stage 0 (0, 1) keeps state, as a batch norm": lambda: with_module(nn.BatchNorm1d(4)),
+    "gives others, as it may: random numbers are drawn for each microbatch": lambda: with_module(nn.Dropout()),
+    "gives others, as it may: stage 0 (numbered) reads which microb": lambda: with_stage(numbered, "microbatch"),
+    "was not compared: it ends in RuntimeError: shape '[2, 4]'": lambda: with_stage(pairs),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_differences_with_a_reason_are_no_notes(reason: str):
+    model, params, state = REASONS[reason]()
+    report = fpipe.verify(split_in(model, 3), model, params, made(1)[2], state=state, key=1)
+    assert report.undivided.startswith(f"The undivided batch {reason}")
+    assert report.notes == ()
+    assert str(report).splitlines()[1:] == [report.undivided]
 
 
 def test_a_batch_that_came_cut_has_no_undivided_one():

@@ -111,7 +111,7 @@ def compare_grads(
     if len(best.trial.parts) == 1 or isinstance(batch, list):
         return report
     sizes = [size for _, size in best.trial.parts]
-    return undivided(model, params, batch, sizes, best.trial.result, state=state, key=key).noted(report)
+    return undivided(report, model, params, batch, sizes, best.trial.result, state=state, key=key)
 
 
 Parts = list[tuple[tuple[Any, Any], int]]

@@ -127,7 +127,7 @@ def verify(
     if "presplit" in how:
         return replace(report, undivided="The batch came cut, so there is no undivided one to compare with.")
     sizes = [size for _, size in parts]
-    return undivided(model, params, batch, sizes, expected, outputs=joined.outputs, state=state, key=key).noted(report)
+    return undivided(report, model, params, batch, sizes, expected, outputs=joined.outputs, state=state, key=key)
 
 
 def _of_training(
