@@ -4,8 +4,6 @@ and skips, in-place ops and outputs in order (test_bad_input), a B that cannot b
 
 from __future__ import annotations
 
-import copy
-import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,49 +14,16 @@ from torch import Tensor, nn
 
 import fpipe
 from property_tests.bits import bits
-from tests.toys import Toy
+from tests.refusals import refusals
+from tests.toys import POLICIES, Toy, assert_unsplit, merged, one_by_one
 
 WIDTH, ROWS = 4, 12
-SCHEDULES: dict[str, Callable[[int], Any]] = {
-    "gpipe": fpipe.schedules.gpipe,
-    "one_f_one_b": fpipe.schedules.one_f_one_b,
-    "zb_h1": fpipe.schedules.zb_h1,
-    "roundpipe": fpipe.schedules.roundpipe,
-}
-POLICIES = {
-    "kept": (),
-    "recomputed": (fpipe.checkpoint(),),
-    "in halves": (fpipe.split_backward(),),
-    "both": (fpipe.checkpoint(), fpipe.split_backward()),
-}
-
-
-def perceptron(dropout: float = 0.0) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        *(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()),
-        *(nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout), nn.Tanh()),
-        *(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)),
-    )
+SCHEDULES = {name: getattr(fpipe.schedules, name) for name in ("gpipe", "one_f_one_b", "zb_h1")}
 
 
 def batch_of(rows: int = ROWS) -> tuple[Tensor, Tensor]:
     make = torch.Generator().manual_seed(1)
     return torch.randn(rows, WIDTH, generator=make), torch.randn(rows, WIDTH, generator=make)
-
-
-def by_hand(net: nn.Module, batch: tuple[Tensor, Tensor], microbatches: int) -> dict[str, Tensor]:
-    """The gradients that a copy of the net has after the microbatches went through it."""
-    net = copy.deepcopy(net)
-    for x, t in zip(*(leaf.tensor_split(microbatches) for leaf in batch), strict=True):
-        (nn.functional.mse_loss(net(x), t) * (len(x) / len(batch[0]))).backward()
-    return {name: leaf.grad for name, leaf in net.named_parameters() if leaf.grad is not None}
-
-
-def same(found: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    assert found.keys() == right.keys()
-    assert [name for name in right if not torch.equal(found[name], right[name])] == []
-    return True
 
 
 def observed(net: nn.Module) -> list[Any]:
@@ -73,12 +38,10 @@ def observed(net: nn.Module) -> list[Any]:
 @pytest.mark.parametrize("reading", ["sizes", "build", "verify", "profile", "reference", "simulate"])
 def test_looking_at_a_step_leaves_everything_as_found(reading: str, training: bool):
     """Parameters, buffers, modes, random numbers and the caller's tensors."""
-    net, batch = perceptron(dropout=0.5), batch_of()
+    net, batch = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)), batch_of()
     net[1].train(training)
-    model, params, state = fpipe.from_sequential(net, sizes=[3, 3, 2], loss=nn.functional.mse_loss)
-    program = fpipe.chain(fpipe.split(4), fpipe.checkpoint(), fpipe.schedules.gpipe(3), fpipe.merge())(
-        fpipe.program(model)
-    )
+    model, params, state = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss)
+    program = merged(model, 4, fpipe.checkpoint(), fpipe.schedules.gpipe(2))
     before, given = observed(net), bits((params, batch, state))
     read: dict[str, Callable[[], Any]] = {
         "sizes": lambda: fpipe.sizes(program, model, params, batch, state=state),
@@ -91,33 +54,6 @@ def test_looking_at_a_step_leaves_everything_as_found(reading: str, training: bo
     assert read[reading]() is not None
     assert observed(net) == before
     assert bits((params, batch, state)) == given
-
-
-@pytest.mark.crossed
-@pytest.mark.parametrize("trace", [True, False])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_relu_in_place_is_right_in_a_stage_and_refused_at_a_cut(policy: str, trace: bool):
-    """Where torchgpipe has nothing to say: a recompute would start from an input that the next stage has changed."""
-    net, batch = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)), batch_of()
-    for sizes in ([2, 1], [1, 2]):
-        model, params, _ = fpipe.from_sequential(net, sizes=sizes, loss=nn.functional.mse_loss)
-        program = fpipe.chain(fpipe.split(4), *POLICIES[policy], fpipe.schedules.gpipe(2), fpipe.merge())(
-            fpipe.program(model)
-        )
-        step = fpipe.build(program, model, trace=trace)
-        if sizes == [2, 1]:
-            assert same(fpipe.join_params(model, step(params, batch).grads), by_hand(net, batch, 4))
-        else:
-            with pytest.raises(RuntimeError, match=re.escape(CHANGED)) as refused:
-                step(params, batch)
-            assert any("1F0: stage 1 (1, 2), microbatch 0, rank 1" in note for note in refused.value.__notes__)
-        assert bits(batch) == bits(batch_of())
-
-
-CHANGED = (
-    "stage 1 (1, 2) writes what it was given in place; a stage and a loss are pure functions. Work on a copy, or use "
-    "inplace=False."
-)
 
 
 @pytest.mark.parametrize(("policy", "times"), [("always", 4), ("except_last", 3), ("never", 0)])
@@ -157,8 +93,7 @@ def test_the_input_gradient_of_the_first_stage_is_nothing_and_its_weight_gradien
             made.append(sum(storage not in read for storage in sizes.storages(fpipe.Value("wres", op.stage, 0))))
     last, first = made
     assert (first, last > 0) == (0, True)
-    found = fpipe.build(program, model)(params, batch_of())
-    assert same(fpipe.join_params(model, found.grads), by_hand(net, batch_of(), 1))
+    assert_unsplit(model, fpipe.build(program, model)(params, batch_of()), one_by_one(net, batch_of(), 1)[0])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -168,11 +103,8 @@ def test_a_batch_that_is_a_misaligned_view_gives_the_same_bits(policy: str):
     batch = tuple(half[1:].view(11, WIDTH) for half in held)
     net = nn.Sequential(nn.Linear(WIDTH, 64), nn.SiLU(), nn.Linear(64, WIDTH))
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss)
-    program = fpipe.chain(fpipe.split(3), *POLICIES[policy], fpipe.schedules.gpipe(2), fpipe.merge())(
-        fpipe.program(model)
-    )
-    found = fpipe.build(program, model)(params, batch)
-    assert same(fpipe.join_params(model, found.grads), by_hand(net, batch, 3))
+    program = merged(model, 3, *POLICIES[policy], fpipe.schedules.gpipe(2))
+    assert_unsplit(model, fpipe.build(program, model)(params, batch), one_by_one(net, batch, 3)[0])
 
 
 def test_autocast_with_a_weight_used_twice_is_right_in_threads_too():
@@ -183,22 +115,17 @@ def test_autocast_with_a_weight_used_twice_is_right_in_threads_too():
             return (torch.tanh(x @ p["w"]) @ p["v"] @ p["w"]).float()
 
     model = fpipe.from_functions([stage, stage], nn.functional.mse_loss)
-    program = fpipe.chain(fpipe.split(3), fpipe.split_backward(), fpipe.schedules.gpipe(2), fpipe.merge())(
-        fpipe.program(model)
-    )
+    program = merged(model, 3, fpipe.split_backward(), fpipe.schedules.gpipe(2))
     params = tuple({"w": torch.randn(WIDTH, WIDTH), "v": torch.randn(WIDTH, WIDTH)} for _ in range(2))
     batch = batch_of()
-    own = [{name: leaf.clone().requires_grad_() for name, leaf in stage.items()} for stage in params]
-    for x, t in zip(*(leaf.tensor_split(3) for leaf in batch), strict=True):
-        (nn.functional.mse_loss(stage(own[1], stage(own[0], x)), t) * (len(x) / ROWS)).backward()
     step, found = fpipe.build(program, model), list[fpipe.Result]()
     threads = [threading.Thread(target=lambda: found.append(step(params, batch))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    right = [{name: leaf.grad for name, leaf in stage.items()} for stage in own]
-    assert [bits(result.grads) == bits(right) for result in found] == [True] * 4
+    right = bits(fpipe.reference(model, params, batch, microbatches=3).grads)
+    assert [bits(result.grads) == right for result in found] == [True] * 4
 
 
 @pytest.mark.parametrize("front", ["functions", "one loss"])
@@ -224,7 +151,7 @@ def test_one_row_that_lies_the_other_way_round_has_plain_autograds_bits(front: s
         model = fpipe.from_functions([first, last], nn.functional.mse_loss)
         own = ({"a": params["a"]}, {"frozen": params["frozen"]})
     model = fpipe.freeze(model, 1)
-    program = fpipe.chain(fpipe.split(1), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model))
+    program = merged(model, 1, fpipe.schedules.gpipe(2))
     assert fpipe.verify(program, model, own, (x, t)).bitwise
     found = fpipe.build(program, model, trace=trace)(own, (x, t))
     leaf = params["a"].clone().requires_grad_()
@@ -236,7 +163,7 @@ ROUTES = {**POLICIES, "by layers": (fpipe.checkpoint(grain="layer"), fpipe.split
 
 
 @pytest.mark.crossed
-@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zb_h1"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("trace", [True, False])
 def test_a_noisy_route_is_the_same_under_every_schedule_and_policy(schedule: str, trace: bool):
     """A token that a recompute sent elsewhere would have the gradient of another expert. A recompute draws what F drew,
@@ -254,17 +181,11 @@ def test_a_noisy_route_is_the_same_under_every_schedule_and_policy(schedule: str
 
     net, batch = nn.Sequential(experts(), nn.Tanh(), experts(), experts()), batch_of()
     model, params, state = fpipe.from_sequential(net, sizes=[2, 1, 1], loss=nn.functional.mse_loss)
-    stages = [copy.deepcopy(part) for part in (net[:2], net[2:3], net[3:])]
-    for index, (x, t) in enumerate(zip(*(leaf.tensor_split(3) for leaf in batch), strict=True)):
-        for number, stage in enumerate(stages):
-            torch.manual_seed(fpipe.fold_in(7, number, index))
-            x = stage(x)
-        (nn.functional.mse_loss(x, t) * (len(t) / ROWS)).backward()
-    right = [leaf.grad for stage in stages for leaf in stage.parameters()]
+    right = bits(fpipe.reference(model, params, batch, microbatches=3, state=state, key=7).grads)
     for steps in ROUTES.values():
-        program = fpipe.chain(fpipe.split(3), *steps, SCHEDULES[schedule](3), fpipe.merge())(fpipe.program(model))
+        program = merged(model, 3, *steps, SCHEDULES[schedule](3))
         found = fpipe.build(program, model, trace=trace)(params, batch, state=state, key=7)
-        assert bits([leaf for stage in found.grads for leaf in stage.values()]) == bits(right)
+        assert bits(found.grads) == right
 
 
 class Wire(torch.autograd.Function):
@@ -335,8 +256,7 @@ def test_a_cast_on_the_wire_is_the_same_under_every_schedule_and_policy(schedule
         losses.append(nn.functional.mse_loss(h, t) * (len(x) / ROWS))
         losses[-1].backward()
     for steps in POLICIES.values():
-        start = fpipe.chain(fpipe.split(3), *steps, SCHEDULES[schedule](2), fpipe.merge())(fpipe.program(model))
-        program = fpipe.communicate(cast=said)(start)
+        program = fpipe.communicate(cast=said)(merged(model, 3, *steps, SCHEDULES[schedule](2)))
         assert fpipe.Program.parse(str(program)) == program
         found = fpipe.build(program, model, trace=trace)(params, batch)
         assert torch.equal(found.loss, sum(losses[1:], losses[0]).detach())
@@ -399,7 +319,7 @@ def test_a_cast_takes_half_the_time_of_a_link():
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     model, params, _ = fpipe.from_sequential(net, stages=4, loss=nn.functional.mse_loss)
     batch = torch.empty(32, 64, device="meta"), torch.empty(32, 64, device="meta")
-    start = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(4), fpipe.merge())(fpipe.program(model))
+    start = merged(model, 4, fpipe.schedules.one_f_one_b(4))
     spans: list[float] = []
     for cast, bytes_each in ((None, 2048), (BF16, 1024), (torch.float32, 2048)):
         program = fpipe.communicate(cast=cast)(start)
@@ -412,17 +332,16 @@ def test_a_cast_takes_half_the_time_of_a_link():
     assert spans[0] == spans[2] == 2 * spans[1] > 0
 
 
-REFUSED: dict[str, Any] = {
-    "cast= is of what flows between stages, 'y', 'dx', 'carry', 'dcarry'; found 'params'.": {"params": BF16},
-    "cast= is a floating dtype, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2; "
-    "found torch.int8.": torch.int8,
-}
-
-
-@pytest.mark.parametrize("sentence", REFUSED)
-def test_what_cannot_be_cast_is_refused(sentence: str):
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        fpipe.communicate(cast=REFUSED[sentence])
+test_what_cannot_be_cast_is_refused = refusals(
+    globals(),
+    """
+fpipe.communicate(cast={"params": BF16})
+    ValueError: cast= is of what flows between stages, 'y', 'dx', 'carry', 'dcarry'; found 'params'.
+fpipe.communicate(cast=torch.int8)
+    ValueError: cast= is a floating dtype, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn,
+    torch.float8_e5m2; found torch.int8.
+""",
+)
 
 
 def test_a_class_that_nobody_registered_is_one_leaf():
@@ -432,7 +351,7 @@ def test_a_class_that_nobody_registered_is_one_leaf():
         scale = 2.0
 
     model = fpipe.from_functions([lambda p, x: x["x"] * x["how"].scale * p["w"]], nn.functional.mse_loss)
-    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
+    program = merged(model, 3)
     x, t = batch_of()
     batch = ({"x": x, "how": Settings()}, t)
     with pytest.warns(UserWarning, match="it is handed a Settings, which may change and stay the same object"):
