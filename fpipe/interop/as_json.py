@@ -14,7 +14,6 @@ ops. The three sizes follow from the ops; they stand there for who reads it.
 from __future__ import annotations
 
 import json
-import reprlib
 from typing import Any
 
 from fpipe.program import Op, Program, ProgramError, readable, the_program
@@ -66,7 +65,7 @@ def from_json(text: str) -> Program:
     True
     >>> from_json('{"format": "fpipe.program"}')
     Traceback (most recent call last):
-    fpipe.ops.ProgramError: the program has no list 'inputs'.
+    fpipe.ops.ProgramError: this JSON is not a program: something in it has no 'inputs', as to_json writes it.
     """
     if not isinstance(text, str | bytes | bytearray):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"from_json takes the text that to_json made, found {type(text).__name__}.")
@@ -79,56 +78,32 @@ def from_json(text: str) -> Program:
         raise ProgramError("this is no JSON that is read: it nests too deeply, or has a number too long.") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ProgramError(f'this JSON is not a program: it says "format": "{FORMAT}" at the top.')
-    inputs, ops, outputs = (_list(found, name, "the program") for name in ("inputs", "ops", "outputs"))
-    lines = [f"{_word(end, 'value')} @ {_homes(end)}" for end in inputs]
-    lines += [f"{_pair(op) if 'parts' in op else _equation(op)} @ {_number(op, 'rank')}" for op in ops]
-    lines += [f"{_word(end, 'name')} = {_word(end, 'value')} @ {_homes(end)}" for end in outputs]
+    try:
+        lines = [f"{end['value']} @ {_homes(end)}" for end in found["inputs"]]
+        lines += [f"{_pair(op) if 'parts' in op else _equation(op)} @ {op['rank']}" for op in found["ops"]]
+        lines += [f"{end['name']} = {end['value']} @ {_homes(end)}" for end in found["outputs"]]
+    except KeyError as missing:
+        raise ProgramError(
+            f"this JSON is not a program: something in it has no {missing}, as to_json writes it."
+        ) from None
+    except (TypeError, AttributeError) as error:
+        raise ProgramError(f"this JSON is not a program as to_json writes it: {error}.") from None
     return Program.parse("\n".join(lines))
 
 
-_KINDS: dict[type, str] = {list: "list", dict: "object", str: "text", int: "number"}
-
-
-def _field(item: Any, name: str, kind: type, where: str, default: object = None) -> Any:
-    found = item.get(name, default) if isinstance(item, dict) else None
-    if not isinstance(found, kind) or isinstance(found, bool):
-        at = "." if where == "the program" else f": {reprlib.repr(item)}"
-        raise ProgramError(f"{where} has no {_KINDS[kind]} '{name}'{at}")
-    return found
-
-
-def _list(item: Any, name: str, where: str, kind: type = dict) -> list[Any]:
-    found = _field(item, name, list, where)
-    if not all(isinstance(one, kind) for one in found):
-        raise ProgramError(f"'{name}' of {where} is a list of {_KINDS[kind]}s: {reprlib.repr(item)}")
-    return found
-
-
-def _word(item: Any, name: str) -> str:
-    found: str = _field(item, name, str, "an entry")
-    if found.split() != [found]:
-        raise ProgramError(f"'{name}' is one word, found {reprlib.repr(found)}.")
-    return found
-
-
-def _number(item: Any, name: str) -> str:
-    return str(_field(item, name, int, "an op"))
-
-
-def _homes(item: Any) -> str:
-    return ",".join(map(str, _list(item, "homes", "an entry", int)))
+def _homes(end: Any) -> str:
+    return ",".join(map(str, end["homes"]))
 
 
 def _pair(op: Any) -> str:
     """A PAIR as the program's text has it, without its rank."""
-    return f"{{ {' ; '.join(map(_equation, _list(op, 'parts', 'a PAIR')))} }}"
+    return f"{{ {' ; '.join(map(_equation, op['parts']))} }}"
 
 
 def _equation(op: Any) -> str:
     """An op as the program's text has it, without its rank."""
-    kind = _word(op, "kind")
-    stage, microbatch, piece = (_number(op, name) if name in op else "" for name in ("stage", "microbatch", "slice"))
+    stage, microbatch, piece = (str(op.get(name, "")) for name in ("stage", "microbatch", "slice"))
     tail = "," * bool(microbatch or piece) + microbatch + "." * bool(piece) + piece
-    reads, writes = (" ".join(_list(op, name, kind, str)) for name in ("reads", "writes"))
-    how = ", ".join(f"{name}={value}" for name, value in _field(op, "how", dict, kind, {}).items())
-    return f"{writes or '_'} = {kind}[{stage}{tail}] {reads}" + (f" {{{how}}}" if how else "")
+    reads, writes = (" ".join(map(str, op[name])) for name in ("reads", "writes"))
+    how = ", ".join(f"{name}={value}" for name, value in op.get("how", {}).items())
+    return f"{writes or '_'} = {op['kind']}[{stage}{tail}] {reads}" + (f" {{{how}}}" if how else "")
