@@ -218,31 +218,22 @@ def dies(rank: int, who: int) -> tuple[str, bool]:
     return caught(lambda: build(deadly if rank == who else multiply))
 
 
-@pytest.mark.parametrize("who", [0, pytest.param(2, marks=pytest.mark.deep)])
-def test_a_rank_that_is_killed_while_it_builds_is_named_soon(who: int):
-    with Processes(3) as three:
-        three.start(dies, who)
-        for rank, told in enumerate(three.results()):
-            assert (
-                told is None if rank == who else told == (f"LostRank: rank {who} is gone, on the way to {PLACE}", True)
-            )
-
-
-def dies_connecting(rank: int) -> tuple[str, bool]:
-    if rank == 1:
+def dies_connecting(rank: int, who: int) -> tuple[str, bool]:
+    if rank == who:
         communicators.PrefixStore = lambda *_: kill()
     said, took = timed(lambda: three_stages(timeout=1))
     return said, took < 1 + 2 * SOON
 
 
-def test_a_rank_that_is_killed_while_ranks_connect_is_named():
+@pytest.mark.parametrize(
+    ("how", "who"), [(dies, 0), pytest.param(dies, 2, marks=pytest.mark.deep), (dies_connecting, 1)]
+)
+def test_a_rank_that_is_killed_while_it_builds_is_named_soon(how: Callable[..., tuple[str, bool]], who: int):
+    said = f"LostRank: rank {who} is gone, on the way to building the step, after the trace"
     with Processes(3) as three:
-        three.start(dies_connecting)
-        first, _, third = three.results()
-        assert first == third == (f"LostRank: rank 1 is gone, on the way to {PLACE}", True)
-
-
-PLACE = "building the step, after the trace"
+        three.start(how, who)
+        for rank, told in enumerate(three.results()):
+            assert told == (None if rank == who else (said, True))
 
 
 def never(rank: int, how: str) -> Any:
@@ -279,37 +270,6 @@ def test_the_rank_that_keeps_the_store_is_named():
                 assert "start all ranks again" in told[2]
             three.all[0].kill()
     assert not any(one.is_alive() for three in groups for one in three.all)
-
-
-def leaving(rank: int, how: str) -> str:
-    """A build that rank 0 ends, and its process with it at once."""
-    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
-    program = chained(model, fpipe.schedules.gpipe(2), microbatches=4 if how == "refused" or rank else 5)
-    try:
-        example = None if how == "refused" and rank == 0 else (params, rows())
-        fpipe.build(program, model, runtime="distributed", example=example)
-    except (ValueError, RuntimeError) as error:
-        if rank == 0:
-            os._exit(1)
-        time.sleep(0.2)
-        return str(error)
-    return "nothing"
-
-
-WHY_LEFT = {
-    "refused": "rank 0 failed outside of its ops: ValueError: runtime='distributed' needs example=(params, batch)",
-    "other": "rank 1 differs from rank 0 in its program: ",
-}
-
-
-@pytest.mark.parametrize("how", WHY_LEFT)
-def test_the_rank_that_keeps_the_store_leaves_once_others_have_read_why(how: str):
-    """Started by hand, rank 0 keeps the store: the others heard that it is gone, and not why."""
-    with Processes(2, tcp=True) as pair:
-        pair.start(leaving, how)
-        gone, told = pair.results()
-    assert gone is None
-    assert str(told).startswith(WHY_LEFT[how])
 
 
 def settled(rank: int) -> list[str]:

@@ -41,7 +41,6 @@ Leaves = list[Any]
 Started = tuple[Tensor, Any]
 """The tensor that a collective writes, and its work to wait for."""
 _BROUGHT = ("y", "again", "dx")
-_EXCHANGES = "exchanges"
 
 
 class Axis(NamedTuple):
@@ -130,9 +129,6 @@ class ExchangeLane:
         self.refuse(said, place)
         for axis, meeting, _ in self._along.values():
             first_told(meeting.board, _along(axis, meeting, said))
-            meeting.read(_EXCHANGES)
-        for _, meeting, _ in self._along.values():
-            meeting.let_read(_EXCHANGES)
 
     def begin(self, notes: Notes | None, at_once: bool = False, clock: torch.device | None = None) -> None:
         """A step starts, of which `notes` are taken on the clock of a device, or the host's; `at_once` if somebody
