@@ -5,8 +5,7 @@ import functools
 import json
 import re
 import warnings
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
+from tests.own_autograd import own_autograd
 from tests.processes import Processes
+from tests.refusals import refusals
 from tests.test_check_grads import save_safetensors
 from tests.toys import Toy
 
@@ -64,9 +65,11 @@ def ids(seed: int = 0) -> tuple[Tensor, Tensor]:
     return torch.randint(11, (4, 5)), torch.randint(11, (4, 5))
 
 
+ON_META: Any = tuple(half.to("meta") for half in ids())
+
+
 def cut(net: Any, ranks: int = 2) -> tuple[fpipe.Model, Any, fpipe.Program]:
-    example = tuple(half.to("meta") for half in ids())
-    model, params, _ = fpipe.from_module(net, stages=2 if ranks < 4 else 4, loss=loss, example=example)
+    model, params, _ = fpipe.from_module(net, stages=2 if ranks < 4 else 4, loss=loss, example=ON_META)
     schedule = fpipe.schedules.one_f_one_b(ranks)
     return model, params, fpipe.chain(fpipe.split(2), schedule, fpipe.merge())(fpipe.program(model))
 
@@ -92,21 +95,18 @@ def real() -> Net:
     return Net()
 
 
-def own_autograd(
-    net: Net, batch: tuple[Tensor, Tensor], rows: int = 2, weight: float = 0.5
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and gradients of a plain loop; each use of the tied weight is summed over microbatches first."""
-    head = net.embed.weight.detach().clone().requires_grad_()
-    net.head.weight = nn.Parameter(head)
-    total = torch.tensor(0.0)
-    for part in range(2):
-        own = slice(rows * part, rows * part + rows)
-        one = loss(net(batch[0][own]), batch[1][own]) * weight
-        one.backward()
-        total = total + one.detach()
-    grads = {name: one.grad for name, one in net.named_parameters() if one.grad is not None}
-    grads["embed.weight"] = grads["embed.weight"] + grads.pop("head.weight")
-    return total, grads
+def assert_own(net: Net, found: dict[str, Any], each: Sequence[tuple[Tensor, dict[str, Tensor]]]) -> None:
+    """Gradients are plain autograd's, of one replica or the mean of several; a tied weight's are added otherwise."""
+    for name, _ in net.named_parameters():
+        right = sum(grads[name] for _, grads in each) / len(each)
+        if name == "embed.weight":
+            torch.testing.assert_close(found[name], right)
+        else:
+            assert torch.equal(found[name], right), name
+
+
+def plain(net: Net, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    return own_autograd(net, batch, 2, key=0, ends=(), loss=loss)
 
 
 @pytest.mark.parametrize("runtime", ["local", "threads"])
@@ -117,18 +117,17 @@ def test_a_net_cut_on_meta_trains_with_the_bits_of_plain_autograd(runtime: Any):
     assert all(leaf.is_meta for stage in meta for leaf in stage.values())
     params = loaded(model, program, real().state_dict())
     result = fpipe.build(program, model, runtime=runtime)(params, ids())
-    expected, grads = own_autograd(real(), ids())
-    found = fpipe.join_params(model, result.grads)
-    assert torch.equal(result.loss, expected)
-    assert found.pop("rotary.table") is None
-    assert all(torch.equal(found[name], grads[name]) for name in grads)
+    net, found = real(), fpipe.join_params(model, result.grads)
+    right = plain(net, ids())
+    assert torch.equal(result.loss, right[0])
+    assert found["rotary.table"] is None
+    assert_own(net, found, [right])
 
 
 def test_sizes_on_meta_are_those_of_the_net():
     model, meta, program = on_meta()
-    example: Any = tuple(half.to("meta") for half in ids())
     params = loaded(model, program, real().state_dict())
-    found, expected = (fpipe.sizes(program, model, *given) for given in ((meta, example), (params, ids())))
+    found, expected = (fpipe.sizes(program, model, *given) for given in ((meta, ON_META), (params, ids())))
     assert (found.bytes, found.wire, found.peak) == (expected.bytes, expected.wire, expected.peak)
 
 
@@ -161,11 +160,9 @@ def test_a_function_that_makes_the_net_keeps_what_its_constructors_fill():
     expected.noise = nets[1].noise
     params, batch = loaded(model, program, expected.state_dict()), ids()
     result = fpipe.build(program, model)(params, batch)
-    total, grads = own_autograd(expected, batch)
-    found = fpipe.join_params(model, result.grads)
-    assert torch.equal(result.loss, total)
-    assert found.keys() - {"head.weight"} == grads.keys()
-    assert all(torch.equal(found[name], grads[name]) for name in grads)
+    right = plain(expected, batch)
+    assert torch.equal(result.loss, right[0])
+    assert_own(expected, fpipe.join_params(model, result.grads), [right])
     with pytest.raises(ValueError, match=r"'mask' is a constant of stage 1.* has other values in the state_dict"):
         fpipe.load_params(model, program, {**expected.state_dict(), "mask": torch.ones(5, 5)}, rank=1)
 
@@ -207,30 +204,18 @@ def test_a_function_moves_the_parameters_that_it_makes_alone():
         assert torch.equal(fpipe.init_params(model, fpipe.program(model), rank=0)[0]["0.weight"], kept[0])
 
 
-def test_what_a_function_cannot_do_on_meta_is_a_sentence():
-    """Torch's own errors came, which said nothing of the function."""
+class Measured(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.size = float(self.weight.detach().norm())
 
-    class Measured(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(8, 8)
-            self.size = float(self.weight.detach().norm())
 
-    with pytest.raises(
-        ValueError, match=r"reads numbers of a parameter, .*item\(\) cannot be called on meta.*the net itself"
-    ):
-        cut(lambda: Measured())
-    with pytest.raises(ValueError, match=r"'weight' is not initialised yet \(a lazy module\); run the net once"):
-        cut(lambda: nn.LazyLinear(8))
-
-    def referred(refer: Callable[[nn.Parameter], Any]) -> nn.Module:
-        own, net = nn.Parameter(torch.ones(8)), nn.Linear(8, 8)
-        kept = refer(own)
-        net.bias = own
-        return net if kept is not None else nn.Identity()
-
-    for refer in (weakref.ref, lambda own: own[:4]):
-        with pytest.raises(ValueError, match=r"gives 'bias' to a Linear when .* a view of it.* hand in the net itself"):
-            cut(lambda refer=refer: referred(refer))
+def referred() -> nn.Module:
+    """A net to whose parameter there is a view."""
+    own, net = nn.Parameter(torch.ones(8)), nn.Linear(8, 8)
+    kept = own[:4]
+    net.bias = own
+    return net if kept is not None else nn.Identity()
 
 
 def test_parametrized_modules_have_first_values_by_init():
@@ -334,24 +319,6 @@ def test_a_rank_reads_the_bytes_of_its_own_stages_alone(tmp_path: Path, monkeypa
     assert sorted(read) == sorted({*mine[1]} - {"rotary.table"})
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"head.bias": None}, "the source lacks 'head.bias', a parameter of stage 1"),
-        ({"extra": torch.zeros(1)}, "the state_dict has 'extra', which is no parameter or buffer of the net"),
-        ({"head.bias": torch.zeros(3)}, "'head.bias' has shape [11] in the net, and [3] in the state_dict"),
-        ({"head.bias": torch.zeros(11).half()}, "'head.bias' is torch.float32 in the net, and torch.float16"),
-        ({"head.bias": torch.zeros(11, device="meta")}, "has a tensor on meta, without values under 'head.bias'"),
-        ({"head.weight": torch.zeros(11, 8)}, "'embed.weight' and 'head.weight' are one parameter of the net"),
-    ],
-)
-def test_a_source_of_another_net_is_refused(change: dict[str, Any], sentence: str):
-    model, _, program = on_meta()
-    named = {name: one for name, one in {**real().state_dict(), **change}.items() if one is not None}
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        fpipe.load_params(model, program, named, rank=0)
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_first_values_have_the_same_bits_on_any_number_of_ranks(ranks: int):
     alone, _, one = on_meta(1)
@@ -427,50 +394,74 @@ def test_a_plain_attribute_on_meta_is_refused_where_the_net_is_cut():
         cut(Masked())
 
 
-def test_odd_arguments_are_a_sentence_each():
-    model, _, program = on_meta(1)
-    for call, words in (
-        (lambda: fpipe.init_params(model, program, rank=0, seed="x"), "seed is a whole number, found 'x'"),  # type: ignore[arg-type]
-        (lambda: fpipe.init_params(model, program, rank=0, init=3), "init= is a function of name and tensor, found 3"),  # type: ignore[arg-type]
-        (lambda: fpipe.load_params(Net(), program, {}, rank=0), "a Model is wanted"),  # type: ignore[arg-type]
-        (lambda: fpipe.load_params(model, program, 3, rank=0), "a source is a path, or a state_dict; found int"),
-    ):
-        with pytest.raises(TypeError, match=re.escape(words)):
-            call()
+def given(**change: Any) -> Any:
+    """Parameters of rank 0 out of a state_dict that was changed."""
+    named = {name: one for name, one in {**real().state_dict(), **change}.items() if one is not None}
+    model, _, program = on_meta()
+    return fpipe.load_params(model, program, named, rank=0)
 
 
-NO_VALUES = r"params\[0\]\['embed.weight'\] is on meta, without values: fpipe.load_params or fpipe.init_params"
+def by(call: Callable[..., Any], batch: Any = None, **how: Any) -> Any:
+    """A reading of a program of a net on meta, and its parameters."""
+    model, meta, program = on_meta()
+    return call(program, model, meta, ids() if batch is None else batch, **how)
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        lambda model, program, params: fpipe.build(program, model)(params, ids()),
-        lambda model, program, params: fpipe.build(program, model, runtime="threads")(params, ids()),
-        lambda model, program, params: fpipe.build(program, model, example=(params, ids()))(params, ids()),
-        lambda model, program, params: fpipe.reference(model, params, ids(), microbatches=2),
-        lambda model, program, params: fpipe.verify(program, model, params, ids()),
-        lambda model, program, params: fpipe.verify(fpipe.shard()(program), model, params, ids(), replicas=2),
-    ],
-    ids=["local", "threads", "example", "reference", "verify", "lockstep"],
+def step(program: Any, model: Any, params: Any, batch: Any, example: bool = False) -> Any:
+    return fpipe.build(program, model, example=(params, batch) if example else None)(params, batch)
+
+
+test_what_is_on_meta_or_has_no_place_is_refused_by_name = refusals(
+    globals(),
+    """
+cut(lambda: Measured())
+    ValueError: reads numbers of a parameter, and those are on meta while it runs: Tensor.item() cannot be called on
+    meta tensors. Hand in the net itself
+cut(lambda: nn.LazyLinear(8))
+    ValueError: 'weight' is not initialised yet (a lazy module); run the net once
+cut(referred)
+    ValueError: gives 'bias' to a Linear when there is already a weak reference to the parameter, or a view of it, so
+    that it cannot be moved to meta
+given(**{"head.bias": None})
+    ValueError: the source lacks 'head.bias', a parameter of stage 1
+given(extra=torch.zeros(1))
+    ValueError: the state_dict has 'extra', which is no parameter or buffer of the net
+given(**{"head.bias": torch.zeros(3)})
+    ValueError: 'head.bias' has shape [11] in the net, and [3] in the state_dict
+given(**{"head.bias": torch.zeros(11).half()})
+    ValueError: 'head.bias' is torch.float32 in the net, and torch.float16
+given(**{"head.bias": torch.zeros(11, device="meta")})
+    ValueError: has a tensor on meta, without values under 'head.bias'
+given(**{"head.weight": torch.zeros(11, 8)})
+    ValueError: 'embed.weight' and 'head.weight' are one parameter of the net
+fpipe.init_params(on_meta()[0], on_meta()[2], rank=0, seed="x")
+    TypeError: seed is a whole number, found 'x'
+fpipe.init_params(on_meta()[0], on_meta()[2], rank=0, init=3)
+    TypeError: init= is a function of name and tensor, found 3
+fpipe.load_params(Net(), on_meta()[2], {}, rank=0)
+    TypeError: a Model is wanted
+fpipe.load_params(on_meta()[0], on_meta()[2], 3, rank=0)
+    TypeError: a source is a path, or a state_dict; found int
+# They were read as nan, behind a warning.
+by(step)
+    ValueError: params[0]['embed.weight'] is on meta, without values: fpipe.load_params or fpipe.init_params
+by(step, example=True)
+    ValueError: params[0]['embed.weight'] is on meta, without values: fpipe.load_params or fpipe.init_params
+by(fpipe.verify)
+    ValueError: params[0]['embed.weight'] is on meta, without values: fpipe.load_params or fpipe.init_params
+by(fpipe.profile, ON_META)
+    ValueError: params[0]['embed.weight'] is on meta
+by(lambda program, *given: fpipe.plan_run(*given, ranks=2, microbatches=[2]), ON_META)
+    ValueError: say flops=, operations a second of a rank
+by(fpipe.verify, ON_META)
+    ValueError: batch[0] is on meta, without values: there is nothing to compare
+""",
 )
-def test_parameters_on_meta_are_refused_by_name_where_a_step_starts(step: Callable[..., Any]):
-    """They were read as nan, behind a warning."""
-    model, meta, program = on_meta()
-    with pytest.raises(ValueError, match=NO_VALUES):
-        step(model, program, meta)
 
 
-def test_what_needs_values_says_what_does_without():
-    model, meta, program = on_meta()
-    example: Any = tuple(half.to("meta") for half in ids())
-    with pytest.raises(ValueError, match=r"\['embed.weight'\] is on meta.*fpipe.estimate counts operations"):
-        fpipe.profile(program, model, meta, example)
-    with pytest.raises(ValueError, match=r"is on meta.*say flops=, operations a second of a rank"):
-        fpipe.plan_run(model, meta, example, ranks=2, microbatches=[2])
-    with pytest.raises(ValueError, match=r"batch\[0\] is on meta, without values: there is nothing to compare"):
-        fpipe.verify(program, model, meta, example)
-    found = fpipe.plan_run(model, meta, example, ranks=2, microbatches=[2, 4], flops=1e9, schedules=["gpipe"])
+def test_a_net_on_meta_is_planned_by_operations():
+    model, meta, _ = on_meta()
+    found = fpipe.plan_run(model, meta, ON_META, ranks=2, microbatches=[2, 4], flops=1e9, schedules=["gpipe"])
     assert {(row.costs, row.fits) for row in found} == {("estimated", True)}
     assert found.best.makespan > 0
 
@@ -556,9 +547,7 @@ def test_a_net_on_meta_trains_on_processes_with_none_for_other_ranks_stages(four
     found = dict(four.each(sharded, str(folder)))
     grads = {name: torch.tensor(one) for own in found.values() for name, one in own.items()}
     halves = [tuple(half[2 * k : 2 * k + 2] for half in ids()) for k in range(2)]
-    each = [own_autograd(real(), half, rows=1, weight=0.25)[1] for half in halves]
-    assert grads.keys() == each[0].keys()
-    assert all(torch.equal(grads[name], each[0][name] + each[1][name]) for name in grads)
+    assert_own(real(), grads, [plain(real(), half) for half in halves])
 
 
 def late() -> nn.Module:

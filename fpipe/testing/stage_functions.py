@@ -129,9 +129,10 @@ def _shapes(layers: tuple[str | Within, ...], at: str = "") -> Iterator[tuple[st
             yield from ((key if key == "e" else name + key, shape) for key, shape in LAYERS[one].shapes.items())
 
 
-def _words(layers: tuple[str | Within, ...]) -> Iterator[str]:
+def all_words(layers: tuple[str | Within, ...]) -> Iterator[str]:
+    """The names of layers, and of what is around them."""
     for one in layers:
-        yield from (one.how, *_words(one.layers)) if isinstance(one, Within) else (one,)
+        yield from (one.how, *all_words(one.layers)) if isinstance(one, Within) else (one,)
 
 
 def sized(shape: Shape, width: int) -> list[int]:
@@ -180,7 +181,7 @@ class DrawnStage:
     @property
     def words(self) -> set[str]:
         """All its layers, and what is around them."""
-        return {*_words(self.layers)}
+        return {*all_words(self.layers)}
 
     @property
     def shapes(self) -> dict[str, Shape]:
