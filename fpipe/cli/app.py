@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fpipe.cli import bench, check_grads, check_step, find, plan, prove, robustness, see, write
+from fpipe.cli import bench, find, judge, plan, prove, see, write
 from fpipe.cli.options import load_module, usage
 from fpipe.cli.output import print_error
 
@@ -83,8 +83,8 @@ def _refusing(command: Callable[..., None]) -> Callable[..., None]:
 
 
 COMMANDS = (
-    *(see.schedules, see.show, see.compare, robustness.robustness, find.search, prove.check, prove.verify),
-    *(check_grads.check_grads, check_step.check_step, bench.bench, write.export),
+    *(see.schedules, see.show, see.compare, see.robustness, find.search, prove.check, prove.verify),
+    *(judge.check_grads, judge.check_step, bench.bench, write.export),
 )
 for command in COMMANDS:
     app.command()(_refusing(command))

@@ -27,12 +27,12 @@ class TypedCosts:
 
     >>> import fpipe
     >>> two_a_rank = fpipe.schedules.gpipe(2)(fpipe.program(4))
-    >>> texts = "F=3,B=1,W=1,c=0.5,send=0.1", "forward=3,backward_input=1,backward_weight=1,sender=busy"
+    >>> texts = "F=3,B=1,W=1,c=0.5,send=0.1", "forward=3/4/3/4,backward_input=1,backward_weight=1,sender=busy"
     >>> shared, own = (parse(text).of(two_a_rank) for text in texts)
     >>> shared.forward, shared.backward_input, shared.transfer, shared.send
     (1.5, 0.5, 0.5, 0.1)
     >>> own.forward, own.backward_input, own.sender
-    (3.0, 1.0, 'busy')
+    ([3.0, 4.0, 3.0, 4.0], 1.0, 'busy')
     """
 
     text: str

@@ -9,7 +9,6 @@ import typer
 
 from fpipe.cli import options
 from fpipe.cli.output import number, print_error, print_program, progress, table, write_pictures
-from fpipe.finding.found import Found
 from fpipe.finding.search import Objective, Offload, Policy, Solver
 from fpipe.finding.search import search as find
 from fpipe.interop import to_json
@@ -122,19 +121,14 @@ def search(
         print_error("stopped; this is the best so far.")
     print_program(found.program, seconds_of if costs.text or cluster else None)
     print(found)
-    _rows(found)
+    rows = [("found", found.timeline.makespan, found.timeline.span, max(found.timeline.peak), True)]
+    rows += [(row.name, row.makespan, row.span, row.peak, row.fits) for row in found.named]
+    table(
+        ("schedule", "makespan", "span", "peak", "memory"),
+        [(name, *map(number, three), "fits" if fits else "too much") for name, *three, fits in rows],
+    )
     if output is not None:
         text = found.schedule.to_csv() if output.suffix == ".csv" else to_json(found.program)
         output.write_text(text, encoding="utf-8")
         print(f"wrote {output}")
     write_pictures((svg, png, html), found.program, costs=seconds_of, names=["found"])
-
-
-def _rows(found: Found) -> None:
-    """Print the schedule found beside the schedules by name."""
-    rows = [("found", found.timeline.makespan, found.timeline.span, max(found.timeline.peak), "")]
-    rows += [(row.name, row.makespan, row.span, row.peak, "" if row.fits else "too much") for row in found.named]
-    table(
-        ("schedule", "makespan", "span", "peak", "memory"),
-        [(name, *map(number, three), fits or "fits") for name, *three, fits in rows],
-    )

@@ -65,21 +65,17 @@ def schedule_name(text: str) -> str:
 
 def load_module(module: str) -> ModuleType:
     """Import a module, or run a file."""
+    sys.path.insert(0, "")  # where `python -m` finds what is imported, and a script in a folder of programs does not
     try:
-        return _loaded(module)
+        if not module.endswith(".py"):
+            return importlib.import_module(module)
+        spec = importlib.util.spec_from_file_location(Path(module).stem, module)
+        if spec is None or spec.loader is None or not Path(module).is_file():
+            raise ValueError(f"there is no file {module!r}.")
+        made = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(made)
     except SyntaxError as error:
         raise ValueError(f"{error.filename}, line {error.lineno} is no Python: {error.msg}.") from None
-
-
-def _loaded(module: str) -> ModuleType:
-    sys.path.insert(0, "")  # where `python -m` finds what is imported, and a script in a folder of programs does not
-    if not module.endswith(".py"):
-        return importlib.import_module(module)
-    spec = importlib.util.spec_from_file_location(Path(module).stem, module)
-    if spec is None or spec.loader is None or not Path(module).is_file():
-        raise ValueError(f"there is no file {module!r}.")
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
     return made
 
 
@@ -224,9 +220,8 @@ def made_by(function: Callable[[], Any]) -> tuple[Model, Any, Any, Any]:
         raise ValueError(
             f"--model returns (model, params, batch) or (model, params, batch, state), found {made!r:.80}."
         )
-    found: tuple[Any, ...] = (*made, None)[:4]
-    built, params, batch, state = found
-    return built, params, batch, state
+    found: Any = (*made, None)[:4]
+    return found
 
 
 def is_typed(typed: typer.Context, word: str) -> bool:
