@@ -20,7 +20,7 @@ from fpipe.finding.list_orders import ListOrders, rules
 from fpipe.finding.memory_limits import limits_of
 from fpipe.finding.offloaded_tasks import OffloadedTasks
 from fpipe.orders.tasks import tasks_of
-from fpipe.timing.named_bytes import NamedBytes
+from fpipe.timing.value_bytes import NamedBytes
 from property_tests.strategies import few
 from tests.test_search import SLOW, quick, squares, stage, step
 

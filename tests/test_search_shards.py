@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import fpipe
-from fpipe.timing.named_bytes import NamedBytes
+from fpipe.timing.value_bytes import NamedBytes
 from tests.test_cli import out
 
 SIZES = NamedBytes({"res": 2.0, "params": 3.0}, replicas=2)

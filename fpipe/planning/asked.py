@@ -17,9 +17,9 @@ from fpipe.schedules.named import Named, parse
 from fpipe.schedules.registry import names
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.costs import Costs
-from fpipe.timing.named_bytes import NamedBytes
 from fpipe.timing.noise import Noise
 from fpipe.timing.robustness import At
+from fpipe.timing.value_bytes import NamedBytes
 from fpipe.transforms.shard import GATHERS, WHOLE, checked_gathers
 
 Said = Costs | Callable[[float], Costs]

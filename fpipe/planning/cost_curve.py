@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from fpipe.program import Value
-from fpipe.timing.average import SECONDS, between
+from fpipe.timing.amounts import between
+from fpipe.timing.average import SECONDS
 from fpipe.timing.costs import Costs
-from fpipe.timing.named_bytes import NamedBytes
+from fpipe.timing.value_bytes import NamedBytes
 
 Share = Callable[[float, int], Costs]
 """`f(parts, slices)`: the costs of an op where each rank cuts its share of a microbatch into so many parts."""

@@ -14,7 +14,7 @@ from fpipe.schedules.compare import parts_of_a_rank
 from fpipe.schedules.named import Named
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.costs import Costs
-from fpipe.timing.named_bytes import NamedBytes
+from fpipe.timing.value_bytes import NamedBytes
 from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import Transform
 from fpipe.transforms.chain import chain

@@ -15,9 +15,9 @@ from fpipe.timing.amounts import amount, checked_count
 from fpipe.timing.bounds import bounds
 from fpipe.timing.caveats import caveats
 from fpipe.timing.costs import Costs, PerStage, computing, the_costs
-from fpipe.timing.named_bytes import NamedBytes
 from fpipe.timing.simulate import simulate
 from fpipe.timing.timeline import Timeline
+from fpipe.timing.value_bytes import NamedBytes
 from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import Transform
 from fpipe.transforms.chain import chain

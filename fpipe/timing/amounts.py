@@ -76,6 +76,19 @@ def at_stage(cost: Any, stage: int, word: str) -> float:
     return cost[stage]
 
 
+def between(word: str, before: Any, now: Any, weight: float) -> Any:
+    """One field of costs, so far from `before` to `now`: a number, one for each stage, or nothing."""
+    if before is None or now is None:
+        return now
+    listed = {len(cost) for cost in (before, now) if isinstance(cost, Sequence)}
+    if len(listed) > 1:
+        raise ValueError(f"{word} is of {len(before)} stages before and of {len(now)} now; start a new average.")
+    if not listed:
+        return (1 - weight) * before + weight * now
+    rows = [cost if isinstance(cost, Sequence) else [cost] * max(listed) for cost in (before, now)]
+    return [(1 - weight) * old + weight * new for old, new in zip(*rows, strict=True)]
+
+
 def _number(expected: str, found: object) -> float:
     """A number from 0 on whose sums are finite. A truth value is none, though Python counts with it."""
     if not isinstance(found, int | float) or isinstance(found, bool):

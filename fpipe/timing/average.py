@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
+from fpipe.timing.amounts import between
 from fpipe.timing.costs import Costs
 
 SECONDS = ("forward", "backward_input", "backward_weight", "recompute", "backward", "offload", "load", "exchange")
@@ -41,16 +40,3 @@ def average(before: Costs | None, now: Costs, weight: float = 0.1) -> Costs:
         return now
     mixed = {word: between(word, getattr(before, word), getattr(now, word), weight) for word in SECONDS}
     return replace(now, **mixed)
-
-
-def between(word: str, before: Any, now: Any, weight: float) -> Any:
-    """One field of costs, so far from `before` to `now`: a number, one for each stage, or nothing."""
-    if before is None or now is None:
-        return now
-    listed = {len(cost) for cost in (before, now) if isinstance(cost, Sequence)}
-    if len(listed) > 1:
-        raise ValueError(f"{word} is of {len(before)} stages before and of {len(now)} now; start a new average.")
-    if not listed:
-        return (1 - weight) * before + weight * now
-    rows = [cost if isinstance(cost, Sequence) else [cost] * max(listed) for cost in (before, now)]
-    return [(1 - weight) * old + weight * new for old, new in zip(*rows, strict=True)]

@@ -124,7 +124,8 @@ class _Reader:
         self.text = text
 
     def wrong(self, what: str, found: re.Match[str]) -> ValueError:
-        return ValueError(f"{what}, at {found[0].strip()!r} (character {_start(found) + 1} of the text).")
+        start = found.end() - len(found[0].lstrip()) + 1
+        return ValueError(f"{what}, at {found[0].strip()!r} (character {start} of the text).")
 
     def cluster(self) -> Cluster:
         """The whole text."""
@@ -136,8 +137,7 @@ class _Reader:
             raise self.wrong("a cluster begins with its sizes, '2 hosts x 4 ranks' or '4 ranks'", clauses[0])
         hosts, ranks = int(sizes[1] or 1), int(sizes[2])
         count = whole("the number of a cluster's ranks", hosts * ranks)
-        links: dict[str, Link] = {}
-        replicas = 1
+        links, replicas = dict[str, Link](), 1
         speed, memory = [1.0] * count, [math.inf] * count
         for clause in clauses[1:]:
             head = clause[0].split()[0]
@@ -148,7 +148,9 @@ class _Reader:
                     raise self.wrong("a cluster of one host has nothing between hosts", clause)
                 _, *words = self._words(clause)
                 if head == "replicas":
-                    replicas, words = self._replicas(clause, words)
+                    if not words or not re.fullmatch(r"0*[1-9]\d{0,8}", words[0][0]):
+                        raise self.wrong("replicas are a number, at least 1, as in 'replicas 4 20us 25GB/s'", clause)
+                    replicas = whole("the number of a cluster's replicas", int(words.pop(0)[0]))
                 links[head] = self._link(clause, words)
                 if head == "replicas" and links[head].shared:
                     raise self.wrong("replicas have links of their own, which are not shared", clause)
@@ -161,12 +163,6 @@ class _Reader:
 
     def _words(self, clause: re.Match[str]) -> Iterator[re.Match[str]]:
         return re.compile(r"\S+").finditer(self.text, *clause.span())
-
-    def _replicas(self, clause: re.Match[str], words: list[re.Match[str]]) -> tuple[int, list[re.Match[str]]]:
-        """How many replicas there are, and the words of their link."""
-        if not words or not re.fullmatch(r"0*[1-9]\d{0,8}", words[0][0]):
-            raise self.wrong("replicas are a number, at least 1, as in 'replicas 4 20us 25GB/s'", clause)
-        return whole("the number of a cluster's replicas", int(words[0][0])), words[1:]
 
     def _link(self, clause: re.Match[str], words: list[re.Match[str]]) -> Link:
         found: dict[str, float | bool] = {}
@@ -189,7 +185,7 @@ class _Reader:
 
     def _of_ranks(self, clause: re.Match[str], speed: list[float], memory: list[float]) -> None:
         head, *words = self._words(clause)
-        if len(words) not in (3, 5):
+        if len(words) not in (3, 5) or any(word[0] not in ("speed", "memory") for word in words[1::2]):
             raise self.wrong("ranks have a speed, a memory or both, as in 'rank 3 speed 0.8 memory 40GiB'", clause)
         whom, *words = words
         ranks = range(len(speed))
@@ -199,16 +195,11 @@ class _Reader:
                 raise self.wrong(f"ranks are 0..{len(speed) - 1}, one (3) or several (0-3)", whom)
             ranks = range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1)
         for word, amount in zip(words[::2], words[1::2], strict=True):
-            if word is None or amount is None or word[0] not in ("speed", "memory"):
-                raise self.wrong("ranks have a speed or a memory", word or clause)
-            each = speed if word[0] == "speed" else memory
-            value = self._amount(
-                amount, amount[0], {"": Fraction(1)} if each is speed else _SIZES, "a speed (0.8), a memory (40GiB)"
-            )
+            each, units = (speed, {"": Fraction(1)}) if word[0] == "speed" else (memory, _SIZES)
+            value = self._amount(amount, amount[0], units, "a speed (0.8), a memory (40GiB)")
             if not value:
                 raise self.wrong(f"a {word[0]} is more than 0", amount)
-            for rank in ranks:
-                each[rank] = value
+            each[ranks.start : ranks.stop] = [value] * len(ranks)
 
     def _amount(self, word: re.Match[str], text: str, units: Mapping[str, Fraction], expected: str) -> float:
         found = _read(text, units)
@@ -249,7 +240,3 @@ def _read(text: str, units: Mapping[str, Fraction]) -> float | None:
     """A number and its unit; None where it is no such thing."""
     found = re.fullmatch(r"(\d{1,30}\.?\d{0,30}|\.\d{1,30})([A-Za-z]*)", text)
     return float(Fraction(found[1]) * units[found[2]]) if found and found[2] in units else None
-
-
-def _start(found: re.Match[str]) -> int:
-    return found.start() + len(found[0]) - len(found[0].lstrip())

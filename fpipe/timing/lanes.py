@@ -119,14 +119,13 @@ def as_before(program: Program, whole: Program, made: Iteration) -> Iteration:
     if whole is program:
         return made
     position = {op.writes: at for at, op in enumerate(whole.ops)}
-    starts, ends = [*made.starts], [*made.ends]
     found = [position.get(op.writes, -1) if op.writes else -1 for op in program.ops]
     now_starts: list[float] = []
     now_ends: list[float] = []
     for at, sources in zip(found, program.sources, strict=True):
         last = max((now_ends[source] for source in sources if source >= 0), default=0.0)  # for FREE
-        now_starts.append(starts[at] if at >= 0 else last)
-        now_ends.append(ends[at] if at >= 0 else last)
+        now_starts.append(made.starts[at] if at >= 0 else last)
+        now_ends.append(made.ends[at] if at >= 0 else last)
     landed = {end.name: end.value for end in program.outputs}
     results = {(landed[end.name], home): made.results[end.value, home] for end in whole.outputs for home in end.homes}
     return Iteration(now_starts, now_ends, made.transfers, results)

@@ -131,11 +131,8 @@ def _curve(changes: Sequence[tuple[float, float, float]], unit: float) -> list[t
 
 def peaks_of(steps: HeldChanges, ranks: int) -> list[float]:
     """The most that each rank holds."""
-    now, peak = [0.0] * ranks, [0.0] * ranks
-    for _, _, rank, change in sorted(steps):
-        now[rank] += change
-        peak[rank] = max(peak[rank], now[rank])
-    return peak
+    in_time = sorted(steps)
+    return _peaks([rank for _, _, rank, _ in in_time], [change for *_, change in in_time], ranks)
 
 
 def residuals_stay(program: Program, known: OpGroups) -> bool:
@@ -170,13 +167,13 @@ def peaks_in_order(program: Program, known: OpGroups) -> tuple[list[float], list
     return held, _peaks(ranks, list(map(sooner.get, known.of(kinds), changes)), program.ranks)
 
 
-def _peaks(at: list[int], changes: list[int], ranks: int) -> list[float]:
-    held, peak = [0] * ranks, [0] * ranks
+def _peaks(at: Sequence[int], changes: Sequence[float], ranks: int) -> list[float]:
+    held, peak = [0.0] * ranks, [0.0] * ranks
     for rank, change in zip(at, changes, strict=True):
         held[rank] = now = held[rank] + change
         if now > peak[rank]:
             peak[rank] = now
-    return list(map(float, peak))
+    return peak
 
 
 def unit_steps(

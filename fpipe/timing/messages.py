@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fpipe.program import Program, ProgramError
 from fpipe.transforms.communicate import queued_until
@@ -26,34 +26,27 @@ class MessageRule(NamedTuple):
     """How messages wait.
 
     Attributes:
-        communicator: what carries a message from one rank to another, `f(source, target)`; of those that are queued on
-            the same one a rank has one under way.
+        carrier: which messages share a communicator: all, those between two ranks, or those of one direction.
         blocking: whether a rank goes on only when what it sends has arrived.
         lazily: whether communicators are made at their first use, where both ranks wait for each other.
     """
 
-    communicator: Callable[[int, int], Hashable]
+    carrier: Literal["all", "pair", "direction"]
     blocking: bool = False
     lazily: bool = False
 
-
-def _one_for_all(source: int, target: int) -> Hashable:
-    return "all"
-
-
-def _a_pair(source: int, target: int) -> Hashable:
-    return min(source, target), max(source, target)
-
-
-def _a_direction(source: int, target: int) -> Hashable:
-    return source, target
+    def communicator(self, source: int, target: int) -> Hashable:
+        """The communicator of two ranks; of the messages that are queued on it a rank has one under way."""
+        if self.carrier == "direction":
+            return source, target
+        return frozenset((source, target)) if self.carrier == "pair" else "all"
 
 
 RULES: dict[str, MessageRule] = {
-    "rendezvous": MessageRule(_one_for_all, blocking=True),
-    "nccl": MessageRule(_one_for_all),
-    "nccl_pairs": MessageRule(_a_pair, lazily=True),
-    "nccl_directions": MessageRule(_a_direction),
+    "rendezvous": MessageRule("all", blocking=True),
+    "nccl": MessageRule("all"),
+    "nccl_pairs": MessageRule("pair", lazily=True),
+    "nccl_directions": MessageRule("direction"),
 }
 """By name, beside "eager", which is none."""
 MESSAGES = ("eager", *RULES)
@@ -126,8 +119,7 @@ def met_order(program: Program, name: str, comes: Callable[[int], None], ahead: 
                 missing = None if at != one else _missing(sources[at], done)
                 if missing is None:
                     yield from queued(at)
-                if missing is None and rule.blocking and not done[one]:
-                    missing = one
+                    missing = one if rule.blocking and not done[one] else None
             else:
                 missing = _missing(sources[at], done)
             if missing is not None:

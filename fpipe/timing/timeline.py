@@ -82,7 +82,14 @@ class Timeline(HtmlRepr):
         """When the last result is at its last home, in seconds; 0 where nothing is known of homes."""
         if self.results is not None:
             return max(self.results.values(), default=0.0)
-        return 0.0 if self.program is None or self.costs is None else _delivered(self.program, self.costs, self.ends)
+        if self.program is None or self.costs is None:
+            return 0.0
+        ops, ends, transfer = self.ops, self.ends, self.costs.latency(0, 0)  # all that matters here is one latency
+        written = ((self.program.writer[end.value], end.homes) for end in self.program.outputs)
+        arrivals = (
+            ends[at] + transfer * any(rank != ops[at].rank for rank in homes) for at, homes in written if at >= 0
+        )
+        return max(arrivals, default=0.0)
 
     @cached_property
     def _busy(self) -> list[tuple[float, float, float]]:
@@ -266,16 +273,6 @@ class Timeline(HtmlRepr):
         again = "" if self.redone is None else f" ({self.redone:g} to do it again: pays below {self.pays:.1%} of calls)"
         times = f"makespan {self.makespan:g}{again}, span {self.span:g}, bubble {self.bubble:.1%}"
         return f"{row}{times}, peak per rank [{peaks}]"
-
-
-def _delivered(program: Program, costs: Costs, ends: Sequence[float]) -> float:
-    """When the last result has reached its last home, where one latency for all links is all that matters."""
-    transfer = costs.latency(0, 0)
-    written = ((program.writer[end.value], end.homes) for end in program.outputs)
-    return max(
-        (ends[at] + transfer * any(rank != program.ops[at].rank for rank in homes) for at, homes in written if at >= 0),
-        default=0.0,
-    )
 
 
 def makespan_of(ops: Sequence[Op], starts: Sequence[float], ends: Sequence[float], ranks: int) -> float:

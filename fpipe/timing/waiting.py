@@ -84,6 +84,7 @@ class Waiting:
     ) -> None:
         self.events, self.updates, self.wire = events, updates, costs.wire
         self.busy, self.send, self.receive = costs.sender == "busy", costs.send, costs.receive
+        self.takes = {"SEND": self.send, "RECV": self.receive}
         self.rule = RULES.get(costs.messages)
         self.stays = self.busy or (self.rule is not None and self.rule.blocking)
         self.working: dict[tuple[int, float], int] = {}
@@ -104,9 +105,8 @@ class Waiting:
         """For each event what its lane did before, for each transfer what its link did, for each RECV its transfer."""
         last: dict[tuple[str, int], int] = {}
         begun: dict[int, int] = {}
-        landing = [sorted((one for one in each), key=lambda one: one.end) for each in transfers] or [[]]
-        by_value = [defaultdict[tuple[Value, int], list[Transfer]](list) for _ in landing]
-        for number, each in enumerate(landing):
+        by_value = [defaultdict[tuple[Value, int], list[Transfer]](list) for _ in range(self.rounds)]
+        for number, each in enumerate(transfers):
             for one in each:
                 by_value[number][one.value, one.target].append(one)
         for at, (op, start, end) in enumerate(self.events):
@@ -119,24 +119,19 @@ class Waiting:
                 if sent is not None:
                     self.received[at] = sent
                     self.senders[id(sent)] = self._at(self.writer[op.reads[0]], at)
-            if op.kind in ("SEND", "RECV"):
-                if self.send if op.kind == "SEND" else self.receive:
-                    if ("main", op.rank) in last:
-                        self.lanes[at] = (last["main", op.rank], "rank")
-                    last["main", op.rank] = begun[op.rank] = at
-            elif lane != "main":
+            if self.takes[op.kind] > 0 if op.kind in self.takes else is_work(op, end - start):
+                if ("main", op.rank) in last:
+                    self.lanes[at] = (last["main", op.rank], "rank")
+                last["main", op.rank] = begun[op.rank] = at
+                if end > start:
+                    self.working[op.rank, end] = at
+            elif lane != "main" and op.kind not in self.takes:
                 if end > start:
                     if (lane, op.rank) in last:
                         self.lanes[at] = (last[lane, op.rank], "lane")
                     last[lane, op.rank] = at
                 if op.rank in begun and (self.lanes[at] is None or self._let_start(begun[op.rank], lane) == start):
                     self.lanes[at] = (begun[op.rank], "lane")
-            elif is_work(op, end - start):
-                if ("main", op.rank) in last:
-                    self.lanes[at] = (last["main", op.rank], "rank")
-                last["main", op.rank] = begun[op.rank] = at
-                if end > start:
-                    self.working[op.rank, end] = at
         links: dict[Hashable, Transfer] = {}
         for one in sorted((one for each in transfers for one in each), key=lambda one: (one.start, one.end)):
             link = self.wire(one.source, one.target)
@@ -253,7 +248,7 @@ class Waiting:
             if is_work(op, end - start):
                 rows[op.rank].append((start, end, at))
         for at, (op, start, end) in enumerate(self.events):
-            if start < makespan and {"SEND": self.send, "RECV": self.receive}.get(op.kind):
+            if start < makespan and self.takes.get(op.kind):
                 rows[op.rank].append((start, start + self.send if op.kind == "SEND" and not self.busy else end, at))
         if self.stays and not self.send:
             for (rank, _), one in self.sent.items():
