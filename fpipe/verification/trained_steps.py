@@ -15,10 +15,10 @@ from fpipe.optimizers.op_words import update_of, words_of
 from fpipe.optimizers.optimizer_state import check_optimizer_state, optimizer_state
 from fpipe.program import PARAMETERS, Program, parts_of
 from fpipe.runtimes.build import build
+from fpipe.runtimes.definition.around_steps import post_validated
 from fpipe.runtimes.definition.inputs_and_results import check_call, optim_of
 from fpipe.runtimes.definition.lockstep import lockstep, scatters_microbatches
 from fpipe.runtimes.definition.meaning import batch_of
-from fpipe.runtimes.definition.post_validation import post_validated
 from fpipe.single_device.batches import batches_of, streams
 from fpipe.single_device.microbatch import cut
 from fpipe.single_device.over_parts import Joined, OverReplicas, Sliced, over_parts

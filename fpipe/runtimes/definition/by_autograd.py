@@ -26,7 +26,7 @@ from fpipe.graphs.tracing.rows import of_each_row, rows_of
 from fpipe.graphs.tracing.way_back import refuse_missing_gradients
 from fpipe.model import Model, Stage, who_draws
 from fpipe.program import Op, Value, is_exchange
-from fpipe.runtimes.definition.device_moves import Moves
+from fpipe.runtimes.definition.devices import Moves
 from fpipe.single_device.params_and_state import trained
 
 Leaves = list[Any]
@@ -93,10 +93,8 @@ Rule = Callable[[Op, Sequence[Any], StepContext], Sequence[Any]]
 
 @dataclass
 class Residuals:
-    """A stage's graph: from the leaves it was given to what it returned; `saved` only for a step that watches.
-
-    `around` runs a thunk while the stage's parameters are in place, which a backward needs that computes things again.
-    """
+    """A stage's graph, from the leaves it was given to what it returned; what it `saved`, if a step watches; and how a
+    backward that computes things again runs `around` the parameters."""
 
     params: list[Leaves]
     inputs: list[Leaves]
@@ -146,10 +144,9 @@ class _Given:
         ties = {leaf.name: self.bundles[leaf.bundle] for leaf in context.model.tied(number)}
         self.params = {**self.bundles[0], **ties} if ties else self.bundles[0]
         self.carry = tree.tree_map(_same_leaf, named["carry"][0]) if "carry" in named else None
-        said = {"microbatch": context.number(op), "carry": self.carry}
-        key = context.key_of(op)
+        key, (state,) = context.key_of(op), named.get("state", [None])
         self.seed = None if key is None else seed_of(key, number, context.number(op), op.slice)
-        said |= {"key": self.seed} | {"state": named["state"][0]} if "state" in named else {"key": self.seed}
+        said = {"microbatch": context.number(op), "carry": self.carry, "key": self.seed, "state": state}
         self.said = {word: said[word] for word in self.stage.asks}
         self.x = tuple(self.taken) if isinstance(context.model.inputs[number], tuple) else self.taken[0]
         self.has_loss = "t" in named or "target" in named
@@ -161,7 +158,12 @@ def forward(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     given = _Given(op, args, context)
     stage, params = given.stage, given.params
     saved: list[Tensor] = []
-    watching = _watching(saved) if context.watch_saved else nullcontext()
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    watching = saved_tensors_hooks(keep, lambda tensor: tensor) if context.watch_saved else nullcontext()
     with torch.enable_grad(), watching, seeded(given.seed, who_draws(context.model, op.stage or 0)):
         with pure(stage.forward, given.who, (given.taken, params, given.carry)):
             y, beside = split_output(stage, _called(stage, given))
@@ -184,7 +186,7 @@ def forward(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
         "state": lambda: tree.tree_map(detached, beside["state"]),
         "seen": lambda: tree.tree_map(detached, beside["seen"]),
         "carry": lambda: tree.tree_map(_same_leaf, carried),
-        "loss": lambda: _in_own_storage(loss),
+        "loss": lambda: None if loss is None else loss.detach().clone(),  # F.mse_loss's is as large as its input
         "count": lambda: detached(count),
         "aux": lambda: tree.tree_map(detached, aux),
         "res": lambda: (
@@ -221,16 +223,11 @@ def _called(stage: Stage, given: _Given) -> Any:
         ) from error
 
 
-def _in_own_storage(loss: Tensor | None) -> Tensor | None:
-    """The loss in memory of its own: F.mse_loss and its like leave it in memory of their input's size."""
-    return None if loss is None else loss.detach().clone()
-
-
 def backward(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """B and I: the gradient of a stage's graph. I computes the weight gradients too and hands them over: plain autograd
     cannot stop half-way without doing the way to that point twice."""
     named = {value.name: arg for value, arg in zip(op.reads, args, strict=True)}
-    residuals: Residuals = named["res"]
+    residuals: Any = named["res"]
     if isinstance(residuals, Inputs):
         first = residuals.op._replace(writes=tuple(v for v in residuals.op.writes if v.name == "res"), how=())
         (residuals,) = forward(first, residuals.args, context)
@@ -255,12 +252,8 @@ def backward(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]
 def _roots(
     residuals: Residuals, cotangent: Leaves, carried: Leaves | None, weight: float, scale: Tensor | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """Where the gradient starts: each output that has a cotangent, and the loss with its microbatch's weight, times the
-    loss scale of the step."""
-    pairs = [
-        *zip(residuals.outputs, cotangent, strict=False),
-        *zip(residuals.carried, carried or [], strict=False),
-    ]
+    """Where the gradient starts: outputs that have a cotangent, and the loss with its weight times the loss scale."""
+    pairs = [*zip(residuals.outputs, cotangent, strict=False), *zip(residuals.carried, carried or [], strict=False)]
     if residuals.loss is not None:
         seed = torch.full_like(residuals.loss, weight)
         pairs.append((residuals.loss, seed if scale is None else times(seed, scale)))
@@ -289,16 +282,6 @@ def weight_gradient(op: Op, args: Sequence[Any], context: StepContext) -> Sequen
     """W: what I left."""
     handed = next(arg for value, arg in zip(op.reads, args, strict=True) if value.name == "wres")
     return [handed[value.port] for value in op.writes]
-
-
-def _watching(saved: list[Tensor]) -> saved_tensors_hooks:
-    """List the tensors that autograd saves."""
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    return saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
 def _itself(leaf: Any) -> Any:

@@ -10,12 +10,13 @@ import torch
 
 from fpipe import tree
 from fpipe.graphs.tracing.keys import fold_in
-from fpipe.model import Model, same_keys
+from fpipe.model import Model, same_keys, taken_gradients
 from fpipe.optimizers.numbers import rates_of
 from fpipe.optimizers.op_words import update_of, words_of
 from fpipe.optimizers.optimizer_state import check_optimizer_state
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Output, Program, Value
+from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.single_device.batches import refuse_meta, refuse_spread
 from fpipe.single_device.params_and_state import check_params, check_state, trained
 
@@ -117,12 +118,9 @@ def bind_inputs(
         found |= {Value("lr", port=step): rate for step, rate in enumerate(rates)}
         found |= _bundles(model, "opt", _in_order(model, opt))
     found |= {value._replace(name="shard"): one for value, one in found.items() if value.name == "params"}
-    missing = next(
-        (end.value for end in program.inputs if end.value not in found or (end.value.name == "key" and key is None)),
-        None,
-    )
-    if missing is not None:
-        raise ValueError(_MISSING.format(missing, missing.name, "..."))
+    for value, _ in program.inputs:
+        if value not in found or (value.name == "key" and key is None):
+            raise ValueError(_MISSING.format(value, value.name, "..."))
     return {end.value: found[end.value] for end in program.inputs}
 
 
@@ -137,7 +135,30 @@ def _bundles(model: Model, name: str, per_stage: Sequence[Any]) -> dict[Value, A
     return found
 
 
-def places_of(model: Model, params: Sequence[Any]) -> list[list[tuple[int, int]]]:
+def context_of(
+    program: Program,
+    model: Model,
+    params: Sequence[Any],
+    sizes: tuple[int, ...],
+    replica: tuple[int, int] = (0, 1),
+    **how: Any,
+) -> StepContext:
+    """The context of a step on microbatches of these sizes, of one replica of so many."""
+    per_step, (number, count) = program.microbatches // program.steps, replica
+    return StepContext(
+        model,
+        sum(sizes),
+        sizes=sizes,
+        input_grads=taken_gradients(model, program.ops),
+        replicas=count,
+        first=number * per_step,
+        per_step=per_step,
+        places=_places_of(model, params),
+        **how,
+    )
+
+
+def _places_of(model: Model, params: Sequence[Any]) -> list[list[tuple[int, int]]]:
     """For each leaf of each stage's params the bundle that it is in, and its place there."""
     made: list[list[tuple[int, int]]] = []
     for number, stage in enumerate(_in_order(model, params)):
@@ -191,7 +212,7 @@ def collect_results(
             inputs = batch[0] if index is None or not presplit else batch[0][index]
             made = tree.tree_map(own, tree.unflatten(tree.flatten(inputs)[1], values[ends[0].value]))
         elif name in ("params", "opt"):
-            made = tree.tree_map(own, _of_stages(model, params, ends, values))
+            made = tree.tree_map(own, _of_stages(model, params, _by_bundle(ends, values)))
         elif name == "state":
             assert state is not None
             found = {end.name.stage: tree.tree_map(own, values[end.value]) for end in ends}
@@ -210,17 +231,12 @@ def collect_results(
 def _gradients(model: Model, params: Sequence[Any], ends: list[Output], values: Mapping[Value, Any]) -> tuple[Any, ...]:
     """Gradients in the shape of params; zeros where the loss does not depend on one, None where it is frozen, or has
     none of any row."""
-    found = {(end.name.stage, end.name.port): values[end.value] for end in ends}
+    found = _by_bundle(ends, values)
+    for value, bundle in _bundles(model, "params", _in_order(model, params)).items():
+        at = value.stage, value.port
+        found[at] = tree.unflatten(tree.flatten(bundle)[1], found[at])
     made: list[Any] = []
-    for number, (stage, ordered) in enumerate(zip(params, _in_order(model, params), strict=True)):
-        tied = {
-            leaf.name: tree.unflatten(tree.flatten(ordered[leaf.name])[1], found[number, leaf.port])
-            for leaf in model.owned(number)
-        }
-        own = {name: leaf for name, leaf in ordered.items() if name not in tied} if tied else ordered
-        grads = tree.unflatten(tree.flatten(own)[1], found[number, 0])
-        if ordered is not stage or tied:
-            grads = {name: tied[name] if name in tied else grads[name] for name in stage}
+    for number, (stage, grads) in enumerate(zip(params, _of_stages(model, params, found), strict=True)):
         leaves, spec = tree.flatten(stage)
         trains = [one and not model.per_example for one in trained(model, number, 0, stage)]
         each = zip(leaves, tree.leaves(grads), trains, strict=True)
@@ -228,9 +244,12 @@ def _gradients(model: Model, params: Sequence[Any], ends: list[Output], values: 
     return tuple(made)
 
 
-def _of_stages(model: Model, params: Sequence[Any], ends: list[Output], values: Mapping[Value, Any]) -> tuple[Any, ...]:
-    """Results that belong to the parameters of each stage, in their containers."""
-    found = {(end.name.stage, end.name.port): values[end.value] for end in ends}
+def _by_bundle(ends: list[Output], values: Mapping[Value, Any]) -> dict[tuple[int | None, int], Any]:
+    return {(end.name.stage, end.name.port): values[end.value] for end in ends}
+
+
+def _of_stages(model: Model, params: Sequence[Any], found: Mapping[tuple[int | None, int], Any]) -> tuple[Any, ...]:
+    """Values of the parameters of each stage, tied ones among them, in the containers of these."""
     made: list[Any] = []
     for number, stage in enumerate(params):
         tied = {leaf.name: found[number, leaf.port] for leaf in model.owned(number)}

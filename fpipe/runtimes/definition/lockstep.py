@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.model import Model, taken_gradients
+from fpipe.model import Model
 from fpipe.program import Program, is_exchange
 from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.definition.inputs_and_results import (
@@ -26,7 +26,7 @@ from fpipe.runtimes.definition.inputs_and_results import (
     bind_inputs,
     check_inputs,
     collect_results,
-    places_of,
+    context_of,
 )
 from fpipe.runtimes.definition.meaning import RULES, batch_of, cast_of
 from fpipe.runtimes.definition.walk import place_of
@@ -50,14 +50,11 @@ def lockstep(
     those of all; the state is the first replica's, outputs are left out."""
     check_inputs(program, model, params, state, optim)
     refuse_unloaded(batches, params, state)
-    count, wanted, outer = len(batches), taken_gradients(model, program.ops), axes_of(program)[:-1]
+    outer = axes_of(program)[:-1]
     contexts, values = list[StepContext](), list[dict[Any, Any]]()
     for number, batch in enumerate(batches):
         whole, sizes = batch_of(program, batch)
-        context = StepContext(model, sum(sizes), input_grads=wanted, sizes=sizes, key=key, replicas=count)
-        context.per_step = program.microbatches // program.steps
-        context.first, context.places = number * context.per_step, places_of(model, params)
-        contexts.append(context)
+        contexts.append(context_of(program, model, params, sizes, (number, len(batches)), key=key))
         own = bind_inputs(program, model, params, whole, state, key, optim)
         cut = ("shard", "opt") if any(value.name == "shard" for value in own) else ()
         shards = {value: _shard(one, number % within, within) for value, one in own.items() if value.name in cut}

@@ -37,27 +37,22 @@ def check_match(program: Program, model: Model) -> None:
                 f"stage {op.stage} of the model takes {' '.join(map(str, taken))}, in the program {op.cell} takes "
                 f"{' '.join(map(str, found))}; start from fpipe.program(model)."
             )
-        gives, written = _given(mine), _given(op)
+        gives, written = ({value.name for value in each.writes} & _BESIDE for each in (mine, op))
         if op.kind == "F" and not (gives if judged else set()) <= written <= gives:
+            found, wanted = (" and ".join(sorted(names, reverse=True)) or "no loss" for names in (written, gives))
             raise ValueError(
-                f"stage {op.stage} of the model gives {_and(gives)}, in the program {op.cell} gives {_and(written)}; "
-                "start from fpipe.program(model)."
+                f"stage {op.stage} of the model gives {wanted}, in the program {op.cell} gives {found}; start from "
+                "fpipe.program(model)."
             )
         if op.kind == "U" and mine.how and not op.how:
             raise ValueError(
                 f"the update of stage {op.stage} of the model comes once a step, in the program once a microbatch; "
                 "start from fpipe.program(model), the model that deferred_batch_norm has made."
             )
-    check_update(program, _names(model))
+    of_modules = all(stage.names is not None for stage in model.stages)
+    check_update(program, [leaf[0] for stage in model.stages for leaf in stage.names or ()] if of_modules else None)
     _refuse_mixed_rows(program, model)
     _refuse_lost_updates(program, model, {stage for kind, stage in own if kind == "U"})
-
-
-def _names(model: Model) -> list[str] | None:
-    """The names of all parameters, of a model made of modules."""
-    if any(stage.names is None for stage in model.stages):
-        return None
-    return [leaf[0] for stage in model.stages for leaf in stage.names or ()]
 
 
 def refuse_lost_constants(model: Model) -> None:
@@ -99,9 +94,11 @@ def _refuse_lost_updates(program: Program, model: Model, wanted: set[int | None]
     """A program that trains updates the state of each stage that has one; an evaluation writes no state."""
     kinds = {(op.kind, op.stage) for op in parts_of(program.ops)}
     found = {stage for kind, stage in kinds if kind == "U"}
-    lost = wanted - found if any(kind in ("B", "I") for kind, _ in kinds) else set[int | None]()
-    for stage in (stage for stage in range(len(model.stages)) if stage in lost | (found - wanted)):
-        own, other = ("has an", "no") if stage in lost else ("has no", "an")
+    trains = any(kind in ("B", "I") for kind, _ in kinds)
+    for stage in range(len(model.stages)):
+        if (stage in wanted) == (stage in found) or (stage in wanted and not trains):
+            continue
+        own, other = ("has an", "no") if stage in wanted else ("has no", "an")
         raise ValueError(
             f"{model.who(stage)} of the model {own} update of its module state, such as running statistics, and the "
             f"program {other} op for it; start from fpipe.program(model)."
@@ -119,15 +116,7 @@ def _read(op: Op) -> list[Value]:
 
 
 _WHOLE = {"x": "inputs", "t": "target"}
-
-
-def _given(op: Op) -> set[str]:
-    """Names of an op's results beside its output that count in a step's; a program without a loss may leave it out."""
-    return {value.name for value in op.writes} & {"loss", "count", "aux"}
-
-
-def _and(names: set[str]) -> str:
-    return " and ".join(sorted(names, reverse=True)) or "no loss"
+_BESIDE = {"loss", "count", "aux"}  # a program without a loss may leave them out
 
 
 def check_example(example: Any) -> tuple[Any, Any, Any]:

@@ -30,7 +30,7 @@ from fpipe.runtimes.definition.by_autograd import (
     forward,
     weight_gradient,
 )
-from fpipe.runtimes.definition.device_moves import moved
+from fpipe.runtimes.definition.devices import moved
 from fpipe.runtimes.definition.updates import norm_of, unscale, update_params, validate
 from fpipe.single_device.batches import batches_of, check_batch, rows_of_each, streams
 from fpipe.single_device.joining import join, join_gradients, join_slices
@@ -157,7 +157,7 @@ def merge_results(op: Op, args: Sequence[Any], context: StepContext) -> Sequence
         made["count"] = sum(named["count"][1:], named["count"][0])
     if not wanted.isdisjoint({"loss", "total"}):
         losses = named["loss" if "loss" in named else "total"]
-        losses = _weighed(losses, named["w"]) if context.model.reduction == "mean" else losses
+        losses = each_times(losses, named["w"]) if context.model.reduction == "mean" else losses
         made["total"] = sum(losses[1:], losses[0])  # replicas add it up, and divide by the count of all
         made["loss"] = made["total"] / _or_one(made["count"]) if "count" in made else made["total"]
     for name, parts, spec in (("outputs", named.get("y"), "spec"), ("aux", named.get("aux"), "aux")):
@@ -193,13 +193,6 @@ def _whole_sequences(
     starts = range(0, len(parts), slices)
     wholes = [join(parts[at : at + slices], weights[at : at + slices], Chunk(dim)) for at in starts]
     return wholes, [sum(weights[at : at + slices]) for at in starts]
-
-
-def _weighed(losses: list[Any], weights: list[float]) -> Sequence[Any]:
-    """Losses times weights; of tensors in one call, which runs the same op on each."""
-    if all(isinstance(loss, Tensor) for loss in losses):
-        return each_times(losses, weights)
-    return [loss * weight for loss, weight in zip(losses, weights, strict=True)]
 
 
 def update(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
@@ -248,11 +241,6 @@ def rounding(op: Op) -> Callable[[Any], Any]:
     return arrive
 
 
-def drop(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
-    """FREE: being the last reader is all it does."""
-    return ()
-
-
 RULES: dict[str, Rule] = {
     "F": forward,
     "R": forward,
@@ -273,7 +261,7 @@ RULES: dict[str, Rule] = {
     "VALIDATE": validate,
     "UNSCALE": unscale,
     **dict.fromkeys(("SEND", "RECV", "OFFLOAD", "LOAD"), pass_on),
-    "FREE": drop,
+    "FREE": lambda op, args, context: (),  # being the last reader is all it does
 }
 
 
@@ -289,8 +277,8 @@ def register_meaning(kind: str, rule: Rule) -> None:
     >>> _ = KINDS.pop("HALVE"), RULES.pop("HALVE")
     """
     kind_of(kind)
-    if kind in _OURS or not callable(rule):
-        raise ValueError(
-            f"{kind} has its meaning already." if callable(rule) else f"a rule is a function, found {rule!r}."
-        )
+    if not callable(rule):
+        raise ValueError(f"a rule is a function, found {rule!r}.")
+    if kind in _OURS:
+        raise ValueError(f"{kind} has its meaning already.")
     RULES[kind] = rule

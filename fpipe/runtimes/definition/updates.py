@@ -57,9 +57,9 @@ def updated_leaves(
     """The next parameters and states of leaves that have gradients; those that are the step's `own` are overwritten.
     Of gradients that are not `valid` nothing is made."""
     if valid is not None and not bool(valid):
-        each = zip(params, states, own, strict=True)
-        kept = [(param.detach(), state) if mine else _copied(param, state) for param, state, mine in each]
-        return [param for param, _ in kept], [state for _, state in kept]
+        made = [one.detach() if mine else one.detach().clone() for one, mine in zip(params, own, strict=True)]
+        pairs = zip(states, own, strict=True)
+        return made, [one if mine else {word: leaf.clone() for word, leaf in one.items()} for one, mine in pairs]
     if norm is not None and words.clip is not None:
         share = _share(words.clip, norm)
         grads = [grad * share.to(grad.device) for grad in grads]
@@ -80,10 +80,6 @@ def norm_of(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     if op.writes[0].name == "squares":
         return [_stacked([grad.square().sum() for grad in grads if grad is not None and rows(grad)]) for rows in _ROWS]
     return [_stacked([torch.linalg.vector_norm(grad) for grad in grads if grad is not None])]
-
-
-def _copied(param: Tensor, state: State) -> tuple[Tensor, State]:
-    return param.detach().clone(), {word: one.clone() for word, one in state.items()}
 
 
 def validate(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:

@@ -12,18 +12,17 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.purity.ambient import refuse_odd_modes
-from fpipe.model import Model, taken_gradients
+from fpipe.model import Model
 from fpipe.program import Op, Program, Value
-from fpipe.runtimes.definition.by_autograd import Inputs, Residuals, StepContext
-from fpipe.runtimes.definition.device_moves import brought, moves_of
-from fpipe.runtimes.definition.devices import BATCH, check_at_home, homes_of
+from fpipe.runtimes.definition.by_autograd import Inputs, Residuals
+from fpipe.runtimes.definition.devices import BATCH, brought, check_at_home, homes_of, moves_of
 from fpipe.runtimes.definition.inputs_and_results import (
     bind_inputs,
     check_call,
     check_inputs,
     collect_results,
+    context_of,
     optim_of,
-    places_of,
 )
 from fpipe.runtimes.definition.meaning import RULES, batch_of
 from fpipe.runtimes.definition.recorder import RecordedRow, Recorder, storages
@@ -90,7 +89,6 @@ def walk(
                 )
     drops = _drops(program)
     rows = [RecordedRow((op,), op.writes, dead) for op, dead in zip(program.ops, drops, strict=True)]
-    wanted = taken_gradients(model, program.ops)
     moves, homes = moves_of(program, devices), homes_of(program, devices)
 
     def step(
@@ -110,9 +108,8 @@ def walk(
         if not devices:
             refuse_unloaded(batch, params, state)
         batch, sizes = batch_of(program, batch)
-        context = StepContext(model, sum(sizes), record is not None, wanted, loss_scale, sizes, keys, moves=moves)
-        context.places = places_of(model, params)
-        context.per_step = program.microbatches // program.steps
+        how: Any = {"watch_saved": record is not None, "loss_scale": loss_scale, "key": keys, "moves": moves}
+        context = context_of(program, model, params, sizes, **how)
         values = bind_inputs(program, model, params, batch, state, keys, optim)
         for value, home in homes.items():
             check_at_home(value, tree.leaves(values[value]), home)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 import warnings
@@ -127,9 +126,7 @@ def local(
             return walked()
         try:
             return lowered.run(leaves, state, keys, record=told, check_finite=check_finite, see=see)
-        except (UnexpectedValue, RuntimeError) as error:
-            if not _means_untraceable(error):
-                raise
+        except UnexpectedValue as error:
             made = walked()  # raises what the stage does
             known[signature] = None
             warnings.warn(f"steps run every stage under autograd from now on: {error}", stacklevel=2)
@@ -138,16 +135,6 @@ def local(
     return step
 
 
-def _means_untraceable(error: Exception) -> bool:
-    """Whether a stage did what its trace does not say: all shapes are known before a step, so an error about one means
-    that a value has another, as after an op whose fake kernel is wrong. Any other error would come without a trace."""
-    return isinstance(error, UnexpectedValue) or _OF_SHAPES.search(str(error)) is not None
-
-
-_OF_SHAPES = re.compile(
-    r"view size is not compatible|sizes? of tensors?|shape '.*' is invalid|\bstrides?\b|cannot be multiplied|must match"
-    r"|setStorage|out of bounds for storage|start \(.*\) \+ length|expected size|does not match|not broadcastable"
-)
 _MOST = 128
 _NEW = object()
 _TRACING = threading.RLock()

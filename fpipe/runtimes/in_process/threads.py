@@ -22,7 +22,7 @@ import torch
 
 from fpipe.graphs.purity.ambient import raw_ops
 from fpipe.program import Op, Value
-from fpipe.runtimes.definition.device_moves import pinned
+from fpipe.runtimes.definition.devices import pinned
 from fpipe.runtimes.in_process.streams import Channel, ComputeStream, accelerator_of, channels_between
 from fpipe.runtimes.lowering.host_lanes import CPU, Parked, Source, beside
 from fpipe.runtimes.lowering.instructions import by_rule, pass_on, under_autograd
@@ -78,10 +78,8 @@ class Surroundings(NamedTuple):
     @staticmethod
     def now(on: torch.device | None = None) -> Surroundings:
         """Those of this thread, the stream of a device among them."""
-        stream = None if on is None else torch.accelerator.current_stream(on)
-        return Surroundings(
-            torch.get_num_threads(), sys.float_info.min * _HALF == 0, torch.get_default_device(), stream
-        )
+        stream, flushes = None if on is None else torch.accelerator.current_stream(on), sys.float_info.min * _HALF == 0
+        return Surroundings(torch.get_num_threads(), flushes, torch.get_default_device(), stream)
 
     def call(self, job: Callable[[], None]) -> None:
         """A job under them."""
@@ -177,7 +175,7 @@ class HandOver:
         queue, channel = self._queues[value], self._channels.get(value)
         if value in self._hosted:
             return lambda leaves: queue.put(pinned(leaves))
-        return partial(_send, queue.put, channel) if channel else queue.put
+        return (lambda leaves: queue.put(channel.send(leaves))) if channel else queue.put
 
     def _from_host(self, queue: SimpleQueue[Any], wait: bool) -> Parked | None:
         if not wait and queue.empty():
@@ -197,10 +195,6 @@ def _due(ops: Sequence[Op], rows: Mapping[Value, int]) -> dict[Value, int]:
         if op.kind == "SEND":
             due |= dict.fromkeys(op.writes, last.get(op.rank, -1))
     return due
-
-
-def _send(put: Callable[[Any], None], channel: Channel, leaves: Leaves) -> None:
-    put(channel.send(leaves))
 
 
 def _receive(get: Callable[[], Any], channel: Channel) -> Leaves | None:
@@ -236,7 +230,6 @@ class OnThreads(Prepared):
     def _execute(self, slots: Slots, watch: Watch | None) -> None:
         """Each rank's instructions on its thread, and then the results in their slots."""
         given = [[self._own(slots[slot], slot) for slot in part.begins] for part in self.parts]
-
         looks = [watch and watch._replace(device=stream.clock) for stream in self.streams] or [watch] * len(self.parts)
 
         def job(rank: int, part: RankPart, own: Slots) -> None:
@@ -254,9 +247,7 @@ class OnThreads(Prepared):
                 self.between.clear()
             self._under_way = True
             jobs = [*map(partial, repeat(job), count(), self.parts, given)]
-            held = [
-                slots[slot][:] for slot, _ in self.entrance.homes
-            ]  # until the caller's stream waits for who reads it
+            held = [slots[slot][:] for slot, _ in self.entrance.homes]  # until the caller waits for readers
             for stream in self.streams:
                 stream.after_caller()
             try:

@@ -226,7 +226,7 @@ def _found(
     if not all(isinstance(leaf, Fact) and dense(leaf) for leaf in leaves):
         return None
     state = tuple(leaf.aval for leaf in leaves)
-    cut = shapes.cut_of(forward)
+    cut = shapes.cuts[forward[1:4]]
     labels = tuple(label_of(value) for value in forward.writes if value.name != "seen")
 
     def can() -> bool:

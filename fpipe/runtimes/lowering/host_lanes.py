@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fpipe.graphs.language.graph import Fact
 from fpipe.program import Op, Value, kind_of
-from fpipe.runtimes.definition.device_moves import copied, to_host
+from fpipe.runtimes.definition.devices import copied, to_host
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.lowered import Instruction
 

@@ -156,7 +156,7 @@ class _Lowering:
             drawing=self.drawing,
             kernels=self.to_compile,
             collective=self.is_collective(given),
-            graphs=self.shapes.graphs(),
+            graphs=self.shapes.calls.traces.graphs(),
             parts=self.parts,
             updates=self.shapes.updates,
             gathered=self.read_leaves,
@@ -166,7 +166,7 @@ class _Lowering:
         """Whether stages talk to other processes: in a trace, by DTensors, or as an exchange that has none."""
         functions: Iterable[Any] = (self.shapes.context.model.stages[n].forward for n in self.shapes.untraced.stages)
         return (
-            any(graph.collective for graphs in self.shapes.graphs().values() for graph in graphs)
+            any(graph.collective for graphs in self.shapes.calls.traces.graphs().values() for graph in graphs)
             or any(isinstance(one, Fact) and one.aval.sharding for known in given.values() for one in known.leaves)
             or any(isinstance(one, Exchanged) and one.size > 1 for one in functions)
         )
@@ -178,7 +178,9 @@ class _Lowering:
             keyed = (KEY,) if op.kind in "FRBI" else ()  # a backward may run the forward once more
             run = partial(under_autograd, op, *trees, self.free, self.shapes.context, self.casts)
             return self.instruction(at, run, (*op.reads, *keyed), op.writes)
-        return self.traced(at, op) if op.kind in ("F", "R", "B", "I", "W") else self.ruled(at, op)
+        if op.kind in ("F", "R", "B", "I", "W"):
+            return self.traced(at, op)
+        return self.instruction(at, self.rule_of(at, op), op.reads, op.writes)
 
     def instruction(
         self, at: int, run: Callable[..., Any], reads: Sequence[Any], writes: Sequence[Value], extra: Sequence[Op] = ()
@@ -190,7 +192,7 @@ class _Lowering:
     def traced(self, at: int, op: Op) -> _Unnumbered:
         """A part of a stage's graph."""
         sums, update = self.folds.sums, self.folds.updates.get(at)
-        cut, adds = self.shapes.cut_of(op), sums.adds.get(at, {})
+        cut, adds = self.shapes.cuts[op[1:4]], sums.adds.get(at, {})
         recipe = Recipe(
             kind=op.kind if op.kind in "BIW" else "F",
             labels=tuple(label_of(value) for value in op.writes if not (update and value.name == "seen")),
@@ -213,7 +215,7 @@ class _Lowering:
         if "dloss" in graph.reads:
             scale = next((value for value in op.reads if value.name == "scale"), None)
             named |= {"dloss": self.weight(op) if scale is None else scale}
-            run = run if scale is None else with_scale(run, [*graph.reads].index("dloss"), filled(*self.cotangent(op)))
+            run = run if scale is None else with_scale(run, [*graph.reads].index("dloss"), _filled(*self.cotangent(op)))
         named |= {"const": Value("const", op.stage)} if recipe.landed else {}
         values = {label_of(value): value for value in self.folds.own_writes(at)}
         values |= {label: add.writes[0] for label, add in totals.items()}
@@ -252,7 +254,7 @@ class _Lowering:
         """The name of the loss's cotangent."""
         name = ("weight", *self.cotangent(op))
         if name not in self.constants:
-            self.constants[name] = [filled(*name[1:])]
+            self.constants[name] = [_filled(*name[1:])]
         return name
 
     def cotangent(self, op: Op) -> tuple[float, Aval]:
@@ -263,40 +265,40 @@ class _Lowering:
         known = self.shapes.loss_aval(op)
         return scaled(weight, self.shapes.context.loss_scale, known.dtype), known
 
-    def ruled(self, at: int, op: Op) -> _Unnumbered:
-        """Instruction that does what the walk would, on values in their containers."""
+    def rule_of(self, at: int, op: Op) -> Callable[..., Sequence[Leaves]]:
+        """The function that does what the walk would, on values in their containers."""
+        context, trees = self.shapes.context, [self.trees[value] for value in op.reads]
         if op.kind == "GATHER":
-            return self.instruction(at, partial(rounded, cast_of(op)), op.reads, op.writes)
-        if op.kind in ("SEND", "RECV", "OFFLOAD", "LOAD"):
-            run = partial(rounded, rounding(op)) if op.how else arrive if op.kind == "RECV" else pass_on
-            return self.instruction(at, run, op.reads, op.writes)
+            return partial(rounded, cast_of(op))
+        if op.kind in TRANSFERS:
+            return partial(rounded, rounding(op)) if op.how else arrive if op.kind == "RECV" else pass_on
         if op.kind == "UPDATE":
-            run = updating(op, self.shapes.context, self.trees, self.overwritten.places[at])
-            return self.instruction(at, run, op.reads, op.writes)
+            return updating(op, context, self.trees, self.overwritten.places[at])
         if op.kind == "ADD":
-            return self.instruction(at, add_to if at in self.folds.sums.in_place else add, op.reads, op.writes)
+            return add_to if at in self.folds.sums.in_place else add
         if op.kind == "SPLIT" and "presplit" not in dict(op.how):
             places = [slices_of(op, value, self.trees) for value in op.writes]
             if all(part is not None for part in places):
-                return self.instruction(at, slicing(places), op.reads, op.writes)
-        trees = [self.trees[value] for value in op.reads]
+                return slicing(places)
         containers = [*map(container, trees)]
-        if op.kind == "U" and update_only(self.shapes.context.model, op.stage):
+        if op.kind == "U" and update_only(context.model, op.stage):
             containers[1] = self.noted(op)
-        run = partial(by_rule, op, containers, self.shapes.context, self.casts)
-        facts = (leaf for abstract in trees for leaf in abstract.leaves if isinstance(leaf, Fact))
-        if op.kind == "MERGE" and any(leaf.storage in self.given for leaf in facts if not leaf.aval.shape):
-            return self.instruction(at, lambda *lists: run(*map(distinct, lists)), op.reads, op.writes)
-        if op.kind == "MERGE" and not self.casts and self.free.isdisjoint(op.reads):
-            run = merging(op, self.trees, self.shapes.context.model.reduction) or run
-        return self.instruction(at, run, op.reads, op.writes)
+        run = partial(by_rule, op, containers, context, self.casts)
+        if op.kind == "MERGE":
+            facts = (leaf for known in trees for leaf in known.leaves if isinstance(leaf, Fact))
+            if any(leaf.storage in self.given for leaf in facts if not leaf.aval.shape):
+                return lambda *lists: run(*map(distinct, lists))
+            if not self.casts and self.free.isdisjoint(op.reads):
+                return merging(op, self.trees, context.model.reduction) or run
+        return run
 
     def noted(self, op: Op) -> Callable[[Leaves], Any]:
         """Function that puts together what a forward left for its U: the notes of norms, and the rest of its graph."""
-        cut, stage = self.shapes.cut_of(op), self.shapes.context.model.stages[op.stage or 0].forward
+        cut, stage = self.shapes.cuts[op[1:4]], self.shapes.context.model.stages[op.stage or 0].forward
         assert isinstance(stage, PositionalStage)
         run = cut.graph.once(("update", cut.update_only, self.kernels), lambda: update_code(cut))
-        spec, notes, names = self.shapes.notes_spec(op), len(cut.graph.writes["seen"]), stage.update_only
+        spec = self.shapes.calls.traces.outline(self.shapes.runs[op[1:4]].call).specs["seen"]
+        notes, names = len(cut.graph.writes["seen"]), stage.update_only
 
         def again(crossing: Leaves, state: Mapping[str, Any]) -> dict[str, Any]:
             return dict(zip(names, run([state[name] for name in names], [*crossing])[0], strict=True))
@@ -304,6 +306,5 @@ class _Lowering:
         return lambda leaves: (tree.unflatten(spec, leaves[:notes]), partial(again, leaves[notes:]))
 
 
-def filled(weight: float, known: Aval) -> Tensor:
-    """The loss's cotangent, as the loss is."""
+def _filled(weight: float, known: Aval) -> Tensor:
     return torch.full(known.shape, weight, dtype=known.dtype, device=known.device)

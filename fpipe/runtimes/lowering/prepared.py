@@ -15,12 +15,10 @@ from torch import Tensor
 from fpipe.graphs.compiling.inductor import compile_all
 from fpipe.graphs.purity.ambient import raw_ops
 from fpipe.graphs.purity.sharded import local_of
-from fpipe.model import Model, taken_gradients
+from fpipe.model import Model
 from fpipe.program import Program, Value
-from fpipe.runtimes.definition.by_autograd import StepContext
-from fpipe.runtimes.definition.device_moves import moves_of
-from fpipe.runtimes.definition.devices import homes_of
-from fpipe.runtimes.definition.inputs_and_results import Keys, check_inputs, places_of
+from fpipe.runtimes.definition.devices import homes_of, moves_of
+from fpipe.runtimes.definition.inputs_and_results import Keys, check_inputs, context_of
 from fpipe.runtimes.definition.meaning import batch_of
 from fpipe.runtimes.definition.recorder import Notes, RecordedRow, Recorder
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
@@ -64,21 +62,8 @@ class Prepared:
         given: Given = (params, batch, state, optim)
         homes, storages = homes_of(program, devices), dict[int, int]()
         handed = handed_by(program, model, given, key, homes, home, storages, share)
-        per_step = program.microbatches // program.steps
-        context = StepContext(
-            model,
-            sum(sizes),
-            watch_saved,
-            input_grads=taken_gradients(model, program.ops),
-            loss_scale=loss_scale,
-            sizes=sizes,
-            replicas=replica[1],
-            first=replica[0] * per_step,
-            moves=moves_of(program, devices),
-            shared=handed.shared,
-            places=places_of(model, params),
-            per_step=per_step,
-        )
+        options: Any = {"watch_saved": watch_saved, "loss_scale": loss_scale, "moves": moves_of(program, devices)}
+        context = context_of(program, model, params, sizes, replica, shared=handed.shared, **options)
         known = {**handed.trees, **_constants_of(model, storages)}
         lowered = lower(program, context, known, untraced, compile, donate, runs)
         self.program, self.model, self.context, self.untraced, self.lowered = program, model, context, untraced, lowered

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from fpipe.graphs.compiling.cut import Cut
-from fpipe.graphs.language.graph import Aval, Fact, Graph, in_own_storage
+from fpipe.graphs.language.graph import Aval, Fact, in_own_storage
 from fpipe.program import Op, Program, Value
 from fpipe.runtimes.definition.by_autograd import StepContext
-from fpipe.runtimes.definition.device_moves import Moves
+from fpipe.runtimes.definition.devices import Moves
 from fpipe.runtimes.lowering.abstract_tree import OPAQUE, AbstractTree
 from fpipe.runtimes.lowering.stage_calls import StageCalls, StageRun
 from fpipe.runtimes.lowering.untraced import Untraced
@@ -98,21 +98,9 @@ class Shapes:
         """Whether an op is of a stage that runs under autograd."""
         return self.untraced.has(op, self.context.model)
 
-    def cut_of(self, op: Op) -> Cut:
-        """The cut of an op's stage for its microbatch."""
-        return self.cuts[op[1:4]]
-
     def loss_aval(self, op: Op) -> Aval:
         """The aval of the loss that an op's stage writes."""
         return self.calls.loss_aval(self.runs[op[1:4]])
-
-    def notes_spec(self, op: Op) -> Any:
-        """The containers of what norms note in a forward."""
-        return self.calls.traces.outline(self.runs[op[1:4]].call).specs["seen"]
-
-    def graphs(self) -> Mapping[int | None, Sequence[Graph]]:
-        """The graphs of each stage, and of the loss under None."""
-        return self.calls.traces.graphs()
 
     def constant_storages(self) -> set[int]:
         """The storages of tensors that stages hold on to, and of the loss's cotangent."""
@@ -129,7 +117,7 @@ def ops_of(program: Program, context: StepContext) -> list[Op]:
 
 
 def _without_carry(op: Op) -> Op:
-    """An op of a stage that asks for no carry, and so hands on nothing to its next slice."""
+    """An op of a stage that asks for no carry."""
     if op.kind not in ("F", "R", "B", "I"):
         return op
     reads, writes = (tuple(v for v in values if v.name not in ("carry", "dcarry")) for values in (op.reads, op.writes))

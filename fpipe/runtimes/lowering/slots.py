@@ -21,8 +21,7 @@ from fpipe.graphs.tracing.keys import needs_key
 from fpipe.model import Model, who_draws
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import PARAMETERS, Program, Value
-from fpipe.runtimes.definition.device_moves import brought
-from fpipe.runtimes.definition.devices import BATCH, check_at_home, home_of
+from fpipe.runtimes.definition.devices import BATCH, brought, check_at_home, home_of
 from fpipe.runtimes.definition.inputs_and_results import NO_KEY, Keys, bind_inputs, collect_results
 from fpipe.runtimes.definition.meaning import batch_of
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense

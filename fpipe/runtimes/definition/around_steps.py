@@ -1,4 +1,4 @@
-"""Do training steps again whose updates should have waited for their norms.
+"""Make steps that run others: once more with updates behind their norms, or under autocast.
 
 step(params, batch, ..)        valid is False        -->        the result of the same steps, updates behind their norms
 """
@@ -9,6 +9,9 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
+import torch
+
+from fpipe.graphs.purity.ambient import casting
 from fpipe.program import Program
 from fpipe.single_device.result import Result
 from fpipe.transforms.update import behind_norms, is_post_validated
@@ -30,3 +33,26 @@ def post_validated(program: Program, make: Callable[[Program, bool], S], donate:
         return result if all(map(bool, valid)) else again(*args, **more)
 
     return cast("S", checked)
+
+
+def under_autocast(dtype: torch.dtype | None, make: Callable[[], S]) -> S:
+    """The step that `make` makes, under autocast to a dtype on the CPU and on an accelerator, if one is there."""
+    if dtype is None:
+        return make()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kinds = tuple((kind, dtype, True) for kind in ("cpu", *([] if accelerator is None else [accelerator.type])))
+    with casting(kinds):
+        made = make()
+
+    @wraps(made)
+    def step(*args: Any, **more: Any) -> Result:
+        with casting(kinds):
+            return made(*args, **more)
+
+    return cast("S", step)
+
+
+def refuse_no_autocast(dtype: object) -> None:
+    """A ValueError for what autocast does not cast to."""
+    if dtype not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(f"autocast is torch.bfloat16, torch.float16 or None; found {dtype!r}.")
