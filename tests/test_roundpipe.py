@@ -1,12 +1,12 @@
 """RoundPipe: weights that live on a host, groups that go round the ranks, forward and backward cut differently."""
 
-import re
 from typing import Any
 
 import pytest
 
 import fpipe
-from fpipe.program import Op, Program, ProgramError
+from fpipe.program import Op, Program
+from tests.refusals import refusals
 
 Plan = Any
 PAPER: dict[str, Plan] = {"forward": [range(3)], "backward": [[3], [2], [1], [0]]}
@@ -60,64 +60,41 @@ def test_balanced_groups_leave_the_ranks_idle_for_p_less_1_of_them_at_most(stage
         assert fpipe.simulate(program, as_one).idle == pytest.approx((ranks - 1) * 3)
 
 
-REFUSED: dict[str, tuple[dict[str, Plan], str]] = {
-    "a gap forward": ({"forward": [[0], [2]]}, "a gap in the forward plan: stage 1, before [2], is in no group."),
-    "a gap at the start": ({"forward": [[1, 2]]}, "a gap in the forward plan: stage 0, before [1-2], is in no group."),
-    "a gap backward": (
-        {"backward": [[3], [2], [0]]},
-        "a gap in the backward plan: stage 1, before [2], is in no group.",
-    ),
-    "a first stage left out": (
-        {"backward": [[3], [1, 2]]},
-        "a gap in the backward plan: stage 0, before [1-2], is in no group.",
-    ),
-    "twice": (
-        {"backward": [[2, 3], [1, 2], [0]]},
-        "the backward plan has stage 2 twice, or out of order, in [2-3].",
-    ),
-    "ascending": ({"backward": [[0], [1], [2], [3]]}, "the backward plan misses the last stage, 3: its groups go from"),
-    "an empty group": ({"forward": [range(2), range(2, 2)]}, "forward group 1 is empty; a group has at least one"),
-    "not adjacent": (
-        {"backward": [[3, 1]]},
-        "backward group 0 is [3, 1]; the stages of a group are adjacent, in order.",
-    ),
-    "a wrong seam": (
-        {"forward": [[0, 1]], "backward": [[3], [2], [1], [0]]},
-        "the plans do not meet. The first backward group runs forward and backward together, so it starts with stage "
-        "2, where the forward plan ends; found [3].",
-    ),
-    "an overlapping seam": (
-        {"forward": [[0, 1, 2]], "backward": [[2, 3], [1], [0]]},
-        "it starts with stage 3, where the forward plan ends; found [2-3].",
-    ),
-    "no last layer": (
-        {"forward": [[0, 1]], "backward": [[2], [1], [0]]},
-        "the backward plan misses the last stage, 3: its groups go from the last stage down, and the first ends with "
-        "stage 2.",
-    ),
-    "no backward": ({"backward": []}, "the backward plan misses the last stage, 3: its groups go from the last stage"),
-    "a forward to the end": (
-        {"forward": [range(4)]},
-        "the forward plan ends with the last stage, 3. The first backward group runs forward and backward together",
-    ),
-    "a stage too many": ({"forward": [range(5)]}, "forward group 0 is [0-4]; this program has stages 0..3."),
-    "too few groups": ({"backward": [range(4)]}, "groups: 1, ranks: 2; each rank runs a group. Use fewer ranks"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_plan_that_is_none_is_refused(name: str):
-    plans, sentence = REFUSED[name]
-    with pytest.raises(ProgramError) as refused:
-        of(4, **plans)
-    assert str(refused.value).startswith("roundpipe: ")
-    assert sentence in str(refused.value)
-
-
-@pytest.mark.parametrize("odd", ["0", 0.0, True, None])
-def test_a_group_is_of_stages(odd: Any):
-    with pytest.raises(TypeError, match=re.escape(f"forward group 1 is [{odd!r}]; stages are whole numbers.")):
-        of(4, forward=[[0], [odd]])
+WRONG = """
+of(4, forward=[[0], [2]])
+    ProgramError: roundpipe: a gap in the forward plan: stage 1, before [2], is in no group.
+of(4, forward=[[1, 2]])
+    ProgramError: roundpipe: a gap in the forward plan: stage 0, before [1-2], is in no group.
+of(4, backward=[[3], [2], [0]])
+    ProgramError: roundpipe: a gap in the backward plan: stage 1, before [2], is in no group.
+of(4, backward=[[2, 3], [1, 2], [0]])
+    ProgramError: roundpipe: the backward plan has stage 2 twice, or out of order, in [2-3].
+of(4, backward=[[0], [1], [2], [3]])
+    ProgramError: roundpipe: the backward plan misses the last stage, 3: its groups go from the last stage down, and the
+    first ends with stage 0.
+of(4, backward=[])
+    ProgramError: roundpipe: the backward plan misses the last stage, 3: its groups go from the last stage down, and
+    there is none.
+of(4, forward=[range(2), range(2, 2)])
+    ProgramError: roundpipe: forward group 1 is empty; a group has at least one stage.
+of(4, backward=[[3, 1]])
+    ProgramError: roundpipe: backward group 0 is [3, 1]; the stages of a group are adjacent, in order.
+of(4, forward=[[0, 1]], backward=[[3], [2], [1], [0]])
+    ProgramError: roundpipe: the plans do not meet. The first backward group runs forward and backward together, so it
+    starts with stage 2, where the forward plan ends; found [3].
+of(4, forward=[[0, 1, 2]], backward=[[2, 3], [1], [0]])
+    ProgramError: it starts with stage 3, where the forward plan ends; found [2-3].
+of(4, forward=[range(4)])
+    ProgramError: roundpipe: the forward plan ends with the last stage, 3. The first backward group runs forward and
+    backward together: leave at least the last stage to it.
+of(4, forward=[range(5)])
+    ProgramError: roundpipe: forward group 0 is [0-4]; this program has stages 0..3.
+of(4, backward=[range(4)])
+    ProgramError: roundpipe: groups: 1, ranks: 2; each rank runs a group. Use fewer ranks, or say smaller groups
+of(4, forward=[[0], [True]])
+    TypeError: roundpipe: forward group 1 is [True]; stages are whole numbers.
+"""
+test_refusals = refusals(globals(), WRONG)
 
 
 def test_readers_for_which_again_says_the_same_share_a_trip():

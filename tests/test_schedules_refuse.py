@@ -104,6 +104,12 @@ on(S.zb_auto(2, memory_cap=0.5), 2)
     ProgramError: memory_cap is 0.5, below the minimum: one microbatch by
 on(S.zbv(2), 2)
     ProgramError: zbv: a V over 2 ranks has 4 stages, down and up; this program has 2. Cut the model into 4.
+on(S.v_min(2, memory_cap=True), 4)
+    ValueError: memory_cap is a number of microbatches, found True.
+on(S.zb_auto(2, costs=fpipe.Costs(forward=[1.0])), 2)
+    ValueError: forward lists 1 costs, but the program has a stage 1
+S.zb_auto(2, objective="time")
+    ValueError: objective is 'makespan' or 'span', found 'time'.
 S.v_half(2, costs={"F": 1})
     TypeError: costs is an fpipe.Costs, such as fpipe.Costs(forward=2); found dict
 S.v_min(2, kept=2)

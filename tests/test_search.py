@@ -209,12 +209,8 @@ def test_what_is_found_runs(words: dict[str, Any]):
 @pytest.mark.parametrize("halves", [True, False])
 def test_it_keeps_to_the_words(placement: Any, halves: bool):
     found = quick(6, TEN, ranks=2, microbatches=4, placement=placement, split_backward=halves)
-    where = (
-        fpipe.place(placement, ranks=2)(step(6, 4))
-        if isinstance(placement, str)
-        else fpipe.place(placement)(step(6, 4))
-    )
-    assert found.program.placement == where.placement
+    where = fpipe.place(placement, ranks=2 if isinstance(placement, str) else None)
+    assert found.program.placement == where(step(6, 4)).placement
     assert {op.kind for op in found.program.ops} & {"B", "I", "W"} == ({"I", "W"} if halves else {"B"})
 
 
@@ -366,6 +362,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"costs": fpipe.Costs([1, 2])}, "forward lists 2 costs, but the program has a stage 2"),
     ({"costs": fpipe.Costs(transfer={(0, 1): 1})}, "transfer says nothing of the link from rank 1 to rank 0"),
     ({"progress": 3}, "progress is a function progress(share, best, bound), found 3."),
+    ({"offload": "always"}, 'offload is "auto" or "never", found \'always\'.'),
+    ({"shard": "use"}, "shard lists some of step, run, use; found"),
+    ({"shard": ["twice"]}, "shard lists some of step, run, use; found"),
 ]
 
 
@@ -384,19 +383,3 @@ def test_without_the_solver_it_says_what_is_lost(monkeypatch: pytest.MonkeyPatch
         quick(2, ranks=2, microbatches=2, solver="cp-sat")
     assert quick(2, ranks=2, microbatches=2, solver="auto", placement="linear").value == 7
     assert solver.installed()
-
-
-def test_the_first_argument_may_be_a_model_or_a_program():
-    model = fpipe.from_functions([stage] * 2, squares)
-    words: dict[str, Any] = {"ranks": 2}
-    values = {
-        quick(what, TEN, **words, **more).value
-        for what, more in ((model, {"microbatches": 3}), (2, {"microbatches": 3}), (step(2, 3), {}))
-    }
-    assert len(values) == 1
-
-
-def test_a_long_step_is_compared_with_schedules_that_are_no_rows_of_ops_too():
-    """Those that move residuals were left out of long steps: 574 was found, where pipe_offload takes 483."""
-    found = quick(4, TEN, ranks=4, microbatches=30, memory_cap=3, seconds=0.07, without=SLOW)
-    assert found.timeline.makespan <= 483

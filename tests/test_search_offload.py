@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import fields, replace
 from itertools import islice
 from typing import Any
@@ -130,8 +129,3 @@ def test_bytes_of_the_host_take_their_time():
     assert max(found.timeline.peak) <= 16
     assert any(op.kind == "OFFLOAD" for op in found.program.ops)
     assert found.value < stays.value
-
-
-def test_another_word_is_refused():
-    with pytest.raises(ValueError, match=re.escape('offload is "auto" or "never", found \'always\'.')):
-        quick(4, COSTS, **(WORDS | {"offload": "always"}))

@@ -34,12 +34,6 @@ def test_a_cap_that_leaves_no_room_for_what_is_gathered_is_refused():
         fpipe.search(4, COSTS, memory_cap=least, shard=["step"], **WORDS)
 
 
-@pytest.mark.parametrize("odd", ["use", ["twice"], 3])
-def test_what_is_no_list_of_policies_is_refused(odd: Any):
-    with pytest.raises(ValueError, match="shard lists some of step, run, use; found"):
-        fpipe.search(4, COSTS, shard=odd, **WORDS)
-
-
 def test_the_command_takes_policies():
     said = out("search", "-p", "2", "-m", "4", "-s", "4", "--seconds", "0.1", "--solver", "local", "--shard", "use")
     assert "parameters are gathered by fpipe.shard(gather='use')" in said
