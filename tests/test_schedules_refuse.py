@@ -43,8 +43,8 @@ S.group_interleaved(4, group=5)
     ValueError: from 2 to 4 for 4 ranks (with fewer, the ranks wait for each other for ever; more hold
 on(S.kimi_k2(3), 4)
     ProgramError: kimi_k2: 4 stages on 3 ranks leave some ranks more chunks than others;
-S.one_f_one_b_overlap(2, placement=[0, 1, 0])
-    ValueError: placement is 'linear' or a list of the rank of each stage, from 0 to 1 in order; found [0, 1, 0].
+on(S.one_f_one_b_overlap(4), 3)
+    ProgramError: 4 ranks for 3 stages: each rank needs a stage.
 S.interleaved_overlap(2, chunks=0)
     ValueError: chunks is a whole number, at least 1; found 0.
 on(S.interleaved_overlap(2, chunks=3), 4)

@@ -66,20 +66,17 @@ def together(
             yield "W", stage, other, None
 
 
-def _overlapping(ranks: int, chunks: int | None, placement: str | Sequence[int]) -> Transform:
+def _overlapping(ranks: int, chunks: int | None) -> Transform:
     """Warm up with a forward more than interleaved 1F1B, then each backward together with a forward.
 
-    Args:
-        chunks: of neighbouring stages a rank has; None where each stage is one.
-        placement: of one chunk a rank, where each stage is.
+    A rank has so many chunks of neighbouring stages, or (None) each of its stages is one.
     """
 
     @transforming
     def transform(program: Program) -> Program:
         stages, over = program.stages, exchanges_of(program)
         if chunks == 1:
-            kept = placement == "linear"
-            placed = in_order(program, ranks) if kept else stage_ranks(placement, stages, ranks)
+            placed = in_order(program, ranks)
             parts = [[[stage for stage, at in enumerate(placed) if at == rank]] for rank in range(ranks)]
         else:
             many = stages if chunks is None else ranks * chunks
@@ -112,17 +109,13 @@ def _row(context: RankContext, own: list[list[int]], over: Collection[int]) -> I
     idle="(p-1)T where a pair takes T; the makespan is pT + (m-1)P where it takes P",
     peak="min(m, 2(p-1-r) + 2)",
 )
-def one_f_one_b_overlap(ranks: int, *, placement: str | Sequence[int] = "linear") -> Transform:
+def one_f_one_b_overlap(ranks: int) -> Transform:
     """1F1B in which a forward and a backward of two microbatches run at once, so that exchanges hide behind work.
 
     Rank r of p warms up with 2(p-r-1) + 1 forwards, one more than `eager_1f1b`: then the backward beside a forward is
     always of another microbatch. Both are a PAIR, or, of stages some of which are exchanges (`fpipe.exchange`), their
-    stages in turn, each exchange started as soon as its data are there.
-
-    Args:
-        ranks: how many.
-        placement: the rank of each stage, a list such as `[0, 0, 0, 1, 1]`; "linear" keeps such a list where
-            `place` gave one before, or cuts into equally many.
+    stages in turn, each exchange started as soon as its data are there. Places that go up, as in
+    `fpipe.place([0, 0, 0, 1, 1])` before it, are kept.
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b_overlap(2))(fpipe.program(2))
@@ -130,13 +123,7 @@ def one_f_one_b_overlap(ranks: int, *, placement: str | Sequence[int] = "linear"
     rank 0 |    0F0       0F1       0F2    (0F3;0B0)    0B1       0B2       0B3
     rank 1 |     .        1F0    (1F1;1B0) (1F2;1B1) (1F3;1B2)    1B3        .
     """
-    listed = not isinstance(placement, str) and isinstance(placement, Sequence)  # pyright: ignore[reportUnnecessaryIsInstance]
-    if placement != "linear" and not (listed and [*placement] == sorted(placement) and {*placement} == {*range(ranks)}):
-        raise ValueError(
-            f"placement is 'linear' or a list of the rank of each stage, from 0 to {ranks - 1} in order; found "
-            f"{placement!r}."
-        )
-    return _overlapping(ranks, 1, placement)
+    return _overlapping(ranks, 1)
 
 
 @published(
@@ -166,4 +153,4 @@ def interleaved_overlap(ranks: int, *, chunks: int | None = None) -> Transform:
     """
     if chunks is not None:
         whole("chunks", chunks)
-    return _overlapping(ranks, chunks, "linear")
+    return _overlapping(ranks, chunks)
