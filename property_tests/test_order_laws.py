@@ -47,7 +47,7 @@ def test_tasks_are_played_as_lanes_define(
     played = known.play(flats)
     assert played.ends[:-1] == [defined[op][1] for op in known.ops]
     assert (played.makespan, played.span) == pytest.approx((timeline.makespan, timeline.span))
-    assert known.peak(known.rows) == [*timeline.peak]
+    assert [known.held(flat) / share for flat, share in zip(flats, known.shares, strict=True)] == [*timeline.peak]
     done = [data.draw(st.integers(0, len(flat))) for flat in flats]
     assert known.play(flats, known=played.ends, done=done).ends == played.ends
 

@@ -191,7 +191,7 @@ class Hunt:
         variants = self._variants(base)
         for variant in variants if full_are_cheaper(wanted.costs, base) else variants[-1:]:
             program = place(placement)(variant)
-            self._seen(simulate(program, wanted.costs))
+            self.least = min(self.least, max(simulate(program, wanted.costs).peak))
             tasks = tasks_of(program, wanted.costs)
             if tasks is None:
                 continue
@@ -325,16 +325,14 @@ class Hunt:
 
     def consider(self, program: Program, timeline: Timeline) -> bool:
         """Keep a program if it is the best that fits; whether it fits."""
-        self._seen(timeline)
-        if max(timeline.peak) > self.wanted.cap * (1 + 1e-9):
+        peak = max(timeline.peak)
+        self.least = min(self.least, peak)
+        if peak > self.wanted.cap * (1 + 1e-9):
             return False
         value = self.wanted.value(timeline)
         if self.best is None or value < self.best.value:
             self.best = Candidate(program, timeline, value)
         return True
-
-    def _seen(self, timeline: Timeline) -> None:
-        self.least = min(self.least, max(timeline.peak))
 
 
 def rank_of(row: NamedRow, objective: str) -> tuple[bool, float, float]:

@@ -47,11 +47,8 @@ def rules(seed: int) -> Iterator[Rule]:
     yield from RULES
     random = Random(seed)
     while True:
-        yield Rule((random.uniform(0, 3), random.uniform(0, 3), random.choice((2.0, 5.0, 100.0))), *_slope(random))
-
-
-def _slope(random: Random) -> tuple[float, float]:
-    return random.uniform(-0.5, 0.5), random.uniform(0, 1)
+        kinds = random.uniform(0, 3), random.uniform(0, 3), random.choice((2.0, 5.0, 100.0))
+        yield Rule(kinds, random.uniform(-0.5, 0.5), random.uniform(0, 1))
 
 
 class ListOrders:

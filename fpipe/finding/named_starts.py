@@ -48,9 +48,11 @@ def named_starts(
             continue
         if schedule.refuses(ranks, program.stages, program.microbatches) is not None:
             continue
-        told = _told(takes, costs, objective)
+        told = {word: value for word, value in (("costs", costs), ("objective", objective)) if word in takes}
         said = _ways(takes, ranks, program.stages, cap if cap < most else None)
-        ways = {"": told, WITHOUT: {}} if chooses(name) else {"": told}  # without costs it may hold less
+        ways: dict[str, dict[str, Any]] = {"": told}
+        if chooses(name):  # without costs it may hold less
+            ways[WITHOUT] = {}
         if by_cost and cap >= 1:
             # Without costs it is there in a moment, and holds as much as with them.
             published = schedule.factory(ranks)
@@ -103,9 +105,3 @@ def _ways(takes: Collection[str], ranks: int, stages: int, cap: float | None) ->
     if "cap" in takes and cap is not None:
         said += [options | {"cap": cap} for options in said]
     return said
-
-
-def _told(takes: Mapping[str, object], costs: Costs, objective: str) -> dict[str, Any]:
-    """Arguments for a schedule, of those it has parameters for."""
-    known = {"costs": costs, "objective": objective}
-    return {word: value for word, value in known.items() if word in takes}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from fpipe.finding.climber import Climber
+from fpipe.finding.op_facts import again_of
 from fpipe.orders.climb import Value, worth
 from fpipe.orders.stretch import Rows
 from fpipe.orders.tasks import Tasks
@@ -76,11 +77,41 @@ def improve(
         An entry for each order that was improved, the best first; and whether Ctrl-C stopped it.
     """
     starts = _different(pool)
-    climbers = [(entry, _climber(entry, objective, seed + at)) for at, entry in enumerate(starts[:WIDTH])]
+    climbers = [
+        (entry, Climber(entry.tasks, entry.rows, entry.limits, objective, seed + at))
+        for at, entry in enumerate(starts[:WIDTH])
+    ]
     done: list[tuple[Entry, Climber]] = []
     stopped = False
     try:
-        _in_turn(starts, climbers, done, objective, effort, seed, told)
+        left, number, turn = effort, len(climbers), 0
+        while climbers and left > 0:
+            turn += 1
+            for entry, climber in climbers:
+                before = climber.climb.steps
+                price = _price(entry)
+                steps = min(ROUND, 1 + int(effort / (ROUNDS * price)), 1 + int(left / price))
+                climber.on(steps, entry.floor * (1 + 1e-9))
+                left -= max(1, climber.climb.steps - before) * price
+                if left <= 0:
+                    break
+            climbers.sort(key=lambda one: one[1].climb.best.value)
+            best, floor = climbers[0][1].climb.best.value[0], climbers[0][0].floor
+            told(effort - max(left, 0.0), best)
+            if best <= floor * (1 + 1e-9) and all(entry.floor >= best * (1 - 1e-9) for entry, _ in climbers):
+                break
+            out = [one for one in climbers if one[0].floor >= best * (1 - 1e-9)]
+            rest = [one for one in climbers if one not in out]
+            if turn % 3 == 0 and len(rest) > 2:
+                drop = max(1, len(rest) // 3)
+                out, rest = [*out, *rest[-drop:]], rest[:-drop]
+            tired = [one for one in rest[1:] or rest if one[1].climb.steps - one[1].climb.since > IDLE]
+            done += [*out, *tired]
+            climbers[:] = [one for one in rest if one not in tired]
+            for _ in tired or ([] if climbers else out[:1]):
+                entry = starts[number % len(starts)]
+                climbers.append((entry, Climber(entry.tasks, entry.rows, entry.limits, objective, seed + number)))
+                number += 1
     except KeyboardInterrupt:
         stopped = True
     found = [
@@ -95,55 +126,13 @@ def _different(pool: Sequence[Entry]) -> list[Entry]:
     those that are worth the same."""
     groups: dict[tuple[object, ...], dict[Value, Entry]] = {}
     for entry in sorted(pool, key=lambda entry: entry.value):
-        groups.setdefault((entry.tasks.program.placement, entry.tasks.again), {}).setdefault(entry.value, entry)
+        groups.setdefault((entry.tasks.program.placement, again_of(entry.tasks.program)), {}).setdefault(
+            entry.value, entry
+        )
     turns = zip_longest(*(group.values() for group in groups.values()))
     return [entry for turn in turns for entry in turn if entry is not None]
-
-
-def _in_turn(
-    starts: Sequence[Entry],
-    climbers: list[tuple[Entry, Climber]],
-    done: list[tuple[Entry, Climber]],
-    objective: str,
-    effort: float,
-    seed: int,
-    told: Callable[[float, float], None],
-) -> None:
-    """Let climbers climb a round each, until the effort is spent or the best is at its floor."""
-    left, number, turn = effort, len(climbers), 0
-    while climbers and left > 0:
-        turn += 1
-        for entry, climber in climbers:
-            before = climber.climb.steps
-            price = _price(entry)
-            steps = min(ROUND, 1 + int(effort / (ROUNDS * price)), 1 + int(left / price))
-            climber.on(steps, entry.floor * (1 + 1e-9))
-            left -= max(1, climber.climb.steps - before) * price
-            if left <= 0:
-                break
-        climbers.sort(key=lambda one: one[1].climb.best.value)
-        best, floor = climbers[0][1].climb.best.value[0], climbers[0][0].floor
-        told(effort - max(left, 0.0), best)
-        if best <= floor * (1 + 1e-9) and all(entry.floor >= best * (1 - 1e-9) for entry, _ in climbers):
-            break
-        out = [one for one in climbers if one[0].floor >= best * (1 - 1e-9)]
-        rest = [one for one in climbers if one not in out]
-        if turn % 3 == 0 and len(rest) > 2:
-            drop = max(1, len(rest) // 3)
-            out, rest = [*out, *rest[-drop:]], rest[:-drop]
-        tired = [one for one in rest[1:] or rest if one[1].climb.steps - one[1].climb.since > IDLE]
-        done += [*out, *tired]
-        climbers[:] = [one for one in rest if one not in tired]
-        for _ in tired or ([] if climbers else out[:1]):
-            entry = starts[number % len(starts)]
-            climbers.append((entry, _climber(entry, objective, seed + number)))
-            number += 1
 
 
 def _price(entry: Entry) -> float:
     """Price of a change, in played ops: to play those it has, and as long as 80 take to make it."""
     return len(entry.tasks.ops) * entry.tasks.price + 80
-
-
-def _climber(entry: Entry, objective: str, seed: int) -> Climber:
-    return Climber(entry.tasks, entry.rows, entry.limits, objective, seed)

@@ -127,22 +127,38 @@ def search(
     the best schedule by name is zbv:memory_cap=1.5 with 138
     """
     base = _base(what, microbatches)
-    costs = _all_costs(costs, base)
-    wanted = _wanted(base, costs, ranks, placement, memory_cap, objective, split_backward, seed, without)
+    costs = the_costs(costs, base)
+    for op in base.ops:  # none is missing
+        costs.seconds(op)
     seconds = _number("seconds", seconds)
-    if solver not in get_args(Solver):
-        raise ValueError(f'solver is "auto", "local" or "cp-sat", found {solver!r}.')
-    if solver == "cp-sat" and not installed():
+    if split_backward not in (True, False, "auto"):
+        raise ValueError(f'split_backward is True, False or "auto", found {split_backward!r}.')
+    if isinstance(without, str):
+        raise ValueError(f"without lists names of schedules, such as ('chimera',); found {without!r}.")
+    for name in without:
+        about(name)
+    cap = math.inf if memory_cap is None else _number("memory_cap", memory_cap)
+    wanted = Wanted(
+        whole("ranks", ranks),
+        costs,
+        cap,
+        _one_of("objective", objective, Objective),
+        _placements(placement, base, ranks),
+        free=placement == "any",
+        halves=None if split_backward == "auto" else bool(split_backward),
+        seed=whole("seed", seed, least=0, most=math.inf),
+        without=frozenset(without),
+        choose=checkpoint == "auto" and cap < math.inf,
+        offload=_one_of("offload", offload, Offload) == "auto",
+        microbatches=base.microbatches,
+    )
+    if _one_of("solver", solver, Solver) == "cp-sat" and not installed():
         raise ModuleNotFoundError(
             'solver="cp-sat" needs OR-tools: pip install \'fpipe[schedules]\'. Without it (solver="local") the search '
             "finds the same order nearly always, but proves less: the bound is that of fpipe.bounds."
         )
-    if offload not in get_args(Offload):
-        raise ValueError(f'offload is "auto" or "never", found {offload!r}.')
     if progress is not None and not callable(progress):
         raise TypeError(f"progress is a function progress(share, best, bound), found {progress!r}.")
-    wanted = replace(wanted, microbatches=base.microbatches)
-    wanted = replace(wanted, choose=checkpoint == "auto" and wanted.cap < math.inf, offload=offload == "auto")
     policy = "never" if checkpoint == "auto" and not wanted.choose else checkpoint
     bases = _recomputing(base, policy)
     short = short_of(base, wanted) if policy in ("never", "auto") else None
@@ -159,19 +175,13 @@ def search(
 
 def _base(what: Program | Model | int, microbatches: int | None) -> Program:
     """The program to order, in microbatches."""
-    if isinstance(what, Program):
-        if microbatches is not None:
-            raise ValueError("microbatches= goes with a Model or a number of stages; a program is split already.")
-        return what
-    return chain(split(whole("microbatches", microbatches)), merge())(base_program(what))
-
-
-def _all_costs(costs: Costs | None, base: Program) -> Costs:
-    """The costs, of which none is missing."""
-    costs = the_costs(costs, base)
-    for op in base.ops:
-        costs.seconds(op)
-    return costs
+    if not isinstance(what, Program):
+        return chain(split(whole("microbatches", microbatches)), merge())(base_program(what))
+    if microbatches is not None:
+        raise ValueError("microbatches= goes with a Model or a number of stages; a program is split already.")
+    if what.slices > 1:
+        raise ProgramError("search orders whole microbatches; for slices of a sequence use fpipe.schedules.seq1f1b.")
+    return what
 
 
 def _number(word: str, given: object) -> float:
@@ -180,31 +190,15 @@ def _number(word: str, given: object) -> float:
     return float(given)
 
 
-def _wanted(
-    base: Program,
-    costs: Costs,
-    ranks: object,
-    placement: Any,
-    memory_cap: object,
-    objective: str,
-    halves: object,
-    seed: object,
-    without: Collection[str],
-) -> Wanted:
-    """The request, checked."""
-    ranks = whole("ranks", ranks)
-    if base.slices > 1:
-        raise ProgramError("search orders whole microbatches; for slices of a sequence use fpipe.schedules.seq1f1b.")
-    if objective not in get_args(Objective):
-        raise ValueError(f'objective is "makespan" or "span", found {objective!r}.')
-    if halves not in (True, False, "auto"):
-        raise ValueError(f'split_backward is True, False or "auto", found {halves!r}.')
-    seed = whole("seed", seed, least=0, most=math.inf)
-    if isinstance(without, str):
-        raise ValueError(f"without lists names of schedules, such as ('chimera',); found {without!r}.")
-    for name in without:
-        about(name)
-    cap = math.inf if memory_cap is None else _number("memory_cap", memory_cap)
+def _one_of(word: str, given: str, kind: Any) -> str:
+    *others, last = [f'"{one}"' for one in get_args(kind)]
+    if given not in get_args(kind):
+        raise ValueError(f"{word} is {', '.join(others)} or {last}, found {given!r}.")
+    return given
+
+
+def _placements(placement: Any, base: Program, ranks: int) -> tuple[tuple[int, ...], ...]:
+    """The ranks of stages that are tried."""
     words = ("linear", "looped", "v") if placement == "any" else (placement,)
     if isinstance(placement, str) and placement not in ("any", "linear", "looped", "v"):
         raise ValueError(f'placement is "any", "linear", "looped", "v" or the rank of each stage, found {placement!r}.')
@@ -212,10 +206,7 @@ def _wanted(
     odd = next((where for where in listed if {*where} != {*range(ranks)}), None)
     if odd is not None:
         raise ValueError(f"a placement has a stage for each of the ranks 0..{ranks - 1}, and no others; found {odd}.")
-    choice = None if halves == "auto" else bool(halves)
-    return Wanted(
-        ranks, costs, cap, objective, tuple(dict.fromkeys(listed)), placement == "any", choice, seed, frozenset(without)
-    )
+    return tuple(dict.fromkeys(listed))
 
 
 def _recomputing(base: Program, policy: Any) -> list[Program]:
@@ -226,10 +217,6 @@ def _recomputing(base: Program, policy: Any) -> list[Program]:
         return [recompute(policy)(base)]
     first = [recompute(lambda stage, microbatch, most=most: stage < most)(base) for most in range(1, base.stages + 1)]
     return [base, *first]
-
-
-def _quiet(share: float, best: float, bound: float) -> None:
-    """No progress is asked for."""
 
 
 class _Search:
@@ -247,7 +234,7 @@ class _Search:
     ) -> None:
         self.plain, self.bases, self.wanted = plain, bases, wanted
         self.seconds, self.by_solver = seconds, by_solver
-        self.progress = progress or _quiet
+        self.progress: Progress = progress or (lambda share, best, bound: None)
         self.local = min(2.0, seconds / 4) if by_solver else seconds
         self.hunt = Hunt(searched, wanted, self._told)
         self.long = None if searched[0] is bases[0] else Hunt(bases, wanted, self._told)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from typing import Literal
@@ -106,10 +106,6 @@ class LinearPipeline:
         """Seconds that the busiest rank needs for one microbatch."""
         seconds, stages = self.seconds, self.stages
         return max(sum(seconds[kind * stages + one] for kind in range(3) for one in own) for own in self.tracks)
-
-    def with_microbatches(self, microbatches: int) -> LinearPipeline:
-        """Replace the number of microbatches."""
-        return replace(self, microbatches=microbatches)
 
     def worth(self, found: tuple[float, float]) -> tuple[float, float]:
         """Worth of a makespan and span, the less the better: first the makespan, if the span is not too long, or
@@ -324,18 +320,11 @@ def play(
         place[rank], free[rank], held[rank], done[rank] = at, time, holds, head
     if any(at < len(row) for at, row in zip(place, rows, strict=True)):
         return NEVER
-    return _lengths(pipeline, [queue[head:] for queue, head in zip(waiting, done, strict=True)], free, first, full)
-
-
-def _lengths(
-    pipeline: LinearPipeline, rest: list[list[int]], free: list[float], first: list[float], full: list[TrackRow] | None
-) -> tuple[float, float]:
-    """Makespan and span, once each rank has also done the rest of its W."""
     makespan = span = 0.0
-    for rank, tracks in enumerate(rest):
+    for rank, end in enumerate(free):  # 6. the rest of the W
+        rest = waiting[rank][done[rank] :]
         if full is not None:
-            full[rank] += tracks
-        end = free[rank] + sum([pipeline.seconds[track] for track in tracks])
-        makespan = max(makespan, end)
-        span = max(span, end - first[rank])
+            full[rank] += rest
+        end += sum([seconds[track] for track in rest])
+        makespan, span = max(makespan, end), max(span, end - first[rank])
     return makespan, span

@@ -114,11 +114,6 @@ class Tasks:
                     open_ones.append((at, takes))
         return found
 
-    @cached_property
-    def again(self) -> frozenset[tuple[int | None, int | None]]:
-        """Stages and microbatches that are recomputed."""
-        return frozenset((op.stage, op.microbatch) for op in self.ops if op.kind == "R")
-
     def follows(self, op: int, first: int) -> bool:
         """Whether an op needs another one, itself or through others."""
         todo = [op]
@@ -160,10 +155,6 @@ class Tasks:
                 most = now
             now -= self.drops[op]
         return most
-
-    def peak(self, rows: Rows) -> list[float]:
-        """Microbatches that each rank holds at most, as `Timeline.peak` has them."""
-        return [self.held(self.flat(row)) / share for row, share in zip(rows, self.shares, strict=True)]
 
     def play(
         self,

@@ -38,7 +38,7 @@ def linear_order(pipeline: LinearPipeline, effort: int) -> list[TrackRow]:
     Args:
         effort: how many ops may be played.
     """
-    short = pipeline.with_microbatches(min(pipeline.microbatches, 3 * pipeline.ranks))
+    short = replace(pipeline, microbatches=min(pipeline.microbatches, 3 * pipeline.ranks))
     mean = [sum(pipeline.seconds[at : at + pipeline.ranks]) / pipeline.ranks for at in (0, pipeline.ranks)]
     there_and_back = mean[0] + mean[1] + sum(pipeline.ways) / max(1, pipeline.ranks - 1)
     most = there_and_back / mean[0] if mean[0] else pipeline.microbatches
@@ -85,7 +85,7 @@ def v_order(pipeline: LinearPipeline, effort: int, polish: int = 0) -> list[Trac
     pipeline, drawn = _no_longer_than_drawn(pipeline)
     if at_floor(pipeline, drawn.value):
         return drawn.full(pipeline)
-    short, _ = _no_longer_than_drawn(pipeline.with_microbatches(min(pipeline.microbatches, 2 * pipeline.ranks)))
+    short, _ = _no_longer_than_drawn(replace(pipeline, microbatches=min(pipeline.microbatches, 2 * pipeline.ranks)))
     known = _of_a_short_step(short, effort, polish)
     if pipeline.microbatches == short.microbatches:
         orders, trials = [*known.orders], known.trials[:2]
@@ -139,7 +139,7 @@ def _likely(pipeline: LinearPipeline, ways: list[Way]) -> list[Way]:
     """The ways that are best in the end, as told from two steps between: each microbatch more adds the same."""
     first = LONG // 2 * pipeline.ranks + pipeline.microbatches % (2 * pipeline.ranks)
     steps = [
-        _no_longer_than_drawn(pipeline.with_microbatches(count))[0] for count in (first, first + 2 * pipeline.ranks)
+        _no_longer_than_drawn(replace(pipeline, microbatches=count))[0] for count in (first, first + 2 * pipeline.ranks)
     ]
     more = (pipeline.microbatches - steps[1].microbatches) / (2 * pipeline.ranks)
 
