@@ -446,20 +446,15 @@ def test_tensors_without_data_go_through_a_step_and_leave_no_trace():
 
     model, step = built(arithmetic, arithmetic)
     params, batch = tuple({"w": torch.randn(4, 4)} for _ in range(2)), (torch.randn(6, 4), torch.randn(6, 4))
-    one = fpipe.linearize(arithmetic, params[0], batch[0])
     with FakeTensorMode() as mode:
         fakes = tree_map(mode.from_tensor, (params, batch))
-        y, res = one.forward(fakes[0][0], fakes[1][0])
-        dx, wres = one.backward_input(fakes[0][0], res, y)
-        assert one.backward_weight(fakes[0][0], wres)["w"].shape == (4, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
             with mode:
-                assert type(step(*fakes).grads[0]["w"]) is type(dx)
+                assert type(step(*fakes).grads[0]["w"]) is type(fakes[1][0])
             assert step(*tree_map(lambda leaf: leaf.to("meta"), (params, batch))).loss.is_meta
             assert same(step(params, batch), fpipe.reference(model, params, batch, microbatches=2))
-    assert torch.equal(one.forward(params[0], batch[0])[0], arithmetic(params[0], batch[0]))
 
 
 def test_helpers_under_a_decorator_are_looked_at_once():

@@ -23,7 +23,7 @@ from fpipe import tree
 from fpipe.graphs.compiling.code import compiled, source
 from fpipe.graphs.compiling.cut import Cut
 from fpipe.graphs.language.graph import Graph, Name, aval
-from fpipe.graphs.purity.ambient import Untraceable, in_fake_mode, raw_ops
+from fpipe.graphs.purity.ambient import Untraceable, raw_ops
 from fpipe.graphs.purity.sharded import local_of, sharded_as
 from fpipe.graphs.tracing.stage_call import Spec, StageCall, wanting, wants
 from fpipe.graphs.tracing.trace_cache import Traces
@@ -97,7 +97,7 @@ class Linearized:
                 self._check(name, label, names, lists[label])
         with raw_ops():
             lists["params"] = [*map(local_of, lists["params"])]
-            return (self._in_fake_mode if in_fake_mode() else self._functions)[name](*lists.values())
+            return self._functions[name](*lists.values())
 
     def _check(self, name: str, label: str, names: Sequence[Name | None], leaves: Sequence[Any]) -> None:
         """A ValueError for tensors that the graph is not for: its views and sizes are those it was traced with."""
@@ -133,10 +133,6 @@ class Linearized:
     @cached_property
     def _functions(self) -> dict[str, Callable[..., Any]]:
         return {name: compiled(graph, name) for name, graph in self.graphs.items()}
-
-    @cached_property
-    def _in_fake_mode(self) -> dict[str, Callable[..., Any]]:
-        return {name: compiled(graph, name, ready=False) for name, graph in self.graphs.items()}
 
     def __str__(self) -> str:
         return "\n\n".join(source(graph, name) for name, graph in self.graphs.items())

@@ -14,7 +14,7 @@ from fpipe import tree
 from fpipe.graphs.language.graph import is_strided
 from fpipe.graphs.purity.pure import pure
 from fpipe.graphs.purity.sharded import placed_as
-from fpipe.graphs.tracing.keys import seed_of, seeded
+from fpipe.graphs.tracing.keys import seeded, seeder
 from fpipe.graphs.tracing.outputs import call_stage, copied, loss_of, outputs_of, split_output
 from fpipe.graphs.tracing.rows import of_each_row, rows_of
 from fpipe.graphs.tracing.way_back import refuse_missing_gradients
@@ -102,7 +102,7 @@ def forward(
             for k, source in enumerate(model.sources(number))
         ]
         x = tuple(taken) if isinstance(model.inputs[number], tuple) else taken[0]
-        seed = None if key is None else seed_of(key, number, *place)
+        seed = None if key is None else seeder(number, *place)(key)
         said = {"state": states[number], "key": seed, "microbatch": index, "carry": carries[number]}
         with seeded(seed, who_draws(model, number)):
             with pure(stage.forward, model.who(number), (x, own[number], carries[number])):

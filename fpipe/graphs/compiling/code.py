@@ -37,10 +37,8 @@ from fpipe.torch_private.dispatch import (
 )
 
 
-def compiled(graph: Graph, name: str = "run", ready: bool = True) -> Callable[..., Any]:
+def compiled(graph: Graph, name: str = "run") -> Callable[..., Any]:
     """A function of a list for each label that the graph reads; it gives a list for each that it writes.
-
-    Unless `ready`, numbers are made into tensors at each call, as a mode for fake tensors wants it.
 
     >>> from fpipe.graphs.language.graph import Graph, Name, Node
     >>> double = Node(Name("y_0"), torch.ops.aten.add.Tensor, (Name("x_0"), Name("x_0")), {})
@@ -48,7 +46,7 @@ def compiled(graph: Graph, name: str = "run", ready: bool = True) -> Callable[..
     >>> run([torch.ones(2)])
     ([tensor([2., 2.])],)
     """
-    text, objects = _written(_with_ready_numbers(graph) if ready else graph, name)
+    text, objects = _written(_with_ready_numbers(graph), name)
     exec(_code(text, name), objects)
     return objects[name]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import count
@@ -120,6 +120,30 @@ class Graph:
                 found.add(name)
                 todo.extend(written[name].reads)
         return found
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The outline of a function: what it reads and writes, and what it ran.
+
+    Attributes:
+        reads, writes: a fact for each tensor leaf, by label; other leaves as they are. Facts of one storage number
+            share their memory.
+        ran, numbers: the ops, by name, and the numbers that they were handed.
+        python: whether its gradient is partly Python, which may ask what is wanted of it.
+        specs: the containers around what it writes.
+    """
+
+    reads: Mapping[str, Sequence[Any]]
+    writes: Mapping[str, Sequence[Any]]
+    ran: tuple[str, ...]
+    numbers: tuple[Any, ...]
+    python: bool
+    specs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def avals(self, label: str) -> tuple[Any, ...]:
+        """The avals of what is written under a label, other leaves as they are."""
+        return tuple(leaf.aval if isinstance(leaf, Fact) else leaf for leaf in self.writes[label])
 
 
 def checks(graph: Graph) -> tuple[list[Name], list[Name]]:

@@ -64,13 +64,8 @@ def _scrambled(z: int) -> int:
 _of_stage = lru_cache(maxsize=1024)(_mixed)  # one for all microbatches of a step
 
 
-def seed_of(key: int, stage: int, microbatch: int, piece: int | None = None) -> int:
-    """The seed of a stage's forward for a microbatch (and slice of its sequences): they are folded into the key."""
-    return seeder(stage, microbatch, piece)(key)
-
-
 def seeder(stage: int, microbatch: int, piece: int | None = None) -> Callable[[int], int]:
-    """`seed_of` for one place and many keys.
+    """`fold_in` of a stage and a microbatch (and slice of its sequences), as often as a step has keys.
 
     >>> seeder(1, 2)(7) == fold_in(7, 1, 2), seeder(1, 2, 3)(7) == fold_in(7, 1, 2, 3)
     (True, True)

@@ -17,32 +17,23 @@ class LRUCache(Generic[K, V]):
 
     >>> known = LRUCache(2)
     >>> known["a"], known["b"] = 1, 2
-    >>> known["a"]
+    >>> known.get("a")
     1
     >>> known["c"] = 3
-    >>> "a" in known, "b" in known
-    (True, False)
+    >>> known.get("b", "gone")
+    'gone'
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._kept: OrderedDict[K, V] = OrderedDict()
 
-    def __contains__(self, key: K) -> bool:
-        return key in self._kept
-
-    def __getitem__(self, key: K) -> V:
-        found = self._kept[key]
-        with suppress(KeyError):  # another thread may have pushed it out since
-            self._kept.move_to_end(key)
-        return found
-
     def get(self, key: K, default: D = None) -> V | D:
         """The value of a key, or the default."""
-        try:
-            return self[key]
-        except KeyError:
-            return default
+        found = self._kept.get(key, default)
+        with suppress(KeyError):  # it is not there, or another thread has pushed it out since
+            self._kept.move_to_end(key)
+        return found
 
     def once(self, key: K, make: Callable[[], V]) -> V:
         """The value of a key, made if there is none yet."""

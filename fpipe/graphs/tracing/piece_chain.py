@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.language.graph import Aval, Fact, Graph, alias
+from fpipe.graphs.language.graph import Aval, Fact, Graph, Outline, alias
 from fpipe.graphs.language.labels import cotangent_of, is_input, label_at
 from fpipe.graphs.tracing.joined_pieces import Moved, PieceValue, Places, TracedPiece, fact_of, joined
 from fpipe.graphs.tracing.outputs import outputs_of
@@ -94,19 +94,18 @@ class Chain:
     writes: Mapping[str, Sequence[Any]]
     specs: Mapping[str, Spec]
 
-    def outline(
-        self, outline: Callable[[PieceCall], Any]
-    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]], tuple[str, ...], bool]:
+    def outline(self, outline: Callable[[PieceCall], Outline]) -> Outline:
         """The outline of the whole stage, from the outlines of its pieces."""
         reads = {label: [*map(fact_of, leaves)] for label, leaves in self.reads.items()}
         known: dict[PieceValue, Any] = {value: reads[label][at] for value, (label, at) in self.takes.items()}
         made = [outlined for _, outlined in self._followed(outline, known)]
         writes = {label: [known.get(leaf, leaf) for leaf in leaves] for label, leaves in self.writes.items()}
-        return reads, writes, tuple(op for one in made for op in one.ran), any(one.python for one in made)
+        ran, python = tuple(op for one in made for op in one.ran), any(one.python for one in made)
+        return Outline(reads, writes, ran, (), python, self.specs)
 
     def graph(
         self,
-        outline: Callable[[PieceCall], Any],
+        outline: Callable[[PieceCall], Outline],
         trace: Callable[[PieceCall, dict[str, tuple[Any, ...]]], Graph],
         cotangents: Mapping[str, tuple[Any, ...]],
     ) -> Graph:
@@ -132,8 +131,8 @@ class Chain:
         return joined(parts, self.takes, self.reads, self.writes, cotangents)
 
     def _followed(
-        self, outline: Callable[[PieceCall], Any], known: dict[PieceValue, Any]
-    ) -> Iterator[tuple[PieceCall, Any]]:
+        self, outline: Callable[[PieceCall], Outline], known: dict[PieceValue, Any]
+    ) -> Iterator[tuple[PieceCall, Outline]]:
         """The call of each piece and its outline; meanwhile what is made gets known."""
         for piece in self.pieces:
             call = PieceCall(piece, known)

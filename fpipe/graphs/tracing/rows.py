@@ -18,8 +18,7 @@ def rows_of(leaves: Iterable[Any]) -> int:
 
 def of_each_row(leaves: Sequence[Any], rows: int) -> list[Any]:
     """The parameters of a stage, each with a dimension of rows in front."""
-    return [_of_each_row(leaf, rows) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-
-def _of_each_row(leaf: Tensor, rows: int) -> Tensor:
-    return leaf.detach().expand(rows, *leaf.shape).requires_grad_(leaf.requires_grad)
+    return [
+        leaf.detach().expand(rows, *leaf.shape).requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
+    ]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fpipe.graphs.language.graph import Aval, Fact, Graph, Name, Node, fact, without_repeated_views
+from fpipe.graphs.language.graph import Aval, Fact, Graph, Name, Node, Outline, fact, without_repeated_views
 from fpipe.graphs.language.labels import gradient_of, is_input, is_parameter, result_of, variable
 from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.graphs.purity.pure import Impure
@@ -45,29 +45,19 @@ Around = Callable[[Mapping[str, list[Any]], Callable[[], Any]], Any]
 _aten = torch.ops.aten
 
 
-Outlined = tuple[dict[str, list[Any]], dict[str, list[Any]], tuple[str, ...], tuple[Any, ...], bool]
-
-
-def outline(function: Flat, reads: Groups, apart: bool = False, model: Model | None = None) -> Outlined:
-    """Outline what a function reads and writes, by running it on fake tensors.
-
-    Returns:
-        A fact for each tensor leaf that it reads, the same for what it writes; other leaves as they are. Facts of one
-        storage number share their memory. The ops that ran, by name, and the numbers that they were handed. And whether
-        its gradient is partly Python, which may ask what is wanted of it.
+def outline(function: Flat, reads: Groups, apart: bool = False, model: Model | None = None) -> Outline:
+    """Outline a function, by running it on fake tensors.
 
     >>> x = Aval((2, 3), (3, 1), torch.float32, torch.device("cpu"), wants=True)
-    >>> reads, writes, ran, *_ = outline(lambda given: {"y": [given["x"][0].t()]}, {"x": [x]})
-    >>> print(writes["y"][0].aval, writes["y"][0].storage == reads["x"][0].storage)
-    float32[3, 2] True
-    >>> ran
-    ('aten.t.default',)
+    >>> one = outline(lambda given: {"y": [given["x"][0].t()]}, {"x": [x]})
+    >>> print(one.avals("y")[0], one.writes["y"][0].storage == one.reads["x"][0].storage, one.ran)
+    float32[3, 2] True ('aten.t.default',)
     """
     with exclusive_generator(), _reasons(), fake_mode() as mode, no_leaks(mode):
-        return _outline(function, reads, apart, model)
+        return _outline(function, reads, apart, model)  # whose variables hold no tensor from here on
 
 
-def _outline(function: Flat, reads: Groups, apart: bool, model: Model | None) -> Outlined:
+def _outline(function: Flat, reads: Groups, apart: bool, model: Model | None) -> Outline:
     numbers: dict[int, int] = {}
     cached = torch.is_autocast_cache_enabled()
     with _in_this_thread(), _autocast_cache(cached), without_compiled_functions():
@@ -77,11 +67,12 @@ def _outline(function: Flat, reads: Groups, apart: bool, model: Model | None) ->
                 handed = _handed(_apart(given) if apart else given, reads)
                 made = function(handed)
             unseeded.check()
+        results = [*chain(*made.values())]
         if model is not None:
-            refuse_missing_gradients(model, chain(*made.values()), chain(*given.values(), *handed.values()))
-        refuse_max_gradients(chain(*made.values()))
+            refuse_missing_gradients(model, results, chain(*given.values(), *handed.values()))
+        refuse_max_gradients(results)
         facts = _facts(given, numbers), _facts(made, numbers)
-        return *facts, tuple(heard.ops), tuple(heard.numbers), partly_python(chain(*made.values()))
+        return Outline(*facts, tuple(heard.ops), tuple(heard.numbers), partly_python(results))
 
 
 class _Heard(TorchDispatchMode):
@@ -153,7 +144,7 @@ def trace(
         for label, at in places:
             given[label][at].requires_grad_(groups[label][at].wants)
         with _autocast_cache(cached), watched_memory():
-            shown[:] = _with_gradient(function, given, reads, cotangents, before, around or _just)
+            shown[:] = _with_gradient(function, given, reads, cotangents, before, around)
         return [leaf for _, leaves in shown for leaf in leaves if isinstance(leaf, Tensor)]
 
     with _reasons():
@@ -178,7 +169,7 @@ def _with_gradient(
     reads: Groups,
     cotangents: Groups,
     before: list[int],
-    around: Around,
+    around: Around | None,
 ) -> Iterator[tuple[str, list[Any]]]:
     """Results of the function, then the gradients of what wants one; `before` is told how many calls come first."""
     with _in_this_thread():
@@ -191,7 +182,7 @@ def _with_gradient(
             (root, start)
             for label in cotangents
             for root, start in zip(made[result_of(label)], given[label], strict=True)
-            if isinstance(root, Tensor) and root.requires_grad and start is not None
+            if _wants(root) and start is not None
         ]
         gradients = {label: name for label in reads if (name := gradient_of(label)) is not None}
         wanted = [leaf for label in gradients for leaf in given[label] if _wants(leaf)]
@@ -199,7 +190,7 @@ def _with_gradient(
         if pairs and wanted:
             roots, starts = zip(*pairs, strict=True)
             gradient: Any = partial(torch.autograd.grad, roots, wanted, starts, allow_unused=True)
-            found = iter(around(handed, gradient))
+            found = iter(gradient() if around is None else around(handed, gradient))
         for label, written in gradients.items():
             yield written, [next(found) if _wants(leaf) else None for leaf in given[label]]
 
@@ -225,10 +216,6 @@ def _handed(given: Mapping[str, list[Any]], reads: Groups) -> dict[str, list[Any
         return leaf if not isinstance(known, Aval) or known.sharding is None else known.sharding.whole(leaf)
 
     return {label: [*map(whole, given[label], known)] for label, known in reads.items()}
-
-
-def _just(given: Mapping[str, list[Any]], what: Callable[[], Any]) -> Any:
-    return what()
 
 
 def _wants(leaf: Any) -> bool:

@@ -9,16 +9,16 @@ these, by its operations: both are in one store, under keys of two kinds.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from enum import Enum
 from itertools import count
 from typing import Any
 
 import torch
 
-from fpipe.graphs.language.graph import Aval, Fact, Graph, Name, in_own_storage, inlined
+from fpipe.graphs.language.graph import Aval, Graph, Name, Outline, in_own_storage, inlined
 from fpipe.graphs.language.labels import variable
 from fpipe.graphs.purity.alike import alike
 from fpipe.graphs.purity.ambient import Untraceable, ambient
@@ -31,23 +31,6 @@ from fpipe.positional_stage import PositionalStage, of_net
 
 Cotangents = Mapping[str, tuple[Any, ...]]
 """By label the avals of the cotangents of a call, None where there is none."""
-
-
-@dataclass(frozen=True)
-class Outline:
-    """The outline of a call: a fact for each tensor leaf, the containers around what it writes, its ops
-    and the numbers that they were handed, and whether its gradient is partly Python."""
-
-    reads: Mapping[str, Sequence[Any]]
-    writes: Mapping[str, Sequence[Any]]
-    specs: Mapping[str, Spec]
-    ran: tuple[str, ...]
-    numbers: tuple[Any, ...]
-    python: bool
-
-    def avals(self, label: str) -> tuple[Any, ...]:
-        """The avals of what is written under a label, other leaves as they are."""
-        return tuple(leaf.aval if isinstance(leaf, Fact) else leaf for leaf in self.writes[label])
 
 
 class Store:
@@ -101,13 +84,11 @@ class Traces:
         chain = self._chain(call)
         if chain is not None:
             with suppress(NoChain):
-                reads, writes, ran, python = chain.outline(self._piece_outline)
-                return Outline(reads, writes, chain.specs, ran, (), python)
+                return chain.outline(self._piece_outline)
         self._refuse_new()
         specs = dict[str, Spec]()
-        function, apart = flat(self.model, call, specs), self._apart(call)
-        reads, writes, ran, numbers, python = outline(function, dict(call.reads), apart, self.model)
-        return Outline(reads, writes, specs, ran, numbers, python)
+        function = flat(self.model, call, specs)
+        return replace(outline(function, dict(call.reads), self._apart(call), self.model), specs=specs)
 
     def graph(self, call: StageCall, cotangents: Cotangents) -> Graph:
         """A call and its gradient as a graph, for cotangents with these avals (None where there is none)."""
@@ -151,8 +132,7 @@ class Traces:
 
         def outlined() -> Outline:
             self._refuse_new()
-            reads, writes, ran, numbers, python = outline(call, call.reads)
-            return Outline(reads, writes, {}, ran, numbers, python)
+            return outline(call, call.reads)
 
         return self._of_model().outlines.once((call.key, ambient()), outlined)
 

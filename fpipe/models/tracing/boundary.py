@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.tracing.keys import seed_of, seeded
+from fpipe.graphs.tracing.keys import fold_in, seeded
 
 _TRACING = threading.local()
 _SEEDING = threading.local()
@@ -61,7 +61,7 @@ def next_stage() -> None:
     """Where a function runs as a whole, draw from here on what the next stage draws."""
     if hasattr(_SEEDING, "stage"):
         _SEEDING.stage += 1
-        torch.manual_seed(seed_of(_SEEDING.key, _SEEDING.stage, _SEEDING.microbatch))
+        torch.manual_seed(fold_in(_SEEDING.key, _SEEDING.stage, _SEEDING.microbatch))
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def seeding(key: int = KEY, microbatch: int = 0) -> Generator[None]:
     """While a function runs as a whole, it draws in each stage the random numbers of a step's microbatch."""
     _SEEDING.stage, _SEEDING.key, _SEEDING.microbatch = 0, key, microbatch
     try:
-        with seeded(seed_of(key, 0, microbatch), "loss_fn"):
+        with seeded(fold_in(key, 0, microbatch), "loss_fn"):
             yield
     finally:
         del _SEEDING.stage

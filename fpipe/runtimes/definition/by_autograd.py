@@ -20,7 +20,7 @@ from fpipe import tree
 from fpipe.graphs.language.graph import alias
 from fpipe.graphs.purity.pure import pure
 from fpipe.graphs.purity.sharded import placed_as
-from fpipe.graphs.tracing.keys import seed_of, seeded
+from fpipe.graphs.tracing.keys import seeded, seeder
 from fpipe.graphs.tracing.outputs import call_stage, loss_of, outputs_of, refuse_odd_output, scaled, split_output
 from fpipe.graphs.tracing.rows import of_each_row, rows_of
 from fpipe.graphs.tracing.way_back import refuse_missing_gradients
@@ -145,7 +145,7 @@ class _Given:
         self.params = {**self.bundles[0], **ties} if ties else self.bundles[0]
         self.carry = tree.tree_map(_same_leaf, named["carry"][0]) if "carry" in named else None
         key, (state,) = context.key_of(op), named.get("state", [None])
-        self.seed = None if key is None else seed_of(key, number, context.number(op), op.slice)
+        self.seed = None if key is None else seeder(number, context.number(op), op.slice)(key)
         said = {"microbatch": context.number(op), "carry": self.carry, "key": self.seed, "state": state}
         self.said = {word: said[word] for word in self.stage.asks}
         self.x = tuple(self.taken) if isinstance(context.model.inputs[number], tuple) else self.taken[0]

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fpipe.graphs.compiling.cut import Cut
-from fpipe.graphs.language.graph import Aval, Fact, Graph
+from fpipe.graphs.language.graph import Aval, Fact, Graph, Outline
 from fpipe.graphs.language.labels import cotangent_of, differentiated, is_output, label_of, port_of
 from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.graphs.purity.pure import Impure, reads_update
 from fpipe.graphs.tracing.stage_call import StageCall, wants
-from fpipe.graphs.tracing.trace_cache import Outline, Traces
+from fpipe.graphs.tracing.trace_cache import Traces
 from fpipe.model import Model
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Op, Value
