@@ -280,8 +280,6 @@ class Centred(nn.Module):
             torch.lerp(self.mean, now, 0.1, out=self.mean)
         elif self.how == "a slice":
             self.mean[2:] = now[2:]
-        elif self.how == "data":
-            self.mean.data = self.mean + now
 
 
 def pre_hook(module: Any, args: Any) -> None:
@@ -410,17 +408,6 @@ def test_what_a_norm_remembers_is_not_read_in_silence(trace: bool):
     model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
     found = fpipe.build(merged(model, 4), model, trace=trace)(params, ROWS, state=state)
     assert_unsplit(model, found, one_by_one(net, ROWS)[0])
-
-
-def test_a_buffer_whose_data_is_assigned_is_told():
-    """A trace does not see it, and once kept what the buffer was."""
-    model, params, state = fpipe.from_sequential(
-        twice(lambda: Centred("data")), sizes=[3, 3], loss=MSE, example=ROWS[0]
-    )
-    with pytest.warns(UserWarning, match=r"it assigns the \.data of a tensor, which no trace sees"):
-        found = fpipe.build(merged(model, 4), model)(params, ROWS, state=state).state
-    right = fpipe.reference(model, params, ROWS, microbatches=4, state=state).state
-    assert torch.equal(found[1]["4.mean"], right[1]["4.mean"])
 
 
 @pytest.mark.parametrize("name", ["a counter", "another"])
