@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-from fpipe.torch_private.collective_ops import C10D, C10D_AUTOGRAD
+from fpipe.torch_private.dispatch import C10D, C10D_AUTOGRAD
 from fpipe.torch_private.pipelining import TableRuntime
 from fpipe.torch_private.processes import (
     backend_on,

@@ -98,10 +98,7 @@ _FLOAT, _OTHER = object(), object()
 class _OfFloats:
     """A function of pytrees as one of the tensors of floats in them: those with a tangent first, then the others.
 
-    Attributes:
-        call, containers, leaves: the function, and what else it takes.
-        duals, floats: the places of the tensors among the leaves.
-        made: what it gave when it ran last, without tensors: for each of its two results leaves and containers.
+    `made` is what it gave when it ran last, without tensors: for each of its two results leaves and containers.
     """
 
     call: Callable[..., tuple[Any, Any]]

@@ -36,6 +36,10 @@ has_kernel: Callable[[str, str], bool] = _C._dispatch_has_kernel_for_dispatch_ke
 NAMESPACES: tuple[Any, ...] = (torch, _C._nn, Tensor, _C._linalg, _C._special, _C._fft)
 """Where torch keeps functions in C that call one op each (2.13)."""
 _FAKE: Any = _C._TorchDispatchModeKey.FAKE
+C10D: Any = torch.ops._c10d_functional
+"""The ops of collectives in a graph (2.11 to 2.15: `torch.ops._c10d_functional`)."""
+C10D_AUTOGRAD: Any = torch.ops._c10d_functional_autograd
+"""Those that torch before 2.13 traces where there is a gradient (2.11: `torch.ops._c10d_functional_autograd`)."""
 
 
 def arguments_of(op: Any) -> Any:
@@ -82,11 +86,8 @@ def is_compiled(function: Any) -> bool:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """A number that tells a tensor's storage from all others that are alive (2.13: `_cdata`).
-
-    Raises:
-        NotImplementedError: the tensor has no storage, as sparse ones.
-    """
+    """A number that tells a tensor's storage from all others that are alive; sparse ones have none, which is a
+    NotImplementedError (2.13: `_cdata`)."""
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 

@@ -28,11 +28,7 @@ def all_ops() -> list[OpOverload]:
 
 
 def selective_checkpoint_answers(policy: Callable[..., Any]) -> dict[str, bool]:
-    """Ask a selective checkpoint policy of every op by name (2.13: the context is made by hand).
-
-    Raises:
-        TypeError: the policy wants to see tensors, or answers with something else.
-    """
+    """Ask a selective checkpoint policy of every op by name (2.13: the context is made by hand)."""
     context: Any = SelectiveCheckpointContext(is_recompute=False)  # pyright: ignore[reportCallIssue]
     return {str(op): _is_saved(policy, context, op) for op in all_ops()}
 

@@ -42,12 +42,7 @@ _ADD_PRODUCT: Any = torch.ops.fpipe.add_product.default
 
 
 class Kernel:
-    """A graph that inductor compiles, once, when it is told to; called as `compiled(graph)` is.
-
-    Args:
-        graph: what to compute.
-        name: what it is called where progress is shown.
-    """
+    """A graph that inductor compiles, once, when it is told to; called as `compiled(graph)` is."""
 
     def __init__(self, graph: Graph, name: str) -> None:
         self.graph, self.name = graph, name
@@ -59,11 +54,7 @@ class Kernel:
         return self._run(*lists)
 
     def compile(self) -> None:
-        """Compile it, unless it is compiled already.
-
-        Raises:
-            RuntimeError: inductor cannot compile it, or nothing can be compiled on this machine.
-        """
+        """Compile it, unless it is compiled already."""
         if self._run is None:
             draws, rest = _drawn_apart(self.graph)
             run = _by_inductor(rest, self.name)
@@ -84,11 +75,7 @@ def compile_all(kernels: Iterable[Kernel]) -> None:
 
 
 def _drawn_apart(graph: Graph) -> tuple[Graph | None, Graph]:
-    """Split off the ops that draw random numbers, from generators that no compiled code takes; the rest reads them.
-
-    Raises:
-        RuntimeError: an op draws numbers that depend on what is computed.
-    """
+    """Split off the ops that draw random numbers, from generators that no compiled code takes; the rest reads them."""
     if not graph.reads.get(GENERATORS):
         return None, graph
     drawing: list[Node] = []

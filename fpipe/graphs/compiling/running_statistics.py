@@ -26,12 +26,8 @@ a batch weighs in them."""
 
 
 class Norm(NamedTuple):
-    """A batch norm of a stage, by the places of what it reads and writes.
-
-    Attributes:
-        calls: the places of its inputs, one for each call, among what the stage notes.
-        mean, var, batches: of its running statistics among the leaves of the state; not all norms count batches.
-    """
+    """A batch norm of a stage: the places of its inputs, one for each call, among what the stage notes, and of its
+    running statistics among the leaves of the state; not all norms count batches."""
 
     calls: tuple[int, ...]
     mean: int
@@ -40,17 +36,10 @@ class Norm(NamedTuple):
 
 
 def updating(graph: Graph, noted: Sequence[Any], norms: Sequence[Norm], state: Sequence[Aval], mine: bool) -> Graph:
-    """The graph that reads the running statistics too, and writes what they become.
+    """A forward that reads the running statistics too, and writes what they become: if `mine`, in place.
 
-    Args:
-        graph: a forward.
-        noted: the inputs of its norms.
-        norms: which they are.
-        state: what is known of the running statistics.
-        mine: whether they may be written in place; else they are copied.
-
-    Raises:
-        LookupError: a norm is not one op of the graph that could write them, or not to the same bits.
+    `noted` are the inputs of its norms. A LookupError says that a norm is not one op of the graph that could write its
+    statistics, or not to the same bits.
     """
     old = [Name(f"{OLD}_{place}") for place in range(len(state))]
     factors = [Name(f"{FACTOR}_{number}") for number in range(len(norms))]

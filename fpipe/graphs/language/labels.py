@@ -43,11 +43,7 @@ def _parts(of: str) -> tuple[str, int]:
 
 
 def port_of(of: str) -> int:
-    """Which it is of those with its word.
-
-    >>> port_of("x"), port_of("x:1")
-    (0, 1)
-    """
+    """Which it is of those with its word, the first 0."""
     return _parts(of)[1]
 
 
@@ -97,11 +93,7 @@ def is_lasting(of: str) -> bool:
 
 
 def cotangent_of(of: str) -> str:
-    """The cotangent of a result, which a backward is given.
-
-    >>> cotangent_of("y:1"), cotangent_of("loss")
-    ('dy:1', 'dloss')
-    """
+    """The cotangent of a result, which a backward is given: `dy:1` of `y:1`."""
     return "d" + of
 
 
@@ -121,21 +113,13 @@ def gradient_of(of: str) -> str | None:
 
 
 def differentiated(of: str) -> str:
-    """The label of a forward's input of which a backward makes this gradient.
-
-    >>> differentiated("dx:1")
-    'x:1'
-    """
+    """The label of a forward's input of which a backward makes this gradient."""
     word, port = _parts(of)
     return label_at(_DIFFERENTIATED[word], port)
 
 
 def total_of(of: str) -> str:
-    """The sum that gradients are added to.
-
-    >>> total_of("g:1")
-    'total:1'
-    """
+    """The sum that gradients are added to."""
     return label_at("total", _parts(of)[1])
 
 

@@ -7,6 +7,7 @@ numpy.random.rand()                 seen after a trace, by the state of the gene
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections import OrderedDict
@@ -27,13 +28,8 @@ Modules = Sequence[tuple[str, nn.Module]]
 
 
 class Attributes:
-    """The plain attributes of modules, to tell after a call which of them it has moved.
-
-    Args:
-        modules: with their paths.
-        who: what errors call the function that runs.
-        every: whether numbers, words and containers count too; else only tensors.
-    """
+    """The plain attributes of modules, to tell after a call which of them it has moved: tensors, and if `every` also
+    numbers, words and containers."""
 
     def __init__(self, modules: Modules, who: str, every: bool = False) -> None:
         self.who = who
@@ -92,22 +88,15 @@ def plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def unmoved_random_numbers() -> Generator[None]:
-    """Python's and numpy's own random numbers are as they were; a trace would repeat what it drew of them for ever.
-
-    Raises:
-        Untraceable: some were drawn.
-    """
+    """Python's and numpy's own random numbers are as they were; a trace would repeat what it drew of them for ever, and
+    so may draw none."""
     before, numpy = random.getstate(), sys.modules.get("numpy.random")
     ours = None if numpy is None else numpy.get_state()
     yield
     moved = "Python's" if random.getstate() != before else None
     random.setstate(before)
     if numpy is not None:
-        moved = "numpy's" if not _same(numpy.get_state(), ours) else moved
+        moved = "numpy's" if pickle.dumps(numpy.get_state()) != pickle.dumps(ours) else moved
         numpy.set_state(ours)
     if moved:
         raise Untraceable(f"it draws {moved} random numbers, which follow from no key and which a trace would repeat")
-
-
-def _same(one: Any, other: Any) -> bool:
-    return all(bool((a == b).all()) if hasattr(a, "all") else a == b for a, b in zip(one, other, strict=True))

@@ -18,11 +18,8 @@ from fpipe.torch_private.dispatch import StorageWeakRef, TorchDispatchMode, stor
 
 
 class OwnMemory(TorchDispatchMode):
-    """While it is on, an op may write only storages that were made since.
-
-    Args:
-        refuse: is called before an op writes another storage; it raises.
-        forbidden: if given, only these storages may not be written.
+    """While it is on, an op may write only storages that were made since, or if said all but the `forbidden` ones;
+    `refuse` is called before any other write, and raises.
 
     Attributes:
         read: the storages that ops read and that were there before; moving, casting and detaching are no reading.
@@ -65,14 +62,8 @@ class OwnMemory(TorchDispatchMode):
 
 
 class Followed(TorchDispatchMode):
-    """While it is on, tell what is computed from some tensors.
-
-    Args:
-        sources: the tensors by their names.
-
-    Attributes:
-        branched: the name of one whose value Python has read, as `if` does.
-    """
+    """While it is on, tell what is computed from some tensors; `branched` is the name of one that Python has read, as
+    `if` does."""
 
     def __init__(self, sources: Mapping[str, Tensor]) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ So there is nothing to restore, but for what a trace leaves in attributes of mod
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -38,13 +38,9 @@ class Impure(RuntimeError):
 
 @contextmanager
 def pure(function: Any, who: str, given: Any = (), *, tracing: bool = False) -> Generator[OwnMemory]:
-    """While it lasts a stage, an update or a loss runs.
+    """While it lasts a stage, an update or a loss runs, which may not write what it is `given`.
 
-    Args:
-        function: what runs; its closure says what errors call a tensor.
-        who: what errors call it.
-        given: what it was handed and may not write. State that it may is cloned within.
-        tracing: whether it runs on fake tensors. Attributes of modules are then put back, and none may have changed.
+    If `tracing`, it runs on fake tensors: attributes of modules are then put back, and none may have changed.
 
     Raises:
         Impure: it writes other memory than its own, or binds another tensor in the place of a buffer.
@@ -73,7 +69,8 @@ def pure(function: Any, who: str, given: Any = (), *, tracing: bool = False) -> 
             raise Impure(_DATA.format(who, swapped))
         if moved is not None:
             raise (Untraceable if tracing else Impure)(moved)
-        stale = next((name for name, one in _unreadable(function) if memory(one) in mode.read), None)
+        unreadable = function.unreadable() if isinstance(function, PositionalStage) else ()
+        stale = next((name for name, one in unreadable if memory(one) in mode.read), None)
         if stale is not None:
             raise Impure(
                 f"{who} reads {stale!r} of a norm, which only updates know: hand in from_sequential(..., "
@@ -191,7 +188,3 @@ def reads_update(who: str, name: str) -> str:
         f"handed to from_sequential did not show it, or state= says so. Say state={{{name!r}: 'ordered'}}: then "
         "forwards keep to their order."
     )
-
-
-def _unreadable(function: Any) -> Iterable[tuple[str, Tensor]]:
-    return function.unreadable() if isinstance(function, PositionalStage) else ()

@@ -39,9 +39,6 @@ def keep_layouts(traced: fx.GraphModule) -> set[fx.Node]:
     later ops pick their kernels, and so their last bits.
 
     h.sigmoid_()        --> keep_layouts -->        h.copy_(sigmoid(h))        where h is some columns of a table
-
-    Returns:
-        These copies.
     """
     copies: set[fx.Node] = set()
     for node in [*traced.graph.nodes]:
@@ -63,11 +60,8 @@ def keep_layouts(traced: fx.GraphModule) -> set[fx.Node]:
 def rename_writes(traced: fx.GraphModule, copies: Iterable[fx.Node] = ()) -> None:
     """Rewrite each op in place whose tensor, and what shares its memory, nobody reads later but by what the op returns.
 
-    The others stay as they are.
-
-    Args:
-        traced: the trace. What has another value than it was traced with says what that `was`.
-        copies: what only keeps an order in memory, and is left out where nobody minds that.
+    What has another value than it was traced with says what that `was`. Of `copies`, which only keep an order in
+    memory, those are left out whose order nobody minds.
     """
     order = {node: at for at, node in enumerate(traced.graph.nodes)}
     inside: defaultdict[Any, list[fx.Node]] = defaultdict(list)  # by memory, the values in it

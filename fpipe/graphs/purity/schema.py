@@ -18,11 +18,7 @@ _TRAINING = 5  # the place of that argument
 
 
 def written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments of a call that the op mutates.
-
-    >>> written(torch.ops.aten.add_.Tensor, ("x", "y"), {}), written(torch.ops.aten.add.out, ("x", "y"), {"out": "z"})
-    (['x'], ['z'])
-    """
+    """The arguments of a call that the op mutates."""
     if op in _NORMS:
         return list(args[3:5]) if len(args) > _TRAINING and args[_TRAINING] else []
     places, words = _mutable(op)

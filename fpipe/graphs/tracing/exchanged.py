@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.torch_private.collective_ops import C10D
+from fpipe.torch_private.dispatch import C10D
 
 _FORWARD = {"copy": "as it is", "reduce": "all_reduce", "gather": "all_gather", "scatter": "own rows"}
 _BACKWARD = {
@@ -190,9 +190,8 @@ def carried_by(carrier: Carrier) -> Generator[None]:
 
 
 def _are_whole(sizes: Any) -> bool:
-    if not isinstance(sizes, Tensor) or sizes.dtype == torch.bool:
-        return False
-    return not sizes.is_floating_point() and not sizes.is_complex()
+    whole = isinstance(sizes, Tensor) and not sizes.is_floating_point() and not sizes.is_complex()
+    return whole and sizes.dtype != torch.bool
 
 
 def _shown(x: Any) -> str:

@@ -41,11 +41,7 @@ class LeakedTensor(RuntimeError):
 
 @contextmanager
 def no_leaks(mode: Any) -> Generator[None]:
-    """While it lasts a function runs on fake tensors, and leaves none behind, as under `jax.checking_leaks`.
-
-    Raises:
-        LeakedTensor: one of those that ops made is still there.
-    """
+    """While it lasts a function runs on fake tensors, and leaves none behind, as under `jax.checking_leaks`."""
     mode.made = made = list[weakref.ref[Tensor]]()
     yield
     mode.made = None
@@ -71,11 +67,7 @@ _QUIET, _WATCHED = _Switch(), _Switch()
 @contextmanager
 def watched_memory() -> Generator[None]:
     """Meanwhile a tensor without data that is given another's memory, by `one.data = other`, ends the trace: it is no
-    op, and what is computed from the tensor would be what was computed from it before.
-
-    Raises:
-        Untraceable: one is.
-    """
+    op, and what is computed from the tensor would be what was computed from it before."""
     _watch()
     before, _WATCHED.on = _WATCHED.on, True
     try:
@@ -104,11 +96,7 @@ def _mode() -> Any:
     logging.getLogger(FakeTensorMode.__module__).addFilter(lambda record: not _QUIET.on)
 
     class Mode(FakeTensorMode):
-        """torch's own, whose tensors are put into the order that the ops really write.
-
-        Attributes:
-            made: takes what ops make, if somebody wants to know.
-        """
+        """torch's own, whose tensors are put into the order that the ops really write; `made` takes what ops make."""
 
         made: list[Any] | None = None
 

@@ -33,13 +33,7 @@ Places = Mapping[PieceValue, tuple[str, int]]
 
 
 class TracedPiece(NamedTuple):
-    """A piece that is traced.
-
-    Attributes:
-        takes: what it reads.
-        makes: what it writes as `y`, in order.
-        graph: what it computes, with gradients.
-    """
+    """A piece that is traced: what it reads, what it writes as `y`, in order, and its graph with gradients."""
 
     takes: Places
     makes: Sequence[PieceValue]
@@ -74,13 +68,9 @@ def joined(
     writes: Mapping[str, Sequence[Any]],
     cotangents: Mapping[str, Sequence[Any]],
 ) -> Graph:
-    """The graph of a stage.
+    """The graph of a stage that is handed `reads` and `cotangents`, and writes values, and leaves that are none.
 
-    Args:
-        parts: its pieces. Of each value at most one of them, or the cotangents, have a gradient.
-        takes: what they read of what the stage is handed.
-        reads, cotangents: the avals of what it is handed, by label.
-        writes: what it writes, by label: values, and leaves that are none.
+    Of each value at most one of its pieces, or the cotangents, have a gradient.
     """
     whole = _Whole({**reads, **cotangents})
     made: dict[PieceValue, Any] = {value: whole.reads[label][at] for value, (label, at) in takes.items()}

@@ -89,11 +89,8 @@ def exclusive_generator() -> Generator[None]:
 
 @contextmanager
 def seeded(seed: int | None, who: str) -> Generator[None]:
-    """While it lasts torch's own random numbers start from a seed; afterwards they are as they were found.
-
-    Raises:
-        ValueError: there is no seed, and numbers were drawn.
-    """
+    """While it lasts torch's own random numbers start from a seed, without which none may be drawn; afterwards they are
+    as they were found."""
     if in_fake_mode():  # such tensors draw nothing
         yield
         return

@@ -16,11 +16,7 @@ from fpipe.model import Model, Reduction, Stage
 
 
 def call_stage(stage: Stage, params: Any, x: Any, said: Mapping[str, Any]) -> Any:
-    """Call a stage function. Its state is a copy, which it may write.
-
-    Args:
-        said: at least what it asks for, by keyword.
-    """
+    """Call a stage function with what it asks for of `said`. Its state is a copy, which it may write."""
     asked = {word: said[word] for word in stage.asks}
     if "state" in asked:
         asked["state"] = copied(asked["state"])
@@ -140,11 +136,7 @@ def outputs_of(model: Model, stage: int, y: Any) -> tuple[Any, ...]:
 
 
 def scaled(weight: float, scale: float, dtype: torch.dtype) -> float:
-    """The cotangent of a loss of this dtype: its microbatch's weight in the mean, times `loss_scale`.
-
-    Raises:
-        ValueError: it is not finite there: each gradient would be infinite, or NaN.
-    """
+    """The cotangent of a loss of this dtype: its microbatch's weight in the mean, times `loss_scale`."""
     made = weight * scale
     if scale != 1.0 and made > torch.finfo(dtype).max:
         raise ValueError(

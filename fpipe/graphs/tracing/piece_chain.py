@@ -44,12 +44,7 @@ class Piece(Protocol):
 
 
 class PieceCall:
-    """A piece, and the avals of the leaves that it is called with; what is no tensor as it is.
-
-    Attributes:
-        reads: these, by label, and `takes`, of which values they are.
-        key: what to compare it by.
-    """
+    """A piece, and by label the avals of the leaves that it is called with; `takes` says of which values they are."""
 
     def __init__(self, piece: Piece, known: Mapping[PieceValue, Any]) -> None:
         self.piece = piece

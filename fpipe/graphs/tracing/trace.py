@@ -116,19 +116,15 @@ def trace(
     around: Around | None = None,
     apart: bool = False,
 ) -> Graph:
-    """The function and its gradient as one graph.
+    """The function and its gradient as one graph; Untraceable says why there is none.
 
     Args:
         function: it depends on nothing but what it reads, and constants.
         reads: by label, avals of tensors; leaves that are no tensors as they are. What wants a gradient among
             `params`, `x` and `carry` gets it: the graph also writes `g`, `dx` and `dcarry`.
         cotangents: the avals of cotangents, `dy` for `y` and so on; None where there is none.
-        around: does something while what is read is where the function has it, as its gradient needs it where it calls
-            parts of the function again.
+        around: keeps what is read where the function has it, for a gradient that calls parts of the function again.
         apart: whether each row is handed parameters of its own.
-
-    Raises:
-        Untraceable: the function looks at data, draws random numbers, or changes what it reads.
     """
     groups: Groups = {**reads, **cotangents}
     places = [(label, at) for label, ls in groups.items() for at, leaf in enumerate(ls) if isinstance(leaf, Aval)]

@@ -31,11 +31,7 @@ _OTHERWISE_WITH_DATA = ("MaxBackward1", "MinBackward1", "MedianBackward0", "Nanm
 
 
 def refuse_max_gradients(made: Iterable[Any]) -> None:
-    """Refuse results that a gradient would lead from through a whole tensor's max, min or median.
-
-    Raises:
-        Untraceable: one would; the node of autograd.
-    """
+    """Refuse results that a gradient would lead from through a whole tensor's max, min or median."""
     for name in (node.name() for node in _way_back(made)):
         if name in _OTHERWISE_WITH_DATA:
             raise Untraceable(
@@ -62,11 +58,7 @@ class MissingGradient(ValueError):
 
 def refuse_missing_gradients(model: Model, made: Iterable[Any], given: Iterable[Any]) -> None:
     """Refuse results that a gradient would lead from to a tensor that a stage or the loss closes over. A leaf that a
-    function makes itself, to differentiate by it, is none.
-
-    Raises:
-        MissingGradient: there is one; the tensor, and who computes with it.
-    """
+    function makes itself, to differentiate by it, is none."""
     known = {id(leaf) for leaf in given}
     leaves = [getattr(node, "variable", None) for node in _way_back(made)]
     odd = {id(leaf): leaf for leaf in leaves if leaf is not None and id(leaf) not in known}

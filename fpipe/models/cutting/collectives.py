@@ -15,7 +15,7 @@ from torch import fx
 from fpipe.graphs.tracing.exchanged import Exchanged
 from fpipe.model import Stage
 from fpipe.models.tracing.dtensor_ops import exchange_of
-from fpipe.torch_private.collective_ops import C10D, C10D_AUTOGRAD
+from fpipe.torch_private.dispatch import C10D, C10D_AUTOGRAD
 from fpipe.torch_private.processes import axis_of, group_named
 
 

@@ -33,8 +33,7 @@ from fpipe.runtimes.faults.lost_rank import first_told
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank
 from fpipe.runtimes.lowering.lowered import Instruction, Lowered
-from fpipe.torch_private.collective_ops import C10D
-from fpipe.torch_private.dispatch import OpOverload, returns_of
+from fpipe.torch_private.dispatch import C10D, OpOverload, returns_of
 from fpipe.torch_private.processes import all_gather, group_named, is_on_streams, reduce_scatter
 
 Leaves = list[Any]
