@@ -50,7 +50,7 @@ def test_an_order_changes_no_bit_of_any_step(drawn: Any, name: str, split: bool,
     torch.manual_seed(0)
     batches = [(torch.randn(8, 4), torch.randn(8)) for _ in range(count)]
     schedule, halves = fpipe.schedules.get(name)(2), [fpipe.split_backward()] * split
-    program = fpipe.chain(fpipe.split(4), *halves, schedule, fpipe.merge(outputs=False), fpipe.update(rule, **how))
+    program = fpipe.chain(fpipe.split(4), *halves, schedule, fpipe.merge(), fpipe.update(rule, **how))
     program = fpipe.steps(count)(program(fpipe.program(model)))
     report = fpipe.verify(program, model, params, batches if count > 1 else batches[0], lr=[0.1, 0.05, 0.2][:count])
     assert report.bitwise, report

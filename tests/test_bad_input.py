@@ -89,17 +89,23 @@ def in_its_memory(p, x: Tensor) -> Tensor:
     return x @ p["w"]
 
 
-@pytest.mark.parametrize("stage", [clamped, by_data, in_its_memory])
-def test_a_stage_that_changes_the_batch_is_refused_by_name_and_the_batch_is_as_it_was(stage):
+def grows(p, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        p["w"].mul_(2)
+    return x @ p["w"]
+
+
+@pytest.mark.parametrize("stage", [clamped, by_data, in_its_memory, grows])
+def test_a_stage_that_changes_what_it_was_given_is_refused_by_name_and_that_is_as_it_was(stage):
     """By .data it went unseen, and the batch stayed changed."""
     batch = NET.batch(6)
     words = f"stage 0 ({stage.__name__}) writes what it was given in place; a stage and a loss are pure functions."
     with pytest.raises(RuntimeError, match=re.escape(words)):
         step_of(stage)((EYE,), batch)
-    assert torch.equal(batch[0], BATCH[0])
     with pytest.raises(RuntimeError, match="in place"):
         fpipe.reference(fpipe.from_functions([stage], total), (EYE,), batch)
     assert torch.equal(batch[0], BATCH[0])
+    assert torch.equal(EYE["w"], torch.eye(4))
 
 
 def test_a_model_without_parameters_has_a_loss_and_no_gradients():

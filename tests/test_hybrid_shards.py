@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from functools import reduce
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fpipe
+from conftest import processes
 from tests.processes import SOON, Processes, result, timed
 from tests.test_distributed import MSE, own, rows
 from tests.test_shard import odd_net
@@ -102,11 +102,7 @@ def test_groups_of_processes_give_the_bits_of_autograd_added_by_group(four: Proc
     assert four.each(bits, way, 1, turned) == [[]] * 4
 
 
-@pytest.fixture(scope="module")
-def eight() -> Iterator[Processes]:
-    processes = Processes(8)
-    yield processes
-    processes.close()
+eight = processes(8)
 
 
 @pytest.mark.deep
@@ -115,39 +111,34 @@ def test_two_by_two_by_two_processes_do_too(eight: Processes, way: str):
     assert eight.each(bits, way, 2, False) == [[]] * 8
 
 
-def lost_in_a_sum(rank: int, who: int) -> Any:
+def lost(rank: int, who: int, way: str) -> Any:
     """What each process hears of one that is gone, and how soon."""
     mesh = meshed(1, False)
     model = fpipe.from_functions([lambda p, x: torch.tanh(x @ p["w"])] * 2, MSE)
     shards = fpipe.shard_params(tuple({"w": torch.full((8, 8), 0.1)} for _ in range(2)), mesh["shard"])
-    program = hybrid(model, "once a step", 1)
+    program = hybrid(model, way, 1)
     step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(shards, rows(8)))
-    step(shards, rows(8))
+    batch = tuple(half + rank for half in rows(8))
+    step(shards, batch)
     if rank == who:
         os._exit(1)
-    return timed(lambda: step(shards, rows(8)))
+    return timed(lambda: step(shards, batch))
 
 
-@pytest.mark.parametrize("who", [1, 2])
-def test_a_process_that_is_lost_is_named_in_both_groups(who: int):
-    several = Processes(4)
-    try:
-        several.start(lost_in_a_sum, who)
+@pytest.mark.parametrize(("who", "way"), [(1, "once a step"), (2, "each use")])
+def test_a_process_that_is_lost_is_named_in_both_groups(who: int, way: str):
+    """In a sum, and among shards that are sent."""
+    with Processes(4) as several:
+        several.start(lost, who, way)
         for words, seconds in [result(pipe) for rank, pipe in enumerate(several.pipes) if rank != who]:
             assert words.startswith(f"LostRank: replica {who}: rank 0 is gone")
             assert seconds < SOON
-    finally:
-        several.close()
 
 
 def failing(rank: int, lost: int) -> list[Any]:
     """What each process hears when one fails in a backward, and whether the next step works."""
-    mesh, broken = meshed(1, False), [False]
-
-    def last(p: Any, x: Tensor) -> Tensor:
-        return torch.tanh(x @ p["w"])
-
-    model = fpipe.from_functions([last, last], MSE)
+    mesh = meshed(1, False)
+    model = fpipe.from_functions([lambda p, x: torch.tanh(x @ p["w"])] * 2, MSE)
     shards = fpipe.shard_params(tuple({"w": torch.full((8, 8), 0.1)} for _ in range(2)), mesh["shard"])
     batch = tuple(half + rank for half in rows(8))
     program = hybrid(model, "each use", 1)

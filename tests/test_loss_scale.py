@@ -76,19 +76,6 @@ def test_steps_are_those_of_torchs_own_scaler(how: dict[str, Any], clip: float |
     assert differences(net, optimizer, result) == []
 
 
-def test_several_steps_hand_the_scale_on():
-    net, each = net_of(), batches(4)
-    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
-    program = fpipe.steps(4)(scaled(model, fpipe.schedules.one_f_one_b(2), loss_scale=GROWING, clip=0.05, grads=True))
-    step = fpipe.build(program, model, autocast=torch.float16)
-    result = step(params, each, opt=fpipe.optimizer_state(program, params), lr=0.01, scale=2.0**22)
-    losses, taken, scales, optimizer = torchs(net, each, 2.0**22, GROWING, 0.05)
-    assert [*map(bool, result.valid)] == taken
-    assert result.scale[0].item() == scales[-1]
-    assert all(map(torch.equal, result.loss, losses))
-    assert differences(net, optimizer, result) == []
-
-
 def test_gradients_come_divided_by_the_scale():
     model, params, _ = fpipe.from_sequential(net_of(), stages=2, loss=MSE)
     batch, program = batches(1)[0], scaled(model, grads=True)

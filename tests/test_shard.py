@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from typing import Any
 
@@ -14,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fpipe
-from tests.families import FAMILIES
-from tests.processes import SOON, Processes, result, timed
+from tests.processes import Processes
 from tests.refusals import refusals
 from tests.test_data_parallel import by_hand, meshed, replicated
 from tests.test_distributed import MSE, own, rows
@@ -168,113 +166,15 @@ def test_a_sum_that_replicas_forget_is_found_in_lockstep():
         fpipe.verify(lost, model, params, rows(8), replicas=2)
 
 
-def bits(rank: int, schedule: str, stages: int, policy: str) -> list[str]:
-    _, replica, _ = meshed()
-    net, batches = odd_net(), [tuple(half.chunk(2)[one] for half in rows(16)) for one in range(2)]
-    model, params, _ = fpipe.from_sequential(net, stages=stages, loss=MSE)
-    step, shards = started(model, params, sharded(model, policy, schedule), batches[0], broadcast=True)
-    for _ in range(2):
-        found = step(shards, batches[replica])
-    loss, grads = (by_microbatch if policy == "each microbatch" else by_hand)(net, batches, 4)
-    made = {name: grad for stage in found.grads if stage is not None for name, grad in stage.items()}
-    parts = {name: leaf for stage in shards if stage is not None for name, leaf in stage.items()}
-    wrong = unlike(found.grads, grads)
-    wrong += [f"place of {name}" for name, grad in made.items() if grad.placements != parts[name].placements]
-    return wrong + ["loss"] * (not torch.equal(found.loss, loss)) + ["missing"] * (made.keys() != parts.keys())
-
-
-def by_microbatch(net: nn.Module, batches: Any, microbatches: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Gradients by plain autograd: of each microbatch over all replicas, and then of one after the other."""
-    grads = dict[str, Tensor]()
-    for number in range(microbatches):
-        each = dict[str, Tensor]()
-        for batch in batches:
-            x, target = (part.tensor_split(microbatches)[number] for part in batch)
-            loss = MSE(net(x), target) * (len(x) / (len(batch[0]) * len(batches)))
-            own = torch.autograd.grad(loss, [*net.parameters()])
-            for (name, _), grad in zip(net.named_parameters(), own, strict=True):
-                each[name] = each[name] + grad if name in each else grad
-        grads = {name: grads[name] + one if name in grads else one for name, one in each.items()}
-    return by_hand(net, batches, microbatches)[0], grads
-
-
-@pytest.mark.parametrize(
-    ("schedule", "stages", "policy"),
-    [
-        ("one_f_one_b", 2, "once a step"),
-        ("interleaved", 4, "each use"),
-        ("zb_h1", 2, "each use, late"),
-        ("zbv", 4, "each run"),
-        ("dualpipe", 2, "all forwards"),
-        ("one_f_one_b", 4, "each microbatch"),
-        ("dualpipe", 4, "each microbatch"),  # a sum of a stage's other home came behind the ADD that reads it
-    ],
-)
-def test_two_by_two_processes_give_the_bits_of_autograd_added_by_replica(
-    four: Processes, schedule: str, stages: int, policy: str
-):
-    assert four.each(bits, schedule, stages, policy) == [[]] * 4
-
-
-def llama(rank: int) -> list[str]:
-    """Names of a Llama's gradients that are not the net's own, added by microbatch and then by replica."""
-    import transformers
-
-    _, replica, _ = meshed()
-    torch.manual_seed(0)
-    family = FAMILIES["Llama"]
-    net, batches = family.make(transformers).eval(), [family.batch() for _ in range(2)]
-    model, params, _ = fpipe.from_module(net, 4, example=batches[0], loss=family.loss)
-    program = fpipe.chain(fpipe.split(2), fpipe.schedules.interleaved(2), fpipe.merge(outputs=False))
-    program = fpipe.shard(gather="use")(program(fpipe.program(model)))
-    step, shards = started(model, params, program, batches[replica])
-    found = step(shards, batches[replica]).grads
-    each = list[dict[str, Tensor]]()
-    for inputs, _ in batches:
-        net.zero_grad()
-        for at in (slice(0, 2), slice(2, 4)):
-            (net(**{name: leaf[at] for name, leaf in inputs.items()}).loss * 0.25).backward()
-        each.append({name: leaf.grad for name, leaf in net.named_parameters() if leaf.grad is not None})
-    return unlike(found, {name: each[0][name] + each[1][name] for name in each[0]})
-
-
-@pytest.mark.deep
-def test_a_family_of_transformers_has_the_gradients_of_its_net(four: Processes):
-    pytest.importorskip("transformers")
-    assert four.each(llama) == [[]] * 4
-
-
-def of_three(batch: Any) -> tuple[Any, Any]:
-    """A step of three replicas, and the shards of this one."""
-    mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("dp", "pp"))
-    model, params, _ = fpipe.from_sequential(odd_net(), stages=2, loss=MSE)
-    merged = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(1), fpipe.merge(outputs=False))
-    return started(model, params, fpipe.shard(gather="use")(merged(fpipe.program(model))), batch, mesh)
-
-
 def by_three(rank: int) -> list[str]:
     """Names of gradients that are not those of three replicas, added in their order."""
-    batches = [tuple(half.chunk(3)[one] for half in rows(24)) for one in range(3)]
-    step, shards = of_three(batches[rank])
-    return unlike(step(shards, batches[rank]).grads, by_hand(odd_net(), batches, 2)[1])
-
-
-def gone(rank: int) -> Any:
-    """What two replicas hear of a third that is gone while they send each other shards."""
-    batch = tuple(half + rank for half in rows(8))
-    step, shards = of_three(batch)
-    step(shards, batch)
-    if rank == 1:
-        os._exit(1)
-    return timed(lambda: step(shards, batch))
-
-
-def test_a_replica_that_is_lost_among_shards_is_named():
-    with Processes(3) as three:
-        three.start(gone)
-        for words, seconds in [result(three.pipes[rank]) for rank in (0, 2)]:
-            assert words.startswith("LostRank: replica 1: rank 0 is gone")
-            assert seconds < SOON
+    mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("dp", "pp"))
+    net, batches = odd_net(), [tuple(half.chunk(3)[one] for half in rows(24)) for one in range(3)]
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
+    merged = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(1), fpipe.merge(outputs=False))
+    program = fpipe.shard(gather="use")(merged(fpipe.program(model)))
+    step, shards = started(model, params, program, batches[rank], mesh)
+    return unlike(step(shards, batches[rank]).grads, by_hand(net, batches, 2)[1])
 
 
 def test_gloo_adds_three_replicas_in_their_order():
@@ -487,29 +387,6 @@ def test_what_no_shards_are_made_of_is_refused(four: Processes):
 
 def test_an_optimizer_over_shards_trains_as_over_the_whole(four: Processes):
     assert four.each(training) == [[True] * 8] * 4
-
-
-def failing(rank: int) -> list[str]:
-    """A stage of one replica raises while others gather."""
-    _, replica, place = meshed()
-
-    def last(p: Any, x: Tensor) -> Tensor:
-        return x @ p["w"]
-
-    model = fpipe.from_functions([last, last], MSE)
-    params = tuple({"w": torch.full((8, 8), 0.1)} for _ in range(2))
-    step, shards = started(model, params, sharded(model, "each use"), rows(8), check_finite=True)
-    batch = tuple(half + replica for half in rows(8))
-    shards[place]["w"].to_local().fill_(float("inf") if rank == 3 else 0.1)
-    told = [timed(lambda: step(shards, batch))[0]]
-    shards[place]["w"].to_local().fill_(0.1)
-    return [*told, timed(lambda: step(shards, batch))[0]]
-
-
-def test_one_replicas_failure_ends_all_with_its_words_and_the_next_step_works(four: Processes):
-    for told in four.each(failing):
-        assert "NaN or infinite numbers" in told[0]
-        assert told[1] == "worked"
 
 
 def handed_in(rank: int, how: str) -> str:

@@ -109,23 +109,6 @@ def test_pipedream_stashes_a_version_for_each_microbatch_in_flight():
     assert all(op.reads[0].microbatch == read[op.microbatch] for op in program.ops if op.kind == "B" and op.stage == 0)
 
 
-def test_five_steps_are_three_after_two():
-    net, each = net_of(), batches(5)
-    model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
-
-    def rated(count: int, params: Any, opt: Any, some: Any, lr: Any) -> fpipe.Result:
-        program = stepping(model, fpipe.schedules.zb_h1(2), fpipe.steps(count), clip=0.05)
-        return fpipe.build(program, model)(params, some, opt=opt or fpipe.optimizer_state(program, params), lr=lr)
-
-    lrs = [0.05, 0.04, 0.03, 0.02, 0.01]
-    at_once = rated(5, params, None, each, lrs)
-    two = rated(2, params, None, each[:2], lrs[:2])
-    three = rated(3, two.params, two.opt, each[2:], lrs[2:])
-    assert all(map(torch.equal, at_once.loss, (*two.loss, *three.loss)))
-    assert all(map(torch.equal, joined(at_once.params).values(), joined(three.params).values()))
-    assert all(map(torch.equal, at_once.norm, (*two.norm, *three.norm)))
-
-
 def test_running_statistics_go_on_from_step_to_step():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
@@ -165,14 +148,6 @@ def test_the_time_from_step_to_step_is_the_published_one(name: str):
     in_turn = (schedule, lambda count: fpipe.steps(count))
     streamed = (lambda count: fpipe.steps(count, stale=1), schedule)
     assert (period(None, *in_turn), period(1.0, *in_turn), period(None, *streamed)) == PERIODS[name]
-
-
-def test_joined_outputs_are_those_of_each_step():
-    """They have the name of a microbatch, and were compared with those of microbatches."""
-    model, params, _ = fpipe.from_sequential(nn.Sequential(nn.Linear(3, 1)), stages=1, loss=nn.functional.mse_loss)
-    parts = fpipe.split(2), fpipe.schedules.gpipe(1), fpipe.merge(), fpipe.update("SGD"), fpipe.steps(2)
-    each = [(torch.randn(8, 3), torch.randn(8, 1)) for _ in range(2)]
-    assert fpipe.verify(fpipe.chain(*parts)(fpipe.program(model)), model, params, each, lr=0.1).bitwise
 
 
 def stepped(batch: Any, **more: Any) -> Any:

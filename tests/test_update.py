@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from fnmatch import fnmatch
 from typing import Any
 
 import pytest
@@ -128,40 +129,25 @@ def test_a_tied_leaf_is_updated_and_counted_once():
     assert differences(net, optimizer, result) == []
 
 
-def test_groups_have_settings_by_name_and_what_has_no_gradient_stays():
-    net, batch = net_of(), rows(8)
+GROUPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "by name": ("AdamW", {"weight_decay": 0.3}, {"*bias": {"weight_decay": 0.0}, "3.*": {"lr_scale": 0.5}}),
+    # Settings of the first group were taken over where others said nothing.
+    "a first one alone": ("SGD", {}, {"*weight": {"weight_decay": 0.3}}),
+}
+
+
+@pytest.mark.parametrize("case", GROUPS)
+def test_groups_have_settings_by_name_and_the_first_that_fits_counts(case: str):
+    (rule, settings, groups), net, batch = GROUPS[case], net_of(), rows(8)
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=4, loss=MSE)
-    groups = {"*bias": {"weight_decay": 0.0}, "3.*": {"lr_scale": 0.5}}
-    program = updating(model, fpipe.schedules.gpipe(2), "AdamW", None, weight_decay=0.3, groups=groups)
+    program = updating(model, fpipe.schedules.gpipe(2), rule, None, groups=groups, **settings)
     result = fpipe.build(program, model)(params, batch, opt=fpipe.optimizer_state(program, params), lr=0.01)
     by_hand_into(net, batch)
-    named = dict(net.named_parameters())
-    decays = [leaf for name, leaf in named.items() if not name.endswith("bias")]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [leaf for leaf in decays if leaf is not named["3.0.weight"]]},
-            {"params": [named["3.0.weight"]], "lr": 0.01 * 0.5},
-            {"params": [leaf for name, leaf in named.items() if name.endswith("bias")], "weight_decay": 0.0},
-        ],
-        lr=0.01,
-        weight_decay=0.3,
-        foreach=False,
-    )
-    optimizer.step()
-    assert differences(net, optimizer, result) == []
-
-
-def test_a_group_that_comes_first_leaves_others_at_the_rules_own_settings():
-    """Those of the first group were taken over where others said nothing."""
-    net, batch = net_of(), rows(8)
-    model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
-    groups = {"*weight": {"weight_decay": 0.3}}
-    program = updating(model, fpipe.schedules.gpipe(2), "SGD", None, groups=groups)
-    result = fpipe.build(program, model)(params, batch, opt=fpipe.optimizer_state(program, params), lr=0.01)
-    by_hand_into(net, batch)
-    weights, biases = ([leaf for leaf in net.parameters() if leaf.ndim == ndim] for ndim in (2, 1))
-    decayed = {"params": weights, "weight_decay": 0.3}
-    optimizer = torch.optim.SGD([decayed, {"params": biases}], lr=0.01, foreach=False)
+    each = list[dict[str, Any]]()
+    for name, leaf in net.named_parameters():
+        said = next((dict(said) for pattern, said in groups.items() if fnmatch(name, pattern)), {})
+        each.append({"params": [leaf], "lr": 0.01 * said.pop("lr_scale", 1.0)} | settings | said)
+    optimizer = getattr(torch.optim, rule)(each, lr=0.01, foreach=False)
     optimizer.step()
     assert differences(net, optimizer, result) == []
 
@@ -200,16 +186,16 @@ def test_a_parameter_without_a_gradient_stays_as_torch_leaves_it():
         assert result.opt[0]["unused"]["step"].item() == 0
 
 
-def test_the_rate_is_an_input_and_does_not_trace_again(caplog: pytest.LogCaptureFixture):
-    net = net_of()
-    model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
-    program = updating(model, fpipe.schedules.gpipe(2), "SGD")
-    step, opt = fpipe.build(program, model), fpipe.optimizer_state(program, params)
-    seen = [step(params, rows(8), opt=opt, lr=lr).params[0]["0.0.bias"] for lr in (0.1, 0.2, torch.tensor(0.2))]
-    assert not torch.equal(seen[0], seen[1])
-    assert torch.equal(seen[1], step(params, rows(8), opt=opt, lr=0.2).params[0]["0.0.bias"])
-    fixed = updating(model, fpipe.schedules.gpipe(2), "SGD", lr=0.2)
-    assert torch.equal(fpipe.build(fixed, model)(params, rows(8), opt=opt).params[0]["0.0.bias"], seen[1])
+def test_a_rate_is_a_number_a_tensor_or_a_setting():
+    model, params = NET[:2]
+    programs = (updating(model, fpipe.schedules.gpipe(2), "SGD", **how) for how in ({}, {"lr": 0.2}))
+    step, fixed = (fpipe.build(program, model) for program in programs)
+    opt = fpipe.optimizer_state(updating(model, fpipe.schedules.gpipe(2), "SGD"), params)
+    given = *({"lr": lr} for lr in (0.2, torch.tensor(0.2), 0.1)), {}
+    *same, other, said = ((step if how else fixed)(params, rows(8), opt=opt, **how).params for how in given)
+    assert all(map(torch.equal, joined(same[0]).values(), joined(same[1]).values()))
+    assert all(map(torch.equal, joined(same[0]).values(), joined(said).values()))
+    assert not torch.equal(joined(same[0])["0.0.bias"], joined(other)["0.0.bias"])
 
 
 def test_the_order_of_transforms_does_not_matter():
