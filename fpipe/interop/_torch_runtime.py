@@ -5,15 +5,14 @@ loss_i * (1 / m), scale_grads=False    -->    .grad = the sum over microbatches,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
-from fpipe.interop._torch_stages import OURS, refuse_model, stages
+from fpipe.interop._torch_stages import OURS, refuse_model
 from fpipe.interop._torch_write import refuse_what_torch_lacks
 from fpipe.model import Model
 from fpipe.program import Program, ProgramError, parts_of
@@ -56,26 +55,6 @@ class ProgramRuntime(TableRuntime):
                     f"buffers of one size. Hand in a multiple of {self.microbatches} rows, {OURS}"
                 )
         return super().step(*inputs, target=target, **given)
-
-
-def runtime(
-    program: Program,
-    model: Model,
-    params: Sequence[Any],
-    tables: tuple[str, str],
-    group: ProcessGroup | None,
-    device: Any,
-) -> ProgramRuntime:
-    """Torch's runtime with the program's tables, that of computation and that with transfers."""
-    own = stages(model, params, placement(program), group, device)
-    weight = 1 / program.microbatches if model.reduction == "mean" else 1.0
-    loss: Any = model.loss
-    return ProgramRuntime(own, program.microbatches, lambda y, target: loss(y, target) * weight, *tables)
-
-
-def placement(program: Program) -> list[int]:
-    """The one rank of each stage."""
-    return [rank for rank in program.placement if isinstance(rank, int)]
 
 
 def refuse_order(program: Program, model: Model) -> None:
@@ -126,12 +105,6 @@ def refuse(program: Program, model: Model) -> None:
             f"{program.stages - 1}F{late} comes after a later microbatch's; torch's runtime takes the losses of the "
             f"last stage for those of microbatches 0, 1, 2. Put its forwards in this order, {OURS}"
         )
-
-
-def grads(found: Sequence[PipelineStage]) -> tuple[Any, ...]:
-    """The summed gradients of this process's stages, None for those of others."""
-    modules: dict[int, Any] = {stage.stage_index: stage.submod for stage in found}
-    return tuple(modules[at].grads() if at in modules else None for at in range(found[0].num_stages))
 
 
 def _refuse_loss(model: Model) -> None:

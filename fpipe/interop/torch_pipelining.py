@@ -267,8 +267,11 @@ def runtime(
     from fpipe.interop import _torch_runtime
 
     _torch_runtime.refuse(the_program(program), model)
+    own = stages(program, model, params, group=group, device=device)
     tables = to_csv(program), to_csv(program, format="compute_comms")
-    return _torch_runtime.runtime(program, model, params, tables, group, device)
+    loss: Any = model.loss
+    weight = 1 / program.microbatches if model.reduction == "mean" else 1.0
+    return _torch_runtime.ProgramRuntime(own, program.microbatches, lambda y, t: loss(y, t) * weight, *tables)
 
 
 def stages(
@@ -305,7 +308,8 @@ def stages(
     from fpipe.interop import _torch_runtime, _torch_stages
 
     _torch_runtime.refuse_order(the_program(program), model)
-    return _torch_stages.stages(model, params, _torch_runtime.placement(program), group, device)
+    placement = [rank for rank in program.placement if isinstance(rank, int)]
+    return _torch_stages.stages(model, params, placement, group, device)
 
 
 def grads(stages: Sequence[PipelineStage]) -> tuple[Any, ...]:
@@ -329,6 +333,5 @@ def grads(stages: Sequence[PipelineStage]) -> tuple[Any, ...]:
     ({'w': tensor([2.])},)
     >>> dist.destroy_process_group()
     """
-    from fpipe.interop import _torch_runtime
-
-    return _torch_runtime.grads(stages)
+    modules: dict[int, Any] = {stage.stage_index: stage.submod for stage in stages}
+    return tuple(modules[at].grads() if at in modules else None for at in range(stages[0].num_stages))
