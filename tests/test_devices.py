@@ -20,7 +20,7 @@ from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.transforms.communicate import with_transfers
 from fpipe.tree import leaves, tree_map
-from tests.fake_accelerator.scenarios import by_autograd, shy, squares
+from tests.fake_accelerator.scenarios import by_autograd, squares
 from tests.processes import Processes
 from tests.test_processes_on_devices import join
 from tests.toys import Toy
@@ -206,33 +206,6 @@ def test_an_example_without_data_stands_for_what_is_at_home_on_each_rank(
     step = fpipe.build(program, model, runtime="threads", devices=devices, example=meta)
     monkeypatch.setattr("fpipe.runtimes.in_process.local._first", None)  # no signature is new
     assert agree(step(params, batch), grads_of(net, batch), devices, "dualpipe")
-
-
-@pytest.mark.parametrize("devices", PLACES[1:], ids=" ".join)
-def test_a_step_waits_for_the_callers_stream_and_the_caller_for_the_step(devices: list[str]):
-    program, model, params, net, batch = on_ranks(devices, "one_f_one_b", 2, 1024)
-    step = fpipe.build(program, model, runtime="threads", devices=devices)
-    expected = grads_of(net, (batch[0] * 2, batch[1]))
-    with torch.cuda.stream(torch.cuda.Stream(devices[0])):
-        for _ in range(3):
-            torch.cuda._sleep(10_000_000)
-            x = batch[0].to(devices[0], non_blocking=True) * 2
-            found = [grad * 2 for grad in leaves(step(params, (x, batch[1])).grads)]
-            del x
-            assert all(torch.equal(a, 2 * b) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("devices", PLACES[1:], ids=" ".join)
-@pytest.mark.filterwarnings("ignore:a stage runs under autograd")
-def test_on_devices_an_error_ends_the_step_and_the_next_one_works(devices: list[str]):
-    model = fpipe.from_functions([lambda p, x: x * p["w"], shy], squares)
-    program = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model))
-    params = tuple({"w": torch.tensor(2.0, device=device)} for device in devices)
-    step = fpipe.build(program, model, runtime="threads", devices=devices)
-    for _ in range(2):
-        assert step(params, (torch.ones(4), torch.zeros(4))).loss.item() == 16
-        with pytest.raises(KeyError, match="too much"):
-            step(params, (torch.full((4,), 1e7), torch.zeros(4)))
 
 
 @pytest.mark.parametrize("runtime", ["local", "threads"])

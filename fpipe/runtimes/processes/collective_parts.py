@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,19 +43,6 @@ class Posted(NamedTuple):
     after: Callable[[], object] | None = None
 
 
-class CollectivePart(Protocol):
-    """A part of a collective, which goes in one call."""
-
-    @property
-    def buffer(self) -> Buffer:
-        """Its leaves."""
-        ...
-
-    def post(self, group: ProcessGroup, read: Read) -> Posted:
-        """Start it, on what an op reads; a RuntimeError if a process is lost."""
-        ...
-
-
 class PlacedLeaf(NamedTuple):
     """A leaf in a buffer: its place among its op's leaves, where it starts in the buffer, how many numbers the first
     replica has of it, which has the most, and its avals as this replica has it, and as all have it."""
@@ -84,10 +71,6 @@ class Buffer:
     def empty(self, *replicas: int) -> Tensor:
         """Memory for it, or for one of each replica."""
         return torch.empty((*replicas, self.size), dtype=self.dtype, device=self.device)
-
-    def taken(self, leaf: Tensor) -> Tensor:
-        """A leaf as it is sent by itself."""
-        return leaf.to(self.dtype).contiguous()
 
 
 class SumPart(NamedTuple):
@@ -119,7 +102,11 @@ class GatherPart(NamedTuple):
         made = {leaf.at: torch.empty(leaf.whole.shape, dtype=buffer.dtype, device=buffer.device) for leaf in leaves}
         if self.alone:
             (leaf,) = leaves
-            sent = buffer.taken(read[leaf.at]) if read else torch.zeros_like(made[leaf.at][: leaf.own.shape[0]])
+            sent = (
+                read[leaf.at].to(buffer.dtype).contiguous()
+                if read
+                else torch.zeros_like(made[leaf.at][: leaf.own.shape[0]])
+            )
             return Posted(made, sent, _gathered(made[leaf.at], sent, group))
         sent, found = buffer.empty() if read else buffer.empty().zero_(), buffer.empty(self.replicas)
         for at, start, _, own, _ in leaves if read else ():
@@ -148,7 +135,7 @@ class ScatterPart(NamedTuple):
         if self.alone:
             (leaf,) = leaves
             one = torch.empty(leaf.own.shape, dtype=buffer.dtype, device=buffer.device)
-            sent = buffer.taken(read[leaf.at]) if read else one.new_zeros(leaf.whole.shape)
+            sent = read[leaf.at].to(buffer.dtype).contiguous() if read else one.new_zeros(leaf.whole.shape)
             return Posted({leaf.at: one}, sent, *_added(one, sent, group))
         sent, found = buffer.empty(self.replicas) if read else buffer.empty(self.replicas).zero_(), buffer.empty()
         for leaf in leaves if read else ():
@@ -158,6 +145,10 @@ class ScatterPart(NamedTuple):
                 sent[number, leaf.start : leaf.start + high - low] = whole[low:high]
         made = {leaf.at: found[leaf.start : leaf.start + _count(leaf.own)].view(leaf.own.shape) for leaf in leaves}
         return Posted(made, sent, *_added(found, sent, group))
+
+
+CollectivePart = SumPart | GatherPart | ScatterPart
+"""A part of a collective, which goes in one call: `post` starts it, a RuntimeError if a process is lost."""
 
 
 def _gathered(whole: Tensor, own: Tensor, group: ProcessGroup) -> Any:
