@@ -202,41 +202,17 @@ def one_by_one(rank: int, ranks: int, microbatches: int) -> Iterator[str]:
         yield f"{rank}B{index}"
 
 
-def every_schedule(ranks: int) -> list[Callable[[fpipe.Program], fpipe.Program]]:
+def own_schedules(ranks: int) -> list[Callable[[fpipe.Program], fpipe.Program]]:
     schedules.register("of_mine", schedules.gpipe)
     facts: schedules.Schedule = schedules.about("zbv")
     print(facts.source, schedules.names(), schedules.get("gpipe")(2))
     return [
-        schedules.bpipe(ranks),
-        schedules.chimera(ranks),
-        schedules.dualpipe(ranks),
-        schedules.dualpipev(ranks),
-        schedules.eager_1f1b(ranks),
         schedules.from_generator(one_by_one, ranks),
         schedules.from_priority(smallest_first, ranks),
         schedules.from_table("0F0 0B0"),
-        schedules.gpipe(ranks),
-        schedules.group_interleaved(ranks),
         schedules.hanayo(ranks, waves=2),
-        schedules.interleaved(ranks),
-        schedules.interleaved_overlap(ranks),
-        schedules.interleaved_zb(ranks),
-        schedules.kimi_k2(ranks),
-        schedules.looped_bfs(ranks),
-        schedules.one_f_one_b(ranks),
-        schedules.one_f_one_b_overlap(ranks),
-        schedules.one_f_one_b_v(ranks),
-        schedules.pipe_offload(ranks),
         schedules.pipedream(ranks, steps=4),
         schedules.pipedream_2bw(ranks, steps=4),
-        schedules.roundpipe(ranks),
-        schedules.seq1f1b(ranks, slices=2),
-        schedules.v_half(ranks),
-        schedules.v_min(ranks),
-        schedules.zb_auto(ranks),
-        schedules.zb_h1(ranks),
-        schedules.zb_h2(ranks),
-        schedules.zbv(ranks),
     ]
 
 
