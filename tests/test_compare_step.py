@@ -144,6 +144,16 @@ class Uncorrected(Loop):
             leaf.mul_(1 - rate * self.settings["weight_decay"]).addcdiv_(first, second.sqrt() + 1e-8, value=-rate)
 
 
+class Counting(Loop):
+    """Its steps were counted otherwise before the first."""
+
+    def __init__(self, net: nn.Module, steps: float, **how: Any) -> None:
+        super().__init__(net, **how)
+        for leaf in net.parameters():
+            zeros = torch.zeros_like(leaf)
+            self.optimizer.state[leaf] = {"step": torch.tensor(steps), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+
+
 class Frozen(Loop):
     def backward(self, batch: Any) -> None:
         super().backward(batch)
@@ -178,9 +188,19 @@ class On(Loop):
         super().run(*self.change(batches, rates))
 
 
-def other_targets(rows: int) -> Callable[[list[Any], list[float]], Any]:
-    """Each input meets the target of another row."""
-    return lambda batches, rates: ([(x, target.roll(rows, 0)) for x, target in batches], rates)
+def others(
+    target: Callable[[Tensor], Tensor] = lambda rows: rows, x: Callable[[Tensor], Tensor] = lambda rows: rows
+) -> Callable[..., Loop]:
+    """A loop whose targets, or inputs, come in another order."""
+    return partial(On, change=lambda batches, rates: ([(x(rows), target(own)) for rows, own in batches], rates))
+
+
+def drawn(rows: Tensor) -> Tensor:
+    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(42))]
+
+
+def dealt(rows: Tensor) -> Tensor:
+    return torch.cat([rows[k::4] for k in range(4)])
 
 
 Made = Callable[[nn.Module], Loop]
@@ -254,8 +274,17 @@ WRONG: dict[str, tuple[Callable[..., Loop], dict[str, Any], dict[str, Any]]] = {
     "Groups are not told apart": (Loop, ADAM, ADAM | {"groups": {"*bias": {"weight_decay": 0.0}}}),
     "1 of them are as they were": (Frozen, SGD, SGD),
     "added up in bfloat16": (InBfloat16, SGD, SGD),
-    "Targets are those of the next microbatch": (partial(On, change=other_targets(-2)), SGD, SGD),
-    "are those of the microbatch before": (partial(On, change=other_targets(2)), ADAM, ADAM),
+    "counts one step too many": (partial(Counting, steps=1.0), ADAM, ADAM),
+    "Targets are those of the next microbatch": (others(lambda rows: rows.roll(-2, 0)), SGD, SGD),
+    "are those of the microbatch before": (others(lambda rows: rows.roll(2, 0)), ADAM, ADAM),
+    "those of the next row": (others(lambda rows: rows.roll(-1, 0)), SGD, SGD),
+    "those of the row before": (others(lambda rows: rows.roll(1, 0)), SGD, SGD),
+    "in the reverse order of the rows": (others(lambda rows: rows.flip(0)), SGD, SGD),
+    "next of 2 microbatches or replicas": (others(lambda rows: rows.roll(4, 0)), SGD, SGD),
+    "Targets are dealt out one by one to 4": (others(dealt), SGD, SGD),
+    "Inputs are dealt out one by one to 4": (others(x=dealt), SGD, SGD),
+    "Targets are shuffled by torch.randperm of seed 42, inputs are not": (others(drawn), ADAM, ADAM),
+    "Inputs are shuffled by torch.randperm of seed 42, targets are not": (others(x=drawn), ADAM, ADAM),
 }
 
 
@@ -289,6 +318,23 @@ OVER_STEPS: dict[str, tuple[Callable[..., Loop], dict[str, Any], dict[str, Any]]
 def test_a_mistake_over_steps_is_named(words: str):
     made, how, said = OVER_STEPS[words]
     named(lambda net: made(net, **how), said, words, many=3 if "batch" in words else 2)
+
+
+def test_an_optimizer_that_is_resumed_one_step_behind_is_named():
+    """Its state is saved before it counts."""
+    made: list[Loop] = []
+    model, _, batches, rates, before = steps(lambda net: made.append(Loop(net, **ADAM)) or made[0])
+    names = {leaf: name for name, leaf in made[0].net.named_parameters()}
+    params = fpipe.split_params(model, {name: leaf.clone() for name, leaf in before.items()})
+    states = made[0].optimizer.state
+    kept = {names[leaf]: {word: one.clone() for word, one in state.items()} for leaf, state in states.items()}
+    opt = tuple({name: kept[name] for name in stage} for stage in params)
+    for state in states.values():
+        state["step"] -= 1
+    made[0].run(batches, rates)
+    after = {name: leaf.detach() for leaf, name in names.items()}
+    with pytest.raises(fpipe.GradientMismatch, match="The optimizer counts one step too few"):
+        fpipe.compare_step(model, params, batches, after, opt=opt, lr=rates, **ADAM)
 
 
 @pytest.fixture

@@ -117,11 +117,18 @@ def of_uses(step: StepGradients, uses: Sequence[TiedLeaf], times: Sequence[int])
     return tuple(stages)
 
 
-def with_next_targets(step: StepGradients, by: int) -> Any:
-    """Gradients where each microbatch meets the target of one that is so many further."""
-    targets = [target for (_, target), _ in step.parts]
-    others = targets[by:] + targets[:by]
-    return step.of([((x, other), size) for ((x, _), size), other in zip(step.parts, others, strict=True)]).grads
+def with_targets(step: StepGradients, order: Tensor) -> Any:
+    """Gradients where each row of the whole batch meets the target of another; a target of other rows stays."""
+    sizes = [size for _, size in step.parts]
+    each = [tree.flatten(target) for (_, target), _ in step.parts]
+
+    def reordered(leaves: Sequence[Any]) -> Sequence[Any]:
+        rows = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
+        return torch.cat([*leaves])[order].split(sizes) if rows == sizes else leaves
+
+    moved = zip(*map(reordered, zip(*(leaves for leaves, _ in each), strict=True)), strict=True)
+    targets = [tree.unflatten(spec, [*leaves]) for (_, spec), leaves in zip(each, moved, strict=True)]
+    return step.of([((x, target), size) for ((x, _), size), target in zip(step.parts, targets, strict=True)]).grads
 
 
 def with_shifted_targets(step: StepGradients, by: int) -> Any:

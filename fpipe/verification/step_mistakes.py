@@ -34,10 +34,11 @@ from fpipe.verification.gradient_changes import (
     of_first_replica,
     of_uses,
     scaled,
-    with_next_targets,
     with_shifted_targets,
+    with_targets,
 )
 from fpipe.verification.rank_pieces import Region
+from fpipe.verification.row_orders import orders
 
 
 @dataclass(frozen=True)
@@ -161,9 +162,8 @@ def _of_rows(loop: Loop) -> Named:
             if many % k == 0:
                 words = f"all {k} replicas are handed the same rows, those of replica 0"
                 yield words, loop.changed(of_first_replica, replicas=k)
-        if len({size for _, size in parts}) == 1:
-            yield "targets are those of the next microbatch", loop.changed(with_next_targets, by=1)
-            yield "targets are those of the microbatch before", loop.changed(with_next_targets, by=-1)
+    for words, order in orders(sum(size for _, size in parts), many):
+        yield words, loop.changed(with_targets, order=order)
     if any(leaf.ndim > 1 and not leaf.is_floating_point() for leaf in tree.leaves(target)):
         yield "targets are shifted by one position too many", loop.changed(with_shifted_targets, by=-1)
         yield "targets are shifted by one position too few", loop.changed(with_shifted_targets, by=1)
@@ -226,7 +226,10 @@ def _of_rules(loop: Loop) -> Named:
     if words.by == "Adam" and decay:
         yield "weight decay is decoupled (AdamW), not added to the gradient", other("AdamW", weight_decay=decay)
     if words.by in ("Adam", "AdamW"):
-        yield "there is no bias correction", _without_correction(loop)
+        yield "the optimizer counts one step too many", _counting(loop, 1.0)
+        if any(float(leaf) for place, leaf in tree.paths(tuple(loop.opt)) if _is_count(place)):
+            yield "the optimizer counts one step too few", _counting(loop, -1.0)
+        yield "there is no bias correction", _counting(loop, 1e8)
         own = settings.get("eps", 1e-8)
         for eps in (1e-10, 1e-8, 1e-7, 1e-6, 1e-5, 1e-3):
             if eps != own:
@@ -258,10 +261,14 @@ def _of_rules(loop: Loop) -> Named:
         yield "the learning rate is that of the next step", replace(loop, rates=[*rates[1:], rates[-1]])
 
 
-def _without_correction(loop: Loop) -> Loop:
-    """A loop whose optimizer has counted so many steps that nothing is left to correct."""
+def _is_count(place: str) -> bool:
+    return place.endswith(f"[{STEP!r}]")
+
+
+def _counting(loop: Loop, more: float) -> Loop:
+    """A loop whose optimizer has counted so many steps more; of very many nothing is left to correct."""
     _, spec = tree.flatten(tuple(loop.opt))
-    counted = [leaf + 1e8 if place.endswith(f"[{STEP!r}]") else leaf for place, leaf in tree.paths(tuple(loop.opt))]
+    counted = [leaf + more if _is_count(place) else leaf for place, leaf in tree.paths(tuple(loop.opt))]
     return replace(loop, opt=tree.unflatten(spec, counted))
 
 
