@@ -49,7 +49,12 @@ def test_a_step_of_other_shapes_is_lowered_again(trace: bool):
 
 @TRACED
 @pytest.mark.parametrize(
-    "spec", [(fpipe.Replicate(), fpipe.Chunk(1), fpipe.Replicate()), (_Replicate, TensorChunkSpec(1), _Replicate)]
+    "spec",
+    [
+        (fpipe.Replicate(), fpipe.Chunk(1), fpipe.Replicate()),
+        (fpipe.Replicate, fpipe.Chunk(-2), None),
+        (_Replicate, TensorChunkSpec(1), _Replicate()),
+    ],
 )
 def test_a_prefix_tree_says_how_each_leaf_is_cut(spec, trace: bool):
     def first(p, x):

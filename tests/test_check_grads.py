@@ -3,7 +3,9 @@
 import json
 import re
 import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,35 +110,6 @@ def test_two_files_that_differ_are_refused(model: str, tmp_path: Path):
     assert "add its gradients up first" in said
 
 
-@pytest.mark.parametrize(
-    ("name", "written", "sentence"),
-    [
-        ("a.safetensors", b"0F0 0F1", "is no file in the safetensors format: it has no such header"),
-        ("a.safetensors", (9).to_bytes(8, "little") + b'{"a": {}}', "it has no such header"),
-        ("a.safetensors", (2).to_bytes(8, "little") + b"[]", "it has no such header"),
-        ("a.pt", b"0F0 0F1", "is no dict of tensors that torch.save wrote"),
-        ("a.pt", b"hello", "is no dict of tensors that torch.save wrote"),
-        ("a.pt", nn.Linear(1, 1), "is no dict of tensors that torch.save wrote"),
-        ("a.pt", [1, 2], "holds a list; wanted is a dict of tensors by name"),
-        ("a.pt", {"step": 3}, "holds a int under 'step'; wanted are tensors by name"),
-    ],
-)
-def test_other_files_are_refused(name: str, written, sentence: str, model: str, tmp_path: Path):
-    file = tmp_path / name
-    file.write_bytes(written) if isinstance(written, bytes) else torch.save(written, file)
-    code, _, said = run(file, "--model", model)
-    assert code == 1
-    assert sentence in said
-
-
-def test_a_file_that_is_cut_off_is_refused(model: str, tmp_path: Path):
-    file = tmp_path / "grads.safetensors"
-    save_safetensors(loop(), file)
-    file.write_bytes(file.read_bytes()[:-4])
-    assert "is cut off: '2.bias' ends at byte 84 of its data, which has 80." in run(file, "--model", model)[2]
-    assert "No such file" in run(tmp_path / "none.pt", "--model", model)[2]
-
-
 def by_hand(path: Path, data: bytes, **tensors: tuple[str, list[int], int, int]) -> str:
     """A file as the public description of the format has it."""
     words = ("dtype", "shape", "data_offsets")
@@ -167,24 +140,89 @@ def test_safetensors_are_read_as_the_format_says(tmp_path: Path):
     assert read_tensors([by_hand(tmp_path / "none.safetensors", b"")]) == {}
 
 
+def one(**said: object) -> dict[str, object]:
+    return {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **said}}
+
+
+def two(first: tuple[int, int], second: tuple[int, int]) -> dict[str, object]:
+    """Tensors of so many floats at these bytes."""
+    places = {"a": first, "b": second}
+    return {name: one(shape=[(end - at) // 4], data_offsets=[at, end])["w"] for name, (at, end) in places.items()}
+
+
+NO_HEADER = "is no file in the safetensors format: it has no such header"
+NO_DICT = "is no dict of tensors that torch.save wrote"
+NO_TENSOR = "is no file in the safetensors format"
+HEADERS: dict[str, tuple[Any, str]] = {
+    # Tensors that overlap were read as they are.
+    "an overlap": (two((0, 8), (4, 12)), "bytes from 4 to 12, and those before it end at 8"),
+    "a gap": (two((0, 4), (8, 12)), "bytes from 8 to 12, and those before it end at 4"),
+    "offsets below 0": (one(shape=[1], data_offsets=[-4, 0]), "'w', F32 of shape [1], is said to be in the bytes from"),
+    "too many bytes": (one(data_offsets=[0, 12]), "'w', F32 of shape [2], is said to be in the bytes from 0 to 12"),
+    "a shape below 0": (one(shape=[-3, -1], data_offsets=[0, 12]), "'w', F32 of shape [-3, -1]"),
+    "bytes of nobody": (one(), "4 bytes are of no tensor"),
+    "a file cut off": (
+        one(shape=[4], data_offsets=[0, 16]),
+        "is cut off: 'w' ends at byte 16 of its data, which has 1",
+    ),
+    "integers": (one(dtype="I32", shape=[3], data_offsets=[0, 12]), "holds 'w' as I32; wanted are F64, F32, F16, BF16"),
+    "deep": (b'{"a":' + b"[" * 100_000, NO_HEADER),
+    "a list": ([1], NO_HEADER),
+    "a shape of truth": (one(shape=[True, 2]), NO_TENSOR),
+    "a shape of text": (one(shape="2"), NO_TENSOR),
+    "a shape of lists": (one(shape=[[2]]), NO_TENSOR),
+    "a wide shape": (one(shape=[2**40, 2**40, 0], data_offsets=[0, 0]), NO_TENSOR),
+    "offsets of floats": (one(data_offsets=[0.0, 8.0]), NO_TENSOR),
+    "three offsets": (one(data_offsets=[0, 4, 8]), NO_TENSOR),
+    "a list of dtypes": (one(dtype=["F32"]), "holds 'w' as ['F32']"),
+    "nothing": ({"w": None}, NO_TENSOR),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_wrong_headers_of_safetensors_are_refused(case: str, tmp_path: Path):
+    header, sentence = HEADERS[case]
+    head = header if isinstance(header, bytes) else json.dumps(header).encode()
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + struct.pack("<3f", 1, 2, 3))
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        read_tensors([str(tmp_path / "a.safetensors")])
+
+
+OTHERS: dict[str, tuple[Any, str]] = {
+    # A file without tensors was read, whose gradients were then missed.
+    "a.safetensors": (struct.pack("<Q", 2**63) + b"{}", NO_HEADER),
+    "b.safetensors": (b"0F0 0F1", NO_HEADER),
+    "a.pt": (b"hello", NO_DICT),
+    "b.pt": (nn.Linear(1, 1), NO_DICT),
+    "c.pt": ([1, 2], "holds a list; wanted is a dict of tensors by name"),
+    "d.pt": ({"step": 3}, "holds a int under 'step'; wanted are tensors by name"),
+    "meta.pt": ({"w": torch.empty(3, device="meta")}, "on meta under 'w'; wanted are tensors by name"),
+    "integer.pt": ({"w": torch.arange(3)}, "tensor of torch.int64, torch.strided, on cpu under 'w'"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_files_are_refused(name: str, model: str, tmp_path: Path):
+    file, (written, sentence) = tmp_path / name, OTHERS[name]
+    file.write_bytes(written) if isinstance(written, bytes) else torch.save(written, file)
+    code, _, said = run(file, "--model", model)
+    assert code == 1
+    assert sentence in said
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("tensors", "sentence"),
+    "made",
     [
-        ({"a": ("F32", [2], 0, 8), "b": ("F32", [2], 4, 12)}, "bytes from 4 to 12, and those before it end at 8"),
-        ({"a": ("F32", [1], 0, 4), "b": ("F32", [1], 8, 12)}, "bytes from 8 to 12, and those before it end at 4"),
-        ({"a": ("F32", [1], -4, 0)}, "'a', F32 of shape [1], is said to be in the bytes from -4 to 0"),
-        ({"a": ("F32", [2], 0, 12)}, "'a', F32 of shape [2], is said to be in the bytes from 0 to 12"),
-        ({"a": ("F32", [-3, -1], 0, 12)}, "'a', F32 of shape [-3, -1]"),
-        ({"a": ("F32", [2], 0, 8)}, "4 bytes are of no tensor"),
-        ({"a": ("F32", [4], 0, 16)}, "is cut off: 'a' ends at byte 16 of its data, which has 12"),
-        ({"a": ("I32", [3], 0, 12)}, "holds 'a' as I32; wanted are F64, F32, F16, BF16"),
+        lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     ],
 )
-def test_wrong_safetensors_are_refused(tensors, sentence: str, tmp_path: Path):
-    """Tensors that overlap were read as they are."""
-    file = by_hand(tmp_path / "a.safetensors", struct.pack("<3f", 1, 2, 3), **tensors)
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        read_tensors([file])
+def test_tensors_whose_numbers_cannot_be_compared_are_refused_by_name(made: Callable[[], torch.Tensor], tmp_path: Path):
+    """A quantized one in two files ended the process."""
+    torch.save({"w": made()}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=r"a.pt holds a .*tensor of .* under 'w'; wanted are tensors by name."):
+        read_tensors([str(tmp_path / "a.pt")] * 2)
 
 
 def test_nan_in_two_files_is_the_same_number(tmp_path: Path):
@@ -204,6 +242,7 @@ def test_what_is_no_model_is_a_usage_error(model: str, tmp_path: Path):
         code, _, said = run(tmp_path / "grads.pt", "--model", text)
         assert code == 2
         assert sentence in " ".join(said.split())
+    assert "No such file" in run(tmp_path / "none.pt", "--model", model)[2]
     code, _, said = run(tmp_path / "grads.pt", "--model", model.replace(":step", ":nothing"))
     assert code == 1
     assert "--model returns (model, params, batch) or (model, params, batch, state), found" in said

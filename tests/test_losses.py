@@ -73,11 +73,6 @@ def batch(rows=8, dtype=torch.float32):
     return torch.randn(rows, 3, generator=make, dtype=dtype), torch.randn(rows, 3, generator=make, dtype=dtype)
 
 
-@cache
-def frozen(reduction: str) -> fpipe.Model:
-    return fpipe.freeze(model_of(reduction), (1, "w"))
-
-
 # Auxiliary losses
 
 
@@ -214,9 +209,6 @@ def test_what_does_not_train_is_not_kept():
     assert (nothing, kept > 0) == (0, True)
 
 
-# Gradients of inputs
-
-
 # Scales, several steps, norms
 
 
@@ -233,13 +225,9 @@ def test_a_scaled_loss_scales_gradients_and_nothing_else(trace: bool):
 
 def test_a_scaled_loss_keeps_small_gradients_in_float16():
     model = fpipe.from_functions([lambda p, x: x * p["w"]], lambda y, t: (y * t).sum(), reduction="sum")
-    given, small = ({"w": torch.ones(1, dtype=torch.float16)},), torch.full((1, 1), 2.0**-20, dtype=torch.float16)
+    given, small = ({"w": torch.ones(1, dtype=torch.float16)},), torch.full((1, 1), 2.0**-13, dtype=torch.float16)
     steps = (fpipe.build(fpipe.program(model), model, loss_scale=scale) for scale in (1.0, 2.0**12))
     lost, kept = (step(given, (small, small)).grads[0]["w"].item() for step in steps)
-    assert (lost, kept) == (0.0, 0.0)
-    wide = torch.full((1, 1), 2.0**-13, dtype=torch.float16)
-    steps = (fpipe.build(fpipe.program(model), model, loss_scale=scale) for scale in (1.0, 2.0**12))
-    lost, kept = (step(given, (wide, wide)).grads[0]["w"].item() for step in steps)
     assert (lost, kept) == (0.0, 2.0**-14)
 
 
@@ -274,18 +262,6 @@ def test_a_counted_microbatch_without_anything_to_count_gives_zero():
         assert (found.loss == 0) == bool((target <= 0).all()) == bool((found.grads[0]["w"] == 0).all())
 
 
-def test_the_norm_of_gradients_is_that_of_the_whole_net():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Linear(3, 3))
-    model, own, _ = fpipe.from_sequential(net, stages=3, loss=nn.functional.mse_loss)
-    x, t = torch.randn(6, 5), torch.randn(6, 3)
-    nn.functional.mse_loss(net(x), t).backward()
-    grads = fpipe.build(fpipe.program(model), model)(own, (x, t)).grads
-    for kind in (2.0, float("inf")):
-        expected = nn.utils.get_total_norm([p.grad for p in net.parameters()], kind)
-        assert torch.equal(fpipe.global_norm(grads, kind), expected)
-
-
 @pytest.mark.parametrize("limit", [0.05, 50.0])
 @pytest.mark.parametrize("kind", [2.0, float("inf")])
 def test_gradients_are_clipped_as_torch_clips_them(limit: float, kind: float):
@@ -301,13 +277,6 @@ def test_gradients_are_clipped_as_torch_clips_them(limit: float, kind: float):
     made = {name: grad for stage in clipped for name, grad in stage.items()}
     assert all(torch.equal(made[name], leaf.grad) for name, leaf in net.named_parameters() if leaf.grad is not None)
     assert all(map(torch.equal, fpipe.tree.leaves(given), fpipe.tree.leaves(before)))
-
-
-def test_a_tied_leaf_counts_once_in_the_norm():
-    model = fpipe.from_functions([lambda p, x: x @ p["e"]] * 2, mean, ties=[((0, "e"), (1, "e"))])
-    given = ({"e": torch.eye(3)}, {})
-    grads = fpipe.build(fpipe.program(model), model)(given, batch()).grads
-    assert torch.equal(fpipe.global_norm(grads), grads[0]["e"].norm())
 
 
 def halves(dense: Tensor) -> Tensor:

@@ -1,15 +1,13 @@
-import re
+"""Cutting and joining trees: one undoes the other."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer, _Replicate
 
 from fpipe import tree
 from fpipe.single_device.joining import join
 from fpipe.single_device.microbatch import cut, rows
-from fpipe.transforms.specs import Chunk, Replicate
+from tests.refusals import refusals
 from tests.test_tree import Node, OptreeNode
 
 
@@ -65,25 +63,14 @@ def test_join_undoes_cut(recipe, count, more):
 
 
 @given(st.integers(1, 30), st.integers(1, 30))
-def test_sizes_are_those_of_tensor_split(n, count):
-    if n >= count:
-        x = torch.arange(n)
-        assert [part.tolist() for part, _ in cuts(x, count)] == [part.tolist() for part in x.tensor_split(count)]
-
-
-@given(st.integers(1, 30), st.integers(1, 30))
-def test_microbatches_of_a_size_are_those_of_split(n, size):
+def test_microbatches_are_views_as_torch_splits(n, size):
     x = torch.arange(n)
-    found = cuts(x, -(-n // size), size=size)
-    assert [part.tolist() for part, _ in found] == [part.tolist() for part in x.split(size)]
-    assert [length for _, length in found] == [len(part) for part in x.split(size)]
-
-
-def test_microbatches_are_views_of_the_batch():
-    x = torch.zeros(7, 2)
-    part, size = cut(x, 3, 4)
-    assert size == 1
-    assert part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    for each, right in (
+        (cuts(x, size) if n >= size else [], x.tensor_split(size) if n >= size else ()),
+        (cuts(x, -(-n // size), size=size), x.split(size)),
+    ):
+        assert [(part.tolist(), length) for part, length in each] == [(part.tolist(), len(part)) for part in right]
+        assert all(part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for part, _ in each)
 
 
 def test_registered_nodes_are_cut_and_joined():
@@ -95,46 +82,26 @@ def test_registered_nodes_are_cut_and_joined():
         assert (whole.children[0].tolist(), whole.children[1]) == ([0, 1, 2, 3, 4], "name")
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        (Replicate(), Chunk(1), Replicate()),
-        (Replicate, Chunk(-2), None),
-        (_Replicate, TensorChunkSpec(1), _Replicate()),
-    ],
+def counted(whole, spec=None, **named):
+    return rows(whole, spec, **named)
+
+
+test_what_is_ambiguous_is_refused = refusals(
+    globals(),
+    """
+counted(([torch.zeros(4)], torch.zeros(3)))
+    ValueError: inputs[0] has 4 rows, target has 3.
+counted((torch.zeros(4), {"r": torch.zeros(3)}), what=("left", "right"))
+    ValueError: left has 4 rows, right['r'] has 3.
+counted((torch.tensor(1.0), "word"))
+    ValueError: no leaf of the batch has rows: scalars, non-tensors
+counted(torch.zeros(3), "rows")
+    ValueError: 'rows' does not say how a leaf is cut or joined
+join([[torch.tensor(1)], [torch.tensor(2)]])
+    ValueError: outputs[0] is tensor(1) in microbatch 0 and tensor(2)
+join([True, 1])
+    ValueError: outputs is True in microbatch 0 and 1 in microbatch 1
+join([])
+    ValueError: there is nothing to join
+""",
 )
-def test_a_spec_is_a_prefix_of_the_batch(spec):
-    whole = (torch.tensor(3.0), [torch.arange(24.0).reshape(3, 4, 2), torch.arange(12.0).reshape(3, 4, 1)], 42)
-    parts = [part for part, _ in cuts(whole, 3, spec)]
-    assert [tuple(part[1][0].shape) for part in parts] == [(3, 2, 2), (3, 1, 2), (3, 1, 2)]
-    assert same(join(parts, spec=spec), whole)
-
-
-def test_a_spec_may_be_a_function():
-    whole = {"x": torch.arange(4), "table": torch.arange(9)}
-    (part, _), _ = cuts(whole, 2, lambda leaf: Replicate() if len(leaf) == 9 else Chunk())
-    assert (len(part["x"]), len(part["table"])) == (2, 9)
-    assert join([1, 2, 3], spec=sum) == 6
-    assert join([torch.tensor(1.0), torch.tensor(2.0)], spec=_CustomReducer(torch.tensor(0.0), torch.add)) == 3
-
-
-def test_scalars_are_a_mean_weighted_by_rows():
-    assert join([torch.tensor(1.0), torch.tensor(4.0)], [2, 1]) == 2
-    assert join([torch.tensor(1.0), torch.tensor(4.0)]) == 2.5
-
-
-REFUSED = {
-    "inputs[0] has 4 rows, target has 3.": lambda: rows(([torch.zeros(4)], torch.zeros(3))),
-    "left has 4 rows, right['r'] has 3.": lambda: rows((torch.zeros(4), {"r": torch.zeros(3)}), what=("left", "right")),
-    "no leaf of the batch has rows: scalars, non-tensors": lambda: rows((torch.tensor(1.0), "word")),
-    "'rows' does not say how a leaf is cut or joined": lambda: rows(torch.zeros(3), "rows"),
-    "outputs[0] is tensor(1) in microbatch 0 and tensor(2)": lambda: join([[torch.tensor(1)], [torch.tensor(2)]]),
-    "outputs is True in microbatch 0 and 1 in microbatch 1": lambda: join([True, 1]),
-    "there is nothing to join": lambda: join([]),
-}
-
-
-@pytest.mark.parametrize("sentence", REFUSED)
-def test_what_is_ambiguous_is_refused(sentence):
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        REFUSED[sentence]()

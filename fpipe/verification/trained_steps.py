@@ -17,16 +17,23 @@ from fpipe.program import PARAMETERS, Program, parts_of
 from fpipe.runtimes.build import build
 from fpipe.runtimes.definition.around_steps import post_validated
 from fpipe.runtimes.definition.inputs_and_results import check_call, optim_of
-from fpipe.runtimes.definition.lockstep import lockstep, scatters_microbatches
+from fpipe.runtimes.definition.lockstep import lockstep
 from fpipe.runtimes.definition.meaning import batch_of
-from fpipe.single_device.batches import batches_of, streams
-from fpipe.single_device.microbatch import cut
-from fpipe.single_device.over_parts import Joined, OverReplicas, Sliced, over_parts
+from fpipe.single_device.batches import batches_of
+from fpipe.single_device.over_parts import over_parts
 from fpipe.single_device.reference import parts_of_replicas
 from fpipe.single_device.result import Result
 from fpipe.single_device.training_loop import Norm, of_one, scaler_of, total_norm, training_loop
-from fpipe.transforms.specs import spec_of
-from fpipe.verification.casts import cast_by, computed, like_params
+from fpipe.verification.ways import (
+    added_by,
+    computed,
+    how_of,
+    joined_by,
+    like_params,
+    microbatches_of,
+    sliced_by,
+    spec_of_split,
+)
 
 LR = 0.01
 """The learning rate of a check that is handed none."""
@@ -43,8 +50,6 @@ def trained(
     *,
     replicas: int,
     within: int,
-    sliced: Sliced,
-    joined: Joined,
     state: Sequence[Any] | None,
     key: Any,
     opt: Sequence[Any] | None,
@@ -60,20 +65,20 @@ def trained(
     optim = optim_of(program, opt, lr, scale)
     assert optim is not None
     check_optimizer_state(words_of(op.how), params, opt)
-    scaler = None if optim[2] is None else scaler_of(optim[2], _how(program, "VALIDATE"))
+    scaler = None if optim[2] is None else scaler_of(optim[2], how_of(program, "VALIDATE"))
     rates = optim[1] or [None] * program.steps
     batch_of(program, batch)
     keys = check_call(program, (), key)
     batches = batches_of(batch, program.steps) if program.steps > 1 else [batch]
-    each = [parts_of_replicas(one, replicas, model, _spec(program)) for one in batches]
-    added_by = OverReplicas(scatters_microbatches(program), cast_by(program, "SCATTER"), within)
+    each = [parts_of_replicas(one, replicas, model, spec_of_split(program)) for one in batches]
+    how: Any = {"sliced": sliced_by(program), "joined": joined_by(program, batches[0])}
+    how |= {"added_by": added_by(program, within), "zeros": False}
 
     def gradients(
         read: Sequence[Any], own: Sequence[Any], state: Sequence[Any] | None, key: int | None, scale: Any
     ) -> Result:
-        parts = _parts(program, own)
-        how: Any = {"sliced": sliced, "joined": joined, "added_by": added_by, "zeros": False, "scale": scale}
-        made = over_parts(model, computed(program, read), parts, replicas, state=state, key=key, **how)
+        parts = microbatches_of(program, own)
+        made = over_parts(model, computed(program, read), parts, replicas, state=state, key=key, scale=scale, **how)
         return replace(made, grads=like_params(params, made.grads))
 
     expected = training_loop(
@@ -96,23 +101,6 @@ def trained(
     own = own if program.steps > 1 else [one for (one,) in own]
     run = post_validated(program, lambda one, _: partial(lockstep, one, model, within=within), donate=False)
     return run(params, own, state=state, key=keys, optim=optim), expected
-
-
-def _spec(program: Program) -> Any:
-    return spec_of(_how(program).get("spec"))
-
-
-def _how(program: Program, kind: str = "SPLIT") -> dict[str, Any]:
-    return next((dict(op.how) for op in program.ops if op.kind == kind), {})
-
-
-def _parts(program: Program, own: Sequence[Any]) -> list[Any]:
-    """The microbatches of one step, those of each replica, with their rows."""
-    how, many = _how(program), program.microbatches // program.steps
-    if "presplit" in how:
-        whole, sizes = batch_of(program, own[0])
-        return [*zip(zip(*streams(whole, many), strict=True), sizes, strict=True)]
-    return [cut(one, index, many, _spec(program), size=how.get("size")) for one in own for index in range(many)]
 
 
 def versions(program: Program) -> dict[tuple[int, int], int]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,20 +14,27 @@ from fpipe.model import Model, in_mode
 from fpipe.optimizers.op_words import update_of
 from fpipe.program import Program, the_program
 from fpipe.runtimes.build import build
-from fpipe.runtimes.definition.lockstep import lockstep, refuse_without, scatters_microbatches
-from fpipe.single_device.batches import refuse_meta, refuse_spread, rows_of_each, streams
-from fpipe.single_device.microbatch import cut
-from fpipe.single_device.over_parts import Joined, OverReplicas, Sliced, over_parts
+from fpipe.runtimes.definition.lockstep import lockstep, refuse_without
+from fpipe.single_device.batches import refuse_meta, refuse_spread, streams
+from fpipe.single_device.over_parts import over_parts
 from fpipe.single_device.reference import counted_replicas, one_key, parts_of_replicas
 from fpipe.single_device.result import Result
 from fpipe.transforms.merge import merge
-from fpipe.transforms.specs import spec_of
-from fpipe.verification.casts import cast_by, computed, like_params
 from fpipe.verification.first_wrong import Expected, first_wrong
 from fpipe.verification.loss_function import check_function
 from fpipe.verification.report import Close, GradientMismatch, Leaf, Report, WrongValue, compared, is_finite, listed
 from fpipe.verification.trained_steps import trained, versions
 from fpipe.verification.undivided import undivided
+from fpipe.verification.ways import (
+    added_by,
+    computed,
+    how_of,
+    joined_by,
+    like_params,
+    microbatches_of,
+    sliced_by,
+    spec_of_split,
+)
 
 
 def verify(
@@ -88,46 +94,37 @@ def verify(
         raise ValueError("this program updates no parameters, and takes no opt=, lr= or scale=; fpipe.update() does.")
     if any(end.name.microbatch is not None and end.name.name == "grads" for end in the_program(program).outputs):
         program = merge(grads="rows" if model.per_example else "sum")(program)
-    given = batch
     count, within = counted_replicas(replicas)
     refuse_without(program, replicas)
-    how = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
-    spec, size = spec_of(how.get("spec")), how.get("size")
-    if "presplit" in how:
-        if count > 1:
-            raise ValueError("presplit=True hands in one replica's microbatches; leave replicas= out.")
-        each, batch = [batch], streams(batch, program.microbatches)
-        parts = [*zip(zip(*batch, strict=True), rows_of_each(batch, spec), strict=True)]
-    else:
-        each = parts_of_replicas(batch, count, model, spec)
-        many = program.microbatches
-        parts = [cut(own, index, many, spec, size=size) for own in each for index in range(many)]
-    own, params = params, computed(program, params)
-    added_by = OverReplicas(scatters_microbatches(program), cast_by(program, "SCATTER"), within)
+    presplit = "presplit" in how_of(program, "SPLIT")
+    if presplit and count > 1:
+        raise ValueError("presplit=True hands in one replica's microbatches; leave replicas= out.")
+    each = [batch] if presplit else parts_of_replicas(batch, count, model, spec_of_split(program))
+    parts = microbatches_of(program, each)
+    own = computed(program, params)
+    reference = partial(over_parts, model, own, parts, count, state=state, key=key, sliced=sliced_by(program))
     if count > 1:
-        found = lockstep(program, model, own, each, within=within, state=state, key=key)
-        over = model, params, parts, count
-        expected = over_parts(*over, state=state, key=key, sliced=_sliced(how), added_by=added_by)
-        return compare(found, replace(expected, grads=like_params(own, expected.grads)), close)
-    found = build(program, model)(own, given, state=state, key=key)
-    joined = _joined(program, batch, "stream" if "presplit" in how else spec)
-    reference = partial(over_parts, model, params, parts, state=state, key=key, sliced=_sliced(how), joined=joined)
-    expected = reference(added_by=added_by)
+        found = lockstep(program, model, params, each, within=within, state=state, key=key)
+        expected = reference(added_by=added_by(program, within))
+        return compare(found, replace(expected, grads=like_params(params, expected.grads)), close)
+    found = build(program, model)(params, batch, state=state, key=key)
+    joined = joined_by(program, streams(batch, len(parts)) if presplit else batch)
+    expected = reference(joined=joined, added_by=added_by(program, within))
     try:
-        report = compare(found, replace(expected, grads=like_params(own, expected.grads)), close)
+        report = compare(found, replace(expected, grads=like_params(params, expected.grads)), close)
     except GradientMismatch as error:
         noted = Expected()
-        reference(see=noted.see)
-        first = first_wrong(program, model, own, given, state=state, key=key, expected=noted, close=close)
+        reference(joined=joined, see=noted.see)
+        first = first_wrong(program, model, params, batch, state=state, key=key, expected=noted, close=close)
         raise GradientMismatch(f"{error}\n{_first_words(program, first, error.report)}", error.report, first) from None
     if len(expected.losses) == len(parts):
-        check_function(model, params, parts, expected, key)
+        check_function(model, own, parts, expected, key)
     if len(expected.losses) == 1:
         return report
-    if "presplit" in how:
+    if presplit:
         return replace(report, undivided="The batch came cut, so there is no undivided one to compare with.")
     sizes = [size for _, size in parts]
-    return undivided(report, model, params, batch, sizes, expected, outputs=joined.outputs, state=state, key=key)
+    return undivided(report, model, own, batch, sizes, expected, outputs=joined.outputs, state=state, key=key)
 
 
 def _of_training(
@@ -142,11 +139,7 @@ def _of_training(
     """The report on a program that updates parameters."""
     count, within = counted_replicas(replicas)
     refuse_without(program, replicas)
-    how = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
-    first: Any = batch[0] if program.steps > 1 and isinstance(batch, list) and batch else batch
-    joined = _joined(program, first, "stream" if "presplit" in how else spec_of(how.get("spec")))
-    options: Any = {"replicas": count, "within": within, "sliced": _sliced(how), "joined": joined}
-    report = compare(*trained(program, model, params, batch, **options, **more), close)
+    report = compare(*trained(program, model, params, batch, replicas=count, within=within, **more), close)
     known = versions(program)
     behind = {stage: max(step - made for (step, at), made in known.items() if at == stage) for _, stage in known}
     words = ", ".join(f"stage {stage} by {steps}" for stage, steps in sorted(behind.items()) if steps)
@@ -163,28 +156,6 @@ def _first_words(program: Program, first: WrongValue | None, report: Report | No
     ends = {program.ops[program.writer[value]] for value in wrong}
     joins = listed(sorted(op.cell for op in ends if op.kind in ("ADD", "MERGE", "SCALE")))
     return f"What the stages compute for each microbatch is right; what joins it is not: {joins}."
-
-
-def _joined(program: Program, batch: tuple[Any, Any], spec: Any) -> Joined:
-    """How a program joins what its microbatches give."""
-    said = next((dict(op.how) for op in program.ops if op.kind == "MERGE" and op.reads[0].name != "inputs"), {})
-    names = Counter(end.name.name for end in program.outputs)
-    # Joined outputs of several steps have the name of the last microbatch of each.
-    apart = [end.name.name for end in program.outputs if end.name.microbatch is not None]
-    streams = {name for name in apart if program.steps == 1 or names[name] > program.steps}
-    return Joined(
-        "stream" if "outputs" in streams or "outputs" not in names else spec_of(said.get("spec")),
-        "stream" if "aux" in streams else spec_of(said.get("aux")),
-        batch[0] if "input_grads" in names else None,
-        spec[0] if isinstance(spec, tuple) else spec,
-    )
-
-
-def _sliced(how: Mapping[str, Any]) -> Sliced:
-    """How a SPLIT says that sequences are cut."""
-    specs = (spec_of(how.get(word)) for word in ("sequence", "spec"))
-    along, rows = (spec if isinstance(spec, tuple) else (spec, spec) for spec in specs)
-    return Sliced(how.get("slices", 1), how.get("dim", 1), along, rows)
 
 
 def compare(found: Result, expected: Result, close: Close) -> Report:
