@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook
@@ -55,13 +56,18 @@ def same(one: fpipe.Result, other: fpipe.Result) -> bool:
     return all(map(torch.equal, leaves((one.loss, one.grads)), leaves((other.loss, other.grads))))
 
 
-# Kernel flags.
+# What is on around a step.
 
 
-def attends(p: dict[str, Tensor], x: Tensor) -> Tensor:
-    q, k, v = (x @ p["w"]).view(len(x), 16, 3, 2, 8).permute(2, 0, 3, 1, 4)
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return F.conv1d(y.transpose(1, 2).reshape(len(x), 16, 16), p["c"], padding=1)
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.c = nn.Linear(16, 48), nn.Conv1d(16, 16, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.w(x).view(len(x), 16, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.silu(torch.tanh(self.c(y.transpose(1, 2).reshape(len(x), 16, 16))))
 
 
 @contextmanager
@@ -82,29 +88,71 @@ def rounding():
         torch.set_float32_matmul_precision("highest")
 
 
-AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+@contextmanager
+def hooks():
+    handle = register_module_forward_hook(lambda module, x, y: y * 2)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class TwiceTanh(TorchFunctionMode):
+    """Twice the tanh, as torch's function for it is called."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made * 2 if func is torch.tanh else made
+
+
+class TwiceTheOp(TorchDispatchMode):
+    """One floor below, where it sees the ops of a trace too."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made * 2 if func is torch.ops.aten.tanh.default else made
+
+
+FLAGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "sdpa_kernel": lambda: sdpa_kernel(SDPBackend.MATH),
     "mkldnn": lambda: torch.backends.mkldnn.flags(enabled=False),
     "deterministic": deterministic,
     "matmul precision": rounding,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    # FlopCounterMode takes the gradient of SiLU apart: a step that was first counted had those bits for good.
+    "flops": lambda: FlopCounterMode(display=False),
+    "ops": TwiceTheOp,
+}
+UNTRACED: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
+    # Its trace went on without the mode, and the one from before went on in it.
+    "functions": (TwiceTanh, r"a TorchFunctionMode is on \(TwiceTanh\)"),
+    "saved tensors": (lambda: saved_tensors_hooks(lambda x: x * 2, lambda x: x), "saved_tensors_hooks are on"),
+    "modules": (hooks, "there are hooks on all modules"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")
-@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND.keys())
-def test_kernel_flags_are_those_of_the_step(around: Callable[[], AbstractContextManager[Any]], traced: list[str]):
-    model, step = built(attends, lambda p, x: attends(p, x))
-    params = tuple({"w": torch.randn(16, 48), "c": torch.randn(16, 16, 3)} for _ in range(2))
+@pytest.mark.parametrize("case", [*FLAGS, *UNTRACED])
+def test_what_is_on_around_a_step_has_its_way_and_leaves_no_trace(case: str, traced: list[str]):
+    torch.manual_seed(0)
+    net = nn.Sequential(Attends(), Attends())
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=squares)
+    step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model)
     batch = torch.randn(4, 16, 16), torch.randn(4, 16, 16)
     outside = step(params, batch)
+    around, words = UNTRACED.get(case) or (FLAGS[case], None)
     for _ in range(2):
         traced.clear()
         with around():
-            found = step(params, batch)
+            with pytest.warns(UserWarning, match=f"every stage under autograd: {words}") if words else nullcontext():
+                found = step(params, batch)
             assert same(found, fpipe.reference(model, params, batch, microbatches=2))
     assert traced == []  # the second time
+    assert same(found, outside) == (case in ("deterministic", "matmul precision"))
     assert same(step(params, batch), outside)
+    if case == "saved tensors":
+        with pytest.raises(ValueError, match="saved_tensors_hooks are on"), around():
+            fpipe.linearize(smooth, PARAMS[0], BATCH[0])
 
 
 def smooth(p: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -144,79 +192,6 @@ def test_an_update_of_the_state_is_cast_as_the_forward_is(trace: bool):
     assert not torch.equal(found.state[0]["m"], plain.state[0]["m"])
 
 
-def test_hooks_on_what_autograd_saves_see_it():
-    _, step = built(smooth)
-    plain, saved = step(PARAMS, BATCH), []
-    with (
-        saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor),
-        pytest.warns(UserWarning, match="every stage under autograd: saved_tensors_hooks are on"),
-    ):
-        assert same(step(PARAMS, BATCH), plain)
-    assert saved
-    with pytest.raises(ValueError, match="saved_tensors_hooks are on"), save_on_cpu():
-        fpipe.linearize(smooth, PARAMS[0], BATCH[0])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert same(step(PARAMS, BATCH), plain)
-
-
-class TwiceTanh(TorchFunctionMode):
-    """Twice the tanh, as torch's function for it is called."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        return made * 2 if func is torch.tanh else made
-
-
-def test_a_mode_of_torchs_functions_has_its_way_and_leaves_no_trace_of_it():
-    """Its trace went on without the mode, and the one from before went on in it."""
-    model, step = built(lambda p, x: smooth(p, x))
-    for _ in range(2):
-        with TwiceTanh():
-            with pytest.warns(
-                UserWarning, match=r"every stage under autograd: a TorchFunctionMode is on \(TwiceTanh\)"
-            ):
-                found = step(PARAMS, BATCH)
-            assert same(found, fpipe.reference(model, PARAMS, BATCH, microbatches=2))
-        plain = step(PARAMS, BATCH)
-        assert same(plain, fpipe.reference(model, PARAMS, BATCH, microbatches=2))
-        assert not same(plain, found)
-
-
-class TwiceTheOp(TorchDispatchMode):
-    """The same one floor below, where it sees the ops of a trace too."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        return made * 2 if func is torch.ops.aten.tanh.default else made
-
-
-@pytest.mark.parametrize("mode", [TwiceTheOp, partial(FlopCounterMode, display=False)])
-def test_what_a_mode_makes_of_ops_it_makes_of_a_steps_and_not_of_the_trace(mode: Callable[[], Any]):
-    """FlopCounterMode takes the gradient of SiLU apart: a step that was first counted had those bits for good."""
-    model, step = built(lambda p, x: F.silu(smooth(p, x)))
-    for _ in range(2):
-        with mode():
-            found = step(PARAMS, BATCH)
-            assert same(found, fpipe.reference(model, PARAMS, BATCH, microbatches=2))
-        assert same(step(PARAMS, BATCH), fpipe.reference(model, PARAMS, BATCH, microbatches=2))
-
-
-def test_hooks_on_all_modules_are_called_and_leave_no_trace():
-    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    model, params, _ = fpipe.from_sequential(net, stages=1, loss=squares)
-    step = fpipe.build(fpipe.program(model), model)
-    for _ in range(2):
-        handle = register_module_forward_hook(lambda module, x, y: y * 2)
-        try:
-            with pytest.warns(UserWarning, match="every stage under autograd: there are hooks on all modules"):
-                found = step(params, BATCH)
-            assert torch.equal(found.outputs, net[1](net[0](BATCH[0])))  # the container is no stage
-        finally:
-            handle.remove()
-        assert torch.equal(step(params, BATCH).outputs, net(BATCH[0]))
-
-
 def test_detect_anomaly_finds_what_is_no_number():
     _, step = built(lambda p, x: torch.log(x @ p["w"] - 100))
     with warnings.catch_warnings():
@@ -241,19 +216,6 @@ def test_a_number_that_torch_may_take_for_zero_is_taken_for_what_it_is():
 # What a function is.
 
 
-def scaling(by: Any, to: Any) -> tuple[Callable[..., Tensor], Callable[[], None]]:
-    """A stage that closes over a number, and what makes it another."""
-
-    def stage(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        return torch.tanh(x @ p["w"]) * (by[0] if isinstance(by, list) else by)
-
-    def change() -> None:
-        nonlocal by
-        by = to
-
-    return stage, change
-
-
 def turned(p: dict[str, Tensor], x: Tensor) -> Tensor:
     return torch.sin(x @ p["w"])
 
@@ -275,69 +237,38 @@ class Scaled:
         return turned(p, x * self.by)
 
 
-def a_global(change: Callable[[str, Any], None]) -> tuple[Any, Callable[[], None]]:
-    return (lambda p, x: turned(p, x * SCALE)), lambda: change("SCALE", 3.0)
+def by_default(p: dict[str, Tensor], x: Tensor, by: float = 1.0) -> Tensor:
+    return turned(p, x) * by
 
 
-def a_global_of_a_helper(change: Callable[[str, Any], None]) -> tuple[Any, Callable[[], None]]:
-    return (lambda p, x: turned(p, helper(x))), lambda: change("SCALE", 3.0)
+SCALED, LISTED = Scaled(), [1.0]
+OTHERWISE: dict[str, tuple[Any, tuple[Any, str, Any]]] = {
+    # a stage, and what is set to another value: of an object, or by name in this file
+    "a global": (lambda p, x: turned(p, x * SCALE), (None, "SCALE", 3.0)),
+    "a global of a helper": (lambda p, x: turned(p, helper(x)), (None, "SCALE", 3.0)),
+    "a helper": (lambda p, x: turned(p, helper(x)), (None, "helper", lambda x: x * 3.0)),
+    "a partial": (partial(lambda by, p, x: turned(p, x * by * SCALE), 2.0), (None, "SCALE", 3.0)),
+    "an object": (SCALED, (SCALED, "by", 3.0)),
+    "a method": (SCALED.__call__, (SCALED, "by", 3.0)),
+    "a tensor in a closure": (
+        (lambda own: lambda p, x: turned(p, x * own.by))(SCALED),
+        (SCALED, "by", torch.tensor(7.0)),
+    ),
+    "an object by name": (lambda p, x: turned(p, x * SCALED.by), (SCALED, "by", 3.0)),
+    "a list": (lambda p, x: turned(p, x) * LISTED[0], (None, "LISTED", [2.0])),
+    "a default": (by_default, (by_default, "__defaults__", (2.0,))),
+    "its code": (smooth, (smooth, "__code__", turned.__code__)),
+}
 
 
-def a_helper(change: Callable[[str, Any], None]) -> tuple[Any, Callable[[], None]]:
-    return (lambda p, x: turned(p, helper(x))), lambda: change("helper", lambda x: x * 3.0)
-
-
-def an_object(change: Callable[[str, Any], None]) -> tuple[Any, Callable[[], None]]:
-    scaled = Scaled()
-    return scaled, lambda: setattr(scaled, "by", 3.0)
-
-
-def a_method(change: Callable[[str, Any], None]) -> tuple[Any, Callable[[], None]]:
-    scaled = Scaled()
-    return scaled.__call__, lambda: setattr(scaled, "by", 3.0)
-
-
-def an_object_in_a_closure(change: Callable[[str, Any], None]) -> tuple[Any, Callable[[], None]]:
-    scaled = Scaled()
-    return (lambda p, x: turned(p, x * scaled.by)), lambda: setattr(scaled, "by", 3.0)
-
-
-def a_partial(change: Callable[[str, Any], None]) -> tuple[Any, Callable[[], None]]:
-    return partial(lambda by, p, x: turned(p, x * by * SCALE), 2.0), lambda: change("SCALE", 3.0)
-
-
-def a_list_in_a_closure(change: Callable[[str, Any], None]) -> tuple[Any, Callable[[], None]]:
-    by = [1.0]
-    return scaling(by, by)[0], lambda: by.__setitem__(0, 2.0)
-
-
-def a_tensor_in_a_closure(change: Callable[[str, Any], None]) -> tuple[Any, Callable[[], None]]:
-    return scaling(1.0, torch.tensor(7.0))
-
-
-def its_code(change: Callable[[str, Any], None]) -> tuple[Any, Callable[[], None]]:
-    stage = lambda p, x: turned(p, x)  # noqa: E731
-    return stage, lambda: setattr(stage, "__code__", (lambda p, x: turned(p, 2 * x)).__code__)
-
-
-def a_default(change: Callable[[str, Any], None]) -> tuple[Any, Callable[[], None]]:
-    def stage(p: dict[str, Tensor], x: Tensor, by: float = 1.0) -> Tensor:
-        return turned(p, x) * by
-
-    return stage, lambda: setattr(stage, "__defaults__", (2.0,))
-
-
-BY_NAME = [a_global, a_global_of_a_helper, a_helper, an_object, a_method, an_object_in_a_closure, a_partial]
-
-
-@pytest.mark.parametrize("how", [*BY_NAME, a_list_in_a_closure, a_tensor_in_a_closure, a_default, its_code])
-def test_what_a_stage_reaches_by_name_is_looked_at_by_the_next_build(how: Any, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("case", OTHERWISE)
+def test_what_a_stage_reaches_by_name_is_looked_at_by_the_next_build(case: str, monkeypatch: pytest.MonkeyPatch):
     """A helper that is defined anew in a notebook, or a number of the trainer whose method a stage is: the next build
     found the old trace, and said nothing."""
-    stage, change = how(lambda name, to: monkeypatch.setitem(globals(), name, to))
+    stage, (of, name, value) = OTHERWISE[case]
     model, step = built(stage)
     first = step(PARAMS, BATCH)
-    change()
+    monkeypatch.setattr(sys.modules[__name__] if of is None else of, name, value)
     expected = fpipe.reference(model, PARAMS, BATCH, microbatches=2)
     assert not same(first, expected)
     assert same(built(stage)[1](PARAMS, BATCH), expected)
