@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 import fpipe
 from fpipe.cli.costs import parse
 from property_tests.strategies import few
+from tests.refusals import refusals
 
 COSTS = fpipe.Costs.per_rank(F=10, B=12, W=8, c=0.5)
 FEW = {"schedules": ["gpipe", "one_f_one_b", "zb_h1", "chimera", "interleaved"]}
@@ -32,6 +32,9 @@ def of_residuals(value: fpipe.Value) -> float:
     return {"res": 40.0, "wres": 24.0}.get(value.name, 0.0)
 
 
+WEIGHED = replace(COSTS, bytes=of_residuals, transfer=0)
+
+
 @few(4)
 @given(
     st.sampled_from([2, 4]),
@@ -46,7 +49,7 @@ def test_ways_are_what_their_programs_take_and_the_front_is_what_nothing_beats(
     words: Any = {} if noise is None else {"noise": noise, "at": "p95", "samples": 20}
     costs, limits = COSTS, [*(memory or (float("inf"),))] * ranks
     if memory is not None and len(memory) > 1:
-        costs = replace(COSTS, bytes=of_residuals, transfer=0)
+        costs = WEIGHED
         each = "; ".join(f"rank {rank} memory {limit:.0f}B" for rank, limit in enumerate(limits[:ranks]))
         words["cluster"] = f"{ranks} ranks; {each}"
     elif memory is not None:
@@ -87,8 +90,6 @@ def test_costs_between_two_sizes_are_straight_between_and_beyond_them_refused():
     words = {row.microbatches: row.costs for row in found}
     assert words == {2: "given", 4: "interpolated", 8: "given"}
     assert {row.rows * row.microbatches for row in found} == {16}
-    with pytest.raises(ValueError, match=re.escape("a microbatch has 1 rows, and costs are given for 2, 8 rows;")):
-        fpipe.plan_run({2: COSTS, 8: COSTS}, ranks=2, rows=16, microbatches=[2, 16])
 
 
 def model() -> tuple[fpipe.Model, Any, Any]:
@@ -231,22 +232,12 @@ def test_a_way_that_does_not_fit_says_nothing_against_one_that_does():
     """zbv is shorter and its fullest rank holds less, but rank 1 has no room for it: interleaved is drawn, and best."""
     on = "2 ranks; rank 0 memory 100B; rank 1 memory 60B"
     words: Any = {"schedules": ["interleaved", "zbv"], "checkpoint": ["never"], "samples": 5, "at": "p95"}
-    costs, noise = replace(COSTS, bytes=of_residuals, transfer=0), fpipe.Noise(slow_rank=1.02)
-    found = fpipe.plan_run(costs, ranks=2, microbatches=[4], cluster=on, noise=noise, **words)
+    noise = fpipe.Noise(slow_rank=1.02)
+    found = fpipe.plan_run(WEIGHED, ranks=2, microbatches=[4], cluster=on, noise=noise, **words)
     assert [(row.schedule, row.fits, row.spread is None) for row in found] == [
         ("interleaved", True, False),
         ("zbv", False, False),
     ]
-
-
-def test_where_nothing_fits_the_rank_that_is_too_small_is_named():
-    """Rank 0 has room for anything, so what it holds at least says nothing of why rank 1 cannot hold its 40 bytes."""
-    costs, on = replace(COSTS, bytes=of_residuals, transfer=0), "2 ranks; rank 0 memory 1000B; rank 1 memory 30B"
-    expected = "nothing fits: rank 1 must hold 40 B at least, by one_f_one_b, m=4, and may hold 30 B."
-    with pytest.raises(ValueError, match=re.escape(expected)):
-        fpipe.plan_run(
-            costs, ranks=2, microbatches=[4], cluster=on, schedules=["one_f_one_b", "zb_h1"], checkpoint=["never"]
-        )
 
 
 def test_ctrl_c_leaves_the_ways_so_far():
@@ -274,83 +265,97 @@ def test_plans_and_spreads_are_drawn(tmp_path: Path):
     assert {"m", "median", "p95", "recompute"} < {*str(plan).split()}
 
 
-@pytest.mark.parametrize(
-    ("wrong", "expected"),
-    [
-        ({"ranks": 0}, "ranks is a whole number, at least 1; found 0."),
-        ({"microbatches": 8}, "microbatches lists numbers of microbatches, such as [8, 16]; found 8."),
-        ({"microbatches": [0]}, "microbatches lists whole numbers, at least 1; found 0."),
-        ({"checkpoint": ["sometimes"]}, "some of never, except_last, always; found 'sometimes'."),
-        ({"schedules": ["zbw"]}, "there is no schedule 'zbw'; did you mean zbv"),
-        ({"schedules": [fpipe.schedules.gpipe(2)]}, "a schedule is named here, as in 'gpipe' or 'hanayo:waves=2', and"),
-        ({"memory": -1}, "memory is the most that a rank may hold, above 0; found -1."),
-        ({"search": -1}, "search is seconds, from 0; found -1."),
-        ({"at": "p95"}, 'at="p95" is of makespans under noise: say noise= too'),
-        ({"at": "mean"}, 'at "nominal", "median" or "p95", found \'mean\'.'),
-        ({"cluster": "1 rank"}, "there are 2 ranks, and the cluster has 1."),
-        (
-            {"what": fpipe.Costs(), "cluster": "2 ranks; each rank memory 1GB"},
-            "a cluster's memory is in bytes: say the bytes of values",
-        ),
-        ({"rows": 16, "microbatches": [4, 8]}, "microbatches of 4, 2 rows cost different times: say {rows: costs}"),
-        (
-            {"what": {2: COSTS, 8: replace(COSTS, bytes=of_residuals)}, "rows": 16, "microbatches": [2, 8]},
-            "costs of several sizes all say bytes, or none do; those of 2 rows say none.",
-        ),
-        ({"rows": 0}, "rows is a whole number, at least 1; found 0."),
-        ({"stages": 0}, "stages is a whole number, at least 1; found 0."),
-        ({"replicas": 2}, "replicas= share parameters out: say how in shard=, some of step, run, use"),
-        ({"shard": ["use"]}, "shard= needs replicas that share parameters out: say replicas=2"),
-        ({"shard": ["each"], "replicas": 2}, "shard lists some of step, run, use, never; found 'each'."),
-        ({"shard": "use", "replicas": 2}, "shard lists some of step, run, use, never; found 'use'."),
-        ({"shard": ["use"], "replicas": 0}, "replicas is a whole number, at least 1; found 0."),
-        (
-            {"shard": ["use"], "replicas": 2, "cluster": "2 ranks; replicas 4 1us"},
-            "replicas=2, and the cluster has 4; say them once.",
-        ),
-        ({"flops": 1e12}, "go with a Model; costs are given, not measured."),
-        ({"profiled": [4]}, "go with a Model; costs are given, not measured."),
-        (
-            {"memory": 0.1},
-            "nothing fits: rank 0 must hold 1 rows at least, by gpipe, m=4, recompute always, and may hold 0.1 rows.",
-        ),
-        (
-            {"schedules": ["chimera"], "microbatches": [3]},
-            "no schedule serves 2 ranks and these microbatches. chimera: ",
-        ),
-    ],
+def planned(costs: Any = COSTS, *given: Any, **how: Any) -> fpipe.RunPlan:
+    words: Any = {"ranks": 2, "microbatches": [4], "schedules": ["gpipe"], "checkpoint": ["never"]}
+    return fpipe.plan_run(costs, *given, **words | how)
+
+
+def with_bytes(named: dict[str, float]) -> fpipe.Costs:
+    return replace(COSTS, bytes=named)
+
+
+SEQUENTIAL = torch.nn.Sequential()
+MODEL, *GIVEN = model()
+
+test_what_makes_no_plan_is_refused = refusals(
+    globals(),
+    """
+planned(ranks=0)
+    ValueError: ranks is a whole number, at least 1; found 0.
+planned(microbatches=8)
+    ValueError: microbatches lists numbers of microbatches, such as [8, 16]; found 8.
+planned(microbatches=[0])
+    ValueError: microbatches lists whole numbers, at least 1; found 0.
+planned(checkpoint=["sometimes"])
+    ValueError: some of never, except_last, always; found 'sometimes'.
+planned(schedules=["zbw"])
+    ValueError: there is no schedule 'zbw'; did you mean zbv
+planned(schedules=[fpipe.schedules.gpipe(2)])
+    ValueError: a schedule is named here, as in 'gpipe' or 'hanayo:waves=2', and
+planned(memory=-1)
+    ValueError: memory is the most that a rank may hold, above 0; found -1.
+planned(search=-1)
+    ValueError: search is seconds, from 0; found -1.
+planned(at="p95")
+    ValueError: at="p95" is of makespans under noise: say noise= too
+planned(at="mean")
+    ValueError: at "nominal", "median" or "p95", found 'mean'.
+planned(cluster="1 rank")
+    ValueError: there are 2 ranks, and the cluster has 1.
+planned(fpipe.Costs(), cluster="2 ranks; each rank memory 1GB")
+    ValueError: a cluster's memory is in bytes: say the bytes of values
+planned(rows=16, microbatches=[4, 8])
+    ValueError: microbatches of 4, 2 rows cost different times: say {rows: costs}
+planned({2: COSTS, 8: WEIGHED}, rows=16, microbatches=[2, 8])
+    ValueError: costs of several sizes all say bytes, or none do; those of 2 rows say none.
+planned({2: COSTS, 8: COSTS}, rows=16, microbatches=[2, 16])
+    ValueError: a microbatch has 1 rows, and costs are given for 2, 8 rows;
+planned(rows=0)
+    ValueError: rows is a whole number, at least 1; found 0.
+planned(stages=0)
+    ValueError: stages is a whole number, at least 1; found 0.
+planned(replicas=2)
+    ValueError: replicas= share parameters out: say how in shard=, some of step, run, use
+planned(shard=["use"])
+    ValueError: shard= needs replicas that share parameters out: say replicas=2
+planned(shard=["each"], replicas=2)
+    ValueError: shard lists some of step, run, use, never; found 'each'.
+planned(shard="use", replicas=2)
+    ValueError: shard lists some of step, run, use, never; found 'use'.
+planned(shard=["use"], replicas=2, cluster="2 ranks; replicas 4 1us")
+    ValueError: replicas=2, and the cluster has 4; say them once.
+planned(flops=1e12)
+    ValueError: go with a Model; costs are given, not measured.
+planned(memory=0.1, checkpoint=["never", "always"])
+    ValueError: nothing fits: rank 0 must hold 1 rows at least, by gpipe, m=4, recompute always, and may hold 0.1 rows.
+# Rank 0 has room for anything, so what it holds says nothing of why rank 1 cannot hold its 40 bytes.
+planned(WEIGHED, cluster="2 ranks; rank 0 memory 1000B; rank 1 memory 30B", schedules=["one_f_one_b"])
+    ValueError: nothing fits: rank 1 must hold 40 B at least, by one_f_one_b, m=4, and may hold 30 B.
+planned(schedules=["chimera"], microbatches=[3])
+    ValueError: no schedule serves 2 ranks and these microbatches. chimera:
+# Fewer stages than ranks ended the plan, and a cap below zero was what the search complained of.
+planned(stages=1, search=0.01)
+    ValueError: found: 2 ranks for 1 stages: each rank needs
+planned(replace(COSTS, bytes=bytes_of), memory=90, search=0.01, microbatches=[2])
+    ValueError: nothing fits: rank 1 must hold 204 B
+# A table of bytes without wres served no schedule with a W, each with a reason that no other schedule mends.
+planned(with_bytes(dict.fromkeys(["y", "dx", "res", "params", "g", "sum", "x", "t", "loss"], 4.0)))
+    ValueError: the bytes of
+# Only the search cuts backwards in two; that nobody had said the bytes of halves read as if nothing were found.
+planned(with_bytes(dict.fromkeys(NAMES, 4.0)), search=0.01)
+    ValueError: the bytes of wres
+planned(None)
+    TypeError: what is planned is an fpipe.Model, fpipe.Costs, {rows: costs} or f(parts) -> costs; found
+planned({4: COSTS})
+    ValueError: costs by the rows of a microbatch need rows=, how many the batch has.
+planned(MODEL)
+    ValueError: a model comes with its params and a batch
+planned(MODEL, *GIVEN, profiled=[2])
+    ValueError: costs at 4 microbatches are not between those at 2, which
+planned(SEQUENTIAL)
+    TypeError: with a Model; found Sequential. A Sequential goes through fpipe.from_seq
+""",
 )
-def test_what_makes_no_plan_is_refused(wrong: dict[str, Any], expected: str):
-    with pytest.raises(ValueError, match=re.escape(expected)):
-        fpipe.plan_run(**({"what": COSTS, "ranks": 2, "microbatches": [4], "schedules": ["gpipe"]} | wrong))
-
-
-def test_a_mistake_in_costs_is_not_one_of_schedules():
-    """A table of bytes without wres served no schedule with a W, each with a reason that no other schedule mends."""
-    table = {"y": 8, "dx": 8, "res": 40, "params": 0, "g": 0, "sum": 0, "x": 0, "t": 0, "loss": 0}
-    words: Any = {"ranks": 2, "microbatches": [4], "schedules": ["one_f_one_b", "zb_h1"], "checkpoint": ["never"]}
-    with pytest.raises(ValueError, match=r"^the bytes of \w+\[.*\] are not known: .*; add '"):
-        fpipe.plan_run(replace(COSTS, bytes=table), **words)
-
-
-def test_a_mistake_in_costs_is_not_one_of_a_search():
-    """Only the search cuts backwards in two; that nobody had said the bytes of halves read as if nothing were found."""
-    table = dict.fromkeys(NAMES, 4.0)
-    words: Any = {"ranks": 2, "microbatches": [2], "schedules": ["gpipe"], "checkpoint": ["never"], "search": 0.01}
-    assert fpipe.plan_run(replace(COSTS, bytes=table), **(words | {"search": 0}))
-    with pytest.raises(ValueError, match=r"^the bytes of wres\[.*\] are not known"):
-        fpipe.plan_run(replace(COSTS, bytes=table), **words)
-
-
-def test_what_a_search_does_not_serve_is_told():
-    """Fewer stages than ranks ended the plan, and a cap below zero was what the search complained of."""
-    words: Any = {"ranks": 2, "microbatches": [2], "schedules": ["gpipe"], "checkpoint": ["never"], "search": 0.01}
-    with pytest.raises(
-        ValueError, match=r"no schedule serves 2 ranks .*; found: 2 ranks for 1 stages: each rank needs"
-    ):
-        fpipe.plan_run(COSTS, stages=1, **words)
-    with pytest.raises(ValueError, match="nothing fits: rank 1 must hold 204 B"):
-        fpipe.plan_run(replace(COSTS, bytes=bytes_of), memory=90, **words)
 
 
 @pytest.mark.parametrize("name", ["interleaved", "seq1f1b:slices=2", "one_f_one_b"])
@@ -368,18 +373,3 @@ def test_what_a_schedule_does_not_serve_is_printed():
     found = fpipe.plan_run(COSTS, ranks=2, microbatches=[3], schedules=["gpipe", "chimera"])
     assert found.refused[0][0] == "chimera"
     assert str(found).endswith(f"\nchimera: {found.refused[0][1]}")
-
-
-def test_what_is_no_costs_and_no_model_is_refused():
-    words: Any = {"ranks": 2, "microbatches": [2]}
-    made, params, batch = model()
-    for what, error, expected in (
-        (None, TypeError, "what is planned is an fpipe.Model, fpipe.Costs, {rows: costs} or f(parts) -> costs; found"),
-        ({4: COSTS}, ValueError, "costs by the rows of a microbatch need rows=, how many the batch has."),
-        (made, ValueError, "a model comes with its params and a batch"),
-        (torch.nn.Sequential(), TypeError, "with a Model; found Sequential. A Sequential goes through fpipe.from_seq"),
-    ):
-        with pytest.raises(error, match=re.escape(expected)):
-            fpipe.plan_run(what, **words)
-    with pytest.raises(ValueError, match=re.escape("costs at 2 microbatches are not between those at 4, which")):
-        fpipe.plan_run(made, params, batch, profiled=[4], **words)
