@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -99,6 +100,10 @@ def scaled(costs: fpipe.Costs, by: float) -> fpipe.Costs:
     return fpipe.Costs(*([one * by for one in each] for each in parts), transfer=costs.transfer * by)
 
 
+def by_microbatch(op: Op, now: Now) -> tuple[int, int]:
+    return op.microbatch or 0, "WIF".index(op.kind)
+
+
 @few(8)
 @given(case=cases(), by=scales, objective=st.sampled_from(["makespan", "span"]))
 def test_the_unit_of_costs_says_nothing(case: dict[str, Any], by: float, objective: Any):
@@ -112,23 +117,10 @@ def test_the_unit_of_costs_says_nothing(case: dict[str, Any], by: float, objecti
             schedule = fpipe.schedules.get(name)
             one, other = (schedule(ranks, costs=scaled(case["costs"], unit), **how)(base) for unit in (1.0, by))
             assert one == other, name
-
-
-@few(15)
-@given(case=cases(), by=scales)
-def test_a_priority_is_asked_at_the_same_ops_in_every_unit(case: dict[str, Any], by: float):
-    def order(unit: float) -> fpipe.Program:
-        placement = "linear" if case["chunks"] == 1 else "v"
-        first = fpipe.schedules.from_priority(
-            lambda op, now: (op.microbatch, "WIF".index(op.kind)),
-            case["ranks"],
-            placement=placement,
-            costs=scaled(case["costs"], unit),
-        )
-        base = fpipe.program(case["ranks"] * case["chunks"])
-        return fpipe.chain(fpipe.split(case["microbatches"]), fpipe.split_backward(), first)(base)
-
-    assert order(1.0) == order(by)
+    placement, halves = "linear" if case["chunks"] == 1 else "v", fpipe.split_backward()(base)
+    ordered = partial(fpipe.schedules.from_priority, by_microbatch, ranks, placement=placement)
+    one, other = (ordered(costs=scaled(case["costs"], unit))(halves) for unit in (1.0, by))
+    assert one == other
 
 
 whole = st.integers(1, 5).map(float)

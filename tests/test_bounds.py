@@ -78,17 +78,6 @@ def test_a_gap_is_a_share_of_the_bound():
     assert fpipe.bounds(slow, memory_cap=2).gap(fpipe.simulate(slow)) == pytest.approx(12 / 9 - 1)
 
 
-def test_the_five_print_as_a_table():
-    assert str(fpipe.bounds(linear(4, 8, True), memory_cap=2)).splitlines() == [
-        "bound     makespan  rank",
-        "head            27     3",
-        "fused           27     3",
-        "drain           23     3",
-        "warm-up         29     0",
-        "lifespan        36     0  binds",
-    ]
-
-
 @pytest.mark.parametrize("cap", [math.nan, -1, "x", "xy", {}, [1, None]])
 def test_a_cap_is_a_number(cap: Any):
     """A text was compared with 0 ('>=' not supported between 'str' and 'int'), or taken for a list of caps."""

@@ -118,6 +118,10 @@ on(S.from_table("0F0,0B0\n1F0,1Bx"), 2, 1)
     ProgramError: line 2, column 2: '1Bx' is not a cell: it does not
 on(S.from_table("0F0,0B0\n1F0"), 2, 1)
     ProgramError: the table has 1F0 without its backward: add 1B0, or
+S.from_generator(print, 0)
+    ValueError: ranks is a whole number, at least 1; found 0.
+S.from_priority(first_free, 0)
+    ValueError: ranks is a whole number, at least 1; found 0.
 S.from_generator(None, 2)
     TypeError: from_generator takes f(rank, ranks, microbatches), which yields
 on(S.from_priority(first_free, 2, cap=0.2), 2)

@@ -244,9 +244,6 @@ def test_bytes_are_a_cap_where_costs_have_them():
     assert found.value >= free.value
 
 
-GOLDEN = json.loads((Path(__file__).parent / "data" / "golden_schedules.json").read_text())
-
-
 class UntilW:
     """A residual of `whole`, of which a share stays from I to W, and nothing else."""
 
@@ -259,19 +256,6 @@ class UntilW:
 
     def size(self, value: Value) -> float:
         return 0.0
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("row", GOLDEN["paper_table5"], ids=lambda row: f"m={row['m']} h={row['hidden']}")
-def test_the_span_of_the_zero_bubble_paper_at_its_memory(row: dict[str, Any]):
-    """Its bubble is of the span; M_B of each microbatch is held until I, M_W until W, and ZB-2p may hold 2p M_B."""
-    kept = 32 * row["hidden"] / (34 * row["hidden"] + 5 * row["heads"] * row["seq"])
-    times = (row["costs"][letter] for letter in "FBW")
-    costs = fpipe.Costs(*times, transfer=row["costs"]["comm"], bytes=UntilW(kept))
-    words: dict[str, Any] = {"ranks": row["p"], "microbatches": row["m"], "placement": "linear", "objective": "span"}
-    found = quick(row["p"], costs, **words, memory_cap=2 * row["p"], without=OFFLOADING)
-    assert max(found.timeline.peak) <= 2 * row["p"] * (1 + 1e-9)
-    assert round(found.timeline.bubble_span, 4) <= row["expected"]["ZB-2p"]
 
 
 @pytest.mark.parametrize("by", ["local", pytest.param("cp-sat", marks=pytest.mark.deep)])

@@ -65,17 +65,6 @@ def test_the_bubbles_of_table_5(row: dict[str, Any], name: str):
     assert round(found.bubble_span, 4) <= row["expected"][name]
 
 
-FIXED = {"1F1B": "one_f_one_b", "ZB-H1": "zb_h1", "ZB-H2": "zb_h2"}
-
-
-@pytest.mark.parametrize("row", FILE["paper_table5"], ids=lambda row: f"m={row['m']} F={row['costs']['F']}")
-def test_the_bubbles_of_table_5_of_fixed_orders(row: dict[str, Any]):
-    costs = share_costs(row["costs"], 1)
-    for title, name in FIXED.items():
-        found = fpipe.simulate(fpipe.schedules.about(name).program(row["p"], row["m"]), costs)
-        assert round(found.bubble_span, 4) == row["expected"][title]
-
-
 OPTIMA = [
     fact
     for fact in FILE["optima"]
@@ -116,11 +105,3 @@ def test_without_costs_it_is_the_published_order(name: str, idle: tuple[float, .
         assert found.makespan - 3 * (2 * ranks + more) == pytest.approx(wanted)
         most = {"v_half": (ranks + 2) // 2, "v_min": (ranks + 4) // 3, "zbv": ranks}[name]
         assert max(found.peak) <= most
-
-
-def test_links_cost_what_the_costs_say():
-    """A slow link is known to the order: none made without it is faster."""
-    costs = fpipe.Costs(1, 1, 1, transfer={(0, 1): 3.0, (1, 0): 0.5}, bandwidth=4.0, bytes=lambda value: 4.0)
-    found = fpipe.simulate(fpipe.schedules.about("zb_auto").program(2, 6, costs=costs), costs)
-    blind = fpipe.simulate(fpipe.schedules.about("zb_auto").program(2, 6), costs)
-    assert found.makespan <= blind.makespan
