@@ -18,15 +18,10 @@ WORKERS = 2
 
 
 def ask(hunt: Hunt, seconds: float, told: Callable[[float, float, float], None]) -> dict[Hashable, float]:
-    """Let the solver search for some seconds.
+    """Let the solver search for some seconds, most of them in the best placement; its best order joins the hunt.
 
-    Args:
-        hunt: what was found; the best order of the solver joins it.
-        seconds: when to stop. The best placement gets most of them.
-        told: called with the share of the seconds, the best value and the bound.
-
-    Returns:
-        Which ops on which ranks were asked about, and what no order of them goes below.
+    `told` hears the share of the seconds, the best value and the bound. Returns which ops on which ranks were asked
+    about, and what no order of them goes below.
     """
     wanted, began, proven = hunt.wanted, time.monotonic(), dict[Hashable, float]()
     best_of: dict[Hashable, Entry] = {}

@@ -37,15 +37,7 @@ class _Tried(NamedTuple):
 
 
 class Climber:
-    """A climb on the orders of some tasks.
-
-    Args:
-        tasks: the ops.
-        rows: the order to begin with, which keeps to the caps.
-        caps: what each rank may hold of residuals.
-        objective: "makespan" or "span".
-        seed: of the random choices.
-    """
+    """A climb on the orders of some tasks, from one that keeps to the caps: what each rank may hold of residuals."""
 
     def __init__(self, tasks: Tasks, rows: Rows, caps: Sequence[float], objective: str, seed: int) -> None:
         self.tasks, self.caps, self.objective, self.random = tasks, caps, objective, Random(seed)

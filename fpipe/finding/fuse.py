@@ -20,10 +20,7 @@ TRIED = 24
 def fused(base: Program, program: Program, good: Callable[[Program], bool]) -> Program:
     """The program with full backwards wherever an I stands just before its W and that is as good.
 
-    Args:
-        base: the program before it was ordered, with full backwards.
-        program: the same in an order, with halves.
-        good: whether a program is as good.
+    `base` has full backwards and no order yet, `program` halves and an order.
     """
     rows: list[list[Key]] = [[] for _ in range(program.ranks)]
     for op in program.ops:

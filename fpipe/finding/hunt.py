@@ -58,7 +58,6 @@ class Hunt:
 
     Args:
         bases: the programs to place and order: one, or one for each choice of what is recomputed.
-        wanted: what is searched for.
         told: called with the ops played so far, the best value and the bound of the best.
     """
 

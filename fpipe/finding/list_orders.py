@@ -18,13 +18,8 @@ from fpipe.orders.tasks import Tasks
 
 
 class Rule(NamedTuple):
-    """A priority: the step with the smallest sum of these runs first.
-
-    Args:
-        kinds: of F, B or I, and W.
-        stage: for each stage on the way that a microbatch has gone.
-        microbatch: for each one before it.
-    """
+    """A priority: the step with the smallest sum runs first, by its kind (F, B or I, W), for each stage that its
+    microbatch has come through, and for each microbatch before it."""
 
     kinds: tuple[float, float, float]
     stage: float
@@ -88,12 +83,8 @@ class ListOrders:
         return [self.takes[at] for at in own if self.microbatch[at] == first]
 
     def order(self, rule: Rule, oldest: bool = False) -> Rows | None:
-        """The order by a rule; None where it jams.
-
-        Args:
-            rule: the priority.
-            oldest: whether the oldest microbatch that has begun keeps its room alone, and not all that have.
-        """
+        """The order by a rule; None where it jams. The `oldest` microbatch that has begun keeps its room alone, or
+        all that have."""
         key = [
             -math.inf if first else rule.kinds[kind] + rule.stage * depth + rule.microbatch * microbatch
             for first, kind, depth, microbatch in zip(self.first, self.kind, self.depth, self.microbatch, strict=True)

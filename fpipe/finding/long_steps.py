@@ -217,13 +217,7 @@ def _ordered(base: Program, tasks: Tasks, rows: Rows) -> Program | None:
 
 
 def longer(tasks: Tasks, rows: Rows, more: int) -> Iterator[Rows]:
-    """Orders of `more` microbatches more, by the steady states of an order, the fastest first.
-
-    Args:
-        tasks: the ops of the shorter step, in whose tracks every microbatch is alike.
-        rows: their order.
-        more: microbatches to add.
-    """
+    """Orders of `more` microbatches more, all alike, by the steady states of an order, the fastest first."""
     return (stretch(rows, steady, more) for steady in _steady(tasks, rows))
 
 

@@ -30,12 +30,8 @@ def named_starts(
     """Names, with options behind a colon, and what they make.
 
     Args:
-        program: what they are to order.
-        ranks: how many.
-        costs: what schedules that order by costs are told.
         room: what those with a cap are told beside their own: microbatches a rank may hold, and the share of one that a
             W still needs after its I.
-        objective: what those are told that can be told what to make short.
         by_cost: those that search by themselves, which takes them up to a second, or the others.
         most: microbatches of the step that they are for; this one may be shorter.
         without: names that are left out.

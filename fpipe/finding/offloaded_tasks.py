@@ -54,12 +54,7 @@ Moves = list[dict[int, int]]
 
 @dataclass(frozen=True)
 class OffloadedTasks(Tasks):
-    """Tasks whose residuals may wait on the host.
-
-    Args:
-        room: what each rank may hold of residuals.
-        costs: what copies take.
-    """
+    """Tasks whose residuals may wait on the host, so that each rank keeps to its `room`."""
 
     room: Sequence[float] = ()
     costs: Costs = field(default_factory=Costs)

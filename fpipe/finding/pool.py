@@ -18,15 +18,7 @@ Limits = list[float]
 
 @dataclass
 class Entry:
-    """An order of some tasks under some limits.
-
-    Args:
-        tasks: the ops on their ranks.
-        limits: residuals that each rank may hold.
-        rows: the order.
-        value: what it is worth.
-        floor: what no order of these tasks goes below.
-    """
+    """An order of some tasks under some limits, its value, and the floor that no order of these tasks goes below."""
 
     tasks: Tasks
     limits: Limits
@@ -64,17 +56,10 @@ def improve(
     seed: int,
     told: Callable[[float, float], None],
 ) -> tuple[list[Entry], bool]:
-    """Improve orders for some effort: the best ones, of which in the end only two are left.
+    """Improve orders for so many played ops: the best ones, of which in the end only two are left.
 
-    Args:
-        pool: what to begin with.
-        objective: "makespan" or "span".
-        effort: how many ops may be played.
-        seed: of the random choices.
-        told: called now and then with the effort so far and the best value.
-
-    Returns:
-        An entry for each order that was improved, the best first; and whether Ctrl-C stopped it.
+    `told` hears now and then the effort so far and the best value. Returns an entry for each order that was
+    improved, the best first; and whether Ctrl-C stopped it.
     """
     starts = _different(pool)
     climbers = [

@@ -45,12 +45,8 @@ def solve(
     """The best order within some time.
 
     Args:
-        tasks: the ops on their ranks.
         caps: what each rank may hold of residuals.
-        objective: "makespan" or "span".
         start: an order to begin with.
-        seconds: when to stop.
-        workers: threads of the solver.
         seed: of its random choices; one worker gives the same answer each time.
         found: called with each better time and the bound so far.
     """

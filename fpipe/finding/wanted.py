@@ -16,14 +16,9 @@ class Wanted:
     """The request of a search.
 
     Args:
-        ranks: how many.
-        costs: seconds of ops.
         cap: the most that a rank may hold, in the unit of `Timeline.peak`.
-        objective: "makespan" or "span".
         placements: ranks of the stages that are tried; with `free` others too, and those of named schedules.
-        free: whether stages may be anywhere.
         halves: whether backwards are split: all (True), none (False), or where it helps (None).
-        seed: of the random choices.
         without: names of schedules that it does not start from.
         choose: whether stages and microbatches that are recomputed may be any.
         offload: whether residuals may leave their rank.

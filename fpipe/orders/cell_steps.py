@@ -51,13 +51,8 @@ def spread(counts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Steps:
-    """The steps of runs.
-
-    Attributes:
-        cycle: after how many steps what ranks do comes round.
-        size: of each run, how many steps a turn takes.
-        needs: what its parts read.
-    """
+    """The steps of runs: after how many what ranks do comes round (`cycle`), and how many a turn of each run takes
+    (`size`)."""
 
     def __init__(self, known: Columns) -> None:
         import torch

@@ -35,12 +35,7 @@ S = TypeVar("S", bound=Valued)
 
 
 class Climb(Generic[S]):
-    """An order that is being improved.
-
-    Attributes:
-        now: where the climb stands.
-        best: the best so far.
-        steps: changes tried so far, and `since`, up to the best.
+    """An order that is being improved: where it stands, the best so far, after how many steps, and since which.
 
     >>> from typing import NamedTuple
     >>> Point = NamedTuple("Point", [("value", tuple[float, float])])
@@ -56,13 +51,9 @@ class Climb(Generic[S]):
         self.steps = self.since = 0
 
     def on(self, steps: int, change: Callable[[S, Value], S | None], enough: Callable[[Value], bool]) -> None:
-        """Try so many changes.
+        """Try so many changes, until the best value is `enough`.
 
-        Args:
-            steps: how many.
-            change: an order near this one, whose value counts only if it is no more than the one given; None if that
-                is no change.
-            enough: whether a best value leaves nothing to gain.
+        The value of a change counts only if it is no more than the one that `change` is given; None is no change.
         """
         for _ in range(steps):
             if enough(self.best.value):

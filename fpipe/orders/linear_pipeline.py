@@ -35,17 +35,15 @@ NEVER = (math.inf, math.inf)
 
 @dataclass(frozen=True)
 class LinearPipeline:
-    """A chain of stages, its costs and its memory.
+    """A chain of stages on ranks, its costs and its memory.
 
     Args:
-        placement: the rank of each stage.
-        microbatches: how many.
         seconds: of each track's op, 3S numbers.
         ways: seconds that what a track's op reads takes to its rank; 2S numbers, since a W reads what is there.
         caps: the most activations each rank may hold; the forward of one stage makes 1.
         kept: the share of an activation that a W still needs after its I.
         span: seconds beyond which a span is worth nothing, however short the makespan.
-        objective: what an order is to make short first, the "makespan" or the "span"; then the other.
+        objective: what an order is to make short first; then the other.
     """
 
     placement: tuple[int, ...]
@@ -126,16 +124,10 @@ def linear_pipeline_of(
     objective: Objective = "makespan",
     fused: bool = False,
 ) -> LinearPipeline:
-    """The chain of a program's stages as numbers, on the ranks of a placement.
+    """The chain of a program's stages as numbers, on the ranks of a placement, for a schedule of this name.
 
-    Args:
-        cap: the most microbatches a rank may hold.
-        kept: see `LinearPipeline`.
-        name: of the schedule, for errors.
-        fused: whether the backwards are full ones: an I takes all the time of a B, and a W none.
-
-    Raises:
-        ProgramError: a cap below the minimum.
+    A cap is in microbatches; one below the minimum is a ProgramError. Where backwards are full (`fused`), an I takes
+    all the time of a B, and a W none.
     """
     stages, microbatches = len(placement), program.microbatches
     words = {op.stage: op.how for op in parts_of(program.ops) if is_exchange(op)}

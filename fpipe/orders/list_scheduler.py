@@ -26,15 +26,8 @@ Pick = Callable[[int, float, list[int]], int]
 
 
 class TaskGraph(NamedTuple):
-    """Ops as numbers.
-
-    Args:
-        ranks: how many there are.
-        rank: where each op runs.
-        seconds: how long each op takes.
-        readers: the ops that wait for each op, each with the seconds that the way there takes.
-        needs: how many ops each op waits for.
-    """
+    """Ops as numbers: how many ranks there are, where each op runs and how long it takes, the ops that wait for it,
+    each with the seconds that the way there takes, and how many ops it waits for."""
 
     ranks: int
     rank: Sequence[int]

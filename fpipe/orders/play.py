@@ -31,8 +31,7 @@ class Numbers(NamedTuple):
     """Ops as numbers, the places in these lists.
 
     Args:
-        seconds, needs: of each op.
-        wakes: the other rows that may wait for it.
+        wakes: the other rows that may wait for an op.
         tails: seconds from its end to the end of all that needs it, at the least.
         beside: what the ops on the exchange lane of their row wait for. In `needs` each waits for itself: there the
             main lane, which goes on meanwhile, looks here. None starts before the main op before it in the row does.
@@ -52,13 +51,8 @@ def play(
     known: Sequence[float] = (),
     done: Sequence[int] = (),
 ) -> Played:
-    """Play rows of ops.
-
-    Args:
-        numbers: the ops.
-        rows: those of each row, in order.
-        limit: a makespan beyond which it is `NEVER`.
-        known, done: when the first so many ops of each row end, if that is known.
+    """Play rows of ops; what takes longer than `limit` is `NEVER`. The ends of the first ops of each row, as many as
+    `done` says, may be `known`.
 
     >>> numbers = Numbers([1.0, 2.0], [[(-1, 0.5)], [(0, 0.0)]], [[1], []], [2.0, 0.0])
     >>> play(numbers, [[0], [1]])

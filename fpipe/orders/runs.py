@@ -72,11 +72,8 @@ def _written(run: Run) -> Iterator[str]:
 
 
 class RunRow:
-    """The runs of a rank as they are made: each track goes on with its next microbatch; a B is an I and a W.
-
-    Args:
-        first: the first microbatch of a track's stage, where that is not 0.
-    """
+    """The runs of a rank as they are made: each track goes on with its next microbatch, from the `first` of its
+    stage or 0 on; a B is an I and a W."""
 
     def __init__(self, first: dict[int, int] | None = None) -> None:
         self.runs: list[Run] = []

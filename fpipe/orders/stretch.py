@@ -27,11 +27,7 @@ class Steady(NamedTuple):
 
 
 def steady_states(rows: Rows, starts: Sequence[Sequence[float]]) -> list[Steady]:
-    """The steady states of an order, the fastest first.
-
-    Args:
-        rows: the order.
-        starts: when each op of it starts.
+    """The steady states of an order whose ops start at these times, the fastest first.
 
     >>> steady_states([[0, 0, 1, 0, 1, 1]], [[0, 1, 2, 3, 4, 5]])[0]
     Steady(pace=2.0, microbatches=1, begins=[1], ends=[3])

@@ -41,14 +41,11 @@ def _bytes_of(costs: Costs, value: Value) -> float:
 
 @dataclass(frozen=True)
 class Tasks:
-    """The named ops of a program on their ranks.
+    """The named ops of a program on their ranks; numbers are places in the list of `ops`.
 
     Args:
-        program: whose ops these are.
-        ops: those that take their turn on a rank; the numbers below are places in this list.
-        seconds: of each.
-        needs: for each the ops that it waits for, each with the seconds on the way, and -1 for the caller; what is
-            needed through others is left out.
+        needs: the ops that each waits for, each with the seconds on the way, and -1 for the caller; what is needed
+            through others is left out.
         takes, drops: of residuals, what an op starts to hold, and what it lets go of when it ends: in bytes where costs
             have them (an I then keeps what its W needs), else one for each.
         tracks: for each track its steps, in turn.
@@ -180,12 +177,8 @@ class Tasks:
 
 
 def tasks_of(program: Program, costs: Costs) -> Tasks | None:
-    """The named ops of a program as numbers.
-
-    Returns:
-        None where a row of named ops does not say it all: residuals that leave their rank, transfers that a table
-        placed, an R away from its reader, a rank without work.
-    """
+    """The named ops of a program as numbers; None where rows of named ops do not say it all: residuals leave their
+    rank, a table placed transfers, an R is away from its reader, a rank has no work."""
     known = op_groups(program.ops)
     if not residuals_stay(program, known) or any(op.kind in ("SEND", "FREE") for op in known.each):
         return None

@@ -116,12 +116,8 @@ class Follower:
         self.work = chain_graph(pipeline, 3)
 
     def order(self, block: BuildingBlock, late: float, ahead: float) -> tuple[tuple[float, float], list[TrackRow]]:
-        """Worth of the block, and the row of each rank, its W among the rest.
-
-        Args:
-            late: how many intervals after its I a W stands in the block.
-            ahead: how many intervals before its turn a microbatch may enter.
-        """
+        """Worth of the block, and the row of each rank: its W run so many intervals after their I, and microbatches
+        enter so many ahead of their turn."""
         pipeline, count, stages = self.pipeline, self.pipeline.microbatches, self.pipeline.stages
         offsets, interval = block
         weights = [offsets[stages + one] + pipeline.seconds[stages + one] + late * interval for one in range(stages)]

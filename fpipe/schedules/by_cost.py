@@ -33,11 +33,7 @@ from fpipe.schedules.hillclimb import (
 
 @lru_cache(maxsize=64)
 def linear_order(pipeline: LinearPipeline, effort: int) -> list[TrackRow]:
-    """The best order of one stage a rank: how far each rank runs ahead, searched from the costs.
-
-    Args:
-        effort: how many ops may be played.
-    """
+    """The best order of one stage a rank, of so many played ops: how far each rank runs ahead."""
     short = replace(pipeline, microbatches=min(pipeline.microbatches, 3 * pipeline.ranks))
     mean = [sum(pipeline.seconds[at : at + pipeline.ranks]) / pipeline.ranks for at in (0, pipeline.ranks)]
     there_and_back = mean[0] + mean[1] + sum(pipeline.ways) / max(1, pipeline.ranks - 1)
@@ -76,11 +72,9 @@ def _ahead(pipeline: LinearPipeline, per_hop: float, more: int) -> list[TrackRow
 
 @lru_cache(maxsize=256)
 def v_order(pipeline: LinearPipeline, effort: int, polish: int = 0) -> list[TrackRow]:
-    """The best order of two chunks a rank on a V: which block is repeated, searched from the costs and the caps.
+    """The best order of two chunks a rank on a V, of so many played ops: which block is repeated.
 
-    Args:
-        effort: how many ops may be played to find it.
-        polish: how many more to improve the best of the short step, in which then every W has a place of its own.
+    With some more ops to `polish` it, the best of the short step is improved with a place of its own for every W.
     """
     pipeline, drawn = _no_longer_than_drawn(pipeline)
     if at_floor(pipeline, drawn.value):
@@ -207,11 +201,8 @@ def _published_cells(pipeline: LinearPipeline) -> list[tuple[int, ...]]:
 
 
 def _in_published(cells: tuple[int, ...], pipeline: LinearPipeline, *, as_drawn: bool = False) -> Order:
-    """A block repeated and pulled tight, at both ends or at the start alone.
-
-    Args:
-        as_drawn: whether its W are also tried in the gaps that F = I = W leaves, where they were published.
-    """
+    """A block repeated and pulled tight, at both ends or at the start alone; `as_drawn`, its W are also tried in the
+    gaps that F = I = W leaves, where they were published."""
     stages, count = pipeline.stages, pipeline.microbatches
     block = {("FB"[track // stages], track % stages): cell for track, cell in enumerate(cells)}
     tables = [in_blocks(block, 6, (1, 1), pipeline.placement, count, mirror=mirror) for mirror in (True, False)]

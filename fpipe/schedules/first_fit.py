@@ -48,16 +48,8 @@ def in_blocks(
     *,
     mirror: bool = True,
 ) -> list[list[Key]]:
-    """The rows of a block that is repeated at an interval.
-
-    Args:
-        block: the first tick of each op of a microbatch.
-        interval: ticks from one microbatch to the next.
-        ticks: how long a forward and a backward take.
-        placement: the rank of each stage.
-        microbatches: how many.
-        mirror: whether it is pulled tight in the mirror too; without, the start alone is.
-    """
+    """The rows of a block that is repeated at an interval of ticks, for the ticks of a forward and of a backward. It
+    is pulled tight at its start, and before that at its end, in the `mirror`."""
 
     def times(kind: str) -> list[list[int]]:
         return [

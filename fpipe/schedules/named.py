@@ -17,12 +17,7 @@ from fpipe.timing.costs import Costs
 
 @dataclass(frozen=True)
 class Named:
-    """A schedule of the registry with options of its own.
-
-    Args:
-        schedule: what the registry knows of it.
-        options: of its factory.
-        stages: how many the program has; by default as many as the schedule wants.
+    """A schedule of the registry with options of its own, and how many stages, if not as many as it wants.
 
     >>> parse("hanayo:waves=2").program(2, 4)
     <Program: 8 stages, 4 microbatches, 2 ranks, 97 ops>

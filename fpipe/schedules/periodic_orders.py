@@ -17,13 +17,7 @@ def taken_in_turn(
     warm_up: int,
     lag: int | None = None,
 ) -> list[Run]:
-    """The row of `in_turn.in_turn`: forwards, then a forward and a backward in turn, W so many I's behind.
-
-    Args:
-        chunks: the stages of each chunk.
-        forwards: stretches of forwards, (chunk, first microbatch, how many).
-        warm_up, lag: as there.
-    """
+    """The row of `in_turn.in_turn` for stretches of forwards: (chunk, first microbatch, how many)."""
     total = sum(count for _, _, count in forwards)
     kind, last = ("B" if lag is None else "I"), len(chunks) - 1
 
@@ -133,13 +127,7 @@ def _dualpipe(ranks: int, microbatches: int) -> Rows:
 
 
 class PeriodicOrder(NamedTuple):
-    """A schedule's order at any size.
-
-    Args:
-        rows: `f(ranks, microbatches)`.
-        refuses: why it has no period at a size, or None.
-        chunks: how many stages a rank has of each microbatch.
-    """
+    """The rows of a schedule at any size, why it has no period at some, and how many stages a rank has."""
 
     rows: Callable[[int, int], Rows]
     refuses: Callable[[int, int], str | None] = lambda ranks, microbatches: None

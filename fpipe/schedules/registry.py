@@ -119,13 +119,10 @@ def published(
     slices: bool = False,
     stages_per: Mapping[str, int] | None = None,
 ) -> Callable[[Callable[P, Transform]], Callable[P, Transform]]:
-    """Register a schedule of the literature under its function's name, and refuse the sizes that it does not serve.
+    """Register a schedule of the literature under its function's name, and refuse the sizes that it does not serve, and
+    sequence slices, if it does not order them.
 
     Its docstring ends with its source and its formulas, so that `help` shows what the registry knows.
-
-    Args:
-        title, source, idle, peak, accepts, stages_per_rank, refuses, stages_per: as `Schedule` has them.
-        slices: whether it orders sequence slices.
     """
 
     def decorate(factory: Callable[P, Transform]) -> Callable[P, Transform]:

@@ -39,17 +39,11 @@ def in_rounds(
     lag: Callable[[RankContext], int] | None = None,
     costs: Costs | None = None,
 ) -> Transform:
-    """A looped schedule in the pattern of `in_turn` that takes its chunks in rounds of groups.
+    """A looped schedule in the pattern of `in_turn` that takes its chunks in rounds of groups, by default of `ranks`.
 
     Where a group has to be short, the padded order, those of the frames and, if no group was asked for, that of even
-    groups are played, and the shortest is taken; of equal ones the first, which holds least.
-
-    Args:
-        ranks: how many.
-        group: microbatches that go through a chunk before the next chunk has its turn; by default as many as ranks.
-        warm_up: as `in_turn` has it, for a size of groups.
-        lag: as `in_turn` has it.
-        costs: seconds by which to choose; by default F = I = W and no transfer.
+    groups are played, by default for F = I = W, and the shortest is taken; of equal ones the first, which holds
+    least.
     """
 
     def rows(program: Program, placed: list[int]) -> list[list[Key]]:

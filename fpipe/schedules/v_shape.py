@@ -73,13 +73,11 @@ def one_f_one_b_v(ranks: int, *, costs: Costs | None = None) -> Transform:
 
 
 def _block(ranks: int, wait: int) -> BlockTicks:
-    """One microbatch through the V, each op at the first tick whose place in the interval is free.
+    """One microbatch through the V, which may wait an even number of ticks where it turns: each op at the first tick
+    whose place in the interval is free.
 
     Rank r has its forwards at the places r and 2p-1-r (or two later) of the interval: an odd distance apart, so that
     the two backwards fit into what is left.
-
-    Args:
-        wait: ticks between the way down and the way up, an even number.
     """
     last = 2 * ranks - 1
     block = {("F", stage): stage + (wait if stage >= ranks else 0) for stage in range(2 * ranks)}
