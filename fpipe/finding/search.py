@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from fpipe.finding.ask import SMALL, ask
 from fpipe.finding.found import Found
 from fpipe.finding.fuse import fused
 from fpipe.finding.gathering import gathered
@@ -15,7 +14,7 @@ from fpipe.finding.hunt import Candidate, Hunt
 from fpipe.finding.kept import kept_of
 from fpipe.finding.long_steps import short_of, stretched
 from fpipe.finding.op_facts import again_of, has, kinds_of, recomputing
-from fpipe.finding.solver import installed
+from fpipe.finding.solver import SMALL, ask, installed
 from fpipe.finding.wanted import Wanted
 from fpipe.limits import whole
 from fpipe.model import Model

@@ -16,8 +16,16 @@ from typing import NamedTuple
 
 from fpipe.orders.linear_pipeline import NEVER, LinearPipeline, TrackRow, tracks_of, unit_pipeline
 from fpipe.orders.stretch import later
-from fpipe.schedules.blocks import BuildingBlock, Follower, lattice, track_rows_of, v_block, v_blocks, v_half_cells
-from fpipe.schedules.first_fit import in_blocks
+from fpipe.schedules.blocks import (
+    BuildingBlock,
+    Follower,
+    in_blocks,
+    lattice,
+    track_rows_of,
+    v_block,
+    v_blocks,
+    v_half_cells,
+)
 from fpipe.schedules.hillclimb import (
     PATIENCE,
     Order,

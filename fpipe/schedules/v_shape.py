@@ -6,8 +6,8 @@ from itertools import permutations
 
 from fpipe.orders.linear_pipeline import cells_of, linear_pipeline_of, shortest
 from fpipe.program import Program
+from fpipe.schedules.blocks import BlockTicks, in_blocks
 from fpipe.schedules.by_cost import greedy
-from fpipe.schedules.first_fit import BlockTicks, in_blocks
 from fpipe.schedules.in_turn import two_stages
 from fpipe.schedules.registry import published
 from fpipe.timing.costs import Costs, the_costs
