@@ -42,6 +42,14 @@ def chained(model: fpipe.Model | int, schedule: Any, *more: Any, microbatches: i
     return fpipe.chain(fpipe.split(microbatches), *more, schedule, fpipe.merge())(fpipe.program(model))
 
 
+def built(stages: int = 2, schedule: str = "one_f_one_b", **how: Any) -> tuple[fpipe.Program, Any, Any, Any]:
+    """A program of as many ranks as stages, its step in one process and as one of their processes, and parameters."""
+    model, params, _ = fpipe.from_sequential(blocks(stages), stages=stages, loss=MSE)
+    program = chained(model, fpipe.schedules.get(schedule)(stages))
+    step = fpipe.build(program, model, runtime="distributed", **{"example": (params, rows())} | how)
+    return program, fpipe.build(program, model), step, params
+
+
 def own(program: fpipe.Program, rank: int, per_stage: Any) -> tuple[Any, ...]:
     """What is this rank's of a tuple over stages."""
     return fpipe.local_params(program, per_stage, rank)
@@ -257,10 +265,8 @@ def test_the_dimension_pp_of_a_mesh_has_the_ranks(four: Processes):
 
 def other_rows(rank: int) -> list[Any]:
     """A step for other rows is lowered again, on all ranks at once."""
-    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
-    program = chained(model, fpipe.schedules.one_f_one_b(2))
-    step = fpipe.build(program, model, runtime="distributed", example=(params, rows(12)))
-    alone, mine = fpipe.build(program, model), own(program, rank, params)
+    program, alone, step, params = built()
+    mine = own(program, rank, params)
     found = [differs(rank, program, step(mine, rows(n)), alone(params, rows(n))) for n in (12, 7, 12)]
     side = (None, rows(12)[1]) if rank else (rows(12)[0], None)  # each rank with what it reads
     return [*found, differs(rank, program, step(mine, side), alone(params, rows(12)))]
@@ -341,26 +347,22 @@ def test_other_keys_in_a_later_step_are_refused_on_all(pair: Processes):
 
 
 def test_without_a_process_group_it_says_so():
-    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
-    program = chained(model, fpipe.schedules.gpipe(2))
     with pytest.raises(ValueError, match="init_process_group"):
-        fpipe.build(program, model, runtime="distributed", example=(params, rows()))
+        built()
+    model = written("")
     with pytest.raises(ValueError, match="are of runtime='distributed'"):
-        fpipe.build(program, model, timeout=3)
+        fpipe.build(fpipe.program(model), model, timeout=3)
 
 
 def infinite(rank: int) -> list[Any]:
     """NaN in one microbatch: both ranks end with the op that wrote it, and the next step works."""
-    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
-    program = chained(model, fpipe.schedules.one_f_one_b(2))
-    step = fpipe.build(program, model, runtime="distributed", example=(params, rows()), check_finite=True)
-    whole = fpipe.build(program, model)(params, rows())
-    x, target = rows()
+    program, alone, step, params = built(check_finite=True)
+    mine, whole, (x, target) = own(program, rank, params), alone(params, rows()), rows()
     target[5] = torch.nan
     told: list[Any] = []
     for _ in range(2):
-        said, took = timed(lambda: step(own(program, rank, params), (x, target)))
-        told += [said, took < SOON, differs(rank, program, step(own(program, rank, params), rows()), whole)]
+        said, took = timed(lambda: step(mine, (x, target)))
+        told += [said, took < SOON, differs(rank, program, step(mine, rows()), whole)]
     return told
 
 

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.test_distributed import (
     MSE,
     TROUBLE,
     blocks,
+    built,
     chained,
     differs,
     kill,
@@ -39,11 +41,7 @@ def caught(call: Callable[[], Any]) -> tuple[str, bool]:
     return said, took < SOON
 
 
-def three_stages(**how: Any) -> tuple[fpipe.Program, Any, Any, Any]:
-    model, params, _ = fpipe.from_sequential(blocks(3), stages=3, loss=MSE)
-    program = chained(model, fpipe.schedules.zb_h1(3))
-    step = fpipe.build(program, model, runtime="distributed", example=(params, rows()), **how)
-    return program, fpipe.build(program, model), step, params
+three_stages = partial(built, 3, "zb_h1")
 
 
 def refusing(rank: int, who: int) -> list[Any]:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fpipe
 from fpipe.runtimes.processes.transfers import Transfers
 from tests.processes import SOON, Processes, timed
-from tests.test_distributed import MSE, blocks, chained, own, rows
+from tests.test_distributed import MSE, blocks, built, chained, own, rows
 
 ORDERS = {"both send": False, "one only receives": True}
 
@@ -75,14 +75,12 @@ def beside_a_receive(rank: int) -> list[bool]:
     """A receive of the caller's own is pending on the group while steps run."""
     other = torch.zeros(3)
     pending = dist.irecv(other, 1 - rank)
-    model, params, _ = fpipe.from_sequential(blocks(), stages=2, loss=MSE)
-    program = chained(model, fpipe.schedules.one_f_one_b(2))
-    step = fpipe.build(program, model, runtime="distributed", example=(params, rows()), broadcast=True)
+    program, alone, step, params = built(broadcast=True)
     loss = [step(own(program, rank, params), rows()).loss for _ in range(2)]
     dist.send(torch.full((3,), 1.0 + rank), 1 - rank)
     assert pending is not None
     pending.wait()
-    whole = fpipe.build(program, model)(params, rows()).loss
+    whole = alone(params, rows()).loss
     return [torch.equal(one, whole) for one in loss] + [bool((other == 2 - rank).all())]
 
 
@@ -127,10 +125,7 @@ def test_what_is_sent_is_what_was_traced(pair: Processes, what: str):
 
 def shuffled(rank: int, seeds: tuple[int, int], check: str, at: int) -> list[str]:
     """Steps of which one has batches that each rank drew by a seed of its own."""
-    model, params, _ = fpipe.from_sequential(blocks(), stages=2, loss=MSE)
-    program = chained(model, fpipe.schedules.one_f_one_b(2))
-    how: Any = {"example": (params, rows()), "check_batch": check}
-    step = fpipe.build(program, model, runtime="distributed", **how)
+    program, _, step, params = built(check_batch=check)
     told: list[str] = []
     for number in range(1, at + 2):
         order = torch.randperm(10, generator=torch.Generator().manual_seed(seeds[rank] if number == at else 0))
@@ -158,9 +153,7 @@ def test_ranks_that_shuffle_apart_are_told_so(pair: Processes, check: str, at: i
 
 def partly(rank: int) -> list[str]:
     """Each rank is handed only the side that it reads, or the one in the middle nothing at all."""
-    model, params, _ = fpipe.from_sequential(blocks(3), stages=3, loss=MSE)
-    program = chained(model, fpipe.schedules.one_f_one_b(3))
-    step = fpipe.build(program, model, runtime="distributed", example=(params, rows()))
+    program, _, step, params = built(3)
     (inputs, targets), mine = rows(), own(program, rank, params)
     batch = [(inputs, None), None, (None, targets)][rank]
     return [timed(lambda: step(mine, batch))[0], timed(lambda: step(mine, rows() if rank else (inputs, None)))[0]]

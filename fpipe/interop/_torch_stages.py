@@ -23,14 +23,8 @@ OURS = 'or run the program on fpipe.build(runtime="distributed").'
 
 
 class TorchStageModule(nn.Module):
-    """One stage with its parameters, registered by their names.
-
-    Args:
-        stage: what it runs, and `who`, how errors call it.
-        params: its parameters, a pytree; the module has aliases of them.
-        trains: for each leaf whether it has a gradient.
-        first: whether it takes the batch.
-    """
+    """One stage with aliases of its parameters by their names, each of which trains or not. Errors call it `who`; the
+    first takes the batch."""
 
     def __init__(self, stage: Stage, who: str, params: Any, trains: Sequence[bool], first: bool) -> None:
         super().__init__()

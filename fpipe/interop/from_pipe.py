@@ -87,14 +87,8 @@ def from_pipe(
 
 
 class Taken(NamedTuple):
-    """The inputs of a stage of torch's.
-
-    Attributes:
-        called: its name in torch's graph.
-        inputs: where its arguments come from, each source once.
-        places: for each argument which of the sources it is, and for the batch which of its leaves.
-        root: for each leaf of the batch its name and the shape that torch has traced.
-    """
+    """The inputs of a stage of torch's, as it is called in torch's graph, by their sources, each once: in which place
+    each argument has its source, and of the batch its leaf; for leaves of the batch the name and the traced shape."""
 
     called: str
     inputs: Source | tuple[Source, ...]

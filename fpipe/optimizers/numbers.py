@@ -21,12 +21,7 @@ Rate = float | Mapping[str, float]
 
 
 def rates_of(lr: Any, steps: int, words: UpdateWords) -> list[Any]:
-    """The learning rate of each step, or a dict of it and of other numbers of the rule; None where the words say it.
-
-    Raises:
-        TypeError: a rate that is no number.
-        ValueError: not as many as steps, or one although the words say it; what `_numbers` refuses.
-    """
+    """The learning rate of each step, or a dict of it and of other numbers of the rule; None where the words say it."""
     said = dict(words.settings).get("lr")
     if said is not None and lr is not None:
         raise ValueError(f"the program says lr={said} itself; leave lr= out.")
@@ -39,12 +34,7 @@ def rates_of(lr: Any, steps: int, words: UpdateWords) -> list[Any]:
 
 
 def _numbers(given: Any, words: UpdateWords) -> Any:
-    """A learning rate as a step has it, or a dict of it and of other numbers of the rule.
-
-    Raises:
-        ValueError: a dict without the rate, or with what is no number of the rule, or one that torch.optim refuses, or
-            that the program says itself.
-    """
+    """A learning rate as a step has it, or a dict of it and of other numbers that the program leaves open."""
     if not isinstance(given, Mapping):
         return _rate(given)
     known = _handed_in(words.by, words.settings)
@@ -66,12 +56,7 @@ def _numbers(given: Any, words: UpdateWords) -> Any:
 
 
 def _rate(lr: Any, word: str = "lr") -> torch.Tensor:
-    """A learning rate, or another number of this name, as a step has it.
-
-    Raises:
-        TypeError: no number.
-        ValueError: below 0, infinite or NaN.
-    """
+    """A learning rate, or another number of this name, as a step has it."""
     if isinstance(lr, bool) or not (isinstance(lr, int | float) or (isinstance(lr, torch.Tensor) and not lr.ndim)):
         raise TypeError(f"{word} is a number or a 0-d tensor; found {type(lr).__name__}.")
     rate = float(lr)

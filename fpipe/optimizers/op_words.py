@@ -16,13 +16,7 @@ from fpipe.program import Op, Program
 
 
 class UpdateWords(NamedTuple):
-    """Words of an UPDATE.
-
-    Attributes:
-        by: the rule.
-        clip: the largest norm; None where gradients stay as they are.
-        groups: settings by patterns of names, each in place of `settings` with the same word.
-    """
+    """Words of an UPDATE: by which rule, the largest norm, and settings, some by patterns of parameters' names."""
 
     by: str
     clip: float | None
@@ -30,12 +24,9 @@ class UpdateWords(NamedTuple):
     settings: Words
 
     def of(self, names: Sequence[str]) -> list[Words]:
-        """The settings of each of some parameters."""
-        return [self._settings(name) for name in names]
-
-    def _settings(self, name: str) -> Words:
-        own = next((words for pattern, words in self.groups if fnmatchcase(name, pattern)), ())
-        return tuple((dict(self.settings) | dict(own)).items()) if own else self.settings
+        """The settings of each of some parameters: those of the first group of its name in place of all others'."""
+        owns = (next((words for pattern, words in self.groups if fnmatchcase(name, pattern)), ()) for name in names)
+        return [tuple((dict(self.settings) | dict(own)).items()) if own else self.settings for own in owns]
 
 
 @lru_cache(maxsize=1024)

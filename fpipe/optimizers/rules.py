@@ -146,11 +146,7 @@ def apply_rule(
 
 
 def _applied(by: str, param: Tensor, grad: Tensor, state: State, settings: dict[str, Any]) -> tuple[Tensor, State]:
-    """The parameter and state that a rule of a user's own makes.
-
-    Raises:
-        ValueError: it makes no such pair, or has mutated what it was handed.
-    """
+    """The parameter and state that a rule of a user's own makes; a ValueError if it makes no such pair, or mutates."""
     given = (param, grad, *state.values())
     versions = [0 if leaf.is_inference() else version_of(leaf) for leaf in given]
     made = RULES[by].apply(param, grad, state, **settings)
@@ -224,11 +220,7 @@ def _probe(ndim: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _optimizer(by: str, settings: Words, params: list[Tensor], lr: float) -> torch.optim.Optimizer:
-    """One of torch.optim's.
-
-    Raises:
-        ValueError: there is none of that name, or it takes no such settings.
-    """
+    """One of torch.optim's; a ValueError if there is none of that name, or it takes no such settings."""
     cls = class_of(by)
     if cls is None:
         check_rule(by)

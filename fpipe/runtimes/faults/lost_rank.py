@@ -74,14 +74,14 @@ class Board:
         if len(text.encode()) <= size:
             return text
         short, more = _cut(text, size), _cut(text, _MOST)
-        self.ask(lambda: self.store.set(_said(short), more), _BRIEFLY)
+        self.ask(lambda: self.store.set(f"said/{short}", more), _BRIEFLY)
         return short
 
     def whole(self, text: str) -> str:
         """Text that was shortened, or all that there is of it."""
         if not text.endswith(_CUT):
             return text
-        key = _said(text)
+        key = f"said/{text}"
         return self.ask(lambda: self.store.get(key).decode() if self.store.check([key]) else text, _BRIEFLY) or text
 
     def unanswered(self, words: str, other: int | None = None) -> str:
@@ -171,10 +171,6 @@ def _cut(text: str, size: int) -> str:
     head = text.encode()[: size - len(_CUT)].decode(errors="ignore")
     words = head.rpartition(" ")[0]
     return (words if len(words) > len(head) // 2 else head) + _CUT  # one long word is cut itself
-
-
-def _said(short: str) -> str:
-    return f"said/{short}"
 
 
 def _waiting(rank: int) -> str:

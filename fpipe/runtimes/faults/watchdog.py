@@ -34,9 +34,7 @@ class Watchdog:
     """Where this rank is, and whether it still makes sense to wait there.
 
     Attributes:
-        ctrl_c: what a step runs under.
-        step: the number of the step that runs, or ran last.
-        runs: whether it does.
+        step: the number of the step that `runs`, or ran last, under `ctrl_c`.
         part: the instructions that run.
         waits: where this rank waits for others beside its instructions, such as "at the end".
         sent: the messages that it has sent, by number.

@@ -40,10 +40,8 @@ from fpipe.runtimes.processes.transfers import Transfers
 class PreparedRank(Prepared):
     """A program lowered for one signature, of which this process runs one rank.
 
-    Attributes:
-        given_as, stages, messages: what all ranks agree on: what they are handed, each stage and the loss as they were
-            traced, and the bytes of all that is sent.
-        exchanged: what this rank's partners along each axis agree on.
+    All ranks agree on how it is `given_as`, its `stages` as they were traced and its `messages`; those along an axis on
+    what is `exchanged`.
     """
 
     def __init__(
@@ -89,8 +87,7 @@ class PreparedRank(Prepared):
         values = {slot: value for value, slot in self.lowered.slots.items()}
         self._read = [(values[slot], places) for slot, places in self.entrance.inputs if slot in read]
         self.given_as = of_inputs(self.program, self.trees)
-        number = 0 if replicas is None else replicas.number
-        self.stages = of_stages(self.model, self.lowered, device, self.given_as, number)
+        self.stages = of_stages(self.model, self.lowered, device, self.given_as, replica[0])
         self.messages = [f"{value}: {layout.size} bytes" for value, layout in self.layouts.items()]
         self.exchanged = exchanged_by(rank, self.program, self.trees, self.model)
 
@@ -123,20 +120,21 @@ class PreparedRank(Prepared):
 
     def _asked(self, program: Program) -> Program:
         """The program with one output of each name: this rank's, where it has one."""
-        ends = sorted(program.outputs, key=lambda end: self.rank in end.homes)
-        chosen = {end.name: end for end in ends}
-        return Program.trusted(program.inputs, program.ops, tuple(chosen[name] for name in _names(program)))
+        chosen = {end.name: end for end in program.outputs}
+        chosen |= {end.name: end for end in program.outputs if self.rank in end.homes}
+        return Program.trusted(program.inputs, program.ops, tuple(chosen.values()))
 
     def _here(self, everywhere: Exit) -> Exit:
         """The results, with None for those that are at home on other ranks."""
         whole: dict[str, Any] = tree.unflatten(everywhere.containers, everywhere.leaves)
-        away = {end.name for end in self._asked(self.program).outputs if self.rank not in end.homes}
+        ends = self._asked(self.program).outputs
+        away = {end.name for end in ends if self.rank not in end.homes}
         for name in whole:
             if name in ("grads", "state", "params", "opt"):
                 stages = {one.stage for one in away if one.name == name}
                 whole[name] = tuple(None if n in stages else one for n, one in enumerate(whole[name]))
                 continue
-            each = sorted((one for one in _names(self.program) if one.name == name), key=_turn)
+            each = sorted((end.name for end in ends if end.name.name == name), key=_turn)
             if each[0].microbatch is None:
                 whole[name] = None if each[0] in away else whole[name]
             else:
@@ -190,10 +188,6 @@ def exchanged_by(
                 known[:-1] = [f"rows of {one._replace(shape=one.shape[1:])}" for one in rows]
             found.setdefault(by.axis, []).append(f"{op.cell} ({by.__name__}) of {' and '.join(known)}")
     return found
-
-
-def _names(program: Program) -> list[Value]:
-    return [*dict.fromkeys(end.name for end in program.outputs)]
 
 
 def _turn(name: Value) -> tuple[int, int]:
