@@ -267,9 +267,9 @@ def other_rows(rank: int) -> list[Any]:
     """A step for other rows is lowered again, on all ranks at once."""
     program, alone, step, params = built()
     mine = own(program, rank, params)
-    found = [differs(rank, program, step(mine, rows(n)), alone(params, rows(n))) for n in (12, 7, 12)]
-    side = (None, rows(12)[1]) if rank else (rows(12)[0], None)  # each rank with what it reads
-    return [*found, differs(rank, program, step(mine, side), alone(params, rows(12)))]
+    found = [differs(rank, program, step(mine, rows(n)), alone(params, rows(n))) for n in (10, 7, 10)]
+    side = (None, rows()[1]) if rank else (rows()[0], None)  # each rank with what it reads
+    return [*found, differs(rank, program, step(mine, side), alone(params, rows()))]
 
 
 def test_a_batch_of_another_size(pair: Processes):

@@ -27,7 +27,6 @@ from tests.fake_accelerator.scenarios import (
     DeviceTime,
     Transform,
     batch_of,
-    by_adamw,
     by_sgd,
     net_of,
     other_bits,
@@ -75,29 +74,6 @@ def trained(rank: int, stages: int, pipeline: Transform, in_turn: bool = False, 
     reports = reports_of(run)
     by_sgd(twin, batch)
     return reports + other_bits(own, [one for stage in here for one in twin[stage].parameters()])
-
-
-def updated(rank: int) -> list[str]:
-    """An optimizer in the program, whose norm both ranks add up."""
-    device = torch.device("fake", rank)
-    net, batch = net_of(2).to(device), tuple(one.to(device) for one in batch_of())
-    twin = copy.deepcopy(net)
-    model, params, _ = fpipe.from_sequential(net, stages=2, loss=squares)
-    pipeline = fpipe.chain(pipeline_of(schedules.one_f_one_b(2)), fpipe.update("AdamW", clip=1.0))
-    program = pipeline(fpipe.program(model))
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh_of_two(), example=(params, batch))
-    mine = fpipe.local_params(program, params, rank)
-    opt = fpipe.optimizer_state(program, mine)
-
-    def run() -> None:
-        nonlocal mine, opt
-        for _ in range(STEPS):
-            found = step(mine, batch, opt=opt, lr=0.1)
-            mine, opt = found.params, found.opt
-
-    reports = reports_of(run)
-    by_adamw(twin, batch)
-    return reports + other_bits(leaves(mine[rank]), twin[rank].parameters())
 
 
 LEFT = {"calls": 0}
@@ -248,7 +224,6 @@ PROCESS_SCENARIOS: dict[str, Callable[[int], list[str]]] = {
     "1F1B": lambda rank: trained(rank, 2, pipeline_of(schedules.one_f_one_b(2))),
     "ZB-H1, on streams in turn": lambda rank: trained(rank, 2, pipeline_of(schedules.zb_h1(2)), in_turn=True),
     "interleaved": lambda rank: trained(rank, 4, pipeline_of(schedules.interleaved(2))),
-    "updates": updated,
     "an exchange": exchanged,
     "shards of each microbatch": lambda rank: sharded(rank, gather="use", scatter="microbatch"),
 }
