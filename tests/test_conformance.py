@@ -161,21 +161,8 @@ def loss(y: Tensor, target: Tensor) -> Tensor:
 def test_its_gradients_are_bitwise_those_of_plain_autograd(row: Row):
     ranks, microbatches = max((p, m) for p, m in served(row) if p <= 3 and m <= 8)
     program = row.program(ranks, microbatches)
-    generator = torch.Generator().manual_seed(0)
-    params = tuple({"w": torch.randn(4, 4, generator=generator)} for _ in range(program.stages))
-    slices = program.slices
-    x, target = (torch.randn(2 * microbatches, slices, 4, generator=generator) for _ in range(2))
+    torch.manual_seed(0)
+    params = tuple({"w": torch.randn(4, 4)} for _ in range(program.stages))
+    batch = tuple(torch.randn(2 * microbatches, program.slices, 4) for _ in range(2))
     model = fpipe.from_functions([tanh_stage] * program.stages, loss)
-
-    leaves = [p["w"].clone().requires_grad_() for p in params]
-    expected: list[Tensor | None] = [None] * len(leaves)
-    for rows, wanted in zip(x.tensor_split(microbatches), target.tensor_split(microbatches), strict=True):
-        parts = zip(rows.tensor_split(slices, 1), wanted.tensor_split(slices, 1), strict=True)
-        for y, part in reversed(list(parts)):  # the last slice of a sequence first; nothing looks back here
-            for leaf in leaves:
-                y = torch.tanh(y @ leaf)
-            found = torch.autograd.grad(loss(y, part) * (len(rows) / len(x) / slices), leaves)
-            expected = [new if old is None else old + new for old, new in zip(expected, found, strict=True)]
-
-    result = fpipe.build(program, model)(params, (x, target))
-    assert all(torch.equal(found["w"], right) for found, right in zip(result.grads, expected, strict=True))
+    assert fpipe.verify(program, model, params, batch).bitwise

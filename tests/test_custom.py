@@ -8,6 +8,7 @@ from torch import Tensor
 
 import fpipe
 from fpipe.tree import leaves
+from tests.refusals import refusals
 
 Params = dict[str, Tensor]
 
@@ -84,56 +85,36 @@ def test_outputs_are_pytrees_with_leaves_that_are_no_tensors():
     assert torch.allclose(found, wanted)
 
 
-BAD = {
-    "no residuals": ((lambda p, x: x, backward_input, backward_weight), "forward of a custom_stage returns (y, res)"),
-    "no wres": (
-        (forward, lambda p, res, dy: dy, backward_weight),
-        "backward_input of a custom_stage returns (dx, wres)",
-    ),
-    "another gradient": (
-        (forward, backward_input, lambda p, wres: (wres[0], wres[1])),
-        "backward_weight of custom_stage forward returns a gradient in the containers of params",
-    ),
-}
+def step_of(*rules, trace: bool = True):
+    model = fpipe.from_functions([plain, fpipe.custom_stage(*rules)], loss=loss)
+    return fpipe.build(program(model), model, trace=trace)(PARAMS, BATCH)
 
 
-@pytest.mark.parametrize(("rules", "words"), BAD.values(), ids=BAD.keys())
-def test_rules_that_return_something_else_are_refused(rules, words: str):
-    model = fpipe.from_functions([fpipe.custom_stage(*rules), plain], loss=loss)
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        fpipe.build(program(model), model)(PARAMS, BATCH)
-    assert words in str(error.value)
-
-
-UNLIKE = {
-    "another shape": (
-        lambda g: g.expand(3, *g.shape),
-        "float32[3, 4, 4] as the gradient of params['w'], which is float32[4, 4]",
-    ),
-    "another dtype": (
-        lambda g: g.double(),
-        "float64[4, 4] as the gradient of params['w'], which is float32[4, 4]",
-    ),
-    "no tensor": (lambda g: 1.5, "1.5 as the gradient of params['w'], which is float32[4, 4]"),
-}
-
-
-@pytest.mark.parametrize("trace", [True, False])
-@pytest.mark.parametrize(("change", "words"), UNLIKE.values(), ids=UNLIKE.keys())
-def test_a_gradient_unlike_its_parameter_is_refused(change, words: str, trace: bool):
-    def unlike(params: Params, wres: tuple[Tensor, Tensor]) -> Params:
+def weight_but(change):
+    def rule(params: Params, wres: tuple[Tensor, Tensor]) -> Params:
         grads = backward_weight(params, wres)
         return {**grads, "w": change(grads["w"])}
 
-    rules = fpipe.custom_stage(forward, backward_input, unlike)
-    model = fpipe.from_functions([plain, rules], loss=loss)
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        fpipe.build(program(model), model, trace=trace)(PARAMS, BATCH)
-    assert f"backward_weight of custom_stage forward returns {words}." in str(error.value)
-    assert any("stage 1 (forward)" in note for note in error.value.__notes__)
+    return forward, backward_input, rule
 
 
-def test_a_gradient_unlike_its_input_is_refused():
-    rules = fpipe.custom_stage(forward, lambda p, res, dy: (dy[:1], (*res, dy)), backward_weight)
-    with pytest.raises(ValueError, match=r"returns float32\[1, 4\] as the gradient of x, which is float32\[7, 4\]"):
-        fpipe.linearize(rules, PARAMS[0], BATCH[0])
+test_rules_that_return_something_else_are_refused = refusals(
+    globals(),
+    """
+step_of(lambda p, x: x, backward_input, backward_weight)
+    ValueError: forward of a custom_stage returns (y, res)
+step_of(forward, lambda p, res, dy: dy, backward_weight)
+    ValueError: backward_input of a custom_stage returns (dx, wres)
+step_of(forward, backward_input, lambda p, wres: (wres[0], wres[1]))
+    ValueError: backward_weight of custom_stage forward returns a gradient in the containers of params
+step_of(*weight_but(lambda g: g.expand(3, *g.shape)))
+    ValueError: backward_weight of custom_stage forward returns float32[3, 4, 4] as the gradient of params['w'], which
+    is float32[4, 4].
+step_of(*weight_but(lambda g: g.double()), trace=False)
+    ValueError: returns float64[4, 4] as the gradient of params['w'], which is float32[4, 4].
+step_of(*weight_but(lambda g: 1.5))
+    ValueError: returns 1.5 as the gradient of params['w'], which is float32[4, 4].
+fpipe.linearize(fpipe.custom_stage(forward, lambda p, r, dy: (dy[:1], (*r, dy)), backward_weight), PARAMS[0], BATCH[0])
+    ValueError: returns float32[1, 4] as the gradient of x, which is float32[7, 4]
+""",
+)

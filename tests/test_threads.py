@@ -22,10 +22,19 @@ from tests.processes import SOON
 from tests.test_distributed import MSE, blocks, chained, rows
 
 ROWS = torch.ones(4), torch.zeros(4)
+PARAMS = {"w": torch.tensor(2.0)}, {"w": torch.tensor(3.0)}
+ONE_F_ONE_B = fpipe.schedules.one_f_one_b(2)
 
 
-def both(program: fpipe.Program, model: fpipe.Model, **how: Any) -> tuple[Any, Any]:
-    return fpipe.build(program, model, **how), fpipe.build(program, model, runtime="threads", **how)
+def times_w(p: Any, x: Tensor) -> Tensor:
+    return x * p["w"]
+
+
+def both(*stages: Callable[..., Tensor], schedule: Any = ONE_F_ONE_B, microbatches: int = 4) -> tuple[Any, Any]:
+    """Steps of two stages in one thread, and in two."""
+    model = fpipe.from_functions(stages, lambda y, t: (y - t).square().mean())
+    program = chained(model, schedule, microbatches=microbatches)
+    return fpipe.build(program, model), fpipe.build(program, model, runtime="threads")
 
 
 def same(one: fpipe.Result, other: fpipe.Result) -> bool:
@@ -52,12 +61,12 @@ meet.register_autograd(lambda ctx, dy: dy)
 
 def test_ranks_run_at_the_same_time():
     """Each rank stays in its first forward until the other is in its own."""
-    model = fpipe.from_functions([lambda p, x: meet(x * p["w"])] * 2, lambda y, t: (y - t).square().mean())
-    params = ({"w": torch.tensor(2.0)}, {"w": torch.tensor(3.0)})
-    step = fpipe.build(chained(model, fpipe.schedules.dualpipe(2)), model, runtime="threads", example=(params, ROWS))
+    _, step = both(*[lambda p, x: meet(x * p["w"])] * 2, schedule=fpipe.schedules.dualpipe(2))
+    step(PARAMS, ROWS)
+    MET.clear()
     MEETING.append(threading.Barrier(2, timeout=20))
     try:
-        assert step(params, ROWS).loss.item() == 36
+        assert step(PARAMS, ROWS).loss.item() == 36
     finally:
         MEETING.clear()
     assert len(MET) == 2
@@ -84,46 +93,25 @@ def test_one_reading_of_the_clock_tells_when_an_op_began_and_when_it_ended(runti
     assert all(when[written[v]][1] <= start for op, (start, _) in when.items() for v in op.reads if v in written)
 
 
-def shy(message: str, when: int) -> Callable[..., Tensor]:
+def shy(p: Any, x: Tensor, *, microbatch: int) -> Tensor:
     """A stage that looks at data, so it runs under autograd, and raises for one microbatch."""
-
-    def stage(p: Any, x: Tensor, *, microbatch: int) -> Tensor:
-        if microbatch == when and float(x.detach().sum()) > 1e3:
-            raise KeyError(message)
-        return x * p["w"]
-
-    return stage
-
-
-def two_stages(when: int = 9) -> tuple[fpipe.Model, tuple[dict[str, Tensor], ...]]:
-    bodies = [lambda p, x: x * p["w"], shy("too much", when)]
-    model = fpipe.from_functions(bodies, lambda y, t: (y - t).square().mean())
-    return model, ({"w": torch.tensor(2.0)}, {"w": torch.tensor(3.0)})
+    if microbatch == 2 and float(x.detach().sum()) > 1e3:
+        raise KeyError("too much")
+    return x * p["w"]
 
 
 @pytest.mark.filterwarnings("ignore:a stage runs under autograd")
 def test_what_a_stage_raises_says_where_and_the_next_step_works():
-    model, params = two_stages(when=2)
-    step = fpipe.build(chained(model, fpipe.schedules.one_f_one_b(2)), model, runtime="threads")
+    _, step = both(times_w, shy)
     right, wrong = (torch.ones(8), torch.zeros(8)), (torch.full((8,), 1e4), torch.zeros(8))
-    expected = step(params, right)
+    expected = step(PARAMS, right)
     for _ in range(3):
         started = time.perf_counter()
         with pytest.raises(KeyError, match="too much") as raised:
-            step(params, wrong)
+            step(PARAMS, wrong)
         assert time.perf_counter() - started < SOON
-        assert raised.value.__notes__ == ["in 1F2: stage 1 (stage), microbatch 2, rank 1"]
-        assert same(step(params, right), expected)
-
-
-def test_a_rank_that_only_frees_has_nothing_to_do():
-    """The threads died of it, and the process never ended."""
-    model = fpipe.from_functions([lambda p, x: x * p["w"]], MSE)
-    program = fpipe.chain(fpipe.split(1), fpipe.merge(), fpipe.free())(fpipe.program(model))
-    ops = tuple(op._replace(rank=1) if op.kind == "FREE" else op for op in program.ops)
-    found, expected = both(fpipe.Program(program.inputs, ops, program.outputs), model)
-    batch = ({"w": torch.tensor(3.0)},), ROWS
-    assert torch.equal(found(*batch).loss, expected(*batch).loss)
+        assert raised.value.__notes__ == ["in 1F2: stage 1 (shy), microbatch 2, rank 1"]
+        assert same(step(PARAMS, right), expected)
 
 
 @pytest.mark.usefixtures("small_heap")
@@ -183,14 +171,12 @@ def test_ctrl_c_ends_every_rank_and_the_next_step_works():
             time.sleep(0.05)
         return x * p["w"]
 
-    model = fpipe.from_functions([lambda p, x: x * p["w"], stage], lambda y, t: (y - t).square().mean())
-    params = ({"w": torch.tensor(2.0)}, {"w": torch.tensor(3.0)})
-    step = fpipe.build(chained(model, fpipe.schedules.one_f_one_b(2)), model, runtime="threads")
-    expected = step(params, ROWS)
+    _, step = both(times_w, stage)
+    expected = step(PARAMS, ROWS)
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
-            step(params, (ROWS[0] * 1e4, ROWS[1]))
-        assert same(step(params, ROWS), expected)
+            step(PARAMS, (ROWS[0] * 1e4, ROWS[1]))
+        assert same(step(PARAMS, ROWS), expected)
 
 
 @pytest.mark.filterwarnings("ignore:a stage runs under autograd")
@@ -221,20 +207,17 @@ def test_a_second_ctrl_c_does_not_wait_and_leaves_the_next_step_right(monkeypatc
     go.set()
     monkeypatch.setattr("fpipe.runtimes.in_process.threads.wait", again)
     monkeypatch.setattr("fpipe.runtimes.in_process.threads.SimpleQueue", Queue)
-    model = fpipe.from_functions([lambda p, x: x * p["w"], long], lambda y, t: (y - t).square().mean())
-    params = ({"w": torch.tensor(2.0)}, {"w": torch.tensor(3.0)})
-    step = fpipe.build(chained(model, fpipe.schedules.one_f_one_b(2)), model, runtime="threads")
-    other = torch.ones(8), torch.zeros(8)
-    expected = [(given, step(params, given)) for given in (ROWS, other)]
+    _, step = both(times_w, long)
+    expected = [(given, step(PARAMS, given)) for given in (ROWS, (torch.ones(8), torch.zeros(8)))]
     for given, result in expected:
         inside.clear()
         go.clear()
         with pytest.raises(KeyboardInterrupt):
-            step(params, (ROWS[0] * 1e4, ROWS[1]))
+            step(PARAMS, (ROWS[0] * 1e4, ROWS[1]))
         assert len(waited) % 2 == 1
         assert not go.is_set()
         threading.Timer(0.05, go.set).start()
-        assert same(step(params, given), result)
+        assert same(step(PARAMS, given), result)
 
 
 @pytest.mark.filterwarnings("ignore:a stage runs under autograd")
@@ -244,12 +227,10 @@ def test_stages_under_autograd_take_turns_with_random_numbers():
     def noisy(p: Any, x: Tensor, *, key: int) -> Tensor:
         return nn.functional.dropout(x, 0.5) * p["w"] + (0 if x.detach().sum() > 1e9 else 1)
 
-    model = fpipe.from_functions([noisy, noisy], lambda y, t: (y - t).square().mean())
-    params = ({"w": torch.tensor(2.0)}, {"w": torch.tensor(3.0)})
-    alone, together = both(chained(model, fpipe.schedules.dualpipe(2), microbatches=8), model)
+    alone, together = both(noisy, noisy, schedule=fpipe.schedules.dualpipe(2), microbatches=8)
     given = torch.ones(32, 64), torch.zeros(32, 64)
     for key in range(3):
-        assert same(together(params, given, key=key), alone(params, given, key=key))
+        assert same(together(PARAMS, given, key=key), alone(PARAMS, given, key=key))
 
 
 @pytest.mark.filterwarnings("ignore:a stage runs under autograd")
@@ -261,13 +242,11 @@ def test_workers_have_the_callers_number_of_threads():
         seen.append((threading.get_ident(), torch.get_num_threads()))
         return x * p["w"] if x.detach().sum() > 0 else x
 
-    model = fpipe.from_functions([stage, stage], lambda y, t: (y - t).square().mean())
-    params = ({"w": torch.tensor(2.0)}, {"w": torch.tensor(3.0)})
-    step = fpipe.build(chained(model, fpipe.schedules.gpipe(2), microbatches=2), model, runtime="threads")
+    _, step = both(stage, stage, microbatches=2)
     for threads in (2, 1):
         torch.set_num_threads(threads)
-        step(params, ROWS)
+        step(PARAMS, ROWS)
         seen.clear()
-        step(params, ROWS)
+        step(PARAMS, ROWS)
         assert {number for _, number in seen} == {threads}
     assert len({thread for thread, _ in seen}) == 2
