@@ -20,11 +20,6 @@ LARGEST_NUMBER = 2**64  # in a literal, of seconds or of bytes
 def whole(word: str, found: object, *, least: int = 1, most: float = LARGEST_SIZE) -> int:
     """A whole number within limits.
 
-    Raises:
-        ValueError: another type, or beyond one of the limits.
-
-    >>> whole("ranks", 4)
-    4
     >>> whole("ranks", 10**8)
     Traceback (most recent call last):
     ValueError: ranks is a whole number, at most 20000; found 100000000.
@@ -37,19 +32,12 @@ def whole(word: str, found: object, *, least: int = 1, most: float = LARGEST_SIZ
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """The beginning of a text, as errors quote it.
-
-    >>> shortened("0F0 0B0", 3)
-    '0F0...'
-    """
+    """The beginning of a text, as errors quote it."""
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 def expression(text: str) -> ast.expr:
     """Parse a Python expression, whatever stands in the text.
-
-    Raises:
-        ValueError: no expression, one that nests too deeply, or a number over the limit.
 
     >>> ast.unparse(expression("{'dim': 1}"))
     "{'dim': 1}"

@@ -37,11 +37,9 @@ def scheduled_kinds() -> frozenset[str]:
 
 
 def held_kinds(program: Program) -> frozenset[str]:
-    """The kinds whose place a rewrite of this program has to keep.
+    """The kinds whose place a rewrite of this program has to keep: F, B, I, W, and what a table has placed besides.
 
-    F, B, I and W always. Where a table has also placed others (an R earlier than it need be, say), their places are
-    part of what the user said, and stay; where they stand as the data would put them, they are put anew after each
-    rewrite.
+    Where others stand as the data would put them, they are put anew after each rewrite.
     """
     known: frozenset[str] | None = program.__dict__.get("held")
     if known is None:
@@ -75,13 +73,9 @@ def arrange(
     Naming more kinds than a schedule must changes nothing where these stand as the data would put them.
 
     Args:
-        inputs, ops, outputs: the parts of the program.
         named: the kinds whose order is given; those that a schedule always names by default.
         sources: those of `ops`, if they are known; to look them up is a quarter of the work on a million ops.
         rows: for each rank the positions of its named ops, if not those of `ops` in their order.
-
-    Raises:
-        ProgramError: the ranks' orders have no common global order.
     """
     basic = scheduled_kinds()
     named = basic if named is None else named
@@ -220,8 +214,7 @@ class _Clock:
         return full
 
     def _release(self, position: int) -> None:
-        """Note that what a loose op reads, on which a row waits, stands before no other op of that row: a state update
-        needs its stage's input, say, before the forward of the next microbatch, whose own forward may come later."""
+        """Anchor nothing that a loose op reads on which a row waits: a state update needs its input early, say."""
         self.early.add(position)
         for source in self.sources[position]:
             if self.is_loose[source] and source not in self.anchor and source not in self.early:

@@ -82,10 +82,9 @@ ALL_BUT = "all but"  # {saved=..} opens with it where it names the ops that are 
 
 
 class HtmlRepr:
-    """Mixin of values that a notebook shows: it asks for HTML, and the painter gives it.
+    """Mixin of values that a notebook shows: `fpipe.pictures` puts the painter here.
 
     A program, timeline or chart is drawn; of others those timelines that `pictured` names, below what they print.
-    `fpipe.pictures` puts the painter here when fpipe is imported.
 
     >>> import fpipe
     >>> fpipe.program(2)._repr_html_()[:27]
@@ -284,10 +283,8 @@ _MANY = 5_000
 def building() -> Generator[None]:
     """Keep the cyclic garbage collector out while a program is built, or many modules are imported.
 
-    A program is millions of tuples without one cycle, and the collector walks them again and again as their number
-    grows: stamping out 10^5 ops takes 2 us an op without it, and 8 with. When many were made, they join the oldest
-    generation unwalked, which freezing and unfreezing does; the first walk alone would take 3 us an op (a quarter of
-    the time for 1F1B of 1657 ops).
+    A program is millions of tuples without a cycle: stamping out 10^5 ops takes 2 us an op without the collector, and
+    8 with. Many new ones join the oldest generation unwalked, by freezing and unfreezing; one walk takes 3 us an op.
     """
     was_on = gc.isenabled()
     gc.disable()

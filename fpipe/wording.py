@@ -92,14 +92,9 @@ def stuck(
     at_cell: Sequence[int],
     blocked: Mapping[int, int],
 ) -> ProgramError:
-    """The error that names the ops, and draws where their ranks stand.
+    """The error that names ops that wait for each other, and draws where their ranks stand.
 
-    Args:
-        ops, sources: the ops in any order, and where each finds what it reads.
-        rows: the positions of each rank's ops, in its order.
-        anchor: for an op that no row names the one it stands just before.
-        at_cell: how far each rank has come.
-        blocked: for each rank that cannot go on, the op it waits for.
+    A rank has come to `at_cell` of its row and waits for the op `blocked`; an op in no row stands before its `anchor`.
     """
     heads = {rank: row[at_cell[rank]] for rank, row in enumerate(rows) if at_cell[rank] < len(row)}
 
@@ -117,14 +112,10 @@ def stuck(
     for rank in circle:
         head, missing = ops[heads[rank]], ops[blocked[rank]]
         value = next((value for value in head.reads if value in missing.writes), None)
-        reads = (
-            f"reads {phrase(value)}, which"
-            if value
-            else f"waits, through ops that no row names, for {missing.cell}, which"
-        )
+        reads = f"reads {phrase(value)}" if value else f"waits, through ops that no row names, for {missing.cell}"
         other = heads[missing.rank]
         place = "on the same rank" if missing.rank == rank else f"on rank {missing.rank}, behind {ops[other].cell}"
-        sentences.append(f"rank {rank}, step {at_cell[rank]}: {head.cell} {reads} comes later {place}.")
+        sentences.append(f"rank {rank}, step {at_cell[rank]}: {head.cell} {reads}, which comes later {place}.")
     pairs = [(blocked[rank], heads[ops[blocked[rank]].rank]) for rank in circle]
     wanted, head = next((pair for pair in pairs if not _needs_first(sources, *pair)), pairs[0])
     mend = f"Put {ops[wanted].cell} before {ops[head].cell}"

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from fpipe.program import Op, Output, Program, Value, pair, parts_of
+from fpipe.program import Op, Output, Program, Value, parts_of
+from fpipe.transforms._rewrite import on_parts
 
 Words = tuple[tuple[str, Any], ...]
 SCALE = Value("scale")
@@ -33,18 +34,15 @@ def scaled_backwards(program: Program) -> list[Op]:
     starts = {op.stage for op in parts_of(program.ops) if op.kind == "F" and any(v.name == "loss" for v in op.writes)}
 
     def scaled(op: Op) -> Op:
-        if op.parts:
-            return pair(*map(scaled, op.parts))
         return op._replace(reads=(*op.reads, SCALE)) if op.kind in "BI" and op.stage in starts else op
 
-    return [*map(scaled, program.ops)]
+    return [on_parts(scaled, op) for op in program.ops]
 
 
 def unscaled(
     gradients: Sequence[Output], after: int, axis: Words, words: Words
 ) -> tuple[list[Op], list[Output], Value]:
-    """Ops that divide gradients by the scale, and look for infinite ones; the gradients then, and whether there are
-    none. Replicas that have shards of them tell each other."""
+    """Ops that divide gradients by the scale, over replicas too; the gradients then, and whether all are finite."""
     ops, ends, flags = list[Op](), list[Output](), list[Value]()
     for end in gradients:
         stage, port = end.name.stage, end.name.port

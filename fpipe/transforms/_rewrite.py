@@ -18,6 +18,7 @@ from fpipe.program import (
     Sources,
     Value,
     building,
+    pair,
     parts_of,
     the_program,
 )
@@ -37,6 +38,11 @@ def transforming(rewrite: Transform) -> Transform:
             return rewrite(the_program(program))
 
     return transform
+
+
+def on_parts(change: Callable[[Op], Op], op: Op) -> Op:
+    """A change of an op, or of each part of a PAIR."""
+    return pair(*map(change, op.parts)) if op.parts else change(op)
 
 
 def is_move(kind: str) -> bool:

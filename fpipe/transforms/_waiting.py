@@ -22,8 +22,7 @@ LATE = frozenset("BIWR")
 class Stay(NamedTuple):
     """A value on its rank, in steps of the rank's main lane: `left` by its forward, held `until` its last reader.
 
-    If it is moved, its OFFLOAD runs beside the step after `left`, and it is `back` when the step before its LOAD
-    starts, since the LOAD may run beside that.
+    Its OFFLOAD runs beside the step after `left`; it is `back` when the step before its LOAD starts.
     """
 
     value: Value
@@ -96,8 +95,7 @@ def enough(program: Program, rows: Mapping[int, list[Stay]], cap: float) -> list
 
 
 def _leaving(row: list[Stay], room: int) -> list[Stay] | None:
-    """Which values leave so that there are never more than `room`: where there are, the one that is back last, or two
-    that pass each other; None if that is not enough."""
+    """Which values leave for `room`: the one that is back last, or two that pass each other; None if that fails."""
     out: set[Stay] = set()
     there: list[Stay] = []
     coming = sorted(row, key=lambda stay: stay.left, reverse=True)
@@ -117,10 +115,7 @@ def _leaving(row: list[Stay], room: int) -> list[Stay] | None:
 
 
 def _held(there: Iterable[Stay], out: set[Stay], step: int) -> int:
-    """How many values a rank holds in a step, while those that are `out` leave in the step after their forward.
-
-    What leaves and what comes back in one step are never there together: the lane does one after the other.
-    """
+    """How many values a rank holds in a step; the lane moves one after the other, so that none leaves as one comes."""
     held = leaving = coming = 0
     for stay in there:
         if stay not in out or stay.left == step or step > stay.back:

@@ -84,11 +84,7 @@ def keys_of(cell: Cell) -> tuple[Key, ...]:
 
 
 def sizes_of(keys: Sequence[Key]) -> tuple[int, int, int]:
-    """How many stages, microbatches and slices a whole table has; a wrong number would make a program of very many.
-
-    >>> sizes_of([*parse_cell("0F0"), *parse_cell("(1F0;0B0)")])
-    (2, 1, 1)
-    """
+    """How many stages, microbatches and slices a whole table has; a wrong number would make a program of very many."""
     sizes = [1 + max(number or 0 for number in column) for column in zip(*(key[1:] for key in keys), strict=True)]
     stages, microbatches, slices = sizes
     named = {(stage, microbatch, piece or 0) for kind, stage, microbatch, piece in keys if kind == "F"}
@@ -132,13 +128,7 @@ def read_table(table: Table) -> list[list[Cell]]:
 
 
 def text_of(file: Path) -> str:
-    """Read the text of a file; a byte order mark is none of it.
-
-    Raises:
-        FileNotFoundError: there is no such file; the closest name in its folder is offered.
-        IsADirectoryError: it is a folder.
-        ProgramError: it is no text.
-    """
+    """Read the text of a file; a byte order mark is none of it."""
     if file.is_dir():
         raise IsADirectoryError(f"{str(file)!r} is a folder; name a file in it.")
     if not file.exists():
@@ -168,7 +158,7 @@ def _idle(cell: object) -> bool:
 
 
 def _from_text(text: str) -> list[list[Cell]]:
-    """A grid or CSV text; errors say the line and column of the unrecognised cell."""
+    """The cells of a grid or CSV; errors say line and column."""
     rows: list[list[Cell]] = []
     for number, line in enumerate(readable(text).splitlines(), 1):
         if not line.strip():

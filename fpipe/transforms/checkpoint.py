@@ -19,8 +19,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
-from fpipe.program import ALL_BUT, Op, Program, ProgramError, Value, pair, parts_of
-from fpipe.transforms._rewrite import Transform, settled, transforming
+from fpipe.program import ALL_BUT, Op, Program, ProgramError, Value, parts_of
+from fpipe.transforms._rewrite import Transform, on_parts, settled, transforming
 
 Place = tuple[int | None, int | None, int | None]
 Policy = Literal["always", "except_last", "never"] | Callable[[int, int], bool]
@@ -91,8 +91,6 @@ def checkpoint(
         recomputed: list[Op] = []
 
         def change(op: Op) -> Op:
-            if op.parts:
-                return pair(*map(change, op.parts))
             residuals = tuple(value for value in op.writes if value.name == "res")
             if not chosen(op) or not residuals or op.how:  # an exchange keeps nothing
                 return op
@@ -100,7 +98,7 @@ def checkpoint(
             recomputed.append(op._replace(kind="R", writes=residuals))
             return op._replace(writes=kept)
 
-        ops = [change(op) for op in program.ops]
+        ops = [on_parts(change, op) for op in program.ops]
         if not recomputed:
             return program
         ops = _waiting_nowhere(ops, {value for op in recomputed for value in op.writes})
@@ -165,11 +163,9 @@ def _by_layers(program: Program, chosen: Callable[[Op], bool], saved: tuple[str,
     places = {op[1:4] for op in forwards if chosen(op)}
 
     def change(op: Op) -> Op:
-        if op.parts:
-            return pair(*map(change, op.parts))
         return op._replace(how=(("saved", saved),)) if op.kind in "FBI" and op[1:4] in places else op
 
-    ops = tuple(map(change, program.ops))
+    ops = tuple(on_parts(change, op) for op in program.ops)
     return Program.trusted(program.inputs, ops, program.outputs, program.sources) if places else program
 
 
@@ -178,8 +174,6 @@ def _waiting_nowhere(ops: list[Op], residuals: set[Value]) -> list[Op]:
     itself: dict[Value, Value] = {}
 
     def read(op: Op) -> Op:
-        if op.parts:
-            return pair(*map(read, op.parts))
         return op._replace(reads=tuple(itself.get(value, value) for value in op.reads))
 
     kept: list[Op] = []
@@ -187,7 +181,7 @@ def _waiting_nowhere(ops: list[Op], residuals: set[Value]) -> list[Op]:
         if op.kind in ("OFFLOAD", "LOAD") and (found := itself.get(op.reads[0], op.reads[0])) in residuals:
             itself[op.writes[0]] = found
         else:
-            kept.append(read(op) if itself else op)
+            kept.append(on_parts(read, op) if itself else op)
     return kept
 
 

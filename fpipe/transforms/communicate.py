@@ -15,8 +15,8 @@ from itertools import takewhile
 from typing import Any
 
 from fpipe.order import arrange, held_kinds
-from fpipe.program import Op, Output, Program, ProgramError, Value, pair
-from fpipe.transforms._rewrite import Transform, refuse_freed, transforming
+from fpipe.program import Op, Output, Program, ProgramError, Value
+from fpipe.transforms._rewrite import Transform, on_parts, refuse_freed, transforming
 
 _FLOW = ("y", "dx", "carry", "dcarry")
 """Values that flow from stage to stage, and may be rounded on their way."""
@@ -81,7 +81,7 @@ def communicate(*, again: Iterable[str] | Mapping[str, Callable[[Op], object]] =
         refuse_freed(program)
         check_names("again", trips, program)
         sender = _Sender(program, trips, casts)
-        ops = [sender.local(op) for op in program.ops]
+        ops = [on_parts(sender.local, op) for op in program.ops]
         outputs = tuple(made for end in program.outputs for made in sender.delivered(end))
         if not sender.transfers:
             return program
@@ -191,11 +191,7 @@ class _Sender:
 
     def local(self, op: Op) -> Op:
         """The op, reading copies on its own rank."""
-        if op.kind == "RECV":
-            return op
-        if op.parts:
-            return pair(*map(self.local, op.parts))
-        if all(op.rank in self.at[value] for value in op.reads):
+        if op.kind == "RECV" or all(op.rank in self.at[value] for value in op.reads):
             return op
         return op._replace(reads=tuple(self.copy(value, op.rank, op) for value in op.reads))
 

@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
-from fpipe.program import Op, Output, Program, ProgramError, Value, pair
-from fpipe.transforms._rewrite import Transform, settled, transforming
+from fpipe.program import Op, Output, Program, ProgramError, Value
+from fpipe.transforms._rewrite import Transform, on_parts, settled, transforming
 from fpipe.transforms.specs import spec_text
 
 _new = tuple.__new__
@@ -172,11 +172,9 @@ def _without_unread(ops: Sequence[Op], ends: Iterable[Output]) -> list[Op]:
     wanted.update(value for op in ops for value in op.reads if value.name == "y")
 
     def without(op: Op) -> Op:
-        if op.parts:
-            return pair(*map(without, op.parts))
         return op._replace(writes=tuple(value for value in op.writes if value.name != "y" or value in wanted))
 
-    return [without(op) if op.kind in ("F", "PAIR") else op for op in ops]
+    return [on_parts(without, op) if op.kind in ("F", "PAIR") else op for op in ops]
 
 
 class _Adder:

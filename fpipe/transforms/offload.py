@@ -9,13 +9,13 @@ stands just before its reader, so that it runs beside the op before that; or som
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from fpipe.limits import whole
 from fpipe.order import arrange, held_kinds
-from fpipe.program import Op, Program, ProgramError, Value, pair
-from fpipe.transforms._rewrite import Transform, rebuilt, refuse_freed, transforming
+from fpipe.program import Op, Program, ProgramError, Value
+from fpipe.transforms._rewrite import Transform, on_parts, rebuilt, refuse_freed, transforming
 from fpipe.transforms._waiting import LATE, Policy, Stay, enough, waiting
 from fpipe.transforms.communicate import check_names, names_of
 
@@ -97,10 +97,16 @@ def _moved(program: Program, stays: list[Stay], to: Where) -> list[Op]:
         copies[value] = away._replace(at=f"{away.at}@{rank}")
         offloads[value] = Op("OFFLOAD", *value[1:4], rank, (value,), (away,))
         loads[stay.load].append(Op("LOAD", *value[1:4], rank, (away,), (copies[value],)))
+
+    def reading(op: Op) -> Op:
+        if op.kind not in LATE or copies.keys().isdisjoint(op.reads):
+            return op
+        return op._replace(reads=tuple(copies.get(value, value) for value in op.reads))
+
     ops: list[Op] = []
     for position, op in enumerate(program.ops):
         ops += loads.get(position, ())
-        ops.append(_reading(op, copies))
+        ops.append(on_parts(reading, op))
         ops += [offloads[value] for value in op.writes if value in offloads]
     return ops
 
@@ -110,12 +116,3 @@ def _partner(to: Callable[[int], int], rank: int, ranks: int) -> int:
     if type(found) is not int or not 0 <= found < ranks or found == rank:
         raise ProgramError(f"to({rank}) is another rank that takes what rank {rank} offloads, found {found!r}.")
     return found
-
-
-def _reading(op: Op, copies: Mapping[Value, Value]) -> Op:
-    """A backward or recompute that reads the copies that were loaded."""
-    if op.parts:
-        return pair(*(_reading(part, copies) for part in op.parts))
-    if op.kind not in LATE or copies.keys().isdisjoint(op.reads):
-        return op
-    return op._replace(reads=tuple(copies.get(value, value) for value in op.reads))

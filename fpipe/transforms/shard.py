@@ -247,8 +247,8 @@ class _Copies:
     def before_uses(
         self, ops: Sequence[Op], sources: Sequence[Sources], share: Share | None, lead: int, held: Collection[str]
     ) -> tuple[list[Op], list[Sources], list[list[int]]]:
-        """The ops, each reading its copy, and behind them the GATHERs; the sources of all; and the rows of `held` kinds
-        and GATHERs, that of a copy `lead` ops before its first reader."""
+        """The ops, each reading its copy, and behind them the GATHERs; all sources; and the rows of `held` kinds and
+        GATHERs, `lead` ops before their first reader."""
         travelling = [self.gathered(value, min(self.homes[value])) for value in self.homes if value in self.away]
         now, known = [*ops, *travelling], [*sources]
         self.travelling = {op.writes[0]: len(ops) + number for number, op in enumerate(travelling)}

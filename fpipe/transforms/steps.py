@@ -15,8 +15,8 @@ from typing import Literal
 
 from fpipe.limits import whole
 from fpipe.order import in_order
-from fpipe.program import PARAMETERS, Input, Op, Output, Program, ProgramError, Value, pair
-from fpipe.transforms._rewrite import Transform, rebuilt, refuse_freed, refuse_sent, transforming
+from fpipe.program import PARAMETERS, Input, Op, Output, Program, ProgramError, Value
+from fpipe.transforms._rewrite import Transform, on_parts, rebuilt, refuse_freed, refuse_sent, transforming
 
 _EACH_STEP = frozenset(("inputs", "target", "lr"))
 _LAST_ALONE = frozenset(("params", "opt", "state", "scale"))
@@ -66,7 +66,7 @@ def steps(count: int, *, stale: int | Literal["stash"] = 0) -> Transform:
         copies = [_Step(program, number, stale) for number in range(count)]
         inputs = [*program.inputs]
         inputs += [made for each in copies[1:] for made in each.inputs()]
-        ops = [each.op(op) for each in copies for op in program.ops]
+        ops = [on_parts(each.op, op) for each in copies for op in program.ops]
         outputs = in_order(end for each in copies for end in each.outputs(each is copies[-1]))
         return rebuilt(program, ops, inputs=tuple(inputs), outputs=outputs)
 
@@ -99,8 +99,6 @@ class _Step:
 
     def op(self, op: Op) -> Op:
         """An op in this step."""
-        if op.parts:
-            return pair(*map(self.op, op.parts))
         latest = op.kind == "UPDATE"
         reads = tuple([self.of(value, 0 if latest else self.delay(value.stage or 0)) for value in op.reads])
         microbatch = None if op.microbatch is None else self.at(op.microbatch)
