@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fpipe
 from examples import demo
 from tests.refusals import refusals
-from tests.test_traces import Attention, Peak
+from tests.test_traces import Attention, Peak, same
 
 M = 4
 LAYERS = fpipe.checkpoint(grain="layer")
@@ -34,12 +34,6 @@ def made(net: nn.Sequential, stages: int, rows: int = 32, width: int = 64) -> tu
 def program_of(model: fpipe.Model, *steps: Any, ranks: int = 1, m: int = M) -> fpipe.Program:
     schedule = fpipe.schedules.gpipe(ranks)
     return fpipe.chain(fpipe.split(m), *steps, schedule, fpipe.merge(outputs=False))(fpipe.program(model))
-
-
-def same(found: fpipe.Result, expected: fpipe.Result) -> bool:
-    pairs = zip(found.grads, expected.grads, strict=True)
-    every = [(one[name], other[name]) for one, other in pairs for name in other]
-    return all(torch.equal(one, other) for one, other in [(found.loss, expected.loss), *every])
 
 
 STEPS = {"B": (LAYERS,), "I W": (LAYERS, HALVES), "some": (fpipe.checkpoint(lambda s, m: (s + m) % 2 == 0, "layer"),)}
