@@ -73,15 +73,7 @@ class TypedCosts:
 
 
 def parse(text: str) -> TypedCosts:
-    """Read a list of costs.
-
-    Raises:
-        ValueError: a name that is none, offered with the closest, or a number that is none.
-
-    >>> parse("forwards=1")  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    ValueError: costs have no 'forwards'; did you mean forward? Of a whole rank: F, B, W, R, c; of a stage: ...
-    """
+    """Read a list of costs; a name that is none is offered the closest."""
     seconds: dict[str, Any] = {}
     sizes: dict[str, float] = {}
     words: dict[str, str] = {}  # seconds as they were typed

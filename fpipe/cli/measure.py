@@ -69,13 +69,7 @@ def measure(
     progress: Callable[[int, int], None],
 ) -> list[Measurement]:
     """Each schedule's simulated timeline, with costs that 1F1B was profiled with, and those of its rounds, after one
-    that is not counted; a round runs every schedule once.
-
-    Args:
-        names: of schedules, with their options.
-        made: `f(stages)`, a model of so many stages and what its step takes.
-        progress: called as `progress(done, all)`.
-    """
+    that is not counted; a round runs every schedule once."""
     given = {stages: made(stages) for stages in dict.fromkeys(stages_of(name, ranks) for name in names)}
     programs = {name: scheduled(given[stages_of(name, ranks)][0], name, ranks, microbatches) for name in names}
     profiled = 2 * (REPEATS + 1)
@@ -128,12 +122,7 @@ def _step(program: Program, made: Made, runtime: Literal["threads", "distributed
 
 
 def perceptron(stages: Sequence[int], microbatches: int, width: int, rows: int) -> Callable[[int], Made]:
-    """Linear layers with ReLU, as many a stage and the same for each of some numbers of stages: at least 8.
-
-    Args:
-        width: of each layer.
-        rows: of a microbatch.
-    """
+    """Linear layers with ReLU, as many a stage and the same for each of some numbers of stages: at least 8."""
     most = math.lcm(*stages)
     layers = most * -(-LAYERS // most)
     torch.manual_seed(0)  # every process has the same

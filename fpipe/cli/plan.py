@@ -18,11 +18,7 @@ from fpipe.timing.robustness import At
 
 
 def numbers(text: str) -> list[int]:
-    """Whole numbers, as in 8/16/32.
-
-    >>> numbers("8/16")
-    [8, 16]
-    """
+    """Whole numbers, as in 8/16/32."""
     try:
         return [int(part) for part in text.split("/")]
     except ValueError:
@@ -30,12 +26,7 @@ def numbers(text: str) -> list[int]:
 
 
 def costs_of_rows(text: str) -> tuple[int | None, TypedCosts]:
-    """Costs, and before a colon of how many rows.
-
-    >>> rows, costs = costs_of_rows("8: F=1,B=1,W=1")
-    >>> rows, costs.text
-    (8, 'F=1,B=1,W=1')
-    """
+    """Costs, and before a colon of how many rows."""
     rows, colon, costs = text.rpartition(":")
     if colon and not rows.strip().isdecimal():
         raise ValueError(f"costs of microbatches of 8 rows read 8:F=1,B=1,W=1, found {text!r}.")

@@ -26,12 +26,7 @@ def is_file(what: str) -> bool:
 
 
 def read(file: str, *, replicated: bool = False) -> Program:
-    """The program in a file: a program's text, JSON, a table (grid or CSV), or a table of torch's.
-
-    Raises:
-        ProgramError: it is none of these, with line and column of what is wrong; or it means nothing.
-        OSError: there is no such file, or it is a folder.
-    """
+    """The program in a file: a program's text, JSON, a table (grid or CSV), or a table of torch's."""
     return program_of(sys.stdin.read() if file == "-" else text_of(Path(file)), replicated=replicated)
 
 

@@ -13,16 +13,8 @@ WIDTH = 8
 
 
 def small_model(program: Program) -> tuple[Model, tuple[dict[str, Tensor], ...], tuple[Tensor, Tensor]]:
-    """A model of as many stages, its parameters, and a batch whose microbatches are not all of one size.
-
-    Of a program with sequence slices it is causal along the sequence, and the slices are not all of one length.
-
-    >>> import fpipe
-    >>> program = fpipe.schedules.about("gpipe").program(2, 3)
-    >>> model, params, batch = small_model(program)
-    >>> len(params), batch[0].shape
-    (2, torch.Size([8, 8]))
-    """
+    """A model of as many stages, its parameters, and a batch whose microbatches are not all of one size; of a program
+    with sequence slices it is causal along the sequence, and the slices are not all of one length."""
     make = torch.Generator().manual_seed(0)
     params = tuple(
         {"w": torch.randn(WIDTH, WIDTH, generator=make) / WIDTH**0.5, "b": torch.randn(WIDTH, generator=make)}

@@ -15,15 +15,9 @@ WORDS = tuple(each.name for each in fields(Style) if each.name != "colours")
 def parse(text: str) -> Style:
     """Read a list of what a style has; the name of a kind gives it a colour.
 
-    Raises:
-        ValueError: a name that is none, offered with the closest, or a value that is none.
-
     >>> style = parse("width_mm=84,labels=none,memory=no,window=0/20,ranks=a/b,F=#2a66be")
     >>> style.width_mm, style.labels, style.memory, style.window, style.ranks, style.colours
     (84.0, 'none', False, (0.0, 20.0), ['a', 'b'], {'F': '#2a66be'})
-    >>> parse("label=none")
-    Traceback (most recent call last):
-    ValueError: a style has no 'label'; did you mean labels? Colours are said by kind: F=#2a66be.
     """
     found: dict[str, Any] = {}
     colours: dict[str, str] = {}

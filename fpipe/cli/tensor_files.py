@@ -17,12 +17,7 @@ from fpipe.verification.report import Close, in_words, is_comparable
 
 
 def read_tensors(files: Sequence[str]) -> dict[str, Tensor]:
-    """The tensors of all files by name.
-
-    Raises:
-        ValueError: a file that holds something else, or one name with different tensors in two files.
-        OSError: there is no such file.
-    """
+    """The tensors of all files by name, which in two files has the same numbers."""
     whole: dict[str, Tensor] = {}
     homes: dict[str, str] = {}
     for file, found in zip(files, read_each(files), strict=True):

@@ -43,32 +43,20 @@ ROLES = {
 
 @cache
 def lighter(colour: str, shade: float = 0.0) -> str:
-    """A colour as it is at shade 0, and 40 % nearer to white at shade 1.
-
-    >>> lighter("#2a66be"), lighter("#2a66be", 1)
-    ('#2a66be', '#7fa3d8')
-    """
+    """A colour as it is at shade 0, and 40 % nearer to white at shade 1."""
     parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * 0.4 * shade):02x}" for part in parts)
 
 
 @cache
 def ink_on(paper: str) -> str:
-    """Black or white, whichever reads better on a colour.
-
-    >>> ink_on(FILLS["F"]), ink_on(FILLS["I"])
-    ('#ffffff', '#10151b')
-    """
+    """Black or white, whichever reads better on a colour."""
     red, green, blue = ((int(paper[at : at + 2], 16) / 255) ** 2.2 for at in (1, 3, 5))
     return "#ffffff" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.3 else "#10151b"
 
 
 def terminal(kind: str, shade: float, text: str) -> str:
-    """Text on the colour of a kind, for a terminal that knows 256 colours.
-
-    >>> terminal("F", 0, "0F0")
-    '\\x1b[38;5;231;48;5;25m0F0\\x1b[0m'
-    """
+    """Text on the colour of a kind, for a terminal that knows 256 colours."""
     paper = lighter(FILLS.get(kind, OTHER), shade)
     return f"\x1b[38;5;{_of_256(ink_on(paper))};48;5;{_of_256(paper)}m{text}\x1b[0m"
 

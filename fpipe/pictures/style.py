@@ -99,19 +99,14 @@ class Style:
         return lighter(said.get(kind, FILLS.get(kind, OTHER)), shade)
 
     def only(self, what: str, *taken: str) -> None:
-        """Refuse what a form of picture cannot show.
-
-        >>> Style(memory=False, window=(0, 4)).only("text", "window")
-        Traceback (most recent call last):
-        ValueError: text has no memory=; of a style it takes window. The others are for .svg, .png, .pdf and ax=.
-        """
-        said = [each.name for each in fields(self) if getattr(self, each.name) != getattr(PLAIN, each.name)]
-        for word in said:
-            if word not in taken:
-                raise ValueError(
-                    f"{what} has no {word}=; of a style it takes {', '.join(taken)}. "
-                    "The others are for .svg, .png, .pdf and ax=."
-                )
+        """Refuse what a form of picture cannot show."""
+        said = (each.name for each in fields(self) if getattr(self, each.name) != getattr(PLAIN, each.name))
+        odd = next((word for word in said if word not in taken), None)
+        if odd is not None:
+            raise ValueError(
+                f"{what} has no {odd}=; of a style it takes {', '.join(taken)}. "
+                "The others are for .svg, .png, .pdf and ax=."
+            )
 
 
 SWITCHES = ("memory", "waits", "arrows", "figures", "legend", "critical_path")

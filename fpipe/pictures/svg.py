@@ -37,11 +37,8 @@ def frame(drawing: Drawing, body: str, size_in: str = "") -> str:
     )
 
 
-def _rules(role: str, dark: str) -> str:
-    return f".fpipe-{role}{{fill:{dark}}}.fpipe-l-{role}{{stroke:{dark}}}"
-
-
-STYLE = f"@media (prefers-color-scheme:dark){{{''.join(_rules(role, dark) for role, (_, dark) in ROLES.items())}}}"
+_DARK = (f".fpipe-{role}{{fill:{dark}}}.fpipe-l-{role}{{stroke:{dark}}}" for role, (_, dark) in ROLES.items())
+STYLE = f"@media (prefers-color-scheme:dark){{{''.join(_DARK)}}}"
 """Light colours are attributes, which every program that reads SVG knows; dark ones override them where asked."""
 
 PATTERN = (

@@ -12,7 +12,6 @@ from fpipe.pictures.colours import WORDS, terminal
 from fpipe.pictures.panel import Panel
 from fpipe.pictures.style import PLAIN, Style
 from fpipe.program import LANES, HtmlRepr, Op, lane_of
-from fpipe.timing.waiting import Event
 
 Piece = tuple[str, Op | None]
 """Some characters of a line, and the op they stand for."""
@@ -86,7 +85,7 @@ def to_scale(panels: Sequence[Panel], width: int = 120, colour: bool | None = No
     """
     start, end = (max((getattr(panel, word) for panel in panels), default=0.0) for word in ("start", "end"))
     margin = max((len(_head(panel, rank)) for panel in panels for rank in range(panel.ranks)), default=0) + 2
-    bars = [event for panel in panels for event in panel.events if event.end > event.start and _is_main(event)]
+    bars = [one for panel in panels for one in panel.events if one.end > one.start and lane_of(one.op) == "main"]
     wanted = max(((len(op.cell) + 1) / (until - since) for op, since, until in bars), default=1.0)
     scale = min(wanted, (width - margin) / (end - start)) if end > start else 1.0
     short = {op.kind for op, since, until in bars if (until - since) * scale < (len(op.cell) + 1) * (1 - 1e-9)}
@@ -114,10 +113,6 @@ def _said(panel: Panel, words: str, width: int) -> Iterator[tuple[Panel, list[Pi
     """Words in lines that fit."""
     for line in textwrap.wrap(words, width):
         yield panel, [(line, None)]
-
-
-def _is_main(event: Event) -> bool:
-    return lane_of(event.op) == "main"
 
 
 def _lane(panel: Panel, lane: tuple[int, str], scale: float, short: set[str]) -> list[Piece]:

@@ -24,12 +24,7 @@ _Fact = TypeVar("_Fact")
 
 
 class OpGroups(NamedTuple):
-    """The groups of a program's ops.
-
-    Attributes:
-        group: of every op the number of its group.
-        each: an op of each group.
-    """
+    """The groups of a program's ops: the number of every op's group, and an op of each group."""
 
     group: list[int]
     each: list[Op]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from heapq import heappop, heappush
 from itertools import repeat
 from typing import NamedTuple
@@ -147,12 +147,7 @@ class _Lanes:
         self.seconds = [costs.seconds(op) for op in program.ops]
         self.rule = RULES.get(costs.messages)
         self.queued: defaultdict[tuple[int, Hashable], float] = defaultdict(float)
-        self.latencies: dict[tuple[int, int], float] = {}
-
-    def latency(self, source: int, target: int) -> float:
-        if (source, target) not in self.latencies:
-            self.latencies[source, target] = self.costs.latency(source, target)
-        return self.latencies[source, target]
+        self.latency = cache(costs.latency)
 
     def run(self, given: Mapping[Value, float]) -> Iteration:
         """One iteration, whose inputs are there at the times `given`, else from the start."""

@@ -31,11 +31,8 @@ class Account:
     def note(
         self, rank: int, written: Iterable[tuple[Value, Mapping[Hashable, int]]], dead: Iterable[Value]
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """An op on a rank: what it writes is there before what it reads last is gone.
-
-        Returns:
-            The bytes it adds, and the bytes that are gone, each with their rank.
-        """
+        """An op on a rank: what it writes is there before what it reads last is gone. Returns the bytes that it adds
+        and those that are gone, each with their rank."""
         added, gone = list[tuple[int, int]](), list[tuple[int, int]]()
         for value, found in written:
             there = memory_of(value, rank)

@@ -63,9 +63,6 @@ def met_order(program: Program, name: str, comes: Callable[[int], None], ahead: 
     Args:
         comes: is told when a rank comes to a SEND or a RECV, in the middle of what is yielded.
         ahead: whether ranks post receives ahead, as `build` does; not where a program says itself when they come.
-
-    Raises:
-        ProgramError: ranks wait for one another.
     """
     rule, ops, sources = RULES[name], program.ops, program.sources
     receives = {own[0]: at for at, (op, own) in enumerate(zip(ops, sources, strict=True)) if op.kind == "RECV"}

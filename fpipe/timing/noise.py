@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -79,8 +78,9 @@ class _Draws:
         ranks = program.ranks
         slow = self._uniform("rank").mul_(ranks).to(torch.int64)
         self.of_rank = [torch.where(slow == rank, noise.slow_rank, 1.0).to(torch.float64) for rank in range(ranks)]
-        links = sorted({link for op, sources in zip(program.ops, program.sources, strict=True)
-                        for link in _links(program, op, sources)})  # fmt: skip
+        ways = ((op.rank, program.ops[at].rank) for op, sources in zip(program.ops, program.sources, strict=True)
+                for at in sources if at >= 0)  # fmt: skip
+        links = sorted({(min(way), max(way)) for way in ways if way[0] != way[1]})
         slow = self._uniform("link").mul_(max(1, len(links))).to(torch.int64)
         self.of_link = {
             link: torch.where(slow == at, noise.slow_link, 1.0).to(torch.float64) for at, link in enumerate(links)
@@ -111,12 +111,6 @@ class _Draws:
     def link(self, source: int, target: int) -> Tensor:
         """The factors of a link, both ways."""
         return self.of_link.get((min(source, target), max(source, target)), self.even)
-
-
-def _links(program: Program, op: Op, sources: Sequence[int]) -> set[tuple[int, int]]:
-    """The links over which an op's reads come."""
-    others = {program.ops[at].rank for at in sources if at >= 0} - {op.rank}
-    return {(min(op.rank, other), max(op.rank, other)) for other in others}
 
 
 def _at_once(program: Program, costs: Costs, draws: _Draws) -> list[float]:
