@@ -100,17 +100,6 @@ def test_an_example_without_data_is_traced_for_at_once(traced: list[str]):
     assert traced == []
 
 
-def test_functions_share_their_traces_across_models(traced: list[str]):
-    linear = lambda p, x: x @ p["w"] + p["b"]  # noqa: E731
-    params, batch = ({"w": torch.randn(4, 4), "b": torch.randn(4)},) * 2, (torch.randn(6, 4), torch.randn(6, 4))
-    for _ in range(2):
-        model = fpipe.from_functions([linear, linear], loss=squares)
-        fpipe.build(program(model, m=3), model)(params, batch)
-        if traced:
-            first = len(traced)
-    assert len(traced) == first
-
-
 class Asking(torch.autograd.Function):
     """A product whose weight gradient is another one where no gradient of the input is wanted."""
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.language.graph import Aval, Fact, Graph, Outline, alias
 from fpipe.graphs.language.labels import cotangent_of, is_input, label_at
+from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.graphs.tracing.joined_pieces import Moved, PieceValue, Places, TracedPiece, fact_of, joined
 from fpipe.graphs.tracing.outputs import outputs_of
 from fpipe.graphs.tracing.stage_call import Spec, StageCall, positions
@@ -53,7 +54,7 @@ class PieceCall:
         for value, label in piece.takes.items():
             leaf = known[value]
             if isinstance(leaf, Fact) and any(leaf.lazy):
-                raise NoChain
+                raise Untraceable("a block hands on what is to be conjugated by whoever reads it; say .resolve_conj()")
             given = self.reads.setdefault(label, [])
             self.takes[value] = label, len(given)
             given.append(leaf.aval if isinstance(leaf, Fact) else leaf)
@@ -65,10 +66,6 @@ class PieceCall:
         leaves = (given[label][at] for label, at in self.takes.values())
         handed = [alias(leaf) if label == "x" else leaf for label, leaf in zip(self.labels, leaves, strict=True)]
         return {"y": [*self.piece.run(handed)]}
-
-
-class NoChain(Exception):
-    """The pieces cannot be traced apart: one reads what is to be conjugated by whoever reads it."""
 
 
 @dataclass(frozen=True)

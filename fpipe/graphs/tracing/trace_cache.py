@@ -23,7 +23,7 @@ from fpipe.graphs.language.labels import variable
 from fpipe.graphs.purity.alike import alike
 from fpipe.graphs.purity.ambient import Untraceable, ambient
 from fpipe.graphs.tracing.lru_cache import LRUCache
-from fpipe.graphs.tracing.piece_chain import Chain, NoChain, PieceCall, chain_of
+from fpipe.graphs.tracing.piece_chain import Chain, PieceCall, chain_of
 from fpipe.graphs.tracing.stage_call import Spec, StageCall, buffers, flat, positions
 from fpipe.graphs.tracing.trace import Around, outline, trace
 from fpipe.model import Model
@@ -34,17 +34,12 @@ Cotangents = Mapping[str, tuple[Any, ...]]
 
 
 class Store:
-    """Traces of one function, by the way it was called; those not used for long are forgotten."""
+    """Traces of a model, by what was called and how; those not used for long are forgotten."""
 
     def __init__(self) -> None:
         self.outlines: LRUCache[Any, Outline] = LRUCache(_MOST)
         self.graphs: LRUCache[Any, Graph] = LRUCache(_MOST)
-        self._versions: LRUCache[Any, int] = LRUCache(_MOST)
-
-    def version(self, function: Any, modes: tuple[bool, ...]) -> int:
-        """A number for a function as it is: its code, its defaults and what it reaches may change in place, and modules
-        turn."""
-        return self._versions.once((alike(function), modes), lambda: next(_NUMBERS))
+        self.versions: LRUCache[Any, int] = LRUCache(_MOST)
 
 
 _MOST = 512
@@ -65,7 +60,10 @@ class Traces:
 
     def __init__(self, model: Model, known_only: bool = False) -> None:
         self.model, self.known_only = model, known_only
-        self._entries: dict[StageCall, tuple[Store, Any]] = {}
+        if id(model) not in _OF_MODELS:
+            weakref.finalize(model, _OF_MODELS.pop, id(model))
+        self._store = _OF_MODELS.setdefault(id(model), Store())
+        self._keys: dict[StageCall, Any] = {}
         self._outlines: dict[StageCall, Outline] = {}
         self._graphs: dict[Any, Graph] = {}
         self._shared: dict[StageCall, StageCall] = {}
@@ -76,15 +74,13 @@ class Traces:
     def outline(self, call: StageCall) -> Outline:
         """Outline a call, by running it once on fake tensors."""
         if call not in self._outlines:
-            store, key = self._entry(call)
-            self._outlines[call] = store.outlines.once(key, lambda: self._outlined(call))
+            self._outlines[call] = self._store.outlines.once(self._key(call), lambda: self._outlined(call))
         return self._outlines[call]
 
     def _outlined(self, call: StageCall) -> Outline:
         chain = self._chain(call)
         if chain is not None:
-            with suppress(NoChain):
-                return chain.outline(self._piece_outline)
+            return chain.outline(self._piece_outline)
         self._refuse_new()
         specs = dict[str, Spec]()
         function = flat(self.model, call, specs)
@@ -107,11 +103,13 @@ class Traces:
     def _traced(self, call: StageCall, cotangents: Cotangents) -> Graph:
         if call.stage is None and self.model.loss is None and self.model.reduction != "count":
             return _the_loss_itself(call, cotangents)
-        store, own = self._entry(call)
-        key = (own, *cotangents.items())
-        return store.graphs.once(key, lambda: self._joined(call, cotangents) or self._whole(call, cotangents))
+        return self._store.graphs.once((self._key(call), *cotangents.items()), lambda: self._made(call, cotangents))
 
-    def _whole(self, call: StageCall, cotangents: Cotangents) -> Graph:
+    def _made(self, call: StageCall, cotangents: Cotangents) -> Graph:
+        """The graph of a call, put together of those of its pieces, or traced as a whole."""
+        chain = self._chain(call)
+        if chain is not None:
+            return chain.graph(self._piece_outline, self._piece_graph, cotangents)
         self._refuse_new()
         function = flat(self.model, call, {})
         found = trace(function, dict(call.reads), cotangents, self._around(call), self._apart(call))
@@ -120,32 +118,21 @@ class Traces:
             _refuse_others(found, self.outline(call))
         return found
 
-    def _joined(self, call: StageCall, cotangents: Cotangents) -> Graph | None:
-        """The graph of a call, put together of those of its pieces; None where it is traced as a whole."""
-        chain = self._chain(call)
-        with suppress(NoChain):
-            return None if chain is None else chain.graph(self._piece_outline, self._piece_graph, cotangents)
-        return None
-
     def _piece_outline(self, call: PieceCall) -> Outline:
-        """Outline a piece."""
-
         def outlined() -> Outline:
             self._refuse_new()
             return outline(call, call.reads)
 
-        return self._of_model().outlines.once((call.key, ambient()), outlined)
+        return self._store.outlines.once((call.key, ambient()), outlined)
 
     def _piece_graph(self, call: PieceCall, cotangents: Cotangents) -> Graph:
-        """A piece and its gradient as a graph."""
-
         def traced() -> Graph:
             self._refuse_new()
             found = trace(call, call.reads, cotangents)
             _refuse_others(found, self._piece_outline(call))
             return found
 
-        return self._of_model().graphs.once((call.key, *cotangents.items(), ambient()), traced)
+        return self._store.graphs.once((call.key, *cotangents.items(), ambient()), traced)
 
     def _chain(self, call: StageCall) -> Chain | None:
         """A call in pieces, if it is traced so."""
@@ -183,23 +170,22 @@ class Traces:
         stage = self.graph(call, {**cotangents, "dy": dy})
         return stage.once(("with loss", top), lambda: inlined(stage, top))
 
-    def _entry(self, call: StageCall) -> tuple[Store, Any]:
-        """Where the traces of a call are, and under which key."""
+    def _key(self, call: StageCall) -> Any:
+        """The key of the traces of a call."""
         try:
-            if call not in self._entries:
-                self._entries[call] = self._find_entry(call)
+            if call not in self._keys:
+                self._keys[call] = self._found_key(call)
         except TypeError as error:
             raise Untraceable(f"it is handed something that cannot be compared ({error})") from error
-        return self._entries[call]
+        return self._keys[call]
 
-    def _find_entry(self, call: StageCall) -> tuple[Store, Any]:
+    def _found_key(self, call: StageCall) -> Any:
         odd = next((leaf for leaf in _leaves(call) if not isinstance(leaf, Aval | _PLAIN)), None)
         if odd is not None:
             raise Untraceable(f"it is handed a {type(odd).__name__}, which may change and stay the same object")
         around = (call.odd, call.reads, call.starts, ambient())
         if call.stage is None:
-            store, own = self._store(self.model.loss)
-            return store, (own, "loss", self.model.reduction, self.model.aux, call.specs, *around)
+            return self._version(self.model.loss), "loss", self.model.reduction, self.model.aux, call.specs, *around
         stage = self.model.stages[call.stage]
         if "key" in stage.asks:
             raise Untraceable(
@@ -221,25 +207,18 @@ class Traces:
             if call.stage not in self._twins:
                 self._twins[call.stage] = stage.forward.twin()
             twin = self._twins[call.stage], *positions(self.model, stage.forward), buffers(stage.forward, call)
-            return self._of_model(), (twin, how, specs, *around)
-        store, own = self._store(stage.forward)
+            return twin, how, specs, *around
         wrapped = of_net(stage.forward)  # a trace of a function around it has its constants inside
         held = () if wrapped is None else (wrapped.twin(), *map(id, wrapped.constants()))
-        return store, (own, how, held, call.specs, *around)
+        return self._version(stage.forward), how, held, call.specs, *around
 
-    def _of_model(self) -> Store:
-        """The traces of what goes with the model."""
-        if id(self.model) not in _OF_MODELS:
-            weakref.finalize(self.model, _OF_MODELS.pop, id(self.model))
-        return _OF_MODELS.setdefault(id(self.model), Store())
-
-    def _store(self, function: Any) -> tuple[Store, int]:
-        """The traces of a function, and which of those are of the function as it is."""
-        store = self._of_model()
+    def _version(self, function: Any) -> int:
+        """A number for a function as it is: its code, its defaults and what it reaches may change in place, and modules
+        turn."""
         if id(function) not in self._versions:
-            modes = () if self.model.held is None else self.model.held.modes()
-            self._versions[id(function)] = store.version(function, modes)
-        return store, self._versions[id(function)]
+            as_it_is = alike(function), () if self.model.held is None else self.model.held.modes()
+            self._versions[id(function)] = self._store.versions.once(as_it_is, lambda: next(_NUMBERS))
+        return self._versions[id(function)]
 
     def _around(self, call: StageCall) -> Around | None:
         """A context that keeps a module's parameters in their places: torch.utils.checkpoint calls modules again."""
