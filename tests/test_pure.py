@@ -205,16 +205,6 @@ def test_what_a_trace_would_freeze_runs_under_autograd_and_says_so(name: str):
     assert all(map(torch.equal, found, run(False)))
 
 
-def test_a_function_that_moves_a_module_it_closes_over_runs_under_autograd():
-    net = Holder(counts, 0)
-    model = fpipe.from_functions([lambda p, x: torch.func.functional_call(net, p, (x,))], MSE)
-    params = ({name: leaf.detach() for name, leaf in net.named_parameters()},)
-    step = fpipe.build(fpipe.program(model), model)
-    with pytest.warns(UserWarning, match=r"it changes 'held' of module 'net' \(Holder\)"):
-        one = step(params, ROWS).loss
-    assert not torch.equal(step(params, ROWS).loss, one)
-
-
 # What is left behind
 
 
