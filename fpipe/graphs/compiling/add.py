@@ -118,9 +118,8 @@ def _same_bits(total: Aval, one: Aval, two: Aval, flags: Any) -> bool:
         return False
 
     def draw(known: Aval) -> torch.Tensor:
-        made = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=known.device)
         # Drawn in the dtype itself: products of float32 numbers are exact in float64, and would show no difference.
-        return made.copy_(torch.randn(known.shape, generator=chance, dtype=known.dtype, device="cpu"))
+        return known.empty().copy_(torch.randn(known.shape, generator=chance, dtype=known.dtype, device="cpu"))
 
     for _ in range(_PROBES):
         a, b, c = draw(total), draw(one), draw(two)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.graphs.language.graph import Graph, Name, Node, aval, in_own_storage
+from fpipe.graphs.language.graph import Graph, Name, Node, aval, in_own_storage, on_meta
 from fpipe.graphs.language.labels import is_lasting, variable
 from fpipe.torch_private.dispatch import (
     NAMESPACES,
@@ -218,13 +218,9 @@ class _Spy(TorchDispatchMode):
 
 def _same_call(function: Any, node: Node, graph: Graph) -> bool:
     """Whether a function, given the arguments of an op, calls that op with those arguments."""
-    tensors: dict[Name, Tensor] = {}
-    for name in node.reads:
-        if name not in graph.facts:
-            return False
-        known = graph.facts[name].aval
-        tensors[name] = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
-    args, kwargs = _filled(node.args, tensors), {key: _filled(arg, tensors) for key, arg in node.kwargs.items()}
+    if not graph.facts.keys() >= {*node.reads}:
+        return False
+    args, kwargs = on_meta(node, graph)
     try:
         with torch.no_grad(), _Spy():
             function(*args, **kwargs)
@@ -234,12 +230,6 @@ def _same_call(function: Any, node: Node, graph: Graph) -> bool:
     except Exception:
         return False
     return False
-
-
-def _filled(arg: Any, tensors: dict[Name, Tensor]) -> Any:
-    if isinstance(arg, Name):
-        return tensors[arg]
-    return type(arg)(_filled(one, tensors) for one in arg) if isinstance(arg, list | tuple) else arg
 
 
 def _spelt(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:

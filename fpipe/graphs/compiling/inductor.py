@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from fpipe.graphs.compiling.code import compiled
-from fpipe.graphs.language.graph import Aval, Graph, Name, Node, aval
+from fpipe.graphs.language.graph import Graph, Name, Node, aval, renamed
 from fpipe.graphs.language.labels import GENERATORS, is_lasting
 from fpipe.graphs.purity.ambient import raw_ops
 from fpipe.graphs.tracing.draws import fill
@@ -116,7 +116,7 @@ def _after(draw: Callable[..., Any], at: int, run: Callable[..., Any]) -> Callab
 def _by_inductor(graph: Graph, name: str) -> Callable[..., Any]:
     """A function of a list for each label that the graph reads; it gives a list for each that it writes."""
     inputs = [leaf for leaves in graph.reads.values() for leaf in leaves if leaf is not None]
-    example: list[Any] = [*(_zeros(graph.facts[leaf].aval) for leaf in inputs), *graph.constants.values()]
+    example: list[Any] = [*(graph.facts[leaf].aval.empty().zero_() for leaf in inputs), *graph.constants.values()]
     try:
         with raw_ops():
             run = compiled_by_inductor(_as_fx(graph, inputs), example)
@@ -129,30 +129,21 @@ def _by_inductor(graph: Graph, name: str) -> Callable[..., Any]:
     return _in_lists(graph, run)
 
 
-def _zeros(known: Aval) -> Tensor:
-    return torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=known.device).zero_()
-
-
 def _as_fx(graph: Graph, inputs: Sequence[Name]) -> fx.GraphModule:
     """The graph as torch's tools know it: tensors in, tensors out."""
     made = fx.Graph()
     at: dict[Name, fx.Node] = {leaf: made.placeholder(str(leaf)) for leaf in (*inputs, *graph.constants)}
 
-    def moved(arg: Any) -> Any:
-        if isinstance(arg, Name):
-            return at[arg]
-        return type(arg)(map(moved, arg)) if isinstance(arg, list | tuple) else arg
-
     for node in graph.nodes:
         if node.op is _aten.addmm.out and node.kwargs == {"out": node.args[0]}:  # as `adding` writes it
-            made.call_function(_ADD_PRODUCT, moved(node.args))
+            made.call_function(_ADD_PRODUCT, renamed(node.args, at))
             at[node.name] = at[node.args[0]]
             continue
         if node.op is _aten._assert_async.default:  # inductor leaves out the one without a message
-            made.call_function(_aten._assert_async.msg, (*moved(node.args), _NOT_TRUE))
+            made.call_function(_aten._assert_async.msg, (*renamed(node.args, at), _NOT_TRUE))
             continue
-        kwargs = {word: moved(arg) for word, arg in node.kwargs.items()}
-        at[node.name] = made.call_function(node.op, moved(node.args), kwargs)
+        kwargs = {word: renamed(arg, at) for word, arg in node.kwargs.items()}
+        at[node.name] = made.call_function(node.op, renamed(node.args, at), kwargs)
     made.output(tuple(at[leaf] for leaf in _results(graph)))
     return fx.GraphModule(torch.nn.Module(), made)
 

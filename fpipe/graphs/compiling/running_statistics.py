@@ -90,8 +90,7 @@ def _same_bits(op: Any, given: tuple[Aval | None, ...], state: tuple[Aval, ...],
     def draw(known: Aval | None) -> Any:
         if known is None:
             return None
-        made = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=known.device)
-        return made.copy_(torch.rand(known.shape, generator=chance, dtype=known.dtype, device="cpu"))
+        return known.empty().copy_(torch.rand(known.shape, generator=chance, dtype=known.dtype, device="cpu"))
 
     tensors, kept = [*map(draw, given)], [*map(draw, state)]
     mean, var = (each.clone() for each in kept)

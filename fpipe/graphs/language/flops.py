@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from fpipe import tree
-from fpipe.graphs.language.graph import Graph, Name
+from fpipe.graphs.language.graph import Graph, on_meta
 from fpipe.torch_private.dispatch import OpOverload
 
 
@@ -56,16 +55,5 @@ def flops_of(graph: Graph, known: dict[Any, int]) -> int:
     total = 0
     for node in graph.nodes:
         if getattr(node.op, "overloadpacket", None) in _COUNTED:
-            args, kwargs = _without_data(graph, (node.args, dict(node.kwargs)))
-            total += flops_of_call(node.op, args, kwargs, known)
+            total += flops_of_call(node.op, *on_meta(node, graph), known)
     return total
-
-
-def _without_data(graph: Graph, given: Any) -> Any:
-    def tensor(arg: Any) -> Any:
-        if not isinstance(arg, Name) or arg not in graph.facts:
-            return None if isinstance(arg, Name) else arg
-        aval = graph.facts[arg].aval
-        return torch.empty_strided(aval.shape, aval.stride, dtype=aval.dtype, device="meta")
-
-    return tree.tree_map(tensor, given)

@@ -38,6 +38,10 @@ class Aval(NamedTuple):
     wants: bool = False
     sharding: Sharding | None = None
 
+    def empty(self, device: torch.device | str | None = None) -> Tensor:
+        """A tensor like this, there or on another device."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device or self.device)
+
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
 
@@ -208,6 +212,12 @@ def renamed(args: Any, names: Mapping[Name, Any]) -> Any:
     if isinstance(args, list | tuple):
         return type(args)(renamed(arg, names) for arg in args)
     return args
+
+
+def on_meta(node: Node, graph: Graph) -> tuple[Any, dict[str, Any]]:
+    """The arguments of an op, tensors without data, and None for what is none."""
+    tensors = {name: graph.facts[name].aval.empty("meta") if name in graph.facts else None for name in node.reads}
+    return renamed(node.args, tensors), {word: renamed(arg, tensors) for word, arg in node.kwargs.items()}
 
 
 def rewritten(node: Node, names: Mapping[Name, Any], name: Name | None = None) -> Node:

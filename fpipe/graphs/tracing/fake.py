@@ -179,7 +179,5 @@ def _described(arg: Any) -> Any:
 
 def _zeros(arg: Any) -> Any:
     if isinstance(arg, Tensor):
-        size = 1 + sum((n - 1) * step for n, step in zip(arg.shape, arg.stride(), strict=True))
-        whole = torch.zeros(0 if 0 in arg.shape else size, dtype=arg.dtype, device=arg.device)
-        return whole.as_strided(arg.shape, arg.stride())
+        return torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=arg.device).zero_()
     return type(arg)(map(_zeros, arg)) if isinstance(arg, list | tuple) else arg

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from fpipe import tree
@@ -175,6 +174,4 @@ def chain_of(model: Model, call: StageCall) -> Chain | None:
 
 def _token(leaf: Any) -> Any:
     """A tensor without data that stands for an aval; other leaves as they are."""
-    if not isinstance(leaf, Aval):
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
+    return leaf.empty("meta") if isinstance(leaf, Aval) else leaf

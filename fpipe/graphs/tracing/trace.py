@@ -221,8 +221,7 @@ def _wants(leaf: Any) -> bool:
 def _empty(leaf: Any) -> Any:
     if not isinstance(leaf, Aval):
         return leaf
-    made = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device)
-    return made.requires_grad_(leaf.wants)
+    return leaf.empty().requires_grad_(leaf.wants)
 
 
 @contextmanager

@@ -130,7 +130,7 @@ def _fake(leaf: Any, homes: dict[int, int], device: str | None) -> Any:
     if not isinstance(leaf, Fact):
         return leaf
     known = leaf.aval
-    made = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=device or known.device)
+    made = known.empty(device)
     homes[storage_of(made)] = leaf.storage
     return made.requires_grad_(known.wants)
 
