@@ -230,9 +230,9 @@ def test_a_step_takes_the_mode_of_modules_that_its_functions_close_over():
     params = (dict(net.named_parameters()),)
     trained = step(params, ROWS, key=0).loss
     assert torch.equal(
-        step(params, ROWS, key=0).loss if net.eval() else trained, nn.functional.cross_entropy(net(ROWS[0]), ROWS[1])
+        step(params, ROWS, key=0).loss if net[1].eval() else trained, nn.functional.cross_entropy(net(ROWS[0]), ROWS[1])
     )
-    assert torch.equal(step(params, ROWS, key=0).loss if net.train() else trained, trained)
+    assert torch.equal(step(params, ROWS, key=0).loss if net[1].train() else trained, trained)
 
 
 class Flagged(nn.Module):
