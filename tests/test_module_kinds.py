@@ -17,9 +17,9 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import fpipe
 from tests.refusals import refusals
-from tests.toys import Toy
+from tests.toys import Toy, assert_unsplit, merged, remembered
 
-SHAPES = {1: (6, 4, 5), 2: (6, 4, 3, 5), 3: (6, 4, 2, 3, 2)}
+SHAPE = (6, 4, 3, 5)
 PLANS = {
     "split": (fpipe.split_backward(), fpipe.schedules.zb_h1(2)),
     "recomputed": (fpipe.checkpoint("always"), fpipe.schedules.one_f_one_b(2)),
@@ -31,7 +31,6 @@ class Kind:
     """A module between two convolutions, which may go in eval, and what a step hands back of its buffers."""
 
     make: Callable[[], nn.Module]
-    dims: int = 2
     state: bool = True
     change: Callable[[nn.Module], Any] = lambda module: None
 
@@ -96,35 +95,24 @@ def hook(where: str, function: Callable[..., Any]) -> Callable[[nn.Module], Any]
     return lambda module: getattr(module, f"register_{where}")(function)
 
 
-def norms() -> dict[str, Kind]:
-    made: dict[str, Kind] = {}
-    for dims in SHAPES:
-        batch, instance = (getattr(nn, f"{kind}Norm{dims}d") for kind in ("Batch", "Instance"))
-        for name, norm, tracks in (("Batch", batch, {}), ("Instance", instance, {"track_running_stats": True})):
-            made[f"{name}Norm{dims}d"] = Kind(lambda norm=norm, tracks=tracks: norm(4, **tracks), dims)
-            if dims != 2:
-                continue  # dims and options do not meet
-            made |= {
-                f"{name}Norm{dims}d, affine other": Kind(
-                    lambda norm=norm, tracks=tracks, name=name: norm(4, affine=name == "Instance", **tracks), dims
-                ),
-                f"{name}Norm{dims}d, momentum None": Kind(
-                    lambda norm=norm, tracks=tracks: norm(4, momentum=None, **tracks), dims
-                ),
-                f"{name}Norm{dims}d, eval": Kind(
-                    lambda norm=norm, tracks=tracks: norm(4, **tracks).eval(), dims, False
-                ),
-                f"{name}Norm{dims}d, no statistics": Kind(
-                    lambda norm=norm: norm(4, track_running_stats=False), dims, False
-                ),
-                f"{name}Norm{dims}d, frozen": Kind(
-                    lambda norm=norm, tracks=tracks: norm(4, affine=True, **tracks).requires_grad_(False), dims
-                ),
-            }
-    return made
-
-
-KINDS: dict[str, Kind] = norms() | {
+NORMS: dict[str, Callable[..., nn.Module]] = {
+    "BatchNorm2d": nn.BatchNorm2d,
+    "InstanceNorm2d": functools.partial(nn.InstanceNorm2d, affine=True, track_running_stats=True),
+}
+OPTIONS: dict[str, Callable[[Callable[..., nn.Module]], nn.Module]] = {
+    "": lambda norm: norm(4),
+    ", not affine": lambda norm: norm(4, affine=False),
+    ", momentum None": lambda norm: norm(4, momentum=None),
+    ", frozen": lambda norm: norm(4).requires_grad_(False),
+    ", eval": lambda norm: norm(4).eval(),
+    ", no statistics": lambda norm: norm(4, track_running_stats=False),
+}
+KINDS: dict[str, Kind] = {
+    **{
+        f"{name}{how}": Kind(functools.partial(OPTIONS[how], norm), how not in (", eval", ", no statistics"))
+        for name, norm in NORMS.items()
+        for how in OPTIONS
+    },
     "SyncBatchNorm, one process": Kind(lambda: nn.SyncBatchNorm(4)),
     "converted to SyncBatchNorm": Kind(lambda: nn.SyncBatchNorm.convert_sync_batchnorm(block())),
     "a subclass": Kind(Both),
@@ -166,55 +154,54 @@ KINDS: dict[str, Kind] = norms() | {
 
 def net_of(kind: Kind) -> nn.Sequential:
     torch.manual_seed(0)
-    conv = getattr(nn, f"Conv{kind.dims}d")
     module = kind.make()
     with torch.no_grad():
         for name, buffer in module.named_buffers():
             if "running" in name and not module.training:
                 buffer.copy_(torch.rand_like(buffer) + 0.5)
     kind.change(module)
-    return nn.Sequential(conv(4, 4, 1), module, nn.Tanh(), conv(4, 4, 1))
+    return nn.Sequential(nn.Conv2d(4, 4, 1), module, nn.Tanh(), nn.Conv2d(4, 4, 1))
 
 
 @functools.cache
 def cut_case(name: str) -> tuple[nn.Sequential, nn.Sequential, Any, Any]:
     """A net, the same net after plain autograd on each microbatch, the batch, and the first net cut."""
-    kind = KINDS[name]
-    net = net_of(kind)
-    whole = net_of(kind)
-    x, target = torch.randn(SHAPES[kind.dims]), torch.randn(SHAPES[kind.dims])
+    net, whole = net_of(KINDS[name]), net_of(KINDS[name])
+    x, target = torch.randn(SHAPE), torch.randn(SHAPE)
     for part, t in zip(x.tensor_split(3), target.tensor_split(3), strict=True):
         (nn.functional.mse_loss(whole(part), t) * (len(part) / 6)).backward()
     return net, whole, (x, target), fpipe.from_sequential(net, sizes=[2, 2], loss=nn.functional.mse_loss, example=x)
 
 
 @pytest.mark.crossed
+@pytest.mark.filterwarnings("ignore:a stage runs under autograd")  # for a backward hook
 @pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_module_in_stages_is_the_module(name: str, trace: bool):
-    kind = KINDS[name]
-    before = {name: buffer.clone() for name, buffer in net_of(kind).named_buffers()}
+    before = {name: buffer.clone() for name, buffer in net_of(KINDS[name]).named_buffers()}
     net, whole, batch, (model, params, state) = cut_case(name)
     for plan in PLANS.values():
-        program = fpipe.chain(fpipe.split(3), *plan, fpipe.merge())(fpipe.program(model))
-        with warnings.catch_warnings():
-            if name == "a backward hook":
-                warnings.filterwarnings("ignore", "a stage runs under autograd")
-            result = fpipe.build(program, model, trace=trace)(params, batch, state=state)
-        held = result.state[0] if result.state else {}
-        assert bool(held) is kind.state
-        assert all(torch.equal(held[name], whole.get_buffer(name)) for name in held)
+        step = fpipe.build(merged(model, 3, *plan), model, trace=trace)
+        result = step(params, batch, state=state)
+        assert_unsplit(model, result, whole)
+        held = remembered(result)
+        assert bool(held) is KINDS[name].state
         rest = [name for name, _ in whole.named_buffers() if name not in held]
         assert all(torch.equal(before[name], whole.get_buffer(name)) for name in rest)
-        grads = fpipe.join_params(model, result.grads)
-        trained = {name: leaf.grad for name, leaf in whole.named_parameters() if leaf.requires_grad}
-        assert grads.keys() == trained.keys()
-        assert all(torch.equal(grads[name], grad) for name, grad in trained.items())
     assert all(torch.equal(before[name], buffer) for name, buffer in net.named_buffers())
 
 
-def cut(module: nn.Module) -> Any:
-    return fpipe.from_sequential(nn.Sequential(nn.Conv2d(4, 4, 1), module, nn.Tanh()), stages=2)
+def asked_by_hook() -> nn.Module:
+    norm = nn.BatchNorm2d(4)
+    norm.register_forward_hook(lambda module, x, y: y * module.running_var.mean())
+    return norm
+
+
+def cut(module: nn.Module, example: Any = None) -> Any:
+    return fpipe.from_sequential(nn.Sequential(nn.Conv2d(4, 4, 1), module, nn.Tanh()), stages=2, example=example)[0]
+
+
+X = torch.zeros(2, 4, 3, 3)
 
 
 test_what_no_stage_can_be_is_refused_by_name = refusals(
@@ -229,6 +216,11 @@ cut(lazy(nn.LazyBatchNorm2d, affine=False))
 cut(nn.Embedding(4, 4, max_norm=1.0))
     ValueError: module '1' (Embedding): max_norm rewrites the weight as it runs, which a pure function cannot; leave it
     out.
+fpipe.deferred_batch_norm(cut(Scaled(4), X))
+    ValueError: batch norm '1' (Scaled) has a forward of its own, which may read what it writes; only torch's own batch
+    norms that nobody asks can be deferred.
+fpipe.deferred_batch_norm(cut(asked_by_hook(), X))
+    ValueError: batch norm '1' (BatchNorm2d) has another module or a hook that asks it, which may read what it writes;
 """,
 )
 
@@ -244,24 +236,3 @@ def test_a_norm_over_several_processes_is_refused(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ValueError, match=re.escape(sentence)):
         fpipe.from_sequential(net, stages=2)
     fpipe.from_sequential(net.eval(), stages=2)
-
-
-def asked_by_hook() -> nn.Module:
-    norm = nn.BatchNorm2d(4)
-    norm.register_forward_hook(lambda module, x, y: y * module.running_var.mean())
-    return norm
-
-
-@pytest.mark.parametrize(
-    ("make", "who"),
-    [
-        (lambda: Scaled(4), "batch norm '1' (Scaled) has a forward of its own"),
-        (asked_by_hook, "batch norm '1' (BatchNorm2d) has another module or a hook that asks it"),
-    ],
-)
-def test_a_batch_norm_that_is_read_as_it_runs_cannot_be_deferred(make: Callable[[], nn.Module], who: str):
-    net = nn.Sequential(nn.Conv2d(4, 4, 1), make())
-    model, _, _ = fpipe.from_sequential(net, stages=2, example=torch.zeros(2, 4, 3, 3))
-    sentence = f"{who}, which may read what it writes; only torch's own batch norms that nobody asks can be deferred."
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        fpipe.deferred_batch_norm(model)
