@@ -218,6 +218,14 @@ class Whole:
         """What a stage gives beside its output."""
         return [*dict.fromkeys(skip.name for skip in self.skips if skip.out == stage and skip.inside)]
 
+    def through(self, x: Any, call: Callable[..., tuple[Any, list[Any]]]) -> Any:
+        """The output where stages are called with what they take, and give their output and what they put aside."""
+        values: dict[tuple[int, bool], Any] = {(-1, False): x}
+        for n in range(len(self.stages)):
+            y, aside = call(n, *(values[skip[:2]] for skip in [Skip(n - 1, False, n), *self.taken(n)]))
+            values |= {(n, False): y, **({(n, True): aside[0]} if aside else {})}
+        return values[len(self.stages) - 1, False]
+
     @property
     def layers(self) -> list[str]:
         return [word for kinds in self.stages for word in all_words(kinds)]
@@ -324,16 +332,13 @@ class Whole:
         first = {id(leaf): name for name, leaf in whole.named_parameters()}
 
         def loss_fn(params: dict[str, Tensor], batch: Any) -> Any:
-            x, target = batch
-            values: dict[tuple[int, bool], Any] = {(-1, False): x}
-            for n, stage in enumerate(stages):
-                before = values[n - 1, False]
-                given = (fpipe.boundary(before) if n else before, *(values[skip[:2]] for skip in self.taken(n)))
-                own = {name: params[first[id(leaf)]] for name, leaf in stage.layers.named_parameters()}
-                swapped = {place: tensor for name, tensor in own.items() for place in stage.places(name)}
-                y, aside, _ = torch.func.functional_call(stage, swapped, (given, 0), tie_weights=False)
-                values |= {(n, False): y, **({(n, True): aside[0]} if aside else {})}
-            return judged(self.reduction, y, target)[0]
+            def call(n: int, before: Any, *taken: Any) -> tuple[Any, list[Any]]:
+                given = (fpipe.boundary(before) if n else before, *taken)
+                own = {name: params[first[id(leaf)]] for name, leaf in stages[n].layers.named_parameters()}
+                swapped = {place: tensor for name, tensor in own.items() for place in stages[n].places(name)}
+                return torch.func.functional_call(stages[n], swapped, (given, 0), tie_weights=False)[:2]
+
+            return judged(self.reduction, self.through(batch[0], call), batch[1])[0]
 
         params = {name: leaf.detach() for name, leaf in whole.named_parameters()}
         model, own = fpipe.from_loss(loss_fn, params, example, reduction=self.reduction)
@@ -433,12 +438,7 @@ class Net(nn.Module):
 
     def forward(self, h: Tensor, gate: Tensor, ids: Tensor, nothing: None = None, scale: float = 1.5) -> Any:
         x = {"h": h, "gate": gate, "ids": ids, "nothing": nothing, "scale": scale}
-        values: dict[tuple[int, bool], Any] = {(-1, False): x}
-        for n, stage in enumerate(self.stages):
-            given = tuple(values[skip[:2]] for skip in [Skip(n - 1, False, n), *self.whole.taken(n)])
-            y, aside, _ = stage(given, 0)
-            values |= {(n, False): y, **({(n, True): aside[0]} if aside else {})}
-        return values[len(self.stages) - 1, False]
+        return self.whole.through(x, lambda n, *given: self.stages[n](given, 0)[:2])
 
 
 @dataclass(frozen=True)
@@ -604,16 +604,16 @@ def _forward(
     whole: Whole, stages: Sequence[Stage], x: dict[str, Any], target: Tensor, place: tuple[int, ...], key: int | None
 ) -> tuple[Any, Any, list[Tensor]]:
     """Output, what the loss function gives, and the losses of middle stages."""
-    values: dict[tuple[int, bool], Any] = {(-1, False): x}
     losses: list[Tensor] = []
-    for n, stage in enumerate(stages):
-        given = [aliased(values[skip[:2]]) for skip in [Skip(n - 1, False, n), *whole.taken(n)]]
+
+    def call(n: int, *given: Any) -> tuple[Any, list[Any]]:
         if key is not None:
             torch.manual_seed(fpipe.fold_in(key, n, *place))
-        y, aside, more = stage(tuple(given), place[0])
-        values |= {(n, False): y, **({(n, True): aside[0]} if aside else {})}
-        losses += [] if more is None else [more]
-    y = values[len(stages) - 1, False]
+        y, aside, more = stages[n](aliased(given), place[0])
+        losses.extend([] if more is None else [more])
+        return y, aside
+
+    y = whole.through(x, call)
     return y, judged(whole.reduction, y, target), losses
 
 

@@ -26,12 +26,11 @@ from fpipe.model import LossFunction, Model, Reduction
 from fpipe.models.compare_example import refuse_difference
 from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.collectives import as_exchange
-from fpipe.models.cutting.cut_net import CutNet
+from fpipe.models.cutting.cut_net import CutNet, with_untrained
 from fpipe.models.cutting.cut_report import CutReport
 from fpipe.models.cutting.marked_graph import MarkedGraph, draws_random
+from fpipe.models.cutting.net_state import split_norms
 from fpipe.models.cutting.place_cuts import place_cuts
-from fpipe.models.cutting.read_state import reading
-from fpipe.models.cutting.untrained import with_untrained
 from fpipe.models.from_functions import from_functions
 from fpipe.models.made_on_meta import made_on_meta
 from fpipe.models.modules.fingerprint import Fingerprint
@@ -40,7 +39,6 @@ from fpipe.models.tracing.contexts import autocast_eps
 from fpipe.models.tracing.net_graph import NetGraph, read_graph, tensors_of
 from fpipe.models.tracing.opaque import Exported, export_around
 from fpipe.models.tracing.run_net import NetFunction
-from fpipe.models.tracing.split_norms import split_norms
 from fpipe.single_device.microbatch import cut as cut_rows
 from fpipe.timing.costs import Costs
 
@@ -181,7 +179,7 @@ def from_module(
         held.trace_again(model, lambda: from_module(net, stages, **how)[0])
         again: Any = how | {"cuts": [call.path for call in placed.ends], "costs": None}
         written = [run.writes for run in cut.stages]
-        held.cut_from(net, lambda other: reading(from_module(other, **again)[0], written))
+        held.cut_from(net, lambda other: _reading(from_module(other, **again)[0], written))
     return model, params, state
 
 
@@ -231,6 +229,17 @@ def _batch(example: Any, loss: Any) -> tuple[Any, Any]:
     if not any(isinstance(leaf, Tensor) for leaf in tree.leaves(inputs)):
         raise ValueError("the inputs of the example have no tensor.")
     return inputs, target
+
+
+def _reading(model: Model, names: Sequence[Sequence[str]]) -> Model:
+    """A model just cut whose stages have these names in their state, besides what they write themselves."""
+    stages = [*model.stages]
+    for number, own in enumerate(names):
+        run: Any = stages[number].forward
+        if own:
+            run.read_state(own)
+            stages[number] = replace(stages[number], **run.remembering())
+    return replace(model, stages=tuple(stages))
 
 
 def _warn_of_fixed_rows(guard: BatchGuard) -> None:

@@ -47,7 +47,6 @@ def of_modules(
         runs: the stages; what they say of their state goes before what an example shows.
         called: how errors call each.
         leaves: the parameters that train.
-        loss, inputs, reduction, aux: as in `from_functions`.
         example: the inputs of a batch by which written buffers are found, or None.
         net: what has all of the modules.
     """

@@ -5,7 +5,7 @@ linear, all_to_all_single, wait_tensor, linear        -->        {1: all_to_all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -27,11 +27,8 @@ def collectives_of(nodes: Sequence[fx.Node]) -> dict[int, Exchanged]:
         if (by := exchange_of(node)) is not None:
             found[at] = by
             continue
-        kind = _KINDS.get(node.target)
-        if kind is None or behind.target is not C10D.wait_tensor.default or behind.args[0] is not node:
-            continue
-        word = kind(*node.args[1:-1])
-        if word is not None and any(user.op != "output" for user in behind.users):
+        waits = behind.target is C10D.wait_tensor.default and behind.args[0] is node
+        if waits and (word := _word(node)) and any(user.op != "output" for user in behind.users):
             group: Any = group_named(str(node.args[-1]))
             found[at] = Exchanged(word, axis_of(group), group.group_name, group.size(), group.rank())
     return found
@@ -45,29 +42,20 @@ def as_exchange(stage: Stage, function: Exchanged) -> Stage:
     return Stage(replace(function, leaf=leaf), name=function.__name__, names=stage.names, exchange=words)
 
 
-def _even(received: Sequence[Any], sent: Sequence[Any]) -> str | None:
-    alike = len({*map(str, received), *map(str, sent)}) == 1
-    return "all_to_all" if alike else None
+def _word(node: fx.Node) -> str | None:
+    """The kind of collective that an operation is, if a stage can be it."""
+    word, args = _KINDS.get(node.target), tuple[Any, ...](node.args)
+    if word == "all_to_all":
+        return word if len({*map(str, [*args[1], *args[2]])}) == 1 else None  # as many rows to each
+    return None if word in ("reduce_scatter", "all_reduce") and args[1] != "sum" else word
 
 
-def _gathered(*_: Any) -> str:
-    return "all_gather"
-
-
-def _scattered(by: str, *_: Any) -> str | None:
-    return "reduce_scatter" if by == "sum" else None
-
-
-def _added(by: str) -> str | None:
-    return "all_reduce" if by == "sum" else None
-
-
-_KINDS: dict[Any, Callable[..., str | None]] = {
-    C10D.all_to_all_single.default: _even,
-    C10D_AUTOGRAD.all_to_all_single.default: _even,
-    C10D.all_gather_into_tensor.default: _gathered,
-    C10D_AUTOGRAD.all_gather_into_tensor.default: _gathered,
-    C10D.reduce_scatter_tensor.default: _scattered,
-    C10D_AUTOGRAD.reduce_scatter_tensor.default: _scattered,
-    C10D.all_reduce.default: _added,
+_KINDS: dict[Any, str] = {
+    C10D.all_to_all_single.default: "all_to_all",
+    C10D_AUTOGRAD.all_to_all_single.default: "all_to_all",
+    C10D.all_gather_into_tensor.default: "all_gather",
+    C10D_AUTOGRAD.all_gather_into_tensor.default: "all_gather",
+    C10D.reduce_scatter_tensor.default: "reduce_scatter",
+    C10D_AUTOGRAD.reduce_scatter_tensor.default: "reduce_scatter",
+    C10D.all_reduce.default: "all_reduce",
 }

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from fpipe.graphs.purity.renamed_writes import mutated_by
 from fpipe.model import Source
 from fpipe.models.cutting.marked_graph import MarkedGraph, has_effect
-from fpipe.models.cutting.own_device import follow_device
 from fpipe.models.tracing.contexts import copy_nodes
 from fpipe.models.tracing.open_sizes import expr_of, follows, is_size, open_sizes
 from fpipe.models.tracing.places import place_of
@@ -112,7 +112,7 @@ class Subgraph:
             if node in mutated:  # what another stage has made stays as it is
                 own[node] = graph.call_function(_CLONE, (own[node],))
         copy_nodes(graph, self.nodes, self.marked.contexts, own, copied)
-        follow_device(graph)
+        _follow_device(graph)
         graph.output(fx.map_arg(results, copied))
         return fx.GraphModule(self.marked.module, graph)
 
@@ -129,6 +129,27 @@ class Subgraph:
             if expr not in made:
                 made[expr] = computed(expr, made)
         return {node: getattr(made[expr], "node", made[expr]) for node, expr in asked.items()}
+
+
+def _follow_device(graph: fx.Graph) -> None:
+    """Let each operation that names meta ask what the graph takes last for its device: a net that was traced on meta
+    makes what it makes itself where its stage runs. Each asks for itself, so that equal blocks stay equal."""
+    given = graph.find_nodes(op="placeholder")
+    for node in [*graph.nodes] if given else ():
+        asked: list[fx.Node] = []
+
+        def device(arg: Any, node: fx.Node = node, asked: list[fx.Node] = asked) -> Any:
+            if not isinstance(arg, torch.device) or arg.type != "meta":
+                return arg
+            if not asked:
+                with graph.inserting_before(node):
+                    asked.append(graph.call_function(getattr, (given[-1], "device")))
+                asked[0].meta = {key: one for key, one in node.meta.items() if key != "val"}
+            return asked[0]
+
+        args, kwargs = map_aggregate((node.args, node.kwargs), device)  # pyright: ignore[reportGeneralTypeIssues]
+        if asked:
+            node.args, node.kwargs = args, dict(kwargs)
 
 
 class StageGraphs:

@@ -18,13 +18,12 @@ from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.cut_at_marks import StageGraphs
 from fpipe.models.cutting.graph_stage import GraphStage
 from fpipe.models.cutting.marked_graph import MarkedGraph
-from fpipe.models.cutting.net_state import written_by
+from fpipe.models.cutting.net_state import without_normalising, written_by
 from fpipe.models.modules.known_modules import may_depend_on_mode
 from fpipe.models.modules.modes import Modes
 from fpipe.models.parameters.handed_out import HandedOut
 from fpipe.models.tracing.net_graph import NetGraph, NetTensors
 from fpipe.models.tracing.open_sizes import open_sizes
-from fpipe.models.tracing.split_norms import without_normalising
 
 
 class CutNet:
@@ -104,6 +103,27 @@ class CutNet:
             taken=[*home.part.params] if home.part else [],
             shapes={name: tuple(node.meta["val"].shape) for node, name in home.apart.items()},
         )
+
+
+def with_untrained(marked: MarkedGraph, tensors: NetTensors) -> NetTensors:
+    """The tensors of a net, where those on meta that no operation writes are parameters of the graph too: leaves
+    without a gradient, since they have no values yet. A ValueError for another tensor there, such as an attribute."""
+    net = marked.net
+    lost = next((name for name, literal in tensors.literals.items() if literal.is_meta), None)
+    if lost is not None:
+        raise ValueError(
+            f"{lost!r} is a tensor on meta, without values, that is no parameter or buffer of the net, so nothing can "
+            "give it some. Say register_buffer where the net makes it."
+        )
+    found = {
+        node: name
+        for node, name in net.constants.items()
+        if name in tensors.first and tensors.now(name).is_meta and node not in marked.mutators
+    }
+    for node in found:
+        net.params[node] = net.constants.pop(node)
+    names = frozenset(found.values())
+    return tensors._replace(trains=tensors.trains | names, untrained=names)
 
 
 def guard_of(net: NetGraph, values: Sequence[Any], example: Any, word: str) -> BatchGuard:

@@ -13,17 +13,12 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, fx
 
 from fpipe.models.cutting.cut_net import CutNet
-from fpipe.models.cutting.node_costs import costs_of
+from fpipe.models.cutting.place_cuts import costs_of
 from fpipe.torch_private.fx import example_number
 
 
 class CutReport:
-    """Printed when it is asked for: counting operations takes a while.
-
-    Args:
-        cut: the net.
-        words: of each stage its modules.
-    """
+    """Printed when it is asked for: counting operations takes a while. `words` are the modules of each stage."""
 
     def __init__(self, cut: CutNet, words: Sequence[str]) -> None:
         self.cut, self.words = cut, words

@@ -199,6 +199,22 @@ class GraphStage(PositionalStage):
         """The modes of modules as they are now: a step in others is not the one that was traced."""
         return self.traced_modes.now()
 
+    def read_state(self, names: Sequence[str]) -> None:
+        """Read these buffers from the state that a step is handed, which stays as it is, besides what it writes."""
+        if self.change is not None or not {*self.holds} <= {*names}:
+            raise ValueError(f"stage {self.number} writes {self.writes[-1]!r} in eval mode: cut the net in that mode.")
+        graph, given = self.graph.graph, self.graph.graph.find_nodes(op="placeholder")
+        nodes = dict(zip(self.takes, given, strict=False))
+        with graph.inserting_before(next(iter([*given[len(self.takes) :], *graph.nodes]))):
+            nodes |= {name: graph.placeholder(f"state_{at}") for at, name in enumerate(names) if name not in nodes}
+        output = graph.output_node()
+        returned: Any = output.args[0]
+        now = dict(zip(self.holds, returned[1], strict=True))
+        self.takes, self.holds, self.writes = [*nodes], [*names], [*names]
+        self.fixed = [name for name in self.fixed if name not in names]
+        output.args = ((returned[0], [now.get(name, nodes[name]) for name in names]),)
+        self.graph.recompile()
+
     def twin(self) -> Any:
         """Equal for graphs of the same operations that read the same kinds of things in the same order; one that takes
         the batch, or looks at modes, equals no other."""

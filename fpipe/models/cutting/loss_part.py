@@ -22,9 +22,6 @@ from fpipe.models.tracing.places import place_of
 class LossPart:
     """The loss behind the stages of a loss function.
 
-    Args:
-        marked: the function as a graph.
-
     Attributes:
         judging: the target, and all that is computed from it: operations of no stage.
         result: what the last stage hands on to it, a node or a tuple of them.

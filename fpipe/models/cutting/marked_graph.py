@@ -23,9 +23,6 @@ from fpipe.torch_private.dispatch import OpOverload, arguments_of, returns_of
 class MarkedGraph:
     """A traced function with marks between its stages. Nothing here knows of losses or of batches.
 
-    Args:
-        net: the trace.
-
     Attributes:
         marked: for each output of a mark the value that was marked.
         stage_of: the stage of each operation, and `stages`, how many there are.

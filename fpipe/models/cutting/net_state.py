@@ -3,20 +3,46 @@
     y = f(x), u written by what no output reads    -->    F: y, seen = f(x), x        U: u' = update(u, seen)
     y = f(x, u), u written                         -->    F: y, u' = f(x, u)
 
-What only updates read is in a graph of its own, so that forwards may come in any order.
+What only updates read is in a graph of its own, so that forwards may come in any order. A norm that tracks statistics
+is split for it: y = norm(x, w, b, mean, var) is y = norm(x, w, b) and norm(x, mean, var).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import fx
 
 from fpipe.graphs.purity.renamed_writes import mutated_by
 from fpipe.models.cutting.cut_at_marks import Subgraph
 from fpipe.models.cutting.marked_graph import MarkedGraph, draws_random
 from fpipe.models.tracing.places import place_of
+
+_BATCH_NORM: Any = torch.ops.aten.batch_norm.default
+_INSTANCE_NORM: Any = torch.ops.aten.instance_norm.default
+
+
+def split_norms(graph: fx.Graph) -> None:
+    """Give each norm in training an operation of its own that writes its statistics, bit for bit as the norm does."""
+    for norm in (n for op in (_BATCH_NORM, _INSTANCE_NORM) for n in graph.find_nodes(op="call_function", target=op)):
+        x, weight, bias, mean, var, training, *rest = norm.args
+        if training and mean is not None:
+            with graph.inserting_after(norm):
+                update = graph.call_function(norm.target, (x, None, None, mean, var, training, *rest))
+            update.meta = dict(norm.meta)
+            norm.args = (x, weight, bias, None, None, training, *rest)
+
+
+def without_normalising(module: fx.GraphModule) -> fx.GraphModule:
+    """A graph of updates, whose batch norms write their statistics and normalise nothing from here on."""
+    for update in module.graph.find_nodes(op="call_function", target=_BATCH_NORM):
+        x, _, _, mean, var, _, momentum, *_ = update.args
+        update.target, update.args = torch.batch_norm_update_stats, (x, mean, var, momentum)
+    module.recompile()
+    return module
 
 
 @dataclass

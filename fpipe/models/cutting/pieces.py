@@ -70,12 +70,8 @@ class GraphPiece:
 
 
 def pieces_of(graph: fx.Graph, labels: Mapping[fx.Node, str]) -> list[GraphPiece]:
-    """The pieces of a stage; none where there are no blocks, or something is mutated, or returned as it came.
-
-    Args:
-        graph: of the stage.
-        labels: of its placeholders, `params`, `const` or `x`.
-    """
+    """The pieces of a stage, whose placeholders are labelled `params`, `const` or `x`; none where there are no blocks,
+    or something is mutated, or returned as it came."""
     contexts = contexts_of(graph)
     nodes = [*contexts]
     results = {node for output in graph.find_nodes(op="output") for node in output.all_input_nodes}
@@ -141,12 +137,8 @@ def _torn(home: Mapping[fx.Node, int], trained: set[fx.Node], results: set[fx.No
 
 
 def operations(graph: fx.Graph, odd: list[Any], attributes: Any = None) -> Any:
-    """The operations of a graph as a value to compare: equal for the same operations on the same constants.
-
-    Args:
-        odd: takes what may change and stay the same object.
-        attributes: what has the constants.
-    """
+    """The operations of a graph as a value to compare: equal for the same operations on the same constants, which
+    `attributes` has. `odd` takes what may change and stay the same object."""
     place = {node: at for at, node in enumerate(graph.nodes)}
 
     def seen(arg: Any) -> Any:

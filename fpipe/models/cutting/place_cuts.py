@@ -10,18 +10,21 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 
+from fpipe.graphs.language.flops import flops_of_call, multiplies
 from fpipe.graphs.tracing.exchanged import Exchanged
 from fpipe.models.cutting.collectives import collectives_of
-from fpipe.models.cutting.node_costs import costs_of
 from fpipe.models.cutting.pieces import BLOCK
 from fpipe.models.tracing.boundary import MARK
 from fpipe.models.tracing.dtensor_ops import DTENSOR
 from fpipe.models.tracing.module_calls import Call, blocks_of, calls_of, ends_of, in_words
+from fpipe.models.tracing.opaque import OPAQUE, call_of_node
 from fpipe.program import Op
 from fpipe.timing.balance import balance
 from fpipe.timing.costs import Costs
+from fpipe.torch_private.fx import example_number
 
 
 class Placed(NamedTuple):
@@ -41,14 +44,8 @@ def place_cuts(
     costs: Mapping[str, float] | Costs | None,
     collectives: bool = False,
 ) -> Placed:
-    """Put marks into a graph that may have some, and say of its nodes which block they are in.
-
-    Args:
-        graph: of a net, and `params`, its parameters, by placeholder.
-        stages: how many stages; `cuts`: instead, the paths of the modules after which stages end.
-        costs: of blocks by path, or measured with a stage for each block, instead of floating-point operations.
-        collectives: whether each collective is a stage of its own, too.
-    """
+    """Put marks into a graph of a net that may have some, as `from_module` is told to, and say of its nodes which block
+    they are in."""
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     root = calls_of(nodes, params.values())
     for number, block in enumerate(blocks_of(root, 2)):
@@ -128,3 +125,29 @@ def _bytes(nodes: Sequence[fx.Node], params: Mapping[fx.Node, str]) -> int:
     """The bytes of the parameters that some nodes read."""
     read: dict[Any, Any] = {one: one.meta["val"] for node in nodes for one in node.all_input_nodes if one in params}
     return sum(int(value.numel()) * value.element_size() for value in read.values() if isinstance(value, Tensor))
+
+
+def costs_of(nodes: Sequence[fx.Node]) -> list[int]:
+    """The floating-point operations of each node; equal operations on equal shapes are counted once."""
+    known: dict[Any, int] = {}
+    return [_cost(node, known) for node in nodes]
+
+
+def _cost(node: fx.Node, known: dict[Any, int]) -> int:
+    op = node.target
+    if op is OPAQUE:
+        return call_of_node(node).flops
+    tensors = [one for one in node.all_input_nodes if isinstance(one.meta.get("val"), Tensor)]
+    if len(tensors) < 2 or not multiplies(op):
+        return 0
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _abstract)
+    return flops_of_call(op, args, kwargs, known)
+
+
+def _abstract(node: fx.Node) -> Any:
+    """A tensor without data that stands for a value, a number for an open size."""
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        shape, strides = (tuple(map(example_number, sizes)) for sizes in (value.shape, value.stride()))
+        return torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")
+    return example_number(value) if isinstance(value, torch.SymInt) else value

@@ -16,14 +16,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fpipe.graphs.purity.alike import Same, slots_of
+from fpipe.graphs.purity.alike import Same, alike, slots_of
 from fpipe.graphs.purity.attributes import Modules, plain_attributes
 from fpipe.graphs.purity.closure import modules_of, reached
 from fpipe.graphs.purity.own_memory import memory
 from fpipe.model import Model
 from fpipe.models.modules.known_modules import may_depend_on_mode
 from fpipe.positional_stage import of_net
-from fpipe.torch_private.modules import has_gradient_hooks, held_by, hooks_of
+from fpipe.torch_private.modules import OWN_DICTS, WEIGHT_LISTS, has_gradient_hooks, held_by, hooks_of
 
 Home = tuple[Any, str, str]
 """Where a tensor is: the dict (or attributes) that has it, its name there, and what errors call it."""
@@ -191,3 +191,17 @@ def _content(module: nn.Module) -> Mapping[str, Any]:
     for word, own in (("parameter", held.parameters), ("buffer", held.buffers)):
         found |= {repr(name): (word, one is None or has_gradient_hooks(one)) for name, one in own.items()}
     return found
+
+
+def module_key(module: nn.Module, odd: list[Any]) -> Any:
+    """A key that is equal for modules that compute the same function of their parameters, so that they share a trace.
+    `odd` takes what cannot be compared, such as a tensor among the attributes."""
+    attributes, held = vars(module), held_by(module)
+    plain = tuple((name, alike(attributes[name], odd)) for name in sorted(attributes) if name not in _NOT_PLAIN)
+    children = tuple((name, None if child is None else module_key(child, odd)) for name, child in held.children.items())
+    forward = alike(type(module).forward, odd)
+    flags = tuple((name, alike(None if one is None else vars(one), odd)) for name, one in held.parameters.items())
+    return type(module), forward, plain, children, flags, tuple(held.buffers)
+
+
+_NOT_PLAIN = (*OWN_DICTS, *WEIGHT_LISTS)

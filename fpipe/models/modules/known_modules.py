@@ -71,7 +71,11 @@ def refuse_impure(path: str, module: nn.Module) -> None:
     who = f"module {path!r} ({type(module).__name__})"
     if getattr(module, "max_norm", None) is not None:
         raise ValueError(f"{who}: max_norm rewrites the weight as it runs, which a pure function cannot; leave it out.")
-    if isinstance(module, nn.SyncBatchNorm) and module.training and (many := _processes(module)) > 1:
+    several = distributed.is_available() and distributed.is_initialized()
+    if isinstance(module, nn.SyncBatchNorm) and module.training and several:
+        many = distributed.get_world_size(module.process_group)
+        if many == 1:
+            return
         raise ValueError(
             f"{who} averages over {many} processes in the middle of a forward, which a pure function cannot. Put a "
             "BatchNorm in its place; fpipe.deferred_batch_norm gives it the statistics of the whole batch."
@@ -88,8 +92,3 @@ def draws_random(module: nn.Module) -> bool:
         return module.training and module.dropout > 0 and module.num_layers > 1
     drops = module.dropout if isinstance(module, nn.MultiheadAttention) else module.p if is_dropout(module) else 0
     return module.training and drops > 0
-
-
-def _processes(module: nn.SyncBatchNorm) -> int:
-    known = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_world_size(module.process_group) if known else 1

@@ -9,11 +9,7 @@ from fpipe.graphs.purity.attributes import Modules
 
 
 class Modes:
-    """The modes of modules as they are now.
-
-    Args:
-        modules: with their paths.
-        done, why: what errors say was done then, and what follows from it.
+    """The modes of modules as they are now; errors say what was `done` then, and `why` they may not be others.
 
     >>> from torch import nn
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.Dropout())

@@ -31,9 +31,9 @@ from fpipe.models.modules.batch_norm import (
     updated,
     updates_apart,
 )
+from fpipe.models.modules.fingerprint import module_key
 from fpipe.models.modules.known_modules import draws_random, refuse_impure
 from fpipe.models.modules.modes import Modes
-from fpipe.models.modules.module_key import module_key
 from fpipe.models.modules.skips import Skips, run_children
 from fpipe.models.parameters.handed_out import HandedOut
 from fpipe.positional_stage import Names, PositionalStage

@@ -34,15 +34,8 @@ from fpipe.torch_private.modules import held_by
 
 
 def written_buffers(stages: Sequence[StageModule], model: Model, example: Any) -> list[dict[str, How]]:
-    """For each stage the buffers that it writes, and how, besides the running statistics of torch's norms.
-
-    Args:
-        stages: as they are without them, and `model`, which says what each takes.
-        example: the inputs of a batch; tensors may be on the meta device.
-
-    Raises:
-        ValueError: a stage looks at data, and the example has none.
-    """
+    """For each stage the buffers that it writes, and how, besides the running statistics of torch's norms. A ValueError
+    where a stage looks at data, and the example, which may be on meta, has none."""
     found: list[dict[str, How]] = []
     real: list[tuple[Any, ...]] = []  # the outputs of stages that ran on the example itself
     held = {"params": _params, "buffers": _buffers}

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
@@ -258,7 +259,11 @@ def load(
         size = getattr(saved[name], "size", leaf.shape)
         if tuple(size) != tuple(leaf.shape):
             raise ValueError(f"{name} was saved with shape {[*size]}, and is of shape {[*leaf.shape]} here.")
-    counted = {name: _number(saved[name]) for name in saved if name.startswith("numbers/")}
+    counted = {
+        name: torch.zeros((), dtype=one.properties.dtype)
+        for name, one in saved.items()
+        if name.startswith("numbers/") and isinstance(one, TensorStorageMetadata)
+    }
     with _alone_in_silence() as alone:
         state_dict_loader.load(whole | counted, checkpoint_id=folder, no_dist=alone)
     numbers = {name.partition("/")[2]: one.item() for name, one in counted.items()}
@@ -271,10 +276,6 @@ def _alone_in_silence() -> Generator[bool]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled|Detected an existing checkpoint")
         yield not (dist.is_available() and dist.is_initialized())
-
-
-def _number(saved: Any) -> Tensor:
-    return torch.zeros((), dtype=saved.properties.dtype)
 
 
 def _entries(

@@ -26,12 +26,7 @@ Fill = Callable[[str, Tensor], Any]
 
 
 class FirstValues:
-    """Makes leaves of a net.
-
-    Args:
-        seed: what random numbers follow from.
-        init: fills leaves in place of their modules.
-    """
+    """Makes leaves of a net, by a seed; `init` fills them in place of their modules."""
 
     def __init__(self, seed: int, init: Fill | None) -> None:
         if isinstance(seed, bool) or not isinstance(seed, int):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -42,16 +37,10 @@ class FirstValues:
         # Leaves of one module come one after the other.
         self._reset: tuple[Any, ModuleDicts, Mapping[str, tuple[Tensor, int]]] | None = None
 
-    def make(self, name: str, home: tuple[Any, str], like: Tensor) -> Tensor:
-        """The values of a leaf: by `init`, else a copy of those that it has, else by its module.
-
-        Args:
-            name: in the state_dict, and `home`, the module that has it with its name there.
-            like: the leaf of the net, which may be on meta.
-
-        Raises:
-            ValueError: nothing gives it values.
-        """
+    def make(self, name: str, home: tuple[Any, str]) -> Tensor:
+        """The values of a leaf, of which a module and its name there are the home: by `init`, else a copy of those that
+        it has, else by that module; a ValueError where nothing gives it values."""
+        (owner, own), like = home, getattr(*home)
         if self.init is not None:
             made = _empty(like)
             before = version_of(made)
@@ -63,7 +52,6 @@ class FirstValues:
                 return made
         if not like.is_meta:
             return like.detach().to(torch.get_default_device(), copy=True)
-        owner, own = home
         if not callable(getattr(owner, "reset_parameters", None)):
             raise ValueError(_unknown(name, owner, "which has no reset_parameters()"))
         if self._reset is None or self._reset[0] is not owner:

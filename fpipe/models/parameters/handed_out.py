@@ -14,11 +14,8 @@ from fpipe.torch_private.modules import held_by
 
 
 class HandedOut:
-    """Where a net has the parameters that were handed out, and where these are in memory.
-
-    Args:
-        parameters: the net's own, by the names under which aliases of them are handed out.
-        modules: those that have them.
+    """Where a net has the parameters that were handed out, by the names under which aliases of them were, and where
+    these are in memory.
 
     >>> net = nn.Linear(2, 2)
     >>> found = HandedOut(dict(net.named_parameters()), [net])

@@ -74,7 +74,7 @@ def load_params(
     def value(leaf: tuple[str, ...], home: tuple[Any, str]) -> Tensor:
         names = aliases[leaf[0]]
         if not names:
-            return first.make(leaf[0], home, getattr(*home))
+            return first.make(leaf[0], home)
         made = found.read(names)
         for name in names[1:]:
             if not torch.equal(made[names[0]], made[name]):
@@ -133,14 +133,10 @@ def init_params(
     True
     """
     first = FirstValues(seed, init)
-
-    def value(leaf: tuple[str, ...], home: tuple[Any, str]) -> Tensor:
-        return first.make(leaf[0], home, getattr(*home))
-
     leaves = _leaves(model, of)
     if init is None and of is None:
         _warn_where_nothing_is_made(model, leaves)
-    made = _of_rank(model, program, rank, leaves, value)
+    made = _of_rank(model, program, rank, leaves, lambda leaf, home: first.make(leaf[0], home))
     first.warn()
     return made
 

@@ -63,12 +63,7 @@ def copy_nodes(
     copied: Callable[[fx.Node], Any],
 ) -> None:
     """Copy nodes behind those of a graph, each in its context: nodes that switch stand where one's is not that of the
-    one before.
-
-    Args:
-        own: the new nodes, by the old ones; those that are copied join them.
-        copied: the new node for what an operation reads.
-    """
+    one before. The new nodes join `own`, by the old ones; `copied` gives the new node for what an operation reads."""
     now, entered = OUTSIDE, list[fx.Node]()
 
     def switch(context: Context) -> Context:

@@ -34,12 +34,8 @@ from fpipe.torch_private.modules import held_by, told_of_assignments
 
 
 def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
-    """The module as an exported program, in the mode that it is in; it stays as it is.
-
-    Args:
-        net: any module that torch.export takes; of others a ValueError says why, and in which line.
-        inputs: an example: a dict of keywords, a tuple or list of arguments, or the one argument.
-    """
+    """The module as an exported program, in the mode that it is in; it stays as it is. Of one that torch.export does
+    not take a ValueError says why, and in which line."""
     _refuse_unexportable(net)
     refuse_sharded(tree.leaves(inputs), "the example")
     args, kwargs = call_of(two_rows(inputs))

@@ -126,7 +126,7 @@ def read_graph(exported: ExportedProgram, tensors: NetTensors) -> NetGraph:
     sizes = (size for node in given for size in getattr(node.meta.get("val"), "shape", ()))
     size = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
     return NetGraph(
-        fx.GraphModule(flat.attributes, flat.graph),
+        fx.GraphModule({}, flat.graph),
         {node: name for name, node in first.items() if name in tensors.trains},
         {node: name for name, node in first.items() if name not in tensors.trains},
         inputs,
@@ -145,7 +145,6 @@ class _Flat:
 
     def __init__(self, exported: ExportedProgram) -> None:
         self.graph = fx.Graph()
-        self.attributes: dict[str, Any] = {}
         self.grad = self.inside = True  # whether gradients are on in what is written, and in the graph that is copied
         source: Any = exported.graph_module
         own = {node: self.graph.node_copy(node) for node in source.graph.find_nodes(op="placeholder")}
@@ -174,7 +173,7 @@ class _Flat:
             if node.op == "output":
                 return fx.map_arg(node.args[0], own.__getitem__)
             if node.op == "get_attr":
-                own[node] = self._constant(node, getattr(source, str(node.target)))
+                own[node] = getattr(source, str(node.target))  # a graph that is called
             elif node.target in GRAPH_CALLS:
                 own[node] = self._inlined(node, [own.get(one, one) for one in node.args])
             elif is_of_vmap(node):
@@ -193,16 +192,6 @@ class _Flat:
                     self.grad = on
                 own[node] = self.graph.node_copy(node, own.__getitem__)
         return None
-
-    def _constant(self, node: fx.Node, value: Any) -> Any:
-        """An attribute; a graph that is called as it is."""
-        if isinstance(value, fx.GraphModule):
-            return value
-        name = f"held_{len(self.attributes)}"
-        self.attributes[name] = value
-        made = self.graph.get_attr(name)
-        made.meta = dict(node.meta)
-        return made
 
     def _inlined(self, node: fx.Node, args: Sequence[Any]) -> Any:
         """Copy the nodes of a graph that is called with gradients off, say, or under autocast; the new results."""

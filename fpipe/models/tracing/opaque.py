@@ -34,14 +34,8 @@ _LIBRARY.define("opaque(Tensor[] given, Tensor[] held, str name) -> Tensor[]")
 
 
 class OpaqueCall:
-    """A call of a module on the example, and the operation that stands for it.
-
-    Args:
-        path, module: of the net.
-        args: the arguments and keywords of the call; what is no tensor among them is the same in each step.
-        made: what it returned.
-        flops: floating-point operations of the call.
-    """
+    """A call of a module on the example, and the operation that stands for it. What is no tensor among the arguments
+    and keywords is the same in each step."""
 
     def __init__(self, path: str, module: nn.Module, args: Any, made: Any, flops: int) -> None:
         self.path, self.module, self.flops, self.exporting = path, module, flops, False
@@ -148,7 +142,7 @@ def export_around(net: nn.Module, inputs: Any) -> Exported:
         except ValueError as error:
             first, cause = first or error, error.__cause__ or error
             known = isinstance(cause, NotAlone) or looked_at_data(cause)
-            above = [path for path in modules_in(cause, named) if path not in taken] if known else []
+            above = [path for path, _ in modules_in(cause, named) if path and path not in taken] if known else []
             if not above:
                 raise first from first.__cause__
             path = above[-1]

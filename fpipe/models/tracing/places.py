@@ -41,7 +41,7 @@ def place_of(node: fx.Node) -> str:
 def place_of_error(error: BaseException, modules: Iterable[tuple[str, nn.Module]]) -> str:
     """Where an error was raised, as a line to put below it: the innermost of these modules that was called then, the
     innermost line of the user's code, and of the module of torch's that it calls."""
-    inside = _modules_in(error, modules)
+    inside = modules_in(error, modules)
     frames = traceback.extract_tb(error.__traceback__)
     last = max((at for at, one in enumerate(frames) if is_users(one.filename)), default=len(frames))
     home = TORCH / "nn" / "modules"
@@ -50,12 +50,8 @@ def place_of_error(error: BaseException, modules: Iterable[tuple[str, nn.Module]
     return _words(inside, [line_at(one.filename, one.lineno, one.name) for one in lines])
 
 
-def modules_in(error: BaseException, modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
-    """The paths of those of these modules that were called when an error was raised, the innermost last."""
-    return [path for path, _ in _modules_in(error, modules) if path]
-
-
-def _modules_in(error: BaseException, modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, str]]:
+def modules_in(error: BaseException, modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, str]]:
+    """Those of these modules that were called when an error was raised, the innermost last: path and class."""
     names = _names(modules)
     called: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return [names[id(vars(one))] for one in called if isinstance(one, nn.Module) and id(vars(one)) in names]

@@ -21,13 +21,8 @@ from fpipe.models.tracing.module_calls import Call
 
 
 class NetFunction:
-    """The loss of a net as a function of its parameters by name, and a batch; nothing of the net changes.
-
-    Args:
-        net: the module.
-        loss: `loss(output, target)`.
-        ends: the calls after which stages end.
-    """
+    """The loss of a net as a function of its parameters by name, and a batch; nothing of the net changes. `ends` are
+    the calls after which stages end."""
 
     def __init__(self, net: nn.Module, loss: Callable[[Any, Any], Any], ends: Sequence[Call]) -> None:
         self.net, self.loss, self.ends = net, loss, ends

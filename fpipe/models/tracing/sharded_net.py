@@ -31,7 +31,12 @@ def as_whole(net: nn.Module) -> Generator[ShardedTrace | None]:
     """Meanwhile the DTensors of a net are whole tensors on meta; None where it has none."""
     held = [(held_by(each).parameters, name) for each in net.modules() for name in held_by(each).parameters]
     found: list[Any] = [(own, name, own[name]) for own, name in held if is_sharded(own[name])]
-    made = {id(one): nn.Parameter(_on_meta(one), one.requires_grad) for _, _, one in found}
+    made = {
+        id(one): nn.Parameter(
+            torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta"), one.requires_grad
+        )
+        for _, _, one in found
+    }
     trace = ShardedTrace(found) if found else None
     try:
         for own, name, one in found:
@@ -43,16 +48,9 @@ def as_whole(net: nn.Module) -> Generator[ShardedTrace | None]:
             own[name] = one
 
 
-def _on_meta(one: Tensor) -> Tensor:
-    return torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
-
-
 class ShardedTrace(TorchFunctionMode):
-    """The trace of a net with DTensors, each with the whole tensor that is traced in its place.
-
-    Args:
-        found: the parameters of the net that are DTensors: in which dict, under which name, and which.
-    """
+    """The trace of a net with DTensors, each with the whole tensor that is traced in its place; `found` are those of
+    its parameters: in which dict, under which name, and which."""
 
     def __init__(self, found: list[tuple[dict[str, Any], str, Any]]) -> None:
         super().__init__()

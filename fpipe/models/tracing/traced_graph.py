@@ -14,12 +14,8 @@ from fpipe.torch_private import checkpoint
 
 
 class OnlyTraceable(TorchFunctionMode):
-    """Refuses random numbers from a generator, which follow from no key, and what the tracer sees nothing of.
-
-    Args:
-        who: what errors call the function that is traced.
-        derivatives: whether the tracer sees the operations of derivatives that the function takes itself.
-    """
+    """Refuses random numbers from a generator, which follow from no key, and derivatives that the function takes itself
+    where the tracer sees nothing of their operations."""
 
     def __init__(self, who: str, derivatives: bool) -> None:
         super().__init__()
