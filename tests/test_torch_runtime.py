@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import fpipe
 from fpipe.interop import torch_pipelining
 from fpipe.program import Program, parts_of
+from fpipe.tree import leaves, paths
 from tests.processes import Processes
 from tests.refusals import refusals
 from tests.toys import Toy
@@ -47,15 +48,6 @@ def chained(model: Any, schedule: Any, *more: Any, microbatches: int = MICROBATC
     return fpipe.chain(fpipe.split(microbatches), *more, schedule, fpipe.merge())(fpipe.program(model))
 
 
-def by_hand(forward: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Plain autograd, one microbatch after the other, each with its weight: the losses, gradients are where they go."""
-    losses: list[Tensor] = []
-    for x, target in zip(*(part.tensor_split(MICROBATCHES) for part in batch), strict=True):
-        losses.append(MSE(forward(x), target) * (1 / MICROBATCHES))
-        losses[-1].backward()
-    return [loss.detach() for loss in losses]
-
-
 def summed_in_order(program: Program) -> bool:
     """Whether each stage's weight gradients come in ascending microbatches, which is how torch adds them up."""
     orders: dict[int | None, list[Any]] = {}
@@ -65,17 +57,22 @@ def summed_in_order(program: Program) -> bool:
     return all(order == sorted(order) for order in orders.values())
 
 
-def differ(found: dict[str, Tensor], right: dict[str, Tensor], *, bitwise: bool = True) -> list[str]:
-    """The gradients that are wrong. In another order the sums over microbatches round otherwise, and nothing else."""
-    assert found.keys() == right.keys()
+def differ(found: Sequence[Any], right: Sequence[Any], *, bitwise: bool = True) -> list[str]:
+    """This rank's gradients that are wrong. In another order the sums over microbatches round otherwise, and nothing
+    else."""
     same = torch.equal if bitwise else lambda a, b: torch.allclose(a, b, rtol=1e-6, atol=1e-7)
-    return [name for name in right if not same(found[name], right[name])]
+    each = [(paths(one), leaves(other)) for one, other in zip(found, right, strict=True) if one is not None]
+    pairs = [(*own, leaf) for stage in each for own, leaf in zip(*stage, strict=True)]
+    return [path for path, own, leaf in pairs if not (own is leaf is None or same(own, leaf))]
 
 
-def ours_on_torchs(rank: int, name: str) -> tuple[list[str], bool]:
-    """One of our schedules on torch's runtime, twice, against autograd on the net that the stages were made of."""
-    net = net_of(STAGES.get(name, 4))
-    model, params, _ = fpipe.from_sequential(net, stages=len(net), loss=MSE)
+def layers(stages: int) -> tuple[fpipe.Model, Any]:
+    return fpipe.from_sequential(net_of(stages), stages=stages, loss=MSE)[:2]
+
+
+def ours_on_torchs(rank: int, name: str, make: Callable[[int], tuple[fpipe.Model, Any]]) -> tuple[list[str], bool]:
+    """One of our schedules on torch's runtime, twice, against autograd; stages share their memory with the params."""
+    model, params = make(STAGES.get(name, 4))
     program = chained(model, fpipe.schedules.get(name)(2))
     runtime = torch_pipelining.runtime(program, model, fpipe.local_params(program, params, rank))
     x, target = batch_of()
@@ -84,25 +81,19 @@ def ours_on_torchs(rank: int, name: str) -> tuple[list[str], bool]:
         for stage in runtime.stages:
             stage.submod.zero_grad()
         runtime.step(x, target=target, losses=losses)
-    right = by_hand(net, (x, target))
-    held = {key: leaf for stage in runtime.stages for key, leaf in stage.submod.named_parameters()}
-    grads = {key: net.get_parameter(key).grad for key in held}
-    odd = differ({key: leaf.grad for key, leaf in held.items()}, grads, bitwise=summed_in_order(program))
-    odd += [key for key, leaf in held.items() if leaf.data_ptr() != net.get_parameter(key).data_ptr()]
-    if losses and not torch.equal(torch.stack(losses), torch.stack(right)):
-        odd.append("losses")
+    right = fpipe.reference(model, params, (x, target), microbatches=MICROBATCHES)
     mine = torch_pipelining.grads(runtime.stages)
     assert [one is None for one in mine] == [home != rank for home in program.placement]
+    odd = differ(mine, right.grads, bitwise=summed_in_order(program))
+    for stage in runtime.stages:
+        pairs = zip(leaves(stage.submod.params()), leaves(params[stage.stage_index]), strict=True)
+        odd += ["memory" for one, other in pairs if one.data_ptr() != other.data_ptr()]
+    if losses and not torch.equal(sum(losses[1:], losses[0]), right.loss):
+        odd.append("losses")
     return odd, summed_in_order(program)
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_a_program_on_torchs_runtime_gives_the_gradients_of_autograd(pair: Processes, name: str):
-    in_order = name != "looped_bfs"
-    assert pair.each(ours_on_torchs, name) == [([], in_order), ([], in_order)]
-
-
-def functions() -> tuple[fpipe.Model, Any]:
+def functions(stages: int) -> tuple[fpipe.Model, Any]:
     """Stages with nested params, a frozen leaf, a skip carried along, rules of their own, and an int on the way."""
 
     def first(p: Any, x: Tensor) -> Any:
@@ -131,24 +122,12 @@ def functions() -> tuple[fpipe.Model, Any]:
     return fpipe.freeze(fpipe.from_functions([first, second, third, scaled], MSE), (3, "s")), params
 
 
-def of_functions(rank: int, name: str) -> list[str]:
-    model, params = functions()
-    program = chained(model, fpipe.schedules.get(name)(2))
-    runtime = torch_pipelining.runtime(program, model, params)
-    x, target = batch_of()
-    runtime.step(x, target=target)
-    right, odd = fpipe.reference(model, params, (x, target), microbatches=MICROBATCHES).grads, list[str]()
-    for stage, found in enumerate(torch_pipelining.grads(runtime.stages)):
-        if stage == 3 and found is not None:
-            odd += [] if found == {"s": None} else ["frozen"]
-        elif found is not None:
-            odd += differ(*({str(path): leaf for path, leaf in fpipe.tree.paths(one)} for one in (found, right[stage])))
-    return odd
-
-
-@pytest.mark.parametrize("name", ["interleaved", "zbv"])
-def test_stages_of_functions_run_on_torchs_runtime(pair: Processes, name: str):
-    assert pair.each(of_functions, name) == [[], []]
+@pytest.mark.parametrize(
+    ("name", "make"), [*((name, layers) for name in OURS), ("interleaved", functions), ("zbv", functions)]
+)
+def test_a_program_on_torchs_runtime_gives_the_gradients_of_autograd(pair: Processes, name: str, make: Any):
+    in_order = name != "looped_bfs"
+    assert pair.each(ours_on_torchs, name, make) == [([], in_order), ([], in_order)]
 
 
 TORCHS = {
@@ -164,33 +143,24 @@ TORCHS = {
 
 def torchs_on_ours(rank: int, name: str) -> list[str]:
     """Torch's own schedule, run by torch on stages of ours, and its table run by us: both against autograd."""
-    alike = TORCHS[name]
-    net = net_of(STAGES.get(alike, 4))
-    model, params, _ = fpipe.from_sequential(net, stages=len(net), loss=MSE)
+    alike, batch = TORCHS[name], batch_of()
+    model, params = layers(STAGES.get(alike, 4))
     placed = chained(model, fpipe.schedules.get(alike)(2))
     stages = torch_pipelining.stages(placed, model, fpipe.local_params(placed, params, rank))
     kind = torchs.get_schedule_class(name)
     single = issubclass(kind, torchs.PipelineScheduleSingle)
     schedule = kind(stages[0] if single else stages, MICROBATCHES, loss_fn=MSE)
-    x, target = batch_of()
-    schedule.step(*([x] if stages[0].is_first else []), target=target)
-    by_hand(net, (x, target))
-    right = {key: net.get_parameter(key).grad for stage in stages for key in names(stage)}
-    odd = differ({key: leaf.grad for stage in stages for key, leaf in names(stage).items()}, right, bitwise=False)
+    schedule.step(*([batch[0]] if stages[0].is_first else []), target=batch[1])
+    right = fpipe.reference(model, params, batch, microbatches=MICROBATCHES).grads
+    odd = differ(torch_pipelining.grads(stages), right, bitwise=False)
 
     if name == "1F1B":  # its own table, which torch only draws, has no forward of microbatch 0 on the last rank
         order = torchs.ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=MSE).pipeline_order
     else:
         order = schedule._get_pipeline_order() if single else schedule.pipeline_order
     program = chained(model, torch_pipelining.schedule(order))
-    step = fpipe.build(program, model, runtime="distributed", example=(params, (x, target)))
-    grads = step(fpipe.local_params(program, params, rank), (x, target)).grads
-    found = {key: leaf for stage in grads if stage is not None for key, leaf in stage.items()}
-    return odd + differ(found, right)
-
-
-def names(stage: Any) -> dict[str, Tensor]:
-    return dict(stage.submod.named_parameters())
+    step = fpipe.build(program, model, runtime="distributed", example=(params, batch))
+    return odd + differ(step(fpipe.local_params(program, params, rank), batch).grads, right)
 
 
 @pytest.mark.parametrize("name", TORCHS)
@@ -280,8 +250,7 @@ def test_inputs_that_are_a_dict_go_as_keywords(alone: None):
     x, target = batch_of()
     runtime.step(a=x, b=target, target=target)
     ours = fpipe.build(program, model)(WEIGHTS, ({"a": x, "b": target}, target)).grads
-    found = torch_pipelining.grads(runtime.stages)
-    assert differ({"0": found[0]["w"], "1": found[1]["w"]}, {"0": ours[0]["w"], "1": ours[1]["w"]}) == []
+    assert differ(torch_pipelining.grads(runtime.stages), ours) == []
     with pytest.raises(RuntimeError) as refused:
         runtime.step(x, a=x, b=target, target=target)
     assert str(refused.value.__cause__).startswith("the inputs of a batch are one or several tensors, or a dict as")
@@ -322,8 +291,13 @@ def test_a_module_that_recomputes_in_its_backward_does_so_with_what_it_was_hande
     net.load_state_dict(fpipe.join_params(model, params))
     for part in zip(x.tensor_split(2), target.tensor_split(2), strict=True):
         (MSE(net(part[0]), part[1]) * 0.5).backward()
-    held = {name: leaf.grad for stage in runtime.stages for name, leaf in names(stage).items()}
-    assert differ(held, {name: leaf.grad for name, leaf in net.named_parameters()}) == []
+    assert (
+        differ(
+            torch_pipelining.grads(runtime.stages),
+            [{name: one.grad for name, one in part.named_parameters(str(at))} for at, part in enumerate(net)],
+        )
+        == []
+    )
 
 
 test_refusals = refusals(
