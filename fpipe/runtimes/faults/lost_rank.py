@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
@@ -26,11 +26,8 @@ _MOST, _CUT = 2048, " .."
 
 
 class Place(NamedTuple):
-    """Where a rank is, or was when it was last seen: in which step, after which message that it sent, whether it only
-    waits for another, and the words for it."""
+    """Where a rank stays: whether it only waits for another there, and the words for it."""
 
-    step: int
-    sent: int
     waits: bool
     words: str
 
@@ -96,21 +93,20 @@ class Board:
         )
 
 
-def tell_place(board: Board, rank: int, place: Place) -> None:
-    """Leave word of where a rank is."""
+def tell_place(board: Board, rank: int, place: Place | None) -> None:
+    """Leave word of where a rank stays, if it does."""
     board.ask(lambda: board.store.set(_place(rank), json.dumps(place)), _PATIENCE)
 
 
 def tell_outside(board: Board, rank: int, words: str) -> None:
     """Leave word that a rank waits for a process that has no number on this board."""
-    board.ask(lambda: board.store.set(_waiting(rank), json.dumps((rank, words, None))), _PATIENCE)
+    board.ask(lambda: board.store.set(_waiting(rank), json.dumps((rank, words))), _PATIENCE)
 
 
-def place_of(store: Store, rank: int, seen: Sequence[Any] | None = None) -> Place | None:
-    """Where a rank was last, as it told itself or another has seen."""
+def place_of(store: Store, rank: int) -> Place | None:
+    """Where a rank stays, if it has told that."""
     told = json.loads(store.get(_place(rank))) if store.check([_place(rank)]) else None
-    found = [Place(*place) for place in (told, seen) if place is not None]
-    return max(found, key=lambda place: place[:2], default=None)  # of two alike what it told itself
+    return told and Place(*told)
 
 
 def seen_last(place: Place | None) -> str:
@@ -124,34 +120,34 @@ def told_lost(board: Board) -> str | None:
     return board.ask(lambda: store.get(LOST).decode() if store.check([LOST]) else "", _PATIENCE) or None
 
 
-def who_is_late(board: Board, rank: int, other: int, words: str, seen: Place | None = None, gone: bool = False) -> str:
+def who_is_late(board: Board, rank: int, other: int, words: str, gone: bool = False) -> str:
     """Words about the rank at the end of the chain of those that wait, and where that was last seen.
 
     Args:
         board: where all ranks leave whom they wait for.
-        rank, other: this one, and the one it waited for, which was last `seen` somewhere.
+        rank, other: this one, and the one it waited for.
         words: what to say of that.
         gone: its connection is closed. It may have given up on a third rank, which it is about to say if it waited.
     """
 
     def follow() -> str:
         store = board.store
-        store.set(_waiting(rank), json.dumps((other, words, seen)))
+        store.set(_waiting(rank), json.dumps((other, words)))
         place = place_of(store, other) if gone else None
         patience = _PATIENCE if not gone else _PATIENCE / 4 if place is not None and place.waits else 0.0
-        last, told, last_seen, passed, ends = other, words, seen, {rank}, time.monotonic() + patience
+        last, told, passed, ends = other, words, {rank}, time.monotonic() + patience
         while last not in passed and not store.check([LOST]):
             if store.check([_waiting(last)]):
                 passed.add(last)
-                last, told, last_seen = json.loads(store.get(_waiting(last)))
+                last, told = json.loads(store.get(_waiting(last)))
             elif time.monotonic() < ends:
                 time.sleep(_TICK)
             else:
                 break
-        return store.compare_set(LOST, "", told + seen_last(place_of(store, last, last_seen))).decode()
+        return store.compare_set(LOST, "", told + seen_last(place_of(store, last))).decode()
 
     told = board.ask(follow, _PATIENCE + 0.2)
-    return board.unanswered(words + seen_last(seen), other) if told is None else board.as_heard(told)
+    return board.unanswered(words, other) if told is None else board.as_heard(told)
 
 
 def timed_out(error: RuntimeError) -> bool:

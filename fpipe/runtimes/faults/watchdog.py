@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -37,7 +37,6 @@ class Watchdog:
         step: the number of the step that `runs`, or ran last, under `ctrl_c`.
         part: the instructions that run.
         waits: where this rank waits for others beside its instructions, such as "at the end".
-        sent: the messages that it has sent, by number.
         ended: why no wait makes sense any longer, in words for all: the connections are closed then.
     """
 
@@ -46,7 +45,6 @@ class Watchdog:
         self.step, self.runs = 0, False
         self.part: RankPart | None = None
         self.waits: str | None = None
-        self.sent: Mapping[int, Any] = {}
         self.ended: str | None = None
         self._stopped = False
 
@@ -60,15 +58,13 @@ class Watchdog:
 
     def place(self) -> Place:
         """Where this rank is now."""
-        part, step, sent = self.part, self.step, max([*self.sent], default=-1)
+        part, step = self.part, self.step
         if self.waits is not None:
-            return Place(step, sent, True, f"{self.waits} of step {step}")
+            return Place(True, f"{self.waits} of step {step}")
         if part is not None and part.instructions:
             op = part.now().ops[0]
-            return Place(step, sent, op.kind == "RECV", f"in its {op.cell} of step {step}")
-        if self.runs:
-            return Place(step, sent, False, f"at the start of step {step}")
-        return Place(step + 1, -2, False, f"after step {step}")
+            return Place(op.kind == "RECV", f"in its {op.cell} of step {step}")
+        return Place(False, f"{'at the start of' if self.runs else 'after'} step {step}")
 
     def refuse_ended(self) -> None:
         """A KeyboardInterrupt or LostRank if no wait makes sense any longer."""
@@ -102,18 +98,19 @@ class Watchdog:
         self.ctrl_c.close()
 
     def _look(self, boards: Sequence[tuple[Board, int]], groups: Sequence[ProcessGroup]) -> None:
-        seen = told = self.place()
+        seen, told = self.place(), False
         since = looked = time.monotonic()
         while not self._stopped:
             self.ctrl_c.listen(TICK)
             place, now = self.place(), time.monotonic()
-            if place != seen:  # who goes on has nothing to tell
+            stays = place == seen
+            if told != (stays and now - since > TICK):
+                told = not told
+                for board, rank in boards:
+                    tell_place(board, rank, place if told else None)
+            if not stays:
                 seen, since = place, now
                 continue
-            if place != told and now - since > TICK:
-                told = place
-                for board, rank in boards:
-                    tell_place(board, rank, place)
             if place.waits:
                 pressed = self.ctrl_c.pressed
                 if len(pressed) > 1 or any(now - max(since, one) > _GRACE for one in pressed):

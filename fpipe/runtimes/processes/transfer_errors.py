@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from torch import Tensor
 
-from fpipe.runtimes.faults.lost_rank import Board, Place, first_told, timed_out, who_is_late
+from fpipe.runtimes.faults.lost_rank import Board, first_told, timed_out, who_is_late
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank, RankError
 from fpipe.runtimes.processes.message import FAILED, LOST, kind_of, text_of
@@ -46,17 +46,17 @@ class TransferErrors:
             first_told(board, said)
         return LostRank(first_told(self._meeting.board, said))
 
-    def lost(self, error: RuntimeError, rank: int, what: str, seen: Place | None) -> LostRank:
-        """An error of torch while another rank is waited for, last `seen` somewhere, as one that says who is lost."""
-        return self.late(rank, what, seen) if timed_out(error) else self.gone(rank, what, seen)
+    def lost(self, error: RuntimeError, rank: int, what: str) -> LostRank:
+        """An error of torch while another rank is waited for, as one that says who is lost."""
+        return self.late(rank, what) if timed_out(error) else self.gone(rank, what)
 
-    def late(self, rank: int, what: str, seen: Place | None) -> LostRank:
+    def late(self, rank: int, what: str) -> LostRank:
         """An error that names the rank that all others wait for."""
         self._meeting.watchdog.refuse_ended()
-        return LostRank(who_is_late(self._meeting.board, self._rank, rank, f"rank {rank} {what} in time", seen))
+        return LostRank(who_is_late(self._meeting.board, self._rank, rank, f"rank {rank} {what} in time"))
 
-    def gone(self, rank: int, what: str, seen: Place | None) -> LostRank:
+    def gone(self, rank: int, what: str) -> LostRank:
         """An error that names the first rank that was lost: others leave when they notice, and are gone too."""
         self._meeting.watchdog.refuse_ended()
         words = f"rank {rank} is gone{what and f' and {what}'}"
-        return LostRank(who_is_late(self._meeting.board, self._rank, rank, words, seen, gone=True))
+        return LostRank(who_is_late(self._meeting.board, self._rank, rank, words, gone=True))

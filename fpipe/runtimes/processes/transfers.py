@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fpipe.program import Op, Value
-from fpipe.runtimes.faults.lost_rank import Place
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.processes.communicators import GREETING, groups_of_two, ways_of
 from fpipe.runtimes.processes.message import FAILED, HEADER, LOST, MARKS, MEETS, TEXT, Layout, kind_of, text_of, word
@@ -88,7 +87,6 @@ class Transfers:
         self._sent: dict[int, tuple[Tensor | None, Any]] = {}
         self._greetings: dict[int, tuple[Tensor, Any]] = {}
         self._greeted: list[Any] = []
-        self.watchdog.sent = self._sent
 
     @property
     def groups(self) -> list[Any]:
@@ -197,7 +195,7 @@ class Transfers:
         try:
             self._put(one, message)
         except RuntimeError as error:
-            raise self._errors.gone(one.target, "", self._seen(one.target)) from error
+            raise self._errors.gone(one.target, "") from error
 
     def _put(self, one: Message, message: Tensor) -> None:
         group, peer = self._carriers[one.source, one.target]
@@ -272,14 +270,14 @@ class Transfers:
         try:
             work.wait(*self._patience)
         except RuntimeError as error:
-            raise self._errors.lost(error, one.source, _UNSENT.format(one.cell), self._seen(one.source, one)) from error
+            raise self._errors.lost(error, one.source, _UNSENT.format(one.cell)) from error
 
     def _settle(self) -> None:
         """Wait until the GPU has all that is to arrive before what follows: its streams know it, the host does not."""
         ends = time.monotonic() + self.meeting.seconds
         for one, work in self._landed:
             if not self.watchdog.is_over(work, ends - time.monotonic()):
-                raise self._errors.late(one.source, _UNSENT.format(one.cell), None)
+                raise self._errors.late(one.source, _UNSENT.format(one.cell))
         self._landed.clear()
 
     def _all_over(self) -> None:
@@ -297,7 +295,7 @@ class Transfers:
             except RuntimeError as error:
                 one = self._every[number]
                 what = f"did not receive what {one.cell} of rank {self._rank} writes"
-                raise self._errors.lost(error, one.target, what, self._seen(one.target)) from error
+                raise self._errors.lost(error, one.target, what) from error
             self._sent[number] = message, None
 
     def _post(self, source: int, until: int) -> None:
@@ -313,15 +311,5 @@ class Transfers:
             try:
                 self._arriving[one.number] = message, group.recv([message], peer, self._tag + one.number)
             except RuntimeError as error:
-                raise self._errors.gone(source, _UNSENT.format(one.cell), self._seen(source)) from error
+                raise self._errors.gone(source, _UNSENT.format(one.cell)) from error
             self._posted[source] += 1
-
-    def _seen(self, rank: int, missed: Message | None = None) -> Place | None:
-        """Where another rank was when its last message came; with NCCL nobody knows which came."""
-        row, step = self._incoming[rank], self.watchdog.step
-        if self._apart or not row:
-            return None
-        came = [one for one in row[: self._posted[rank]] if one.number not in self._arriving and one is not missed]
-        if not came:
-            return Place(step - 1, row[-1].number, False, f"before step {step}")
-        return Place(step, came[-1].number, False, f"in its SEND({came[-1].value}) of step {step}")
