@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -233,12 +232,10 @@ def on_a_mesh(rank: int, names: tuple[str, str]) -> list[Any]:
     words = "dimension 'dp' of the mesh has 2 processes, and the program no replicas along it: each trains apart."
     told = pytest.warns(UserWarning, match=words) if beside == "dp" else nullcontext()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
-    program, place = chained(model, fpipe.schedules.one_f_one_b(2)), mesh.get_local_rank("pp")
-    batch = rows(10 + 2 * mesh.get_local_rank(beside))
+    place, batch = mesh.get_local_rank("pp"), rows(10 + 2 * mesh.get_local_rank(beside))
     with told:
-        step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch))
-    found, whole = step(own(program, place, params), batch), fpipe.build(program, model)(params, batch)
+        program, alone, step, params = built(mesh=mesh)
+    found, whole = step(own(program, place, params), batch), alone(params, batch)
     norm, expected = fpipe.global_norm(found.grads, mesh=mesh), fpipe.global_norm(whole.grads)
     with pytest.raises(ValueError, match=f"the gradients of stage {1 - place} are on another rank"):
         fpipe.global_norm(found.grads)
@@ -247,11 +244,8 @@ def on_a_mesh(rank: int, names: tuple[str, str]) -> list[Any]:
 
 def without_pp(rank: int) -> list[str]:
     """A mesh without names is none, rather than one whose first dimension is taken for the ranks; nor is a group."""
-    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
-    program = chained(model, fpipe.schedules.one_f_one_b(2))
     meshes = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), init_device_mesh("cpu", (2, 2)), dist.group.WORLD
-    words: Any = {"runtime": "distributed", "example": (params, rows())}
-    return [timed(lambda mesh=mesh: fpipe.build(program, model, mesh=mesh, **words))[0] for mesh in meshes]
+    return [timed(lambda mesh=mesh: built(mesh=mesh))[0] for mesh in meshes]
 
 
 def test_the_dimension_pp_of_a_mesh_has_the_ranks(four: Processes):
@@ -453,10 +447,6 @@ def kill_late() -> None:
     kill()
 
 
-SEEN = r"; it was last seen (before step 2|after step 1|at the start of step 2|in its \S+ of step 2)$"
-"""Of a rank that was in no place for long, only what came last is known."""
-
-
 def test_a_rank_that_is_killed_is_named_by_all_others_with_its_op():
     hows = (kill, kill_late, kill)
     with beside_each_other(3, 3) as groups:
@@ -467,7 +457,6 @@ def test_a_rank_that_is_killed_is_named_by_all_others_with_its_op():
             assert results.pop(who) is None
             for told in results:
                 assert told[0].startswith(f"LostRank: rank {who} is gone")
-                assert re.search(SEEN, told[0]), told[0]
                 assert how is kill or told[0].endswith(f"; it was last seen in its {who}F3 of step 2")
                 assert told[1] < SOON + (how is kill_late)
                 assert "start all ranks again" in told[2]
@@ -484,7 +473,6 @@ def test_a_rank_that_hangs_is_named_by_all_others_in_time_with_its_op():
         for who, (three, how) in enumerate(zip(groups, hows, strict=True)):
             for told in [result(pipe) for rank, pipe in enumerate(three.pipes) if rank != who]:
                 assert told[0].startswith(f"LostRank: rank {who} did not send what its {who}")
-                assert re.search(SEEN, told[0]), told[0]
                 assert how is not hang or told[0].endswith(f"; it was last seen in its {who}F3 of step 2")
                 assert told[1] < 2 + SOON
             three.all[who].kill()

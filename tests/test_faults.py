@@ -118,73 +118,57 @@ def test_a_rank_that_fails_while_others_record(trio: Processes):
         assert ("rank 0 failed" in said) == (rank > 0)
 
 
-def interrupt(*pids: int) -> Callable[[], None]:
-    def now() -> None:
-        for pid in pids or (os.getpid(),):
-            os.kill(pid, signal.SIGINT)
-        time.sleep(0.5)
-
-    return now
-
-
 def interrupted(rank: int, who: int, pids: tuple[int, ...]) -> list[Any]:
     program, model, params, batch = troubled()
     step = fpipe.build(program, model, runtime="distributed", example=(params, batch))
     mine = own(program, rank, params)
+
+    def interrupt() -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGINT)
+        time.sleep(0.5)
+
     step(mine, batch)
-    TROUBLE["what"] = interrupt(*pids) if rank == who else None
+    TROUBLE["what"] = interrupt if rank == who else None
     return [caught(lambda: step(mine, batch)), caught(lambda: step(mine, batch))]
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_ctrl_c_on_one_rank_ends_all(trio: Processes, who: int):
-    for rank, ((said, soon), after) in enumerate(trio.each(interrupted, who, ())):
+@pytest.mark.parametrize("who", [(0,), (1,), (0, 2, 1)])
+def test_ctrl_c_on_one_rank_or_all_ends_all(trio: Processes, who: tuple[int, ...]):
+    """A terminal sends it to all; who waits in C hears it of the others. Cut off in a SEND, one would send twice."""
+    pids = tuple(trio.all[rank].pid for rank in who)  # itself last
+    for rank, ((said, soon), after) in enumerate(trio.each(interrupted, who[-1], pids)):
         assert soon
         assert after[0] == "worked"
         assert said.startswith(
-            "KeyboardInterrupt" if rank == who else f"RankError: rank {who} failed in SEND(y[{who},3]>"
+            "KeyboardInterrupt" if rank in who else f"RankError: rank {who[0]} failed in SEND(y[{who[0]},3]>"
         )
 
 
-def test_ctrl_c_on_all_ranks_ends_all(trio: Processes):
-    """As a terminal sends it; who waits in C hears of it from the others. Cut off in a SEND, one would send twice."""
-    pids = tuple(trio.all[rank].pid for rank in (0, 2, 1))  # itself last
-    for (said, soon), after in trio.each(interrupted, 1, pids):
-        assert soon
-        assert said.startswith("KeyboardInterrupt")
-        assert after[0] == "worked"
+ODD: dict[str, dict[str, Any]] = {
+    "ValueError: loss_scale is a finite number above 0, such as 2.0**16; found -1.": {"loss_scale": -1},
+    "ValueError: runtime='distributed' needs example=(params, batch)": {"example": None},
+    "ValueError: the program has 2 stages and the model 3; start from": {
+        "program": chained(2, fpipe.schedules.gpipe(2))
+    },
+    "differs from rank 0 in its options": {"record": True},
+    "a run on zeros, to know what it writes, ended in ZeroDivisionError": {
+        "model": fpipe.from_functions([lambda p, x: x / (1 / x.sum().item())] * 3, loss=MSE)
+    },
+    "ValueError: timeout is a number of seconds above 0; found 0.": {"timeout": 0},
+}
 
 
 def building(rank: int, who: int) -> list[Any]:
     """What one rank alone is handed that is refused when the step is built; each time the next build works."""
     three_stages()
     model, params, _ = fpipe.from_sequential(blocks(3), stages=3, loss=MSE)
-    program = chained(model, fpipe.schedules.zb_h1(3))
-    fewer = chained(fpipe.from_sequential(blocks(2), stages=2, loss=MSE)[0], fpipe.schedules.gpipe(2))
-    odd = fpipe.from_functions([lambda p, x: x / (1 / x.sum().item())] * 3, loss=MSE)
-    other: dict[str, Any] = {
-        "scale": {"loss_scale": -1},
-        "no example": {"example": None},
-        "ranks": {"program": fewer},
-        "options": {"record": True},
-        "untraceable": {"model": odd},
-        "timeout": {"timeout": 0},
-    }
+    usual = {"program": chained(model, fpipe.schedules.zb_h1(3)), "model": model, "example": (params, rows())}
     told: list[Any] = []
-    for how in other.values():
-        given = {"program": program, "model": model, "example": (params, rows())} | (how if rank == who else {})
+    for how in ODD.values():
+        given: Any = usual | (how if rank == who else {})
         told.append(caught(lambda given=given: fpipe.build(runtime="distributed", **given)))
     return [*told, caught(three_stages)]
-
-
-TOLD = {
-    "scale": "ValueError: loss_scale is a finite number above 0, such as 2.0**16; found -1.",
-    "no example": "ValueError: runtime='distributed' needs example=(params, batch)",
-    "ranks": "ValueError: the program has 2 stages and the model 3; start from",
-    "options": "differs from rank 0 in its options",
-    "untraceable": "a run on zeros, to know what it writes, ended in ZeroDivisionError",
-    "timeout": "ValueError: timeout is a number of seconds above 0; found 0.",
-}
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -192,7 +176,7 @@ def test_what_one_rank_refuses_to_build_is_told_to_all_and_the_next_build_works(
     """Before there was a meeting the others waited until their timeout, and never met that rank again."""
     for rank, told in enumerate(trio.each(building, who)):
         assert told[-1][0] == "worked"
-        for (said, soon), words in zip(told, TOLD.values(), strict=False):
+        for (said, soon), words in zip(told, ODD, strict=False):
             assert words in said
             assert soon
             if "differs" not in words:
