@@ -18,7 +18,7 @@ from fpipe.runtimes.processes.collective_parts import Posted
 from fpipe.runtimes.processes.replicas import Exchanges, Replicas
 from fpipe.tree import leaves
 from tests.processes import SOON, Processes, counted, left, result, timed
-from tests.test_distributed import MSE, alike, blocks, hang, kill, one_in_trouble, own, raising, rows, troubled
+from tests.test_distributed import MSE, alike, blocks, hang, kill, one_in_trouble, own, raising, rows, to_meta, troubled
 
 
 def replicated(
@@ -59,6 +59,18 @@ def meshed(names: tuple[str, str] = ("dp", "pp"), shape: tuple[int, int] = (2, 2
     return mesh, *(mesh.get_local_rank(name) for name in ("dp", "pp"))
 
 
+def started(
+    model: fpipe.Model, params: Any, program: fpipe.Program, batch: Any, mesh: Any = None, **more: Any
+) -> tuple[Any, Any]:
+    """A step of all processes, and what this one hands in: parameters of its stages, or shards of them."""
+    mesh = mesh or meshed()[0]
+    mine, others = own(program, mesh.get_local_rank("pp"), params), fpipe.tree.tree_map(to_meta, params)
+    if any(op.kind == "GATHER" for op in program.ops):
+        mine = fpipe.shard_params(mine, mesh["dp"])
+    example = tuple(other if one is None else one for one, other in zip(mine, others, strict=True)), batch
+    return fpipe.build(program, model, runtime="distributed", mesh=mesh, example=example, **more), mine
+
+
 def by_hand(
     net: nn.Module, batches: list[tuple[Tensor, Tensor]], microbatches: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -79,24 +91,22 @@ def by_hand(
 
 def odd(found: fpipe.Result, loss: Tensor, grads: dict[str, Tensor]) -> list[str]:
     """The results that differ in a bit."""
-    own = {name: grad for stage in found.grads if stage is not None for name, grad in stage.items()}
-    wrong = [name for name, grad in own.items() if not torch.equal(grad, grads[name])]
+    mine = {name: grad for stage in found.grads if stage is not None for name, grad in stage.items()}
+    wrong = [name for name, grad in mine.items() if not torch.equal(grad, grads[name])]
     wrong += ["loss"] * (isinstance(found.loss, Tensor) and not torch.equal(found.loss, loss))
-    return wrong + ["no gradients"] * (not own)
+    return wrong + ["no gradients"] * (not mine)
 
 
 def bits(rank: int, names: tuple[str, str], schedule: str) -> list[str]:
-    mesh, replica, place = meshed(names)
+    mesh, replica, _ = meshed(names)
     net, whole = blocks(4), rows(19)  # a sampler pads to as many for each
     drawn = [[*DistributedSampler(range(19), num_replicas=2, rank=one)] for one in range(2)]  # type: ignore[arg-type]
     batches = [(whole[0][at], whole[1][at]) for at in drawn]
     model, params, _ = fpipe.from_sequential(net, stages=4 if schedule == "interleaved" else 2, loss=MSE)
     program = replicated(model, fpipe.schedules.get(schedule)(2), microbatches=4)
-    step = fpipe.build(
-        program, model, runtime="distributed", mesh=mesh, example=(params, batches[0]), broadcast=schedule != "gpipe"
-    )
+    step, mine = started(model, params, program, batches[0], mesh, broadcast=True)
     for _ in range(2):
-        found = step(own(program, place, params), batches[replica])
+        found = step(mine, batches[replica])
     loss, grads = by_hand(net, batches, 4)
     norm = fpipe.global_norm(found.grads, mesh=mesh)  # each stage once, though two replicas have it
     expected = fpipe.global_norm([grads[name] for stage in params for name in stage])
@@ -114,7 +124,7 @@ def test_two_by_two_processes_give_the_bits_of_autograd_added_by_replica(
 
 def as_one(rank: int) -> list[str]:
     """One microbatch a replica: the bits of one device with two, what it draws and which microbatch it is included."""
-    mesh, replica, place = meshed()
+    _, replica, place = meshed()
 
     def last(p: Any, x: Tensor, *, microbatch: int) -> Tensor:
         return nn.functional.dropout(x @ p["w"], 0.5) * (microbatch + 1)
@@ -128,8 +138,8 @@ def as_one(rank: int) -> list[str]:
     program, batch = replicated(model, microbatches=1), tuple(half.chunk(2)[replica] for half in rows(12))
     whole = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
     expected = fpipe.build(whole, model)(params, rows(12), key=5)
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch), broadcast=True)
-    found = step(own(program, place, params), batch, key=5)
+    step, mine = started(model, params, program, batch, broadcast=True)
+    found = step(mine, batch, key=5)
     same = alike(found.grads[place], expected.grads[place]) and torch.equal(found.loss, expected.loss)
     return [] if same else ["bits"]
 
@@ -139,7 +149,7 @@ def test_one_microbatch_a_replica_is_one_device_with_as_many_microbatches(four: 
 
 
 def counting(rank: int, unequal: bool) -> list[str]:
-    mesh, replica, place = meshed()
+    _, replica, _ = meshed()
 
     def loss(y: Tensor, target: Tensor) -> tuple[Tensor, Any]:
         kept = target[:, 0] > 0 if unequal else torch.ones(len(target), dtype=torch.bool)
@@ -149,9 +159,8 @@ def counting(rank: int, unequal: bool) -> list[str]:
     cut = 4 if unequal else 7
     batches = [(x[:cut], target[:cut]), (x[cut:], target[cut:])]
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=loss, reduction="count")
-    program = replicated(model)
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batches[replica]))
-    found = step(own(program, place, params), batches[replica])
+    step, mine = started(model, params, replicated(model), batches[replica])
+    found = step(mine, batches[replica])
     grads, total, count = dict[str, Tensor](), torch.zeros(()), 0
     for number, batch in enumerate(batches):
         net.zero_grad()
@@ -198,8 +207,8 @@ def one_rank_each(rank: int, shape: tuple[int, int]) -> bool:
     whole = tuple(half.double() for half in rows(16))
     program = replicated(model, fpipe.schedules.one_f_one_b(shape[1]))
     batch = tuple(half.chunk(shape[0])[replica] for half in whole)
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch))
-    found = step(own(program, place, params), batch)
+    step, mine = started(model, params, program, batch, mesh)
+    found = step(mine, batch)
     expected = own(program, place, fpipe.reference(model, params, whole).grads)
     pairs = zip(leaves(found.grads), leaves(expected), strict=True)
     return all(a is b or torch.allclose(a, b, rtol=1e-10, atol=1e-14) for a, b in pairs)
@@ -212,12 +221,11 @@ def test_a_mesh_may_have_only_replicas_or_one_of_them(four: Processes, shape: tu
 
 def other_rows(rank: int) -> list[str]:
     """A replica with another number of rows, and one whose rows do not fill its microbatches; then all is well."""
-    mesh, replica, place = meshed()
+    _, replica, _ = meshed()
     model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
-    program = replicated(model)
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, rows(6)))
+    step, mine = started(model, params, replicated(model), rows(6))
     counts = [6, 8], [6, 1], [8, 8], [6, 6]
-    return [timed(lambda n=n: step(own(program, place, params), rows(n[replica])))[0] for n in counts]
+    return [timed(lambda n=n: step(mine, rows(n[replica])))[0] for n in counts]
 
 
 def test_means_over_other_numbers_of_rows_are_refused_on_all_replicas(four: Processes):
@@ -231,13 +239,12 @@ def test_means_over_other_numbers_of_rows_are_refused_on_all_replicas(four: Proc
 
 
 def disagreeing(rank: int, how: str) -> str:
-    mesh, replica, place = meshed()
+    _, replica, _ = meshed()
     model, params, _ = fpipe.from_sequential(blocks(4 if how == "parameters" and rank == 3 else 2), stages=2, loss=MSE)
     schedule = fpipe.schedules.gpipe(2) if how == "program" and rank == 3 else None
     try:
-        program = replicated(model, schedule, microbatches=3)
-        step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, rows()))
-        step(own(program, place, params), rows(), key=replica)
+        step, mine = started(model, params, replicated(model, schedule, microbatches=3), rows())
+        step(mine, rows(), key=replica)
     except ValueError as error:
         return str(error)
     return "nothing"
@@ -250,12 +257,10 @@ def test_who_of_all_replicas_differs_is_named_on_all(four: Processes, how: str):
 
 
 def keyed_apart(rank: int) -> list[str]:
-    mesh, replica, place = meshed()
+    _, replica, _ = meshed()
     model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
-    program = replicated(model, microbatches=3)
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, rows()))
-    keys = 7, 8 + replica, 9
-    return [timed(lambda key=key: step(own(program, place, params), rows(), key=key))[0] for key in keys]
+    step, mine = started(model, params, replicated(model, microbatches=3), rows())
+    return [timed(lambda key=key: step(mine, rows(), key=key))[0] for key in (7, 8 + replica, 9)]
 
 
 def test_replicas_with_other_keys_in_a_later_step_are_refused_on_all(four: Processes):
@@ -264,11 +269,9 @@ def test_replicas_with_other_keys_in_a_later_step_are_refused_on_all(four: Proce
 
 
 def refusing(rank: int) -> str:
-    mesh, *_ = meshed()
     model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
-    example, scale = (params, rows()), -1 if rank == 2 else 1
     with pytest.raises((ValueError, RuntimeError)) as found:
-        fpipe.build(replicated(model), model, runtime="distributed", mesh=mesh, example=example, loss_scale=scale)
+        started(model, params, replicated(model), rows(), loss_scale=-1 if rank == 2 else 1)
     return str(found.value)
 
 
@@ -293,16 +296,15 @@ def test_what_an_op_raises_is_told_in_every_replica_and_the_next_step_works(four
 
 def forty(rank: int) -> list[int]:
     """How many more tensors, threads and files there are after so many steps; and sums that a step keeps."""
-    mesh, _, place = meshed()
     program, model, params, batch = troubled(2, fpipe.data_parallel())
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch))
+    step, mine = started(model, params, program, batch)
     for number in range(40):
         if number == 20:
             before = counted()
-        step(own(program, place, params), batch)
+        step(mine, batch)
     more = left(counted, before)
-    found = step(own(program, place, params), batch)
-    memory = found.grads[place]["w"].untyped_storage().data_ptr()
+    found = step(mine, batch)
+    memory = found.grads[rank % 2]["w"].untyped_storage().data_ptr()
     del found
 
     def kept() -> list[int]:

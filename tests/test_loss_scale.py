@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import fpipe
 from tests.processes import Processes
 from tests.refusals import refusals
-from tests.test_data_parallel import meshed
-from tests.test_distributed import MSE, own
+from tests.test_data_parallel import meshed, started
+from tests.test_distributed import MSE
 from tests.test_steps import batches
 from tests.test_update import differences, joined, net_of
 
@@ -89,12 +89,11 @@ def test_gradients_come_divided_by_the_scale():
 def on_four(rank: int) -> list[Any]:
     """For a scale that is too large and one that is not: whether the step was taken, whether parameters changed, and
     the next scale. Rows of the first replica alone are so large that their gradients overflow."""
-    mesh, replica, place = meshed()
+    _, replica, _ = meshed()
     model, params, _ = fpipe.from_sequential(net_of(), stages=4, loss=MSE)
     program = scaled(model, fpipe.schedules.interleaved(2), behind=[fpipe.shard()], clip=0.05)
-    mine, batch = fpipe.shard_params(own(program, place, params), mesh["dp"]), batches(1)[0]
-    batch = tuple(half * (1.0 if replica else 64.0) for half in batch)
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(mine, batch), autocast=torch.float16)
+    batch = tuple(half * (1.0 if replica else 64.0) for half in batches(1)[0])
+    step, mine = started(model, params, program, batch, autocast=torch.float16)
     told = list[Any]()
     for scale in (2.0**14, 2.0**4):
         result = step(mine, batch, opt=fpipe.optimizer_state(program, mine), lr=0.01, scale=scale)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import fpipe
 from tests.processes import Processes
 from tests.refusals import refusals
-from tests.test_data_parallel import by_hand, meshed, replicated
+from tests.test_data_parallel import by_hand, meshed, replicated, started
 from tests.test_distributed import MSE, own, rows
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -37,15 +37,6 @@ def odd_net() -> nn.Sequential:
     """Rows that two replicas have not equally many of."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in ((8, 5), (5, 7), (7, 9), (9, 8))))
-
-
-def started(model: Any, params: Any, program: Any, batch: Any, mesh: Any = None, **more: Any) -> tuple[Any, Any]:
-    """A step of all processes, and the shards of this one; an example has the other ranks' parameters on meta."""
-    mesh = mesh or meshed()[0]
-    shards = fpipe.shard_params(own(program, mesh.get_local_rank("pp"), params), mesh["dp"])
-    others = fpipe.tree.tree_map(lambda leaf: leaf.to("meta"), params)
-    example = tuple(other if one is None else one for one, other in zip(shards, others, strict=True)), batch
-    return fpipe.build(program, model, runtime="distributed", mesh=mesh, example=example, **more), shards
 
 
 def unlike(grads: Any, expected: dict[str, Tensor]) -> list[str]:

@@ -15,7 +15,7 @@ import fpipe
 from fpipe.optimizers.rule_names import SETTINGS
 from tests.processes import Processes
 from tests.refusals import refusals
-from tests.test_data_parallel import by_hand, meshed
+from tests.test_data_parallel import by_hand, meshed, started
 from tests.test_distributed import MSE, own, rows
 from tests.toys import Toy
 
@@ -401,15 +401,15 @@ def test_two_processes_have_the_bits_of_torchs_loop(
 def on_four(rank: int, gather: str, clip: float | None, steps: int) -> list[str]:
     """The names of shards, put together, that differ from torch's loop over the rows of all replicas: in a bit, or
     where they are clipped by more than rounding, since norms are added in another order."""
-    mesh, replica, place = meshed()
+    _, replica, _ = meshed()
     net, batches = net_of(), [tuple(half.chunk(2)[one] for half in rows(16)) for one in range(2)]
     net[1].append(Toy(lambda own, x: x * own.by, by=nn.Parameter(torch.tensor(1.5))))  # which all replicas have whole
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=4, loss=MSE)
     more = [fpipe.shard(gather=gather)]  # type: ignore[arg-type]
     program = fpipe.steps(steps)(updating(model, fpipe.schedules.interleaved(2), "AdamW", clip, *more))
-    shards = fpipe.shard_params(own(program, place, params), mesh["dp"])
-    opt, batch = fpipe.optimizer_state(program, shards), batches[replica] if steps == 1 else [batches[replica]] * steps
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(shards, batch))
+    batch = batches[replica] if steps == 1 else [batches[replica]] * steps
+    step, shards = started(model, params, program, batch)
+    opt = fpipe.optimizer_state(program, shards)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False)
     norms = []
     for _ in range(2):
