@@ -56,17 +56,6 @@ def test_a_deadlock_through_ops_that_no_row_names_is_found():
         from_table(rows)(program)
 
 
-def test_check_accepts_every_program_of_ours():
-    for program in (BASE, TWO, HALVES, SENT, FREED):
-        fpipe.check(program)
-
-
-@pytest.mark.parametrize("ranks", [[0, 2], [1, 2]], ids=str)
-def test_a_placement_that_leaves_a_rank_out_is_refused(ranks: list[int]):
-    with pytest.raises(ProgramError, match=r"rank \d is missing"):
-        fpipe.place(ranks)(BASE)
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [("{index=0, count=2}", "{index=0, count=3}"), ("count=2", "count=3"), ("index=1", "index=2"), (", count=2", "")],
@@ -81,6 +70,10 @@ def test_splits_that_disagree_are_refused_where_the_program_enters(before: str, 
 test_refusals = refusals(
     globals(),
     r"""
+fpipe.place([0, 2])(BASE)
+    ProgramError: rank 1 is missing
+fpipe.place([1, 2])(BASE)
+    ProgramError: rank 0 is missing
 Program.parse(without(BASE, "= B[1,0]"))
     ProgramError: rank 0, step 2: 0B0 reads dx[1,0] (the input gradient of stage 1 for microbatch 0), which nothing
     writes. rank 0 | 0F0 1F0 [0B0] Add the backward of stage 1: 1B0, or 1I0 and 1W0.

@@ -106,11 +106,8 @@ def test_pipe_offload_holds_two_chunks_in_the_same_time(ranks: int, chunks: int,
 def test_a_load_may_come_earlier():
     base = fpipe.chain(split(6), schedules.gpipe(1))(fpipe.program(1))
     rows = [offload("worthwhile", lead=lead)(base).table(comms=True)[0] for lead in range(3)]
-    before = [row[row.index("LOAD(res[0,3]@host@0)") :].index("0B3") for row in rows]
-    assert [
-        sum("B" in cell and cell[0] == "0" for cell in row[row.index("LOAD(res[0,3]@host@0)") :]) for row in rows
-    ] == [3, 4, 5]
-    assert before[0] < before[1] < before[2]
+    behind = [row[row.index("LOAD(res[0,3]@host@0)") :] for row in rows]
+    assert [sum(cell.startswith("0B") for cell in row) for row in behind] == [3, 4, 5]
 
 
 @pytest.mark.parametrize("to", ["host", lambda rank: 1 - rank], ids=["host", "partner"])

@@ -11,6 +11,7 @@ import torch
 import fpipe
 from fpipe.measuring.timeline_costs import kept
 from fpipe.program import is_exchange
+from tests.refusals import refusals
 
 
 def compute(params: Any, x: Any) -> Any:
@@ -61,12 +62,6 @@ def test_a_program_with_exchanges_is_its_text():
     assert scheduled(experts(1), 2, fpipe.merge_backward(), fpipe.split_backward()) == scheduled(
         experts(1), 2, fpipe.split_backward()
     )
-
-
-def test_what_says_exchange_without_an_axis_is_refused():
-    text = str(scheduled(experts(1), 1)).replace(", axis='ep'", "", 1)
-    with pytest.raises(fpipe.ProgramError, match="is no collective of a stage: F, R, B, I or W that says"):
-        fpipe.Program.parse(text)
 
 
 def test_recompute_leaves_exchanges_alone():
@@ -124,16 +119,6 @@ def test_a_timeline_tells_what_its_exchanges_cost():
         )
 
 
-def test_exchanges_among_replicas_in_lockstep_are_refused():
-    model = experts(1)
-    program = fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False), fpipe.data_parallel("ep"))(fpipe.program(model))
-    batch = torch.ones(4, 2), torch.ones(4, 2)
-    with pytest.raises(
-        ValueError, match="1F0 exchanges along 'ep', an axis of replicas, which is not walked in lockstep"
-    ):
-        fpipe.verify(program, model, ({},) * 4, batch, replicas=2)
-
-
 def test_a_search_interleaves_exchanges_with_the_work_of_other_microbatches():
     """It chose among schedules by name alone: 56.8 s on two ranks, where 51.8 are enough."""
     exchange = fpipe.exchange("all_to_all", "ep")
@@ -161,3 +146,16 @@ def test_a_search_claims_no_bound_that_takes_exchanges_for_work():
     assert found.timeline.makespan <= fpipe.simulate(fpipe.schedules.one_f_one_b_overlap(2)(start), costs).makespan
     assert found.timeline.makespan == fpipe.simulate(found.schedule(start), costs).makespan
     assert found.bound <= 29
+
+
+REPLICAS = fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False), fpipe.data_parallel("ep"))(fpipe.program(experts(1)))
+ROWS = torch.ones(4, 2), torch.ones(4, 2)
+test_refusals = refusals(
+    globals(),
+    """
+fpipe.Program.parse(str(scheduled(experts(1), 1)).replace(", axis='ep'", "", 1))
+    ProgramError: is no collective of a stage: F, R, B, I or W that says
+fpipe.verify(REPLICAS, experts(1), ({},) * 4, ROWS, replicas=2)
+    ValueError: 1F0 exchanges along 'ep', an axis of replicas, which is not walked in lockstep
+""",
+)

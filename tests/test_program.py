@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 import fpipe
-from fpipe.program import KINDS, Program
+from fpipe.program import Program
 from tests.refusals import refusals
 
 CHAIN = fpipe.program(2)
@@ -91,14 +91,6 @@ def test_a_pickle_rests_on_five_names_that_stay():
     program = PROGRAMS["with frees"]
     assert Names(io.BytesIO(pickle.dumps(program))).load() == program
     assert found == {"fpipe.program.Program", *(f"fpipe.ops.{name}" for name in ("Input", "Op", "Output", "Value"))}
-
-
-def test_a_kind_of_ones_own_prints_and_parses():
-    if "CLIP" not in KINDS:
-        fpipe.register_kind("CLIP", fpipe.Kind("after"))
-    lines = [line.replace("= g[0,0] @", "= clipped[0] @") for line in str(fpipe.program(1)).splitlines()]
-    lines.insert(-3, "clipped[0] = CLIP[0] g[0,0] {norm=1.0} @ 0")
-    assert str(Program.parse("\n".join(lines))).splitlines() == lines
 
 
 def one_cell(text: str) -> Program:

@@ -1,5 +1,7 @@
 """Each transform rewrites what it says, says what it refuses, and leaves the rest."""
 
+from itertools import permutations
+
 import pytest
 
 import fpipe
@@ -86,11 +88,6 @@ def test_groups_commute_with_the_rest():
     assert fpipe.chain(group, *steps)(base) == fpipe.chain(*steps, group)(base)
 
 
-def test_splitting_where_said():
-    program = fpipe.split_backward(lambda stage, index: stage == 1)(SPLIT)
-    assert (count(program, "B"), kinds(program, "W")) == (8, [f"1W{index}" for index in range(4)])
-
-
 def test_merging_backwards_leaves_those_apart():
     table = [["0F0", "0F1", "0I0", "0W0", "0I1", "0F2", "0W1", "0B2"]]
     program = fpipe.chain(fpipe.split(3), fpipe.schedules.from_table(table), fpipe.merge_backward())(fpipe.program(1))
@@ -134,10 +131,6 @@ def test_reorder_takes_a_function_of_the_program():
 def test_a_cell_b_names_i_and_w_of_a_split_backward():
     program = fpipe.chain(fpipe.split_backward(), fpipe.reorder([["0F0", "0B0"]]))(fpipe.program(1))
     assert program.table() == [["0F0", "0I0", "0W0"]]
-
-
-def test_cells_i_and_w_split_a_full_backward():
-    assert fpipe.reorder([["0F0", "0I0", "0W0"]])(fpipe.program(1)) == fpipe.split_backward()(fpipe.program(1))
 
 
 def test_every_value_is_freed_right_after_its_last_read():
@@ -207,6 +200,17 @@ def test_a_cell_of_four_letters_is_text_and_no_key():
     cells = [f"0{kind}{index}" for kind in "FB" for index in range(11)]
     keys = [(kind, 0, index, None) for kind in "FB" for index in range(11)]
     assert fpipe.reorder([cells])(base) == fpipe.reorder([keys])(base) == fpipe.reorder([cells[:5] + keys[5:]])(base)
+
+
+def test_forward_only_may_stand_anywhere_after_split():
+    steps = [fpipe.forward_only(), fpipe.schedules.one_f_one_b(3), fpipe.merge(), fpipe.checkpoint()]
+    assert len({fpipe.chain(*road)(SPLIT) for road in permutations(steps)}) == 1
+
+
+def test_a_pair_keeps_its_forward():
+    table = [["0F0", "(0F1;0B0)", "0B1"]]
+    program = fpipe.chain(fpipe.split(2), fpipe.schedules.from_table(table), fpipe.forward_only())(fpipe.program(1))
+    assert program.table() == [["0F0", "0F1"]]
 
 
 test_refusals = refusals(
