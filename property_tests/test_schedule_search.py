@@ -1,7 +1,6 @@
 """Orders searched by cost, and priorities: legal, complete and under the cap, whatever the sizes and costs."""
 
 import inspect
-import itertools
 import math
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ from fpipe.program import Op, ProgramError
 from fpipe.schedules.by_cost import linear_order, v_order
 from fpipe.schedules.hillclimb import floor
 from fpipe.schedules.priority import Now
+from fpipe.transforms.chain import Transform
 from fpipe.transforms.reorder import in_rows
 from property_tests.strategies import few
 from tests.test_search import SLOW, never_worse, quick
@@ -200,32 +200,15 @@ def test_zb_h2_is_never_longer_than_its_greedy_rule(data: st.DataObject, ranks: 
     assert max(found.peak) <= 2 * ranks - 1
 
 
-def greedy_v(ranks: int, microbatches: int, seconds: tuple[int, int], transfer: int, turns: tuple[int, ...]) -> float:
-    """Makespan of full backwards on a V: of what can start first, the leg whose turn it is; room as 1F1B-V has it."""
-    last, cap = 2 * ranks - 1, 4 * (ranks + 1) // 3
-    home = [min(stage, last - stage) for stage in range(2 * ranks)]
-    ends: dict[tuple[int, int, int], float] = {}
-    done, held, free = [[0] * (last + 1), [0] * (last + 1)], [0] * ranks, [0.0] * ranks
-    while min(done[1]) < microbatches:
-        found: list[tuple[float, int, int, int]] = []
-        for back, stage in itertools.product((0, 1), range(last + 1)):
-            rank, index, up = home[stage], done[back][stage], stage >= ranks
-            source = (0, stage - 1) if not back else (0, stage) if stage == last else (1, stage + 1)
-            if index == microbatches or (stage + back and (*source, index) not in ends):
-                continue
-            if (*source, index) in ends:
-                way = transfer if home[source[1]] != rank else 0
-                ready = ends[*source, index] + way
-            else:
-                ready = 0.0
-            if back or held[rank] + 2 - up <= cap:
-                found.append((max(free[rank], ready), turns[2 * back + up], back, stage))
-        start, _, back, stage = min(found)
-        rank, index = home[stage], done[back][stage]
-        free[rank] = ends[back, stage, index] = start + seconds[back]
-        done[back][stage] += 1
-        held[rank] += 1 - 2 * back
-    return max(free)
+def greedy_v(ranks: int, costs: fpipe.Costs, turns: tuple[int, ...]) -> Transform:
+    """Full backwards on a V: of what can start, the leg whose turn it is; room as 1F1B-V has it."""
+
+    def key(op: Op, now: Now) -> float:
+        up = (op.stage or 0) >= ranks
+        full = op.kind == "F" and 2 * now.held + 2 - up > 4 * (ranks + 1) // 3
+        return math.inf if full else turns[2 * (op.kind == "B") + up]
+
+    return fpipe.schedules.from_priority(key, ranks, placement="v", costs=costs)
 
 
 @few(30)
@@ -242,8 +225,8 @@ def test_1f1b_v_is_never_longer_than_a_greedy_rule(
     """Its block knows no transfer: where a hop took as long as four forwards, it was up to 15 % longer."""
     costs = fpipe.Costs(float(seconds[0]), float(seconds[1]), 0.0, transfer=float(transfer))
     base = fpipe.split(ranks + more)(fpipe.program(2 * ranks))
-    found = fpipe.simulate(fpipe.schedules.one_f_one_b_v(ranks, costs=costs)(base), costs)
-    assert found.makespan <= greedy_v(ranks, ranks + more, seconds, transfer, turns)
+    own, greedy = fpipe.schedules.one_f_one_b_v(ranks, costs=costs), greedy_v(ranks, costs, turns)
+    assert fpipe.simulate(own(base), costs).makespan <= fpipe.simulate(greedy(base), costs).makespan
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,7 @@ RUN: list[dict[str, Any]] = [
     {"placement": "looped", "split_backward": False},
     {"memory_cap": 1, "checkpoint": "auto"},
     {"checkpoint": "always", "objective": "span"},
+    {"memory_cap": 1, "placement": "looped", "costs": fpipe.Costs(5, 6, 4, offload=5)},
     {},
 ]
 
@@ -195,14 +196,16 @@ def test_what_is_found_runs(words: dict[str, Any]):
     torch.manual_seed(0)
     params = tuple({"w": torch.randn(4, 4)} for _ in range(4))
     batch = torch.randn(9, 4), torch.randn(9, 4)
-    found = quick(model, COSTS[3], ranks=2, microbatches=4, **words)
+    costs = words.get("costs", COSTS[3])
+    found = quick(model, **({"costs": costs, "ranks": 2, "microbatches": 4} | words))
+    assert any(op.kind == "OFFLOAD" for op in found.program.ops) == ("costs" in words)
     program = fpipe.chain(fpipe.split(4), found.schedule, fpipe.merge())(fpipe.program(model))
     fpipe.check(fpipe.chain(fpipe.communicate(), fpipe.free())(program))
     assert fpipe.verify(program, model, params, batch).bitwise
     here, there = (fpipe.build(program, model, runtime=name)(params, batch) for name in RUNTIMES)
     assert all(torch.equal(one["w"], other["w"]) for one, other in zip(here.grads, there.grads, strict=True))
     assert torch.equal(here.loss, there.loss)
-    assert fpipe.simulate(program, COSTS[3]).makespan == pytest.approx(found.timeline.makespan)
+    assert fpipe.simulate(program, costs).makespan == pytest.approx(found.timeline.makespan)
 
 
 @pytest.mark.parametrize("placement", ["linear", "v", "looped", [0, 1, 1, 0, 1, 0]])

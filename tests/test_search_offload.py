@@ -8,20 +8,18 @@ from itertools import islice
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import fpipe
 from fpipe.finding.climber import Climber
-from fpipe.finding.kept import Kept
 from fpipe.finding.list_orders import ListOrders, rules
 from fpipe.finding.memory_limits import limits_of
 from fpipe.finding.offloaded_tasks import OffloadedTasks
 from fpipe.orders.tasks import tasks_of
 from fpipe.timing.value_bytes import NamedBytes
 from property_tests.strategies import few
-from tests.test_search import SLOW, quick, squares, stage, step
+from tests.test_search import SLOW, quick, step
 
 COSTS = fpipe.Costs(5, 6, 4, offload=5)
 WORDS: dict[str, Any] = {"ranks": 2, "microbatches": 6, "memory_cap": 1, "placement": "looped"}
@@ -37,23 +35,6 @@ def test_what_leaves_beats_everything_without():
     assert max(found.timeline.peak) <= 1
     assert not any(op.kind == "OFFLOAD" for op in stays.program.ops)
     assert all(row.name not in ("bpipe", "pipe_offload") for row in stays.named)
-
-
-def test_what_is_moved_is_kept_as_text_and_runs():
-    model = fpipe.from_functions([stage] * 4, squares)
-    torch.manual_seed(0)
-    params = tuple({"w": torch.randn(4, 4)} for _ in range(4))
-    batch = torch.randn(9, 4), torch.randn(9, 4)
-    found = quick(4, COSTS, **WORDS)
-    kept = found.schedule
-    assert Kept.from_csv(kept.to_csv()) == Kept.from_json(kept.to_json()) == kept
-    assert kept(step(4, 6)) == found.program
-    program = fpipe.chain(fpipe.split(6), kept, fpipe.merge())(fpipe.program(model))
-    assert any(op.kind == "OFFLOAD" for op in program.ops)
-    assert fpipe.simulate(program, COSTS).peak == found.timeline.peak
-    assert fpipe.verify(program, model, params, batch).bitwise
-    here, there = (fpipe.build(program, model, runtime=name)(params, batch) for name in ("local", "threads"))
-    assert all(torch.equal(one["w"], other["w"]) for one, other in zip(here.grads, there.grads, strict=True))
 
 
 def test_residuals_stay_where_no_cap_asks_or_no_cost_is_said():

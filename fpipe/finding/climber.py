@@ -127,16 +127,11 @@ class Climber:
             put = take + random.choice((-4, -3, -2, -1, 1, 2, 3, 4))
         if not 0 <= put < len(row):
             return None
-        track = row[take]
-        if put > take:
-            crossed = row[take + 1 : put + 1]
-            if crossed.count(track) == len(crossed):
-                return None
-            return rank, [*row[:take], *crossed, track, *row[put + 1 :]]
-        crossed = row[put:take]
-        if crossed.count(track) == len(crossed):
+        if {*row[min(take, put) : max(take, put) + 1]} == {row[take]}:
             return None
-        return rank, [*row[:put], track, *crossed, *row[take + 1 :]]
+        made = row[:]
+        made.insert(put, made.pop(take))
+        return rank, made
 
     def _everywhere(self, rows: Rows) -> tuple[int, list[int]] | None:
         """Two tracks that follow each other change places wherever they do, in a part of a row: a steady state changes

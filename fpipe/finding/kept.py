@@ -53,15 +53,13 @@ class Kept:
         program = from_table(named, replicated=self.replicated)(program)
         if not away:
             return program
-        ranks = {self._rank(f"{stage}F{microbatch}"): to for (stage, microbatch), to in away.items()}
-        host = set(ranks.values()) == {"host"}
+        home = {cell: rank for rank, row in enumerate(cells) for cell in row}
+        to = {home[f"{stage}F{microbatch}"]: place for (stage, microbatch), place in away.items()}
+        host = set(to.values()) == {"host"}
         moved = offload(
-            lambda stage, microbatch: (stage, microbatch) in away, to="host" if host else lambda rank: int(ranks[rank])
+            lambda stage, microbatch: (stage, microbatch) in away, to="host" if host else lambda rank: int(to[rank])
         )
         return by_table(moved(program), cells, move=False)
-
-    def _rank(self, cell: str) -> int:
-        return next(rank for rank, row in enumerate(self.rows) if cell in row)
 
     def to_csv(self) -> str:
         """One line a rank; `fpipe.schedules.from_table` reads it too, where nothing is recomputed or moved."""

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 from fpipe.program import Op, Program, ProgramError, Value, is_exchange, parts_of
@@ -79,18 +80,14 @@ class LinearPipeline:
     @cached_property
     def before(self) -> list[int]:
         """The track that each track reads from, -1 for the first."""
-        found = [-1] * (2 * self.stages)
-        for track, reader in zip(self.path, self.path[1:], strict=False):
-            found[reader] = track
-        return found
+        makers = dict(pairwise(reversed(self.path)))
+        return [makers.get(track, -1) for track in range(2 * self.stages)]
 
     @cached_property
     def after(self) -> list[int]:
         """The track that reads from each track, -1 for the last."""
-        found = [-1] * (2 * self.stages)
-        for track, reader in zip(self.path, self.path[1:], strict=False):
-            found[track] = reader
-        return found
+        readers = dict(pairwise(self.path))
+        return [readers.get(track, -1) for track in range(2 * self.stages)]
 
     @cached_property
     def wakes(self) -> list[int]:

@@ -157,44 +157,31 @@ class _ReadyOps:
             held[place] += takes
             most[place] = max(most[place], held[place])
             held[place] -= drops
-        least = [0] * len(self.share)
-        for (rank, _), count in most.items():
-            least[rank] = max(least[rank], count)
-        return [count / share for count, share in zip(least, self.share, strict=True)]
+        counts = ([count for (own, _), count in most.items() if own == rank] for rank in range(len(self.share)))
+        return [max(each, default=0) / share for each, share in zip(counts, self.share, strict=True)]
 
     def pick(self, rank: int, time: float, ready: list[int]) -> int:
         """The ready op with the smallest key that there is room for."""
         self._settle(rank)
         share = self.share[rank]
         room = self.limits[rank] * share - self.held[rank] + 1e-9
-        open_now = [at for at in ready if self.takes[at] <= room]
         now = Now(time, rank, self.held[rank] / share, *self.sizes)
-        keys = [self.key(self.ops[at], now) for at in open_now]
-        if any(_waits(found) for found in keys):
-            open_now = [at for at, found in zip(open_now, keys, strict=True) if not _waits(found)]
-            keys = [found for found in keys if not _waits(found)]
-            if not keys:
-                return LATER
-        best = NOTHING
-        for at, (op, found) in enumerate(zip(open_now, keys, strict=True)):
-            try:
-                odd = found != found or found is None
-                if not odd and (best < 0 or found < keys[best] or (found == keys[best] and op < open_now[best])):
-                    best = at
-            except (TypeError, ValueError) as error:
-                other = self.ops[open_now[max(best, 0)]].cell
-                raise ProgramError(
-                    f"the keys do not compare: key gave {found!r} for {self.ops[op].cell} and {keys[max(best, 0)]!r} "
-                    f"for {other}, on rank {rank} at time {time:g} ({error}). Give numbers, or tuples of numbers."
-                ) from None
-            if odd:
-                raise ProgramError(
-                    f"key gave {found!r} for {self.ops[op].cell}, on rank {rank} at time {time:g}; a key is a number "
-                    "or a tuple of numbers, and math.inf for an op that waits."
-                )
-        if best < 0:
-            return NOTHING
-        op = open_now[best]
+        given = {at: self.key(self.ops[at], now) for at in ready if self.takes[at] <= room}
+        keys = {at: found for at, found in given.items() if not _waits(found)}
+        if not keys:
+            return LATER if given else NOTHING
+        where = f"on rank {rank} at time {time:g}"
+        try:
+            odd = next((at for at, found in keys.items() if found is None or found != found), None)
+            op = min(keys, key=lambda at: (keys[at], at))
+        except (TypeError, ValueError) as error:
+            sentence = f"the keys do not compare, {where} ({error}). Give numbers, or tuples of numbers."
+            raise ProgramError(sentence) from None
+        if odd is not None:
+            raise ProgramError(
+                f"key gave {keys[odd]!r} for {self.ops[odd].cell}, {where}; a key is a number or a tuple of numbers, "
+                "and math.inf for an op that waits."
+            )
         self.held[rank] += self.takes[op]
         self.last[rank] = op
         return op
