@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
 
+from fpipe.finding.hunt import Candidate
 from fpipe.program import Program, ProgramError, kind_of
 from fpipe.transforms.cells import Key
 from fpipe.transforms.reorder import by_table
@@ -17,15 +18,13 @@ TRIED = 24
 """Programs that are made at most; each takes as long as to simulate one."""
 
 
-def fused(base: Program, program: Program, good: Callable[[Program], bool]) -> Program:
-    """The program with full backwards wherever an I stands just before its W and that is as good.
-
-    `base` has full backwards and no order yet, `program` halves and an order.
-    """
-    rows: list[list[Key]] = [[] for _ in range(program.ranks)]
-    for op in program.ops:
+def fused(base: Program, best: Candidate, judged: Callable[[Program], Candidate | None]) -> Candidate:
+    """The best with full backwards, as `base` has them, wherever an I stands just before its W and that is judged as
+    good."""
+    rows: list[list[Key]] = [[] for _ in range(best.program.ranks)]
+    for op in best.program.ops:
         if op.parts:
-            return program
+            return best
         if kind_of(op.kind).place == "table":
             rows[op.rank].append(op[:4])
     pairs = [
@@ -37,18 +36,19 @@ def fused(base: Program, program: Program, good: Callable[[Program], bool]) -> P
     whole = {op[1:4] for op in base.ops if op.kind == "B"}
     pairs = [pair for pair in pairs if pair[1] in whole]
     kept: set[tuple[int, tuple[int | None, ...]]] = set()
-    found, tried = program, 0
+    tried = 0
     parts = [pairs] if pairs else []
     while parts and tried < TRIED:
         part = parts.pop()
         tried += 1
         made = _with(base, rows, kept | {*part})
-        if made is not None and good(made):
+        found = made and judged(made)
+        if found is not None:
             kept |= {*part}
-            found = made
+            best = found
         elif len(part) > 1:
             parts += [part[: len(part) // 2], part[len(part) // 2 :]]
-    return found
+    return best
 
 
 def _with(base: Program, rows: list[list[Key]], whole: set[tuple[int, tuple[int | None, ...]]]) -> Program | None:

@@ -299,19 +299,17 @@ class _Search:
         wanted = self.wanted
         if wanted.halves is not None or has(best.program, "OFFLOAD"):
             return best
-        known: dict[int, Candidate] = {}
 
-        def good(program: Program) -> bool:
+        def judged(program: Program) -> Candidate | None:
             timeline = simulate(program, wanted.costs)
             value = wanted.value(timeline)
             fits = max(timeline.peak) <= wanted.cap * (1 + 1e-9)
-            known[id(program)] = Candidate(program, timeline, value)
-            return fits and all(one <= other * (1 + 1e-12) for one, other in zip(value, best.value, strict=True))
+            good = fits and all(one <= other * (1 + 1e-12) for one, other in zip(value, best.value, strict=True))
+            return Candidate(program, timeline, value) if good else None
 
         more = again_of(best.program) - again_of(self.plain)
         try:
-            made = fused(recomputing(more)(self.plain) if more else self.plain, best.program, good)
+            return fused(recomputing(more)(self.plain) if more else self.plain, best, judged)
         except KeyboardInterrupt:
             self.complete = False
             return best
-        return known.get(id(made), best)
