@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,6 +12,7 @@ import fpipe
 from fpipe.timing import noise as drawing
 from property_tests.strategies import DrawnProgram, few, plans
 from property_tests.test_time_laws import costs
+from tests.refusals import refusals
 
 NAMED = {name: fpipe.schedules.about(name).program(4, 8) for name in ("one_f_one_b", "zb_h1", "gpipe")}
 
@@ -72,23 +71,24 @@ def test_a_slow_link_of_a_cluster_and_costs_by_program():
     assert slow["program"].median > calm["program"].median == calm["program"].nominal
 
 
-@pytest.mark.parametrize(
-    ("wrong", "expected"),
-    [
-        (
-            lambda: fpipe.Noise(jitter=-0.1),
-            "jitter is a share of an op's seconds, a number from 0 to 1000000; found -0.1.",
-        ),
-        (lambda: fpipe.Noise(slow_rank=0.5), "slow_rank is how many times as long it takes, a number from 1"),
-        (lambda: fpipe.robustness({}, noise=fpipe.Noise()), "takes a program, or several as {name: program}; found {}"),
-        (lambda: fpipe.robustness(NAMED, noise=fpipe.Noise(), samples=0), "samples is a whole number, at least 1"),
-        (
-            lambda: fpipe.robustness(NAMED, noise=fpipe.Noise(), samples=2).best("mean"),
-            'at "nominal", "median" or "p95"',
-        ),
-        (lambda: fpipe.robustness(NAMED, noise=fpipe.Noise(), samples=2)["gpipe"].at(2), "is from 0 to 1, found 2."),
-    ],
+def spread() -> fpipe.Robustness:
+    return fpipe.robustness(NAMED, noise=fpipe.Noise(), samples=2)
+
+
+test_what_is_no_noise_is_refused = refusals(
+    globals(),
+    """
+fpipe.Noise(jitter=-0.1)
+    ValueError: jitter is a share of an op's seconds, a number from 0 to 1000000; found -0.1.
+fpipe.Noise(slow_rank=0.5)
+    ValueError: slow_rank is how many times as long it takes, a number from 1
+fpipe.robustness({}, noise=fpipe.Noise())
+    ValueError: takes a program, or several as {name: program}; found {}
+fpipe.robustness(NAMED, noise=fpipe.Noise(), samples=0)
+    ValueError: samples is a whole number, at least 1
+spread().best("mean")
+    ValueError: at "nominal", "median" or "p95"
+spread()["gpipe"].at(2)
+    ValueError: is from 0 to 1, found 2.
+""",
 )
-def test_what_is_no_noise_is_refused(wrong: Any, expected: str):
-    with pytest.raises(ValueError, match=re.escape(expected)):
-        wrong()

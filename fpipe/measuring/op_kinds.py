@@ -63,7 +63,11 @@ def seconds_of(program: Program, runs: Runs, alone: bool) -> dict[str, Any]:
 def _alone(program: Program) -> Program:
     """The ops in their order, each by itself and without transfers: all that one process has to do."""
     moves = ("SEND", "RECV", "OFFLOAD", "LOAD", "FREE")
-    ops = [_at_home(op) for op in parts_of(program.ops) if op.kind not in moves]
+    ops = [
+        op._replace(rank=0, reads=tuple(value._replace(at="") for value in op.reads))
+        for op in parts_of(program.ops)
+        if op.kind not in moves
+    ]
     outputs = tuple(end._replace(value=end.value._replace(at="")) for end in program.outputs)
     return Program.trusted(program.inputs, tuple(ops), outputs)
 
@@ -71,10 +75,6 @@ def _alone(program: Program) -> Program:
 def _together(program: Program) -> Program:
     """The ops on their ranks, each by itself."""
     return Program.trusted(program.inputs, tuple(parts_of(without_frees(program))), program.outputs)
-
-
-def _at_home(op: Op) -> Op:
-    return op._replace(rank=0, reads=tuple(value._replace(at="") for value in op.reads))
 
 
 def _plain(program: Program) -> Program:

@@ -9,7 +9,7 @@ cut in two, its residuals recomputed. So the costs serve schedules that it was n
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from fpipe.measuring.op_kinds import Runs, note, seconds_of, variants_of, with_halves
@@ -17,7 +17,7 @@ from fpipe.measuring.sizes import Sizes, sizes
 from fpipe.measuring.timeline_costs import Moving, kept, moving
 from fpipe.model import Model
 from fpipe.optimizers.optimizer_state import example_optim
-from fpipe.program import Op, Program, the_program
+from fpipe.program import Program, the_program
 from fpipe.runtimes.build import build
 from fpipe.single_device.batches import refuse_meta
 from fpipe.timing.costs import Costs
@@ -95,6 +95,7 @@ def profile(
     variants = variants_of(halves)
     opt, rates, scale = example_optim(halves, params) or (None, [], None)
     optim: Any = {"opt": opt, "lr": [float(rate) for rate in rates] or None, "scale": scale}
+    example = (params, batch) if state is None else (params, batch, state)
     runs: Runs = {}
     timelines: list[Timeline] = []
     done, every = 0, len(variants) * (repeats + 1)
@@ -102,15 +103,16 @@ def profile(
         progress(done, every)
     for variant in variants:
         told = variant if alone else communicate()(variant)
-        how: Any = {} if alone else {"runtime": runtime, "mesh": mesh, "example": _example(params, batch, state)}
+        how: Any = {} if alone else {"runtime": runtime, "mesh": mesh, "example": example}
         step = build(told, model, record=True, **how)
         found: Runs = {}
         for turn in range(repeats + 1):
             timeline = step(params, batch, state=state, key=key, **optim).timeline
             if turn:
                 timelines.append(timeline)
-                for op, took in _lasting(timeline) if alone else kept(timeline):
-                    note(found, op, took)
+                took = [(op, end - start) for op, start, end in timeline.events] if alone else kept(timeline)
+                for op, seconds in took:
+                    note(found, op, seconds)
             done += 1
             if progress:
                 progress(done, every)
@@ -121,14 +123,6 @@ def profile(
         **moved._asdict(),
         bytes=_bytes(halves, model, params, batch, state),
     )
-
-
-def _lasting(timeline: Timeline) -> Iterable[tuple[Op, float]]:
-    return ((op, end - start) for op, start, end in timeline.events)
-
-
-def _example(params: Any, batch: Any, state: Any) -> tuple[Any, ...]:
-    return (params, batch) if state is None else (params, batch, state)
 
 
 def _bytes(program: Program, model: Model, params: Any, batch: Any, state: Any) -> Sizes | None:

@@ -150,16 +150,11 @@ class _Layers(NamedTuple):
         return [self.ahead] if self.run == "infer" else [self.ahead, self.back]
 
 
-def _check_layers(stages: object, memory: object) -> None:
-    """Of one model: a number of stages, and bytes of each."""
+def _layers(costs: Costs, stages: Any, run: RunMode, memory: Any, limit: float) -> _Layers:
     if stages is not None:
         whole("stages", stages)
     if memory is not None and (not isinstance(memory, Collection) or isinstance(memory, str)):
         raise TypeError(f"memory lists the bytes of each stage, found {memory!r}.")
-
-
-def _layers(costs: Costs, stages: int | None, run: RunMode, memory: Sequence[float] | None, limit: float) -> _Layers:
-    _check_layers(stages, memory)
     listed = {len(row) for row in vars(costs).values() if isinstance(row, Sequence) and not isinstance(row, str)}
     listed |= set() if stages is None else {stages}
     if len(listed) != 1 or 0 in listed:

@@ -162,7 +162,7 @@ class _Planner:
         rows = sorted(self.rows, key=lambda row: (not row.fits, row.a_row(at), row.a_row("nominal"), row.most))
         served = {row.schedule for row in rows}
         refused = tuple((name, why) for name, why in self.refused.items() if name not in served)
-        return RunPlan(tuple(rows), refused, self._unit, at, asked.limits, complete)
+        return RunPlan(tuple(rows), refused, "bytes" if self.in_bytes else "rows", at, asked.limits, complete)
 
     def _limit(self, rank: int) -> float:
         return self.asked.limits[min(rank, len(self.asked.limits) - 1)]
@@ -173,10 +173,6 @@ class _Planner:
             zip(sorted(computing(row.program)), row.memory, strict=True), key=lambda one: one[1] / self._limit(one[0])
         )
         return rank, held, row
-
-    @property
-    def _unit(self) -> Any:
-        return "bytes" if self.in_bytes else "rows"
 
     def _held(self, most: float) -> str:
         return amount(most, self.in_bytes) + " rows" * (not self.in_bytes)

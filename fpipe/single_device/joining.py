@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree as trees
-from fpipe.single_device.leaf_specs import cut_along, spread
-from fpipe.single_device.microbatch import named, sequence_dims
+from fpipe.single_device.microbatch import cut_along, named, sequence_dims, spread
 from fpipe.transforms.specs import Chunk, Sum, in_our_words
 
 

@@ -142,8 +142,12 @@ def over_parts(
                 made = forward(model, own, readers, piece, states, taken, place, turn, key, see, between)
                 each, count, aux, output, carries = made
                 weighted = each * (weights[-1] if model.reduction == "mean" else 1.0)
-                graphs.append(MicrobatchGraph(own, taken, _scaled(weighted, scale), carries, readers, place, between))
-            _show_parts(see, model, piece, place)
+                end = weighted if scale is None else weighted * scale
+                graphs.append(MicrobatchGraph(own, taken, end, carries, readers, place, between))
+            if see is not None:  # what SPLIT writes, for each stage that takes it
+                for number in range(len(model.stages)):
+                    see(Value("x", number, *place), piece[0])
+                    see(Value("t", number, *place), piece[1])
             if index % many or k:
                 each_loss[-1] = each_loss[-1] + weighted.detach()
             else:
@@ -214,21 +218,9 @@ def _over_replicas(
     return apart
 
 
-def _show_parts(see: See | None, model: Model, piece: tuple[Any, Any], place: tuple[int, int | None]) -> None:
-    """Show what SPLIT writes: the part of the inputs for each stage that takes them, and that of the target."""
-    for number in range(len(model.stages)) if see else ():
-        for word, part in zip("xt", piece, strict=True):
-            assert see is not None
-            see(Value(word, number, *place), part)
-
-
 def _one_after_the_other(rows: Tensor | None, more: Tensor | None) -> Tensor | None:
     """Gradients of single rows, and those of the next."""
     return None if rows is None or more is None else torch.cat([rows, more])
-
-
-def _scaled(loss: Tensor, scale: Tensor | None) -> Tensor:
-    return loss if scale is None else loss * scale
 
 
 def _divided(divisor: Any, grad: Tensor | None) -> Tensor | None:

@@ -73,7 +73,10 @@ def training_loop(
         results.append(made)
     each = {name: tuple(getattr(made, name) for made in results) for name in _EACH}
     trained = Result(**each, state=state, params=params, opt=opt, norm=tuple(norms))
-    return trained if scaler is None else replace(trained, valid=tuple(valid), scale=_scale_of(scaler))
+    if scaler is None:
+        return trained
+    good = torch.tensor(scaler.state_dict()["_growth_tracker"], dtype=torch.int32)
+    return replace(trained, valid=tuple(valid), scale=(torch.tensor(scaler.get_scale()), good))
 
 
 def of_one(result: Result) -> Result:
@@ -90,10 +93,6 @@ def scaler_of(scale: tuple[Tensor, Tensor], how: Mapping[str, Any]) -> torch.amp
     scaler = torch.amp.GradScaler("cpu", init_scale=float(scale[0]))
     scaler.load_state_dict({**scaler.state_dict(), **how, "_growth_tracker": int(scale[1])})
     return scaler
-
-
-def _scale_of(scaler: torch.amp.GradScaler) -> tuple[Tensor, Tensor]:
-    return torch.tensor(scaler.get_scale()), torch.tensor(scaler.state_dict()["_growth_tracker"], dtype=torch.int32)
 
 
 def _unscaled(scaler: torch.amp.GradScaler, grads: Sequence[Any]) -> tuple[Any, ...]:
@@ -122,7 +121,8 @@ def _updated(
     """Parameters and optimizer state after one update."""
     leaves, spec = tree.flatten(tuple(params))
     names = [name for stage in params for name in names_of(tree.flatten(stage)[1])]
-    states = _up_to(spec, tuple(opt))
+    deeper: Any = tuple(opt)
+    states: list[Any] = spec.flatten_up_to(deeper)
     now = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     trained = [k for k, grad in enumerate(grads) if grad is not None]
     for k in trained:
@@ -146,7 +146,3 @@ def _after(by: str, settings: dict[str, Any], param: Tensor, state: dict[str, Te
     optimizer.step()
     param.grad, left = None, optimizer.state[param]
     return param, {word: left[word] if word in left else leaf + 1 for word, leaf in state.items()}
-
-
-def _up_to(spec: Any, deeper: Any) -> list[Any]:
-    return spec.flatten_up_to(deeper)

@@ -166,8 +166,10 @@ class AfterSteps:
         shaken only if none that comes nearer explains them: that is to run it once more."""
         tried = list[tuple[float, str, Loop]]()
         for words, loop in mistakes(self.loop):
-            tried.append((self._error(loop.run()), words, loop))
-            if tried[-1][0] == 0.0:
+            made = tree.leaves(loop.run().params)
+            error = sum(float((wide(leaf) - wide(made[at])).norm()) for at, (_, leaf) in self.found.items())
+            tried.append((error, words, loop))
+            if error == 0.0:
                 break
         near = sorted((one for one in tried if isfinite(one[0])), key=itemgetter(0))
         return self._explained((words, loop) for _, words, loop in near)
@@ -194,11 +196,6 @@ class AfterSteps:
         if not told and words.by == "SGD" and words.clip is None and "weight_decay" not in dict(words.settings):
             sentence += f", or gradients are {times:.3g} times as large"
         return None if others == rates else self._explained([(sentence, loop)])
-
-    def _error(self, made: Result) -> float:
-        """How far away the parameters are that a loop makes: after few steps several mistakes may look alike."""
-        right = tree.leaves(made.params)
-        return sum(float((wide(leaf) - wide(right[at])).norm()) for at, (_, leaf) in self.found.items())
 
 
 def _resized(step: StepGradients) -> Any:

@@ -79,7 +79,9 @@ def beside(
     given = {GRADIENT + name: leaf for name, leaf in grads.items()}
     given |= {f"{word} of {name}": leaf for name, state in states.items() for word, leaf in state.items()}
     _refuse_unknown([*given], right)
-    found = {what: _tensor(leaf) for what, leaf in given.items()}
+    found = {
+        what: torch.as_tensor(leaf.full_tensor() if is_sharded(leaf) else leaf).detach() for what, leaf in given.items()
+    }
     for what, leaf in found.items():
         if leaf.shape != right[what].shape:
             raise ValueError(f"{what} has the shape {[*leaf.shape]}, and is to have {[*right[what].shape]}.")
@@ -94,10 +96,6 @@ def _refuse_unknown(given: Sequence[str], right: Mapping[str, Tensor]) -> None:
     unknown = next((what for what in given if what not in right), None)
     if unknown is not None:
         raise ValueError(f"there is nothing to compare {unknown} with; there is {listed([*right])}.")
-
-
-def _tensor(leaf: Any) -> Tensor:
-    return torch.as_tensor(leaf.full_tensor() if is_sharded(leaf) else leaf).detach()
 
 
 def told_of(word: str, told: Any, expected: Any) -> list[str]:
