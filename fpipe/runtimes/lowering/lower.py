@@ -262,7 +262,7 @@ class _Lowering:
         weight = 1.0
         if self.shapes.context.model.reduction == "mean":
             weight = next((self.trees[value].leaves[0] for value in op.reads if value.name == "w"), 1.0)
-        known = self.shapes.loss_aval(op)
+        known = self.shapes.calls.loss_aval(self.shapes.runs[op[1:4]])
         return scaled(weight, self.shapes.context.loss_scale, known.dtype), known
 
     def rule_of(self, at: int, op: Op) -> Callable[..., Sequence[Leaves]]:

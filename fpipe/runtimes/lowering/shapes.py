@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from fpipe.graphs.compiling.cut import Cut
-from fpipe.graphs.language.graph import Aval, Fact, in_own_storage
+from fpipe.graphs.language.graph import Fact, in_own_storage
 from fpipe.program import Op, Program, Value
 from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.definition.devices import Moves
@@ -97,10 +97,6 @@ class Shapes:
     def is_untraced(self, op: Op) -> bool:
         """Whether an op is of a stage that runs under autograd."""
         return self.untraced.has(op, self.context.model)
-
-    def loss_aval(self, op: Op) -> Aval:
-        """The aval of the loss that an op's stage writes."""
-        return self.calls.loss_aval(self.runs[op[1:4]])
 
     def constant_storages(self) -> set[int]:
         """The storages of tensors that stages hold on to, and of the loss's cotangent."""

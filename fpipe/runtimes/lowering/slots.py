@@ -232,30 +232,22 @@ def exit_of(
     untouched = frozenset(n for n in range(len(model.stages)) if written and n not in written)
     state = [None if n in untouched else each for n, each in enumerate(state)] if written else None
     whole = collect_results(program, model, params, batch, state, values, lambda leaf: leaf)
-    if "grads" in whole:  # in the containers of params, once or for each microbatch
-        grads, spec = tree.flatten(whole["grads"])
-        of_params = cycle(zip(tree.leaves(params), at_home, strict=False))
-        whole["grads"] = tree.unflatten(
-            spec, [_gradient(leaf, *of) for leaf, of in zip(grads, of_params, strict=False)]
-        )
-    for name, of in (("params", params), ("opt", None if optim is None else optim[0])):
-        if name in whole:
+    of_params = [*zip(tree.leaves(params), at_home, strict=False)]
+    of_state = [(leaf, None) for leaf in tree.leaves(None if optim is None else optim[0])]
+    for name, given_as in (("grads", of_params), ("params", of_params), ("opt", of_state)):
+        if name in whole:  # in the containers of what is handed in; gradients once or for each microbatch
             places, spec = tree.flatten(whole[name])
-            given_as = zip(places, tree.leaves(of), strict=True)
-            whole[name] = tree.unflatten(spec, [_placed(leaf, one) for leaf, one in given_as])
+            pairs = zip(places, cycle(given_as), strict=False)
+            whole[name] = tree.unflatten(spec, [_as_given(leaf, *one) for leaf, one in pairs])
     found, containers = tree.flatten(whole)
     return Exit(containers, found, untouched)
 
 
-def _gradient(leaf: Any, param: Any, home: torch.device) -> Any:
+def _as_given(leaf: Any, given: Any, home: torch.device | None) -> Any:
+    """A gradient, or a leaf of the next parameters or state, sharded and of a dtype as what is handed in."""
     if isinstance(leaf, ResultLeaf):
-        return replace(leaf, sharding=sharding_of(param), dtype=getattr(param, "dtype", None))
-    return _Zeros(leaf, home if leaf.is_meta else leaf.device) if isinstance(leaf, Tensor) else leaf
-
-
-def _placed(leaf: Any, given: Any) -> Any:
-    """A leaf of the next parameters or state, sharded as the one before."""
-    return replace(leaf, sharding=sharding_of(given)) if isinstance(leaf, ResultLeaf) else leaf
+        return replace(leaf, sharding=sharding_of(given), dtype=getattr(given, "dtype", None))
+    return _Zeros(leaf, home if home and leaf.is_meta else leaf.device) if isinstance(leaf, Tensor) else leaf
 
 
 def fact_of(leaf: Any, storages: dict[int, int], trains: bool = False, home: torch.device | None = None) -> Any:

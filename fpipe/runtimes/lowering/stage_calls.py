@@ -51,15 +51,15 @@ class StageCalls:
     def call(self, op: Op, labels: Mapping[str, Value], given: Mapping[str, AbstractTree]) -> StageCall:
         """The call of an F or R; a gradient that is wanted of the batch is wanted in its avals too."""
         assert op.stage is not None
-        starts = tuple(label for label, value in labels.items() if self._starts(value, label))
-        groups = {label: _wanting(known) if label in starts else known for label, known in given.items()}
-        reads, specs = described({label: known for label, known in groups.items() if label not in ("target", "key")})
+        of_batch = {label: value.stage for label, value in labels.items() if value.name in ("x", "inputs")}
+        wanted = self.context.input_grads
+        starts = tuple(label for label, stage in of_batch.items() if (stage, port_of(label)) in wanted)
+        groups = {label: known for label, known in given.items() if label not in ("target", "key")}
+        for label in starts:
+            groups[label] = groups[label]._replace(leaves=tuple(map(wanting_fact, groups[label].leaves)))
+        reads, specs = described(groups)
         microbatch = self.context.number(op) if "microbatch" in self.model.stages[op.stage].asks else None
         return self.known(StageCall(op.stage, reads, specs, microbatch, starts))
-
-    def _starts(self, value: Value, label: str) -> bool:
-        """Whether a value that a forward reads is of the batch, and its gradient is wanted."""
-        return value.name in ("x", "inputs") and (value.stage, port_of(label)) in self.context.input_grads
 
     def known(self, call: StageCall) -> StageCall:
         """The first of calls that are equal: what is found by it is found without comparing much."""
@@ -78,12 +78,11 @@ class StageCalls:
             if isinstance(leaf, Fact)
         )
 
-        def abstract(leaves: Sequence[Any], spec: Any) -> AbstractTree:
-            return AbstractTree(
-                tuple(storages.moved(leaf) if isinstance(leaf, Fact) else leaf for leaf in leaves), spec
-            )
+        def moved(leaf: Any) -> Any:
+            return storages.moved(leaf) if isinstance(leaf, Fact) else leaf
 
-        return {label: abstract(leaves, outline.specs[label]) for label, leaves in outline.writes.items()}
+        written = outline.writes.items()
+        return {label: AbstractTree(tuple(map(moved, leaves)), outline.specs[label]) for label, leaves in written}
 
     def loss_aval(self, run: StageRun) -> Aval:
         """The aval of the loss that a stage writes."""
@@ -145,8 +144,3 @@ def update_only(model: Model, stage: int | None) -> tuple[int, ...]:
 def _outputs(outline: Outline) -> list[str]:
     """The labels of a stage's outputs."""
     return [label for label in outline.writes if is_output(label)]
-
-
-def _wanting(known: AbstractTree) -> AbstractTree:
-    """Inputs whose gradient is wanted."""
-    return AbstractTree(tuple(map(wanting_fact, known.leaves)), known.spec)

@@ -45,9 +45,10 @@ def is_sized(model: Model, stage: int | None) -> bool:
 
 def by_sizes(model: Model) -> dict[int, str]:
     """The exchanges whose sizes are data, and the stages that read what these bring: shapes there depend on data."""
-    sized = {stage for stage in range(len(model.stages)) if is_sized(model, stage)}
-    readers = {stage for stage in range(len(model.stages)) if sized & _sources(model, stage)}
-    return dict.fromkeys(sorted(sized | readers), BY_SIZES)
+    every = range(len(model.stages))
+    sized = {stage for stage in every if is_sized(model, stage)}
+    found = (stage for stage in every if stage in sized or sized & _sources(model, stage))
+    return dict.fromkeys(found, BY_SIZES)
 
 
 def refuse_unknown_rows(program: Program, model: Model) -> None:
@@ -56,19 +57,16 @@ def refuse_unknown_rows(program: Program, model: Model) -> None:
     Raises:
         ValueError: it is read on another rank, or is a result.
     """
-    sized = {stage for stage in range(len(model.stages)) if is_sized(model, stage)}
-    brought = {
-        value: op
-        for op in (parts_of(program.ops) if sized else ())
-        if op.kind == "F" and op.stage in sized and _is_shared(model, op.stage)
-        for value in op.writes
-        if value.name == "y"
-    }
+    every = range(len(model.stages))
+    functions: list[Any] = [stage.forward for stage in model.stages]
+    sized = [stage for stage in every if is_sized(model, stage) and functions[stage].size > 1]
+    ops = [op for op in parts_of(program.ops) if op.kind == "F" and op.stage in sized] if sized else []
+    brought = {value: op for op in ops for value in op.writes if value.name == "y"}
     away = {value for op in program.ops if op.kind == "SEND" for value in op.reads if value in brought}
     for value, op in brought.items():
         who = f"{model.who(op.stage or 0)} brings as many rows as the data say"
         if value in away:
-            readers = [at for at in range(len(model.stages)) if op.stage in _sources(model, at)]
+            readers = [at for at in every if op.stage in _sources(model, at)]
             where = dict(enumerate(program.placement))
             others = " and ".join(f"{model.who(at)} on rank {where[at]}" for at in readers if where[at] != op.rank)
             raise ValueError(
@@ -77,11 +75,6 @@ def refuse_unknown_rows(program: Program, model: Model) -> None:
             )
         if any(end.value == value for end in program.outputs):
             raise ValueError(f"{who}, and {value} is a result, which has a shape that is known before: leave it out.")
-
-
-def _is_shared(model: Model, stage: int | None) -> bool:
-    function: Any = model.stages[stage or 0].forward
-    return function.size > 1
 
 
 def _sources(model: Model, stage: int) -> set[Any]:
