@@ -224,8 +224,7 @@ def _called(stage: Stage, given: _Given) -> Any:
 
 
 def backward(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
-    """B and I: the gradient of a stage's graph. I computes the weight gradients too and hands them over: plain autograd
-    cannot stop half-way without doing the way to that point twice."""
+    """B and I: the gradient of a stage's graph. Autograd cannot stop half-way, so I hands the weight gradients over."""
     named = {value.name: arg for value, arg in zip(op.reads, args, strict=True)}
     residuals: Any = named["res"]
     if isinstance(residuals, Inputs):

@@ -21,11 +21,7 @@ Moves = Mapping[Value, tuple[torch.device, torch.device]]
 
 
 def devices_of(devices: Sequence[Any], ranks: int) -> tuple[torch.device, ...]:
-    """The device of each rank, with its number.
-
-    Raises:
-        ValueError: there are not as many as ranks.
-    """
+    """The device of each rank, with its number; a ValueError if there are not as many as ranks."""
     if isinstance(devices, str) or len(devices) != ranks:
         raise ValueError(
             f"devices= has a device for each rank, such as ['cuda:0', 'cuda:1']; this program has {ranks} ranks, found "
@@ -41,8 +37,7 @@ def _numbered(said: Any) -> torch.device:
 
 
 def on_devices(program: Program, devices: Sequence[torch.device]) -> Program:
-    """The program with one home of each input, or several on one device, and one of each output: to other devices the
-    values travel as all do."""
+    """The program with homes of each input on one device, and one of each output: to others values travel as all do."""
     inputs = tuple(
         end._replace(homes=tuple(rank for rank in end.homes if devices[rank] == devices[end.homes[0]]))
         for end in program.inputs
@@ -96,15 +91,13 @@ def brought(leaf: Any, home: torch.device) -> Any:
 
 
 def moved(leaf: Any, home: torch.device, there: torch.device, *, queued: bool = False) -> Any:
-    """A tensor at home as it is there, with its strides: kernels look at them. Anything else stays as it is. On a CPU
-    it is there at once, unless it is `queued`: then whoever reads it waits for the stream."""
+    """A tensor at home as it is there, with its strides; on a CPU at once, unless it is `queued` for who reads it."""
     away = partial(Tensor.to, device=there, non_blocking=there.type != "cpu")
     return copied([leaf], home, to_host if queued and there.type == "cpu" else away)[0]
 
 
 def copied(leaves: Iterable[Any], home: torch.device, copy: Callable[[Tensor], Tensor]) -> list[Any]:
-    """Leaves with copies in place of the tensors at home, with their strides. Each memory is copied once, as a tensor
-    of one dimension."""
+    """Leaves with copies in place of the tensors at home, with their strides; each memory is copied once, and flat."""
     found, made = list[Any](), dict[Any, Tensor]()
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.device == home:

@@ -29,12 +29,7 @@ Keys = int | tuple[int, ...] | None
 
 
 def check_call(program: Program, more: Sequence[Any], key: Any) -> Keys:
-    """The key of a step.
-
-    Raises:
-        TypeError: the step is handed something after the batch, or a key that is no number.
-        ValueError: not as many keys as training steps.
-    """
+    """The key of a step; an error if the batch is spread, or a key is no number, or not one for each training step."""
     refuse_spread(more, "step(params, {})")
     if program.steps == 1 or key is None:
         return key if key is None else (fold_in(key), key)[1]
@@ -48,13 +43,8 @@ Optim = tuple[Any, Any, Any] | None
 
 
 def optim_of(program: Program, opt: Any, lr: Any, scale: Any = None) -> Optim:
-    """The optimizer's state, learning rate and loss scale that a step is handed, the rate as a tensor with the bits of
-    the float.
-
-    Raises:
-        TypeError: a rate that is no number.
-        ValueError: one of them is missing, or nothing reads it; a rate below 0, or not finite.
-    """
+    """The optimizer's state, learning rates with the bits of the floats, and loss scale of a step, each if its program
+    reads it; an error if one is missing, not read, or no such number."""
     op = update_of(program)
     if op is None:
         for word, given in (("opt", opt), ("lr", lr), ("scale", scale)):
@@ -84,8 +74,7 @@ def _scale(given: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_inputs(program: Program, model: Model, params: Any, state: Any, optim: Optim = None) -> None:
-    """A ValueError for params, a state or an optimizer's state that are not those of the model and program, before
-    anything is cut."""
+    """A ValueError for params, state or optimizer's state of another model or program, before anything is cut."""
     check_params(model, params)
     op = update_of(program)
     if optim is not None and op is not None:

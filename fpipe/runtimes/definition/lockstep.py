@@ -46,8 +46,8 @@ def lockstep(
     key: Keys = None,
     optim: Optim = None,
 ) -> Result:
-    """One step of a replica for each batch, of which so many share parameters out `within`. Losses and gradients are
-    those of all; the state is the first replica's, outputs are left out."""
+    """One step of a replica for each batch, of which so many share parameters out `within`: loss and gradients of all,
+    and the first one's state."""
     check_inputs(program, model, params, state, optim)
     refuse_unloaded(batches, params, state)
     outer = axes_of(program)[:-1]

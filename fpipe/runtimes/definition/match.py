@@ -13,12 +13,7 @@ from fpipe.training import program as program_of
 
 
 def check_match(program: Program, model: Model) -> None:
-    """A program is about a model's stages if each reads in it what it takes in the model.
-
-    Raises:
-        TypeError: one of them is something else.
-        ValueError: they do not belong together; the stage is named.
-    """
+    """Refuse a program in which a stage reads or gives other values than in the model; the error names the stage."""
     the_program(program)
     the_model(model)
     if program.stages != len(model.stages):
@@ -106,8 +101,7 @@ def _refuse_lost_updates(program: Program, model: Model, wanted: set[int | None]
 
 
 def _read(op: Op) -> list[Value]:
-    """Reads of an op, whichever the microbatch and wherever the copy; not those that a SPLIT, a slice or a loss
-    scale adds."""
+    """Reads of an op, whichever the microbatch and copy, without what a SPLIT, a slice or a loss scale adds."""
     return [
         Value(_WHOLE[value.name]) if value.name in _WHOLE else Value(value.name, value.stage, port=value.port)
         for value in op.reads
@@ -120,11 +114,7 @@ _BESIDE = {"loss", "count", "aux"}  # a program without a loss may leave them ou
 
 
 def check_example(example: Any) -> tuple[Any, Any, Any]:
-    """An example is what a step is handed: params, batch, and state if there is one.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """The params, batch, and state of an example, if it has one; a ValueError for anything else."""
     if not isinstance(example, tuple) or len(example) not in (2, 3):  # pyright: ignore[reportUnknownArgumentType]
         found = f"a tuple of {len(example)}" if isinstance(example, tuple) else type(example).__name__  # pyright: ignore[reportUnknownArgumentType]
         raise ValueError(f"example is (params, batch) or (params, batch, state), as a step takes them; found {found}.")

@@ -63,8 +63,7 @@ def split_batch(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[A
 
 
 def batch_of(program: Program, batch: Any) -> tuple[Any, tuple[int, ...]]:
-    """A batch as a program takes it, or those of its training steps, and the rows of each microbatch, or of the whole
-    where SPLIT cuts it."""
+    """A batch, or those of the training steps, and the rows of each microbatch, or of the whole where SPLIT cuts it."""
     how = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
     spec = spec_of(how.get("spec"))
     if program.steps > 1:
@@ -112,8 +111,7 @@ def _or_one(count: Any) -> Any:
 
 
 def reduce_one(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
-    """REDUCE and SCATTER in one process: of one replica itself, in memory of its own and contiguous, as it comes from
-    several. A count is a tensor then: what others add to it nobody knows before."""
+    """REDUCE and SCATTER of one replica: itself, contiguous in its own memory; a count as a tensor, to be added to."""
     made = [[*map(_summand, arg)] if isinstance(arg, list) else _summand(arg) for arg in args]
     return [tree.tree_map(cast_of(op), one) for one in made]
 
@@ -142,8 +140,7 @@ def cast_of(op: Op) -> Callable[[Any], Any]:
 
 
 def merge_results(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
-    """MERGE: the loss over all microbatches, what it counts, and the joined outputs; or the gradients of the inputs, or
-    those of single rows."""
+    """MERGE: the loss over all, what it counts, joined outputs; or the gradients of the inputs, or of single rows."""
     how, wanted = dict(op.how), {value.name for value in op.writes}
     if "rows" in wanted:
         return [[None if leaves[0] is None else torch.cat(leaves) for leaves in zip(*args, strict=True)]]

@@ -188,10 +188,7 @@ class Recorder:
 
 
 def storages(leaves: Iterable[Any]) -> Storages:
-    """The distinct storages of tensors.
-
-    A storage is known by a weak reference to it, so that one that is made where another was is not taken for it.
-    """
+    """The distinct storages of tensors, each under a weak reference, so that none is taken for one that was there."""
     found: Storages = {}
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:

@@ -54,8 +54,7 @@ def updated_leaves(
     lr: Tensor | Mapping[str, Tensor] | None,
     valid: Tensor | None,
 ) -> tuple[list[Tensor], list[State]]:
-    """The next parameters and states of leaves that have gradients; those that are the step's `own` are overwritten.
-    Of gradients that are not `valid` nothing is made."""
+    """The next parameters and states of leaves with gradients, `own` ones overwritten; if not `valid`, those before."""
     if valid is not None and not bool(valid):
         made = [one.detach() if mine else one.detach().clone() for one, mine in zip(params, own, strict=True)]
         pairs = zip(states, own, strict=True)

@@ -79,8 +79,7 @@ def walk(
     loss_scale: float = 1.0,
     devices: Sequence[torch.device] = (),
 ) -> Step:
-    """A pure `step(params, batch, *, state=None, key=None, opt=None, lr=None, scale=None) -> Result` that walks the
-    program in this process."""
+    """A pure step that walks the program in this process, op by op."""
     for op in program.ops:
         for part in op.parts or (op,):
             if part.kind not in RULES:

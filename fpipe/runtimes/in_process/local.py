@@ -48,8 +48,7 @@ def local(
     devices: Sequence[torch.device] = (),
     see: Callable[[Value, Any], None] | None = None,
 ) -> Step:
-    """A pure `step(params, batch, *, state=None, key=None) -> Result`, in this thread or on workers of the ranks; `see`
-    is handed each value that is written."""
+    """A pure step in this thread, or on workers of the ranks; `see` is handed each value that is written."""
     told = program if record else None
     program = on_devices(program, devices) if devices else program
     program = with_transfers(program) if record or workers else program

@@ -59,8 +59,7 @@ class ComputeStream:
 
 
 class Channel:
-    """From one rank to another: tensors are handed over on one device, and copied from one to another, on streams of
-    which no other channel knows."""
+    """The way from one rank to another: tensors are handed over on a device, or copied to another on own streams."""
 
     def __init__(self, sender: ComputeStream, receiver: ComputeStream) -> None:
         self.sender, self.receiver = sender, receiver
@@ -73,8 +72,7 @@ class Channel:
             torch.accelerator.current_stream(stream.device).wait_stream(stream)
 
     def send(self, leaves: Leaves) -> tuple[Leaves, Any]:
-        """On the sender's thread, which gives the list away: the leaves where the receiver computes, and the event that
-        it has to wait for."""
+        """On the sender's thread: the leaves where the receiver computes, and the event that it has to wait for."""
         made = None if self.sender.stream is None else self.sender.stream.record_event()
         if not self._streams or made is None:
             return leaves, made

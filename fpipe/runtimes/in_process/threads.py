@@ -167,8 +167,7 @@ class HandOver:
 
     @property
     def sources(self) -> dict[Value, tuple[int, Source]]:
-        """Values that come from ranks on the host to those on an accelerator, which copy them themselves: behind which
-        row each can be waited for, and how to get it."""
+        """Values that come from the host to an accelerator: the row behind which to wait for one, and its source."""
         return {value: (row, partial(self._from_host, self._queues[value])) for value, row in self._hosted.items()}
 
     def _put(self, value: Value) -> Callable[[Leaves], None]:

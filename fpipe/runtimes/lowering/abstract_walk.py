@@ -35,11 +35,7 @@ from fpipe.runtimes.lowering.untraced import Untraced
 def shapes_of(
     ops: Sequence[Op], context: StepContext, given: Mapping[Value, AbstractTree], untraced: Untraced
 ) -> Shapes:
-    """The shapes of ops whose inputs are as `given`.
-
-    Raises:
-        Untraceable: something in them cannot be known before it runs.
-    """
+    """The shapes of ops whose inputs are as `given`; Untraceable if they cannot be known before these run."""
     walk = _Walk(ops, context, given, untraced)
     for op in ops:
         walk.follow(op)
@@ -139,8 +135,7 @@ class _Walk:
             self._trees[value] = self._copies.landed(value, trees[label_of(value)])
 
     def _update(self, op: Op) -> None:
-        """The state after a U: by its rule, whose ops are noted. An update that reads more of its forward than notes
-        gives tensors like those before; what it reads is known when that is cut."""
+        """The state after a U, whose rule's ops are noted; what it reads of its forward beside notes is known later."""
         places, heard = update_only(self._model, op.stage), Heard()
         if places:
             before, run = self._trees[op.reads[0]], self._runs[op[1:4]]
@@ -176,8 +171,7 @@ class _Walk:
                 self._trees |= {value: self._copies.landed(value, left) for value in self._copies.each(seen)}
 
     def _storage_map(self, first: Op, cut: Cut, labels: Mapping[str, Value]) -> StorageMap:
-        """Which storages of a microbatch those of a graph stand for; `first` is the F or R that runs it, `labels` name
-        what is read by its backward, or by itself."""
+        """The storages of a microbatch for those of a graph; `labels` name what its `first` op or a backward reads."""
         if first in self._storage_maps:
             return self._storage_maps[first]
         graph, facts = cut.graph, cut.graph.facts

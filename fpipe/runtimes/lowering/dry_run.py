@@ -47,11 +47,7 @@ class DryRuns:
         self._known: dict[Any, Known] = {}
 
     def written(self, op: Op, trees: Mapping[Value, AbstractTree]) -> list[AbstractTree]:
-        """Abstract values of what an op writes, each tensor in memory of its own.
-
-        Raises:
-            Untraceable: the stage does not run on zeros, or has tensors that are sharded or have no strides.
-        """
+        """Abstract values of what an op writes, each in its own memory; Untraceable if none come of zeros."""
         place, reads = op[1:4], [trees[value] for value in op.reads]
         if op.kind in "FR":
             self._forwards.setdefault(place, (op, reads))

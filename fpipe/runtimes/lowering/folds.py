@@ -99,9 +99,9 @@ class Folds:
 def folds_of(
     ops: Sequence[Op], kept: Collection[Value], shapes: Shapes, given: Collection[int], compile: bool
 ) -> Folds:
-    """The folds of a program; `kept` are its outputs, and `given` the storages that are not the step's own. What is
-    compiled takes tensors alone, and a folded update the number that a batch weighs."""
+    """The folds of a program; `kept` are its outputs, `given` the storages that are not the step's own."""
     sums = _sums_of(ops, kept, shapes, given)
+    # Compiled code takes tensors alone, and a folded update the number that a batch weighs.
     updates, trees = ({}, sums.trees) if compile else _updates_of(ops, kept, shapes, sums.trees)
     folded = {add for adds in sums.adds.values() for add in adds.values()} | {each.at for each in updates.values()}
     dead = dict[int, tuple[Value, ...]]()
@@ -173,8 +173,7 @@ def _alike(one: AbstractTree, other: AbstractTree) -> bool:
 
 
 def _started(first: AbstractTree, taken: Mapping[int, int]) -> tuple[tuple[int, ...], AbstractTree]:
-    """The places of the leaves of a sum's first gradient that need a copy, and the sum with them in its own memory;
-    `taken` counts who is in a storage."""
+    """The places of a first gradient's leaves that need a copy, being in `taken` memory, and the sum in its own."""
     leaves = list(first.leaves)
     copied = tuple(
         k for k, leaf in enumerate(leaves) if leaf is not None and (taken[leaf.storage] > 1 or not dense(leaf))
@@ -188,8 +187,7 @@ def _started(first: AbstractTree, taken: Mapping[int, int]) -> tuple[tuple[int, 
 def _updates_of(
     ops: Sequence[Op], kept: Collection[Value], shapes: Shapes, trees: Mapping[Value, AbstractTree]
 ) -> tuple[Mapping[int, Update], Mapping[Value, AbstractTree]]:
-    """The updates that forwards make in a program whose outputs are `kept`, by the position of the forward; and the
-    trees, with statistics in the memory of those before where they are written in place."""
+    """The updates that forwards make, by their position, and the trees with statistics that are written in place."""
     of, trees = dict[int, Update](), {**trees}
     written = {value: at for at, op in enumerate(ops) for value in op.writes}
     readers = Counter(value for op in ops for value in op.reads)

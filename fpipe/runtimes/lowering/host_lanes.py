@@ -170,8 +170,7 @@ def beside(
     sources: Mapping[Value, tuple[int, Source]] | None = None,
     rows: Sequence[int] = (),
 ) -> list[Instruction]:
-    """Instructions of which an OFFLOAD only starts, and a LOAD starts beside the op before it; so does what comes from
-    other `sources`, for which an op may wait behind the row that each has, in these `rows` of the instructions."""
+    """Instructions of which OFFLOADs only start, and LOADs, and RECVs from `sources`, beside the op before them."""
     made = [*instructions]
     known, pending = {**(sources or {})}, set[Value]()  # what is parked is there or not: nobody waits for it
     first, last = dict[int, int](), dict[int, int]()

@@ -45,8 +45,7 @@ class Overwritten(NamedTuple):
 def overwritten_by(
     ops: Sequence[Op], kept: Collection[Value], trees: Trees, given: Collection[int], donate: bool
 ) -> Overwritten:
-    """The leaves that UPDATEs of a program overwrite whose outputs are `kept`; `given` are storages that are not the
-    step's own, of which the caller gives up parameters and optimizer state if it `donate`s them."""
+    """The leaves that UPDATEs overwrite, since nobody reads them again: the step's own, and what it is donated."""
     if not any(op.kind == "UPDATE" for op in ops):
         return Overwritten({}, trees, frozenset())
     places, same = dict[int, Collection[int]](), dict[int, int]()

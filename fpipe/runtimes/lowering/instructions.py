@@ -39,8 +39,7 @@ class UnexpectedValue(ValueError):
 
 
 def slices_of(op: Op, value: Value, trees: Mapping[Value, AbstractTree]) -> Any:
-    """How a SPLIT gets one of its results: which list it reads, and for each leaf dim, start and length; what shapes
-    fix is itself. None where a result is no plain slice."""
+    """How a SPLIT gets one of its results, if by slicing: which list it reads, and for each leaf dim, start, length."""
     leaves = trees[value].leaves
     if not any(isinstance(leaf, Fact) for leaf in leaves):
         return (-1, list(leaves))
@@ -74,8 +73,7 @@ def _part(at: int, parts: Sequence[Any]) -> Callable[[Sequence[Leaves]], Leaves]
 
 
 def merging(op: Op, trees: Mapping[Value, AbstractTree], reduction: str) -> Callable[..., Sequence[Leaves]] | None:
-    """Function of a MERGE of losses, and outputs with rows, that are tensors each; None of other MERGEs, whose rule
-    looks for containers and counts in every step."""
+    """Function of a MERGE of losses and outputs that are tensors each; None of others, which need their rule."""
     named: dict[str, list[int]] = {"loss": [], "y": [], "w": []}
     for at, value in enumerate(op.reads):
         named.setdefault(value.name, []).append(at)
@@ -107,8 +105,7 @@ def _is_tensor(known: AbstractTree, with_rows: bool) -> bool:
 def with_generators(
     run: Callable[..., Any], at: int, devices: Sequence[str], place: tuple[int, int, int | None], step: int
 ) -> Callable[..., Any]:
-    """A forward that draws: the key that it finds in place `at` gives way to generators seeded for its stage and
-    microbatch (and slice), of several keys that of its training step."""
+    """A forward that draws: the key in place `at` gives way to generators seeded for its stage and microbatch."""
     seed_from = seeder(*place)
     own, *others = devices
 
@@ -207,8 +204,7 @@ def under_autograd(
     casts: Casts,
     *lists: Any,
 ) -> Sequence[Leaves]:
-    """Run a stage that is not traced; others rely on what it wrote for zeros, but for what is `free`. Its backward may
-    run the forward."""
+    """Run a stage that is not traced; others rely on what it wrote for zeros, but for what is `free`."""
     if op.kind in "FRBI":
         lists, context = lists[:-1], replace(context, key=lists[-1])
     if op.kind == "F" and is_sized(context.model, op.stage):
@@ -225,8 +221,7 @@ def under_autograd(
 
 
 def _check_as_agreed(op: Op, reads: Sequence[AbstractTree], lists: Sequence[Leaves], model: Model) -> None:
-    """An UnexpectedValue where an exchange is handed what differs from what processes have agreed on in more than how
-    many rows there are."""
+    """An UnexpectedValue where an exchange is handed other rows than processes agreed on, however many there are."""
     by: Any = model.stages[op.stage or 0].forward
     if by.size < 2:
         return
@@ -250,8 +245,7 @@ def _wanting(known: Any, leaf: Any) -> Any:
 
 
 def _conformed(op: Op, value: Value, known: AbstractTree, made: Any, free: bool, model: Model) -> Leaves:
-    """The leaves of a value as others know them: in those strides, and zeros where there is no gradient. If a value is
-    `free` its shape is too."""
+    """The leaves of a value, in the strides that others know, and zeros for no gradient; `free` is any shape."""
     leaves, spec = ([*made], None) if known.spec is None else tree.flatten(made)
     if spec == known.spec and all(_alike(one, leaf, free) for one, leaf in zip(known.leaves, leaves, strict=True)):
         return leaves if free else [*map(_laid_out, known.leaves, leaves)]

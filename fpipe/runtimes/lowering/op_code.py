@@ -83,8 +83,7 @@ def _without_unread(graph: Graph) -> Graph:
 
 
 def update_code(cut: Cut) -> Callable[..., Any]:
-    """The rest of a graph, for its U: with copies of what would share its memory with what was handed in, or with
-    another."""
+    """The rest of a graph, for its U, with copies of what would share memory with what was handed in or another."""
     graph = cut.update()
     taken = {graph.facts[name].storage for names in graph.reads.values() for name in names}
     copied: list[tuple[str, int]] = []

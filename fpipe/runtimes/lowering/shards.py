@@ -83,12 +83,7 @@ def rows_of_share(rows: int, share: Share) -> int:
 
 
 def shared_of(abstract: AbstractTree, share: Share, who: str, paths: Sequence[str]) -> Shared:
-    """The two sides of a value of which a step is handed DTensors; where it is at home on other ranks it may be handed
-    the whole.
-
-    Raises:
-        ValueError: a DTensor that is placed otherwise.
-    """
+    """The two sides of a value that a step is handed as DTensors, or whole; a ValueError for other placements."""
     own, whole = list[Any](), list[Any]()
     for path, leaf in zip(paths, abstract.leaves, strict=True):
         if not isinstance(leaf, Fact):

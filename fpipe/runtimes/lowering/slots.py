@@ -62,8 +62,7 @@ def handed_by(
     storages: dict[int, int],
     share: Share | None,
 ) -> Handed:
-    """The leaves of what a step is handed; `homes` are the devices of the ranks that read them, else `home`. Without
-    a `share` one replica has all."""
+    """The leaves of what a step is handed; `homes` are the devices of ranks that read them, else `home`."""
     leaves, containers = tree.flatten(given)
     params, batch, state, optim = tree.unflatten(containers, range(len(leaves)))
     whole, sizes = batch_of(program, given[1])
@@ -216,8 +215,7 @@ def exit_of(
     at_home: Sequence[torch.device],
     own: bool,
 ) -> Exit:
-    """The way out to the outputs of a program; what shares memory with anything else is copied, or all of it where
-    values are not the step's `own`."""
+    """The way out to the outputs of a program, copies of what shares memory, or of all that is not the step's `own`."""
     params, batch, state, optim = given
     taken, values = {*lowered.given} - lowered.given_up, dict[Value, Any]()
     for end in program.outputs:

@@ -52,11 +52,7 @@ def by_sizes(model: Model) -> dict[int, str]:
 
 
 def refuse_unknown_rows(program: Program, model: Model) -> None:
-    """Refuse what an exchange with sizes brings where its shape has to be known beforehand: in a message, or a result.
-
-    Raises:
-        ValueError: it is read on another rank, or is a result.
-    """
+    """A ValueError where what an exchange with sizes brings goes to another rank, or is a result."""
     every = range(len(model.stages))
     functions: list[Any] = [stage.forward for stage in model.stages]
     sized = [stage for stage in every if is_sized(model, stage) and functions[stage].size > 1]
