@@ -33,22 +33,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-class Attention(nn.Module):
-    """Attention with its softmax written out, then a perceptron."""
-
-    def __init__(self, width: int = 64, heads: int = 4) -> None:
-        super().__init__()
-        self.heads, self.norm = heads, nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        wide = (nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        self.perceptron = nn.Sequential(nn.LayerNorm(width), *wide)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        q, k, v = self.qkv(self.norm(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y = torch.softmax(q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5, -1) @ v
-        x = x + self.out(y.transpose(1, 2).reshape(rows, length, width))
-        return x + self.perceptron(x)
+def attention(width: int = 64, heads: int = 4) -> nn.Module:
+    return nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
 
 
 def squares(y: Tensor, target: Tensor) -> Tensor:
@@ -81,7 +67,7 @@ def test_equal_stages_share_one_trace(traced: list[str]):
 
 def test_equal_blocks_share_one_trace_inside_of_stages_too(traced: list[str]):
     """Stages of as many blocks are unlike where an embedding or a head is beside them: each was traced as a whole."""
-    layers = {"embed": nn.Linear(32, 64), "blocks": nn.Sequential(*(Attention() for _ in range(4)))}
+    layers = {"embed": nn.Linear(32, 64), "blocks": nn.Sequential(*(attention() for _ in range(4)))}
     net = Toy(lambda own, x: own.head(own.blocks(own.embed(x))), **layers, head=nn.Linear(64, 32))
     batch = torch.randn(4, 8, 32), torch.randn(4, 8, 32)
     model, params, _ = fpipe.from_module(net, 2, loss=squares, example=batch)
@@ -167,7 +153,7 @@ def flops(run: Callable[[], object]) -> int:
 
 
 def test_a_step_multiplies_as_often_as_autograd_and_a_recompute_once_more():
-    net = nn.Sequential(*(Attention(16, 2) for _ in range(3)))
+    net = nn.Sequential(*(attention(16, 2) for _ in range(3)))
     model, params, _ = fpipe.from_sequential(net, stages=3, loss=squares)
     batch = torch.randn(6, 8, 16), torch.randn(6, 8, 16)
 
@@ -232,7 +218,7 @@ def test_residuals_that_are_read_again_stay():
 
 @pytest.mark.parametrize(
     ("net", "x"),
-    [(Attention(), torch.randn(12, 128, 64)), (PERCEPTRON, torch.randn(768, 64))],
+    [(attention(), torch.randn(12, 128, 64)), (PERCEPTRON, torch.randn(768, 64))],
     ids=["attention", "perceptron"],
 )
 @pytest.mark.parametrize("steps", [(), (fpipe.split_backward(),)], ids=["B", "I W"])
