@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fpipe
 from fpipe.graphs.purity.pure import Impure, pure
 from fpipe.graphs.tracing.fake import LeakedTensor
-from tests.toys import merged
+from tests.toys import Toy, merged
 
 torch.manual_seed(0)
 ROWS = torch.randn(10, 8), torch.randn(10, 8)
@@ -208,17 +208,9 @@ def test_what_a_trace_would_freeze_runs_under_autograd_and_says_so(name: str):
 # What is left behind
 
 
-class Tables(nn.Module):
+def tables(find: Callable[[Any], Tensor]) -> nn.Module:
     """Keeps its tables somewhere."""
-
-    def __init__(self, find: Callable[[Any], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.find = nn.Linear(8, 8), find
-        self.tables: dict[int, Any] = {}
-        self.rows: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) + self.find(self)
+    return Toy(lambda own, x: own.layer(x) + find(own), layer=nn.Linear(8, 8), tables={}, rows=[])
 
 
 def in_a_dict(module: Any) -> Tensor:
@@ -251,7 +243,7 @@ def test_a_fake_tensor_that_is_left_behind_is_an_error(reading: str):
     """The steps that came after `sizes`, and the net itself, made tensors without data. A step comes first on real
     data, so that what is cached is real."""
     remembered.cache_clear()
-    net = nn.Sequential(Tables(lambda module: remembered(8)))
+    net = nn.Sequential(tables(lambda module: remembered(8)))
     model, params, _ = fpipe.from_sequential(net, stages=1, loss=MSE)
     program = PROGRAM(fpipe.program(model))
     with pytest.raises(LeakedTensor, match=r"a tensor of shape \(8,\) that was made of fake tensors, .* left behind"):
@@ -264,10 +256,10 @@ def test_a_fake_tensor_that_is_left_behind_is_an_error(reading: str):
 
 @pytest.mark.parametrize("find", [in_a_dict, in_a_list])
 def test_what_a_module_caches_while_it_is_traced_is_taken_out_again(find: Callable[[Any], Tensor]):
-    net = Tables(find)
+    net: Any = tables(find)
     model, params, _ = fpipe.from_sequential(nn.Sequential(net), stages=1, loss=MSE)
     program = PROGRAM(fpipe.program(model))
-    with pytest.raises(ValueError, match=r"stage 0 \(0\): it changes '(tables|rows)' of module '0' \(Tables\)"):
+    with pytest.raises(ValueError, match=r"stage 0 \(0\): it changes '(tables|rows)' of module '0' \(Toy\)"):
         fpipe.sizes(program, model, params, ROWS)
     assert not net.tables
     assert not net.rows

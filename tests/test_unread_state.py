@@ -94,6 +94,13 @@ def by_mode(own: Any, x: Tensor) -> Tensor:
     return x - now
 
 
+def undetached(own: Any, x: Tensor) -> Tensor:
+    """Averages an output that wants a gradient, which ran under autograd, since the buffer wants none."""
+    y = own.linear(x)
+    own.mean = 0.9 * own.mean.detach() + 0.1 * y.mean(0)
+    return y
+
+
 def counted(made: Any, args: Any, out: Tensor) -> None:
     made.seen += out.detach().sum(0)
 
@@ -120,6 +127,7 @@ NETS: dict[str, Callable[[], nn.Sequential]] = {
     "a norm beside": lambda: twice(lambda: nn.Sequential(Tracker(), nn.BatchNorm1d(8), nn.ReLU(inplace=True))),
     "inside": lambda: twice(made_block),
     "by mode": lambda: twice(lambda: Toy(by_mode, mean=torch.zeros(8))),
+    "not detached": lambda: twice(lambda: Toy(undetached, linear=nn.Linear(8, 8), mean=torch.zeros(8))),
     "a hook": lambda: twice(hooked),
     "in two places": again,
 }
@@ -481,20 +489,3 @@ def test_norms_that_did_not_run_are_updated_beside_a_counter(trace: bool):
     assert made[0]["1.count"] == 3
     assert [each.keys() for each in made] == [each.keys() for each in wanted or ()]
     assert all(torch.equal(held, (wanted or ())[0][name]) for name, held in made[0].items() if "gathered" not in name)
-
-
-def undetached(own: Any, x: Tensor) -> Tensor:
-    """Averages an output that wants a gradient."""
-    y = own.linear(x)
-    own.mean = 0.9 * own.mean.detach() + 0.1 * y.mean(0)
-    return y
-
-
-@pytest.mark.filterwarnings("error")
-def test_an_average_that_is_not_detached_is_traced():
-    """It ran under autograd, since the average wanted a gradient and the buffer did not."""
-    net = nn.Sequential(Toy(undetached, linear=nn.Linear(8, 8), mean=torch.zeros(8)), nn.Linear(8, 8))
-    model, params, state = fpipe.from_sequential(net, stages=2, loss=MSE, example=ROWS[0])
-    result = fpipe.build(fpipe.program(model), model)(params, ROWS, state=state)
-    assert remembered(result).keys() == {"0.mean"}
-    assert_unsplit(model, result, one_by_one(net, ROWS, 1)[0])
