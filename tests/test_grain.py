@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fpipe
 from examples import demo
 from tests.refusals import refusals
-from tests.test_traces import Attention, Peak, same
+from tests.test_traces import Peak, attention, same
 
 M = 4
 LAYERS = fpipe.checkpoint(grain="layer")
@@ -44,7 +44,7 @@ STEPS = {"B": (LAYERS,), "I W": (LAYERS, HALVES), "some": (fpipe.checkpoint(lamb
 @pytest.mark.parametrize("trace", [True, False])
 def test_it_is_bitwise_and_holds_what_was_told(steps: str, trace: bool):
     layers = [nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(inplace=True), nn.Linear(64, 64), nn.Dropout(0.3)]
-    net = nn.Sequential(*layers, nn.Unflatten(1, (4, 16)), Attention(16), nn.Flatten(), nn.Linear(64, 64))
+    net = nn.Sequential(*layers, nn.Unflatten(1, (4, 16)), attention(16), nn.Flatten(), nn.Linear(64, 64))
     model, params, state, batch = made(net, 3)
     program = program_of(model, *STEPS[steps], ranks=3)
     found = fpipe.build(program, model, trace=trace, record=True)(params, batch, state=state, key=7)

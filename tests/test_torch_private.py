@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fpipe.torch_private import ambient
+from fpipe.torch_private.checkpoint import all_ops, selective_checkpoint_answers
 from fpipe.torch_private.dispatch import (
     NAMESPACES,
     OpOverload,
@@ -32,7 +33,6 @@ from fpipe.torch_private.dispatch import (
     unwatched,
     without_modes,
 )
-from fpipe.torch_private.selective_checkpoint import all_ops, selective_checkpoint_answers
 from fpipe.torch_private.tracing import calls_so_far, traced_by_torch, unnoticed, without_compiled_functions
 
 
