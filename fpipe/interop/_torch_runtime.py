@@ -1,23 +1,201 @@
-"""A program on torch's own pipeline runtime: its table, stages of the model, and a loss of each microbatch's weight.
+"""A program on torch's own pipeline runtime: its tables, and stages that are modules of the model's pure functions.
 
+f({"1.weight": w}, x)    -->    module.get_parameter("1.weight") is w,    module(x) = f({"1.weight": w}, x)
 loss_i * (1 / m), scale_grads=False    -->    .grad = the sum over microbatches, as a step of ours has it
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
-from fpipe.interop._torch_stages import OURS, refuse_model
+from fpipe import tree
 from fpipe.interop._torch_write import refuse_what_torch_lacks
-from fpipe.model import Model
+from fpipe.model import Model, Stage, same_keys, who_draws
 from fpipe.program import Program, ProgramError, parts_of
 from fpipe.runtimes.definition.match import check_match
+from fpipe.single_device.params_and_state import check_params, trained
 from fpipe.torch_private.pipelining import TableRuntime, hand_tables
+
+_OURS = 'or run the program on fpipe.build(runtime="distributed").'
+
+
+class TorchStageModule(nn.Module):
+    """One stage with aliases of its parameters by their names, each of which trains or not. Errors call it `who`; the
+    first takes the batch."""
+
+    def __init__(self, stage: Stage, who: str, params: Any, trains: Sequence[bool], first: bool) -> None:
+        super().__init__()
+        leaves, self._containers = tree.flatten(params)
+        self._stage, self._who, self._first = stage, who, first
+        self._leaves = [
+            nn.Parameter(leaf, requires_grad=one) if isinstance(leaf, Tensor) else leaf
+            for leaf, one in zip(leaves, trains, strict=True)
+        ]
+        for path, leaf in zip(self._containers.paths(), self._leaves, strict=True):
+            if isinstance(leaf, nn.Parameter):
+                _register(self, ".".join(map(str, path)) or "params", leaf)
+
+    def params(self) -> Any:
+        """The parameters as the stage function takes them."""
+        return tree.unflatten(self._containers, self._leaves)
+
+    def grads(self) -> Any:
+        """The gradients that autograd added up, in the containers of the params; None for a leaf without."""
+        return tree.unflatten(self._containers, [getattr(leaf, "grad", None) for leaf in self._leaves])
+
+    def forward(self, *inputs: Tensor, **keywords: Any) -> Tensor | tuple[Tensor, ...]:
+        """The stage's output; keywords are the inputs of a batch that is a dict, and all stages of a rank get them."""
+        x: Any = inputs[0] if len(inputs) == 1 else inputs
+        if self._first and keywords:
+            if inputs:
+                raise TypeError("the inputs of a batch are one or several tensors, or a dict as keywords; found both.")
+            x = keywords
+        y = self._stage.forward(self.params(), x)
+        if isinstance(y, Tensor) or (type(y) is tuple and len(y) > 1 and all(isinstance(leaf, Tensor) for leaf in y)):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+            return y  # pyright: ignore[reportUnknownVariableType]
+        raise TypeError(
+            f"{self._who} returns {_described(y)}; torch's runtime hands on a tensor, or a tuple of two or more. "
+            "Return these, and put them together in the stage after."
+        )
+
+    def backward(self, what: Callable[[], Any]) -> Any:
+        """Run a backward pass of the stage, with its parameters in the place of a module's own where it needs that."""
+        within = self._stage.within
+        return what() if within is None else within(self.params(), what)
+
+
+class _PipelineStage(PipelineStage):
+    """Torch's stage, for stages that look numbers up in a table, or compute something again in their backward."""
+
+    submod: TorchStageModule
+
+    def _to_tensor(self, arg: Any) -> Tensor:
+        """Zeros to infer shapes with, where torch takes memory that nobody wrote."""
+        made = super()._to_tensor(arg)
+        with torch.no_grad():
+            return made if isinstance(arg, Tensor) else made.zero_()
+
+    def backward_maybe_with_nosync(self, *args: Any, **given: Any) -> Any:
+        return self.submod.backward(lambda: super(_PipelineStage, self).backward_maybe_with_nosync(*args, **given))
+
+
+def stages(
+    model: Model, params: Sequence[Any], placement: Sequence[int], group: ProcessGroup | None, device: Any
+) -> list[PipelineStage]:
+    """The stages of this process, in order."""
+    rank = _rank_in(group, 1 + max(placement))
+    here = [number for number, home in enumerate(placement) if home == rank]
+    own = _own(model, params, here)
+    modules = {
+        number: TorchStageModule(
+            model.stages[number], model.who(number), own[number], trained(model, number, 0, own[number]), number == 0
+        )
+        for number in here
+    }
+    where = _device(modules, device)
+    return [_PipelineStage(module, number, len(placement), where, group=group) for number, module in modules.items()]
+
+
+def _refuse_model(model: Model) -> None:
+    """A ValueError for a stage that asks for more than a tensor of the stage before, or a tuple of them."""
+    for number in range(len(model.stages)):
+        wanted = number - 1 if number else "batch"
+        if model.inputs[number] != wanted:
+            raise ValueError(
+                f"{model.who(number)} takes {model.inputs[number]!r}; torch's runtime hands a stage what the one "
+                "before it returns, and the first the batch. Let the stages between hand on what a later one reads, "
+                f"in a tuple, {_OURS}"
+            )
+    for one, other, *_ in model.tied_uses:
+        raise ValueError(
+            f"leaf {one.name!r} of stage {one.stage} is tied to {other.name!r} of stage {other.stage}; torch's runtime "
+            f"adds up no gradients of two stages. Cut the model so that one stage has both uses, {_OURS}"
+        )
+    for number, stage in enumerate(model.stages):
+        who = model.who(number)
+        if stage.update is not None or "state" in stage.asks:
+            raise ValueError(
+                f"{who} has module state; torch's runtime runs a stage once more than a step does, to learn shapes, "
+                f"and that would be in it. Call eval() on what remembers before the net is cut, {_OURS}"
+            )
+        if stage.asks:
+            raise ValueError(
+                f"{who} asks for {', '.join(map(repr, sorted(stage.asks)))}; torch's runtime hands a stage its input "
+                f"and nothing else. Write it without, {_OURS}"
+            )
+        if getattr(stage.forward, "drawing", list[str])():
+            raise ValueError(
+                f"{who_draws(model, number)} draws random numbers; torch's runtime has no key to draw them with. "
+                f"Set its probability to 0 or call eval() on it, {_OURS}"
+            )
+        if stage.aux_loss:
+            raise ValueError(
+                f"{who} returns a loss of its own; torch's runtime has the loss of the last stage only. Hand it on in "
+                f"a tuple and add it there, {_OURS}"
+            )
+
+
+def _rank_in(group: ProcessGroup | None, ranks: int) -> int:
+    """Which rank of a program this process is."""
+    if not dist.is_initialized():
+        raise ValueError("torch's stages are for processes that torch.distributed.init_process_group has joined.")
+    size = dist.get_world_size(group)
+    if size != ranks:
+        raise ValueError(f"the program has {ranks} ranks and the process group {size} processes; they must be as many.")
+    return dist.get_rank(group)
+
+
+def _own(model: Model, params: Any, here: Sequence[int]) -> Sequence[Any]:
+    """The parameters, checked as far as they are this process's."""
+    if isinstance(params, tuple | list) and len(params) == len(model.stages):  # pyright: ignore[reportUnknownArgumentType]
+        for missing in (number for number in here if params[number] is None):
+            raise ValueError(f"params of stage {missing} is None, and this process runs the stage: hand them in.")
+        params = tuple({} if one is None else one for one in params)  # pyright: ignore[reportUnknownVariableType]
+        model = replace(model, frozen=frozenset(leaf for leaf in model.frozen if leaf[0] in here))
+    found = check_params(model, params)
+    for number in here:
+        names = model.stages[number].names
+        if names is not None:
+            same_keys(found[number], [leaf[0] for leaf in names], f"params of stage {number}")
+    return found
+
+
+def _device(modules: dict[int, TorchStageModule], device: Any) -> torch.device:
+    """Where the stages run: where their parameters are."""
+    held = [(number, name, leaf) for number, one in modules.items() for name, leaf in one.named_parameters()]
+    where = torch.device(device) if device is not None else held[0][2].device if held else torch.device("cpu")
+    for number, name, leaf in held:
+        if leaf.device.type != where.type or where.index not in (None, leaf.device.index):
+            raise ValueError(
+                f"{name!r} of stage {number} is on {leaf.device}, and the stages run on {where}: move the net there "
+                "before it is cut, or the params before they are handed in."
+            )
+    return where
+
+
+def _register(module: nn.Module, name: str, leaf: nn.Parameter) -> None:
+    """A parameter under a name with dots, as a net has it in its children."""
+    *path, last = name.split(".")
+    for word in path:
+        if word not in dict(module.named_children()):
+            module.add_module(word, nn.Module())
+        module = module.get_submodule(word)
+    module.register_parameter(last, leaf)
+
+
+def _described(y: Any) -> str:
+    if type(y) is not tuple:
+        return f"one {type(y).__name__}"
+    return f"a tuple of {', '.join(type(leaf).__name__ for leaf in y) or 'nothing'}"  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
 
 class ProgramRuntime(TableRuntime):
@@ -52,7 +230,7 @@ class ProgramRuntime(TableRuntime):
             if isinstance(what, Tensor) and what.ndim and len(what) % self.microbatches:
                 raise ValueError(
                     f"{len(what)} rows make uneven microbatches, {self.microbatches} of them; torch's runtime has "
-                    f"buffers of one size. Hand in a multiple of {self.microbatches} rows, {OURS}"
+                    f"buffers of one size. Hand in a multiple of {self.microbatches} rows, {_OURS}"
                 )
         return super().step(*inputs, target=target, **given)
 
@@ -60,7 +238,7 @@ class ProgramRuntime(TableRuntime):
 def refuse_order(program: Program, model: Model) -> None:
     """A program and a model that stages of torch's cannot be made of."""
     check_match(program, model)
-    refuse_model(model)
+    _refuse_model(model)
     refuse_what_torch_lacks(program)
 
 
@@ -73,19 +251,19 @@ def refuse(program: Program, model: Model) -> None:
         if end.value.name == "params" and end.homes != (home,):
             raise ProgramError(
                 f"{end.value} has its home on ranks {end.homes} and its stage on rank {home}; torch's runtime moves no "
-                f"parameters. Leave out place(homes=), {OURS}"
+                f"parameters. Leave out place(homes=), {_OURS}"
             )
     for op in program.ops:
         said = dict(op.how)
         for word in said.keys() - {"index", "count"} if op.kind == "SPLIT" else ():
             raise ProgramError(
                 f"{op.cell} has {word}={said[word]!r}; torch's runtime cuts rows of dim 0 into equal microbatches. "
-                f"Say fpipe.split({program.microbatches}) and no more, {OURS}"
+                f"Say fpipe.split({program.microbatches}) and no more, {_OURS}"
             )
         if "cast" in said:
             raise ProgramError(
                 f"{op.cell} casts to {said['cast']} on the way; torch's runtime sends what there is. Leave out "
-                f"communicate(cast=), {OURS}"
+                f"communicate(cast=), {_OURS}"
             )
     names = [end.name for end in program.outputs]
     whole = {name.stage for name in names if name.name == "grads" and name.microbatch is None}
@@ -97,13 +275,13 @@ def refuse(program: Program, model: Model) -> None:
     for odd in (name for name in names if name.name not in ("loss", "outputs", "grads", "losses")):
         raise ProgramError(
             f"this program also gives {odd}; torch's runtime gives losses, outputs and gradients. Write it without, "
-            f"{OURS}"
+            f"{_OURS}"
         )
     last = [op.microbatch or 0 for op in parts_of(program.ops) if op.kind == "F" and op.stage == program.stages - 1]
     for late in (second for first, second in pairwise(last) if second < first):
         raise ProgramError(
             f"{program.stages - 1}F{late} comes after a later microbatch's; torch's runtime takes the losses of the "
-            f"last stage for those of microbatches 0, 1, 2. Put its forwards in this order, {OURS}"
+            f"last stage for those of microbatches 0, 1, 2. Put its forwards in this order, {_OURS}"
         )
 
 
@@ -111,11 +289,11 @@ def _refuse_loss(model: Model) -> None:
     if model.loss is None:
         raise ValueError(
             "this model has no loss=, and torch's runtime computes one from the last output and a target. Say "
-            f"loss=lambda y, target: y where the last stage returns the loss, {OURS}"
+            f"loss=lambda y, target: y where the last stage returns the loss, {_OURS}"
         )
     if model.aux or model.reduction == "count":
         what = "auxiliary results" if model.aux else "a count, which all gradients are divided by at the end,"
         raise ValueError(
             f"the loss returns {what} beside it; torch's runtime takes a loss alone. Write one that returns no more, "
-            f"{OURS}"
+            f"{_OURS}"
         )

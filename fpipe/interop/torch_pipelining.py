@@ -305,11 +305,11 @@ def stages(
     ({'w': tensor(15.)},)
     >>> dist.destroy_process_group()
     """
-    from fpipe.interop import _torch_runtime, _torch_stages
+    from fpipe.interop import _torch_runtime
 
     _torch_runtime.refuse_order(the_program(program), model)
     placement = [rank for rank in program.placement if isinstance(rank, int)]
-    return _torch_stages.stages(model, params, placement, group, device)
+    return _torch_runtime.stages(model, params, placement, group, device)
 
 
 def grads(stages: Sequence[PipelineStage]) -> tuple[Any, ...]:
