@@ -22,7 +22,7 @@ from fpipe.transforms.communicate import with_transfers
 from fpipe.tree import leaves, tree_map
 from tests.fake_accelerator.scenarios import by_autograd, squares
 from tests.processes import Processes
-from tests.test_processes_on_devices import join
+from tests.test_processes_on_devices import by_replicas, join
 from tests.toys import Toy
 
 ONE_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -102,12 +102,7 @@ def on_shards(rank: int, backend: str, kind: str, how: str) -> list[bool]:
     x, target = torch.randn(8, 5, device=device), torch.randn(8, wide, device=device)
     model, params, _ = fpipe.from_sequential(net, stages=3, loss=squares)
     merged = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(1), fpipe.merge(outputs=False))
-    each = list[list[Tensor]]()
-    for rows in (slice(0, 4), slice(4, 8)):
-        net.zero_grad()
-        for one, other in zip(x[rows].chunk(2), target[rows].chunk(2), strict=True):
-            (squares(net(one), other) * 0.25).backward()
-        each.append([leaf.grad for leaf in net.parameters() if leaf.grad is not None])
+    summed = by_replicas(net, [x, target])
     batch = x.chunk(2)[rank], target.chunk(2)[rank]
     right = list[bool]()
     for gather in ("step", "use"):
@@ -116,7 +111,7 @@ def on_shards(rank: int, backend: str, kind: str, how: str) -> list[bool]:
         step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(shards, batch))
         found = [step(shards, batch) for _ in range(2)][1]
         made = [grad.to_local() for grad in leaves(found.grads)]
-        rows = [fpipe.shard_params(({"w": a + b},), mesh["dp"])[0]["w"].to_local() for a, b in zip(*each, strict=True)]
+        rows = [fpipe.shard_params(({"w": one},), mesh["dp"])[0]["w"].to_local() for one in summed]
         right.append(all(torch.equal(*pair) for pair in zip(made, rows, strict=True)))
     return right
 

@@ -159,6 +159,17 @@ def _all_to_all(rows: Tensor) -> list[Tensor]:
     return [torch.cat([sender.chunk(2)[receiver] for sender in rows]) for receiver in range(2)]
 
 
+def by_replicas(net: nn.Module, batch: list[Tensor]) -> list[Tensor]:
+    """The gradients of two replicas, each of two microbatches, added up."""
+    halves = list[list[Tensor]]()
+    for x, target in zip(*(whole.chunk(2) for whole in batch), strict=True):
+        net.zero_grad()
+        for one, other in zip(x.chunk(2), target.chunk(2), strict=True):
+            (squares(net(one), other) * 0.25).backward()
+        halves.append([leaf.grad for leaf in net.parameters() if leaf.grad is not None])
+    return [a + b for a, b in zip(*halves, strict=True)]
+
+
 def replicated(rank: int, kind: str) -> bool:
     """Two replicas of one rank; test_devices.py has those that share parameters out."""
     net, batch = net_and_batch(kind, 2)
@@ -166,13 +177,7 @@ def replicated(rank: int, kind: str) -> bool:
     merged = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(1), fpipe.merge(outputs=False))(fpipe.program(model))
     mesh = init_device_mesh(kind, (2, 1), mesh_dim_names=("dp", "pp"))
     own = tuple(whole.chunk(2)[rank] for whole in batch)
-    halves = list[list[Tensor]]()
-    for x, target in zip(*(whole.chunk(2) for whole in batch), strict=True):
-        net.zero_grad()
-        for one, other in zip(x.chunk(2), target.chunk(2), strict=True):
-            (squares(net(one), other) * 0.25).backward()
-        halves.append([leaf.grad for leaf in net.parameters() if leaf.grad is not None])
-    expected = [a + b for a, b in zip(*halves, strict=True)]
+    expected = by_replicas(net, batch)
     program = fpipe.data_parallel()(merged)
     step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, own))
     found = [leaves(step(params, own).grads) for _ in range(STEPS)]

@@ -55,7 +55,7 @@ class Meeting:
     ) -> None:
         every, default = [one for each in processes for one in each], default_store()
         of = [f" of replica {replica}" for replica in range(len(processes))] if len(processes) > 1 else [""]
-        self._names = [*names] or [
+        self.names = [*names] or [
             f"rank {rank}{word}" for word, each in zip(of, processes, strict=True) for rank in range(len(each))
         ]
         self.at, self._all, self._processes, self._closed = at, range(len(every)), every, set[int]()
@@ -65,8 +65,8 @@ class Meeting:
         name = group.group_name if len(processes) == 1 else world_group().group_name
         store = PrefixStore(f"fpipe/{name}/{every}", default)
         replica, rank = divmod(at, len(processes[0]))
-        names = [self._names[at], f"replica {replica}: rank {rank}"]
-        board = Board(store, _host(default, every, self._names), names)
+        names = [self.names[at], f"replica {replica}: rank {rank}"]
+        board = Board(store, _host(default, every, self.names), names)
         built = board.ask(lambda: store.add(f"built/{at}", 1), self.seconds)
         if built is None:
             raise LostRank(board.unanswered("the process group cannot be used"))
@@ -94,10 +94,10 @@ class Meeting:
         if missing:
             self.watchdog.refuse_ended()
         if gone is not None:
-            words = f"{self._names[gone]} is gone, on the way to {where}"
+            words = f"{self.names[gone]} is gone, on the way to {where}"
             raise LostRank(who_is_late(self.board, self.at, gone, words, gone=True))
         if missing:
-            who = " and ".join(self._names[at] for at in missing)
+            who = " and ".join(self.names[at] for at in missing)
             words = f"{who} did not come to {where} in {seconds:g} s"
             raise LostRank(who_is_late(self.board, self.at, missing[0], words))
         first = dict[str, int]()
@@ -106,9 +106,9 @@ class Meeting:
                 one = first.setdefault(name, at)
                 if of != said[one][name]:
                     raise ValueError(
-                        f"{self._names[at]} differs from {self._names[one]} in its {name.partition('|')[0]}"
+                        f"{self.names[at]} differs from {self.names[one]} in its {name.partition('|')[0]}"
                         + self._difference(where, (at, one), (of, said[one][name]), about.get(name, ""))
-                        + f". This is {self._names[self.at]}; all ranks come to {where} with the same.{way_out(name)}"
+                        + f". This is {self.names[self.at]}; all ranks come to {where} with the same.{way_out(name)}"
                     )
 
     def _difference(self, where: str, ranks: tuple[int, int], said: tuple[Any, Any], mine: str | Sequence[str]) -> str:

@@ -49,14 +49,6 @@ class Axis(NamedTuple):
     group: ProcessGroup
 
 
-class Along(NamedTuple):
-    """Where the processes along an axis leave word, and of each what it is called and its number there."""
-
-    axis: str
-    meeting: Meeting
-    known: list[tuple[str, int]]
-
-
 class PostedExchange(NamedTuple):
     """The work of a collective, and what it reads and writes, which is kept until that is waited for."""
 
@@ -102,31 +94,30 @@ class ExchangeLane:
         self._on_streams = all(is_on_streams(group, device) for group in self.groups.values())
         self._patience = () if self._on_streams else (timedelta(seconds=self._seconds),)  # NCCL's would hold the host
         self._beside: dict[str, torch.Stream] = {}
-        self._own, self._along = (meeting.board, meeting.at), dict[str, Along]()
+        self._own, self._along = (meeting.board, meeting.at), dict[str, tuple[str, Meeting]]()
         for name, (axis, group) in axes.items():
             names = [f"{axis} {number}: rank {meeting.at}" for number in range(group.size())]
             of = [dist.get_process_group_ranks(group)]
-            met = Meeting(of, group.rank(), group, self._seconds, self._watchdog, names)
-            self._along[name] = Along(axis, met, [*zip(names, range(len(names)), strict=True)])
-        self.boards = [(one.meeting.board, one.meeting.at) for one in self._along.values()]
+            self._along[name] = axis, Meeting(of, group.rank(), group, self._seconds, self._watchdog, names)
+        self.boards = [(met.board, met.at) for _, met in self._along.values()]
         self._posted, self._cell = list[PostedExchange](), ""
         self.begin(None)
 
     def agree(self, where: str, exchanged: Mapping[str, Sequence[str]]) -> None:
         """All processes along an axis must be about to exchange the like, as `Meeting.agree` says."""
-        for axis, meeting, _ in self._along.values():
+        for axis, meeting in self._along.values():
             meeting.agree(where, {f"exchanges over {axis}": exchanged.get(axis, ())})
 
     def refuse(self, said: str, *places: str) -> None:
         """Tell those who exchange with this process, and meet there, why it does not come."""
-        for axis, meeting, _ in self._along.values():
+        for axis, meeting in self._along.values():
             for place in places:
                 meeting.refuse(place, _along(axis, meeting, said))
 
     def fail(self, said: str, place: str) -> None:
         """Tell those who exchange with this process that it comes to no exchange any longer, nor where they meet."""
         self.refuse(said, place)
-        for axis, meeting, _ in self._along.values():
+        for axis, meeting in self._along.values():
             first_told(meeting.board, _along(axis, meeting, said))
 
     def begin(self, notes: Notes | None, at_once: bool = False, clock: torch.device | None = None) -> None:
@@ -257,7 +248,8 @@ class ExchangeLane:
 
     def _lost(self, error: RuntimeError, cell: str, group: str) -> LostRank:
         self._watchdog.refuse_ended()
-        _, meeting, known = self._along[group]
+        _, meeting = self._along[group]
+        known = [(name, at) for at, name in enumerate(meeting.names)]
         said = who_is_lost(meeting.board, self._own, self.groups[group], known, error, f"the exchange {cell}")
         return LostRank(meeting.board.as_heard(said))
 
