@@ -32,12 +32,9 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @contextmanager
 def knowing(library: Path, count: int) -> Generator[Processes]:
     """Processes that know the device: known once, it stays, and other tests are to be without."""
-    made = Processes(count)
-    try:
+    with Processes(count) as made:
         made.each(ready, library)
         yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture(scope="module")

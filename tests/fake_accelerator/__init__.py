@@ -32,19 +32,9 @@ def built(folder: Path) -> Path:
             abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
             include = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
             made = library.with_suffix(".part")
-            command = [
-                COMPILER or "c++",
-                "-O1",
-                "-std=c++20",
-                "-shared",
-                "-fPIC",
-                "-w",
-                "-DNDEBUG",
-                abi,
-                *include,
-                str(sources[0]),
-            ]
-            subprocess.run([*command, "-o", made, f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"], check=True)
+            flags = ["-O1", "-std=c++20", "-shared", "-fPIC", "-w", "-DNDEBUG", abi, *include]
+            linked = f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"
+            subprocess.run([COMPILER or "c++", *flags, sources[0], "-o", made, *linked], check=True)
             made.rename(library)
     return library
 
@@ -69,8 +59,3 @@ def reports_of(run: Callable[[], object]) -> list[str]:
     torch.ops.fake_accelerator.reset()
     run()
     return torch.ops.fake_accelerator.reports()
-
-
-def lines() -> list[tuple[str, str, float, float]]:
-    """What has run since: on which stream, which op, and from when to when."""
-    return [*zip(*torch.ops.fake_accelerator.lines(), strict=True)]

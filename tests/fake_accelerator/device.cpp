@@ -255,7 +255,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     Event ready, done;
     checker().record(other, ready);
     if (who != other) checker().wait(who, ready);
-    checker().queue(who, name, seconds(to), now);
+    checker().queue(who, seconds(to), now);
     touch(who, from, false, name);
     touch(who, to, true, name);
     checker().record(who, done);
@@ -276,7 +276,7 @@ at::Scalar local_scalar_dense(const at::Tensor& one) {
   {
     Locked held(checker().lock);
     auto who = agent_on(one.device().index());
-    checker().queue(who, "item", seconds(one), now);
+    checker().queue(who, seconds(one), now);
     touch(who, one, false, "item");
     synchronize(who);
   }
@@ -375,7 +375,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     takes += seconds(own);
   }
   for (auto& made : fresh) takes += seconds(made);
-  checker().queue(who, name, takes, now);
+  checker().queue(who, takes, now);
   for (auto& [own, host, writes] : all) {
     touch(who, own, false, name);
     if (writes) touch(who, own, true, name);
@@ -434,18 +434,6 @@ std::vector<std::string> reports() {
   Locked held(checker().lock);
   return {checker().reports.begin(), checker().reports.end()};
 }
-// What ran: the streams, the ops, and the seconds at which they started and ended.
-std::tuple<std::vector<std::string>, std::vector<std::string>, std::vector<double>, std::vector<double>> lines() {
-  Locked held(checker().lock);
-  std::tuple<std::vector<std::string>, std::vector<std::string>, std::vector<double>, std::vector<double>> found;
-  for (const auto& [who, name, start, end] : checker().lines) {
-    std::get<0>(found).push_back(checker().name(who));
-    std::get<1>(found).push_back(name);
-    std::get<2>(found).push_back(start);
-    std::get<3>(found).push_back(end);
-  }
-  return found;
-}
 void reset() {
   Locked held(checker().lock);
   checker().reset();
@@ -464,7 +452,6 @@ TORCH_LIBRARY(fake_accelerator, m) {
   m.def("setup() -> ()", &setup);
   m.def("reset() -> ()", &reset);
   m.def("reports() -> str[]", &reports);
-  m.def("lines() -> (str[], str[], float[], float[])", &lines);
   m.def("count() -> int", [] { return int64_t(DEVICES); });
   m.def("now() -> float", [] { return double(now); });
   m.def("current() -> int", [] { return int64_t(current); });

@@ -48,12 +48,6 @@ struct Event {
   bool asked = false;  // whether it has happened
 };
 
-struct Line {  // something that ran, on the time of its stream
-  Agent who;
-  std::string name;
-  double start, end;
-};
-
 struct Block {  // memory of a device, or pinned memory of the host
   uintptr_t low, high;
   Agent owner;  // the stream on whose order the allocator relies when it hands the memory out again
@@ -65,7 +59,6 @@ class Checker {
  public:
   std::recursive_mutex lock;
   std::set<std::string> reports;
-  std::vector<Line> lines;
 
   std::set<Agent> shared;  // default streams, on which any thread may be handed what is free, at once
 
@@ -75,13 +68,11 @@ class Checker {
   }
 
   // Something is queued on a stream, and takes so many seconds there; the host, `now` on its own time, goes on.
-  void queue(Agent who, std::string name, double seconds, double now) {
+  void queue(Agent who, double seconds, double now) {
     auto& own = agents[who];
     own.clock.merge(agents[HOST].clock);
     ++own.clock.at(who);
-    double start = std::max(own.time, now);
-    own.time = start + seconds;
-    lines.push_back({who, std::move(name), start, own.time});
+    own.time = std::max(own.time, now) + seconds;
   }
   void record(Agent who, Event& event) { event = {agents[who].clock, agents[who].time}; }
   void wait(Agent who, const Event& event) {
@@ -152,7 +143,6 @@ class Checker {
       own.time = 0;
     }
     freed.clear();
-    lines.clear();
     reports.clear();
   }
   // The host waits for a stream, or for an event.
