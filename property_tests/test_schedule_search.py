@@ -14,7 +14,7 @@ from fpipe.finding.kept import Kept
 from fpipe.orders.linear_pipeline import LinearPipeline, cells_of, linear_pipeline_of
 from fpipe.program import Op, ProgramError
 from fpipe.schedules.by_cost import linear_order, v_order
-from fpipe.schedules.hillclimb import floor
+from fpipe.schedules.hillclimb import floor, played
 from fpipe.schedules.priority import Now
 from fpipe.transforms.chain import Transform
 from fpipe.transforms.reorder import in_rows
@@ -160,30 +160,17 @@ def test_a_search_is_never_above_a_schedule_by_name_keeps_its_cap_and_is_kept_as
     assert quick(base, case["costs"], **words) == found
 
 
-def greedy_h2(ranks: int, microbatches: int, seconds: tuple[int, ...], transfer: int, fits: float) -> float:
-    """Makespan of ZB-H2's forwards and input gradients; a W runs if a share of it fits before the next."""
-    forward, inputs, weight = seconds
+def greedy_h2(ranks: int, microbatches: int, costs: fpipe.Costs, fits: float) -> Transform:
+    """ZB-H2's forwards and input gradients; a W runs if a share of it fits before the next."""
     ahead = [min(microbatches, 2 * (ranks - rank) - 1) for rank in range(ranks)]
-    rows = ["F" * one + "IF" * (microbatches - one) + "I" * one for one in ahead]
-    ends: dict[tuple[str, int, int], float] = {}
-    free, at, waiting = [0.0] * ranks, [0] * ranks, [0] * ranks
-    while any(turn < len(row) for turn, row in zip(at, rows, strict=True)):
-        for rank, row in enumerate(rows):
-            while at[rank] < len(row):
-                kind = row[at[rank]]
-                index = row[: at[rank]].count(kind)
-                source = kind, rank + (-1 if kind == "F" else 1), index
-                if 0 <= source[1] < ranks and source not in ends:
-                    break
-                ready = ends[source] + transfer if source in ends else 0.0
-                while waiting[rank] and free[rank] < ready and free[rank] + weight * fits <= ready:
-                    free[rank] += weight
-                    waiting[rank] -= 1
-                free[rank] = max(free[rank], ready) + (forward if kind == "F" else inputs)
-                ends[kind, rank, index] = free[rank]
-                waiting[rank] += kind == "I"
-                at[rank] += 1
-    return max(end + weight * more for end, more in zip(free, waiting, strict=True))
+    tracks = [(stage, ranks + stage, one) for stage, one in enumerate(ahead)]
+    rows = [[f] * one + [i, f] * (microbatches - one) + [i] * one for f, i, one in tracks]
+
+    def full(program: fpipe.Program, where: list[int]) -> Any:
+        pipeline = linear_pipeline_of(program, where, costs, 2 * ranks - 1, 1.0, "greedy")
+        return cells_of(pipeline, played(pipeline, rows, fits).full(pipeline))
+
+    return in_rows("linear", ranks, full)
 
 
 @few(60)
@@ -194,9 +181,10 @@ def test_zb_h2_is_never_longer_than_its_greedy_rule(data: st.DataObject, ranks: 
     microbatches = data.draw(st.integers(1, 2 * ranks - 2), label="microbatches")
     seconds = data.draw(st.tuples(*[st.integers(1, 9)] * 3), label="seconds")
     costs = fpipe.Costs(*map(float, seconds), transfer=float(transfer))
-    order = fpipe.schedules.zb_h2(ranks, costs=costs)
-    found = fpipe.simulate(fpipe.chain(fpipe.split(microbatches), order)(fpipe.program(ranks)), costs)
-    assert found.makespan <= greedy_h2(ranks, microbatches, seconds, transfer, fits)
+    orders = fpipe.schedules.zb_h2(ranks, costs=costs), greedy_h2(ranks, microbatches, costs, fits)
+    base = fpipe.split(microbatches)(fpipe.program(ranks))
+    found, greedy = (fpipe.simulate(order(base), costs) for order in orders)
+    assert found.makespan <= greedy.makespan
     assert max(found.peak) <= 2 * ranks - 1
 
 

@@ -223,47 +223,39 @@ HYBRID = {
 ALBERT = "albert.encoder.albert_layer_groups.0"
 BLOCKS = each("transformer.h.{}", 0, 1, 2)
 DECODED = each("model.layers.{}", 0, 1, 2)
+CODED = ("model.encoder.layers.0", "model.encoder.layers.1", "model.decoder.layers.0")
+GELU = Rounds("transformer.", "what is before the last `GeLUFunction`, whose backward is written by hand")
+READ_TWICE = Rounds("model.encoder.", "what is before the output of `model.encoder`, which two stages read")
+MASKED = Rounds(
+    "", "all: exported, its attention adds a mask of ones to its bias (`aten.add`) before the softmax"
+)
+
+
+def causal(name: str, ends: tuple[str, ...] = DECODED, rounds: Rounds | None = None, **said: Any) -> Family:
+    """A net that tells the next word."""
+    return Family(net(f"{name}ForCausalLM", f"{name}Config", **said), text, ends, rounds)
 
 
 FAMILIES = {
     "GPT2": Family(net("GPT2LMHeadModel", "GPT2Config", **GPT, loss_type="ForCausalLM"), text, BLOCKS),
-    "GPT-J": Family(net("GPTJForCausalLM", "GPTJConfig", **GPTJ), text, BLOCKS),
-    "Bloom": Family(
-        net("BloomForCausalLM", "BloomConfig", **BLOOM, hidden_dropout=0.1),
-        text,
-        BLOCKS,
-        Rounds("transformer.", "what is before the last `GeLUFunction`, whose backward is written by hand"),
-    ),
-    "Falcon": Family(
-        net("FalconForCausalLM", "FalconConfig", **ATTENTIVE, hidden_dropout=0.1),
-        text,
-        BLOCKS,
-    ),
-    "Llama": Family(net("LlamaForCausalLM", "LlamaConfig", **DECODER), text, DECODED),
-    "Mistral": Family(net("MistralForCausalLM", "MistralConfig", **DECODER, sliding_window=4), text, DECODED),
-    "Qwen2": Family(
-        net("Qwen2ForCausalLM", "Qwen2Config", **DECODER, tie_word_embeddings=True),
-        text,
-        DECODED,
-    ),
-    "GLM": Family(net("GlmForCausalLM", "GlmConfig", **DECODER, head_dim=8), text, DECODED),
-    "Cohere": Family(net("CohereForCausalLM", "CohereConfig", **DECODER), text, DECODED),
-    "DeepSeek-V2": Family(net("DeepseekV2ForCausalLM", "DeepseekV2Config", **DEEPSEEK), text, DECODED),
-    "DeepSeek-V3": Family(
-        net("DeepseekV3ForCausalLM", "DeepseekV3Config", **DEEPSEEK, n_group=2, topk_group=1), text, DECODED
-    ),
-    "Mixtral": Family(
-        net("MixtralForCausalLM", "MixtralConfig", **DECODER, num_local_experts=4, output_router_logits=True),
-        text,
-        DECODED,
-    ),
-    "OPT": Family(net("OPTForCausalLM", "OPTConfig", **OPT), text, each("model.decoder.layers.{}", 0, 1, 2)),
+    "GPT-J": causal("GPTJ", BLOCKS, **GPTJ),
+    "Bloom": causal("Bloom", BLOCKS, GELU, **BLOOM, hidden_dropout=0.1),
+    "Falcon": causal("Falcon", BLOCKS, **ATTENTIVE, hidden_dropout=0.1),
+    "Llama": causal("Llama", **DECODER),
+    "Mistral": causal("Mistral", **DECODER, sliding_window=4),
+    "Qwen2": causal("Qwen2", **DECODER, tie_word_embeddings=True),
+    "GLM": causal("Glm", **DECODER, head_dim=8),
+    "Cohere": causal("Cohere", **DECODER),
+    "DeepSeek-V2": causal("DeepseekV2", **DEEPSEEK),
+    "DeepSeek-V3": causal("DeepseekV3", **DEEPSEEK, n_group=2, topk_group=1),
+    "Mixtral": causal("Mixtral", **DECODER, num_local_experts=4, output_router_logits=True),
+    "OPT": causal("OPT", each("model.decoder.layers.{}", 0, 1, 2), **OPT),
     "Mamba": Family(
         net("MambaForCausalLM", "MambaConfig", **MAMBA),
         plain_text,
         each("backbone.layers.{}", 0, 1, 2),
     ),
-    "Jamba": Family(net("JambaForCausalLM", "JambaConfig", **DECODER, **HYBRID), text, DECODED),
+    "Jamba": causal("Jamba", **DECODER, **HYBRID),
     "Bert": Family(net("BertForMaskedLM", "BertConfig", **TEXT), text, each("bert.encoder.layer.{}", 0, 1, 2)),
     "ALBERT": Family(
         net("AlbertForMaskedLM", "AlbertConfig", **TEXT, **DROPOUT, embedding_size=16),
@@ -278,19 +270,19 @@ FAMILIES = {
     "BART": Family(
         net("BartForConditionalGeneration", "BartConfig", **BART),
         two_texts,
-        ("model.encoder.layers.0", "model.encoder.layers.1", "model.decoder.layers.0"),
-        Rounds("model.encoder.", "what is before the output of `model.encoder`, which two stages read"),
+        CODED,
+        READ_TWICE,
     ),
     "Marian": Family(
         net("MarianMTModel", "MarianConfig", **BART, forced_eos_token_id=2),
         two_texts,
-        ("model.encoder.layers.0", "model.encoder.layers.1", "model.decoder.layers.0"),
-        Rounds("model.encoder.", "what is before the output of `model.encoder`, which two stages read"),
+        CODED,
+        READ_TWICE,
     ),
     "Whisper": Family(
         net("WhisperForConditionalGeneration", "WhisperConfig", **BOTH, **WHISPER),
         speech,
-        ("model.encoder.layers.0", "model.encoder.layers.1", "model.decoder.layers.0"),
+        CODED,
     ),
     "Wav2Vec2": Family(
         net("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", **WAV2VEC2, num_labels=5),
@@ -321,9 +313,7 @@ FAMILIES = {
         net("BeitForImageClassification", "BeitConfig", **VIT, use_relative_position_bias=True, drop_path_rate=0.1),
         images(16),
         each("beit.layers.{}", 0, 1, 2),
-        Rounds(
-            "", "all: exported, it adds a mask of ones to the bias of its attention (`aten.add`) before the softmax"
-        ),
+        MASKED,
     ),
     "Segformer": Family(
         net("SegformerForSemanticSegmentation", "SegformerConfig", **SEGFORMER, num_labels=5, drop_path_rate=0.1),

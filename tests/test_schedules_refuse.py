@@ -23,16 +23,6 @@ def first_free(op: fpipe.Op, now: object) -> int:
 WRONG = r"""
 on(S.gpipe(4), 3)
     ProgramError: 4 ranks for 3 stages: each rank needs a stage.
-on(S.one_f_one_b(4), 3)
-    ProgramError: 4 ranks for 3 stages: each rank needs a stage.
-on(S.eager_1f1b(4), 3)
-    ProgramError: 4 ranks for 3 stages: each rank needs a stage.
-on(S.zb_h1(4), 3)
-    ProgramError: 4 ranks for 3 stages: each rank needs a stage.
-on(S.zb_h2(4), 3)
-    ProgramError: 4 ranks for 3 stages: each rank needs a stage.
-on(S.bpipe(4), 3)
-    ProgramError: 4 ranks for 3 stages: each rank needs a stage.
 on(S.interleaved(2), 5)
     ProgramError: cut the model into a multiple of 2 stages, such as 6.
 S.interleaved(4, group=3)
@@ -41,16 +31,10 @@ S.interleaved_zb(4, group=1.5)
     ValueError: at least 4 for 4 ranks (with fewer, the ranks wait for each other for ever); found 1.5.
 S.group_interleaved(4, group=5)
     ValueError: from 2 to 4 for 4 ranks (with fewer, the ranks wait for each other for ever; more hold
-on(S.kimi_k2(3), 4)
-    ProgramError: kimi_k2: 4 stages on 3 ranks leave some ranks more chunks than others;
-on(S.one_f_one_b_overlap(4), 3)
-    ProgramError: 4 ranks for 3 stages: each rank needs a stage.
 S.interleaved_overlap(2, chunks=0)
     ValueError: chunks is a whole number, at least 1; found 0.
 on(S.interleaved_overlap(2, chunks=3), 4)
     ProgramError: 6 ranks for 4 stages: each rank needs a stage.
-on(S.looped_bfs(3), 4)
-    ProgramError: looped_bfs: 4 stages on 3 ranks leave some ranks more chunks
 on(S.one_f_one_b_v(2), 3)
     ProgramError: a V over 2 ranks has 4 stages, down and up; this program has 3
 S.pipe_offload(2, cap=0)
@@ -71,14 +55,10 @@ on(S.dualpipe(2), 2, 5)
     ProgramError: dualpipe: the number of microbatches is even, found 5: each direction has one half of them.
 on(S.dualpipe(4), 4, 6)
     ProgramError: dualpipe: the number of microbatches is at least twice that of ranks, 8 for 4, found 6
-on(S.dualpipe(2), 2, 2)
-    ProgramError: dualpipe: the number of microbatches is at least twice that of ranks
 S.dualpipe(2, overlap=3)
     ValueError: overlap is True or False, whether a forward and a backward are one
 on(S.dualpipev(2), 3)
     ProgramError: dualpipev: each rank has an early and a late stage, 4 for 2 ranks; this
-on(S.dualpipev(4), 8, 6)
-    ProgramError: dualpipev: the number of microbatches is at least twice that of ranks, 8 for 4, found 6
 on(S.hanayo(1), 2)
     ProgramError: hanayo: a wave turns at the first and the last of at least 2 ranks, found 1.
 on(S.hanayo(3), 5)
@@ -132,8 +112,6 @@ S.register("nothing_to_do", S.gpipe, stages_per_rank=0)
     ValueError: stages_per_rank is a whole number, at least 1; found 0
 S.get("one_f1b")
     ValueError: there is no schedule 'one_f1b'; did you mean one_f_one_b or
-S.about("ZB-V")
-    ValueError: there is no schedule 'ZB-V'; did you mean zbv?
 S.about("1F1B")
     ValueError: there is no schedule '1F1B'; did you mean one_f_one_b or one_f_one_b_overlap or one_f_one_b_v?
 S.Schedule("gpipe", S.gpipe).program(2, 0)
@@ -143,7 +121,8 @@ test_refusals = refusals(globals(), WRONG)
 
 
 def test_every_public_function_has_its_wrong_input():
-    assert set(S.__all__) - set(re.findall(r"\bS\.(\w+)", WRONG)) == {"names", "Now"}  # neither is handed anything
+    """Schedules have wrong ranks too, and laws of the sizes that they refuse."""
+    assert {*S.__all__} - {*S.names()} - {*re.findall(r"\bS\.(\w+)", WRONG)} == {"names", "Now"}  # handed nothing
 
 
 @pytest.mark.parametrize("name", S.names())
