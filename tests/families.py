@@ -226,9 +226,7 @@ DECODED = each("model.layers.{}", 0, 1, 2)
 CODED = ("model.encoder.layers.0", "model.encoder.layers.1", "model.decoder.layers.0")
 GELU = Rounds("transformer.", "what is before the last `GeLUFunction`, whose backward is written by hand")
 READ_TWICE = Rounds("model.encoder.", "what is before the output of `model.encoder`, which two stages read")
-MASKED = Rounds(
-    "", "all: exported, its attention adds a mask of ones to its bias (`aten.add`) before the softmax"
-)
+MASKED = Rounds("", "all: exported, its attention adds a mask of ones to its bias (`aten.add`) before the softmax")
 
 
 def causal(name: str, ends: tuple[str, ...] = DECODED, rounds: Rounds | None = None, **said: Any) -> Family:

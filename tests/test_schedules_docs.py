@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import runpy
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,18 +24,9 @@ PUBLIC: dict[str, Any] = {
     for name in ("from_csv", "to_csv", "schedule", "runtime", "stages", "grads")
 }
 TRANSFORMS = [
-    "checkpoint",
-    "communicate",
-    "forward_only",
-    "free",
-    "merge",
-    "merge_backward",
-    "offload",
-    "place",
-    "reorder",
-    "slice_sequence",
-    "split",
-    "split_backward",
+    name
+    for name in sorted({*fpipe.__all__} - {"identity"})
+    if f"fpipe.{name}" in PUBLIC and PUBLIC[f"fpipe.{name}"].__module__.startswith("fpipe.transforms.")
 ]
 READINGS = ["bounds", "build", "check", "linearize", "plot", "profile", "reference", "simulate", "sizes", "verify"]
 
@@ -89,3 +81,9 @@ def test_a_transform_shows_before_and_after(name: str):
 @pytest.mark.parametrize("name", READINGS)
 def test_a_reading_has_a_page(name: str):
     assert re.search(rf"\bfpipe\.{name}\(", PAGES)
+
+
+def test_the_page_is_what_the_registry_gives():
+    page = (DOCS / "schedules.md").read_text()
+    assert [name for name in fpipe.schedules.names() if f"\n## {name}\n" not in page] == [], "run `make docs`"
+    assert runpy.run_path(str(DOCS / "schedules.py"))["page"]().splitlines() == page.splitlines(), "run `make docs`"

@@ -9,7 +9,7 @@ So a step of 4096 ranks and 8192 microbatches, 67 million ops, is 12,288 runs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -50,30 +50,16 @@ def _name(part: RunPart) -> str:
     return f"{part.stage}{part.kind}{part.first}"
 
 
-def table(rows: Iterable[Sequence[Run]]) -> list[list[str]]:
-    """The cells of rows, written out as tables have them.
+class RunRow:
+    """The runs of a rank as they are made: each track goes on with its next microbatch, from the `first` of its
+    stage or 0 on; a B is an I and a W.
 
     >>> row = RunRow()
     >>> row.add([[("F", 0)]], 2)
     >>> row.add([[("F", 0)], [("B", 0)]], 2)
     >>> print(*row.runs, sep=", ")
     2 x (0F0), 2 x (0F2 0B0)
-    >>> table([row.runs])
-    [['0F0', '0F1', '0F2', '0B0', '0F3', '0B1']]
     """
-    return [[cell for run in row for cell in _written(run)] for row in rows]
-
-
-def _written(run: Run) -> Iterator[str]:
-    for turn in range(run.turns):
-        for cell in run.cells:
-            names = [f"{part.stage}{part.kind}{part.first + turn * part.step}" for part in cell]
-            yield f"({';'.join(names)})" if len(names) > 1 else names[0]
-
-
-class RunRow:
-    """The runs of a rank as they are made: each track goes on with its next microbatch, from the `first` of its
-    stage or 0 on; a B is an I and a W."""
 
     def __init__(self, first: dict[int, int] | None = None) -> None:
         self.runs: list[Run] = []

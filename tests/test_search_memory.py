@@ -1,4 +1,4 @@
-"""A search that moves residuals to the host: where that pays, as simulate says it, kept as text, and to the bit."""
+"""Searches that move residuals to the host, and that choose when shared out parameters are gathered."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from fpipe.finding.offloaded_tasks import OffloadedTasks
 from fpipe.orders.tasks import tasks_of
 from fpipe.timing.value_bytes import NamedBytes
 from property_tests.strategies import few
+from tests.test_cli import out
 from tests.test_search import SLOW, quick, step
 
 COSTS = fpipe.Costs(5, 6, 4, offload=5)
@@ -110,3 +111,32 @@ def test_bytes_of_the_host_take_their_time():
     assert max(found.timeline.peak) <= 16
     assert any(op.kind == "OFFLOAD" for op in found.program.ops)
     assert found.value < stays.value
+
+
+SIZES = NamedBytes({"res": 2.0, "params": 3.0}, replicas=2)
+SHARED = fpipe.Costs(forward=5, backward_input=6, backward_weight=4, gather=1, scatter=1, bytes=SIZES)
+FOUR: Any = {"ranks": 2, "microbatches": 4, "seconds": 0.04, "solver": "local", "placement": "looped"}
+
+
+def test_the_policy_is_the_fastest_that_fits_and_the_result_has_it():
+    found = fpipe.search(4, SHARED, shard=["step", "run", "use"], **FOUR)
+    less = fpipe.search(4, SHARED, shard=["run", "use"], memory_cap=max(found.timeline.peak) - 3, **FOUR)
+    assert found.gather == "step"
+    assert less.gather in ("run", "use")
+    assert max(less.timeline.peak) <= max(found.timeline.peak) - 3
+    for one in (found, less):
+        base = fpipe.chain(fpipe.split(4), one.schedule, fpipe.merge())(fpipe.program(4))
+        program = fpipe.shard(gather=one.gather)(base)
+        assert fpipe.simulate(program, SHARED) == one.timeline == fpipe.simulate(one.program, SHARED)
+        assert f"fpipe.shard(gather={one.gather!r})" in str(one)
+
+
+def test_a_cap_that_leaves_no_room_for_what_is_gathered_is_refused():
+    least = max(fpipe.search(4, SHARED, memory_cap=10, **FOUR).timeline.peak)
+    with pytest.raises(fpipe.ProgramError, match=r"nothing fits memory_cap=.* with what is gathered: the least that"):
+        fpipe.search(4, SHARED, memory_cap=least, shard=["step"], **FOUR)
+
+
+def test_the_command_takes_policies():
+    said = out("search", "-p", "2", "-m", "4", "-s", "4", "--seconds", "0.1", "--solver", "local", "--shard", "use")
+    assert "parameters are gathered by fpipe.shard(gather='use')" in said
