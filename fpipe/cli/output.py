@@ -13,6 +13,7 @@ from typing import Any
 
 from fpipe.pictures.plot import plot
 from fpipe.program import Program
+from fpipe.timing.amounts import aligned
 from fpipe.timing.costs import Costs
 
 
@@ -40,13 +41,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             drawn.add_row(*row)
         Console(highlight=False, markup=False).print(drawn)
         return
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    for row in (columns, *rows):
-        cells = (
-            cell.rjust(width) if number else cell.ljust(width)
-            for cell, width, number in zip(row, widths, right, strict=True)
-        )
-        print("  ".join(cells).rstrip())
+    print("\n".join(aligned((columns, *rows), [not number for number in right])))
 
 
 def columns_of_terminal() -> int | None:

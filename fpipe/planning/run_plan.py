@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from fpipe.program import HtmlRepr, Program
-from fpipe.timing.amounts import amount
+from fpipe.timing.amounts import aligned, amount
 from fpipe.timing.caveats import caveats
 from fpipe.timing.costs import the_costs
 from fpipe.timing.robustness import At, Spread
@@ -163,15 +163,7 @@ class RunPlan(HtmlRepr):
 
     def __str__(self) -> str:
         cells = self.cells(self.shown())
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        left = ("schedule", "recompute", "gather", "costs", "")
-        lines = [
-            "  ".join(
-                cell.ljust(width) if word in left else cell.rjust(width)
-                for cell, width, word in zip(row, widths, cells[0], strict=True)
-            ).rstrip()
-            for row in cells
-        ]
+        lines = aligned(cells, [word in ("schedule", "recompute", "gather", "costs", "") for word in cells[0]])
         return "\n".join([*lines, *(f"{name}: {why}" for name, why in self.refused)])
 
     def __repr__(self) -> str:

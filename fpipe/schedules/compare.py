@@ -11,7 +11,7 @@ from typing import Any, cast
 from fpipe.limits import whole
 from fpipe.program import HtmlRepr, Program, Value
 from fpipe.schedules.named import parse
-from fpipe.timing.amounts import amount, checked_count
+from fpipe.timing.amounts import aligned, amount, checked_count
 from fpipe.timing.bounds import bounds
 from fpipe.timing.caveats import caveats
 from fpipe.timing.costs import Costs, PerStage, computing, the_costs
@@ -129,15 +129,7 @@ class Comparison(HtmlRepr):
         ]
 
     def __str__(self) -> str:
-        heading, *_ = table = self.cells
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if word in ("schedule", "note") else cell.rjust(width)
-                for cell, width, word in zip(cells, widths, heading, strict=True)
-            ).rstrip()
-            for cells in table
-        ]
+        lines = aligned(self.cells, [word in ("schedule", "note") for word in self.cells[0]])
         refused = [f"{row.name}: {row.refused}" for row in self.rows if row.refused]
         return "\n".join(
             (lines if len(lines) > 1 else []) + [textwrap.fill(one, 100, subsequent_indent="  ") for one in refused]

@@ -1,4 +1,4 @@
-"""The numbers that costs are made of, checked where they enter: times, rates, bytes, one for all or one for each."""
+"""The numbers that costs are made of, checked where they enter, and the text of amounts and tables."""
 
 from __future__ import annotations
 
@@ -125,6 +125,18 @@ def byte_unit(held: float) -> tuple[str, float]:
     """The binary unit that suits some bytes, and how many bytes it has."""
     power = next((power for power in range(4) if held < (999.5 if power else 1024) * 1024**power), 4)
     return ("B", "KiB", "MiB", "GiB", "TiB")[power], 1024.0**power
+
+
+def aligned(table: Sequence[Sequence[str]], left: Sequence[bool]) -> list[str]:
+    """The lines of a table, each column to the left or to the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if to_left else cell.rjust(width)
+            for cell, width, to_left in zip(row, widths, left, strict=True)
+        ).rstrip()
+        for row in table
+    ]
 
 
 EXTRA: dict[str, float | Callable[[Op], float]] = dict.fromkeys(

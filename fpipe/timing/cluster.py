@@ -77,7 +77,39 @@ class Cluster:
         Traceback (most recent call last):
         ValueError: a cluster of one host has nothing between hosts, at 'between 5us' (character 10 of the text).
         """
-        return _Reader(text).cluster()
+        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"a cluster is a text such as {_FORM!r}, found {text!r}.")
+        clauses = [found for found in re.finditer(r"[^;]+", text) if found[0].strip()]
+        if not clauses:
+            raise ValueError(f"a cluster says at least how many ranks there are, as in {_FORM!r}; found {text!r}.")
+        sizes = re.fullmatch(r"(?:(\d{1,9}) hosts? x )?(\d{1,9}) ranks?", " ".join(clauses[0][0].split()))
+        if not sizes or "0" in (sizes[1], sizes[2]):
+            raise _wrong("a cluster begins with its sizes, '2 hosts x 4 ranks' or '4 ranks'", clauses[0])
+        hosts, ranks = int(sizes[1] or 1), int(sizes[2])
+        count = whole("the number of a cluster's ranks", hosts * ranks)
+        links, replicas = dict[str, Link](), 1
+        speed, memory = [1.0] * count, [math.inf] * count
+        for clause in clauses[1:]:
+            head = clause[0].split()[0]
+            if head in ("inside", "between", "replicas"):
+                if head in links:
+                    raise _wrong(f"{head} is said twice", clause)
+                if head == "between" and hosts == 1:
+                    raise _wrong("a cluster of one host has nothing between hosts", clause)
+                _, *words = _words(clause)
+                if head == "replicas":
+                    if not words or not re.fullmatch(r"0*[1-9]\d{0,8}", words[0][0]):
+                        raise _wrong("replicas are a number, at least 1, as in 'replicas 4 20us 25GB/s'", clause)
+                    replicas = whole("the number of a cluster's replicas", int(words.pop(0)[0]))
+                links[head] = _link(clause, words)
+                if head == "replicas" and links[head].shared:
+                    raise _wrong("replicas have links of their own, which are not shared", clause)
+            elif head in ("rank", "ranks", "each"):
+                _of_ranks(clause, speed, memory)
+            else:
+                raise _wrong("a clause begins with inside, between, replicas, rank, ranks or each", clause)
+        inside, between, across = (links.get(word, Link()) for word in ("inside", "between", "replicas"))
+        return cls(hosts, ranks, inside, between, tuple(speed), tuple(memory), replicas, across)
 
     def speed_of(self, rank: int) -> float:
         """The speed of a rank; of one behind those of the cluster, which keeps what travels in a host's memory, 1."""
@@ -115,98 +147,60 @@ class Cluster:
         return self.inside.shared or self.between.shared
 
 
-class _Reader:
-    """Reads the text of a cluster, and knows where each clause stands."""
+def _wrong(what: str, found: re.Match[str]) -> ValueError:
+    start = found.end() - len(found[0].lstrip()) + 1
+    return ValueError(f"{what}, at {found[0].strip()!r} (character {start} of the text).")
 
-    def __init__(self, text: str) -> None:
-        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"a cluster is a text such as {_FORM!r}, found {text!r}.")
-        self.text = text
 
-    def wrong(self, what: str, found: re.Match[str]) -> ValueError:
-        start = found.end() - len(found[0].lstrip()) + 1
-        return ValueError(f"{what}, at {found[0].strip()!r} (character {start} of the text).")
+def _words(clause: re.Match[str]) -> Iterator[re.Match[str]]:
+    return re.compile(r"\S+").finditer(clause.string, *clause.span())
 
-    def cluster(self) -> Cluster:
-        """The whole text."""
-        clauses = [found for found in re.finditer(r"[^;]+", self.text) if found[0].strip()]
-        if not clauses:
-            raise ValueError(f"a cluster says at least how many ranks there are, as in {_FORM!r}; found {self.text!r}.")
-        sizes = re.fullmatch(r"(?:(\d{1,9}) hosts? x )?(\d{1,9}) ranks?", " ".join(clauses[0][0].split()))
-        if not sizes or "0" in (sizes[1], sizes[2]):
-            raise self.wrong("a cluster begins with its sizes, '2 hosts x 4 ranks' or '4 ranks'", clauses[0])
-        hosts, ranks = int(sizes[1] or 1), int(sizes[2])
-        count = whole("the number of a cluster's ranks", hosts * ranks)
-        links, replicas = dict[str, Link](), 1
-        speed, memory = [1.0] * count, [math.inf] * count
-        for clause in clauses[1:]:
-            head = clause[0].split()[0]
-            if head in ("inside", "between", "replicas"):
-                if head in links:
-                    raise self.wrong(f"{head} is said twice", clause)
-                if head == "between" and hosts == 1:
-                    raise self.wrong("a cluster of one host has nothing between hosts", clause)
-                _, *words = self._words(clause)
-                if head == "replicas":
-                    if not words or not re.fullmatch(r"0*[1-9]\d{0,8}", words[0][0]):
-                        raise self.wrong("replicas are a number, at least 1, as in 'replicas 4 20us 25GB/s'", clause)
-                    replicas = whole("the number of a cluster's replicas", int(words.pop(0)[0]))
-                links[head] = self._link(clause, words)
-                if head == "replicas" and links[head].shared:
-                    raise self.wrong("replicas have links of their own, which are not shared", clause)
-            elif head in ("rank", "ranks", "each"):
-                self._of_ranks(clause, speed, memory)
-            else:
-                raise self.wrong("a clause begins with inside, between, replicas, rank, ranks or each", clause)
-        inside, between, across = (links.get(word, Link()) for word in ("inside", "between", "replicas"))
-        return Cluster(hosts, ranks, inside, between, tuple(speed), tuple(memory), replicas, across)
 
-    def _words(self, clause: re.Match[str]) -> Iterator[re.Match[str]]:
-        return re.compile(r"\S+").finditer(self.text, *clause.span())
+def _link(clause: re.Match[str], words: list[re.Match[str]]) -> Link:
+    found: dict[str, float | bool] = {}
+    for word in words:
+        name, value = "shared", True
+        if word[0] != "shared":
+            name = "bandwidth" if word[0].endswith("/s") else "latency"
+            units = _SIZES if name == "bandwidth" else _TIMES
+            value = _amount(word, word[0].removesuffix("/s"), units, "a latency (5us), a bandwidth (200GB/s)")
+        if name in found:
+            raise _wrong(f"a second {name} of one link", word)
+        if name == "bandwidth" and not value:
+            raise _wrong("a bandwidth is more than 0", word)
+        found[name] = value
+    if not found:
+        raise _wrong("a link has a latency (5us), a bandwidth (200GB/s) or both", clause)
+    if found.get("shared") and "bandwidth" not in found:
+        raise _wrong("a shared link has a bandwidth, for which its transfers wait", clause)
+    return Link(**found)  # pyright: ignore[reportArgumentType]
 
-    def _link(self, clause: re.Match[str], words: list[re.Match[str]]) -> Link:
-        found: dict[str, float | bool] = {}
-        for word in words:
-            name, value = "shared", True
-            if word[0] != "shared":
-                name = "bandwidth" if word[0].endswith("/s") else "latency"
-                units = _SIZES if name == "bandwidth" else _TIMES
-                value = self._amount(word, word[0].removesuffix("/s"), units, "a latency (5us), a bandwidth (200GB/s)")
-            if name in found:
-                raise self.wrong(f"a second {name} of one link", word)
-            if name == "bandwidth" and not value:
-                raise self.wrong("a bandwidth is more than 0", word)
-            found[name] = value
-        if not found:
-            raise self.wrong("a link has a latency (5us), a bandwidth (200GB/s) or both", clause)
-        if found.get("shared") and "bandwidth" not in found:
-            raise self.wrong("a shared link has a bandwidth, for which its transfers wait", clause)
-        return Link(**found)  # pyright: ignore[reportArgumentType]
 
-    def _of_ranks(self, clause: re.Match[str], speed: list[float], memory: list[float]) -> None:
-        head, *words = self._words(clause)
-        if len(words) not in (3, 5) or any(word[0] not in ("speed", "memory") for word in words[1::2]):
-            raise self.wrong("ranks have a speed, a memory or both, as in 'rank 3 speed 0.8 memory 40GiB'", clause)
-        whom, *words = words
-        ranks = range(len(speed))
-        if head[0] != "each":
-            numbers = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", whom[0])
-            if not numbers or int(numbers[2] or numbers[1]) >= len(speed) or int(numbers[1]) > int(numbers[2] or 1e9):
-                raise self.wrong(f"ranks are 0..{len(speed) - 1}, one (3) or several (0-3)", whom)
-            ranks = range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1)
-        for word, amount in zip(words[::2], words[1::2], strict=True):
-            each, units = (speed, {"": Fraction(1)}) if word[0] == "speed" else (memory, _SIZES)
-            value = self._amount(amount, amount[0], units, "a speed (0.8), a memory (40GiB)")
-            if not value:
-                raise self.wrong(f"a {word[0]} is more than 0", amount)
-            each[ranks.start : ranks.stop] = [value] * len(ranks)
+def _of_ranks(clause: re.Match[str], speed: list[float], memory: list[float]) -> None:
+    head, *words = _words(clause)
+    if len(words) not in (3, 5) or any(word[0] not in ("speed", "memory") for word in words[1::2]):
+        raise _wrong("ranks have a speed, a memory or both, as in 'rank 3 speed 0.8 memory 40GiB'", clause)
+    whom, *words = words
+    ranks = range(len(speed))
+    if head[0] != "each":
+        numbers = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", whom[0])
+        if not numbers or int(numbers[2] or numbers[1]) >= len(speed) or int(numbers[1]) > int(numbers[2] or 1e9):
+            raise _wrong(f"ranks are 0..{len(speed) - 1}, one (3) or several (0-3)", whom)
+        ranks = range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1)
+    for word, amount in zip(words[::2], words[1::2], strict=True):
+        each, units = (speed, {"": Fraction(1)}) if word[0] == "speed" else (memory, _SIZES)
+        value = _amount(amount, amount[0], units, "a speed (0.8), a memory (40GiB)")
+        if not value:
+            raise _wrong(f"a {word[0]} is more than 0", amount)
+        each[ranks.start : ranks.stop] = [value] * len(ranks)
 
-    def _amount(self, word: re.Match[str], text: str, units: Mapping[str, Fraction], expected: str) -> float:
-        found = _read(text, units)
-        if found is None:
-            said = ", ".join(unit for unit in units if unit)
-            raise self.wrong(f"expected {expected}{f' in {said}' if said else ''}", word)
-        return found
+
+def _amount(word: re.Match[str], text: str, units: Mapping[str, Fraction], expected: str) -> float:
+    found = _read(text, units)
+    if found is None:
+        said = ", ".join(unit for unit in units if unit)
+        raise _wrong(f"expected {expected}{f' in {said}' if said else ''}", word)
+    return found
 
 
 def bytes_of(text: str) -> float:

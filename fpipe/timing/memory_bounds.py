@@ -108,23 +108,22 @@ def _after(shape: _Shape, start: int) -> dict[int, float]:
 
 def _users(graph: DataGraph, group: Sequence[int]) -> dict[int, list[int]]:
     """For each op that makes residuals, those that hold them to their end: B, or the W of an I."""
-    ops = graph.ops
-    weights = {part[1:4]: at for at in group for part in ops[at].parts or (ops[at],) if part.kind == "W"}
-    made = {
-        value: at
-        for at in group
-        for part in ops[at].parts or (ops[at],)
-        if makes(part)
-        for value in part.writes
-        if value.name == "res"
-    }
+    parts = _parts(graph, group)
+    weights = {part[1:4]: at for part, at in parts if part.kind == "W"}
+    made = {value: at for part, at in parts if makes(part) for value in part.writes if value.name == "res"}
     users: defaultdict[int, list[int]] = defaultdict(list)
-    for at in group:
-        for part in ops[at].parts or (ops[at],):
+    for part, at in parts:
+        if part.kind in "BI":
+            until = weights.get(part[1:4], at) if part.kind == "I" else at
             for value in part.reads:
-                if value in made and part.kind in "BI":
-                    users[made[value]].append(weights.get(part[1:4], at) if part.kind == "I" else at)
+                if value in made:
+                    users[made[value]].append(until)
     return users
+
+
+def _parts(graph: DataGraph, places: Sequence[int]) -> list[tuple[Op, int]]:
+    """The ops at some places, a PAIR as its parts, each with its place."""
+    return [(part, at) for at in places for part in graph.ops[at].parts or (graph.ops[at],)]
 
 
 def _span(graph: DataGraph, rank: int, most: int, first_backward: float) -> float:
@@ -133,16 +132,11 @@ def _span(graph: DataGraph, rank: int, most: int, first_backward: float) -> floa
     work = sum(seconds[at] for at in row)
     if first_backward == float("inf"):
         return work
-    own = {part[1:4] for at in row for part in ops[at].parts or (ops[at],) if part.kind == "I"}
+    parts = _parts(graph, row)
+    own = {part[1:4] for part, _ in parts if part.kind == "I"}
+    behind = {at for part, at in parts if part.kind in "BI" or (part.kind == "W" and part[1:4] in own)}
     holding = sorted((seconds[at] for at in row if makes(ops[at])), reverse=True)
-    others = sum(
-        seconds[at]
-        for at in row
-        if not makes(ops[at])
-        and not any(
-            part.kind in "BI" or (part.kind == "W" and part[1:4] in own) for part in ops[at].parts or (ops[at],)
-        )
-    )
+    others = sum(seconds[at] for at in row if at not in behind and not makes(ops[at]))
     return work + max(0.0, first_backward - sum(holding[:most]) - others)
 
 
