@@ -62,7 +62,8 @@ def lay_out(panels: Sequence[Panel], width: float | None = None, style: Style = 
     arrows = fit if style.arrows is None else style.arrows
     y = EDGE
     for panel in panels:
-        alike = [peak for other in panels if other.in_bytes is panel.in_bytes for peak in other.timeline.peak]
+        timelines = [other.timeline for other in panels if other.timeline.in_bytes is panel.timeline.in_bytes]
+        alike = [peak for timeline in timelines for peak in timeline.peak]
         y = _Painter(drawing, panel, style, arrows, every).paint(y, max(alike, default=0.0) if style.memory else 0.0)
     y = _axis(drawing, y)
     drawing.height = (legend(drawing, panels, style, arrows, y) if style.legend else y) + EDGE
@@ -311,7 +312,7 @@ class _Painter:
         """Draw the amounts that each rank holds, as steps."""
         panel, drawing = self.panel, self.drawing
         height, gap = (12.0, 3.0) if self.low else (22.0 if panel.ranks <= 8 else 13.0, 4.0)
-        what = "bytes held" if panel.in_bytes else "microbatches held"
+        what = "bytes held" if panel.timeline.in_bytes else "microbatches held"
         drawing.still.append(Text(drawing.left + 3, y + 10, what, "faint", 10))
         y += 12
         for rank in range(panel.ranks):

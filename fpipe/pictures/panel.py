@@ -195,14 +195,9 @@ class Panel:
         costs = self.timeline.costs
         return list(self.transfers) if costs is not None and costs.sender == "busy" else []
 
-    @property
-    def in_bytes(self) -> bool:
-        """Whether what is held is counted in bytes."""
-        return self.timeline.in_bytes
-
     def amount(self, held: float) -> str:
         """An amount held, as the picture says it."""
-        return amount(held, self.in_bytes, 4)
+        return amount(held, self.timeline.in_bytes, 4)
 
 
 def panels_of(

@@ -97,7 +97,7 @@ _ALMOST = 1 + 1e-9
 
 
 def _held(panel: Panel, first: int) -> Iterator[Entry]:
-    unit = "bytes" if panel.in_bytes else "microbatches"
+    unit = "bytes" if panel.timeline.in_bytes else "microbatches"
     for rank in range(panel.ranks):
         for time, amount in panel.held(rank):
             yield {"ph": "C", "name": "held", "pid": first + rank, "tid": 0, "ts": time * 1e6, "args": {unit: amount}}

@@ -271,11 +271,8 @@ class _Lanes:
         rank, target = op.rank, self.program.ops[receive].rank
         lanes = [(side, self.rule.communicator(rank, target)) for side in (rank, target)]
         leaves = max(came[position], came[receive], *(self.queued[lane] for lane in lanes))
-        taken, link = self.costs.carrying(carried(op), rank, target), self.costs.wire(rank, target)
-        if taken:
-            leaves = max(leaves, self.links[link])
-            self.links[link] = leaves + taken
-        arrival = leaves + taken + self.latency(rank, target)
+        leaves, left = self._carry(op, target, leaves)
+        arrival = left + self.latency(rank, target)
         self.queued.update(dict.fromkeys(lanes, arrival))
         if self.rule.blocking:
             for side in (rank, target):
@@ -286,17 +283,11 @@ class _Lanes:
     def _send(self, op: Op, ready: float, arrivals: dict[int, Transfer], position: int) -> tuple[float, float]:
         """Start and end of a SEND, which is noted as a transfer."""
         rank, target, value = op.rank, self.program.ops[self.receives[position]].rank, op.reads[0]
-        link, own, busy = self.costs.wire(rank, target), self.seconds[position], self.costs.sender == "busy"
+        own, busy = self.seconds[position], self.costs.sender == "busy"
         start = max(ready, self.begun[rank]) if self.by_hand else ready
         if own or busy:
             start = max(start, self.free[rank])
-        leaves = start + own
-        taken = self.costs.carrying(carried(op), rank, target)
-        if taken:
-            leaves = max(leaves, self.links[link])
-        end = leaves + taken
-        if taken:
-            self.links[link] = end
+        leaves, end = self._carry(op, target, start + own)
         arrival = end + self.latency(rank, target)
         if not own:
             start = leaves
@@ -304,3 +295,12 @@ class _Lanes:
             self.begun[rank], self.free[rank] = start, arrival if busy else start + own
         arrivals[position] = Transfer(value, rank, target, leaves, arrival)
         return start, arrival if busy else end
+
+    def _carry(self, op: Op, target: int, ready: float) -> tuple[float, float]:
+        """When a value leaves and when its link is free again."""
+        taken, link = self.costs.carrying(carried(op), op.rank, target), self.costs.wire(op.rank, target)
+        if not taken:
+            return ready, ready
+        leaves = max(ready, self.links[link])
+        self.links[link] = leaves + taken
+        return leaves, leaves + taken

@@ -20,11 +20,6 @@ from fpipe.transforms.update import behind_norms, is_post_validated
 _new = tuple.__new__
 
 
-def short(text: str, most: int = 400) -> str:
-    """A text for the REPL, of which the middle is left out where it is long."""
-    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
-
-
 @dataclass(frozen=True)
 class Timeline(HtmlRepr):
     """When everything happens. Seconds throughout; ranks by number.
@@ -64,7 +59,8 @@ class Timeline(HtmlRepr):
     results: Mapping[tuple[Value, int], float] | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
-        return f"<Timeline: {short(str(self))}>"
+        text = str(self)
+        return f"<Timeline: {text if len(text) <= 400 else f'{text[:200]} ... {text[-200:]}'}>"
 
     @cached_property
     def events(self) -> tuple[Event, ...]:

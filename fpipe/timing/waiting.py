@@ -229,10 +229,9 @@ class Waiting:
         work = [at for at, (op, start, end) in enumerate(self.events) if is_work(op, end - start)]
         if not work:
             return ()
-        node = max(work, key=lambda at: self.events[at].end)
-        end = self.events[node].end
+        current: int | Transfer | None = max(work, key=lambda at: self.events[at].end)
+        end = self.events[current].end
         steps: list[PathStep] = []
-        current: int | Transfer | None = node
         while current is not None:
             cause = self.cause(current)
             what = current if isinstance(current, Transfer) else self.events[current].op
