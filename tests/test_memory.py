@@ -89,30 +89,18 @@ def test_who_keeps_a_part_of_a_storage_keeps_all_of_it(policy: str, part: Callab
     assert fpipe.sizes(program(fpipe.program(model)), model, params, batch).peak == built.timeline.peak
 
 
-@pytest.fixture
-def costs() -> fpipe.Costs:
-    return fpipe.Costs(bytes={"y": 10, "res": [100, 200], "dx": 10, "loss": 1, "g": 5})
-
-
-def test_a_curve_of_bytes(costs: fpipe.Costs):
+def test_a_curve_of_bytes():
     """The copy of y on rank 1 is there from 1, when it comes, to 2; dx leaves at 4 and is on rank 0 from then on."""
+    costs = fpipe.Costs(bytes={"y": 10, "res": [100, 200], "dx": 10, "loss": 1, "g": 5})
     timeline = fpipe.simulate(fpipe.place("linear")(fpipe.program(2)), costs)
     assert timeline.held(1) == [(1, 221), (2, 226), (4, 26), (4, 16)]
     assert timeline.held(0) == [(0, 110), (1, 100), (4, 115), (6, 15), (6, 5)]
 
 
-def offloaded() -> Program:
-    """Two stages on one rank; the residuals of the first are on the host between."""
-    lines = str(fpipe.program(2)).splitlines()
-    after = next(k for k, line in enumerate(lines) if "F[0,0]" in line) + 1
-    lines.insert(after, "res[0,0]@host = OFFLOAD[0,0] res[0,0] @ 0")
-    before = next(k for k, line in enumerate(lines) if "B[0,0]" in line)
-    lines[before] = lines[before].replace("res[0,0]", "res[0,0]@host@0")
-    lines.insert(before, "res[0,0]@host@0 = LOAD[0,0] res[0,0]@host @ 0")
-    return Program.parse("\n".join(lines))
+OFFLOADED = fpipe.offload(lambda stage, microbatch: stage == 0)(fpipe.program(2))
 
 
 def test_what_is_offloaded_is_not_held():
-    timeline = fpipe.simulate(offloaded(), fpipe.Costs(offload=0.5, load=0.75))
+    timeline = fpipe.simulate(OFFLOADED, fpipe.Costs(offload=0.5, load=0.75))
     assert timeline.held(0) == [(0, 0.5), (1, 1), (1.5, 0.5), (2, 1), (4, 0.5), (6, 0)]
     assert timeline.peak == (1,)

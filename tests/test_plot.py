@@ -20,7 +20,7 @@ from fpipe.pictures.panel import Panel
 from fpipe.program import Program
 from fpipe.verification.report import Report
 from tests.refusals import refusals
-from tests.test_memory import offloaded
+from tests.test_memory import OFFLOADED
 
 ONE_F_ONE_B = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(3), fpipe.merge())(fpipe.program(3))
 GPIPE = fpipe.chain(fpipe.split(4), fpipe.schedules.gpipe(3), fpipe.merge())(fpipe.program(3))
@@ -76,7 +76,7 @@ def test_the_heading_of_a_text_stays_within_its_width():
 def test_a_pair_and_the_copy_lane_have_their_place():
     text = fpipe.plot(paired(), costs=fpipe.Costs(offload=1, pair="max")).splitlines()
     assert "(1F1;1B0)" in text[1]
-    assert fpipe.plot(offloaded(), costs=fpipe.Costs(offload=1)).splitlines()[1] == "  copy | ....O---LOAD............"
+    assert fpipe.plot(OFFLOADED, costs=fpipe.Costs(offload=1)).splitlines()[1] == "  copy | ....O---LOAD............"
 
 
 def test_colour_is_for_terminals_and_for_who_asks(monkeypatch):
