@@ -158,11 +158,7 @@ def _refuse(function: Any, who: str, given: Any, tensor: Tensor, op: Any) -> Non
 
 
 def refused(who: str, does: str, name: str | None, of_module: bool) -> str:
-    """The sentence for memory that is not the function's own.
-
-    >>> refused("stage 1", "writes {} in place (aten.add_.Tensor)", "held", False).partition(";")[0]
-    "stage 1 writes 'held' in place (aten.add_.Tensor), which it closes over"
-    """
+    """The sentence for memory that is not the function's own: `does` is what it does to {}."""
     if of_module:
         what = "its parameters or buffers" if name is None else f"buffer or parameter {name!r}"
         return (
@@ -178,11 +174,7 @@ def refused(who: str, does: str, name: str | None, of_module: bool) -> str:
 
 
 def reads_update(who: str, name: str) -> str:
-    """The sentence for an output that reads a buffer whose updates are apart.
-
-    >>> reads_update("stage 1", "mean").partition(":")[0]
-    "stage 1 reads buffer 'mean', which it also writes, though it is said to be 'update'"
-    """
+    """The sentence for an output that reads a buffer whose updates are apart."""
     return (
         f"{who} reads buffer {name!r}, which it also writes, though it is said to be 'update': the example that was "
         f"handed to from_sequential did not show it, or state= says so. Say state={{{name!r}: 'ordered'}}: then "

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from fpipe.graphs.language.graph import Graph, Name, Node
 from fpipe.graphs.language.labels import GENERATORS
 from fpipe.graphs.purity.ambient import Untraceable
-from fpipe.graphs.tracing.keys import TORCHS_GENERATOR, seeded
+from fpipe.graphs.tracing.keys import TORCHS_GENERATOR, seeded, torchs_generators
 from fpipe.torch_private.dispatch import OpOverload, arguments_of, without_modes
 
 
@@ -52,9 +52,7 @@ class Unseeded:
     """
 
     def __init__(self) -> None:
-        self.generators: list[torch.Generator] = [TORCHS_GENERATOR]
-        if torch.cuda.is_initialized():
-            self.generators += torch.cuda.default_generators
+        self.generators = torchs_generators()
         with without_modes():
             self.before = [(each.initial_seed(), each.get_state()) for each in self.generators]
         self.left: list[Tensor] = []

@@ -18,14 +18,21 @@ from torch import Tensor
 
 from fpipe import tree
 
-_TRACING = threading.local()
+
+class _Tracing(threading.local):
+    marks: list[Tensor] | None = None
+    written_down = False
+
+
+_TRACING = _Tracing()
 _LIBRARY = torch.library.Library("fpipe", "FRAGMENT")
 _LIBRARY.define("keep(Tensor value) -> Tensor")
 
 
 def _noted(value: Tensor) -> Tensor:
     value = torch.ops.aten.alias.default(value)
-    getattr(_TRACING, "marks", []).append(value)
+    if _TRACING.marks is not None:
+        _TRACING.marks.append(value)
     return value
 
 
@@ -45,9 +52,9 @@ def keep(values: Any) -> Any:
     >>> fpipe.keep(torch.ones(2))
     tensor([1., 1.])
     """
-    if getattr(_TRACING, "written_down", False):
+    if _TRACING.written_down:
         return tree.tree_map(_operation, values)
-    if hasattr(_TRACING, "marks"):
+    if _TRACING.marks is not None:
         _TRACING.marks += [leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor)]
     return values
 
@@ -69,10 +76,8 @@ def written_down() -> Generator[None]:
 @contextmanager
 def collecting_marks() -> Generator[list[Tensor]]:
     """The list of what is marked meanwhile, in this thread; a list around it gets none of that."""
-    around = vars(_TRACING).pop("marks", None)
-    _TRACING.marks = list[Tensor]()
+    around, _TRACING.marks = _TRACING.marks, []
     try:
         yield _TRACING.marks
     finally:
-        del _TRACING.marks
-        vars(_TRACING).update({} if around is None else {"marks": around})
+        _TRACING.marks = around

@@ -110,7 +110,7 @@ def seeded(seed: int | None, who: str) -> Generator[None]:
 def _restored() -> Generator[tuple[list[torch.Generator], list[torch.Tensor]]]:
     """Torch's own generators, and where they are; afterwards they are there again. There is one for all threads."""
     with _LOCK:
-        generators, before = _torchs_generators(), random_states()
+        generators, before = torchs_generators(), random_states()
         try:
             yield generators, before
         finally:
@@ -118,13 +118,14 @@ def _restored() -> Generator[tuple[list[torch.Generator], list[torch.Tensor]]]:
                 generator.set_state(state)
 
 
-def _torchs_generators() -> list[torch.Generator]:
+def torchs_generators() -> list[torch.Generator]:
+    """Torch's own generators: that of the CPU, and those of the GPUs once one is used."""
     return [TORCHS_GENERATOR, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
 
 
 def random_states() -> list[torch.Tensor]:
     """Where torch's own random numbers are now."""
-    return [generator.get_state() for generator in _torchs_generators()]
+    return [generator.get_state() for generator in torchs_generators()]
 
 
 @contextmanager
