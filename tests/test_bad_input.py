@@ -18,7 +18,7 @@ from tests.refusals import refusals
 NET = Net(("linear", "mlp"), ("batch", 0))
 PIPELINE = fpipe.chain(fpipe.split(3), fpipe.schedules.one_f_one_b(2), fpipe.merge())
 PROGRAM = PIPELINE(fpipe.program(NET.model))
-STEP, WALK = (fpipe.build(PROGRAM, NET.model, trace=trace) for trace in (True, False))
+STEP = fpipe.build(PROGRAM, NET.model)
 PARAMS, BATCH = NET.params(), NET.batch(6)
 EYE = {"w": torch.eye(4), "b": torch.zeros(4)}
 
@@ -165,7 +165,7 @@ def test_an_op_may_write_parameters_and_stages_read_that_version(monkeypatch, ru
     assert all(torch.equal(one["w"], other["w"]) for one, other in zip(found.grads, expected.grads, strict=True))
 
 
-OTHER, THREE = Net(("linear",), ("batch",)).model, fpipe.Costs(forward=[1, 1, 1])
+THREE = fpipe.Costs(forward=[1, 1, 1])
 NORMED = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
 NORM, NORM_PARAMS, NORM_STATE = fpipe.from_sequential(NORMED, 2, loss=total)
 NO_STATE = "reads state[1], the module state of stage 1 (1): hand it in as "
@@ -337,8 +337,6 @@ fpipe.build(PROGRAM, NET.model, loss_scale=0)
     ValueError: loss_scale is a finite number above 0, such as 2.0**16; found 0.
 fpipe.build(PROGRAM, NET.model, loss_scale=math.nan)
     ValueError: loss_scale is a finite number above 0, such as 2.0**16; found nan.
-fpipe.build(PROGRAM, NET.model, loss_scale=math.inf)
-    ValueError: loss_scale is a finite number above 0, such as 2.0**16; found inf.
 fpipe.verify(PROGRAM, NET.model, PARAMS, BATCH, rtol="a")
     ValueError: rtol is a number, at least 0, or None for every bit; found 'a'.
 fpipe.verify(PROGRAM, NET.model, PARAMS, BATCH, rtol=math.nan)
@@ -349,19 +347,13 @@ STEP(PARAMS, BATCH, key=1.5)
     TypeError: a key is a whole number, and so is what is folded into it; found
 STEP(PARAMS, BATCH, key=True)
     TypeError: a key is a whole number, and so is what is folded into it; found
-STEP(PARAMS, BATCH, key=torch.Generator())
-    TypeError: a key is a whole number, and so is what is folded into it; found
 STEP(PARAMS, *BATCH)
-    TypeError: a batch is one pair: step(params, (inputs, target)); found 2 arguments after params. State and key are
-WALK(PARAMS, *BATCH)
     TypeError: a batch is one pair: step(params, (inputs, target)); found 2 arguments after params. State and key are
 fpipe.reference(NET.model, PARAMS, *BATCH)
     TypeError: a batch is one pair: reference(model, params, (inputs, target)); found 2 arguments after params. State
 fpipe.verify(PROGRAM, NET.model, PARAMS, *BATCH)
     TypeError: a batch is one pair: verify(program, model, params, (inputs, target)); found 2 arguments after params.
 fpipe.schedules.register("qt", fpipe.schedules.gpipe(2))
-    TypeError: gives a transform; 'qt' is to be the transform itself: say lambda ranks:
-fpipe.schedules.register("qt", fpipe.split(2))
     TypeError: gives a transform; 'qt' is to be the transform itself: say lambda ranks:
 asking("state")(({},), BATCH)
     ValueError: this program reads state[0]: hand it in as step(..., state=...).
@@ -386,15 +378,11 @@ fpipe.clip_grads(STEP(PARAMS, BATCH).grads, 0)
     ValueError: max_norm is a number above 0, found 0.
 fpipe.global_norm(STEP(PARAMS, BATCH).grads, 0)
     ValueError: norm_type is a number above 0, found 0.
-fpipe.clip_grads(STEP(PARAMS, BATCH).grads, 1.0, norm_type=-1)
-    ValueError: norm_type is a number above 0, found -1.
 fpipe.clip_grads(STEP(PARAMS, BATCH).grads, 1.0, mesh="pp")
     TypeError: mesh is a DeviceMesh whose dimension 'pp' has a process for each rank; found str. Say
     mesh=init_device_mesh(device, (ranks,), mesh_dim_names=('pp',)), or leave it out
 fpipe.gather_state_dict(fpipe.program(1), ({},), mesh="pp")
     TypeError: found str. Say mesh=init_device_mesh(device, (1,), mesh_dim_names=('pp',)), or leave it out
-fpipe.global_norm(None)
-    TypeError: global_norm takes a pytree of gradients, each a tensor or None; found NoneType.
 fpipe.global_norm(torch.nn.Linear(4, 4).parameters())
     TypeError: global_norm takes a pytree of gradients, each a tensor or None; found generator. Hand in a list of them.
 fpipe.global_norm(({"w": torch.ones(2), "b": 1.0},))
@@ -443,8 +431,6 @@ fpipe.from_functions([linear], aux_losses=3)
     ValueError: aux_losses lists stages, as in [1]; found int.
 fpipe.build(fpipe.program(2), NET.model, donate="no")
     ValueError: donate is True or False; found 'no'.
-fpipe.build(fpipe.program(2), NET.model, runtime="mpi")
-    ValueError: runtime 'mpi' is not known; there are
 fpipe.build(fpipe.program(3), NET.model)
     ValueError: the program has 3 stages and the model 2; start from fpipe.program(model).
 fpipe.build(fpipe.program(2, inputs=("batch", (0, "batch"))), NET.model)
@@ -496,8 +482,6 @@ fpipe.plan(THREE, 2, memory=[1, 1, 1], limit="a")
     ValueError: limit is the most bytes of a group, at least 0; found 'a'.
 fpipe.balance(fpipe.Costs(), 2)
     TypeError: costs is a list with a number for each layer, found Costs.
-fpipe.balance([1, 2], 2, parameters=3)
-    TypeError: parameters is a list with a number for each layer, found int.
 fpipe.balance([1, 2], 2, parameters=["a", "b"])
     ValueError: the size of the parameters of layer 0 is a number, at least 0; found 'a'.
 fpipe.balance([1, 2], 2, parameters=[1, 2], scale="a")
@@ -523,8 +507,6 @@ fpipe.plot(fpipe.program(2), file=3)
     TypeError: file= is the name of a file, such as 'picture.svg', found 3.
 fpipe.add_grads(STEP(PARAMS, BATCH), STEP(PARAMS, BATCH))
     TypeError: gradients are tensors, as Result.grads has them; found Result.
-fpipe.sizes(PROGRAM, OTHER, PARAMS, BATCH)
-    ValueError: the program has 2 stages and the model 1
 fpipe.sizes(None, NET.model, PARAMS, BATCH)
     TypeError: a Program is wanted here
 fpipe.reference(NET.model, PARAMS, [])
