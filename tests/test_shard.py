@@ -355,57 +355,49 @@ def training(rank: int) -> list[bool]:
     return [*same, *(isinstance(one, DTensor) and one.placements == (Shard(0),) for one in moments)]
 
 
-def odd_shards(rank: int) -> list[str]:
-    """What is said where no shards can be made."""
-    mesh, net, said = meshed()[0], odd_net(), list[str]()
-    params = dict(net.named_parameters())
-    for given, over in (((params,), mesh), ((params,), mesh["pp"]), (net, mesh["dp"]), (params, mesh["dp"])):
-        with pytest.raises(TypeError) as error:
-            fpipe.shard_params(given, over)
-        said.append(str(error.value))
-    return said
-
-
-def test_what_no_shards_are_made_of_is_refused(four: Processes):
-    """A net was handed back as it is, and stages were shared out among the ranks of a program."""
-    for one, two, net, flat in four.each(odd_shards):
-        assert (
-            one == two == "dimension 'pp' of the mesh has the ranks of a program: hand in mesh['dp'], that of replicas."
-        )
-        assert "one entry for each stage, as load_params or local_params gives them; found a Sequential" in net
-        assert "found a dict" in flat
-
-
 def test_an_optimizer_over_shards_trains_as_over_the_whole(four: Processes):
     assert four.each(training) == [[True] * 8] * 4
 
 
-def handed_in(rank: int, how: str) -> str:
+def refused(rank: int) -> list[str]:
+    """What is said where no shards can be made, or are handed in."""
     mesh, _, place = meshed()
-    model, params, _ = fpipe.from_sequential(odd_net(), stages=2, loss=MSE)
-    program = sharded(model)
-    shards = fpipe.shard_params(params if how == "local" else own(program, place, params), mesh["dp"])
-    columns = {name: leaf.redistribute(mesh["dp"], [Replicate()]) for name, leaf in shards[place].items()}
-    example = tuple(columns if how == "columns" and number == place else one for number, one in enumerate(shards))
-    runtime: Any = {"runtime": "local"} if how == "local" else {"runtime": "distributed", "mesh": mesh}
-    try:
-        step = fpipe.build(program, model, **runtime, example=(example, rows(8)))
-        step(own(program, place, params) if how == "whole" else shards, rows(8))
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+    net, over = odd_net(), mesh["dp"]
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
+    program, named, shard = sharded(model), dict(net.named_parameters()), fpipe.shard_params
+    mine = own(program, place, params)
+    shards = shard(mine, over)
+    whole = [
+        {name: leaf.redistribute(over, [Replicate()]) for name, leaf in one.items()} if one else one for one in shards
+    ]
+
+    def step(given: Any, example: Any = shards, **how: Any) -> object:
+        how = how or {"runtime": "distributed", "mesh": mesh}
+        return fpipe.build(program, model, example=(example, rows(8)), **how)(given, rows(8))
+
+    calls: list[Any] = [*(lambda one=one: shard(*one) for one in (((named,), mesh), ((named,), mesh["pp"])))]
+    calls += [lambda: shard(net, over), lambda: shard(named, over), lambda: step(mine)]
+    calls += [lambda: step(shards, tuple(whole)), lambda: step(shards, shard(params, over), runtime="local")]
+    told = list[str]()
+    for call in calls:
+        with pytest.raises((TypeError, ValueError)) as error:
+            call()
+        told.append(str(error.value))
+    return told
 
 
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("whole", "was handed a plain tensor of shape"),
-        ("columns", "and the program shards it by rows, Shard(0), over 'dp'"),
-        ("local", "in one process runs one replica, whose shard is the whole"),
-    ],
-)
-def test_what_is_no_shard_is_refused_by_name(four: Processes, how: str, words: str):
-    assert all(words in told for told in four.each(handed_in, how))
+def test_what_is_no_shard_is_refused_by_name(four: Processes):
+    """A net was handed back as it is, and stages were shared out among the ranks of a program."""
+    words = [
+        *["dimension 'pp' of the mesh has the ranks of a program: hand in mesh['dp'], that of replicas."] * 2,
+        "one entry for each stage, as load_params or local_params gives them; found a Sequential",
+        "found a dict",
+        "was handed a plain tensor of shape",
+        "and the program shards it by rows, Shard(0), over 'dp'",
+        "in one process runs one replica, whose shard is the whole",
+    ]
+    for told in four.each(refused):
+        assert [(one, said) for one, said in zip(words, told, strict=True) if one not in said] == []
 
 
 test_refusals = refusals(
