@@ -13,7 +13,9 @@ import fpipe
 from fpipe.program import KINDS
 from fpipe.runtimes.definition.meaning import RULES
 from property_tests.strategies import Net, plain_autograd
+from tests import toys
 from tests.refusals import refusals
+from tests.toys import squares
 
 NET = Net(("linear", "mlp"), ("batch", 0))
 PIPELINE = fpipe.chain(fpipe.split(3), fpipe.schedules.one_f_one_b(2), fpipe.merge())
@@ -27,11 +29,7 @@ def linear(p, x: Tensor) -> Tensor:
     return x @ p["w"] + p["b"]
 
 
-def total(y: Tensor, target: Tensor) -> Tensor:
-    return (y - target).square().mean()
-
-
-def step_of(*stages, loss=total, reduction="mean"):
+def step_of(*stages, loss=squares, reduction="mean"):
     model = fpipe.from_functions(stages, loss, reduction=reduction)
     return fpipe.build(fpipe.program(model), model)
 
@@ -103,7 +101,7 @@ def test_a_stage_that_changes_what_it_was_given_is_refused_by_name_and_that_is_a
     with pytest.raises(RuntimeError, match=re.escape(words)):
         step_of(stage)((EYE,), batch)
     with pytest.raises(RuntimeError, match="in place"):
-        fpipe.reference(fpipe.from_functions([stage], total), (EYE,), batch)
+        fpipe.reference(fpipe.from_functions([stage], squares), (EYE,), batch)
     assert torch.equal(batch[0], BATCH[0])
     assert torch.equal(EYE["w"], torch.eye(4))
 
@@ -154,7 +152,7 @@ def test_an_op_may_write_parameters_and_stages_read_that_version(monkeypatch, ru
     """Views of parameters were prepared before the first op, of a version that nothing had written: IndexError."""
     monkeypatch.setitem(KINDS, "DOUBLE", fpipe.Kind("after"))
     monkeypatch.setitem(RULES, "DOUBLE", lambda op, args, context: [{"w": 2 * args[0]["w"]}])
-    model = fpipe.from_functions([lambda p, x: (x @ p["w"].t()).tanh()] * 2, total)
+    model = fpipe.from_functions([lambda p, x: (x @ p["w"].t()).tanh()] * 2, squares)
     plain = fpipe.chain(fpipe.split(2), fpipe.merge(), fpipe.schedules.gpipe(2))(fpipe.program(model))
     lines = re.sub(r"\bparams\[0\] x", "params[0,0] x", str(plain)).replace("params[0] res", "params[0,0] res")
     program = fpipe.Program.parse(lines.replace("inputs @ 0\n", "inputs @ 0\nparams[0,0] = DOUBLE[0] params[0] @ 0\n"))
@@ -167,7 +165,7 @@ def test_an_op_may_write_parameters_and_stages_read_that_version(monkeypatch, ru
 
 THREE = fpipe.Costs(forward=[1, 1, 1])
 NORMED = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-NORM, NORM_PARAMS, NORM_STATE = fpipe.from_sequential(NORMED, 2, loss=total)
+NORM, NORM_PARAMS, NORM_STATE = fpipe.from_sequential(NORMED, 2, loss=squares)
 NO_STATE = "reads state[1], the module state of stage 1 (1): hand it in as "
 STATES = {
     "none": (None, NO_STATE),
@@ -225,26 +223,7 @@ def test_arrays_of_numpy_are_no_tensors(use):
         use(NORM_PARAMS, (BATCH[0], BATCH[1].numpy()))
 
 
-MADE = fpipe.from_sequential(torch.nn.Sequential(torch.nn.Linear(4, 4)), 1, loss=total)
-NO_MODEL = "a Model is wanted, as from_functions makes it; found "
-WANTS_A_MODEL = {
-    "build": lambda model: fpipe.build(PROGRAM, model),
-    "reference": lambda model: fpipe.reference(model, PARAMS, BATCH),
-    "freeze": lambda model: fpipe.freeze(model, 0),
-    "deferred_batch_norm": fpipe.deferred_batch_norm,
-    "join_params": lambda model: fpipe.join_params(model, PARAMS),
-    "split_params": lambda model: fpipe.split_params(model, {}),
-}
-
-
-@pytest.mark.parametrize("use", WANTS_A_MODEL.values(), ids=WANTS_A_MODEL.keys())
-def test_what_takes_a_model_says_so(use):
-    module = "Sequential. A Sequential goes through fpipe.from_sequential, which returns (model, params, state)."
-    with pytest.raises(TypeError, match=re.escape(NO_MODEL + module)):
-        use(torch.nn.Sequential())
-    first = "tuple. Of what a front end returns, the model is the first: hand in that."
-    with pytest.raises(TypeError, match=re.escape(NO_MODEL + first)):
-        use(MADE)
+MADE = fpipe.from_sequential(torch.nn.Sequential(torch.nn.Linear(4, 4)), 1, loss=squares)
 
 
 @pytest.mark.parametrize("x", [torch.ones(2, 5), "text"], ids=["shape", "type"])
@@ -267,22 +246,18 @@ def test_a_rule_that_gives_more_than_its_op_writes_is_named(monkeypatch: pytest.
         step(params, batch)
 
 
-def plain(p, x: Tensor) -> Tensor:
-    return x @ p["w"]
-
-
 def balanced(p, x: Tensor) -> tuple[Tensor, Tensor]:
     return x @ p["w"], x.mean()
 
 
 DEFERRED, _, _ = fpipe.from_sequential(
-    torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)), 2, loss=total
+    torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)), 2, loss=squares
 )
 KINDS_OF_LOSS = {
-    "mean": fpipe.from_functions([plain, plain], total),
-    "count": fpipe.from_functions([plain, plain], lambda y, t: (y.sum(), len(t)), reduction="count"),
-    "aux": fpipe.from_functions([plain, plain], lambda y, t: (y.sum(), t), aux=True),
-    "aux_losses": fpipe.from_functions([balanced, plain], total, aux_losses=[0]),
+    "mean": fpipe.from_functions([toys.linear] * 2, squares),
+    "count": fpipe.from_functions([toys.linear] * 2, lambda y, t: (y.sum(), len(t)), reduction="count"),
+    "aux": fpipe.from_functions([toys.linear] * 2, lambda y, t: (y.sum(), t), aux=True),
+    "aux_losses": fpipe.from_functions([balanced, toys.linear], squares, aux_losses=[0]),
 }
 OF_ANOTHER = {
     ("mean", "count"): "stage 1 of the model gives loss and count, in the program 1F0 gives loss; start from",
@@ -308,13 +283,13 @@ def test_a_program_of_a_model_with_another_loss_is_refused(one: str, other: str,
 def test_a_program_that_would_lose_the_state_of_a_model_is_refused(use: Any):
     """A step of program(2) left the running statistics out, and verify agreed."""
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-    model, params, state = fpipe.from_sequential(net, 2, loss=total)
+    model, params, state = fpipe.from_sequential(net, 2, loss=squares)
     more = () if use is fpipe.build else (params, (torch.ones(4, 4), torch.ones(4)))
     words = "stage 1 (1) of the model has an update of its module state, such as running statistics, and the program no"
     with pytest.raises(ValueError, match=re.escape(words)):
         use(fpipe.split(2)(fpipe.program(2)), model, *more, **({} if use is fpipe.build else {"state": state}))
     fpipe.build(fpipe.forward_only()(fpipe.program(2)), model)  # it writes no state
-    evaluated, _, _ = fpipe.from_sequential(net.eval(), 2, loss=total)
+    evaluated, _, _ = fpipe.from_sequential(net.eval(), 2, loss=squares)
     words = "stage 1 (1) of the model has no update of its module state, such as running statistics, and the program an"
     with pytest.raises(ValueError, match=re.escape(words)):
         fpipe.build(fpipe.program(model), evaluated)
@@ -322,11 +297,11 @@ def test_a_program_that_would_lose_the_state_of_a_model_is_refused(use: Any):
 
 def asking(word: str):
     """A step of a stage that asks for one thing more."""
-    model = fpipe.Model((fpipe.Stage(lambda p, x, **more: x, asks=frozenset({word})),), total, ("batch",))
+    model = fpipe.Model((fpipe.Stage(lambda p, x, **more: x, asks=frozenset({word})),), squares, ("batch",))
     return fpipe.build(fpipe.program(model), model)
 
 
-TIED = fpipe.from_functions([lambda p, x: x, lambda p, x: x], total, ties=[((0, "e"), (1, "e"))])
+TIED = fpipe.from_functions([lambda p, x: x, lambda p, x: x], squares, ties=[((0, "e"), (1, "e"))])
 test_refusals = refusals(
     globals(),
     """
@@ -511,6 +486,20 @@ fpipe.sizes(None, NET.model, PARAMS, BATCH)
     TypeError: a Program is wanted here
 fpipe.reference(NET.model, PARAMS, [])
     ValueError: is a list of pairs (inputs, target), cut already; found an empty
+fpipe.build(PROGRAM, torch.nn.Sequential())
+    TypeError: a Model is wanted, as from_functions makes it; found Sequential. A Sequential goes through
+    fpipe.from_sequential, which returns (model, params, state).
+fpipe.reference(MADE, PARAMS, BATCH)
+    TypeError: a Model is wanted, as from_functions makes it; found tuple. Of what a front end returns, the model is the
+    first: hand in that.
+fpipe.freeze(MADE, 0)
+    TypeError: a Model is wanted
+fpipe.deferred_batch_norm(MADE)
+    TypeError: a Model is wanted
+fpipe.join_params(MADE, PARAMS)
+    TypeError: a Model is wanted
+fpipe.split_params(MADE, {})
+    TypeError: a Model is wanted
 fpipe.program(MADE)
     TypeError: program() takes a Model or a number of stages, found tuple. Of
 fpipe.linearize(torch.nn.Linear(4, 4), EYE, torch.ones(2, 4))

@@ -19,18 +19,11 @@ import fpipe
 from fpipe.tree import tree_map
 from tests.processes import Processes
 from tests.refusals import refusals
+from tests.toys import layer, squares
 
 
 def meshed() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
-
-
-def layer(params: Any, x: Tensor) -> Tensor:
-    return torch.tanh(x @ params["w"])
-
-
-def squares(y: Tensor, target: Tensor) -> Tensor:
-    return (y - target).square().mean()
 
 
 class Swapped(torch.autograd.Function):

@@ -12,7 +12,7 @@ import fpipe
 from fpipe import Op, Program, Value, schedules
 from fpipe.program import KINDS
 from tests.refusals import refusals
-from tests.toys import Toy, merged
+from tests.toys import Toy, linear, merged
 
 ONE, TWO, FOUR = map(fpipe.program, (1, 2, 4))
 SENT = fpipe.chain(fpipe.split(2), schedules.gpipe(2), fpipe.merge(), fpipe.communicate())(TWO)
@@ -42,10 +42,6 @@ def at_homes(*homes: int) -> Program:
 
 def loss_fn(params: dict[str, torch.Tensor], batch: Any) -> torch.Tensor:
     return (fpipe.boundary(batch[0] @ params["a"]) @ params["b"] - batch[1]).mean()
-
-
-def linear(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    return x @ params["w"]
 
 
 MODEL = fpipe.from_functions([linear], nn.functional.mse_loss)

@@ -11,14 +11,11 @@ import torch
 from torch import Tensor
 
 import fpipe
+from tests.toys import linear
 
 
 def squares(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().sum(1).mean()
-
-
-def linear(p: dict[str, Tensor], x: Tensor) -> Tensor:
-    return x @ p["w"]
 
 
 def two(loss: Any = squares, **more: Any) -> fpipe.Model:

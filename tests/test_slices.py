@@ -12,6 +12,7 @@ from torch import Tensor
 import fpipe
 from fpipe.program import Program
 from tests.refusals import refusals
+from tests.toys import squares
 
 WIDTH, HEADS = 8, 2
 
@@ -33,10 +34,6 @@ def block(p: dict[str, Tensor], x: Tensor, *, carry: tuple[Tensor, Tensor] | Non
 def head(p: dict[str, Tensor], x: Tensor) -> Tensor:
     """No carry: every position for itself."""
     return torch.nn.functional.layer_norm(x, (WIDTH,), p["scale"]) @ p["w"]
-
-
-def squares(y: Tensor, target: Tensor) -> Tensor:
-    return (y - target).square().mean()
 
 
 def counted(y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

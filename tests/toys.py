@@ -51,6 +51,18 @@ class Block(nn.Module):
         return x + self.down(self.middle(nn.functional.gelu(self.up(self.norm(x)))))
 
 
+def linear(p: Any, x: Tensor) -> Tensor:
+    return x @ p["w"]
+
+
+def layer(p: Any, x: Tensor) -> Tensor:
+    return torch.tanh(x @ p["w"])
+
+
+def squares(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
 def twice(make: Callable[[], nn.Module]) -> nn.Sequential:
     """Two equal stages."""
     torch.manual_seed(3)
