@@ -152,14 +152,13 @@ def on_ranks(
     """A program of two ranks, and a net whose blocks are where the ranks compute that have them."""
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(stages)))
-    model, *_ = fpipe.from_sequential(net, stages=stages, loss=squares)
     pipeline = fpipe.chain(fpipe.split(4), fpipe.schedules.get(schedule)(2), fpipe.merge())
-    program = pipeline(fpipe.program(model))
+    program = pipeline(fpipe.program(stages))
     homes = {end.value.stage: end.homes[0] for end in program.inputs if end.value.name == "params"}
     for stage, block in enumerate(net):
         block.to(devices[homes[stage]])
     model, params, _ = fpipe.from_sequential(net, stages=stages, loss=squares)
-    return pipeline(fpipe.program(model)), model, params, net, (torch.randn(8, width), torch.randn(8, width))
+    return program, model, params, net, (torch.randn(8, width), torch.randn(8, width))
 
 
 def grads_of(net: nn.Sequential, batch: tuple[Tensor, Tensor]) -> list[Tensor | None]:

@@ -8,7 +8,8 @@ import pytest
 
 import fpipe
 from fpipe.program import Program
-from fpipe.testing import BrokenLaw, check_schedule
+from fpipe.testing import check_schedule
+from tests.refusals import refusals
 
 Transform = Callable[[Program], Program]
 
@@ -57,42 +58,27 @@ def raises(ranks: int) -> Transform:
     raise KeyError(ranks)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "sentences"),
-    [
-        (
-            greedy,
-            [
-                "greedy at ranks=2, microbatches=2, stages=2: it makes a program of these sizes.",
-                "wait for each other in a circle",
-                "rank 1 | 1F0 [1F1] 1B0 1B1",
-            ],
-        ),
-        (
-            idle,
-            [
-                "idle at ranks=2, microbatches=1, stages=2: it uses every rank.\n  the program is on 1 ranks.",
-                "rank 0 | 0F0 1F0 1B0 0B0",
-            ],
-        ),
-        (
-            wrong,
-            [
-                "its gradients on Net(bodies=('linear',), takes=('batch',)",
-                "are those of plain autograd.",
-                "differs from plain autograd by up to",
-                "rank 0 | 0F0 0F1",
-            ],
-        ),
-        (lossy, ["lossy at ranks=1, microbatches=1, stages=1: it is complete.\n  the result outputs is lost."]),
-        (raises, ["raises at ranks=1, microbatches=1, stages=1: it makes a program of these sizes.\n  KeyError: 1"]),
-    ],
+def checked(schedule: Callable[[int], Transform]) -> object:
+    return check_schedule(schedule, ranks=(1, 2), microbatches=(1, 2, 3), examples=20)
+
+
+test_a_schedule_that_breaks_a_law_is_told_which_at_the_smallest_size = refusals(
+    globals(),
+    """
+checked(greedy)
+    BrokenLaw: greedy at ranks=2, microbatches=2, stages=2: it makes a program of these sizes. 2 ops wait for each other
+    in a circle
+checked(idle)
+    BrokenLaw: idle at ranks=2, microbatches=1, stages=2: it uses every rank. the program is on 1 ranks.
+    rank 0 | 0F0 1F0 1B0 0B0
+checked(wrong)
+    BrokenLaw: stages=1: its gradients on Net(bodies=('linear',), takes=('batch',)
+checked(lossy)
+    BrokenLaw: lossy at ranks=1, microbatches=1, stages=1: it is complete. the result outputs is lost.
+checked(raises)
+    BrokenLaw: raises at ranks=1, microbatches=1, stages=1: it makes a program of these sizes. KeyError: 1
+""",
 )
-def test_a_schedule_that_breaks_a_law_is_told_which_at_the_smallest_size(schedule, sentences: list[str]):
-    with pytest.raises(BrokenLaw) as error:
-        check_schedule(schedule, ranks=(1, 2), microbatches=(1, 2, 3), examples=20)
-    for sentence in sentences:
-        assert sentence in str(error.value)
 
 
 def test_without_hypothesis_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch):

@@ -5,7 +5,6 @@ Nothing here waits for the device before the steps are over: what is right only 
 
 from __future__ import annotations
 
-import copy
 import time
 import types
 from collections.abc import Callable, Sequence
@@ -46,11 +45,17 @@ def pipeline_of(*transforms: Transform) -> Transform:
     return fpipe.chain(fpipe.split(PARTS), *transforms, fpipe.merge())
 
 
-def at_home(net: nn.Sequential, program: fpipe.Program, devices: Sequence[str]) -> None:
-    """Each block where its rank computes."""
+def placed(
+    devices: Sequence[str], stages: int, pipeline: Transform, example: bool = False, **how: Any
+) -> tuple[fpipe.Step, tuple[Any, ...], fpipe.Program]:
+    """A step of a net whose blocks are at home where their ranks compute, its parameters, and its program."""
+    net, program = net_of(stages), pipeline(fpipe.program(stages))
     homes = {end.value.stage: end.homes[0] for end in program.inputs if end.value.name == "params"}
     for stage, block in enumerate(net):
         block.to(devices[homes[stage]])
+    model, params, _ = fpipe.from_sequential(net, stages=stages, loss=squares)
+    how |= {"example": (params, batch_of())} if example else {}
+    return fpipe.build(program, model, runtime="threads", devices=[*devices], **how), params, program
 
 
 def by_autograd(
@@ -94,22 +99,17 @@ def by_adamw(net: nn.Sequential, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
 
 def trained(devices: Sequence[str], stages: int, pipeline: Transform, **how: Any) -> list[str]:
     """Steps one behind the other, each on the parameters that the caller has made of the gradients before."""
-    net, batch = net_of(stages), batch_of()
-    model, *_ = fpipe.from_sequential(net, stages=stages, loss=squares)
-    program = pipeline(fpipe.program(model))
-    twin = copy.deepcopy(net)
+    step, params, program = placed(devices, stages, pipeline, **how)
+    twin, batch = net_of(stages), batch_of()
     for op in program.ops:
         if op.kind == "F":
             twin[op.stage].to(devices[op.rank])
-    at_home(net, program, devices)
-    model, params, _ = fpipe.from_sequential(net, stages=stages, loss=squares)
-    step = fpipe.build(program, model, runtime="threads", devices=[*devices], **how)
 
     def run() -> None:
         for _ in range(STEPS):
             sgd(leaves(params), leaves(step(params, batch).grads))
 
-    return reports_of(run) + other_bits(net.parameters(), by_sgd(twin, batch))
+    return reports_of(run) + other_bits(leaves(params), by_sgd(twin, batch))
 
 
 def other_bits(found: Any, expected: Any) -> list[str]:
@@ -119,15 +119,9 @@ def other_bits(found: Any, expected: Any) -> list[str]:
 
 def updated(devices: Sequence[str] = TWO) -> list[str]:
     """An optimizer in the program, whose norm goes round the ranks."""
-    net, batch = net_of(2), batch_of()
-    twin = copy.deepcopy(net).to("fake:3")
     pipeline = fpipe.chain(pipeline_of(schedules.one_f_one_b(2)), fpipe.update("AdamW", clip=1.0))
-    for block, device in zip(net, devices, strict=True):
-        block.to(device)
-    model, params, _ = fpipe.from_sequential(net, stages=2, loss=squares)
-    program = pipeline(fpipe.program(model))
-    opt = fpipe.optimizer_state(program, params)
-    step = fpipe.build(program, model, runtime="threads", devices=[*devices])
+    step, params, program = placed(devices, 2, pipeline)
+    opt, batch = fpipe.optimizer_state(program, params), batch_of()
 
     def run() -> None:
         nonlocal params, opt
@@ -135,18 +129,12 @@ def updated(devices: Sequence[str] = TWO) -> list[str]:
             found = step(params, batch, opt=opt, lr=0.1)
             params, opt = found.params, found.opt
 
-    return reports_of(run) + other_bits(leaves(params), by_adamw(twin, batch))
+    return reports_of(run) + other_bits(leaves(params), by_adamw(net_of(2).to("fake:3"), batch))
 
 
-def built(**how: Any) -> tuple[Any, tuple[Any, ...], tuple[Tensor, Tensor]]:
-    net, batch = net_of(2), batch_of()
-    for block, device in zip(net, TWO, strict=True):
-        block.to(device)
-    model, params, _ = fpipe.from_sequential(net, stages=2, loss=squares)
-    program = pipeline_of(schedules.one_f_one_b(2))(fpipe.program(model))
-    if how.pop("example", False):
-        how["example"] = params, batch
-    return fpipe.build(program, model, runtime="threads", devices=[*TWO], **how), params, batch
+def built(**how: Any) -> tuple[fpipe.Step, tuple[Any, ...], tuple[Tensor, Tensor]]:
+    step, params, _ = placed(TWO, 2, pipeline_of(schedules.one_f_one_b(2)), **how)
+    return step, params, batch_of()
 
 
 def on_streams_in_turn() -> list[str]:
