@@ -113,8 +113,9 @@ def test_outputs_are_joined_by_kind(trace: bool):
         return {"y": x @ p["w"], "norm": x.square().mean(), "name": "logits", "none": None, "empty": {}}
 
     model = fpipe.from_functions([last], lambda y, t: mean(y["y"], t))
-    program = fpipe.chain(fpipe.split(3), fpipe.merge())(fpipe.program(model))
+    program = fpipe.chain(fpipe.split(size=3, rows=7), fpipe.merge())(fpipe.program(model))
     x, t = batch(7)
+    assert fpipe.verify(program, model, params(1), (x, t)).bitwise
     found = fpipe.build(program, model, trace=trace)(params(1), (x, t)).outputs
     assert torch.allclose(found["y"], x @ params(1)[0]["w"])
     assert torch.allclose(found["norm"], x.square().mean())
@@ -150,6 +151,7 @@ def test_two_pipelines_in_a_row_join_nothing_in_between(trace: bool):
     inputs, target = zip(*parts, strict=True)
     hidden = steps[0](given[:2], (inputs, inputs)).outputs
     later = steps[1](given[2:], (hidden, target))
+    assert fpipe.verify(fpipe.merge(outputs=False)(second), back, given[2:], (hidden, target)).bitwise
     earlier = steps[2](given[:2], (inputs, later.input_grads))
     merged = fpipe.chain(split, fpipe.merge(outputs=False))(fpipe.program(whole))
     expected = fpipe.build(merged, whole)(given, parts).grads
