@@ -128,15 +128,17 @@ def test_a_model_that_draws_is_planned():
     assert found.best.costs == "measured"
 
 
+IN_BYTES = replace(parse("F=10,B=12,W=8,y=1KiB,res=4KiB,params=1MiB").of(fpipe.program(1)), transfer=0)
+ONE_WAY: Any = {"ranks": 2, "microbatches": [4], "schedules": ["interleaved:stages=8"], "checkpoint": ["never"]}
+RING = "2 ranks; replicas 4 20KiB/s"
+
+
 def test_a_policy_of_gathering_is_one_more_choice():
     """Each is what `shard` makes of the schedule; on a slow ring "use" takes longer, and it alone fits."""
-    costs = replace(parse("F=10,B=12,W=8,y=1KiB,res=4KiB,params=1MiB").of(fpipe.program(1)), transfer=0)
-    words: dict[str, Any] = {"microbatches": [4], "schedules": ["interleaved:stages=8"], "checkpoint": ["never"]}
-    ring = "2 ranks; replicas 4 20KiB/s"
-    found = fpipe.plan_run(costs, ranks=2, cluster=ring, shard=["step", "run", "use"], **words)
+    found = fpipe.plan_run(IN_BYTES, cluster=RING, shard=["step", "run", "use"], **ONE_WAY)
     rows = {row.gather: row for row in found}
     assert rows.keys() == {"step", "run", "use"}
-    plain = fpipe.plan_run(costs, ranks=2, **words)
+    plain = fpipe.plan_run(IN_BYTES, **ONE_WAY)
     assert "gather" in str(found)
     assert "gather" not in str(plain)
     for gather, row in rows.items():
@@ -148,27 +150,24 @@ def test_a_policy_of_gathering_is_one_more_choice():
     assert rows["step"].makespan < rows["use"].makespan
     assert rows["use"].most < rows["step"].most
     cap = (rows["use"].most + rows["step"].most) / 2
-    capped = fpipe.plan_run(costs, ranks=2, cluster=ring, shard=["step", "use"], memory=cap, **words)
+    capped = fpipe.plan_run(IN_BYTES, cluster=RING, shard=["step", "use"], memory=cap, **ONE_WAY)
     assert [row.gather for row in capped if row.fits] == ["use"]
     noise = fpipe.Noise(jitter=0.1)
-    drawn = fpipe.plan_run(costs, ranks=2, cluster=ring, shard=["step"], noise=noise, samples=5, **words).best.spread
+    drawn = fpipe.plan_run(IN_BYTES, cluster=RING, shard=["step"], noise=noise, samples=5, **ONE_WAY).best.spread
     assert drawn.nominal == rows["step"].makespan
     assert abs(drawn.median / drawn.nominal - 1) < 0.3
 
 
 def test_replicas_that_keep_all_parameters_are_one_more_choice():
     """They move as much as those that gather once a step, which hold less, but for what these gather."""
-    costs = replace(parse("F=10,B=12,W=8,y=1KiB,res=4KiB,params=1MiB").of(fpipe.program(1)), transfer=0)
-    words: dict[str, Any] = {"microbatches": [4], "schedules": ["interleaved:stages=8"], "checkpoint": ["never"]}
-    ring = "2 ranks; replicas 4 200KiB/s"
-    rows = {row.gather: row for row in fpipe.plan_run(costs, ranks=2, cluster=ring, shard=["never", "use"], **words)}
-    plain = fpipe.plan_run(costs, ranks=2, **words).best
+    rows = {row.gather: row for row in fpipe.plan_run(IN_BYTES, cluster=RING, shard=["never", "use"], **ONE_WAY)}
+    plain = fpipe.plan_run(IN_BYTES, **ONE_WAY).best
     assert rows["never"].program == fpipe.data_parallel()(plain.program)
     assert rows["never"].makespan == fpipe.simulate(rows["never"].program, rows["never"].timeline.costs).delivered
     assert rows["never"].makespan > plain.makespan
     assert rows["never"].memory == pytest.approx(plain.memory)
     assert rows["use"].most < rows["never"].most
-    (free,) = fpipe.plan_run(costs, ranks=2, replicas=4, shard=["never"], **words)
+    (free,) = fpipe.plan_run(IN_BYTES, replicas=4, shard=["never"], **ONE_WAY)
     assert free.note == "free reduce"
 
 
