@@ -64,18 +64,10 @@ def _alike(value: Any, odd: list[Any] | None, within: tuple[int, ...], known: Kn
             (_alike(key, odd, inner, known), _alike(one, odd, inner, known)) for key, one in value.items()
         )
     if isinstance(value, FunctionType):
-        if _is_known(value, odd, known):
-            return "known", known[id(value), odd is None]
+        named = _named(value) if (id(value), odd is None) not in known else []
         own = _function(value, odd, inner, known)
-        reached: list[Any] = []
-        for name, one in _named(value):
-            if not isinstance(one, FunctionType):
-                reached.append((name, _alike(one, None, inner, known)))
-            elif _is_known(one, None, known):
-                reached.append((name, known[id(one), True]))
-            else:
-                reached.append((name, _function(one, None, inner, known)))
-        return *own, *reached
+        spelt = (_function if isinstance(one, FunctionType) else _alike for _, one in named)
+        return *own, *((name, spell(one, None, inner, known)) for (name, one), spell in zip(named, spelt, strict=True))
     if isinstance(value, MethodType):
         return MethodType, _alike(value.__func__, odd, inner, known), _alike(value.__self__, odd, inner, known)
     if isinstance(value, partial):
@@ -92,17 +84,15 @@ _NUMBERS = (*_PLAIN, float, complex)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
-def _is_known(value: FunctionType, odd: list[Any] | None, known: Known) -> bool:
-    """Whether a function was spelt out; from now on it was."""
-    before = len(known)
-    return known.setdefault((id(value), odd is None), before) != before
-
-
-def _function(value: FunctionType, odd: list[Any] | None, inner: tuple[int, ...], known: Known) -> tuple[Any, ...]:
-    """A function without the globals that it names."""
+def _function(value: FunctionType, odd: list[Any] | None, within: tuple[int, ...], known: Known) -> tuple[Any, ...]:
+    """A function without the globals that it names; its number where it was spelt out before."""
+    key = id(value), odd is None
+    if key in known:
+        return "known", known[key]
+    known[key] = len(known)
     cells = [content_of(cell) for cell in value.__closure__ or ()]
     parts = (value.__code__, value.__defaults__, value.__kwdefaults__, cells)
-    return Same(value), *(_alike(part, odd, inner, known) for part in parts)
+    return Same(value), *(_alike(part, odd, within, known) for part in parts)
 
 
 def _named(function: FunctionType) -> list[tuple[str, Any]]:
