@@ -1,11 +1,7 @@
 """A list scheduler on numbers: whenever a rank is free, one of the ops that could start there does.
 
-An op is its index, and all that is known of it is where it runs, how long it takes and which ops it needs. Which of
-the ready ops a rank takes is not decided here but by `pick`; memory caps, priorities and patience are all rules of
-picking. A rank that picks nothing stands idle until something changes.
-
-It is apart from the clock of `order.py` and from `simulate`, which are given the order that is chosen here: they have
-no event queue, since there is never more than one op that a rank may do next.
+Which of the ready ops a rank takes is decided by `pick`: memory caps, priorities and patience are rules of picking. It
+is apart from the clock of `order.py` and from `simulate`, which are given the order that is chosen here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Orders searched from the costs: many cheap ones are tried, the best are improved, and the best of all is taken.
 
-For a chain of stages there are a few families of orders that are good if their parameters fit the costs: how many
-forwards a rank runs ahead, which block is repeated, when a W may wait. A search simulates all of them on a short step,
-improves the best by small changes, and simulates these on the whole step. The effort is counted in simulated ops, not
-in seconds, so the same costs give the same order on every machine.
+They differ in how many forwards a rank runs ahead, which block is repeated, and when a W may wait. All are played on a
+short step, and the best on the whole step. The effort is counted in played ops, so that no machine changes an order.
 """
 
 from __future__ import annotations

@@ -38,22 +38,18 @@ def taken_in_turn(
     return row.runs
 
 
-def _linear(warm_up: Callable[[int, int], int], lag: Callable[[int], int] | None = None) -> Callable[[int, int], Rows]:
+def _in_turn(
+    chunks: int, warm_up: Callable[[int, int], int], lag: Callable[[int], int] | None = None
+) -> Callable[[int, int], Rows]:
+    """The rows of `in_turn`, of chunks in rounds of `ranks`; a warm-up is `f(ranks behind, size of a round)`."""
+
     def rows(ranks: int, microbatches: int) -> Rows:
+        size = microbatches if chunks == 1 else ranks
+        forwards = [(chunk, first, size) for first in range(0, microbatches, size) for chunk in range(chunks)]
+        stages = [[[rank + chunk * ranks] for chunk in range(chunks)] for rank in range(ranks)]
         return [
-            taken_in_turn([[rank]], [(0, 0, microbatches)], warm_up(ranks - 1 - rank, microbatches), lag and lag(rank))
-            for rank in range(ranks)
-        ]
-
-    return rows
-
-
-def _looped(warm_up: Callable[[int, int], int], lag: Callable[[int], int] | None = None) -> Callable[[int, int], Rows]:
-    def rows(ranks: int, microbatches: int) -> Rows:
-        forwards = [(chunk, first, ranks) for first in range(0, microbatches, ranks) for chunk in (0, 1)]
-        return [
-            taken_in_turn([[rank], [ranks + rank]], forwards, warm_up(ranks - 1 - rank, ranks), lag and lag(rank))
-            for rank in range(ranks)
+            taken_in_turn(own, forwards, warm_up(ranks - 1 - rank, size), lag and lag(rank))
+            for rank, own in enumerate(stages)
         ]
 
     return rows
@@ -153,15 +149,15 @@ def _filled(ranks: int, microbatches: int) -> str | None:
 
 
 PERIODIC: dict[str, PeriodicOrder] = {
-    "gpipe": PeriodicOrder(_linear(lambda later, microbatches: microbatches)),
-    "one_f_one_b": PeriodicOrder(_linear(lambda later, microbatches: later)),
-    "eager_1f1b": PeriodicOrder(_linear(lambda later, microbatches: 2 * later)),
-    "zb_h1": PeriodicOrder(_linear(lambda later, microbatches: later, lambda rank: rank)),
-    "zb_h2": PeriodicOrder(_linear(lambda later, microbatches: 2 * later, lambda rank: 2 * rank), _filled),
-    "interleaved": PeriodicOrder(_looped(lambda later, size: 2 * later + size), _whole_rounds, 2),
-    "kimi_k2": PeriodicOrder(_looped(lambda later, size: 2 * later + size + 1), _whole_rounds, 2),
-    "interleaved_zb": PeriodicOrder(_looped(lambda later, size: later + size, lambda rank: rank), _whole_rounds, 2),
-    "group_interleaved": PeriodicOrder(_looped(lambda later, size: later + size, lambda rank: 0), _whole_rounds, 2),
+    "gpipe": PeriodicOrder(_in_turn(1, lambda later, microbatches: microbatches)),
+    "one_f_one_b": PeriodicOrder(_in_turn(1, lambda later, microbatches: later)),
+    "eager_1f1b": PeriodicOrder(_in_turn(1, lambda later, microbatches: 2 * later)),
+    "zb_h1": PeriodicOrder(_in_turn(1, lambda later, microbatches: later, lambda rank: rank)),
+    "zb_h2": PeriodicOrder(_in_turn(1, lambda later, microbatches: 2 * later, lambda rank: 2 * rank), _filled),
+    "interleaved": PeriodicOrder(_in_turn(2, lambda later, size: 2 * later + size), _whole_rounds, 2),
+    "kimi_k2": PeriodicOrder(_in_turn(2, lambda later, size: 2 * later + size + 1), _whole_rounds, 2),
+    "interleaved_zb": PeriodicOrder(_in_turn(2, lambda later, size: later + size, lambda rank: rank), _whole_rounds, 2),
+    "group_interleaved": PeriodicOrder(_in_turn(2, lambda later, size: later + size, lambda rank: 0), _whole_rounds, 2),
     "zbv": PeriodicOrder(_zbv, _filled, 2),
     "dualpipe": PeriodicOrder(_dualpipe),
 }
