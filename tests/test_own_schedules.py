@@ -33,15 +33,6 @@ def test_backward_first_under_a_cap_is_one_f_one_b(ranks: int, microbatches: int
     assert mine == fpipe.schedules.one_f_one_b(ranks)(base(ranks, microbatches))
 
 
-def test_an_op_whose_key_is_infinite_waits():
-    """1F1B without a cap: the rule itself keeps forwards back."""
-
-    def patient(op: Op, now: Now) -> float:
-        return math.inf if op.kind == "F" and now.held >= 3 - now.rank else op.kind == "F"
-
-    assert from_priority(patient, 3)(base(3, 6)) == fpipe.schedules.one_f_one_b(3)(base(3, 6))
-
-
 def test_recomputation_counts_when_it_is_done():
     program = fpipe.chain(fpipe.split(4), fpipe.checkpoint("always"))(fpipe.program(2))
     made = from_priority(forwards_first, 2, cap=1)(program)
@@ -81,19 +72,6 @@ def test_what_now_says():
 def test_a_priority_that_cannot_be_followed_is_refused(key: Any, options: dict[str, Any], sentence: str):
     with pytest.raises((ProgramError, ValueError, TypeError), match=re.escape(sentence)):
         from_priority(key, 2, **options)(base(2, 2))
-
-
-def test_a_dead_end_is_explained():
-    """All room goes to first chunks, so that no second one can start."""
-    with pytest.raises(ProgramError) as error:
-        from_priority(forwards_first, 2, placement="v", cap=1)(base(4, 3))
-    assert str(error.value) == (
-        "a dead end: after 4 of 24 ops nothing can go on.\n"
-        "  rank 0 holds 1 of 1 microbatches and has no room for 0F2, 3F0.\n"
-        "  rank 1 holds 1 of 1 microbatches and has no room for 1F1.\n"
-        "Keep room for what is further on: let the key be math.inf for the forward of an early stage while now.held is "
-        "near the cap, prefer older microbatches, or raise the cap."
-    )
 
 
 def gpipe_cells(rank: int, ranks: int, microbatches: int) -> Iterator[str]:
