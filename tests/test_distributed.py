@@ -412,8 +412,8 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def raising() -> None:
-    raise MemoryError("out of memory")
+def raising(words: str = "out of memory") -> None:
+    raise MemoryError(words)
 
 
 def one_in_trouble(
