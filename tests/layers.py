@@ -375,31 +375,10 @@ pattern("autograd.Function, setup_context", weights((8, 8), (8,)))(lambda p, x: 
 pattern("autograd.Function, mark_dirty")(lambda p, x: InPlaceFunction.apply(x @ p["w0"]).sin())
 
 
-@pattern(
-    "int inputs beside floats, int outputs", weights((10, 8)), lambda: (torch.randint(10, (4,)), torch.randn(4, 8))
-)
-def ints(p, x):
-    places, value = x
-    made = value * p["w0"][places]
-    return made, made.argmax(1), places
-
-
-@pattern("bool mask handed through", weights((8, 8)), lambda: (torch.randn(4, 8), torch.rand(4, 8) > 0.5))
-def masks(p, x):
-    value, mask = x
-    return (value @ p["w0"]).masked_fill(mask, 0.0), ~mask
-
-
 pattern(
     "nested parameters, a list and a number among them",
     lambda: {"a": [torch.randn(8, 8), {"b": torch.randn(8)}], "n": 2},
 )(lambda p, x: x @ p["a"][0] * p["n"] + p["a"][1]["b"])
-
-
-@pattern("max, min, median of rows, norm, std", step=False)
-def extremes(p, x):
-    y = x @ p["w0"]
-    return y.max(1)[0] + y.amin(1) + y.median(1)[0] + y.std(1) + torch.linalg.vector_norm(y, 3, dim=1) + y.std()
 
 
 pattern("amax, amin of a whole parameter", weights((8, 8), (8, 8)))(
@@ -439,12 +418,6 @@ pattern(
 def attention_mask(p, x):
     q, k, v = (x @ p["w0"]).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=p["w1"]).transpose(1, 2).reshape(x.shape)
-
-
-@pattern("baddbmm, addmm, bmm, addmv", weights((8, 8), (8,)), rows(4, 5, 8), step=False)
-def products(p, x):
-    y = torch.baddbmm(x, x, p["w0"].expand(len(x), 8, 8), beta=0.5, alpha=2.0)
-    return y.bmm(y.transpose(1, 2)), y @ p["w1"]
 
 
 @pattern("linalg: inverse, solve, cholesky, det", step=False)
@@ -514,14 +487,6 @@ def filled(p, x):
 REENTRANT = "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad()"
 
 
-@pattern("torch.utils.checkpoint", weights((8, 8), (8, 8)))
-def checkpointed(p, x):
-    def inner(x):
-        return torch.tanh(x @ p["w0"]).exp() @ p["w1"]
-
-    return checkpoint(inner, checkpoint(inner, x, use_reentrant=False), use_reentrant=False)
-
-
 @pattern(
     "torch.utils.checkpoint, reentrant",
     weights((8, 8), (8, 8)),
@@ -533,12 +498,6 @@ def checkpointed_reentrant(p, x):
         return torch.tanh(x @ p["w0"]).exp() @ p["w1"]
 
     return checkpoint(inner, x, use_reentrant=True)
-
-
-@pattern("autocast, one weight used twice")
-def autocast_twice(p, x):
-    with torch.autocast("cpu", torch.bfloat16):
-        return torch.tanh(x @ p["w0"]) @ p["w0"]
 
 
 @pattern("autocast with cache, Linear used twice", lambda: {"w0": torch.randn(8, 8), "w1": torch.randn(8)})
@@ -572,12 +531,6 @@ pattern("a constant as an output", step=False)(lambda p, x: (x @ p["w0"], CONSTA
 pattern("complex numbers", weights((8, 8), dtype=torch.complex64), rows(4, 8, dtype=torch.complex64))(
     lambda p, x: torch.tanh(x @ p["w0"]) * x.conj() + x.real
 )
-
-
-@pattern("complex within, real outside", weights((8, 8), (4,)))
-def complex_within(p, x):
-    y = torch.view_as_complex((x @ p["w0"]).view(len(x), 4, 2))
-    return torch.view_as_real(y * torch.polar(torch.ones(4), p["w1"])).flatten(1)
 
 
 @pattern("a gradient taken within")

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 import fpipe
 from fpipe import tree
+from fpipe.testing import stage_functions
+from fpipe.testing.stage_functions import Within
 from property_tests.bits import bits, tensors
 from property_tests.lawful import assert_lawful, own, plain, wants
 from property_tests.stages import ACTIVATIONS, DTYPES, GIVEN, HELD, LAYERS, RETURNS, DrawnStage, in_place, unread
@@ -67,6 +69,7 @@ AROUND = {
     **{f"parameters {name}": DrawnStage(("twice", "bias"), held=name) for name in HELD[1:]},
     **{name: DrawnStage(("linear", "gelu", "layer_norm"), dtype=name) for name in DTYPES[1:]},
     "given two, takes one": DrawnStage(("linear",), given="two"),
+    **{how: DrawnStage((Within(how, ("linear", "twice", "tanh")),)) for how in stage_functions.AROUND},
 }
 IN_PLACE = [name for name in LAYERS if LAYERS[name].in_place]
 OTHERS = [name for name in LAYERS if name not in (*ACTIVATIONS, *IN_PLACE)]
