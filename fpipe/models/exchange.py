@@ -36,9 +36,8 @@ def exchange(kind: Collective, axis: str, *, sizes: bool = False) -> Stage:
             hands on what it is given.
         sizes: for an all-to-all whose sizes the data decide, as a router does: its x is `(rows, .., sizes)`, and so is
             what it hands on. `sizes` are whole numbers, dim 0 with equally many for each process, in order: those of a
-            process add up to how many rows go to it. Like the rows they are alike in dtype on all processes, and in
-            length. They travel first, are waited for, and are handed on beside the rows, as each process has said them.
-            Stages that read what it brings run under autograd, without a trace, and are to be placed on its rank.
+            process add up to how many rows go to it. They are alike in dtype and length on all processes, and travel
+            first. Stages that read what it brings run under autograd, without a trace, and are placed on its rank.
 
     Returns:
         A `Stage` for `from_functions`, or for the stages of a `Model`. In a program its ops say

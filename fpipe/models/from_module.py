@@ -64,11 +64,10 @@ def from_module(
         net: a module that `torch.export.export(strict=False)` takes, in the mode in which it is to run, or a program
             that it made. `fpipe.boundary` in its forward is a cut too. A module in it whose Python looks at data, such
             as a dropless mixture of experts, is one operation, and its stage runs under autograd; a warning names it.
-            Where parameters are on meta, the net is traced there, whatever device its buffers and the example are on;
-            `load_params` and `init_params` give them values. Or a function that makes the net, as
-            `lambda: Net(config)`: the parameters that it makes are moved to meta one by one, so values that its
-            constructors give them are not kept; parameters and modules that were there before stay as they are, and so
-            does all else, such as masks and tables in buffers, unless computed from those that it makes.
+            Where parameters are on meta, the net is traced there, and `load_params` and `init_params` give them values.
+            Or a function that makes the net, as `lambda: Net(config)`: the parameters that it makes go to meta one by
+            one, without the values that constructors give them; what was there before stays as it is, and so do masks
+            and tables in buffers, unless computed from those that it makes.
         stages: how many; the blocks that repeat, such as the layers of a ModuleList, are dealt out so that the most
             expensive stage costs as little as can be.
         example: a batch (inputs, target), as a step takes it, with at least two rows. Inputs are a dict of keywords, a
@@ -84,18 +83,16 @@ def from_module(
             floating-point operations.
         reduction, aux: as in `from_functions`.
         cut_collectives: make each collective of `torch.distributed._functional_collectives` over a dimension of a mesh
-            a stage of its own, as `fpipe.exchange` does, beside the stages that `stages` or `cuts` ask for: an
-            all-to-all of equal splits, a gather or sum over dim 0; and each redistribute of a DTensor that is a
-            collective forward or backward, such as those of `parallelize_module`. All processes along it cut alike.
-            Such a stage keeps the group that the net calls it with, in every runtime and without a mesh too.
+            a stage of its own too, as `fpipe.exchange` does: an all-to-all of equal splits, a gather or sum over dim 0;
+            and each redistribute of a DTensor that is a collective forward or backward, such as those of
+            `parallelize_module`. All processes along it cut alike. It keeps the net's own group, in every runtime.
 
     Returns:
         The model, which prints what is where; per stage its trainable parameters by their names in `net.state_dict()`,
-        one used twice under its first name, as aliases of the net's memory: who writes them in place writes the net;
-        per stage its module state: the buffers that it writes. Frozen parameters and other buffers are constants, but
-        for those on meta: each stage that reads one has it among its parameters, a leaf without a gradient.
-        `stage.name` says which modules are in a stage. Random numbers are those that torch draws where each stage
-        begins with `torch.manual_seed(fpipe.fold_in(key, stage, microbatch))`.
+        one used twice under its first name, as aliases of the net's memory; per stage its module state: the buffers
+        that it writes. Frozen parameters and other buffers are constants, but those on meta are leaves without a
+        gradient of each stage that reads them. `stage.name` says which modules are in a stage. Random numbers are those
+        that torch draws where each stage begins with `torch.manual_seed(fpipe.fold_in(key, stage, microbatch))`.
 
     Raises:
         ValueError: a net that cannot be exported, with its own line; stages that are more than there are blocks; cuts

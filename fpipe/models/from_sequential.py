@@ -42,8 +42,7 @@ def from_sequential(
 
     Args:
         net: any nn.Sequential. It is not changed; its children's hooks and train or eval mode stay in force. Parameters
-            may be DTensors, as `parallelize_module` makes them. A function that makes the net has the parameters that
-            it makes on meta, as in `from_module`.
+            may be DTensors, as `parallelize_module` makes them. Or a function that makes the net, as in `from_module`.
         stages: how many; the largest has as few bytes of parameters as can be.
         sizes: instead, the number of children in each stage.
         loss: `loss(y, target)`, as in `from_functions`.
@@ -61,11 +60,11 @@ def from_sequential(
 
     Returns:
         The model; per stage its trainable parameters by their names in `net.state_dict()`, one used twice under its
-        first name, as aliases of the net's memory: who writes them in place writes the net; per stage its module state:
-        the buffers that its modules mutate, by name. Updates of buffers that are read only to update them (those of
-        batch and instance norms, a counter or a running mean of your own) are apart from the forwards, which then come
-        in any order. A stage whose output reads what it mutates (spectral norm) reads its state in its forward,
-        microbatch after microbatch. All other buffers are constants; a step that would mutate one is refused by name.
+        first name, as aliases of the net's memory; per stage its module state: the buffers that its modules mutate.
+        Updates of buffers that are read only to update them (those of batch and instance norms, a counter or a running
+        mean of your own) are apart from the forwards, which then come in any order; a stage whose output reads what it
+        mutates (spectral norm) runs microbatch after microbatch. All other buffers are constants; a step that would
+        mutate one is refused by name.
 
     Raises:
         ValueError: sizes that do not fit, a module that cannot be part of a pure stage, or a name in `state` that is no

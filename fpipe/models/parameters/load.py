@@ -52,9 +52,9 @@ def load_params(
         default device.
 
     Raises:
-        TypeError, ValueError: a source that is none of these; a name that it lacks, on whichever rank, or that the net
-            does not have; another shape or dtype; tied names with different values; other values of a frozen parameter
-            or buffer that the net has itself; a leaf that nothing gives values.
+        TypeError, ValueError: a source that is none of these; a name that it lacks, or that the net does not have;
+            another shape or dtype, or another value of a tied name or of what the net has itself; a leaf that nothing
+            gives values.
         OSError: there is no such file.
 
     >>> import fpipe, torch
@@ -106,10 +106,9 @@ def init_params(
         seed: a whole number. The random numbers of each module follow from it and the module's name.
         init: `init(name, tensor)` fills a leaf in place, its random numbers from the seed and its name. Without it, or
             where it returns False, a leaf that is not on meta is copied, and one on meta is filled by the
-            `reset_parameters` of the module that has it, on what the module has itself, as those of torch's modules do;
-            what it writes into children is not seen. Values that a constructor or another module gives a parameter are
-            lost on meta: say them here. A warning names those written in place or assigned; not those written through
-            `.data`, or of deep-copied blocks.
+            `reset_parameters` of the module that has it; what that writes into children is not seen. Values that a
+            constructor or another module gives a parameter are lost on meta: say them here. A warning names those
+            written in place or assigned; not those written through `.data`, or of deep-copied blocks.
         of: the module state that a front door gave, for the first values of that in place of the parameters'.
 
     Returns:
