@@ -78,10 +78,6 @@ class StepContext:
         """The training step that an op is of."""
         return (op.microbatch or 0) // self.per_step if self.per_step else 0
 
-    def key_of(self, op: Op) -> int | None:
-        """The key of an op's training step."""
-        return self.key if self.key is None or isinstance(self.key, int) else self.key[self.step_of(op)]
-
     def number(self, op: Op) -> int:
         """The number of an op's microbatch among those of all replicas in a training step."""
         number = op.microbatch or 0
@@ -144,7 +140,8 @@ class _Given:
         ties = {leaf.name: self.bundles[leaf.bundle] for leaf in context.model.tied(number)}
         self.params = {**self.bundles[0], **ties} if ties else self.bundles[0]
         self.carry = tree.tree_map(_same_leaf, named["carry"][0]) if "carry" in named else None
-        key, (state,) = context.key_of(op), named.get("state", [None])
+        (state,) = named.get("state", [None])
+        key = context.key if isinstance(context.key, int | None) else context.key[context.step_of(op)]
         self.seed = None if key is None else seeder(number, context.number(op), op.slice)(key)
         said = {"microbatch": context.number(op), "carry": self.carry, "key": self.seed, "state": state}
         self.said = {word: said[word] for word in self.stage.asks}

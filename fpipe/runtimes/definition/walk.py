@@ -86,7 +86,11 @@ def walk(
                 raise ValueError(
                     f"{part.cell}: kind {part.kind} has no meaning here; add it by fpipe.register_meaning."
                 )
-    drops = _drops(program)
+    kept = {end.value for end in program.outputs}
+    drops: list[list[Value]] = [[] for _ in program.ops]  # of each op the values that nobody reads after it
+    for value, position in last_uses(program).items():
+        if value not in kept:
+            drops[position].append(value)
     rows = [RecordedRow((op,), op.writes, dead) for op, dead in zip(program.ops, drops, strict=True)]
     moves, homes = moves_of(program, devices), homes_of(program, devices)
 
@@ -138,16 +142,6 @@ def walk(
         return Result(**whole, timeline=recorder.timeline(notes) if recorder and notes else None)
 
     return step
-
-
-def _drops(program: Program) -> list[list[Value]]:
-    """For each op the values it is the last to read (or that it writes for nobody)."""
-    kept = {end.value for end in program.outputs}
-    drops: list[list[Value]] = [[] for _ in program.ops]
-    for value, position in last_uses(program).items():
-        if value not in kept:
-            drops[position].append(value)
-    return drops
 
 
 def place_of(op: Op, model: Model) -> str:

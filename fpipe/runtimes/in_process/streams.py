@@ -48,10 +48,6 @@ class ComputeStream:
         if self.stream is not None:
             torch.accelerator.current_stream(self.device).wait_stream(self.stream)
 
-    def fed_by(self, sender: ComputeStream) -> bool:
-        """Whether a sender is on the host, and this is not."""
-        return sender.device.type == "cpu" and self.device.type not in ("cpu", "meta")
-
     def hand_out(self, leaves: Leaves) -> None:
         """Results, which the caller's stream may read for longer than the caller has them."""
         if self.stream is not None:

@@ -113,7 +113,8 @@ class HandOver:
         received = {value: op.rank for op in ops if op.kind == "RECV" for value in op.reads}
         pairs = {value: (sent[value], rank) for value, rank in received.items()}
         rows = {value: row for row, op in enumerate(ops) if op.kind == "SEND" for value in op.writes}
-        fed = {pair for pair in pairs.values() if streams and streams[pair[1]].fed_by(streams[pair[0]])}
+        kinds = [stream.device.type for stream in streams]
+        fed = {(a, b) for a, b in pairs.values() if kinds and kinds[a] == "cpu" and kinds[b] not in ("cpu", "meta")}
         due = _due(ops, rows)
         self._hosted = {value: due[value] for value, pair in pairs.items() if pair in fed}
         apart = {*pairs.values()} - fed

@@ -80,7 +80,8 @@ def lower(
     with building():
         shapes = shapes_of(ops, context, given, untraced)
         mine = {leaf.storage for abstract in given.values() for leaf in abstract.leaves if isinstance(leaf, Fact)}
-        mine |= shapes.constant_storages()
+        held = {cut.graph.facts[name].storage for cut in shapes.cuts.values() for name in cut.graph.constants}
+        mine |= held | {shapes.loss_storage}
         kept = {end.value for end in program.outputs}
         folds = folds_of(ops, kept, shapes, mine, compile)
         overwritten = overwritten_by(ops, kept, folds.trees, mine, donate)
@@ -232,7 +233,8 @@ class _Lowering:
             named |= {"ready": self.ready(op, made)}
         reads = [named[label] for label in graph.reads]
         for value, names in zip(reads, graph.reads.values(), strict=True):
-            self.read_leaves.get(value, set()).update(k for k, name in enumerate(names) if name is not None)
+            if value in self.read_leaves:
+                self.read_leaves[value].update(k for k, name in enumerate(names) if name is not None)
         if recipe.landed:  # what came from another rank, or a version, is gone after its last read
             count, last = len(reads), {*self.folds.dead.get(at, ())}
             reads += [value for value in op.reads if value in last & self.made and value not in reads]

@@ -120,7 +120,7 @@ class Prepared:
         if self.recorder is None:
             rows = [RecordedRow(one.ops, one.written, one.dead) for one in self.instructions]
             self.recorder = Recorder(record, rows)
-        own = [leaf for slot, _ in self.entrance.constants for leaf in slots[slot]]
+        own = [leaf for slot, _ in self.entrance.held for leaf in slots[slot]]
         return self.recorder.begin([*leaves, *own, *_filled(self.lowered)])
 
     def _execute(self, slots: Slots, watch: Watch | None) -> None:

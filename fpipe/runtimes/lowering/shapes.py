@@ -98,11 +98,6 @@ class Shapes:
         """Whether an op is of a stage that runs under autograd."""
         return self.untraced.has(op, self.context.model)
 
-    def constant_storages(self) -> set[int]:
-        """The storages of tensors that stages hold on to, and of the loss's cotangent."""
-        held = {cut.graph.facts[name].storage for cut in self.cuts.values() for name in cut.graph.constants}
-        return held | {self.loss_storage}
-
 
 def ops_of(program: Program, context: StepContext) -> list[Op]:
     """The ops that are lowered: pairs as their parts, without FREEs, and without carries that nobody asks for."""

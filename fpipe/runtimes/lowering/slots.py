@@ -108,7 +108,7 @@ class Entrance:
     Attributes:
         start: the slots with what they hold in every step.
         inputs: a slot, and the places of its leaves among those that the step is handed; `homes`, the device of it.
-        constants, factors: a slot, and the stage whose constants, or momenta, it holds.
+        held: a slot, and how a stage gives what is in it: its constants, or its momenta.
         key, asked: the slots of the step's key, for stages that draw and for those that ask for it.
         drawing: a stage that draws.
         prepare: a function that reads slots, and the one that it fills: views of parameters.
@@ -117,8 +117,7 @@ class Entrance:
     start: Slots
     inputs: Sequence[tuple[int, Sequence[int]]]
     homes: Sequence[tuple[int, torch.device]]
-    constants: Sequence[tuple[int, PositionalStage]]
-    factors: Sequence[tuple[int, PositionalStage]]
+    held: Sequence[tuple[int, Callable[[], list[Any]]]]
     key: int | None
     asked: int | None
     drawing: Any
@@ -137,10 +136,8 @@ class Entrance:
             slots[self.asked] = [None]  # a list of its own, which its last reader empties
         for slot, places in self.inputs:
             slots[slot] = [leaves[at] for at in places]
-        for slot, stage in self.constants:
-            slots[slot] = [*map(local_of, stage.constants())]
-        for slot, stage in self.factors:
-            slots[slot] = stage.momenta()
+        for slot, leaves_of in self.held:
+            slots[slot] = [*map(local_of, leaves_of())]
         for slot, home in self.homes:
             slots[slot] = [brought(leaf, home) for leaf in slots[slot]]
         for function, reads, slot in self.prepare:
@@ -150,14 +147,15 @@ class Entrance:
 
 def entrance_of(lowered: Lowered, model: Model, handed: Handed, homes: Mapping[Value, torch.device]) -> Entrance:
     """The way into the slots of a program that is lowered."""
-    slots, nets = lowered.slots, nets_of(model)
+    slots, held = lowered.slots, dict[Any, Callable[[], list[Any]]]()
+    for n, net in nets_of(model).items():
+        held |= {Value("const", n): net.constants, (*FACTORS, n): net.momenta}
     count = len(slots) - sum(len(one.writes) for one in lowered.instructions)
     return Entrance(
         start=[lowered.constants.get(slot) for slot in range(count)],
         inputs=[(slots[value], places) for value, places in handed.places.items()],
         homes=[(slots[value], homes[value]) for value in handed.places if value in homes and value.name in BATCH],
-        constants=[(slots[Value("const", n)], net) for n, net in nets.items() if Value("const", n) in slots],
-        factors=[(slots[*FACTORS, n], net) for n, net in nets.items() if (*FACTORS, n) in slots],
+        held=[(slots[name], leaves_of) for name, leaves_of in held.items() if name in slots],
         key=slots.get(KEY),
         asked=slots.get(Value("key")),
         drawing=None if lowered.drawing is None else who_draws(model, lowered.drawing),
