@@ -160,26 +160,34 @@ def test_once_a_step_replicas_stand_anywhere_behind_merge(said: Words, order: li
     assert fpipe.chain(*(both[number] for number in order))(base) == expected
 
 
-def differs(rank: int, said: Words) -> list[str]:
+def differs(rank: int, said: Words, name: str) -> list[str]:
     """Results of a second step of processes that are not those of one device, which replicas in lockstep have."""
     mesh, replica, place = meshed()
-    (model, params), batch = model_of(4), (torch.randn(16, 4), torch.randn(16))
-    params[0]["scale"] = torch.ones(1)  # a step takes parameters of no dimension whole
+    model, params, *state = MODELS["counting" if name == "counting" else "plain"]()
+    params[0].pop("scale", None)  # a step takes parameters of no dimension whole
+    rows = 17 if name == "counting" else 16
+    batch, given = (torch.randn(rows, 4), torch.randn(rows)), {"state": state[0]} if state else {}
     program = fpipe.shard(**said.how())(said.chain()(fpipe.program(model)))
-    assert fpipe.verify(program, model, params, batch, replicas=2).bitwise
+    assert fpipe.verify(program, model, params, batch, replicas=2, **given).bitwise
     mine, shards = tuple(half.chunk(2)[replica] for half in batch), fpipe.shard_params(params, mesh["dp"])
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(shards, mine), broadcast=True)
-    given = own(program, place, shards)
-    found = [step(given, mine) for _ in range(2)][1]
-    alone = fpipe.reference(model, params, batch, microbatches=4, replicas=2)
-    trees = map(fpipe.tree.leaves, (found.grads, own(program, place, alone.grads), given))
+    more: Any = {"mesh": mesh, "example": (shards, mine, *state), "broadcast": True}
+    step = fpipe.build(program, model, runtime="distributed", trace=name != "untraced", **more)
+    handed = own(program, place, shards)
+    kept = {"state": own(program, place, state[0])} if state else {}
+    found = [step(handed, mine, **kept) for _ in range(2)][1]
+    alone = fpipe.reference(model, params, batch, microbatches=4, replicas=2, **given)
+    trees = map(fpipe.tree.leaves, (found.grads, own(program, place, alone.grads), handed))
     leaves = [three for three in zip(*trees, strict=True) if three[0] is not None]
     wrong = ["loss"] * (not torch.equal(found.loss, alone.loss)) + ["nothing"] * (not leaves)
     wrong += ["gradient" for one, right, _ in leaves if not torch.equal(one.full_tensor(), right)]
     return wrong + ["place" for one, _, shard in leaves if one.placements != shard.placements]
 
 
-@few(7)
-@given(words().filter(lambda said: said.scatter == "step" and said.schedule != "roundpipe"))
-def test_processes_have_the_bits_of_replicas_in_lockstep(four: Processes, said: Words):
-    assert four.each(differs, said) == [[]] * 4
+IN_STEP = words().filter(lambda said: said.scatter == "step" and said.schedule != "roundpipe")
+
+
+@few(8)
+@given(IN_STEP, st.sampled_from(["plain", "counting", "untraced"]))
+def test_processes_have_the_bits_of_replicas_in_lockstep(four: Processes, said: Words, name: str):
+    """Where a loss counts, replicas may have other rows; what is not traced has shards too."""
+    assert four.each(differs, said, name) == [[]] * 4

@@ -148,37 +148,6 @@ def test_one_microbatch_a_replica_is_one_device_with_as_many_microbatches(four: 
     assert four.each(as_one) == [[]] * 4
 
 
-def counting(rank: int, unequal: bool) -> list[str]:
-    _, replica, _ = meshed()
-
-    def loss(y: Tensor, target: Tensor) -> tuple[Tensor, Any]:
-        kept = target[:, 0] > 0 if unequal else torch.ones(len(target), dtype=torch.bool)
-        return (((y - target) ** 2).sum(1) * kept).sum(), kept.sum() if unequal else len(target)
-
-    net, (x, target) = blocks(2), rows(14)
-    cut = 4 if unequal else 7
-    batches = [(x[:cut], target[:cut]), (x[cut:], target[cut:])]
-    model, params, _ = fpipe.from_sequential(net, stages=2, loss=loss, reduction="count")
-    step, mine = started(model, params, replicated(model), batches[replica])
-    found = step(mine, batches[replica])
-    grads, total, count = dict[str, Tensor](), torch.zeros(()), 0
-    for number, batch in enumerate(batches):
-        net.zero_grad()
-        made = [loss(net(a), b) for a, b in zip(*(part.tensor_split(2) for part in batch), strict=True)]
-        for one, _ in made:
-            one.backward()
-        each = (made[0][0] + made[1][0]).detach()
-        total, count = total + each if number else each, count + int(made[0][1] + made[1][1])
-        for name, leaf in net.named_parameters():
-            grads[name] = grads[name] + leaf.grad if number else leaf.grad  # type: ignore[operator]
-    return odd(found, total / count, {name: grad / count for name, grad in grads.items()})
-
-
-@pytest.mark.parametrize("unequal", [False, True])
-def test_the_count_is_that_of_all_replicas_which_may_have_other_rows(four: Processes, unequal: bool):
-    assert four.each(counting, unequal) == [[]] * 4
-
-
 def remembering(rank: int) -> list[bool]:
     """Outputs and batch norms are those of a replica alone; what is measured has the sums too."""
     mesh, replica, place = meshed()

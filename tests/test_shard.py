@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -304,32 +303,6 @@ def test_ties_frozen_leaves_and_random_numbers_are_those_of_plain_autograd(
     four: Processes, schedule: str, shape: tuple[int, int], more: dict[str, Any]
 ):
     assert four.each(tied, schedule, shape, more) == [[]] * 4
-
-
-def looking(rank: int, policy: str) -> list[str]:
-    """A stage whose Python looks at data, beside one that is traced."""
-    _, replica, place = meshed()
-
-    def first(p: Any, x: Tensor) -> Tensor:
-        return torch.tanh(x @ p["w"]) if float(x.sum()) > 0 else torch.sigmoid(x @ p["w"])
-
-    def second(p: Any, x: Tensor) -> Tensor:
-        return x @ p["w"] + p["b"]
-
-    torch.manual_seed(0)
-    params = {"w": torch.randn(8, 5)}, {"w": torch.randn(5, 8), "b": torch.randn(8)}
-    model, whole = fpipe.from_functions([first, second], MSE), rows(16)
-    batch = tuple(half.chunk(2)[replica] for half in whole)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        step, shards = started(model, params, sharded(model, policy), batch)
-    expected = fpipe.reference(model, params, whole, microbatches=4, replicas=2).grads[place]
-    return unlike(step(shards, batch).grads, expected)
-
-
-@pytest.mark.parametrize("policy", ["once a step", "each use"])
-def test_a_stage_that_cannot_be_traced_has_shards_too(four: Processes, policy: str):
-    assert four.each(looking, policy) == [[]] * 4
 
 
 def training(rank: int) -> list[bool]:
