@@ -230,14 +230,6 @@ def seeding() -> Tensor:
     return torch.rand(4)
 
 
-def putting_back_by_hand() -> Tensor:
-    generator = torch.default_generator
-    before = generator.get_state()
-    found = torch.rand(4)
-    generator.set_state(before)
-    return found * torch.rand(4)
-
-
 SEEDED = "it seeds torch's random numbers itself"
 PUT_BACK = "it draws once more from a state of torch's random numbers that it put back"
 
@@ -247,7 +239,6 @@ SEEDS: dict[str, tuple[Callable[[], Tensor], str]] = {
     "forking": (lambda: forked(seeding), SEEDED),
     "seeding last": (lambda: (torch.rand(4), torch.manual_seed(3))[0], SEEDED),
     "putting back": (lambda: forked(lambda: torch.rand(4)) * torch.rand(4), PUT_BACK),
-    "putting back by hand": (putting_back_by_hand, PUT_BACK),
 }
 
 
