@@ -107,22 +107,6 @@ def test_no_plans_of_several_models_take_fewer_turns(models: list[Any], ranks: i
     assert groups * largest == min(max(ranks, len(costs)) * max(costs) for costs in together)
 
 
-def test_a_head_that_costs_three_layers_lets_layers_go_together():
-    found = fpipe.plan(fpipe.Costs(forward=[1, 1, 1, 3]), ranks=1)
-    assert [list(map(list, groups)) for groups in found] == [[[0, 1, 2]], [[3], [2], [1], [0]]]
-    found = fpipe.plan(fpipe.Costs(forward=[1, 1, 1, 4]), ranks=1)
-    assert [list(map(list, groups)) for groups in found] == [[[0, 1, 2]], [[3], [2], [0, 1]]]
-
-
-def test_models_are_planned_to_one_pace_and_the_last_is_fused():
-    teacher, student = fpipe.Costs(forward=[2] * 4), fpipe.Costs(forward=[1] * 4)
-    first, last = fpipe.plan([teacher, student], ranks=2)
-    assert [len(group) for group in first.backward] == [1] * 4
-    assert first.forward[-1].stop == 4
-    assert last.backward[0] == range(3, 4)
-    assert last.forward == (range(3),)
-
-
 def test_an_evaluation_goes_round_without_a_plan():
     program = fpipe.chain(fpipe.split(2), fpipe.forward_only(), fpipe.schedules.roundpipe(2))(fpipe.program(4))
     assert program.table()[:2] == [["0F0", "1F0", "0F1", "1F1"], ["2F0", "3F0", "2F1", "3F1"]]

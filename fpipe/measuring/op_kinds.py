@@ -21,7 +21,10 @@ Runs = dict[tuple[str, int], dict[tuple[Value, ...], list[float]]]
 
 def with_halves(program: Program, one_process: bool = True) -> Program:
     """The program with split backwards, each op by itself; in one process without ranks and transfers."""
-    return split_backward()((_alone if one_process else _together)(program))
+    if one_process:
+        return split_backward()(_alone(program))
+    together = Program.trusted(program.inputs, tuple(parts_of(without_frees(program))), program.outputs)
+    return split_backward()(together)
 
 
 def variants_of(halves: Program) -> list[Program]:
@@ -70,11 +73,6 @@ def _alone(program: Program) -> Program:
     ]
     outputs = tuple(end._replace(value=end.value._replace(at="")) for end in program.outputs)
     return Program.trusted(program.inputs, tuple(ops), outputs)
-
-
-def _together(program: Program) -> Program:
-    """The ops on their ranks, each by itself."""
-    return Program.trusted(program.inputs, tuple(parts_of(without_frees(program))), program.outputs)
 
 
 def _plain(program: Program) -> Program:

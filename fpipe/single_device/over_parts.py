@@ -133,7 +133,7 @@ def over_parts(
         for k, (piece, share) in enumerate(sliced.of(part)):
             own = [aliases(model, number, full, piece[0]) for number, full in enumerate(with_ties(model, params))]
             readers = readers_of(model, piece[0]) if joined.inputs is not None else {}
-            weights.append(size / whole * share if sliced.slices > 1 else size / whole)
+            weights.append(size / whole * share)
             taken = tree.tree_map(leaf_of, carries)
             place = (index, k if sliced.slices > 1 else None)
             between: dict[Value, list[Any]] = {}
