@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any
@@ -20,6 +20,7 @@ from fpipe.graphs.tracing.rows import of_each_row, rows_of
 from fpipe.graphs.tracing.way_back import refuse_missing_gradients
 from fpipe.model import Model, who_draws
 from fpipe.program import Value
+from fpipe.single_device.params_and_state import is_differentiable, train
 
 See = Callable[[Value, Any], None]
 """Who wants to see each value by the name that it has in a program, as the leaves of a tree."""
@@ -34,30 +35,14 @@ def aliases(model: Model, stage: int, full: Any, inputs: Any) -> Any:
     return tree.unflatten(containers, [leaf.detach().requires_grad_() if one else leaf for leaf, one in pairs])
 
 
-def train(model: Model, stage: int, full: Any) -> list[bool]:
-    """For each leaf of a stage, tied ones too, whether it has a gradient: floating, and not frozen where it lives."""
-    homes: dict[Any, tuple[int, str]] = {leaf.name: (leaf.owner, leaf.owner_name) for leaf in model.tied(stage)}
-    names: Any = full if isinstance(full, Mapping) and (homes or model.frozen) else {None: full}
-    found: list[bool] = []
-    for name, own in names.items():
-        owner, leaf = homes.get(name, (stage, name))
-        frozen = not model.frozen.isdisjoint({(owner, leaf), (owner, None)})
-        found += [_trains(one) and not frozen for one in tree.leaves(own)]
-    return found
-
-
 def readers_of(model: Model, inputs: Any) -> dict[tuple[int, int], Any]:
     """The inputs as each stage takes them, by stage and which of its inputs: leaves of the graph."""
     places = [(s, k) for s in range(len(model.stages)) for k, one in enumerate(model.sources(s)) if one == "batch"]
 
     def alias(leaf: Any) -> Any:
-        return leaf.detach().requires_grad_() if _trains(leaf) else leaf
+        return leaf.detach().requires_grad_() if is_differentiable(leaf) else leaf
 
     return {place: tree.tree_map(alias, inputs) for place in places}
-
-
-def _trains(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 @dataclass

@@ -32,9 +32,8 @@ from fpipe.single_device.microbatch_graph import (
     gradients,
     leaf_of,
     readers_of,
-    train,
 )
-from fpipe.single_device.params_and_state import with_ties
+from fpipe.single_device.params_and_state import train, with_ties
 from fpipe.single_device.result import Result
 from fpipe.transforms.specs import Chunk
 

@@ -110,21 +110,27 @@ def check_all_state(model: Model, state: Sequence[Any] | None, call: str) -> Non
     check_state(model, state, reading, "this model", call)
 
 
-def trained(model: Model, stage: int, port: int, bundle: Any) -> list[bool]:
-    """For each leaf of a parameter bundle whether it has a gradient: floating ones that are not frozen. Bundle 0 of a
-    stage is its own, the others are its tied leaves in order."""
-    found = [
-        isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) for leaf in tree.leaves(bundle)
-    ]
-    names = {leaf for owner, leaf in model.frozen if owner == stage}
-    if None in names:
-        return [False] * len(found)
-    if port:
-        return [False] * len(found) if model.owned(stage)[port - 1].name in names else found
-    if names and isinstance(bundle, Mapping):
-        places = [name for name, leaves in bundle.items() for _ in tree.leaves(leaves)]  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-        found = [one and name not in names for one, name in zip(found, places, strict=True)]  # pyright: ignore[reportUnknownArgumentType]
+def train(model: Model, stage: int, full: Any) -> list[bool]:
+    """For each leaf of a stage, tied ones too, whether it has a gradient: floating, and not frozen where it lives."""
+    homes: dict[Any, tuple[int, str]] = {leaf.name: (leaf.owner, leaf.owner_name) for leaf in model.tied(stage)}
+    names: Any = full if isinstance(full, Mapping) and (homes or model.frozen) else {None: full}
+    found: list[bool] = []
+    for name, own in names.items():
+        owner, leaf = homes.get(name, (stage, name))
+        frozen = not model.frozen.isdisjoint({(owner, leaf), (owner, None)})
+        found += [is_differentiable(one) and not frozen for one in tree.leaves(own)]
     return found
+
+
+def trained(model: Model, stage: int, port: int, bundle: Any) -> list[bool]:
+    """For each leaf of a parameter bundle whether it has a gradient. Bundle 0 of a stage is its own, the others are its
+    tied leaves in order."""
+    return train(model, stage, {model.owned(stage)[port - 1].name: bundle} if port else bundle)
+
+
+def is_differentiable(leaf: Any) -> bool:
+    """Whether it is a tensor of floating or complex numbers."""
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def with_ties(model: Model, params: Sequence[Any]) -> list[Any]:

@@ -20,9 +20,8 @@ from fpipe.models.parameters.params import join_params
 from fpipe.program import Value
 from fpipe.single_device.batches import check_batch, rows_of_each, streams
 from fpipe.single_device.microbatch import cut, rows
-from fpipe.single_device.microbatch_graph import train
 from fpipe.single_device.over_parts import over_parts
-from fpipe.single_device.params_and_state import check_all_state, check_params
+from fpipe.single_device.params_and_state import check_all_state, check_params, train
 from fpipe.single_device.result import Result
 from fpipe.verification.report import (
     Close,

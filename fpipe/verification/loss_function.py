@@ -15,7 +15,8 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.tracing.outputs import split_loss
 from fpipe.model import LossFunction, Model
-from fpipe.single_device.microbatch_graph import added, train
+from fpipe.single_device.microbatch_graph import added
+from fpipe.single_device.params_and_state import train
 from fpipe.single_device.result import Result
 from fpipe.verification.report import GradientMismatch, largest
 from fpipe.verification.rounding import distance, norm, tolerance, vanish
