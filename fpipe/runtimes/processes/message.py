@@ -60,7 +60,10 @@ class Layout:
     def copied(self, leaf: Fact) -> int:
         """The bytes that a leaf needs beside the message, if it cannot lie in that as it is."""
         place = _placed(leaf.aval, HEADER)
-        return 0 if place.dense else _extent(place) * leaf.aval.dtype.itemsize
+        if place.dense or not all(place.shape):
+            return 0
+        last = sum((n - 1) * step for n, step in zip(place.shape, place.stride, strict=True))
+        return (1 + last) * leaf.aval.dtype.itemsize
 
     def pack(self, leaves: Sequence[Any], head: Tensor, size: int) -> Tensor:
         """The message of so many bytes behind its header; a TypeError if a leaf is not what was traced."""
@@ -136,9 +139,3 @@ def _received(message: Tensor, place: _Place) -> Tensor:
         return typed.as_strided(known.shape, known.stride, start)
     memory = torch.empty_strided(place.shape, place.stride, dtype=known.dtype, device=message.device)
     return memory.copy_(typed[start : start + place.size].view(place.shape)).as_strided(known.shape, known.stride)
-
-
-def _extent(place: _Place) -> int:
-    """How many elements lie between the first and the last of a tensor, with both."""
-    last = sum((n - 1) * step for n, step in zip(place.shape, place.stride, strict=True))
-    return 1 + last if all(place.shape) else 0

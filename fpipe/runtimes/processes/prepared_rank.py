@@ -134,7 +134,8 @@ class PreparedRank(Prepared):
                 stages = {one.stage for one in away if one.name == name}
                 whole[name] = tuple(None if n in stages else one for n, one in enumerate(whole[name]))
                 continue
-            each = sorted((end.name for end in ends if end.name.name == name), key=_turn)
+            own = (end.name for end in ends if end.name.name == name)
+            each = sorted(own, key=lambda one: (one.microbatch or 0, one.slice or 0))
             if each[0].microbatch is None:
                 whole[name] = None if each[0] in away else whole[name]
             else:
@@ -146,27 +147,27 @@ class PreparedRank(Prepared):
     def _execute(self, slots: Slots, watch: Watch | None) -> None:
         """This rank's instructions."""
         own, watchdog = [slots[slot] for slot in self.part.begins], self.transfers.watchdog
-        self.transfers.start(self.step, self.number, self.step_key, keeps=watch is not None and watch.notes is not None)
-        at_once = watch is not None and watch.check_finite
+        notes, at_once = watch and watch.notes, watch is not None and watch.check_finite
+        self.transfers.start(self.step, self.number, self.step_key, keeps=notes is not None)
         if self.replicas is not None:
-            notes = watch and NotesBeside(watch.notes, watch.device)
-            self.replicas.begin(self.exchanges, self.step_key, self.step_batch, at_once, notes)
+            apart = watch and NotesBeside(watch.notes, watch.device)
+            self.replicas.begin(self.exchanges, self.step_key, self.step_batch, at_once, apart)
         watchdog.part = self.part
-        self.lane.begin(watch and watch.notes, at_once, watch and watch.device)
+        self.lane.begin(notes, at_once, watch and watch.device)
         self.part.run(own, watch)
         self.lane.end()
         watchdog.waits = "at the end"
-        if watch is not None and watch.notes is not None:
+        if notes is not None:
             for row in self._sends:
-                watch.notes.see(row, [[self.transfers.sent(value)] for value in self.instructions[row].written])
+                notes.see(row, [[self.transfers.sent(value)] for value in self.instructions[row].written])
         self.transfers.end()
         if self.replicas is not None:
             self.replicas.end()
-        if watch is not None and watch.notes is not None and self.recorder is not None:
+        if notes is not None and self.recorder is not None:
             self.transfers.meeting.agree(end_of(self.step), {})  # one that failed does not come to what follows
             if self.ahead is None:
                 self.ahead = ahead_of_rank_0(self.group, self.rank, self.transfers.carried)
-            put_together(self.recorder, watch.notes, self.group, self.rank, self.ahead, self.transfers.carried)
+            put_together(self.recorder, notes, self.group, self.rank, self.ahead, self.transfers.carried)
         slots.extend([None] * (len(self.lowered.slots) - len(slots)))
         for slot, place in self._handed_out:
             slots[slot] = own[place]
@@ -188,10 +189,6 @@ def exchanged_by(
                 known[:-1] = [f"rows of {one._replace(shape=one.shape[1:])}" for one in rows]
             found.setdefault(by.axis, []).append(f"{op.cell} ({by.__name__}) of {' and '.join(known)}")
     return found
-
-
-def _turn(name: Value) -> tuple[int, int]:
-    return name.microbatch or 0, name.slice or 0
 
 
 def end_of(number: int) -> str:
