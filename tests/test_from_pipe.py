@@ -14,6 +14,7 @@ from torch.distributed.pipelining import Pipe, SplitPoint, pipe_split, pipeline
 
 import fpipe
 from tests.refusals import refusals
+from tests.toys import merged
 
 WIDTH, ROWS, MICROBATCHES = 6, 3, 4
 MSE = nn.functional.mse_loss
@@ -52,15 +53,11 @@ def batch_of(rows: int = ROWS * MICROBATCHES) -> tuple[dict[str, Tensor], Tensor
     return {"ids": torch.randint(11, (rows, 5)), "mask": torch.rand(rows, 5, 1)}, torch.randn(rows, 5, 11)
 
 
-def chained(model: fpipe.Model, *more: Any) -> fpipe.Program:
-    return fpipe.chain(fpipe.split(MICROBATCHES), *more, fpipe.merge())(fpipe.program(model))
-
-
 def test_what_several_stages_read_has_one_gradient_under_both_names():
     """Which sums over stages round in another order."""
     net, (inputs, target) = Net(), batch_of()
     model, params, _ = fpipe.from_pipe(cut(net), loss=MSE)
-    found = fpipe.build(chained(model, fpipe.schedules.zb_h1(3)), model)(params, (inputs, target))
+    found = fpipe.build(merged(model, MICROBATCHES, fpipe.schedules.zb_h1(3)), model)(params, (inputs, target))
     for ids, mask, t in zip(*(leaf.tensor_split(MICROBATCHES) for leaf in (*inputs.values(), target)), strict=True):
         (MSE(net(ids, mask), t) / MICROBATCHES).backward()
     right = {name: leaf.grad for name, leaf in net.named_parameters(remove_duplicate=False)}
@@ -85,7 +82,7 @@ class Remembering(nn.Module):
 def remembering(**how: Any) -> tuple[fpipe.Program, fpipe.Model, Any, Any, Tensor]:
     x = torch.randn(ROWS * MICROBATCHES, WIDTH)
     model, params, state = fpipe.from_pipe(pipeline(Remembering(), (x[:ROWS],)), loss=MSE, **how)
-    return chained(model, fpipe.schedules.gpipe(2)), model, params, state, x
+    return merged(model, MICROBATCHES, fpipe.schedules.gpipe(2)), model, params, state, x
 
 
 def test_buffers_that_a_split_writes_are_its_state_and_dropout_follows_from_the_key():
@@ -151,7 +148,7 @@ class Returning(nn.Module):
 def handed(inputs: Callable[..., Any], rows: int = ROWS) -> Any:
     model, params, _ = fpipe.from_pipe(cut(Net()), loss=MSE)
     whole, target = batch_of(rows * MICROBATCHES)
-    return fpipe.build(chained(model, fpipe.schedules.gpipe(3)), model)(params, (inputs(**whole), target))
+    return fpipe.build(merged(model, MICROBATCHES, fpipe.schedules.gpipe(3)), model)(params, (inputs(**whole), target))
 
 
 test_what_is_no_pipe_of_stages_or_no_batch_of_its_inputs_is_refused = refusals(
@@ -179,7 +176,7 @@ handed(lambda ids, mask: (ids, mask), rows=2)
 def test_a_split_runs_on_threads_and_as_a_value_of_its_own():
     """A copy of the model computes with tensors of its own."""
     model, params, _ = fpipe.from_pipe(cut(Net()), loss=MSE)
-    program = chained(model, fpipe.schedules.zb_h1(3))
+    program = merged(model, MICROBATCHES, fpipe.schedules.zb_h1(3))
     inputs, target = batch_of()
     right = fpipe.build(program, model)(params, (inputs, target)).grads
     for runtime, made, given in (("threads", model, inputs), ("local", copy.deepcopy(model), (*inputs.values(),))):

@@ -18,7 +18,7 @@ from fpipe.program import Program, parts_of
 from fpipe.tree import leaves, paths
 from tests.processes import Processes
 from tests.refusals import refusals
-from tests.toys import Toy
+from tests.toys import Toy, merged
 
 MSE = nn.functional.mse_loss
 WIDTH, MICROBATCHES = 6, 4
@@ -42,10 +42,6 @@ def net_of(stages: int) -> nn.Sequential:
 def batch_of(rows: int = 3 * MICROBATCHES) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
     return torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
-
-
-def chained(model: Any, schedule: Any, *more: Any, microbatches: int = MICROBATCHES) -> Program:
-    return fpipe.chain(fpipe.split(microbatches), *more, schedule, fpipe.merge())(fpipe.program(model))
 
 
 def summed_in_order(program: Program) -> bool:
@@ -73,7 +69,7 @@ def layers(stages: int) -> tuple[fpipe.Model, Any]:
 def ours_on_torchs(rank: int, name: str, make: Callable[[int], tuple[fpipe.Model, Any]]) -> tuple[list[str], bool]:
     """One of our schedules on torch's runtime, twice, against autograd; stages share their memory with the params."""
     model, params = make(STAGES.get(name, 4))
-    program = chained(model, fpipe.schedules.get(name)(2))
+    program = merged(model, MICROBATCHES, fpipe.schedules.get(name)(2))
     runtime = torch_pipelining.runtime(program, model, fpipe.local_params(program, params, rank))
     x, target = batch_of()
     for _ in range(2):
@@ -145,7 +141,7 @@ def torchs_on_ours(rank: int, name: str) -> list[str]:
     """Torch's own schedule, run by torch on stages of ours, and its table run by us: both against autograd."""
     alike, batch = TORCHS[name], batch_of()
     model, params = layers(STAGES.get(alike, 4))
-    placed = chained(model, fpipe.schedules.get(alike)(2))
+    placed = merged(model, MICROBATCHES, fpipe.schedules.get(alike)(2))
     stages = torch_pipelining.stages(placed, model, fpipe.local_params(placed, params, rank))
     kind = torchs.get_schedule_class(name)
     single = issubclass(kind, torchs.PipelineScheduleSingle)
@@ -158,7 +154,7 @@ def torchs_on_ours(rank: int, name: str) -> list[str]:
         order = torchs.ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=MSE).pipeline_order
     else:
         order = schedule._get_pipeline_order() if single else schedule.pipeline_order
-    program = chained(model, torch_pipelining.schedule(order))
+    program = merged(model, MICROBATCHES, torch_pipelining.schedule(order))
     step = fpipe.build(program, model, runtime="distributed", example=(params, batch))
     return odd + differ(step(fpipe.local_params(program, params, rank), batch).grads, right)
 
