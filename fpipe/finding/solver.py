@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from fractions import Fraction
 from importlib.util import find_spec
 from itertools import pairwise
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from fpipe.finding.hunt import Hunt
 from fpipe.finding.op_facts import kinds_of
 from fpipe.finding.pool import Entry, entries
+from fpipe.finding.wanted import Wanted
 from fpipe.orders.stretch import Rows
 from fpipe.orders.tasks import Tasks
 
@@ -40,27 +41,15 @@ def installed() -> bool:
     return find_spec("ortools") is not None
 
 
-def solve(
-    tasks: Tasks,
-    caps: Sequence[float],
-    objective: str,
-    start: Rows,
-    *,
-    seconds: float,
-    workers: int = 2,
-    seed: int = 0,
-    found: Callable[[float, float], None] | None = None,
-) -> Answer:
-    """The best order within some time.
-
-    Args:
-        caps: what each rank may hold of residuals.
-        start: an order to begin with.
-        seed: of its random choices; one worker gives the same answer each time.
-        found: called with each better time and the bound so far.
-    """
+def solve(entry: Entry, wanted: Wanted, seconds: float, found: Callable[[float, float], None]) -> Answer:
+    """The best order within some time, from an entry's on; `found` hears each better time and the bound so far."""
     from ortools.sat.python import cp_model
 
+    class Listener(cp_model.CpSolverSolutionCallback):
+        def on_solution_callback(self) -> None:
+            found(self.objective_value * unit, self.best_objective_bound * unit)
+
+    tasks, caps, objective, start = entry.tasks, entry.limits, wanted.objective, entry.rows
     ticks, unit = _ticks(tasks)
     before = tasks.play([tasks.flat(row) for row in start])
     most = math.ceil(before.makespan / unit) + len(tasks.ops)
@@ -131,9 +120,9 @@ def solve(
         model.add_hint(starts[at], round((end - tasks.seconds[at]) / unit))
     solver: Any = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
-    solver.parameters.num_workers = workers
-    solver.parameters.random_seed = seed
-    status = solver.solve(model, _listener(found, unit) if found else None)
+    solver.parameters.num_workers = WORKERS
+    solver.parameters.random_seed = wanted.seed
+    status = solver.solve(model, Listener())
     bound = max(0.0, solver.best_objective_bound) * unit
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Answer(None, bound)
@@ -147,16 +136,6 @@ def solve(
         ]
         rows.append([track for *_, track in sorted(each)])
     return Answer(rows, bound)
-
-
-def _listener(found: Callable[[float, float], None], unit: float) -> Any:
-    from ortools.sat.python import cp_model
-
-    class Listener(cp_model.CpSolverSolutionCallback):
-        def on_solution_callback(self) -> None:
-            found(self.objective_value * unit, self.best_objective_bound * unit)
-
-    return Listener()
 
 
 def _ticks(tasks: Tasks) -> tuple[bool, float]:
@@ -188,16 +167,7 @@ def ask(hunt: Hunt, seconds: float, told: Callable[[float, float, float], None])
         def heard(value: float, bound: float, best: float = best, floor: float = entry.floor) -> None:
             told(min(1.0, (time.monotonic() - began) / seconds), min(best, value), max(floor, bound))
 
-        answer = solve(
-            entry.tasks,
-            entry.limits,
-            wanted.objective,
-            entry.rows,
-            seconds=left if number == len(best_of) else left * 0.7,
-            workers=WORKERS,
-            seed=wanted.seed,
-            found=heard,
-        )
+        answer = solve(entry, wanted, left if number == len(best_of) else left * 0.7, heard)
         if wanted.costs.bytes is None or wanted.cap == math.inf:  # how much of a cap in bytes is left for residuals is
             proven[kinds] = max(entry.floor, answer.bound)  # measured, and proves nothing
         if answer.rows is not None:

@@ -125,14 +125,14 @@ def _plans(
         cut, most = back[0][0] if back else 0, RECOMPUTED * max(map(len, back), default=1)
         count = -(-cut // most)
         ahead = [tuple(range(cut * n // count, cut * (n + 1) // count)) for n in range(count)]
-    _cover("forward", ahead, 0)
+    _cover("forward", ahead)
     if not back or back[0][-1] != stages - 1:
         found = f"the first ends with stage {back[0][-1]}" if back else "there is none"
         raise ProgramError(
             f"roundpipe: the backward plan misses the last stage, {stages - 1}: its groups go from the last stage "
             f"down, and {found}."
         )
-    _cover("backward", back[::-1], 0)
+    _cover("backward", back[::-1])
     seam = ahead[-1][-1] + 1 if ahead else 0
     if seam not in (back[0][0], stages):
         raise ProgramError(
@@ -151,7 +151,7 @@ def _forward_only(
     count = min(stages, ranks)
     even = [range(stages * n // count, stages * (n + 1) // count) for n in range(count)]
     groups = _groups("forward", even if forward is None else forward, stages)
-    _cover("forward", groups, 0)
+    _cover("forward", groups)
     if not groups or groups[-1][-1] != stages - 1:
         raise ProgramError(f"roundpipe: the forward plan misses the last stage, {stages - 1}; nothing else runs it.")
     return groups
@@ -182,8 +182,9 @@ def _groups(word: str, plan: Sequence[Iterable[int]], stages: int) -> list[Group
     return groups
 
 
-def _cover(word: str, groups: Sequence[Group], wanted: int) -> None:
+def _cover(word: str, groups: Sequence[Group]) -> None:
     """Refuse groups, in the order of their stages, that leave a stage out or run one twice."""
+    wanted = 0
     for group in groups:
         if group[0] > wanted:
             raise ProgramError(
