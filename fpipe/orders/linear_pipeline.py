@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
@@ -138,7 +138,7 @@ def linear_pipeline_of(
     for stage in redone:
         if stage is not None:
             seconds[stages + stage] += cost("R", stage)
-    bare = LinearPipeline(tuple(placement), microbatches, tuple(seconds), (), (), kept)
+    bare = LinearPipeline(tuple(placement), microbatches, tuple(seconds), (), (), kept, objective=objective)
     ways = [0.0] * (2 * stages)
     for track, source in enumerate(bare.before):
         if source >= 0:
@@ -151,18 +151,9 @@ def linear_pipeline_of(
             f"{name}: memory_cap is {cap:g}, below the minimum: one microbatch by itself holds 1 on each rank. Say a "
             "cap of at least 1."
         )
-    most = min(cap, microbatches)
-    caps = tuple(most * len(own) + 1e-6 for own in bare.tracks)
+    caps = tuple(min(cap, microbatches) * len(own) + 1e-6 for own in bare.tracks)
     ticks = _in_ticks([*seconds, *ways])
-    return LinearPipeline(
-        bare.placement,
-        microbatches,
-        tuple(ticks[: len(seconds)]),
-        tuple(ticks[len(seconds) :]),
-        caps,
-        kept,
-        objective=objective,
-    )
+    return replace(bare, seconds=tuple(ticks[: 3 * stages]), ways=tuple(ticks[3 * stages :]), caps=caps)
 
 
 def unit_pipeline(placement: Sequence[int], microbatches: int, *, fused: bool) -> LinearPipeline:
