@@ -4,10 +4,8 @@
     replica 1: grads[0] = sum[0,1]                   the same, and so the same gradients
 
 The program stays that of one replica. SPLIT then weighs a microbatch among those of all replicas, so gradients and
-losses are only added; what counts its rows (`reduction="count"`) is divided once, by the count over all.
-
-With `shard` along another axis a replica is itself several, which add up first: cut[0] = SCATTER sum[0,1]
-{axis='shard'}, all[0] = REDUCE cut[0] {axis='replicate'}.
+losses are only added; what counts its rows (`reduction="count"`) is divided once, by the count over all. With `shard`
+along another axis those within a group add up first: cut[0] = SCATTER sum[0,1], all[0] = REDUCE cut[0].
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def _join(names: Sequence[Value], parts: dict[Value, list[Output]], how: tuple[t
 
 
 def _sequences(program: Program, ends: Iterable[Output]) -> tuple[list[Output], list[Op]]:
-    """The results with one output of each microbatch where there was one of each slice, and a MERGE for each."""
+    """The results with outputs of slices joined to those of microbatches, and a MERGE for each."""
     slices: defaultdict[Value, list[Output]] = defaultdict(list)
     rest: list[Output] = []
     for end in ends:
