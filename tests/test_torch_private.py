@@ -33,7 +33,7 @@ from fpipe.torch_private.dispatch import (
     unwatched,
     without_modes,
 )
-from fpipe.torch_private.tracing import calls_so_far, traced_by_torch, unnoticed, without_compiled_functions
+from fpipe.torch_private.fx import calls_so_far, traced_by_torch, unnoticed, without_compiled_functions
 
 
 def test_torch_lists_the_ops_it_knows():

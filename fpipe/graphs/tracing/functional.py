@@ -16,7 +16,7 @@ from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.graphs.purity.renamed_writes import keep_layouts, mutated_by, rename_writes
 from fpipe.graphs.purity.schema import BATCH_NORMS
 from fpipe.torch_private.dispatch import functionalized, storage_of
-from fpipe.torch_private.tracing import traced_by_torch
+from fpipe.torch_private.fx import traced_by_torch
 
 _aten: Any = torch.ops.aten
 _RRELU = (_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default)

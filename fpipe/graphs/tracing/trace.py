@@ -33,7 +33,7 @@ from fpipe.graphs.tracing.rows import of_each_row, rows_of
 from fpipe.graphs.tracing.way_back import MissingGradient, partly_python, refuse_max_gradients, refuse_missing_gradients
 from fpipe.model import Model
 from fpipe.torch_private.dispatch import OpOverload, TorchDispatchMode, fake_tensor_class, has_kernel, without_modes
-from fpipe.torch_private.tracing import calls_so_far, traced_by_torch, unnoticed, without_compiled_functions
+from fpipe.torch_private.fx import calls_so_far, traced_by_torch, unnoticed, without_compiled_functions
 
 Leaves = Sequence[Any]
 Groups = Mapping[str, Leaves]
