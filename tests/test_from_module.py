@@ -16,7 +16,7 @@ import fpipe
 from fpipe.tree import leaves
 from tests.own_autograd import own_autograd
 from tests.refusals import refusals
-from tests.toys import Block, Toy, merged
+from tests.toys import Block, Toy, merged, one_by_one, remembered
 
 WIDTH = 8
 
@@ -299,6 +299,29 @@ def test_inputs_are_arguments_and_the_output_is_a_dict() -> None:
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             fpipe.reference(model, params, (odd, batch[1]))
+
+
+def averages(own: Any, x: Tensor) -> Tensor:
+    before, own.mean = own.mean, 0.9 * own.mean + 0.1 * x.mean(0).detach()
+    return x - own.mean + before
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Toy(averages, mean=torch.zeros(2 * WIDTH)),  # torch.export says nothing of what modules inside bind
+        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(2 * WIDTH, 2 * WIDTH)),
+    ],
+    ids=["bound anew", "spectral norm"],
+)
+def test_buffers_that_modules_inside_read_and_write_are_state(make: Any) -> None:
+    """It was lost."""
+    net, batch = Net(2, make), rows()
+    model, params, state = cut(net, example=batch)
+    result = fpipe.build(merged(model, 4), model)(params, batch, state=state)
+    assert all(state)
+    now = one_by_one(net, batch)[0]
+    assert [name for name, one in remembered(result).items() if not torch.equal(one, now.get_buffer(name))] == []
 
 
 def test_a_step_is_built_in_the_mode_that_the_net_is_in() -> None:
