@@ -80,12 +80,21 @@ def reference(
     refuse_spread(_spread, "reference(model, params, {})")
     for word, given in (("microbatches", microbatches), ("slices", slices)):
         whole(word, given)
-    replicas_of = counted_replicas(replicas)
+    count, within = counted_replicas(replicas)
     check_params(the_model(model), params)
     check_all_state(model, state, "reference")
     refuse_unloaded(batch, params, state)
+
+    def plain(read: Sequence[Any], own: Any, state: Any, key: int | None, zeros: bool) -> Result:
+        """Loss, gradients and outputs; without `zeros` None for a parameter that the loss does not depend on."""
+        presplit = isinstance(own, list)
+        own, cuts = _cut(own, microbatches, count, model)
+        joined = Joined(inputs=own[0] if input_grads else None, cut="stream" if presplit else None)
+        how: Any = {"sliced": Sliced(slices), "joined": joined, "added_by": OverReplicas(within=within)}
+        return over_parts(model, read, cuts, count, state=state, key=key, zeros=zeros, **how)
+
     if rule is None:
-        return _plain(model, params, batch, microbatches, slices, state, one_key(key), input_grads, replicas_of)
+        return plain(params, batch, state, one_key(key), True)
     words = words_of(words_of_update(rule, clip, groups, settings))
     keys: list[Any] = [*key] if isinstance(key, Sequence) else [key] * steps
     if len(keys) != steps:
@@ -94,9 +103,7 @@ def reference(
     trained = training_loop(
         params,
         batches_of(batch, steps) if whole("steps", steps) > 1 else [batch],
-        lambda read, own, now, one, _: _plain(
-            model, read, own, microbatches, slices, now, one, False, replicas_of, False
-        ),
+        lambda read, own, now, one, _: plain(read, own, now, one, False),
         words,
         rates=rates_of(lr, steps, words),
         keys=keys,
@@ -107,36 +114,19 @@ def reference(
     return trained if steps > 1 else of_one(trained)
 
 
-def _plain(
-    model: Model,
-    params: Sequence[Any],
-    batch: Any,
-    microbatches: int,
-    slices: int,
-    state: Sequence[Any] | None,
-    key: int | None,
-    input_grads: bool,
-    replicas: tuple[int, int],
-    zeros: bool = True,
-) -> Result:
-    """Loss, gradients and outputs; without `zeros` None for a parameter that the loss does not depend on."""
-    count, within = replicas
-    presplit = isinstance(batch, list)
-    if isinstance(batch, list):
-        if not batch:
-            raise ValueError("the batch is a list of pairs (inputs, target), cut already; found an empty list.")
-        if count > 1:
-            raise ValueError("a list is of one replica's microbatches; hand in the whole batch with replicas=.")
-        batch = streams(batch, len(batch))
-        cuts = [*zip(zip(*batch, strict=True), rows_of_each(batch), strict=True)]
-    else:
+def _cut(batch: Any, microbatches: int, replicas: int, model: Model) -> tuple[Any, list[tuple[Any, int]]]:
+    """A batch, and the microbatches of each replica with their rows; of one that is cut already two streams."""
+    if not isinstance(batch, list):
         check_batch(batch)
-        each = parts_of_replicas(batch, count, model)
-        cuts = [cut(own, index, microbatches) for own in each for index in range(microbatches)]
-    joined = Joined(inputs=batch[0] if input_grads else None, cut="stream" if presplit else None)
-    sliced, added_by = Sliced(slices), OverReplicas(within=within)
-    how: Any = {"sliced": sliced, "joined": joined, "added_by": added_by, "zeros": zeros}
-    return over_parts(model, params, cuts, count, state=state, key=key, **how)
+        each = parts_of_replicas(batch, replicas, model)
+        return batch, [cut(own, index, microbatches) for own in each for index in range(microbatches)]
+    pairs: list[Any] = batch
+    if not pairs:
+        raise ValueError("the batch is a list of pairs (inputs, target), cut already; found an empty list.")
+    if replicas > 1:
+        raise ValueError("a list is of one replica's microbatches; hand in the whole batch with replicas=.")
+    taken = streams(pairs, len(pairs))
+    return taken, [*zip(zip(*taken, strict=True), rows_of_each(taken), strict=True)]
 
 
 def one_key(key: Any) -> int | None:
