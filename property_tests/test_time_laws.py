@@ -19,15 +19,11 @@ from property_tests.strategies import DrawnProgram, few, plans, tiny
 
 SECONDS = st.sampled_from([0, 1, 2, 3, 0.25, 5])
 TAKEN = st.sampled_from([0, 0, 0.5, 2])
-NAMES = (
+NAMES = [
     *["y", "dx", "res", "wres", "g", "sum", "loss", "x", "t", "w"],
-    "inputs",
-    "target",
-    "params",
-    "dy",
-    "count",
-    "outputs",
-)
+    *["inputs", "target", "params", "dy", "count", "outputs"],
+]
+NUMBERS = ["makespan", "span", "idle", "bubble", "bubble_span", "iterations", "steady", "delivered"]
 
 
 @st.composite
@@ -56,16 +52,7 @@ def told(timeline: Timeline) -> dict[str, Any]:
 
     return {
         "events": {(op.cell, op.rank, s, e) for op, s, e in timeline.events if op.kind not in ("SEND", "RECV")},
-        "numbers": (
-            timeline.makespan,
-            timeline.span,
-            timeline.idle,
-            timeline.bubble,
-            timeline.bubble_span,
-            timeline.iterations,
-            timeline.steady,
-            timeline.delivered,
-        ),
+        "numbers": [getattr(timeline, number) for number in NUMBERS],
         "transfers": timeline.transfers,
         "path": [(named(step.what), step.start, step.end, step.why) for step in timeline.critical_path],
         "waits": [(w.rank, w.start, w.end, named(w.op), named(w.on), w.source) for w in timeline.waits],

@@ -286,16 +286,6 @@ def test_a_replicated_table_is_drawn_compared_and_exported(tmp_path: Path):
     assert "1 stages, 4 microbatches" in repr(program_of(out("export", str(file), "-f", "json", "--replicated")))
 
 
-def test_compare_says_ranks_and_microbatches_where_they_differ(tmp_path: Path):
-    file = tmp_path / "table.csv"
-    file.write_text("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n")
-    head, one, other = (line.split() for line in out("compare", "gpipe", str(file)).splitlines())
-    assert head[:3] == ["schedule", "ranks", "microbatches"]
-    assert one[:3] == ["gpipe", "4", "8"]
-    assert other[:3] == [str(file), "2", "2"]
-    assert "ranks" not in out("compare", "gpipe", str(file), "-p", "2", "-m", "2").splitlines()[0]
-
-
 def test_in_a_pipe_it_prints_plain_lines_and_ends_quietly():
     """`python -m fpipe export ... | head -1`."""
     typed = [sys.executable, "-m", "fpipe", "export", "gpipe", "-f", "text", "-m", "150"]

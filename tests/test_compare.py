@@ -65,6 +65,17 @@ def test_costs_of_each_stage_say_how_they_are_cut():
     assert not any(row.refused for row in each)
 
 
+def test_ranks_and_microbatches_are_said_where_they_differ():
+    small = fpipe.schedules.about("gpipe").program(2, 2)
+    cells = fpipe.compare(["gpipe", ("small", small)], 4, 8).cells
+    assert [row[:3] for row in cells] == [
+        ["schedule", "ranks", "microbatches"],
+        ["gpipe", "4", "8"],
+        ["small", "2", "2"],
+    ]
+    assert "ranks" not in fpipe.compare(["gpipe", small], 2, 2).cells[0]
+
+
 def test_rows_are_data_and_print_as_a_moderate_table():
     found = fpipe.compare(fpipe.schedules.names(), 4, 8)
     records = json.loads(json.dumps(found.records()))

@@ -356,9 +356,7 @@ def test_a_trace_keeps_to_its_format(tmp_path: Path):
     needed = {"M": {"args"}, "X": {"ts", "dur", "cat"}, "C": {"ts", "args"}, "s": {"ts", "id"}, "f": {"ts", "id", "bp"}}
     entries = trace(fpipe.plot(ONE_F_ONE_B, GPIPE, costs=SLOW, file=tmp_path / "a.json"))
     for entry in entries:
-        assert {"ph", "name", "pid", "tid"} | needed[entry["ph"]] <= entry.keys() | (
-            {"tid"} if entry["ph"] == "C" else set()
-        )
+        assert {"ph", "name", "pid", "tid"} | needed[entry["ph"]] <= entry.keys()
     assert {entry["pid"] for entry in entries} == set(range(6))
 
 
