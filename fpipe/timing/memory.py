@@ -165,12 +165,12 @@ def peaks_in_order(program: Program, known: OpGroups) -> tuple[list[float], list
 
 
 def _peaks(at: Sequence[int], changes: Sequence[float], ranks: int) -> list[float]:
-    held, peak = [0.0] * ranks, [0.0] * ranks
+    held, peak = list[float]([0] * ranks), list[float]([0] * ranks)  # whole microbatches are added faster
     for rank, change in zip(at, changes, strict=True):
         held[rank] = now = held[rank] + change
         if now > peak[rank]:
             peak[rank] = now
-    return peak
+    return list(map(float, peak))
 
 
 def unit_steps(
