@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,12 +27,12 @@ class Tempered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.temperature, self.drop = nn.Linear(4, 4), 2.0, nn.Dropout(0.0)
-        self.config = SimpleNamespace(scale=1.5)
+        self.config, self.table = SimpleNamespace(scale=1.5), numpy.array(0.5)
         self.mask = torch.ones(4)  # no buffer
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.drop(self.linear(x)) / self.temperature * self.mask
-        return y * self.config.scale * self.share
+        return y * self.config.scale * float(self.table) * self.share
 
 
 def made() -> nn.Sequential:
@@ -169,6 +170,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {
     "a number": (lambda net: setattr(net[0], "temperature", 7.0), "'temperature' of module '0' (Tempered)"),
     "a probability": (lambda net: setattr(net[1].drop, "p", 0.5), "'p' of module '1.drop' (Dropout)"),
     "a config's": (lambda net: setattr(net[0].config, "scale", 9.0), "'config' of module '0' (Tempered)"),
+    "an array": (lambda net: net[0].table.fill(3.0), "'table' of module '0' (Tempered)"),
     "a hook": (lambda net: net[0].register_forward_hook(lambda m, a, y: 3 * y), "a hook of module '0' (Tempered)"),
     "a child": (lambda net: setattr(net[0], "drop", nn.Tanh()), "child 'drop' of module '0' (Tempered)"),
     "a block": (lambda net: net.__setitem__(1, nn.Tanh()), "child '1' of module '' (Sequential)"),

@@ -178,9 +178,21 @@ def tosses(module: Any, y: Tensor) -> Tensor:
     return y * 2 if random.random() < 0.5 else y
 
 
+def draws(module: Any, y: Tensor) -> Tensor:
+    return y * module.held.random()
+
+
+def adds(module: Any, y: Tensor) -> Tensor:
+    module.held += 1
+    return y * float(module.held[0])
+
+
 MOVED: dict[str, tuple[Callable[[], Holder], str]] = {
     "a number": (lambda: Holder(counts, 0), r"it changes 'held' of module '0' \(Holder\)"),
     "a container": (lambda: Holder(tallies, {}), r"it changes 'held' of module '0' \(Holder\)"),
+    "an array": (lambda: Holder(adds, np.zeros(1)), r"it changes 'held' of module '0' \(Holder\)"),
+    "its own numpy's": (lambda: Holder(draws, np.random.default_rng(1)), r"it changes 'held' of module '0' \(Holder\)"),
+    "its own Python's": (lambda: Holder(draws, random.Random(1)), r"it changes 'held' of module '0' \(Holder\)"),
     "numpy's random numbers": (lambda: Holder(flips, 0), "it draws numpy's random numbers"),
     "Python's random numbers": (lambda: Holder(tosses, 0), "it draws Python's random numbers"),
 }

@@ -36,6 +36,7 @@ class Attributes:
         self.before = [(path, module, dict(vars(module))) for path, module in modules]
         values = [value for _, _, attributes in self.before for value in attributes.values()]
         self.containers = [(one, copy(one)) for one in values if every and type(one) in _CONTAINERS]
+        self.drawn = [(one, state) for one in values if every for state in [_hidden(one)] if state is not None]
         self.plain = [plain_attributes(attributes) for _, _, attributes in self.before] if every else None
 
     def moved(self, read: set[Any]) -> str | None:
@@ -68,6 +69,8 @@ class Attributes:
             else:
                 container.clear()
                 container.update(content)
+        for one, state in self.drawn:
+            _restore(one, state)
 
 
 # A module's hooks are in an ordered dict each.
@@ -80,10 +83,32 @@ _NOT_PLAIN = frozenset((*vars(nn.Module()), *WEIGHT_LISTS)) - {"training"}
 def plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Attributes that are no tensors, without those that every module has, as values to compare."""
     return {
-        name: alike(value)
+        name: alike(value) if (state := _hidden(value)) is None else pickle.dumps(state)
         for name, value in attributes.items()
         if name not in _NOT_PLAIN and not isinstance(value, Tensor)
     }
+
+
+def _hidden(value: Any) -> Any:
+    """The content of a random generator or a numpy array, for which it has no attributes; None for others."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.random.Generator):
+        return value.bit_generator.state
+    plain = isinstance(value, numpy.ndarray) and value.dtype != object and value.flags.writeable
+    return value.copy() if plain else None
+
+
+def _restore(value: Any, state: Any) -> None:
+    if isinstance(value, random.Random):
+        value.setstate(state)
+    elif hasattr(value, "bit_generator"):
+        value.bit_generator.state = state
+    else:
+        value[...] = state
 
 
 @contextmanager
