@@ -255,6 +255,37 @@ def test_the_rank_that_keeps_the_store_is_named():
     assert not any(one.is_alive() for three in groups for one in three.all)
 
 
+def leaving(rank: int, how: str) -> str:
+    """A build that rank 0 ends, and its process with it at once."""
+    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
+    program = chained(model, fpipe.schedules.gpipe(2), microbatches=4 if how == "refused" or rank else 5)
+    try:
+        example = None if how == "refused" and rank == 0 else (params, rows())
+        fpipe.build(program, model, runtime="distributed", example=example)
+    except (ValueError, RuntimeError) as error:
+        if rank == 0:
+            os._exit(1)
+        time.sleep(0.2)
+        return str(error)
+    return "nothing"
+
+
+WHY_LEFT = {
+    "refused": "rank 0 failed outside of its ops: ValueError: runtime='distributed' needs example=(params, batch)",
+    "other": "rank 1 differs from rank 0 in its program: ",
+}
+
+
+@pytest.mark.parametrize("how", WHY_LEFT)
+def test_the_rank_that_keeps_the_store_leaves_once_others_have_read_why(how: str):
+    """Started by hand, rank 0 keeps the store: the others heard that it is gone, and not why."""
+    with Processes(2, tcp=True) as pair:
+        pair.start(leaving, how)
+        gone, told = pair.results()
+    assert gone is None
+    assert str(told).startswith(WHY_LEFT[how])
+
+
 def settled(rank: int) -> list[str]:
     """Steps under another autocast or number of threads on one rank, compared at first and later by their marks."""
     program, _, step, params = three_stages()

@@ -217,7 +217,7 @@ fpipe.chain(fpipe.split(2), fpipe.merge)
 fpipe.schedules.gpipe(HALVES)
     TypeError: gpipe makes a transform of a number of ranks: say gpipe(4), and hand that the program.
 fpipe.schedules.gpipe(rank=4)
-    TypeError: missing a required argument: 'ranks'
+    TypeError: gpipe() missing a required argument: 'ranks'; it takes the number of ranks, as gpipe(4).
 fpipe.schedules.from_table(ZERO_BUBBLE)(HALVES)
     ProgramError: 0W0 stands twice, or as B and as I and W; an op is named once. In the letters of the zero-bubble
     papers B is our I: from_table(..., notation='zb').

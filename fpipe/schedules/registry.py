@@ -128,9 +128,12 @@ def published(
     def decorate(factory: Callable[P, Transform]) -> Callable[P, Transform]:
         @wraps(factory)
         def refusing(*args: P.args, **options: P.kwargs) -> Transform:
-            ranks = inspect.signature(factory).bind(*args, **options).arguments["ranks"]
+            name = factory.__name__
+            try:
+                ranks = inspect.signature(factory).bind(*args, **options).arguments["ranks"]
+            except TypeError as error:
+                raise TypeError(f"{name}() {error}; it takes the number of ranks, as {name}(4).") from None
             if isinstance(ranks, Program):
-                name = factory.__name__
                 raise TypeError(
                     f"{name} makes a transform of a number of ranks: say {name}(4), and hand that the program."
                 )

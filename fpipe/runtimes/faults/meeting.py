@@ -28,6 +28,7 @@ from fpipe.torch_private.processes import backend_on, default_store, is_kept_by_
 _TICKS = 0.001, 0.02
 _BRIEFLY = 0.5
 _LOOK = 0.5
+_LINGER = 1.0
 
 
 class Meeting:
@@ -84,7 +85,31 @@ class Meeting:
             ValueError: it is not; who differs from which other rank, and where first.
             RankError: a rank has said instead why it cannot go on, or has not come in time.
         """
-        seconds = self.seconds + patience
+        try:
+            self._agree(where, about, self.seconds + patience)
+        except (ValueError, RankError):
+            self.read(where)
+            raise
+
+    def read(self, where: str) -> None:
+        """Tell who keeps the store that this process has read there why another goes."""
+        self.board.ask(lambda: self.board.store.set(f"{_key(where, self.at)}/read", ""), _BRIEFLY)
+
+    def let_read(self, *places: str) -> None:
+        """If this process keeps the store, wait a moment until the others have read there why this rank goes."""
+        store, host = self.board.store, self.board.host
+
+        def wait() -> None:
+            ends = time.monotonic() + _LINGER
+            others = {at for at in self._all if at != self.at}
+            while others and time.monotonic() < ends:
+                others -= {at for at in others for one in places if store.check([f"{_key(one, at)}/read"])}
+                time.sleep(_TICKS[0])
+
+        if host is not None and host.rank == self.at:
+            self.board.ask(wait, _LINGER + _BRIEFLY)
+
+    def _agree(self, where: str, about: About, seconds: float) -> None:
         said = self._gathered(where, as_sent(about), seconds)
         missing = [at for at in self._all if at not in said]
         gone = next((at for at in missing if at in self._closed), None)

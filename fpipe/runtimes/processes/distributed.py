@@ -232,6 +232,7 @@ def distributed(
             peer_errors.everyone.agree(_TRACED, first.stages, patience=_COMPILING * compile)
     except BaseException as error:
         lane.refuse(peer_errors.refuse(error, _BUILDING, _TRACED), _TRACED, "step 1")
+        peer_errors.everyone.let_read(_BUILDING, _TRACED)
         raise
     groups = transfers.groups + ([] if replicas is None else replicas.groups) + [axis.group for axis in axes.values()]
     watchdog.start(transfers, [*peer_errors.boards, *lane.boards], groups)

@@ -40,6 +40,7 @@ Leaves = list[Any]
 Started = tuple[Tensor, Any]
 """The tensor that a collective writes, and its work to wait for."""
 _BROUGHT = ("y", "again", "dx")
+_EXCHANGES = "exchanges"
 
 
 class Axis(NamedTuple):
@@ -119,6 +120,9 @@ class ExchangeLane:
         self.refuse(said, place)
         for axis, meeting in self._along.values():
             first_told(meeting.board, _along(axis, meeting, said))
+            meeting.read(_EXCHANGES)
+        for _, meeting in self._along.values():
+            meeting.let_read(_EXCHANGES)
 
     def begin(self, notes: Notes | None, at_once: bool = False, clock: torch.device | None = None) -> None:
         """A step starts, of which `notes` are taken on the clock of a device, or the host's; `at_once` if somebody
