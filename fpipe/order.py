@@ -45,9 +45,13 @@ def held_kinds(program: Program) -> frozenset[str]:
     if known is None:
         basic = scheduled_kinds()
         others = {op.kind for op in program.ops} & {"R", "SEND", "RECV", "OFFLOAD", "LOAD", "GATHER"}
-        known = basic | others
-        if not others or by_rank(arrange(program.inputs, program.ops, program.outputs).ops) == by_rank(program.ops):
-            known = basic
+
+        def stands(held: frozenset[str]) -> bool:
+            return by_rank(arrange(program.inputs, program.ops, program.outputs, held).ops) == by_rank(program.ops)
+
+        known = basic if not others or stands(basic) else basic | others
+        for kind in sorted(known & others):  # a LOAD that stands early holds no R
+            known = known - {kind} if stands(known - {kind}) else known
         program.__dict__["held"] = known
     return known
 

@@ -152,3 +152,14 @@ Program.parse("inputs @ 0\ninputs@0 = OFFLOAD[] inputs @ 0\nloss = inputs@0 @ 0"
     ProgramError: moves inputs into the memory of its own rank
 """,
 )
+
+
+def test_a_load_that_stands_early_holds_no_recompute_in_its_place():
+    """The recomputes that checkpoint() wrote behind it came after their readers: an R too was taken for placed."""
+    some = fpipe.checkpoint(lambda stage, microbatch: microbatch == 1)
+    early = fpipe.offload("worthwhile", lead=1)
+    program = fpipe.chain(fpipe.split(3), some, fpipe.schedules.gpipe(1), early)(fpipe.program(1))
+    assert program.table(comms=True)[0][7:] == ["0B0", "LOAD(res[0,2]@host@0)", "0R1", "0B1", "0B2"]
+    assert fpipe.checkpoint("always")(program).table() == [
+        ["0F0", "0F1", "0F2", "0R0", "0B0", "0R1", "0B1", "0R2", "0B2"]
+    ]
