@@ -1,6 +1,7 @@
 """Orders searched by cost, and priorities: legal, complete and under the cap, whatever the sizes and costs."""
 
 import inspect
+import itertools
 import math
 from functools import partial
 from typing import Any
@@ -14,9 +15,8 @@ from fpipe.finding.kept import Kept
 from fpipe.orders.linear_pipeline import LinearPipeline, cells_of, linear_pipeline_of
 from fpipe.program import Op, ProgramError
 from fpipe.schedules.by_cost import linear_order, v_order
-from fpipe.schedules.hillclimb import floor, played
+from fpipe.schedules.hillclimb import floor
 from fpipe.schedules.priority import Now
-from fpipe.transforms.chain import Transform
 from fpipe.transforms.reorder import in_rows
 from property_tests.strategies import few
 from tests.test_search import SLOW, never_worse, quick
@@ -160,17 +160,30 @@ def test_a_search_is_never_above_a_schedule_by_name_keeps_its_cap_and_is_kept_as
     assert quick(base, case["costs"], **words) == found
 
 
-def greedy_h2(ranks: int, microbatches: int, costs: fpipe.Costs, fits: float) -> Transform:
-    """ZB-H2's forwards and input gradients; a W runs if a share of it fits before the next."""
+def greedy_h2(ranks: int, microbatches: int, seconds: tuple[int, ...], transfer: int, fits: float) -> float:
+    """Makespan of ZB-H2's forwards and input gradients; a W runs if a share of it fits before the next."""
+    forward, inputs, weight = seconds
     ahead = [min(microbatches, 2 * (ranks - rank) - 1) for rank in range(ranks)]
-    tracks = [(stage, ranks + stage, one) for stage, one in enumerate(ahead)]
-    rows = [[f] * one + [i, f] * (microbatches - one) + [i] * one for f, i, one in tracks]
-
-    def full(program: fpipe.Program, where: list[int]) -> Any:
-        pipeline = linear_pipeline_of(program, where, costs, 2 * ranks - 1, 1.0, "greedy")
-        return cells_of(pipeline, played(pipeline, rows, fits).full(pipeline))
-
-    return in_rows("linear", ranks, full)
+    rows = ["F" * one + "IF" * (microbatches - one) + "I" * one for one in ahead]
+    ends: dict[tuple[str, int, int], float] = {}
+    free, at, waiting = [0.0] * ranks, [0] * ranks, [0] * ranks
+    while any(turn < len(row) for turn, row in zip(at, rows, strict=True)):
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row):
+                kind = row[at[rank]]
+                index = row[: at[rank]].count(kind)
+                source = kind, rank + (-1 if kind == "F" else 1), index
+                if 0 <= source[1] < ranks and source not in ends:
+                    break
+                ready = ends[source] + transfer if source in ends else 0.0
+                while waiting[rank] and free[rank] < ready and free[rank] + weight * fits <= ready:
+                    free[rank] += weight
+                    waiting[rank] -= 1
+                free[rank] = max(free[rank], ready) + (forward if kind == "F" else inputs)
+                ends[kind, rank, index] = free[rank]
+                waiting[rank] += kind == "I"
+                at[rank] += 1
+    return max(end + weight * more for end, more in zip(free, waiting, strict=True))
 
 
 @few(60)
@@ -181,22 +194,38 @@ def test_zb_h2_is_never_longer_than_its_greedy_rule(data: st.DataObject, ranks: 
     microbatches = data.draw(st.integers(1, 2 * ranks - 2), label="microbatches")
     seconds = data.draw(st.tuples(*[st.integers(1, 9)] * 3), label="seconds")
     costs = fpipe.Costs(*map(float, seconds), transfer=float(transfer))
-    orders = fpipe.schedules.zb_h2(ranks, costs=costs), greedy_h2(ranks, microbatches, costs, fits)
-    base = fpipe.split(microbatches)(fpipe.program(ranks))
-    found, greedy = (fpipe.simulate(order(base), costs) for order in orders)
-    assert found.makespan <= greedy.makespan
+    order = fpipe.schedules.zb_h2(ranks, costs=costs)
+    found = fpipe.simulate(fpipe.chain(fpipe.split(microbatches), order)(fpipe.program(ranks)), costs)
+    assert found.makespan <= greedy_h2(ranks, microbatches, seconds, transfer, fits)
     assert max(found.peak) <= 2 * ranks - 1
 
 
-def greedy_v(ranks: int, costs: fpipe.Costs, turns: tuple[int, ...]) -> Transform:
-    """Full backwards on a V: of what can start, the leg whose turn it is; room as 1F1B-V has it."""
-
-    def key(op: Op, now: Now) -> float:
-        up = (op.stage or 0) >= ranks
-        full = op.kind == "F" and 2 * now.held + 2 - up > 4 * (ranks + 1) // 3
-        return math.inf if full else turns[2 * (op.kind == "B") + up]
-
-    return fpipe.schedules.from_priority(key, ranks, placement="v", costs=costs)
+def greedy_v(ranks: int, microbatches: int, seconds: tuple[int, int], transfer: int, turns: tuple[int, ...]) -> float:
+    """Makespan of full backwards on a V: of what can start first, the leg whose turn it is; room as 1F1B-V has it."""
+    last, cap = 2 * ranks - 1, 4 * (ranks + 1) // 3
+    home = [min(stage, last - stage) for stage in range(2 * ranks)]
+    ends: dict[tuple[int, int, int], float] = {}
+    done, held, free = [[0] * (last + 1), [0] * (last + 1)], [0] * ranks, [0.0] * ranks
+    while min(done[1]) < microbatches:
+        found: list[tuple[float, int, int, int]] = []
+        for back, stage in itertools.product((0, 1), range(last + 1)):
+            rank, index, up = home[stage], done[back][stage], stage >= ranks
+            source = (0, stage - 1) if not back else (0, stage) if stage == last else (1, stage + 1)
+            if index == microbatches or (stage + back and (*source, index) not in ends):
+                continue
+            if (*source, index) in ends:
+                way = transfer if home[source[1]] != rank else 0
+                ready = ends[*source, index] + way
+            else:
+                ready = 0.0
+            if back or held[rank] + 2 - up <= cap:
+                found.append((max(free[rank], ready), turns[2 * back + up], back, stage))
+        start, _, back, stage = min(found)
+        rank, index = home[stage], done[back][stage]
+        free[rank] = ends[back, stage, index] = start + seconds[back]
+        done[back][stage] += 1
+        held[rank] += 1 - 2 * back
+    return max(free)
 
 
 @few(30)
@@ -213,8 +242,8 @@ def test_1f1b_v_is_never_longer_than_a_greedy_rule(
     """Its block knows no transfer: where a hop took as long as four forwards, it was up to 15 % longer."""
     costs = fpipe.Costs(float(seconds[0]), float(seconds[1]), 0.0, transfer=float(transfer))
     base = fpipe.split(ranks + more)(fpipe.program(2 * ranks))
-    own, greedy = fpipe.schedules.one_f_one_b_v(ranks, costs=costs), greedy_v(ranks, costs, turns)
-    assert fpipe.simulate(own(base), costs).makespan <= fpipe.simulate(greedy(base), costs).makespan
+    found = fpipe.simulate(fpipe.schedules.one_f_one_b_v(ranks, costs=costs)(base), costs)
+    assert found.makespan <= greedy_v(ranks, ranks + more, seconds, transfer, turns)
 
 
 @pytest.mark.parametrize(

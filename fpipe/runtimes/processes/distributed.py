@@ -160,7 +160,7 @@ def distributed(
             peer_errors.everyone.agree("step 1", {"key": str(key)})
         made.refuse_missing(leaves)
         made.step, made.step_batch = number, digest(handed or {})
-        made.step_key = None if key is None else hash(key)  # a header has no room for more digits
+        made.step_key = hash(key) if isinstance(key, tuple) else key
         result = made.run(leaves, given[2], key, record=told, check_finite=check_finite)
         if result.loss is None and has_loss:
             result = replace(result, loss=Elsewhere(has_loss[0]))

@@ -31,6 +31,8 @@ from fpipe.runtimes.processes.transfer_errors import TransferErrors
 from fpipe.torch_private.processes import is_on_streams
 
 Leaves = list[Any]
+_LONG = 10**40
+"""A key from which on its hash is compared: a header has no room for more digits."""
 _UNSENT = "did not send what its {} writes"
 
 
@@ -124,7 +126,7 @@ class Transfers:
         sent if somebody looks at it in the end."""
         self._keeps = keeps
         self._mark = MARKS + (step + signature + self._apart * (key or 0)) % (256 - MARKS)
-        self._own = f"{self._build}, key {key}"
+        self._own = f"{self._build}, key {key if key is None or abs(key) < _LONG else hash(key)}"
         self._head = word(self._mark, self._own).to(self.device)
         if not self._apart:
             # Before anything comes in: gloo's thread polls in vain while a receive is posted on the same connection, as
