@@ -52,13 +52,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 ROOT = Path(__file__).parent
 SLOW = {
     "tests": """
-        autocast batches cli compare_step compare_step_ranks compile conformance counts
-        data_parallel demo derivatives digits distributed evaluating fake_accelerator families
-        faults fingerprint from_loss from_module from_pipe grain hybrid_shards interop layers
-        loss_scale memory meta module_kinds offload opaque peers plan_run post_validation pure
-        random readme references same_step schedules search searched shard sharded
-        shards_inside_stages signatures slices state steps testing threads ties_and_skips
-        torch_runtime traces train_gpt unread_state untraced_processes update verify
+        autocast batches bounds checkpoints cli compare_step compare_step_ranks compile conformance
+        counts cut_dtensors data_parallel demo derivatives digits distributed evaluating exchange
+        experts fake_accelerator families faults fingerprint from_loss from_module from_pipe grain
+        hybrid_shards interop layers loss_scale memory meta module_kinds offload opaque peers
+        plan_run plot post_validation pure random readme references same_step schedules search
+        search_memory searched shard sharded shards_inside_stages signatures slices state steps
+        testing threads ties_and_skips torch_runtime traces train_gpt unread_state
+        untraced_processes update verify
     """,
     "property_tests": """
         derivative_laws distributed_laws gradients language_laws linearize_laws schedule_laws
