@@ -28,7 +28,7 @@ from torch.nn import functional as F
 import fpipe
 from examples import demo, seq2seq
 from fpipe import tree
-from fpipe.graphs.tracing.keys import generator_on, seeder
+from fpipe.meaning.stages.keys import generator_on, seeder
 
 MICROBATCHES = 8
 Params = dict[str, Tensor]

@@ -58,8 +58,14 @@ if TYPE_CHECKING:
     from fpipe.finding.search import search
     from fpipe.graphs.linearize import Linearized, linearize
     from fpipe.graphs.tracing.keep import keep
-    from fpipe.graphs.tracing.keys import fold_in
     from fpipe.interop.from_pipe import from_pipe
+    from fpipe.meaning.meaning import register_meaning
+    from fpipe.meaning.optimizers.optimizer_state import optimizer_state
+    from fpipe.meaning.optimizers.rules import register_update
+    from fpipe.meaning.single_device.reference import reference
+    from fpipe.meaning.single_device.result import Result
+    from fpipe.meaning.stages.keys import fold_in
+    from fpipe.meaning.walk import Step
     from fpipe.measuring.estimate import estimate
     from fpipe.measuring.profile import profile
     from fpipe.measuring.sizes import Sizes, sizes
@@ -75,19 +81,13 @@ if TYPE_CHECKING:
     from fpipe.models.parameters.own_shards import shard_params
     from fpipe.models.parameters.params import join_params, local_params, split_params
     from fpipe.models.tracing.boundary import boundary
-    from fpipe.optimizers.optimizer_state import optimizer_state
-    from fpipe.optimizers.rules import register_update
     from fpipe.pictures.plot import plot
     from fpipe.pictures.style import Style
     from fpipe.planning.plan import Plan, plan
     from fpipe.planning.plan_run import plan_run
     from fpipe.planning.run_plan import RunPlan
     from fpipe.runtimes.build import build
-    from fpipe.runtimes.definition.meaning import register_meaning
-    from fpipe.runtimes.definition.walk import Step
     from fpipe.runtimes.faults.rank_error import RankError
-    from fpipe.single_device.reference import reference
-    from fpipe.single_device.result import Result
     from fpipe.verification.compare_grads import compare_grads
     from fpipe.verification.compare_step import compare_step
     from fpipe.verification.report import GradientMismatch, Report
@@ -105,7 +105,7 @@ _LATE = {
     "planning.plan_run": ("plan_run",),
     "planning.run_plan": ("RunPlan",),
     "graphs.tracing.keep": ("keep",),
-    "graphs.tracing.keys": ("fold_in",),
+    "meaning.stages.keys": ("fold_in",),
     "graphs.linearize": ("Linearized", "linearize"),
     "models.tracing.boundary": ("boundary",),
     "derived.custom_stage": ("custom_stage",),
@@ -127,16 +127,16 @@ _LATE = {
     "models.parameters.own_shards": ("shard_params",),
     "derived.per_example": ("per_example",),
     "models.modules.skips": ("Pop", "Stash"),
-    "optimizers.rules": ("register_update",),
-    "optimizers.optimizer_state": ("optimizer_state",),
+    "meaning.optimizers.rules": ("register_update",),
+    "meaning.optimizers.optimizer_state": ("optimizer_state",),
     "runtimes.build": ("build",),
-    "runtimes.definition.meaning": ("register_meaning",),
-    "runtimes.definition.walk": ("Step",),
+    "meaning.meaning": ("register_meaning",),
+    "meaning.walk": ("Step",),
     "measuring.estimate": ("estimate",),
     "measuring.profile": ("profile",),
-    "single_device.reference": ("reference",),
+    "meaning.single_device.reference": ("reference",),
     "runtimes.faults.rank_error": ("RankError",),
-    "single_device.result": ("Result",),
+    "meaning.single_device.result": ("Result",),
     "measuring.sizes": ("Sizes", "sizes"),
     "verification.compare_grads": ("compare_grads",),
     "verification.compare_step": ("compare_step",),

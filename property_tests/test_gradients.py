@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.single_device.result import Result
+from fpipe.meaning.single_device.result import Result
 from property_tests.strategies import DrawnProgram, Net, few, legal_tables, nets, plain_autograd, plans
 
 SEED = st.integers(0, 2**16)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import fpipe
+from fpipe.meaning.meaning import RULES
 from fpipe.program import KINDS
-from fpipe.runtimes.definition.meaning import RULES
 from property_tests.strategies import Net, plain_autograd
 from tests import toys
 from tests.refusals import refusals

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import fpipe
 from fpipe.graphs.language.graph import Fact
-from fpipe.runtimes.definition.devices import moves_of, on_devices
+from fpipe.meaning.devices import moves_of, on_devices
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.transforms.communicate import with_transfers

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import fpipe
-from fpipe.graphs.purity.closure import modules_of
+from fpipe.meaning.purity.closure import modules_of
 
 ROWS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 4
 

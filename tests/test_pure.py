@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fpipe
-from fpipe.graphs.purity.pure import Impure, pure
 from fpipe.graphs.tracing.fake import LeakedTensor
+from fpipe.meaning.purity.pure import Impure, pure
 from tests.toys import Toy, merged
 
 torch.manual_seed(0)

@@ -21,52 +21,60 @@ PACKAGE = ROOT / "fpipe"
 # Each folder, and what it may import: exactly that, and itself. A room's own files stand above its subfolders.
 PLAN = """
 root <-
-torch_private <-
-optimizers <- root torch_private
-transforms <- root torch_private optimizers
-graphs/purity <- root torch_private
+meaning/purity <- root
+meaning/optimizers <- root
+transforms <- root meaning/optimizers
 timing <- root transforms
-graphs/language <- root torch_private graphs/purity
 orders <- root transforms timing
-graphs/tracing <- root torch_private graphs/purity graphs/language
 schedules <- root transforms timing orders
-single_device <- root optimizers transforms timing graphs/purity graphs/language graphs/tracing
-graphs/compiling <- root torch_private graphs/purity graphs/language graphs/tracing
+meaning/stages <- root meaning/purity
+meaning/single_device <- root meaning/purity meaning/optimizers transforms timing meaning/stages
+meaning <- root meaning/purity meaning/optimizers transforms timing meaning/stages meaning/single_device
+torch_private <- root
+graphs/language <- root meaning/purity meaning/stages
 finding <- root transforms timing orders schedules
-runtimes/definition <- root torch_private transforms graphs/purity timing graphs/language graphs/tracing single_device
-    optimizers
-models/parameters <- root torch_private graphs/purity graphs/tracing single_device
-graphs <- root graphs/purity graphs/language graphs/tracing graphs/compiling
-runtimes/lowering <- root torch_private graphs/purity graphs/language graphs/tracing single_device graphs/compiling
-    optimizers runtimes/definition
-models/modules <- root torch_private graphs/purity graphs/language graphs/tracing models/parameters
-runtimes/in_process <- root transforms graphs/purity graphs/language graphs/tracing single_device
-    optimizers runtimes/definition runtimes/lowering
-runtimes/faults <- root torch_private graphs/purity graphs/language runtimes/lowering
-derived <- root torch_private graphs/purity graphs/language graphs/tracing models/modules
-models/tracing <- root torch_private graphs/purity graphs/language graphs/tracing models/modules
-runtimes/processes <- root torch_private transforms graphs/purity graphs/language graphs/tracing graphs/compiling
-    single_device optimizers runtimes/definition runtimes/lowering runtimes/faults
-models/cutting <- root torch_private graphs/purity timing graphs/language graphs/tracing models/parameters
-    models/modules models/tracing
-runtimes <- root optimizers runtimes/definition runtimes/in_process runtimes/processes
-models <- root torch_private graphs/purity timing graphs/language graphs/tracing single_device models/parameters
-    models/modules models/tracing models/cutting
-verification <- root torch_private optimizers transforms graphs/purity graphs/tracing single_device models/parameters
-    runtimes/definition runtimes/in_process runtimes
-measuring <- root transforms graphs/purity timing graphs/language single_device runtimes/definition runtimes/lowering
-    optimizers runtimes/processes runtimes
-interop <- root torch_private transforms timing single_device runtimes/definition models/modules models
-planning <- root transforms timing schedules single_device finding measuring
+graphs/tracing <- root meaning/purity meaning/stages torch_private graphs/language
+graphs/compiling <- root meaning/purity torch_private graphs/language graphs/tracing
+graphs <- root meaning/purity graphs/language graphs/tracing graphs/compiling
+models/parameters <- root meaning/purity meaning/stages meaning/single_device torch_private
+models/modules <- root meaning/purity meaning/stages torch_private graphs/language graphs/tracing models/parameters
+models/tracing <- root meaning/purity meaning/stages torch_private graphs/tracing models/modules
+derived <- root meaning/purity meaning/stages torch_private graphs/language graphs/tracing models/modules
+models/cutting <- root meaning/purity timing meaning/stages torch_private graphs/language graphs/tracing
+    models/parameters models/modules models/tracing
+runtimes/lowering <- root meaning/purity meaning/optimizers meaning/stages meaning/single_device meaning torch_private
+    graphs/language graphs/tracing graphs/compiling
+runtimes/faults <- root meaning/purity torch_private graphs/language runtimes/lowering
+runtimes/in_process <- root meaning/purity meaning/optimizers transforms meaning/single_device meaning graphs/language
+    graphs/tracing runtimes/lowering
+models <- root meaning/purity timing meaning/stages meaning/single_device torch_private graphs/tracing
+    models/parameters models/modules models/tracing models/cutting
+interop <- root transforms timing meaning/single_device meaning torch_private models/modules models
+runtimes/processes <- root meaning/purity meaning/optimizers transforms meaning/stages meaning/single_device meaning
+    torch_private graphs/language graphs/tracing graphs/compiling runtimes/lowering runtimes/faults
+runtimes <- root meaning/optimizers meaning runtimes/in_process runtimes/processes
+verification <- root meaning/purity meaning/optimizers transforms meaning/stages meaning/single_device meaning
+    models/parameters runtimes/in_process runtimes
+measuring <- root meaning/purity meaning/optimizers transforms timing meaning/single_device meaning graphs/language
+    runtimes/lowering runtimes/processes runtimes
+planning <- root transforms timing schedules meaning/single_device finding measuring
 pictures <- root timing planning
-cli <- root transforms timing schedules finding runtimes models/parameters models verification measuring interop
-    planning pictures
 testing <- root transforms timing schedules models verification pictures
+cli <- root transforms timing schedules finding models/parameters models interop runtimes verification measuring
+    planning pictures
 """
 ROOMS = {
     name: {*allowed.split()}
     for name, _, allowed in (line.partition(" <-") for line in PLAN.replace("\n    ", " ").strip().splitlines())
 }
+# Rooms by storey, their subfolders with them. The core says what a program is, what it means and how long it takes; the
+# engine computes the same, fast and on many processes; the workshop searches, plans, draws and diagnoses.
+STOREYS = {
+    "core": "root transforms timing orders schedules meaning",
+    "engine": "torch_private graphs models runtimes",
+    "workshop": "verification finding planning pictures derived interop measuring cli testing",
+}
+STOREY_BY_ROOM = {room: storey for storey, rooms in STOREYS.items() for room in rooms.split()}
 # Folders that list things of one kind, and so may be long.
 LISTS = {"cli", "schedules", "transforms"}
 # Nobody imports these: the list of public names, and the command line's door.
@@ -168,6 +176,21 @@ def test_imports_between_rooms_are_those_that_are_listed():
     assert found == ROOMS
 
 
+def storey(room: str) -> str:
+    return STOREY_BY_ROOM[room.partition("/")[0]]
+
+
+def test_storeys_import_only_themselves_and_those_below():
+    storeys = [*STOREYS]
+    upward = {
+        f"{name} <- {imported}"
+        for name, allowed in ROOMS.items()
+        for imported in allowed
+        if storeys.index(storey(imported)) > storeys.index(storey(name))
+    }
+    assert not upward
+
+
 def test_nobody_imports_the_doors():
     users = [module for module in FILES for target in inner_imports(module) if target in DOORS]
     assert not users
@@ -198,11 +221,12 @@ def test_only_tree_imports_optree():
 
 
 def test_private_names_of_torch_are_in_one_room():
-    """But names of operations, and an import that tells optree of torch's containers."""
+    """The engine's are in one room, the core's in one file. Operations are promised; one import tells optree of
+    torch's containers."""
     found = [
         f"{module}: {name}"
         for module, file in FILES.items()
-        if room(module) != "torch_private"
+        if room(module) != "torch_private" and module != "fpipe.torch_internals"
         for node in ast.walk(statements(file)[0])
         for name in torch_names(node)
         if re.search(r"\._(?!_)", name) and not name.startswith("torch.ops.aten.")

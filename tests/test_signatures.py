@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fpipe
-from fpipe.graphs.purity.alike import alike
-from fpipe.graphs.purity.ambient import ambient
 from fpipe.graphs.tracing import trace_cache
+from fpipe.meaning.purity.alike import alike
+from fpipe.meaning.purity.ambient import ambient
 from fpipe.runtimes.lowering import signature
 from fpipe.tree import leaves, tree_map
 

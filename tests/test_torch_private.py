@@ -8,28 +8,31 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fpipe.torch_private import ambient
-from fpipe.torch_private.checkpoint import all_ops, selective_checkpoint_answers
-from fpipe.torch_private.dispatch import (
-    NAMESPACES,
+from fpipe import torch_internals as internals
+from fpipe.torch_internals import (
     OpOverload,
     StorageWeakRef,
     TorchDispatchMode,
+    all_ops,
     arguments_of,
     each_times,
+    function_behind,
+    in_fake_mode,
+    is_view,
+    names_of,
+    returns_of,
+    selective_checkpoint_answers,
+    storage_of,
+)
+from fpipe.torch_private.dispatch import (
+    NAMESPACES,
     fake_mode_class,
     fake_tensor_class,
-    function_behind,
     functionalized,
     handle_of,
     has_kernel,
-    in_fake_mode,
     is_compiled,
-    is_view,
     kernel_instead,
-    names_of,
-    returns_of,
-    storage_of,
     unwatched,
     without_modes,
 )
@@ -164,30 +167,30 @@ def test_a_compiled_function_is_not_traced_for():
 
 
 def test_flags_of_kernels_are_read():
-    assert {"deterministic_algorithms", "mkldnn_enabled", "math_sdp_enabled"} <= {*ambient.FLAGS}, (
+    assert {"deterministic_algorithms", "mkldnn_enabled", "math_sdp_enabled"} <= {*internals.FLAGS}, (
         "torch renamed flags: a step that was traced under others would be used"
     )
-    assert len(ambient.fp32_precisions()) == len(ambient.PRECISIONS)
-    assert ambient.sdp_priority(), "torch no longer tells in which order it tries kernels of attention"
-    assert ambient.einsum_is_optimised() in (True, False)
+    assert len(internals.fp32_precisions()) == len(internals.PRECISIONS)
+    assert internals.sdp_priority(), "torch no longer tells in which order it tries kernels of attention"
+    assert internals.einsum_is_optimised() in (True, False)
 
 
 def test_modes_and_hooks_around_a_call_are_seen():
-    assert ambient.default_device() is None
+    assert internals.default_device() is None
     with torch.device("meta"):
-        assert ambient.default_device() == torch.device("meta"), "a default device is not seen by the trace's key"
-        assert not [*ambient.function_modes()]
+        assert internals.default_device() == torch.device("meta"), "a default device is not seen by the trace's key"
+        assert not [*internals.function_modes()]
     with torch.overrides.TorchFunctionMode():
-        assert [*ambient.function_modes()], "a TorchFunctionMode is not seen, and a trace passes it by"
+        assert [*internals.function_modes()], "a TorchFunctionMode is not seen, and a trace passes it by"
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        assert ambient.has_saved_tensors_hooks(), "saved_tensors_hooks are not seen, and a trace passes them by"
+        assert internals.has_saved_tensors_hooks(), "saved_tensors_hooks are not seen, and a trace passes them by"
     hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
-        assert ambient.has_hooks_on_all_modules(), "hooks on all modules are not seen, and a trace passes them by"
+        assert internals.has_hooks_on_all_modules(), "hooks on all modules are not seen, and a trace passes them by"
     finally:
         hook.remove()
     with torch.autocast("cpu"):
-        assert ambient.is_autocast_on(), "autocast is not seen: a step traced without it would be used"
+        assert internals.is_autocast_on(), "autocast is not seen: a step traced without it would be used"
     found = []
-    torch.func.vmap(lambda x: found.append(ambient.function_transform()) or x)(torch.ones(2))
+    torch.func.vmap(lambda x: found.append(internals.function_transform()) or x)(torch.ones(2))
     assert found == ["vmap"], "torch.func around a step is not seen, and its gradients would be zeros"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import pipeline
 from torch.nn.utils import parametrizations, prune, spectral_norm
 
+from fpipe import torch_internals
 from fpipe.torch_private import modules
 
 NORMS: dict[str, Callable[[], nn.Module]] = {
@@ -42,9 +43,9 @@ def test_an_instance_norm_tells_one_example_from_a_batch():
 
 def test_each_write_moves_the_version_of_a_tensor():
     x = torch.ones(2)
-    before = modules.version_of(x)
+    before = torch_internals.version_of(x)
     x.view(2).add_(1)
-    assert modules.version_of(x) != before, "_version does not see writes: a norm's changed input goes unseen"
+    assert torch_internals.version_of(x) != before, "_version does not see writes: a norm's changed input goes unseen"
 
 
 def test_the_buffers_of_spectral_norms_are_known():
@@ -95,7 +96,7 @@ def test_forward_mode_loads_without_a_warning():
 
 def test_what_a_module_holds_is_in_three_dicts_that_bind():
     norm = nn.Sequential(nn.BatchNorm1d(2))
-    own, whole = modules.held_by(norm[0]), modules.held_by(norm)
+    own, whole = torch_internals.held_by(norm[0]), torch_internals.held_by(norm)
     assert [*own.parameters] == ["weight", "bias"], "parameters are elsewhere: a frozen one would go unseen"
     assert whole.children == {"0": norm[0]}, "children are elsewhere: one that was exchanged would go unseen"
     own.buffers["running_mean"] = torch.ones(2)

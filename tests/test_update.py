@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fpipe
-from fpipe.optimizers.rule_names import SETTINGS
+from fpipe.meaning.optimizers.rule_names import SETTINGS
 from tests.processes import Processes
 from tests.refusals import refusals
 from tests.test_data_parallel import by_hand, meshed, started
@@ -238,7 +238,7 @@ def own_rule(apply: Any, **settings: Any) -> Any:
     try:
         return stepped("own", lr=0.5, rule="Own", **settings).params[0]["w"]
     finally:
-        fpipe.optimizers.rules.RULES.pop("Own")
+        fpipe.meaning.optimizers.rules.RULES.pop("Own")
 
 
 def test_a_rule_of_ones_own_may_look_at_its_numbers():
@@ -505,7 +505,7 @@ def test_a_step_that_fails_says_that_what_was_donated_is_gone():
             step(params, (torch.ones(4), torch.ones(4)), opt=opt, lr=2.0)
         assert any("were donated to this step" in note for note in failed.value.__notes__)
     finally:
-        fpipe.optimizers.rules.RULES.pop("Boom")
+        fpipe.meaning.optimizers.rules.RULES.pop("Boom")
 
 
 def test_sizes_count_what_an_update_holds():

@@ -19,9 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fpipe import tree
 from fpipe.graphs.language.graph import aval
-from fpipe.graphs.purity.ambient import in_fake_mode
 from fpipe.graphs.tracing.keep import collecting_marks
-from fpipe.graphs.tracing.keys import random_states, replaying
+from fpipe.meaning.purity.ambient import in_fake_mode
+from fpipe.meaning.stages.keys import random_states, replaying
 
 
 class Dual(NamedTuple):

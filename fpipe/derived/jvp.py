@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fpipe.derived.custom_stage import refuse_rules
 from fpipe.derived.dual import Dual, pushed_forward, unpack_dual
-from fpipe.graphs.tracing.outputs import copied, split_loss, split_output
+from fpipe.meaning.stages.outputs import copied, split_loss, split_output
 from fpipe.model import Model, Stage, the_model
 from fpipe.torch_private.modules import load_forward_mode
 

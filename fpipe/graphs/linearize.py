@@ -23,10 +23,10 @@ from fpipe import tree
 from fpipe.graphs.compiling.code import compiled, source
 from fpipe.graphs.compiling.cut import Cut
 from fpipe.graphs.language.graph import Graph, Name, aval
-from fpipe.graphs.purity.ambient import Untraceable, raw_ops
-from fpipe.graphs.purity.sharded import local_of, sharded_as
 from fpipe.graphs.tracing.stage_call import Spec, StageCall, wanting, wants
 from fpipe.graphs.tracing.trace_cache import Traces
+from fpipe.meaning.purity.ambient import Untraceable, raw_ops
+from fpipe.meaning.purity.sharded import local_of, sharded_as
 from fpipe.model import Model, Stage
 from fpipe.positional_stage import PositionalStage
 

@@ -19,10 +19,10 @@ from torch.distributed.pipelining import PipelineStage
 
 from fpipe import tree
 from fpipe.interop._torch_write import refuse_what_torch_lacks
+from fpipe.meaning.match import check_match
+from fpipe.meaning.single_device.params_and_state import check_params, trained
 from fpipe.model import Model, Stage, same_keys, who_draws
 from fpipe.program import Program, ProgramError, parts_of
-from fpipe.runtimes.definition.match import check_match
-from fpipe.single_device.params_and_state import check_params, trained
 from fpipe.torch_private.pipelining import TableRuntime, hand_tables
 
 _OURS = 'or run the program on fpipe.build(runtime="distributed").'

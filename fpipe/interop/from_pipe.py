@@ -19,7 +19,8 @@ from torch.distributed.pipelining import Pipe
 from fpipe.model import Model, Reduction, Source, one_or_all, same_keys
 from fpipe.models.modules.stage_module import BoundModules, StageModule
 from fpipe.models.of_modules import Leaf, Params, names_of, of_modules
-from fpipe.torch_private.modules import generated_code, held_by
+from fpipe.torch_internals import held_by
+from fpipe.torch_private.modules import generated_code
 
 
 def from_pipe(

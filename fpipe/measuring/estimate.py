@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from fpipe.graphs.language.flops import flops_of
-from fpipe.graphs.purity.ambient import Untraceable
+from fpipe.meaning.match import check_match
+from fpipe.meaning.optimizers.optimizer_state import example_optim
+from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.measuring.op_kinds import Runs, note, seconds_of, variants_of, with_halves
 from fpipe.measuring.sizes import sizes
 from fpipe.model import Model
-from fpipe.optimizers.optimizer_state import example_optim
 from fpipe.program import Program, the_program
-from fpipe.runtimes.definition.match import check_match
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.timing.costs import Costs

@@ -10,13 +10,13 @@ from typing import Any, Literal
 import torch
 
 from fpipe.graphs.language.graph import Fact
-from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.limits import whole
+from fpipe.meaning.match import check_match
+from fpipe.meaning.optimizers.optimizer_state import example_optim
+from fpipe.meaning.purity.ambient import Untraceable
+from fpipe.meaning.recorder import Storages
 from fpipe.model import Model
-from fpipe.optimizers.optimizer_state import example_optim
 from fpipe.program import Op, Program, Value
-from fpipe.runtimes.definition.match import check_match
-from fpipe.runtimes.definition.recorder import Storages
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.shards import Share

@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fpipe import tree
-from fpipe.graphs.purity.attributes import Attributes
-from fpipe.graphs.purity.closure import modules_of
 from fpipe.graphs.tracing.fake import LeakedTensor
-from fpipe.graphs.tracing.outputs import split_loss
-from fpipe.graphs.tracing.way_back import partly_python
+from fpipe.meaning.purity.attributes import Attributes
+from fpipe.meaning.purity.closure import modules_of
+from fpipe.meaning.single_device.over_parts import over_parts
+from fpipe.meaning.stages.outputs import split_loss
+from fpipe.meaning.stages.way_back import partly_python
 from fpipe.model import Model
 from fpipe.models.tracing.boundary import KEY
-from fpipe.single_device.over_parts import over_parts
 
 _ULPS = 16
 

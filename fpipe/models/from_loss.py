@@ -22,11 +22,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from fpipe import tree
-from fpipe.graphs.purity.ambient import refuse_odd_modes
-from fpipe.graphs.purity.closure import modules_of
-from fpipe.graphs.purity.pure import pure
-from fpipe.graphs.purity.sharded import is_sharded
-from fpipe.graphs.tracing.outputs import split_loss
+from fpipe.meaning.purity.ambient import refuse_odd_modes
+from fpipe.meaning.purity.closure import modules_of
+from fpipe.meaning.purity.pure import pure
+from fpipe.meaning.purity.sharded import is_sharded
+from fpipe.meaning.single_device.batches import check_batch
+from fpipe.meaning.stages.outputs import split_loss
 from fpipe.model import LossFunction, Model, Reduction, odd_signature
 from fpipe.models.compare_example import refuse_difference
 from fpipe.models.cutting.cut_net import CutNet
@@ -39,7 +40,6 @@ from fpipe.models.tracing.boundary import seeding
 from fpipe.models.tracing.contexts import autocast_eps
 from fpipe.models.tracing.net_graph import NetTensors
 from fpipe.models.tracing.trace_loss import trace_loss
-from fpipe.single_device.batches import check_batch
 from fpipe.torch_private.dispatch import is_compiled
 
 

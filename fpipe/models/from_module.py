@@ -19,9 +19,10 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from fpipe import tree
-from fpipe.graphs.language.symbols import in_words
-from fpipe.graphs.purity.ambient import refuse_odd_modes
 from fpipe.limits import whole
+from fpipe.meaning.purity.ambient import refuse_odd_modes
+from fpipe.meaning.single_device.microbatch import cut as cut_rows
+from fpipe.meaning.stages.symbols import in_words
 from fpipe.model import LossFunction, Model, Reduction
 from fpipe.models.compare_example import refuse_difference
 from fpipe.models.cutting.batch_guard import BatchGuard
@@ -39,7 +40,6 @@ from fpipe.models.tracing.contexts import autocast_eps
 from fpipe.models.tracing.net_graph import NetGraph, read_graph, tensors_of
 from fpipe.models.tracing.opaque import Exported, export_around
 from fpipe.models.tracing.run_net import NetFunction
-from fpipe.single_device.microbatch import cut as cut_rows
 from fpipe.timing.costs import Costs
 
 Params = tuple[dict[str, Tensor], ...]

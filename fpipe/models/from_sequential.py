@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fpipe.graphs.purity.own_memory import memory
+from fpipe.meaning.purity.own_memory import memory
 from fpipe.model import Model, Reduction
 from fpipe.models.made_on_meta import made_on_meta
 from fpipe.models.modules.known_modules import refuse_net
@@ -23,7 +23,8 @@ from fpipe.models.modules.skips import plan_skips
 from fpipe.models.modules.stage_module import How, StageModule
 from fpipe.models.of_modules import Leaf, Params, names_of, of_modules
 from fpipe.timing.balance import balance
-from fpipe.torch_private.modules import held_by, hooks_of
+from fpipe.torch_internals import held_by
+from fpipe.torch_private.modules import hooks_of
 
 
 def from_sequential(

@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from fpipe.graphs.tracing.keys import fold_in, seeded
+from fpipe.meaning.stages.keys import fold_in, seeded
 from fpipe.models.parameters.first_values import LOST
 from fpipe.torch_private.modules import parameters_made
 

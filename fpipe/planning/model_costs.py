@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from fpipe import tree
+from fpipe.meaning.single_device.batches import refuse_meta
 from fpipe.measuring.estimate import estimate
 from fpipe.measuring.profile import profile
 from fpipe.measuring.sizes import Sizes, sizes
 from fpipe.model import Model
 from fpipe.program import Program, Value
-from fpipe.single_device.batches import refuse_meta
 from fpipe.timing.costs import Costs, Storages
 from fpipe.training import program as base_program
 from fpipe.transforms.chain import chain

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
+from fpipe.meaning.around_steps import post_validated, refuse_no_autocast, under_autocast
+from fpipe.meaning.devices import devices_of
+from fpipe.meaning.match import check_example, check_match, refuse_lost_constants
+from fpipe.meaning.optimizers.op_words import update_of
+from fpipe.meaning.walk import Step
 from fpipe.model import Model, in_mode
-from fpipe.optimizers.op_words import update_of
 from fpipe.program import Program, Value, the_program
-from fpipe.runtimes.definition.around_steps import post_validated, refuse_no_autocast, under_autocast
-from fpipe.runtimes.definition.devices import devices_of
-from fpipe.runtimes.definition.match import check_example, check_match, refuse_lost_constants
-from fpipe.runtimes.definition.walk import Step
 from fpipe.runtimes.in_process.local import local
 from fpipe.runtimes.in_process.threads import Workers
 

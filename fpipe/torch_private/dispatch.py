@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import (
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
-    _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
 )
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
@@ -35,28 +34,10 @@ has_kernel: Callable[[str, str], bool] = _C._dispatch_has_kernel_for_dispatch_ke
 """Whether an op, by name, has a kernel for a dispatch key (2.13)."""
 NAMESPACES: tuple[Any, ...] = (torch, _C._nn, Tensor, _C._linalg, _C._special, _C._fft)
 """Where torch keeps functions in C that call one op each (2.13)."""
-_FAKE: Any = _C._TorchDispatchModeKey.FAKE
 C10D: Any = torch.ops._c10d_functional
 """The ops of collectives in a graph (2.11 to 2.15: `torch.ops._c10d_functional`)."""
 C10D_AUTOGRAD: Any = torch.ops._c10d_functional_autograd
 """Those that torch before 2.13 traces where there is a gradient (2.11: `torch.ops._c10d_functional_autograd`)."""
-
-
-def arguments_of(op: Any) -> Any:
-    """The arguments of an op, each with its name, type, default and what the op does to its memory (2.13:
-    `_schema`)."""
-    return op._schema.arguments
-
-
-def returns_of(op: Any) -> Any:
-    """The results of an op, each with its type and whose memory it is (2.13: `_schema`)."""
-    return op._schema.returns
-
-
-def names_of(op: Any) -> tuple[str, str]:
-    """The name of an op without its namespace, and that of the overload: `add_`, `Tensor` (2.13: `_schema`)."""
-    schema = op._schema
-    return schema.name.partition("::")[2], schema.overload_name or "default"
 
 
 def handle_of(op: Any) -> Callable[..., Any]:
@@ -64,36 +45,9 @@ def handle_of(op: Any) -> Callable[..., Any]:
     return op._op
 
 
-def each_times(tensors: list[Tensor], numbers: list[float]) -> Sequence[Tensor]:
-    """Each tensor times a number, in one call that runs the same op on each (2.13: `_foreach_mul`)."""
-    return _TORCH._foreach_mul(tensors, numbers)
-
-
-def is_view(tensor: Tensor) -> bool:
-    """Whether autograd knows a tensor as a view of another (2.13: `_is_view`)."""
-    return tensor._is_view()
-
-
-def function_behind(node: Any) -> type | None:
-    """The `torch.autograd.Function` that a node of autograd's graph is of; None for torch's own ops (2.13:
-    `_forward_cls`)."""
-    return getattr(node, "_forward_cls", None)
-
-
 def is_compiled(function: Any) -> bool:
     """Whether `torch.compile` made a function of another (2.13: `_torchdynamo_orig_callable`)."""
     return hasattr(function, "_torchdynamo_orig_callable")
-
-
-def storage_of(tensor: Tensor) -> int:
-    """A number that tells a tensor's storage from all others that are alive; sparse ones have none, which is a
-    NotImplementedError (2.13: `_cdata`)."""
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-
-
-def dispatch_modes() -> list[TorchDispatchMode]:
-    """The dispatch modes that this thread is under (2.13: `_get_current_dispatch_mode_stack`)."""
-    return _get_current_dispatch_mode_stack() if _C._len_torch_dispatch_stack() else []
 
 
 def has_own_functions(kind: type[Tensor]) -> bool:
@@ -104,11 +58,6 @@ def has_own_functions(kind: type[Tensor]) -> bool:
 
 
 _PLAIN: Any = getattr(Tensor.__torch_function__, "__func__", Tensor.__torch_function__)
-
-
-def in_fake_mode() -> bool:
-    """Whether a FakeTensorMode is on: its tensors have no data, and it refuses all others (2.13)."""
-    return _C._get_dispatch_mode(_FAKE) is not None
 
 
 def fake_tensor_class() -> Any:

@@ -6,7 +6,7 @@ import importlib
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,12 +16,11 @@ from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[repor
 from torch.nn.utils.parametrizations import _SpectralNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from fpipe.torch_internals import WEIGHT_LISTS
 from fpipe.torch_private.dispatch import without_deprecations
 
 OWN_DICTS = ("_modules", "_parameters", "_buffers")
 """The attributes in which a module has its children and tensors (2.13)."""
-WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")
-"""The attributes in which an RNN lists its weights (2.13)."""
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -80,11 +79,6 @@ def without_statistics(norm: Any, see: Callable[[Tensor], None]) -> Generator[No
             vars(norm).pop(name, None)
 
 
-def version_of(tensor: Tensor) -> int:
-    """A number that each write in place moves (2.13: `_version`)."""
-    return tensor._version
-
-
 def spectral_buffers(module: nn.Module) -> list[str]:
     """The buffers that torch's spectral norm of a module writes in training, new style and old (2.13: the
     parametrization `_SpectralNorm`, and a hook that has `_u` and `_v` behind the name of its weight)."""
@@ -106,20 +100,6 @@ def cached_weights(module: nn.Module) -> dict[str, Any]:
     attributes = vars(module).items()
     tensors = {name: value for name, value in attributes if isinstance(value, Tensor)}
     return tensors | {name: list(value) for name, value in attributes if name in WEIGHT_LISTS}
-
-
-class ModuleDicts(NamedTuple):
-    """The dicts in which a module has what is its own, by name, to read and to bind."""
-
-    parameters: dict[str, nn.Parameter | None]
-    buffers: dict[str, Tensor | None]
-    children: dict[str, Any]
-
-
-def held_by(module: nn.Module) -> ModuleDicts:
-    """Own tensors and children of a module, without asking its `__getattr__` (2.13: three dicts)."""
-    own = vars(module)
-    return ModuleDicts(own["_parameters"], own["_buffers"], own["_modules"])
 
 
 def hold(

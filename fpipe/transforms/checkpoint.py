@@ -132,7 +132,7 @@ def _names(save: Iterable[Any] | Callable[..., Any]) -> tuple[str, ...]:
     if isinstance(save, str) or not (callable(save) or isinstance(save, Iterable)):
         raise TypeError(f"save lists ops, such as [torch.ops.aten.mm.default], or is policy(ctx, op); found {save!r}.")
     if callable(save):
-        from fpipe.torch_private.checkpoint import selective_checkpoint_answers  # imports torch, as the policy has
+        from fpipe.torch_internals import selective_checkpoint_answers  # imports torch, as the policy has
 
         answers = selective_checkpoint_answers(save)
         saved = tuple(name for name, wanted in answers.items() if wanted)

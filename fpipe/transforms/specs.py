@@ -21,7 +21,7 @@ class Chunk:
     """The rows of a tensor are along this dimension.
 
     >>> import torch
-    >>> from fpipe.single_device.microbatch import cut_along
+    >>> from fpipe.meaning.single_device.microbatch import cut_along
     >>> cut_along({"x": torch.zeros(3, 8), "scale": 2.0}, Chunk(1))
     [1, None]
     """
@@ -38,7 +38,7 @@ class Replicate:
     """A leaf goes whole to every microbatch, and comes back the same from each.
 
     >>> import torch
-    >>> from fpipe.single_device.microbatch import cut_along
+    >>> from fpipe.meaning.single_device.microbatch import cut_along
     >>> batch = {"x": torch.zeros(4, 2), "table": torch.zeros(9)}
     >>> cut_along(batch, {"x": Chunk(), "table": Replicate()})
     [0, None]
@@ -49,7 +49,7 @@ class Replicate:
 class Sum:
     """How to join what is counted: the parts of all microbatches are added.
 
-    >>> from fpipe.single_device.joining import join
+    >>> from fpipe.meaning.single_device.joining import join
     >>> join([{"right": 3}, {"right": 4}], spec=Sum())
     {'right': 7}
     """

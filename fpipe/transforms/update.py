@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any, Literal
 
-from fpipe.optimizers.rule_names import TORCHS, check_rule, check_settings
+from fpipe.meaning.optimizers.rule_names import TORCHS, check_rule, check_settings
 from fpipe.order import in_order
 from fpipe.program import PARAMETERS, Input, Op, Output, Program, ProgramError, Value
 from fpipe.transforms._loss_scale import SCALE, scaled_backwards, unscaled, words_of_scale
@@ -222,7 +222,7 @@ def words_of_update(
     check_settings(name, [*settings, *(word for one in (groups or {}).values() for word in one)])
     said = _literals(settings)
     if name in TORCHS and (said or groups):
-        from fpipe.optimizers.rules import check_together  # only settings need torch
+        from fpipe.meaning.optimizers.rules import check_together  # only settings need torch
 
         for own in ((), *(words for _, words in how.get("groups", ()))):
             check_together(name, tuple((dict(said) | dict(own)).items()))

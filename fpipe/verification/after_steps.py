@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.single_device.result import Result
+from fpipe.meaning.single_device.result import Result
 from fpipe.verification.gradient_changes import StepGradients, scaled
 from fpipe.verification.report import Close, Leaf, Report, is_finite, largest, listed, wide
 from fpipe.verification.step_mistakes import Loop, mistakes

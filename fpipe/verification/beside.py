@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.graphs.purity.sharded import is_sharded
+from fpipe.meaning.purity.sharded import is_sharded
 from fpipe.verification.after_steps import GRADIENT, AfterSteps, shaken
 from fpipe.verification.rank_pieces import put_together
 from fpipe.verification.report import Close, listed, wide

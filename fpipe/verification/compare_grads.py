@@ -15,14 +15,14 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.limits import whole
+from fpipe.meaning.single_device.batches import check_batch, rows_of_each, streams
+from fpipe.meaning.single_device.microbatch import cut, rows
+from fpipe.meaning.single_device.over_parts import over_parts
+from fpipe.meaning.single_device.params_and_state import check_all_state, check_params, train
+from fpipe.meaning.single_device.result import Result
 from fpipe.model import Model, the_model
 from fpipe.models.parameters.params import join_params
 from fpipe.program import Value
-from fpipe.single_device.batches import check_batch, rows_of_each, streams
-from fpipe.single_device.microbatch import cut, rows
-from fpipe.single_device.over_parts import over_parts
-from fpipe.single_device.params_and_state import check_all_state, check_params, train
-from fpipe.single_device.result import Result
 from fpipe.verification.report import (
     Close,
     GradientMismatch,

@@ -13,19 +13,19 @@ from typing import Any
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.purity.sharded import is_sharded
 from fpipe.limits import whole
+from fpipe.meaning.optimizers.numbers import Rate, rates_of
+from fpipe.meaning.optimizers.op_words import names_of, words_of
+from fpipe.meaning.optimizers.optimizer_state import check_groups, check_optimizer_state, initial_states
+from fpipe.meaning.optimizers.rules import numbers_of
+from fpipe.meaning.purity.sharded import is_sharded
+from fpipe.meaning.single_device.batches import check_batch
+from fpipe.meaning.single_device.microbatch import cut
+from fpipe.meaning.single_device.over_parts import over_parts
+from fpipe.meaning.single_device.params_and_state import check_all_state
+from fpipe.meaning.single_device.result import Result
 from fpipe.model import Model, the_model
 from fpipe.models.parameters.params import join_params
-from fpipe.optimizers.numbers import Rate, rates_of
-from fpipe.optimizers.op_words import names_of, words_of
-from fpipe.optimizers.optimizer_state import check_groups, check_optimizer_state, initial_states
-from fpipe.optimizers.rules import numbers_of
-from fpipe.single_device.batches import check_batch
-from fpipe.single_device.microbatch import cut
-from fpipe.single_device.over_parts import over_parts
-from fpipe.single_device.params_and_state import check_all_state
-from fpipe.single_device.result import Result
 from fpipe.transforms.update import words_of_update
 from fpipe.verification.after_steps import AfterSteps
 from fpipe.verification.beside import beside, differ_by_rank, one_a_step, told_of

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.meaning.by_autograd import Inputs, Residuals
+from fpipe.meaning.meaning import summed
+from fpipe.meaning.walk import place_of
 from fpipe.model import Model
 from fpipe.program import Op, Program, Value
-from fpipe.runtimes.definition.by_autograd import Inputs, Residuals
-from fpipe.runtimes.definition.meaning import summed
-from fpipe.runtimes.definition.walk import place_of
 from fpipe.runtimes.in_process.local import local
 from fpipe.verification.report import Close, WrongValue, largest
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.meaning.single_device.result import Result
+from fpipe.meaning.single_device.training_loop import total_norm
 from fpipe.model import TiedLeaf
 from fpipe.program import Value
-from fpipe.single_device.result import Result
-from fpipe.single_device.training_loop import total_norm
 from fpipe.verification.rank_pieces import Region
 
 IGNORED = -100

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.tracing.outputs import split_loss
+from fpipe.meaning.single_device.microbatch_graph import added
+from fpipe.meaning.single_device.params_and_state import train
+from fpipe.meaning.single_device.result import Result
+from fpipe.meaning.stages.outputs import split_loss
 from fpipe.model import LossFunction, Model
-from fpipe.single_device.microbatch_graph import added
-from fpipe.single_device.params_and_state import train
-from fpipe.single_device.result import Result
 from fpipe.verification.report import GradientMismatch, largest
 from fpipe.verification.rounding import distance, norm, tolerance, vanish
 

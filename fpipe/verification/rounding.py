@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.torch_private.dispatch import TorchDispatchMode
+from fpipe.torch_internals import TorchDispatchMode
 from fpipe.verification.report import wide
 
 

@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 from fpipe import tree
+from fpipe.meaning.optimizers.op_words import UpdateWords
+from fpipe.meaning.optimizers.optimizer_state import initial_states
+from fpipe.meaning.optimizers.rules import STEP
+from fpipe.meaning.single_device.result import Result
+from fpipe.meaning.single_device.training_loop import training_loop
 from fpipe.model import Model
-from fpipe.optimizers.op_words import UpdateWords
-from fpipe.optimizers.optimizer_state import initial_states
-from fpipe.optimizers.rules import STEP
-from fpipe.single_device.result import Result
-from fpipe.single_device.training_loop import training_loop
 from fpipe.verification.gradient_changes import (
     Change,
     Parts,

@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fpipe.meaning.around_steps import post_validated
+from fpipe.meaning.inputs_and_results import check_call, optim_of
+from fpipe.meaning.lockstep import lockstep
+from fpipe.meaning.meaning import batch_of
+from fpipe.meaning.optimizers.op_words import update_of, words_of
+from fpipe.meaning.optimizers.optimizer_state import check_optimizer_state, optimizer_state
+from fpipe.meaning.single_device.batches import batches_of
+from fpipe.meaning.single_device.over_parts import over_parts
+from fpipe.meaning.single_device.reference import parts_of_replicas
+from fpipe.meaning.single_device.result import Result
+from fpipe.meaning.single_device.training_loop import Norm, of_one, scaler_of, total_norm, training_loop
 from fpipe.model import Model
-from fpipe.optimizers.op_words import update_of, words_of
-from fpipe.optimizers.optimizer_state import check_optimizer_state, optimizer_state
 from fpipe.program import PARAMETERS, Program, parts_of
 from fpipe.runtimes.build import build
-from fpipe.runtimes.definition.around_steps import post_validated
-from fpipe.runtimes.definition.inputs_and_results import check_call, optim_of
-from fpipe.runtimes.definition.lockstep import lockstep
-from fpipe.runtimes.definition.meaning import batch_of
-from fpipe.single_device.batches import batches_of
-from fpipe.single_device.over_parts import over_parts
-from fpipe.single_device.reference import parts_of_replicas
-from fpipe.single_device.result import Result
-from fpipe.single_device.training_loop import Norm, of_one, scaler_of, total_norm, training_loop
 from fpipe.verification.ways import (
     added_by,
     computed,

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.meaning.single_device.joining import join
+from fpipe.meaning.single_device.over_parts import over_parts
+from fpipe.meaning.single_device.result import Result
 from fpipe.model import Model, Stage
-from fpipe.single_device.joining import join
-from fpipe.single_device.over_parts import over_parts
-from fpipe.single_device.result import Result
 from fpipe.verification.report import Report
 from fpipe.verification.rounding import Coarsest, is_mean_to_rounding, to_rounding
 

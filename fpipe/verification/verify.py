@@ -10,15 +10,15 @@ from typing import Any
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.meaning.lockstep import lockstep, refuse_without
+from fpipe.meaning.optimizers.op_words import update_of
+from fpipe.meaning.single_device.batches import refuse_meta, refuse_spread, streams
+from fpipe.meaning.single_device.over_parts import over_parts
+from fpipe.meaning.single_device.reference import counted_replicas, one_key, parts_of_replicas
+from fpipe.meaning.single_device.result import Result
 from fpipe.model import Model, in_mode
-from fpipe.optimizers.op_words import update_of
 from fpipe.program import Program, the_program
 from fpipe.runtimes.build import build
-from fpipe.runtimes.definition.lockstep import lockstep, refuse_without
-from fpipe.single_device.batches import refuse_meta, refuse_spread, streams
-from fpipe.single_device.over_parts import over_parts
-from fpipe.single_device.reference import counted_replicas, one_key, parts_of_replicas
-from fpipe.single_device.result import Result
 from fpipe.transforms.merge import merge
 from fpipe.verification.first_wrong import Expected, first_wrong
 from fpipe.verification.loss_function import check_function

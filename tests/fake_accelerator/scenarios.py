@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fpipe
-from fpipe.runtimes.definition import recorder
+from fpipe.meaning import recorder
 from fpipe.runtimes.lowering import rank_part
 from fpipe.tree import leaves
 from tests.fake_accelerator import reports_of

@@ -14,7 +14,7 @@ import torch
 
 from fpipe.graphs.language.graph import Aval, Graph, Name, Node
 from fpipe.graphs.language.labels import total_of, variable
-from fpipe.graphs.purity.ambient import raw_ops
+from fpipe.meaning.purity.ambient import raw_ops
 
 _aten: Any = torch.ops.aten
 

@@ -26,15 +26,8 @@ from torch import Tensor
 
 from fpipe.graphs.language.graph import Graph, Name, Node, aval, in_own_storage, on_meta
 from fpipe.graphs.language.labels import is_lasting, variable
-from fpipe.torch_private.dispatch import (
-    NAMESPACES,
-    OpOverload,
-    TorchDispatchMode,
-    arguments_of,
-    handle_of,
-    names_of,
-    without_modes,
-)
+from fpipe.torch_internals import OpOverload, TorchDispatchMode, arguments_of, names_of
+from fpipe.torch_private.dispatch import NAMESPACES, handle_of, without_modes
 
 
 def compiled(graph: Graph, name: str = "run") -> Callable[..., Any]:

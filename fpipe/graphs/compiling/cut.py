@@ -24,7 +24,7 @@ from fpipe.graphs.language.graph import Aval, Graph, Name, Node, checks
 from fpipe.graphs.language.labels import is_cotangent, is_gradient, is_parameter, is_result
 from fpipe.graphs.tracing.draws import drawn
 from fpipe.program import ALL_BUT
-from fpipe.torch_private.dispatch import OpOverload
+from fpipe.torch_internals import OpOverload
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,8 +20,8 @@ from torch import Tensor, fx
 from fpipe.graphs.compiling.code import compiled
 from fpipe.graphs.language.graph import Graph, Name, Node, aval, renamed
 from fpipe.graphs.language.labels import GENERATORS, is_lasting
-from fpipe.graphs.purity.ambient import raw_ops
 from fpipe.graphs.tracing.draws import fill
+from fpipe.meaning.purity.ambient import raw_ops
 from fpipe.torch_private.dispatch import compiled_by_inductor
 
 _aten: Any = torch.ops.aten

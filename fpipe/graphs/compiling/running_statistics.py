@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fpipe.graphs.language.graph import Aval, Graph, Name, Node, in_own_storage
-from fpipe.graphs.purity.ambient import kernels, raw_ops
-from fpipe.graphs.purity.schema import BATCH_NORMS
+from fpipe.meaning.purity.ambient import kernels, raw_ops
+from fpipe.meaning.purity.schema import BATCH_NORMS
 
 _aten: Any = torch.ops.aten
 OLD, NEW, FACTOR = "running", "running", "factor"

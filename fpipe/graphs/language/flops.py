@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from fpipe.graphs.language.graph import Graph, on_meta
-from fpipe.torch_private.dispatch import OpOverload
+from fpipe.torch_internals import OpOverload
 
 
 def multiplies(op: Any) -> bool:

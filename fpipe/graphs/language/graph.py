@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from fpipe.graphs.language.labels import GENERATORS, is_cotangent
-from fpipe.graphs.purity.schema import is_check
-from fpipe.graphs.purity.sharded import Sharding, is_collective, local_of, sharding_of
-from fpipe.torch_private.dispatch import storage_of
+from fpipe.meaning.purity.schema import is_check
+from fpipe.meaning.purity.sharded import Sharding, is_collective, local_of, sharding_of
+from fpipe.meaning.stages.memory_layout import span
+from fpipe.torch_internals import storage_of
 
 
 class Name(str):
@@ -162,16 +163,6 @@ def checks(graph: Graph) -> tuple[list[Name], list[Name]]:
     return found
 
 
-def is_strided(tensor: Tensor) -> bool:
-    """Whether it is in one piece of memory, by sizes and strides: sparse and nested tensors are not."""
-    return tensor.layout is torch.strided and not tensor.is_nested
-
-
-def layout_of(tensor: Tensor) -> str:
-    """Name the layout of a tensor that is not strided."""
-    return "nested tensor" if tensor.is_nested else f"tensor of layout {tensor.layout}"
-
-
 def aval(tensor: Tensor) -> Aval:
     """The abstract value of a tensor."""
     own = local_of(tensor)
@@ -186,23 +177,9 @@ def fact(tensor: Tensor, numbers: dict[int, int]) -> Fact:
     return Fact(known, number, size, offset, (own.is_conj(), own.is_neg()))
 
 
-def alias(leaf: Any) -> Any:
-    """Alias a value for the stage that reads it: no leaf of autograd's graph, as in the model that is not cut.
-
-    Autocast casts a leaf once for all its uses, and so adds their gradients up in the lower precision."""
-    known = isinstance(leaf, Tensor) and leaf.requires_grad and is_strided(leaf)
-    return torch.ops.aten.alias.default(leaf) if known else leaf
-
-
 def in_own_storage(known: Aval) -> Fact:
     """The fact of a tensor in a storage of its own."""
     return Fact(known, fresh_storage(), span(known.shape, known.stride) * known.dtype.itemsize)
-
-
-@lru_cache(maxsize=1024)
-def span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """How many places in memory a tensor reaches over."""
-    return 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
 def renamed(args: Any, names: Mapping[Name, Any]) -> Any:

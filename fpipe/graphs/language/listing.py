@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fpipe.graphs.language.graph import Graph, Name, aval
-from fpipe.graphs.purity.sharded import is_collective, local_of
-from fpipe.torch_private.dispatch import OpOverload, TorchDispatchMode, arguments_of
+from fpipe.meaning.purity.sharded import is_collective, local_of
+from fpipe.torch_internals import OpOverload, TorchDispatchMode, arguments_of
 
 
 def listing(graph: Graph) -> Iterator[str]:

@@ -17,9 +17,10 @@ from torch import Tensor, fx
 
 from fpipe.graphs.language.graph import Graph, Name, Node
 from fpipe.graphs.language.labels import GENERATORS
-from fpipe.graphs.purity.ambient import Untraceable
-from fpipe.graphs.tracing.keys import TORCHS_GENERATOR, seeded, torchs_generators
-from fpipe.torch_private.dispatch import OpOverload, arguments_of, without_modes
+from fpipe.meaning.purity.ambient import Untraceable
+from fpipe.meaning.stages.keys import TORCHS_GENERATOR, seeded, torchs_generators
+from fpipe.torch_internals import OpOverload, arguments_of
+from fpipe.torch_private.dispatch import without_modes
 
 
 def draws(op: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> bool:

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.graphs.purity.ambient import Untraceable, kernels
-from fpipe.graphs.purity.own_memory import tensors_in
-from fpipe.graphs.purity.sharded import is_collective
-from fpipe.graphs.tracing.keys import seeded
-from fpipe.torch_private.dispatch import OpOverload, fake_mode_class, fake_tensor_class, returns_of, without_modes
+from fpipe.meaning.purity.ambient import Untraceable, kernels
+from fpipe.meaning.purity.own_memory import tensors_in
+from fpipe.meaning.purity.sharded import is_collective
+from fpipe.meaning.stages.keys import seeded
+from fpipe.torch_internals import OpOverload, returns_of
+from fpipe.torch_private.dispatch import fake_mode_class, fake_tensor_class, without_modes
 
 _aten: Any = torch.ops.aten
 # Torch tells truly what they write, whatever they are handed, and they are the ones that take long.

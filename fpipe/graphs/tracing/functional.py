@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.graphs.purity.ambient import Untraceable
-from fpipe.graphs.purity.renamed_writes import keep_layouts, mutated_by, rename_writes
-from fpipe.graphs.purity.schema import BATCH_NORMS
-from fpipe.torch_private.dispatch import functionalized, storage_of
+from fpipe.meaning.purity.ambient import Untraceable
+from fpipe.meaning.purity.renamed_writes import keep_layouts, mutated_by, rename_writes
+from fpipe.meaning.purity.schema import BATCH_NORMS
+from fpipe.torch_internals import storage_of
+from fpipe.torch_private.dispatch import functionalized
 from fpipe.torch_private.fx import traced_by_torch
 
 _aten: Any = torch.ops.aten

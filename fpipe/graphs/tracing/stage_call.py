@@ -15,11 +15,12 @@ from typing import Any
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.language.graph import Aval, alias, aval
+from fpipe.graphs.language.graph import Aval, aval
 from fpipe.graphs.language.labels import is_input, label_at
-from fpipe.graphs.purity.pure import pure
 from fpipe.graphs.tracing.keep import collecting_marks
-from fpipe.graphs.tracing.outputs import call_stage, loss_of, outputs_of, refuse_odd_output, split_output
+from fpipe.meaning.purity.pure import pure
+from fpipe.meaning.stages.memory_layout import alias
+from fpipe.meaning.stages.outputs import call_stage, loss_of, outputs_of, refuse_odd_output, split_output
 from fpipe.model import Model, same_keys
 from fpipe.positional_stage import PositionalStage
 

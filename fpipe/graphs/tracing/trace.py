@@ -21,18 +21,19 @@ from torch import Tensor, fx
 
 from fpipe.graphs.language.graph import Aval, Fact, Graph, Name, Node, Outline, fact, without_repeated_views
 from fpipe.graphs.language.labels import gradient_of, is_input, is_parameter, result_of, variable
-from fpipe.graphs.purity.ambient import Untraceable
-from fpipe.graphs.purity.pure import Impure
-from fpipe.graphs.purity.renamed_writes import mutated_by, turns_view
 from fpipe.graphs.tracing.checks import with_checks
 from fpipe.graphs.tracing.draws import Unseeded, draws, keyed, refuse_hidden, without_fills
 from fpipe.graphs.tracing.fake import LeakedTensor, fake_mode, no_leaks, watched_memory
 from fpipe.graphs.tracing.functional import functional, refuse_mutation
-from fpipe.graphs.tracing.keys import exclusive_generator
-from fpipe.graphs.tracing.rows import of_each_row, rows_of
-from fpipe.graphs.tracing.way_back import MissingGradient, partly_python, refuse_max_gradients, refuse_missing_gradients
+from fpipe.meaning.purity.ambient import Untraceable
+from fpipe.meaning.purity.pure import Impure
+from fpipe.meaning.purity.renamed_writes import mutated_by, turns_view
+from fpipe.meaning.stages.keys import exclusive_generator
+from fpipe.meaning.stages.rows import of_each_row, rows_of
+from fpipe.meaning.stages.way_back import MissingGradient, partly_python, refuse_max_gradients, refuse_missing_gradients
 from fpipe.model import Model
-from fpipe.torch_private.dispatch import OpOverload, TorchDispatchMode, fake_tensor_class, has_kernel, without_modes
+from fpipe.torch_internals import OpOverload, TorchDispatchMode
+from fpipe.torch_private.dispatch import fake_tensor_class, has_kernel, without_modes
 from fpipe.torch_private.fx import calls_so_far, traced_by_torch, unnoticed, without_compiled_functions
 
 Leaves = Sequence[Any]

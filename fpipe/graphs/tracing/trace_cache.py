@@ -20,12 +20,12 @@ import torch
 
 from fpipe.graphs.language.graph import Aval, Graph, Name, Outline, in_own_storage, inlined
 from fpipe.graphs.language.labels import variable
-from fpipe.graphs.purity.alike import alike
-from fpipe.graphs.purity.ambient import Untraceable, ambient
 from fpipe.graphs.tracing.lru_cache import LRUCache
 from fpipe.graphs.tracing.piece_chain import Chain, PieceCall, chain_of
 from fpipe.graphs.tracing.stage_call import Spec, StageCall, buffers, flat, positions
 from fpipe.graphs.tracing.trace import Around, outline, trace
+from fpipe.meaning.purity.alike import alike
+from fpipe.meaning.purity.ambient import Untraceable, ambient
 from fpipe.model import Model
 from fpipe.positional_stage import PositionalStage, of_net
 

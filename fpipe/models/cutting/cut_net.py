@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from fpipe import tree
-from fpipe.graphs.purity.attributes import Modules
+from fpipe.meaning.purity.attributes import Modules
 from fpipe.model import Source, one_or_all
 from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.cut_at_marks import StageGraphs

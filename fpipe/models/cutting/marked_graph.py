@@ -10,14 +10,14 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from fpipe.graphs.purity.renamed_writes import mutated_by
-from fpipe.graphs.purity.schema import is_check
 from fpipe.graphs.tracing.draws import draws
+from fpipe.meaning.purity.renamed_writes import mutated_by
+from fpipe.meaning.purity.schema import is_check
 from fpipe.models.tracing.boundary import MARK
 from fpipe.models.tracing.contexts import contexts_of, switches_context
 from fpipe.models.tracing.net_graph import NetGraph
 from fpipe.models.tracing.places import place_of
-from fpipe.torch_private.dispatch import OpOverload, arguments_of, returns_of
+from fpipe.torch_internals import OpOverload, arguments_of, returns_of
 
 
 class MarkedGraph:

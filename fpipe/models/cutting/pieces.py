@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fpipe.graphs.purity.alike import Same, alike
-from fpipe.graphs.purity.renamed_writes import mutated_by
+from fpipe.meaning.purity.alike import Same, alike
+from fpipe.meaning.purity.renamed_writes import mutated_by
 from fpipe.models.cutting.marked_graph import draws_random
 from fpipe.models.tracing.contexts import Context, contexts_of, copy_nodes, restored_on_error
 

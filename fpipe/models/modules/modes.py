@@ -5,7 +5,7 @@ net.train(); from_loss(..)  ;  net.eval(); step(..)        -->        ValueError
 
 from __future__ import annotations
 
-from fpipe.graphs.purity.attributes import Modules
+from fpipe.meaning.purity.attributes import Modules
 
 
 class Modes:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from fpipe import tree
-from fpipe.graphs.purity.alike import Same
-from fpipe.graphs.purity.attributes import Attributes
-from fpipe.graphs.purity.own_memory import Followed, OwnMemory, memory
-from fpipe.graphs.purity.pure import Impure, reads_update
-from fpipe.graphs.tracing.keys import random_states, replaying
+from fpipe.meaning.purity.alike import Same
+from fpipe.meaning.purity.attributes import Attributes
+from fpipe.meaning.purity.own_memory import Followed, OwnMemory, memory
+from fpipe.meaning.purity.pure import Impure, reads_update
+from fpipe.meaning.stages.keys import random_states, replaying
 from fpipe.model import same_keys
 from fpipe.models.modules.batch_norm import (
     STATISTICS,
@@ -37,7 +37,8 @@ from fpipe.models.modules.modes import Modes
 from fpipe.models.modules.skips import Skips, run_children
 from fpipe.models.parameters.handed_out import HandedOut
 from fpipe.positional_stage import Names, PositionalStage
-from fpipe.torch_private.modules import cached_weights, caches_weights, held_by, hold, is_batch_norm, spectral_buffers
+from fpipe.torch_internals import held_by
+from fpipe.torch_private.modules import cached_weights, caches_weights, hold, is_batch_norm, spectral_buffers
 
 How = Literal["update", "ordered"]
 """Of a buffer that is written: whether only updates read it, or outputs too, so that forwards keep to their order."""

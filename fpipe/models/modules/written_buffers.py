@@ -19,18 +19,18 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.language.graph import Aval, aval
-from fpipe.graphs.purity.ambient import Untraceable
-from fpipe.graphs.purity.attributes import Attributes
-from fpipe.graphs.purity.own_memory import Followed, OwnMemory, memory
-from fpipe.graphs.purity.pure import Impure, refused
 from fpipe.graphs.tracing.fake import LeakedTensor
-from fpipe.graphs.tracing.keys import seeded
-from fpipe.graphs.tracing.outputs import outputs_of
 from fpipe.graphs.tracing.trace import outline
+from fpipe.meaning.purity.ambient import Untraceable
+from fpipe.meaning.purity.attributes import Attributes
+from fpipe.meaning.purity.own_memory import Followed, OwnMemory, memory
+from fpipe.meaning.purity.pure import Impure, refused
+from fpipe.meaning.stages.keys import seeded
+from fpipe.meaning.stages.outputs import outputs_of
 from fpipe.model import Model
 from fpipe.models.modules.batch_norm import STATISTICS
 from fpipe.models.modules.stage_module import How, StageModule
-from fpipe.torch_private.modules import held_by
+from fpipe.torch_internals import held_by
 
 
 def written_buffers(stages: Sequence[StageModule], model: Model, example: Any) -> list[dict[str, How]]:

@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
-from fpipe.graphs.purity.mesh import dimensions
-from fpipe.graphs.purity.sharded import is_sharded
+from fpipe.meaning.purity.mesh import dimensions
+from fpipe.meaning.purity.sharded import is_sharded
+from fpipe.meaning.single_device.batches import refuse_meta
 from fpipe.models.parameters.safetensors_file import CODES
 from fpipe.program import Program, the_program
-from fpipe.single_device.batches import refuse_meta
 
 Named = dict[str, Tensor]
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpipe.graphs.tracing.keys import fold_in, seeded
-from fpipe.torch_private.modules import ModuleDicts, held_by, hold, version_of
+from fpipe.meaning.stages.keys import fold_in, seeded
+from fpipe.torch_internals import ModuleDicts, held_by, version_of
+from fpipe.torch_private.modules import hold
 
 LOST = "_fpipe_lost"
 """The attribute of a leaf that was moved to meta, or registered there, as a function made the net; deep copies of

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
-from fpipe.graphs.purity.mesh import dimensions
-from fpipe.graphs.purity.sharded import is_sharded
-from fpipe.single_device.result import Result, are_gradients
+from fpipe.meaning.purity.mesh import dimensions
+from fpipe.meaning.purity.sharded import is_sharded
+from fpipe.meaning.single_device.result import Result, are_gradients
 
 
 def assign_grads(params: Any, grads: Any) -> None:

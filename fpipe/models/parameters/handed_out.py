@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from torch import Tensor, nn
 
-from fpipe.torch_private.modules import held_by
+from fpipe.torch_internals import held_by
 
 
 class HandedOut:

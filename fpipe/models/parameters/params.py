@@ -14,10 +14,10 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.limits import whole as whole_number
+from fpipe.meaning.single_device.params_and_state import check_params, with_ties
 from fpipe.model import Model, same_keys, the_model
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import PARAMETERS, Program, the_program
-from fpipe.single_device.params_and_state import check_params, with_ties
 
 
 def join_params(model: Model, per_stage: Sequence[Any]) -> Any:

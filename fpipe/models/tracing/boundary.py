@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.tracing.keys import fold_in, seeded
+from fpipe.meaning.stages.keys import fold_in, seeded
 
 _TRACING = threading.local()
 _SEEDING = threading.local()

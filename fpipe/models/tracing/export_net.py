@@ -19,9 +19,9 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from fpipe import tree
-from fpipe.graphs.language.symbols import in_words
-from fpipe.graphs.purity.attributes import Attributes
-from fpipe.graphs.purity.sharded import is_sharded, refuse_sharded
+from fpipe.meaning.purity.attributes import Attributes
+from fpipe.meaning.purity.sharded import is_sharded, refuse_sharded
+from fpipe.meaning.stages.symbols import in_words
 from fpipe.models.modules.batch_norm import tracks
 from fpipe.models.modules.known_modules import refuse_net
 from fpipe.models.tracing.boundary import marking
@@ -29,8 +29,9 @@ from fpipe.models.tracing.places import noting_places, place_of_caller, place_of
 from fpipe.models.tracing.sharded_net import as_whole
 from fpipe.models.tracing.traced_graph import OnlyTraceable, without_checkpoints
 from fpipe.program import building
+from fpipe.torch_internals import held_by
 from fpipe.torch_private.export import import_export, quiet_export
-from fpipe.torch_private.modules import held_by, told_of_assignments
+from fpipe.torch_private.modules import told_of_assignments
 
 
 def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:

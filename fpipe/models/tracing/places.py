@@ -22,7 +22,7 @@ from torch.fx.traceback import get_current_meta, preserve_node_meta
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from fpipe.graphs.purity.user_lines import TORCH, is_users, line_at
+from fpipe.meaning.purity.user_lines import TORCH, is_users, line_at
 from fpipe.torch_private.fx import SET_GRAD
 
 _LINE = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)')

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpipe.graphs.purity.attributes import Attributes
+from fpipe.meaning.purity.attributes import Attributes
 from fpipe.models.tracing.boundary import next_stage, seeding
 from fpipe.models.tracing.export_net import call_of, without_cache
 from fpipe.models.tracing.module_calls import Call

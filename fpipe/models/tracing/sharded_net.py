@@ -19,11 +19,11 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from fpipe import tree
-from fpipe.graphs.purity.sharded import is_sharded, refuse_sharded, sharded_as
+from fpipe.meaning.purity.sharded import is_sharded, refuse_sharded, sharded_as
 from fpipe.models.tracing.dtensor_ops import DTENSOR, DTensorCall, forget, named
+from fpipe.torch_internals import held_by
 from fpipe.torch_private.dispatch import fake_mode_class, unwatched
 from fpipe.torch_private.fx import example_number
-from fpipe.torch_private.modules import held_by
 
 
 @contextmanager

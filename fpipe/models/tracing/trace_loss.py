@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from fpipe import tree
-from fpipe.graphs.language.symbols import in_words, symbols_in
-from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.graphs.tracing.fake import watched_memory
 from fpipe.graphs.tracing.keep import written_down
-from fpipe.graphs.tracing.keys import seeded
+from fpipe.meaning.purity.ambient import Untraceable
+from fpipe.meaning.stages.keys import seeded
+from fpipe.meaning.stages.symbols import in_words, symbols_in
 from fpipe.models.tracing.boundary import KEY, marking
 from fpipe.models.tracing.net_graph import NetGraph
 from fpipe.models.tracing.places import noting_places, place_of, place_of_error

@@ -17,14 +17,14 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.language.graph import Fact
 from fpipe.graphs.language.listing import held, listing
-from fpipe.graphs.purity.ambient import ambient, autocast, settings
-from fpipe.graphs.purity.sharded import local_of
+from fpipe.meaning.purity.ambient import ambient, autocast, settings
+from fpipe.meaning.purity.sharded import local_of
 from fpipe.model import Model
 from fpipe.positional_stage import of_net
 from fpipe.program import Program, Value
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.lowered import Lowered
-from fpipe.torch_private.dispatch import storage_of
+from fpipe.torch_internals import storage_of
 
 About = Mapping[str, str | Sequence[str]]
 """By name what is to be the same among all who say it. What is behind a `|` in a name is not told."""

@@ -14,22 +14,22 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.purity.ambient import Untraceable, dispatch_modes, in_fake_mode, refuse_odd_modes
 from fpipe.graphs.tracing.lru_cache import LRUCache
+from fpipe.meaning.devices import on_devices
+from fpipe.meaning.inputs_and_results import check_call, optim_of
+from fpipe.meaning.optimizers.optimizer_state import example_optim
+from fpipe.meaning.purity.ambient import Untraceable, dispatch_modes, in_fake_mode, refuse_odd_modes
+from fpipe.meaning.single_device.params_and_state import check_params
+from fpipe.meaning.single_device.result import Result
+from fpipe.meaning.walk import Step, walk
 from fpipe.model import Model
-from fpipe.optimizers.optimizer_state import example_optim
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Program, Value
-from fpipe.runtimes.definition.devices import on_devices
-from fpipe.runtimes.definition.inputs_and_results import check_call, optim_of
-from fpipe.runtimes.definition.walk import Step, walk
 from fpipe.runtimes.in_process.threads import OnThreads, Workers
 from fpipe.runtimes.lowering.instructions import UnexpectedValue
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.signature import Signatures
 from fpipe.runtimes.lowering.untraced import UNDER_AUTOGRAD, Untraced
-from fpipe.single_device.params_and_state import check_params
-from fpipe.single_device.result import Result
 from fpipe.transforms.communicate import with_transfers
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fpipe.graphs.language.graph import Fact
-from fpipe.runtimes.definition.devices import moved
+from fpipe.meaning.devices import moved
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 
 Leaves = list[Any]

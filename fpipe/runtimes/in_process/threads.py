@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fpipe.graphs.purity.ambient import raw_ops
+from fpipe.meaning.devices import pinned
+from fpipe.meaning.purity.ambient import raw_ops
 from fpipe.program import Op, Value
-from fpipe.runtimes.definition.devices import pinned
 from fpipe.runtimes.in_process.streams import Channel, ComputeStream, accelerator_of, channels_between
 from fpipe.runtimes.lowering.host_lanes import CPU, Parked, Source, beside
 from fpipe.runtimes.lowering.instructions import by_rule, pass_on, under_autograd

@@ -15,13 +15,13 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.language.graph import Fact, fact, in_own_storage
 from fpipe.graphs.language.listing import Heard
-from fpipe.graphs.purity.ambient import Untraceable
+from fpipe.meaning.by_autograd import StepContext
+from fpipe.meaning.meaning import RULES, rounding
+from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.program import Op
-from fpipe.runtimes.definition.by_autograd import StepContext
-from fpipe.runtimes.definition.meaning import RULES, rounding
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense, whole
 from fpipe.runtimes.lowering.in_place import places_by_leaf
-from fpipe.torch_private.dispatch import storage_of
+from fpipe.torch_internals import storage_of
 
 
 def abstract_eval(op: Op, trees: Sequence[AbstractTree], context: StepContext, fake: Any) -> list[AbstractTree]:

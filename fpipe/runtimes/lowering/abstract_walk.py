@@ -16,13 +16,13 @@ from fpipe.graphs.compiling.cut import Cut
 from fpipe.graphs.language.graph import Fact, Name, fresh_storage, in_own_storage
 from fpipe.graphs.language.labels import is_cotangent, label_of, reads_of
 from fpipe.graphs.language.listing import Heard
-from fpipe.graphs.purity.ambient import Untraceable
 from fpipe.graphs.tracing.fake import fake_mode
-from fpipe.graphs.tracing.outputs import copied
 from fpipe.graphs.tracing.stage_call import StageCall
+from fpipe.meaning.by_autograd import StepContext
+from fpipe.meaning.purity.ambient import Untraceable
+from fpipe.meaning.stages.outputs import copied
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Op, Value
-from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.lowering.abstract_eval import abstract_eval, by_rule, rounded
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree, StorageMap, aval_of, described
 from fpipe.runtimes.lowering.dry_run import DryRuns

@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.language.graph import Aval, Fact, aval, in_own_storage, is_strided, layout_of, span
-from fpipe.graphs.purity.ambient import Untraceable
-from fpipe.graphs.purity.attributes import Attributes, unmoved_random_numbers
-from fpipe.graphs.purity.closure import modules_of
+from fpipe.graphs.language.graph import Aval, Fact, aval, in_own_storage
 from fpipe.graphs.tracing.exchanged import Exchanged
+from fpipe.meaning.by_autograd import StepContext, forward
+from fpipe.meaning.meaning import RULES
+from fpipe.meaning.purity.ambient import Untraceable
+from fpipe.meaning.purity.attributes import Attributes, unmoved_random_numbers
+from fpipe.meaning.purity.closure import modules_of
+from fpipe.meaning.stages.memory_layout import is_strided, layout_of, span
 from fpipe.model import Stage
 from fpipe.positional_stage import of_net
 from fpipe.program import Op, Value
-from fpipe.runtimes.definition.by_autograd import StepContext, forward
-from fpipe.runtimes.definition.meaning import RULES
 from fpipe.runtimes.lowering.abstract_tree import OPAQUE, AbstractTree, aval_of, wanting_fact, whole
 from fpipe.runtimes.lowering.untraced import is_sized
 

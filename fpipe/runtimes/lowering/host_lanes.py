@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from fpipe.graphs.language.graph import Fact
+from fpipe.meaning.devices import copied, to_host
 from fpipe.program import Op, Value, kind_of
-from fpipe.runtimes.definition.devices import copied, to_host
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.lowered import Instruction
 

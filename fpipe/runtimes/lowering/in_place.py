@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 from fpipe import tree
 from fpipe.graphs.language.graph import Fact
-from fpipe.optimizers.op_words import words_of
+from fpipe.meaning.by_autograd import StepContext
+from fpipe.meaning.optimizers.op_words import words_of
+from fpipe.meaning.updates import names_in, updated_leaves
 from fpipe.program import Op, Value
-from fpipe.runtimes.definition.by_autograd import StepContext
-from fpipe.runtimes.definition.updates import names_in, updated_leaves
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 
 Leaves = list[Any]

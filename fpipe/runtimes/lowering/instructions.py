@@ -18,18 +18,19 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.language.graph import Fact, aval, is_strided
-from fpipe.graphs.purity.ambient import Casts, casting
-from fpipe.graphs.tracing.keys import generator_on, seeder
+from fpipe.graphs.language.graph import Fact, aval
+from fpipe.meaning.by_autograd import StepContext, detached, times
+from fpipe.meaning.meaning import RULES, summed
+from fpipe.meaning.purity.ambient import Casts, casting
+from fpipe.meaning.stages.keys import generator_on, seeder
+from fpipe.meaning.stages.memory_layout import is_strided
 from fpipe.model import Model
 from fpipe.program import Op, Value
-from fpipe.runtimes.definition.by_autograd import StepContext, detached, times
-from fpipe.runtimes.definition.meaning import RULES, summed
 from fpipe.runtimes.lowering.abstract_eval import is_list
 from fpipe.runtimes.lowering.abstract_tree import OPAQUE, AbstractTree, aval_of, dense, whole
 from fpipe.runtimes.lowering.dry_run import zeros
 from fpipe.runtimes.lowering.untraced import WHOLE_BLOCKS, by_sizes, is_sized
-from fpipe.torch_private.dispatch import each_times
+from fpipe.torch_internals import each_times
 
 Leaves = list[Any]
 

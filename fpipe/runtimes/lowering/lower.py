@@ -21,13 +21,13 @@ from fpipe.graphs.compiling.inductor import Kernel
 from fpipe.graphs.compiling.running_statistics import FACTOR, NEW, OLD
 from fpipe.graphs.language.graph import Aval, Fact, Graph
 from fpipe.graphs.language.labels import GENERATORS, label_of, reads_of, total_of
-from fpipe.graphs.purity.ambient import casts, kernels
 from fpipe.graphs.tracing.exchanged import Exchanged
-from fpipe.graphs.tracing.outputs import scaled
+from fpipe.meaning.by_autograd import StepContext
+from fpipe.meaning.meaning import cast_of, rounding
+from fpipe.meaning.purity.ambient import casts, kernels
+from fpipe.meaning.stages.outputs import scaled
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Op, Program, Value, building
-from fpipe.runtimes.definition.by_autograd import StepContext
-from fpipe.runtimes.definition.meaning import cast_of, rounding
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.abstract_walk import shapes_of
 from fpipe.runtimes.lowering.folds import Folds, folds_of

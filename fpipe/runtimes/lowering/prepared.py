@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from fpipe.graphs.compiling.inductor import compile_all
-from fpipe.graphs.purity.ambient import raw_ops
-from fpipe.graphs.purity.sharded import local_of
+from fpipe.meaning.devices import homes_of, moves_of
+from fpipe.meaning.inputs_and_results import Keys, check_inputs, context_of
+from fpipe.meaning.meaning import batch_of
+from fpipe.meaning.purity.ambient import raw_ops
+from fpipe.meaning.purity.sharded import local_of
+from fpipe.meaning.recorder import Notes, RecordedRow, Recorder
+from fpipe.meaning.single_device.result import Result
 from fpipe.model import Model
 from fpipe.program import Program, Value
-from fpipe.runtimes.definition.devices import homes_of, moves_of
-from fpipe.runtimes.definition.inputs_and_results import Keys, check_inputs, context_of
-from fpipe.runtimes.definition.meaning import batch_of
-from fpipe.runtimes.definition.recorder import Notes, RecordedRow, Recorder
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.host_lanes import beside, lanes_of, span_of
 from fpipe.runtimes.lowering.lower import lower
@@ -29,7 +30,6 @@ from fpipe.runtimes.lowering.rank_part import RankPart, See, Slots, Watch
 from fpipe.runtimes.lowering.shards import Share
 from fpipe.runtimes.lowering.slots import Given, entrance_of, exit_of, fact_of, handed_by, nets_of
 from fpipe.runtimes.lowering.untraced import Untraced
-from fpipe.single_device.result import Result
 
 GONE = "params and opt were donated to this step, and are overwritten in part: take them from where they were saved."
 

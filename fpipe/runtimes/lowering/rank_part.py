@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fpipe.meaning.recorder import Notes, StreamClock
+from fpipe.meaning.walk import leaves_of, place_of, refuse_infinite
 from fpipe.model import Model
 from fpipe.program import Op, Value
-from fpipe.runtimes.definition.recorder import Notes, StreamClock
-from fpipe.runtimes.definition.walk import leaves_of, place_of, refuse_infinite
 from fpipe.runtimes.lowering.lowered import Instruction
 
 Leaves = list[Any]

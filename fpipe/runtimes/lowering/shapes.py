@@ -13,9 +13,9 @@ import torch
 
 from fpipe.graphs.compiling.cut import Cut
 from fpipe.graphs.language.graph import Fact, in_own_storage
+from fpipe.meaning.by_autograd import StepContext
+from fpipe.meaning.devices import Moves
 from fpipe.program import Op, Program, Value
-from fpipe.runtimes.definition.by_autograd import StepContext
-from fpipe.runtimes.definition.devices import Moves
 from fpipe.runtimes.lowering.abstract_tree import OPAQUE, AbstractTree
 from fpipe.runtimes.lowering.stage_calls import StageCalls, StageRun
 from fpipe.runtimes.lowering.untraced import Untraced

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fpipe.graphs.language.graph import Aval, Fact, in_own_storage
-from fpipe.graphs.purity.sharded import Sharding, is_by_rows, is_sharded
+from fpipe.meaning.purity.sharded import Sharding, is_by_rows, is_sharded
 from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.in_place import places_by_leaf

@@ -14,22 +14,23 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.language.graph import Fact, fact, in_own_storage, is_strided, layout_of
-from fpipe.graphs.purity.ambient import Untraceable
-from fpipe.graphs.purity.sharded import Sharding, local_of, sharding_of
-from fpipe.graphs.tracing.keys import needs_key
+from fpipe.graphs.language.graph import Fact, fact, in_own_storage
+from fpipe.meaning.devices import BATCH, brought, check_at_home, home_of
+from fpipe.meaning.inputs_and_results import NO_KEY, Keys, bind_inputs, collect_results
+from fpipe.meaning.meaning import batch_of
+from fpipe.meaning.purity.ambient import Untraceable
+from fpipe.meaning.purity.sharded import Sharding, local_of, sharding_of
+from fpipe.meaning.single_device.batches import streams
+from fpipe.meaning.single_device.params_and_state import trained
+from fpipe.meaning.stages.keys import needs_key
+from fpipe.meaning.stages.memory_layout import is_strided, layout_of
 from fpipe.model import Model, who_draws
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import PARAMETERS, Program, Value
-from fpipe.runtimes.definition.devices import BATCH, brought, check_at_home, home_of
-from fpipe.runtimes.definition.inputs_and_results import NO_KEY, Keys, bind_inputs, collect_results
-from fpipe.runtimes.definition.meaning import batch_of
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense
 from fpipe.runtimes.lowering.lowered import FACTORS, KEY, Lowered
 from fpipe.runtimes.lowering.rank_part import Slots
 from fpipe.runtimes.lowering.shards import Share, Shared, refuse_shards, shared_of, state_of
-from fpipe.single_device.batches import streams
-from fpipe.single_device.params_and_state import trained
 
 Given = tuple[Any, Any, Any, Any]
 """Params, batch, state, and the optimizer's state with the learning rate."""

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 from fpipe.graphs.compiling.cut import Cut
 from fpipe.graphs.language.graph import Aval, Fact, Graph, Outline
 from fpipe.graphs.language.labels import cotangent_of, differentiated, is_output, label_of, port_of
-from fpipe.graphs.purity.ambient import Untraceable
-from fpipe.graphs.purity.pure import Impure, reads_update
 from fpipe.graphs.tracing.stage_call import StageCall, wants
 from fpipe.graphs.tracing.trace_cache import Traces
+from fpipe.meaning.by_autograd import StepContext
+from fpipe.meaning.purity.ambient import Untraceable
+from fpipe.meaning.purity.pure import Impure, reads_update
 from fpipe.model import Model
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Op, Value
-from fpipe.runtimes.definition.by_autograd import StepContext
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree, StorageMap, aval_of, described, wanting_fact
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fpipe.runtimes.definition.recorder import Held, Notes, Recorder
+from fpipe.meaning.recorder import Held, Notes, Recorder
 
 _PINGS = 50  # on a busy machine the least of ten was off by more than an op took
 

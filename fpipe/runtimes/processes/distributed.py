@@ -19,17 +19,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
-from fpipe.graphs.language.graph import is_strided
-from fpipe.graphs.purity.ambient import Untraceable, refuse_odd_modes
-from fpipe.graphs.purity.sharded import is_sharded
-from fpipe.graphs.purity.user_lines import line_of
 from fpipe.graphs.tracing.lru_cache import LRUCache
+from fpipe.meaning.inputs_and_results import Keys, check_call, optim_of
+from fpipe.meaning.optimizers.optimizer_state import example_optim
+from fpipe.meaning.purity.ambient import Untraceable, refuse_odd_modes
+from fpipe.meaning.purity.sharded import is_sharded
+from fpipe.meaning.purity.user_lines import line_of
+from fpipe.meaning.single_device.params_and_state import check_params
+from fpipe.meaning.single_device.result import Result
+from fpipe.meaning.stages.memory_layout import is_strided
+from fpipe.meaning.walk import Step
 from fpipe.model import Model
-from fpipe.optimizers.optimizer_state import example_optim
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Output, Program, Value, parts_of
-from fpipe.runtimes.definition.inputs_and_results import Keys, check_call, optim_of
-from fpipe.runtimes.definition.walk import Step
 from fpipe.runtimes.faults.agreement import About, around, of_build
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank
@@ -46,8 +48,6 @@ from fpipe.runtimes.processes.process_mesh import group_of, refuse_other_size, r
 from fpipe.runtimes.processes.replicas import reduced_last
 from fpipe.runtimes.processes.same_batch import CheckBatch, digest, is_compared, of_batch
 from fpipe.runtimes.processes.transfers import Transfers
-from fpipe.single_device.params_and_state import check_params
-from fpipe.single_device.result import Result
 from fpipe.transforms.communicate import with_transfers
 
 Given = tuple[Any, Any, Any, Any]

@@ -23,17 +23,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.graphs.compiling.code import compiled
 from fpipe.graphs.language.graph import Graph, Name, Node
-from fpipe.graphs.purity.sharded import is_collective
 from fpipe.graphs.tracing.exchanged import Carrier, Exchanged, carried_by
+from fpipe.meaning.purity.sharded import is_collective
+from fpipe.meaning.recorder import Notes, NotesBeside
 from fpipe.model import Model
 from fpipe.program import Value, is_exchange
-from fpipe.runtimes.definition.recorder import Notes, NotesBeside
 from fpipe.runtimes.faults.lost_partner import who_is_lost
 from fpipe.runtimes.faults.lost_rank import first_told
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank
 from fpipe.runtimes.lowering.lowered import Instruction, Lowered
-from fpipe.torch_private.dispatch import C10D, OpOverload, returns_of
+from fpipe.torch_internals import OpOverload, returns_of
+from fpipe.torch_private.dispatch import C10D
 from fpipe.torch_private.processes import all_gather, group_named, is_on_streams, reduce_scatter
 
 Leaves = list[Any]

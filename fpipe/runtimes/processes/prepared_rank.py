@@ -17,11 +17,11 @@ from torch.distributed import ProcessGroup
 
 from fpipe import tree
 from fpipe.graphs.language.graph import Fact
-from fpipe.graphs.purity.sharded import is_sharded
 from fpipe.graphs.tracing.exchanged import Exchanged
+from fpipe.meaning.purity.sharded import is_sharded
+from fpipe.meaning.recorder import NotesBeside
 from fpipe.model import Model
 from fpipe.program import Program, Value, parts_of
-from fpipe.runtimes.definition.recorder import NotesBeside
 from fpipe.runtimes.faults.agreement import of_inputs, of_stages
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.dry_run import KEPT

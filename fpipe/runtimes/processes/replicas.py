@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fpipe.meaning.recorder import NotesBeside
 from fpipe.program import Op, Program, Value, kind_of
-from fpipe.runtimes.definition.recorder import NotesBeside
 from fpipe.runtimes.faults.lost_partner import who_is_lost
 from fpipe.runtimes.faults.lost_rank import Board, first_told
 from fpipe.runtimes.faults.meeting import Meeting

@@ -1,0 +1,313 @@
+"""Run F, R, B, I and W on real values: a stage under plain autograd, on leaves of a graph of its own.
+
+A rule takes what the op reads, in order, and gives what it writes, in order. What flows: activations are pytrees of
+detached tensors; cotangents and gradients are lists over the leaves of what they belong to, None where there is none;
+residuals are the stage's own autograd graph, cut off from all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from fpipe import tree
+from fpipe.meaning.devices import Moves
+from fpipe.meaning.purity.pure import pure
+from fpipe.meaning.purity.sharded import placed_as
+from fpipe.meaning.single_device.params_and_state import trained
+from fpipe.meaning.stages.keys import seeded, seeder
+from fpipe.meaning.stages.memory_layout import alias
+from fpipe.meaning.stages.outputs import call_stage, loss_of, outputs_of, refuse_odd_output, scaled, split_output
+from fpipe.meaning.stages.rows import of_each_row, rows_of
+from fpipe.meaning.stages.way_back import refuse_missing_gradients
+from fpipe.model import Model, Stage, who_draws
+from fpipe.program import Op, Value, is_exchange
+
+Leaves = list[Any]
+
+
+@dataclass
+class StepContext:
+    """The surroundings of a rule, besides the values it reads.
+
+    Attributes:
+        model: the stages.
+        rows: of the batch.
+        watch_saved: whether the tensors that autograd saves are wanted.
+        input_grads: where the gradient of the inputs is wanted: stage, and which of its inputs.
+        loss_scale: what multiplies the loss's cotangent.
+        sizes: the rows of each microbatch, where the batch is cut already.
+        key: of the step, or one for each training step.
+        replicas: how many data-parallel replicas there are; this one's microbatches are numbered from `first` among
+            those of all.
+        moves: what travels between devices.
+        shared: what replicas share out, by what they are handed of it.
+        overwrites: whether a step that runs has overwritten parameters.
+        per_step: the microbatches of a training step, where a program is several.
+        places: of each stage where the gradient of each leaf is, in the order of its parameters: in which bundle, and
+            where there.
+    """
+
+    model: Model
+    rows: int
+    watch_saved: bool = False
+    input_grads: frozenset[tuple[int, int]] = frozenset()
+    loss_scale: float = 1.0
+    sizes: tuple[int, ...] = ()
+    key: int | Sequence[int] | None = None
+    replicas: int = 1
+    first: int = 0
+    moves: Moves = field(default_factory=dict[Any, Any])
+    shared: Mapping[Value, Any] = field(default_factory=dict[Any, Any])
+    places: Sequence[Sequence[tuple[int, int]]] = ()
+    per_step: int | None = None
+    overwrites: bool = False
+
+    @property
+    def all_rows(self) -> int:
+        """The rows of the batches of all replicas, which have equally many."""
+        return self.rows * self.replicas
+
+    def step_of(self, op: Op) -> int:
+        """The training step that an op is of."""
+        return (op.microbatch or 0) // self.per_step if self.per_step else 0
+
+    def number(self, op: Op) -> int:
+        """The number of an op's microbatch among those of all replicas in a training step."""
+        number = op.microbatch or 0
+        return self.first + (number if self.per_step is None else number % self.per_step)
+
+
+Rule = Callable[[Op, Sequence[Any], StepContext], Sequence[Any]]
+
+
+@dataclass
+class Residuals:
+    """A stage's graph, from the leaves it was given to what it returned; what it `saved`, if a step watches; and how a
+    backward that computes things again runs `around` the parameters."""
+
+    params: list[Leaves]
+    inputs: list[Leaves]
+    carry: Leaves
+    outputs: Leaves
+    carried: Leaves
+    loss: Tensor | None
+    saved: list[Tensor]
+    around: Callable[[Callable[[], Any]], Any]
+
+
+@dataclass
+class Inputs:
+    """The arguments of a stage, for a backward that runs it again."""
+
+    op: Op
+    args: Sequence[Any]
+
+
+class _Given:
+    """Arguments of an F or R, as its stage takes them: leaves of a graph of its own, on the storage of what came in."""
+
+    def __init__(self, op: Op, args: Sequence[Any], context: StepContext) -> None:
+        number = op.stage or 0
+        self.stage = context.model.stages[number]
+        self.who = context.model.who(number)
+        named: dict[str, list[Any]] = {}
+        self.taken: list[Any] = []
+        self.inputs: list[Leaves] = []  # of each source, the leaves that may want a cotangent
+        for value, arg in zip(op.reads, args, strict=True):
+            named.setdefault(value.name, []).append(arg)
+            if value.name in ("x", "inputs") and (number, len(self.taken)) in context.input_grads:
+                self.taken.append(tree.tree_map(_own_leaf, arg))
+                self.inputs.append(tree.leaves(self.taken[-1]))
+            elif value.name in ("x", "inputs"):
+                self.taken.append(tree.tree_map(_itself, arg))  # in containers of its own
+                self.inputs.append([])
+            elif value.name in ("y", "again"):
+                leaves, containers = tree.flatten(arg)
+                self.inputs.append([*map(_same_leaf, leaves)])
+                with torch.enable_grad():
+                    self.taken.append(tree.unflatten(containers, map(alias, self.inputs[-1])))
+        owners = [(value.stage or 0, value.port) for value in op.reads if value.name == "params"]
+        rows = rows_of(tree.leaves(self.taken)) if context.model.per_example else None
+        pairs = zip(owners, named["params"], strict=True)
+        self.bundles = [_own_leaves(context.model, *owner, bundle, rows) for owner, bundle in pairs]
+        ties = {leaf.name: self.bundles[leaf.bundle] for leaf in context.model.tied(number)}
+        self.params = {**self.bundles[0], **ties} if ties else self.bundles[0]
+        self.carry = tree.tree_map(_same_leaf, named["carry"][0]) if "carry" in named else None
+        (state,) = named.get("state", [None])
+        key = context.key if isinstance(context.key, int | None) else context.key[context.step_of(op)]
+        self.seed = None if key is None else seeder(number, context.number(op), op.slice)(key)
+        said = {"microbatch": context.number(op), "carry": self.carry, "key": self.seed, "state": state}
+        self.said = {word: said[word] for word in self.stage.asks}
+        self.x = tuple(self.taken) if isinstance(context.model.inputs[number], tuple) else self.taken[0]
+        self.has_loss = "t" in named or "target" in named
+        self.target = tree.tree_map(_itself, (named.get("t") or named.get("target") or [None])[0])
+
+
+def forward(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
+    """F and R: run the stage on leaves of its own and keep the graph. Being one code, they give the same bits."""
+    given = _Given(op, args, context)
+    stage, params = given.stage, given.params
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    watching = saved_tensors_hooks(keep, lambda tensor: tensor) if context.watch_saved else nullcontext()
+    with torch.enable_grad(), watching, seeded(given.seed, who_draws(context.model, op.stage or 0)):
+        with pure(stage.forward, given.who, (given.taken, params, given.carry)):
+            y, beside = split_output(stage, _called(stage, given))
+        with pure(context.model.loss if given.has_loss else None, "the loss", (y, given.target)):
+            loss, count, aux = (
+                loss_of(context.model, y, given.target) if given.has_loss else (beside.get("loss"), None, None)
+            )
+    if not context.model.per_example:
+        handed = tree.leaves((given.bundles, given.carry, given.inputs, given.taken, given.target))
+        refuse_missing_gradients(context.model, tree.leaves((y, beside, loss)), handed)
+    outputs, carried = tree.leaves(y), beside.get("carry")
+    ports = outputs_of(context.model, op.stage or 0, y)
+    for port in ports:
+        refuse_odd_output(port, given.who)
+
+    def around(what: Callable[[], Any]) -> Any:
+        return what() if stage.within is None else stage.within(params, what)
+
+    made = {
+        "state": lambda: tree.tree_map(detached, beside["state"]),
+        "seen": lambda: tree.tree_map(detached, beside["seen"]),
+        "carry": lambda: tree.tree_map(_same_leaf, carried),
+        "loss": lambda: None if loss is None else loss.detach().clone(),  # F.mse_loss's is as large as its input
+        "count": lambda: detached(count),
+        "aux": lambda: tree.tree_map(detached, aux),
+        "res": lambda: (
+            Inputs(op, args)
+            if op.how and not is_exchange(op)
+            else Residuals(
+                params=[tree.leaves(bundle) for bundle in given.bundles],
+                inputs=given.inputs,
+                carry=tree.leaves(given.carry),
+                outputs=outputs,
+                carried=tree.leaves(carried),
+                loss=loss,
+                saved=saved,
+                around=around,
+            )
+        ),
+    }
+    outs = ("y", "again")
+    return [
+        tree.tree_map(_same_leaf, ports[value.port]) if value.name in outs else made[value.name]()
+        for value in op.writes
+    ]
+
+
+def _called(stage: Stage, given: _Given) -> Any:
+    try:
+        return call_stage(stage, given.params, given.x, given.said)
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{given.who} runs under autograd and calls torch.func, which does not tell what autograd saves in it: "
+            "what a step holds cannot be counted. Build without record=True."
+        ) from error
+
+
+def backward(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
+    """B and I: the gradient of a stage's graph. Autograd cannot stop half-way, so I hands the weight gradients over."""
+    named = {value.name: arg for value, arg in zip(op.reads, args, strict=True)}
+    residuals: Any = named["res"]
+    if isinstance(residuals, Inputs):
+        first = residuals.op._replace(writes=tuple(v for v in residuals.op.writes if v.name == "res"), how=())
+        (residuals,) = forward(first, residuals.args, context)
+    weight = 1.0
+    if residuals.loss is not None:
+        weight = named.get("w", 1.0) if context.model.reduction == "mean" else 1.0
+        weight = scaled(weight, context.loss_scale, residuals.loss.dtype)
+    factor = named["scale"][0] if "scale" in named else None
+    pairs = zip(op.reads, args, strict=True)
+    cotangents = [leaf for value, arg in pairs if value.name in ("dy", "dx") for leaf in arg]  # of one output, the next
+    roots = _roots(residuals, cotangents, named.get("dcarry"), weight, factor)
+    inputs, carry, params = _gradients(residuals, roots)
+    made: dict[str, Callable[[int], Any]] = {
+        "dx": inputs.__getitem__,
+        "g": params.__getitem__,
+        "dcarry": lambda port: carry,
+        "wres": lambda port: params,
+    }
+    return [made[value.name](value.port) for value in op.writes]
+
+
+def _roots(
+    residuals: Residuals, cotangent: Leaves, carried: Leaves | None, weight: float, scale: Tensor | None
+) -> list[tuple[Tensor, Tensor]]:
+    """Where the gradient starts: outputs that have a cotangent, and the loss with its weight times the loss scale."""
+    pairs = [*zip(residuals.outputs, cotangent, strict=False), *zip(residuals.carried, carried or [], strict=False)]
+    if residuals.loss is not None:
+        seed = torch.full_like(residuals.loss, weight)
+        pairs.append((residuals.loss, seed if scale is None else times(seed, scale)))
+    return [(root, seed) for root, seed in pairs if _wants(root) and seed is not None]
+
+
+def times(seed: Tensor, scale: Tensor) -> Tensor:
+    """A cotangent of the loss times the loss scale, infinite where its dtype has no such number."""
+    return (seed * scale.to(seed.device)).to(seed.dtype)
+
+
+def _gradients(residuals: Residuals, roots: list[tuple[Tensor, Tensor]]) -> tuple[list[Leaves], Leaves, list[Leaves]]:
+    """For the leaves of each input, of the carry and of each parameter bundle; None where nothing depends on one."""
+    groups = [*residuals.inputs, residuals.carry, *residuals.params]
+    wanted = [leaf for group in groups for leaf in group if _wants(leaf)]
+    found: Iterator[Tensor | None] = iter([None] * len(wanted))
+    if roots and wanted:
+        ends, seeds = zip(*roots, strict=True)
+        found = iter(residuals.around(lambda: torch.autograd.grad(ends, wanted, seeds, allow_unused=True)))
+    grads = [[placed_as(leaf, next(found)) if _wants(leaf) else None for leaf in group] for group in groups]
+    count = len(residuals.inputs)
+    return grads[:count], grads[count], grads[count + 1 :]
+
+
+def weight_gradient(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
+    """W: what I left."""
+    handed = next(arg for value, arg in zip(op.reads, args, strict=True) if value.name == "wres")
+    return [handed[value.port] for value in op.writes]
+
+
+def _itself(leaf: Any) -> Any:
+    return leaf
+
+
+def _wants(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _own_leaf(leaf: Any) -> Any:
+    """A parameter as a leaf of this stage's graph, on the caller's storage."""
+    if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+        return leaf.detach().requires_grad_()
+    return leaf
+
+
+def _own_leaves(model: Model, stage: int, port: int, bundle: Any, rows: int | None) -> Any:
+    """A bundle of parameters, those that train as leaves of this stage's graph; with `rows`, apart for each of them."""
+    leaves, containers = tree.flatten(bundle)
+    trains = trained(model, stage, port, bundle)
+    own = zip(leaves if rows is None else of_each_row(leaves, rows), trains, strict=True)
+    return tree.unflatten(containers, [_own_leaf(leaf) if trains else leaf for leaf, trains in own])
+
+
+def _same_leaf(leaf: Any) -> Any:
+    """An activation cut off from its graph; it wants a gradient if what it was computed from does."""
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def detached(leaf: Any) -> Any:
+    """A leaf without its graph."""
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

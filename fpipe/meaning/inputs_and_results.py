@@ -1,0 +1,255 @@
+"""Bind the two ends of a step: the caller's values under the program's names, and the program's under the caller's."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fpipe import tree
+from fpipe.meaning.by_autograd import StepContext
+from fpipe.meaning.optimizers.numbers import rates_of
+from fpipe.meaning.optimizers.op_words import update_of, words_of
+from fpipe.meaning.optimizers.optimizer_state import check_optimizer_state
+from fpipe.meaning.single_device.batches import refuse_meta, refuse_spread
+from fpipe.meaning.single_device.params_and_state import check_params, check_state, trained
+from fpipe.meaning.stages.keys import fold_in
+from fpipe.model import Model, same_keys, taken_gradients
+from fpipe.positional_stage import PositionalStage
+from fpipe.program import Output, Program, Value
+
+_MISSING = "this program reads {}: hand it in as step(..., {}={})."
+NO_KEY = _MISSING.format("key", "key", "...")
+
+
+Keys = int | tuple[int, ...] | None
+"""The key of a step; of several training steps one for each."""
+
+
+def check_call(program: Program, more: Sequence[Any], key: Any) -> Keys:
+    """The key of a step; an error if the batch is spread, or a key is no number, or not one for each training step."""
+    refuse_spread(more, "step(params, {})")
+    if program.steps == 1 or key is None:
+        return key if key is None else (fold_in(key), key)[1]
+    if not isinstance(key, list | tuple) or len(key) != program.steps:  # pyright: ignore[reportUnknownArgumentType]
+        raise ValueError(f"key is a list of {program.steps} whole numbers, one for each training step; found {key!r}.")
+    return tuple((fold_in(one), one)[1] for one in key)  # pyright: ignore[reportUnknownVariableType]
+
+
+Optim = tuple[Any, Any, Any] | None
+"""The optimizer's state, the learning rates and the loss scale of a step, where its program updates parameters."""
+
+
+def optim_of(program: Program, opt: Any, lr: Any, scale: Any = None) -> Optim:
+    """The optimizer's state, learning rates with the bits of the floats, and loss scale of a step, each if its program
+    reads it; an error if one is missing, not read, or no such number."""
+    op = update_of(program)
+    if op is None:
+        for word, given in (("opt", opt), ("lr", lr), ("scale", scale)):
+            if given is not None:
+                raise ValueError(f"this program updates no parameters, and takes no {word}=; fpipe.update() does.")
+        return None
+    if opt is None:
+        raise ValueError(_MISSING.format("opt", "opt", "fpipe.optimizer_state(program, params)"))
+    wanted = any(value.name == "lr" for value in op.reads)
+    if wanted and lr is None:
+        raise ValueError(_MISSING.format("lr", "lr", "3e-4"))
+    rates = rates_of(lr, program.steps, words_of(op.how))
+    scales = any(value.name == "valid" for value in op.reads)
+    if scales is not (scale is not None):
+        none = "this program scales no loss; leave scale= out, or say fpipe.update(loss_scale=)."
+        raise ValueError(_MISSING.format("scale", "scale", "2.0**16") if scales else none)
+    return opt, rates if wanted else [], _scale(scale) if scales else None
+
+
+def _scale(given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A loss scale, and for how many steps all gradients have been finite: of a number none."""
+    if isinstance(given, int | float) and not isinstance(given, bool) and given > 0:
+        return torch.tensor(float(given)), torch.tensor(0, dtype=torch.int32)
+    if not isinstance(given, tuple) or [getattr(one, "dtype", None) for one in given] != [torch.float32, torch.int32]:  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        raise TypeError(f"scale is a number above 0, or the scale of a result; found {given!r}.")
+    return given  # pyright: ignore[reportUnknownVariableType]
+
+
+def check_inputs(program: Program, model: Model, params: Any, state: Any, optim: Optim = None) -> None:
+    """A ValueError for params, state or optimizer's state of another model or program, before anything is cut."""
+    check_params(model, params)
+    op = update_of(program)
+    if optim is not None and op is not None:
+        check_optimizer_state(words_of(op.how), params, optim[0])
+        if not any(leaf.is_meta for leaf in tree.leaves(params) if isinstance(leaf, torch.Tensor)):
+            refuse_meta("fpipe.optimizer_state(program, params) gives it some", opt=optim[0])
+    check_state(model, state, {v.stage for v, _ in program.inputs if v.name == "state" and v.stage is not None})
+
+
+def bind_inputs(
+    program: Program,
+    model: Model,
+    params: Sequence[Any],
+    batch: tuple[Any, Any],
+    state: Sequence[Any] | None,
+    key: Keys,
+    optim: Optim = None,
+) -> dict[Value, Any]:
+    """The caller's values by name. Tied leaves are bundles of their own. The parameters of a stage cut out of a net are
+    in that stage's order from here on, whatever the order of the caller's dict."""
+    params = check_params(model, params)
+    found: dict[Value, Any] = {Value("key"): key}
+    for step, one in enumerate(batch if program.steps > 1 else [batch]):
+        found |= {Value("inputs", port=step): one[0], Value("target", port=step): one[1]}
+    found |= _bundles(model, "params", _in_order(model, params))
+    found |= {} if state is None else {Value("state", number): one for number, one in enumerate(state)}
+    if optim is not None:
+        opt, rates, scale = optim
+        found |= {} if scale is None else {Value("scale"): scale}
+        found |= {Value("lr", port=step): rate for step, rate in enumerate(rates)}
+        found |= _bundles(model, "opt", _in_order(model, opt))
+    found |= {value._replace(name="shard"): one for value, one in found.items() if value.name == "params"}
+    for value, _ in program.inputs:
+        if value not in found or (value.name == "key" and key is None):
+            raise ValueError(_MISSING.format(value, value.name, "..."))
+    return {end.value: found[end.value] for end in program.inputs}
+
+
+def _bundles(model: Model, name: str, per_stage: Sequence[Any]) -> dict[Value, Any]:
+    """Values that belong to the parameters of each stage, apart for each tied leaf that lives there."""
+    found = dict[Value, Any]()
+    for number, stage in enumerate(per_stage):
+        tied = model.owned(number)
+        own = found[Value(name, number)] = dict(stage) if tied else stage
+        for leaf in tied:
+            found[Value(name, number, port=leaf.port)] = own.pop(leaf.name)
+    return found
+
+
+def context_of(
+    program: Program,
+    model: Model,
+    params: Sequence[Any],
+    sizes: tuple[int, ...],
+    replica: tuple[int, int] = (0, 1),
+    **how: Any,
+) -> StepContext:
+    """The context of a step on microbatches of these sizes, of one replica of so many."""
+    per_step, (number, count) = program.microbatches // program.steps, replica
+    return StepContext(
+        model,
+        sum(sizes),
+        sizes=sizes,
+        input_grads=taken_gradients(model, program.ops),
+        replicas=count,
+        first=number * per_step,
+        per_step=per_step,
+        places=_places_of(model, params),
+        **how,
+    )
+
+
+def _places_of(model: Model, params: Sequence[Any]) -> list[list[tuple[int, int]]]:
+    """For each leaf of each stage's params the bundle that it is in, and its place there."""
+    made: list[list[tuple[int, int]]] = []
+    for number, stage in enumerate(_in_order(model, params)):
+        ports = {leaf.name: leaf.port for leaf in model.owned(number)}
+        if not ports:
+            made.append([(0, at) for at in range(len(tree.leaves(stage)))])
+            continue
+        counts = Counter[int]()
+        made.append([])
+        for name, own in stage.items():
+            port = ports.get(name, 0)
+            for _ in tree.leaves(own):
+                made[-1].append((port, counts[port]))
+                counts[port] += 1
+    return made
+
+
+def _in_order(model: Model, params: Sequence[Any]) -> list[Any]:
+    """The params of each stage, those of stages that know their names in the order of these."""
+    ordered: list[Any] = []
+    for number, (own, stage) in enumerate(zip(params, model.stages, strict=True)):
+        if isinstance(stage.forward, PositionalStage):
+            tied = {leaf.name for leaf in model.tied(number) if leaf.owner != number}
+            names = [names[0] for names in stage.forward.names if names[0] not in tied]
+            same_keys(own, names, f"params of stage {number}")
+            own = {name: own[name] for name in names}
+        ordered.append(own)
+    return ordered
+
+
+def collect_results(
+    program: Program,
+    model: Model,
+    params: Sequence[Any],
+    batch: tuple[Any, Any],
+    state: Sequence[Any] | None,
+    values: Mapping[Value, Any],
+    own: Callable[[Any], Any],
+) -> dict[str, Any]:
+    """The results by name, `own` of each leaf; a tuple over microbatches (and slices) where they were not merged."""
+    presplit = any("presplit" in dict(op.how) for op in program.ops if op.kind == "SPLIT")
+    whole: dict[str, Any] = {}
+    streams: defaultdict[str, dict[tuple[int, int], Any]] = defaultdict(dict)
+    by_name: defaultdict[tuple[str, int | None, int | None], list[Output]] = defaultdict(list)
+    for end in program.outputs:
+        by_name[end.name.name, end.name.microbatch, end.name.slice].append(end)
+    for (name, index, piece), ends in by_name.items():
+        if name == "grads":
+            made: Any = tree.tree_map(own, _gradients(model, params, ends, values))
+        elif name == "input_grads":
+            inputs = batch[0] if index is None or not presplit else batch[0][index]
+            made = tree.tree_map(own, tree.unflatten(tree.flatten(inputs)[1], values[ends[0].value]))
+        elif name in ("params", "opt"):
+            made = tree.tree_map(own, _of_stages(model, params, _by_bundle(ends, values)))
+        elif name == "state":
+            assert state is not None
+            found = {end.name.stage: tree.tree_map(own, values[end.value]) for end in ends}
+            made = tuple(found.get(number, state[number]) for number in range(len(model.stages)))
+        else:
+            made = tree.tree_map(own, values[ends[0].value])
+        if index is None:
+            whole[name] = made
+        else:
+            streams[name][index, piece or 0] = made
+    whole |= {name: tuple(parts[place] for place in sorted(parts)) for name, parts in streams.items()}
+    whole.pop("count", None)
+    return whole
+
+
+def _gradients(model: Model, params: Sequence[Any], ends: list[Output], values: Mapping[Value, Any]) -> tuple[Any, ...]:
+    """Gradients in the shape of params; zeros where the loss does not depend on one, None where it is frozen, or has
+    none of any row."""
+    found = _by_bundle(ends, values)
+    for value, bundle in _bundles(model, "params", _in_order(model, params)).items():
+        at = value.stage, value.port
+        found[at] = tree.unflatten(tree.flatten(bundle)[1], found[at])
+    made: list[Any] = []
+    for number, (stage, grads) in enumerate(zip(params, _of_stages(model, params, found), strict=True)):
+        leaves, spec = tree.flatten(stage)
+        trains = [one and not model.per_example for one in trained(model, number, 0, stage)]
+        each = zip(leaves, tree.leaves(grads), trains, strict=True)
+        made.append(tree.unflatten(spec, [_of_param(*one) for one in each]))
+    return tuple(made)
+
+
+def _by_bundle(ends: list[Output], values: Mapping[Value, Any]) -> dict[tuple[int | None, int], Any]:
+    return {(end.name.stage, end.name.port): values[end.value] for end in ends}
+
+
+def _of_stages(model: Model, params: Sequence[Any], found: Mapping[tuple[int | None, int], Any]) -> tuple[Any, ...]:
+    """Values of the parameters of each stage, tied ones among them, in the containers of these."""
+    made: list[Any] = []
+    for number, stage in enumerate(params):
+        tied = {leaf.name: found[number, leaf.port] for leaf in model.owned(number)}
+        own = found[number, 0]
+        ordered = tied or isinstance(model.stages[number].forward, PositionalStage)
+        made.append({name: tied[name] if name in tied else own[name] for name in stage} if ordered else own)
+    return tuple(made)
+
+
+def _of_param(param: Any, grad: Any, wants: bool) -> Any:
+    """A gradient in its parameter's dtype, which a program may have cast; zeros where one is wanted and is missing."""
+    if grad is None:
+        return torch.zeros_like(param) if wants else None
+    return grad.to(param.dtype) if isinstance(grad, torch.Tensor) else grad

@@ -1,0 +1,182 @@
+"""Refuse what a pure function does not do: write memory that its call neither made nor was handed as state.
+
+    y = x * 2; y.add_(1)              fine: the call made y
+    x.add_(1)                         refused before the write, on the line that does it
+    self.mean = 0.9 * self.mean       the same, where it is a buffer
+    self.calls += 1                   seen after a trace, by comparing the attributes of modules
+    numpy.random.rand()               seen after a trace, by the state of the generator
+
+So there is nothing to restore, but for what a trace leaves in attributes of modules.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from fpipe import tree
+from fpipe.meaning.purity.ambient import Untraceable
+from fpipe.meaning.purity.attributes import Attributes, Modules, unmoved_random_numbers
+from fpipe.meaning.purity.closure import closed_over, modules_of
+from fpipe.meaning.purity.own_memory import OwnMemory, memory
+from fpipe.positional_stage import PositionalStage, of_net
+from fpipe.torch_internals import held_by
+
+
+class Impure(RuntimeError):
+    """A stage or a loss does what no pure function does."""
+
+
+@contextmanager
+def pure(function: Any, who: str, given: Any = (), *, tracing: bool = False) -> Generator[OwnMemory]:
+    """While it lasts a stage, an update or a loss runs, which may not write what it is `given`.
+
+    If `tracing`, it runs on fake tensors: attributes of modules are then put back, and none may have changed.
+
+    Raises:
+        Impure: it writes other memory than its own, or binds another tensor in the place of a buffer.
+        Untraceable: what it does to attributes and to Python's random numbers is lost in a trace.
+    """
+    function = of_net(function) or function
+    lock = function.lock if isinstance(function, PositionalStage) else nullcontext()
+    with lock:  # another thread swaps the tensors of modules while it runs them
+        modules = modules_of(function)
+        attributes = Attributes(modules, who, every=tracing)
+        held = None if tracing else _Held(function, given)
+        mode = OwnMemory(partial(_refuse, function, who, given))
+        try:
+            with unmoved_random_numbers() if tracing else nullcontext(), _bound(function, who, modules, mode), mode:
+                yield mode
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" in str(error):  # autograd was faster
+                raise Impure(_GIVEN.format(who)) from error
+            raise
+        finally:
+            moved = attributes.moved(mode.read)
+            if tracing:
+                attributes.put_back()
+            swapped = None if held is None else held.swapped()
+        if swapped is not None:
+            raise Impure(_DATA.format(who, swapped))
+        if moved is not None:
+            raise (Untraceable if tracing else Impure)(moved)
+        unreadable = function.unreadable() if isinstance(function, PositionalStage) else ()
+        stale = next((name for name, one in unreadable if memory(one) in mode.read), None)
+        if stale is not None:
+            raise Impure(
+                f"{who} reads {stale!r} of a norm, which only updates know: hand in from_sequential(..., "
+                f"example=inputs), which shows it, or say state={{{stale!r}: 'ordered'}}."
+            )
+
+
+class _Held:
+    """The memory of a module's tensors and of what it is given: no op writes it where one assigns a .data."""
+
+    def __init__(self, function: Any, given: Any) -> None:
+        own = function.named_tensors() if isinstance(function, PositionalStage) else ()
+        self.own = [(name, one, one.detach(), memory(one)) for name, one in own]
+        self.given = [(one, memory(one)) for one in tree.leaves(given) if isinstance(one, Tensor)]
+
+    def swapped(self) -> str | None:
+        """Describe a tensor that has other memory now, and give the module's tensors theirs again."""
+        moved = [(name, one, before) for name, one, before, place in self.own if memory(one) != place]
+        for _, one, before in moved:
+            one.data = before
+        if moved:
+            return f"buffer or parameter {moved[0][0]!r}"
+        return "what it was given" if any(memory(one) != place for one, place in self.given) else None
+
+
+@contextmanager
+def _bound(function: Any, who: str, modules: Modules, mode: OwnMemory) -> Generator[None]:
+    """Meanwhile a module's tensor is bound anew only where the one before is the call's own, as state is that
+    functional_call has put there."""
+    known = {id(module): path for path, module in modules}
+
+    def bind(module: nn.Module, name: str, value: Any) -> None:
+        held = held_by(module)
+        before = held.buffers.get(name, held.parameters.get(name))
+        new = before is None and id(module) not in known  # its __init__ may run
+        if not new and not (before is not None and mode.is_own(memory(before))):
+            path = known.get(id(module), type(module).__name__)
+            whole = f"{path}.{name}" if path else name
+            raise Impure(refused(who, "binds {} anew", whole, isinstance(function, PositionalStage)))
+
+    _watch_binding()
+    before, _BINDING.bind = getattr(_BINDING, "bind", None), bind
+    try:
+        yield
+    finally:
+        _BINDING.bind = before
+
+
+_BINDING = threading.local()
+
+
+@cache
+def _watch_binding() -> None:
+    """Be asked whenever a module's tensor is bound. Once for all threads: torch goes through its hooks unguarded."""
+
+    def asked(module: nn.Module, name: str, value: Any) -> None:
+        bind = getattr(_BINDING, "bind", None)
+        if bind is not None:
+            bind(module, name, value)
+
+    register_module_buffer_registration_hook(asked)
+    register_module_parameter_registration_hook(asked)
+
+
+_GIVEN = (
+    "{} writes what it was given in place; a stage and a loss are pure functions. Work on a copy, or use inplace=False."
+)
+
+
+_DATA = (
+    "{} assigns the .data of {}, which no op tells of; a stage and a loss are pure functions. Of a buffer, assign the "
+    "tensor itself: then it is state, and from_sequential(..., example=inputs) finds it."
+)
+
+
+def _refuse(function: Any, who: str, given: Any, tensor: Tensor, op: Any) -> None:
+    """Raise for a write, and name the tensor."""
+    place = memory(tensor)
+    if any(place == memory(leaf) for leaf in tree.leaves(given) if isinstance(leaf, Tensor)):
+        raise Impure(f"{_GIVEN.format(who)} The op is {op}.")
+    of_module = isinstance(function, PositionalStage)
+    named = function.named_tensors() if of_module else closed_over(function)
+    found = next((name for name, one in named if memory(one) == place), None)
+    raise Impure(refused(who, f"writes {{}} in place ({op})", found, of_module))
+
+
+def refused(who: str, does: str, name: str | None, of_module: bool) -> str:
+    """The sentence for memory that is not the function's own: `does` is what it does to {}."""
+    if of_module:
+        what = "its parameters or buffers" if name is None else f"buffer or parameter {name!r}"
+        return (
+            f"{who} {does.format(what)}. What a module remembers is state: cut the net by from_sequential(..., "
+            f"example=inputs), or say state={{{name or 'name'!r}: 'update'}}, or 'ordered' if an output reads it. Or "
+            "switch the writing off, say by .eval()."
+        )
+    what = "a tensor" if name is None else repr(name)
+    return (
+        f"{who} {does.format(what)}, which it closes over; a stage and a loss are pure functions. Hand it in, among "
+        "params or as state; of a module call .eval(), or cut the net by from_sequential."
+    )
+
+
+def reads_update(who: str, name: str) -> str:
+    """The sentence for an output that reads a buffer whose updates are apart."""
+    return (
+        f"{who} reads buffer {name!r}, which it also writes, though it is said to be 'update': the example that was "
+        f"handed to from_sequential did not show it, or state= says so. Say state={{{name!r}: 'ordered'}}: then "
+        "forwards keep to their order."
+    )

@@ -1,0 +1,146 @@
+"""Take apart what stages and losses return, and refuse what is none of it, with what was expected and found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.meaning.purity.sharded import refuse_sharded
+from fpipe.meaning.stages.symbols import in_words
+from fpipe.model import Model, Reduction, Stage
+
+
+def call_stage(stage: Stage, params: Any, x: Any, said: Mapping[str, Any]) -> Any:
+    """Call a stage function with what it asks for of `said`. Its state is a copy, which it may write."""
+    asked = {word: said[word] for word in stage.asks}
+    if "state" in asked:
+        asked["state"] = copied(asked["state"])
+    return stage.forward(params, x, **asked)
+
+
+def copied(state: Any) -> Any:
+    """A state in memory of its own."""
+
+    def copy(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+    return tree.tree_map(copy, state)
+
+
+def split_output(stage: Stage, made: Any) -> tuple[Any, dict[str, Any]]:
+    """Split what a stage function returned into its output and, by name, what is beside it: its module state, what it
+    hands to the next slice, what its update needs, a loss of its own."""
+    words = [word for word in ("state", "carry") if word in stage.asks] + ["seen"] * stage.notes
+    words += ["loss"] * stage.aux_loss
+    if not words:
+        return made, {}
+    if not isinstance(made, tuple) or len(made) != 1 + len(words):
+        wants = [f"asks for {word}" if word in stage.asks else f"gives its {word}" for word in words]
+        raise TypeError(f"a stage that {' and '.join(wants)} returns (y, {', '.join(words)}).")
+    beside = dict(zip(words, made[1:], strict=True))
+    if stage.aux_loss:
+        _refuse_no_scalar(beside["loss"], f"the loss of {stage.name or 'a stage'}")
+    return made[0], beside
+
+
+def refuse_odd_output(y: Any, who: str) -> None:
+    """A stage returns tensors. One inside an object that is no pytree would pass uncut, and lose its gradient."""
+    leaves = tree.leaves(y)
+    refuse_sharded(leaves, f"what {who} returned")
+    for leaf in leaves:
+        if any(isinstance(inner, Tensor) for inner in getattr(leaf, "__dict__", {}).values()):
+            found = type(leaf).__name__
+            if not isinstance(leaf, Tensor):
+                raise TypeError(
+                    f"{who} returned a {found} that holds tensors, which is no pytree: its gradient would be lost. "
+                    f"Return a dict or a tuple, or register {found} by torch.utils._pytree.register_pytree_node."
+                )
+    if not any(isinstance(leaf, Tensor) for leaf in leaves):
+        raise TypeError(f"{who} returned {type(y).__name__} without any tensor; a stage returns a pytree of tensors.")
+
+
+def loss_of(model: Model, output: Any, target: Any) -> tuple[Tensor, Any, Any]:
+    """The loss of an output, what it counts (None unless the model says reduction="count"), and its auxiliary results
+    (None unless the model says aux=True)."""
+    made = output if model.loss is None else model.loss(output, target)
+    who = "the last stage's output, which is the loss since no loss= was given," if model.loss is None else "the loss"
+    return split_loss(made, model.reduction, model.aux, who)
+
+
+def split_loss(made: Any, reduction: Reduction, with_aux: bool, who: str = "the loss") -> tuple[Tensor, Any, Any]:
+    """Split what a loss function returned into the loss, its count, and its auxiliary results."""
+    count: Any = None
+    aux: Any = None
+    if with_aux:
+        if not (isinstance(made, tuple) and len(made) == 2):  # pyright: ignore[reportUnknownArgumentType]
+            raise TypeError(f"with aux=True the loss returns (loss, aux), found {_kind(made)}.")
+        made, aux = made  # pyright: ignore[reportUnknownVariableType]
+    if reduction == "count":
+        if not (isinstance(made, tuple) and len(made) == 2):  # pyright: ignore[reportUnknownArgumentType]
+            raise TypeError(f'with reduction="count" the loss returns (total, count), found {_kind(made)}.')
+        made, count = made  # pyright: ignore[reportUnknownVariableType]
+        _refuse_no_count(count)
+    _refuse_no_scalar(made, who)
+    return made, count, aux  # pyright: ignore[reportUnknownVariableType]
+
+
+def _kind(found: Any) -> str:
+    """Name a type as its user does: stand-ins of a trace are the numbers and tensors that they stand for."""
+    if isinstance(found, Tensor):
+        return "Tensor"
+    return "float" if isinstance(found, torch.SymFloat) else type(found).__name__
+
+
+def _refuse_no_scalar(made: Any, who: str) -> None:
+    if not isinstance(made, Tensor):
+        raise TypeError(f"{who} is a 0-d tensor, found {_kind(made)}.")
+    refuse_sharded([made], who)
+    if made.ndim:
+        raise ValueError(
+            f"{who} is a 0-d tensor, found shape {in_words(tuple(made.shape))}; reduce it, for instance by .mean()."
+        )
+    if not made.is_floating_point():
+        raise TypeError(f"{who} is a 0-d tensor of floats, found one of {made.dtype}, which has no gradient.")
+
+
+def _refuse_no_count(count: Any) -> None:
+    """Check a count, which is summed over the microbatches, to divide by once."""
+    wanted = "the count of (total, count) is a number or a 0-d tensor of one, found "
+    if not isinstance(count, Tensor):
+        if isinstance(count, bool) or not isinstance(count, Real | torch.SymInt | torch.SymFloat):
+            raise TypeError(f"{wanted}{_kind(count)}.")
+    elif count.ndim:
+        raise ValueError(
+            f"{wanted}shape {in_words(tuple(count.shape))}; say how many there are, for instance by .sum()."
+        )
+    elif count.dtype == torch.bool:
+        raise ValueError(f"{wanted}True or False; say how many there are, for instance by .sum().")
+    elif count.requires_grad:
+        raise ValueError("the count of (total, count) has a gradient, which nobody would take: .detach() it.")
+
+
+def outputs_of(model: Model, stage: int, y: Any) -> tuple[Any, ...]:
+    """A stage's outputs apart: the tuple it returned, if others take several of them."""
+    many = model.ports(stage)
+    if many == 1:
+        return (y,)
+    if not isinstance(y, tuple) or len(y) != many:  # pyright: ignore[reportUnknownArgumentType]
+        found = f"a tuple of {len(y)}" if isinstance(y, tuple) else type(y).__name__  # pyright: ignore[reportUnknownArgumentType]
+        raise TypeError(f"{model.who(stage)} returns a tuple of {many} outputs, which others take; found {found}.")
+    return y  # pyright: ignore[reportUnknownVariableType]
+
+
+def scaled(weight: float, scale: float, dtype: torch.dtype) -> float:
+    """The cotangent of a loss of this dtype: its microbatch's weight in the mean, times `loss_scale`."""
+    made = weight * scale
+    if scale != 1.0 and made > torch.finfo(dtype).max:
+        raise ValueError(
+            f"loss_scale={scale!r} is too much for a loss in {dtype}, whose gradient would start at {made!r} (the most "
+            f"there is {torch.finfo(dtype).max!r}). Build with a smaller one, or return the loss in a wider dtype."
+        )
+    return made

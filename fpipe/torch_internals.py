@@ -1,0 +1,232 @@
+"""Names of torch that it does not promise and the core reads; what only the engine reads is in `torch_private`.
+
+Each says the version it was tried on. Flags, modes and hooks are as cheap to read as a step needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn, overrides
+from torch._ops import OpOverload as OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+from torch.nn.modules import module
+from torch.utils import _device  # pyright: ignore[reportPrivateUsage]
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_TORCH: Any = torch
+_FAKE: Any = _C._TorchDispatchModeKey.FAKE
+
+
+def arguments_of(op: Any) -> Any:
+    """The arguments of an op, each with its name, type, default and what the op does to its memory (2.13:
+    `_schema`)."""
+    return op._schema.arguments
+
+
+def returns_of(op: Any) -> Any:
+    """The results of an op, each with its type and whose memory it is (2.13: `_schema`)."""
+    return op._schema.returns
+
+
+def names_of(op: Any) -> tuple[str, str]:
+    """The name of an op without its namespace, and that of the overload: `add_`, `Tensor` (2.13: `_schema`)."""
+    schema = op._schema
+    return schema.name.partition("::")[2], schema.overload_name or "default"
+
+
+def each_times(tensors: list[Tensor], numbers: list[float]) -> Sequence[Tensor]:
+    """Each tensor times a number, in one call that runs the same op on each (2.13: `_foreach_mul`)."""
+    return _TORCH._foreach_mul(tensors, numbers)
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd knows a tensor as a view of another (2.13: `_is_view`)."""
+    return tensor._is_view()
+
+
+def function_behind(node: Any) -> type | None:
+    """The `torch.autograd.Function` that a node of autograd's graph is of; None for torch's own ops (2.13:
+    `_forward_cls`)."""
+    return getattr(node, "_forward_cls", None)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """A number that tells a tensor's storage from all others that are alive; sparse ones have none, which is a
+    NotImplementedError (2.13: `_cdata`)."""
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """The dispatch modes that this thread is under (2.13: `_get_current_dispatch_mode_stack`)."""
+    return _get_current_dispatch_mode_stack() if _C._len_torch_dispatch_stack() else []
+
+
+def in_fake_mode() -> bool:
+    """Whether a FakeTensorMode is on: its tensors have no data, and it refuses all others (2.13)."""
+    return _C._get_dispatch_mode(_FAKE) is not None
+
+
+WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")
+"""The attributes in which an RNN lists its weights (2.13)."""
+
+
+def version_of(tensor: Tensor) -> int:
+    """A number that each write in place moves (2.13: `_version`)."""
+    return tensor._version
+
+
+class ModuleDicts(NamedTuple):
+    """The dicts in which a module has what is its own, by name, to read and to bind."""
+
+    parameters: dict[str, nn.Parameter | None]
+    buffers: dict[str, Tensor | None]
+    children: dict[str, Any]
+
+
+def held_by(module: nn.Module) -> ModuleDicts:
+    """Own tensors and children of a module, without asking its `__getattr__` (2.13: three dicts)."""
+    own = vars(module)
+    return ModuleDicts(own["_parameters"], own["_buffers"], own["_modules"])
+
+
+_SAVED = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+_RECOMPUTED = (False, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def all_ops() -> list[OpOverload]:
+    """Every op that torch knows by now, by name (2.13: `_dispatch_get_all_op_names`)."""
+    library: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+    found: list[OpOverload] = []
+    for name in sorted(library._dispatch_get_all_op_names()):
+        space, _, rest = name.partition("::")
+        word, _, overload = rest.partition(".")
+        packet: Any = getattr(getattr(torch.ops, space), word, None)
+        op = getattr(packet, overload or "default", None)
+        if isinstance(op, OpOverload):
+            found.append(cast("OpOverload", op))
+    return found
+
+
+def selective_checkpoint_answers(policy: Callable[..., Any]) -> dict[str, bool]:
+    """Ask a selective checkpoint policy of every op by name (2.13: the context is made by hand)."""
+    context: Any = SelectiveCheckpointContext(is_recompute=False)  # pyright: ignore[reportCallIssue]
+    return {str(op): _is_saved(policy, context, op) for op in all_ops()}
+
+
+def _is_saved(policy: Callable[..., Any], context: Any, op: OpOverload) -> bool:
+    try:
+        answer = policy(context, op)
+    except Exception as error:
+        raise TypeError(
+            f"the policy for {op} raised {type(error).__name__}: {error}. It is asked as policy(ctx, op), without "
+            "tensors, since a program knows none."
+        ) from error
+    if answer not in (*_SAVED, *_RECOMPUTED):
+        raise TypeError(f"a policy answers with a torch.utils.checkpoint.CheckpointPolicy, found {answer!r} for {op}.")
+    return answer in _SAVED
+
+
+_OVERRIDES: Any = overrides
+_MODULES: Any = module
+_EINSUM: Any = torch.backends.opt_einsum  # pyright: ignore[reportAttributeAccessIssue]
+_HOOKS: Any = [
+    getattr(module, f"_global_{when}_hooks").values() for when in ("forward", "forward_pre", "backward", "backward_pre")
+]
+
+
+FLAGS: dict[str, Any] = {
+    name: getattr(_C, f"_get_{name}")
+    for name in (
+        "deterministic_algorithms",
+        "deterministic_algorithms_warn_only",
+        "flash_sdp_enabled",
+        "mem_efficient_sdp_enabled",
+        "math_sdp_enabled",
+        "cudnn_sdp_enabled",
+        "overrideable_sdp_enabled",
+        "math_sdp_allow_fp16_bf16_reduction",
+        "mkldnn_enabled",
+        "mkldnn_deterministic",
+        "nnpack_enabled",
+        "cpu_allow_fp16_reduced_precision_reduction",
+        "cublas_allow_bf16_reduced_precision_reduction",
+        "cublas_allow_fp16_reduced_precision_reduction",
+        "cublas_allow_fp16_accumulation",
+        "cudnn_enabled",
+        "cudnn_benchmark",
+        "cudnn_deterministic",
+        "linalg_preferred_backend",
+        "blas_preferred_backend",
+    )
+    if hasattr(_C, f"_get_{name}")
+}
+"""Functions that read the flags by which torch chooses kernels; a version has some of them (2.13)."""
+
+
+# Where numbers may be rounded before they are multiplied; "generic" stands for all of them.
+_PLACES = ("mkldnn", "cuda") if torch.version.cuda else ("mkldnn",)
+PRECISIONS = (("generic", "all"), *((backend, op) for backend in _PLACES for op in ("all", "matmul", "conv", "rnn")))
+"""The backends and ops that have a precision of their own for float32."""
+
+
+def fp32_precisions() -> list[str]:
+    """How float32 is rounded before it is multiplied, for each of `PRECISIONS` (2.13)."""
+    return [_C._get_fp32_precision_getter(*place) for place in PRECISIONS]
+
+
+def sdp_priority() -> list[int]:
+    """The order in which kernels of attention are tried (2.13)."""
+    return _C._get_sdp_priority_order()
+
+
+def einsum_is_optimised() -> bool:
+    """The flag as assigned, or as its own functions set it: its attribute takes four times as long (2.13)."""
+    return vars(_EINSUM).get("enabled", _EINSUM.m.enabled)
+
+
+def default_device() -> Any:
+    """The device on which this thread makes tensors that name none; None for the host (2.13: a function mode)."""
+    return next((mode.device for mode in reversed(_function_modes()) if isinstance(mode, _device.DeviceContext)), None)
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether saved_tensors_hooks are on (2.13)."""
+    return _C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def has_hooks_on_all_modules() -> bool:
+    """Whether there are global hooks of modules besides torch's own, which follow where a step is (2.13)."""
+    return _MODULES._has_any_global_hook() and any(map(_is_somebodys, chain.from_iterable(_HOOKS)))
+
+
+def _is_somebodys(hook: Any) -> bool:
+    return not str(getattr(hook, "__module__", "")).startswith("torch.")
+
+
+def function_modes() -> Iterator[Any]:
+    """The TorchFunctionModes that are on, but for a default device (2.13)."""
+    return (mode for mode in _function_modes() if not isinstance(mode, _device.DeviceContext))
+
+
+def _function_modes() -> Sequence[Any]:
+    return _OVERRIDES._get_current_function_mode_stack() if _C._len_torch_function_stack() else ()
+
+
+def is_autocast_on() -> bool:
+    """Whether autocast is on for any kind of device (2.13)."""
+    return _C._is_any_autocast_enabled()
+
+
+def function_transform() -> str | None:
+    """The transform of torch.func that is around a call, but for functionalize (2.13)."""
+    around = _C._functorch.peek_interpreter_stack()
+    if around is None or around.key() == _C._functorch.TransformType.Functionalize:
+        return None
+    return around.key().name.lower()
