@@ -41,6 +41,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import fpipe
+from fpipe.meaning.step import StepOptions
 from fpipe.program import Value, parts_of
 from fpipe.runtimes.in_process.local import local
 from fpipe.runtimes.in_process.threads import HandOver
@@ -122,7 +123,9 @@ def ours(rank: int, name: str, case: Case) -> tuple[dict[str, tuple[Step, bool]]
     steps = {"local": (partial(fpipe.build(program, model), *example), True)}
     steps |= {"threads": (threads(), True), "gloo": (processes(), False)}
     values = dict[Value, list[Any]]()
-    local(with_transfers(program), model, see=lambda value, leaves: values.update({value: [*leaves]}))(*example)
+    local(with_transfers(program), model, StepOptions(), see=lambda value, leaves: values.update({value: [*leaves]}))(
+        *example
+    )
     with at_hand("in_process.threads.HandOver", HandOver, values):
         steps["threads apart"] = threads(), True
     with at_hand("processes.distributed.Transfers", Transfers, values):

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from fpipe.meaning.single_device.reference import reference
     from fpipe.meaning.single_device.result import Result
     from fpipe.meaning.stages.keys import fold_in
-    from fpipe.meaning.walk import Step
+    from fpipe.meaning.step import Step
     from fpipe.measuring.estimate import estimate
     from fpipe.measuring.profile import profile
     from fpipe.measuring.sizes import Sizes, sizes
@@ -131,7 +131,7 @@ _LATE = {
     "meaning.optimizers.optimizer_state": ("optimizer_state",),
     "runtimes.build": ("build",),
     "meaning.meaning": ("register_meaning",),
-    "meaning.walk": ("Step",),
+    "meaning.step": ("Step",),
     "measuring.estimate": ("estimate",),
     "measuring.profile": ("profile",),
     "meaning.single_device.reference": ("reference",),

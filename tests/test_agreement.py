@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import fpipe
+from fpipe.meaning.step import StepInputs, StepOptions
 from fpipe.runtimes.faults.agreement import as_sent, of_inputs, of_stages
 from fpipe.runtimes.lowering.prepared import Prepared
+from fpipe.runtimes.lowering.slots import ProcessContext
 from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.transforms.communicate import with_transfers
 from fpipe.tree import tree_map
@@ -74,8 +76,8 @@ def compared(model: fpipe.Model, params: Any, state: Any) -> dict[str, Any]:
     batch = torch.ones(7, 4), torch.ones(7, 4)
     schedule = fpipe.schedules.gpipe(len(model.stages))
     program = with_transfers(fpipe.chain(fpipe.split(3), schedule, fpipe.merge())(fpipe.program(model)))
-    given = tree_map(to_meta, (params, batch, state))
-    prepared = Prepared(program, model, *given, None, None, Untraced())
+    inputs = StepInputs(*tree_map(to_meta, (params, batch, state)))
+    prepared = Prepared(program, model, inputs, Untraced(), StepOptions(), ProcessContext())
     return as_sent(of_stages(model, prepared.lowered, torch.device("cpu"), of_inputs(program, prepared.trees)))
 
 

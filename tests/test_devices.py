@@ -16,7 +16,9 @@ from torch.nn import functional as F
 import fpipe
 from fpipe.graphs.language.graph import Fact
 from fpipe.meaning.devices import moves_of, on_devices
+from fpipe.meaning.step import StepInputs, StepOptions
 from fpipe.runtimes.lowering.prepared import Prepared
+from fpipe.runtimes.lowering.slots import ProcessContext
 from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.transforms.communicate import with_transfers
 from fpipe.tree import leaves, tree_map
@@ -237,7 +239,9 @@ def test_every_value_is_on_the_device_of_its_rank(data: bool):
     params = params if data else tree_map(lambda leaf: leaf.to("meta"), params)
     devices = [torch.device("cpu"), torch.device("meta")]
     program = with_transfers(on_devices(program, devices))
-    made = Prepared(program, model, params, batch, None, None, None, Untraced(), devices=devices)
+    made = Prepared(
+        program, model, StepInputs(params, batch), Untraced(), StepOptions(), ProcessContext(devices=devices)
+    )
     values = [(op.rank, value) for op in program.ops if op.kind not in ("SEND", "MERGE") for value in op.writes]
     facts = [(devices[rank], leaf) for rank, value in values for leaf in made.trees[value].leaves]
     assert len(facts) > 50
@@ -262,7 +266,14 @@ def test_parameters_elsewhere_are_refused(made: bool):
     devices = [torch.device("meta")] * 2
     params = tree_map(lambda leaf: torch.zeros(leaf.shape), params)
     with pytest.raises(ValueError, match=r"is on cpu, and its rank computes on meta: move"):
-        Prepared(with_transfers(program), model, params, batch, None, None, None, Untraced(), devices=devices)
+        Prepared(
+            with_transfers(program),
+            model,
+            StepInputs(params, batch),
+            Untraced(),
+            StepOptions(),
+            ProcessContext(devices=devices),
+        )
 
 
 def test_each_rank_has_a_device():

@@ -306,7 +306,7 @@ REFUSED = {
     "program": "program: dx[1,0] g[1,0] = B[1,0] params[1] res[1,0] w[1,0] @ 1 instead of x[0,2] = SPLIT[0,2] inputs",
     "torch": f"torch: 2.12.9 instead of {torch.__version__}",
     "settings": "settings: default dtype torch.float64 instead of default dtype torch.float32",
-    "options": "options: record=True, check_finite=False, loss_scale=1.0, compile=False, check_batch=first, trace=True",
+    "options": "options: trace=True, compile=False, record=True, check_finite=False, loss_scale=1.0, donate=False",
     "example": f"example: {ROWS.format(12, 10)}",
     "activation": "stage 0: op 1: aten.relu.default(%0) instead of op 1: aten.tanh.default(%0)",
     "loss": "loss: op 0: aten.sub.Tensor(x[0], target[0]) instead of op 0: aten.mse_loss.default(x[0], target[0])",

@@ -10,107 +10,49 @@ import torch
 
 from fpipe import tree
 from fpipe.meaning.by_autograd import StepContext
-from fpipe.meaning.optimizers.numbers import rates_of
 from fpipe.meaning.optimizers.op_words import update_of, words_of
 from fpipe.meaning.optimizers.optimizer_state import check_optimizer_state
-from fpipe.meaning.single_device.batches import refuse_meta, refuse_spread
+from fpipe.meaning.single_device.batches import refuse_meta
 from fpipe.meaning.single_device.params_and_state import check_params, check_state, trained
-from fpipe.meaning.stages.keys import fold_in
+from fpipe.meaning.step import MISSING, StepInputs
 from fpipe.model import Model, same_keys, taken_gradients
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Output, Program, Value
 
-_MISSING = "this program reads {}: hand it in as step(..., {}={})."
-NO_KEY = _MISSING.format("key", "key", "...")
 
-
-Keys = int | tuple[int, ...] | None
-"""The key of a step; of several training steps one for each."""
-
-
-def check_call(program: Program, more: Sequence[Any], key: Any) -> Keys:
-    """The key of a step; an error if the batch is spread, or a key is no number, or not one for each training step."""
-    refuse_spread(more, "step(params, {})")
-    if program.steps == 1 or key is None:
-        return key if key is None else (fold_in(key), key)[1]
-    if not isinstance(key, list | tuple) or len(key) != program.steps:  # pyright: ignore[reportUnknownArgumentType]
-        raise ValueError(f"key is a list of {program.steps} whole numbers, one for each training step; found {key!r}.")
-    return tuple((fold_in(one), one)[1] for one in key)  # pyright: ignore[reportUnknownVariableType]
-
-
-Optim = tuple[Any, Any, Any] | None
-"""The optimizer's state, the learning rates and the loss scale of a step, where its program updates parameters."""
-
-
-def optim_of(program: Program, opt: Any, lr: Any, scale: Any = None) -> Optim:
-    """The optimizer's state, learning rates with the bits of the floats, and loss scale of a step, each if its program
-    reads it; an error if one is missing, not read, or no such number."""
+def check_inputs(program: Program, model: Model, inputs: StepInputs) -> None:
+    """Raise ValueError for params, state or optimizer state of another model or program, before the batch is cut."""
+    check_params(model, inputs.params)
     op = update_of(program)
-    if op is None:
-        for word, given in (("opt", opt), ("lr", lr), ("scale", scale)):
-            if given is not None:
-                raise ValueError(f"this program updates no parameters, and takes no {word}=; fpipe.update() does.")
-        return None
-    if opt is None:
-        raise ValueError(_MISSING.format("opt", "opt", "fpipe.optimizer_state(program, params)"))
-    wanted = any(value.name == "lr" for value in op.reads)
-    if wanted and lr is None:
-        raise ValueError(_MISSING.format("lr", "lr", "3e-4"))
-    rates = rates_of(lr, program.steps, words_of(op.how))
-    scales = any(value.name == "valid" for value in op.reads)
-    if scales is not (scale is not None):
-        none = "this program scales no loss; leave scale= out, or say fpipe.update(loss_scale=)."
-        raise ValueError(_MISSING.format("scale", "scale", "2.0**16") if scales else none)
-    return opt, rates if wanted else [], _scale(scale) if scales else None
+    if inputs.optim is not None and op is not None:
+        check_optimizer_state(words_of(op.how), inputs.params, inputs.optim[0])
+        if not any(leaf.is_meta for leaf in tree.leaves(inputs.params) if isinstance(leaf, torch.Tensor)):
+            refuse_meta("fpipe.optimizer_state(program, params) gives it some", opt=inputs.optim[0])
+    check_state(model, inputs.state, {v.stage for v, _ in program.inputs if v.name == "state" and v.stage is not None})
 
 
-def _scale(given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A loss scale, and for how many steps all gradients have been finite: of a number none."""
-    if isinstance(given, int | float) and not isinstance(given, bool) and given > 0:
-        return torch.tensor(float(given)), torch.tensor(0, dtype=torch.int32)
-    if not isinstance(given, tuple) or [getattr(one, "dtype", None) for one in given] != [torch.float32, torch.int32]:  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-        raise TypeError(f"scale is a number above 0, or the scale of a result; found {given!r}.")
-    return given  # pyright: ignore[reportUnknownVariableType]
+def bind_inputs(program: Program, model: Model, inputs: StepInputs) -> dict[Value, Any]:
+    """Return the caller's values by the names that the program reads.
 
-
-def check_inputs(program: Program, model: Model, params: Any, state: Any, optim: Optim = None) -> None:
-    """A ValueError for params, state or optimizer's state of another model or program, before anything is cut."""
-    check_params(model, params)
-    op = update_of(program)
-    if optim is not None and op is not None:
-        check_optimizer_state(words_of(op.how), params, optim[0])
-        if not any(leaf.is_meta for leaf in tree.leaves(params) if isinstance(leaf, torch.Tensor)):
-            refuse_meta("fpipe.optimizer_state(program, params) gives it some", opt=optim[0])
-    check_state(model, state, {v.stage for v, _ in program.inputs if v.name == "state" and v.stage is not None})
-
-
-def bind_inputs(
-    program: Program,
-    model: Model,
-    params: Sequence[Any],
-    batch: tuple[Any, Any],
-    state: Sequence[Any] | None,
-    key: Keys,
-    optim: Optim = None,
-) -> dict[Value, Any]:
-    """The caller's values by name. Tied leaves are bundles of their own. The parameters of a stage cut out of a net are
-    in that stage's order from here on, whatever the order of the caller's dict."""
-    params = check_params(model, params)
-    found: dict[Value, Any] = {Value("key"): key}
-    for step, one in enumerate(batch if program.steps > 1 else [batch]):
-        found |= {Value("inputs", port=step): one[0], Value("target", port=step): one[1]}
-    found |= _bundles(model, "params", _in_order(model, params))
-    found |= {} if state is None else {Value("state", number): one for number, one in enumerate(state)}
-    if optim is not None:
-        opt, rates, scale = optim
-        found |= {} if scale is None else {Value("scale"): scale}
-        found |= {Value("lr", port=step): rate for step, rate in enumerate(rates)}
-        found |= _bundles(model, "opt", _in_order(model, opt))
-    found |= {value._replace(name="shard"): one for value, one in found.items() if value.name == "params"}
+    Tied leaves become bundles of their own. The parameters of a stage that is cut out of a net come in that stage's
+    order, whatever the order of the caller's dict.
+    """
+    params = check_params(model, inputs.params)
+    bound: dict[Value, Any] = {Value("key"): inputs.key}
+    for step, batch in enumerate(inputs.batch if program.steps > 1 else [inputs.batch]):
+        bound |= {Value("inputs", port=step): batch[0], Value("target", port=step): batch[1]}
+    bound |= _bundles(model, "params", _in_order(model, params))
+    bound |= {} if inputs.state is None else {Value("state", n): stage for n, stage in enumerate(inputs.state)}
+    if inputs.optim is not None:
+        opt, rates, scale = inputs.optim
+        bound |= {} if scale is None else {Value("scale"): scale}
+        bound |= {Value("lr", port=step): rate for step, rate in enumerate(rates)}
+        bound |= _bundles(model, "opt", _in_order(model, opt))
+    bound |= {value._replace(name="shard"): bundle for value, bundle in bound.items() if value.name == "params"}
     for value, _ in program.inputs:
-        if value not in found or (value.name == "key" and key is None):
-            raise ValueError(_MISSING.format(value, value.name, "..."))
-    return {end.value: found[end.value] for end in program.inputs}
+        if value not in bound or (value.name == "key" and inputs.key is None):
+            raise ValueError(MISSING.format(value, value.name, "..."))
+    return {end.value: bound[end.value] for end in program.inputs}
 
 
 def _bundles(model: Model, name: str, per_stage: Sequence[Any]) -> dict[Value, Any]:
@@ -130,7 +72,6 @@ def context_of(
     params: Sequence[Any],
     sizes: tuple[int, ...],
     replica: tuple[int, int] = (0, 1),
-    **how: Any,
 ) -> StepContext:
     """The context of a step on microbatches of these sizes, of one replica of so many."""
     per_step, (number, count) = program.microbatches // program.steps, replica
@@ -143,7 +84,6 @@ def context_of(
         first=number * per_step,
         per_step=per_step,
         places=_places_of(model, params),
-        **how,
     )
 
 
@@ -181,13 +121,12 @@ def _in_order(model: Model, params: Sequence[Any]) -> list[Any]:
 def collect_results(
     program: Program,
     model: Model,
-    params: Sequence[Any],
-    batch: tuple[Any, Any],
-    state: Sequence[Any] | None,
+    step_inputs: StepInputs,
     values: Mapping[Value, Any],
     own: Callable[[Any], Any],
 ) -> dict[str, Any]:
     """The results by name, `own` of each leaf; a tuple over microbatches (and slices) where they were not merged."""
+    params, batch, state = step_inputs.params, step_inputs.batch, step_inputs.state
     presplit = any("presplit" in dict(op.how) for op in program.ops if op.kind == "SPLIT")
     whole: dict[str, Any] = {}
     streams: defaultdict[str, dict[tuple[int, int], Any]] = defaultdict(dict)

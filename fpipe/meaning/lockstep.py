@@ -10,6 +10,7 @@ replicas along two axes, those along the second are neighbours: 0 and 1 share pa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -18,44 +19,37 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.meaning.by_autograd import StepContext
-from fpipe.meaning.inputs_and_results import (
-    Keys,
-    Optim,
-    bind_inputs,
-    check_inputs,
-    collect_results,
-    context_of,
-)
+from fpipe.meaning.inputs_and_results import bind_inputs, check_inputs, collect_results, context_of
 from fpipe.meaning.meaning import RULES, batch_of, cast_of
 from fpipe.meaning.single_device.batches import refuse_unloaded
 from fpipe.meaning.single_device.result import Result
+from fpipe.meaning.step import StepInputs
 from fpipe.meaning.walk import place_of
 from fpipe.model import Model
 from fpipe.program import Program, is_exchange
 from fpipe.transforms.data_parallel import axes_of
 
 
-def lockstep(
-    program: Program,
-    model: Model,
-    params: Sequence[Any],
-    batches: Sequence[Any],
-    *,
-    within: int,
-    state: Sequence[Any] | None = None,
-    key: Keys = None,
-    optim: Optim = None,
-) -> Result:
-    """One step of a replica for each batch, of which so many share parameters out `within`: loss and gradients of all,
-    and the first one's state."""
-    check_inputs(program, model, params, state, optim)
-    refuse_unloaded(batches, params, state)
+def lockstep(program: Program, model: Model, inputs: StepInputs, batches: Sequence[Any], *, within: int) -> Result:
+    """Run a step of several replicas in one process, op by op on all of them.
+
+    Args:
+        inputs: of every replica, but for the batch.
+        batches: one of each replica.
+        within: how many neighbouring replicas share the parameters out.
+
+    Returns:
+        Loss and gradients of all replicas, and the state of the first one.
+    """
+    check_inputs(program, model, inputs)
+    refuse_unloaded(batches, inputs.params, inputs.state)
     outer = axes_of(program)[:-1]
     contexts, values = list[StepContext](), list[dict[Any, Any]]()
     for number, batch in enumerate(batches):
         whole, sizes = batch_of(program, batch)
-        contexts.append(context_of(program, model, params, sizes, (number, len(batches)), key=key))
-        own = bind_inputs(program, model, params, whole, state, key, optim)
+        context = context_of(program, model, inputs.params, sizes, (number, len(batches)))
+        contexts.append(replace(context, key=inputs.key))
+        own = bind_inputs(program, model, replace(inputs, batch=whole))
         cut = ("shard", "opt") if any(value.name == "shard" for value in own) else ()
         shards = {value: _shard(one, number % within, within) for value, one in own.items() if value.name in cut}
         values.append(own | shards)
@@ -77,7 +71,7 @@ def lockstep(
     if any(value.name == "shard" for value, _ in program.inputs):
         parts = [end.value for end in program.outputs if end.name.name in ("grads", "params", "opt")]
         found |= {value: _gather([own[value] for own in values[:within]])[0] for value in parts}
-    named = collect_results(program, model, params, batches[0], state, found, _detached)
+    named = collect_results(program, model, replace(inputs, batch=batches[0]), found, _detached)
     return Result(**{name: one for name, one in named.items() if name in _OF_ALL})
 
 

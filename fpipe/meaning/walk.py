@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,73 +14,27 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.meaning.by_autograd import Inputs, Residuals
 from fpipe.meaning.devices import BATCH, brought, check_at_home, homes_of, moves_of
-from fpipe.meaning.inputs_and_results import (
-    bind_inputs,
-    check_call,
-    check_inputs,
-    collect_results,
-    context_of,
-    optim_of,
-)
+from fpipe.meaning.inputs_and_results import bind_inputs, check_inputs, collect_results, context_of
 from fpipe.meaning.meaning import RULES, batch_of
-from fpipe.meaning.purity.ambient import refuse_odd_modes
 from fpipe.meaning.recorder import RecordedRow, Recorder, storages
 from fpipe.meaning.single_device.batches import refuse_unloaded
 from fpipe.meaning.single_device.result import Result
+from fpipe.meaning.step import Step, StepInputs, StepOptions
 from fpipe.model import Model
 from fpipe.program import Op, Program, Value
 from fpipe.transforms.free import last_uses
-
-Number = float | Tensor
-Rate = Number | Mapping[str, Number]
-
-
-class Step(Protocol):
-    """A training step that `build` has made: a pure function, which changes nothing but what is donated.
-
-    >>> import inspect
-    >>> tuple(inspect.signature(Step.__call__).parameters)[1:]
-    ('params', 'batch', 'state', 'key', 'opt', 'lr', 'scale')
-    """
-
-    def __call__(
-        self,
-        params: Sequence[Any],
-        batch: tuple[Any, Any],
-        *,
-        state: Sequence[Any] | None = None,
-        key: int | Sequence[int] | None = None,
-        opt: Sequence[Any] | None = None,
-        lr: Rate | Sequence[Rate] | None = None,
-        scale: Any = None,
-    ) -> Result:
-        """Run the program once.
-
-        Args:
-            params: one pytree per stage.
-            batch: inputs and target.
-            state: module state, one pytree per stage, where a stage reads it.
-            key: of a program that draws random numbers: one, or one for each of its steps.
-            opt: the optimizer's state, of a program with an `update`, as `optimizer_state` makes it.
-            lr: its learning rate where the program does not say one: a number, or one for each of its steps. A dict,
-                such as {"lr": 3e-4, "weight_decay": 0.1}, hands in other numbers of the rule that the program does not
-                say, too.
-            scale: of `update(loss_scale=)`, a number, or `Result.scale` of the step before.
-        """
-        ...
 
 
 def walk(
     program: Program,
     model: Model,
+    options: StepOptions,
     *,
-    record: Program | None = None,
-    check_finite: bool = False,
+    recorded: Program | None = None,
     see: Callable[[Value, Any], None] | None = None,
-    loss_scale: float = 1.0,
     devices: Sequence[torch.device] = (),
 ) -> Step:
-    """A pure step that walks the program in this process, op by op."""
+    """Make a pure step that walks the program in this process, op by op; `recorded` is what its timeline is about."""
     for op in program.ops:
         for part in op.parts or (op,):
             if part.kind not in RULES:
@@ -87,49 +42,44 @@ def walk(
                     f"{part.cell}: kind {part.kind} has no meaning here; add it by fpipe.register_meaning."
                 )
     kept = {end.value for end in program.outputs}
-    drops: list[list[Value]] = [[] for _ in program.ops]  # of each op the values that nobody reads after it
+    drops: list[list[Value]] = [[] for _ in program.ops]  # by op, the values that nobody reads after it
     for value, position in last_uses(program).items():
         if value not in kept:
             drops[position].append(value)
     rows = [RecordedRow((op,), op.writes, dead) for op, dead in zip(program.ops, drops, strict=True)]
     moves, homes = moves_of(program, devices), homes_of(program, devices)
 
-    def step(
-        params: Sequence[Any],
-        batch: tuple[Any, Any],
-        *more: Any,
-        state: Sequence[Any] | None = None,
-        key: Any = None,
-        opt: Sequence[Any] | None = None,
-        lr: Any = None,
-        scale: Any = None,
-    ) -> Result:
-        refuse_odd_modes()
-        keys = check_call(program, more, key)
-        optim = optim_of(program, opt, lr, scale)
-        check_inputs(program, model, params, state, optim)
+    def run(inputs: StepInputs) -> Result:
+        check_inputs(program, model, inputs)
         if not devices:
-            refuse_unloaded(batch, params, state)
-        batch, sizes = batch_of(program, batch)
-        how: Any = {"watch_saved": record is not None, "loss_scale": loss_scale, "key": keys, "moves": moves}
-        context = context_of(program, model, params, sizes, **how)
-        values = bind_inputs(program, model, params, batch, state, keys, optim)
+            refuse_unloaded(inputs.batch, inputs.params, inputs.state)
+        batch, sizes = batch_of(program, inputs.batch)
+        inputs = replace(inputs, batch=batch)
+        context = context_of(program, model, inputs.params, sizes)
+        context = replace(
+            context,
+            watch_saved=recorded is not None,
+            loss_scale=options.loss_scale,
+            key=inputs.key,
+            moves=moves,
+        )
+        values = bind_inputs(program, model, inputs)
         for value, home in homes.items():
             check_at_home(value, tree.leaves(values[value]), home)
             if value.name in BATCH:
                 values[value] = tree.tree_map(partial(brought, home=home), values[value])
-        recorder = Recorder(record, rows) if record else None
+        recorder = Recorder(recorded, rows) if recorded else None
         notes = recorder.begin(tree.leaves([*values.values()])) if recorder else None
         for number, (op, dead) in enumerate(zip(program.ops, drops, strict=True)):
             try:
                 started = time.perf_counter()
-                made = RULES[op.kind](op, [values[value] for value in op.reads], context)
-                if check_finite:
-                    refuse_infinite(op, zip(op.writes, made, strict=True))
+                results = RULES[op.kind](op, [values[value] for value in op.reads], context)
+                if options.check_finite:
+                    refuse_infinite(op, zip(op.writes, results, strict=True))
             except Exception as error:
                 error.add_note(f"in {op.cell}: {place_of(op, model)}")
                 raise
-            values.update(zip(op.writes, made, strict=True))
+            values.update(zip(op.writes, results, strict=True))
             if see:
                 for value in op.writes:
                     see(value, values[value])
@@ -137,11 +87,11 @@ def walk(
                 notes.note(number, [leaves_of(values[value]) for value in op.writes], started)
             for value in dead:
                 del values[value]
-        taken = {*storages(tree.leaves((params, batch, state, optim)))}
-        whole = collect_results(program, model, params, batch, state, values, partial(own_leaf, taken))
+        taken = {*storages(tree.leaves(inputs.trees))}
+        whole = collect_results(program, model, inputs, values, partial(own_leaf, taken))
         return Result(**whole, timeline=recorder.timeline(notes) if recorder and notes else None)
 
-    return step
+    return Step(program, run)
 
 
 def place_of(op: Op, model: Model) -> str:

@@ -10,11 +10,13 @@ from fpipe.graphs.language.flops import flops_of
 from fpipe.meaning.match import check_match
 from fpipe.meaning.optimizers.optimizer_state import example_optim
 from fpipe.meaning.purity.ambient import Untraceable
+from fpipe.meaning.step import StepInputs, StepOptions
 from fpipe.measuring.op_kinds import Runs, note, seconds_of, variants_of, with_halves
 from fpipe.measuring.sizes import sizes
 from fpipe.model import Model
 from fpipe.program import Program, the_program
 from fpipe.runtimes.lowering.prepared import Prepared
+from fpipe.runtimes.lowering.slots import ProcessContext
 from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.timing.costs import Costs
 
@@ -62,8 +64,9 @@ def estimate(
     runs: Runs = {}
     for variant in variants_of(halves):
         try:
-            optim = example_optim(variant, params)
-            parts = Prepared(variant, model, params, batch, state, optim, None, Untraced(), runs=False).lowered.parts
+            inputs = StepInputs(params, batch, state, example_optim(variant, params))
+            options = StepOptions(runs=False)
+            parts = Prepared(variant, model, inputs, Untraced(), options, ProcessContext()).lowered.parts
         except Untraceable as error:
             raise ValueError(f"the operations of this program are not known before it runs: {error}") from error
         found: Runs = {}

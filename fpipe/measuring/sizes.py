@@ -15,11 +15,13 @@ from fpipe.meaning.match import check_match
 from fpipe.meaning.optimizers.optimizer_state import example_optim
 from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.meaning.recorder import Storages
+from fpipe.meaning.step import StepInputs, StepOptions
 from fpipe.model import Model
 from fpipe.program import Op, Program, Value
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.shards import Share
+from fpipe.runtimes.lowering.slots import ProcessContext
 from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.runtimes.processes.message import Layout
 from fpipe.runtimes.processes.message_order import messages, most_in_flight, results_last
@@ -124,12 +126,12 @@ def sizes(
         raise ValueError(f"runtime {runtime!r} is not known; there are 'local', 'threads' and 'distributed'.")
     check_match(program, model)
     try:
-        optim = example_optim(program, params)
+        inputs = StepInputs(params, batch, state, example_optim(program, params))
         share = Share(0, whole("replicas", replicas)) if replicas > 1 else None
-        how: Any = {"share": share, "donate": donate and not is_post_validated(program)}
+        options = StepOptions(donate=donate and not is_post_validated(program), runs=False)
         sent = with_transfers(program)
         sent = results_last(sent) if runtime == "distributed" else sent
-        lowered = Prepared(sent, model, params, batch, state, optim, None, Untraced(), runs=False, **how)
+        lowered = Prepared(sent, model, inputs, Untraced(), options, ProcessContext(share=share))
     except Untraceable as error:
         raise ValueError(f"the sizes of this program's values are not known before it runs: {error}") from error
     trees = _without_unread(program, lowered) if share else lowered.trees

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,7 +11,7 @@ from fpipe.meaning.around_steps import post_validated, refuse_no_autocast, under
 from fpipe.meaning.devices import devices_of
 from fpipe.meaning.match import check_example, check_match, refuse_lost_constants
 from fpipe.meaning.optimizers.op_words import update_of
-from fpipe.meaning.walk import Step
+from fpipe.meaning.step import Step, StepOptions
 from fpipe.model import Model, in_mode
 from fpipe.program import Program, Value, the_program
 from fpipe.runtimes.in_process.local import local
@@ -151,23 +152,25 @@ def build(
             )
         return None if example is None else check_example(example)
 
-    how: Any = {"trace": trace, "compile": compile, "record": record, "check_finite": check_finite}
-    how["loss_scale"] = loss_scale
+    options = StepOptions(trace, compile, record, check_finite, float(loss_scale))
     if runtime == "distributed":
-        from fpipe.runtimes.processes.distributed import distributed  # torch is also built without it
+        from fpipe.runtimes.processes.distributed import (  # torch is also built without it
+            ProcessOptions,
+            distributed,
+        )
 
-        how |= {"mesh": mesh, "example": example, "broadcast": broadcast, "check_batch": check_batch}
-        how["timeout"] = timeout if limited else None
+        links = ProcessOptions(mesh, example, timeout if limited else None, broadcast, check_batch)
 
         def make(program: Program, donate: bool) -> Step:
-            return distributed(program, model, checked, donate=donate, **how)
+            return distributed(program, model, checked, replace(options, donate=donate), links)
 
     else:
-        how["example"] = checked()
-        how["devices"] = () if devices is None else devices_of(devices, program.ranks)
+        example = checked()
+        rank_devices = () if devices is None else devices_of(devices, program.ranks)
 
         def make(program: Program, donate: bool) -> Step:
             workers = Workers(program.ranks) if runtime == "threads" else None
-            return local(program, model, donate=donate, workers=workers, **how)
+            chosen = replace(options, donate=donate)
+            return local(program, model, chosen, example=example, workers=workers, devices=rank_devices)
 
     return under_autocast(autocast, lambda: post_validated(the_program(program), make, donate))

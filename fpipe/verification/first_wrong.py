@@ -18,6 +18,7 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.meaning.by_autograd import Inputs, Residuals
 from fpipe.meaning.meaning import summed
+from fpipe.meaning.step import StepOptions
 from fpipe.meaning.walk import place_of
 from fpipe.model import Model
 from fpipe.program import Op, Program, Value
@@ -52,7 +53,7 @@ def first_wrong(
         close: whether two tensors of one shape and dtype agree.
     """
     watch = _Watch(program, model, expected, close)
-    local(program, model, see=watch.see)(params, batch, state=state, key=key)
+    local(program, model, StepOptions(), see=watch.see)(params, batch, state=state, key=key)
     return watch.found
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fpipe.meaning.around_steps import post_validated
-from fpipe.meaning.inputs_and_results import check_call, optim_of
 from fpipe.meaning.lockstep import lockstep
 from fpipe.meaning.meaning import batch_of
 from fpipe.meaning.optimizers.op_words import update_of, words_of
@@ -21,6 +20,7 @@ from fpipe.meaning.single_device.over_parts import over_parts
 from fpipe.meaning.single_device.reference import parts_of_replicas
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.single_device.training_loop import Norm, of_one, scaler_of, total_norm, training_loop
+from fpipe.meaning.step import StepInputs, checked_key, checked_optim
 from fpipe.model import Model
 from fpipe.program import PARAMETERS, Program, parts_of
 from fpipe.runtimes.build import build
@@ -62,13 +62,13 @@ def trained(
     opt = optimizer_state(program, params) if opt is None else opt
     lr = LR if lr is None and any(value.name == "lr" for value in op.reads) else lr
     scale = SCALE if scale is None and any(value.name == "valid" for value in op.reads) else scale
-    optim = optim_of(program, opt, lr, scale)
+    optim = checked_optim(program, opt, lr, scale)
     assert optim is not None
     check_optimizer_state(words_of(op.how), params, opt)
     scaler = None if optim[2] is None else scaler_of(optim[2], how_of(program, "VALIDATE"))
     rates = optim[1] or [None] * program.steps
     batch_of(program, batch)
-    keys = check_call(program, (), key)
+    keys = checked_key(program, (), key)
     batches = batches_of(batch, program.steps) if program.steps > 1 else [batch]
     each = [parts_of_replicas(one, replicas, model, spec_of_split(program)) for one in batches]
     how: Any = {"sliced": sliced_by(program), "joined": joined_by(program, batches[0])}
@@ -100,7 +100,7 @@ def trained(
     own = [[one[number] for one in each] for number in range(replicas)]
     own = own if program.steps > 1 else [one for (one,) in own]
     run = post_validated(program, lambda one, _: partial(lockstep, one, model, within=within), donate=False)
-    return run(params, own, state=state, key=keys, optim=optim), expected
+    return run(StepInputs(params, None, state, optim, keys), own), expected
 
 
 def versions(program: Program) -> dict[tuple[int, int], int]:

@@ -16,6 +16,7 @@ from fpipe.meaning.single_device.batches import refuse_meta, refuse_spread, stre
 from fpipe.meaning.single_device.over_parts import over_parts
 from fpipe.meaning.single_device.reference import counted_replicas, one_key, parts_of_replicas
 from fpipe.meaning.single_device.result import Result
+from fpipe.meaning.step import StepInputs
 from fpipe.model import Model, in_mode
 from fpipe.program import Program, the_program
 from fpipe.runtimes.build import build
@@ -104,7 +105,7 @@ def verify(
     own = computed(program, params)
     reference = partial(over_parts, model, own, parts, count, state=state, key=key, sliced=sliced_by(program))
     if count > 1:
-        found = lockstep(program, model, params, each, within=within, state=state, key=key)
+        found = lockstep(program, model, StepInputs(params, batch, state, key=key), each, within=within)
         expected = reference(added_by=added_by(program, within))
         return compare(found, replace(expected, grads=like_params(params, expected.grads)), close)
     found = build(program, model)(params, batch, state=state, key=key)

@@ -22,14 +22,17 @@ import torch
 
 from fpipe.meaning.devices import pinned
 from fpipe.meaning.purity.ambient import raw_ops
-from fpipe.program import Op, Value
+from fpipe.meaning.step import StepInputs, StepOptions
+from fpipe.model import Model
+from fpipe.program import Op, Program, Value
 from fpipe.runtimes.in_process.streams import Channel, ComputeStream, accelerator_of, channels_between
 from fpipe.runtimes.lowering.host_lanes import CPU, Parked, Source, beside
 from fpipe.runtimes.lowering.instructions import by_rule, pass_on, under_autograd
 from fpipe.runtimes.lowering.lowered import Instruction
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.rank_part import RankPart, Slots, Watch, of_rank
-from fpipe.runtimes.lowering.slots import ResultLeaf
+from fpipe.runtimes.lowering.slots import ProcessContext, ResultLeaf
+from fpipe.runtimes.lowering.untraced import Untraced
 
 Leaves = list[Any]
 
@@ -205,8 +208,18 @@ def _receive(get: Callable[[], Any], channel: Channel) -> Leaves | None:
 class OnThreads(Prepared):
     """A program lowered for one signature, in parts for threads."""
 
-    def __init__(self, workers: Workers, *args: Any, devices: Sequence[torch.device] = (), **how: Any) -> None:
-        super().__init__(*args, devices=devices, **how)
+    def __init__(
+        self,
+        workers: Workers,
+        program: Program,
+        model: Model,
+        inputs: StepInputs,
+        untraced: Untraced,
+        options: StepOptions,
+        process: ProcessContext,
+    ) -> None:
+        super().__init__(program, model, inputs, untraced, options, process)
+        devices = process.devices
         if self.lowered.collective:
             raise ValueError(
                 "stages that talk to other processes (DTensors, collectives) must do so in the same order in each, "

@@ -26,6 +26,7 @@ from fpipe.meaning.by_autograd import StepContext
 from fpipe.meaning.meaning import cast_of, rounding
 from fpipe.meaning.purity.ambient import casts, kernels
 from fpipe.meaning.stages.outputs import scaled
+from fpipe.meaning.step import StepOptions
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Op, Program, Value, building
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
@@ -63,13 +64,9 @@ def lower(
     context: StepContext,
     given: Mapping[Value, AbstractTree],
     untraced: Untraced,
-    compile: bool = False,
-    donate: bool = False,
-    runs: bool = True,
+    options: StepOptions,
 ) -> Lowered:
-    """Instructions for a program whose inputs are as `given`, some of whose stages run under plain autograd; `compile`
-    leaves graphs to be compiled by inductor, and `donate` lets UPDATEs overwrite parameters and state that are given.
-    What never `runs`, but only tells sizes or operations, tries no sums.
+    """Lower a program, whose inputs are as `given`, to instructions; some of its stages run under plain autograd.
 
     Raises:
         Untraceable: something in it cannot be known before it runs.
@@ -83,9 +80,9 @@ def lower(
         held = {cut.graph.facts[name].storage for cut in shapes.cuts.values() for name in cut.graph.constants}
         mine |= held | {shapes.loss_storage}
         kept = {end.value for end in program.outputs}
-        folds = folds_of(ops, kept, shapes, mine, compile)
-        overwritten = overwritten_by(ops, kept, folds.trees, mine, donate)
-        return _Lowering(ops, shapes, folds, mine, compile, overwritten, runs).lowered(program, given)
+        folds = folds_of(ops, kept, shapes, mine, options.compile)
+        overwritten = overwritten_by(ops, kept, folds.trees, mine, options.donate)
+        return _Lowering(ops, shapes, folds, mine, overwritten, options).lowered(program, given)
 
 
 class _Unnumbered(NamedTuple):
@@ -108,15 +105,14 @@ class _Lowering:
         shapes: Shapes,
         folds: Folds,
         given: Collection[int],
-        compile: bool,
         overwritten: Overwritten,
-        runs: bool,
+        options: StepOptions,
     ) -> None:
-        self.ops, self.shapes, self.folds, self.given, self.compile = ops, shapes, folds, given, compile
+        self.ops, self.shapes, self.folds, self.given, self.compile = ops, shapes, folds, given, options.compile
         self.trees, self.overwritten = overwritten.trees, overwritten
         self.made = {value for op in ops for value in op.writes if value.name == "params"}  # versions and copies
         self.moved = {*self.made, *shapes.copies.origin}
-        self.kernels, self.casts = kernels() if runs else None, casts()
+        self.kernels, self.casts = kernels() if options.runs else None, casts()
         self.constants: dict[Any, Leaves] = {}
         self.prepare: dict[Any, tuple[Callable[..., Any], Sequence[Any]]] = {}
         self.drawing: int | None = None

@@ -6,6 +6,7 @@ params, batch, state        --> slots --> instructions --> slots -->        Resu
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,12 +15,13 @@ from torch import Tensor
 
 from fpipe.graphs.compiling.inductor import compile_all
 from fpipe.meaning.devices import homes_of, moves_of
-from fpipe.meaning.inputs_and_results import Keys, check_inputs, context_of
+from fpipe.meaning.inputs_and_results import check_inputs, context_of
 from fpipe.meaning.meaning import batch_of
 from fpipe.meaning.purity.ambient import raw_ops
 from fpipe.meaning.purity.sharded import local_of
 from fpipe.meaning.recorder import Notes, RecordedRow, Recorder
 from fpipe.meaning.single_device.result import Result
+from fpipe.meaning.step import StepInputs, StepOptions
 from fpipe.model import Model
 from fpipe.program import Program, Value
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
@@ -27,8 +29,7 @@ from fpipe.runtimes.lowering.host_lanes import beside, lanes_of, span_of
 from fpipe.runtimes.lowering.lower import lower
 from fpipe.runtimes.lowering.lowered import Lowered
 from fpipe.runtimes.lowering.rank_part import RankPart, See, Slots, Watch
-from fpipe.runtimes.lowering.shards import Share
-from fpipe.runtimes.lowering.slots import Given, entrance_of, exit_of, fact_of, handed_by, nets_of
+from fpipe.runtimes.lowering.slots import ProcessContext, entrance_of, exit_of, fact_of, handed_by, nets_of
 from fpipe.runtimes.lowering.untraced import Untraced
 
 GONE = "params and opt were donated to this step, and are overwritten in part: take them from where they were saved."
@@ -41,39 +42,33 @@ class Prepared:
         self,
         program: Program,
         model: Model,
-        params: Any,
-        batch: Any,
-        state: Any,
-        optim: Any,
-        key: Keys,
+        inputs: StepInputs,
         untraced: Untraced,
-        loss_scale: float = 1.0,
-        compile: bool = False,
-        home: torch.device | None = None,
-        replica: tuple[int, int] = (0, 1),
-        share: Share | None = None,
-        devices: Sequence[torch.device] = (),
-        watch_saved: bool = False,
-        donate: bool = False,
-        runs: bool = True,
+        options: StepOptions,
+        process: ProcessContext,
     ) -> None:
-        check_inputs(program, model, params, state, optim)
-        whole, sizes = batch_of(program, batch)
-        given: Given = (params, batch, state, optim)
-        homes, storages = homes_of(program, devices), dict[int, int]()
-        handed = handed_by(program, model, given, key, homes, home, storages, share)
-        options: Any = {"watch_saved": watch_saved, "loss_scale": loss_scale, "moves": moves_of(program, devices)}
-        context = context_of(program, model, params, sizes, replica, shared=handed.shared, **options)
+        check_inputs(program, model, inputs)
+        whole, sizes = batch_of(program, inputs.batch)
+        homes, storages = homes_of(program, process.devices), dict[int, int]()
+        handed = handed_by(program, model, inputs, process, homes, storages)
+        context = replace(
+            context_of(program, model, inputs.params, sizes, process.replica),
+            watch_saved=options.record,
+            loss_scale=options.loss_scale,
+            moves=moves_of(program, process.devices),
+            shared=handed.shared,
+        )
         known = {**handed.trees, **_constants_of(model, storages)}
-        lowered = lower(program, context, known, untraced, compile, donate, runs)
-        self.program, self.model, self.context, self.untraced, self.lowered = program, model, context, untraced, lowered
+        lowered = lower(program, context, known, untraced, options)
+        self.program, self.model, self.options = program, model, options
+        self.context, self.untraced, self.lowered = context, untraced, lowered
         self.at_home, self.shared = handed.at_home, handed.shared
         self.instructions, self.trees = lowered.instructions, lowered.trees
         self.weighed_rows = sum(sizes) if model.reduction == "mean" else 0
         self.entrance = entrance_of(lowered, model, handed, homes)
-        results = (params, whole, state, optim), handed.at_home, not untraced.stages
-        self.exit = exit_of(self._asked(program), model, lowered, *results)
-        self.lanes = lanes_of(self.instructions, lowered.trees, devices)
+        merged = replace(inputs, batch=whole)
+        self.exit = exit_of(self._asked(program), model, lowered, merged, handed.at_home, not untraced.stages)
+        self.lanes = lanes_of(self.instructions, lowered.trees, process.devices)
         self.part = RankPart(beside(self.instructions, self.lanes), model)
         self.recorder: Recorder | None = None
         held = _held_by_graphs(lowered, model)
@@ -89,20 +84,19 @@ class Prepared:
     def run(
         self,
         leaves: Sequence[Any],
-        state: Any,
-        key: Keys,
+        inputs: StepInputs,
         *,
-        record: Program | None,
-        check_finite: bool,
+        recorded: Program | None,
         see: See | None = None,
     ) -> Result:
-        """One step."""
+        """Run one step on the leaves of its arguments; `recorded` is the program that its timeline is about."""
+        check_finite = self.options.check_finite
         if self.model.held is not None:
             self.model.held.refuse_bound_anew(self.homes)
         leaves = [*map(local_of, leaves)]
         with raw_ops():
-            slots = self.entrance.filled(leaves, key)
-            notes = self._notes(record, leaves, slots) if record else None
+            slots = self.entrance.filled(leaves, inputs.key)
+            notes = self._notes(recorded, leaves, slots) if recorded else None
             device = next(iter(notes.devices), None) if notes else None
             watch = Watch(notes, check_finite, see, device, partial(span_of, self.lanes))
             self.context.overwrites = False
@@ -112,14 +106,14 @@ class Prepared:
                 if self.context.overwrites and self.lowered.given_up:
                     error.add_note(GONE)
                 raise
-            whole = self.exit.results(slots, state)
+            whole = self.exit.results(slots, inputs.state)
         return Result(**whole, timeline=self.recorder.timeline(notes) if self.recorder and notes else None)
 
-    def _notes(self, record: Program, leaves: Sequence[Any], slots: Slots) -> Notes:
+    def _notes(self, recorded: Program, leaves: Sequence[Any], slots: Slots) -> Notes:
         """Notes of a step, in which the leaves that it is handed and those that stages hold do not count."""
         if self.recorder is None:
             rows = [RecordedRow(one.ops, one.written, one.dead) for one in self.instructions]
-            self.recorder = Recorder(record, rows)
+            self.recorder = Recorder(recorded, rows)
         own = [leaf for slot, _ in self.entrance.held for leaf in slots[slot]]
         return self.recorder.begin([*leaves, *own, *_filled(self.lowered)])
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.graphs.language.graph import Fact, fact, in_own_storage
 from fpipe.meaning.devices import BATCH, brought, check_at_home, home_of
-from fpipe.meaning.inputs_and_results import NO_KEY, Keys, bind_inputs, collect_results
+from fpipe.meaning.inputs_and_results import bind_inputs, collect_results
 from fpipe.meaning.meaning import batch_of
 from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.meaning.purity.sharded import Sharding, local_of, sharding_of
@@ -24,6 +24,7 @@ from fpipe.meaning.single_device.batches import streams
 from fpipe.meaning.single_device.params_and_state import trained
 from fpipe.meaning.stages.keys import needs_key
 from fpipe.meaning.stages.memory_layout import is_strided, layout_of
+from fpipe.meaning.step import NO_KEY, Keys, StepInputs
 from fpipe.model import Model, who_draws
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import PARAMETERS, Program, Value
@@ -32,8 +33,22 @@ from fpipe.runtimes.lowering.lowered import FACTORS, KEY, Lowered
 from fpipe.runtimes.lowering.rank_part import Slots
 from fpipe.runtimes.lowering.shards import Share, Shared, refuse_shards, shared_of, state_of
 
-Given = tuple[Any, Any, Any, Any]
-"""Params, batch, state, and the optimizer's state with the learning rate."""
+
+@dataclass(frozen=True)
+class ProcessContext:
+    """Devices and replicas around the step of one process.
+
+    Attributes:
+        home: where leaves without data would be; None for the default device.
+        devices: one for each rank, or none where ranks compute where their tensors are.
+        replica: the number of this replica, and how many there are.
+        share: which part of each sharded parameter this process has.
+    """
+
+    home: torch.device | None = None
+    devices: Sequence[torch.device] = ()
+    replica: tuple[int, int] = (0, 1)
+    share: Share | None = None
 
 
 @dataclass(frozen=True)
@@ -56,24 +71,23 @@ class Handed:
 def handed_by(
     program: Program,
     model: Model,
-    given: Given,
-    key: Keys,
+    inputs: StepInputs,
+    process: ProcessContext,
     homes: Mapping[Value, torch.device],
-    home: torch.device | None,
     storages: dict[int, int],
-    share: Share | None,
 ) -> Handed:
-    """The leaves of what a step is handed; `homes` are the devices of ranks that read them, else `home`."""
-    leaves, containers = tree.flatten(given)
+    """Find the leaves of a step's arguments; `homes` are the devices of the ranks that read them."""
+    leaves, containers = tree.flatten(inputs.trees)
     params, batch, state, optim = tree.unflatten(containers, range(len(leaves)))
-    whole, sizes = batch_of(program, given[1])
-    batch = batch if whole is given[1] else streams(batch, len(sizes))
-    optim = None if given[3] is None else optim
-    ends = bind_inputs(program, model, params, batch, None if given[2] is None else state, key, optim)
+    whole, sizes = batch_of(program, inputs.batch)
+    batch = batch if whole is inputs.batch else streams(batch, len(sizes))
+    state = None if inputs.state is None else state
+    optim = None if inputs.optim is None else optim
+    ends = bind_inputs(program, model, StepInputs(params, batch, state, optim, inputs.key))
     trees, places, shared = dict[Value, AbstractTree](), dict[Value, Sequence[int]](), dict[Value, Shared]()
-    at_home = [home or torch.get_default_device()] * len(leaves)
+    at_home = [process.home or torch.get_default_device()] * len(leaves)
     if ends.pop(Value("key"), None) is not None:  # who asks for it is told apart, by stage and microbatch
-        trees[Value("key")] = AbstractTree((key,), tree.flatten(key)[1])
+        trees[Value("key")] = AbstractTree((inputs.key,), tree.flatten(inputs.key)[1])
     for value, held in ends.items():
         places[value], spec = tree.flatten(held)
         found = [leaves[at] for at in places[value]]
@@ -91,10 +105,10 @@ def handed_by(
         trees[value] = AbstractTree(tuple(map(_at, facts, moved.values())), spec)
         if value.name == "shard":
             who, paths = f"params[{value.stage}]", [path for path, _ in tree.paths(held)]
-            if share is None:
+            if process.share is None:
                 refuse_shards(trees[value], who, paths)
             else:
-                shared[value] = shared_of(trees[value], share, who, paths)
+                shared[value] = shared_of(trees[value], process.share, who, paths)
                 trees[value] = shared[value].own
         own = shared.get(value._replace(name="shard")) if value.name == "opt" else None
         if own is not None:
@@ -210,12 +224,12 @@ def exit_of(
     program: Program,
     model: Model,
     lowered: Lowered,
-    given: Given,
+    inputs: StepInputs,
     at_home: Sequence[torch.device],
     own: bool,
 ) -> Exit:
     """The way out to the outputs of a program, copies of what shares memory, or of all that is not the step's `own`."""
-    params, batch, state, optim = given
+    state = inputs.state
     taken, values = {*lowered.given} - lowered.given_up, dict[Value, Any]()
     for end in program.outputs:
         known = lowered.trees[end.value]
@@ -228,9 +242,9 @@ def exit_of(
     written = {end.name.stage for end in program.outputs if end.name.name == "state"}
     untouched = frozenset(n for n in range(len(model.stages)) if written and n not in written)
     state = [None if n in untouched else each for n, each in enumerate(state)] if written else None
-    whole = collect_results(program, model, params, batch, state, values, lambda leaf: leaf)
-    of_params = [*zip(tree.leaves(params), at_home, strict=False)]
-    of_state = [(leaf, None) for leaf in tree.leaves(None if optim is None else optim[0])]
+    whole = collect_results(program, model, replace(inputs, state=state), values, lambda leaf: leaf)
+    of_params = [*zip(tree.leaves(inputs.params), at_home, strict=False)]
+    of_state = [(leaf, None) for leaf in tree.leaves(None if inputs.optim is None else inputs.optim[0])]
     for name, given_as in (("grads", of_params), ("params", of_params), ("opt", of_state)):
         if name in whole:  # in the containers of what is handed in; gradients once or for each microbatch
             places, spec = tree.flatten(whole[name])

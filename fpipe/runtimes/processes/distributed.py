@@ -8,9 +8,10 @@ Each process has the whole program and knows the shapes of all of it, so nothing
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import count, repeat
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -20,15 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
 from fpipe.graphs.tracing.lru_cache import LRUCache
-from fpipe.meaning.inputs_and_results import Keys, check_call, optim_of
 from fpipe.meaning.optimizers.optimizer_state import example_optim
-from fpipe.meaning.purity.ambient import Untraceable, refuse_odd_modes
+from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.meaning.purity.sharded import is_sharded
 from fpipe.meaning.purity.user_lines import line_of
 from fpipe.meaning.single_device.params_and_state import check_params
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.stages.memory_layout import is_strided
-from fpipe.meaning.walk import Step
+from fpipe.meaning.step import Keys, Step, StepInputs, StepOptions
 from fpipe.model import Model
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Output, Program, Value, parts_of
@@ -43,62 +43,67 @@ from fpipe.runtimes.processes.elsewhere import Elsewhere
 from fpipe.runtimes.processes.exchange_lane import ExchangeLane, over_mesh
 from fpipe.runtimes.processes.message_order import messages, results_last
 from fpipe.runtimes.processes.peer_errors import PeerErrors
-from fpipe.runtimes.processes.prepared_rank import PreparedRank, end_of
+from fpipe.runtimes.processes.prepared_rank import PreparedRank, RankLinks, end_of
 from fpipe.runtimes.processes.process_mesh import group_of, refuse_other_size, replicas_of
 from fpipe.runtimes.processes.replicas import reduced_last
 from fpipe.runtimes.processes.same_batch import CheckBatch, digest, is_compared, of_batch
 from fpipe.runtimes.processes.transfers import Transfers
 from fpipe.transforms.communicate import with_transfers
 
-Given = tuple[Any, Any, Any, Any]
+
+@dataclass(frozen=True)
+class ProcessOptions:
+    """Options of `build` that only processes have.
+
+    Attributes:
+        mesh: the processes, by the names of their dimensions; None for the default group.
+        example: params, batch and state, of which the shapes are known everywhere.
+        timeout: seconds to wait for another rank; None for the group's.
+        broadcast: whether every rank gets the loss.
+        check_batch: when the ranks of a replica compare what they were handed.
+    """
+
+    mesh: DeviceMesh | None
+    example: Any
+    timeout: float | None
+    broadcast: bool
+    check_batch: CheckBatch
 
 
 def distributed(
     program: Program,
     model: Model,
     checked: Callable[[], tuple[Any, Any, Any]],
-    *,
-    mesh: DeviceMesh | None,
-    example: Any,
-    timeout: float | None,
-    broadcast: bool,
-    record: bool,
-    check_finite: bool,
-    loss_scale: float,
-    compile: bool,
-    check_batch: CheckBatch,
-    trace: bool,
-    donate: bool,
+    step_options: StepOptions,
+    links: ProcessOptions,
 ) -> Step:
-    """A step of one rank, `step(params, batch, *, state=None, key=None, opt=None, lr=None, scale=None) -> Result`,
-    called by all ranks alike.
+    """Make the step of one rank, which all ranks call alike.
 
-    The arguments are those of `build`, and `checked` refuses them or gives the example: it is called when there is a
-    way to tell the other ranks.
+    `checked` refuses the arguments of `build`, or returns the example. It is called once there is a way to report an
+    error to the other ranks.
     """
+    mesh, compile, record, donate = links.mesh, step_options.compile, step_options.record, step_options.donate
     group = group_of(program, mesh)
     rank = group.rank()
     device = next(
-        (leaf.device for leaf in tree.leaves(example) if isinstance(leaf, Tensor) and not leaf.is_meta),
+        (leaf.device for leaf in tree.leaves(links.example) if isinstance(leaf, Tensor) and not leaf.is_meta),
         torch.get_default_device(),
     )
     watchdog = Watchdog()
-    meeting = Meeting([dist.get_process_group_ranks(group)], rank, group, timeout, watchdog)
+    meeting = Meeting([dist.get_process_group_ranks(group)], rank, group, links.timeout, watchdog)
     replicas = replicas_of(program, mesh, group, meeting, device, watchdog)
     peer_errors = PeerErrors(rank, meeting, replicas)
     model, axes = over_mesh(model, mesh)
     lane = ExchangeLane(axes, device, meeting)
     signatures, known = Signatures(model), LRUCache[Any, PreparedRank](_MOST)
-    lost, numbers = list[str](), count(1)
+    lost, steps_begun = list[str](), 0
 
-    def prepared(given: Given, key: Keys) -> PreparedRank:
-        more: Any = {"loss_scale": loss_scale, "compile": compile, "home": device, "watch_saved": record}
-        more["donate"] = donate
-        untraced = Untraced({} if trace else dict.fromkeys(range(len(model.stages)), "trace=False"))
+    def prepared(inputs: StepInputs) -> PreparedRank:
+        untraced = Untraced({} if step_options.trace else dict.fromkeys(range(len(model.stages)), "trace=False"))
         while True:
             try:
                 made = PreparedRank(
-                    rank, group, transfers, replicas, lane, program, model, *given, key, untraced, **more
+                    RankLinks(rank, group, transfers, replicas, lane), program, model, inputs, untraced, step_options
                 )
                 break
             except Untraceable as error:
@@ -113,7 +118,7 @@ def distributed(
                     ) from error
                 untraced.stages[error.stage] = str(error)
         here = {op.stage for op in parts_of(program.ops) if op.kind == "F" and op.rank == rank}
-        for stage, why in untraced.surprises() if trace else ():
+        for stage, why in untraced.surprises() if step_options.trace else ():
             if stage in here:
                 warnings.warn(f"{UNDER_AUTOGRAD}: {why}", stacklevel=4)
         return made
@@ -132,20 +137,22 @@ def distributed(
         made.number = made.number or transfers.know(made.layouts)
         return made
 
-    def one_step(number: int, own: Given, more: Sequence[Any], key: Any) -> Result:
-        refuse_odd_modes()
-        key = check_call(program, more, key)
+    def run(own: StepInputs) -> Result:
+        number, key = steps_begun, own.key
         if any(stage.moved() for stage in of_nets):
-            check_params(model, _filled(own[0], shapes[0]))
-        params, batch, state = (_filled(one, of) for one, of in zip(own[:3], shapes, strict=False))
-        optim = own[3] and (_filled(own[3][0], shapes[3][0]), *own[3][1:])
-        given = params, batch, state, optim
-        leaves, containers = tree.flatten(given)
+            check_params(model, _filled(own.params, shapes.params))
+        params, batch = _filled(own.params, shapes.params), _filled(own.batch, shapes.batch)
+        state = _filled(own.state, shapes.state)
+        optim = own.optim
+        if optim is not None and shapes.optim is not None:
+            optim = (_filled(optim[0], shapes.optim[0]), *optim[1:])
+        inputs = StepInputs(params, batch, state, optim, key)
+        leaves, containers = tree.flatten(inputs.trees)
         signature = signatures.of(leaves, containers, homes=repeat(device))
         made = known.get(signature)
         new = made is None or number == 1  # at the first step the key is new
-        made = made or prepared(given, key)
-        handed = of_batch(own[1]) if is_compared(check_batch, number) else None
+        made = made or prepared(inputs)
+        handed = of_batch(own.batch) if is_compared(links.check_batch, number) else None
         if new or (handed is not None and group.size() > 1):
             transfers.meet()
             alike = {**around(), **(handed or {})}
@@ -161,31 +168,24 @@ def distributed(
         made.refuse_missing(leaves)
         made.step, made.step_batch = number, digest(handed or {})
         made.step_key = hash(key) if isinstance(key, tuple) else key
-        result = made.run(leaves, given[2], key, record=told, check_finite=check_finite)
+        result = made.run(leaves, inputs, recorded=told)
         if result.loss is None and has_loss:
             result = replace(result, loss=Elsewhere(has_loss[0]))
-        return result if own[2] is None else replace(result, state=_own(result.state, own[2]))
+        return result if own.state is None else replace(result, state=_own(result.state, own.state))
 
-    def step(
-        params: Sequence[Any],
-        batch: tuple[Any, Any],
-        *more: Any,
-        state: Sequence[Any] | None = None,
-        key: Any = None,
-        opt: Sequence[Any] | None = None,
-        lr: Any = None,
-        scale: Any = None,
-    ) -> Result:
+    @contextmanager
+    def reported() -> Generator[None]:
+        nonlocal steps_begun
         if lost:
             raise LostRank(f"{lost[0]}; start all ranks again.")
-        number = next(numbers)
+        steps_begun = number = steps_begun + 1
         watchdog.begin(number)
         transfers.begin()
         if replicas is not None:
             replicas.begin(exchanges)
         with watchdog.ctrl_c:
             try:
-                return one_step(number, (params, batch, state, optim_of(program, opt, lr, scale)), more, key)
+                yield
             except BaseException as error:
                 if donate:
                     error.add_note(GONE)
@@ -203,29 +203,22 @@ def distributed(
 
     try:
         params, *more = checked()
-        shapes: Given = (*tree.tree_map(_without_data, (_of_all(model, params), *more)), None)
-        shapes = (*shapes[:3], example_optim(program, shapes[0]))
+        shapes = StepInputs(*tree.tree_map(_without_data, (_of_all(model, params), *more)))
+        shapes = replace(shapes, optim=example_optim(program, shapes.params))
         told = program if record else None
         refuse_other_size(group, program, mesh)
-        program = reduced_last(results_last(with_transfers(_told(program, broadcast))))
+        program = reduced_last(results_last(with_transfers(_told(program, links.broadcast))))
         has_loss = [rank for end in program.outputs if end.name == Value("loss") for rank in end.homes]
         of_nets = [one.forward for one in model.stages if isinstance(one.forward, PositionalStage)]
-        options = {
-            "record": record,
-            "check_finite": check_finite,
-            "loss_scale": float(loss_scale),
-            "compile": compile,
-            "check_batch": check_batch,
-            "trace": trace,
-            "donate": donate,
-        }
-        peer_errors.everyone.agree(_BUILDING, of_build(program, shapes[0], options))
+        options = vars(step_options) | {"check_batch": links.check_batch}
+        del options["runs"]  # always true here
+        peer_errors.everyone.agree(_BUILDING, of_build(program, shapes.params, options))
         try:
             transfers = Transfers(messages(program), rank, group, meeting, device)
         except RuntimeError:
             meeting.agree(_TRACED, {})  # who does not come to that either is to blame
             raise
-        first = prepared(shapes, None)
+        first = prepared(shapes)
         lane.agree(_TRACED, first.exchanged)
         agreed(_TRACED, "example", first, None, {})
         if replicas is not None:
@@ -237,8 +230,8 @@ def distributed(
     groups = transfers.groups + ([] if replicas is None else replicas.groups) + [axis.group for axis in axes.values()]
     watchdog.start(transfers, [*peer_errors.boards, *lane.boards], groups)
     exchanges = first.exchanges
-    known[signatures.of(*tree.flatten(shapes), homes=repeat(device))] = first
-    return step
+    known[signatures.of(*tree.flatten(shapes.trees), homes=repeat(device))] = first
+    return Step(program, run, reported)
 
 
 _BUILDING = "building the step"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -20,6 +20,7 @@ from fpipe.graphs.language.graph import Fact
 from fpipe.graphs.tracing.exchanged import Exchanged
 from fpipe.meaning.purity.sharded import is_sharded
 from fpipe.meaning.recorder import NotesBeside
+from fpipe.meaning.step import StepInputs, StepOptions
 from fpipe.model import Model
 from fpipe.program import Program, Value, parts_of
 from fpipe.runtimes.faults.agreement import of_inputs, of_stages
@@ -29,12 +30,23 @@ from fpipe.runtimes.lowering.host_lanes import beside
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.rank_part import Slots, Watch, of_rank
 from fpipe.runtimes.lowering.shards import is_share
-from fpipe.runtimes.lowering.slots import Exit, ResultLeaf
+from fpipe.runtimes.lowering.slots import Exit, ProcessContext, ResultLeaf
+from fpipe.runtimes.lowering.untraced import Untraced
 from fpipe.runtimes.processes.clocks import ahead_of_rank_0, put_together
 from fpipe.runtimes.processes.exchange_lane import ExchangeLane
 from fpipe.runtimes.processes.message import Layout
 from fpipe.runtimes.processes.replicas import NO_EXCHANGES, Replicas
 from fpipe.runtimes.processes.transfers import Transfers
+
+
+class RankLinks(NamedTuple):
+    """What connects this process with the others: its rank in the pipeline's group, and the ways between them."""
+
+    rank: int
+    group: ProcessGroup
+    transfers: Transfers
+    replicas: Replicas | None
+    lane: ExchangeLane
 
 
 class PreparedRank(Prepared):
@@ -46,14 +58,14 @@ class PreparedRank(Prepared):
 
     def __init__(
         self,
-        rank: int,
-        group: ProcessGroup,
-        transfers: Transfers,
-        replicas: Replicas | None,
-        lane: ExchangeLane,
-        *args: Any,
-        **how: Any,
+        links: RankLinks,
+        program: Program,
+        model: Model,
+        inputs: StepInputs,
+        untraced: Untraced,
+        options: StepOptions,
     ) -> None:
+        rank, group, transfers, replicas, lane = links
         self.lane = lane
         self.rank, self.group, self.transfers, self.replicas, self.ahead = rank, group, transfers, replicas, None
         self.number = self.step = 0
@@ -61,8 +73,9 @@ class PreparedRank(Prepared):
         self.step_batch = ""
         replica = (0, 1) if replicas is None else (replicas.number, replicas.count)
         share = None if replicas is None else replicas.share
-        super().__init__(*args, **how, replica=replica, share=share)
         device = transfers.device
+        process = ProcessContext(device, replica=replica, share=share)
+        super().__init__(program, model, inputs, untraced, options, process)
         sent = [value for one in self.instructions if one.ops[0].kind == "SEND" for value in one.ops[0].writes]
         for value in sent:
             if value.name in KEPT and value.stage in self.untraced.stages:
