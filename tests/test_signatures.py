@@ -81,11 +81,13 @@ def deterministic():
 
 @contextmanager
 def rounding():
+    before = torch.backends.mkldnn.matmul.fp32_precision
     torch.set_float32_matmul_precision("medium")
     try:
         yield
     finally:
         torch.set_float32_matmul_precision("highest")
+        torch.backends.mkldnn.matmul.fp32_precision = before
 
 
 @contextmanager
@@ -113,6 +115,9 @@ class TwiceTheOp(TorchDispatchMode):
         return made * 2 if func is torch.ops.aten.tanh.default else made
 
 
+# Choose among kernels, of which some CPUs have one and some have two with other bits: AMX multiplies in bfloat16 where
+# the matmul precision allows it.
+BITS_DEPEND_ON_CPU = ("sdpa_kernel", "mkldnn", "deterministic", "matmul precision", "flops")
 FLAGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "sdpa_kernel": lambda: sdpa_kernel(SDPBackend.MATH),
     "mkldnn": lambda: torch.backends.mkldnn.flags(enabled=False),
@@ -148,7 +153,8 @@ def test_what_is_on_around_a_step_has_its_way_and_leaves_no_trace(case: str, tra
                 found = step(params, batch)
             assert same(found, fpipe.reference(model, params, batch, microbatches=2))
     assert traced == []  # the second time
-    assert same(found, outside) == (case in ("deterministic", "matmul precision"))
+    if case not in BITS_DEPEND_ON_CPU:
+        assert not same(found, outside)
     assert same(step(params, batch), outside)
     if case == "saved tensors":
         with pytest.raises(ValueError, match="saved_tensors_hooks are on"), around():
