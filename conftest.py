@@ -15,8 +15,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
+from fpipe.graphs.purity import ambient
 from fpipe.program import Program
 from tests import torch_versions
 from tests.processes import Processes
@@ -81,6 +83,24 @@ def processes(size: int) -> object:
 
 
 pair, trio, four = map(processes, (2, 3, 4))
+
+
+@pytest.fixture(autouse=True)
+def process_state() -> Iterator[None]:
+    """Fail a test that leaves a process group or a setting of torch behind, and not those that it would mislead."""
+    had_group, before = dist.is_initialized(), process_settings()
+    yield
+    changes = sorted({*process_settings()} - {*before})
+    if dist.is_initialized() and not had_group:
+        dist.destroy_process_group()
+        changes.append("a default process group")
+    if changes:
+        pytest.fail(f"the test leaves behind: {', '.join(changes)}")
+
+
+def process_settings() -> list[str]:
+    threads = f"{torch.get_num_threads()} threads"
+    return [*ambient.settings(), threads, f"autocast {ambient.autocast()}", f"device {torch.get_default_device()}"]
 
 
 def pytest_collection_finish() -> None:

@@ -17,6 +17,21 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\b[^\n]*\n(?P<code>.*?)^```[ ]*$(?:\s*^```text\n(?P<output>.*?)^```[ ]*$)?", re.M | re.S)
 
+BFLOAT16_PAGES = ["train.md", "verify.md"]
+"""Pages whose numbers are compared to within 2 %: each CPU adds up products in bfloat16 in its own order."""
+FRACTION = re.compile(r"\d+\.\d+")
+
+
+def assert_prints(page: Path, block: re.Match[str], printed: str) -> None:
+    """Compare what a block prints with what the page shows below it."""
+    expected = block["output"]
+    if expected is not None and page.name in BFLOAT16_PAGES:
+        numbers = [[float(number) for number in FRACTION.findall(text)] for text in (printed, expected)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=0.02)
+        printed, expected = (FRACTION.sub("#", text) for text in (printed, expected))
+    if expected is not None:
+        assert rstripped(printed) == rstripped(expected), f"{page.name}, below {block['code']}"
+
 
 def rstripped(text: str) -> list[str]:
     return [line.rstrip() for line in text.splitlines()]
@@ -36,8 +51,7 @@ def test_code_blocks_run_and_print_what_the_page_shows(page, tmp_path, monkeypat
         code = compile("\n" * above + block["code"], str(page), "exec", dont_inherit=True)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(code, namespace)
-        if block["output"] is not None:
-            assert rstripped(printed.getvalue()) == rstripped(block["output"]), f"{page.name}, line {above}"
+        assert_prints(page, block, printed.getvalue())
 
 
 @pytest.mark.parametrize("name", notebooks.PAGES)
@@ -59,18 +73,19 @@ def test_a_notebook_runs_and_prints_what_its_page_shows(name, tmp_path, monkeypa
     for code, block in zip(cells, blocks, strict=True):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             shell.run_cell(code).raise_error()
-        if block["output"] is not None:
-            assert rstripped(printed.getvalue()) == rstripped(block["output"]), code
+        assert_prints(notebooks.PAGES[name], block, printed.getvalue())
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_the_training_page_prints_the_same_on_any_number_of_processes(processes, tmp_path):
+def test_the_training_page_prints_the_same_on_any_number_of_processes(tmp_path):
     blocks = [*BLOCK.finditer((ROOT / "docs" / "train.md").read_text(encoding="utf-8"))]
     (tmp_path / "train.py").write_text("\n".join(block["code"] for block in blocks), encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    printed = subprocess.run([*command, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert rstripped(printed) == rstripped("".join(block["output"] or "" for block in blocks))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    alone, *others = (
+        subprocess.run([*torchrun, count, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        for count in "124"
+    )
+    assert others == [alone, alone]
 
 
 def test_the_readme_shows_code():
