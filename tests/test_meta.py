@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parameter import is_lazy
 
 import fpipe
+from fpipe.models.made_on_meta import made_on_meta
 from tests.own_autograd import own_autograd
 from tests.processes import Processes
 from tests.refusals import refusals
@@ -202,6 +204,20 @@ def test_a_function_moves_the_parameters_that_it_makes_alone():
     model, _, _ = fpipe.from_sequential(nn.Sequential(live), 1)
     with pytest.warns(UserWarning, match=r"^init_params copies '0.weight' and 1 more: no parameter .* is on meta"):
         assert torch.equal(fpipe.init_params(model, fpipe.program(model), rank=0)[0]["0.weight"], kept[0])
+
+
+def test_a_parameter_at_the_address_of_a_dropped_one_is_not_moved():
+    """Lazy layers drop the parameters of the class they extend: one run in three moved what came after them."""
+    net = nn.Module()
+
+    def make() -> nn.Module:
+        for number in range(100):
+            nn.Parameter(torch.empty(0))
+            net.register_parameter(str(number), nn.UninitializedParameter())
+        return net
+
+    assert made_on_meta(make) is net
+    assert all(map(is_lazy, net.parameters()))
 
 
 class Measured(nn.Linear):

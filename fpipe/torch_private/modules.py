@@ -131,17 +131,17 @@ def told_of_assignments(told: Callable[[nn.Module, str, Any, Callable[..., None]
 
 
 @contextmanager
-def parameters_made() -> Generator[set[int]]:
-    """The ids of the parameters that this thread makes meanwhile (2.13: `Parameter.__new__`, which those of copies and
+def parameters_made() -> Generator[dict[int, nn.Parameter]]:
+    """The parameters that this thread makes meanwhile, by id (2.13: `Parameter.__new__`, which those of copies and
     files call too; a class of parameters that does not, as lazy ones, is not seen)."""
     make, kept = nn.Parameter.__new__, vars(nn.Parameter)["__new__"]
-    made, thread = set[int](), threading.get_ident()
+    made, thread = dict[int, nn.Parameter](), threading.get_ident()
 
     def told(cls: type[nn.Parameter], *args: Any, **kwargs: Any) -> Any:
-        own: Any = make(cls, *args, **kwargs)
+        parameter: Any = make(cls, *args, **kwargs)
         if threading.get_ident() == thread:
-            made.add(id(own))
-        return own
+            made[id(parameter)] = parameter  # kept alive: a later tensor would have the id of one that is gone
+        return parameter
 
     nn.Parameter.__new__ = told
     try:
