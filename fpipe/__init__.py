@@ -11,7 +11,6 @@ from fpipe.check import check
 from fpipe.model import Model, Stage
 from fpipe.program import Input, Kind, Op, Output, Program, ProgramError, Value, pair, register_kind
 from fpipe.schedules.compare import Comparison, compare
-from fpipe.schedules.periodic import Periodic, periodic
 from fpipe.timing.amounts import register_cost
 from fpipe.timing.average import average
 from fpipe.timing.balance import balance
@@ -160,7 +159,6 @@ __all__ = [
     "Noise",
     "Op",
     "Output",
-    "Periodic",
     "Plan",
     "Pop",
     "Program",
@@ -228,7 +226,6 @@ __all__ = [
     "optimizer_state",
     "pair",
     "per_example",
-    "periodic",
     "place",
     "plan",
     "plan_run",

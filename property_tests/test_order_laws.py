@@ -1,5 +1,5 @@
 """One clock: `timing/lanes.py` defines when ops run, and whatever else plays an order says the same: here, and
-`columns` in test_time_laws.py, `wavefront` in test_periodic_laws.py."""
+`columns` in test_time_laws.py."""
 
 from __future__ import annotations
 
