@@ -12,7 +12,6 @@ from fpipe.model import Model, Stage
 from fpipe.program import Input, Kind, Op, Output, Program, ProgramError, Value, pair, register_kind
 from fpipe.schedules.compare import Comparison, compare
 from fpipe.timing.amounts import register_cost
-from fpipe.timing.average import average
 from fpipe.timing.balance import balance
 from fpipe.timing.bounds import Bounds, bounds
 from fpipe.timing.cluster import Cluster
@@ -179,7 +178,6 @@ __all__ = [
     "Value",
     "add_grads",
     "assign_grads",
-    "average",
     "balance",
     "boundary",
     "bounds",

@@ -461,8 +461,6 @@ fpipe.balance([1, 2], 2, parameters=["a", "b"])
     ValueError: the size of the parameters of layer 0 is a number, at least 0; found 'a'.
 fpipe.balance([1, 2], 2, parameters=[1, 2], scale="a")
     ValueError: scale is how many bytes are kept for a byte of parameters, at least 0; found 'a'.
-fpipe.average(3, THREE)
-    TypeError: before is an fpipe.Costs, as fpipe.profile measures them; found 3.
 fpipe.profile(PROGRAM, NET.model, PARAMS, BATCH, progress=3)
     TypeError: progress is called as progress(done, all), found 3.
 # It was an error of Python's own, far from where it was given.

@@ -384,21 +384,12 @@ def test_plan_run_ranks_ways_for_costs_and_for_a_model(tmp_path: Path):
     assert lines[-1].startswith("zbv: ")
 
 
-def test_a_row_says_what_its_time_and_memory_leave_out():
-    """A host that keeps the weights is no rank of the cluster: it ended the whole plan."""
+def test_a_host_that_keeps_the_weights_is_no_rank_of_the_cluster():
+    """It ended the whole plan."""
     costs = ("-c", "F=2ms,B=2ms,W=2ms,y=1GB,res=4GB,params=6GB", "--cluster", "2 ranks; inside 1us")
-    words = ("-p", "2", "-m", "4", *costs)
-    notes = {
-        "roundpipe": "free host transfers",
-        "chimera": "parameters on 2 ranks",
-        "pipe_offload": "free offload",
-    }
     for command in (["compare"], ["plan", "run", "--checkpoint", "never"]):
-        lines = out(*command, "gpipe", *notes, *words).splitlines()
-        row = {line.split()[0]: line for line in lines}
-        assert all(row[name].endswith(note) for name, note in notes.items())
-        assert " GiB " in row["gpipe"]
-        assert not any(note in row["gpipe"] for note in notes.values())
+        lines = out(*command, "gpipe", "roundpipe", "-p", "2", "-m", "4", *costs).splitlines()
+        assert {line.split()[0] for line in lines} >= {"gpipe", "roundpipe"}
 
 
 def test_a_model_s_file_imports_its_neighbours_by_either_door(tmp_path: Path):

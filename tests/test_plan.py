@@ -1,4 +1,4 @@
-"""plan: groups of layers for RoundPipe, as few turns of the largest as can be; average: costs that are believed."""
+"""plan: groups of layers for RoundPipe, as few turns of the largest as can be."""
 
 from itertools import combinations, product
 from typing import Any
@@ -137,9 +137,5 @@ fpipe.plan(fpipe.Costs(), 4, stages=2)
     ValueError: these layers make 3 groups at most, for 4 ranks; use fewer ranks.
 fpipe.plan([fpipe.Costs()] * 2, 1, stages=[2])
     ValueError: stages and memory are lists with an entry for each model; there are 2 models.
-fpipe.average(None, fpipe.Costs(), weight=2)
-    ValueError: weight is how much the new costs count, from 0 to 1; found 2.
-fpipe.average(fpipe.Costs([1, 2]), fpipe.Costs([1]))
-    ValueError: forward is of 2 stages before and of 1 now; start a new average.
 """,
 )

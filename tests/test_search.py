@@ -176,7 +176,6 @@ RUN: list[dict[str, Any]] = [
     {"placement": "looped", "split_backward": False},
     {"memory_cap": 1, "checkpoint": "auto"},
     {"checkpoint": "always", "objective": "span"},
-    {"memory_cap": 1, "placement": "looped", "costs": fpipe.Costs(5, 6, 4, offload=5)},
     {},
 ]
 
@@ -186,16 +185,14 @@ def test_what_is_found_runs(words: dict[str, Any]):
     """The gradients of plain autograd, to the bit, and the schedule put on another program of these sizes."""
     net = tiny(("batch", 0, 1, 2))
     model, params, batch = net.model, net.params(), net.batch(9)
-    costs = words.get("costs", COSTS[3])
-    found = quick(model, **({"costs": costs, "ranks": 2, "microbatches": 4} | words))
-    assert any(op.kind == "OFFLOAD" for op in found.program.ops) == ("costs" in words)
+    found = quick(model, COSTS[3], ranks=2, microbatches=4, **words)
     program = fpipe.chain(fpipe.split(4), found.schedule, fpipe.merge())(fpipe.program(model))
     fpipe.check(fpipe.chain(fpipe.communicate(), fpipe.free())(program))
     assert fpipe.verify(program, model, params, batch).bitwise
     here, there = (fpipe.build(program, model, runtime=name)(params, batch) for name in ("local", "threads"))
     results = ((result.loss, result.grads) for result in (here, there))
     assert all(map(torch.equal, *map(fpipe.tree.leaves, results)))
-    assert fpipe.simulate(program, costs).makespan == pytest.approx(found.timeline.makespan)
+    assert fpipe.simulate(program, COSTS[3]).makespan == pytest.approx(found.timeline.makespan)
 
 
 @pytest.mark.parametrize("placement", ["linear", "v", "looped", [0, 1, 1, 0, 1, 0]])
@@ -329,7 +326,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"costs": fpipe.Costs([1, 2])}, "forward lists 2 costs, but the program has a stage 2"),
     ({"costs": fpipe.Costs(transfer={(0, 1): 1})}, "transfer says nothing of the link from rank 1 to rank 0"),
     ({"progress": 3}, "progress is a function progress(share, best, bound), found 3."),
-    ({"offload": "always"}, 'offload is "auto" or "never", found \'always\'.'),
     ({"shard": "use"}, "shard lists some of step, run, use; found"),
     ({"shard": ["twice"]}, "shard lists some of step, run, use; found"),
 ]

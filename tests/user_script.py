@@ -111,7 +111,7 @@ def timed(program: fpipe.Program, file: Path) -> float:
     spread: fpipe.Robustness = fpipe.robustness(program, costs, noise=fpipe.Noise(jitter=0.1))
     fpipe.plot(program, timeline, file=file, style=fpipe.Style(width_mm=84, font_pt=7))
     rows = side_by_side.rows[0], spread.rows[0]
-    print(fpipe.average(None, costs), fpipe.balance([1, 2, 3], 2), rows)
+    print(fpipe.balance([1, 2, 3], 2), rows)
     ways: fpipe.Plan | tuple[fpipe.Plan, ...] = fpipe.plan(costs, 2)
     print(ways, max(timeline.peak), [event.start for event in timeline.events])
     return timeline.makespan - limits.makespan

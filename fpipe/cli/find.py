@@ -9,7 +9,7 @@ import typer
 
 from fpipe.cli import options
 from fpipe.cli.output import number, print_error, print_program, progress, table, write_pictures
-from fpipe.finding.search import Objective, Offload, Policy, Solver
+from fpipe.finding.search import Objective, Policy, Solver
 from fpipe.finding.search import search as find
 from fpipe.interop import to_json
 from fpipe.timing.costs import Costs
@@ -68,7 +68,6 @@ def search(
     solver: Solver = "auto",
     split_backward: Literal["auto", "all", "none"] = "auto",
     checkpoint: Policy = "never",
-    offload: Offload = "auto",
     without: Without = None,
     shard: options.Shard = None,
     seed: options.Seed = 0,
@@ -111,7 +110,6 @@ def search(
             objective=objective,
             solver=solver,
             checkpoint=checkpoint,
-            offload=offload,
             without=without or (),
             shard=shard or (),
             seed=seed,

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from fpipe.finding.kept import Kept
 from fpipe.program import HtmlRepr, Program
-from fpipe.timing.caveats import caveats
-from fpipe.timing.costs import the_costs
 from fpipe.timing.timeline import Timeline
 
 
@@ -83,11 +81,6 @@ class Found(HtmlRepr):
         """Its timeline."""
         return {"found": self.timeline}
 
-    @property
-    def note(self) -> str:
-        """The words for what time and memory leave out: parameters on several ranks, free moves."""
-        return caveats(self.program, the_costs(self.timeline.costs))
-
     def __str__(self) -> str:
         best = "no order of these ops on these ranks takes less"
         if self.gap > 1e-9:
@@ -97,8 +90,6 @@ class Found(HtmlRepr):
             lines.append(f"the best schedule by name is {self.beat[0]} with {self.beat[1]:g}")
         if self.gather:
             lines.append(f"parameters are gathered by fpipe.shard(gather={self.gather!r}), which no bound here counts")
-        if self.note:
-            lines.append(self.note)
         return "\n".join(lines)
 
     def __repr__(self) -> str:

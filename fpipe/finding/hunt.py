@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from random import Random
 
@@ -13,13 +13,11 @@ from fpipe.finding.list_orders import ListOrders, rules
 from fpipe.finding.memory_limits import limits_of, tightened
 from fpipe.finding.memory_limits import room as room_of
 from fpipe.finding.named_starts import WITHOUT, named_starts
-from fpipe.finding.offloaded_tasks import OffloadedTasks, may_leave
 from fpipe.finding.op_facts import again_of, easier, full_are_cheaper, has, kinds_of, made, recomputing
 from fpipe.finding.pool import Entry, entries, improve
 from fpipe.finding.wanted import Wanted
 from fpipe.orders.climb import Value
-from fpipe.orders.stretch import Rows
-from fpipe.orders.tasks import Tasks, tasks_of
+from fpipe.orders.tasks import tasks_of
 from fpipe.program import Op, Program
 from fpipe.timing.bounds import bounds
 from fpipe.timing.simulate import simulate
@@ -32,14 +30,10 @@ RULES_TRIED = 24
 """Rules of list scheduling that are tried in each placement."""
 OTHER_PLACEMENTS = 12
 """Placements that no word says which are tried."""
-BEYOND = 1.5, 2, 3, math.inf
-"""How many times the room an order may ask for of which some residuals then wait on the host."""
 CHOICE_RULES = 3
 """Rules of list scheduling by which a choice of what is recomputed is judged."""
 ORDERING = 50
 """Price of list scheduling an op, in played ops."""
-OFFLOADING = "bpipe", "pipe_offload"
-"""Named schedules that move residuals."""
 IMPROVED = 4
 """Improved orders that are simulated, the best first."""
 
@@ -67,7 +61,6 @@ class Hunt:
         self.named: dict[str, NamedRow] = {}
         self.least = math.inf  # the smallest peak of all that were seen
         self.pool: list[Entry] = []
-        self.away: list[Entry] = []  # orders of which some residuals wait on the host
         self.starts: dict[str, Transform] = {}  # the named schedules
         self.stopped = False
         self.bounds: dict[Hashable, float] = {}
@@ -79,23 +72,22 @@ class Hunt:
         for base in self.bases:
             self.names(base, by_cost=False)
             for placement in self.wanted.placements:
-                self._lists(base, placement, RULES_TRIED, moves=self.wanted.moves)
+                self._lists(base, placement, RULES_TRIED)
         if not self.optimal():
             self.names(self.bases[0], by_cost=True)
 
     def improve(self, effort: float) -> None:
         """Improve the best of them for so many played ops."""
         elsewhere = self.wanted.free and self.bases[0].stages > self.wanted.ranks
-        choose, moves = self.wanted.choose, self.wanted.moves
-        parts = [0.2 * elsewhere, (0.4 - 0.1 * moves) * choose, (0.4 - 0.1 * choose) * moves]
+        parts = [0.2 * elsewhere, 0.4 * self.wanted.choose]
         self._improve(self.pool, effort * (1 - sum(parts)))
-        for part, go_on in zip(parts, (self._elsewhere, self._recomputed, self._moved), strict=True):
+        for part, go_on in zip(parts, (self._elsewhere, self._recomputed), strict=True):
             if part and not self.optimal() and not self.stopped:
                 go_on(effort * part)
 
     def optimal(self) -> bool:
         """Whether nothing is left to gain, wherever the stages are."""
-        floors = [entry.floor for entry in (*self.pool, *self.away)]
+        floors = [entry.floor for entry in self.pool]
         if self.best is not None and not floors:
             floors.append(self.floor(self.best.program))
         if self.wanted.free and self.bases[0].stages > self.wanted.ranks:
@@ -123,9 +115,8 @@ class Hunt:
             rooms = [room_of(entry.tasks, entry.limits) for entry in self.pool]
             room = max((one[0] for one in rooms), default=0.0), min((one[1] for one in rooms), default=1.0)
         most = wanted.microbatches or base.microbatches
-        without = wanted.without if wanted.offload else {*wanted.without, *OFFLOADING}
         starts = named_starts(
-            base, wanted.ranks, wanted.costs, room, wanted.objective, by_cost=by_cost, most=most, without=without
+            base, wanted.ranks, wanted.costs, room, wanted.objective, by_cost=by_cost, most=most, without=wanted.without
         )
         self.take(starts, base, improve=improve)
 
@@ -142,10 +133,8 @@ class Hunt:
                     continue
                 self.starts[name] = transform
                 fits = self.known(name, program)
-                tasks = tasks_of(program, wanted.costs) if improve and (fits or wanted.moves) else None
-                if tasks is not None and not fits:
-                    self.away += self._moving(tasks, limits_of(tasks, wanted.cap, wanted.costs), [tasks.rows])
-                elif tasks is not None:
+                tasks = tasks_of(program, wanted.costs) if improve and fits else None
+                if tasks is not None:
                     limits = limits_of(tasks, wanted.cap, wanted.costs)
                     self.pool += entries(tasks, limits, [tasks.rows], wanted.objective, self.floor(program))
                 if not has(program, "B"):
@@ -178,13 +167,11 @@ class Hunt:
         wanted = self.wanted
         if program.ranks != wanted.ranks or sum(op.kind == "R" for op in program.ops) != recomputed:
             return False
-        if not wanted.offload and has(program, "OFFLOAD"):
-            return False
         if (wanted.halves and has(program, "B")) or (wanted.halves is False and has(program, "I")):
             return False
         return wanted.free or program.placement in wanted.placements
 
-    def _lists(self, base: Program, placement: Sequence[int], tried: int, *, moves: bool = False) -> list[Entry]:
+    def _lists(self, base: Program, placement: Sequence[int], tried: int) -> list[Entry]:
         """Orders by rules, with halves where a full backward gains nothing."""
         wanted, found = self.wanted, list[Entry]()
         variants = self._variants(base)
@@ -200,27 +187,8 @@ class Hunt:
             orders = (lists.order(rule, oldest) for oldest in ways for rule in islice(rules(wanted.seed), tried))
             rows = [tasks.rows, *(order for order in orders if order is not None)]
             found += entries(tasks, limits, rows, wanted.objective, self.floor(program))
-            if moves:
-                wider = (ListOrders(tasks, [limit * more for limit in limits]) for more in BEYOND)
-                kept = (lists.order(rule) for lists in wider for rule in islice(rules(wanted.seed), tried // 3))
-                self.away += self._moving(tasks, limits, [order for order in kept if order is not None])
         self.pool += found
         return found
-
-    def _moving(self, tasks: Tasks, limits: Sequence[float], orders: Iterable[Rows]) -> list[Entry]:
-        """Orders that hold more than there is room for, with as many residuals away as that asks for."""
-        if not may_leave(tasks):
-            return []
-        said = {one.name: getattr(tasks, one.name) for one in fields(tasks)}
-        moving = OffloadedTasks(**said, room=limits, costs=self.wanted.costs)
-        free = [math.inf for _ in limits]
-        return entries(moving, free, orders, self.wanted.objective, self.floor(tasks.program, stay=False))
-
-    def _moved(self, effort: float) -> None:
-        """Improve orders of which some residuals wait on the host, and the best of those that do without."""
-        for entry in sorted(self.pool, key=lambda entry: entry.value)[:IMPROVED]:
-            self.away += self._moving(entry.tasks, entry.limits, [entry.rows])
-        self._improve(self.away, effort)
 
     def _improve(self, pool: Sequence[Entry], effort: float) -> None:
         if not pool:
@@ -235,10 +203,7 @@ class Hunt:
         for entry in improved[: IMPROVED if exact else len(improved)]:
             if self.best is None or entry.value < self.best.value:  # what links and senders add makes it no shorter
                 self.judge(entry)
-        if pool is self.away:
-            self.away = [*improved[:IMPROVED], *self.away]
-        else:
-            self.pool = [*improved[:IMPROVED], *self.pool]
+        self.pool = [*improved[:IMPROVED], *self.pool]
 
     def judge(self, entry: Entry) -> None:
         """Simulate an order, and keep it if it is the best; one that holds too much after all is held tighter."""
@@ -246,11 +211,7 @@ class Hunt:
         for _ in range(4):
             program = entry.tasks.ordered(entry.rows)
             timeline = simulate(program, wanted.costs)
-            if (
-                self.consider(program, timeline)
-                or wanted.costs.bytes is None
-                or isinstance(entry.tasks, OffloadedTasks)
-            ):
+            if self.consider(program, timeline) or wanted.costs.bytes is None:
                 return
             limits = tightened(entry.tasks, entry.rows, entry.limits, timeline.peak, wanted.cap)
             lists = ListOrders(entry.tasks, limits)

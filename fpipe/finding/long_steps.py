@@ -8,11 +8,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count, islice
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from fpipe.finding.hunt import Hunt
 from fpipe.finding.named_starts import chooses, schedule_of, searches
-from fpipe.finding.offloaded_tasks import OffloadedTasks
 from fpipe.finding.op_facts import made
 from fpipe.finding.pool import Entry
 from fpipe.finding.wanted import Wanted
@@ -30,8 +29,6 @@ from fpipe.transforms.merge import merge
 from fpipe.transforms.reorder import by_table
 from fpipe.transforms.split import split
 from fpipe.transforms.split_backward import split_backward
-
-T = TypeVar("T", bound=Tasks)
 
 LONG = 4
 """Microbatches for each rank beyond which a shorter step is searched."""
@@ -85,8 +82,7 @@ def stretched(short: Hunt, long: Hunt) -> None:
     """
     wanted = long.wanted
     more = long.bases[0].microbatches - short.bases[0].microbatches
-    pool = (*short.pool, *short.away)
-    likely = sorted(pool, key=lambda entry: entry.value[0] + more * pace(entry.tasks, entry.rows))[:LIKELY]
+    likely = sorted(short.pool, key=lambda entry: entry.value[0] + more * pace(entry.tasks, entry.rows))[:LIKELY]
     found = [one for entry in likely for one in _of(entry, wanted, more)]
     for one in sorted(found, key=lambda one: one.value):
         if long.best is not None and long.best.value[0] <= one.value * (1 + 1e-9):
@@ -207,13 +203,9 @@ def _ordered(base: Program, tasks: Tasks, rows: Rows) -> Program | None:
         turns = [count() for _ in lasts]
         cells.append([(lasts[track].kind, lasts[track].stage, next(turns[track]), None) for track in row])
     try:
-        program = by_table(base, cells, move=True)
+        return by_table(base, cells, move=True)
     except ProgramError:
         return None
-    if isinstance(tasks, OffloadedTasks):
-        long = lengthened(tasks, program.microbatches - tasks.program.microbatches)
-        return None if long is None else long.moved(program, rows)
-    return program
 
 
 def longer(tasks: Tasks, rows: Rows, more: int) -> Iterator[Rows]:
@@ -233,7 +225,7 @@ def _steady(tasks: Tasks, rows: Rows) -> list[Steady]:
     return steady_states(rows, [[ends[op] - tasks.seconds[op] for op in row] for row in firsts])
 
 
-def lengthened(tasks: T, more: int) -> T | None:
+def lengthened(tasks: Tasks, more: int) -> Tasks | None:
     """The tasks of `more` microbatches more, each like the first; None where they are not all alike."""
     count = tasks.program.microbatches
     if any(len(steps) != count or len({*map(len, steps)}) > 1 for steps in tasks.tracks):

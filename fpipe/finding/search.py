@@ -35,7 +35,6 @@ Placement = Literal["any", "linear", "looped", "v"] | Sequence[int]
 Objective = Literal["makespan", "span"]
 Solver = Literal["auto", "local", "cp-sat"]
 Policy = Literal["never", "auto", "always", "except_last"]
-Offload = Literal["auto", "never"]
 Progress = Callable[[float, float, float], None]
 
 RATE = 7_500_000
@@ -56,7 +55,6 @@ def search(
     solver: Solver = "auto",
     split_backward: bool | Literal["auto"] = "auto",
     checkpoint: Policy | Callable[[int, int], bool] = "never",
-    offload: Offload = "auto",
     without: Collection[str] = (),
     shard: Collection[str] = (),
     seed: int = 0,
@@ -89,12 +87,8 @@ def search(
         split_backward: whether backwards are cut in two: all, none, or ("auto") where it helps.
         checkpoint: what is recomputed: "never", a policy of `fpipe.checkpoint`, or ("auto") any stages and microbatches
             for which a cap makes it worth the time.
-        offload: whether residuals may wait elsewhere. "auto" moves those of any stage and microbatch to the host where
-            there is a cap and the costs say what that takes (`offload`, `load`, `host_bandwidth`): it also improves
-            orders that hold more than there is room for, of which as few leave as the cap asks for, and of these the
-            ones that are back last. An OFFLOAD stands behind its forward, a LOAD as many ops before its reader as it
-            takes. "never" leaves out "bpipe" and "pipe_offload", too.
-        without: names of schedules that it does not start from: "chimera" and "dualpipe" hold the parameters twice.
+        without: names of schedules that it does not start from: "chimera" and "dualpipe" hold the parameters twice,
+            "bpipe" and "pipe_offload" move residuals, for nothing unless the costs say what that takes.
         shard: which policies of gathering are tried where replicas share parameters out, of "step", "run" and "use"
             (`fpipe.shard`), each on what is found. What is gathered counts under the cap: where it is too much, the
             search begins again under a smaller one. Costs say what a gather takes (`gather`, `scatter`, or a cluster
@@ -148,7 +142,6 @@ def search(
         seed=whole("seed", seed, least=0, most=math.inf),
         without=frozenset(without),
         choose=checkpoint == "auto" and cap < math.inf,
-        offload=_one_of("offload", offload, Offload) == "auto",
         microbatches=base.microbatches,
     )
     if _one_of("solver", solver, Solver) == "cp-sat" and not installed():

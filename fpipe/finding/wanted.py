@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from fpipe.orders.climb import Value, worth
-from fpipe.timing.amounts import listed
 from fpipe.timing.costs import Costs
 from fpipe.timing.timeline import Timeline
 
@@ -21,7 +19,6 @@ class Wanted:
         halves: whether backwards are split: all (True), none (False), or where it helps (None).
         without: names of schedules that it does not start from.
         choose: whether stages and microbatches that are recomputed may be any.
-        offload: whether residuals may leave their rank.
         microbatches: of the whole step, of which a shorter one may be searched.
     """
 
@@ -35,15 +32,7 @@ class Wanted:
     seed: int
     without: frozenset[str] = frozenset()
     choose: bool = False
-    offload: bool = True
     microbatches: int = 0
-
-    @property
-    def moves(self) -> bool:
-        """Whether it is chosen which residuals wait on the host: where costs say what that takes, and a cap asks."""
-        costs = self.costs
-        said = any(any(listed(seconds)) for seconds in (costs.offload, costs.load or 0)) or bool(costs.host_bandwidth)
-        return self.offload and said and self.cap < math.inf
 
     def value(self, timeline: Timeline) -> Value:
         """The objective of a timeline, and then the other."""

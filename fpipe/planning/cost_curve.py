@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from fpipe.program import Value
 from fpipe.timing.amounts import between
-from fpipe.timing.average import SECONDS
 from fpipe.timing.costs import Costs
 from fpipe.timing.value_bytes import NamedBytes
 
@@ -53,12 +52,15 @@ class CostCurve:
         return _between(few, many, (rows - sizes[high - 1]) / (sizes[high] - sizes[high - 1])), "interpolated"
 
 
-_MOVING = "send", "receive"
+_SECONDS = ("forward", "backward_input", "backward_weight", "recompute", "backward", "offload", "load", "exchange")
+_SECONDS_OF_MOVES = "send", "receive"
 
 
 def _between(few: Costs, many: Costs, share: float) -> Costs:
     """Straight between: seconds of ops and of transfers, and bytes; all else as for the smaller microbatch."""
-    mixed = {word: between(word, getattr(few, word), getattr(many, word), share) for word in (*SECONDS, *_MOVING)}
+    mixed = {
+        word: between(word, getattr(few, word), getattr(many, word), share) for word in (*_SECONDS, *_SECONDS_OF_MOVES)
+    }
     if isinstance(few.transfer, int | float) and isinstance(many.transfer, int | float):
         mixed["transfer"] = between("transfer", few.transfer, many.transfer, share)
     return replace(few, **mixed, bytes=_bytes(few.bytes, many.bytes, share))

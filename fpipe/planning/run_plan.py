@@ -9,8 +9,6 @@ from typing import Any, Literal
 
 from fpipe.program import HtmlRepr, Program
 from fpipe.timing.amounts import aligned, amount
-from fpipe.timing.caveats import caveats
-from fpipe.timing.costs import the_costs
 from fpipe.timing.robustness import At, Spread
 from fpipe.timing.timeline import Timeline
 
@@ -61,11 +59,6 @@ class PlanRow:
         kept = "" if self.checkpoint == "never" else f", recompute {self.checkpoint}"
         gathered = f", gather {self.gather}" if self.gather else ""
         return f"{self.schedule}, m={self.microbatches}{kept}{gathered}"
-
-    @property
-    def note(self) -> str:
-        """The words for what time and memory leave out: parameters on several ranks, free moves."""
-        return caveats(self.program, the_costs(self.timeline.costs))
 
     @property
     def most(self) -> float:
@@ -145,7 +138,7 @@ class RunPlan(HtmlRepr):
         return tuple(row for at, row in enumerate(self.rows) if at < most or row in self.front)
 
     def cells(self, rows: Iterable[PlanRow]) -> list[list[str]]:
-        """Rows of the table as text, its heading first. A star marks the front, and a note what is left out."""
+        """Rows of the table as text, its heading first. A star marks the front."""
         drawn = any(row.spread is not None for row in self.rows)
         shards = any(row.gather for row in self.rows)
         words = ["recompute", *(["gather"] if shards else []), "seconds"]
@@ -157,7 +150,7 @@ class RunPlan(HtmlRepr):
             words = [row.schedule, str(row.microbatches), f"{row.rows:g}", row.checkpoint]
             words += [*([row.gather] if shards else []), f"{row.makespan:.5g}"]
             rest = [f"{row.bubble:.1%}", held, f"{row.throughput:.5g}", row.costs]
-            marks = "*" * (row in self.front), "" if row.fits else "too much", row.note
+            marks = "*" * (row in self.front), "" if row.fits else "too much"
             table.append([*words, *(spread if drawn else []), *rest, " ".join(filter(None, marks))])
         return table
 

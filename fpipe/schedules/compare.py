@@ -13,7 +13,6 @@ from fpipe.program import HtmlRepr, Program, Value
 from fpipe.schedules.named import parse
 from fpipe.timing.amounts import aligned, amount, checked_count
 from fpipe.timing.bounds import bounds
-from fpipe.timing.caveats import caveats
 from fpipe.timing.costs import Costs, PerStage, computing, the_costs
 from fpipe.timing.simulate import simulate
 from fpipe.timing.timeline import Timeline
@@ -43,7 +42,6 @@ class ScheduleRow:
         bound: seconds that no order in this placement and memory goes below (`fpipe.bounds`).
         above: how far above it the makespan is, as a share of it.
         refused: why it does not serve these sizes, or "".
-        note: what time and memory leave out: parameters on several ranks, moves that take no time (free).
         timeline: when everything happens.
     """
 
@@ -59,7 +57,6 @@ class ScheduleRow:
     bound: float = _NONE
     above: float = _NONE
     refused: str = ""
-    note: str = ""
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
 
 
@@ -109,8 +106,6 @@ class Comparison(HtmlRepr):
         served = [row for row in self.rows if row.timeline is not None]
         sized = len({(row.ranks, row.microbatches) for row in served}) > 1  # a program has sizes of its own
         heading = ["makespan", "span", "bubble", "bubble of span", "idle", "peak", "bound", "above"]
-        noted = any(row.note for row in served)
-        heading += ["note"] * noted
         return [["schedule", *(["ranks", "microbatches"] if sized else []), *heading]] + [
             [
                 row.name,
@@ -123,13 +118,12 @@ class Comparison(HtmlRepr):
                 amount(row.peak, row.timeline is not None and row.timeline.in_bytes),
                 f"{row.bound:.6g}",
                 f"{row.above:.1%}",
-                *([row.note] if noted else []),
             ]
             for row in served
         ]
 
     def __str__(self) -> str:
-        lines = aligned(self.cells, [word in ("schedule", "note") for word in self.cells[0]])
+        lines = aligned(self.cells, [word == "schedule" for word in self.cells[0]])
         refused = [f"{row.name}: {row.refused}" for row in self.rows if row.refused]
         return "\n".join(
             (lines if len(lines) > 1 else []) + [textwrap.fill(one, 100, subsequent_indent="  ") for one in refused]
@@ -230,7 +224,6 @@ def _row(name: str, program: Program, said: Costs | Callable[[float], Costs]) ->
         max(found.peak),
         least.makespan,
         least.gap(found),
-        note=caveats(program, costs),
         timeline=found,
     )
 

@@ -82,7 +82,7 @@ def between(word: str, before: Any, now: Any, weight: float) -> Any:
         return now
     listed = {len(cost) for cost in (before, now) if isinstance(cost, Sequence)}
     if len(listed) > 1:
-        raise ValueError(f"{word} is of {len(before)} stages before and of {len(now)} now; start a new average.")
+        raise ValueError(f"{word} lists {len(before)} stages for one size and {len(now)} for another; list as many.")
     if not listed:
         return (1 - weight) * before + weight * now
     rows = [cost if isinstance(cost, Sequence) else [cost] * max(listed) for cost in (before, now)]
