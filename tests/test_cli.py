@@ -257,9 +257,7 @@ def test_what_a_pipe_gives_is_refused_with_its_place(given: str, sentence: str):
     assert (code, complaint.startswith(f"error: standard input: {sentence}")) == (1, True)
 
 
-@pytest.mark.parametrize(
-    "command", ["schedules", "show", "compare", "robustness", "check", "verify", "bench", "export"]
-)
+@pytest.mark.parametrize("command", ["schedules", "show", "compare", "check", "verify", "bench", "export"])
 def test_help_teaches_with_examples_that_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each example of the help, but for those that need another tool."""
     monkeypatch.chdir(tmp_path)
@@ -401,11 +399,3 @@ def test_a_model_s_file_imports_its_neighbours_by_either_door(tmp_path: Path):
     assert ran.returncode == 1
     assert ran.stderr.startswith("error: --model returns (model, params, batch)")
     assert "found 'no model'" in ran.stderr
-
-
-def test_robustness_says_who_is_best_when_costs_vary(tmp_path: Path):
-    picture = tmp_path / "spread.png"
-    lines = out("robustness", "one_f_one_b", "zb_h1", "--slow-rank", "1.3", "--samples", "9", "--png", str(picture))
-    assert lines.splitlines()[0].split() == ["schedule", "nominal", "median", "p95", "fragile"]
-    assert "shortest at the median zb_h1, at the 95th percentile zb_h1" in lines
-    assert picture.is_file()

@@ -50,7 +50,6 @@ def start(imports: Imports = None, asked: Version = False) -> None:
       python -m fpipe compare gpipe one_f_one_b --costs F=1,B=1,W=1,c=0.1
       python -m fpipe search -p 4 -m 8 -s 8 --memory-cap 2 --costs F=10,B=12,W=8
       python -m fpipe plan run --model mine.py:step -p 4 -m 8/16/32 --memory 40GiB
-      python -m fpipe robustness one_f_one_b zb_h1 --jitter 0.1 --slow-rank 1.3
       python -m fpipe check my_table.csv
       python -m fpipe verify one_f_one_b
       python -m fpipe check-grads rank0.pt rank1.pt --model mine.py:step
@@ -83,7 +82,7 @@ def _refusing(command: Callable[..., None]) -> Callable[..., None]:
 
 
 COMMANDS = (
-    *(see.schedules, see.show, see.compare, see.robustness, find.search, prove.check, prove.verify),
+    *(see.schedules, see.show, see.compare, find.search, prove.check, prove.verify),
     *(judge.check_grads, judge.check_step, bench.bench, write.export),
 )
 for command in COMMANDS:

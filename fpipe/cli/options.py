@@ -135,7 +135,6 @@ What = Annotated[
 Whats = Annotated[
     list[str] | None, read_by(known, metavar="NAME|FILE", help=f"Names, {_WITH_OPTIONS}, and files; none: all names.")
 ]
-Some = Annotated[list[str], read_by(known, metavar="NAME|FILE...", help=f"Names, {_WITH_OPTIONS}, and files.")]
 Ranks = Annotated[int, typer.Option("--ranks", "-p", min=1, help="Ranks (of a NAME).")]
 Microbatches = Annotated[int, typer.Option("--microbatches", "-m", min=1, help="Microbatches (of a NAME).")]
 Stages = Annotated[
