@@ -56,7 +56,7 @@ SLOW = {
     "tests": """
         autocast batches bounds checkpoints cli compare_step compare_step_ranks compile conformance
         counts cut_dtensors data_parallel demo derivatives digits distributed evaluating exchange
-        experts fake_accelerator families faults fingerprint from_loss from_module from_pipe grain
+        experts fake_accelerator families faults fingerprint from_loss from_module grain
         hybrid_shards interop layers loss_scale memory meta module_kinds offload opaque peers
         plan_run plot post_validation pure random readme references same_step schedules search
         search_memory searched shard sharded shards_inside_stages signatures slices state steps

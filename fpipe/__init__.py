@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from fpipe.finding.search import search
     from fpipe.graphs.linearize import Linearized, linearize
     from fpipe.graphs.tracing.keep import keep
-    from fpipe.interop.from_pipe import from_pipe
     from fpipe.meaning.meaning import register_meaning
     from fpipe.meaning.optimizers.optimizer_state import optimizer_state
     from fpipe.meaning.optimizers.rules import register_update
@@ -115,7 +114,6 @@ _LATE = {
     "models.from_functions": ("from_functions",),
     "models.from_loss": ("from_loss",),
     "models.from_module": ("from_module",),
-    "interop.from_pipe": ("from_pipe",),
     "models.from_sequential": ("from_sequential",),
     "models.parameters.checkpoints": ("gather_state_dict", "load", "save"),
     "models.parameters.grads": ("add_grads", "assign_grads", "clip_grads", "global_norm"),
@@ -203,7 +201,6 @@ __all__ = [
     "from_functions",
     "from_loss",
     "from_module",
-    "from_pipe",
     "from_sequential",
     "gather_state_dict",
     "global_norm",

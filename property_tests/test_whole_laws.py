@@ -127,8 +127,6 @@ def runs(draw: st.DrawFn, undivided: bool = False, front: Front | None = None) -
     whole, cut = draw(wholes(undivided, front)), draw(cuts(undivided))
     if whole.front in ONE_SHAPE:
         cut = replace(cut, lengths=cut.lengths[:1], slices=1, spec=False)
-    if whole.front == "pipe":
-        cut = replace(cut, how="number", rows=cut.rows[:1] * cut.microbatches)
     n, m = len(whole.stages), cut.microbatches
     ranks = draw(st.integers(1, n))
     served = [

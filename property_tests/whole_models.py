@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.pipelining import SplitPoint, pipeline
 from torch.nn.utils import parametrizations
 
 import fpipe
@@ -29,16 +28,15 @@ from property_tests.strategies import aliased
 from tests.toys import Toy
 
 WIDTH = 4
-Front = Literal["modules", "functions", "loss", "net", "pipe"]
+Front = Literal["modules", "functions", "loss", "net"]
 DOORS: dict[str, Front] = {
     "from_sequential": "modules",
     "from_functions": "functions",
     "from_loss": "loss",
     "from_module": "net",
-    "from_pipe": "pipe",
 }
-ONE_SHAPE = ("loss", "net", "pipe")
-"""What is traced as a whole: of a batch only the number of rows may vary, and for a Pipe not even that."""
+ONE_SHAPE = ("loss", "net")
+"""The front doors that trace the whole: of a batch only the number of rows may vary."""
 Reduction = Literal["mean", "sum", "count"]
 
 
@@ -262,7 +260,7 @@ class Whole:
         """The model, its parameters, and its state (None without). A loss function wants an example of a batch."""
         if self.front == "loss":
             return *self.as_loss(example), None
-        if self.front in ("net", "pipe"):
+        if self.front == "net":
             return self.as_net(example)
         made = self.as_modules() if self.front == "modules" else self.as_functions()
         return made if self.remembers else (*made[:2], None)
@@ -346,16 +344,12 @@ class Whole:
         return fpipe.freeze(model, *(name for name in self.still if name in owned)), own
 
     def as_net(self, example: Any) -> tuple[fpipe.Model, Any, Any]:
-        """By `from_module`, or by torch's own split and `from_pipe`: one module that calls its stages."""
+        """By `from_module`: one module that calls its stages."""
         net = Net(self)
         ends = [f"stages.{stage}" for stage in range(len(self.stages) - 1)]
         loss: dict[str, Any] = {"loss": partial(judged, self.reduction), "reduction": self.reduction, "aux": True}
-        if self.front == "net":
-            rows = Cut((3,)).drawn(3, example[1].shape[1], torch.Generator(), getattr(torch, self.dtype))
-            model, params, state = fpipe.from_module(net, cuts=ends, example=rows, **loss)
-        else:
-            begins = {f"stages.{stage}": SplitPoint.BEGINNING for stage in range(1, len(self.stages))}
-            model, params, state = fpipe.from_pipe(pipeline(net, (), example[0], split_spec=begins), **loss)
+        rows = Cut((3,)).drawn(3, example[1].shape[1], torch.Generator(), getattr(torch, self.dtype))
+        model, params, state = fpipe.from_module(net, cuts=ends, example=rows, **loss)
         owned = {of_layer(name): name for stage in params for name in stage}
         still = [owned[name] for name in self.still if name in owned]
         return fpipe.freeze(model, *still), params, state if any(state) else None
@@ -639,7 +633,6 @@ def _summed(whole: Whole, stages: Sequence[Stage]) -> dict[str, Tensor | None]:
 LEFT_OUT: dict[str, tuple[str, ...]] = {
     "functions": ("checkpoint",),  # which calls modules again when functional_call has put theirs back
     "net": ("mean norm",),  # reads a number from a buffer
-    "pipe": ("tied", "reused", "twice", "both", "many"),  # of which torch makes several, or other containers
 }
 
 
@@ -649,7 +642,7 @@ def wholes(draw: st.DrawFn, reproducible: bool = False, front: Front | None = No
     n = draw(st.sampled_from([3, 2, 4, 1]))
     front = front or draw(st.sampled_from(["functions", "modules", "functions", "modules", "loss"]))
     kinds = [kind for kind in KINDS if "norm" not in kind and kind != "dropout"] if reproducible else list(KINDS)
-    if front in ("loss", "pipe") or reproducible:  # which write no buffers
+    if front == "loss" or reproducible:  # which write no buffers
         kinds = [kind for kind in kinds if kind not in WRITE]
     out = LEFT_OUT.get(front, ())
     kinds = [kind for kind in kinds if kind not in out]
@@ -674,7 +667,7 @@ def wholes(draw: st.DrawFn, reproducible: bool = False, front: Front | None = No
         draw(some) if front == "functions" and not reproducible else (),
         tuple(frozen),
         front in ("modules", "net") and draw(st.booleans()),
-        reproducible or front in ("loss", "pipe") or draw(st.sampled_from([True, False, True])),
+        reproducible or front == "loss" or draw(st.sampled_from([True, False, True])),
         "float64" if reproducible else draw(st.sampled_from(["float32", "float64"])),
         draw(st.integers(0, 99)),
     )

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import pipeline
 from torch.nn.utils import parametrizations, prune, spectral_norm
 
 from fpipe import torch_internals
@@ -77,13 +76,6 @@ def test_modules_that_draw_are_known():
     own = nn.FractionalMaxPool2d(2, output_size=2, _random_samples=torch.rand(1, 1, 2))
     found = modules.has_own_samples(own), modules.has_own_samples(nn.FractionalMaxPool2d(2, output_size=2))
     assert found == (True, False), "a fractional pool keeps its random numbers elsewhere"
-
-
-def test_the_graphs_of_a_pipe_can_run_as_code():
-    module = pipeline(nn.Sequential(nn.Linear(2, 2)), (torch.ones(1, 2),)).get_stage_module(0)
-    with modules.generated_code(module):
-        flags = [vars(one).get("_run_with_interpreter") for one in module.modules()]
-        assert True not in flags, "graphs of torch.export run node by node again"
 
 
 def test_forward_mode_loads_without_a_warning():

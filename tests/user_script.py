@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import Pipe
 
 import fpipe
 from fpipe import interop, schedules, testing
@@ -33,15 +32,14 @@ def whole(params: Params, batch: Batch) -> Tensor:
     return loss(layer(params, x), batch[1])
 
 
-def models(net: nn.Sequential, pipe: Pipe, params: Params, batch: Batch) -> list[fpipe.Model]:
+def models(net: nn.Sequential, params: Params, batch: Batch) -> list[fpipe.Model]:
     of_functions = fpipe.from_functions([layer, fpipe.exchange("all_to_all", "ep"), layer], loss=loss)
     of_layers, per_stage, state = fpipe.from_sequential(net, stages=2, loss=loss, example=batch[0])
     of_module, _, _ = fpipe.from_module(net, stages=2, loss=loss, example=batch[0])
-    of_pipe, _, _ = fpipe.from_pipe(pipe, loss=loss)
     of_loss, _ = fpipe.from_loss(whole, params, batch)
     print(of_layers.stages[0].name, len(per_stage), len(state))
     frozen = fpipe.freeze(fpipe.evaluating(of_layers), 0)
-    return [of_functions, of_module, of_pipe, of_loss, frozen, fpipe.deferred_batch_norm(of_layers)]
+    return [of_functions, of_module, of_loss, frozen, fpipe.deferred_batch_norm(of_layers)]
 
 
 def with_skips() -> nn.Sequential:

@@ -11,6 +11,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,11 @@ def commands() -> list[str]:
 def named(full: str) -> Any:
     """The object of a name such as "fpipe.schedules.zb_h1"; None where there is none."""
     home, _, name = full.rpartition(".")
-    return getattr(importlib.import_module(home), name, None)
+    value = getattr(importlib.import_module(home), name, None)
+    if value is None:  # a package does not import all of its modules
+        with suppress(ModuleNotFoundError):
+            value = importlib.import_module(full)
+    return value
 
 
 def expand(app: Any, page: str, source: list[str]) -> None:

@@ -103,7 +103,10 @@ def cached_weights(module: nn.Module) -> dict[str, Any]:
 
 
 def hold(
-    module: nn.Module, children: dict[str, Any], parameters: dict[str, Any] | None, buffers: dict[str, Any] | None
+    module: nn.Module,
+    children: dict[str, Any],
+    parameters: dict[str, Any] | None = None,
+    buffers: dict[str, Any] | None = None,
 ) -> None:
     """Give a module these very dicts as its own: what is bound in them is bound in it (2.13: three dicts)."""
     vars(module).update(_modules=children, _parameters=parameters or {}, _buffers=buffers or {})
@@ -164,23 +167,6 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 def has_own_samples(pool: nn.Module) -> bool:
     """Whether a fractional pool was handed its random numbers (2.13: `_random_samples`)."""
     return getattr(pool, "_random_samples", None) is not None
-
-
-@contextmanager
-def generated_code(module: nn.Module) -> Generator[None]:
-    """While it lasts the graphs of torch.export in a module run as code, and not node by node, each with a progress bar
-    (2.13: `_run_with_interpreter`)."""
-    from torch.export.unflatten import InterpreterModule
-
-    found = [vars(one) for one in module.modules() if isinstance(one, InterpreterModule)]
-    kept = [attributes["_run_with_interpreter"] for attributes in found]
-    try:
-        for attributes in found:
-            attributes["_run_with_interpreter"] = False
-        yield
-    finally:
-        for attributes, was in zip(found, kept, strict=True):
-            attributes["_run_with_interpreter"] = was
 
 
 def load_forward_mode() -> None:

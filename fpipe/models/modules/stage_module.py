@@ -57,7 +57,6 @@ class StageModule(PositionalStage):
         children: its modules by their names in the net, and `names`, those of its parameters.
         skips: what it takes of earlier stages, and puts aside for later ones.
         state: the buffers that its modules write, besides those of torch's norms, which are known by class.
-        bound: what has the parameters and buffers by their names, if it is not the children.
 
     Attributes:
         norms: the batch and instance norms that remember; their outputs do not read it, so their updates are apart.
@@ -73,11 +72,10 @@ class StageModule(PositionalStage):
         names: Names,
         skips: Skips | None = None,
         state: Mapping[str, How] | None = None,
-        bound: nn.Module | None = None,
     ) -> None:
         self.number, self.children, self.names, self.skips = number, dict(children), names, skips or Skips()
         self.who = f"stage {number}"
-        self.bound = bound or BoundModules(self.children)
+        self.bound = BoundModules(self.children)
         self.modules = [(path, module) for path, module in self.bound.named_modules() if path]
         self.caching = [module for _, module in self.modules if caches_weights(module)]
         self.lock = threading.RLock()
@@ -127,7 +125,7 @@ class StageModule(PositionalStage):
         return [(path, *place) for place, path in first.items()]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StageModule, (self.number, self.children, self.names, self.skips, self.state_of, self.bound)
+        return StageModule, (self.number, self.children, self.names, self.skips, self.state_of)
 
     def __call__(self, params: Mapping[str, Tensor], x: Any, *, state: Mapping[str, Tensor] | None = None) -> Any:
         """The stage's output; with a state also the new one, with an update also what that needs."""
@@ -324,14 +322,11 @@ def _detached(leaf: Any) -> Any:
 
 
 class BoundModules(nn.Module):
-    """Modules, parameters and buffers under the names they have in the whole net; called, it does what it is given."""
+    """Modules under the names they have in the whole net; called, it does what it is given."""
 
-    def __init__(
-        self, modules: dict[str, nn.Module], parameters: dict[str, Any] | None = None, buffers: Any = None
-    ) -> None:
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
         super().__init__()
-        # The same dicts: a tensor that is swapped here is swapped there.
-        hold(self, modules, parameters, buffers)
+        hold(self, modules)
 
     def __call__(self, what: Callable[[], Any]) -> Any:
         """The result of a function, without the hooks on all modules: this is none of theirs."""
