@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,7 +22,6 @@ from fpipe.models.made_on_meta import made_on_meta
 from tests.own_autograd import own_autograd
 from tests.processes import Processes
 from tests.refusals import refusals
-from tests.test_check_grads import save_safetensors
 from tests.toys import Toy
 
 
@@ -300,12 +300,12 @@ def saved(kind: str, named: dict[str, Tensor], folder: Path) -> Path:
             save(dict(named), checkpoint_id=folder / "step", no_dist=True)
         return folder / "step"
     if kind == "file":
-        save_safetensors(named, folder / "all.safetensors")
+        save_file(named, folder / "all.safetensors")
         return folder / "all.safetensors"
     names = [*named]
     halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
     for file, own in halves.items():
-        save_safetensors({name: named[name] for name in own}, folder / file)
+        save_file({name: named[name] for name in own}, folder / file)
     index = {"weight_map": {name: file for file, own in halves.items() for name in own}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder if kind == "folder" else folder / "model.safetensors.index.json"

@@ -37,6 +37,7 @@ graphs/tracing <- root meaning/purity meaning/stages torch_private graphs/langua
 graphs/compiling <- root meaning/purity torch_private graphs/language graphs/tracing
 graphs <- root meaning/purity graphs/language graphs/tracing graphs/compiling
 models/parameters <- root meaning/purity meaning/stages meaning/single_device torch_private
+interop <- root transforms timing meaning/single_device meaning torch_private
 models/modules <- root meaning/purity meaning/stages torch_private graphs/language graphs/tracing models/parameters
 models/tracing <- root meaning/purity meaning/stages torch_private graphs/tracing models/modules
 derived <- root meaning/purity meaning/stages torch_private graphs/language graphs/tracing models/modules
@@ -49,7 +50,6 @@ runtimes/in_process <- root meaning/purity meaning/optimizers transforms meaning
     graphs/tracing runtimes/lowering
 models <- root meaning/purity timing meaning/stages meaning/single_device torch_private graphs/tracing
     models/parameters models/modules models/tracing models/cutting
-interop <- root transforms timing meaning/single_device meaning torch_private models/modules models
 runtimes/processes <- root meaning/purity meaning/optimizers transforms meaning/stages meaning/single_device meaning
     torch_private graphs/language graphs/tracing graphs/compiling runtimes/lowering runtimes/faults
 runtimes <- root meaning/optimizers meaning runtimes/in_process runtimes/processes
@@ -60,7 +60,7 @@ measuring <- root meaning/purity meaning/optimizers transforms timing meaning/si
 planning <- root transforms timing schedules meaning/single_device finding measuring
 pictures <- root timing planning
 testing <- root transforms timing schedules models verification pictures
-cli <- root transforms timing schedules finding models/parameters models interop runtimes verification measuring
+cli <- root transforms timing schedules finding models/parameters interop models runtimes verification measuring
     planning pictures
 """
 ROOMS = {
