@@ -549,10 +549,9 @@ cut(Net(4), loss=nn.MSELoss(reduction="none"))
 cut(Net(4), example=(rows()[0] * float('nan'), rows()[1]))
     ValueError: gives the loss nan on the example; take one whose loss
 cut(Net)
-    TypeError: from_module takes an nn.Module, a function that makes one, or what torch.export made; found the class
-    Net; make one
+    TypeError: from_module takes an nn.Module, or what torch.export made; found the class Net; make one
 cut(F.relu)
-    TypeError: is called without arguments, and this one takes (input: torch.Tensor
+    TypeError: from_module takes an nn.Module, or what torch.export made; found function.
 cut([Net(2)])
     TypeError: what torch.export made; found list
 cut(around(lambda block, x: block(x) if x.sum() > 0 else x))

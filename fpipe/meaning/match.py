@@ -55,8 +55,7 @@ def refuse_lost_constants(model: Model) -> None:
     nets = [stage.forward for stage in model.stages if isinstance(stage.forward, PositionalStage)]
     for net in nets:
         held = dict(zip(net.fixed, net.constants(), strict=True))
-        way_out = "hand fpipe.from_module, or from_sequential, a function that makes the net, as lambda: Net()"
-        refuse_meta(f"{way_out}; it keeps what constructors fill buffers with", net=held)
+        refuse_meta('give it some before the net is cut, or make it with device="cpu" in the constructor', net=held)
 
 
 def _refuse_mixed_rows(program: Program, model: Model) -> None:

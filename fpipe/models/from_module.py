@@ -33,7 +33,6 @@ from fpipe.models.cutting.marked_graph import MarkedGraph, draws_random
 from fpipe.models.cutting.net_state import split_norms
 from fpipe.models.cutting.place_cuts import place_cuts
 from fpipe.models.from_functions import from_functions
-from fpipe.models.made_on_meta import made_on_meta
 from fpipe.models.modules.fingerprint import Fingerprint
 from fpipe.models.tracing.boundary import KEY
 from fpipe.models.tracing.contexts import autocast_eps
@@ -46,7 +45,7 @@ Params = tuple[dict[str, Tensor], ...]
 
 
 def from_module(
-    net: nn.Module | ExportedProgram | Callable[[], nn.Module],
+    net: nn.Module | ExportedProgram,
     stages: int | None = None,
     *,
     example: Any,
@@ -65,9 +64,6 @@ def from_module(
             that it made. `fpipe.boundary` in its forward is a cut too. A module in it whose Python looks at data, such
             as a dropless mixture of experts, is one operation, and its stage runs under autograd; a warning names it.
             Where parameters are on meta, the net is traced there, and `load_params` and `init_params` give them values.
-            Or a function that makes the net, as `lambda: Net(config)`: the parameters that it makes go to meta one by
-            one, without the values that constructors give them; what was there before stays as it is, and so do masks
-            and tables in buffers, unless computed from those that it makes.
         stages: how many; the blocks that repeat, such as the layers of a ModuleList, are dealt out so that the most
             expensive stage costs as little as can be.
         example: a batch (inputs, target), as a step takes it, with at least two rows. Inputs are a dict of keywords, a
@@ -113,7 +109,7 @@ def from_module(
     ['blocks.0, blocks.1', 'blocks.2, blocks.3']
     """
     stages = 1 if cut_collectives and stages is None and cuts is None else stages
-    net = _checked(made_on_meta(net), stages, cuts, costs)
+    net = _checked(net, stages, cuts, costs)
     refuse_odd_modes()
     batch = _batch(example, loss)
     if microbatches is not None:
@@ -183,14 +179,8 @@ def from_module(
 def _checked(net: Any, stages: Any, cuts: Any, costs: Any) -> nn.Module | ExportedProgram:
     """The net; refuse what cannot be asked for."""
     if isinstance(net, type) or not isinstance(net, nn.Module | ExportedProgram):
-        found = (
-            f"the class {net.__name__}; make one, or hand in a function that does"
-            if isinstance(net, type)
-            else type(net).__name__
-        )
-        raise TypeError(
-            f"from_module takes an nn.Module, a function that makes one, or what torch.export made; found {found}."
-        )
+        found = f"the class {net.__name__}; make one" if isinstance(net, type) else type(net).__name__
+        raise TypeError(f"from_module takes an nn.Module, or what torch.export made; found {found}.")
     if stages is not None:
         whole("stages", stages)
     if stages is None and cuts is None:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from fpipe.meaning.purity.own_memory import memory
 from fpipe.model import Model, Reduction
-from fpipe.models.made_on_meta import made_on_meta
 from fpipe.models.modules.known_modules import refuse_net
 from fpipe.models.modules.skips import plan_skips
 from fpipe.models.modules.stage_module import How, StageModule
@@ -28,7 +27,7 @@ from fpipe.torch_private.modules import hooks_of
 
 
 def from_sequential(
-    net: nn.Sequential | Callable[[], nn.Sequential],
+    net: nn.Sequential,
     stages: int | None = None,
     *,
     sizes: Sequence[int] | None = None,
@@ -43,7 +42,7 @@ def from_sequential(
 
     Args:
         net: any nn.Sequential. It is not changed; its children's hooks and train or eval mode stay in force. Parameters
-            may be DTensors, as `parallelize_module` makes them. Or a function that makes the net, as in `from_module`.
+            may be DTensors, as `parallelize_module` makes them.
         stages: how many; the largest has as few bytes of parameters as can be.
         sizes: instead, the number of children in each stage.
         loss: `loss(y, target)`, as in `from_functions`.
@@ -77,7 +76,7 @@ def from_sequential(
     >>> [list(stage) for stage in params]
     [['0.weight', '0.bias'], ['2.weight', '2.bias']]
     """
-    net = _checked(made_on_meta(net))
+    net = _checked(net)
     children = [*held_by(net).children.items()]  # one that stands in several places as often as it does
     ends = list(accumulate(_sizes(net, stages, sizes)))
     groups = [dict(children[start:end]) for start, end in zip([0, *ends], ends, strict=False)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, TypeGuard
@@ -131,26 +130,6 @@ def told_of_assignments(told: Callable[[nn.Module, str, Any, Callable[..., None]
         yield
     finally:
         nn.Module.__setattr__ = assign
-
-
-@contextmanager
-def parameters_made() -> Generator[dict[int, nn.Parameter]]:
-    """The parameters that this thread makes meanwhile, by id (2.13: `Parameter.__new__`, which those of copies and
-    files call too; a class of parameters that does not, as lazy ones, is not seen)."""
-    make, kept = nn.Parameter.__new__, vars(nn.Parameter)["__new__"]
-    made, thread = dict[int, nn.Parameter](), threading.get_ident()
-
-    def told(cls: type[nn.Parameter], *args: Any, **kwargs: Any) -> Any:
-        parameter: Any = make(cls, *args, **kwargs)
-        if threading.get_ident() == thread:
-            made[id(parameter)] = parameter  # kept alive: a later tensor would have the id of one that is gone
-        return parameter
-
-    nn.Parameter.__new__ = told
-    try:
-        yield made
-    finally:
-        nn.Parameter.__new__ = kept
 
 
 def hooks_of(module: nn.Module) -> list[Any]:

@@ -18,10 +18,6 @@ from fpipe.meaning.stages.keys import fold_in, seeded
 from fpipe.torch_internals import ModuleDicts, held_by, version_of
 from fpipe.torch_private.modules import hold
 
-LOST = "_fpipe_lost"
-"""The attribute of a leaf that was moved to meta, or registered there, as a function made the net; deep copies of
-parameters have none."""
-
 Fill = Callable[[str, Tensor], Any]
 """`init(name, tensor)` fills a leaf in place; it returns False for one that it leaves to the module."""
 
@@ -58,10 +54,8 @@ class FirstValues:
         if self._reset is None or self._reset[0] is not owner:
             self._reset = owner, *self._copied(owner, name)
         _, now, before = self._reset
-        if own in before:
-            written, by_reset = version_of(like), version_of(before[own][0]) - before[own][1]
-            if written > by_reset or (written < by_reset and own in now.parameters and hasattr(like, LOST)):
-                self.beyond.append(name)
+        if own in before and version_of(like) > version_of(before[own][0]) - before[own][1]:
+            self.beyond.append(name)
         made = {**now.parameters, **now.buffers}.get(own)
         kept = made is before[own][0] and version_of(before[own][0]) == before[own][1]
         if made is None or made.shape != like.shape or (kept and not _is_filled(made)):
@@ -69,8 +63,7 @@ class FirstValues:
         return made.detach()
 
     def warn(self) -> None:
-        """Say which leaves were written more or less often when the net was made than their module's reset writes
-        them: less where a parameter came with its values."""
+        """Say which leaves were written more often when the net was made than their module's reset writes them."""
         if self.beyond:
             first, *more = self.beyond
             warnings.warn(
@@ -108,15 +101,10 @@ def _empty(like: Tensor) -> Tensor:
 
 
 def _unknown(name: str, owner: Any, why: str) -> str:
-    buffer, about = held_by(owner).buffers.get(name.rpartition(".")[2]), ""
-    if buffer is not None and hasattr(buffer, LOST):
-        about = " The function that makes the net gave it no numbers: those computed from parameters are on meta."
-    elif buffer is not None:
-        about = (
-            " Or hand a function that makes the net to from_module or from_sequential, as in from_module(lambda: "
-            "Net(), ..): what its constructors fill buffers with is kept, unless it is computed from parameters."
-        )
+    is_buffer = name.rpartition(".")[2] in held_by(owner).buffers
     return (
         f"{name!r} is on meta, and nothing gives it values: it belongs to a {type(owner).__name__}, {why}. Say init=, "
-        "a function of name and tensor that fills it in place, or give that module a reset_parameters()." + about
+        "a function of name and tensor that fills it in place, or give that module a reset_parameters()."
+        + ' A constructor that makes a buffer with device="cpu" keeps its values.'
+        * is_buffer
     )

@@ -108,7 +108,7 @@ def init_params(
             where it returns False, a leaf that is not on meta is copied, and one on meta is filled by the
             `reset_parameters` of the module that has it; what that writes into children is not seen. Values that a
             constructor or another module gives a parameter are lost on meta: say them here. A warning names those
-            written in place or assigned; not those written through `.data`, or of deep-copied blocks.
+            written in place; not those assigned, written through `.data`, or of deep-copied blocks.
         of: the module state that a front door gave, for the first values of that in place of the parameters'.
 
     Returns:
@@ -146,8 +146,8 @@ def _warn_where_nothing_is_made(model: Model, leaves: Sequence[Sequence[tuple[st
     if names and not any(getattr(*run.home_of(name)).is_meta for name, run in names):
         warnings.warn(
             f"init_params copies {names[0][0]!r}{f' and {len(names) - 1} more' * (len(names) > 1)}: no parameter of "
-            "the net is on meta, so the seed changes nothing. For first values make the net on meta, as in "
-            "from_module(lambda: Net(), ..), or say init=.",
+            "the net is on meta, so the seed changes nothing. For first values make the net under "
+            'torch.device("meta"), or say init=.',
             stacklevel=3,
         )
 
