@@ -27,19 +27,6 @@ def test_a_cell_whose_gates_are_columns_of_a_table(width: int, rows: int):
     assert has_autograds_bits(lambda p, x: torch.func.functional_call(cell, p, (x,)), params, x)
 
 
-def test_a_recurrent_layer_is_run_once_for_its_trace(monkeypatch: pytest.MonkeyPatch):
-    """torch's rewriting ran each of its thousands of ops once more: half of the time to the first step."""
-
-    def again(*args: Any) -> None:
-        raise AssertionError("it is run again")
-
-    monkeypatch.setattr("torch._subclasses.functional_tensor.dispatch_functionalize", again)
-    layer = nn.GRU(5, 5, 2, bidirectional=True, batch_first=True)
-    params = {name: leaf.detach() for name, leaf in layer.named_parameters()}
-    x = torch.randn(3, 4, 5)
-    assert has_autograds_bits(lambda p, x: torch.func.functional_call(layer, p, (x,))[0][:, -1], params, x)
-
-
 @pytest.mark.parametrize("turned", ["transpose_", "unsqueeze_", "squeeze_"])
 def test_what_is_written_through_a_view_that_was_turned_in_place(turned: str):
     """On fake tensors autograd remembers the view as it was: the gradient was another one, in silence."""

@@ -14,10 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parameter import is_lazy
 
 import fpipe
-from fpipe.models.made_on_meta import made_on_meta
 from tests.own_autograd import own_autograd
 from tests.processes import Processes
 from tests.refusals import refusals

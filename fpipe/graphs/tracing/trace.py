@@ -27,13 +27,19 @@ from fpipe.graphs.tracing.fake import LeakedTensor, fake_mode, no_leaks, watched
 from fpipe.graphs.tracing.functional import functional, refuse_mutation
 from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.meaning.purity.pure import Impure
-from fpipe.meaning.purity.renamed_writes import mutated_by, turns_view
+from fpipe.meaning.purity.schema import is_view_in_place, mutated_by
 from fpipe.meaning.stages.keys import exclusive_generator
 from fpipe.meaning.stages.rows import of_each_row, rows_of
 from fpipe.meaning.stages.way_back import MissingGradient, partly_python, refuse_max_gradients, refuse_missing_gradients
 from fpipe.model import Model
-from fpipe.torch_internals import OpOverload, TorchDispatchMode
-from fpipe.torch_private.dispatch import fake_tensor_class, has_kernel, without_modes
+from fpipe.torch_private.dispatch import (
+    OpOverload,
+    TorchDispatchMode,
+    fake_tensor_class,
+    has_kernel,
+    is_view,
+    without_modes,
+)
 from fpipe.torch_private.fx import calls_so_far, traced_by_torch, unnoticed, without_compiled_functions
 
 Leaves = Sequence[Any]
@@ -98,7 +104,7 @@ class _Heard(TorchDispatchMode):
             self.numbers += [one for one in args if isinstance(one, bool | int | float)]
         if draws(func, args, kwargs or {}):
             self.unseeded.draw()
-        if turns_view(func, args):
+        if is_view_in_place(func) and is_view(args[0]):
             raise Untraceable(f"it turns a view in place ({func}), which autograd follows where there is data alone")
         return func(*args, **(kwargs or {}))
 

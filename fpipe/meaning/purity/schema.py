@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import fx
 
 from fpipe.torch_internals import OpOverload, arguments_of, returns_of
 
@@ -24,6 +25,17 @@ def written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any
     places, words = _mutable(op)
     found = [args[place] for place in places if place < len(args)] + [kwargs[word] for word in words if word in kwargs]
     return [one for value in found for one in (value if isinstance(value, list | tuple) else [value])]
+
+
+def mutated_by(node: fx.Node) -> list[fx.Node]:
+    """Return the values of a graph that an op of it mutates."""
+    return [value for value in written(node.target, node.args, node.kwargs) if isinstance(value, fx.Node)]
+
+
+@cache
+def is_view_in_place(op: Any) -> bool:
+    """Whether an op in place changes only how a tensor looks at its memory, as `t_` does."""
+    return isinstance(op, OpOverload) and torch.Tag.inplace_view in op.tags
 
 
 @cache

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fpipe.meaning.purity.renamed_writes import mutated_by
+from fpipe.meaning.purity.schema import mutated_by
 from fpipe.models.cutting.cut_at_marks import Subgraph
 from fpipe.models.cutting.marked_graph import MarkedGraph, draws_random
 from fpipe.models.tracing.places import place_of

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
-from fpipe.meaning.purity.renamed_writes import mutated_by
+from fpipe.meaning.purity.schema import mutated_by
 from fpipe.models.tracing.places import place_of, traced_with_grad
 from fpipe.models.tracing.traced_graph import make_literals_pure
 from fpipe.torch_private.export import GRAPH_CALLS, call_trees, is_of_vmap
