@@ -16,9 +16,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 import torch
 import torch.distributed as dist
-from fpipe.graphs.purity import ambient
 from hypothesis import HealthCheck, settings
 
+from fpipe.meaning.purity import ambient
 from fpipe.program import Program
 from tests import torch_versions
 from tests.processes import Processes

@@ -78,6 +78,8 @@ if TYPE_CHECKING:
     from fpipe.models.parameters.own_shards import shard_params
     from fpipe.models.parameters.params import join_params, local_params, split_params
     from fpipe.models.tracing.boundary import boundary
+    from fpipe.oracle.compare_grads import compare_grads
+    from fpipe.oracle.compare_step import compare_step
     from fpipe.pictures.plot import plot
     from fpipe.pictures.style import Style
     from fpipe.planning.plan import Plan, plan
@@ -85,8 +87,6 @@ if TYPE_CHECKING:
     from fpipe.planning.run_plan import RunPlan
     from fpipe.runtimes.build import build
     from fpipe.runtimes.faults.rank_error import RankError
-    from fpipe.verification.compare_grads import compare_grads
-    from fpipe.verification.compare_step import compare_step
     from fpipe.verification.report import GradientMismatch, Report
     from fpipe.verification.verify import verify
 
@@ -134,8 +134,8 @@ _LATE = {
     "runtimes.faults.rank_error": ("RankError",),
     "meaning.single_device.result": ("Result",),
     "measuring.sizes": ("Sizes", "sizes"),
-    "verification.compare_grads": ("compare_grads",),
-    "verification.compare_step": ("compare_step",),
+    "oracle.compare_grads": ("compare_grads",),
+    "oracle.compare_step": ("compare_step",),
     "verification.report": ("GradientMismatch", "Report"),
     "verification.verify": ("verify",),
 }

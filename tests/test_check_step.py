@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import fpipe
 from fpipe.cli.app import app
-from fpipe.verification.rank_pieces import put_together
+from fpipe.oracle.rank_pieces import put_together
 
 F = nn.functional
 MODEL = """

@@ -53,15 +53,15 @@ models <- root meaning/purity timing meaning/stages meaning/single_device torch_
 runtimes/processes <- root meaning/purity meaning/optimizers transforms meaning/stages meaning/single_device meaning
     torch_private graphs/language graphs/tracing graphs/compiling runtimes/lowering runtimes/faults
 runtimes <- root meaning/optimizers meaning runtimes/in_process runtimes/processes
-verification <- root meaning/purity meaning/optimizers transforms meaning/stages meaning/single_device meaning
-    models/parameters runtimes/in_process runtimes
+verification <- root meaning/optimizers transforms meaning/stages meaning/single_device meaning runtimes
+oracle <- root meaning/purity meaning/optimizers transforms meaning/single_device models/parameters verification
 measuring <- root meaning/purity meaning/optimizers transforms timing meaning/single_device meaning graphs/language
     runtimes/lowering runtimes/processes runtimes
 planning <- root transforms timing schedules meaning/single_device finding measuring
 pictures <- root timing planning
 testing <- root transforms timing schedules models verification pictures
-cli <- root transforms timing schedules finding models/parameters interop models runtimes verification measuring
-    planning pictures
+cli <- root transforms timing schedules finding models/parameters interop models runtimes verification oracle
+    measuring planning pictures
 """
 ROOMS = {
     name: {*allowed.split()}
@@ -72,7 +72,7 @@ ROOMS = {
 STOREYS = {
     "core": "root transforms timing orders schedules meaning",
     "engine": "torch_private graphs models runtimes",
-    "workshop": "verification finding planning pictures derived interop measuring cli testing",
+    "workshop": "verification oracle finding planning pictures derived interop measuring cli testing",
 }
 STOREY_BY_ROOM = {room: storey for storey, rooms in STOREYS.items() for room in rooms.split()}
 # Folders that list things of one kind, and so may be long.

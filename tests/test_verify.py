@@ -1,6 +1,7 @@
 """What `verify` says: the first value of a program that is wrong, and what the undivided batch gives."""
 
 import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -134,6 +135,19 @@ def test_a_tolerance_holds_for_the_first_wrong_value_too():
     )
     error = mismatch(program, model, params, batch, rtol=0.05, atol=0.05)
     assert error.first.op.cell == "2F0"
+
+
+def test_any_function_is_proved_beside_the_reference():
+    model, params, batch = made()
+    program = split_in(model, 3)
+    step = fpipe.build(program, model, trace=False)
+    assert fpipe.verify(program, model, params, batch, step=step).bitwise
+    error = mismatch(program, model, params, batch, step=lambda *given: replace(step(*given), loss=torch.zeros(())))
+    assert str(error).endswith("The program is right, walked down op by op; the step that ran it is not.")
+    with pytest.raises(ValueError, match=r"a Result with grads, loss, outputs; there is no grads in it\.$"):
+        fpipe.verify(program, model, params, batch, step=lambda *given: replace(step(*given), grads=None))
+    with pytest.raises(ValueError, match="step= is of one replica"):
+        fpipe.verify(fpipe.data_parallel()(program), model, params, batch, step=step, replicas=3)
 
 
 # The undivided batch

@@ -50,7 +50,7 @@ def check_grads(
       python -m fpipe check-grads rank0.pt rank1.pt --model package.module:step -m 8
     """
     from fpipe.cli.tensor_files import read_tensors
-    from fpipe.verification.compare_grads import compare_grads
+    from fpipe.oracle.compare_grads import compare_grads
 
     built, params, batch, state = made_by(model)
     grads = read_tensors(files)
@@ -83,7 +83,7 @@ def check_step(
       python -m fpipe check-step rank0.pt rank1.pt --model mine.py:step --rule SGD --lr 0.1 --set momentum=0.9 -m 8
     """
     from fpipe.cli.tensor_files import read_each
-    from fpipe.verification.compare_step import compare_step
+    from fpipe.oracle.compare_step import compare_step
 
     built, params, batch, state = made_by(model)
     one = len(batch) if isinstance(batch, list) else 1

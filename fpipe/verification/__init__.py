@@ -1,1 +1,1 @@
-"""Compare gradients with plain autograd: those of a program, and those from elsewhere."""
+"""(Program, Model, batch) -> Report: a step beside plain autograd, leaf by leaf."""

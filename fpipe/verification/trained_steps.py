@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
@@ -22,18 +22,19 @@ from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.single_device.training_loop import Norm, of_one, scaler_of, total_norm, training_loop
 from fpipe.meaning.step import StepInputs, checked_key, checked_optim
 from fpipe.model import Model
-from fpipe.program import PARAMETERS, Program, parts_of
-from fpipe.runtimes.build import build
-from fpipe.verification.ways import (
+from fpipe.program import PARAMETERS, Op, Program, parts_of
+from fpipe.verification.reference_settings import (
+    StepArguments,
     added_by,
     computed,
-    how_of,
     joined_by,
     like_params,
     microbatches_of,
+    settings_of,
     sliced_by,
     spec_of_split,
 )
+from fpipe.verification.report import Report
 
 LR = 0.01
 """The learning rate of a check that is handed none."""
@@ -42,81 +43,93 @@ SCALE = 2.0**16
 """The first loss scale of such a check, as torch's scaler begins."""
 
 
-def trained(
+def check_training(
     program: Program,
     model: Model,
-    params: Sequence[Any],
-    batch: Any,
-    *,
-    replicas: int,
-    within: int,
-    state: Sequence[Any] | None,
-    key: Any,
-    opt: Sequence[Any] | None,
-    lr: Any,
-    scale: Any,
-) -> tuple[Result, Result]:
-    """The results of a program that updates, and what a plain loop makes of the same."""
+    arguments: StepArguments,
+    run: Callable[[StepArguments], Result],
+    replicas: tuple[int, int],
+    compare: Callable[[Result, Result], Report],
+) -> Report:
+    """Compare a program that updates parameters with a plain loop over the same training steps.
+
+    Args:
+        program, model, arguments: as for `verify`.
+        run: the step that is proved.
+        replicas: how many there are, and how many of them share parameters out.
+        compare: what judges the two results.
+    """
     op = update_of(program)
     assert op is not None
-    opt = optimizer_state(program, params) if opt is None else opt
-    lr = LR if lr is None and any(value.name == "lr" for value in op.reads) else lr
-    scale = SCALE if scale is None and any(value.name == "valid" for value in op.reads) else scale
-    optim = checked_optim(program, opt, lr, scale)
+    arguments = _completed(program, op, arguments)
+    optim = checked_optim(program, arguments.opt, arguments.lr, arguments.scale)
     assert optim is not None
+    params, opt, state = arguments.params, optim[0], arguments.state
     check_optimizer_state(words_of(op.how), params, opt)
-    scaler = None if optim[2] is None else scaler_of(optim[2], how_of(program, "VALIDATE"))
-    rates = optim[1] or [None] * program.steps
-    batch_of(program, batch)
-    keys = checked_key(program, (), key)
-    batches = batches_of(batch, program.steps) if program.steps > 1 else [batch]
-    each = [parts_of_replicas(one, replicas, model, spec_of_split(program)) for one in batches]
-    how: Any = {"sliced": sliced_by(program), "joined": joined_by(program, batches[0])}
-    how |= {"added_by": added_by(program, within), "zeros": False}
+    scaler = None if optim[2] is None else scaler_of(optim[2], settings_of(program, "VALIDATE"))
+    batch_of(program, arguments.batch)
+    keys = checked_key(program, (), arguments.key)
+    batches = batches_of(arguments.batch, program.steps) if program.steps > 1 else [arguments.batch]
+    (count, within), spec = replicas, spec_of_split(program)
+    # For each training step, the batch of each replica.
+    rows_of_replicas = [parts_of_replicas(batch, count, model, spec) for batch in batches]
+    over = partial(over_parts, sliced=sliced_by(program), joined=joined_by(program, batches[0]), zeros=False)
+    over = partial(over, added_by=added_by(program, within))
+    steps_behind = {place: place[0] - updates for place, updates in _updates_read(program).items()}
 
-    def gradients(
-        read: Sequence[Any], own: Sequence[Any], state: Sequence[Any] | None, key: int | None, scale: Any
-    ) -> Result:
-        parts = microbatches_of(program, own)
-        made = over_parts(model, computed(program, read), parts, replicas, state=state, key=key, scale=scale, **how)
-        return replace(made, grads=like_params(params, made.grads))
+    def gradients(read: Sequence[Any], batches: Sequence[Any], state: Any, key: int | None, scale: Any) -> Result:
+        parts = microbatches_of(program, batches)
+        result = over(model, computed(program, read), parts, count, state=state, key=key, scale=scale)
+        return replace(result, grads=like_params(params, result.grads))
 
     expected = training_loop(
         params,
-        each,
+        rows_of_replicas,
         gradients,
         words_of(op.how),
-        rates=rates,
+        rates=optim[1] or [None] * program.steps,
         keys=[*keys] if isinstance(keys, tuple) else [keys] * program.steps,
         opt=opt,
         state=state,
-        behind=partial(_behind, program, versions(program)),
+        behind=lambda step, stage: steps_behind[step, stage],
         norm=_norm(program, within),
         scaler=scaler,
     )
     expected = of_one(expected) if program.steps == 1 else expected
-    if replicas == 1:
-        return build(program, model)(params, batch, state=state, key=key, opt=opt, lr=lr, scale=scale), expected
-    own = [[one[number] for one in each] for number in range(replicas)]
-    own = own if program.steps > 1 else [one for (one,) in own]
-    run = post_validated(program, lambda one, _: partial(lockstep, one, model, within=within), donate=False)
-    return run(StepInputs(params, None, state, optim, keys), own), expected
+    if count == 1:
+        report = compare(run(arguments), expected)
+    else:
+        rows = [list(steps) for steps in zip(*rows_of_replicas, strict=True)]
+        each = rows if program.steps > 1 else [batch for (batch,) in rows]
+        walk = post_validated(program, lambda one, _: partial(lockstep, one, model, within=within), donate=False)
+        report = compare(walk(StepInputs(params, None, state, optim, keys), each), expected)
+    stages = sorted({stage for _, stage in steps_behind})
+    most = {stage: max(steps for (_, at), steps in steps_behind.items() if at == stage) for stage in stages}
+    stale = ", ".join(f"stage {stage} by {steps}" for stage, steps in most.items() if steps)
+    sentence = "The undivided batch is compared for programs that end at the gradients: leave fpipe.update() out."
+    stale = f" Parameters that are read are behind by steps: {stale}." if stale else ""
+    return replace(report, undivided=sentence + stale)
 
 
-def versions(program: Program) -> dict[tuple[int, int], int]:
-    """How many updates the parameters of a stage have had that its forwards read, in each training step."""
+def _completed(program: Program, op: Op, arguments: StepArguments) -> StepArguments:
+    """The arguments with the defaults of a check, where its update reads something that they lack."""
+    reads = {value.name for value in op.reads}
+    opt = optimizer_state(program, arguments.params) if arguments.opt is None else arguments.opt
+    lr = LR if arguments.lr is None and "lr" in reads else arguments.lr
+    scale = SCALE if arguments.scale is None and "valid" in reads else arguments.scale
+    return replace(arguments, opt=opt, lr=lr, scale=scale)
+
+
+def _updates_read(program: Program) -> dict[tuple[int, int], int]:
+    """How many updates the parameters have had that forwards read, by training step and stage."""
     size = program.microbatches // program.steps
     gathers = {op.writes[0]: op.reads[0] for op in program.ops if op.kind == "GATHER"}
-    found = dict[tuple[int, int], int]()
+    updates = dict[tuple[int, int], int]()
     for op in (part for part in parts_of(program.ops) if part.kind == "F"):
         read = next(value for value in op.reads if value.name in PARAMETERS and value.stage == op.stage)
         last = gathers.get(read, read).microbatch
-        found[(op.microbatch or 0) // size, op.stage or 0] = 0 if last is None else (last + 1) // size
-    return found
-
-
-def _behind(program: Program, known: dict[tuple[int, int], int], step: int, stage: int) -> int:
-    return step - known[step, stage]
+        updates[(op.microbatch or 0) // size, op.stage or 0] = 0 if last is None else (last + 1) // size
+    return updates
 
 
 def _norm(program: Program, within: int) -> Norm:

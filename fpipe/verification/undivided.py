@@ -18,6 +18,7 @@ from fpipe.meaning.single_device.joining import join
 from fpipe.meaning.single_device.over_parts import over_parts
 from fpipe.meaning.single_device.result import Result
 from fpipe.model import Model, Stage
+from fpipe.verification.reference_settings import StepArguments
 from fpipe.verification.report import Report
 from fpipe.verification.rounding import Coarsest, is_mean_to_rounding, to_rounding
 
@@ -27,21 +28,18 @@ _COUNT = 'where some rows do not count, return (total, count) and say reduction=
 def undivided(
     report: Report,
     model: Model,
-    params: Sequence[Any],
-    batch: tuple[Any, Any],
+    arguments: StepArguments,
     sizes: Sequence[int],
     divided: Result,
     *,
     outputs: Any = None,
-    state: Sequence[Any] | None,
-    key: int | None,
 ) -> Report:
     """Run the undivided batch under plain autograd, and say in the report whether loss and gradients are the same; in a
     note, where they are not and no reason is known.
 
     Args:
         report: on the microbatches.
-        model, params, batch, state, key: as for `reference`.
+        model, arguments: as for `reference`.
         sizes: how many rows each microbatch has.
         divided: what the reference gives for the microbatches, with the loss of each.
         outputs: how it joined the outputs of the microbatches: along their rows, "stream" (not at all), or otherwise.
@@ -52,7 +50,7 @@ def undivided(
 
     try:
         with Coarsest() as seen:
-            whole = over_parts(model, params, [(batch, sum(sizes))], state=state, key=key)
+            whole = _in_one(model, arguments, sum(sizes))
     except Exception as error:  # a stage may want the microbatches' shape, or memory may be short
         why = str(error).partition("\n")[0]
         return said(f"The undivided batch was not compared: it ends in {type(error).__name__}: {why}")
@@ -61,9 +59,9 @@ def undivided(
     if to_rounding([*pairs, (divided.loss, whole.loss)], seen.eps):
         return said("The undivided batch gives the same loss and gradients, to rounding.")
     reasons = _reasons(model)
-    if key is not None and _draws(model, params, (batch, sum(sizes)), whole, state, key):
+    if arguments.key is not None and _draws(model, arguments, sum(sizes), whole):
         reasons.append("random numbers are drawn for each microbatch")
-    alone = _loss_of_outputs(model, sizes, divided, outputs, batch[1])
+    alone = _loss_of_outputs(model, sizes, divided, outputs, arguments.batch[1])
     loss = alone if reasons and alone is not None else whole.loss
     cause = _cause(model, sizes, divided, loss, seen.eps)
     if cause:
@@ -101,10 +99,15 @@ def _reasons(model: Model) -> list[str]:
     return found + [f"{model.who(n)} has a loss of its own, which may be no mean over rows" for n in own]
 
 
-def _draws(model: Model, params: Any, part: tuple[Any, int], whole: Result, state: Any, key: int) -> bool:
+def _in_one(model: Model, arguments: StepArguments, rows: int) -> Result:
+    parts = [(arguments.batch, rows)]
+    return over_parts(model, arguments.params, parts, state=arguments.state, key=arguments.key)
+
+
+def _draws(model: Model, arguments: StepArguments, rows: int, whole: Result) -> bool:
     """Whether another key gives another result: a key alone says nothing of whether numbers are drawn."""
     try:
-        other = over_parts(model, params, [part], state=state, key=key + 1)
+        other = _in_one(model, replace(arguments, key=arguments.key + 1), rows)
     except Exception:
         return True
     both = zip(tree.leaves((whole.loss, whole.grads)), tree.leaves((other.loss, other.grads)), strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.meaning.lockstep import lockstep, refuse_without
+from fpipe.meaning.match import check_match
 from fpipe.meaning.optimizers.op_words import update_of
 from fpipe.meaning.single_device.batches import refuse_meta, refuse_spread, streams
 from fpipe.meaning.single_device.over_parts import over_parts
@@ -19,23 +20,23 @@ from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.step import StepInputs
 from fpipe.model import Model, in_mode
 from fpipe.program import Program, the_program
-from fpipe.runtimes.build import build
 from fpipe.transforms.merge import merge
-from fpipe.verification.first_wrong import Expected, first_wrong
+from fpipe.verification.first_wrong import ReferenceValues, first_wrong
 from fpipe.verification.loss_function import check_function
-from fpipe.verification.report import Close, GradientMismatch, Leaf, Report, WrongValue, compared, is_finite, listed
-from fpipe.verification.trained_steps import trained, versions
-from fpipe.verification.undivided import undivided
-from fpipe.verification.ways import (
+from fpipe.verification.reference_settings import (
+    StepArguments,
     added_by,
     computed,
-    how_of,
     joined_by,
     like_params,
     microbatches_of,
+    settings_of,
     sliced_by,
     spec_of_split,
 )
+from fpipe.verification.report import Close, GradientMismatch, Leaf, Report, WrongValue, compared, is_finite, listed
+from fpipe.verification.trained_steps import check_training
+from fpipe.verification.undivided import undivided
 
 
 def verify(
@@ -44,6 +45,7 @@ def verify(
     params: Sequence[Any],
     batch: tuple[Any, Any],
     *_spread: Any,
+    step: Callable[..., Result] | None = None,
     state: Sequence[Any] | None = None,
     key: int | Sequence[int] | None = None,
     rtol: float | None = None,
@@ -59,6 +61,8 @@ def verify(
     Args:
         program, model, params, batch, state, key: as for `build` and its step. What a program leaves per microbatch is
             merged first.
+        step: the function to prove, which is called as `build`'s step and returns a `Result`; without it
+            `build(program, model)`. `build(.., trace=False)` is the definition, which needs no runtime.
         rtol, atol: relative and absolute tolerance. Without either every bit must agree.
         replicas: of a program with replicas, run so many in one process, in lockstep, each on its share of the batch's
             rows; loss, gradients and the first one's state are compared. Of a program with replicas along two axes a
@@ -72,7 +76,7 @@ def verify(
         are as before.
 
     Raises:
-        ValueError: a tolerance that is no number from 0.
+        ValueError: a tolerance that is no number from 0; a step whose result lacks what the program gives.
         GradientMismatch: a leaf that differs, by name, with the size of the error, and the first value of the program
             that is wrong, with the op that wrote it.
 
@@ -87,103 +91,113 @@ def verify(
     refuse_spread(_spread, "verify(program, model, params, {})")
     close, model = Close(rtol, atol), in_mode(model)
     refuse_meta("there is nothing to compare", batch=batch)
-    if update_of(the_program(program)) is not None:
-        more: Any = {"state": state, "key": key, "opt": opt, "lr": lr, "scale": scale}
-        return _of_training(program, model, params, batch, replicas, close, **more)
+    count, within = counted_replicas(replicas)
+    refuse_without(the_program(program), replicas)
+    if step is not None and count > 1:
+        raise ValueError("step= is of one replica; replicas= are walked in lockstep, by the program's definition.")
+    arguments = StepArguments(params, batch, state, key, opt, lr, scale)
+    if update_of(program) is not None:
+        run = partial(_run, program, model, step)
+        return check_training(program, model, arguments, run, (count, within), partial(compare, close=close))
     key = one_key(key)
     if opt is not None or lr is not None or scale is not None:
         raise ValueError("this program updates no parameters, and takes no opt=, lr= or scale=; fpipe.update() does.")
-    if any(end.name.microbatch is not None and end.name.name == "grads" for end in the_program(program).outputs):
+    if any(end.name.microbatch is not None and end.name.name == "grads" for end in program.outputs):
         program = merge(grads="rows" if model.per_example else "sum")(program)
-    count, within = counted_replicas(replicas)
-    refuse_without(program, replicas)
-    presplit = "presplit" in how_of(program, "SPLIT")
-    if presplit and count > 1:
+    is_presplit = "presplit" in settings_of(program, "SPLIT")
+    if is_presplit and count > 1:
         raise ValueError("presplit=True hands in one replica's microbatches; leave replicas= out.")
-    each = [batch] if presplit else parts_of_replicas(batch, count, model, spec_of_split(program))
-    parts = microbatches_of(program, each)
-    own = computed(program, params)
-    reference = partial(over_parts, model, own, parts, count, state=state, key=key, sliced=sliced_by(program))
+    batches = [batch] if is_presplit else parts_of_replicas(batch, count, model, spec_of_split(program))
+    parts = microbatches_of(program, batches)
+    cast_params = computed(program, params)
+    reference = partial(over_parts, model, cast_params, parts, count, state=state, key=key, sliced=sliced_by(program))
     if count > 1:
-        found = lockstep(program, model, StepInputs(params, batch, state, key=key), each, within=within)
+        result = lockstep(program, model, StepInputs(params, batch, state, key=key), batches, within=within)
         expected = reference(added_by=added_by(program, within))
-        return compare(found, replace(expected, grads=like_params(params, expected.grads)), close)
-    found = build(program, model)(params, batch, state=state, key=key)
-    joined = joined_by(program, streams(batch, len(parts)) if presplit else batch)
+        return compare(result, replace(expected, grads=like_params(params, expected.grads)), close)
+    result = _run(program, model, step, arguments)
+    joined = joined_by(program, streams(batch, len(parts)) if is_presplit else batch)
     expected = reference(joined=joined, added_by=added_by(program, within))
+    typed = replace(expected, grads=like_params(params, expected.grads))
     try:
-        report = compare(found, replace(expected, grads=like_params(params, expected.grads)), close)
+        report = compare(result, typed, close)
     except GradientMismatch as error:
-        noted = Expected()
-        reference(joined=joined, see=noted.see)
-        first = first_wrong(program, model, params, batch, state=state, key=key, expected=noted, close=close)
-        raise GradientMismatch(f"{error}\n{_first_words(program, first, error.report)}", error.report, first) from None
+        values = ReferenceValues()
+        reference(joined=joined, see=values.see)
+        walked, first = first_wrong(program, model, arguments, values, close)
+        words = _first_words(program, first, _mismatch(walked, typed, close))
+        raise GradientMismatch(f"{error}\n{words}", error.report, first) from None
     if len(expected.losses) == len(parts):
-        check_function(model, own, parts, expected, key)
+        check_function(model, cast_params, parts, expected, key)
     if len(expected.losses) == 1:
         return report
-    if presplit:
+    if is_presplit:
         return replace(report, undivided="The batch came cut, so there is no undivided one to compare with.")
-    sizes = [size for _, size in parts]
-    return undivided(report, model, own, batch, sizes, expected, outputs=joined.outputs, state=state, key=key)
+    arguments = replace(arguments, params=cast_params)
+    return undivided(report, model, arguments, [size for _, size in parts], expected, outputs=joined.outputs)
 
 
-def _of_training(
-    program: Program,
-    model: Model,
-    params: Sequence[Any],
-    batch: Any,
-    replicas: int | tuple[int, int],
-    close: Close,
-    **more: Any,
-) -> Report:
-    """The report on a program that updates parameters."""
-    count, within = counted_replicas(replicas)
-    refuse_without(program, replicas)
-    report = compare(*trained(program, model, params, batch, replicas=count, within=within, **more), close)
-    known = versions(program)
-    behind = {stage: max(step - made for (step, at), made in known.items() if at == stage) for _, stage in known}
-    words = ", ".join(f"stage {stage} by {steps}" for stage, steps in sorted(behind.items()) if steps)
-    told = "The undivided batch is compared for programs that end at the gradients: leave fpipe.update() out."
-    return replace(report, undivided=told + f" Parameters that are read are behind by steps: {words}." * bool(words))
+def _run(program: Program, model: Model, step: Callable[..., Result] | None, arguments: StepArguments) -> Result:
+    """The result of the step that is proved."""
+    if step is None:
+        from fpipe.runtimes.build import build  # a step that is handed in is proved without any runtime
+
+        return arguments.call(build(program, model))
+    check_match(program, model)
+    result = arguments.call(step)
+    names = {end.name.name for end in program.outputs}
+    missing = sorted(name for name in names if getattr(result, name, None) is None)
+    if missing:
+        raise ValueError(f"the step returns a Result with {listed(sorted(names))}; there is no {missing[0]} in it.")
+    return result
 
 
-def _first_words(program: Program, first: WrongValue | None, report: Report | None) -> str:
-    """Which value is wrong first, or which ops join right ones to wrong results."""
+def _mismatch(result: Result, expected: Result, close: Close) -> GradientMismatch | None:
+    try:
+        compare(result, expected, close)
+    except GradientMismatch as error:
+        return error
+    return None
+
+
+def _first_words(program: Program, first: WrongValue | None, mismatch: GradientMismatch | None) -> str:
+    """Which value is wrong first, or which ops join right values to wrong results."""
     if first is not None:
         return f"The first wrong value: {first}."
-    differ = [leaf.name for leaf in report.leaves if not leaf.bitwise] if report is not None else [""]
-    wrong = [end.value for end in program.outputs if any(name.startswith(str(end.name)) for name in differ)]
+    if mismatch is None:
+        return "The program is right, walked down op by op; the step that ran it is not."
+    report = mismatch.report
+    names = [leaf.name for leaf in report.leaves if not leaf.bitwise] if report is not None else [""]
+    wrong = [end.value for end in program.outputs if any(name.startswith(str(end.name)) for name in names)]
     ends = {program.ops[program.writer[value]] for value in wrong}
     joins = listed(sorted(op.cell for op in ends if op.kind in ("ADD", "MERGE", "SCALE")))
     return f"What the stages compute for each microbatch is right; what joins it is not: {joins}."
 
 
-def compare(found: Result, expected: Result, close: Close) -> Report:
+def compare(result: Result, expected: Result, close: Close) -> Report:
     """Compare two results leaf by leaf; the second is the one to trust.
 
     Raises:
-        GradientMismatch: a leaf that is not close to the other's.
+        GradientMismatch: a leaf that is not close to the expected one.
     """
     leaves: list[Leaf] = []
     wrong: Leaf | None = None
-    odd: list[str] = []
+    infinite: list[str] = []
     for part in ("loss", "grads", "outputs", "state", "aux", "input_grads", "params", "opt", "norm", "valid", "scale"):
-        ours, theirs = getattr(found, part), getattr(expected, part)
-        if ours is None or (part in ("state", "valid") and theirs is None):
+        pytree, right = getattr(result, part), getattr(expected, part)
+        if pytree is None or (part in ("state", "valid") and right is None):
             continue
-        for (name, a), (_, b) in zip(tree.paths(ours), tree.paths(theirs), strict=True):
+        for (name, a), (_, b) in zip(tree.paths(pytree), tree.paths(right), strict=True):
             if isinstance(b, Tensor):
                 leaves.append(compared(part + name, a, b))
                 wrong = leaves[-1] if wrong is None and not leaves[-1].bitwise and not close(a, b) else wrong
-                odd += [part + name] if part in ("loss", "grads") and not is_finite(a) else []
-    report = Report(tuple(leaves), notes=(f"NaN or infinite numbers in {listed(odd)}.",) if odd else ())
+                infinite += [part + name] if part in ("loss", "grads") and not is_finite(a) else []
+    report = Report(tuple(leaves), notes=(f"NaN or infinite numbers in {listed(infinite)}.",) if infinite else ())
     if wrong is not None:
-        names = listed([leaf.name for leaf in leaves if not leaf.bitwise])
-        count = sum(not leaf.bitwise for leaf in leaves)
+        names = [leaf.name for leaf in leaves if not leaf.bitwise]
         raise GradientMismatch(
-            f"{wrong.name} differs from plain autograd by up to {wrong.error:.3g} ({close}); {count} of {len(leaves)} "
-            f"leaves differ: {names}.",
+            f"{wrong.name} differs from plain autograd by up to {wrong.error:.3g} ({close}); {len(names)} of "
+            f"{len(leaves)} leaves differ: {listed(names)}.",
             report,
         )
     return report

@@ -32,12 +32,12 @@ from fpipe.meaning.stages.keys import exclusive_generator
 from fpipe.meaning.stages.rows import of_each_row, rows_of
 from fpipe.meaning.stages.way_back import MissingGradient, partly_python, refuse_max_gradients, refuse_missing_gradients
 from fpipe.model import Model
+from fpipe.torch_internals import is_view
 from fpipe.torch_private.dispatch import (
     OpOverload,
     TorchDispatchMode,
     fake_tensor_class,
     has_kernel,
-    is_view,
     without_modes,
 )
 from fpipe.torch_private.fx import calls_so_far, traced_by_torch, unnoticed, without_compiled_functions

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from fpipe.meaning.purity.sharded import is_sharded
-from fpipe.verification.after_steps import GRADIENT, AfterSteps, shaken
-from fpipe.verification.rank_pieces import put_together
+from fpipe.oracle.after_steps import GRADIENT, AfterSteps, shaken
+from fpipe.oracle.rank_pieces import put_together
+from fpipe.oracle.step_mistakes import clipped_by_parts
 from fpipe.verification.report import Close, listed, wide
 from fpipe.verification.rounding import is_mean_to_rounding
-from fpipe.verification.step_mistakes import clipped_by_parts
 
 
 def one_a_step(given: Any, steps: int, word: str) -> list[Any]:

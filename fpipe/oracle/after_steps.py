@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.meaning.single_device.result import Result
-from fpipe.verification.gradient_changes import StepGradients, scaled
+from fpipe.oracle.gradient_changes import StepGradients, scaled
+from fpipe.oracle.step_mistakes import Loop, mistakes
 from fpipe.verification.report import Close, Leaf, Report, is_finite, largest, listed, wide
-from fpipe.verification.step_mistakes import Loop, mistakes
 
 _SPREAD = 10.0
 """How much further than a small change of the gradients moves a parameter it may be."""

@@ -22,7 +22,9 @@ from fpipe.meaning.single_device.params_and_state import check_all_state, check_
 from fpipe.meaning.single_device.result import Result
 from fpipe.model import Model, the_model
 from fpipe.models.parameters.params import join_params
+from fpipe.oracle.verdict import Gradient, Verdict, is_sure, judge
 from fpipe.program import Value
+from fpipe.verification.reference_settings import StepArguments
 from fpipe.verification.report import (
     Close,
     GradientMismatch,
@@ -35,7 +37,6 @@ from fpipe.verification.report import (
     listed,
 )
 from fpipe.verification.undivided import undivided
-from fpipe.verification.verdict import Gradient, Verdict, is_sure, judge
 
 _MOST = 16
 _SHOWN = 5
@@ -110,7 +111,8 @@ def compare_grads(
     if len(best.trial.parts) == 1 or isinstance(batch, list):
         return report
     sizes = [size for _, size in best.trial.parts]
-    return undivided(report, model, params, batch, sizes, best.trial.result, state=state, key=key)
+    arguments = StepArguments(params, batch, state, key)
+    return undivided(report, model, arguments, sizes, best.trial.result)
 
 
 Parts = list[tuple[tuple[Any, Any], int]]

@@ -16,8 +16,8 @@ from fpipe import tree
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.single_device.training_loop import total_norm
 from fpipe.model import TiedLeaf
+from fpipe.oracle.rank_pieces import Region
 from fpipe.program import Value
-from fpipe.verification.rank_pieces import Region
 
 IGNORED = -100
 """The class that torch's losses do not count."""

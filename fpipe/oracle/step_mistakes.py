@@ -17,7 +17,7 @@ from fpipe.meaning.optimizers.rules import STEP
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.single_device.training_loop import training_loop
 from fpipe.model import Model
-from fpipe.verification.gradient_changes import (
+from fpipe.oracle.gradient_changes import (
     Change,
     Parts,
     StepGradients,
@@ -37,8 +37,8 @@ from fpipe.verification.gradient_changes import (
     with_shifted_targets,
     with_targets,
 )
-from fpipe.verification.rank_pieces import Region
-from fpipe.verification.row_orders import orders
+from fpipe.oracle.rank_pieces import Region
+from fpipe.oracle.row_orders import orders
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,14 @@ from fpipe.meaning.single_device.params_and_state import check_all_state
 from fpipe.meaning.single_device.result import Result
 from fpipe.model import Model, the_model
 from fpipe.models.parameters.params import join_params
+from fpipe.oracle.after_steps import AfterSteps
+from fpipe.oracle.beside import beside, differ_by_rank, one_a_step, told_of
+from fpipe.oracle.compare_grads import by_name, numbered_leaves
+from fpipe.oracle.gradient_changes import Parts
+from fpipe.oracle.rank_pieces import Pieces, Region, put_together
+from fpipe.oracle.step_mistakes import Loop
 from fpipe.transforms.update import words_of_update
-from fpipe.verification.after_steps import AfterSteps
-from fpipe.verification.beside import beside, differ_by_rank, one_a_step, told_of
-from fpipe.verification.compare_grads import by_name, numbered_leaves
-from fpipe.verification.gradient_changes import Parts
-from fpipe.verification.rank_pieces import Pieces, Region, put_together
 from fpipe.verification.report import Close, GradientMismatch, Report, in_words, is_comparable, listed
-from fpipe.verification.step_mistakes import Loop
 
 
 def compare_step(
