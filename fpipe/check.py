@@ -15,6 +15,7 @@ from itertools import chain
 from operator import itemgetter
 
 from fpipe.limits import expression, shortened
+from fpipe.order import refuse_state_order
 from fpipe.program import (
     ENTRY_RULES,
     Op,
@@ -57,6 +58,7 @@ def check(program: Program) -> None:
             for op in program.ops:
                 if op.kind == "PAIR":
                     pair(*op.parts)
+        refuse_state_order(program.inputs, program.ops)
         written = _written_once(program)
         _written_before_read(program, written)
         _read_or_wanted(program, written)

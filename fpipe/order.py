@@ -23,8 +23,8 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, compress, groupby
 from operator import itemgetter
 
-from fpipe.program import KINDS, Input, Op, Output, Program, Sources, building
-from fpipe.wording import circle, stuck
+from fpipe.program import KINDS, Input, Op, Output, Program, Sources, building, parts_of
+from fpipe.wording import circle, state_order_error, stuck
 
 # Levels within one tick: first the ops that are there at once, then those just before a reader, last OFFLOAD, since a
 # LOAD in the same lane is waited for.
@@ -86,6 +86,7 @@ def arrange(
     with building():
         sources = sources_anyhow(inputs, ops) if sources is None else sources
         rows = _rows(ops, named) if rows is None else rows
+        refuse_state_order(inputs, map(ops.__getitem__, chain.from_iterable(rows)))
         if named != basic and not _waits(ops, sources, rows):
             natural = arrange(inputs, ops, outputs, sources=sources)
             kept = [list(map(natural.ops.__getitem__, row)) for row in _rows(natural.ops, named) if row]
@@ -96,6 +97,25 @@ def arrange(
     if named == basic:
         made.__dict__["held"] = named
     return made
+
+
+def refuse_state_order(inputs: Iterable[Input], ops: Iterable[Op]) -> None:
+    """Raise a `StateOrderError` for a stage with module state whose forwards are not in microbatch order on one rank.
+
+    A forward reads the state that the forward of the microbatch before has written.
+    """
+    stateful = {end.value.stage for end in inputs if end.value.name == "state"}
+    latest: dict[int | None, Op] = {}
+    for op in parts_of([*ops]) if stateful else ():
+        if op.kind != "F" or op.stage not in stateful:
+            continue
+        before = latest.get(op.stage, op)
+        if before.rank != op.rank:
+            order = f"{before.cell} is on rank {before.rank} and {op.cell} on rank {op.rank}"
+            raise state_order_error(op.stage or 0, order)
+        if (before.microbatch or 0, before.slice or 0) > (op.microbatch or 0, op.slice or 0):
+            raise state_order_error(op.stage or 0, f"{before.cell} comes before {op.cell} on rank {op.rank}")
+        latest[op.stage] = op
 
 
 def _waits(ops: Sequence[Op], sources: Sequence[Sources], rows: Iterable[Iterable[int]]) -> bool:

@@ -155,6 +155,11 @@ class Program(HtmlRepr):
         made = {value: position for position, op in enumerate(self.ops) for value in op[6]}
         return {given.value: -1 for given in self.inputs} | made
 
+    @property
+    def buffers(self) -> Mapping[int, Sequence[str]]:
+        """For errors, the names of the buffers in the module state of each stage, if a model has told them."""
+        return self.__dict__.get("_buffers", {})
+
     @cached_property
     def stages(self) -> int:
         """Number of stages."""
@@ -249,6 +254,13 @@ class Program(HtmlRepr):
 
     def __str__(self) -> str:
         return "\n".join(map(str, (*self.inputs, *self.ops, *self.outputs)))
+
+
+def naming_buffers(program: Program, buffers: Mapping[int, Sequence[str]]) -> Program:
+    """Let the errors of a program name the buffers in the module state of its stages; the program stays equal."""
+    if buffers and isinstance(program, Program):  # pyright: ignore[reportUnnecessaryIsInstance]
+        program.__dict__["_buffers"] = buffers
+    return program
 
 
 def the_program(found: object) -> Program:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from fpipe.model import Model, Source, Stage, normalise_inputs, the_model
 from fpipe.order import in_order
-from fpipe.program import Input, Op, Output, Program, Value
+from fpipe.positional_stage import of_net
+from fpipe.program import Input, Op, Output, Program, Value, naming_buffers
 
 
 def program(
@@ -85,7 +86,9 @@ class _Writer:
         results += [(Value("state", stage), Value("state", stage, 0)) for stage in stateful]
         inputs = sorted({value for op in self.ops for value in op.reads if value.microbatch is None}, key=_input_order)
         outputs = in_order(Output(name, value, (0,)) for name, value in (*results, *grads))
-        return Program(tuple(Input(value, (0,)) for value in inputs), tuple(self.ops), outputs)
+        made = Program(tuple(Input(value, (0,)) for value in inputs), tuple(self.ops), outputs)
+        nets = ((stage, of_net(model.stages[stage].forward)) for stage in stages)
+        return naming_buffers(made, {stage: net.writes for stage, net in nets if net is not None and net.writes})
 
     def add(self, parts: Sequence[Value], made: Value) -> Value:
         """The sum of some values: an ADD where there are several."""

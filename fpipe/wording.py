@@ -130,6 +130,34 @@ def stuck(
     return ProgramError(f"{text}\n{drawn}\n{mend}, or start from fpipe.schedules.one_f_one_b(ranks={len(rows)}).")
 
 
+class StateOrderError(ProgramError):
+    """Forwards of a stage with module state that do not run in microbatch order on one rank.
+
+    Attributes:
+        stage: the stage, and `order`, what its forwards do instead.
+    """
+
+    stage: int = 0
+    order: str = ""
+
+
+def state_order_error(stage: int, order: str, buffers: Sequence[str] = ()) -> StateOrderError:
+    """Make the error for such a stage, with the names of its buffers where they are known.
+
+    >>> print(state_order_error(2, "1F2 comes before 1F0 on rank 1", ["3.running_mean"]))
+    stage 2 keeps '3.running_mean', so its forwards run in microbatch order on one rank; 1F2 comes before 1F0 on rank 1.
+    """
+    more = f" and {len(buffers) - _SHOWN_BUFFERS} more" if len(buffers) > _SHOWN_BUFFERS else ""
+    kept = ", ".join(map(repr, buffers[:_SHOWN_BUFFERS])) + more if buffers else "module state"
+    rule = f"stage {stage} keeps {kept}, so its forwards run in microbatch order on one rank"
+    error = StateOrderError(f"{rule}; {order}.")
+    error.stage, error.order = stage, order
+    return error
+
+
+_SHOWN_BUFFERS = 3
+
+
 def circle(ops: Sequence[Op]) -> ProgramError:
     """The error for ops that no row names and each of which reads from the next, the last from the first."""
     lines = [

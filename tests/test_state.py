@@ -381,9 +381,18 @@ def test_verify_and_equal_stages_know_it_too(name: str):
 def test_forwards_that_read_what_they_write_keep_to_their_order():
     model, params, state = fpipe.from_sequential(READERS["a counter"](), sizes=[3, 3], loss=MSE, example=ROWS[0])
     late = fpipe.schedules.from_table([LATE[0], [cell.replace("2", "1", 1) for cell in LATE[2]]])
-    sentence = "0F2 reads state[0,1] (the module state of stage 0 after microbatch 1), which comes later on the same"
-    with pytest.raises(fpipe.ProgramError, match=re.escape(sentence)):
-        fpipe.chain(fpipe.split(4), late)(fpipe.program(model))
+    keeps = "stage 0 keeps '1.count', so its forwards run in microbatch order on one rank; "
+    for schedule, order in (
+        (late, "0F2 comes before 0F0 on rank 0."),
+        (fpipe.schedules.chimera(2), "0F1 is on rank 0 and 0F2 on rank 1."),
+        (fpipe.schedules.dualpipe(2), "0F1 is on rank 0 and 0F2 on rank 1."),
+        (fpipe.place("bidirectional"), "0F1 is on rank 0 and 0F2 on rank 1."),
+    ):
+        with pytest.raises(fpipe.ProgramError, match=re.escape(keeps + order)):
+            fpipe.chain(fpipe.split(4), schedule)(fpipe.program(model))
+    text = str(fpipe.split(2)(fpipe.program(model))).replace("0,0]", "0,9]").replace("0,1]", "0,0]")
+    with pytest.raises(fpipe.ProgramError, match="stage 0 keeps module state, so its forwards run in microbatch order"):
+        fpipe.Program.parse(text.replace("0,9]", "0,1]"))
     step = fpipe.build(merged(model, 4), model)
     for given, sentence in (
         (None, r"this program reads state\[0\], the module state of stage 0 \(0, 1, 2\): hand it in as step"),

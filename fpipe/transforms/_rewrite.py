@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from operator import is_, itemgetter
 
-from fpipe.order import arrange, held_kinds, in_order, scheduled_kinds
+from fpipe.order import arrange, held_kinds, in_order, refuse_state_order, scheduled_kinds
 from fpipe.program import (
     KINDS,
     PARAMETERS,
@@ -18,10 +18,12 @@ from fpipe.program import (
     Sources,
     Value,
     building,
+    naming_buffers,
     pair,
     parts_of,
     the_program,
 )
+from fpipe.wording import StateOrderError, state_order_error
 
 Transform = Callable[[Program], Program]
 
@@ -34,8 +36,13 @@ def transforming(rewrite: Transform) -> Transform:
     """A transform that refuses what is no program, and runs without the garbage collector."""
 
     def transform(program: Program) -> Program:
+        buffers = the_program(program).buffers
         with building():
-            return rewrite(the_program(program))
+            try:
+                made = rewrite(program)
+            except StateOrderError as error:
+                raise state_order_error(error.stage, error.order, buffers.get(error.stage, ())) from None
+        return naming_buffers(made, buffers)
 
     return transform
 
@@ -152,6 +159,7 @@ def keep_to_data(
     scales or merges to where its inputs were made, if that is a home of its stage, else to the first home. What is made
     away from a home is added where it is made, so that one sum travels.
     """
+    refuse_state_order(inputs, ops)
     ranks = _Ranks(ops, homes or {})
     placed = list(ops)
     table, moves = scheduled_kinds(), {kind for kind in KINDS if is_move(kind)}
