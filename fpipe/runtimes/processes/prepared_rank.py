@@ -40,7 +40,7 @@ from fpipe.runtimes.processes.transfers import Transfers
 
 
 class RankLinks(NamedTuple):
-    """What connects this process with the others: its rank in the pipeline's group, and the ways between them."""
+    """Connections of this process with the others: its rank in the pipeline's group, and the ways between them."""
 
     rank: int
     group: ProcessGroup
