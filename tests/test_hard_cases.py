@@ -126,21 +126,6 @@ def test_weights_travel_again_for_each_reader():
     assert len(trips) == len(set(trips)) == len(readers) == 8
 
 
-def test_a_forward_may_wait_for_an_update_whose_own_forward_comes_later():
-    """An update needs its stage's input and no more, so the SPLIT that makes it cannot stand behind a later forward."""
-    stage = fpipe.Stage(lambda p, x: x, update=lambda state, x: state)
-    base = fpipe.split(2)(
-        fpipe.program(
-            fpipe.Model((stage, fpipe.Stage(lambda p, x: x), stage), torch.nn.functional.mse_loss, ("batch", 0, 1))
-        )
-    )
-    text = str(base).replace("F[0,1] params[0] x[0,1]", "F[0,1] params[0] x[0,1] state[0,0]")
-    rows = [["0F1", "0F0", "0B0", "0B1"], ["1F1", "1F0", "1B0", "1B1"], ["2F1", "2F0", "2B0", "2B1"]]
-    program = fpipe.schedules.from_table(rows)(Program.parse(text))
-    fpipe.check(program)
-    assert program.table() == rows
-
-
 def test_a_recomputed_pair_is_one_op_on_its_rank():
     program = of_chain(2, fpipe.checkpoint(), fpipe.schedules.from_table(PAIRS), fpipe.merge()).program
     assert [op.cell for op in program.ops if op.kind == "PAIR"] == ["(0F2;0B0)", "(0F3;0B1)"]
