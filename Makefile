@@ -13,7 +13,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # A worker a core. Each imports torch, so there is no gain in very many; who has done its share takes half of another's.
 PYTEST := $(BIN)/python -m pytest --numprocesses=logical --maxprocesses=8 --dist=worksteal
 
-.PHONY: help demo demo-distributed docs site notebooks families-page quick test deep families lint pythons bench versions dist
+.PHONY: help demo demo-distributed docs site notebooks families-page quick test cpus deep families lint pythons bench versions dist
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -52,6 +52,11 @@ fast: $(INSTALLED)
 
 all: $(INSTALLED)
 	$(PYTEST)
+
+# Kernels without AVX-512 add up in another order, in torch and in oneDNN.
+cpus: $(INSTALLED) ## Run the fast half of the tests with the kernels of other x86 CPUs
+	@set -e; for kernels in ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2; do \
+		echo "== $$kernels"; env $$kernels $(PYTEST) -m 'not slow and not deep'; done
 
 deep: $(INSTALLED) ## Thousands of random cases for each property, and the tests marked deep; hours, without a time limit
 	HYPOTHESIS_PROFILE=deep $(PYTEST) -m 'law or deep' --timeout=0 -o faulthandler_timeout=0
