@@ -16,8 +16,6 @@ from fpipe.timing.balance import balance
 from fpipe.timing.bounds import Bounds, bounds
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.costs import Costs
-from fpipe.timing.noise import Noise
-from fpipe.timing.robustness import Robustness, robustness
 from fpipe.timing.simulate import simulate
 from fpipe.timing.timeline import Timeline
 from fpipe.training import program
@@ -153,7 +151,6 @@ __all__ = [
     "Kind",
     "Linearized",
     "Model",
-    "Noise",
     "Op",
     "Output",
     "Plan",
@@ -164,7 +161,6 @@ __all__ = [
     "Replicate",
     "Report",
     "Result",
-    "Robustness",
     "RunPlan",
     "Sizes",
     "Stage",
@@ -234,7 +230,6 @@ __all__ = [
     "register_spec",
     "register_update",
     "reorder",
-    "robustness",
     "save",
     "schedules",
     "search",

@@ -191,7 +191,6 @@ SLIPS = {
     "plan run gpipe -c y=8MiB --memory 3": "error: what a rank may hold was said without a unit (3), and what values",
     "plan run gpipe -c res=8GiB --memory 3GiB": "rank 0 must hold 8 GiB at least, by gpipe, m=8, recompute always",
     "plan run gpipe -c 8:F=1,B=1,W=1 -c F=1,B=1,W=1": "each size once; found them once without its rows.",
-    "plan run gpipe --at p95": 'error: at="p95" is of makespans under noise: say noise= too',
     "plan run --cluster '4 ranks; inside 1GB/s'": "error: a cluster's bandwidths need the bytes of values: add them to",
     # Typed wrongly: exit code 2, below the usage.
     "shwo gpipe": "No such command 'shwo'. Did you mean 'show'?",
@@ -373,11 +372,9 @@ def test_plan_run_ranks_ways_for_costs_and_for_a_model(tmp_path: Path):
     assert lines[-1] == f"wrote {picture}"
     file = tmp_path / "mine.py"
     file.write_text(THREE.replace("3", "2"))
-    words = ("-p", "2", "-m", "2", "--repeats", "1", "--checkpoint", "never", "--jitter", "0.1", "--at", "p95")
-    lines = out(
-        "plan", "run", "gpipe", "chimera", "zbv", "--model", f"{file}:step", *words, "--samples", "5"
-    ).splitlines()
-    assert {"measured", "median", "p95"} < {word for line in lines[:3] for word in line.split()}
+    words = ("-p", "2", "-m", "2", "--repeats", "1", "--checkpoint", "never")
+    lines = out("plan", "run", "gpipe", "chimera", "zbv", "--model", f"{file}:step", *words).splitlines()
+    assert "measured" in {word for line in lines[:3] for word in line.split()}
     assert "transfers take no time here: --cluster says what links there are" in lines
     assert lines[-1].startswith("zbv: ")
 

@@ -405,11 +405,10 @@ def test_programs_timelines_and_plots_show_themselves():
         (lambda: fpipe.compare(["gpipe", "zbv", "chimera"], 3, 4), 1),
         (lambda: fpipe.search(2, ranks=2, microbatches=2, seconds=0.01, solver="local"), 1),
         (lambda: fpipe.plan_run(fpipe.Costs(), ranks=2, microbatches=[2], schedules=["gpipe"]), 1),
-        (lambda: fpipe.robustness(GPIPE, noise=fpipe.Noise(jitter=0.1), samples=3), 1),
         (lambda: fpipe.from_functions([lambda params, x: x]), 0),
         (lambda: Report(()), 0),
     ],
-    ids=["Comparison", "Found", "RunPlan", "Robustness", "Model", "Report"],
+    ids=["Comparison", "Found", "RunPlan", "Model", "Report"],
 )
 def test_results_show_their_words_and_their_pictures(shown: Callable[[], Any], pictures: int):
     made = shown()

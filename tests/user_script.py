@@ -106,10 +106,8 @@ def timed(program: fpipe.Program, file: Path) -> float:
     timeline: fpipe.Timeline = fpipe.simulate(program, costs, cluster=cluster)
     limits: fpipe.Bounds = fpipe.bounds(program, costs)
     side_by_side: fpipe.Comparison = fpipe.compare(["gpipe", "zb_h1"], 2, 8, costs)
-    spread: fpipe.Robustness = fpipe.robustness(program, costs, noise=fpipe.Noise(jitter=0.1))
     fpipe.plot(program, timeline, file=file, style=fpipe.Style(width_mm=84, font_pt=7))
-    rows = side_by_side.rows[0], spread.rows[0]
-    print(fpipe.balance([1, 2, 3], 2), rows)
+    print(fpipe.balance([1, 2, 3], 2), side_by_side.rows[0])
     ways: fpipe.Plan | tuple[fpipe.Plan, ...] = fpipe.plan(costs, 2)
     print(ways, max(timeline.peak), [event.start for event in timeline.events])
     return timeline.makespan - limits.makespan

@@ -40,15 +40,12 @@ def simulated(folder: Path) -> None:
     whole = fpipe.Costs.per_rank(F=10, B=12, W=8, c=0.5)
     names = ["gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "interleaved_zb", "chimera"]
     fpipe.plot(fpipe.plan_run(whole, ranks=4, microbatches=[8], memory=6, schedules=names), file=folder / "front.svg")
-    named = {name: pipeline(name, 4, 8) for name in ("gpipe", "one_f_one_b", "zb_h1", "zb_h2")}
     gathers = {"once a step": "step", "for runs of ops": "run", "for each use": "use"}
     shared = {
         name: fpipe.shard(gather=gather)(pipeline("one_f_one_b", 2, 4, stages=4)) for name, gather in gathers.items()
     }
     wires = fpipe.Costs(2, 2, 2, gather=1.5, scatter=1.5)
     fpipe.plot(*shared.values(), names=[*shared], costs=wires, file=folder / "shard.svg", width=1000)
-    noise = fpipe.Noise(jitter=0.1, slow_rank=1.3, slow_link=3)
-    fpipe.plot(fpipe.robustness(named, whole, noise=noise), file=folder / "spread.svg")
 
 
 def measured(folder: Path) -> None:

@@ -166,10 +166,6 @@ OnCluster = Annotated[
         "memory 40GiB'. Bandwidths need bytes in --costs.",
     ),
 ]
-Jitter = Annotated[float, typer.Option("--jitter", help="Standard deviation of an op's seconds, as a share of them.")]
-SlowRank = Annotated[float, typer.Option("--slow-rank", help="One rank, another in each draw, takes times as long.")]
-SlowLink = Annotated[float, typer.Option("--slow-link", help="One link, another in each draw, takes times as long.")]
-Samples = Annotated[int, typer.Option("--samples", min=1, help="Draws of the noise.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the random choices.")]
 Shard = Annotated[
     list[str] | None,

@@ -13,8 +13,6 @@ from fpipe.cli.output import print_error, progress, table, write_pictures
 from fpipe.planning.asked import POLICIES, policy
 from fpipe.planning.plan_run import plan_run
 from fpipe.timing.cluster import Cluster
-from fpipe.timing.noise import Noise
-from fpipe.timing.robustness import At
 
 
 def numbers(text: str) -> list[int]:
@@ -74,7 +72,6 @@ Flops = Annotated[
     float | None,
     typer.Option("--flops", metavar="N", help="Operations a second of a rank, 400e12: nothing is timed, or on meta."),
 ]
-Compared = Annotated[At, typer.Option("--at", help="Compare nominal makespans, or of 50 or 95 of 100 draws.")]
 Top = Annotated[int, typer.Option("--top", min=1, help="How many of the best to list, beside the front.")]
 
 
@@ -96,11 +93,6 @@ def run(
     profiled: Profiled = None,
     repeats: Repeats = 3,
     flops: Flops = None,
-    jitter: options.Jitter = 0.0,
-    slow_rank: options.SlowRank = 1.0,
-    slow_link: options.SlowLink = 1.0,
-    at: Compared = "nominal",
-    samples: options.Samples = 100,
     seed: options.Seed = 0,
     top: Top = 12,
     svg: options.Svg = None,
@@ -118,18 +110,15 @@ def run(
     Examples:
       python -m fpipe plan run --model mine.py:step -p 4 -m 8/16/32 --memory 40GiB --svg front.svg
       python -m fpipe plan run --model mine.py:step -m 4/8/16 --profiled 4/16 --cluster "4 ranks; inside 5us 50GB/s"
-      python -m fpipe plan run -p 4 -m 8/16 --costs F=10,B=12,W=8,c=0.5 --jitter 0.1 --at p95
+      python -m fpipe plan run -p 4 -m 8/16 --costs F=10,B=12,W=8,c=0.5
       python -m fpipe plan run -p 4 --rows 32 -m 4/8 -c 8:F=20,B=24,W=16 -c 4:F=11,B=13,W=9 --search 5
     """
     if model is not None and costs:
         raise typer.BadParameter("a --model is measured, and --costs are given: choose one of them.", ctx=typed)
-    noise = Noise(jitter, slow_rank, slow_link)
     options.refuse_other_unit(memory, known=model is not None or any(one.bytes for _, one in costs or ()))
     words: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "rows": rows, "stages": stages}
     words |= {"cluster": cluster, "memory": memory, "search": search, "profiled": profiled, "repeats": repeats}
-    words |= {"schedules": what or None, "noise": None if noise == Noise() else noise, "at": at}
-    words |= {"samples": samples, "seed": seed}
-    words |= {"flops": flops, "replicas": replicas, "shard": shard or None}
+    words |= {"schedules": what or None, "seed": seed, "flops": flops, "replicas": replicas, "shard": shard or None}
     if checkpoint:
         words["checkpoint"] = checkpoint
     with progress("planning") as bar:

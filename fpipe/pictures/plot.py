@@ -21,13 +21,12 @@ from fpipe.pictures.text import Picture, grid, to_scale
 from fpipe.planning.run_plan import RunPlan
 from fpipe.program import HtmlRepr, Program
 from fpipe.timing.costs import Costs, Ticks
-from fpipe.timing.robustness import Robustness
 from fpipe.timing.simulate import simulate
 from fpipe.timing.timeline import Timeline
 
 
 def plot(
-    what: Program | Timeline | RunPlan | Robustness,
+    what: Program | Timeline | RunPlan,
     *more: Program | Timeline,
     costs: Costs | None = None,
     file: str | PathLike[str] | None = None,
@@ -59,8 +58,8 @@ def plot(
 
     Args:
         what, more: programs, which are simulated, and timelines, simulated or measured (`result.timeline` of a step
-            that was built with `record=True`). Or what `fpipe.plan_run` or `fpipe.robustness` gives, alone: a chart of
-            time against memory, or of how far makespans vary, as `.svg`, `.png` or `.pdf`.
+            that was built with `record=True`). Or what `fpipe.plan_run` gives, alone: a chart of time against
+            memory, as `.svg`, `.png` or `.pdf`.
         costs: seconds of the programs' ops; by default `fpipe.Costs()`.
         file: where to write a picture; its ending says which. `.svg`: for a page, on light paper and dark; hovering
             over an op says when it runs, what it reads and writes. `.png`, `.pdf`: for a document, by matplotlib
@@ -93,7 +92,7 @@ def plot(
         raise TypeError(f"style= is a fpipe.Style, such as fpipe.Style(memory=False); found {style!r}.")
     if width is not None and (style.width_mm is not None or ax is not None):
         raise ValueError("width= is in pixels: leave it out where width_mm= or the Axes say how wide the picture is.")
-    if isinstance(what, RunPlan | Robustness):
+    if isinstance(what, RunPlan):
         return _chart(what, file, width, style, {"more": more, "costs": costs, "names": names, "ax": ax})
     drawn = (what, *more)
     if ax is not None:
@@ -107,7 +106,7 @@ def plot(
     return to_scale(panels_of(drawn, names, costs, style.window, style.ranks), width or 120, colour, style)
 
 
-def _chart(what: RunPlan | Robustness, file: Any, width: int | None, style: Style, others: dict[str, Any]) -> str:
+def _chart(what: RunPlan, file: Any, width: int | None, style: Style, others: dict[str, Any]) -> str:
     """A chart, in its file; or its table."""
     odd = next((word for word, given in others.items() if given), None)
     if odd is not None:
@@ -124,15 +123,15 @@ def _onto(ax: Any, file: object, panels: Sequence[Panel], style: Style) -> str:
     return "\n".join(panel.caption for panel in panels)
 
 
-def _write(file: Path, what: RunPlan | Robustness | Sequence[Panel], width: float | None, style: Style) -> str:
+def _write(file: Path, what: RunPlan | Sequence[Panel], width: float | None, style: Style) -> str:
     ending, endings, kind = file.suffix, (".svg", ".png", ".pdf", ".html", ".json"), "picture"
-    if isinstance(what, RunPlan | Robustness):
+    if isinstance(what, RunPlan):
         endings, kind = endings[:3], "chart"
     if ending not in endings:
         raise ValueError(f"a {kind}'s file ends in {', '.join(endings)}; found {file.name!r}.")
     if not file.parent.is_dir():
         raise FileNotFoundError(f"{str(file.parent)!r} is not a folder: make it before a picture is written there.")
-    if isinstance(what, RunPlan | Robustness):
+    if isinstance(what, RunPlan):
         made = _drawn(chart(what, width, style), str(what), ending, style)
     elif ending == ".html":
         made = html(what, width, style)
@@ -159,7 +158,7 @@ def _paint(what: HtmlRepr) -> str:
     if isinstance(what, Picture):
         return _pictured(what.panels, what.style)
     words = f"<pre>{escape(str(what))}</pre>"
-    if isinstance(what, RunPlan | Robustness):
+    if isinstance(what, RunPlan):
         return words + svg(chart(what, None, PLAIN), str(what), PLAIN)
     drawn = what.pictured
     return words + _pictured(panels_of([*drawn.values()], [*drawn]), PLAIN) if drawn else words

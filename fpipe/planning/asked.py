@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 from fpipe.limits import whole
 from fpipe.model import Model
@@ -17,8 +17,6 @@ from fpipe.schedules.named import Named, parse
 from fpipe.schedules.registry import names
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.costs import Costs
-from fpipe.timing.noise import Noise
-from fpipe.timing.robustness import At
 from fpipe.timing.value_bytes import NamedBytes
 from fpipe.transforms.shard import GATHERS, WHOLE, checked_gathers
 
@@ -37,8 +35,6 @@ class Asked:
     cluster: Cluster | None
     limits: tuple[float, ...]
     search: float
-    noise: Noise | None
-    at: At
     replicas: int
     shard: tuple[str, ...]
 
@@ -51,8 +47,6 @@ def asked_for(
     memory: object,
     cluster: Cluster | None,
     search: object,
-    noise: object,
-    at: Any,
     replicas: object,
     shard: Any,
 ) -> Asked:
@@ -71,12 +65,6 @@ def asked_for(
         if not (0 < amount < math.inf or (least and amount == 0)):
             unit = "seconds, from 0" if least else "the most that a rank may hold, above 0"
             raise ValueError(f"{word} is {unit}; found {found!r}.")
-    if noise is not None and not isinstance(noise, Noise):
-        raise TypeError(f"noise is an fpipe.Noise, such as fpipe.Noise(jitter=0.1); found {noise!r}.")
-    if at not in get_args(At):
-        raise ValueError(f'what is compared is at "nominal", "median" or "p95", found {at!r}.')
-    if at != "nominal" and noise is None:
-        raise ValueError(f'at="{at}" is of makespans under noise: say noise= too, such as fpipe.Noise(jitter=0.1).')
     if cluster is not None and len(cluster.speed) < ranks:
         raise ValueError(f"there are {ranks} ranks, and the cluster has {len(cluster.speed)}.")
     limits = [math.inf if memory is None else float(cast("float", memory))] * ranks
@@ -90,8 +78,6 @@ def asked_for(
         cluster,
         tuple(limits),
         float(cast("float", search)),
-        noise,
-        at,
         *_sharing(replicas, shard, cluster),
     )
 

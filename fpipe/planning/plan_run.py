@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from fpipe.finding.search import search as find
@@ -16,8 +16,6 @@ from fpipe.program import Program, ProgramError
 from fpipe.timing.amounts import amount
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.costs import Costs, computing
-from fpipe.timing.noise import Noise
-from fpipe.timing.robustness import At, robustness
 from fpipe.timing.simulate import simulate
 from fpipe.transforms.chain import chain
 from fpipe.transforms.place import place
@@ -47,9 +45,6 @@ def plan_run(
     profiled: Collection[int] | None = None,
     repeats: int = 3,
     flops: float | None = None,
-    noise: Noise | None = None,
-    at: At = "nominal",
-    samples: int = 100,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> RunPlan:
@@ -81,10 +76,7 @@ def plan_run(
         repeats: how often each op is timed.
         flops: of a model, operations a second of a rank: costs are those of `fpipe.estimate`, and nothing runs, so that
             params and batch may be on the meta device.
-        noise: how far costs vary: then rows have their spread.
-        at: what is compared: the "nominal" makespan, or its "median" or "p95" under noise.
-        samples, seed: of the noise, as for `fpipe.robustness`. It is not drawn for a way that already takes longer as
-            said than another that fits as well and holds no more does under noise.
+        seed: of the random choices of a search.
         progress: called as `progress(done, all, what)`.
 
     Returns:
@@ -104,7 +96,7 @@ def plan_run(
     one_f_one_b  4     1  never          152   21.1%          2  0.026316  given
     """
     on = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    asked = asked_for(ranks, microbatches, checkpoint, schedules, memory, on, search, noise, at, replicas, shard)
+    asked = asked_for(ranks, microbatches, checkpoint, schedules, memory, on, search, replicas, shard)
     told = progress or _quiet
     if not isinstance(what, Costs | Mapping) and (params is not None or hasattr(what, "state_dict")):
         what = the_model(what, "params and a batch go with a Model;")
@@ -116,7 +108,7 @@ def plan_run(
         if any(one is not None for one in (params, batch, profiled, flops)):
             raise ValueError("params, batch, profiled= and flops= go with a Model; costs are given, not measured.")
         work = work_of_costs(what, asked, rows, stages)
-    return _Planner(work, asked, samples, seed, told).plan()
+    return _Planner(work, asked, seed, told).plan()
 
 
 def _quiet(done: int, every: int, what: str) -> None:
@@ -129,7 +121,6 @@ class _Planner:
 
     work: Work
     asked: Asked
-    samples: int
     seed: int
     progress: Progress
     rows: list[PlanRow] = field(default_factory=list[PlanRow])
@@ -141,7 +132,6 @@ class _Planner:
         complete = True
         try:
             self._try_all()
-            self._vary()
         except KeyboardInterrupt:
             if not any(row.fits for row in self.rows):
                 raise
@@ -156,13 +146,10 @@ class _Planner:
                 f"nothing fits: rank {rank} must hold {self._held(held)} at least, by {closest.name}, and may hold "
                 f"{self._held(self._limit(rank))}."
             )
-        at = asked.at
-        if not complete and all(row.seconds(at) is None for row in self.rows):
-            at = "nominal"
-        rows = sorted(self.rows, key=lambda row: (not row.fits, row.a_row(at), row.a_row("nominal"), row.most))
+        rows = sorted(self.rows, key=lambda row: (not row.fits, row.seconds_per_row, row.most))
         served = {row.schedule for row in rows}
         refused = tuple((name, why) for name, why in self.refused.items() if name not in served)
-        return RunPlan(tuple(rows), refused, "bytes" if self.in_bytes else "rows", at, asked.limits, complete)
+        return RunPlan(tuple(rows), refused, "bytes" if self.in_bytes else "rows", asked.limits, complete)
 
     def _limit(self, rank: int) -> float:
         return self.asked.limits[min(rank, len(self.asked.limits) - 1)]
@@ -204,7 +191,7 @@ class _Planner:
         self.progress(every, every, self._said())
 
     def _said(self) -> str:
-        best = min((row for row in self.rows if row.fits), key=lambda row: row.a_row("nominal"), default=None)
+        best = min((row for row in self.rows if row.fits), key=lambda row: row.seconds_per_row, default=None)
         return "nothing fits yet" if best is None else f"best {best.name}: {best.makespan:.4g} s"
 
     def _add(self, shown: str, policy: str, gather: str, program: Program, costs: Costs, word: str) -> None:
@@ -274,25 +261,3 @@ class _Planner:
             self._add("found", policy, gather, program, *work.costs_of(program))
         if not found.complete:
             raise KeyboardInterrupt
-
-    def _vary(self) -> None:
-        """Draw the noise for each way that may be the best of those that hold no more, the nominally shortest first."""
-        noise = self.asked.noise
-        if noise is None:
-            return
-        at = "p95" if self.asked.at == "nominal" else self.asked.at
-        drawn: list[PlanRow] = []
-        for done, row in enumerate(sorted(self.rows, key=lambda row: (row.a_row("nominal"), row.most))):
-            self.progress(done, len(self.rows), f"drawing noise, {row.name}")
-            if any(
-                other.fits >= row.fits and other.most <= row.most and other.a_row(at) <= row.a_row("nominal")
-                for other in drawn
-            ):
-                continue
-            (spread,) = robustness(
-                {row.name: row.program}, row.timeline.costs, noise=noise, samples=self.samples, seed=self.seed
-            )
-            late = row.makespan - spread.nominal  # of sums over replicas, which no noise delays
-            made = replace(spread, nominal=row.makespan, makespans=tuple(one + late for one in spread.makespans))
-            drawn.append(replace(row, spread=made if row.gather else spread))
-            self.rows[self.rows.index(row)] = drawn[-1]

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from fpipe.program import HtmlRepr, Program
 from fpipe.timing.amounts import aligned, amount
-from fpipe.timing.robustness import At, Spread
 from fpipe.timing.timeline import Timeline
 
 Unit = Literal["bytes", "rows"]
@@ -31,8 +30,6 @@ class PlanRow:
         memory: the most that each rank holds, in bytes with its parameters; or in rows, where a rank's share of the
             residuals of one row is 1.
         fits: whether that is within each rank's memory.
-        spread: the makespans under noise, where there is noise and nothing that fits as well and holds no more is sure
-            to be better.
         gather: when parameters that replicas share out are gathered: a word of `fpipe.shard`, or "never" where
             replicas have whole ones; empty where there is one replica.
         program, timeline: what runs, and when.
@@ -48,7 +45,6 @@ class PlanRow:
     bubble: float
     memory: tuple[float, ...]
     fits: bool
-    spread: Spread | None = None
     gather: str = ""
     program: Program = field(repr=False, compare=False, kw_only=True)
     timeline: Timeline = field(repr=False, compare=False, kw_only=True)
@@ -65,16 +61,10 @@ class PlanRow:
         """The peak memory of the fullest rank."""
         return max(self.memory)
 
-    def seconds(self, at: At) -> float | None:
-        """Of a step: nominal, or of half or 95 of 100 draws; None where nothing was drawn."""
-        if at == "nominal":
-            return self.makespan
-        return None if self.spread is None else getattr(self.spread, at)
-
-    def a_row(self, at: At) -> float:
-        """Seconds for each row of the batch, by which ways are compared; infinite where nothing was drawn."""
-        seconds = self.seconds(at)
-        return float("inf") if seconds is None else seconds / (self.rows * self.microbatches)
+    @property
+    def seconds_per_row(self) -> float:
+        """Seconds of a step for each row of the batch, by which ways are compared."""
+        return self.makespan / (self.rows * self.microbatches)
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,7 +75,6 @@ class RunPlan(HtmlRepr):
         rows: the ways.
         refused: which schedule does not serve the sizes, and why.
         unit: of memory, "bytes" or "rows".
-        at: what is compared: the "nominal" makespan, or its "median" or "p95" under noise.
         cap: the memory of each rank, infinite where none was said.
         complete: whether all were tried; False after Ctrl-C.
 
@@ -98,7 +87,6 @@ class RunPlan(HtmlRepr):
     rows: tuple[PlanRow, ...]
     refused: tuple[tuple[str, str], ...]
     unit: Unit
-    at: At
     cap: tuple[float, ...]
     complete: bool = True
 
@@ -117,19 +105,16 @@ class RunPlan(HtmlRepr):
     def front(self) -> tuple[PlanRow, ...]:
         """The ways than which none is both shorter and smaller, the shortest first: time against memory, fit or not."""
         found: list[PlanRow] = []
-        for row in sorted(self.rows, key=lambda row: (row.a_row(self.at), row.most)):
-            if row.a_row(self.at) < float("inf") and (not found or row.most < found[-1].most):
+        for row in sorted(self.rows, key=lambda row: (row.seconds_per_row, row.most)):
+            if not found or row.most < found[-1].most:
                 found.append(row)
         return tuple(found)
 
     def records(self) -> list[dict[str, Any]]:
         """The rows as dicts of numbers and words, for `json` or a data frame."""
-        words = [one.name for one in fields(PlanRow) if one.name not in ("program", "timeline", "spread", "memory")]
-        drawn = ("median", "p95")
+        words = [one.name for one in fields(PlanRow) if one.name not in ("program", "timeline", "memory")]
         return [
-            {word: getattr(row, word) for word in words}
-            | {"memory": list(row.memory), "front": row in self.front}
-            | {word: row.seconds(word) for word in drawn}
+            {word: getattr(row, word) for word in words} | {"memory": list(row.memory), "front": row in self.front}
             for row in self.rows
         ]
 
@@ -139,19 +124,17 @@ class RunPlan(HtmlRepr):
 
     def cells(self, rows: Iterable[PlanRow]) -> list[list[str]]:
         """Rows of the table as text, its heading first. A star marks the front."""
-        drawn = any(row.spread is not None for row in self.rows)
         shards = any(row.gather for row in self.rows)
         words = ["recompute", *(["gather"] if shards else []), "seconds"]
-        heading = ["schedule", "m", "rows", *words, *(["median", "p95"] if drawn else []), "bubble"]
+        heading = ["schedule", "m", "rows", *words, "bubble"]
         table = [[*heading, "held" if self.unit == "bytes" else "rows held", "rows/s", "costs", ""]]
         for row in rows:
             held = amount(row.most, self.unit == "bytes")
-            spread = ["-" if seconds is None else f"{seconds:.5g}" for seconds in map(row.seconds, ("median", "p95"))]
             words = [row.schedule, str(row.microbatches), f"{row.rows:g}", row.checkpoint]
             words += [*([row.gather] if shards else []), f"{row.makespan:.5g}"]
             rest = [f"{row.bubble:.1%}", held, f"{row.throughput:.5g}", row.costs]
             marks = "*" * (row in self.front), "" if row.fits else "too much"
-            table.append([*words, *(spread if drawn else []), *rest, " ".join(filter(None, marks))])
+            table.append([*words, *rest, " ".join(filter(None, marks))])
         return table
 
     def __str__(self) -> str:
