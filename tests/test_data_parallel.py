@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DistributedSampler
 
 import fpipe
+from fpipe.runtimes.lowering.lane import Launched
 from fpipe.runtimes.lowering.shards import Share
-from fpipe.runtimes.processes.collective_parts import Posted
 from fpipe.runtimes.processes.replicas import Exchanges, Replicas
 from fpipe.tree import leaves
 from tests.processes import SOON, Processes, counted, left, result, timed
@@ -331,13 +331,14 @@ class BrokenGroup:
 def test_parts_that_were_posted_before_one_fails_are_under_way():
     """They were counted, and nobody waited for them; the end of a joint collective hid why it was cut short."""
     group: Any = BrokenGroup()
-    value, op = fpipe.Value("sum", 0), fpipe.Op("REDUCE", 0, None, None, 0, (), (), (), (("axis", "dp"),))
+    value = fpipe.Value("sum", 0)
+    op = fpipe.Op("REDUCE", 0, None, None, 0, (value,), (value,), (), (("axis", "dp"),))
     good, bad = (SimpleNamespace(buffer=SimpleNamespace(device=torch.device("cpu"))) for _ in range(2))
-    good.post, bad.post = lambda group, read: Posted({}, torch.ones(()), "a work"), lambda group, read: 1 / 0
+    good.post, bad.post = lambda group, read: Launched("a work", torch.ones(()), {}), lambda group, read: 1 / 0
     meeting: Any = SimpleNamespace(seconds=1.0)
     replicas = Replicas(group, {"dp": group}, Share(0, 2), 0, meeting, meeting, torch.device("cpu"))
     parts: Any = {value: [good, bad]}
     replicas.begin(Exchanges(parts, {value: op}, {value: 0}, 1))
     with pytest.raises(ZeroDivisionError):
         replicas.owe()
-    assert [one.work for one in replicas._under_way[value]] == ["a work"]
+    assert [one.work for one in replicas.lane.flights[value].works] == ["a work"]

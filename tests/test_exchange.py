@@ -44,15 +44,15 @@ class Swapped(torch.autograd.Function):
 
 def waited_for(rank: int) -> set[str]:
     """The names of values for which this process waits in a step whose exchanges have gradients of nothing, too."""
-    from fpipe.runtimes.processes.exchange_lane import ExchangeLane
+    from fpipe.runtimes.lowering.lane import Lane
 
-    seen, wait = set[str](), ExchangeLane._wait_for
-    ExchangeLane._wait_for = lambda self, value: (seen.add(value.name), wait(self, value))[1]
+    seen, wait = set[str](), Lane.wait_for
+    Lane.wait_for = lambda self, value: (seen.add(value.name), wait(self, value))[1]
     try:
         assert not one_block(rank, "zb_h1", 5, None)
         assert not one_block(rank, "one_f_one_b", 5, None)
     finally:
-        ExchangeLane._wait_for = wait
+        Lane.wait_for = wait
     return seen
 
 

@@ -106,6 +106,15 @@ class NotesBeside:
         if self.notes is not None:
             self._found[2 * row + 1] = self._clock.tick() if at is None else at
 
+    def over_by_now(self, row: int) -> None:
+        """Note that what a row has started has been awaited, where nobody has noted its end."""
+        if self.notes is not None and 2 * row + 1 not in self._found:
+            self.over(row)
+
+    def copied(self, row: int, began: torch.Event, ended: torch.Event) -> None:
+        """Note the events before and behind a copy."""
+        self._found[2 * row], self._found[2 * row + 1] = began, ended
+
     def ended(self, row: int, _: Any) -> None:
         """Note, when a collective's future is done, that what a row has started is over."""
         self.over(row, time.perf_counter())

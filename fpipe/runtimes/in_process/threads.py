@@ -26,11 +26,12 @@ from fpipe.meaning.step import StepInputs, StepOptions
 from fpipe.model import Model
 from fpipe.program import Op, Program, Value
 from fpipe.runtimes.in_process.streams import Channel, ComputeStream, accelerator_of, channels_between
-from fpipe.runtimes.lowering.host_lanes import CPU, Parked, Source, beside
+from fpipe.runtimes.lowering.host_lanes import CPU, Parked, Source, made_async
 from fpipe.runtimes.lowering.instructions import by_rule, pass_on, under_autograd
+from fpipe.runtimes.lowering.lane import Watch
 from fpipe.runtimes.lowering.lowered import Instruction
 from fpipe.runtimes.lowering.prepared import Prepared
-from fpipe.runtimes.lowering.rank_part import RankPart, Slots, Watch, of_rank
+from fpipe.runtimes.lowering.rank_part import RankPart, Slots, of_rank
 from fpipe.runtimes.lowering.slots import ProcessContext, ResultLeaf
 from fpipe.runtimes.lowering.untraced import Untraced
 
@@ -230,8 +231,8 @@ class OnThreads(Prepared):
         self._under_way = False
         self._on = None if devices else accelerator_of(self.trees.values())
         turns = [*map(_in_turn, self.instructions)]
-        around = partial(beside, lanes=self.lanes, devices=devices, sources=self.between.sources)
-        both = self.between.send, self.between.receive, around
+        around = partial(made_async, lane_by_rank=self.lanes, devices=devices, sources=self.between.sources)
+        both = self.between.send, self.between.receive, around, self.lanes
         self.parts = [of_rank(turns, self.model, rank, *both) for rank in range(self.program.ranks)]
         begins = [slot for part in self.parts for slot in part.begins]
         self._several = {slot for slot in begins if begins.count(slot) > 1}

@@ -1,16 +1,15 @@
-"""Copy values between a device and the host, or a partner, beside a rank's work: on a stream of its own.
+"""Copy values between a device and the host, or a partner, next to a rank's work: on a stream of its own.
 
     compute    0F0                  1B0              0B0        it waits for the LOAD
     copies         OFFLOAD(res[0,0])    LOAD(res[0,0])
 
 An OFFLOAD keeps its source until the copy is over, of one at a time: where copies are slow, the next one waits. What
-comes back has memory of the rank's own stream, and starts on its way beside the op before its place in the list.
+comes back has memory of the rank's own stream, and starts on its way next to the op before its place in the list.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -21,13 +20,16 @@ from torch import Tensor
 
 from fpipe.graphs.language.graph import Fact
 from fpipe.meaning.devices import copied, to_host
-from fpipe.program import Op, Value, kind_of
+from fpipe.program import Value, kind_of
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
+from fpipe.runtimes.lowering.lane import Lane, Launch, Launched, Watch
 from fpipe.runtimes.lowering.lowered import Instruction
 
 Leaves = list[Any]
 CPU = torch.device("cpu")
 NEVER = sys.maxsize
+NOT_NOTED = -1
+"""The row of a copy that is a RECV, which a record does not show."""
 
 
 class Parked(NamedTuple):
@@ -49,102 +51,108 @@ class Leaving(NamedTuple):
     number: int
 
 
-class HostLane(threading.local):
-    """Copies from and to the device of a rank; those of each thread are on streams of their own.
+class Arriving(NamedTuple):
+    """Leaves that are being copied to the device, the event behind the copy, and how many had left before it."""
 
-    Attributes:
-        spans: of each value that went away or came back in this step, the events before and behind its copy.
-    """
+    leaves: Leaves
+    over: torch.Event
+    left: int
+
+
+class HostLane(Lane):
+    """Copies from and to the device of a rank; those of each thread are on streams of their own."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.spans = device, dict[Value, tuple[torch.Event, torch.Event]]()
-        self._streams: dict[torch.device, torch.Stream] = {}
-        self._waiting, self._coming = dict[Value, Parked](), dict[Value, tuple[Leaves, int]]()
+        self.device = device
+        self._stream_by_device: dict[torch.device, torch.Stream] = {}
+        super().__init__(self._make_stream_wait, on_streams=False)
+
+    def begin(self, watch: Watch | None) -> None:
+        """Start a step; one before may have ended with an error."""
+        super().begin(watch)
+        for stream in self._stream_by_device.values():
+            torch.accelerator.current_stream(stream.device).wait_stream(stream)
+        self._parked, self._arriving = dict[Value, Parked](), dict[Value, Arriving]()
         self._leaving, self._left = list[Leaving](), 0
 
-    def begin(self) -> None:
-        """A step starts; one before may have ended with an error."""
-        for stream in self._streams.values():
-            torch.accelerator.current_stream(stream.device).wait_stream(stream)
-        self._waiting.clear()
-        self._coming.clear()
-        self._leaving.clear()
-        self.spans.clear()
-
-    def away(self, values: Sequence[Value], there: torch.device, *lists: Leaves) -> Sequence[Leaves]:
-        """OFFLOAD: the leaves there, once they are copied."""
+    def offload(self, row: int, values: Sequence[Value], there: torch.device, *lists: Leaves) -> Sequence[Leaves]:
+        """Start copies to another device, and return the leaves there."""
         made = list[Leaves]()
         for value, leaves in zip(values, lists, strict=True):
-            self._let_go(self._left - 1)
-            with self._copying(value, there):
+            self._release_sources(self._left - 1)
+            with self._copying(there, row) as events:
                 copy = to_host if there == CPU else partial(torch.Tensor.to, device=there, non_blocking=True)
                 made.append(copied(leaves, self.device, copy))
             self._left += 1
-            self._leaving.append(Leaving(leaves[:], self.spans[value][1], self._left))
-            self._waiting[value] = Parked(made[-1][:], there)
+            self._leaving.append(Leaving(leaves[:], events[1], self._left))
+            self._parked[value] = Parked(made[-1][:], there)
             leaves.clear()
         return made
 
-    def start(self, value: Value, source: Source, wait: bool = False) -> None:
-        """A value starts on its way to the device, if it is there to start."""
-        found = None if value in self._coming else source(wait)
-        if found is None:
+    def start(self, row: int, value: Value, source: Source, wait: bool = False) -> None:
+        """Start to copy a value to the device, if it is there to start."""
+        parked = None if value in self._arriving else source(wait)
+        if parked is None:
             return
-        now = torch.accelerator.current_stream(self.device)
+        stream = torch.accelerator.current_stream(self.device)
 
         def landing(flat: Tensor) -> Tensor:
-            with now:  # memory of the reader's stream, which hands it out again
+            with stream:  # memory of the reader's stream, which hands it out again
                 place = torch.empty_like(flat, device=self.device)
             return place.copy_(flat, non_blocking=True)
 
-        with self._copying(value, found.on):
-            leaves = copied(found.leaves, found.on, landing)
-        self._coming[value] = leaves, self._left
+        with self._copying(parked.on, row) as events:
+            leaves = copied(parked.leaves, parked.on, landing)
+        self._arriving[value] = Arriving(leaves, events[1], self._left)
 
-    def take(self, values: Sequence[Value], sources: Sequence[Source], *lists: Leaves) -> Sequence[Leaves]:
-        """LOAD: the leaves, for whoever has `arrived`."""
+    def load(
+        self, row: int, values: Sequence[Value], sources: Sequence[Source], works: list[Launched], *lists: Leaves
+    ) -> Sequence[Leaves]:
+        """Return the leaves of a LOAD, whose reader waits for them."""
         for value, source in zip(values, sources, strict=True):
-            self.start(value, source, wait=True)
+            self.start(row, value, source, wait=True)
         for leaves in lists:
             leaves.clear()
-        return [self._coming[value][0] for value in values]
+        arriving = [self._arriving.pop(value) for value in values]
+        works += [Launched(over, None, leaves, partial(self._release_sources, left)) for leaves, over, left in arriving]
+        return [leaves for leaves, _, _ in arriving]
 
     def receive(self, values: Sequence[Value], sources: Sequence[Source]) -> Sequence[Leaves]:
-        """RECV from a rank on the host: the leaves, for which the rank's stream waits."""
-        made = self.take(values, sources)
-        for value in values:
-            self.arrived(value)
+        """Return the leaves of a RECV from a rank on the host, for which the rank's stream waits."""
+        works = list[Launched]()
+        made = self.load(NOT_NOTED, values, sources, works)
+        for launched in works:
+            self._make_stream_wait(launched, "")
+            assert launched.finish is not None
+            launched.finish()
         return made
 
-    def arrived(self, value: Value) -> None:
-        """Make the rank's stream wait for a value."""
-        _, left = self._coming.pop(value)
-        torch.accelerator.current_stream(self.device).wait_event(self.spans[value][1])
-        self._let_go(left)
-
     def parked(self, value: Value) -> Source:
-        """The source of a LOAD of a value that went away."""
-        return lambda wait: self._waiting.pop(value, None)
+        """Return the source of a LOAD of a value that went away."""
+        return lambda wait: self._parked.pop(value, None)
+
+    def _make_stream_wait(self, launched: Launched, cell: str) -> None:
+        torch.accelerator.current_stream(self.device).wait_event(launched.work)
 
     @contextmanager
-    def _copying(self, value: Value, there: torch.device) -> Generator[None]:
-        """Queue copies to or from there, behind what the rank has queued."""
-        made = torch.accelerator.current_stream(self.device).record_event()
+    def _copying(self, there: torch.device, row: int) -> Generator[list[torch.Event]]:
+        """Queue copies to or from there, behind what the rank has queued; then the events before and behind them are
+        in the list."""
+        computed, events = torch.accelerator.current_stream(self.device).record_event(), list[torch.Event]()
         with ExitStack() as entered:
             for device in (there, self.device):
                 if device != CPU:
-                    entered.enter_context(self._streams.setdefault(device, torch.Stream(device)))
-            stream = self._streams[self.device]
-            stream.wait_event(made)
-            began = stream.record_event(self._timed())
-            yield
-            self.spans[value] = began, stream.record_event(self._timed())
+                    entered.enter_context(self._stream_by_device.setdefault(device, torch.Stream(device)))
+            stream = self._stream_by_device[self.device]
+            stream.wait_event(computed)
+            events.append(stream.record_event(torch.Event(self.device, enable_timing=True)))
+            yield events
+            events.append(stream.record_event(torch.Event(self.device, enable_timing=True)))
+            if row != NOT_NOTED:
+                self.notes.copied(row, *events)
 
-    def _timed(self) -> torch.Event:
-        return torch.Event(self.device, enable_timing=True)
-
-    def _let_go(self, number: int) -> None:
-        """Let go of the sources that left up to this one, once their copies are over."""
+    def _release_sources(self, number: int) -> None:
+        """Release the sources that left up to this one, once their copies are over."""
         while self._leaving and self._leaving[0].number <= number:
             torch.accelerator.current_stream(self.device).wait_event(self._leaving[0].over)
             del self._leaving[0]
@@ -163,70 +171,52 @@ def lanes_of(
     return {rank: HostLane(device) for rank, device in found.items()}
 
 
-def beside(
+def made_async(
     instructions: Iterable[Instruction],
-    lanes: Mapping[int, HostLane],
+    lane_by_rank: Mapping[int, HostLane],
     devices: Sequence[torch.device] = (),
     sources: Mapping[Value, tuple[int, Source]] | None = None,
     rows: Sequence[int] = (),
 ) -> list[Instruction]:
-    """Instructions of which OFFLOADs only start, and LOADs, and RECVs from `sources`, beside the op before them."""
+    """Replace OFFLOADs by the start of a copy, and start LOADs, and RECVs from `sources`, at the op before them."""
     made = [*instructions]
-    known, pending = {**(sources or {})}, set[Value]()  # what is parked is there or not: nobody waits for it
-    first, last = dict[int, int](), dict[int, int]()
-    starts: dict[int, list[tuple[Value, Source, bool]]] = {}
-    arrives: dict[int, list[Value]] = {}
-    for at, one in enumerate(made):
-        op = one.ops[0]
-        lane = lanes.get(op.rank)
+    # What is parked is there or not: nobody waits for it.
+    source_by_value, last = dict(sources or {}), dict[int, int]()
+    starts: dict[int, list[Callable[[], None]]] = {}
+    launches: dict[int, dict[int, Launch]] = {rank: {} for rank in lane_by_rank}
+    for at, instruction in enumerate(made):
+        op = instruction.ops[0]
+        lane, row = lane_by_rank.get(op.rank), rows[at] if rows else at
         if lane is None:
             continue
-        first.setdefault(op.rank, at)
-        arrives[at] = [value for part in one.ops for value in part.reads if value in pending]
-        pending.difference_update(arrives[at])
         there = _place(op.writes[0], lane.device, devices) if op.kind == "OFFLOAD" and not op.how else lane.device
         if there != lane.device:
-            made[at] = one._replace(run=partial(lane.away, op.writes, there))
-            known |= {value: (NEVER, lane.parked(value)) for value in op.writes}
-        if op.kind in ("LOAD", "RECV") and op.reads[0] in known:
-            each = [known[value][1] for value in op.reads]
-            made[at] = one._replace(run=partial(lane.take if op.kind == "LOAD" else lane.receive, op.writes, each))
+            made[at] = instruction._replace(run=partial(lane.offload, row, op.writes, there))
+            source_by_value |= {value: (NEVER, lane.parked(value)) for value in op.writes}
+        if op.kind in ("LOAD", "RECV") and op.reads[0] in source_by_value:
+            from_ = [source_by_value[value][1] for value in op.reads]
+            if op.kind == "LOAD":
+                launches[op.rank][at] = Launch(partial(lane.load, row, op.writes, from_), op.writes)
+            else:
+                made[at] = instruction._replace(run=partial(lane.receive, op.writes, from_))
             before = last.get(op.rank, at)
-            starts.setdefault(before, []).extend(
-                (value, source, bool(rows) and known[read][0] < rows[before])
-                for value, read, source in zip(op.writes, op.reads, each, strict=True)
-            )
-            pending.update(op.writes if op.kind == "LOAD" else ())
+            for value, read, source in zip(op.writes, op.reads, from_, strict=True):
+                waits = bool(rows) and source_by_value[read][0] < rows[before]
+                noted = row if op.kind == "LOAD" else NOT_NOTED
+                starts.setdefault(before, []).append(partial(lane.start, noted, value, source, waits))
         if kind_of(op.kind).time:
             last[op.rank] = at
-    for at, one in enumerate(made):
-        lane = lanes.get(one.ops[0].rank)
-        opens = first.get(one.ops[0].rank) == at
-        if lane is not None and (opens or arrives[at] or at in starts):
-            made[at] = one._replace(run=partial(_beside, lane, opens, arrives[at], starts.get(at, ()), one.run))
+    for at, early in starts.items():
+        if at not in launches[made[at].ops[0].rank]:  # a LOAD that no op stands before starts at its own place
+            made[at] = made[at]._replace(run=partial(_after, early, made[at].run))
+    for rank, lane in lane_by_rank.items():
+        made = lane.made_async(made, rank, launches[rank], rows)
     return made
 
 
-def span_of(lanes: Mapping[int, HostLane], op: Op) -> tuple[torch.Event, torch.Event] | None:
-    """Events before and behind the copy of an OFFLOAD or LOAD, in the thread that ran it."""
-    lane = lanes.get(op.rank)
-    return None if lane is None else lane.spans.get(op.writes[0])
-
-
-def _beside(
-    lane: HostLane,
-    opens: bool,
-    arrives: Sequence[Value],
-    starts: Sequence[tuple[Value, Source, bool]],
-    run: Callable[..., Any],
-    *lists: Leaves,
-) -> Any:
-    if opens:
-        lane.begin()
-    for value in arrives:
-        lane.arrived(value)
-    for value, source, waits in starts:
-        lane.start(value, source, waits)
+def _after(starts: Sequence[Callable[[], None]], run: Callable[..., Any], *lists: Leaves) -> Any:
+    for start in starts:
+        start()
     return run(*lists)
 
 

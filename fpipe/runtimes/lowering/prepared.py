@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,10 +24,11 @@ from fpipe.meaning.step import StepInputs, StepOptions
 from fpipe.model import Model
 from fpipe.program import Program, Value
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
-from fpipe.runtimes.lowering.host_lanes import beside, lanes_of, span_of
+from fpipe.runtimes.lowering.host_lanes import lanes_of, made_async
+from fpipe.runtimes.lowering.lane import See, Watch
 from fpipe.runtimes.lowering.lower import lower
 from fpipe.runtimes.lowering.lowered import Lowered
-from fpipe.runtimes.lowering.rank_part import RankPart, See, Slots, Watch
+from fpipe.runtimes.lowering.rank_part import RankPart, Slots
 from fpipe.runtimes.lowering.slots import ProcessContext, entrance_of, exit_of, fact_of, handed_by, nets_of
 from fpipe.runtimes.lowering.untraced import Untraced
 
@@ -69,7 +69,7 @@ class Prepared:
         merged = replace(inputs, batch=whole)
         self.exit = exit_of(self._asked(program), model, lowered, merged, handed.at_home, not untraced.stages)
         self.lanes = lanes_of(self.instructions, lowered.trees, process.devices)
-        self.part = RankPart(beside(self.instructions, self.lanes), model)
+        self.part = RankPart(made_async(self.instructions, self.lanes), model, lanes=[*self.lanes.values()])
         self.recorder: Recorder | None = None
         held = _held_by_graphs(lowered, model)
         self.homes = [] if model.held is None else model.held.homes_of(held)
@@ -98,7 +98,7 @@ class Prepared:
             slots = self.entrance.filled(leaves, inputs.key)
             notes = self._notes(recorded, leaves, slots) if recorded else None
             device = next(iter(notes.devices), None) if notes else None
-            watch = Watch(notes, check_finite, see, device, partial(span_of, self.lanes))
+            watch = Watch(notes, check_finite, see, device)
             self.context.overwrites = False
             try:
                 self._execute(slots, watch if notes or check_finite or see else None)

@@ -9,33 +9,19 @@ is the same in every runtime.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter, length_hint
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from fpipe.meaning.recorder import Notes, StreamClock
 from fpipe.meaning.walk import leaves_of, place_of, refuse_infinite
 from fpipe.model import Model
-from fpipe.program import Op, Value
+from fpipe.program import Op
+from fpipe.runtimes.lowering.lane import Lane, See, Watch
 from fpipe.runtimes.lowering.lowered import Instruction
 
 Leaves = list[Any]
 Slots = list[Any]
-See = Callable[[Value, Any], None]
-
-
-class Watch(NamedTuple):
-    """Who looks at what instructions write: a step's notes, whoever refuses numbers that are not finite, and `see`; and
-    the accelerator on which that is computed, whose clock counts; `spans` has the events before and behind a copy that
-    runs beside the rank's work."""
-
-    notes: Notes | None
-    check_finite: bool
-    see: See | None
-    device: torch.device | None = None
-    spans: Callable[[Op], tuple[torch.Event, torch.Event] | None] = lambda op: None
 
 
 class RankPart:
@@ -53,16 +39,12 @@ class RankPart:
         model: Model,
         at: dict[int, int] | None = None,
         rows: Sequence[int] | None = None,
+        lanes: Sequence[Lane] = (),
     ) -> None:
-        self.instructions, self.model, self.at = instructions, model, at or {}
+        self.instructions, self.model, self.at, self._lanes = instructions, model, at or {}, lanes
         self.rows = range(len(instructions)) if rows is None else rows
         self.begins = [*self.at][: len(self.at) - sum(len(one.writes) for one in instructions)]
         self._waits = {row for row, one in zip(self.rows, instructions, strict=True) if one.ops[0].kind == "RECV"}
-        self._copies = [
-            (row, one)
-            for row, one in zip(self.rows, instructions, strict=True)
-            if one.ops[0].kind in ("OFFLOAD", "LOAD")
-        ]
         self._code = [(one.run, _taking(one.reads, one.shared)) for one in instructions]
         self._left = iter(self._code)
 
@@ -72,9 +54,14 @@ class RankPart:
 
     def run(self, slots: Slots, watch: Watch | None = None) -> None:
         """The instructions, one after the other. Each writes the slots behind those that are there."""
+        for lane in self._lanes:
+            lane.begin(watch)
         if watch is not None:
             looked = watch.check_finite or watch.see is not None or watch.notes is None or watch.notes.given is not None
-            return self._run_watched(slots, *watch[:3]) if looked else self._run_timed(slots, watch)
+            self._run_watched(slots, *watch[:3]) if looked else self._run_timed(slots, watch)
+            for lane in self._lanes:
+                lane.notes.add()
+            return
         left, extend = self._begun(), slots.extend
         try:
             for function, taken in left:
@@ -97,12 +84,7 @@ class RankPart:
             self._add_place(error, self.instructions[-1 - length_hint(left)])
             raise
         assert watch.notes is not None
-        beside = [(row, span) for row, one in self._copies for span in [watch.spans(one.ops[0])] if span is not None]
-        events = [event for _, span in beside for event in span]
-        seconds = clock.seconds([*events, *ticks])
-        watch.notes.ended(self.rows, seconds[len(events) :], self._waits)
-        for at, (row, _) in enumerate(beside):
-            watch.notes.times[2 * row : 2 * row + 2] = seconds[2 * at : 2 * at + 2]
+        watch.notes.ended(self.rows, clock.seconds(ticks), self._waits)
 
     def _run_watched(self, slots: Slots, notes: Notes | None, check_finite: bool, see: See | None) -> None:
         """Run the instructions, and look at what each writes."""
@@ -142,6 +124,7 @@ def of_rank(
     send: Callable[[Op, Callable[..., Any]], Callable[..., Any]],
     receive: Callable[[Op], Callable[..., Any]],
     around: Callable[..., Sequence[Instruction]],
+    lanes: Mapping[int, Lane],
 ) -> RankPart:
     """The part of a rank in a program in which every transfer is an op.
 
@@ -152,6 +135,7 @@ def of_rank(
         send: for a SEND, and what it makes of the lists of leaves that it reads, the function that sends this.
         receive: for a RECV the function that waits for what was sent, and gives it.
         around: for instructions of the rank, and their `rows`, those that run in their place.
+        lanes: by rank, where it has one.
     """
     here = {row: one for row, one in enumerate(instructions) if one.ops[0].rank == rank}
     own: Sequence[Instruction] = [
@@ -170,7 +154,7 @@ def of_rank(
         one._replace(reads=tuple(at[slot] for slot in one.reads), writes=tuple(at[slot] for slot in one.writes))
         for one in own
     ]
-    return RankPart(moved, model, at, [*here])
+    return RankPart(moved, model, at, [*here], [lanes[rank]] if rank in lanes else [])
 
 
 def _taking(reads: Sequence[int], shared: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:

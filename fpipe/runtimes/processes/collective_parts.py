@@ -7,7 +7,7 @@ Rows that replicas have not equally many of travel in the buffer, with padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from fpipe.graphs.language.graph import Aval, Fact
 from fpipe.program import Op
+from fpipe.runtimes.lowering.lane import Launched
 from fpipe.runtimes.lowering.shards import Shared
 from fpipe.torch_private.processes import all_gather, backend_on, reduce_scatter
 
@@ -31,16 +32,6 @@ _TAG = 1
 
 Read = Sequence[Any] | None
 """The leaves that an op reads; None posts zeros, for a step that failed and whose part others wait for."""
-
-
-class Posted(NamedTuple):
-    """A collective under way: the leaves that it writes, by place, what it reads, kept as long as it is not over, what
-    to wait for, and what to do after that."""
-
-    made: Mapping[int, Tensor]
-    sent: Tensor
-    work: Any
-    after: Callable[[], object] | None = None
 
 
 class PlacedLeaf(NamedTuple):
@@ -78,7 +69,7 @@ class SumPart(NamedTuple):
 
     buffer: Buffer
 
-    def post(self, group: ProcessGroup, read: Read) -> Posted:
+    def post(self, group: ProcessGroup, read: Read) -> Launched:
         """Start an all_reduce."""
         sent = self.buffer.empty() if read else self.buffer.empty().zero_()
         made: dict[int, Tensor] = {}
@@ -86,7 +77,7 @@ class SumPart(NamedTuple):
             part = made[at] = sent[start : start + most].view(own.shape)
             if read:
                 part.copy_(read[at]) if isinstance(read[at], Tensor) else part.fill_(read[at])
-        return Posted(made, sent, dist.all_reduce(sent, group=group, async_op=True))
+        return Launched(dist.all_reduce(sent, group=group, async_op=True), sent, made)
 
 
 class GatherPart(NamedTuple):
@@ -96,7 +87,7 @@ class GatherPart(NamedTuple):
     replicas: int
     alone: bool
 
-    def post(self, group: ProcessGroup, read: Read) -> Posted:
+    def post(self, group: ProcessGroup, read: Read) -> Launched:
         """Start an all_gather."""
         buffer, leaves = self.buffer, self.buffer.leaves
         made = {leaf.at: torch.empty(leaf.whole.shape, dtype=buffer.dtype, device=buffer.device) for leaf in leaves}
@@ -107,7 +98,7 @@ class GatherPart(NamedTuple):
                 if read
                 else torch.zeros_like(made[leaf.at][: leaf.own.shape[0]])
             )
-            return Posted(made, sent, _gathered(made[leaf.at], sent, group))
+            return Launched(_gathered(made[leaf.at], sent, group), sent, made)
         sent, found = buffer.empty() if read else buffer.empty().zero_(), buffer.empty(self.replicas)
         for at, start, _, own, _ in leaves if read else ():
             sent[start : start + _count(own)].view(own.shape).copy_(read[at])  # pyright: ignore[reportOptionalSubscript]
@@ -119,7 +110,7 @@ class GatherPart(NamedTuple):
                     low, high = leaf.of(number)
                     whole[low:high] = found[number, leaf.start : leaf.start + high - low]
 
-        return Posted(made, sent, _gathered(found, sent, group), take_apart)
+        return Launched(_gathered(found, sent, group), sent, made, take_apart)
 
 
 class ScatterPart(NamedTuple):
@@ -129,14 +120,15 @@ class ScatterPart(NamedTuple):
     replicas: int
     alone: bool
 
-    def post(self, group: ProcessGroup, read: Read) -> Posted:
+    def post(self, group: ProcessGroup, read: Read) -> Launched:
         """Start a reduce_scatter."""
         buffer, leaves = self.buffer, self.buffer.leaves
         if self.alone:
             (leaf,) = leaves
             one = torch.empty(leaf.own.shape, dtype=buffer.dtype, device=buffer.device)
             sent = read[leaf.at].to(buffer.dtype).contiguous() if read else one.new_zeros(leaf.whole.shape)
-            return Posted({leaf.at: one}, sent, *_added(one, sent, group))
+            work, add_up = _added(one, sent, group)
+            return Launched(work, sent, {leaf.at: one}, add_up)
         sent, found = buffer.empty(self.replicas) if read else buffer.empty(self.replicas).zero_(), buffer.empty()
         for leaf in leaves if read else ():
             whole = read[leaf.at].reshape(-1)  # pyright: ignore[reportOptionalSubscript]
@@ -144,7 +136,8 @@ class ScatterPart(NamedTuple):
                 low, high = leaf.of(number)
                 sent[number, leaf.start : leaf.start + high - low] = whole[low:high]
         made = {leaf.at: found[leaf.start : leaf.start + _count(leaf.own)].view(leaf.own.shape) for leaf in leaves}
-        return Posted(made, sent, *_added(found, sent, group))
+        work, add_up = _added(found, sent, group)
+        return Launched(work, sent, made, add_up)
 
 
 CollectivePart = SumPart | GatherPart | ScatterPart

@@ -25,13 +25,13 @@ from fpipe.graphs.compiling.code import compiled
 from fpipe.graphs.language.graph import Graph, Name, Node
 from fpipe.graphs.tracing.exchanged import Carrier, Exchanged, carried_by
 from fpipe.meaning.purity.sharded import is_collective
-from fpipe.meaning.recorder import Notes, NotesBeside
 from fpipe.model import Model
-from fpipe.program import Value, is_exchange
+from fpipe.program import is_exchange
 from fpipe.runtimes.faults.lost_partner import who_is_lost
 from fpipe.runtimes.faults.lost_rank import first_told
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank
+from fpipe.runtimes.lowering.lane import Lane, Launch, Launched, Watch
 from fpipe.runtimes.lowering.lowered import Instruction, Lowered
 from fpipe.torch_internals import OpOverload, returns_of
 from fpipe.torch_private.dispatch import C10D
@@ -49,15 +49,6 @@ class Axis(NamedTuple):
 
     name: str
     group: ProcessGroup
-
-
-class PostedExchange(NamedTuple):
-    """The work of a collective, and what it reads and writes, which is kept until that is waited for."""
-
-    work: Any
-    read: Tensor
-    made: Tensor
-    group: str
 
 
 def over_mesh(model: Model, mesh: DeviceMesh | None) -> tuple[Model, dict[str, Axis]]:
@@ -87,7 +78,7 @@ def over_mesh(model: Model, mesh: DeviceMesh | None) -> tuple[Model, dict[str, A
 
 
 class ExchangeLane:
-    """The collectives of one rank that are under way, over axes by the names of their groups; on `boards` the processes
+    """The collectives that are stages of one rank, over axes by the names of their groups; on `boards` the processes
     along each leave word, this one under its number there, as the ranks of its pipeline do at their meeting."""
 
     def __init__(self, axes: Mapping[str, Axis], device: torch.device, meeting: Meeting) -> None:
@@ -95,15 +86,14 @@ class ExchangeLane:
         self._watchdog, self._seconds = meeting.watchdog, meeting.seconds
         self._on_streams = all(is_on_streams(group, device) for group in self.groups.values())
         self._patience = () if self._on_streams else (timedelta(seconds=self._seconds),)  # NCCL's would hold the host
-        self._beside: dict[str, torch.Stream] = {}
+        self._lane = Lane(self._wait, self._on_streams)
         self._own, self._along = (meeting.board, meeting.at), dict[str, tuple[str, Meeting]]()
         for name, (axis, group) in axes.items():
             names = [f"{axis} {number}: rank {meeting.at}" for number in range(group.size())]
             of = [dist.get_process_group_ranks(group)]
             self._along[name] = axis, Meeting(of, group.rank(), group, self._seconds, self._watchdog, names)
         self.boards = [(met.board, met.at) for _, met in self._along.values()]
-        self._posted, self._cell = list[PostedExchange](), ""
-        self.begin(None)
+        self._works, self._cell = list[Launched](), ""
 
     def agree(self, where: str, exchanged: Mapping[str, Sequence[str]]) -> None:
         """All processes along an axis must be about to exchange the like, as `Meeting.agree` says."""
@@ -125,32 +115,23 @@ class ExchangeLane:
         for _, meeting in self._along.values():
             meeting.let_read(_EXCHANGES)
 
-    def begin(self, notes: Notes | None, at_once: bool = False, clock: torch.device | None = None) -> None:
-        """A step starts, of which `notes` are taken on the clock of a device, or the host's; `at_once` if somebody
-        looks at each value where it is made."""
-        self._notes, self._at_once = NotesBeside(notes, clock), at_once
-        self._under_way: dict[Value, tuple[str, list[PostedExchange]]] = {}
-        self._last: dict[str, tuple[str, Any]] = {}
+    def begin(self, watch: Watch | None) -> None:
+        """Start a step."""
+        self._lane.begin(watch)
 
-    def starting(self, instructions: Sequence[Instruction], lowered: Lowered, rank: int) -> list[Instruction]:
-        """Instructions of which the exchanges of this rank only start, and those wait that read what they bring."""
-        made, late = list[Instruction](), set[Value]()
-        for row, one in enumerate(instructions):
-            op = one.ops[0]
-            pending = [value for part in one.ops for value in part.reads if value in late]
+    def made_async(self, instructions: Sequence[Instruction], lowered: Lowered, rank: int) -> list[Instruction]:
+        """Replace each exchange of this rank by its launch, and each first reader by a wait and the read."""
+        launches = dict[int, Launch]()
+        for row, instruction in enumerate(instructions):
+            op = instruction.ops[0]
             graph = lowered.parts.get(op)
             if op.rank == rank and is_exchange(op) and (op.kind in "FBI" if graph is None else graph.collective):
                 at_once = graph is None and any(value.name == "loss" for value in op.writes)  # it is computed with this
-                run = one.run if graph is None else compiled(self._posting(graph), op.kind)
-                brought = [
-                    value for value in one.written if value.name in _BROUGHT and not at_once
-                ]  # residuals are not
-                one = one._replace(run=partial(self._start, row, op.cell, brought, at_once, run))
-                late.update(brought)
-            if op.rank == rank and pending:
-                one = one._replace(run=partial(self._late, row, pending, one.run))
-            made.append(one)
-        return made
+                run = instruction.run if graph is None else compiled(self._posting(graph), op.kind)
+                # Residuals are not brought by an exchange, so nobody waits for them.
+                brought = [value for value in instruction.written if value.name in _BROUGHT and not at_once]
+                launches[row] = Launch(partial(self._launch, op.cell, at_once, run), brought)
+        return self._lane.made_async(instructions, rank, launches)
 
     def _posting(self, graph: Graph) -> Graph:
         """The graph with collectives that only start, and without waits but for what the graph computes with itself, as
@@ -180,7 +161,7 @@ class ExchangeLane:
                 made, work = start(tensor, *how[:-1], self.groups[how[-1]])
             except RuntimeError as error:
                 raise self._lost(error, self._cell, how[-1]) from error
-            self._posted.append(PostedExchange(work, tensor, made, how[-1]))
+            self._works.append(Launched(work, tensor, made, group=how[-1]))
             return made
 
         post.__name__ = start.__name__
@@ -192,64 +173,31 @@ class ExchangeLane:
 
     def _waited(self, tensor: Tensor) -> Tensor:
         """The result of the collectives that this graph has started, once they are over."""
-        self._wait(self._posted, self._cell)
+        for launched in self._works:
+            self._wait(launched, self._cell)
         return tensor
 
-    def _wait(self, works: Sequence[PostedExchange], cell: str) -> None:
+    def _wait(self, launched: Launched, cell: str) -> None:
         before, self._watchdog.waits = self._watchdog.waits, f"in {cell}"
-        for one in works:
-            try:
-                one.work.wait(*self._patience)
-            except RuntimeError as error:
-                raise self._lost(error, cell, one.group) from error
+        try:
+            launched.work.wait(*self._patience)
+        except RuntimeError as error:
+            raise self._lost(error, cell, launched.group) from error
         self._watchdog.waits = before
 
-    def _start(
-        self, row: int, cell: str, values: Sequence[Value], at_once: bool, run: Callable[..., Any], *lists: Leaves
-    ) -> Any:
-        self._cell, self._posted = cell, (works := list[PostedExchange]())
+    def _launch(self, cell: str, at_once: bool, run: Callable[..., Any], works: list[Launched], *lists: Leaves) -> Any:
+        self._cell, self._works = cell, works
         with carried_by(Carrier(partial(self._posted_now, at_once=at_once), self._waited)):
-            made = run(*lists)
-        self._under_way.update(dict.fromkeys(values, (cell, works)))
-        if self._at_once:
-            self._wait(works, cell)
-        for one in works if self._on_streams else ():
-            self._last[one.group] = cell, one.work
-        for one in works if self._notes.notes is not None else ():
-            if self._on_streams:
-                self._notes.over(row, self._end_of(one))
-            else:
-                one.work.get_future().add_done_callback(partial(self._notes.ended, row))
-        return made
-
-    def _end_of(self, one: PostedExchange) -> torch.Event:
-        """An event behind a collective, in a stream for which nothing waits."""
-        device = one.made.device
-        with self._beside.setdefault(one.group, torch.Stream(device)) as stream:
-            one.work.wait()
-            return stream.record_event(torch.Event(device, enable_timing=True))
-
-    def _late(self, row: int, values: Sequence[Value], run: Callable[..., Any], *lists: Leaves) -> Any:
-        for value in values:
-            self._wait_for(value)
-        self._notes.resumed(row)
-        return run(*lists)
-
-    def _wait_for(self, value: Value) -> None:
-        cell, works = self._under_way.pop(value, ("", []))
-        if works:
-            self._wait(works, cell)
-            works.clear()
+            return run(*lists)
 
     def end(self) -> None:
         """Wait for what nobody has read, and note when each exchange was over: its op took until then, and who waited
         for it began only afterwards."""
-        for value in [*self._under_way]:
-            self._wait_for(value)
-        for group, (cell, work) in self._last.items():  # the streams have waited, the host has not
+        self._lane.wait_for_all()
+        for group, (work, cell) in self._lane.last_by_group.items():  # the streams have waited, the host has not
             if not self._watchdog.is_over(work, self._seconds):
                 raise self._lost(RuntimeError("timed out"), cell, group)
-        self._notes.add()
+        self._lane.notes.add()
 
     def _lost(self, error: RuntimeError, cell: str, group: str) -> LostRank:
         self._watchdog.refuse_ended()

@@ -19,16 +19,16 @@ from fpipe import tree
 from fpipe.graphs.language.graph import Fact
 from fpipe.graphs.tracing.exchanged import Exchanged
 from fpipe.meaning.purity.sharded import is_sharded
-from fpipe.meaning.recorder import NotesBeside
 from fpipe.meaning.step import StepInputs, StepOptions
 from fpipe.model import Model
 from fpipe.program import Program, Value, parts_of
 from fpipe.runtimes.faults.agreement import of_inputs, of_stages
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.dry_run import KEPT
-from fpipe.runtimes.lowering.host_lanes import beside
+from fpipe.runtimes.lowering.host_lanes import made_async
+from fpipe.runtimes.lowering.lane import Watch
 from fpipe.runtimes.lowering.prepared import Prepared
-from fpipe.runtimes.lowering.rank_part import Slots, Watch, of_rank
+from fpipe.runtimes.lowering.rank_part import Slots, of_rank
 from fpipe.runtimes.lowering.shards import is_share
 from fpipe.runtimes.lowering.slots import Exit, ProcessContext, ResultLeaf
 from fpipe.runtimes.lowering.untraced import Untraced
@@ -86,10 +86,11 @@ class PreparedRank(Prepared):
         self.layouts = {value: Layout(self.trees[value].leaves, device) for value in sent}
         self.exchanges = NO_EXCHANGES
         if replicas is not None:
-            self.instructions, self.exchanges = replicas.starting(self.lowered, self.shared, self.weighed_rows)
-        self.instructions = lane.starting(self.instructions, self.lowered, rank)
+            self.instructions, self.exchanges = replicas.made_async(self.lowered, self.shared, self.weighed_rows)
+        self.instructions = lane.made_async(self.instructions, self.lowered, rank)
         both = partial(transfers.send, self.layouts), partial(transfers.receive, self.layouts)
-        self.part = of_rank(self.instructions, self.model, rank, *both, partial(beside, lanes=self.lanes))
+        around = partial(made_async, lane_by_rank=self.lanes)
+        self.part = of_rank(self.instructions, self.model, rank, *both, around, self.lanes)
         of_part = zip(self.part.rows, self.part.instructions, strict=True)
         self._sends = [row for row, one in of_part if one.ops[0].kind == "SEND"]
         prepare = [one for one in self.entrance.prepare if one[2] in self.part.at]
@@ -160,13 +161,12 @@ class PreparedRank(Prepared):
     def _execute(self, slots: Slots, watch: Watch | None) -> None:
         """This rank's instructions."""
         own, watchdog = [slots[slot] for slot in self.part.begins], self.transfers.watchdog
-        notes, at_once = watch and watch.notes, watch is not None and watch.check_finite
+        notes = watch and watch.notes
         self.transfers.start(self.step, self.number, self.step_key, keeps=notes is not None)
         if self.replicas is not None:
-            apart = watch and NotesBeside(watch.notes, watch.device)
-            self.replicas.begin(self.exchanges, self.step_key, self.step_batch, at_once, apart)
+            self.replicas.begin(self.exchanges, self.step_key, self.step_batch, watch)
         watchdog.part = self.part
-        self.lane.begin(notes, at_once, watch and watch.device)
+        self.lane.begin(watch)
         self.part.run(own, watch)
         self.lane.end()
         watchdog.waits = "at the end"

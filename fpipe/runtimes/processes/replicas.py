@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -24,15 +24,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fpipe.meaning.recorder import NotesBeside
 from fpipe.program import Op, Program, Value, kind_of
 from fpipe.runtimes.faults.lost_partner import who_is_lost
 from fpipe.runtimes.faults.lost_rank import Board, first_told
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.rank_error import LostRank, RankError
+from fpipe.runtimes.lowering.lane import Flight, Lane, Launch, Launched, Watch
 from fpipe.runtimes.lowering.lowered import Instruction, Lowered
 from fpipe.runtimes.lowering.shards import Share, Shared, shard_of
-from fpipe.runtimes.processes.collective_parts import CollectivePart, Posted, Read, Works, parts_of_op
+from fpipe.runtimes.processes.collective_parts import CollectivePart, Read, Works, parts_of_op
 from fpipe.torch_private.processes import coalesced
 
 Leaves = list[Any]
@@ -82,115 +82,68 @@ class Replicas:
         self._own, self.meeting, self._device, self._broken, self._warned = own, meeting, device, False, False
         self._on_streams = device.type != "cpu"
         self._patience = () if self._on_streams else (timedelta(seconds=meeting.seconds),)  # NCCL's holds the host up
-        self._beside: torch.Stream | None = None
+        self.lane = Lane(self._wait, self._on_streams)
         self.begin(NO_EXCHANGES)
 
-    def begin(
-        self,
-        exchanges: Exchanges,
-        key: int | None = None,
-        batch: str = "",
-        at_once: bool = False,
-        notes: NotesBeside | None = None,
-    ) -> None:
-        """A step with this key starts, on a batch of this digest, of which `notes` are taken; `at_once` if somebody
-        looks at each value where it is made."""
-        self._notes = notes or NotesBeside(None, None)
-        self._over, self._exchanges, self._key, self._batch, self._at_once = False, exchanges, key, batch, at_once
+    def begin(self, exchanges: Exchanges, key: int | None = None, batch: str = "", watch: Watch | None = None) -> None:
+        """Start a step with this key, on a batch of this digest."""
+        self.lane.begin(watch)
+        self._over, self._exchanges, self._key, self._batch = False, exchanges, key, batch
         self._posted = dict.fromkeys(exchanges.parts, 0)
-        self._under_way: dict[Value, list[Posted]] = {}
         self._votes: tuple[Tensor, Tensor, Any] | None = None
 
-    def starting(
+    def made_async(
         self, lowered: Lowered, shared: Mapping[Value, Shared], rows: int
     ) -> tuple[list[Instruction], Exchanges]:
-        """Instructions of which each exchange of this rank only starts, and those wait that read what it writes: a
-        REDUCE across, too, that adds up what was scattered within."""
-        exchanges, made = Exchanges({}, {}, {}, rows), list[Instruction]()
-        for row, one in enumerate(lowered.instructions):
-            op = one.ops[0]
-            late = [value for part in one.ops for value in part.reads if value in exchanges.parts]
+        """Replace each collective of this rank by its launch, and each first reader by a wait and the read: a REDUCE
+        across, too, that adds up what was scattered within."""
+        exchanges, launches = Exchanges({}, {}, {}, rows), dict[int, Launch]()
+        for row, instruction in enumerate(lowered.instructions):
+            op = instruction.ops[0]
             if op.rank == self._rank and op.kind in EXCHANGED:
                 (value,) = op.writes
                 wanted = lowered.gathered.get(value)
                 of = None if op.kind == "REDUCE" else shared[shard_of(op)]
                 parts = parts_of_op(op, lowered.trees[value].leaves, of, self.share.replicas, wanted)
                 exchanges.parts[value], exchanges.ops[value], exchanges.at[value] = parts, op, row
-                one = one._replace(run=partial(self._start, value))
-            if op.rank == self._rank and late:
-                one = one._replace(run=partial(self._late, row, late, one.run))
-            made.append(one)
-        return made, exchanges
+                launches[row] = Launch(partial(self._launch, value), (value,))
+        return self.lane.made_async(lowered.instructions, self._rank, launches), exchanges
 
-    def _start(self, value: Value, leaves: Leaves) -> Sequence[Leaves]:
+    def _launch(self, value: Value, works: list[Launched], leaves: Leaves) -> Sequence[Leaves]:
         self._let_go()
         read, made = [*leaves], [*leaves]
         leaves.clear()
-        for posted in self._post(value, read):
-            for at, leaf in posted.made.items():
-                made[at] = leaf
-        if self._at_once:
-            self._wait_for(value)
+        for launched in self._post(value, read, works):
+            for place, leaf in launched.written.items():
+                made[place] = leaf
         return [made]
 
     def _let_go(self) -> None:
         """Let go of what is over, such as the whole gradients of a SCATTER; where gloo cannot say whether it is, or the
         host is ahead of a GPU, of all but the last one: then no more than two are under way."""
-        known: list[Value] = [*self._under_way]
-        scattered = [value for value in known if self._exchanges.ops[value].kind == "SCATTER"][:-1]
-        for value in known:
-            works = [one.work for one in self._under_way[value]]
-            unknown = self._on_streams or any(isinstance(work, Works) for work in works)
-            if value in scattered if unknown else all(work.is_completed() for work in works):
-                self._wait_for(value)
+        flights = {value: flight for value, flight in self.lane.flights.items() if flight.works}
+        scattered = [value for value in flights if self._exchanges.ops[value].kind == "SCATTER"][:-1]
+        for value, flight in flights.items():
+            works = [launched.work for launched in flight.works]
+            is_unknown = self._on_streams or any(isinstance(work, Works) for work in works)
+            if value in scattered if is_unknown else all(work.is_completed() for work in works):
+                self.lane.wait_for(value)
 
-    def _post(self, value: Value, read: Read) -> Sequence[Posted]:
+    def _post(self, value: Value, read: Read, works: list[Launched]) -> Sequence[Launched]:
         """Start the parts that are not under way yet, where it can be as one."""
-        op, joint, under_way = self._exchanges.ops[value], list[Any](), self._under_way.setdefault(value, [])
-        before = len(under_way)
+        op, joint, before = self._exchanges.ops[value], list[Any](), len(works)
         group, parts = self._by_axis[dict(op.how)["axis"]], self._exchanges.parts[value][self._posted[value] :]
         try:
             with coalesced(group, [part.buffer.device for part in parts]) as joint:
                 for part in parts:
-                    under_way.append(part.post(group, read))
+                    works.append(part.post(group, read))
                     self._posted[value] += 1
         except RuntimeError as error:
             raise self._lost(error, op.cell) from error
         finally:
-            made = under_way[before:]
-            under_way[before:] = [one._replace(work=work) for work in joint for one in made] or made
-        if self._notes.notes is not None:
-            self._note_end(self._exchanges.at[value], [one.work for one in under_way])
+            made = works[before:]
+            works[before:] = [launched._replace(work=work) for work in joint for launched in made] or made
         return made
-
-    def _note_end(self, row: int, works: Sequence[Any]) -> None:
-        """Note when collectives are over; of those that do not tell, who waits for them does."""
-        if not self._on_streams:
-            for work in works:
-                if not isinstance(work, Works):
-                    work.get_future().add_done_callback(partial(self._notes.ended, row))
-            return
-        self._beside = self._beside or torch.Stream(self._device)
-        with self._beside as stream:  # one for which nothing waits
-            for work in works:
-                work.wait()
-            self._notes.over(row, stream.record_event(torch.Event(self._device, enable_timing=True)))
-
-    def _late(self, row: int, values: Sequence[Value], run: Callable[..., Any], *lists: Leaves) -> Any:
-        for value in values:
-            self._wait_for(value)
-        self._notes.resumed(row)
-        return run(*lists)
-
-    def _wait_for(self, value: Value) -> None:
-        under_way = self._under_way.get(value, ())
-        for posted in under_way:
-            self._wait(posted.work, self._exchanges.ops[value].cell)
-            if posted.after is not None:
-                posted.after()
-        if any(isinstance(posted.work, Works) for posted in under_way):
-            self._notes.over(self._exchanges.at[value])
-        self._under_way.pop(value, None)
 
     def end(self) -> None:
         """Wait until all sums are there, and all replicas have ended well.
@@ -201,7 +154,7 @@ class Replicas:
         """
         self._vote(_FINE, f"{self._batch}/{self._key}")
         own, every = self._ended()
-        self._notes.add(self._exchanges.at.values())
+        self.lane.notes.add(self._exchanges.at.values())
         if bool((every == own).all()) and not self._batch:
             return
         rows, keys, batches = list[int](), list[str](), list[str]()
@@ -252,8 +205,9 @@ class Replicas:
         if self._broken or self._over:
             return
         with suppress(RuntimeError):
-            for value in self._exchanges.parts:
-                self._post(value, None)
+            for value, row in self._exchanges.at.items():
+                flight = self.lane.flights.setdefault(value, Flight(row, self._exchanges.ops[value].cell, []))
+                self._post(value, None, flight.works)
 
     def named(self, words: str) -> str:
         """Words about a process of this replica."""
@@ -279,19 +233,18 @@ class Replicas:
         """This process's vote and all, when nothing is under way any longer: the buffers are only the results' then."""
         assert self._votes is not None
         own, every, work = self._votes
-        for value in [*self._under_way]:
-            self._wait_for(value)
-        self._wait(work, "the end of the step")
+        self.lane.wait_for_all()
+        self._wait(Launched(work, own, every), "the end of the step")
         if self._on_streams and not self.meeting.watchdog.is_over(work, self.meeting.seconds):
             raise self._lost(RuntimeError("timed out"), "the end of the step")
-        self._under_way, self._votes, self._over = {}, None, True
+        self._votes, self._over = None, True
         return own, every
 
-    def _wait(self, work: Any, what: str) -> None:
+    def _wait(self, launched: Launched, what: str) -> None:
         watchdog = self.meeting.watchdog
         before, watchdog.waits = watchdog.waits, "at the end"
         try:
-            work.wait(*self._patience)
+            launched.work.wait(*self._patience)
         except RuntimeError as error:
             raise self._lost(error, what) from error
         watchdog.waits = before
