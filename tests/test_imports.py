@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 import fpipe
+from tests.test_rooms import STOREYS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fpipe"
@@ -53,6 +54,24 @@ fpipe.interop.torch_pipelining.from_csv(text)
 assert fpipe.interop.from_json(fpipe.interop.to_json(one_f_one_b)) == one_f_one_b
 """
 
+CORE = """
+import torch
+import fpipe
+
+def layer(params, x):
+    return (x @ params["w"]).tanh()
+
+stages = (fpipe.Stage(layer), fpipe.Stage(layer))
+model = fpipe.Model(stages, torch.nn.functional.mse_loss, ("batch", 0))
+params = ({"w": torch.eye(2)}, {"w": torch.eye(2)})
+batch = torch.ones(4, 2), torch.zeros(4, 2)
+program = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))
+step = fpipe.build(program, model, trace=False)
+assert torch.equal(step(params, batch).loss, fpipe.reference(model, params, batch, microbatches=2).loss)
+assert fpipe.verify(program, model, params, batch, step=step).bitwise
+assert fpipe.simulate(program).makespan == 9
+"""
+
 COMMANDS = """
 import runpy
 
@@ -74,6 +93,14 @@ def run(code: str, *without: str) -> None:
 
 def test_a_schedule_is_written_drawn_checked_and_simulated_without_torch(tmp_path: Path):
     run(SCHEDULES.format(folder=tmp_path), *HEAVY)
+
+
+def test_a_program_is_run_and_proved_without_the_engine():
+    """The definition, the reference and the proof are read, and run, without what makes them fast."""
+    rooms = f"{STOREYS['engine']} {STOREYS['workshop']}".split()
+    rooms.remove("runtimes")  # `build` itself, which chooses among these
+    rooms += ["runtimes.lowering", "runtimes.in_process", "runtimes.processes"]
+    run(CORE, *(f"fpipe.{room}" for room in rooms))
 
 
 def test_the_commands_about_schedules_need_no_torch(tmp_path: Path):

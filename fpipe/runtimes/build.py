@@ -1,4 +1,8 @@
-"""Bind a program to a model: the step that trains."""
+"""Bind a program to a model: the step that trains.
+
+Each runtime is imported when it is asked for: `trace=False` needs the definition alone, and a torch that is built
+without processes has the others.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,10 @@ from fpipe.meaning.devices import devices_of
 from fpipe.meaning.match import check_example, check_match, refuse_lost_constants
 from fpipe.meaning.optimizers.op_words import update_of
 from fpipe.meaning.step import Step, StepOptions
+from fpipe.meaning.walk import walk
 from fpipe.model import Model, in_mode
 from fpipe.program import Program, Value, the_program
-from fpipe.runtimes.in_process.local import local
-from fpipe.runtimes.in_process.threads import Workers
+from fpipe.transforms.communicate import with_transfers
 
 if TYPE_CHECKING:
     import torch
@@ -154,10 +158,7 @@ def build(
 
     options = StepOptions(trace, compile, record, check_finite, float(loss_scale))
     if runtime == "distributed":
-        from fpipe.runtimes.processes.distributed import (  # torch is also built without it
-            ProcessOptions,
-            distributed,
-        )
+        from fpipe.runtimes.processes.distributed import ProcessOptions, distributed
 
         links = ProcessOptions(mesh, example, timeout if limited else None, broadcast, check_batch)
 
@@ -169,6 +170,12 @@ def build(
         rank_devices = () if devices is None else devices_of(devices, program.ranks)
 
         def make(program: Program, donate: bool) -> Step:
+            if not trace:
+                sent = with_transfers(program) if record else program  # a timeline shows what travels
+                return walk(sent, model, options, recorded=program if record else None)
+            from fpipe.runtimes.in_process.local import local
+            from fpipe.runtimes.in_process.threads import Workers
+
             workers = Workers(program.ranks) if runtime == "threads" else None
             chosen = replace(options, donate=donate)
             return local(program, model, chosen, example=example, workers=workers, devices=rank_devices)

@@ -49,8 +49,6 @@ def local(
     program = on_devices(program, devices) if devices else program
     program = with_transfers(program) if options.record or workers else program
     walked = walk(program, model, options, recorded=recorded, see=see, devices=devices)
-    if not options.trace:
-        return walked
     prepared_class = Prepared if workers is None else partial(OnThreads, workers)
     process = ProcessContext(devices=devices)
 

@@ -50,7 +50,7 @@ class Launched(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """What one instruction has launched: its row, its cell, and the works that nobody has awaited yet."""
+    """Works that one instruction has launched and nobody has awaited yet, with its row and its cell."""
 
     row: int
     cell: str
