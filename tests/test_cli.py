@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 import fpipe
 from fpipe.__main__ import main
-from fpipe.cli import style
 from fpipe.cli.app import app
+from fpipe.cli.options import parse_style
 from fpipe.cli.output import table
 from fpipe.cli.programs import program_of
 from tests.processes import Processes, free_port
@@ -69,7 +69,7 @@ def test_a_style_is_for_the_files(tmp_path: Path):
     said = "width_mm=84,labels=none,memory=no,window=0/4,ranks=x/y,F=#123456"
     printed = out("show", "gpipe", "-p", "2", "-m", "2", "--svg", str(svg), "--pdf", str(pdf), "--style", said)
     assert printed.splitlines()[-2:] == [f"wrote {svg}", f"wrote {pdf}"]
-    again = fpipe.plot(program("gpipe", 2, 2), names=["gpipe"], style=style.parse(said), file=tmp_path / "b.svg")
+    again = fpipe.plot(program("gpipe", 2, 2), names=["gpipe"], style=parse_style(said), file=tmp_path / "b.svg")
     assert svg.read_text() == Path(again).read_text()
 
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from fpipe.cli import costs, style
+from fpipe.cli import costs
 from fpipe.cli.costs import TypedCosts
 from fpipe.cli.programs import is_file, read
-from fpipe.program import Program
+from fpipe.pictures.style import SWITCHES
+from fpipe.pictures.style import Style as PictureStyle
+from fpipe.program import KINDS, Program
 from fpipe.schedules.named import option, with_options
 from fpipe.schedules.named import parse as parse_name
 from fpipe.timing.cluster import Cluster, bytes_of
@@ -128,6 +131,47 @@ def _picture(word: str, help: str, ending: str = "") -> Any:
     return read_by(picture, f"--{word}", metavar=f"FILE{ending}", help=help)
 
 
+_STYLE_WORDS = tuple(each.name for each in fields(PictureStyle) if each.name != "colours")
+
+
+def parse_style(text: str) -> PictureStyle:
+    """Read a style as it is typed, width_mm=84,memory=no; the name of a kind gives it a colour.
+
+    >>> style = parse_style("width_mm=84,labels=none,memory=no,window=0/20,ranks=a/b,F=#2a66be")
+    >>> style.width_mm, style.labels, style.memory, style.window, style.ranks, style.colours
+    (84.0, 'none', False, (0.0, 20.0), ['a', 'b'], {'F': '#2a66be'})
+    """
+    found: dict[str, Any] = {}
+    colours: dict[str, str] = {}
+    for part in text.split(","):
+        word, _, said = part.strip().partition("=")
+        if word in KINDS:
+            colours[word] = said
+        elif word in _STYLE_WORDS:
+            found[word] = _style_value(word, said)
+        else:
+            close = difflib.get_close_matches(word, _STYLE_WORDS, 1)
+            meant = f"did you mean {close[0]}?" if close else f"known: {', '.join(_STYLE_WORDS)}."
+            raise ValueError(f"a style has no {word!r}; {meant} Colours are said by kind: F=#2a66be.")
+    return PictureStyle(**found, colours=colours)
+
+
+def _style_value(word: str, said: str) -> Any:
+    if word in SWITCHES:
+        if said not in ("yes", "no"):
+            raise ValueError(f"{word}= is yes or no, found {said!r}.")
+        return said == "yes"
+    if word == "labels":
+        return said
+    if word == "ranks":
+        return said.split("/")
+    try:
+        numbers = tuple(map(float, said.split("/")))
+    except ValueError:
+        raise ValueError(f"{word}= is {'start/end' if word == 'window' else 'a number'}, found {said!r}.") from None
+    return numbers if word == "window" else numbers[0]
+
+
 _WITH_OPTIONS = "with options behind a colon (hanayo:waves=2)"
 What = Annotated[
     str, read_by(known, metavar="NAME|FILE", help=f"A schedule's name, {_WITH_OPTIONS}, or a file ('-' reads a pipe).")
@@ -195,7 +239,7 @@ Perfetto = Annotated[Path | None, _picture("perfetto", "A trace for ui.perfetto.
 Style = Annotated[
     Any,
     read_by(
-        style.parse,
+        parse_style,
         "--style",
         metavar="LIST",
         help="How the files look: width_mm=84, font_pt=7, labels=all, microbatch or none, ranks=GPU 0/GPU 1, "

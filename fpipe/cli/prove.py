@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,12 @@ from fpipe.cli.costs import parse
 from fpipe.cli.output import print_error
 from fpipe.cli.programs import read
 from fpipe.cli.see import sizes
+from fpipe.program import Program
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fpipe.model import Model
 
 Files = Annotated[list[str], typer.Argument(metavar="FILE...", help="Files; '-' reads a pipe.")]
 
@@ -61,7 +67,43 @@ def verify(
     program = options.program_of(what, ranks, microbatches, stages, option, parse(""), replicated)
     print(sizes(program))
     # The other commands, and refusals, come without torch, in a third of the time.
-    from fpipe.cli.small_model import small_model
     from fpipe.verification.verify import verify as verify_program
 
-    print(verify_program(program, *small_model(program)))
+    print(verify_program(program, *_small_model(program)))
+
+
+_WIDTH = 8
+
+
+def _small_model(program: Program) -> tuple[Model, tuple[dict[str, Tensor], ...], tuple[Tensor, Tensor]]:
+    """A model of as many stages, its parameters, and a batch whose microbatches are not all of one size; of a program
+    with sequence slices it is causal along the sequence, and the slices are not all of one length."""
+    import torch
+
+    from fpipe.models.from_functions import from_functions
+
+    make = torch.Generator().manual_seed(0)
+    params = tuple(
+        {"w": torch.randn(_WIDTH, _WIDTH, generator=make) / _WIDTH**0.5, "b": torch.randn(_WIDTH, generator=make)}
+        for _ in range(program.stages)
+    )
+    rows = 2 * program.microbatches + (2 if program.microbatches > 2 else 0)
+    shape = (rows, _WIDTH) if program.slices == 1 else (rows, 2 * program.slices + 1, _WIDTH)
+    batch = (torch.randn(shape, generator=make), torch.randn(shape, generator=make))
+    return from_functions([_stage if program.slices == 1 else _causal] * program.stages, _loss), params, batch
+
+
+def _stage(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return (x @ params["w"] + params["b"]).tanh()
+
+
+def _causal(params: dict[str, Tensor], x: Tensor, *, carry: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A position sees the sum of those before it; what a slice sums up it hands to the next."""
+    total = (x @ params["w"]).cumsum(1)
+    if carry is not None:
+        total = total + carry
+    return (total + params["b"]).tanh(), total[:, -1:]
+
+
+def _loss(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()

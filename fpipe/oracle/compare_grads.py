@@ -24,6 +24,7 @@ from fpipe.model import Model, the_model
 from fpipe.models.parameters.params import join_params
 from fpipe.oracle.verdict import Gradient, Verdict, is_sure, judge
 from fpipe.program import Value
+from fpipe.verification.cross_checks import undivided
 from fpipe.verification.reference_settings import StepArguments
 from fpipe.verification.report import (
     Close,
@@ -36,7 +37,6 @@ from fpipe.verification.report import (
     largest,
     listed,
 )
-from fpipe.verification.undivided import undivided
 
 _MOST = 16
 _SHOWN = 5

@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fpipe import tree
 from fpipe.meaning.optimizers.op_words import UpdateWords
 from fpipe.meaning.optimizers.optimizer_state import initial_states
@@ -38,7 +41,6 @@ from fpipe.oracle.gradient_changes import (
     with_targets,
 )
 from fpipe.oracle.rank_pieces import Region
-from fpipe.oracle.row_orders import orders
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ def _of_rows(loop: Loop) -> Named:
             if many % k == 0:
                 words = f"all {k} replicas are handed the same rows, those of replica 0"
                 yield words, loop.changed(of_first_replica, replicas=k)
-    for words, order in orders(sum(size for _, size in parts), many):
+    for words, order in target_orders(sum(size for _, size in parts), many):
         yield words, loop.changed(with_targets, order=order)
     if any(leaf.ndim > 1 and not leaf.is_floating_point() for leaf in tree.leaves(target)):
         yield "targets are shifted by one position too many", loop.changed(with_shifted_targets, by=-1)
@@ -285,3 +287,47 @@ def _of_steps(loop: Loop) -> Named:
         single = [[part] for parts in steps for part in parts]
         rates, keys = ([one for one in some for _ in range(many)] for some in (loop.rates, loop.keys))
         yield "the optimizer steps after each microbatch", replace(loop, steps=single, rates=rates, keys=keys)
+
+
+_SEEDS = (0, 1, 2, 3, 42)
+"""Seeds that people begin with."""
+
+
+def target_orders(rows: int, microbatches: int) -> Iterator[tuple[str, Tensor]]:
+    """Mistakes in words, and for each row the one whose target it meets; each order once, simple ones first.
+
+    >>> for words, order in target_orders(4, 2):
+    ...     print(order.tolist(), words)
+    ...     if "reverse" in words:
+    ...         break
+    [2, 3, 0, 1] targets are those of the next microbatch
+    [1, 2, 3, 0] targets are those of the next row
+    [3, 0, 1, 2] targets are those of the row before
+    [3, 2, 1, 0] targets come in the reverse order of the rows
+    """
+    seen = {(*range(rows),)}
+    for words, order in _orders(torch.arange(rows), microbatches):
+        if (one := (*order.tolist(),)) not in seen:
+            seen.add(one)
+            yield words, order
+
+
+def _orders(right: Tensor, microbatches: int) -> Iterator[tuple[str, Tensor]]:
+    rows = len(right)
+    if rows % microbatches == 0:
+        size = rows // microbatches
+        yield "targets are those of the next microbatch", right.roll(-size)
+        yield "targets are those of the microbatch before", right.roll(size)
+    yield "targets are those of the next row", right.roll(-1)
+    yield "targets are those of the row before", right.roll(1)
+    yield "targets come in the reverse order of the rows", right.flip(0)
+    for k in (microbatches, 2, 4, 8):
+        if 1 < k < rows and rows % k == 0:
+            of, dealt = f"{k} microbatches or replicas", right.view(-1, k).T.flatten()
+            yield f"targets are those of the next of {of}", right.roll(-(rows // k))
+            yield f"targets are dealt out one by one to {of}, inputs in blocks", dealt
+            yield f"inputs are dealt out one by one to {of}, targets in blocks", dealt.argsort()
+    for seed in _SEEDS:
+        drawn = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
+        yield f"targets are shuffled by torch.randperm of seed {seed}, inputs are not", drawn
+        yield f"inputs are shuffled by torch.randperm of seed {seed}, targets are not", drawn.argsort()

@@ -1,4 +1,14 @@
-"""Prove a program right: its gradients against plain autograd, leaf by leaf, bit by bit."""
+"""Prove a program right: its gradients against plain autograd, leaf by leaf, bit by bit.
+
+On a mismatch the program is walked down op by op, by its definition, and the first value that differs is named: the op
+that wrote it is at fault. Where no value differs, the step that ran the program is.
+
+    program      x[0,0]  y[0,0]  x[0,1]  y[0,1]  y[1,0]* ...        1F0 read what was right and wrote what is wrong
+    reference    x[0,0]  y[0,0]  x[0,1]  y[0,1]  y[1,0]
+
+The reference has what SPLIT cuts, what passes between stages, losses, and each microbatch's gradients. A transfer hands
+on what it reads, an ADD adds it up; residuals and joined results are not compared.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +17,25 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.meaning.by_autograd import Inputs, Residuals
 from fpipe.meaning.lockstep import lockstep, refuse_without
 from fpipe.meaning.match import check_match
+from fpipe.meaning.meaning import summed
 from fpipe.meaning.optimizers.op_words import update_of
 from fpipe.meaning.single_device.batches import refuse_meta, refuse_spread, streams
 from fpipe.meaning.single_device.over_parts import over_parts
 from fpipe.meaning.single_device.reference import counted_replicas, one_key, parts_of_replicas
 from fpipe.meaning.single_device.result import Result
-from fpipe.meaning.step import StepInputs
+from fpipe.meaning.step import StepInputs, StepOptions
+from fpipe.meaning.walk import place_of, walk
 from fpipe.model import Model, in_mode
-from fpipe.program import Program, the_program
+from fpipe.program import Program, Value, the_program
 from fpipe.transforms.merge import merge
-from fpipe.verification.first_wrong import ReferenceValues, first_wrong
-from fpipe.verification.loss_function import check_function
+from fpipe.verification.cross_checks import check_function, undivided
 from fpipe.verification.reference_settings import (
     StepArguments,
     added_by,
@@ -34,9 +47,18 @@ from fpipe.verification.reference_settings import (
     sliced_by,
     spec_of_split,
 )
-from fpipe.verification.report import Close, GradientMismatch, Leaf, Report, WrongValue, compared, is_finite, listed
+from fpipe.verification.report import (
+    Close,
+    GradientMismatch,
+    Leaf,
+    Report,
+    WrongValue,
+    compared,
+    is_finite,
+    largest,
+    listed,
+)
 from fpipe.verification.trained_steps import check_training
-from fpipe.verification.undivided import undivided
 
 
 def verify(
@@ -122,9 +144,9 @@ def verify(
     try:
         report = compare(result, typed, close)
     except GradientMismatch as error:
-        values = ReferenceValues()
+        values = _ReferenceValues()
         reference(joined=joined, see=values.see)
-        walked, first = first_wrong(program, model, arguments, values, close)
+        walked, first = _first_wrong(program, model, arguments, values, close)
         words = _first_words(program, first, _mismatch(walked, typed, close))
         raise GradientMismatch(f"{error}\n{words}", error.report, first) from None
     if len(expected.losses) == len(parts):
@@ -150,6 +172,77 @@ def _run(program: Program, model: Model, step: Callable[..., Result] | None, arg
     if missing:
         raise ValueError(f"the step returns a Result with {listed(sorted(names))}; there is no {missing[0]} in it.")
     return result
+
+
+class _ReferenceValues(dict[Value, list[Any]]):
+    """Plain autograd's values, as lists of leaves under the names that programs have for them."""
+
+    def see(self, value: Value, pytree: Any) -> None:
+        """Note a value while the reference runs."""
+        self[value] = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in tree.leaves(pytree)]
+
+
+def _first_wrong(
+    program: Program, model: Model, arguments: StepArguments, expected: _ReferenceValues, close: Close
+) -> tuple[Result, WrongValue | None]:
+    """Walk a program beside the reference, and return its result and the first value that differs.
+
+    Args:
+        program, model, arguments: as for a step.
+        expected: the reference's values for the same microbatches.
+        close: whether two tensors of one shape and dtype agree.
+    """
+    watch = _ValueWatch(program, model, expected, close)
+    return arguments.call(walk(program, model, StepOptions(), see=watch.see)), watch.first
+
+
+class _ValueWatch:
+    """Compares each value as it is written, until one is wrong."""
+
+    def __init__(self, program: Program, model: Model, expected: _ReferenceValues, close: Close) -> None:
+        self.program, self.model, self.expected, self.close = program, model, expected, close
+        self.first: WrongValue | None = None
+
+    def see(self, value: Value, pytree: Any) -> None:
+        right = None if self.first is not None or isinstance(pytree, Residuals | Inputs) else self.right(value)
+        if right is None:
+            return
+        leaves = tree.leaves(pytree)
+        pairs = zip(leaves, right, strict=False)
+        differences = [found for pair in pairs if (found := self.difference(*pair)) is not None]
+        if len(leaves) != len(right):
+            differences = [(float("inf"), f"has {len(leaves)} leaves, and not {len(right)}")]
+        if differences:
+            op = self.program.ops[self.program.writer[value]]
+            self.first = WrongValue(op, value, place_of(op, self.model), *max(differences))
+
+    def difference(self, leaf: Any, right: Any) -> tuple[float, str] | None:
+        """How far a leaf is off, and in words; None where it agrees."""
+        if not isinstance(leaf, Tensor) and not isinstance(right, Tensor):
+            return None
+        leaf = torch.zeros_like(right) if leaf is None else leaf  # no gradient is one of zeros
+        right = torch.zeros_like(leaf) if right is None else right
+        if (kind := _kind(leaf)) != (right_kind := _kind(right)):
+            return float("inf"), f"is {kind}, and not {right_kind}"
+        if self.close(leaf, right):
+            return None
+        error = largest(leaf, right)
+        return error, f"is off by up to {error:.3g}"
+
+    def right(self, value: Value) -> list[Any] | None:
+        """The right leaves of a value, if they are known: an ADD's from what it reads."""
+        value = value._replace(at="")
+        position = self.program.writer.get(value)
+        if value not in self.expected and position is not None and self.program.ops[position].kind == "ADD":
+            addends = [self.right(read) for read in self.program.ops[position].reads]
+            known = [addend for addend in addends if addend is not None]
+            if len(known) == len(addends):
+                self.expected[value] = summed(known)
+        return self.expected.get(value)
+
+
+def _kind(leaf: Any) -> str:
+    return f"{leaf.dtype} of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
 
 
 def _mismatch(result: Result, expected: Result, close: Close) -> GradientMismatch | None:
