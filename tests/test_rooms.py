@@ -193,6 +193,15 @@ def test_storeys_import_only_themselves_and_those_below():
     assert not upward
 
 
+def test_the_core_is_read_in_an_evening():
+    """The page lists files of the core, and no more lines than one reads in an evening."""
+    page = (ROOT / "docs/reading.md").read_text(encoding="utf-8")
+    files = re.findall(r"^\| `(fpipe/\S+\.py)` \|", page, re.MULTILINE)
+    assert len(files) == len({*files}) >= 20
+    assert {storey(room(module_name(ROOT / file))) for file in files} == {"core"}
+    assert sum(len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in files) <= 6000
+
+
 def test_nobody_imports_the_doors():
     users = [module for module in FILES for target in inner_imports(module) if target in DOORS]
     assert not users
