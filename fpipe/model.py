@@ -130,8 +130,10 @@ class Model(HtmlRepr):
     stage and the name of a leaf (None: all of the stage's). `whole` is the pytree that all parameters were in, with the
     leaves' names, if they were in one, and `function` the loss function that the model was cut out of, if it was.
     `per_example` says that each row of a microbatch is handed parameters of its own, as `fpipe.per_example` makes it:
-    their gradients come row by row. `report` says what is where, if a front door knows: the model prints as it. `held`
-    knows what modules held when a front door made the model, and refuses to go on where that has changed.
+    their gradients come row by row. `leaf_order` lists the names of the parameters that train in the order of the net's
+    `named_parameters()`, in which norms are stacked; parameters of functions come stage by stage. `report` says what is
+    where, if a front door knows: the model prints as it. `held` knows what modules held when a front door made the
+    model, and refuses to go on where that has changed.
 
     >>> scale = Stage(lambda params, x: x * params["w"])
     >>> add = Stage(lambda params, x: x[0] + x[1])
@@ -149,6 +151,7 @@ class Model(HtmlRepr):
     whole: tuple[tuple[str, ...], tree.Spec] | None = None
     function: LossFunction | None = None
     per_example: bool = False
+    leaf_order: tuple[str, ...] = ()
     report: Any = field(default=None, compare=False, repr=False)
     held: Any = field(default=None, compare=False, repr=False)
 

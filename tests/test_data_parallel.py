@@ -108,7 +108,7 @@ def bits(rank: int, names: tuple[str, str], schedule: str) -> list[str]:
     for _ in range(2):
         found = step(mine, batches[replica])
     loss, grads = by_hand(net, batches, 4)
-    norm = fpipe.global_norm(found.grads, mesh=mesh)  # each stage once, though two replicas have it
+    norm = fpipe.global_norm(found.grads, model=model, mesh=mesh)  # each stage once, though two replicas have it
     expected = fpipe.global_norm([grads[name] for stage in params for name in stage])
     return odd(found, loss, grads) + ["norm"] * (not torch.allclose(norm, expected, rtol=1e-6))
 

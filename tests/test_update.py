@@ -129,6 +129,39 @@ def test_a_tied_leaf_is_updated_and_counted_once():
     assert differences(net, optimizer, result) == []
 
 
+class Adds(nn.Module):
+    """Adds a parameter times a factor, which is then its gradient under the mean."""
+
+    def __init__(self, factor: float):
+        super().__init__()
+        self.factor, self.weight = factor, nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight * self.factor
+
+
+@pytest.mark.parametrize("how", [{}, {"trace": False}, {"runtime": "threads"}], ids=str)
+def test_a_norm_is_stacked_in_the_order_of_the_net_and_not_of_its_stages(how: dict[str, Any]):
+    """Two numbers are lost next to 1.5, unless they come first. Leaves of a stage were stacked in the order of their
+    use, and stages one after the other: the norm was one bit off that of `clip_grad_norm_`."""
+    small = 0.000345
+    layers = {"tied": Adds(small / 2), "second": Adds(small), "first": Adds(1.5)}
+    net = Toy(lambda own, x: own.tied(own.second(own.tied(own.first(x)))), **layers)
+    batch = rows(4)
+    loss = lambda y, target: y.mean()  # noqa: E731
+    model, params, _ = fpipe.from_module(copy.deepcopy(net), loss=loss, example=batch, cuts=["first"])
+    program = updating(model, fpipe.schedules.one_f_one_b(2), "SGD", 0.1, grads=True)
+    result = fpipe.build(program, model, **how)(params, batch, opt=fpipe.optimizer_state(program, params), lr=0.1)
+    loss(net(batch[0]), batch[1]).backward()
+    backwards = nn.utils.get_total_norm([leaf.grad for leaf in reversed([*net.parameters()])])
+    norm = nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    assert norm != backwards == 1.5
+    plain = fpipe.reference(model, params, batch, microbatches=4, rule="SGD", clip=0.1, lr=0.1)
+    assert result.norm == plain.norm == fpipe.global_norm(result.grads, model=model) == norm
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    assert all(torch.equal(joined(result.params)[name], leaf) for name, leaf in net.named_parameters())
+
+
 GROUPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "by name": ("AdamW", {"weight_decay": 0.3}, {"*bias": {"weight_decay": 0.0}, "3.*": {"lr_scale": 0.5}}),
     # Settings of the first group were taken over where others said nothing.

@@ -50,8 +50,8 @@ class StepContext:
         shared: what replicas share out, by what they are handed of it.
         overwrites: whether a step that runs has overwritten parameters.
         per_step: the microbatches of a training step, where a program is several.
-        places: of each stage where the gradient of each leaf is, in the order of its parameters: in which bundle, and
-            where there.
+        places: of each stage the place of each leaf's gradient, in the net's order: its number among all leaves of the
+            net, its bundle, and its index there.
     """
 
     model: Model
@@ -65,7 +65,7 @@ class StepContext:
     first: int = 0
     moves: Moves = field(default_factory=dict[Any, Any])
     shared: Mapping[Value, Any] = field(default_factory=dict[Any, Any])
-    places: Sequence[Sequence[tuple[int, int]]] = ()
+    places: Sequence[Sequence[tuple[int, int, int]]] = ()
     per_step: int | None = None
     overwrites: bool = False
 

@@ -13,7 +13,7 @@ from fpipe.meaning.by_autograd import StepContext
 from fpipe.meaning.optimizers.op_words import update_of, words_of
 from fpipe.meaning.optimizers.optimizer_state import check_optimizer_state
 from fpipe.meaning.single_device.batches import refuse_meta
-from fpipe.meaning.single_device.params_and_state import check_params, check_state, trained
+from fpipe.meaning.single_device.params_and_state import check_params, check_state, net_order, trained
 from fpipe.meaning.step import MISSING, StepInputs
 from fpipe.model import Model, same_keys, taken_gradients
 from fpipe.positional_stage import PositionalStage
@@ -87,22 +87,26 @@ def context_of(
     )
 
 
-def _places_of(model: Model, params: Sequence[Any]) -> list[list[tuple[int, int]]]:
-    """For each leaf of each stage's params the bundle that it is in, and its place there."""
-    made: list[list[tuple[int, int]]] = []
-    for number, stage in enumerate(_in_order(model, params)):
+def _places_of(model: Model, params: Sequence[Any]) -> list[list[tuple[int, int, int]]]:
+    """Return the places of each stage's gradients, as `StepContext.places` has them."""
+    ordered = _in_order(model, params)
+    leaves: list[tuple[int, int, int]] = []  # stage, bundle, and index in the bundle, in the order of tree.leaves
+    for number, stage in enumerate(ordered):
         ports = {leaf.name: leaf.port for leaf in model.owned(number)}
         if not ports:
-            made.append([(0, at) for at in range(len(tree.leaves(stage)))])
+            leaves += [(number, 0, index) for index in range(len(tree.leaves(stage)))]
             continue
         counts = Counter[int]()
-        made.append([])
-        for name, own in stage.items():
+        for name, value in stage.items():
             port = ports.get(name, 0)
-            for _ in tree.leaves(own):
-                made[-1].append((port, counts[port]))
+            for _ in tree.leaves(value):
+                leaves.append((number, port, counts[port]))
                 counts[port] += 1
-    return made
+    places: list[list[tuple[int, int, int]]] = [[] for _ in ordered]
+    for position, index in enumerate(net_order(model, ordered)):
+        stage, port, place = leaves[index]
+        places[stage].append((position, port, place))
+    return places
 
 
 def _in_order(model: Model, params: Sequence[Any]) -> list[Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -68,17 +69,62 @@ def updated_leaves(
     return apply_rule(words.by, settings, params, grads, states, numbers_of(lr), own)
 
 
+# The norms of a stage travel in one vector for each dtype, next to the numbers that their leaves have in the net. What
+# joins the stages puts them in the net's order with these, so the cut does not show in the bits. Sums of squares, which
+# replicas add up, travel without numbers, since only tensors can be added.
+Packed = tuple[tuple[tuple[int, ...], Tensor], ...]
+
+
 def norm_of(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
-    """NORM: of a stage the norms of its gradients, in the order of its parameters; of all stages the norm of these, as
-    `torch.nn.utils.clip_grad_norm_` takes it. Of shards their squares, apart from those of numbers."""
+    """NORM: the norms of a stage's gradients, or the norm of all stages', as `torch.nn.utils.clip_grad_norm_` has it.
+
+    Of shards a stage writes the sums of squares, and apart from them those of 0-d gradients, which are never sharded.
+    """
     if op.writes[0].name == "norm":
-        home, squared = args[0].device, any(value.port for value in op.reads)
-        each = torch.cat([each.to(home) for each in args])
-        return [each.sum().sqrt() if squared else torch.linalg.vector_norm(each)]
-    grads = [args[port][at] for port, at in context.places[op.stage or 0]]
+        return [_total_of_squares(args) if any(value.port for value in op.reads) else _total(args)]
+    places = context.places[op.stage or 0]
+    grads = {number: grad for number, port, index in places if (grad := args[port][index]) is not None}
     if op.writes[0].name == "squares":
-        return [_stacked([grad.square().sum() for grad in grads if grad is not None and rows(grad)]) for rows in _ROWS]
-    return [_stacked([torch.linalg.vector_norm(grad) for grad in grads if grad is not None])]
+        sums = {number: grad.square().sum() for number, grad in grads.items()}
+        sharded = _packed({number: norm for number, norm in sums.items() if grads[number].ndim})
+        whole = _packed({number: norm for number, norm in sums.items() if not grads[number].ndim})
+        return [[vector for _, vector in sharded], (tuple(numbers for numbers, _ in sharded), whole)]
+    return [_packed({number: torch.linalg.vector_norm(grad) for number, grad in grads.items()})]
+
+
+def _packed(norms: Mapping[int, Tensor]) -> Packed:
+    """Pack 0-d tensors into a vector for each dtype, next to their numbers."""
+    dtypes = dict.fromkeys(norm.dtype for norm in norms.values())
+    each = [{number: norm for number, norm in norms.items() if norm.dtype == dtype} for dtype in dtypes]
+    return tuple((tuple(group), torch.stack([*group.values()])) for group in each)
+
+
+def _in_net_order(packed: Iterable[tuple[tuple[int, ...], Tensor]]) -> list[Tensor]:
+    """Unpack 0-d tensors in the order of their numbers, on the device of the first vector."""
+    pairs = [*packed]
+    norms = {
+        number: norm
+        for numbers, vector in pairs
+        for number, norm in zip(numbers, vector.to(pairs[0][1].device).unbind(), strict=True)
+    }
+    return [norms[number] for number in sorted(norms)]
+
+
+def _total(stages: Sequence[Packed]) -> Tensor:
+    norms = _in_net_order(chain.from_iterable(stages))
+    if len({norm.dtype for norm in norms}) == 1:
+        return torch.linalg.vector_norm(torch.stack(norms))
+    # torch stacks norms dtype by dtype, in an order of its own. The norm of a 0-d tensor is its absolute value.
+    return torch.nn.utils.get_total_norm(norms, foreach=False)
+
+
+def _total_of_squares(args: Sequence[Any]) -> Tensor:
+    """Take the root of all squares, of which each stage has added vectors, and then what its NORM put next to them."""
+    packed: list[tuple[tuple[int, ...], Tensor]] = []
+    for vectors, (numbers, whole) in zip(args[::2], args[1::2], strict=True):
+        packed += [*zip(numbers, vectors, strict=True), *whole]
+    squares = _in_net_order(packed)
+    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
 
 def validate(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
@@ -108,10 +154,3 @@ def unscale(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
 def _share(clip: float, norm: Tensor) -> Tensor:
     """Factor of all gradients, as `torch.nn.utils.clip_grad_norm_` does."""
     return torch.clamp(clip / (norm + 1e-6), max=1.0)
-
-
-_ROWS: tuple[Callable[[Tensor], bool], ...] = (lambda grad: grad.ndim > 0, lambda grad: grad.ndim == 0)
-
-
-def _stacked(numbers: Sequence[Tensor]) -> Tensor:
-    return torch.stack([*numbers]) if numbers else torch.zeros(0)

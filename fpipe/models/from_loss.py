@@ -107,7 +107,14 @@ def from_loss(
     )
     eps = autocast_eps(graph.module.graph)
     function = LossFunction(partial(_called, loss_fn), eps)
-    model = replace(model, stages=stages, whole=(tuple(names), spec), function=function, held=Fingerprint([loss_fn]))
+    model = replace(
+        model,
+        stages=stages,
+        whole=(tuple(names), spec),
+        function=function,
+        leaf_order=tuple(names),
+        held=Fingerprint([loss_fn]),
+    )
     own = tuple({name: leaves[name].detach() for name in stage} for stage in cut.owned)
 
     def run(leaves: Mapping[str, Tensor], some: tuple[Any, Any]) -> Any:

@@ -145,7 +145,8 @@ def from_module(
         (stage, name) for stage, own in enumerate(cut.owned) for name in own if name in tensors.untrained
     )
     report = CutReport(cut, placed.words)
-    model = replace(model, stages=tuple(stages_of), report=report, held=held, frozen=frozen)
+    leaf_order = tuple(name for name, first in tensors.first.items() if name == first and name in leaves)
+    model = replace(model, stages=tuple(stages_of), report=report, held=held, frozen=frozen, leaf_order=leaf_order)
     params = tuple({name: leaves[name].detach() for name in own} for own in cut.owned)
     state = tuple(run.state() for run in cut.stages)
     if isinstance(net, nn.Module):

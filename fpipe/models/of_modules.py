@@ -46,7 +46,7 @@ def of_modules(
     Args:
         runs: the stages; what they say of their state goes before what an example shows.
         called: how errors call each.
-        leaves: the parameters that train.
+        leaves: the parameters that train, in the order of the net's `named_parameters()`.
         example: the inputs of a batch by which written buffers are found, or None.
         net: what has all of the modules.
     """
@@ -65,7 +65,8 @@ def of_modules(
         replace(stage, forward=run, name=name, names=run.names, within=run.within, **run.remembering())
         for stage, run, name in zip(model.stages, runs, called, strict=True)
     )
-    model = replace(model, stages=stages, held=Fingerprint([loss], [*net.named_modules()]))
+    order = tuple(leaf[min(leaf)][0] for leaf, _ in leaves)
+    model = replace(model, stages=stages, leaf_order=order, held=Fingerprint([loss], [*net.named_modules()]))
     return model, tuple(params), tuple(run.state() for run in runs)
 
 

@@ -202,7 +202,7 @@ def _clipped(grads: Any, most: float) -> Any:
 
 def _clip(leaves: Sequence[Tensor], most: float) -> float:
     """The factor by which a clip multiplies gradients."""
-    return float(torch.clamp(most / (total_norm([leaves]) + 1e-6), max=1.0)) if leaves else 1.0
+    return float(torch.clamp(most / (total_norm(leaves) + 1e-6), max=1.0)) if leaves else 1.0
 
 
 def _part(whole: Tensor, place: Region | None) -> Tensor:

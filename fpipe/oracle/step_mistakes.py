@@ -82,6 +82,7 @@ class Loop:
             return replace(made, grads=self.change(StepGradients(number, parts, made.grads, of)))
 
         return training_loop(
+            self.model,
             self.params,
             [*enumerate(self.steps)],
             gradients,

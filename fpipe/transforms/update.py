@@ -57,8 +57,9 @@ def update(
         rule: an optimizer of torch.optim, by name or class, or one that `register_update` added. It has the bits of
             torch's own with foreach=False, unless `foreach=True` or `fused=True` are among the settings.
         clip: the largest norm of all gradients, above 0. They are scaled as `torch.nn.utils.clip_grad_norm_` does, and
-            `result.norm` is the norm before; `float("inf")` gives the norm alone. A parameter that stages share counts
-            once. Of shards the squares are added up over replicas, and the norm is that of torch to rounding.
+            `result.norm` is the norm before; `float("inf")` gives the norm alone. Norms of leaves are stacked in the
+            order of the net's parameters, whatever is cut or tied, and a parameter that stages share counts once. Of
+            shards the squares are added up over replicas, and the norm is that of torch to rounding.
         validate: "before" an update its norm is known; "after" it, updates do not wait: each step goes on as if its
             norm were below the clip, `result.valid` tells whether it was, and where one was not, all steps of the call
             are done again from what was handed in, with updates that wait. Results are the same, bit by bit, and

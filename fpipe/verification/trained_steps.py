@@ -83,6 +83,7 @@ def check_training(
         return replace(result, grads=like_params(params, result.grads))
 
     expected = training_loop(
+        model,
         params,
         rows_of_replicas,
         gradients,
@@ -133,18 +134,16 @@ def _updates_read(program: Program) -> dict[tuple[int, int], int]:
 
 
 def _norm(program: Program, within: int) -> Norm:
-    """The norm in the program's order of additions."""
+    """Return the norm of a program: torch's, or of shards the root of all squares, added up over replicas first."""
     if not any(value.name == "squares" for op in program.ops for value in op.writes):
         return total_norm
 
-    def of_shards(stages: Sequence[Sequence[Tensor]]) -> Tensor:
-        parts = list[Tensor]()
-        for grads in stages:
-            whole = [grad for grad in grads if grad.ndim]
-            each = [[_rows(grad, number, within).square().sum() for grad in whole] for number in range(within)]
-            sums = [reduce(torch.add, column) for column in zip(*each, strict=True)]
-            parts += [*sums, *(grad.square().sum() for grad in grads if not grad.ndim)]
-        return torch.stack(parts).sum().sqrt()
+    def squares(grad: Tensor) -> Tensor:
+        shards = [_rows(grad, number, within) for number in range(within)] if grad.ndim else [grad]
+        return reduce(torch.add, [shard.square().sum() for shard in shards])
+
+    def of_shards(grads: Sequence[Tensor]) -> Tensor:
+        return torch.stack([squares(grad) for grad in grads]).sum().sqrt()
 
     return of_shards
 

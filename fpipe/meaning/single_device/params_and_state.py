@@ -133,6 +133,24 @@ def is_differentiable(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
+def net_order(model: Model, per_stage: Sequence[Any]) -> list[int]:
+    """Return the indices of the leaves of all stages, those of the parameters or their gradients, in the net's order.
+
+    That is the order of `named_parameters()`, in which torch stacks the norms of gradients. Floats round differently in
+    another order, so whatever takes a norm of several leaves asks here, and not how the net was cut.
+    """
+    position = {name: index for index, name in enumerate(model.leaf_order)}
+    positions = [position.get(name, len(position)) for stage in per_stage for name in _leaf_names(stage)]
+    return sorted(range(len(positions)), key=positions.__getitem__)
+
+
+def _leaf_names(stage: Any) -> list[str]:
+    """Return the name of each leaf of a stage of a net; a pytree that is no dict has none."""
+    if not isinstance(stage, Mapping):
+        return [""] * len(tree.leaves(stage))
+    return [name for name, value in stage.items() for _ in tree.leaves(value)]
+
+
 def with_ties(model: Model, params: Sequence[Any]) -> list[Any]:
     """Each stage's parameters as its function takes them: with the tied leaves it reads from other stages."""
     full = list(check_params(model, params))

@@ -108,6 +108,7 @@ def reference(
         raise ValueError(f"key is one whole number, or a list of {steps}, one for each step; found {len(keys)}.")
     delays = range(len(params))[::-1] if stale == "stash" else [stale] * len(params)
     trained = training_loop(
+        model,
         params,
         batches_of(batch, steps) if whole("steps", steps) > 1 else [batch],
         lambda read, own, now, one, _: plain(read, own, now, one, False),

@@ -16,23 +16,26 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.meaning.optimizers.op_words import UpdateWords, names_of
 from fpipe.meaning.optimizers.rules import RULES, STEP, UNCOUNTED, numbers_of, one_by_one, with_numbers
+from fpipe.meaning.single_device.params_and_state import net_order
 from fpipe.meaning.single_device.result import Result
+from fpipe.model import Model
 
 Gradients = Callable[[Sequence[Any], Any, "Sequence[Any] | None", "int | None", "Tensor | None"], Result]
 """Loss and gradients for params, a batch, a module state, a key and a loss scale; None of a leaf that the loss does not
 depend on."""
 
 
-Norm = Callable[[Sequence[Sequence[Tensor]]], Tensor]
-"""The norm of the gradients of all stages, each with a list of them."""
+Norm = Callable[[Sequence[Tensor]], Tensor]
+"""Function that takes the norm of all gradients, which it is handed in the net's order."""
 
 
-def total_norm(stages: Sequence[Sequence[Tensor]]) -> Tensor:
-    """The norm as `torch.nn.utils.clip_grad_norm_` takes it."""
-    return torch.nn.utils.get_total_norm([grad for stage in stages for grad in stage], foreach=False)
+def total_norm(grads: Sequence[Tensor]) -> Tensor:
+    """Take the norm of gradients as `torch.nn.utils.clip_grad_norm_` does."""
+    return torch.nn.utils.get_total_norm([*grads], foreach=False)
 
 
 def training_loop(
+    model: Model,
     params: Sequence[Any],
     batches: Sequence[Any],
     gradients: Gradients,
@@ -49,6 +52,7 @@ def training_loop(
     """The results of some training steps, each a tuple with one for each step, and what is left after the last.
 
     Args:
+        model: what is trained; a clip stacks the norms of gradients in its net's order.
         params, opt, state: before the first step.
         batches, rates, keys: one for each step.
         gradients: what computes those of a step.
@@ -63,12 +67,12 @@ def training_loop(
         made = gradients(read, batch, state, key, None if scaler is None else scaler.scale(torch.ones(())))
         state = made.state
         made = made if scaler is None else replace(made, grads=_unscaled(scaler, made.grads))
-        grads = [tree.leaves(stage) for stage in made.grads]
-        there = [[grad for grad in stage if grad is not None] for stage in grads]
-        norms.append(norm(there))
-        valid.append(torch.tensor(all(bool(grad.isfinite().all()) for stage in there for grad in stage)))
+        grads = tree.leaves(tuple(made.grads))
+        in_order = [grads[index] for index in net_order(model, made.grads) if grads[index] is not None]
+        norms.append(norm(in_order))
+        valid.append(torch.tensor(all(bool(grad.isfinite().all()) for grad in in_order)))
         if scaler is None or valid[-1]:
-            params, opt = _updated(words, past[-1], opt, [grad for stage in grads for grad in stage], norms[-1], rate)
+            params, opt = _updated(words, past[-1], opt, grads, norms[-1], rate)
         past.append(tuple(params))
         results.append(made)
     each = {name: tuple(getattr(made, name) for made in results) for name in _EACH}

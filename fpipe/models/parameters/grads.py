@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from fpipe import tree
 from fpipe.meaning.purity.mesh import dimensions
 from fpipe.meaning.purity.sharded import is_sharded
+from fpipe.meaning.single_device.params_and_state import net_order
 from fpipe.meaning.single_device.result import Result, are_gradients
+from fpipe.model import Model
 
 
 def assign_grads(params: Any, grads: Any) -> None:
@@ -108,7 +111,9 @@ def _added(a: Any, b: Any) -> Any:
     return b if a is None else a if b is None else a + b
 
 
-def global_norm(grads: Any, norm_type: float = 2.0, *, mesh: DeviceMesh | None = None) -> Tensor:
+def global_norm(
+    grads: Any, norm_type: float = 2.0, *, model: Model | None = None, mesh: DeviceMesh | None = None
+) -> Tensor:
     """The norm of all gradients together, as one long vector; a tied leaf counts once, where it lives.
 
     `clip_grads` scales gradients to one.
@@ -117,11 +122,13 @@ def global_norm(grads: Any, norm_type: float = 2.0, *, mesh: DeviceMesh | None =
         grads: any pytree of gradients, dense, sparse or nested; None has none. Of a DTensor the norm is that of the
             whole: then all processes of its mesh call it.
         norm_type: 2 is the Euclidean norm, `float("inf")` the largest absolute number.
+        model: of which these are the gradients, an entry for each stage: then norms of leaves are stacked in the order
+            of its net's parameters, as torch does, and not stage by stage.
         mesh: that of the step, whose dimension "pp" has the ranks of the program: then `grads` has an entry for each
             stage, None for those of other ranks, and each process gets the norm over all stages. All call it.
 
     Returns:
-        A 0-d tensor; for the leaves of a module in their order it has the bits of `torch.nn.utils.get_total_norm`.
+        A 0-d tensor, with the bits of `torch.nn.utils.get_total_norm` for leaves in the same order.
 
     Raises:
         TypeError: what is no gradient: a whole `Result`, say, has no norm.
@@ -141,19 +148,36 @@ def global_norm(grads: Any, norm_type: float = 2.0, *, mesh: DeviceMesh | None =
     _above_0("norm_type", norm_type)
     if mesh is None:
         _refuse_part(grads)
-        found = [_numbers(leaf, norm_type) for leaf in tree.leaves(grads) if leaf is not None]
-        return torch.nn.utils.get_total_norm(found, norm_type)
+        return _total_norm(tree.tree_map(partial(_numbers, norm_type), grads), norm_type, model)
     dimensions(mesh, {"pp": "ranks"})
-    own = {stage: [global_norm(leaf, norm_type) for leaf in tree.leaves(one)] for stage, one in enumerate(grads) if one}
+
+    def norm_of(grad: Any) -> Tensor | None:
+        return None if grad is None else global_norm(grad, norm_type)
+
+    # The norm of a norm is itself, so the norms of other ranks may stand for their gradients.
+    local = {index: tree.tree_map(norm_of, stage) for index, stage in enumerate(grads) if stage}
     group = mesh.get_group("pp")
-    every: list[dict[int, list[Tensor]]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(every, own, group=group)
-    norms = {stage: found for each in every for stage, found in each.items()}  # a stage on two ranks counts once
-    return torch.nn.utils.get_total_norm([norm for stage in sorted(norms) for norm in norms[stage]], norm_type)
+    norms_by_rank: list[dict[int, Any]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(norms_by_rank, local, group=group)
+    # A stage on two ranks counts once.
+    norms = {index: stage for rank in norms_by_rank for index, stage in rank.items()}
+    return _total_norm([norms.get(index) for index in range(len(grads))], norm_type, model)
+
+
+def _total_norm(grads: Any, norm_type: float, model: Model | None) -> Tensor:
+    """Take the norm of dense tensors, stacked as the net of the model has them."""
+    leaves = tree.leaves(grads)
+    order = range(len(leaves)) if model is None else net_order(model, grads)
+    return torch.nn.utils.get_total_norm([leaves[index] for index in order if leaves[index] is not None], norm_type)
 
 
 def clip_grads(
-    grads: Any, max_norm: float, *, norm_type: float = 2.0, mesh: DeviceMesh | None = None
+    grads: Any,
+    max_norm: float,
+    *,
+    norm_type: float = 2.0,
+    model: Model | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> tuple[Any, Tensor]:
     """Gradients scaled down so that their norm is at most so large, and the norm they had: new tensors, with the bits
     of `torch.nn.utils.clip_grad_norm_`.
@@ -162,6 +186,7 @@ def clip_grads(
         grads: any pytree of gradients, as `global_norm` takes it, or a part of them on each rank.
         max_norm: the largest norm, above 0. Gradients of a smaller one keep their bits.
         norm_type: 2 is the Euclidean norm, `float("inf")` the largest absolute number.
+        model: of which these are the gradients, as `global_norm` takes it.
         mesh: that of the step, where ranks have gradients of their own stages. All processes call it.
 
     Raises:
@@ -174,7 +199,7 @@ def clip_grads(
     (5.0, [0.6, 0.8])
     """
     _above_0("max_norm", max_norm)
-    norm = global_norm(grads, norm_type, mesh=mesh)
+    norm = global_norm(grads, norm_type, model=model, mesh=mesh)
     share = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
     def scaled(grad: Any) -> Any:
@@ -202,8 +227,10 @@ def _refuse_part(grads: Any) -> None:
     )
 
 
-def _numbers(grad: Any, norm_type: float) -> Tensor:
-    """The numbers of a gradient, dense, sparse or nested; of a DTensor, which has them on many processes, its norm."""
+def _numbers(norm_type: float, grad: Any) -> Any:
+    """Return the numbers of a gradient, dense, sparse or nested; of a DTensor, spread over processes, its norm."""
+    if grad is None:
+        return None
     if is_sharded(grad):
         return torch.linalg.vector_norm(grad, norm_type).full_tensor()
     if grad.is_nested:
