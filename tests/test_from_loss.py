@@ -609,6 +609,11 @@ def test_stages_that_differ_share_none(monkeypatch: pytest.MonkeyPatch):
 KEY = 11
 
 
+def test_dropout_that_keeps_everything_draws_nothing_for_the_loss():
+    """It was taken for a draw: "draws random numbers for the loss, and dropout_1 after it"."""
+    refused(simple(lambda y, w, t: (F.dropout(t, 0.0) - F.dropout(y @ w)).square().mean()))
+
+
 def noisy(mark: Any) -> Any:
     """A loss function with marks of one's choice: draws of every kind, that nobody reads, that need no tensor, that a
     later stage reads, and some in the loss itself."""

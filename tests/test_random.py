@@ -15,9 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fpipe
+from fpipe.graphs.tracing.draws import draws
 from tests.toys import POLICIES, Toy, merged
 
 KEY = 7
+
+
+@pytest.mark.parametrize("kind", ["", "alpha_", "feature_", "feature_alpha_", "native_"])
+@pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_is_a_draw_where_it_moves_the_generator(kind: str, p: float, training: bool):
+    op, args = getattr(torch.ops.aten, f"{kind}dropout").default, (torch.ones(3, 4), p, training)
+    before = torch.get_rng_state()
+    op(*args)
+    assert draws(op, args, {}) is not torch.equal(torch.get_rng_state(), before)
 
 
 def noise(own: Any, x: Tensor) -> Tensor:

@@ -24,12 +24,22 @@ from fpipe.torch_private.dispatch import without_modes
 
 
 def draws(op: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of an op draws random numbers: dropout with p=0 does not."""
+    """Whether a call of an op draws random numbers: dropout that keeps everything, or nothing, does not."""
     if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     said = {argument.name: argument.default_value for argument in arguments_of(op)}
     said |= dict(zip(said, args, strict=False)) | kwargs
+    # These return early. What they call below autograd, native_dropout, draws for each p.
+    if op.overloadpacket in _DROPOUTS and said["p"] in (0, 1):
+        return False
     return said.get("dropout_p") != 0.0 and said.get("training") is not False and said.get("train") is not False
+
+
+_DROPOUTS = frozenset(
+    getattr(torch.ops.aten, f"{kind}dropout{in_place}")
+    for kind in ("", "alpha_", "feature_", "feature_alpha_")
+    for in_place in ("", "_")
+)
 
 
 def refuse_hidden(calls: list[fx.Node], forward: int) -> None:
