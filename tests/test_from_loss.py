@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe.graphs.tracing import trace_cache
+from fpipe.models.tracing.boundary import marking, seeding
 from tests.refusals import refusals
 from tests.toys import merged, scripted
 
@@ -607,6 +608,27 @@ def test_stages_that_differ_share_none(monkeypatch: pytest.MonkeyPatch):
 # Random numbers: each stage draws as if it began with torch.manual_seed(fold_in(key, stage, microbatch)).
 
 KEY = 11
+
+
+def test_a_function_is_marked_and_seeded_on_after_another_inside_it():
+    """The inner context took the state of the outer with it: AttributeError."""
+    with marking():
+        with marking():
+            pass
+        with pytest.raises(ValueError, match="marks a pytree of tensors"):
+            fpipe.boundary(3)
+    assert fpipe.boundary(3) == 3
+    with seeding(KEY):
+        first = torch.rand(2)
+        with seeding(KEY + 1):
+            fpipe.boundary(3)
+        second = torch.rand(2)
+        fpipe.boundary(3)
+        third = torch.rand(2)
+    torch.manual_seed(fpipe.fold_in(KEY, 0, 0))
+    assert torch.equal(torch.cat([first, second]), torch.rand(4))
+    torch.manual_seed(fpipe.fold_in(KEY, 1, 0))
+    assert torch.equal(third, torch.rand(2))
 
 
 def test_dropout_that_keeps_everything_draws_nothing_for_the_loss():

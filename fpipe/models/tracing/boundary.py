@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,10 +17,30 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.meaning.stages.keys import fold_in, seeded
 
-_TRACING = threading.local()
-_SEEDING = threading.local()
 KEY = 0
 """The key that the example is computed with; a step has its own."""
+
+
+@dataclass
+class _StageSeed:
+    """The stage that draws now, where a function runs as a whole for a step's microbatch."""
+
+    key: int
+    microbatch: int
+    stage: int = 0
+
+    def number(self) -> int:
+        return fold_in(self.key, self.stage, self.microbatch)
+
+
+class _Surroundings(threading.local):
+    """The state of this thread: whether marks become operations, and which stage draws random numbers."""
+
+    marks = False
+    seed: _StageSeed | None = None
+
+
+_NOW = _Surroundings()
 
 _LIBRARY = torch.library.Library("fpipe", "DEF")
 _LIBRARY.define("boundary(Tensor[] values) -> Tensor[]")
@@ -47,7 +68,7 @@ def boundary(values: Any) -> Any:
     {'x': tensor([1., 1.])}
     """
     next_stage()
-    if not hasattr(_TRACING, "on"):
+    if not _NOW.marks:
         return values
     leaves, containers = tree.flatten(values)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -59,27 +80,27 @@ def boundary(values: Any) -> Any:
 
 def next_stage() -> None:
     """Where a function runs as a whole, draw from here on what the next stage draws."""
-    if hasattr(_SEEDING, "stage"):
-        _SEEDING.stage += 1
-        torch.manual_seed(fold_in(_SEEDING.key, _SEEDING.stage, _SEEDING.microbatch))
+    if _NOW.seed is not None:
+        _NOW.seed.stage += 1
+        torch.manual_seed(_NOW.seed.number())
 
 
 @contextmanager
 def marking() -> Generator[None]:
     """While a function is traced, its marks become operations."""
-    _TRACING.on = True
+    before, _NOW.marks = _NOW.marks, True
     try:
         yield
     finally:
-        del _TRACING.on
+        _NOW.marks = before
 
 
 @contextmanager
 def seeding(key: int = KEY, microbatch: int = 0) -> Generator[None]:
     """While a function runs as a whole, it draws in each stage the random numbers of a step's microbatch."""
-    _SEEDING.stage, _SEEDING.key, _SEEDING.microbatch = 0, key, microbatch
+    before, _NOW.seed = _NOW.seed, _StageSeed(key, microbatch)
     try:
-        with seeded(fold_in(key, 0, microbatch), "loss_fn"):
+        with seeded(_NOW.seed.number(), "loss_fn"):
             yield
     finally:
-        del _SEEDING.stage
+        _NOW.seed = before
