@@ -183,8 +183,8 @@ def _on_several(stage: int, ops: Sequence[Op]) -> str:
     first = {op.rank: op for op in reversed(list(parts_of(ops))) if op.stage == stage and op.kind in scheduled_kinds()}
     cells = " and ".join(f"{op.cell} on rank {rank}" for rank, op in sorted(first.items()))
     return (
-        f"stage {stage} is on several ranks: {cells}. If they are to hold replicas of its parameters, say so by "
-        f"homes={{{stage}: {sorted(first)}}} (from_table: replicated=True); if it is a slip, move one."
+        f"stage {stage} is on several ranks: {cells}. If they are to hold replicas of its parameters, or it has none, "
+        f"say so by homes={{{stage}: {sorted(first)}}} (from_table: replicated=True); if it is a slip, move one."
     )
 
 
