@@ -262,7 +262,8 @@ def stepped(opt: Any = None, lr: Any = None, rule: str = "SGD", **settings: Any)
     program = program_of(rule, **settings)
     if isinstance(opt, str):
         opt = fpipe.optimizer_state(program if opt == "own" else program_of(opt), PARAMS)
-    return fpipe.build(program, MODEL)(PARAMS, BATCH, opt=opt, lr=lr)
+    params = copy.deepcopy(PARAMS)  # a rule may write in place: it is refused when it has
+    return fpipe.build(program, MODEL)(params, BATCH, opt=opt, lr=lr)
 
 
 def own_rule(apply: Any, **settings: Any) -> Any:
