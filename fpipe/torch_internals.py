@@ -51,6 +51,13 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def is_fake(tensor: Any) -> bool:
+    """Whether a tensor has no data, but belongs to a trace (2.13: `torch._subclasses.fake_tensor`)."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
 def function_behind(node: Any) -> type | None:
     """The `torch.autograd.Function` that a node of autograd's graph is of; None for torch's own ops (2.13:
     `_forward_cls`)."""

@@ -12,6 +12,7 @@ hf = pytest.importorskip("transformers")
 IN_CI = ("GPT2", "Whisper", "ResNet")
 
 
+@pytest.mark.filterwarnings("ignore:the net computes a gradient in Python")  # the gelu of Bloom
 @pytest.mark.parametrize(
     "name", [name if name in IN_CI else pytest.param(name, marks=pytest.mark.deep) for name in FAMILIES]
 )

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 import fpipe
-from fpipe.meaning.purity.closure import modules_of
 
 ROWS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 4
 
@@ -27,12 +24,11 @@ class Tempered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.temperature, self.drop = nn.Linear(4, 4), 2.0, nn.Dropout(0.0)
-        self.config, self.table = SimpleNamespace(scale=1.5), numpy.array(0.5)
         self.mask = torch.ones(4)  # no buffer
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.drop(self.linear(x)) / self.temperature * self.mask
-        return y * self.config.scale * float(self.table) * self.share
+        return y * self.share
 
 
 def made() -> nn.Sequential:
@@ -94,83 +90,9 @@ def test_a_tensor_that_a_trace_holds_and_that_is_bound_anew_is_told(door: str):
         step(params, ROWS)
 
 
-class Trainer:
-    """Holds what it trains with, as trainers do."""
-
-    def __init__(self, criterion: nn.Module) -> None:
-        self.criterion, self.helper, self.optimizer = criterion, SimpleNamespace(criterion=criterion), nn.Linear(1, 1)
-
-    def own(self, y: Tensor, target: Tensor) -> Tensor:
-        return self.criterion(y, target)
-
-    def of_a_helper(self, y: Tensor, target: Tensor) -> Tensor:
-        return self.helper.criterion(y, target)
-
-    def __call__(self, y: Tensor, target: Tensor) -> Tensor:
-        return self.own(y, target)
-
-
-@pytest.mark.parametrize("loss", [Trainer.own, Trainer.of_a_helper, None])
-def test_a_loss_that_a_trainer_holds_is_found(loss: Any):
-    """The step and a new build went on with the old weights where the loss was a method."""
-    net, trainer = made(), Trainer(nn.CrossEntropyLoss(weight=torch.ones(4), reduction="mean"))
-    judged = trainer if loss is None else loss.__get__(trainer)
-    assert trainer.optimizer not in [one for _, one in modules_of(judged)]
-    program, model, params = cut("from_sequential", net, judged)
-    step = fpipe.build(program, model)
-    step(params, ROWS)
-    trainer.criterion.weight = torch.tensor([1.0, 5.0, 2.0, 9.0])
-    for run in (step, fpipe.build(program, model)):
-        with pytest.raises(ValueError, match=r"^'weight' of module '.*criterion' \(CrossEntropyLoss\) was bound anew"):
-            run(params, ROWS)
-
-
-class Slotted:
-    """Holds what it judges with in slots."""
-
-    __slots__ = ("criterion", "weight")
-
-    def __init__(self) -> None:
-        self.criterion: nn.Module = nn.MSELoss()
-        self.weight = torch.ones(8, 1)
-
-    def __call__(self, y: Tensor, target: Tensor) -> Tensor:
-        return self.criterion(y * self.weight[: len(y)], nn.functional.one_hot(target, 4).float())
-
-
-class Open:
-    """Holds it in its dict."""
-
-    __init__, __call__ = Slotted.__init__, Slotted.__call__
-
-
-@pytest.mark.parametrize("slots", [True, False])
-@pytest.mark.parametrize(
-    ("name", "value", "sentence"),
-    [
-        ("criterion", nn.L1Loss(), "'criterion' is another module than when the model was cut"),
-        ("weight", torch.full((8, 1), 2.0), "'weight' was bound anew since it was traced"),
-    ],
-)
-def test_what_an_object_holds_for_a_loss_is_compared_in_every_step(slots: bool, name: str, value: Any, sentence: str):
-    """A trainer with another criterion trained on with the first, and nothing in slots was looked for at all."""
-    net, holder = made(), Slotted() if slots else Open()
-    program, model, params = cut("from_sequential", net, holder)
-    step = fpipe.build(program, model)
-    step(params, ROWS)
-    setattr(holder, name, value)
-    for run in (step, lambda *given: fpipe.build(program, model)(*given)):
-        with pytest.raises(ValueError, match=re.escape(sentence)):
-            run(params, ROWS)
-    program, model, params = cut("from_sequential", net, holder)
-    assert torch.allclose(fpipe.build(program, model)(params, ROWS).loss, mean(net, holder))
-
-
 CHANGES: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {
     "a number": (lambda net: setattr(net[0], "temperature", 7.0), "'temperature' of module '0' (Tempered)"),
     "a probability": (lambda net: setattr(net[1].drop, "p", 0.5), "'p' of module '1.drop' (Dropout)"),
-    "a config's": (lambda net: setattr(net[0].config, "scale", 9.0), "'config' of module '0' (Tempered)"),
-    "an array": (lambda net: net[0].table.fill(3.0), "'table' of module '0' (Tempered)"),
     "a hook": (lambda net: net[0].register_forward_hook(lambda m, a, y: 3 * y), "a hook of module '0' (Tempered)"),
     "a child": (lambda net: setattr(net[0], "drop", nn.Tanh()), "child 'drop' of module '0' (Tempered)"),
     "a block": (lambda net: net.__setitem__(1, nn.Tanh()), "child '1' of module '' (Sequential)"),

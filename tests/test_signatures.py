@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +23,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fpipe
 from fpipe.graphs.tracing import trace_cache
-from fpipe.meaning.purity.alike import alike
 from fpipe.meaning.purity.ambient import ambient
 from fpipe.runtimes.lowering import signature
 from fpipe.tree import leaves, tree_map
@@ -222,64 +219,6 @@ def test_a_number_that_torch_may_take_for_zero_is_taken_for_what_it_is():
 # What a function is.
 
 
-def turned(p: dict[str, Tensor], x: Tensor) -> Tensor:
-    return torch.sin(x @ p["w"])
-
-
-SCALE = 1.0
-
-
-def helper(x: Tensor) -> Tensor:
-    return x * SCALE
-
-
-class Scaled:
-    """A stage as a callable, and as a method."""
-
-    def __init__(self) -> None:
-        self.by = 1.0
-
-    def __call__(self, p: dict[str, Tensor], x: Tensor) -> Tensor:
-        return turned(p, x * self.by)
-
-
-def by_default(p: dict[str, Tensor], x: Tensor, by: float = 1.0) -> Tensor:
-    return turned(p, x) * by
-
-
-SCALED, LISTED = Scaled(), [1.0]
-OTHERWISE: dict[str, tuple[Any, tuple[Any, str, Any]]] = {
-    # a stage, and what is set to another value: of an object, or by name in this file
-    "a global": (lambda p, x: turned(p, x * SCALE), (None, "SCALE", 3.0)),
-    "a global of a helper": (lambda p, x: turned(p, helper(x)), (None, "SCALE", 3.0)),
-    "a helper": (lambda p, x: turned(p, helper(x)), (None, "helper", lambda x: x * 3.0)),
-    "a partial": (partial(lambda by, p, x: turned(p, x * by * SCALE), 2.0), (None, "SCALE", 3.0)),
-    "an object": (SCALED, (SCALED, "by", 3.0)),
-    "a method": (SCALED.__call__, (SCALED, "by", 3.0)),
-    "a tensor in a closure": (
-        (lambda own: lambda p, x: turned(p, x * own.by))(SCALED),
-        (SCALED, "by", torch.tensor(7.0)),
-    ),
-    "an object by name": (lambda p, x: turned(p, x * SCALED.by), (SCALED, "by", 3.0)),
-    "a list": (lambda p, x: turned(p, x) * LISTED[0], (None, "LISTED", [2.0])),
-    "a default": (by_default, (by_default, "__defaults__", (2.0,))),
-    "its code": (smooth, (smooth, "__code__", turned.__code__)),
-}
-
-
-@pytest.mark.parametrize("case", OTHERWISE)
-def test_what_a_stage_reaches_by_name_is_looked_at_by_the_next_build(case: str, monkeypatch: pytest.MonkeyPatch):
-    """A helper that is defined anew in a notebook, or a number of the trainer whose method a stage is: the next build
-    found the old trace, and said nothing."""
-    stage, (of, name, value) = OTHERWISE[case]
-    model, step = built(stage)
-    first = step(PARAMS, BATCH)
-    monkeypatch.setattr(sys.modules[__name__] if of is None else of, name, value)
-    expected = fpipe.reference(model, PARAMS, BATCH, microbatches=2)
-    assert not same(first, expected)
-    assert same(built(stage)[1](PARAMS, BATCH), expected)
-
-
 class Doubling(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * 2
@@ -392,18 +331,3 @@ def test_tensors_without_data_go_through_a_step_and_leave_no_trace():
                 assert type(step(*fakes).grads[0]["w"]) is type(fakes[1][0])
             assert step(*tree_map(lambda leaf: leaf.to("meta"), (params, batch))).loss.is_meta
             assert same(step(params, batch), fpipe.reference(model, params, batch, microbatches=2))
-
-
-def test_helpers_under_a_decorator_are_looked_at_once():
-    """Each was spelt out once for each way that leads to it: thirty took minutes."""
-    text = ["from functools import wraps", "def plain(f):", "    return wraps(f)(lambda x: f(x))"]
-    for number in range(30, -1, -1):
-        sum_of = f"f{number + 1}(x) + f{number + 2}(x)" if number < 29 else "x * factor"
-        text += ["@plain", f"def f{number}(x):", f"    return {sum_of}"]
-    around = {"__name__": "helpers", "factor": 2}
-    exec("\n".join(text), around)
-    function: Any = around["f0"]
-    before = alike(function)
-    assert alike(function) == before
-    around["factor"] = 3
-    assert alike(function) != before

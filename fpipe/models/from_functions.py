@@ -65,7 +65,7 @@ def from_functions(
         for number, fn in enumerate(fns)
     )
     if "torch.nn" in sys.modules:  # whoever has a module that computes with parameters of its own has torch
-        from fpipe.meaning.purity.closure import modules_of
+        from fpipe.meaning.purity.attributes import modules_of
         from fpipe.models.modules.fingerprint import Fingerprint
         from fpipe.models.modules.known_modules import refuse_hooked
 

@@ -13,7 +13,7 @@ their own; a parameter read in two stages is tied. The number of rows stays symb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,13 +23,12 @@ from torch import Tensor, nn
 
 from fpipe import tree
 from fpipe.meaning.purity.ambient import refuse_odd_modes
-from fpipe.meaning.purity.closure import modules_of
+from fpipe.meaning.purity.attributes import modules_of
 from fpipe.meaning.purity.pure import pure
 from fpipe.meaning.purity.sharded import is_sharded
 from fpipe.meaning.single_device.batches import check_batch
 from fpipe.meaning.stages.outputs import split_loss
 from fpipe.model import LossFunction, Model, Reduction, odd_signature
-from fpipe.models.compare_example import refuse_difference
 from fpipe.models.cutting.cut_net import CutNet
 from fpipe.models.cutting.loss_part import LossPart
 from fpipe.models.cutting.marked_graph import MarkedGraph
@@ -55,10 +54,9 @@ def from_loss(
 
     Args:
         loss_fn: `loss_fn(params, (inputs, target))` gives a 0-d tensor, or (total, count) with reduction="count". It is
-            called on fake tensors, and once on the example to compare; modules that it closes over stay in the mode
-            they are in then. Only what comes after the last mark may read the
-            target, and with it no parameter. Random numbers are those that torch draws where each stage begins
-            with `torch.manual_seed(fpipe.fold_in(key, stage, microbatch))`.
+            called on fake tensors; modules that it closes over stay in the mode they are in then. Only what comes after
+            the last mark may read the target, and with it no parameter. Random numbers are those that torch draws where
+            each stage begins with `torch.manual_seed(fpipe.fold_in(key, stage, microbatch))`.
         params: any pytree of tensors.
         batch: an example (inputs, target); rows may differ later, other sizes may not.
         reduction, aux: how the losses of microbatches make one, and whether there are auxiliary results, as in
@@ -105,8 +103,7 @@ def from_loss(
     stages = tuple(
         replace(stage, names=tuple((name,) for name in own), **run.remembering()) for stage, run, own in each
     )
-    eps = autocast_eps(graph.module.graph)
-    function = LossFunction(partial(_called, loss_fn), eps)
+    function = LossFunction(partial(_called, loss_fn), autocast_eps(graph.module.graph))
     model = replace(
         model,
         stages=stages,
@@ -116,12 +113,6 @@ def from_loss(
         held=Fingerprint([loss_fn]),
     )
     own = tuple({name: leaves[name].detach() for name in stage} for stage in cut.owned)
-
-    def run(leaves: Mapping[str, Tensor], some: tuple[Any, Any]) -> Any:
-        with seeding(), pure(loss_fn, "loss_fn", (params, some)):
-            return loss_fn(tree.unflatten(spec, leaves.values()), some)
-
-    refuse_difference(model, own, batch, leaves, run, "loss_fn", eps)
     return model, own
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -24,7 +23,6 @@ from fpipe.meaning.purity.ambient import refuse_odd_modes
 from fpipe.meaning.single_device.microbatch import cut as cut_rows
 from fpipe.meaning.stages.symbols import in_words
 from fpipe.model import LossFunction, Model, Reduction
-from fpipe.models.compare_example import refuse_difference
 from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.collectives import as_exchange
 from fpipe.models.cutting.cut_net import CutNet, with_untrained
@@ -34,7 +32,6 @@ from fpipe.models.cutting.net_state import split_norms
 from fpipe.models.cutting.place_cuts import place_cuts
 from fpipe.models.from_functions import from_functions
 from fpipe.models.modules.fingerprint import Fingerprint
-from fpipe.models.tracing.boundary import KEY
 from fpipe.models.tracing.contexts import autocast_eps
 from fpipe.models.tracing.net_graph import NetGraph, read_graph, tensors_of
 from fpipe.models.tracing.opaque import Exported, export_around
@@ -160,16 +157,12 @@ def from_module(
             "aux": aux,
             "cut_collectives": cut_collectives,
         }
-        if placed.exchanges and any(map(draws_random, marked.stage_of)):
-            # The net cannot draw as stages do that begin at a collective: it is compared without these.
-            from_module(net, stages, **how | {"cut_collectives": False})
-        else:
+        # The net cannot draw as stages do that begin at a collective.
+        draws_elsewhere = placed.exchanges and any(map(draws_random, marked.stage_of))
+        if not draws_elsewhere and not any(run.holds for run in cut.stages):
             function = NetFunction(net, loss or _loss_of, placed.ends)
             eps = autocast_eps(graph.module.graph)
-            if not any(run.holds for run in cut.stages):
-                model = replace(model, function=LossFunction(function, eps, graph.who, graph.door))
-            run = partial(function, key=KEY, microbatch=0)
-            refuse_difference(model, params, batch, leaves, run, graph.who, eps, state)
+            model = replace(model, function=LossFunction(function, eps, graph.who, graph.door))
         held.trace_again(model, lambda: from_module(net, stages, **how)[0])
         again: Any = how | {"cuts": [call.path for call in placed.ends], "costs": None}
         written = [run.writes for run in cut.stages]

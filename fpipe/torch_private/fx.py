@@ -122,13 +122,6 @@ def load_graph(data: bytes) -> fx.GraphModule:
     return module
 
 
-def is_fake(tensor: Any) -> bool:
-    """Whether a tensor has no data, but belongs to a trace (2.13: `torch._subclasses.fake_tensor`)."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(tensor, FakeTensor)
-
-
 def open_mode() -> Any:
     """Make tensors without data whose open sizes have a symbol each: as many rows in the example are no reason to be as
     many in a step (2.13: `FakeTensorMode` with a `ShapeEnv`)."""

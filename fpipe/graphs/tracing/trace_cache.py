@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
-from itertools import count
 from typing import Any
 
 import torch
@@ -24,8 +23,8 @@ from fpipe.graphs.tracing.lru_cache import LRUCache
 from fpipe.graphs.tracing.piece_chain import Chain, PieceCall, chain_of
 from fpipe.graphs.tracing.stage_call import Spec, StageCall, buffers, flat, positions
 from fpipe.graphs.tracing.trace import Around, outline, trace
-from fpipe.meaning.purity.alike import alike
 from fpipe.meaning.purity.ambient import Untraceable, ambient
+from fpipe.meaning.purity.value_key import Same
 from fpipe.model import Model
 from fpipe.positional_stage import PositionalStage, of_net
 
@@ -39,11 +38,9 @@ class Store:
     def __init__(self) -> None:
         self.outlines: LRUCache[Any, Outline] = LRUCache(_MOST)
         self.graphs: LRUCache[Any, Graph] = LRUCache(_MOST)
-        self.versions: LRUCache[Any, int] = LRUCache(_MOST)
 
 
 _MOST = 512
-_NUMBERS = count()
 
 
 _OF_MODELS: dict[int, Store] = {}
@@ -69,7 +66,6 @@ class Traces:
         self._shared: dict[StageCall, StageCall] = {}
         self._chains: dict[StageCall, Chain | None] = {}
         self._twins: dict[int, Any] = {}
-        self._versions: dict[int, int] = {}
 
     def outline(self, call: StageCall) -> Outline:
         """Outline a call, by running it once on fake tensors."""
@@ -185,7 +181,8 @@ class Traces:
             raise Untraceable(f"it is handed a {type(odd).__name__}, which may change and stay the same object")
         around = (call.odd, call.reads, call.starts, ambient())
         if call.stage is None:
-            return self._version(self.model.loss), "loss", self.model.reduction, self.model.aux, call.specs, *around
+            options = "loss", self.model.reduction, self.model.aux, call.specs
+            return self._function_key(self.model.loss), *options, *around
         stage = self.model.stages[call.stage]
         if "key" in stage.asks:
             raise Untraceable(
@@ -210,15 +207,11 @@ class Traces:
             return twin, how, specs, *around
         wrapped = of_net(stage.forward)  # a trace of a function around it has its constants inside
         held = () if wrapped is None else (wrapped.twin(), *map(id, wrapped.constants()))
-        return self._version(stage.forward), how, held, call.specs, *around
+        return self._function_key(stage.forward), how, held, call.specs, *around
 
-    def _version(self, function: Any) -> int:
-        """A number for a function as it is: its code, its defaults and what it reaches may change in place, and modules
-        turn."""
-        if id(function) not in self._versions:
-            as_it_is = alike(function), () if self.model.held is None else self.model.held.modes()
-            self._versions[id(function)] = self._store.versions.once(as_it_is, lambda: next(_NUMBERS))
-        return self._versions[id(function)]
+    def _function_key(self, function: Any) -> Any:
+        """The key of a function: its Python is that of its first trace, as under `jax.jit`, but modules may turn."""
+        return Same(function), () if self.model.held is None else self.model.held.modes()
 
     def _around(self, call: StageCall) -> Around | None:
         """A context that keeps a module's parameters in their places: torch.utils.checkpoint calls modules again."""

@@ -1,127 +1,131 @@
-"""Notice what a call binds instead of writing it: attributes of modules, and Python's and numpy's random state.
+"""Find the modules and tensors that a function names, and notice tensors that a call binds to plain attributes.
 
-self.calls += 1                     seen after a trace, by comparing
-self.mean = 0.9 * self.mean         seen too where it is a plain attribute: what a module remembers is a buffer
-numpy.random.rand()                 seen after a trace, by the state of the generator
+self.mean = 0.9 * self.mean         refused where it is a plain attribute: what a module remembers is a buffer
+self.calls += 1                     happens once, when the stage is traced, and is undone, as everything in attributes
 """
 
 from __future__ import annotations
 
-import pickle
-import random
 import sys
 from collections import OrderedDict
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from copy import copy
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
-from fpipe.meaning.purity.alike import alike
-from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.meaning.purity.own_memory import memory
-from fpipe.torch_internals import WEIGHT_LISTS
+from fpipe.positional_stage import PositionalStage
 
 Modules = Sequence[tuple[str, nn.Module]]
 """Modules with their paths."""
 
 
 class Attributes:
-    """The plain attributes of modules, to tell after a call which of them it has moved: tensors, and if `every` also
-    numbers, words and containers."""
+    """The attributes of modules before a call, with the `contents` of dicts, lists and sets if they may be restored."""
 
-    def __init__(self, modules: Modules, who: str, every: bool = False) -> None:
-        self.who = who
+    def __init__(self, modules: Modules, contents: bool = False) -> None:
         self.before = [(path, module, dict(vars(module))) for path, module in modules]
-        values = [value for _, _, attributes in self.before for value in attributes.values()]
-        self.containers = [(one, copy(one)) for one in values if every and type(one) in _CONTAINERS]
-        self.drawn = [(one, state) for one in values if every for state in [_hidden(one)] if state is not None]
-        self.plain = [plain_attributes(attributes) for _, _, attributes in self.before] if every else None
+        values = (value for _, _, attributes in self.before for value in attributes.values())
+        self.contents = [(value, copy(value)) for value in values if contents and type(value) in _CONTAINERS]
 
-    def moved(self, read: set[Any]) -> str | None:
-        """Describe the first change in words; `read` are the storages that the call read."""
-        for at, (path, module, attributes) in enumerate(self.before):
-            what = f"of module {path!r} ({type(module).__name__})"
+    def changed_tensor(self, who: str, read: set[Any]) -> str | None:
+        """Describe the first tensor that has another in its place now; `read` are the storages that the call read."""
+        for path, module, attributes in self.before:
             for name, value in attributes.items():
                 if isinstance(value, Tensor) and vars(module).get(name) is not value and memory(value) in read:
                     return (
-                        f"{self.who} changes {name!r} {what} as it runs, a tensor that is no buffer: what a module "
-                        f"remembers is state. Say self.register_buffer({name!r}, ...)."
+                        f"{who} changes {name!r} of module {path!r} ({type(module).__name__}) as it runs, a tensor "
+                        "that is no buffer: what a module remembers is state. Say "
+                        f"self.register_buffer({name!r}, ...)."
                     )
-            if self.plain is not None:
-                now, known = plain_attributes(vars(module)), self.plain[at]
-                other = next((name for name in now if name in known and now[name] != known[name]), None)
-                if other is not None:
-                    return f"{self.who} changes {other!r} {what}"
         return None
 
-    def put_back(self) -> None:
-        """Everything as it was."""
+    def restore(self) -> None:
+        """Give modules back the attributes that they had, and containers among them their contents."""
         for _, module, attributes in self.before:
             for name in [*vars(module)]:
                 if name not in attributes:
                     del vars(module)[name]
             vars(module).update(attributes)
-        for container, content in self.containers:
-            if isinstance(container, list):
-                container[:] = content
-            else:
-                container.clear()
-                container.update(content)
-        for one, state in self.drawn:
-            _restore(one, state)
+        for container, content in self.contents:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
 
 
-# A module's hooks are in an ordered dict each.
 _CONTAINERS = (dict, OrderedDict, list, set)
 
-# What every module has, its hooks say, and an RNN's lists of its weights.
-_NOT_PLAIN = frozenset((*vars(nn.Module()), *WEIGHT_LISTS)) - {"training"}
+
+def modules_of(function: Any) -> Modules:
+    """Return the modules that a function closes over or names, with those inside.
+
+    >>> net = nn.Sequential(nn.Linear(2, 2))
+    >>> [path for path, _ in modules_of(lambda x: net(x))]
+    ['net', 'net.0']
+    """
+    if isinstance(function, PositionalStage):
+        return function.modules
+    paths: dict[nn.Module, str] = {}
+    for name, value in _named_values(function):
+        for path, module in value.named_modules() if isinstance(value, nn.Module) else ():
+            paths.setdefault(module, f"{name}.{path}" if path else name)
+    return [(path, module) for module, path in paths.items()]
 
 
-def plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes that are no tensors, without those that every module has, as values to compare."""
-    return {
-        name: alike(value) if (state := _hidden(value)) is None else pickle.dumps(state)
-        for name, value in attributes.items()
-        if name not in _NOT_PLAIN and not isinstance(value, Tensor)
-    }
+def closed_over(function: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a function closes over or names, with those of such modules, each by a name."""
+    for name, value in _named_values(function):
+        if isinstance(value, nn.Module):
+            tensors = (*value.named_buffers(), *value.named_parameters())
+            yield from ((f"{name}.{path}", tensor) for path, tensor in tensors)
+        else:
+            yield name, value
 
 
-def _hidden(value: Any) -> Any:
-    """The content of a random generator or a numpy array, for which it has no attributes; None for others."""
-    if isinstance(value, random.Random):
-        return value.getstate()
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    if isinstance(value, numpy.random.Generator):
-        return value.bit_generator.state
-    plain = isinstance(value, numpy.ndarray) and value.dtype != object and value.flags.writeable
-    return value.copy() if plain else None
+def _named_values(function: Any) -> Iterator[tuple[str, Tensor | nn.Module]]:
+    """Yield tensors and modules by the names that lead to them: through functions of the user's, and containers."""
+    seen: dict[int, Any] = {}  # the values too, so that none that is made meanwhile has the id of another
+    todo: list[tuple[str, Any]] = [("it", function)]
+    while todo:
+        name, value = todo.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, Tensor | nn.Module):
+            yield name, value
+        elif isinstance(value, FunctionType):
+            todo += _variables(value) if str(value.__module__).partition(".")[0] not in _LIBRARIES else []
+        elif isinstance(value, MethodType):
+            todo += [(name, value.__func__), (name, value.__self__)]
+        elif isinstance(value, partial):
+            todo += [(name, value.func), *((name, arg) for arg in value.args), *value.keywords.items()]
+        elif isinstance(value, dict):
+            todo += [(f"{name}.{key}", item) for key, item in value.items()]
+        elif isinstance(value, list | tuple):
+            todo += [(f"{name}.{at}", item) for at, item in enumerate(value)]
 
 
-def _restore(value: Any, state: Any) -> None:
-    if isinstance(value, random.Random):
-        value.setstate(state)
-    elif hasattr(value, "bit_generator"):
-        value.bit_generator.state = state
-    else:
-        value[...] = state
+_LIBRARIES = frozenset(("torch", *sys.stdlib_module_names))
+"""Packages whose functions name nothing of the user's."""
 
 
-@contextmanager
-def unmoved_random_numbers() -> Generator[None]:
-    """Python's and numpy's own random numbers are as they were; a trace would repeat what it drew of them for ever, and
-    so may draw none."""
-    before, numpy = random.getstate(), sys.modules.get("numpy.random")
-    ours = None if numpy is None else numpy.get_state()
-    yield
-    moved = "Python's" if random.getstate() != before else None
-    random.setstate(before)
-    if numpy is not None:
-        moved = "numpy's" if pickle.dumps(numpy.get_state()) != pickle.dumps(ours) else moved
-        numpy.set_state(ours)
-    if moved:
-        raise Untraceable(f"it draws {moved} random numbers, which follow from no key and which a trace would repeat")
+def _variables(function: FunctionType) -> list[tuple[str, Any]]:
+    """Return what a function closes over, its defaults, and the globals that its code names."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    closed = [(name, cell.cell_contents) for name, cell in cells if cell != _EMPTY]
+    defaults = [(function.__name__, value) for value in function.__defaults__ or ()]
+    known = function.__globals__
+    return closed + defaults + [(name, known[name]) for name in _names(function.__code__) if name in known]
+
+
+_EMPTY = CellType()
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names in code and in the functions inside it."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)

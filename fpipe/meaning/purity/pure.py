@@ -3,10 +3,9 @@
     y = x * 2; y.add_(1)              fine: the call made y
     x.add_(1)                         refused before the write, on the line that does it
     self.mean = 0.9 * self.mean       the same, where it is a buffer
-    self.calls += 1                   seen after a trace, by comparing the attributes of modules
-    numpy.random.rand()               seen after a trace, by the state of the generator
 
-So there is nothing to restore, but for what a trace leaves in attributes of modules.
+So there is nothing to restore, but for what a trace leaves in attributes of modules. The other Python of a stage runs
+once, when the stage is traced, as under `jax.jit`.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from torch.nn.modules.module import (
 
 from fpipe import tree
 from fpipe.meaning.purity.ambient import Untraceable
-from fpipe.meaning.purity.attributes import Attributes, Modules, unmoved_random_numbers
-from fpipe.meaning.purity.closure import closed_over, modules_of
+from fpipe.meaning.purity.attributes import Attributes, Modules, closed_over, modules_of
 from fpipe.meaning.purity.own_memory import OwnMemory, memory
 from fpipe.positional_stage import PositionalStage, of_net
 from fpipe.torch_internals import held_by
@@ -40,35 +38,35 @@ class Impure(RuntimeError):
 def pure(function: Any, who: str, given: Any = (), *, tracing: bool = False) -> Generator[OwnMemory]:
     """While it lasts a stage, an update or a loss runs, which may not write what it is `given`.
 
-    If `tracing`, it runs on fake tensors: attributes of modules are then put back, and none may have changed.
+    If `tracing`, it runs on fake tensors, and attributes of modules are restored.
 
     Raises:
         Impure: it writes other memory than its own, or binds another tensor in the place of a buffer.
-        Untraceable: what it does to attributes and to Python's random numbers is lost in a trace.
+        Untraceable: it binds a tensor to a plain attribute that it reads, which is lost in a trace.
     """
     function = of_net(function) or function
     lock = function.lock if isinstance(function, PositionalStage) else nullcontext()
     with lock:  # another thread swaps the tensors of modules while it runs them
         modules = modules_of(function)
-        attributes = Attributes(modules, who, every=tracing)
+        attributes = Attributes(modules, contents=tracing)
         held = None if tracing else _Held(function, given)
         mode = OwnMemory(partial(_refuse, function, who, given))
         try:
-            with unmoved_random_numbers() if tracing else nullcontext(), _bound(function, who, modules, mode), mode:
+            with _bound(function, who, modules, mode), mode:
                 yield mode
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):  # autograd was faster
                 raise Impure(_GIVEN.format(who)) from error
             raise
         finally:
-            moved = attributes.moved(mode.read)
+            changed = attributes.changed_tensor(who, mode.read)
             if tracing:
-                attributes.put_back()
+                attributes.restore()
             swapped = None if held is None else held.swapped()
         if swapped is not None:
             raise Impure(_DATA.format(who, swapped))
-        if moved is not None:
-            raise (Untraceable if tracing else Impure)(moved)
+        if changed is not None:
+            raise (Untraceable if tracing else Impure)(changed)
         unreadable = function.unreadable() if isinstance(function, PositionalStage) else ()
         stale = next((name for name, one in unreadable if memory(one) in mode.read), None)
         if stale is not None:

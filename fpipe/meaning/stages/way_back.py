@@ -11,19 +11,17 @@ from typing import Any
 from torch import Tensor
 
 from fpipe.meaning.purity.ambient import Untraceable
-from fpipe.meaning.purity.closure import closed_over
+from fpipe.meaning.purity.attributes import closed_over
 from fpipe.model import Model
-from fpipe.torch_internals import function_behind
+from fpipe.torch_internals import function_behind, is_fake
 
 
-def partly_python(made: Iterable[Any]) -> bool:
-    """Whether a `torch.autograd.Function` of somebody's own, or a module's hook, is on the way back from results;
-    torch's own ask for nothing."""
-    for node in _way_back(made):
-        module = str(getattr(function_behind(node), "__module__", "torch."))
-        if not module.startswith("torch.") or module.startswith(("torch._library", "torch.nn.modules._functions")):
-            return True
-    return False
+def partly_python(made: Iterable[Any], custom_ops: bool = True) -> bool:
+    """Whether a custom `torch.autograd.Function`, a module's hook or, if asked for, the backward of a custom op is on
+    the way back from results; torch's own functions ask for nothing."""
+    counted = ("torch.nn.modules._functions", *["torch._library"] * custom_ops)
+    modules = (str(getattr(function_behind(node), "__module__", "torch.")) for node in _way_back(made))
+    return any(not module.startswith("torch.") or module.startswith(counted) for module in modules)
 
 
 # Without data torch multiplies what was not the largest by 0, which gives -0, or NaN of an infinite cotangent.
@@ -57,17 +55,25 @@ class MissingGradient(ValueError):
 
 
 def refuse_missing_gradients(model: Model, made: Iterable[Any], given: Iterable[Any]) -> None:
-    """Refuse results that a gradient would lead from to a tensor that a stage or the loss closes over. A leaf that a
-    function makes itself, to differentiate by it, is none."""
-    known = {id(leaf) for leaf in given}
+    """Refuse results that a gradient would lead from to a tensor that a stage or the loss closes over.
+
+    A leaf that a function makes itself, to differentiate by it, is none. Of fake tensors it is fake too, so any other
+    is refused; of real ones only those are known that the functions name.
+    """
+    made, known = [*made], {id(leaf) for leaf in given}
     leaves = [getattr(node, "variable", None) for node in _way_back(made)]
-    odd = {id(leaf): leaf for leaf in leaves if leaf is not None and id(leaf) not in known}
-    functions = [("the loss", model.loss)] + [(f"stage {at}", one.forward) for at, one in enumerate(model.stages)]
-    for who, function in functions if odd else ():
+    missing = {id(leaf): leaf for leaf in leaves if leaf is not None and id(leaf) not in known}
+    functions = [("the loss", model.loss)] + [(f"stage {at}", stage.forward) for at, stage in enumerate(model.stages)]
+    for who, function in functions if missing else ():
         for name, tensor in closed_over(function):
-            if tensor is odd.get(id(tensor)):
-                raise MissingGradient(
-                    f"{who} closes over {name!r} of shape {tuple(tensor.shape)} that wants a gradient, which no step "
-                    "would give: gradients are of what a stage is handed. Hand it in among params, or say .detach() or "
-                    "requires_grad_(False)."
-                )
+            if tensor is missing.get(id(tensor)):
+                raise MissingGradient(_MISSING.format(f"{who} closes over {name!r}", tuple(tensor.shape)))
+    if any(map(is_fake, made)):
+        for tensor in (leaf for leaf in missing.values() if not is_fake(leaf)):
+            raise MissingGradient(_MISSING.format("a stage or the loss reads a tensor", tuple(tensor.shape)))
+
+
+_MISSING = (
+    "{} of shape {} that wants a gradient, which no step would give: gradients are of what a stage is handed. Hand it "
+    "in among params, or say .detach() or requires_grad_(False)."
+)

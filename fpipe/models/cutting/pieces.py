@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fpipe.meaning.purity.alike import Same, alike
 from fpipe.meaning.purity.schema import mutated_by
+from fpipe.meaning.purity.value_key import Same, value_key
 from fpipe.models.cutting.marked_graph import draws_random
 from fpipe.models.tracing.contexts import Context, contexts_of, copy_nodes, restored_on_error
 
@@ -146,7 +146,7 @@ def operations(graph: fx.Graph, odd: list[Any], attributes: Any = None) -> Any:
             return "node", place[arg]
         if isinstance(arg, list | tuple):
             return type(arg), tuple(map(seen, arg))
-        return alike(arg, odd if not isinstance(arg, _NAMED) else None)
+        return value_key(arg, odd if not isinstance(arg, _NAMED) else [])
 
     def target(node: fx.Node) -> Any:
         """The function that a node calls, or the constant that it is; of placeholders only the order counts."""

@@ -16,10 +16,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fpipe.meaning.purity.alike import Same, alike, slots_of
-from fpipe.meaning.purity.attributes import Modules, plain_attributes
-from fpipe.meaning.purity.closure import modules_of, reached
+from fpipe.meaning.purity.attributes import Modules, modules_of
 from fpipe.meaning.purity.own_memory import memory
+from fpipe.meaning.purity.value_key import Same, value_key
 from fpipe.model import Model
 from fpipe.models.modules.known_modules import may_depend_on_mode
 from fpipe.positional_stage import of_net
@@ -27,7 +26,7 @@ from fpipe.torch_internals import WEIGHT_LISTS, held_by
 from fpipe.torch_private.modules import OWN_DICTS, has_gradient_hooks, hooks_of
 
 Home = tuple[Any, str, str]
-"""Where a tensor is: the dict (or attributes) that has it, its name there, and what errors call it."""
+"""Where a tensor is: the dict that has it, its name there, and what errors call it."""
 
 
 class Fingerprint:
@@ -66,15 +65,6 @@ class Fingerprint:
             for name, one in own.items()
             if isinstance(one, Tensor)
         ]
-        held = [(name, one, *home) for function in functions for name, one, home in reached(function) if home]
-        self._tensors += [
-            ((_Attributes(where), word, repr(name)), weakref.ref(one))
-            for name, one, where, word in held
-            if isinstance(one, Tensor)
-        ]
-        self._modules = [
-            (name, _Attributes(where), word, Same(one)) for name, one, where, word in held if isinstance(one, nn.Module)
-        ]
         self._turning = [module for module in self._closed if may_depend_on_mode(module)]
         self._traced = [module for module in self._nets if may_depend_on_mode(module)]
         self._then = tuple([module.training for module in self._traced])
@@ -87,7 +77,6 @@ class Fingerprint:
 
     def refuse_changed(self) -> None:
         """A ValueError if modules hold anything else than then."""
-        self._refuse_other_modules()
         for who, module, known in self._known:
             now = _content(module)
             if now != known:
@@ -143,31 +132,13 @@ class Fingerprint:
         return [(home, one) for home, one in known if one is not None and memory(one) in memories]
 
     def refuse_bound_anew(self, held: Iterable[tuple[Home, Tensor]]) -> None:
-        """A ValueError if one of these tensors, or a module that an object has, is no longer where it was."""
-        self._refuse_other_modules()
+        """A ValueError if one of these tensors is no longer where it was."""
         for (own, name, what), tensor in held:
             if own.get(name) is not tensor:
                 raise ValueError(
                     f"{what} was bound anew since it was traced, and the trace holds the tensor of then. Write into "
                     "that one with .copy_(), or cut anew."
                 )
-
-    def _refuse_other_modules(self) -> None:
-        for name, own, word, known in self._modules:
-            if Same(own.get(word)) != known:
-                raise ValueError(f"{name!r} is another module than when the model was cut. Put it back, or cut anew.")
-
-
-class _Attributes:
-    """The attributes of an object, as a dict has them."""
-
-    def __init__(self, of: Any) -> None:
-        self._of = of
-
-    def get(self, name: str) -> Any:
-        """An attribute as it is now; nothing of the object is run."""
-        own = getattr(self._of, "__dict__", {})
-        return own[name] if name in own else slots_of(self._of).get(name, getattr(type(self._of), name, None))
 
 
 def _interface(model: Model) -> tuple[Any, ...]:
@@ -185,7 +156,11 @@ def _named(path: str, module: nn.Module) -> str:
 
 def _content(module: nn.Module) -> Mapping[str, Any]:
     """Plain attributes, hooks, children and names of tensors of a module, by what errors call them."""
-    found = {repr(name): value for name, value in plain_attributes(vars(module)).items() if name != "training"}
+    found = {
+        repr(name): value_key(value, [])
+        for name, value in vars(module).items()
+        if name not in _OF_EVERY_MODULE and not isinstance(value, Tensor)
+    }
     held = held_by(module)
     found |= {"a hook": tuple(map(Same, hooks_of(module)))}
     found |= {f"child {name!r}": None if child is None else Same(child) for name, child in held.children.items()}
@@ -198,11 +173,12 @@ def module_key(module: nn.Module, odd: list[Any]) -> Any:
     """A key that is equal for modules that compute the same function of their parameters, so that they share a trace.
     `odd` takes what cannot be compared, such as a tensor among the attributes."""
     attributes, held = vars(module), held_by(module)
-    plain = tuple((name, alike(attributes[name], odd)) for name in sorted(attributes) if name not in _NOT_PLAIN)
+    plain = tuple((name, value_key(attributes[name], odd)) for name in sorted(attributes) if name not in _NOT_PLAIN)
     children = tuple((name, None if child is None else module_key(child, odd)) for name, child in held.children.items())
-    forward = alike(type(module).forward, odd)
-    flags = tuple((name, alike(None if one is None else vars(one), odd)) for name, one in held.parameters.items())
+    forward = value_key(type(module).forward, odd)
+    flags = tuple((name, value_key(None if one is None else vars(one), odd)) for name, one in held.parameters.items())
     return type(module), forward, plain, children, flags, tuple(held.buffers)
 
 
 _NOT_PLAIN = (*OWN_DICTS, *WEIGHT_LISTS)
+_OF_EVERY_MODULE = frozenset((*vars(nn.Module()), *WEIGHT_LISTS))

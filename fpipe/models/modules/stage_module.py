@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from fpipe import tree
-from fpipe.meaning.purity.alike import Same
 from fpipe.meaning.purity.attributes import Attributes
 from fpipe.meaning.purity.own_memory import Followed, OwnMemory, memory
 from fpipe.meaning.purity.pure import Impure, reads_update
+from fpipe.meaning.purity.value_key import Same
 from fpipe.meaning.stages.keys import random_states, replaying
 from fpipe.model import same_keys
 from fpipe.models.modules.batch_norm import (
@@ -173,11 +173,11 @@ class StageModule(PositionalStage):
 
     def during(self, params: Sequence[Tensor], constants: Sequence[Tensor], what: Callable[[], Any]) -> Any:
         """Do something, such as a backward of a trace, while they are in the modules' place."""
-        attributes = Attributes(self.modules, self.who)
+        attributes = Attributes(self.modules)
         try:
             return self._again(self._own(params, constants), what)
         finally:
-            attributes.put_back()
+            attributes.restore()
 
     def _again(self, own: dict[str, Tensor], what: Callable[[], Any]) -> Any:
         def refuse(tensor: Tensor, op: Any) -> None:

@@ -103,7 +103,7 @@ def _observed(
     def refuse(tensor: Tensor, op: Any) -> None:
         raise Impure(refused(stage.who, f"writes {{}} in place ({op})", None, True))
 
-    attributes, mode, empty = Attributes(stage.modules, stage.who, every=True), OwnMemory(refuse), _empty(stage)
+    attributes, mode, empty = Attributes(stage.modules, contents=True), OwnMemory(refuse), _empty(stage)
     try:
         with stage.lock, followed or nullcontext(), mode:
             copies = {path: one.clone() for path, one in buffers.items()}
@@ -115,7 +115,7 @@ def _observed(
                 "is a tensor from the start. Make it in __init__."
             )
     finally:
-        attributes.put_back()
+        attributes.restore()
     written = [path for path, place in places.items() if memory(new[path]) != place or place in mode.wrote]
     stale = [name for name, one in stage.unreadable() if memory(one) in mode.read]
     return outputs_of(model, stage.number, y), written, stale

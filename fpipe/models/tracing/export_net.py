@@ -42,12 +42,13 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
     args, kwargs = call_of(two_rows(inputs))
     signature = _signature(net, args, kwargs)
     shapes: Any = tree.tree_map(_open_dims, dict(signature.bind(*args, **kwargs).arguments))
-    attributes = Attributes([*net.named_modules()], type(net).__name__, every=True)
+    attributes = Attributes([*net.named_modules()], contents=True)
     assigned: list[str] = []
+    only_traceable = OnlyTraceable("the net", False)
     try:
         with (
             torch.enable_grad(),
-            OnlyTraceable("the net", False),
+            only_traceable,
             marking(),
             without_cache(net),
             quiet_export(),
@@ -59,7 +60,8 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
         ):
             if on_meta:
                 args, kwargs = tree.tree_map(_without_data, (args, kwargs))
-            forward: Any = partial(_writing_back, net, partial(trace.run, net.forward) if trace else net.forward)
+            forward: Any = partial(trace.run, net.forward) if trace else net.forward
+            forward = partial(_writing_back, net, forward, only_traceable.returned)
             forward.__signature__ = signature
             net.forward = forward
             with building():  # a third of the time of its imports is a walk of the collector over all of them
@@ -68,13 +70,14 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
             _name_modules_of_slices(exported, net)
             if trace is not None:
                 trace.settle(exported.graph_module)
-            return exported
     except Exception as error:
         late = isinstance(error, UserWarning) and assigned
         place = assigned[-1] if late else place_of_error(error, net.named_modules())
         raise ValueError(_reason(net, error, place, _left_out(signature, args, kwargs))) from error
     finally:
-        attributes.put_back()
+        attributes.restore()
+    only_traceable.warn(5)
+    return exported
 
 
 @contextmanager
@@ -104,13 +107,15 @@ def _without_data(leaf: Any) -> Any:
     return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
 
 
-def _writing_back(net: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _writing_back(
+    net: nn.Module, forward: Callable[..., Any], returned: Callable[[Any], Any], *args: Any, **kwargs: Any
+) -> Any:
     """A call of a net that writes what it binds to buffers into those that were there, which is what an export sees:
     of modules inside the net it would lose it."""
     held = [
         (own, name, one) for module in net.modules() for own in [held_by(module).buffers] for name, one in own.items()
     ]
-    made = forward(*args, **kwargs)
+    made = returned(forward(*args, **kwargs))
     for own, name, one in held:
         now = own.get(name)
         if now is not one and isinstance(now, Tensor) and isinstance(one, Tensor) and now.shape == one.shape:

@@ -32,12 +32,12 @@ class NetFunction:
         inputs, target = batch
         args, kwargs = call_of(inputs)
         buffers = {name: held.detach().clone() for name, held in self.net.named_buffers()}
-        attributes = Attributes([*self.net.named_modules()], type(self.net).__name__, every=True)
+        attributes = Attributes([*self.net.named_modules()], contents=True)
         try:
             with nullcontext() if key is None else seeding(key, microbatch), without_cache(self.net), self._ending():
                 made = torch.func.functional_call(self.net, {**buffers, **params}, args, kwargs)
         finally:
-            attributes.put_back()
+            attributes.restore()
         return self.loss(made, target)
 
     @contextmanager

@@ -26,11 +26,11 @@ from fpipe.models.tracing.boundary import KEY, marking
 from fpipe.models.tracing.net_graph import NetGraph
 from fpipe.models.tracing.places import noting_places, place_of, place_of_error
 from fpipe.models.tracing.traced_graph import OnlyTraceable, make_literals_pure, without_checkpoints
+from fpipe.torch_internals import is_fake
 from fpipe.torch_private.fx import (
     expression,
     fake_like,
     guards_of,
-    is_fake,
     open_mode,
     traced_above_autograd,
     undecided_branch,
@@ -70,14 +70,18 @@ def trace_loss(
     leaves, containers = tree.flatten(given)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
+    only_traceable = OnlyTraceable("loss_fn", True)
+
     def flat(*tensors: Tensor) -> Any:
         proxies = iter(tensors)
-        with OnlyTraceable("loss_fn", True), marking(), noting_places(modules, called), without_checkpoints():
-            return loss_fn(*tree.unflatten(containers, [next(proxies) if isinstance(x, Tensor) else x for x in leaves]))
+        args = tree.unflatten(containers, [next(proxies) if isinstance(x, Tensor) else x for x in leaves])
+        with only_traceable, marking(), noting_places(modules, called), without_checkpoints():
+            return only_traceable.returned(loss_fn(*args))
 
     explained = _explained(given[1], modules)
     with seeded(KEY, "loss_fn"), torch.enable_grad(), mode, written_down(), explained, watched_memory():
         module = traced_above_autograd(flat, tensors)
+    only_traceable.warn(4)
     make_literals_pure(module.graph)
     _refuse_untraced(module)
     # One leaf may have so many rows for another reason, as a mask of the sequence's length that goes whole to each.

@@ -2,28 +2,55 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
+from fpipe import tree
+from fpipe.meaning.stages.way_back import partly_python
 from fpipe.torch_private import checkpoint
 
 
 class OnlyTraceable(TorchFunctionMode):
-    """Refuses random numbers from a generator, which follow from no key, and derivatives that the function takes itself
-    where the tracer sees nothing of their operations."""
+    """Refuses what is in no trace above autograd: random numbers from a generator, hooks of gradients, inference mode,
+    and derivatives that the function takes itself where the tracer sees nothing of their operations.
+
+    Attributes:
+        in_python: whether a gradient of what the function returned is computed by Python.
+    """
 
     def __init__(self, who: str, derivatives: bool) -> None:
         super().__init__()
-        self.who, self.derivatives = who, derivatives
+        self.who, self.derivatives, self.in_python = who, derivatives, False
+
+    def returned(self, results: Any) -> Any:
+        """Look at the results of the function, and return them."""
+        self.in_python |= partly_python(tree.leaves(results), custom_ops=False)
+        return results
+
+    def warn(self, stacklevel: int) -> None:
+        """Warn of a gradient that the trace does not have."""
+        if self.in_python:
+            warnings.warn(
+                f"{self.who} computes a gradient in Python (a custom autograd.Function, or a hook of a module), and a "
+                "trace above autograd has only its forward, which stages differentiate. Compare gradients by "
+                "fpipe.verify, or use from_sequential or from_functions.",
+                stacklevel=stacklevel,
+            )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.autograd.grad and not self.derivatives:
             raise ValueError(f"{self.who} calls torch.autograd.grad or torch.func, which only from_functions can trace")
+        if func is Tensor.register_hook or torch.is_inference_mode_enabled():
+            raise ValueError(
+                f"{self.who} registers a hook of a gradient, or computes in inference_mode, which no trace above "
+                "autograd captures. Use no_grad for the last, or from_functions."
+            )
         if (kwargs or {}).get("generator") is not None:
             name = getattr(func, "__name__", "")
             raise ValueError(

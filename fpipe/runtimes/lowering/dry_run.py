@@ -9,7 +9,6 @@ may, as those of an expert that no row is sent to. So each leaf that wants one i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +21,7 @@ from fpipe.graphs.tracing.exchanged import Exchanged
 from fpipe.meaning.by_autograd import StepContext, forward
 from fpipe.meaning.meaning import RULES
 from fpipe.meaning.purity.ambient import Untraceable
-from fpipe.meaning.purity.attributes import Attributes, unmoved_random_numbers
-from fpipe.meaning.purity.closure import modules_of
+from fpipe.meaning.purity.attributes import Attributes, modules_of
 from fpipe.meaning.stages.memory_layout import is_strided, layout_of, span
 from fpipe.model import Stage
 from fpipe.positional_stage import of_net
@@ -86,16 +84,15 @@ class DryRuns:
         key = op.stage, number, op.slice, repr((names, looks, sizes))
         if key not in self._known:
             function, who = model.stages[op.stage or 0].forward, model.who(op.stage or 0)
-            attributes = Attributes(modules_of(of_net(function) or function), who, every=True)
+            attributes = Attributes(modules_of(of_net(function) or function), contents=True)
             try:
-                with suppress(Untraceable), unmoved_random_numbers():
-                    args = [*map(self._zeros, first.reads, given)]
-                    self._known[key] = self._run(op, reads, first._replace(how=()), args)
+                args = [*map(self._zeros, first.reads, given)]
+                self._known[key] = self._run(op, reads, first._replace(how=()), args)
             except Exception as error:
                 why = f"a run on zeros, to know what it writes, ended in {type(error).__name__}: {error}"
                 raise Untraceable(why).of(op.stage or 0, who) from error
             finally:
-                attributes.put_back()
+                attributes.restore()
         return self._known[key]
 
     def _run(self, op: Op, reads: Sequence[AbstractTree], first: Op, given: Sequence[Any]) -> Known:
