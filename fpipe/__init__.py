@@ -263,7 +263,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of ours
         """A name that is imported when it is first asked for."""
         if name in _HOMES:
             found = getattr(importlib.import_module(f"fpipe.{_HOMES[name]}"), name)
-        elif name in _folders():  # testing needs hypothesis, which is an extra
+        elif name in _folders():
             found = importlib.import_module(f"fpipe.{name}")
         else:
             raise AttributeError(f"module 'fpipe' has no attribute {name!r}", name=name, obj=sys.modules["fpipe"])

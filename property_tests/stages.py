@@ -1,4 +1,4 @@
-"""Random stages: many more layers for the grammar of `fpipe.testing`, and more that a stage returns."""
+"""Random stages: many more layers for the grammar of `stage_functions`, and more that a stage returns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fpipe.testing.stage_functions import AROUND, LAYERS, NN, RETURNS, DrawnStage, Layer, N, Params, Within, row
+from property_tests.stage_functions import AROUND, LAYERS, NN, RETURNS, DrawnStage, Layer, N, Params, Within, row
 from property_tests.strategies import Net, dags
 
 

@@ -1,4 +1,4 @@
-"""What property tests draw, from `fpipe.testing`, and what they compare with: autograd as anyone would write it."""
+"""What property tests draw, and what they compare with: autograd as anyone would write it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hypothesis import settings
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.testing import DrawnProgram, Net, placements
-from fpipe.testing import graphs as dags
-from fpipe.testing import legal_orders as legal_tables
-from fpipe.testing import models as nets
-from fpipe.testing import programs as plans
-from fpipe.testing.drawn_programs import Takes
-from fpipe.testing.stage_functions import LOSSES
+from property_tests.drawn_models import Net
+from property_tests.drawn_models import models as nets
+from property_tests.drawn_programs import DrawnProgram, Takes, placements
+from property_tests.drawn_programs import graphs as dags
+from property_tests.drawn_programs import legal_orders as legal_tables
+from property_tests.drawn_programs import programs as plans
+from property_tests.stage_functions import LOSSES
 
 __all__ = [
     "DrawnProgram",

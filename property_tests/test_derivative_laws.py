@@ -14,8 +14,8 @@ from torch import Tensor
 import fpipe
 from fpipe import tree
 from fpipe.schedules import about
-from fpipe.testing.stage_functions import LOSSES
 from property_tests.chains import Run, runs
+from property_tests.stage_functions import LOSSES
 from property_tests.strategies import Net, few, nets, outputs, shared
 from tests.processes import Processes
 from tests.test_distributed import both

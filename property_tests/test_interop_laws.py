@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import fpipe
 from fpipe.interop import from_json, to_json, torch_pipelining
 from fpipe.program import Program
-from fpipe.testing import DrawnProgram, programs
+from property_tests.drawn_programs import DrawnProgram, programs
 
 CHAINS = st.integers(1, 5).map(lambda stages: ("batch", *range(stages - 1)))
 LAST = {"nothing": fpipe.identity(), "communicate()": fpipe.communicate(), "free()": fpipe.free()}

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fpipe
 from fpipe import tree
 from fpipe.graphs.tracing import trace_cache
-from fpipe.testing.drawn_models import model_of
 from property_tests.bits import bits, tensors
 from property_tests.chains import Run, runs
+from property_tests.drawn_models import model_of
 from property_tests.lawful import assert_lawful, own, plain, storages
 from property_tests.stages import DrawnStage, in_place, recipes, stacks, unread
 from property_tests.strategies import few

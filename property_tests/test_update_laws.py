@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fpipe
-from fpipe.testing.stage_functions import LOSSES
+from property_tests.drawn_models import models
+from property_tests.stage_functions import LOSSES
 from property_tests.strategies import few, outputs, shared
 from property_tests.test_shard_laws import model_of
 
@@ -115,7 +116,7 @@ def test_a_clip_makes_no_step_shorter(name: str, ranks: int, update: float):
     assert late.redone == clipped.makespan
 
 
-@given(fpipe.testing.models(), updates(), st.integers(1, 3), st.sampled_from([1, 2, 4]), st.integers(0, 1000))
+@given(models(), updates(), st.integers(1, 3), st.sampled_from([1, 2, 4]), st.integers(0, 1000))
 def test_right_steps_are_not_accused(net: Any, drawn: Any, count: int, microbatches: int, seed: int):
     rule, how = drawn
     params, batches = net.params(seed), [net.batch(8, seed + step) for step in range(count)]

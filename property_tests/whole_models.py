@@ -22,7 +22,7 @@ from torch.nn.utils import parametrizations
 
 import fpipe
 from fpipe import tree
-from fpipe.testing.stage_functions import AROUND, Within, all_words, sized
+from property_tests.stage_functions import AROUND, Within, all_words, sized
 from property_tests.stages import LAYERS
 from property_tests.strategies import aliased
 from tests.toys import Toy

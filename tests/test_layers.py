@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 import fpipe
 from fpipe import tree
-from fpipe.testing import stage_functions
-from fpipe.testing.stage_functions import Within
+from property_tests import stage_functions
 from property_tests.bits import bits, tensors
 from property_tests.lawful import assert_lawful, own, plain, wants
+from property_tests.stage_functions import Within
 from property_tests.stages import ACTIVATIONS, DTYPES, GIVEN, HELD, LAYERS, RETURNS, DrawnStage, in_place, unread
 from tests.layers import CASES, Case, Made
 from tests.toys import Toy

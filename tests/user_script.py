@@ -221,8 +221,6 @@ def exchanged(program: fpipe.Program, model: fpipe.Model, params: Sequence[Param
 
 
 def laws() -> testing.Checked:
-    print(testing.graphs, testing.models, testing.programs, testing.placements, testing.legal_orders)
-    print(testing.DrawnProgram, testing.Net)
     try:
         return testing.check_schedule(schedules.gpipe, ranks=(2,), microbatches=(4,))
     except testing.BrokenLaw as broken:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fpipe.model import Model
 from fpipe.models.from_functions import from_functions
-from fpipe.testing.drawn_programs import Takes, graphs
-from fpipe.testing.stage_functions import BODIES, LOSSES, DrawnStage
+from property_tests.drawn_programs import Takes, graphs
+from property_tests.stage_functions import BODIES, LOSSES, DrawnStage
 
 
 @dataclass(frozen=True)
