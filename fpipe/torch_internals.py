@@ -64,6 +64,16 @@ def function_behind(node: Any) -> type | None:
     return getattr(node, "_forward_cls", None)
 
 
+def is_write_to_leaf(error: RuntimeError) -> bool:
+    """Whether autograd refused a write in place to a leaf that requires a gradient (2.13: its sentence)."""
+    return "leaf Variable that requires grad" in str(error)
+
+
+def forbids_saved_tensors_hooks(error: RuntimeError) -> bool:
+    """Whether an error says that saved tensors hooks are forbidden, as in torch.func (2.13: its sentence)."""
+    return "saved tensor hooks" in str(error)
+
+
 def storage_of(tensor: Tensor) -> int:
     """A number that tells a tensor's storage from all others that are alive; sparse ones have none, which is a
     NotImplementedError (2.13: `_cdata`)."""

@@ -16,9 +16,11 @@ from fpipe.torch_internals import (
     all_ops,
     arguments_of,
     each_times,
+    forbids_saved_tensors_hooks,
     function_behind,
     in_fake_mode,
     is_view,
+    is_write_to_leaf,
     names_of,
     returns_of,
     selective_checkpoint_answers,
@@ -37,6 +39,18 @@ from fpipe.torch_private.dispatch import (
     without_modes,
 )
 from fpipe.torch_private.fx import calls_so_far, traced_by_torch, unnoticed, without_compiled_functions
+
+
+def test_errors_of_autograd_are_known_by_their_sentences():
+    with pytest.raises(RuntimeError) as error:
+        torch.ones(2, requires_grad=True).add_(1)
+    assert is_write_to_leaf(error.value), "a write to a leaf has another sentence: stages that write are not named"
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with hooks, pytest.raises(RuntimeError) as error:
+        torch.func.grad(torch.sin)(torch.ones(()))
+    assert forbids_saved_tensors_hooks(error.value), (
+        "torch.func refuses hooks in another sentence: record= is not named"
+    )
 
 
 def test_torch_lists_the_ops_it_knows():

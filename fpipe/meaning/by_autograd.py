@@ -28,6 +28,7 @@ from fpipe.meaning.stages.rows import of_each_row, rows_of
 from fpipe.meaning.stages.way_back import refuse_missing_gradients
 from fpipe.model import Model, Stage, who_draws
 from fpipe.program import Op, Value, is_exchange
+from fpipe.torch_internals import forbids_saved_tensors_hooks
 
 Leaves = list[Any]
 
@@ -212,7 +213,7 @@ def _called(stage: Stage, given: _Given) -> Any:
     try:
         return call_stage(stage, given.params, given.x, given.said)
     except RuntimeError as error:
-        if "saved tensor hooks" not in str(error):
+        if not forbids_saved_tensors_hooks(error):
             raise
         raise RuntimeError(
             f"{given.who} runs under autograd and calls torch.func, which does not tell what autograd saves in it: "

@@ -27,7 +27,7 @@ from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.meaning.purity.attributes import Attributes, Modules, closed_over, modules_of
 from fpipe.meaning.purity.own_memory import OwnMemory, memory
 from fpipe.positional_stage import PositionalStage, of_net
-from fpipe.torch_internals import held_by
+from fpipe.torch_internals import held_by, is_write_to_leaf
 
 
 class Impure(RuntimeError):
@@ -55,7 +55,7 @@ def pure(function: Any, who: str, given: Any = (), *, tracing: bool = False) -> 
             with _bound(function, who, modules, mode), mode:
                 yield mode
         except RuntimeError as error:
-            if "leaf Variable that requires grad" in str(error):  # autograd was faster
+            if is_write_to_leaf(error):  # autograd was faster
                 raise Impure(_GIVEN.format(who)) from error
             raise
         finally:

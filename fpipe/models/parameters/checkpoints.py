@@ -8,7 +8,6 @@ Names are those of a state_dict. Of functions, whose stages may use one name twi
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
@@ -29,6 +28,7 @@ from fpipe.meaning.purity.sharded import is_sharded
 from fpipe.meaning.single_device.batches import refuse_meta
 from fpipe.models.parameters.safetensors_file import CODES
 from fpipe.program import Program, the_program
+from fpipe.torch_private.processes import quiet_checkpoints
 
 Named = dict[str, Tensor]
 
@@ -272,9 +272,8 @@ def load(
 
 @contextmanager
 def _alone_in_silence() -> Generator[bool]:
-    """Whether this process has no group; torch warns that it goes on without one, and writes over one."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled|Detected an existing checkpoint")
+    """Whether this process has no group."""
+    with quiet_checkpoints():
         yield not (dist.is_available() and dist.is_initialized())
 
 

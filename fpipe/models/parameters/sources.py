@@ -6,7 +6,6 @@ source_of("model.safetensors.index.json")        -->        known: {name: dtype,
 from __future__ import annotations
 
 import json
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from fpipe.models.parameters.safetensors_file import SafetensorsFile
+from fpipe.torch_private.processes import quiet_checkpoints
 
 
 class SavedTensor(NamedTuple):
@@ -137,7 +137,6 @@ class _Checkpoint(TensorSource):
             self.keys[name]: torch.empty(self.known[name].shape, dtype=self.known[name].dtype) for name in names
         }
         if made:
-            with warnings.catch_warnings():  # torch warns that it is one process that reads
-                warnings.simplefilter("ignore", UserWarning)
+            with quiet_checkpoints():
                 load(made, storage_reader=FileSystemReader(self.folder), no_dist=True)
         return {name: made[self.keys[name]] for name in names}
