@@ -135,11 +135,10 @@ def plan(said: argparse.Namespace, console: Console) -> None:
         table.add_row(name, *(f"{3 * a / 2**10 + b / 2**30:.1f}" for a, b in zip(own, held, strict=True)))
     console.print(table)
     found = fpipe.plan_run(
-        *(model, params, batch),
-        ranks=said.ranks,
-        microbatches=[16, 32],
-        flops=FLOPS,
-        schedules=["one_f_one_b", "interleaved"],
+        model,
+        fpipe.Machine(said.ranks, flops=FLOPS),
+        fpipe.Candidates([16, 32], schedules=["one_f_one_b", "interleaved"]),
+        example=(params, batch),
     )
     console.print(str(found), highlight=False, soft_wrap=True)
 

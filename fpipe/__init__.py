@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from fpipe.oracle.compare_step import compare_step
     from fpipe.pictures.plot import plot
     from fpipe.pictures.style import Style
+    from fpipe.planning.candidates import Candidates, Machine
     from fpipe.planning.plan import Plan, plan
     from fpipe.planning.plan_run import plan_run
     from fpipe.planning.run_plan import RunPlan
@@ -96,6 +97,7 @@ _LATE = {
     "finding.search": ("search",),
     "pictures.plot": ("plot",),
     "pictures.style": ("Style",),
+    "planning.candidates": ("Candidates", "Machine"),
     "planning.plan": ("Plan", "plan"),
     "planning.plan_run": ("plan_run",),
     "planning.run_plan": ("RunPlan",),
@@ -140,6 +142,7 @@ _LATE = {
 _HOMES = {name: home for home, names in _LATE.items() for name in names}
 __all__ = [
     "Bounds",
+    "Candidates",
     "Chunk",
     "Cluster",
     "Comparison",
@@ -150,6 +153,7 @@ __all__ = [
     "Input",
     "Kind",
     "Linearized",
+    "Machine",
     "Model",
     "Op",
     "Output",

@@ -65,6 +65,7 @@ def ids(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 ON_META: Any = tuple(half.to("meta") for half in ids())
+ON_TWO = fpipe.Machine(ranks=2), fpipe.Candidates(microbatches=[2])
 
 
 def cut(net: Any, ranks: int = 2) -> tuple[fpipe.Model, Any, fpipe.Program]:
@@ -357,7 +358,7 @@ by(fpipe.verify)
     ValueError: params[0]['embed.weight'] is on meta, without values: fpipe.load_params or fpipe.init_params
 by(fpipe.profile, ON_META)
     ValueError: params[0]['embed.weight'] is on meta
-by(lambda program, *given: fpipe.plan_run(*given, ranks=2, microbatches=[2]), ON_META)
+by(lambda program, model, *given: fpipe.plan_run(model, *ON_TWO, example=given), ON_META)
     ValueError: say flops=, operations a second of a rank
 by(fpipe.verify, ON_META)
     ValueError: batch[0] is on meta, without values: there is nothing to compare
@@ -367,7 +368,8 @@ by(fpipe.verify, ON_META)
 
 def test_a_net_on_meta_is_planned_by_operations():
     model, meta, _ = on_meta()
-    found = fpipe.plan_run(model, meta, ON_META, ranks=2, microbatches=[2, 4], flops=1e9, schedules=["gpipe"])
+    machine, tried = fpipe.Machine(ranks=2, flops=1e9), fpipe.Candidates([2, 4], schedules=["gpipe"])
+    found = fpipe.plan_run(model, machine, tried, example=(meta, ON_META))
     assert {(row.costs, row.fits) for row in found} == {("estimated", True)}
     assert found.best.makespan > 0
 

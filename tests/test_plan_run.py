@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -18,6 +18,18 @@ from property_tests.strategies import few
 from tests.refusals import refusals
 
 COSTS = fpipe.Costs.per_rank(F=10, B=12, W=8, c=0.5)
+
+
+def plan_run(what: Any, *params_and_batch: Any, **words: Any) -> fpipe.RunPlan:
+    """A plan by words of the machine, of the candidates and of the rest."""
+    machine, candidates = (
+        {field.name: words.pop(field.name) for field in fields(kind) if field.name in words}
+        for kind in (fpipe.Machine, fpipe.Candidates)
+    )
+    example = params_and_batch or None
+    return fpipe.plan_run(what, fpipe.Machine(**machine), fpipe.Candidates(**candidates), example=example, **words)
+
+
 FEW = {"schedules": ["gpipe", "one_f_one_b", "zb_h1", "chimera", "interleaved"]}
 
 
@@ -53,7 +65,7 @@ def test_ways_are_what_their_programs_take_and_the_front_is_what_nothing_beats(
         words["cluster"] = f"{ranks} ranks; {each}"
     elif memory is not None:
         words["memory"] = memory[0]
-    found = fpipe.plan_run(costs, ranks=ranks, microbatches=microbatches, **FEW, **words)
+    found = plan_run(costs, ranks=ranks, microbatches=microbatches, **FEW, **words)
 
     def seconds(row: Any) -> float:
         return row.makespan / row.microbatches
@@ -76,10 +88,10 @@ def test_costs_between_two_sizes_are_straight_between_and_beyond_them_refused():
     more = replace(COSTS, forward=40, transfer=2.0, send=4, receive=2, bytes={"y": 8})
     sizes = {2: replace(COSTS, send=1, bytes={"y": 2}), 8: more}
     curve: Any = {rows: (lambda parts, slices, one=one: one) for rows, one in sizes.items()}
-    mixed, word = fpipe.planning.cost_curve.CostCurve(curve, "given").at(4, 1)
+    mixed, word = fpipe.planning.work.CostCurve(curve, "given").at(4, 1)
     assert (mixed.forward, mixed.transfer, mixed.bytes, word) == (20, 1.0, {"y": 4}, "interpolated")
     assert (mixed.send, mixed.receive) == pytest.approx((2, 2 / 3))  # they were those of the smaller microbatch
-    found = fpipe.plan_run(
+    found = plan_run(
         {2: COSTS, 8: replace(COSTS, forward=40)}, ranks=2, rows=16, microbatches=[2, 4, 8], checkpoint=["never"], **FEW
     )
     words = {row.microbatches: row.costs for row in found}
@@ -97,7 +109,7 @@ def test_a_model_is_measured_and_its_bytes_are_those_of_each_program():
     """Chimera adds gradients of replicas up late, and holds more than the sizes of another program would say."""
     made, params, batch = model()
     words: Any = {"schedules": ["one_f_one_b", "chimera", "roundpipe"], "checkpoint": ["always"]}
-    found = fpipe.plan_run(
+    found = plan_run(
         made, params, batch, ranks=2, microbatches=[2, 3, 4], profiled=[2, 4], repeats=1, search=0.05, **words
     )
     assert {row.costs for row in found if row.microbatches == 3} == {"interpolated"}
@@ -117,7 +129,7 @@ def test_a_model_that_draws_is_planned():
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 4))
     made, params, _ = fpipe.from_sequential(net, stages=1, loss=torch.nn.functional.mse_loss)
     batch = torch.randn(4, 4), torch.randn(4, 4)
-    found = fpipe.plan_run(
+    found = plan_run(
         made, params, batch, ranks=1, microbatches=[2], repeats=1, schedules=["gpipe"], checkpoint=["always"]
     )
     assert found.best.costs == "measured"
@@ -130,10 +142,10 @@ RING = "2 ranks; replicas 4 20KiB/s"
 
 def test_a_policy_of_gathering_is_one_more_choice():
     """Each is what `shard` makes of the schedule; on a slow ring "use" takes longer, and it alone fits."""
-    found = fpipe.plan_run(IN_BYTES, cluster=RING, shard=["step", "run", "use"], **ONE_WAY)
+    found = plan_run(IN_BYTES, cluster=RING, shard=["step", "run", "use"], **ONE_WAY)
     rows = {row.gather: row for row in found}
     assert rows.keys() == {"step", "run", "use"}
-    plain = fpipe.plan_run(IN_BYTES, **ONE_WAY)
+    plain = plan_run(IN_BYTES, **ONE_WAY)
     assert "gather" in str(found)
     assert "gather" not in str(plain)
     for gather, row in rows.items():
@@ -145,14 +157,14 @@ def test_a_policy_of_gathering_is_one_more_choice():
     assert rows["step"].makespan < rows["use"].makespan
     assert rows["use"].most < rows["step"].most
     cap = (rows["use"].most + rows["step"].most) / 2
-    capped = fpipe.plan_run(IN_BYTES, cluster=RING, shard=["step", "use"], memory=cap, **ONE_WAY)
+    capped = plan_run(IN_BYTES, cluster=RING, shard=["step", "use"], memory=cap, **ONE_WAY)
     assert [row.gather for row in capped if row.fits] == ["use"]
 
 
 def test_replicas_that_keep_all_parameters_are_one_more_choice():
     """They move as much as those that gather once a step, which hold less, but for what these gather."""
-    rows = {row.gather: row for row in fpipe.plan_run(IN_BYTES, cluster=RING, shard=["never", "use"], **ONE_WAY)}
-    plain = fpipe.plan_run(IN_BYTES, **ONE_WAY).best
+    rows = {row.gather: row for row in plan_run(IN_BYTES, cluster=RING, shard=["never", "use"], **ONE_WAY)}
+    plain = plan_run(IN_BYTES, **ONE_WAY).best
     assert rows["never"].program == fpipe.data_parallel()(plain.program)
     assert rows["never"].makespan == fpipe.simulate(rows["never"].program, rows["never"].timeline.costs).delivered
     assert rows["never"].makespan > plain.makespan
@@ -166,7 +178,7 @@ def test_a_model_whose_parameters_are_shared_out_holds_a_part_of_them():
     batch, one = (torch.randn(4, 64), torch.randn(4, 64)), 64 * 64 * 4
     words: dict[str, Any] = {"microbatches": [2], "schedules": ["interleaved"], "repeats": 1}
     words |= {"checkpoint": ["never"], "replicas": 2, "shard": ["use", "step"]}
-    found = fpipe.plan_run(model, params, batch, ranks=2, search=0.1, **words)
+    found = plan_run(model, params, batch, ranks=2, search=0.1, **words)
     for row in found:
         own = fpipe.sizes(row.program, model, params, batch, replicas=2)
         shards = [sum(rank in end.homes for end in row.program.inputs if end.value.name == "shard") for rank in (0, 1)]
@@ -178,27 +190,27 @@ def test_a_model_whose_parameters_are_shared_out_holds_a_part_of_them():
 
 def test_a_search_is_one_of_the_rows_and_is_not_beaten():
     words: Any = {"ranks": 2, "microbatches": [4], "memory": 2.0, "checkpoint": ["never"]}
-    found = fpipe.plan_run(COSTS, search=0.2, schedules=["one_f_one_b", "zb_h1", "interleaved_zb"], **words)
+    found = plan_run(COSTS, search=0.2, schedules=["one_f_one_b", "zb_h1", "interleaved_zb"], **words)
     assert found.best.makespan == min(row.makespan for row in found if row.schedule == "found")
 
 
 def test_ranks_of_unlike_memory_and_speed():
     costs = replace(COSTS, bytes=bytes_of, transfer=0)
-    free = fpipe.plan_run(costs, ranks=2, microbatches=[4], cluster="2 ranks; rank 1 speed 0.5", **FEW)
-    assert free.best.makespan > fpipe.plan_run(costs, ranks=2, microbatches=[4], **FEW).best.makespan
+    free = plan_run(costs, ranks=2, microbatches=[4], cluster="2 ranks; rank 1 speed 0.5", **FEW)
+    assert free.best.makespan > plan_run(costs, ranks=2, microbatches=[4], **FEW).best.makespan
     row = next(row for row in free if row.name == "one_f_one_b, m=4")
     assert row.memory == tuple(peak + 100 for peak in row.timeline.peak)
     least = f"2 ranks; rank 0 memory {row.memory[0]:.0f}B; rank 1 memory {row.memory[1]:.0f}B"
     assert row.memory[0] > row.memory[1]
-    tight = {one.name: one.fits for one in fpipe.plan_run(costs, ranks=2, microbatches=[4], cluster=least, **FEW)}
-    other = {one.name: one.fits for one in fpipe.plan_run(costs, ranks=2, microbatches=[4], memory=row.most - 1, **FEW)}
+    tight = {one.name: one.fits for one in plan_run(costs, ranks=2, microbatches=[4], cluster=least, **FEW)}
+    other = {one.name: one.fits for one in plan_run(costs, ranks=2, microbatches=[4], memory=row.most - 1, **FEW)}
     assert (tight[row.name], tight["gpipe, m=4"], other[row.name]) == (True, False, False)
 
 
 def test_gradients_are_as_large_as_the_parameters_that_were_typed():
     """The text says that gradients are counted; typed bytes counted none, so half of what a rank keeps was missing."""
     costs = parse("F=10,B=12,W=8,params=1MB,res=10KB").given
-    found = fpipe.plan_run(costs, ranks=2, microbatches=[4], schedules=["one_f_one_b"], checkpoint=["never"])
+    found = plan_run(costs, ranks=2, microbatches=[4], schedules=["one_f_one_b"], checkpoint=["never"])
     assert found.best.memory == (2e6 + 2e4, 2e6 + 1e4)
 
 
@@ -209,7 +221,7 @@ def test_slices_of_a_sequence_share_residuals_and_not_parameters(typed: bool):
     table |= dict.fromkeys(("carry", "dcarry", "inputs", "target", "outputs", "grads"), 0)
     costs = parse("F=10,B=12,W=8,params=1MB,res=10KB").given if typed else replace(COSTS, bytes=table)
     words: Any = {"schedules": ["seq1f1b:slices=4"], "checkpoint": ["never"]}
-    found = fpipe.plan_run(costs, ranks=2, microbatches=[4], **words).best
+    found = plan_run(costs, ranks=2, microbatches=[4], **words).best
     kept = 2e6 if typed else 1e6
     assert found.memory == tuple(kept + slices * 1e4 / 4 for slices in (5, 4))
     assert found.timeline.costs.forward == 10 / 4
@@ -219,7 +231,7 @@ def test_a_way_that_does_not_fit_says_nothing_against_one_that_does():
     """zbv is shorter and its fullest rank holds less, but rank 1 has no room for it: interleaved is best."""
     on = "2 ranks; rank 0 memory 100B; rank 1 memory 60B"
     words: Any = {"schedules": ["interleaved", "zbv"], "checkpoint": ["never"]}
-    found = fpipe.plan_run(WEIGHED, ranks=2, microbatches=[4], cluster=on, **words)
+    found = plan_run(WEIGHED, ranks=2, microbatches=[4], cluster=on, **words)
     assert [(row.schedule, row.fits) for row in found] == [("interleaved", True), ("zbv", False)]
 
 
@@ -228,14 +240,14 @@ def test_ctrl_c_leaves_the_ways_so_far():
         if done == 2:
             raise KeyboardInterrupt
 
-    found = fpipe.plan_run(COSTS, ranks=2, microbatches=[4], progress=stop, **FEW)
+    found = plan_run(COSTS, ranks=2, microbatches=[4], progress=stop, **FEW)
     assert (len(found), found.complete) == (2, False)
     with pytest.raises(KeyboardInterrupt):
-        fpipe.plan_run(COSTS, ranks=2, microbatches=[4], memory=0.5, progress=stop, **FEW)
+        plan_run(COSTS, ranks=2, microbatches=[4], memory=0.5, progress=stop, **FEW)
 
 
 def test_a_plan_is_drawn(tmp_path: Path):
-    plan = fpipe.plan_run(COSTS, ranks=2, microbatches=[4, 8], memory=3, **FEW)
+    plan = plan_run(COSTS, ranks=2, microbatches=[4, 8], memory=3, **FEW)
     file = fpipe.plot(plan, file=tmp_path / "plan.svg")
     words = [text.text or "" for text in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")]
     assert all(any(word.startswith(row.name) for word in words) for row in plan.front)
@@ -247,7 +259,7 @@ def test_a_plan_is_drawn(tmp_path: Path):
 
 def planned(costs: Any = COSTS, *given: Any, **how: Any) -> fpipe.RunPlan:
     words: Any = {"ranks": 2, "microbatches": [4], "schedules": ["gpipe"], "checkpoint": ["never"]}
-    return fpipe.plan_run(costs, *given, **words | how)
+    return plan_run(costs, *given, **words | how)
 
 
 def with_bytes(named: dict[str, float]) -> fpipe.Costs:
@@ -325,7 +337,7 @@ planned(None)
 planned({4: COSTS})
     ValueError: costs by the rows of a microbatch need rows=, how many the batch has.
 planned(MODEL)
-    ValueError: a model comes with its params and a batch
+    ValueError: a model comes with example=(params, batch)
 planned(MODEL, *GIVEN, profiled=[2])
     ValueError: costs at 4 microbatches are not between those at 2, which
 planned(SEQUENTIAL)
@@ -340,12 +352,12 @@ def test_bytes_that_a_function_says_are_shared_out_as_those_of_a_table(name: str
     names = [*NAMES, "wres", "carry", "dcarry"]
     table = {word: float(at) for at, word in enumerate(names, 3)}
     both = [replace(COSTS, bytes=said) for said in (table, lambda value: table[value.name])]
-    plans = [fpipe.plan_run(costs, ranks=2, microbatches=[4], schedules=[name], checkpoint=["never"]) for costs in both]
+    plans = [plan_run(costs, ranks=2, microbatches=[4], schedules=[name], checkpoint=["never"]) for costs in both]
     assert plans[0].best.memory == plans[1].best.memory
     assert len({fpipe.compare([name], 2, 4, costs)[0].peak for costs in both}) == 1
 
 
 def test_what_a_schedule_does_not_serve_is_printed():
-    found = fpipe.plan_run(COSTS, ranks=2, microbatches=[3], schedules=["gpipe", "chimera"])
+    found = plan_run(COSTS, ranks=2, microbatches=[3], schedules=["gpipe", "chimera"])
     assert found.refused[0][0] == "chimera"
     assert str(found).endswith(f"\nchimera: {found.refused[0][1]}")

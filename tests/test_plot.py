@@ -404,7 +404,7 @@ def test_programs_timelines_and_plots_show_themselves():
     [
         (lambda: fpipe.compare(["gpipe", "zbv", "chimera"], 3, 4), 1),
         (lambda: fpipe.search(2, ranks=2, microbatches=2, seconds=0.01, solver="local"), 1),
-        (lambda: fpipe.plan_run(fpipe.Costs(), ranks=2, microbatches=[2], schedules=["gpipe"]), 1),
+        (lambda: fpipe.plan_run(fpipe.Costs(), fpipe.Machine(2), fpipe.Candidates([2], schedules=["gpipe"])), 1),
         (lambda: fpipe.from_functions([lambda params, x: x]), 0),
         (lambda: Report(()), 0),
     ],

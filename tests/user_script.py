@@ -118,7 +118,7 @@ def searched(model: fpipe.Model, params: Sequence[Params], batch: Batch, program
     costs = fpipe.profile(program, model, params, batch)
     found: fpipe.Found = fpipe.search(program, costs, ranks=2, microbatches=8, memory_cap=max(bytes_held.peak))
     print(found.schedule, found.gap, found.timeline.makespan, fpipe.estimate(program, model, params, batch, flops=1e12))
-    return fpipe.plan_run(model, params, batch, ranks=2, microbatches=[4, 8])
+    return fpipe.plan_run(model, fpipe.Machine(2), fpipe.Candidates([4, 8]), example=(params, batch))
 
 
 def trained(program: fpipe.Program, model: fpipe.Model, params: Sequence[Params], batch: Batch) -> float:

@@ -39,7 +39,8 @@ def simulated(folder: Path) -> None:
     fpipe.plot(dualpipe, names=["DualPipe"], costs=overlapped, file=folder / "dualpipe.svg", width=1000)
     whole = fpipe.Costs.per_rank(F=10, B=12, W=8, c=0.5)
     names = ["gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "interleaved_zb", "chimera"]
-    fpipe.plot(fpipe.plan_run(whole, ranks=4, microbatches=[8], memory=6, schedules=names), file=folder / "front.svg")
+    plan = fpipe.plan_run(whole, fpipe.Machine(ranks=4, memory=6), fpipe.Candidates([8], schedules=names))
+    fpipe.plot(plan, file=folder / "front.svg")
     gathers = {"once a step": "step", "for runs of ops": "run", "for each use": "use"}
     shared = {
         name: fpipe.shard(gather=gather)(pipeline("one_f_one_b", 2, 4, stages=4)) for name, gather in gathers.items()

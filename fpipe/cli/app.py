@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from fpipe.cli import bench, find, judge, plan, prove, see, write
-from fpipe.cli.options import load_module, usage
+from fpipe.cli import bench, find, judge, plan, prove, see
+from fpipe.cli.options import grouped, load_module, usage
 from fpipe.cli.output import print_error
 
 app = typer.Typer(
@@ -83,10 +83,10 @@ def _refusing(command: Callable[..., None]) -> Callable[..., None]:
 
 COMMANDS = (
     *(see.schedules, see.show, see.compare, find.search, prove.check, prove.verify),
-    *(judge.check_grads, judge.check_step, bench.bench, write.export),
+    *(judge.check_grads, judge.check_step, bench.bench, see.export),
 )
 for command in COMMANDS:
-    app.command()(_refusing(command))
+    app.command()(_refusing(grouped(command)))
 plans = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Plan a run of your own.")
-plans.command()(_refusing(plan.run))
+plans.command()(_refusing(grouped(plan.run)))
 app.add_typer(plans, name="plan")

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from fpipe.cli import options
-from fpipe.cli.output import progress, table, write_pictures
+from fpipe.cli.output import progress, table
+from fpipe.pictures.plot import plot
 
 if TYPE_CHECKING:
     from fpipe.cli.measure import Made, Measurement
@@ -101,7 +102,8 @@ def bench(
         _say(found)
         timelines = [one for row in found for one in (row.simulated, row.median)]
         names = [f"{row.name}, {kind}" for row in found for kind in ("simulated", "measured")]
-        write_pictures([file], *timelines, names=names)
+        if file is not None:
+            print(f"wrote {plot(*timelines, file=file, names=names)}")
 
 
 def _only(made: Made) -> Callable[[int], Made]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from fpipe.cli import options
-from fpipe.cli.output import number, print_error, print_program, progress, table, write_pictures
+from fpipe.cli.output import number, print_error, print_program, progress, table
 from fpipe.finding.search import Objective, Policy, Solver
 from fpipe.finding.search import search as find
 from fpipe.interop import to_json
@@ -55,26 +56,37 @@ Without = Annotated[list[str] | None, typer.Option("--without", metavar="NAME", 
 Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write it: .csv, or .json (a program).")]
 
 
+@dataclass(frozen=True)
+class Goal:
+    """The schedules that are searched, and which of them is best."""
+
+    where: Where = "any"
+    memory_cap: Cap = None
+    objective: Objective = "makespan"
+    split_backward: Literal["auto", "all", "none"] = "auto"
+    checkpoint: Policy = "never"
+    without: Without = None
+    shard: options.Shard = None
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long a search takes, and by which engine."""
+
+    seconds: Seconds = 10
+    solver: Solver = "auto"
+    seed: options.Seed = 0
+
+
 def search(
+    priced: options.Priced,
+    goal: Goal,
+    effort: Effort,
+    files: options.Pictures,
     ranks: options.Ranks = 4,
     microbatches: options.Microbatches = 8,
     stages: Stages = None,
-    costs: options.Costs = "",
-    cluster: options.OnCluster = None,
-    where: Where = "any",
-    memory_cap: Cap = None,
-    objective: Objective = "makespan",
-    seconds: Seconds = 10,
-    solver: Solver = "auto",
-    split_backward: Literal["auto", "all", "none"] = "auto",
-    checkpoint: Policy = "never",
-    without: Without = None,
-    shard: options.Shard = None,
-    seed: options.Seed = 0,
     output: Output = None,
-    svg: options.Svg = None,
-    png: options.Png = None,
-    html: options.Html = None,
 ) -> None:
     """Search for the schedule that takes least time (fpipe.search).
 
@@ -90,9 +102,9 @@ def search(
     """
     if output is not None and output.suffix not in (".csv", ".json"):
         raise typer.BadParameter(f"--output writes .csv or .json, found {str(output)!r}.")
-    options.refuse_other_unit(memory_cap, known=bool(costs.bytes))
+    options.refuse_other_unit(goal.memory_cap, known=bool(priced.costs.bytes))
     base = chain(split(microbatches), merge())(base_program(ranks if stages is None else stages))
-    seconds_of: Costs = costs.on(cluster).of(place("linear", ranks=ranks)(base))
+    seconds_of: Costs = priced.on_cluster.of(place("linear", ranks=ranks)(base))
     with progress("searching") as bar:
 
         def show(share: float, best: float, bound: float) -> None:
@@ -103,21 +115,21 @@ def search(
             base,
             seconds_of,
             ranks=ranks,
-            placement=where,
-            memory_cap=memory_cap,
-            seconds=seconds,
-            split_backward=HALVES[split_backward],
-            objective=objective,
-            solver=solver,
-            checkpoint=checkpoint,
-            without=without or (),
-            shard=shard or (),
-            seed=seed,
+            placement=goal.where,
+            memory_cap=goal.memory_cap,
+            seconds=effort.seconds,
+            split_backward=HALVES[goal.split_backward],
+            objective=goal.objective,
+            solver=effort.solver,
+            checkpoint=goal.checkpoint,
+            without=goal.without or (),
+            shard=goal.shard or (),
+            seed=effort.seed,
             progress=show,
         )
     if not found.complete:
         print_error("stopped; this is the best so far.")
-    print_program(found.program, seconds_of if costs.text or cluster else None)
+    print_program(found.program, seconds_of if priced.on_cluster.said else None)
     print(found)
     rows = [("found", found.timeline.makespan, found.timeline.span, max(found.timeline.peak), True)]
     rows += [(row.name, row.makespan, row.span, row.peak, row.fits) for row in found.named]
@@ -129,4 +141,4 @@ def search(
         text = found.schedule.to_csv() if output.suffix == ".csv" else to_json(found.program)
         output.write_text(text, encoding="utf-8")
         print(f"wrote {output}")
-    write_pictures((svg, png, html), found.program, costs=seconds_of, names=["found"])
+    files.write(found.program, costs=seconds_of, names=["found"])

@@ -54,8 +54,10 @@ def check_grads(
 
     built, params, batch, state = made_by(model)
     grads = read_tensors(files)
-    how: dict[str, Any] = {"state": state, "key": key, "microbatches": microbatches, "rtol": rtol, "atol": atol}
-    print(compare_grads(built, params, batch, grads, **how))
+    report = compare_grads(
+        built, params, batch, grads, state=state, key=key, microbatches=microbatches, rtol=rtol, atol=atol
+    )
+    print(report)
 
 
 def check_step(
@@ -86,13 +88,24 @@ def check_step(
     from fpipe.oracle.compare_step import compare_step
 
     built, params, batch, state = made_by(model)
-    one = len(batch) if isinstance(batch, list) else 1
-    how: dict[str, Any] = {"state": state, "key": key if key is None or one == 1 else [key] * one, "clip": clip}
-    how |= {"microbatches": microbatches, "loss": loss, "norm": norm, **dict(map(_setting, settings or ()))}
-    rates = lr[0] if len(lr) == 1 else lr
-    found = read_each(files)
-    after = found[0] if len(found) == 1 else found
-    print(compare_step(built, params, batch, after, rule=rule, lr=rates, **how))
+    steps = len(batch) if isinstance(batch, list) else 1
+    tensors = read_each(files)
+    report = compare_step(
+        built,
+        params,
+        batch,
+        tensors[0] if len(tensors) == 1 else tensors,
+        rule=rule,
+        lr=lr[0] if len(lr) == 1 else lr,
+        clip=clip,
+        norm=norm,
+        loss=loss,
+        microbatches=microbatches,
+        state=state,
+        key=key if key is None or steps == 1 else [key] * steps,
+        **dict(map(_setting, settings or ())),
+    )
+    print(report)
 
 
 def _setting(typed: str) -> tuple[str, Any]:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from fpipe.cli import costs
 from fpipe.cli.costs import TypedCosts
 from fpipe.cli.programs import is_file, read
+from fpipe.pictures.plot import plot
 from fpipe.pictures.style import SWITCHES
 from fpipe.pictures.style import Style as PictureStyle
 from fpipe.program import KINDS, Program
@@ -273,18 +276,86 @@ def only_of_names(typed: typer.Context, whats: Sequence[str]) -> None:
         raise typer.BadParameter(said, ctx=typed)
 
 
-def program_of(
-    what: str,
-    ranks: int,
-    microbatches: int,
-    stages: int | None,
-    options: list[tuple[str, Any]] | None,
-    costs: TypedCosts,
-    replicated: bool = False,
-) -> Program:
-    """The program of a name at a size, where one that orders by costs gets them if they were said; or of a file."""
-    if is_file(what):
-        return read(what, replicated=replicated)
-    chosen = with_options(what, dict(options or ()))
-    chosen = replace(chosen, stages=chosen.stages or stages)
-    return chosen.program(ranks, microbatches, costs.at if costs.said else None)
+@dataclass(frozen=True)
+class Sized:
+    """The size and options of a schedule by name; how the table of a file is read."""
+
+    ranks: Ranks = 4
+    microbatches: Microbatches = 8
+    stages: Stages = None
+    option: Options = None
+    replicated: Replicated = False
+
+    def program(self, what: str, costs: TypedCosts | None = None) -> Program:
+        """The program of a name, where one that orders by costs gets them if they were said; or of a file."""
+        if is_file(what):
+            return read(what, replicated=self.replicated)
+        named = with_options(what, dict(self.option or ()))
+        named = replace(named, stages=named.stages or self.stages)
+        return named.program(self.ranks, self.microbatches, costs.at if costs and costs.said else None)
+
+
+@dataclass(frozen=True)
+class Priced:
+    """Costs, and the cluster that they are on."""
+
+    costs: Costs = ""
+    cluster: OnCluster = None
+
+    @property
+    def on_cluster(self) -> TypedCosts:
+        """Both in one."""
+        return self.costs.on(self.cluster)
+
+
+@dataclass(frozen=True)
+class Charts:
+    """Files to draw into."""
+
+    svg: Svg = None
+    png: Png = None
+    pdf: Pdf = None
+
+    def write(self, *drawn: Any, **keywords: Any) -> None:
+        """Draw into each file that was named, and say so; arguments as `plot` takes them."""
+        for file in (getattr(self, field.name) for field in fields(self)):
+            if file is not None:
+                print(f"wrote {plot(*drawn, file=file, **keywords)}")
+
+
+@dataclass(frozen=True)
+class Pictures(Charts):
+    """Files to draw programs and timelines into."""
+
+    html: Html = None
+    perfetto: Perfetto = None
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with each field of its dataclasses as an option of its own, as typer reads a signature.
+
+    show(what, files: Pictures)        -->        show(what, svg=None, png=None, pdf=None, html=None, perfetto=None)
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name in groups:
+            types = get_type_hints(groups[name], include_extras=True)
+            options = [(field.name, field.default, types[field.name]) for field in fields(groups[name])]
+        else:
+            options = [(name, parameter.default, hints[name])]
+        parameters += [
+            inspect.Parameter(word, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+            for word, default, hint in options
+        ]
+
+    @wraps(command)
+    def run(**typed: Any) -> None:
+        for name, group in groups.items():
+            typed[name] = group(**{field.name: typed.pop(field.name) for field in fields(group)})
+        command(**typed)
+
+    vars(run)["__signature__"] = inspect.Signature(parameters)
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run

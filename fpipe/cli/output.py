@@ -5,11 +5,9 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from fpipe.pictures.plot import plot
 from fpipe.program import Program
@@ -76,13 +74,6 @@ def print_program(program: Program, costs: Costs | None) -> None:
     """Draw a program as wide as the terminal."""
     width = columns_of_terminal()
     print(plot(program, costs=costs, width=width and max(width, 40)))
-
-
-def write_pictures(files: Iterable[Path | None], *drawn: Any, **how: Any) -> None:
-    """Draw into each file that was named, and say so; `drawn` and `how` as `plot` takes them."""
-    for file in files:
-        if file is not None:
-            print(f"wrote {plot(*drawn, file=file, **how)}")
 
 
 @contextmanager

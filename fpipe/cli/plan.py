@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -9,8 +10,8 @@ import typer
 from fpipe.cli import options
 from fpipe.cli.costs import TypedCosts, parse
 from fpipe.cli.options import read_by
-from fpipe.cli.output import print_error, progress, table, write_pictures
-from fpipe.planning.asked import POLICIES, policy
+from fpipe.cli.output import print_error, progress, table
+from fpipe.planning.candidates import POLICIES, Candidates, Machine, policy
 from fpipe.planning.plan_run import plan_run
 from fpipe.timing.cluster import Cluster
 
@@ -75,29 +76,48 @@ Flops = Annotated[
 Top = Annotated[int, typer.Option("--top", min=1, help="How many of the best to list, beside the front.")]
 
 
+@dataclass(frozen=True)
+class TypedWork:
+    """The step to plan: a model that is measured, or costs."""
+
+    model: options.OfModel = None
+    costs: Costs = None
+    rows: Rows = None
+    stages: Stages = None
+    profiled: Profiled = None
+    repeats: Repeats = 3
+
+
+@dataclass(frozen=True)
+class TypedMachine:
+    """The fields of a `Machine`."""
+
+    ranks: Ranks = 4
+    memory: Memory = None
+    cluster: options.OnCluster = None
+    replicas: Replicas = None
+    flops: Flops = None
+
+
+@dataclass(frozen=True)
+class TypedCandidates:
+    """The fields of `Candidates`, but for schedules, which are arguments."""
+
+    microbatches: Counts = "8"
+    checkpoint: Policies = None
+    shard: options.Shard = None
+    search: Search = 0
+    seed: options.Seed = 0
+
+
 def run(
     typed: typer.Context,
+    work: TypedWork,
+    machine: TypedMachine,
+    candidates: TypedCandidates,
+    files: options.Charts,
     what: Names = None,
-    ranks: Ranks = 4,
-    microbatches: Counts = "8",
-    model: options.OfModel = None,
-    costs: Costs = None,
-    rows: Rows = None,
-    stages: Stages = None,
-    checkpoint: Policies = None,
-    cluster: options.OnCluster = None,
-    memory: Memory = None,
-    replicas: Replicas = None,
-    shard: options.Shard = None,
-    search: Search = 0,
-    profiled: Profiled = None,
-    repeats: Repeats = 3,
-    flops: Flops = None,
-    seed: options.Seed = 0,
     top: Top = 12,
-    svg: options.Svg = None,
-    png: options.Png = None,
-    pdf: options.Pdf = None,
 ) -> None:
     """Rank ways to run a step by time and memory (fpipe.plan_run).
 
@@ -113,24 +133,25 @@ def run(
       python -m fpipe plan run -p 4 -m 8/16 --costs F=10,B=12,W=8,c=0.5
       python -m fpipe plan run -p 4 --rows 32 -m 4/8 -c 8:F=20,B=24,W=16 -c 4:F=11,B=13,W=9 --search 5
     """
+    model, costs = work.model, work.costs
     if model is not None and costs:
         raise typer.BadParameter("a --model is measured, and --costs are given: choose one of them.", ctx=typed)
-    options.refuse_other_unit(memory, known=model is not None or any(one.bytes for _, one in costs or ()))
-    words: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "rows": rows, "stages": stages}
-    words |= {"cluster": cluster, "memory": memory, "search": search, "profiled": profiled, "repeats": repeats}
-    words |= {"schedules": what or None, "seed": seed, "flops": flops, "replicas": replicas, "shard": shard or None}
-    if checkpoint:
-        words["checkpoint"] = checkpoint
+    options.refuse_other_unit(machine.memory, known=model is not None or any(one.bytes for _, one in costs or ()))
+    chosen = {word: value for word, value in vars(candidates).items() if value not in (None, [])}
+    given = Machine(**vars(machine)), Candidates(**chosen, schedules=what or None)
+    keywords: dict[str, Any] = {"rows": work.rows, "stages": work.stages}
+    keywords |= {"profiled": work.profiled, "repeats": work.repeats}
     with progress("planning") as bar:
 
         def show(done: int, every: int, what: str) -> None:
             bar(completed=done, total=every, description=what)
 
         if model is None:
-            found = plan_run(_said(costs or [(None, parse(""))], cluster), progress=show, **words)
+            planned = _said(costs or [(None, parse(""))], machine.cluster)
+            found = plan_run(planned, *given, progress=show, **keywords)
         else:
             built, params, batch, state = options.made_by(model)
-            found = plan_run(built, params, batch, state=state, progress=show, **words)
+            found = plan_run(built, *given, example=(params, batch, state), progress=show, **keywords)
     if not found.complete:
         print_error("stopped; these are the ways that were tried.")
     heading, *cells = found.cells(found.shown(top))
@@ -138,11 +159,11 @@ def run(
     served = {row.schedule for row in found}
     fit = sum(row.fits for row in found)
     print(f"{len(found)} ways of {len(served)} schedules, {fit} fit; the best is {found.best.name}")
-    if model is not None and cluster is None:
+    if model is not None and machine.cluster is None:
         print("transfers take no time here: --cluster says what links there are")
     for name, why in found.refused:
         print(f"{name}: {why}")
-    write_pictures((svg, png, pdf), found)
+    files.write(found)
 
 
 def _said(costs: list[tuple[int | None, TypedCosts]], cluster: Cluster | None) -> Any:

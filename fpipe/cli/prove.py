@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fpipe.cli import options
-from fpipe.cli.costs import parse
 from fpipe.cli.output import print_error
 from fpipe.cli.programs import read
 from fpipe.cli.see import sizes
@@ -48,11 +47,7 @@ def check(files: Files, replicated: options.Replicated = False) -> None:
 def verify(
     typed: typer.Context,
     what: options.What,
-    ranks: options.Ranks = 4,
-    microbatches: options.Microbatches = 8,
-    stages: options.Stages = None,
-    option: options.Options = None,
-    replicated: options.Replicated = False,
+    size: options.Sized,
 ) -> None:
     """Prove a schedule on a small real model, bit by bit.
 
@@ -64,7 +59,7 @@ def verify(
       python -m fpipe verify my_table.csv
     """
     options.only_of_names(typed, [what])
-    program = options.program_of(what, ranks, microbatches, stages, option, parse(""), replicated)
+    program = size.program(what)
     print(sizes(program))
     # The other commands, and refusals, come without torch, in a third of the time.
     from fpipe.verification.verify import verify as verify_program

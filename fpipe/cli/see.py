@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 
 from fpipe.cli import options
-from fpipe.cli.output import number, print_program, table, write_pictures
+from fpipe.cli.output import number, print_program, table
 from fpipe.cli.programs import is_file, read
+from fpipe.interop import to_json, torch_pipelining
+from fpipe.pictures.plot import plot
 from fpipe.pictures.style import PLAIN
-from fpipe.program import Program
+from fpipe.program import Program, ProgramError
 from fpipe.schedules import about, names
 from fpipe.schedules.compare import Comparison
 from fpipe.schedules.compare import compare as compare_schedules
@@ -41,19 +45,10 @@ def schedules() -> None:
 def show(
     typed: typer.Context,
     what: options.What,
-    ranks: options.Ranks = 4,
-    microbatches: options.Microbatches = 8,
-    stages: options.Stages = None,
-    option: options.Options = None,
-    costs: options.Costs = "",
-    cluster: options.OnCluster = None,
-    svg: options.Svg = None,
-    png: options.Png = None,
-    pdf: options.Pdf = None,
-    html: options.Html = None,
-    perfetto: options.Perfetto = None,
+    size: options.Sized,
+    priced: options.Priced,
+    files: options.Pictures,
     style: options.Style = None,
-    replicated: options.Replicated = False,
 ) -> None:
     """Draw a schedule, and say how long it takes and what it holds.
 
@@ -68,11 +63,10 @@ def show(
       python -m fpipe show my_table.csv
     """
     options.only_of_names(typed, [what])
-    files = (svg, png, pdf, html, perfetto)
-    if style is not None and not any(files):
+    if style is not None and files == options.Pictures():
         raise typer.BadParameter("--style is of a file: add --svg, --png, --pdf, --html or --perfetto.", ctx=typed)
-    costs = costs.on(cluster)
-    program = options.program_of(what, ranks, microbatches, stages, option, costs, replicated)
+    costs = priced.on_cluster
+    program = size.program(what, costs)
     seconds = costs.of(program)
     if not is_file(what) and parse(what).schedule.title:
         print(f"{parse(what).schedule.title}: {parse(what).schedule.source}")
@@ -81,7 +75,7 @@ def show(
     found, least = simulate(program, seconds), bounds(program, seconds)
     print(found)
     print(f"at least {number(least.makespan)} ({least.binding.name}), this is {least.gap(found):.1%} above")
-    write_pictures(files, program, costs=seconds, names=[what], style=style or PLAIN)
+    files.write(program, costs=seconds, names=[what], style=style or PLAIN)
 
 
 def sizes(program: Program) -> str:
@@ -93,14 +87,11 @@ def sizes(program: Program) -> str:
 
 def compare(
     typed: typer.Context,
+    priced: options.Priced,
+    files: options.Pictures,
     what: options.Whats = None,
     ranks: options.Ranks = 4,
     microbatches: options.Microbatches = 8,
-    costs: options.Costs = "",
-    cluster: options.OnCluster = None,
-    svg: options.Svg = None,
-    png: options.Png = None,
-    html: options.Html = None,
     replicated: options.Replicated = False,
 ) -> None:
     """Put schedules side by side: time, memory, lower bound (fpipe.compare).
@@ -125,18 +116,64 @@ def compare(
     """
     options.only_of_names(typed, what or ())
     entries = [(one, read(one, replicated=replicated)) if is_file(one) else one for one in what or names()]
-    costs = costs.on(cluster)
+    costs = priced.on_cluster
     found = compare_schedules(entries, ranks, microbatches, costs.given if costs.said else None)
     print(found)
     served = [row for row in found if row.timeline is not None]
     if not served:
         raise typer.Exit(1)
-    write_pictures((svg, png, html), *(row.timeline for row in served), names=[row.name for row in served])
-    if html is not None:
-        _put_above(html, found)
+    files.write(*(row.timeline for row in served), names=[row.name for row in served])
+    if files.html is not None:
+        _put_above(files.html, found)
 
 
 def _put_above(page: Path, found: Comparison) -> None:
     """Write the table above the pictures of a page."""
     head, body, rest = page.read_text(encoding="utf-8").partition("<body>\n")
     page.write_text(f"{head}{body}<pre>{escape(str(found))}</pre>\n{rest}", encoding="utf-8")
+
+
+Format = Literal["csv", "comms", "json", "table", "text"]
+WRITERS: dict[Format, Callable[[Program], str]] = {
+    "csv": torch_pipelining.to_csv,
+    "comms": lambda program: torch_pipelining.to_csv(program, format="compute_comms"),
+    "json": to_json,
+    "table": lambda program: f"{plot(program)}\n",
+    "text": lambda program: f"{program}\n",
+}
+
+
+def export(
+    typed: typer.Context,
+    what: options.What,
+    size: options.Sized,
+    format: Annotated[Format, typer.Option("--format", "-f", help="csv, comms, json, table or text.")] = "csv",
+    output: Annotated[Path | None, typer.Option("--output", metavar="FILE", help="By default standard output.")] = None,
+) -> None:
+    """Write a schedule for torch's runtime, or as a program.
+
+    \b
+    csv    the order of each rank, as torch.distributed.pipelining loads it
+    comms  the same with sends, receives and weights (compute_comms)
+    json   every op with its reads and writes, for other tools
+    table  the grid, as fpipe.schedules.from_table reads it
+    text   the program's own text, as fpipe.Program.parse reads it
+    \b
+    Examples:
+      python -m fpipe export one_f_one_b --ranks 2 --microbatches 4
+      python -m fpipe export gpipe --format comms --output gpipe.csv
+      python -m fpipe export gpipe --format json | jq '.ops[0]'
+    """
+    options.only_of_names(typed, [what])
+    program = size.program(what)
+    try:
+        text = WRITERS[format](program)
+    except ProgramError as error:
+        raise ProgramError(f"{error} (--format table, json and text write any program.)") from None
+    if output is None:
+        print(text, end="")
+    elif not output.parent.is_dir():
+        raise FileNotFoundError(f"{str(output.parent)!r} is not a folder: make it before a file is written there.")
+    else:
+        output.write_text(text)
+        print(f"wrote {output}")

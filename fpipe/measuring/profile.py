@@ -94,8 +94,8 @@ def profile(
     halves = with_halves(the_program(program), alone)
     variants = variants_of(halves)
     opt, rates, scale = example_optim(halves, params) or (None, [], None)
-    optim: Any = {"opt": opt, "lr": [float(rate) for rate in rates] or None, "scale": scale}
-    example = (params, batch) if state is None else (params, batch, state)
+    lr: Any = [float(rate) for rate in rates] or None
+    example = None if alone else (params, batch) if state is None else (params, batch, state)
     runs: Runs = {}
     timelines: list[Timeline] = []
     done, every = 0, len(variants) * (repeats + 1)
@@ -103,11 +103,10 @@ def profile(
         progress(done, every)
     for variant in variants:
         told = variant if alone else communicate()(variant)
-        how: Any = {} if alone else {"runtime": runtime, "mesh": mesh, "example": example}
-        step = build(told, model, record=True, **how)
+        step = build(told, model, record=True, runtime=runtime, mesh=mesh, example=example)
         found: Runs = {}
         for turn in range(repeats + 1):
-            timeline = step(params, batch, state=state, key=key, **optim).timeline
+            timeline = step(params, batch, state=state, key=key, opt=opt, lr=lr, scale=scale).timeline
             if turn:
                 timelines.append(timeline)
                 took = [(op, end - start) for op, start, end in timeline.events] if alone else kept(timeline)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from fpipe.finding.search import search as find
 from fpipe.model import Model, the_model
-from fpipe.planning.asked import Asked, Said, asked_for, work_of_costs, work_of_model
+from fpipe.planning.candidates import Candidates, Machine, refuse_unshared
 from fpipe.planning.run_plan import PlanRow, RunPlan
-from fpipe.planning.work import Work, at_home
+from fpipe.planning.work import CostsOfParts, Work, at_home, work_of_costs, work_of_model
 from fpipe.program import Program, ProgramError
 from fpipe.timing.amounts import amount
-from fpipe.timing.cluster import Cluster
 from fpipe.timing.costs import Costs, computing
 from fpipe.timing.simulate import simulate
 from fpipe.transforms.chain import chain
@@ -26,26 +25,15 @@ REPLICATED = ("chimera", "dualpipe")
 
 
 def plan_run(
-    what: Model | Said | Mapping[float, Said],
-    params: Sequence[Any] | None = None,
-    batch: tuple[Any, Any] | None = None,
+    what: Model | CostsOfParts | Mapping[float, CostsOfParts],
+    machine: Machine,
+    candidates: Candidates,
     *,
-    state: Sequence[Any] | None = None,
-    ranks: int,
-    microbatches: Collection[int],
+    example: tuple[Any, ...] | None = None,
     rows: int | None = None,
     stages: int | None = None,
-    schedules: Collection[str] | None = None,
-    checkpoint: Collection[str] = ("never", "except_last", "always"),
-    cluster: Cluster | str | None = None,
-    memory: float | None = None,
-    replicas: int | None = None,
-    shard: Collection[str] | None = None,
-    search: float = 0,
     profiled: Collection[int] | None = None,
     repeats: int = 3,
-    flops: float | None = None,
-    seed: int = 0,
     progress: Progress | None = None,
 ) -> RunPlan:
     """Try every schedule, number of microbatches and checkpoint policy: how long a step takes, and what it holds.
@@ -53,30 +41,16 @@ def plan_run(
     Args:
         what: a `Model`, which is profiled here, or costs of one microbatch: of a whole rank, as for `fpipe.compare`, or
             with `stages` of one stage's op. `{rows: costs}` says them for microbatches of several sizes.
-        params, batch, state: of a model, as its step takes them. Its programs give loss and gradients, and no outputs.
-        ranks: how many.
-        microbatches: numbers of them that are tried.
+        machine: the ranks, their memory and links, and how many replicas there are.
+        candidates: numbers of microbatches, schedules and policies that are tried.
+        example: of a model, `(params, batch)` or `(params, batch, state)`, as its step takes them. Its programs give
+            loss and gradients, and no outputs.
         rows: of the batch, where costs are given; by default each microbatch has one row, and so a batch with more of
             them more rows.
         stages: how many there are, where costs are of one stage's op; a model has its own.
-        schedules: names, with options behind a colon; by default all.
-        checkpoint: which of "never", "except_last" and "always" are tried.
-        cluster: what it runs on, a `Cluster` or its text: links, speeds, and memory of ranks.
-        memory: the most that a rank may hold: bytes where they are known, else rows. Bytes are those of parameters
-            (`params` in the bytes of costs), gradients and values; what an optimizer keeps is not among them.
-        replicas: of all ranks, each with a batch like this; by default those of the cluster.
-        shard: which policies of gathering the parameters that replicas share out are tried, of "step", "run" and "use"
-            (`fpipe.shard`), and "never", whole ones on each (`fpipe.data_parallel`); by default there is one replica.
-            A rank holds its part of parameters and added gradients, and what it has gathered, and a step takes until
-            the last gradient is added up. A search is for whole parameters, and what it finds is then sharded.
-        search: seconds for `fpipe.search` to find a schedule for each number of microbatches; its row is `found`. Where
-            the number of stages is open, it is two a rank.
         profiled: the numbers of microbatches at which a model is measured, by default all; costs of others are
             interpolated between the nearest two.
         repeats: how often each op is timed.
-        flops: of a model, operations a second of a rank: costs are those of `fpipe.estimate`, and nothing runs, so that
-            params and batch may be on the meta device.
-        seed: of the random choices of a search.
         progress: called as `progress(done, all, what)`.
 
     Returns:
@@ -87,28 +61,34 @@ def plan_run(
 
     >>> import fpipe
     >>> costs = fpipe.Costs.per_rank(F=10, B=12, W=8, c=0.5)
-    >>> words = {"schedules": ["one_f_one_b", "zb_h1"], "checkpoint": ["never"]}
-    >>> print(plan_run(costs, ranks=2, microbatches=[4, 8], **words))
+    >>> tried = fpipe.Candidates([4, 8], schedules=["one_f_one_b", "zb_h1"], checkpoint=["never"])
+    >>> print(plan_run(costs, fpipe.Machine(ranks=2), tried))
     schedule     m  rows  recompute  seconds  bubble  rows held    rows/s  costs
     zb_h1        8     1  never          256    6.2%          2   0.03125  given  *
     zb_h1        4     1  never          136   11.8%          2  0.029412  given
     one_f_one_b  8     1  never          274   12.4%          2  0.029197  given
     one_f_one_b  4     1  never          152   21.1%          2  0.026316  given
     """
-    on = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    asked = asked_for(ranks, microbatches, checkpoint, schedules, memory, on, search, replicas, shard)
-    told = progress or _quiet
-    if not isinstance(what, Costs | Mapping) and (params is not None or hasattr(what, "state_dict")):
-        what = the_model(what, "params and a batch go with a Model;")
+    for found, kind in ((machine, Machine), (candidates, Candidates)):
+        if not isinstance(found, kind):
+            raise TypeError(f"plan_run(what, machine, candidates) takes an fpipe.{kind.__name__}; found {found!r:.80}.")
+    refuse_unshared(machine, candidates)
+    report = progress or _quiet
+    if not isinstance(what, Costs | Mapping) and (example is not None or hasattr(what, "state_dict")):
+        what = the_model(what, "example= goes with a Model;")
     if isinstance(what, Model):
-        if params is None or batch is None or rows is not None or stages is not None:
-            raise ValueError("a model comes with its params and a batch, and without rows= and stages=, which it has.")
-        work = work_of_model(what, params, batch, state, asked, profiled, repeats, flops, told)
+        if example is None or len(example) not in (2, 3) or rows is not None or stages is not None:
+            raise ValueError("a model comes with example=(params, batch), and without rows= and stages=, which it has.")
+        from fpipe.planning.model_costs import Measured  # torch, which costs that are given do without
+
+        params, batch, *state = example
+        measured = Measured(what, params, batch, state[0] if state else None, machine.flops)
+        work = work_of_model(measured, machine, candidates, profiled, repeats, report)
     else:
-        if any(one is not None for one in (params, batch, profiled, flops)):
-            raise ValueError("params, batch, profiled= and flops= go with a Model; costs are given, not measured.")
-        work = work_of_costs(what, asked, rows, stages)
-    return _Planner(work, asked, seed, told).plan()
+        if any(given is not None for given in (example, profiled, machine.flops)):
+            raise ValueError("example=, profiled= and flops= go with a Model; costs are given, not measured.")
+        work = work_of_costs(what, machine, candidates, rows, stages)
+    return _Planner(work, machine, candidates, report).plan()
 
 
 def _quiet(done: int, every: int, what: str) -> None:
@@ -120,8 +100,8 @@ class _Planner:
     """Ways to run, one after the other; what there is when it is stopped is the plan."""
 
     work: Work
-    asked: Asked
-    seed: int
+    machine: Machine
+    candidates: Candidates
     progress: Progress
     rows: list[PlanRow] = field(default_factory=list[PlanRow])
     refused: dict[str, str] = field(default_factory=dict[str, str])
@@ -136,10 +116,9 @@ class _Planner:
             if not any(row.fits for row in self.rows):
                 raise
             complete = False
-        asked = self.asked
         if not self.rows:
-            said = "; ".join(f"{name}: {why}" for name, why in self.refused.items())
-            raise ValueError(f"no schedule serves {asked.ranks} ranks and these microbatches. {said}")
+            reasons = "; ".join(f"{name}: {why}" for name, why in self.refused.items())
+            raise ValueError(f"no schedule serves {self.machine.ranks} ranks and these microbatches. {reasons}")
         if not any(row.fits for row in self.rows):
             rank, held, closest = min(map(self._tightest, self.rows), key=lambda one: one[1] / self._limit(one[0]))
             raise ValueError(
@@ -149,10 +128,10 @@ class _Planner:
         rows = sorted(self.rows, key=lambda row: (not row.fits, row.seconds_per_row, row.most))
         served = {row.schedule for row in rows}
         refused = tuple((name, why) for name, why in self.refused.items() if name not in served)
-        return RunPlan(tuple(rows), refused, "bytes" if self.in_bytes else "rows", asked.limits, complete)
+        return RunPlan(tuple(rows), refused, "bytes" if self.in_bytes else "rows", self.machine.limits, complete)
 
     def _limit(self, rank: int) -> float:
-        return self.asked.limits[min(rank, len(self.asked.limits) - 1)]
+        return self.machine.limits[min(rank, self.machine.ranks - 1)]
 
     def _tightest(self, row: PlanRow) -> tuple[int, float, PlanRow]:
         """The rank of a way that holds the most of what it may, and what it holds."""
@@ -165,26 +144,19 @@ class _Planner:
         return amount(most, self.in_bytes) + " rows" * (not self.in_bytes)
 
     def _try_all(self) -> None:
-        asked = self.asked
-        ways = [
-            (count, policy, shown, gather)
-            for count in asked.microbatches
-            for policy in asked.checkpoint
-            for shown in asked.schedules
-            for gather in asked.shard
-        ]
-        searched = list(asked.microbatches) if asked.search else []
+        ways = self.candidates.ways
+        searched = [*dict.fromkeys(self.candidates.microbatches)] if self.candidates.search else []
         every = len(ways) + len(searched)
-        for done, (count, policy, shown, gather) in enumerate(ways):
+        for done, (count, policy, name, gather) in enumerate(ways):
             self.progress(done, every, self._said())
             try:
-                program = self.work.program(asked.schedules[shown], asked.ranks, count, policy)
+                program = self.work.program(self.candidates.named[name], self.machine.ranks, count, policy)
                 program = self.work.sharded(program, gather)
                 costs, word = self.work.costs_of(program)
             except ValueError as error:
-                self.refused.setdefault(shown, str(error).removeprefix(f"{shown.partition(':')[0]}: "))
+                self.refused.setdefault(name, str(error).removeprefix(f"{name.partition(':')[0]}: "))
                 continue
-            self._add(shown, policy, gather, program, costs, word)
+            self._add(name, policy, gather, program, costs, word)
         for done, count in enumerate(searched, len(ways)):
             self.progress(done, every, f"searching m={count}")
             self._search(count)
@@ -226,37 +198,37 @@ class _Planner:
 
     def _search(self, count: int) -> None:
         """The schedule that a search finds; what it holds is weighed as for the others."""
-        work, asked = self.work, self.asked
-        base = work.base(2 * asked.ranks, count)
+        work, ranks, policies = self.work, self.machine.ranks, {*self.candidates.checkpoint}
+        base = work.base(2 * ranks, count)
         try:
-            placed = chain(split_backward(), place("linear", ranks=asked.ranks))(base)  # bytes of halves and wholes
+            placed = chain(split_backward(), place("linear", ranks=ranks))(base)  # bytes of halves and wholes
         except ProgramError as error:
             self.refused.setdefault("found", str(error))
             return
         costs, _ = work.costs_of(placed)
-        least = min(asked.limits)
-        kept = 0.0 if costs.bytes is None else max(at_home(placed, costs, rank) for rank in range(asked.ranks))
+        least = min(self.machine.limits)
+        kept = 0.0 if costs.bytes is None else max(at_home(placed, costs, rank) for rank in range(ranks))
         if kept >= least:
             said = f"parameters alone are {amount(kept, True)} on a rank, and it may hold {amount(least, True)}."
             self.refused.setdefault("found", said)
             return
         cap = least / work.rows_of(count) if costs.bytes is None else least - kept
-        policy: Any = asked.checkpoint[0] if len(asked.checkpoint) == 1 else "auto"
+        policy: Any = policies.pop() if len(policies) == 1 else "auto"
         try:
             found = find(
                 base,
                 costs,
-                ranks=asked.ranks,
+                ranks=ranks,
                 memory_cap=None if cap == math.inf else cap,
-                seconds=asked.search,
+                seconds=self.candidates.search,
                 checkpoint=policy,
                 without=() if cap == math.inf else REPLICATED,
-                seed=self.seed,
+                seed=self.candidates.seed,
             )
         except ProgramError as error:  # a mistake in costs is a ValueError, and none of the search
             self.refused.setdefault("found", str(error))
             return
-        for gather in asked.shard:
+        for gather in self.candidates.gathers:
             program = work.sharded(found.program, gather)
             self._add("found", policy, gather, program, *work.costs_of(program))
         if not found.complete:

@@ -79,7 +79,8 @@ class RunPlan(HtmlRepr):
         complete: whether all were tried; False after Ctrl-C.
 
     >>> import fpipe
-    >>> found = fpipe.plan_run(fpipe.Costs(2, 2, 2), ranks=2, microbatches=[4], schedules=["gpipe", "one_f_one_b"])
+    >>> tried = fpipe.Candidates(microbatches=[4], schedules=["gpipe", "one_f_one_b"])
+    >>> found = fpipe.plan_run(fpipe.Costs(2, 2, 2), fpipe.Machine(ranks=2), tried)
     >>> [(row.name, row.makespan, row.most) for row in found.front]
     [('one_f_one_b, m=4', 30.0, 2.0), ('gpipe, m=4, recompute always', 38.0, 1.0)]
     """

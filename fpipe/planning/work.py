@@ -1,17 +1,25 @@
-"""The work to plan: a measured model, or given costs, as programs with their time and memory."""
+"""The work to plan: a measured model, or given costs, as programs with their time and memory.
+
+Costs of microbatches of any size are straight between those of sizes that were given or measured.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
+from fpipe.limits import whole
 from fpipe.model import Model
-from fpipe.planning.cost_curve import CostCurve
+from fpipe.planning.candidates import Candidates, Machine, counts_of_microbatches
 from fpipe.program import PARAMETERS, Program, ProgramError, Value
-from fpipe.schedules.compare import parts_of_a_rank
+from fpipe.schedules.compare import parts_of_a_rank, shared
 from fpipe.schedules.named import Named
+from fpipe.timing.amounts import between
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.costs import Costs
 from fpipe.timing.value_bytes import NamedBytes
@@ -26,6 +34,78 @@ from fpipe.transforms.split import split
 
 if TYPE_CHECKING:
     from fpipe.planning.model_costs import Measured
+
+
+CostsOfParts = Costs | Callable[[float], Costs]
+"""Costs of a whole rank, or `f(parts)`: those of an op where each rank cuts its share into so many parts."""
+
+Share = Callable[[float, int], Costs]
+"""`f(parts, slices)`: the costs of an op where each rank cuts its share of a microbatch into so many parts."""
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """Costs by the rows of a microbatch.
+
+    Args:
+        known: for some numbers of rows.
+        word: what they are: "given" or "measured".
+
+    >>> curve = CostCurve({4.0: lambda v, _: Costs(1 / v), 8.0: lambda v, _: Costs(3 / v)}, "measured")
+    >>> [(costs.forward, word) for costs, word in (curve.at(4, 2), curve.at(6, 1))]
+    [(0.5, 'measured'), (2.0, 'interpolated')]
+    """
+
+    known: Mapping[float, Share]
+    word: str
+
+    def at(self, rows: float, parts: float, slices: int = 1) -> tuple[Costs, str]:
+        """The costs of so many rows, and whether they were given, measured, or interpolated.
+
+        Raises:
+            ValueError: more rows than the most that are known, or fewer than the fewest.
+        """
+        if rows in self.known:
+            return self.known[rows](parts, slices), self.word
+        sizes = sorted(self.known)
+        if not sizes[0] < rows < sizes[-1]:
+            known = ", ".join(f"{size:g}" for size in sizes)
+            raise ValueError(
+                f"a microbatch has {rows:g} rows, and costs are {self.word} for {known} rows; between "
+                "them they are interpolated, beyond them not: add costs for fewer or more rows."
+            )
+        high = bisect_left(sizes, rows)
+        few, many = (self.known[size](parts, slices) for size in sizes[high - 1 : high + 1])
+        return _between(few, many, (rows - sizes[high - 1]) / (sizes[high] - sizes[high - 1])), "interpolated"
+
+
+_SECONDS = ("forward", "backward_input", "backward_weight", "recompute", "backward", "offload", "load", "exchange")
+_SECONDS_OF_MOVES = "send", "receive"
+
+
+def _between(few: Costs, many: Costs, share: float) -> Costs:
+    """Straight between: seconds of ops and of transfers, and bytes; all else as for the smaller microbatch."""
+    mixed = {
+        word: between(word, getattr(few, word), getattr(many, word), share) for word in (*_SECONDS, *_SECONDS_OF_MOVES)
+    }
+    if isinstance(few.transfer, int | float) and isinstance(many.transfer, int | float):
+        mixed["transfer"] = between("transfer", few.transfer, many.transfer, share)
+    return replace(few, **mixed, bytes=_bytes(few.bytes, many.bytes, share))
+
+
+def _bytes(few: Any, many: Any, share: float) -> Any:
+    if isinstance(few, Mapping) and isinstance(many, Mapping):
+        less, more = cast("Mapping[str, Any]", few), cast("Mapping[str, Any]", many)
+        if less.keys() != more.keys():
+            odd = ", ".join(sorted(less.keys() ^ more.keys()))
+            raise ValueError(f"costs of several sizes say bytes of the same values; some say nothing of {odd}.")
+        return {name: between(f"bytes of {name!r}", less[name], more[name], share) for name in less}
+    if isinstance(few, NamedBytes) and isinstance(many, NamedBytes):
+        return few.until(many, share)
+    if not callable(few) or not callable(many):
+        return few
+    lesser, larger = cast("Callable[[Value], float]", few), cast("Callable[[Value], float]", many)
+    return lambda value: between("bytes", lesser(value), larger(value), share)  # pyright: ignore[reportUnknownLambdaType]
 
 
 @dataclass(frozen=True)
@@ -108,3 +188,84 @@ def _size(value: Value, costs: Costs) -> float:
     if isinstance(costs.bytes, Mapping) and value.name not in costs.bytes:
         return 0.0
     return costs.size(value)
+
+
+def work_of_costs(
+    costs: CostsOfParts | Mapping[float, CostsOfParts],
+    machine: Machine,
+    candidates: Candidates,
+    rows: int | None,
+    stages: int | None,
+) -> Work:
+    """Costs that are given, by the rows of a microbatch."""
+    for word, count in (("rows", rows), ("stages", stages)):
+        if count is not None:
+            whole(word, count, most=math.inf)
+    sizes = [1.0 if rows is None else rows / count for count in candidates.microbatches]
+    if isinstance(costs, Mapping):
+        by_size = costs
+        if rows is None:
+            raise ValueError("costs by the rows of a microbatch need rows=, how many the batch has.")
+    else:
+        by_size = dict.fromkeys(sizes, costs)
+        if len(by_size) > 1:
+            raise ValueError(
+                f"microbatches of {', '.join(f'{size:g}' for size in by_size)} rows cost different times: say "
+                "{rows: costs} for two sizes or more, or leave rows= out for batches of different size."
+            )
+    if not by_size or not all(isinstance(size, int | float) and size > 0 for size in by_size):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"costs are listed by the rows of a microbatch, above 0; found {list(by_size)}.")
+    shares = {float(size): _share(each, stages is not None) for size, each in by_size.items()}
+    byte_sizes = [share(1, 1).bytes for share in shares.values()]
+    if len(shares) > 1 and any(hasattr(each, "storages") and not isinstance(each, NamedBytes) for each in byte_sizes):
+        raise ValueError("bytes by fpipe.sizes are of microbatches of one size; say {name: bytes} for each.")
+    silent = [f"{size:g}" for size, each in zip(shares, byte_sizes, strict=True) if each is None]
+    if 0 < len(silent) < len(byte_sizes):
+        raise ValueError(
+            f"costs of several sizes all say bytes, or none do; those of {', '.join(silent)} rows say none."
+        )
+    work = Work(stages, CostCurve(shares, "given"), rows, machine.links, replicas=_sharing(machine, candidates))
+    first, *_ = [work.costs(count, 1)[0] for count in candidates.microbatches]
+    if machine.links is not None and min(machine.links.memory) < math.inf and first.bytes is None:
+        raise ValueError("a cluster's memory is in bytes: say the bytes of values, Costs(bytes=...).")
+    return work
+
+
+def _sharing(machine: Machine, candidates: Candidates) -> int:
+    """How many replicas share parameters out."""
+    return 1 if candidates.shard is None else machine.replica_count
+
+
+def _share(costs: CostsOfParts, of_stage: bool) -> Share:
+    """The costs of an op for each number of parts of a rank."""
+    if isinstance(costs, Costs):
+        return (lambda parts, slices: costs) if of_stage else partial(shared, costs)
+    if not callable(costs):
+        raise TypeError(
+            "what is planned is an fpipe.Model, fpipe.Costs, {rows: costs} or f(parts) -> costs; found "
+            f"{type(costs).__name__}."
+        )
+    return lambda parts, slices: costs(parts)
+
+
+def work_of_model(
+    measured: Measured,
+    machine: Machine,
+    candidates: Candidates,
+    profiled: Collection[int] | None,
+    repeats: int,
+    progress: Callable[[int, int, str], None],
+) -> Work:
+    """A model that is profiled at some numbers of microbatches, or estimated there."""
+    counts = candidates.microbatches if profiled is None else counts_of_microbatches("profiled", profiled)
+    beyond = [count for count in candidates.microbatches if not min(counts) <= count <= max(counts)]
+    if beyond:
+        raise ValueError(
+            f"costs at {beyond[0]} microbatches are not between those at {', '.join(map(str, sorted(counts)))}, which "
+            "are profiled; add a number beyond it to profiled=."
+        )
+    costs = measured.costs(counts, repeats, progress)
+    shares: dict[float, Share] = {rows: (lambda parts, slices, each=each: each) for rows, each in costs.items()}
+    curve = CostCurve(shares, "measured" if measured.flops is None else "estimated")
+    replicas = _sharing(machine, candidates)
+    return Work(measured.model, curve, measured.rows, machine.links, measured, replicas)

@@ -1,0 +1,168 @@
+"""The machine that a run is planned for, and the candidates that a plan tries on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+from fpipe.limits import whole
+from fpipe.schedules.named import Named, parse
+from fpipe.schedules.registry import names
+from fpipe.timing.cluster import Cluster
+from fpipe.transforms.shard import GATHERS, WHOLE, checked_gathers
+
+POLICIES = ("never", "except_last", "always")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The ranks that a run is planned for.
+
+    Args:
+        ranks: how many.
+        memory: the most that a rank may hold: bytes where they are known, else rows. Bytes are those of parameters
+            (`params` in the bytes of costs), gradients and values; an optimizer's state is not among them.
+        cluster: links, speeds and memory of ranks, a `Cluster` or its text.
+        replicas: of all ranks, each with a batch like this; by default those of the cluster.
+        flops: operations a second of a rank: costs of a model are then those of `fpipe.estimate`, and nothing runs, so
+            that parameters and batch may be on the meta device.
+
+    >>> Machine(ranks=2, memory=8e9, cluster="2 ranks; rank 1 memory 4GB").limits
+    (8000000000.0, 4000000000.0)
+    """
+
+    ranks: int
+    memory: float | None = None
+    cluster: Cluster | str | None = None
+    replicas: int | None = None
+    flops: float | None = None
+
+    def __post_init__(self) -> None:
+        whole("ranks", self.ranks)
+        if self.memory is not None:
+            _refuse_amount("memory", self.memory, "the most that a rank may hold, above 0")
+        links = self.links
+        if links is not None and len(links.speed) < self.ranks:
+            raise ValueError(f"there are {self.ranks} ranks, and the cluster has {len(links.speed)}.")
+        if self.replicas is not None:
+            whole("replicas", self.replicas)
+        if links is not None and links.replicas > 1 and self.replicas not in (None, links.replicas):
+            raise ValueError(f"replicas={self.replicas}, and the cluster has {links.replicas}; say them once.")
+
+    @cached_property
+    def links(self) -> Cluster | None:
+        """The cluster, of a text too."""
+        return Cluster.parse(self.cluster) if isinstance(self.cluster, str) else self.cluster
+
+    @property
+    def replica_count(self) -> int:
+        """How many replicas there are."""
+        return self.replicas or (1 if self.links is None else self.links.replicas)
+
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """The most that each rank may hold."""
+        most = math.inf if self.memory is None else float(self.memory)
+        each = [math.inf] * self.ranks if self.links is None else self.links.memory[: self.ranks]
+        return tuple(min(most, limit) for limit in each)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The ways to run a step that a plan tries: each number of microbatches with each of all else.
+
+    Args:
+        microbatches: numbers of them.
+        schedules: names, with options behind a colon; by default all.
+        checkpoint: which of "never", "except_last" and "always".
+        shard: policies of gathering the parameters that replicas share out, of "step", "run" and "use" (`fpipe.shard`),
+            and "never", whole ones on each (`fpipe.data_parallel`); by default there is one replica. A rank holds its
+            part of parameters and added gradients, and what it has gathered, and a step takes until the last gradient
+            is added up. A search is for whole parameters, and what it finds is then sharded.
+        search: seconds for `fpipe.search` to find a schedule for each number of microbatches; its row is `found`. Where
+            the number of stages is open, it is two a rank.
+        seed: of the random choices of a search.
+
+    >>> len(Candidates(microbatches=[8, 16], schedules=["gpipe", "zb_h1"]).ways)
+    12
+    """
+
+    microbatches: Collection[int]
+    schedules: Collection[str] | None = None
+    checkpoint: Collection[str] = POLICIES
+    shard: Collection[str] | None = None
+    search: float = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        counts_of_microbatches("microbatches", self.microbatches)
+        for word in listed("checkpoint", self.checkpoint, f"some of {', '.join(POLICIES)}"):
+            policy(word)
+        if self.schedules is not None:
+            listed("schedules", self.schedules, "names, such as ['zbv']")
+        if self.shard is not None:
+            checked_gathers(listed("shard", self.shard, f"some of {', '.join((*GATHERS, WHOLE))}"), (*GATHERS, WHOLE))
+        if self.search != 0:
+            _refuse_amount("search", self.search, "seconds, from 0")
+        _ = self.named
+
+    @cached_property
+    def named(self) -> Mapping[str, Named]:
+        """The schedules by what they are called."""
+        return {name: parse(name) for name in (names() if self.schedules is None else self.schedules)}
+
+    @property
+    def gathers(self) -> tuple[str, ...]:
+        """The policies of gathering; one that is empty where there is one replica."""
+        return ("",) if self.shard is None else tuple(dict.fromkeys(self.shard))
+
+    @property
+    def ways(self) -> list[tuple[int, str, str, str]]:
+        """Each number of microbatches, policy of recomputing, schedule and policy of gathering."""
+        return [
+            (count, policy, name, gather)
+            for count in dict.fromkeys(self.microbatches)
+            for policy in dict.fromkeys(self.checkpoint)
+            for name in self.named
+            for gather in self.gathers
+        ]
+
+
+def refuse_unshared(machine: Machine, candidates: Candidates) -> None:
+    """A ValueError for replicas without a policy of sharing parameters out, or a policy without replicas."""
+    if candidates.shard is None and machine.replicas is not None:
+        known = ", ".join((*GATHERS, WHOLE))
+        raise ValueError(f"replicas= share parameters out: say how in shard=, some of {known}.")
+    if candidates.shard is not None and machine.replica_count < 2:
+        raise ValueError("shard= needs replicas that share parameters out: say replicas=2, or those of the cluster.")
+
+
+def policy(word: Any) -> str:
+    """One of the policies of recomputing."""
+    if word not in POLICIES:
+        raise ValueError(f"checkpoint lists some of {', '.join(POLICIES)}; found {word!r}.")
+    return word
+
+
+def counts_of_microbatches(word: str, counts: object) -> tuple[int, ...]:
+    """Numbers of microbatches, each of which is at least 1."""
+    numbers = listed(word, counts, "numbers of microbatches, such as [8, 16]")
+    wrong = next((count for count in numbers if type(count) is not int or count < 1), None)
+    if wrong is not None:
+        raise ValueError(f"{word} lists whole numbers, at least 1; found {wrong!r}.")
+    return numbers
+
+
+def listed(word: str, values: object, wanted: str) -> tuple[Any, ...]:
+    """The values of an argument that lists some."""
+    if isinstance(values, str) or not isinstance(values, Collection) or not values:
+        raise ValueError(f"{word} lists {wanted}; found {values!r}.")
+    return tuple(cast("Collection[Any]", values))
+
+
+def _refuse_amount(word: str, amount: object, wanted: str) -> None:
+    if not isinstance(amount, int | float) or isinstance(amount, bool) or not 0 < amount < math.inf:
+        raise ValueError(f"{word} is {wanted}; found {amount!r}.")
