@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
-from fpipe.pictures.axis import clock, ticks
 from fpipe.pictures.colours import FILLS
-from fpipe.pictures.drawn_shapes import EDGE, PIXEL, Area, Drawing, Line, Shape, Text
+from fpipe.pictures.drawn_shapes import EDGE, PIXEL, Area, Drawing, Line, Shape, Text, clock, ticks
 from fpipe.pictures.legend import swatches
 from fpipe.pictures.style import Style
 from fpipe.planning.run_plan import PlanRow, RunPlan

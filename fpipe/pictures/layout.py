@@ -18,10 +18,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from fpipe.pictures.axis import clock, ticks
 from fpipe.pictures.box_labels import GLYPH, SIZES, Labels, first_that_fits, names_of, needs, size_in
 from fpipe.pictures.colours import ink_on
-from fpipe.pictures.drawn_shapes import EDGE, PIXEL, Area, Drawing, Line, Rect, Shape, Text
+from fpipe.pictures.drawn_shapes import EDGE, PIXEL, Area, Drawing, Line, Rect, Shape, Text, clock, ticks
 from fpipe.pictures.legend import legend, outline
 from fpipe.pictures.panel import Bar, Panel, awaited
 from fpipe.pictures.style import PLAIN, Style

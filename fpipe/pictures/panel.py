@@ -9,7 +9,7 @@ from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
-from fpipe.pictures.axis import clock
+from fpipe.pictures.drawn_shapes import clock
 from fpipe.program import LANES, Op, Program, Value, lane_of, parts_of
 from fpipe.timing.amounts import amount
 from fpipe.timing.costs import Costs

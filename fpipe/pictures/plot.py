@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from html import escape
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from fpipe.pictures.box_labels import GLYPH
 from fpipe.pictures.chart import chart
-from fpipe.pictures.drawn_shapes import Drawing
-from fpipe.pictures.html import html
-from fpipe.pictures.layout import lay_out
+from fpipe.pictures.colours import ROLES
+from fpipe.pictures.drawn_shapes import Area, Drawing, Line, Rect, Shape, Text
+from fpipe.pictures.layout import ARROW_ROOM, lay_out, typical_length
 from fpipe.pictures.panel import Panel, panels_of
 from fpipe.pictures.perfetto import perfetto
 from fpipe.pictures.png import draw_onto, raster
-from fpipe.pictures.style import PLAIN, Style
-from fpipe.pictures.svg import svg
+from fpipe.pictures.style import PLAIN, SWITCHES, Style
+from fpipe.pictures.svg import FONT, frame, number, shapes, svg
 from fpipe.pictures.text import Picture, grid, to_scale
 from fpipe.planning.run_plan import RunPlan
 from fpipe.program import HtmlRepr, Program
@@ -134,7 +136,7 @@ def _write(file: Path, what: RunPlan | Sequence[Panel], width: float | None, sty
     if isinstance(what, RunPlan):
         made = _drawn(chart(what, width, style), str(what), ending, style)
     elif ending == ".html":
-        made = html(what, width, style)
+        made = _page(what, width, style)
     elif ending == ".json":
         made = perfetto(what, style)
     else:
@@ -174,3 +176,59 @@ def _pictured(panels: Sequence[Panel], style: Style) -> str:
 _MOST = 10_000
 
 HtmlRepr.painter = _paint
+
+
+def _page(panels: Sequence[Panel], width: float | None = None, style: Style = PLAIN) -> str:
+    """The panels as one HTML file that needs no other.
+
+    What stands for a time is stretched by the viewBox of a picture inside the picture. Words must not be stretched and
+    the axis needs other ticks: the page's script sets both.
+    """
+    style.only("a page", "labels", *SWITCHES, "window", "colours", "ranks")
+    drawing = lay_out(panels, width or 1400, style, every=True)
+    left, span, height = number(drawing.left), number(drawing.span), number(drawing.height)
+    stretched = [_plain(shape) for shape in drawing.timed if isinstance(shape, Rect | Area | Line) and not shape.grid]
+    words = [shape for shape in drawing.timed if isinstance(shape, Text) and not shape.grid]
+    place = f'x="{left}" y="0" width="{span}" height="{height}"'
+    body = (
+        *shapes(drawing.still),
+        f'<svg id="axis" {place} viewBox="0 0 {span} {height}" overflow="visible" font-size="11" text-anchor="middle">',
+        f'</svg><svg id="time" {place} viewBox="{left} 0 {span} {height}" preserveAspectRatio="none">',
+        f'<rect x="{left}" width="{span}" height="{height}" fill="transparent"/>',
+        *shapes(stretched),
+        f'</svg><svg id="words" {place} viewBox="0 0 {span} {height}">',
+        *shapes(words),
+        "</svg>",
+    )
+    seconds = drawing.end - drawing.start or 1.0
+    wide = typical_length(panels) * drawing.span / seconds
+    facts = {
+        "left": drawing.left,
+        "span": drawing.span,
+        "height": drawing.height,
+        "arrows": ARROW_ROOM / wide if wide and style.arrows is None else 0.0,
+        "start": drawing.start * drawing.clock.per_second,
+        "seconds": seconds * drawing.clock.per_second,
+        "bands": drawing.bands,
+        "bottom": drawing.bottom,
+    }
+    page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    for role in ("wait", "rule", "faint", "ink"):
+        for paper, colour in zip(("LIGHT", "DARK"), ROLES[role], strict=True):
+            page = page.replace(f"{paper}_{role.upper()}", colour)
+    for word, given in {
+        "LIGHT": ROLES["paper"][0],
+        "DARK": ROLES["paper"][1],
+        "FONT": FONT,
+        "GLYPH": str(GLYPH),
+        "FACTS": json.dumps(facts),
+        "TITLE": escape(", ".join(panel.name for panel in panels if panel.name) or "fpipe"),
+        "PICTURE": frame(drawing, "\n".join(body)),
+    }.items():
+        page = page.replace(word, given)
+    return page
+
+
+def _plain(shape: Shape) -> Shape:
+    """Without an arrow's head, which would be stretched."""
+    return shape._replace(arrow=False) if isinstance(shape, Line) else shape

@@ -7,8 +7,8 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from fpipe.pictures.axis import clock, ticks
 from fpipe.pictures.colours import WORDS, terminal
+from fpipe.pictures.drawn_shapes import clock, ticks
 from fpipe.pictures.panel import Panel
 from fpipe.pictures.style import PLAIN, Style
 from fpipe.program import LANES, HtmlRepr, Op, lane_of
