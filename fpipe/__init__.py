@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from fpipe.finding.search import search
     from fpipe.graphs.linearize import Linearized, linearize
     from fpipe.graphs.tracing.keep import keep
+    from fpipe.meaning.from_functions import from_functions
     from fpipe.meaning.meaning import register_meaning
     from fpipe.meaning.optimizers.optimizer_state import optimizer_state
     from fpipe.meaning.optimizers.rules import register_update
@@ -65,7 +66,6 @@ if TYPE_CHECKING:
     from fpipe.measuring.profile import profile
     from fpipe.measuring.sizes import Sizes, sizes
     from fpipe.models.exchange import exchange
-    from fpipe.models.from_functions import from_functions
     from fpipe.models.from_loss import from_loss
     from fpipe.models.from_module import from_module
     from fpipe.models.from_sequential import from_sequential
@@ -111,7 +111,7 @@ _LATE = {
     "derived.evaluating": ("evaluating",),
     "derived.freeze": ("freeze",),
     "models.exchange": ("exchange",),
-    "models.from_functions": ("from_functions",),
+    "meaning.from_functions": ("from_functions",),
     "models.from_loss": ("from_loss",),
     "models.from_module": ("from_module",),
     "models.from_sequential": ("from_sequential",),

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn, overrides
 from torch._ops import OpOverload as OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.nn.modules import module
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 from torch.utils import _device  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
@@ -247,3 +249,38 @@ def function_transform() -> str | None:
     if around is None or around.key() == _C._functorch.TransformType.Functionalize:
         return None
     return around.key().name.lower()
+
+
+OWN_DICTS = ("_modules", "_parameters", "_buffers")
+"""The attributes in which a module has its children and tensors (2.13)."""
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a batch or instance norm of any dimensions (2.13: `_NormBase`)."""
+    return isinstance(module, _NormBase)
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether a module is a batch norm of any dimensions (2.13: `_BatchNorm`)."""
+    return isinstance(module, _BatchNorm)
+
+
+def is_dropout(module: nn.Module) -> TypeGuard[_DropoutNd]:
+    """Whether a module is a dropout of any kind (2.13: `_DropoutNd`)."""
+    return isinstance(module, _DropoutNd)
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """The hooks that a call of a module, or its backward, runs (2.13: four dicts)."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return [hook for kind in kinds for hook in vars(module).get(kind, {}).values()]
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether hooks wait for the gradient of a tensor (2.13: two dicts)."""
+    return any(getattr(tensor, kind, None) for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+
+
+def has_own_samples(pool: nn.Module) -> bool:
+    """Whether a fractional pool was handed its random numbers (2.13: `_random_samples`)."""
+    return getattr(pool, "_random_samples", None) is not None

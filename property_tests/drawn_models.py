@@ -11,8 +11,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fpipe.meaning.from_functions import from_functions
 from fpipe.model import Model
-from fpipe.models.from_functions import from_functions
 from property_tests.drawn_programs import Takes, graphs
 from property_tests.stage_functions import BODIES, LOSSES, DrawnStage
 

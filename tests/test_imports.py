@@ -61,8 +61,7 @@ import fpipe
 def layer(params, x):
     return (x @ params["w"]).tanh()
 
-stages = (fpipe.Stage(layer), fpipe.Stage(layer))
-model = fpipe.Model(stages, torch.nn.functional.mse_loss, ("batch", 0))
+model = fpipe.from_functions([layer, layer], torch.nn.functional.mse_loss)
 params = ({"w": torch.eye(2)}, {"w": torch.eye(2)})
 batch = torch.ones(4, 2), torch.zeros(4, 2)
 program = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge())(fpipe.program(model))

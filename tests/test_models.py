@@ -2,8 +2,8 @@ import functools
 
 import torch
 
+from fpipe.meaning.from_functions import from_functions
 from fpipe.model import normalise_inputs
-from fpipe.models.from_functions import from_functions
 from tests.refusals import refusals
 
 

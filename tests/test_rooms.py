@@ -50,7 +50,7 @@ runtimes/lowering <- root meaning/purity meaning/optimizers meaning/stages meani
 runtimes/faults <- root meaning/purity torch_private graphs/language runtimes/lowering
 runtimes/in_process <- root meaning/purity meaning/optimizers transforms meaning/single_device meaning graphs/language
     graphs/tracing runtimes/lowering
-models <- root meaning/purity timing meaning/stages meaning/single_device torch_private graphs/tracing
+models <- root meaning/purity timing meaning/stages meaning/single_device meaning torch_private graphs/tracing
     models/parameters models/modules models/tracing models/cutting
 runtimes/processes <- root meaning/purity meaning/optimizers transforms meaning/stages meaning/single_device meaning
     torch_private graphs/language graphs/tracing graphs/compiling runtimes/lowering runtimes/faults
@@ -59,8 +59,8 @@ measuring <- root meaning/purity meaning/optimizers transforms timing meaning/si
     runtimes/lowering runtimes/processes runtimes
 planning <- root transforms timing schedules meaning/single_device finding measuring
 pictures <- root timing planning
-testing <- root transforms timing schedules verification models pictures
-cli <- root transforms timing schedules verification finding models/parameters interop oracle models runtimes
+testing <- root transforms timing schedules meaning verification pictures
+cli <- root transforms timing schedules meaning verification finding models/parameters interop oracle models runtimes
     measuring planning pictures
 """
 ROOMS = {

@@ -22,8 +22,8 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", NORMS)
 def test_a_norm_runs_without_its_statistics_and_shows_its_input(name: str):
     norm, seen, x = NORMS[name](), list[Tensor](), torch.randn(4, 3, 5)
-    assert modules.is_norm(norm), f"{name} is no _NormBase any more: what it remembers would not be found"
-    assert modules.is_batch_norm(norm) == ("Batch" in name), "_BatchNorm is no longer the class of all batch norms"
+    assert torch_internals.is_norm(norm), f"{name} is no _NormBase any more: what it remembers would not be found"
+    assert torch_internals.is_batch_norm(norm) == ("Batch" in name), "_BatchNorm is not the class of all batch norms"
     assert modules.has_torchs_forward(norm), f"{name}.forward is another class's: its updates would not be apart"
     before = {key: held.clone() for key, held in norm.named_buffers()}
     with modules.without_statistics(norm, seen.append):
@@ -63,19 +63,21 @@ def test_weights_that_a_module_keeps_beside_its_parameters_are_known():
 
 def test_hooks_are_seen():
     net, leaf = nn.Linear(2, 2), torch.ones(2, requires_grad=True)
-    assert not modules.hooks_of(net)
-    assert not modules.has_gradient_hooks(leaf)
+    assert not torch_internals.hooks_of(net)
+    assert not torch_internals.has_gradient_hooks(leaf)
     net.register_full_backward_hook(lambda *_: None)
     leaf.register_post_accumulate_grad_hook(lambda _: None)
-    assert modules.hooks_of(net), "a module's hooks are in other dicts: from_sequential would not refuse them"
-    assert modules.has_gradient_hooks(leaf), "a tensor's hooks are in other dicts: a stage would not run them"
+    assert torch_internals.hooks_of(net), "a module's hooks are in other dicts: from_sequential would not refuse them"
+    assert torch_internals.has_gradient_hooks(leaf), "a tensor's hooks are in other dicts: a stage would not run them"
 
 
 def test_modules_that_draw_are_known():
-    assert all(map(modules.is_dropout, [nn.Dropout(), nn.AlphaDropout()])), "dropouts have no common class any more"
-    own = nn.FractionalMaxPool2d(2, output_size=2, _random_samples=torch.rand(1, 1, 2))
-    found = modules.has_own_samples(own), modules.has_own_samples(nn.FractionalMaxPool2d(2, output_size=2))
-    assert found == (True, False), "a fractional pool keeps its random numbers elsewhere"
+    dropouts = nn.Dropout(), nn.AlphaDropout()
+    assert all(map(torch_internals.is_dropout, dropouts)), "dropouts have no common class any more"
+    given = nn.FractionalMaxPool2d(2, output_size=2, _random_samples=torch.rand(1, 1, 2))
+    drawn = nn.FractionalMaxPool2d(2, output_size=2)
+    has_samples = [torch_internals.has_own_samples(pool) for pool in (given, drawn)]
+    assert has_samples == [True, False], "a fractional pool keeps its random numbers elsewhere"
 
 
 def test_forward_mode_loads_without_a_warning():

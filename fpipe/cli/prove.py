@@ -75,7 +75,7 @@ def _small_model(program: Program) -> tuple[Model, tuple[dict[str, Tensor], ...]
     with sequence slices it is causal along the sequence, and the slices are not all of one length."""
     import torch
 
-    from fpipe.models.from_functions import from_functions
+    from fpipe.meaning.from_functions import from_functions
 
     make = torch.Generator().manual_seed(0)
     params = tuple(

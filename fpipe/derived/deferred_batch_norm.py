@@ -14,7 +14,8 @@ from torch import Tensor
 from fpipe.model import Model, Stage, the_model
 from fpipe.models.modules.batch_norm import Norms, Notes, count_batch, refuse_other_channels, updated
 from fpipe.models.modules.stage_module import StageModule
-from fpipe.torch_private.modules import has_torchs_forward, is_batch_norm
+from fpipe.torch_internals import is_batch_norm
+from fpipe.torch_private.modules import has_torchs_forward
 
 
 def deferred_batch_norm(model: Model) -> Model:

@@ -22,8 +22,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from fpipe import tree
+from fpipe.meaning.from_functions import from_functions
 from fpipe.meaning.purity.ambient import refuse_odd_modes
 from fpipe.meaning.purity.attributes import modules_of
+from fpipe.meaning.purity.fingerprint import Fingerprint
+from fpipe.meaning.purity.known_modules import refuse_wrapped
 from fpipe.meaning.purity.pure import pure
 from fpipe.meaning.purity.sharded import is_sharded
 from fpipe.meaning.single_device.batches import check_batch
@@ -32,9 +35,6 @@ from fpipe.model import LossFunction, Model, Reduction, odd_signature
 from fpipe.models.cutting.cut_net import CutNet
 from fpipe.models.cutting.loss_part import LossPart
 from fpipe.models.cutting.marked_graph import MarkedGraph
-from fpipe.models.from_functions import from_functions
-from fpipe.models.modules.fingerprint import Fingerprint
-from fpipe.models.modules.known_modules import refuse_wrapped
 from fpipe.models.tracing.boundary import seeding
 from fpipe.models.tracing.contexts import autocast_eps
 from fpipe.models.tracing.net_graph import NetTensors

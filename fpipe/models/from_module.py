@@ -19,7 +19,9 @@ from torch.export import ExportedProgram
 
 from fpipe import tree
 from fpipe.limits import whole
+from fpipe.meaning.from_functions import from_functions
 from fpipe.meaning.purity.ambient import refuse_odd_modes
+from fpipe.meaning.purity.fingerprint import Fingerprint
 from fpipe.meaning.single_device.microbatch import cut as cut_rows
 from fpipe.meaning.stages.symbols import in_words
 from fpipe.model import LossFunction, Model, Reduction
@@ -30,8 +32,6 @@ from fpipe.models.cutting.cut_report import CutReport
 from fpipe.models.cutting.marked_graph import MarkedGraph, draws_random
 from fpipe.models.cutting.net_state import split_norms
 from fpipe.models.cutting.place_cuts import place_cuts
-from fpipe.models.from_functions import from_functions
-from fpipe.models.modules.fingerprint import Fingerprint
 from fpipe.models.tracing.contexts import autocast_eps
 from fpipe.models.tracing.net_graph import NetGraph, read_graph, tensors_of
 from fpipe.models.tracing.opaque import Exported, export_around

@@ -15,15 +15,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fpipe.meaning.purity.known_modules import refuse_net
 from fpipe.meaning.purity.own_memory import memory
 from fpipe.model import Model, Reduction
-from fpipe.models.modules.known_modules import refuse_net
 from fpipe.models.modules.skips import plan_skips
 from fpipe.models.modules.stage_module import How, StageModule
 from fpipe.models.of_modules import Leaf, Params, names_of, of_modules
 from fpipe.timing.balance import balance
-from fpipe.torch_internals import held_by
-from fpipe.torch_private.modules import hooks_of
+from fpipe.torch_internals import held_by, hooks_of
 
 
 def from_sequential(

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fpipe.meaning.from_functions import from_functions
+from fpipe.meaning.purity.fingerprint import Fingerprint
 from fpipe.model import Model, Reduction, Source
-from fpipe.models.from_functions import from_functions
-from fpipe.models.modules.fingerprint import Fingerprint
 from fpipe.models.modules.stage_module import StageModule
 from fpipe.models.modules.written_buffers import written_buffers
 from fpipe.models.parameters.handed_out import HandedOut

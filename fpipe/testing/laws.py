@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fpipe.check import check
+from fpipe.meaning.from_functions import from_functions
 from fpipe.model import Model, Source, one_or_all
-from fpipe.models.from_functions import from_functions
 from fpipe.pictures.plot import plot
 from fpipe.program import Program, ProgramError, parts_of
 from fpipe.schedules.registry import about

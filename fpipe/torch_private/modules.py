@@ -5,36 +5,17 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # pyright: ignore[reportPrivateUsage]
-from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.utils.parametrizations import _SpectralNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from fpipe.torch_internals import WEIGHT_LISTS
+from fpipe.torch_internals import WEIGHT_LISTS, is_batch_norm
 from fpipe.torch_private.dispatch import without_deprecations
-
-OWN_DICTS = ("_modules", "_parameters", "_buffers")
-"""The attributes in which a module has its children and tensors (2.13)."""
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a batch or instance norm of any dimensions (2.13: `_NormBase`)."""
-    return isinstance(module, _NormBase)
-
-
-def is_batch_norm(module: nn.Module) -> bool:
-    """Whether a module is a batch norm of any dimensions (2.13: `_BatchNorm`)."""
-    return isinstance(module, _BatchNorm)
-
-
-def is_dropout(module: nn.Module) -> TypeGuard[_DropoutNd]:
-    """Whether a module is a dropout of any kind (2.13: `_DropoutNd`)."""
-    return isinstance(module, _DropoutNd)
 
 
 def has_torchs_forward(norm: nn.Module) -> bool:
@@ -130,22 +111,6 @@ def told_of_assignments(told: Callable[[nn.Module, str, Any, Callable[..., None]
         yield
     finally:
         nn.Module.__setattr__ = assign
-
-
-def hooks_of(module: nn.Module) -> list[Any]:
-    """The hooks that a call of a module, or its backward, runs (2.13: four dicts)."""
-    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return [hook for kind in kinds for hook in vars(module).get(kind, {}).values()]
-
-
-def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Whether hooks wait for the gradient of a tensor (2.13: two dicts)."""
-    return any(getattr(tensor, kind, None) for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"))
-
-
-def has_own_samples(pool: nn.Module) -> bool:
-    """Whether a fractional pool was handed its random numbers (2.13: `_random_samples`)."""
-    return getattr(pool, "_random_samples", None) is not None
 
 
 def load_forward_mode() -> None:

@@ -13,13 +13,13 @@ from torch import Tensor, fx
 
 from fpipe import tree
 from fpipe.meaning.purity.attributes import Modules
+from fpipe.meaning.purity.known_modules import may_depend_on_mode
 from fpipe.model import Source, one_or_all
 from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.cut_at_marks import StageGraphs
 from fpipe.models.cutting.graph_stage import GraphStage
 from fpipe.models.cutting.marked_graph import MarkedGraph
 from fpipe.models.cutting.net_state import without_normalising, written_by
-from fpipe.models.modules.known_modules import may_depend_on_mode
 from fpipe.models.modules.modes import Modes
 from fpipe.models.parameters.handed_out import HandedOut
 from fpipe.models.tracing.net_graph import NetGraph, NetTensors

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fpipe.torch_internals import version_of
-from fpipe.torch_private.modules import has_torchs_forward, is_batch_norm, is_norm, is_single, without_statistics
+from fpipe.torch_internals import is_batch_norm, is_norm, version_of
+from fpipe.torch_private.modules import has_torchs_forward, is_single, without_statistics
 
 Norms = Sequence[tuple[str, Any]]
 Notes = Sequence[Sequence[Any]]

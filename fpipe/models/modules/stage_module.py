@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from fpipe import tree
 from fpipe.meaning.purity.attributes import Attributes
+from fpipe.meaning.purity.fingerprint import module_key
+from fpipe.meaning.purity.known_modules import draws_random, refuse_impure
 from fpipe.meaning.purity.own_memory import Followed, OwnMemory, memory
 from fpipe.meaning.purity.pure import Impure, reads_update
 from fpipe.meaning.purity.value_key import Same
@@ -31,14 +33,12 @@ from fpipe.models.modules.batch_norm import (
     updated,
     updates_apart,
 )
-from fpipe.models.modules.fingerprint import module_key
-from fpipe.models.modules.known_modules import draws_random, refuse_impure
 from fpipe.models.modules.modes import Modes
 from fpipe.models.modules.skips import Skips, run_children
 from fpipe.models.parameters.handed_out import HandedOut
 from fpipe.positional_stage import Names, PositionalStage
-from fpipe.torch_internals import held_by
-from fpipe.torch_private.modules import cached_weights, caches_weights, hold, is_batch_norm, spectral_buffers
+from fpipe.torch_internals import held_by, is_batch_norm
+from fpipe.torch_private.modules import cached_weights, caches_weights, hold, spectral_buffers
 
 How = Literal["update", "ordered"]
 """Of a buffer that is written: whether only updates read it, or outputs too, so that forwards keep to their order."""

@@ -20,10 +20,10 @@ from torch.export import ExportedProgram
 
 from fpipe import tree
 from fpipe.meaning.purity.attributes import Attributes
+from fpipe.meaning.purity.known_modules import refuse_net
 from fpipe.meaning.purity.sharded import is_sharded, refuse_sharded
 from fpipe.meaning.stages.symbols import in_words
 from fpipe.models.modules.batch_norm import tracks
-from fpipe.models.modules.known_modules import refuse_net
 from fpipe.models.tracing.boundary import marking
 from fpipe.models.tracing.places import noting_places, place_of_caller, place_of_error
 from fpipe.models.tracing.sharded_net import as_whole

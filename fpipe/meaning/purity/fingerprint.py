@@ -17,13 +17,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from fpipe.meaning.purity.attributes import Modules, modules_of
+from fpipe.meaning.purity.known_modules import may_depend_on_mode
 from fpipe.meaning.purity.own_memory import memory
 from fpipe.meaning.purity.value_key import Same, value_key
 from fpipe.model import Model
-from fpipe.models.modules.known_modules import may_depend_on_mode
 from fpipe.positional_stage import of_net
-from fpipe.torch_internals import WEIGHT_LISTS, held_by
-from fpipe.torch_private.modules import OWN_DICTS, has_gradient_hooks, hooks_of
+from fpipe.torch_internals import OWN_DICTS, WEIGHT_LISTS, has_gradient_hooks, held_by, hooks_of
 
 Home = tuple[Any, str, str]
 """Where a tensor is: the dict that has it, its name there, and what errors call it."""

@@ -9,7 +9,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parameter import is_lazy
 
-from fpipe.torch_private.modules import has_gradient_hooks, has_own_samples, is_dropout, is_norm
+from fpipe.torch_internals import has_gradient_hooks, has_own_samples, is_dropout, is_norm
 
 
 def may_depend_on_mode(module: nn.Module) -> bool:
