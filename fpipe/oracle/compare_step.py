@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fpipe import tree
@@ -26,14 +27,22 @@ from fpipe.meaning.single_device.params_and_state import check_all_state
 from fpipe.meaning.single_device.result import Result
 from fpipe.model import Model, the_model
 from fpipe.models.parameters.params import join_params
-from fpipe.oracle.after_steps import AfterSteps
-from fpipe.oracle.beside import beside, differ_by_rank, one_a_step, told_of
+from fpipe.oracle.after_steps import GRADIENT, AfterSteps, shaken
 from fpipe.oracle.compare_grads import by_name, numbered_leaves
 from fpipe.oracle.gradient_changes import Parts
 from fpipe.oracle.rank_pieces import Pieces, Region, put_together
-from fpipe.oracle.step_mistakes import Loop
+from fpipe.oracle.step_mistakes import Loop, clipped_by_parts
 from fpipe.transforms.update import words_of_update
-from fpipe.verification.report import Close, GradientMismatch, Report, in_words, is_comparable, listed
+from fpipe.verification.report import (
+    Close,
+    GradientMismatch,
+    Report,
+    in_words,
+    is_comparable,
+    is_mean_to_rounding,
+    listed,
+    wide,
+)
 
 
 def compare_step(
@@ -131,14 +140,14 @@ def compare_step(
         words=words,
         rates=[{word: one for word, one in of.items() if word not in settled} for of in numbers],
         plain=_Plain(model, params, state, steps),
-        keys=one_a_step(key, len(each), "key"),
+        keys=_values_by_step(key, len(each), "key"),
         places=_places(pieces, found),
     )
     expected = _run(loop, batches)
     judged = AfterSteps(found, loop, expected, close)
     apart = [*pieces.apart] if pieces is not None else []
-    told = [*differ_by_rank(judged, apart), *beside(judged, grads or {}, opt_after or {})]
-    told += [*told_of("loss", loss, expected.loss), *told_of("norm", norm, expected.norm or ())]
+    told = [*_differing_copies(judged, apart), *_wrong_values(judged, grads or {}, opt_after or {})]
+    told += [*_wrong_series("loss", loss, expected.loss), *_wrong_series("norm", norm, expected.norm or ())]
     report = judged.report
     if not judged.wrong and not told:
         return report if grads or opt_after else replace(report, notes=(*report.notes, *judged.untold(norm)))
@@ -262,3 +271,91 @@ def _by_ranks(model: Model, after: Sequence[Any]) -> bool:
     """Whether these are dicts by the names of a net, of a stage or a rank each."""
     flat = all(isinstance(one, Mapping) and all(isinstance(name, str) for name in one) for one in after)
     return flat and all(stage.names is not None for stage in model.stages)
+
+
+def _values_by_step(values: Any, steps: int, word: str) -> list[Any]:
+    """The value of each step, from one for all steps or a list.
+
+    Raises:
+        TypeError: no numbers.
+        ValueError: not as many as steps.
+    """
+    by_step: list[Any] = [*values] if isinstance(values, list | tuple) else [values] * steps
+    wrong = next((value for value in by_step if not isinstance(value, int | float | Tensor | None)), None)
+    if wrong is not None:
+        raise TypeError(f"{word} is one number, or a list with that of each step; found {wrong!r}.")
+    if len(by_step) != steps:
+        raise ValueError(f"{word} is one number, or a list of {steps}, one for each step; found {len(by_step)}.")
+    return by_step
+
+
+def _differing_copies(judged: AfterSteps, names: Sequence[str]) -> list[str]:
+    """Describe parameters of which ranks had copies before the steps, and have different ones after them."""
+    if not names:
+        return []
+    for words, loop in clipped_by_parts(judged.loop):
+        if not judged.wrong_beside(loop, loop.run()):
+            return [f"Ranks have copies that differ, such as {names[0]}: {words}."]
+    words = "Ranks have copies that differ: gradients of these are not added over replicas or tensor-parallel ranks"
+    norms = ", or each rank clips by a norm of its own" * (judged.loop.words.clip is not None)
+    return [f"{words}{norms}: {listed(names)}."]
+
+
+def _not_added(name: str, ranks: Sequence[Tensor], right: Tensor) -> str:
+    """Describe a gradient of which each rank has an addend of a sum, or of a mean, that is not added up."""
+    many, total = len(ranks), torch.stack([wide(one) for one in ranks]).sum(0)
+    close = Close(_NEAR, _NEAR * float(wide(right).abs().max()))
+    times = next((k for k in range(1, many + 1) if many % k == 0 and close(total / k, wide(right))), None)
+    if times is None:
+        return f"The gradient of {name} is another one on each of {many} ranks that are to have copies."
+    have = "have the mean" if times == many else f"add up to {times} times" if times > 1 else "add up to"
+    return f"The gradient of {name} is not added over ranks: those of {many} {have} the right one."
+
+
+_NEAR = 1e-4
+"""How near a sum over ranks is to the gradient that it explains."""
+
+
+def _wrong_values(
+    judged: AfterSteps,
+    grads: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    states: Mapping[str, Mapping[str, Any]],
+) -> list[str]:
+    """Describe gradients and optimizer state that differ from the loop's."""
+    right, said = judged.values_of(judged.expected), list[str]()
+    if not isinstance(grads, Mapping):
+        shapes = {name.removeprefix(GRADIENT): leaf.shape for name, leaf in right.items()}
+        _refuse_unknown([GRADIENT + name for one in grads for name in one], right)
+        pieces = put_together(grads, shapes)
+        for name, ranks in pieces.apart.items():
+            said.append(_not_added(name, ranks, right[GRADIENT + name]))
+        grads = {name: leaf for name, leaf in pieces.whole.items() if name not in pieces.apart}
+    given = {GRADIENT + name: leaf for name, leaf in grads.items()}
+    given |= {f"{word} of {name}": leaf for name, state in states.items() for word, leaf in state.items()}
+    _refuse_unknown([*given], right)
+    found = {
+        what: torch.as_tensor(leaf.full_tensor() if is_sharded(leaf) else leaf).detach() for what, leaf in given.items()
+    }
+    for what, leaf in found.items():
+        if leaf.shape != right[what].shape:
+            raise ValueError(f"{what} has the shape {[*leaf.shape]}, and is to have {[*right[what].shape]}.")
+    odd = [what for what, leaf in found.items() if not judged.same(leaf, right[what])]
+    if odd and judged.close is None:
+        moved = judged.values_of(shaken(judged.loop).run())
+        odd = [what for what in odd if not judged.near(found[what], right[what], moved[what])]
+    return said + [f"{len(odd)} of {len(given)} values beside the parameters are others: {listed(odd)}."] * bool(odd)
+
+
+def _refuse_unknown(given: Sequence[str], right: Mapping[str, Tensor]) -> None:
+    unknown = next((what for what in given if what not in right), None)
+    if unknown is not None:
+        raise ValueError(f"there is nothing to compare {unknown} with; there is {listed([*right])}.")
+
+
+def _wrong_series(word: str, told: Any, expected: Any) -> list[str]:
+    """Describe the first loss or norm of another pipeline that differs from the loop's."""
+    for step, (one, right) in enumerate(zip(_values_by_step(told, len(expected), word), expected, strict=True)):
+        if told is not None and not is_mean_to_rounding(torch.as_tensor(one, dtype=torch.float32), right.float()):
+            times = f": {float(one) / float(right):.4g} x" if right else ""
+            return [f"The {word} of step {step} is {float(one):g}, and not {float(right):g}{times}."]
+    return []

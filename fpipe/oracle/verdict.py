@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from fpipe.model import Reduction
-from fpipe.verification.report import is_finite, largest, wide
-from fpipe.verification.rounding import distance, norm, tolerance, vanish
+from fpipe.verification.report import distance, is_finite, largest, norm, tolerance, vanish, wide
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,13 @@ from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.stages.outputs import split_loss
 from fpipe.model import LossFunction, Model, Stage
 from fpipe.verification.reference_settings import StepArguments
-from fpipe.verification.report import GradientMismatch, Report, largest
-from fpipe.verification.rounding import (
+from fpipe.verification.report import (
     Coarsest,
+    GradientMismatch,
+    Report,
     distance,
     is_mean_to_rounding,
+    largest,
     norm,
     to_rounding,
     tolerance,
