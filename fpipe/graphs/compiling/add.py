@@ -5,6 +5,7 @@ g_0 = mm(a, b)        --> adding -->        g_0 = mm(a, b); sum_0 += g_0        
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -38,7 +39,8 @@ def adding(graph: Graph, labels: Sequence[str], flags: Any, *, exact: bool = Tru
     Unless `exact`, a sum takes every product in by one call, whose bits may be others than those of two. `flags` choose
     kernels (`ambient.kernels`); None of what never runs.
     """
-    written = {node.name: at for at, node in enumerate(graph.nodes)}
+    uses = _Uses(graph)
+    written = uses.positions
     behind: dict[int, list[Node]] = {}
     dropped: set[int] = set()
     facts, reads, writes = dict(graph.facts), dict(graph.reads), {}
@@ -56,7 +58,7 @@ def adding(graph: Graph, labels: Sequence[str], flags: Any, *, exact: bool = Tru
             total = Name(variable(sums, at))
             totals.append(total)
             facts[total] = facts[leaf]
-            product = _product(graph, leaf, flags, exact)
+            product = _product(uses, leaf, flags, exact)
             if product is not None:
                 made, turned, here = product
                 dropped |= {written[name] for name in made}
@@ -81,25 +83,37 @@ def adding(graph: Graph, labels: Sequence[str], flags: Any, *, exact: bool = Tru
     return replace(graph, nodes=tuple(nodes), facts=facts, reads=reads, writes=writes)
 
 
-def _product(graph: Graph, leaf: Name, flags: Any, exact: bool) -> tuple[list[Name], bool, int] | None:
+class _Uses:
+    """Who writes and reads each value of a graph, looked up once for all its gradients."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.positions = {node.name: at for at, node in enumerate(graph.nodes)}
+        self.read_counts = Counter(name for node in graph.nodes for name in node.reads)
+        self.result_counts = Counter(
+            leaf for leaves in graph.writes.values() for leaf in leaves if isinstance(leaf, Name)
+        )
+
+    def writer(self, name: Name) -> Node | None:
+        """Return the op that writes a value; None if it is read by the graph as it is."""
+        return self.graph.nodes[self.positions[name]] if name in self.positions else None
+
+
+def _product(uses: _Uses, leaf: Name, flags: Any, exact: bool) -> tuple[list[Name], bool, int] | None:
     """The mm (and the transpose of it) that a gradient is, if nobody else reads it and the sum can take it in."""
-    nodes = {node.name: node for node in graph.nodes}
     made, turned = leaf, False
-    node = nodes.get(leaf)
+    node = uses.writer(leaf)
     if node is not None and node.op is _aten.t.default:
         made, turned = node.args[0], True
-        node = nodes.get(made)
+        node = uses.writer(made)
     if node is None or node.op is not _aten.mm.default:
         return None
-    readers = sum(other.reads.count(made) for other in graph.nodes)
-    results = [name for leaves in graph.writes.values() for name in leaves]
-    if readers != turned or results.count(leaf) + (results.count(made) if turned else 0) != 1:
+    if uses.read_counts[made] != turned or uses.result_counts[leaf] + turned * uses.result_counts[made] != 1:
         return None
-    one, two, whole = (graph.facts[name].aval for name in (*node.args, made))
+    one, two, whole = (uses.graph.facts[name].aval for name in (*node.args, made))
     if exact and (flags is None or not _same_bits(whole, one, two, flags)):
         return None
-    place = next(at for at, other in enumerate(graph.nodes) if other.name == made)
-    return [made, leaf] if turned else [made], turned, place
+    return [made, leaf] if turned else [made], turned, uses.positions[made]
 
 
 @cache
