@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     from fpipe.derived.custom_stage import custom_stage
     from fpipe.derived.deferred_batch_norm import deferred_batch_norm
     from fpipe.derived.dual import Dual, make_dual, unpack_dual
-    from fpipe.derived.evaluating import evaluating
-    from fpipe.derived.freeze import freeze
+    from fpipe.derived.freeze import evaluating, freeze
     from fpipe.derived.jvp import jvp
     from fpipe.derived.per_example import per_example
     from fpipe.finding.found import Found
@@ -71,9 +70,9 @@ if TYPE_CHECKING:
     from fpipe.models.from_sequential import from_sequential
     from fpipe.models.modules.skips import Pop, Stash
     from fpipe.models.parameters.checkpoints import gather_state_dict, load, save
+    from fpipe.models.parameters.first_values import shard_params
     from fpipe.models.parameters.grads import add_grads, assign_grads, clip_grads, global_norm
     from fpipe.models.parameters.load import init_params, load_params
-    from fpipe.models.parameters.own_shards import shard_params
     from fpipe.models.parameters.params import join_params, local_params, split_params
     from fpipe.models.tracing.boundary import boundary
     from fpipe.oracle.compare_grads import compare_grads
@@ -108,8 +107,7 @@ _LATE = {
     "derived.custom_stage": ("custom_stage",),
     "derived.deferred_batch_norm": ("deferred_batch_norm",),
     "derived.dual": ("Dual", "make_dual", "unpack_dual"),
-    "derived.evaluating": ("evaluating",),
-    "derived.freeze": ("freeze",),
+    "derived.freeze": ("evaluating", "freeze"),
     "models.exchange": ("exchange",),
     "meaning.from_functions": ("from_functions",),
     "models.from_loss": ("from_loss",),
@@ -120,7 +118,7 @@ _LATE = {
     "derived.jvp": ("jvp",),
     "models.parameters.load": ("init_params", "load_params"),
     "models.parameters.params": ("join_params", "local_params", "split_params"),
-    "models.parameters.own_shards": ("shard_params",),
+    "models.parameters.first_values": ("shard_params",),
     "derived.per_example": ("per_example",),
     "models.modules.skips": ("Pop", "Stash"),
     "meaning.optimizers.rules": ("register_update",),

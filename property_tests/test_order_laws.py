@@ -16,7 +16,7 @@ from fpipe.orders.tasks import Tasks, tasks_of
 from fpipe.program import Op, Program
 from fpipe.timing.costs import Ticks
 from fpipe.timing.lanes import walk
-from fpipe.timing.paths import heads_of, waits_of
+from fpipe.timing.waiting import heads_of, waits_of
 from property_tests.strategies import DrawnProgram, few, plans
 from property_tests.test_time_laws import SECONDS, costs, with_exchanges
 

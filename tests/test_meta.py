@@ -230,7 +230,7 @@ def test_files_give_the_parameters_of_the_state_dict(kind: str, tmp_path: Path):
 
 
 def test_a_rank_reads_the_bytes_of_its_own_stages_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from fpipe.models.parameters.safetensors_file import SafetensorsFile
+    from fpipe.models.parameters.sources import SafetensorsFile
 
     read: list[str] = []
     of_file = SafetensorsFile.read

@@ -8,9 +8,8 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from fpipe import torch_internals
-from fpipe.torch_private import export
 from fpipe.torch_private import fx as private
-from fpipe.torch_private.checkpoint import without_checkpoints
+from fpipe.torch_private.dispatch import without_checkpoints
 
 AUTO = ({0: torch.export.Dim.AUTO},)
 
@@ -65,8 +64,8 @@ def test_an_export_says_that_it_ends_since_python_looks_at_data() -> None:
 
 def test_contexts_are_calls_of_graphs_in_an_export() -> None:
     targets = {node.target: node for node in exported().graph.nodes}
-    assert targets.keys() >= export.GRAPH_CALLS.keys(), "an export says no_grad and autocast in another way"
-    for call, count in export.GRAPH_CALLS.items():
+    assert targets.keys() >= private.GRAPH_CALLS.keys(), "an export says no_grad and autocast in another way"
+    for call, count in private.GRAPH_CALLS.items():
         body = targets[call].args[count]
         assert isinstance(body, fx.Node), f"{call} has another number of settings before the graph that it calls"
         assert body.op == "get_attr", f"{call} has another number of settings before the graph that it calls"
@@ -78,11 +77,11 @@ def test_vmap_is_seen_in_an_export() -> None:
             return torch.vmap(torch.sin)(x)
 
     nodes = torch.export.export(Maps(), (torch.ones(4, 4),), strict=False).graph.nodes
-    assert any(map(export.is_of_vmap, nodes)), "vmap is other nodes in an export: it would be cut, not refused"
+    assert any(map(private.is_of_vmap, nodes)), "vmap is other nodes in an export: it would be cut, not refused"
 
 
 def test_a_call_has_its_trees() -> None:
-    inputs, output = export.call_trees(exported(), ["x"], ["y"])
+    inputs, output = private.call_trees(exported(), ["x"], ["y"])
     assert (inputs, output) == ((("x",), {}), {"y": "y"}), "an exported program has other specs of its call"
 
 
@@ -92,7 +91,7 @@ def test_a_tensor_in_a_plain_attribute_is_an_error_of_an_export() -> None:
             self.kept = x + 1
             return self.kept
 
-    with pytest.raises(Exception, match="assigned during export") as error, export.quiet_export():
+    with pytest.raises(Exception, match="assigned during export") as error, private.quiet_export():
         torch.export.export(Keeps(), (torch.ones(4),), strict=False)
     assert isinstance(error.value, UserWarning), "torch warns in other words of a tensor that a net keeps: none is seen"
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.models.parameters.safetensors_file import SafetensorsFile
+from fpipe.models.parameters.sources import SafetensorsFile
 from fpipe.verification.report import Close, in_words, is_comparable
 
 

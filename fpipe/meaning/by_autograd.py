@@ -22,9 +22,8 @@ from fpipe.meaning.purity.pure import pure
 from fpipe.meaning.purity.sharded import placed_as
 from fpipe.meaning.single_device.params_and_state import trained
 from fpipe.meaning.stages.keys import seeded, seeder
-from fpipe.meaning.stages.memory_layout import alias
+from fpipe.meaning.stages.memory_layout import alias, of_each_row, rows_of
 from fpipe.meaning.stages.outputs import call_stage, loss_of, outputs_of, refuse_odd_output, scaled, split_output
-from fpipe.meaning.stages.rows import of_each_row, rows_of
 from fpipe.meaning.stages.way_back import refuse_missing_gradients
 from fpipe.model import Model, Stage, who_draws
 from fpipe.program import Op, Value, is_exchange

@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from fpipe.meaning.optimizers.numbers import rates_of
-from fpipe.meaning.optimizers.op_words import update_of, words_of
-from fpipe.meaning.purity.ambient import refuse_odd_modes
+from fpipe.meaning.optimizers.op_words import rates_of, update_of, words_of
+from fpipe.meaning.purity.ambient import casting, refuse_odd_modes
 from fpipe.meaning.single_device.batches import refuse_spread
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.stages.keys import fold_in
 from fpipe.program import Program
+from fpipe.transforms.update import behind_norms, is_post_validated
 
 Number = float | Tensor
 Rate = Number | Mapping[str, Number]
@@ -172,3 +173,47 @@ def _scale(given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if not isinstance(given, tuple) or [getattr(one, "dtype", None) for one in given] != [torch.float32, torch.int32]:  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
         raise TypeError(f"scale is a number above 0, or the scale of a result; found {given!r}.")
     return given  # pyright: ignore[reportUnknownVariableType]
+
+
+# Make steps that run others: once more with updates behind their norms, or under autocast.
+
+S = TypeVar("S", bound=Callable[..., Result])
+
+
+def post_validated(program: Program, make: Callable[[Program, bool], S], donate: bool) -> S:
+    """The step of a program that `make(program, donate)` makes, done again from what it was handed where a norm is not
+    valid. So only the step that is done again may overwrite that."""
+    if not is_post_validated(program):
+        return make(program, donate)
+    step, again = make(program, False), make(behind_norms(program), donate)
+
+    @wraps(step)
+    def checked(*args: Any, **more: Any) -> Result:
+        result = step(*args, **more)
+        valid = result.valid if isinstance(result.valid, tuple) else (result.valid,)
+        return result if all(map(bool, valid)) else again(*args, **more)
+
+    return cast("S", checked)
+
+
+def under_autocast(dtype: torch.dtype | None, make: Callable[[], S]) -> S:
+    """The step that `make` makes, under autocast to a dtype on the CPU and on an accelerator, if one is there."""
+    if dtype is None:
+        return make()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kinds = tuple((kind, dtype, True) for kind in ("cpu", *([] if accelerator is None else [accelerator.type])))
+    with casting(kinds):
+        made = make()
+
+    @wraps(made)
+    def step(*args: Any, **more: Any) -> Result:
+        with casting(kinds):
+            return made(*args, **more)
+
+    return cast("S", step)
+
+
+def refuse_no_autocast(dtype: object) -> None:
+    """A ValueError for what autocast does not cast to."""
+    if dtype not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(f"autocast is torch.bfloat16, torch.float16 or None; found {dtype!r}.")

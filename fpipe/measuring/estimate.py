@@ -11,8 +11,8 @@ from fpipe.meaning.match import check_match
 from fpipe.meaning.optimizers.optimizer_state import example_optim
 from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.meaning.step import StepInputs, StepOptions
-from fpipe.measuring.op_kinds import Runs, note, seconds_of, variants_of, with_halves
 from fpipe.measuring.sizes import sizes
+from fpipe.measuring.timeline_costs import Runs, note, seconds_of, variants_of, with_halves
 from fpipe.model import Model
 from fpipe.program import Program, the_program
 from fpipe.runtimes.lowering.prepared import Prepared

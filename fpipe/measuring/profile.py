@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fpipe.meaning.optimizers.optimizer_state import example_optim
 from fpipe.meaning.single_device.batches import refuse_meta
-from fpipe.measuring.op_kinds import Runs, note, seconds_of, variants_of, with_halves
 from fpipe.measuring.sizes import Sizes, sizes
-from fpipe.measuring.timeline_costs import Moving, kept, moving
+from fpipe.measuring.timeline_costs import Moving, Runs, kept, moving, note, seconds_of, variants_of, with_halves
 from fpipe.model import Model
 from fpipe.program import Program, the_program
 from fpipe.runtimes.build import build

@@ -26,16 +26,15 @@ from fpipe.meaning.single_device.microbatch import cut as cut_rows
 from fpipe.meaning.stages.symbols import in_words
 from fpipe.model import LossFunction, Model, Reduction
 from fpipe.models.cutting.batch_guard import BatchGuard
-from fpipe.models.cutting.collectives import as_exchange
 from fpipe.models.cutting.cut_net import CutNet, with_untrained
 from fpipe.models.cutting.cut_report import CutReport
 from fpipe.models.cutting.marked_graph import MarkedGraph, draws_random
 from fpipe.models.cutting.net_state import split_norms
-from fpipe.models.cutting.place_cuts import place_cuts
+from fpipe.models.cutting.place_cuts import as_exchange, place_cuts
 from fpipe.models.tracing.contexts import autocast_eps
+from fpipe.models.tracing.module_calls import NetFunction
 from fpipe.models.tracing.net_graph import NetGraph, read_graph, tensors_of
 from fpipe.models.tracing.opaque import Exported, export_around
-from fpipe.models.tracing.run_net import NetFunction
 from fpipe.timing.costs import Costs
 
 Params = tuple[dict[str, Tensor], ...]

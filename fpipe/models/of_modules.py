@@ -16,7 +16,7 @@ from fpipe.meaning.purity.fingerprint import Fingerprint
 from fpipe.model import Model, Reduction, Source
 from fpipe.models.modules.stage_module import StageModule
 from fpipe.models.modules.written_buffers import written_buffers
-from fpipe.models.parameters.handed_out import HandedOut
+from fpipe.models.parameters.load import HandedOut
 from fpipe.positional_stage import Names
 
 Params = tuple[dict[str, Tensor], ...]

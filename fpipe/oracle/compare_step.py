@@ -15,8 +15,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.limits import whole
-from fpipe.meaning.optimizers.numbers import Rate, rates_of
-from fpipe.meaning.optimizers.op_words import names_of, words_of
+from fpipe.meaning.optimizers.op_words import Rate, names_of, rates_of, words_of
 from fpipe.meaning.optimizers.optimizer_state import check_groups, check_optimizer_state, initial_states
 from fpipe.meaning.optimizers.rules import numbers_of
 from fpipe.meaning.purity.sharded import is_sharded

@@ -25,7 +25,7 @@ from typing import Literal
 
 from fpipe.program import Op, Program, ProgramError, Value, is_exchange, parts_of
 from fpipe.timing.costs import Costs
-from fpipe.timing.paths import way
+from fpipe.timing.waiting import way
 from fpipe.transforms.cells import Key
 
 TrackRow = list[int]

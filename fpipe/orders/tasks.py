@@ -21,10 +21,10 @@ from fpipe.program import Op, Program, Value, is_exchange, kind_of
 from fpipe.timing.columns import op_groups
 from fpipe.timing.costs import Costs
 from fpipe.timing.memory import residuals_stay
-from fpipe.timing.paths import named_waits, tails_of
+from fpipe.timing.waiting import named_waits, tails_of
 from fpipe.transforms.cells import Key
 from fpipe.transforms.reorder import by_table
-from fpipe.transforms.shares import shares
+from fpipe.transforms.shard import shares
 
 Step = tuple[int, ...]
 """Ops that a row names as one: an op, behind the R that it needs."""

@@ -11,11 +11,10 @@ from dataclasses import replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
-from fpipe.meaning.around_steps import post_validated, refuse_no_autocast, under_autocast
 from fpipe.meaning.devices import devices_of
 from fpipe.meaning.match import check_example, check_match, refuse_lost_constants
 from fpipe.meaning.optimizers.op_words import update_of
-from fpipe.meaning.step import Step, StepOptions
+from fpipe.meaning.step import Step, StepOptions, post_validated, refuse_no_autocast, under_autocast
 from fpipe.meaning.walk import walk
 from fpipe.model import Model, in_mode
 from fpipe.program import Program, Value, the_program

@@ -12,11 +12,11 @@ from fpipe.orders.list_scheduler import LATER, NOTHING, Scheduled, TaskGraph, li
 from fpipe.program import Op, Program, ProgramError, kind_of
 from fpipe.schedules.tables import placed_on
 from fpipe.timing.costs import Costs, the_costs
-from fpipe.timing.paths import named_waits
+from fpipe.timing.waiting import named_waits
 from fpipe.transforms._rewrite import Transform, transforming
 from fpipe.transforms.place import Rule
 from fpipe.transforms.reorder import by_table
-from fpipe.transforms.shares import shares
+from fpipe.transforms.shard import shares
 
 
 class Now(NamedTuple):

@@ -10,7 +10,7 @@ from operator import itemgetter
 from fpipe.program import Program, Value, kind_of, lane_of, memory_of, parts_of
 from fpipe.timing.columns import OpGroups, op_groups
 from fpipe.timing.lanes import Transfer
-from fpipe.transforms.shares import shares
+from fpipe.transforms.shard import shares
 
 HeldChanges = list[tuple[float, float, int, float]]
 """Changes of what is held: when, in which order where that is one moment, on which rank, and by how much."""

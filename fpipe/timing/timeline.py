@@ -14,7 +14,7 @@ from fpipe.timing.costs import Costs
 from fpipe.timing.lanes import Transfer, is_work, posts_ahead, program_of_lanes, run_lanes, updated_by, walk
 from fpipe.timing.memory import HeldChanges, curves, unit_steps
 from fpipe.timing.waiting import Event, PathStep, Wait, Waiting, in_order
-from fpipe.transforms.shares import shares
+from fpipe.transforms.shard import shares
 from fpipe.transforms.update import behind_norms, is_post_validated
 
 _new = tuple.__new__

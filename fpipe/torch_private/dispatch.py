@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload as OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+from torch.utils import checkpoint as checkpoints
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import (
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
@@ -109,3 +110,34 @@ def without_deprecations() -> Generator[None]:
         for category in (DeprecationWarning, FutureWarning):
             warnings.filterwarnings("ignore", ".torch.jit.(script|trace|script_method). is", category)
         yield
+
+
+# Ask the policy of a selective checkpoint, and switch `torch.utils.checkpoint` off where a function is traced.
+
+
+@contextmanager
+def without_checkpoints(refuse: Callable[[], Any]) -> Generator[None]:
+    """Meanwhile a checkpoint calls its function and no more; a reentrant one calls `refuse` (2.13, 2.15: the functions
+    of its module that `checkpoint` looks up when it is called)."""
+
+    class Refused:
+        @staticmethod
+        def apply(*_: Any) -> Any:
+            return refuse()
+
+    def around(*_: Any, **__: Any) -> Generator[None]:
+        yield
+
+    torchs: Any = checkpoints
+    ours = {"CheckpointFunction": Refused, _GENERATOR: around}
+    before = {name: getattr(torchs, name) for name in ours}
+    vars(torchs).update(ours)
+    try:
+        yield
+    finally:
+        vars(torchs).update(before)
+
+
+# What stands around a checkpoint's function; torch 2.15 calls it by the second name.
+_NAMES = "_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl"
+_GENERATOR = _NAMES[hasattr(checkpoints, _NAMES[1])]

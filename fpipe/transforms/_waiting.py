@@ -13,7 +13,7 @@ from math import ceil
 from typing import Literal, NamedTuple
 
 from fpipe.program import Op, Program, ProgramError, Value, kind_of
-from fpipe.transforms.shares import shares
+from fpipe.transforms.shard import shares
 
 Policy = Literal["always", "worthwhile"] | Callable[[int, int], bool]
 LATE = frozenset("BIWR")

@@ -8,14 +8,15 @@ copy is gathered, and for which ops, is a policy, and the program says it. F, B,
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import chain, count
+from itertools import chain, compress, count
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple, get_args
 
 from fpipe.limits import whole
 from fpipe.order import arrange, held_kinds, sources_anyhow
-from fpipe.program import KINDS, Input, Op, Output, Program, ProgramError, Sources, Value, pair
+from fpipe.program import KINDS, Input, Op, Output, Program, ProgramError, Sources, Value, pair, parts_of
 from fpipe.transforms._rewrite import (
     Transform,
     at_data,
@@ -308,3 +309,23 @@ class _OwnCopies(NamedTuple):
 
     gathers: Iterator[Op]
     known: dict[object, int]
+
+
+# How many forwards of a rank make one microbatch of it: the unit that memory is counted in.
+
+
+def shares(program: Program) -> list[int]:
+    """How many forwards one microbatch has on each rank (chunks times slices), which together count 1.
+
+    A forward counts where its residuals are made: a stage that is recomputed, maybe on another rank, at its R.
+    """
+    ops = parts_of(program.ops)
+    kinds = list(map(itemgetter(0), ops))
+    forwards = compress(ops, map("F".__eq__, kinds))
+    if "R" in kinds:
+        made = [op for op in ops if op[0] in "FR" and any(value[0] == "res" for value in op[6])]
+        forwards = made or forwards
+    share = [1] * program.ranks
+    for (rank, _), stages in Counter(map(itemgetter(4, 2), forwards)).items():
+        share[rank] = max(share[rank], stages)
+    return share

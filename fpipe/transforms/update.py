@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 from fpipe.meaning.optimizers.rule_names import TORCHS, check_rule, check_settings
 from fpipe.order import in_order
-from fpipe.program import PARAMETERS, Input, Op, Output, Program, ProgramError, Value
-from fpipe.transforms._loss_scale import SCALE, scaled_backwards, unscaled, words_of_scale
+from fpipe.program import PARAMETERS, Input, Op, Output, Program, ProgramError, Value, parts_of
 from fpipe.transforms._rewrite import (
     Transform,
     homes_of,
     keep_to_data,
+    on_parts,
     rebuilt,
     refuse_freed,
     refuse_sent,
@@ -28,6 +28,56 @@ from fpipe.transforms._rewrite import (
     transforming,
 )
 from fpipe.transforms.communicate import communicate, without_frees
+
+# Scale the loss so that small gradients do not vanish in float16, as torch's GradScaler does.
+
+Words = tuple[tuple[str, Any], ...]
+SCALE = Value("scale")
+_SETTINGS = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+
+
+def words_of_scale(said: Literal["dynamic"] | Mapping[str, float]) -> Words:
+    """How a scale goes on, in the words of a VALIDATE."""
+    given = {} if said == "dynamic" else said
+    if not isinstance(given, Mapping) or not {*given} <= {*_SETTINGS}:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"loss_scale is 'dynamic', or a dict with some of {', '.join(_SETTINGS)}; found {said!r}.")
+    odd = next((word for word, value in given.items() if isinstance(value, bool) or not value > 0), None)
+    if odd is not None:
+        raise ValueError(f"{odd} of loss_scale= is a number above 0; found {given[odd]!r}.")
+    return tuple((_SETTINGS | dict(given)).items())
+
+
+def scaled_backwards(program: Program) -> list[Op]:
+    """The ops of a program, of which those read the scale where a gradient of a loss begins."""
+    starts = {op.stage for op in parts_of(program.ops) if op.kind == "F" and any(v.name == "loss" for v in op.writes)}
+
+    def scaled(op: Op) -> Op:
+        return op._replace(reads=(*op.reads, SCALE)) if op.kind in "BI" and op.stage in starts else op
+
+    return [on_parts(scaled, op) for op in program.ops]
+
+
+def unscaled(
+    gradients: Sequence[Output], after: int, axis: Words, words: Words
+) -> tuple[list[Op], list[Output], Value]:
+    """Ops that divide gradients by the scale, over replicas too; the gradients then, and whether all are finite."""
+    ops, ends, flags = list[Op](), list[Output](), list[Value]()
+    for end in gradients:
+        stage, port = end.name.stage, end.name.port
+        place = (stage, after, None, 0)
+        made, found = Value("real", stage, after, port=port), Value("found", stage, after, port=port)
+        ops.append(Op("UNSCALE", *place, (end.value, SCALE), (made, found)))
+        if axis:
+            everywhere = found._replace(name="all_found")
+            ops.append(Op("REDUCE", *place, (found,), (everywhere,), (), axis))
+        flags.append(ops[-1].writes[-1])
+        ends.append(end._replace(value=made))
+    valid = Value("valid", None, after)
+    home = min(end.name.stage or 0 for end in gradients)
+    reads, writes = (*flags, SCALE), (valid, SCALE._replace(microbatch=after))
+    ops.append(Op("VALIDATE", home, after, None, 0, reads, writes, (), words))
+    return ops, ends, valid
+
 
 _REFUSED = {
     "LBFGS": "calls the loss again and again within a step",

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.meaning.around_steps import post_validated
 from fpipe.meaning.lockstep import lockstep
 from fpipe.meaning.meaning import batch_of
 from fpipe.meaning.optimizers.op_words import update_of, words_of
@@ -20,7 +19,7 @@ from fpipe.meaning.single_device.over_parts import over_parts
 from fpipe.meaning.single_device.reference import parts_of_replicas
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.single_device.training_loop import Norm, of_one, scaler_of, total_norm, training_loop
-from fpipe.meaning.step import StepInputs, checked_key, checked_optim
+from fpipe.meaning.step import StepInputs, checked_key, checked_optim, post_validated
 from fpipe.model import Model
 from fpipe.program import PARAMETERS, Op, Program, parts_of
 from fpipe.verification.reference_settings import (

@@ -6,14 +6,19 @@ self.calls += 1                     happens once, when the stage is traced, and 
 
 from __future__ import annotations
 
+import inspect
+import linecache
 import sys
+import traceback
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from copy import copy
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fpipe.meaning.purity.own_memory import memory
@@ -129,3 +134,30 @@ def _names(code: CodeType) -> Iterator[str]:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _names(inner)
+
+
+# Find the line of the user's code in which an error was raised: not torch's, not Python's, and not this package's.
+
+TORCH = Path(torch.__file__).parent
+_OURS, _PYTHONS = Path(__file__).parents[2], Path(inspect.__file__).parent
+
+
+@cache
+def is_users(file: str) -> bool:
+    """Whether a file is of the user's, or of a library's that the user has a net from: not torch's, not this package's,
+    and not Python's or what it makes of strings."""
+    path = Path(file)
+    known = path.parent == _PYTHONS or path.is_relative_to(_OURS) or path.is_relative_to(TORCH)
+    return not known and not file.startswith(("<string", "<frozen"))
+
+
+def line_at(file: str, line: int | None, function: str) -> str:
+    """A line of code and where it is, as errors quote it."""
+    return f"at {Path(file).name}:{line}, in {function}: {linecache.getline(file, line or 0).strip()}"
+
+
+def line_of(error: BaseException) -> str:
+    """The innermost line of the user's code that an error was raised in, or one that it comes from; "" without."""
+    inner = "" if error.__cause__ is None else line_of(error.__cause__)
+    users = [one for one in traceback.extract_tb(error.__traceback__) if is_users(one.filename)]
+    return inner or (line_at(users[-1].filename, users[-1].lineno, users[-1].name) if users else "")

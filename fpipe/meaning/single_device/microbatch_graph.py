@@ -15,9 +15,8 @@ from fpipe.meaning.purity.pure import pure
 from fpipe.meaning.purity.sharded import placed_as
 from fpipe.meaning.single_device.params_and_state import is_differentiable, train
 from fpipe.meaning.stages.keys import seeded, seeder
-from fpipe.meaning.stages.memory_layout import is_strided
+from fpipe.meaning.stages.memory_layout import is_strided, of_each_row, rows_of
 from fpipe.meaning.stages.outputs import call_stage, copied, loss_of, outputs_of, split_output
-from fpipe.meaning.stages.rows import of_each_row, rows_of
 from fpipe.meaning.stages.way_back import refuse_missing_gradients
 from fpipe.model import Model, who_draws
 from fpipe.program import Value

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from fpipe.limits import whole
-from fpipe.meaning.optimizers.numbers import Rate, rates_of
-from fpipe.meaning.optimizers.op_words import words_of
+from fpipe.meaning.optimizers.op_words import Rate, rates_of, words_of
 from fpipe.meaning.optimizers.optimizer_state import initial_states
 from fpipe.meaning.single_device.batches import (
     batches_of,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -31,3 +32,19 @@ def alias(leaf: Any) -> Any:
     Autocast casts a leaf once for all its uses, and so adds their gradients up in the lower precision."""
     known = isinstance(leaf, Tensor) and leaf.requires_grad and is_strided(leaf)
     return torch.ops.aten.alias.default(leaf) if known else leaf
+
+
+# Hand each row of a microbatch parameters of its own, which are all equal: their gradient is then one for each row.
+
+
+def rows_of(leaves: Iterable[Any]) -> int:
+    """How many rows there are in what a stage takes: scalars and what is no tensor have none."""
+    return next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim)
+
+
+def of_each_row(leaves: Sequence[Any], rows: int) -> list[Any]:
+    """The parameters of a stage, each with a dimension of rows in front."""
+    return [
+        leaf.detach().expand(rows, *leaf.shape).requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
+    ]

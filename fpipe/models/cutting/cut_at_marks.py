@@ -20,8 +20,7 @@ from fpipe.meaning.purity.schema import mutated_by
 from fpipe.model import Source
 from fpipe.models.cutting.marked_graph import MarkedGraph, has_effect
 from fpipe.models.tracing.contexts import copy_nodes
-from fpipe.models.tracing.open_sizes import expr_of, follows, is_size, open_sizes
-from fpipe.models.tracing.places import place_of
+from fpipe.models.tracing.places import expr_of, follows, is_size, open_sizes, place_of
 from fpipe.torch_private.fx import computed
 
 _SIZE: Any = torch.ops.aten.sym_size.int

@@ -21,9 +21,9 @@ from fpipe.models.cutting.graph_stage import GraphStage
 from fpipe.models.cutting.marked_graph import MarkedGraph
 from fpipe.models.cutting.net_state import without_normalising, written_by
 from fpipe.models.modules.modes import Modes
-from fpipe.models.parameters.handed_out import HandedOut
+from fpipe.models.parameters.load import HandedOut
 from fpipe.models.tracing.net_graph import NetGraph, NetTensors
-from fpipe.models.tracing.open_sizes import open_sizes
+from fpipe.models.tracing.places import open_sizes
 
 
 class CutNet:

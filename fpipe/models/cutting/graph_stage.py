@@ -17,7 +17,7 @@ from fpipe.meaning.purity.value_key import Same
 from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.pieces import GraphPiece, operations, pieces_of
 from fpipe.models.modules.modes import Modes
-from fpipe.models.parameters.handed_out import HandedOut
+from fpipe.models.parameters.load import HandedOut
 from fpipe.models.tracing.contexts import restored_on_error
 from fpipe.models.tracing.net_graph import NetTensors
 from fpipe.models.tracing.opaque import own_calls, rename_calls

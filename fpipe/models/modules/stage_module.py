@@ -35,7 +35,7 @@ from fpipe.models.modules.batch_norm import (
 )
 from fpipe.models.modules.modes import Modes
 from fpipe.models.modules.skips import Skips, run_children
-from fpipe.models.parameters.handed_out import HandedOut
+from fpipe.models.parameters.load import HandedOut
 from fpipe.positional_stage import Names, PositionalStage
 from fpipe.torch_internals import held_by, is_batch_norm
 from fpipe.torch_private.modules import cached_weights, caches_weights, hold, spectral_buffers

@@ -23,10 +23,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
-from fpipe.meaning.purity.mesh import dimensions
-from fpipe.meaning.purity.sharded import is_sharded
+from fpipe.meaning.purity.sharded import dimensions, is_sharded
 from fpipe.meaning.single_device.batches import refuse_meta
-from fpipe.models.parameters.safetensors_file import CODES
+from fpipe.models.parameters.sources import CODES
 from fpipe.program import Program, the_program
 from fpipe.torch_private.processes import quiet_checkpoints
 

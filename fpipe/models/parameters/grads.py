@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
-from fpipe.meaning.purity.mesh import dimensions
-from fpipe.meaning.purity.sharded import is_sharded
+from fpipe.meaning.purity.sharded import dimensions, is_sharded
 from fpipe.meaning.single_device.params_and_state import net_order
 from fpipe.meaning.single_device.result import Result, are_gradients
 from fpipe.model import Model

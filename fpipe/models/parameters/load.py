@@ -6,11 +6,12 @@ load_params(model, program, "model.safetensors", rank=1)        -->        (None
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fpipe.model import Model, the_model
 from fpipe.models.parameters.first_values import Fill, FirstValues
@@ -18,6 +19,7 @@ from fpipe.models.parameters.params import local_params
 from fpipe.models.parameters.sources import TensorSource, source_of
 from fpipe.positional_stage import PositionalStage, of_net
 from fpipe.program import Program
+from fpipe.torch_internals import held_by
 from fpipe.torch_private.modules import is_saved
 
 Params = tuple[dict[str, Tensor] | None, ...]
@@ -246,3 +248,50 @@ def _few(names: Mapping[str, Any] | set[str]) -> str:
     """The first names of many."""
     first = sorted(names)[:3]
     return ", ".join(map(repr, first)) + f" and {len(names) - len(first)} more" * (len(names) > len(first)) or "none"
+
+
+# Notice that a net has other parameters than those that a front door handed out, which an optimizer goes on writing.
+
+
+class HandedOut:
+    """Where a net has the parameters that were handed out, by the names under which aliases of them were, and where
+    these are in memory.
+
+    >>> net = nn.Linear(2, 2)
+    >>> found = HandedOut(dict(net.named_parameters()), [net])
+    >>> before, net.weight.data = found.moved(), net.weight.data + 1
+    >>> [*before], [*found.moved()]
+    ([], ['weight'])
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], modules: Iterable[nn.Module]) -> None:
+        held = [held_by(module).parameters for module in modules]
+        homes = {id(one): (own, key) for own in held for key, one in own.items()}
+        known = {
+            name: (homes[id(one)], address)
+            for name, one in parameters.items()
+            if id(one) in homes and (address := _address(one))
+        }
+        self.names = [*known]
+        self.homes = [home for home, _ in known.values()]
+        self.addresses = [address for _, address in known.values()]
+
+    def moved(self) -> dict[str, int]:
+        """Those that the net has elsewhere by now, with the address of what was handed out."""
+        now = [own.get(key) for own, key in self.homes]
+        with suppress(TypeError):  # one may be None by now
+            if [*map(Tensor.data_ptr, now)] == self.addresses:  # pyright: ignore[reportArgumentType]
+                return {}
+        each = zip(self.names, now, self.addresses, strict=True)
+        return {name: address for name, one, address in each if one is None or one.data_ptr() != address}
+
+    def __reduce__(self) -> tuple[type[HandedOut], tuple[dict[str, Tensor], tuple[()]]]:
+        return HandedOut, ({}, ())  # of a copied net nothing was handed out
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a tensor is in memory; 0 for those that are nowhere, or not in one place."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0

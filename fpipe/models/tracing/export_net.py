@@ -25,12 +25,12 @@ from fpipe.meaning.purity.sharded import is_sharded, refuse_sharded
 from fpipe.meaning.stages.symbols import in_words
 from fpipe.models.modules.batch_norm import tracks
 from fpipe.models.tracing.boundary import marking
+from fpipe.models.tracing.net_graph import OnlyTraceable, without_checkpoints
 from fpipe.models.tracing.places import noting_places, place_of_caller, place_of_error
 from fpipe.models.tracing.sharded_net import as_whole
-from fpipe.models.tracing.traced_graph import OnlyTraceable, without_checkpoints
 from fpipe.program import building
 from fpipe.torch_internals import held_by
-from fpipe.torch_private.export import import_export, quiet_export
+from fpipe.torch_private.fx import import_export, quiet_export
 from fpipe.torch_private.modules import told_of_assignments
 
 

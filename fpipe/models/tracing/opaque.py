@@ -25,8 +25,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from fpipe import tree
 from fpipe.models.tracing.boundary import KEY
 from fpipe.models.tracing.export_net import export_net, two_rows
+from fpipe.models.tracing.module_calls import NetFunction
 from fpipe.models.tracing.places import modules_in, place_of_error
-from fpipe.models.tracing.run_net import NetFunction
 from fpipe.torch_private.fx import example_number, looked_at_data, of_data
 
 _LIBRARY = torch.library.Library("fpipe", "FRAGMENT")

@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -22,8 +22,8 @@ from torch.fx.traceback import get_current_meta, preserve_node_meta
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from fpipe.meaning.purity.user_lines import TORCH, is_users, line_at
-from fpipe.torch_private.fx import SET_GRAD
+from fpipe.meaning.purity.attributes import TORCH, is_users, line_at
+from fpipe.torch_private.fx import SET_GRAD, expression, has_floor
 
 _LINE = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)')
 
@@ -149,3 +149,28 @@ def _words(modules: Iterable[tuple[str, str]], lines: Iterable[str]) -> str:
     said = "; which calls torch ".join(lines)
     said = ", ".join([*inside[-1:], *([said] if said else [])])
     return f"\n  {said}" if said else ""
+
+
+# Read the sizes that a trace leaves open as expressions: which a value has, and which follow from others.
+
+
+def open_sizes(node: fx.Node) -> dict[int, Any]:
+    """Of a value's dimensions those that the trace leaves open, each as an expression."""
+    shape = getattr(node.meta.get("val"), "shape", ())
+    found = {dim: expression(size) for dim, size in enumerate(shape) if isinstance(size, torch.SymInt)}
+    return {dim: expr for dim, expr in found.items() if expr.free_symbols}
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node is a size that the trace leaves open, or is computed of such."""
+    return node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt)
+
+
+def expr_of(size: fx.Node) -> Any:
+    """A size as an expression, of one symbol for what must be equal."""
+    return expression(size.meta["val"])
+
+
+def follows(expr: Any, known: Collection[Any]) -> bool:
+    """Whether a size is one of those known, or can be computed from them; torch computes no floor of symbols."""
+    return expr in known or (not has_floor(expr) and all(one in known for one in expr.free_symbols))

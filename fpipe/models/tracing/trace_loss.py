@@ -23,9 +23,8 @@ from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.meaning.stages.keys import seeded
 from fpipe.meaning.stages.symbols import in_words, symbols_in
 from fpipe.models.tracing.boundary import KEY, marking
-from fpipe.models.tracing.net_graph import NetGraph
+from fpipe.models.tracing.net_graph import NetGraph, OnlyTraceable, make_literals_pure, without_checkpoints
 from fpipe.models.tracing.places import noting_places, place_of, place_of_error
-from fpipe.models.tracing.traced_graph import OnlyTraceable, make_literals_pure, without_checkpoints
 from fpipe.torch_internals import is_fake
 from fpipe.torch_private.fx import (
     expression,

@@ -23,8 +23,8 @@ from fpipe import tree
 from fpipe.graphs.tracing.lru_cache import LRUCache
 from fpipe.meaning.optimizers.optimizer_state import example_optim
 from fpipe.meaning.purity.ambient import Untraceable
+from fpipe.meaning.purity.attributes import line_of
 from fpipe.meaning.purity.sharded import is_sharded
-from fpipe.meaning.purity.user_lines import line_of
 from fpipe.meaning.single_device.params_and_state import check_params
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.stages.memory_layout import is_strided

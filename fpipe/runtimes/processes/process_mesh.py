@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe.meaning.purity.mesh import dimensions
+from fpipe.meaning.purity.sharded import dimensions
 from fpipe.program import Program
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.watchdog import Watchdog
