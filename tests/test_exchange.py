@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fpipe
+from fpipe.graphs.tracing.exchanged import Carrier, Exchanged, carried_by
 from fpipe.tree import tree_map
 from tests.processes import Processes
 from tests.refusals import refusals
@@ -40,6 +43,24 @@ class Swapped(torch.autograd.Function):
         made = torch.empty_like(dy[0])
         dist.all_to_all_single(made, dy[0].contiguous(), group=ctx.group)
         return made, None
+
+
+def test_two_threads_run_collectives_each_by_its_own_carrier():
+    """The carriers were one stack: a step ran what another thread's step began."""
+    sums, both = Exchanged("all_reduce", "ep").over("a group", 2, 0), threading.Barrier(2)
+
+    def run(number: int) -> list[int]:
+        carried = list[int]()
+        with carried_by(Carrier(lambda op, x, *how: (carried.append(number), x)[1], lambda x: x)):
+            both.wait()
+            y = sums({}, torch.ones(2, requires_grad=True))
+            both.wait()
+            y.sum().backward()
+            both.wait()
+        return carried
+
+    with ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(run, (0, 1))] == [[0, 0], [1, 1]]
 
 
 def waited_for(rank: int) -> set[str]:

@@ -19,6 +19,7 @@ dimension has one process until a mesh says otherwise, and a collective of one h
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -108,7 +109,7 @@ class Exchanged:
             )
         if self.size == 1:
             return (*(_Collective.apply(one, self) for one in rows), sent)
-        received = _carriers[-1].wait(_exchanged("all_to_all", sent, self))
+        received = _CARRIERS.stack[-1].wait(_exchanged("all_to_all", sent, self))
         came, gone = (one.reshape(self.size, -1).sum(1).tolist() for one in (received, sent))
         by = replace(self, splits=(came, gone))
         return (*(_Collective.apply(one, by) for one in rows), received)
@@ -130,7 +131,7 @@ class _Collective(torch.autograd.Function):
 
 
 def _exchanged(kind: str, x: Tensor, by: Exchanged) -> Tensor:
-    x, start = x.contiguous(), _carriers[-1].start
+    x, start = x.contiguous(), _CARRIERS.stack[-1].start
     if by.size < 2:
         return x.clone(memory_format=torch.contiguous_format)
     if by.splits is not None:
@@ -176,17 +177,29 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-_carriers = [Carrier(_waited, _as_it_is)]
+class _Carriers(threading.local):
+    """The carriers that a thread is under, the innermost last."""
+
+    def __init__(self) -> None:
+        self.stack = [Carrier(_waited, _as_it_is)]
+
+
+_CARRIERS = _Carriers()
 
 
 @contextmanager
 def carried_by(carrier: Carrier) -> Generator[None]:
-    """Collectives that are called meanwhile are run by this carrier, on any thread: autograd has its own."""
-    _carriers.append(carrier)
+    """Run the collectives that this thread calls by a carrier.
+
+    Autograd runs backwards on a device in a thread of its own, where this carrier would not be found; so it is told to
+    run them here.
+    """
+    _CARRIERS.stack.append(carrier)
     try:
-        yield
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
     finally:
-        _carriers.pop()
+        _CARRIERS.stack.pop()
 
 
 def _are_whole(sizes: Any) -> bool:
