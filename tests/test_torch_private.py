@@ -1,5 +1,6 @@
 """What torch does not promise and fpipe uses: each test says what a new torch has broken."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -35,6 +36,8 @@ from fpipe.torch_private.dispatch import (
     has_kernel,
     is_compiled,
     kernel_instead,
+    refused_data_assignments,
+    unlogged_fake_errors,
     unwatched,
     without_modes,
 )
@@ -148,6 +151,26 @@ def test_fake_tensors_are_known():
         assert in_fake_mode(), "a mode of fake tensors is not seen: a trace would be handed real ones"
         assert isinstance(torch.ones(2), fake_tensor_class()), "fake tensors are of another class: they leak unseen"
     assert not in_fake_mode()
+
+
+def test_the_data_of_a_fake_tensor_is_assigned_where_nobody_refuses():
+    def refuse() -> None:
+        raise ValueError("refused")
+
+    with fake_mode_class()():
+        fake = torch.zeros(2)
+        with refused_data_assignments(refuse), pytest.raises(ValueError, match="refused"):
+            fake.data = torch.ones(2)
+        fake.data = torch.ones(2)
+    assert "data" not in vars(fake_tensor_class()), "threads that are gone leave torch as it was"
+
+
+def test_errors_of_fake_tensors_are_logged_outside(caplog: pytest.LogCaptureFixture):
+    logger = logging.getLogger(fake_mode_class().__module__)
+    with unlogged_fake_errors():
+        logger.warning("unheard")
+    logger.warning("heard")
+    assert [record.getMessage() for record in caplog.records if record.name == logger.name] == ["heard"]
 
 
 def test_a_function_is_made_functional():

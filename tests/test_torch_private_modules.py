@@ -97,6 +97,15 @@ def test_what_a_module_holds_is_in_three_dicts_that_bind():
     assert torch.equal(norm[0].running_mean, torch.ones(2)), "buffers are elsewhere: the state of a norm would be lost"
 
 
+def test_tensors_bound_to_modules_are_told():
+    told = list[str]()
+    with modules.told_of_bindings(lambda module, name: told.append(name)):
+        norm = nn.BatchNorm1d(2)
+        norm.running_mean = torch.ones(2)
+    norm.running_mean = torch.zeros(2)
+    assert [*dict.fromkeys(told)] == ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
+
+
 def test_assignments_to_modules_are_told():
     told: list[str] = []
     module = nn.Linear(2, 2)

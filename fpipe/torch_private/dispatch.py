@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -85,6 +88,93 @@ def fake_mode_class() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode
+
+
+@contextmanager
+def refused_data_assignments(refuse: Callable[[], None]) -> Generator[None]:
+    """Call `refuse`, which raises, where this thread assigns the `.data` of a fake tensor (2.13: only a mode for
+    functions sees it, under which modules take other ways; so the class has a property while a thread is in here)."""
+    kind, data, before = fake_tensor_class(), _DATA, _ASSIGNMENTS.refuse
+
+    def assign(tensor: Any, value: Any) -> None:
+        if _ASSIGNMENTS.refuse is not None:
+            _ASSIGNMENTS.refuse()
+        data.__set__(tensor, value)
+
+    with _LOCK:
+        _THREADS_INSIDE.append(threading.get_ident())
+        kind.data = property(data.__get__, assign)
+    _ASSIGNMENTS.refuse = refuse
+    try:
+        yield
+    finally:
+        _ASSIGNMENTS.refuse = before
+        with _LOCK:
+            _THREADS_INSIDE.remove(threading.get_ident())
+            if not _THREADS_INSIDE:
+                del kind.data
+
+
+class _Assignments(threading.local):
+    refuse: Callable[[], None] | None = None
+
+
+_DATA: Any = Tensor.data
+_ASSIGNMENTS, _LOCK, _THREADS_INSIDE = _Assignments(), threading.Lock(), list[int]()
+
+
+@contextmanager
+def told_of_dtensor_moves(told: Callable[..., Any]) -> Generator[None]:
+    """Call `told(name, method, *args, **options)` in place of the methods by which DTensors are made and moved, of all
+    threads (2.13: these go through no mode that sees them whole). One thread at a time: each restores what it found."""
+    from torch.distributed.tensor import DTensor  # its import takes long
+
+    kind: Any = DTensor
+
+    def replacement(name: str) -> Any:
+        method = getattr(kind, name)
+
+        def move(*args: Any, **options: Any) -> Any:
+            return told(name, method, *args, **options)
+
+        return staticmethod(move) if name == "from_local" else move
+
+    with _MOVES_LOCK:
+        before = {name: vars(kind)[name] for name in ("from_local", "redistribute", "to_local", "full_tensor")}
+        try:
+            for name in before:
+                setattr(kind, name, replacement(name))
+            yield
+        finally:
+            for name, method in before.items():
+                setattr(kind, name, method)
+
+
+_MOVES_LOCK = threading.RLock()
+
+
+@contextmanager
+def unlogged_fake_errors() -> Generator[None]:
+    """Keep torch from logging the errors of fake tensors in this thread, which are raised (2.13: a logger named as
+    their module). The filter stays: a logger is of all threads, and it lets through what others log."""
+    _filter_fake_errors()
+    before, _UNLOGGED.on = _UNLOGGED.on, True
+    try:
+        yield
+    finally:
+        _UNLOGGED.on = before
+
+
+class _Unlogged(threading.local):
+    on = False
+
+
+_UNLOGGED = _Unlogged()
+
+
+@cache
+def _filter_fake_errors() -> None:
+    logging.getLogger(fake_mode_class().__module__).addFilter(lambda record: not _UNLOGGED.on)
 
 
 def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:

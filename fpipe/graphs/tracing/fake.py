@@ -7,11 +7,9 @@ transposed data, whose gradient then is viewed where plain autograd copies. Who 
 from __future__ import annotations
 
 import gc
-import logging
-import threading
 import weakref
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -22,8 +20,14 @@ from fpipe.meaning.purity.ambient import Untraceable, kernels
 from fpipe.meaning.purity.own_memory import tensors_in
 from fpipe.meaning.purity.sharded import is_collective
 from fpipe.meaning.stages.keys import seeded
-from fpipe.torch_internals import OpOverload, returns_of
-from fpipe.torch_private.dispatch import fake_mode_class, fake_tensor_class, without_modes
+from fpipe.torch_internals import returns_of
+from fpipe.torch_private.dispatch import (
+    OpOverload,
+    fake_mode_class,
+    refused_data_assignments,
+    unlogged_fake_errors,
+    without_modes,
+)
 
 _aten: Any = torch.ops.aten
 # Torch tells truly what they write, whatever they are handed, and they are the ones that take long.
@@ -58,55 +62,29 @@ def no_leaks(mode: Any) -> Generator[None]:
         )
 
 
-class _Switch(threading.local):
-    on = False
+def watched_memory() -> AbstractContextManager[None]:
+    """End a trace where `tensor.data = other` gives a fake tensor another's memory.
+
+    That is no op, so what is computed from the tensor would be what was computed from it before.
+    """
+    return refused_data_assignments(_refuse_assignment)
 
 
-_QUIET, _WATCHED = _Switch(), _Switch()
-
-
-@contextmanager
-def watched_memory() -> Generator[None]:
-    """Meanwhile a tensor without data that is given another's memory, by `one.data = other`, ends the trace: it is no
-    op, and what is computed from the tensor would be what was computed from it before."""
-    _watch()
-    before, _WATCHED.on = _WATCHED.on, True
-    try:
-        yield
-    finally:
-        _WATCHED.on = before
-
-
-@cache
-def _watch() -> None:
-    whole: Any = Tensor.data
-
-    def assign(tensor: Any, other: Any) -> None:
-        if _WATCHED.on:
-            raise Untraceable("it assigns the .data of a tensor, which no trace sees")
-        whole.__set__(tensor, other)
-
-    # torch calls no mode that would see it but one that makes modules take other ways.
-    fake_tensor_class().data = property(whole.__get__, assign)
+def _refuse_assignment() -> None:
+    raise Untraceable("it assigns the .data of a tensor, which no trace sees")
 
 
 @cache
 def _mode() -> Any:
-    FakeTensorMode = fake_mode_class()
-    # A mistake in a stage is raised; torch would print it too, with its own stack.
-    logging.getLogger(FakeTensorMode.__module__).addFilter(lambda record: not _QUIET.on)
 
-    class Mode(FakeTensorMode):
+    class Mode(fake_mode_class()):
         """torch's own, whose tensors are put into the order that the ops really write; `made` takes what ops make."""
 
         made: list[Any] | None = None
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            before, _QUIET.on = _QUIET.on, True
-            try:
+            with unlogged_fake_errors():  # a mistake in a stage is raised; torch would print it too, with its own stack
                 results = super().__torch_dispatch__(func, types, args, kwargs or {})
-            finally:
-                _QUIET.on = before
             if self.made is not None:
                 self.made += map(weakref.ref, tensors_in(results if isinstance(results, list | tuple) else [results]))
             return results

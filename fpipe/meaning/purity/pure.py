@@ -10,17 +10,12 @@ once, when the stage is traced, as under `jax.jit`.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from fpipe import tree
 from fpipe.meaning.purity.ambient import Untraceable
@@ -28,6 +23,7 @@ from fpipe.meaning.purity.attributes import Attributes, Modules, closed_over, mo
 from fpipe.meaning.purity.own_memory import OwnMemory, memory
 from fpipe.positional_stage import PositionalStage, of_net
 from fpipe.torch_internals import held_by, is_write_to_leaf
+from fpipe.torch_private.modules import told_of_bindings
 
 
 class Impure(RuntimeError):
@@ -94,13 +90,12 @@ class _Held:
         return "what it was given" if any(memory(one) != place for one, place in self.given) else None
 
 
-@contextmanager
-def _bound(function: Any, who: str, modules: Modules, mode: OwnMemory) -> Generator[None]:
+def _bound(function: Any, who: str, modules: Modules, mode: OwnMemory) -> AbstractContextManager[None]:
     """Meanwhile a module's tensor is bound anew only where the one before is the call's own, as state is that
     functional_call has put there."""
     known = {id(module): path for path, module in modules}
 
-    def bind(module: nn.Module, name: str, value: Any) -> None:
+    def bind(module: nn.Module, name: str) -> None:
         held = held_by(module)
         before = held.buffers.get(name, held.parameters.get(name))
         new = before is None and id(module) not in known  # its __init__ may run
@@ -109,28 +104,7 @@ def _bound(function: Any, who: str, modules: Modules, mode: OwnMemory) -> Genera
             whole = f"{path}.{name}" if path else name
             raise Impure(refused(who, "binds {} anew", whole, isinstance(function, PositionalStage)))
 
-    _watch_binding()
-    before, _BINDING.bind = getattr(_BINDING, "bind", None), bind
-    try:
-        yield
-    finally:
-        _BINDING.bind = before
-
-
-_BINDING = threading.local()
-
-
-@cache
-def _watch_binding() -> None:
-    """Be asked whenever a module's tensor is bound. Once for all threads: torch goes through its hooks unguarded."""
-
-    def asked(module: nn.Module, name: str, value: Any) -> None:
-        bind = getattr(_BINDING, "bind", None)
-        if bind is not None:
-            bind(module, name, value)
-
-    register_module_buffer_registration_hook(asked)
-    register_module_parameter_registration_hook(asked)
+    return told_of_bindings(bind)
 
 
 _GIVEN = (

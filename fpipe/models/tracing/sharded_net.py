@@ -9,7 +9,7 @@ traced with whole tensors in their place. One backward of these DTensors tells h
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident
 from typing import Any
 from uuid import uuid4
@@ -22,7 +22,7 @@ from fpipe import tree
 from fpipe.meaning.purity.sharded import is_sharded, refuse_sharded, sharded_as
 from fpipe.models.tracing.dtensor_ops import DTENSOR, DTensorCall, forget, named
 from fpipe.torch_internals import held_by
-from fpipe.torch_private.dispatch import fake_mode_class, unwatched
+from fpipe.torch_private.dispatch import fake_mode_class, told_of_dtensor_moves, unwatched
 from fpipe.torch_private.fx import example_number
 
 
@@ -68,7 +68,7 @@ class ShardedTrace(TorchFunctionMode):
                 with self._untraced():
                     made = sharded_as(one, self._as_in_example(one.to_local())).detach()
                     own[name] = self._bound(made.requires_grad_(one.requires_grad), traced)
-            with self._instead(), self:
+            with self._moves_traced(), self:
                 made = forward(*args, **kwargs)
         finally:
             for (own, name, _), traced in zip(self._found, whole, strict=True):
@@ -132,38 +132,22 @@ class ShardedTrace(TorchFunctionMode):
             return torch.empty([*map(example_number, leaf.shape)], dtype=leaf.dtype, device=self._device)
         return example_number(leaf) if isinstance(leaf, torch.SymInt) else leaf
 
-    @contextmanager
-    def _instead(self) -> Generator[None]:
-        """Meanwhile the moves of DTensors are calls of the trace, in this thread."""
-        from torch.distributed.tensor import DTensor
+    def _moves_traced(self) -> AbstractContextManager[None]:
+        """Let the moves of DTensors be calls of the trace, in this thread."""
 
-        kind: Any = DTensor
-        moves = self._from_local, self._redistribute, self._to_local, self._full_tensor
-        before = {move.__name__[1:]: vars(kind)[move.__name__[1:]] for move in moves}
+        def traced(name: str, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            if self._aside or get_ident() != self._thread:
+                return method(*args, **options)
+            odd = [word for word, value in options.items() if word not in _KNOWN and value not in (None, False)]
+            if odd:
+                raise TypeError(
+                    f"the net calls DTensor.{name} with {odd[0]}=, which no graph has; leave it out, or use "
+                    "from_sequential or from_functions."
+                )
+            move = getattr(self, f"_{name}")
+            return move(method, *args, **{word: value for word, value in options.items() if word in _KNOWN})
 
-        def instead(name: str, move: Callable[..., Any]) -> Callable[..., Any]:
-            torchs = getattr(kind, name)
-
-            def called(*args: Any, **how: Any) -> Any:
-                if self._aside or get_ident() != self._thread:
-                    return torchs(*args, **how)
-                odd = [word for word, value in how.items() if word not in _KNOWN and value not in (None, False)]
-                if odd:
-                    raise TypeError(
-                        f"the net calls DTensor.{name} with {odd[0]}=, which no graph has; leave it out, or use "
-                        "from_sequential or from_functions."
-                    )
-                return move(torchs, *args, **{word: value for word, value in how.items() if word in _KNOWN})
-
-            return staticmethod(called) if name == "from_local" else called
-
-        try:
-            for name, move in zip(before, moves, strict=True):
-                setattr(kind, name, instead(name, move))
-            yield
-        finally:
-            for name, one in before.items():
-                setattr(kind, name, one)
+        return told_of_dtensor_moves(traced)
 
     def _from_local(self, torchs: Any, x: Tensor, *where: Any, **how: Any) -> Any:
         with self._untraced():
