@@ -60,7 +60,7 @@ SLOW = {
         hybrid_shards interop layers loss_scale memory meta module_kinds offload opaque peers
         plan_run plot post_validation pure random readme references same_step schedules search
         search_memory searched shard sharded shards_inside_stages signatures slices state steps
-        testing threads ties_and_skips torch_runtime traces train_gpt unread_state
+        testing threads ties_and_skips torch_runtime traces train_gpt written_buffers
         untraced_processes update verify
     """,
     "property_tests": """

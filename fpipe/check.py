@@ -140,7 +140,7 @@ _OF_STAGES = frozenset("FRBIW")
 _OWN_READS = {"B": {"res", "w"}, "I": {"res", "w"}, "W": {"wres"}, "F": {"x", "t"}, "R": {"x", "t"}}
 _OVER_REPLICAS = frozenset(("REDUCE", "GATHER", "SCATTER"))
 _ONE_TO_ONE = _OVER_REPLICAS | {"SEND", "RECV", "OFFLOAD", "LOAD"}
-_WITH_WORDS = _OVER_REPLICAS | {"SPLIT", "MERGE", "SEND", *"FRBIWU"}
+_WITH_WORDS = _OVER_REPLICAS | {"SPLIT", "MERGE", "SEND", *"FRBIW"}
 _WORDS: dict[str, type] = {
     **dict.fromkeys(("index", "count", "size", "slices", "dim"), int),
     **dict.fromkeys(("spec", "sequence", "aux", "axis", "cast", "exchange"), str),

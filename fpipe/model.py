@@ -21,6 +21,8 @@ Source = int | Literal["batch"] | tuple[int, int]
 Reduction = Literal["mean", "sum", "count"]
 
 MAY_ASK = frozenset({"state", "key", "microbatch", "carry"})
+Turn = tuple[bool, bool]
+"""Whether a microbatch (and slice) is the first, and whether it is the last, of its training step."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +31,10 @@ class Stage:
 
     Args:
         forward: `f(params, x, *, state, key, microbatch) -> y`; the keywords only as far as `asks` names them.
-        asks: which of "state", "key", "microbatch" and "carry" it takes. A stage whose output reads its module state
-            asks for `state` and returns `(y, state)`. One that runs on sequence slices takes what the slice before
-            handed on as `carry` (None for the first) and returns `(y, carry)`; with both, `(y, state, carry)`.
-        update: `update(state, x) -> state`, the module state after a microbatch, for a stage whose output does not
-            read it: its forwards may then come in any order.
-        notes: whether the stage returns `(y, seen)`, and the update is `update(state, seen)`.
-        counts: whether the update also wants `index=` and `count=`, which microbatch it is of how many (slices, if
-            they are cut).
+        asks: which of "state", "key", "microbatch" and "carry" it takes. A stage with module state asks for `state`
+            and returns `(y, state)`; its forwards run in microbatch order. One that runs on sequence slices takes what
+            the slice before handed on as `carry` (None for the first) and returns `(y, carry)`; with both,
+            `(y, state, carry)`.
         aux_loss: whether the stage returns `(y, loss)` (what else it returns, before the loss): a 0-d tensor that is
             added to the model's loss.
         name: how errors call the stage.
@@ -53,9 +51,6 @@ class Stage:
 
     forward: Callable[..., Any]
     asks: frozenset[str] = frozenset()
-    update: Callable[..., Any] | None = None
-    notes: bool = False
-    counts: bool = False
     aux_loss: bool = False
     name: str = ""
     names: Names | None = None
@@ -65,14 +60,8 @@ class Stage:
     def __post_init__(self) -> None:
         if not callable(self.forward):
             raise TypeError(f"a stage is a function f(params, x), found {type(self.forward).__name__}.")
-        if isinstance(self.asks, str) or not MAY_ASK.issuperset(self.asks):
+        if isinstance(self.asks, str) or not self.asks <= MAY_ASK | {"turn"}:
             raise ValueError(f"asks is a set of 'state', 'key', 'microbatch' and 'carry'; found {self.asks!r}.")
-        if self.update is not None and "state" in self.asks:
-            raise ValueError(
-                "a stage that asks for its state returns the new one itself; it has no update= beside that."
-            )
-        if self.update is None and (self.notes or self.counts):
-            raise ValueError("notes and counts are for a stage's update=, which is missing.")
 
 
 class TiedLeaf(NamedTuple):

@@ -141,7 +141,7 @@ KINDS: dict[str, Kind] = {
     "SPLIT": Kind("before"),
     "RECV": Kind("before", lane="copy"),
     "LOAD": Kind("before", lane="copy"),
-    **dict.fromkeys(("ADD", "SCALE", "MERGE", "U", "FREE", "NORM", "UPDATE", "VALIDATE", "UNSCALE"), Kind("after")),
+    **dict.fromkeys(("ADD", "SCALE", "MERGE", "FREE", "NORM", "UPDATE", "VALIDATE", "UNSCALE"), Kind("after")),
     **dict.fromkeys(("SEND", "OFFLOAD"), Kind("after", lane="copy")),
     **dict.fromkeys(("REDUCE", "GATHER", "SCATTER"), Kind("after", lane="wire")),
 }

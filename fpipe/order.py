@@ -1,7 +1,7 @@
 """Merge the orders of all ranks into the one global order of a program, by a clock and by data dependencies.
 
 A schedule names only some ops: F, B, I and W (and others, if it likes). The rest keep to their data: SPLIT, R, RECV and
-LOAD stand just before their first reader; ADD, SCALE, MERGE, U, REDUCE, SEND and OFFLOAD go as soon as their inputs are
+LOAD stand just before their first reader; ADD, SCALE, MERGE, REDUCE, SEND and OFFLOAD go as soon as their inputs are
 there. "As soon as" is told by a clock on which F, B, I, W and R take one tick and everything else none:
 
     rank 0   0F0 0F1  .   .  0B0 0B1                      0F0 0F1 1F0 1F1 1B0 1B1 ADD(sum[1,1]) 0B0 0B1 ADD(sum[0,1])
@@ -238,7 +238,7 @@ class _Clock:
         return full
 
     def _release(self, position: int) -> None:
-        """Anchor nothing that a loose op reads on which a row waits: a state update needs its input early, say."""
+        """Anchor nothing that a loose op reads on which a row waits: a sum of cotangents needs its parts early, say."""
         self.early.add(position)
         for source in self.sources[position]:
             if self.is_loose[source] and source not in self.anchor and source not in self.early:

@@ -27,27 +27,21 @@ class PositionalStage(ABC):
     Attributes:
         number: which stage it is.
         names: the names of its parameters, the first name of each in `params`.
-        holds: the names of the buffers that it reads and writes.
-        update_only: the names of the buffers that only its update reads and writes.
-        writes: the names of all buffers that it or its update writes: its state.
-        fixed: the names of its constants, all that it reads besides parameters and state; `update_only` is among them.
+        holds: the names of the buffers that it reads and writes: its state.
+        fixed: the names of its constants, all that it reads besides parameters and state.
         homes: where each of them is: its owner, and the attribute.
         modules: the modules that it runs, by path, and the `lock` of those that run them.
-        norms: those of them whose running statistics its update writes, and no forward reads.
-        can_fold: whether one op can normalise and update, for each of these.
+        norms: those of them that keep running statistics.
     """
 
     number: int
     names: Names
     holds: Sequence[str] = ()
-    update_only: Sequence[str] = ()
-    writes: Sequence[str] = ()
     fixed: Sequence[str] = ()
     homes: Sequence[tuple[Any, str]] = ()
     modules: Sequence[tuple[str, Any]] = ()
     lock: AbstractContextManager[Any] = nullcontext()
     norms: Sequence[tuple[str, Any]] = ()
-    can_fold: bool = False
 
     @abstractmethod
     def __call__(self, params: Mapping[str, Tensor], x: Any) -> Any:
@@ -57,8 +51,7 @@ class PositionalStage(ABC):
     def pure(
         self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor]
     ) -> tuple[Any, dict[str, Any]]:
-        """The output as a function of all that the stage reads, in the order of names; and by name the values beside
-        it: its `state` after it, what it has `seen` for its update, and its `update_only` buffers after an `update`."""
+        """The output as a function of all that the stage reads, in the order of names; and its `state` after it."""
 
     @abstractmethod
     def twin(self) -> Any:
@@ -95,12 +88,8 @@ class PositionalStage(ABC):
         return []
 
     def modes(self) -> tuple[Any, ...]:
-        """The modes of its modules, and which norms have a momentum: its traces depend on them."""
-        return (*(module.training for _, module in self.modules), *(one is None for one in self.momenta()))
-
-    def momenta(self) -> list[Any]:
-        """How much a batch weighs in the running statistics of each of its norms, as it is now."""
-        return [norm.momentum for _, norm in self.norms]
+        """The modes of its modules, and the momentum of its norms: its traces depend on them."""
+        return (*(module.training for _, module in self.modules), *(norm.momentum for _, norm in self.norms))
 
     def moved(self) -> Mapping[str, int]:
         """The parameters that a net has elsewhere than when they were handed out, each with the address of that."""
@@ -109,11 +98,6 @@ class PositionalStage(ABC):
     def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
         """All tensors that it holds, by name."""
         return ()
-
-    def unreadable(self) -> Iterable[tuple[str, Tensor]]:
-        """The running statistics of its norms, which no forward may read, since only updates know them."""
-        for path, norm in self.norms:
-            yield from ((f"{path}.{name}", held) for name, held in norm.named_buffers(recurse=False))
 
     def drawing(self) -> list[str]:
         """The modules that draw random numbers as they are now, in words."""

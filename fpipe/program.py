@@ -22,7 +22,7 @@ The names that the front doors use for values (any lower-case word is a value na
     inputs target params state key      what a caller hands in: the batch's two halves, and per stage or step the rest
     shard                               a replica's part of params, handed in where several replicas share them out
     x t w                               SPLIT's slices of inputs and target, and the microbatch's weight in the mean
-    y loss count carry seen             what F writes: output, loss and its count, what a slice hands on, what U needs
+    y loss count carry                  what F writes: output, loss and its count, what a slice hands on
     res wres                            residuals: what B or I reads, and what I leaves for W
     dx dy dcarry                        cotangents: of a stage's k-th input, of its output where several are added
     g sum                               one microbatch's gradient of a stage's k-th parameter bundle, the running sum
@@ -33,7 +33,7 @@ The names that the front doors use for values (any lower-case word is a value na
     inputs:1 target:1 lr:1              those of the second of several training steps
     grads outputs                       result names, besides loss, count, state, params, opt and norm
 
-The kinds: F forward, B full backward, I input gradient, W weight gradient, R recompute, U state update, PAIR, SEND,
+The kinds: F forward, B full backward, I input gradient, W weight gradient, R recompute, PAIR, SEND,
 RECV, SPLIT, ADD, SCALE, MERGE, REDUCE, GATHER, SCATTER, OFFLOAD, LOAD, FREE, NORM, UPDATE, VALIDATE,
 UNSCALE. The set is open: `register_kind` adds one. Those of a stage that is a collective over a dimension of a mesh say
 `{exchange='all_to_all', axis='ep'}`, and run on a lane of their own.

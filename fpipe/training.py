@@ -82,13 +82,13 @@ class _Writer:
             total = self.scaled(total, Value("loss"))
         results = [(Value("loss"), total), (Value("outputs"), Value("y", self.last, 0))]
         results += [(Value(name), Value(name, self.last, 0)) for name in self.beside_the_loss()]
-        stateful = (s for s in stages if model.stages[s].update is not None or "state" in model.stages[s].asks)
+        stateful = (s for s in stages if "state" in model.stages[s].asks)
         results += [(Value("state", stage), Value("state", stage, 0)) for stage in stateful]
         inputs = sorted({value for op in self.ops for value in op.reads if value.microbatch is None}, key=_input_order)
         outputs = in_order(Output(name, value, (0,)) for name, value in (*results, *grads))
         made = Program(tuple(Input(value, (0,)) for value in inputs), tuple(self.ops), outputs)
         nets = ((stage, of_net(model.stages[stage].forward)) for stage in stages)
-        return naming_buffers(made, {stage: net.writes for stage, net in nets if net is not None and net.writes})
+        return naming_buffers(made, {stage: net.holds for stage, net in nets if net is not None and net.holds})
 
     def add(self, parts: Sequence[Value], made: Value) -> Value:
         """The sum of some values: an ADD where there are several."""
@@ -125,16 +125,12 @@ class _Writer:
         reads += [Value("key")] if "key" in own.asks else []
         reads += [Value("target")] if last else []
         names = ["loss"] * self.has_loss(stage) + (self.beside_the_loss() if last else [])
-        names += ["state"] * ("state" in own.asks) + ["seen"] * own.notes + ["res"]
+        names += ["state"] * ("state" in own.asks) + ["res"]
         writes = (*self.outputs(stage), *(Value(name, stage, 0) for name in names))
         self.ops.append(Op("F", stage, 0, None, 0, tuple(reads), writes, (), own.exchange))
 
     def backward(self, stage: int) -> None:
         own = self.model.stages[stage]
-        if own.update is not None:
-            reads = (Value("state", stage), *((Value("seen", stage, 0),) if own.notes else self.taken(stage)))
-            how = (("index", 0), ("count", 1)) if own.counts else ()
-            self.ops.append(Op("U", stage, 0, None, 0, reads, (Value("state", stage, 0),), (), how))
         read = [(y, sorted(self.readers[y], reverse=True)) for y in self.outputs(stage) if self.readers[y]]
         cotangents = [self.add(parts, y._replace(name="dy")) for y, parts in read]
         taken = enumerate(self.taken(stage))

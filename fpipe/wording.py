@@ -18,7 +18,6 @@ _PHRASES = {
     "dx": "the input gradient of stage {s} for microbatch {m}",
     "dy": "the output gradient of stage {s} for microbatch {m}",
     "g": "the weight gradient of stage {s} for microbatch {m}",
-    "seen": "what {s}F{m} noted for its state",
     "carry": "what {s}F{m} hands to its next slice",
     "state": "the module state of stage {s} after microbatch {m}",
     "params": "the parameters of stage {s} after microbatch {m}",

@@ -123,7 +123,7 @@ def test_a_written_buffer_does_not_pass_silently(does, trace):
     sentences = (
         f"stage 1 (1) {verb} buffer or parameter '{does}",
         ". What a module remembers is state: cut the net by from_sequential(..., example=inputs), or say "
-        f"state={{{name!r}: 'update'}}, or 'ordered' if an output reads",
+        f"state=[{name!r}]",
     )
     batch = torch.randn(4, 3), torch.randn(4, 3)
     for example in (None, (params, batch)):

@@ -200,10 +200,6 @@ fpipe.testing.check_schedule(lambda ranks: schedules.from_table([["0F0", "0B0"]]
     BrokenLaw: <lambda> at ranks=2, microbatches=2, stages=2: it makes a program of these sizes. the table does not
 fpipe.from_functions(linear)
     TypeError: from_functions takes a list of functions, one per stage; found function.
-fpipe.Stage(lambda p, x, *, state: (x, state), frozenset({"state"}), update=lambda state, x: state)
-    ValueError: a stage that asks for its state returns the new one itself; it has no update= beside that.
-fpipe.Stage(linear, notes=True)
-    ValueError: notes and counts are for a stage's update=, which is missing.
 fpipe.Model((linear,), None, ("batch",))
     TypeError: a Model is made of fpipe.Stage, found function; see from_functions.
 fpipe.split_params(fpipe.from_loss(loss_fn, WHOLE, (torch.ones(2, 2), torch.ones(2, 2)))[0], [WHOLE])

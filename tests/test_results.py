@@ -132,7 +132,10 @@ def test_merge_joins_as_its_spec_says():
 
 
 def test_a_state_of_some_stages_only_is_handed_back_whole():
-    counted = fpipe.Stage(linear, update=lambda state, x: {"n": state["n"] + len(x)})
+    def count(p: Any, x: torch.Tensor, *, state: Any) -> Any:
+        return linear(p, x), {"n": state["n"] + len(x)}
+
+    counted = fpipe.Stage(count, frozenset({"state"}))
     model = fpipe.Model((counted, fpipe.Stage(linear)), squares, ("batch", 0))
     program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
     state = ({"n": torch.zeros(())}, {"idle": torch.ones(2)})

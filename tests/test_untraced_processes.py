@@ -6,7 +6,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -139,6 +138,10 @@ def centred(p: Params, x: Tensor, *, state: Params) -> tuple[Tensor, Params]:
     return smooth(p, x - state["mean"]) * x.sum().sign().item(), average(state, x)
 
 
+def looks_beside(p: Params, x: Tensor, *, state: Params) -> tuple[Tensor, Params]:
+    return looks(p, x), average(state, x)
+
+
 def average(state: Params, x: Tensor) -> Params:
     return {"mean": 0.9 * state["mean"] + 0.1 * x.mean(0)}
 
@@ -149,16 +152,14 @@ FLOWS: dict[str, tuple[Any, Any]] = {
     "a carry to a traced stage": (SLICED, (carries, carries_on)),
     "a carry from a traced stage": (SLICED, (carries_on, carries)),
     "state that the output reads": (WHOLE, (smooth, centred)),
-    "state beside": (WHOLE, (smooth, fpipe.Stage(looks, update=average))),
+    "state beside": (WHOLE, (smooth, looks_beside)),
     "casts": (WHOLE, (looks, smooth)),
 }
 
 
 def flows(rank: int, name: str) -> list[bool]:
     steps, stages = FLOWS[name]
-    whole = [one if isinstance(one, fpipe.Stage) else None for one in stages]
-    model = fpipe.from_functions([getattr(one, "forward", one) for one in stages], squares)
-    model = replace(model, stages=tuple(one or made for one, made in zip(whole, model.stages, strict=True)))
+    model = fpipe.from_functions(stages, squares)
     program, params = fpipe.chain(*steps)(fpipe.program(model)), params_of([looks, looks])
     state: Any = ({}, {"mean": torch.zeros(6)}) if "state" in name else None
     batch = (torch.randn(8, 4, 6), torch.randn(8, 4, 6)) if "carry" in name else rows()

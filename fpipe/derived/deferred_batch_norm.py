@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
-from itertools import compress
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fpipe.model import Model, Stage, the_model
-from fpipe.models.modules.batch_norm import Norms, Notes, count_batch, refuse_other_channels, updated
+from fpipe.model import Model, Stage, Turn, the_model
+from fpipe.models.modules.batch_norm import Norms
 from fpipe.models.modules.stage_module import StageModule
 from fpipe.torch_internals import is_batch_norm
-from fpipe.torch_private.modules import has_torchs_forward
+from fpipe.torch_private.modules import has_torchs_forward, without_statistics
 
 
 def deferred_batch_norm(model: Model) -> Model:
@@ -31,8 +31,7 @@ def deferred_batch_norm(model: Model) -> Model:
         Another model for the same params and state. Without batch norms that track statistics it is the same.
 
     Raises:
-        ValueError: a batch norm shares its stage with a module that reads the buffers that it mutates, or is in a stage
-            of `from_module`.
+        ValueError: a batch norm has a forward of its own, or is in a stage of `from_module`.
 
     Source: torchgpipe's DeferredBatchNorm (Kim et al. 2020, section 3.3), whose variance is the biased one.
 
@@ -51,72 +50,85 @@ def deferred_batch_norm(model: Model) -> Model:
 def _deferred(stage: Stage) -> Stage:
     run = stage.forward
     if not isinstance(run, StageModule):
-        for norm in (name for name in getattr(run, "writes", ()) if name.endswith(".running_var")):
+        for norm in (name for name in getattr(run, "holds", ()) if name.endswith(".running_var")):
             raise ValueError(
                 f"batch norm {norm.rpartition('.')[0]!r} is in the graph of a net, which updates its statistics after "
                 "each microbatch; only those of a model of from_sequential can be deferred."
             )
         return stage
-    for path, owner, _ in (place for place in run.held if is_batch_norm(place[1])):
-        norm = path.rpartition(".")[0]
-        other = next((path for path, owner, _ in run.held if not is_batch_norm(owner)), None)
-        if other is None:
-            who = "another module or a hook that asks it" if has_torchs_forward(owner) else "a forward of its own"
+    norms = [(path, norm) for path, norm in run.norms if is_batch_norm(norm)]
+    for path, norm in norms:
+        if not has_torchs_forward(norm):
             raise ValueError(
-                f"batch norm {norm!r} ({type(owner).__name__}) has {who}, which may read what it writes; only "
-                "torch's own batch norms that nobody asks can be deferred."
+                f"batch norm {path!r} ({type(norm).__name__}) has a forward of its own, which may read what it writes; "
+                "only torch's own batch norms can be deferred."
             )
-        raise ValueError(
-            f"stage {run.number} has the batch norm {norm!r} beside {other!r}, a buffer that its forward reads and "
-            "writes: it takes the norm along, microbatch by microbatch. Choose sizes= that keep them apart."
-        )
-    if not any(is_batch_norm(module) for _, module in run.norms):
-        return stage
-    return replace(stage, update=partial(_update, run), counts=True)
+    return replace(stage, forward=_deferring(run, norms), asks=stage.asks | {"turn"}) if norms else stage
 
 
-def _update(run: StageModule, state: Mapping[str, Any], seen: Any, *, index: int, count: int) -> dict[str, Any]:
-    """The module state after microbatch `index` of `count`."""
-    return run.update(state, seen, partial(_updated_at_the_end, index=index, count=count))
+def _deferring(run: StageModule, norms: Norms) -> Any:
+    """The function of a stage whose state has, from its first microbatch to its last, what the norms have gathered."""
+
+    @wraps(run)
+    def forward(params: Mapping[str, Tensor], x: Any, *, state: Mapping[str, Any], turn: Turn) -> Any:
+        is_first, is_last = turn
+        fresh: dict[str, list[Moments]] = {path: [] for path, _ in norms}
+        with run.lock, ExitStack() as stack:
+            for path, norm in norms:
+                stack.enter_context(without_statistics(norm, partial(_note, fresh[path])))
+            y, now = run(params, x, state={name: state[name] for name in run.holds})
+        new: dict[str, Any] = {name: now[name] for name in state if name in now}
+        for path, norm in norms:
+            before: list[Moments] = [] if is_first else state[f"{path}.gathered"]
+            count = max(len(before), len(fresh[path]))
+            gathered = [merged(*before[call : call + 1], *fresh[path][call : call + 1]) for call in range(count)]
+            if not is_last:
+                new[f"{path}.gathered"] = gathered
+            for moments in gathered if is_last else ():
+                _commit(path, norm, new, moments)
+        return y, new
+
+    return forward
 
 
-def _updated_at_the_end(
-    norms: Norms, state: Mapping[str, Any], notes: Notes, *, index: int, count: int
-) -> dict[str, Any]:
-    """The running statistics: those of all microbatches are merged, and used at the last of them."""
-    deferred = [is_batch_norm(norm) for _, norm in norms]
-    now = [not one for one in deferred]
-    made = updated([*compress(norms, now)], state, [*compress(notes, now)])
-    for (path, module), calls in compress(zip(norms, notes, strict=True), deferred):
-        for call, x in enumerate(calls):
-            name = f"{path}.gathered.{call}"
-            found = statistics(x) if index == 0 else merged(made.pop(name), statistics(x))
-            if index < count - 1:
-                made[name] = found
-                continue
-            rows, mean, squares = found
-            refuse_other_channels(path, (made[f"{path}.running_mean"], made[f"{path}.running_var"]), len(mean))
-            factor = count_batch(path, module, made)
-            for buffer, fresh in (("running_mean", mean), ("running_var", squares / max(rows - 1, 1))):
-                before = made[f"{path}.{buffer}"]
-                made[f"{path}.{buffer}"] = (before.double() * (1 - factor) + fresh * factor).to(before.dtype)
-    return made
+Moments = tuple[Tensor, Tensor, Tensor]
+"""Rows, mean and sum of squared deviations of each channel."""
 
 
-def statistics(x: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Rows, mean and sum of squared deviations of each channel, in float64: float32 loses them at a mean of 1e4."""
+def _note(calls: list[Moments], x: Tensor) -> None:
+    calls.append(statistics(x.detach()))
+
+
+def _commit(path: str, norm: Any, state: dict[str, Any], moments: Moments) -> None:
+    """Update the running statistics in a state by the moments of a whole batch."""
+    rows, mean, squares = moments
+    batches = state.get(f"{path}.num_batches_tracked")
+    if batches is not None:
+        batches = state[f"{path}.num_batches_tracked"] = batches + 1
+    factor = norm.momentum
+    if factor is None:
+        factor = 0.0 if batches is None else 1.0 / batches.double()
+    for name, fresh in (("running_mean", mean), ("running_var", squares / (rows - 1).clamp(min=1))):
+        before = state[f"{path}.{name}"]
+        state[f"{path}.{name}"] = (before.double() * (1 - factor) + fresh * factor).to(before.dtype)
+
+
+def statistics(x: Tensor) -> Moments:
+    """The moments of each channel of x, in float64: float32 loses them at a mean of 1e4."""
     dims = [dim for dim in range(x.dim()) if dim != 1]
     rows = x.numel() // x.shape[1]
     var, mean = torch.var_mean(x.double(), dims, correction=0)
-    return rows, mean, var * rows
+    return mean.new_full((), rows), mean, var * rows
 
 
-def merged(one: tuple[int, Tensor, Tensor], other: tuple[int, Tensor, Tensor]) -> tuple[int, Tensor, Tensor]:
-    """The statistics of two sets of rows as those of one (Chan, Golub and LeVeque 1979).
+def merged(*both: Moments) -> Moments:
+    """The moments of one or two sets of rows as those of one (Chan, Golub and LeVeque 1979).
 
-    >>> merged(statistics(torch.tensor([[1.0], [3.0]])), statistics(torch.tensor([[5.0]])))
-    (3, tensor([3.], dtype=torch.float64), tensor([8.], dtype=torch.float64))
+    >>> merged(statistics(torch.tensor([[1.0], [3.0]])), statistics(torch.tensor([[5.0]])))[1:]
+    (tensor([3.], dtype=torch.float64), tensor([8.], dtype=torch.float64))
     """
-    (n, mean, squares), (m, fresh, more) = one, other
-    apart = fresh - mean
-    return n + m, mean + apart * (m / (n + m)), squares + more + apart * apart * (n * m / (n + m))
+    if len(both) == 1:
+        return both[0]
+    (n, mean, squares), (m, fresh, more) = both
+    shift = fresh - mean
+    return n + m, mean + shift * (m / (n + m)), squares + more + shift * shift * (n * m / (n + m))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fpipe.derived.custom_stage import refuse_rules
-from fpipe.derived.dual import Dual, pushed_forward, unpack_dual
+from fpipe.derived.dual import Dual, pushed_forward
 from fpipe.meaning.stages.outputs import copied, split_loss, split_output
 from fpipe.model import Model, Stage, the_model
 from fpipe.torch_private.modules import load_forward_mode
@@ -40,8 +40,8 @@ def jvp(model: Model) -> Model:
         stages; and "aux" is what it had, if it had some.
 
     Raises:
-        ValueError: a stage has hand-written rules, or buffers that only its updates read. When it runs, a stage whose
-            derivative torch.func does not know raises torch's error, and it is named.
+        ValueError: a stage has hand-written rules. When it runs, a stage whose derivative torch.func does not know
+            raises torch's error, and it is named.
 
     >>> import fpipe, torch
     >>> model = fpipe.from_functions([lambda p, x: p["w"] ** 3 * x], loss=lambda y, t: (y - t).sum())
@@ -57,12 +57,6 @@ def jvp(model: Model) -> Model:
     the_model(model)
     refuse_rules(model, "jvp")
     load_forward_mode()
-    for number, stage in enumerate(model.stages):
-        if getattr(stage.forward, "update_only", ()):
-            raise ValueError(
-                f"{model.who(number)} writes buffers that no output reads, by an update that runs it once more: jvp "
-                "has no rule for that. Cut the net in eval mode."
-            )
     on_duals = {stage: _on_duals(stage) for stage in model.stages}  # equal stages share their traces
     stages = tuple(on_duals[stage] for stage in model.stages)
     report = model.made("jvp: on dual numbers, so a tangent beside each parameter and what depends on it")
@@ -70,8 +64,8 @@ def jvp(model: Model) -> Model:
 
 
 def _on_duals(stage: Stage) -> Stage:
-    """A stage on dual numbers. Its module state, and what it notes for an update, come without tangents."""
-    forward, update = stage.forward, stage.update
+    """A stage on dual numbers. Its module state comes without tangents."""
+    forward = stage.forward
 
     @wraps(forward)
     def on_duals(params: Any, x: Any, **said: Any) -> Any:
@@ -89,11 +83,7 @@ def _on_duals(stage: Stage) -> Stage:
             follows["loss"] = _tangent(follows["loss"])
         return (y, *((follows | rest)[word] for word in order)) if order else y
 
-    def by_primals(state: Any, seen: Any, **counted: int) -> Any:
-        assert update is not None
-        return update(state, unpack_dual(seen)[0], **counted)
-
-    return replace(stage, forward=on_duals, update=None if update is None else by_primals, within=None)
+    return replace(stage, forward=on_duals, within=None)
 
 
 def _derivative(model: Model) -> Callable[[Any, Any], Any]:

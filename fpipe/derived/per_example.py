@@ -70,9 +70,8 @@ def per_example(model: Model) -> Model:
 
 def _refuse_shared(stage: Stage, who: str) -> None:
     """A ValueError for a stage with something that is no single row's."""
-    asks = {*stage.asks, *(("state",) if stage.update is not None else ())}
     asked = {"state": "module state", "key": "a key", "carry": "a carry"}
-    for found in (what for word, what in asked.items() if word in asks):
+    for found in (what for word, what in asked.items() if word in stage.asks):
         raise ValueError(
             f"{who} has {found}, which is no single row's: per_example takes stages that each row passes alone. Of "
             "norms take those that look at one row, such as LayerNorm or GroupNorm, or eval mode."

@@ -122,7 +122,7 @@ def _refuse_model(model: Model) -> None:
         )
     for number, stage in enumerate(model.stages):
         who = model.who(number)
-        if stage.update is not None or "state" in stage.asks:
+        if "state" in stage.asks:
             raise ValueError(
                 f"{who} has module state; torch's runtime runs a stage once more than a step does, to learn shapes, "
                 f"and that would be in it. Call eval() on what remembers before the net is cut, {_OURS}"

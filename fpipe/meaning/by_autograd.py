@@ -25,7 +25,7 @@ from fpipe.meaning.stages.keys import seeded, seeder
 from fpipe.meaning.stages.memory_layout import alias, of_each_row, rows_of
 from fpipe.meaning.stages.outputs import call_stage, loss_of, outputs_of, refuse_odd_output, scaled, split_output
 from fpipe.meaning.stages.way_back import refuse_missing_gradients
-from fpipe.model import Model, Stage, who_draws
+from fpipe.model import Model, Stage, Turn, who_draws
 from fpipe.program import Op, Value, is_exchange
 from fpipe.torch_internals import forbids_saved_tensors_hooks
 
@@ -49,7 +49,7 @@ class StepContext:
         moves: what travels between devices.
         shared: what replicas share out, by what they are handed of it.
         overwrites: whether a step that runs has overwritten parameters.
-        per_step: the microbatches of a training step, where a program is several.
+        per_step: the microbatches of a training step, where a program is several, and `slices`, those of each.
         places: of each stage the place of each leaf's gradient, in the net's order: its number among all leaves of the
             net, its bundle, and its index there.
     """
@@ -67,6 +67,7 @@ class StepContext:
     shared: Mapping[Value, Any] = field(default_factory=dict[Any, Any])
     places: Sequence[Sequence[tuple[int, int, int]]] = ()
     per_step: int | None = None
+    slices: int = 1
     overwrites: bool = False
 
     @property
@@ -82,6 +83,12 @@ class StepContext:
         """The number of an op's microbatch among those of all replicas in a training step."""
         number = op.microbatch or 0
         return self.first + (number if self.per_step is None else number % self.per_step)
+
+    def turn(self, op: Op) -> Turn:
+        """Whether an op's microbatch (and slice) is the first and the last of its training step."""
+        piece, microbatch, last = op.slice or 0, op.microbatch or 0, (self.per_step or 1) - 1
+        microbatch %= last + 1
+        return (microbatch, piece) == (0, 0), (microbatch, piece) == (last, self.slices - 1)
 
 
 Rule = Callable[[Op, Sequence[Any], StepContext], Sequence[Any]]
@@ -144,6 +151,7 @@ class _Given:
         key = context.key if isinstance(context.key, int | None) else context.key[context.step_of(op)]
         self.seed = None if key is None else seeder(number, context.number(op), op.slice)(key)
         said = {"microbatch": context.number(op), "carry": self.carry, "key": self.seed, "state": state}
+        said["turn"] = context.turn(op)
         self.said = {word: said[word] for word in self.stage.asks}
         self.x = tuple(self.taken) if isinstance(context.model.inputs[number], tuple) else self.taken[0]
         self.has_loss = "t" in named or "target" in named
@@ -181,7 +189,6 @@ def forward(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
 
     made = {
         "state": lambda: tree.tree_map(detached, beside["state"]),
-        "seen": lambda: tree.tree_map(detached, beside["seen"]),
         "carry": lambda: tree.tree_map(_same_leaf, carried),
         "loss": lambda: None if loss is None else loss.detach().clone(),  # F.mse_loss's is as large as its input
         "count": lambda: detached(count),

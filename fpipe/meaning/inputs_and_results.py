@@ -83,6 +83,7 @@ def context_of(
         replicas=count,
         first=number * per_step,
         per_step=per_step,
+        slices=program.slices,
         places=_places_of(model, params),
     )
 

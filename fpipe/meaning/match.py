@@ -39,15 +39,9 @@ def check_match(program: Program, model: Model) -> None:
                 f"stage {op.stage} of the model gives {wanted}, in the program {op.cell} gives {found}; start from "
                 "fpipe.program(model)."
             )
-        if op.kind == "U" and mine.how and not op.how:
-            raise ValueError(
-                f"the update of stage {op.stage} of the model comes once a step, in the program once a microbatch; "
-                "start from fpipe.program(model), the model that deferred_batch_norm has made."
-            )
     of_modules = all(stage.names is not None for stage in model.stages)
     check_update(program, [leaf[0] for stage in model.stages for leaf in stage.names or ()] if of_modules else None)
     _refuse_mixed_rows(program, model)
-    _refuse_lost_updates(program, model, {stage for kind, stage in own if kind == "U"})
 
 
 def refuse_lost_constants(model: Model) -> None:
@@ -82,21 +76,6 @@ def _refuse_mixed_rows(program: Program, model: Model) -> None:
         if op.kind == "SPLIT" and (odd := next((word for word, _ in op.how if word in ("spec", "slices")), None)):
             found = "slices of sequences" if odd == "slices" else f"the spec {dict(op.how)[odd]}"
             raise ValueError(f"per_example takes rows of dim 0 apart, of whole sequences; found {found} in split().")
-
-
-def _refuse_lost_updates(program: Program, model: Model, wanted: set[int | None]) -> None:
-    """A program that trains updates the state of each stage that has one; an evaluation writes no state."""
-    kinds = {(op.kind, op.stage) for op in parts_of(program.ops)}
-    found = {stage for kind, stage in kinds if kind == "U"}
-    trains = any(kind in ("B", "I") for kind, _ in kinds)
-    for stage in range(len(model.stages)):
-        if (stage in wanted) == (stage in found) or (stage in wanted and not trains):
-            continue
-        own, other = ("has an", "no") if stage in wanted else ("has no", "an")
-        raise ValueError(
-            f"{model.who(stage)} of the model {own} update of its module state, such as running statistics, and the "
-            f"program {other} op for it; start from fpipe.program(model)."
-        )
 
 
 def _read(op: Op) -> list[Value]:

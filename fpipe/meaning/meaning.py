@@ -1,7 +1,7 @@
 """Say what each kind of op does to real values: the rules of a walk down a program, by kind.
 
 A stage's own, those of F, R, B, I and W, are plain autograd's; those here cut the batch, add gradients up, weigh the
-losses, join what comes out and update the state.
+losses and join what comes out.
 """
 
 from __future__ import annotations
@@ -20,20 +20,15 @@ from fpipe.meaning.by_autograd import (
     Rule,
     StepContext,
     backward,
-    detached,
     forward,
     weight_gradient,
 )
 from fpipe.meaning.devices import moved
-from fpipe.meaning.purity.pure import pure
 from fpipe.meaning.single_device.batches import batches_of, check_batch, rows_of_each, streams
 from fpipe.meaning.single_device.joining import join, join_gradients, join_slices
 from fpipe.meaning.single_device.microbatch import cut, cut_sequence, rows
-from fpipe.meaning.stages.keys import seeded
 from fpipe.meaning.stages.memory_layout import is_strided
-from fpipe.meaning.stages.outputs import copied
 from fpipe.meaning.updates import norm_of, unscale, update_params, validate
-from fpipe.positional_stage import PositionalStage
 from fpipe.program import Op, Program, kind_of
 from fpipe.torch_internals import each_times
 from fpipe.transforms.specs import Chunk, spec_of
@@ -192,21 +187,6 @@ def _whole_sequences(
     return wholes, [sum(weights[at : at + slices]) for at in starts]
 
 
-def update(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
-    """U: the module state after a microbatch, from the state before and the stage's input, or what F noted."""
-    stage = context.model.stages[op.stage or 0]
-    change = stage.update
-    assert change is not None, f"stage {op.stage} has no update"
-    state, *taken = args
-    x = tuple(taken) if isinstance(context.model.inputs[op.stage or 0], tuple) and not stage.notes else taken[0]
-    more = dict(op.how) if stage.counts else {}
-    if isinstance(stage.forward, PositionalStage):  # it is ours; a function of others is watched
-        return [change(state, x, **more)]
-    who = f"the update of stage {op.stage}"
-    with seeded(None, who), pure(change, who, x):
-        return [change(copied(state), tree.tree_map(detached, x), **more)]
-
-
 def both(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """PAIR: its parts, which do not read each other, one after the other."""
     values = dict(zip(op.reads, args, strict=True))
@@ -250,7 +230,6 @@ RULES: dict[str, Rule] = {
     "MERGE": merge_results,
     "REDUCE": reduce_one,
     "SCATTER": reduce_one,
-    "U": update,
     "PAIR": both,
     "GATHER": gather_one,
     "NORM": norm_of,

@@ -29,7 +29,7 @@ from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.cut_net import CutNet, with_untrained
 from fpipe.models.cutting.cut_report import CutReport
 from fpipe.models.cutting.marked_graph import MarkedGraph, draws_random
-from fpipe.models.cutting.net_state import split_norms
+from fpipe.models.cutting.net_state import is_read
 from fpipe.models.cutting.place_cuts import as_exchange, place_cuts
 from fpipe.models.tracing.contexts import autocast_eps
 from fpipe.models.tracing.module_calls import NetFunction
@@ -113,7 +113,6 @@ def from_module(
     exported = Exported(net) if isinstance(net, ExportedProgram) else export_around(net, batch[0])
     tensors = tensors_of(net, exported.program)
     graph = read_graph(exported.program, tensors)
-    split_norms(graph.module.graph)
     try:
         placed = place_cuts(graph.module.graph, graph.params, stages, cuts, costs, cut_collectives)
     except ValueError as error:
@@ -158,13 +157,13 @@ def from_module(
         }
         # The net cannot draw as stages do that begin at a collective.
         draws_elsewhere = placed.exchanges and any(map(draws_random, marked.stage_of))
-        if not draws_elsewhere and not any(run.holds for run in cut.stages):
+        if not draws_elsewhere and not any(map(is_read, cut.written)):
             function = NetFunction(net, loss or _loss_of, placed.ends)
             eps = autocast_eps(graph.module.graph)
             model = replace(model, function=LossFunction(function, eps, graph.who, graph.door))
         held.trace_again(model, lambda: from_module(net, stages, **how)[0])
         again: Any = how | {"cuts": [call.path for call in placed.ends], "costs": None}
-        written = [run.writes for run in cut.stages]
+        written = [run.holds for run in cut.stages]
         held.cut_from(net, lambda other: _reading(from_module(other, **again)[0], written))
     return model, params, state
 

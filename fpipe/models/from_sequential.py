@@ -8,7 +8,7 @@ parameters, and buffers that no stage mutates, are constants: a stage reads the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 from operator import index
 from typing import Any
@@ -19,7 +19,7 @@ from fpipe.meaning.purity.known_modules import refuse_net
 from fpipe.meaning.purity.own_memory import memory
 from fpipe.model import Model, Reduction
 from fpipe.models.modules.skips import plan_skips
-from fpipe.models.modules.stage_module import How, StageModule
+from fpipe.models.modules.stage_module import StageModule
 from fpipe.models.of_modules import Leaf, Params, names_of, of_modules
 from fpipe.timing.balance import balance
 from fpipe.torch_internals import held_by, hooks_of
@@ -35,7 +35,7 @@ def from_sequential(
     aux: bool = False,
     keywords: bool = False,
     example: Any = None,
-    state: Mapping[str, How] | None = None,
+    state: Collection[str] = (),
 ) -> tuple[Model, Params, Params]:
     """Cut a Sequential into stages.
 
@@ -51,19 +51,16 @@ def from_sequential(
         example: the inputs of a batch, for a net that mutates buffers of its own (a counter, a running mean): each
             stage runs once on fake tensors like these, which may be on the meta device. The batch, instance and
             spectral norms of torch need none.
-        state: says it instead, for buffers by name: "update" where only the module's own updates read what is written,
-            "ordered" where outputs read it too.
+        state: the names of these buffers instead.
 
     A parameter that stands in several stages is tied: it lives in the first, and its gradient is the sum. `Stash` and
     `Pop` among the children are skips.
 
     Returns:
         The model; per stage its trainable parameters by their names in `net.state_dict()`, one used twice under its
-        first name, as aliases of the net's memory; per stage its module state: the buffers that its modules mutate.
-        Updates of buffers that are read only to update them (those of batch and instance norms, a counter or a running
-        mean of your own) are apart from the forwards, which then come in any order; a stage whose output reads what it
-        mutates (spectral norm) runs microbatch after microbatch. All other buffers are constants; a step that would
-        mutate one is refused by name.
+        first name, as aliases of the net's memory; per stage its module state: the buffers that its modules mutate. The
+        forwards of a stage with module state run in microbatch order on one rank. All other buffers are constants; a
+        step that would mutate one is refused by name.
 
     Raises:
         ValueError: sizes that do not fit, a module that cannot be part of a pure stage, or a name in `state` that is no
@@ -90,13 +87,13 @@ def from_sequential(
     skips, inputs = plan_skips(groups)
     skips[0] = skips[0]._replace(keywords=keywords)
     each = zip(groups, names_of([leaf for leaf, _ in leaves], len(groups)), skips, strict=True)
-    _check_state(net, state or {})
+    _check_state(net, state)
     runs = [StageModule(number, *parts, state=state) for number, parts in enumerate(each)]
     called = [", ".join(group) for group in groups]
     how: Any = {"loss": loss, "inputs": inputs, "reduction": reduction, "aux": aux, "example": example}
     model, params, states = of_modules(runs, called, leaves, **how, net=net)
     again: Any = {"loss": loss, "reduction": reduction, "aux": aux, "keywords": keywords, "sizes": [*map(len, groups)]}
-    again["state"] = {name: "ordered" for own in states for name in own}
+    again["state"] = [name for own in states for name in own]
 
     def anew(other: Any) -> Model:
         return from_sequential(other, **again)[0]
@@ -105,16 +102,14 @@ def from_sequential(
     return model, params, states
 
 
-def _check_state(net: nn.Module, state: Mapping[str, How]) -> None:
-    """A ValueError if the caller's words on buffers are of anything else."""
+def _check_state(net: nn.Module, state: Collection[str]) -> None:
+    """A ValueError if what the caller names is no buffer."""
     buffers = {name for name, _ in net.named_buffers(remove_duplicate=False)}
-    for name, how in state.items():
+    for name in state:
         if name not in buffers:
             raise ValueError(
                 f"state= names {name!r}, which is no buffer of the net; these are: {', '.join(sorted(buffers))}."
             )
-        if how not in ("update", "ordered"):
-            raise ValueError(f"state= says 'update' or 'ordered' of a buffer, found {how!r} for {name!r}.")
 
 
 def _sizes(net: nn.Sequential, stages: int | None, sizes: Sequence[int] | None) -> Sequence[int]:

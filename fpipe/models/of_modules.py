@@ -54,7 +54,7 @@ def of_modules(
     model = from_functions(runs, loss, inputs=inputs, ties=ties, reduction=reduction, aux=aux)
     if example is not None:
         for run, found in zip(runs, written_buffers(runs, model, example), strict=True):
-            run.remember({**found, **run.state_of})
+            run.remember([*run.state_of, *found])
     _share_locks(runs)
     params: list[dict[str, Tensor]] = []
     for run in runs:
@@ -73,8 +73,8 @@ def of_modules(
 def _share_locks(runs: Sequence[StageModule]) -> None:
     """Let stages with a module in common take turns, unless it has state, which would be in two stages."""
     homes: dict[int, StageModule] = {}
-    written = {id(getattr(owner, name)): (path, owner, name) for run in runs for path, owner, name in run.remembered}
-    for path, owner, name in (place for run in runs for place in (*run.remembered, *run.read)):
+    written = {id(getattr(owner, name)): (path, owner, name) for run in runs for path, owner, name in run.held}
+    for path, owner, name in (place for run in runs for place in (*run.held, *run.read)):
         first, *place = written.get(id(getattr(owner, name)), (path, owner, name))
         if place != [owner, name]:
             raise ValueError(
@@ -83,7 +83,7 @@ def _share_locks(runs: Sequence[StageModule]) -> None:
     for run in runs:
         for path, module in run.modules:
             first = homes.setdefault(id(module), run)
-            if first is not run and any(module is owner for _, owner, _ in run.remembered):
+            if first is not run and any(module is owner for _, owner, _ in run.held):
                 raise ValueError(
                     f"module {path!r} ({type(module).__name__}) stands in stages {first.number} and {run.number}, and "
                     "what it remembers would be in both; choose sizes= that keep it in one."

@@ -140,7 +140,7 @@ def aligned(table: Sequence[Sequence[str]], left: Sequence[bool]) -> list[str]:
 
 
 EXTRA: dict[str, float | Callable[[Op], float]] = dict.fromkeys(
-    ("SPLIT", "ADD", "SCALE", "MERGE", "U", "FREE", "NORM", "VALIDATE", "UNSCALE"), 0.0
+    ("SPLIT", "ADD", "SCALE", "MERGE", "FREE", "NORM", "VALIDATE", "UNSCALE"), 0.0
 )
 """Costs of kinds that are no fields of `Costs`."""
 _FIELDS = (*"FBIWR", "PAIR", "OFFLOAD", "LOAD", "SEND", "RECV", "UPDATE", "REDUCE", "GATHER", "SCATTER")

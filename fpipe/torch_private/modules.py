@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
@@ -20,7 +19,7 @@ from torch.nn.modules.module import (
 from torch.nn.utils.parametrizations import _SpectralNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from fpipe.torch_internals import WEIGHT_LISTS, is_batch_norm
+from fpipe.torch_internals import WEIGHT_LISTS
 from fpipe.torch_private.dispatch import without_deprecations
 
 
@@ -32,37 +31,25 @@ def has_torchs_forward(norm: nn.Module) -> bool:
 _FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
 
 
-def is_single(norm: Any, x: Tensor) -> bool:
-    """Whether an instance norm takes its input for one example without a batch (2.13: `_get_no_batch_dim`)."""
-    return not is_batch_norm(norm) and x.dim() == norm._get_no_batch_dim()
-
-
 @contextmanager
 def without_statistics(norm: Any, see: Callable[[Tensor], None]) -> Generator[None]:
-    """While it lasts a norm in training neither reads nor writes running statistics, and shows its inputs.
+    """While it lasts a batch norm in training neither reads nor writes running statistics, and shows its inputs.
 
-    2.13: every norm's forward, that of a subclass too, hands its input to `_check_input_dim`; an instance norm reads
-    its statistics in `_apply_instance_norm`, whether it tracks or not.
+    2.13: every norm's forward, that of a subclass too, hands its input to `_check_input_dim`.
     """
 
     def check(x: Tensor) -> None:
         type(norm)._check_input_dim(norm, x)
         see(x)
 
-    def normalised(x: Tensor) -> Tensor:
-        return F.instance_norm(x, None, None, norm.weight, norm.bias, True, norm.momentum or 0.0, norm.eps)
-
     tracked = norm.track_running_stats
     try:
         norm.track_running_stats = False
         vars(norm)["_check_input_dim"] = check
-        if not is_batch_norm(norm):
-            vars(norm)["_apply_instance_norm"] = normalised
         yield
     finally:
         norm.track_running_stats = tracked
-        for name in ("_check_input_dim", "_apply_instance_norm"):
-            vars(norm).pop(name, None)
+        vars(norm).pop("_check_input_dim", None)
 
 
 def spectral_buffers(module: nn.Module) -> list[str]:

@@ -45,8 +45,7 @@ class _Columns:
     def __init__(self, base: Sequence[Op], many: int, how: _How) -> None:
         self.many, self.size = many, len(base)
         self.index = list(range(many))
-        self.counted = [(("index", index), ("count", many)) for index in range(many)]
-        self.split = [(*counted, *how) for counted in self.counted]
+        self.split = [(("index", index), ("count", many), *how) for index in range(many)]
         self.writer = {value: at for at, op in enumerate(base) for value in op.writes}
         self.known: dict[Value, tuple[list[Value], list[int]]] = {}
 
@@ -54,7 +53,7 @@ class _Columns:
         """An op in each microbatch."""
         kind, stage, microbatch, piece, rank, reads, writes, _, how = op
         at = repeat(None) if microbatch is None else self.index
-        said = self.split if kind == "SPLIT" else self.counted if kind == "U" and how else repeat(how, self.many)
+        said = self.split if kind == "SPLIT" else repeat(how, self.many)
         values = [self._tuples([self.of(value)[0] for value in found]) for found in (reads, writes)]
         place = (repeat(kind), repeat(stage), at, repeat(piece), repeat(rank))
         return map(_new, repeat(Op), zip(*place, *values, repeat(()), said, strict=False))

@@ -9,7 +9,6 @@ A forward hands a `carry` to the next slice of its stage (keys and values, say),
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
 
 from fpipe.limits import whole
 from fpipe.program import Op, Output, Program, ProgramError, Value
@@ -105,9 +104,6 @@ def _each(op: Op, slices: int, how: tuple[tuple[str, object], ...]) -> Iterator[
         if op.kind in "BI" and k:
             _insert(writes, Value("dcarry", op.stage, op.microbatch, k), "g", "wres")
         said = (*op.how, *how) if op.kind == "SPLIT" else op.how
-        if op.kind == "U" and op.how:  # an update that counts its microbatches, and now their slices
-            (one, index), (other, count) = cast("tuple[tuple[str, int], tuple[str, int]]", op.how)
-            said = ((one, index * slices + k), (other, count * slices))
         yield Op(*place, k, op.rank, tuple(reads), tuple(writes), (), said)
 
 

@@ -108,7 +108,7 @@ def undivided(
 
 def _reasons(model: Model) -> list[str]:
     """Why microbatches may give something else than the batch they are of."""
-    kept = [n for n, stage in enumerate(model.stages) if stage.update is not None or "state" in stage.asks]
+    kept = [n for n, stage in enumerate(model.stages) if "state" in stage.asks]
     told = [n for n, stage in enumerate(model.stages) if "microbatch" in stage.asks]
     found = [f"{model.who(n)} keeps state, as a batch norm does, which sees one microbatch at a time" for n in kept]
     found += [f"{model.who(n)} reads which microbatch it is" for n in told]

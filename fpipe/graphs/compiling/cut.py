@@ -4,7 +4,6 @@
     dx          needs these beyond F:                                  I       F -> res -> I
     g           needs these beyond F and I:                            W       I -> wres -> W
     dx and g    need these beyond F:                                   B       F -> res -> B
-    buffers     need these beyond F:                                   U       F -> seen -> U
 
 What crosses a cut are tensors as they are, parameters aside, which every part is given. A view of a parameter is made
 again on the other side, since it costs nothing and holds nothing.
@@ -37,46 +36,15 @@ class Cut:
             that have one; the others are not computed.
         saved: None, or the names of ops whose results F keeps, beside what it was given, what is marked and what is
             drawn at random. The backward computes the rest again, each op just before it is needed: layer by layer.
-        update_only: the places among the constants of buffers that only updates read and write.
     """
 
     graph: Graph
     wanted: tuple[tuple[str, tuple[int, ...]], ...]
     saved: tuple[str, ...] | None = None
-    update_only: tuple[int, ...] = ()
 
     def forward(self, writes: Sequence[str]) -> Graph:
         """F or R: `writes` are among y, loss, count, aux, state, carry and res."""
         return self._part([label for label in self.graph.reads if not is_cotangent(label)], writes)
-
-    def update(self) -> Graph:
-        """U: the buffers that are apart, afterwards, from what they were and what F has seen."""
-        graph = self.graph
-        given = {"state": self._buffers(), "seen": self.seen()}
-        nodes = tuple(node for node in graph.nodes if node.name in self._update_ops())
-        return replace(graph, nodes=nodes, reads=given, writes={"update": graph.writes["update"]})
-
-    def seen(self) -> tuple[Any, ...]:
-        """The values that F leaves for U beside what norms note: whatever U reads but the buffers."""
-        ops = self._update_ops()
-        read = {name for node in self.graph.nodes if node.name in ops for name in node.reads}
-        read |= {*self._leaves(["update"])}
-        crossing = read - ops - {*self._buffers()}
-        return tuple(name for name in (*self.graph.inputs(), *(n.name for n in self.graph.nodes)) if name in crossing)
-
-    def stale(self) -> int | None:
-        """Which of the buffers that are apart F reads, though only U has what is there then; None if it reads none."""
-        names = self._buffers()
-        read = {name for node in self.graph.nodes if node.name in self._forward_ops for name in node.reads}
-        read |= {*self._leaves(label for label in self.graph.writes if is_result(label))}
-        return next((place for place, name in enumerate(names) if name in read), None)
-
-    def _buffers(self) -> tuple[Any, ...]:
-        return tuple(self.graph.reads["const"][place] for place in self.update_only)
-
-    def _update_ops(self) -> set[Name]:
-        known = self._forward_ops | {*self.graph.inputs()}
-        return self.graph.behind(self._leaves(["update"]), known)
 
     def backward(self) -> Graph:
         """B: all gradients."""
@@ -99,8 +67,6 @@ class Cut:
     def _part(self, reads: Sequence[str], writes: Sequence[str]) -> Graph:
         graph = self.graph
         crossing = {"res": tuple(self.residuals), "wres": tuple(self.weight_residuals)}
-        if "update" in graph.writes:
-            crossing["seen"] = (*graph.writes["seen"], *self.seen())
         given = {label: graph.reads[label] if label in graph.reads else crossing[label] for label in reads}
         made = {label: crossing[label] if label in crossing else self.written(label) for label in writes}
         known = {name for leaves in given.values() for name in leaves if name is not None}

@@ -1,7 +1,7 @@
 """Name what a graph reads and writes: a label is a word, and from the second on a port, such as `x:1`.
 
     what a part reads       params params:1 const    x x:1 carry state target rng    res    dy dy:1 dcarry dloss
-    what it writes          y y:1 carry state loss count aux seen res                       g g:1 dx dx:1 dcarry wres
+    what it writes          y y:1 carry state loss count aux res                            g g:1 dx dx:1 dcarry wres
 
 This is the one place that knows which word means what, and what graphs call a program's values.
 """
@@ -17,8 +17,8 @@ GENERATORS = "rng"
 
 _PARAMETERS = ("params", "const")
 _COTANGENTS = ("dy", "dcarry", "dloss")
-_RESULTS = ("y", "loss", "count", "aux", "state", "carry", "seen")
-_LASTING = ("ready", *_PARAMETERS, "dloss", "factor")
+_RESULTS = ("y", "loss", "count", "aux", "state", "carry")
+_LASTING = ("ready", *_PARAMETERS, "dloss")
 _GRADIENTS = {"params": "g", "x": "dx", "carry": "dcarry"}
 _DIFFERENTIATED = {gradient: word for word, gradient in _GRADIENTS.items()}
 _FORWARD = {"inputs": "x", "y": "x", "again": "x", "t": "target"}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fpipe.graphs.language.graph import Graph, Name, aval
 from fpipe.meaning.purity.sharded import is_collective, local_of
-from fpipe.torch_internals import OpOverload, TorchDispatchMode, arguments_of
+from fpipe.torch_internals import OpOverload, arguments_of
 
 
 def listing(graph: Graph) -> Iterator[str]:
@@ -54,18 +54,6 @@ def held(tensors: Iterable[Any]) -> list[str] | None:
 
 
 _SHOWN = 4
-
-
-class Heard(TorchDispatchMode):
-    """Writes down the ops that run under it: of what is called on shapes alone, and is no graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.lines.append(_call(func, args, kwargs or {}, {}))
-        return func(*args, **(kwargs or {}))
 
 
 def _call(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], names: Mapping[Any, str]) -> str:

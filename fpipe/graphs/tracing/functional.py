@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fpipe.graphs.tracing.running_statistics import split_statistics
 from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.meaning.purity.schema import BATCH_NORMS, is_view_in_place, mutated_by
 from fpipe.torch_internals import OpOverload, arguments_of, names_of, storage_of
@@ -35,6 +36,7 @@ def refuse_mutation(traced: Any) -> None:
 
 def functional(traced: Any, fakes: Sequence[Tensor]) -> Any:
     """Make a graph functional: where autograd mutated tensors of its own, the result is a new tensor."""
+    split_statistics(traced)
     keep_layouts(traced.graph)
     calls = [node for node in traced.graph.nodes if node.op == "call_function" and mutated_by(node)]
     for node in calls:

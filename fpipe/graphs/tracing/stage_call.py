@@ -21,7 +21,7 @@ from fpipe.graphs.tracing.keep import collecting_marks
 from fpipe.meaning.purity.pure import pure
 from fpipe.meaning.stages.memory_layout import alias
 from fpipe.meaning.stages.outputs import call_stage, loss_of, outputs_of, refuse_odd_output, split_output
-from fpipe.model import Model, same_keys
+from fpipe.model import Model, Turn, same_keys
 from fpipe.positional_stage import PositionalStage
 
 Spec = Any
@@ -36,7 +36,7 @@ class StageCall:
         reads: by label (`params`, `params:1`, `x`, `x:1`, `carry`, `state`, `target`, `const`) avals of the tensors,
             and leaves that are no tensors as they are.
         specs: the containers around them.
-        microbatch: its number, if the stage asks for it.
+        microbatch, turn: its number, and whether it is the first and the last, if the stage asks for it.
         starts: the labels of inputs at which the gradient ends, as it does at parameters; all others come from a stage.
     """
 
@@ -45,6 +45,7 @@ class StageCall:
     specs: tuple[tuple[str, Spec], ...]
     microbatch: int | None = None
     starts: tuple[str, ...] = ()
+    turn: Turn | None = None
 
     @cached_property
     def _parts(self) -> Any:
@@ -52,7 +53,7 @@ class StageCall:
         leaves = (leaf for _, leaves in self.reads for leaf in leaves if not isinstance(leaf, Aval))
         kinds = tuple((type(leaf), repr(leaf) if isinstance(leaf, float | complex) else None) for leaf in leaves)
         keys = tuple(None if spec is None else tree.odd_keys(spec) for _, spec in self.specs)
-        return self.stage, self.reads, self.specs, self.microbatch, self.starts, kinds, keys
+        return self.stage, self.reads, self.specs, self.microbatch, self.starts, self.turn, kinds, keys
 
     @property
     def odd(self) -> Any:
@@ -126,7 +127,7 @@ def flat(
             return outputs(call.stage, y, beside, kept)
         own = whole(given, "params")
         more = {leaf.name: whole(given, label_at("params", leaf.bundle)) for leaf in model.tied(call.stage)}
-        said: dict[str, Any] = {"microbatch": call.microbatch, "carry": None}
+        said: dict[str, Any] = {"microbatch": call.microbatch, "turn": call.turn, "carry": None}
         said |= {word: whole(given, word) for word in ("state", "carry") if word in containers}
         with collecting_marks() as kept, pure(one.forward, "it", given, tracing=True):
             made = call_stage(one, {**own, **more} if more else own, x, said)

@@ -19,6 +19,7 @@ import torch
 
 from fpipe.graphs.language.graph import Aval, Graph, Name, Outline, in_own_storage, inlined
 from fpipe.graphs.language.labels import variable
+from fpipe.graphs.tracing.fake import LeakedTensor
 from fpipe.graphs.tracing.lru_cache import LRUCache
 from fpipe.graphs.tracing.piece_chain import Chain, PieceCall, chain_of
 from fpipe.graphs.tracing.stage_call import Spec, StageCall, buffers, flat, positions
@@ -153,7 +154,9 @@ class Traces:
         if call not in self._shared:
             self._shared[call] = call
             other = call.differentiable()
-            with suppress(Untraceable):  # what autograd would keep may be changed in place while nobody wants it
+            with suppress(
+                Untraceable, LeakedTensor
+            ):  # what autograd would keep may be changed in place while nobody wants it
                 one, with_all = self.outline(call), self.outline(other)
                 same_ops = not one.python and (one.ran, one.numbers) == (with_all.ran, with_all.numbers)
                 self._shared[call] = other if same_ops else call
@@ -198,6 +201,7 @@ class Traces:
             self.model.ports(call.stage),
             isinstance(self.model.inputs[call.stage], tuple),
             call.microbatch,
+            call.turn,
         )
         if isinstance(stage.forward, PositionalStage):
             specs = tuple((label, spec) for label, spec in call.specs if label not in ("params", "state"))

@@ -142,7 +142,7 @@ class Fingerprint:
 
 def _interface(model: Model) -> tuple[Any, ...]:
     """Parts of a model on which programs and parameters depend."""
-    each = [(sorted(one.names or ()), one.asks, one.update is None) for one in model.stages]
+    each = [(sorted(one.names or ()), one.asks) for one in model.stages]
     return model.inputs, sorted(model.ties), each
 
 

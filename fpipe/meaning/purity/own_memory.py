@@ -6,7 +6,7 @@ x.add_(1)                   refused before the write, on the line that does it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -59,35 +59,6 @@ class OwnMemory(TorchDispatchMode):
     def is_own(self, place: Any) -> bool:
         """Whether a storage may be written."""
         return place is None or (place in self.made if self.forbidden is None else place not in self.forbidden)
-
-
-class Followed(TorchDispatchMode):
-    """While it is on, tell what is computed from some tensors; `branched` is the name of one that Python has read, as
-    `if` does."""
-
-    def __init__(self, sources: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.names = {memory(one): name for name, one in sources.items()}
-        self.alive = [StorageWeakRef(one.untyped_storage()) for one in sources.values()]
-        self.branched: str | None = None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if of_sharded(types):
-            return NotImplemented
-        kwargs = kwargs or {}
-        name = self.behind(tensors_in((*args, *kwargs.values())))
-        results = func(*args, **kwargs)
-        if name is not None:
-            if func is _aten._local_scalar_dense.default:
-                self.branched = name
-            for tensor in (*tensors_in((results,)), *written(func, args, kwargs)):
-                if self.names.setdefault(memory(tensor), name) is name:
-                    self.alive.append(StorageWeakRef(tensor.untyped_storage()))
-        return results
-
-    def behind(self, values: Iterable[Any]) -> str | None:
-        """Which of the sources one of these was computed from."""
-        return next((self.names[memory(one)] for one in tensors_in(values) if memory(one) in self.names), None)
 
 
 _aten: Any = torch.ops.aten

@@ -63,13 +63,6 @@ def pure(function: Any, who: str, given: Any = (), *, tracing: bool = False) -> 
             raise Impure(_DATA.format(who, swapped))
         if changed is not None:
             raise (Untraceable if tracing else Impure)(changed)
-        unreadable = function.unreadable() if isinstance(function, PositionalStage) else ()
-        stale = next((name for name, one in unreadable if memory(one) in mode.read), None)
-        if stale is not None:
-            raise Impure(
-                f"{who} reads {stale!r} of a norm, which only updates know: hand in from_sequential(..., "
-                f"example=inputs), which shows it, or say state={{{stale!r}: 'ordered'}}."
-            )
 
 
 class _Held:
@@ -135,20 +128,10 @@ def refused(who: str, does: str, name: str | None, of_module: bool) -> str:
         what = "its parameters or buffers" if name is None else f"buffer or parameter {name!r}"
         return (
             f"{who} {does.format(what)}. What a module remembers is state: cut the net by from_sequential(..., "
-            f"example=inputs), or say state={{{name or 'name'!r}: 'update'}}, or 'ordered' if an output reads it. Or "
-            "switch the writing off, say by .eval()."
+            f"example=inputs), or say state=[{name or 'name'!r}]. Or switch the writing off, say by .eval()."
         )
     what = "a tensor" if name is None else repr(name)
     return (
         f"{who} {does.format(what)}, which it closes over; a stage and a loss are pure functions. Hand it in, among "
         "params or as state; of a module call .eval(), or cut the net by from_sequential."
-    )
-
-
-def reads_update(who: str, name: str) -> str:
-    """The sentence for an output that reads a buffer whose updates are apart."""
-    return (
-        f"{who} reads buffer {name!r}, which it also writes, though it is said to be 'update': the example that was "
-        f"handed to from_sequential did not show it, or state= says so. Say state={{{name!r}: 'ordered'}}: then "
-        "forwards keep to their order."
     )

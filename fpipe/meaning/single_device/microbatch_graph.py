@@ -16,9 +16,9 @@ from fpipe.meaning.purity.sharded import placed_as
 from fpipe.meaning.single_device.params_and_state import is_differentiable, train
 from fpipe.meaning.stages.keys import seeded, seeder
 from fpipe.meaning.stages.memory_layout import is_strided, of_each_row, rows_of
-from fpipe.meaning.stages.outputs import call_stage, copied, loss_of, outputs_of, split_output
+from fpipe.meaning.stages.outputs import call_stage, loss_of, outputs_of, split_output
 from fpipe.meaning.stages.way_back import refuse_missing_gradients
-from fpipe.model import Model, who_draws
+from fpipe.model import Model, Turn, who_draws
 from fpipe.program import Value
 
 See = Callable[[Value, Any], None]
@@ -66,14 +66,14 @@ def forward(
     states: list[Any],
     carries: list[Any],
     place: tuple[int, int | None],
-    turn: tuple[int, int],
+    turn: Turn,
     key: int | None,
     see: See | None = None,
     between: dict[Value, list[Any]] | None = None,
 ) -> tuple[Tensor, Any, Any, Any, list[Any]]:
     """Loss, count, auxiliary results, output and what is handed on, of one microbatch (or slice), as one graph over all
-    stages. `turn`: which of them it is of how many, for updates that count. With `see` the values between stages are
-    put into `between`."""
+    stages. `turn`: whether it is the first and the last of its replica. With `see` the values between stages are put
+    into `between`."""
     inputs, target = part
     index, last = place[0], len(model.stages) - 1
     lost: Any = None
@@ -87,7 +87,7 @@ def forward(
         ]
         x = tuple(taken) if isinstance(model.inputs[number], tuple) else taken[0]
         seed = None if key is None else seeder(number, *place)(key)
-        said = {"state": states[number], "key": seed, "microbatch": index, "carry": carries[number]}
+        said = {"state": states[number], "key": seed, "microbatch": index, "carry": carries[number], "turn": turn}
         with seeded(seed, who_draws(model, number)):
             with pure(stage.forward, model.who(number), (x, own[number], carries[number])):
                 made = call_stage(stage, own[number], x, said)
@@ -99,11 +99,6 @@ def forward(
         losses += [beside["loss"]] if "loss" in beside else []
         if "state" in stage.asks:
             states[number] = tree.tree_map(detached, beside["state"])
-        if stage.update is not None:
-            counted = dict(zip(("index", "count"), turn, strict=True)) if stage.counts else {}
-            seen = tree.tree_map(detached, beside.get("seen", x))
-            with pure(stage.update, f"the update of stage {number}", seen):
-                states[number] = stage.update(copied(states[number]), seen, **counted)
         if see is not None and between is not None:
             for port, output in enumerate(values[-1]):
                 between[Value("dy", number, *place, port)] = tree.leaves(output)

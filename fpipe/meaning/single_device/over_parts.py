@@ -136,7 +136,7 @@ def over_parts(
             taken = tree.tree_map(leaf_of, carries)
             place = (index, k if sliced.slices > 1 else None)
             between: dict[Value, list[Any]] = {}
-            turn = (index % many * sliced.slices + k, many * sliced.slices)
+            turn = (index % many, k) == (0, 0), (index % many, k) == (many - 1, sliced.slices - 1)
             with torch.enable_grad():
                 made = forward(model, own, readers, piece, states, taken, place, turn, key, see, between)
                 each, count, aux, output, carries = made

@@ -97,7 +97,7 @@ def check_state(
     for number in sorted(readers):
         own: Any = state[number]
         stage = model.stages[number].forward
-        wanted = stage.writes if isinstance(stage, PositionalStage) else ()
+        wanted = stage.holds if isinstance(stage, PositionalStage) else ()
         if wanted and not isinstance(own, Mapping):
             raise ValueError(f"state of stage {number} is a dict of its buffers, found {type(own).__name__}.")
         for missing in (name for name in wanted if name not in own):
@@ -106,7 +106,7 @@ def check_state(
 
 def check_all_state(model: Model, state: Sequence[Any] | None, call: str) -> None:
     """Every stage that has module state is handed it; `call` is what takes it."""
-    reading = {n for n, stage in enumerate(model.stages) if stage.update is not None or "state" in stage.asks}
+    reading = {n for n, stage in enumerate(model.stages) if "state" in stage.asks}
     check_state(model, state, reading, "this model", call)
 
 

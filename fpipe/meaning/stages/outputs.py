@@ -34,9 +34,8 @@ def copied(state: Any) -> Any:
 
 def split_output(stage: Stage, made: Any) -> tuple[Any, dict[str, Any]]:
     """Split what a stage function returned into its output and, by name, what is beside it: its module state, what it
-    hands to the next slice, what its update needs, a loss of its own."""
-    words = [word for word in ("state", "carry") if word in stage.asks] + ["seen"] * stage.notes
-    words += ["loss"] * stage.aux_loss
+    hands to the next slice, a loss of its own."""
+    words = [word for word in ("state", "carry") if word in stage.asks] + ["loss"] * stage.aux_loss
     if not words:
         return made, {}
     if not isinstance(made, tuple) or len(made) != 1 + len(words):

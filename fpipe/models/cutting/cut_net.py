@@ -19,7 +19,7 @@ from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.cut_at_marks import StageGraphs
 from fpipe.models.cutting.graph_stage import GraphStage
 from fpipe.models.cutting.marked_graph import MarkedGraph
-from fpipe.models.cutting.net_state import without_normalising, written_by
+from fpipe.models.cutting.net_state import written_by
 from fpipe.models.modules.modes import Modes
 from fpipe.models.parameters.load import HandedOut
 from fpipe.models.tracing.net_graph import NetGraph, NetTensors
@@ -61,12 +61,10 @@ class CutNet:
         leaves, spec = tree.flatten(result)
         leaves = [marked.value(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
         results = [*dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, fx.Node))]
-        self.written = written_by(marked, net.constants, tensors.buffers, results)
-        gone = {node for home in self.written for node in home.ops if not home.held}
+        self.written = written_by(marked, net.constants, tensors.buffers)
         nodes = tree.leaves(inputs)
         places = {leaf: place for place, leaf in enumerate(nodes) if isinstance(leaf, fx.Node)}
-        beside = [[*home.held] or [*(home.part.received if home.part else ())] for home in self.written]
-        self.cut = StageGraphs(marked, results, places, {*gone, *excluded}, beside)
+        self.cut = StageGraphs(marked, results, places, {*excluded}, [[*home] for home in self.written])
         self.readers = readers = self.cut.readers()
         first = {name: min(stages, default=0) for name, stages in readers.items()}
         untrained = {name: readers[name] for name in first if name in tensors.untrained}
@@ -98,10 +96,7 @@ class CutNet:
             tensors=self.tensors,
             guard=self.guard if part.batch else None,
             traced_modes=Modes(turning, f"{net.who} was traced", why),
-            holds=[*home.held.values()],
-            update=without_normalising(home.part.module([*home.apart])) if home.part else None,
-            taken=[*home.part.params] if home.part else [],
-            shapes={name: tuple(node.meta["val"].shape) for node, name in home.apart.items()},
+            holds=[*home.values()],
         )
 
 

@@ -39,7 +39,7 @@ class CutReport:
         size = _size(sum(leaf.numel() * leaf.element_size() for leaf in leaves))
         words = [f"{sum(leaf.numel() for leaf in leaves):,} parameters ({size})"]
         words += [f"{share:.0%} of the operations"] if share else []
-        written = self.cut.stages[stage].writes
+        written = self.cut.stages[stage].holds
         words += [f"{len(written)} buffers of state"] if written else []
         ties = (group for group in self.cut.ties for at, _ in group[1:] if at == stage)
         words += [f"{name} is that of stage {owner}" for (owner, name), *_ in ties]

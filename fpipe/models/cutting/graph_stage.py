@@ -1,7 +1,7 @@
 """A stage that was cut out of a graph: beside parameters it reads tables and buffers as the net has them.
 
-f(params, x)             = graph(params, constants, x), seen        where an update of its own writes the buffers
-f(params, x, state=s)    = graph(params, constants, s, x), s'       where an output reads what is written
+f(params, x)             = graph(params, constants, x)
+f(params, x, state=s)    = graph(params, constants, s, x), s'       where it writes buffers
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ class GraphStage(PositionalStage):
         many: whether x is a tuple of several inputs.
         tensors: those of the net.
         guard, traced_modes: what the batch, and the modes of modules, have to be, if it is the stage that looks.
-        holds: the buffers that its forward writes.
-        update: what writes others, a graph of buffers and constants, whose names are `taken`, and of what the forward
-            has seen.
-        shapes: those of the buffers that it writes, by name, in the order in which it returns them.
+        holds: the buffers that it writes.
 
     Attributes:
         whole: the output of the net from what the graph returns, in the last stage.
@@ -62,14 +59,10 @@ class GraphStage(PositionalStage):
         guard: BatchGuard | None,
         traced_modes: Modes,
         holds: Sequence[str],
-        update: fx.GraphModule | None,
-        taken: Sequence[str],
-        shapes: Mapping[str, tuple[int, ...]],
     ) -> None:
         self.number, self.graph, self.takes, self.places, self.many = number, graph, reads, places, many
         self.tensors, self.guard, self.traced_modes = tensors, guard, traced_modes
-        self.change, self.taken, self.shapes, self.whole = update, taken, shapes, None
-        self.holds, self.writes = list(holds), [*holds, *shapes]
+        self.holds, self.whole = list(holds), None
         self.reads = [name for name in reads if name in tensors.trains]
         self.fixed = [name for name in reads if name not in tensors.trains and name not in self.holds]
         self.names = tuple((name,) for name in (*self.reads, *unread))
@@ -92,23 +85,19 @@ class GraphStage(PositionalStage):
         rename_calls(self.graph, self.opaque)
 
     def __call__(self, params: Mapping[str, Tensor], x: Any, *, state: Mapping[str, Tensor] | None = None) -> Any:
-        """The stage's output; with a state also the new one, with an update also what that needs."""
+        """The stage's output; with a state also the new one."""
         buffers = [(state or {})[name].clone() for name in self.holds]
         y, beside = self.pure([params[name] for name in self.reads], self.constants(), x, buffers)
-        if self.holds:
-            return y, dict(zip(self.holds, beside["state"], strict=True))
-        return (y, beside["seen"]) if self.change else y
+        return (y, dict(zip(self.holds, beside["state"], strict=True))) if self.holds else y
 
     def pure(
         self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor] = ()
     ) -> tuple[Any, dict[str, Any]]:
-        """The output, and by name what the stage gives beside: its state, or what its update needs."""
+        """The output, and by name the state of the stage."""
         with restored_on_error():
             y, beside = self.graph.forward(*self.arguments(params, constants, x, buffers))
         y = self.whole(y) if self.whole else y
-        if self.holds:
-            return y, {"state": beside}
-        return y, {"seen": [one.detach() for one in beside]} if self.change else {}
+        return y, {"state": beside} if self.holds else {}
 
     def arguments(
         self, params: Sequence[Any], constants: Sequence[Any], x: Any, buffers: Sequence[Any] = ()
@@ -131,7 +120,7 @@ class GraphStage(PositionalStage):
     @cached_property
     def pieces(self) -> list[GraphPiece]:
         """Its blocks and what is between them; none where it has module state, or runs Python."""
-        if self.writes or self.opaque:
+        if self.holds or self.opaque:
             return []
         words = ["params" if name in self.tensors.trains else "const" for name in self.takes]
         each = zip(self._placeholders, [*words, *("x" for _ in self.places)], strict=True)
@@ -147,28 +136,13 @@ class GraphStage(PositionalStage):
         taken = dict(zip(self._placeholders, self.arguments(params, constants, x), strict=True))
         return taken, self.whole(made) if self.whole else made
 
-    def update(self, state: Mapping[str, Tensor], seen: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The buffers after a forward, from those before, which stay as they are, and what the forward has seen."""
-        for name, shape in self.shapes.items():
-            if tuple(state[name].shape) != shape:
-                raise ValueError(
-                    f"state {name!r} has shape {shape} in the net, found {tuple(state[name].shape)}. Hand in the state "
-                    "that from_module gave, or Result.state."
-                )
-        assert self.change is not None
-        copies = {name: state[name].clone() for name in self.shapes}
-        own = [copies[name] if name in copies else self.tensors.now(name) for name in self.taken]
-        return {**state, **dict(zip(self.shapes, self.change.forward(*own, *seen), strict=True))}
-
     def remembering(self) -> dict[str, Any]:
         """The fields of a `Stage` that tell of its state."""
-        if self.change is not None:
-            return {"asks": frozenset(), "update": self.update, "notes": True}
         return {"asks": frozenset({"state"} if self.holds else ())}
 
     def state(self) -> dict[str, Tensor]:
         """The buffers that the stage writes, by name, as they are now."""
-        return {name: self.tensors.now(name).detach() for name in self.writes}
+        return {name: self.tensors.now(name).detach() for name in self.holds}
 
     def home_of(self, name: str) -> tuple[Any, str]:
         """Where the net has a tensor: its owner, and the attribute."""
@@ -201,8 +175,8 @@ class GraphStage(PositionalStage):
 
     def read_state(self, names: Sequence[str]) -> None:
         """Read these buffers from the state that a step is handed, which stays as it is, besides what it writes."""
-        if self.change is not None or not {*self.holds} <= {*names}:
-            raise ValueError(f"stage {self.number} writes {self.writes[-1]!r} in eval mode: cut the net in that mode.")
+        if not {*self.holds} <= {*names}:
+            raise ValueError(f"stage {self.number} writes {self.holds[-1]!r} in eval mode: cut the net in that mode.")
         graph, given = self.graph.graph, self.graph.graph.find_nodes(op="placeholder")
         nodes = dict(zip(self.takes, given, strict=False))
         with graph.inserting_before(next(iter([*given[len(self.takes) :], *graph.nodes]))):
@@ -210,7 +184,7 @@ class GraphStage(PositionalStage):
         output = graph.output_node()
         returned: Any = output.args[0]
         now = dict(zip(self.holds, returned[1], strict=True))
-        self.takes, self.holds, self.writes = [*nodes], [*names], [*names]
+        self.takes, self.holds = [*nodes], [*names]
         self.fixed = [name for name in self.fixed if name not in names]
         output.args = ((returned[0], [now.get(name, nodes[name]) for name in names]),)
         self.graph.recompile()
@@ -222,5 +196,5 @@ class GraphStage(PositionalStage):
         nodes = operations(self.graph.graph, odd, self.graph)
         kinds = [{name: at for at, name in enumerate(names)} for names in (self.reads, self.fixed, self.holds)]
         takes = tuple(tuple(kind.get(name) for kind in kinds) for name in self.takes)
-        shape = tuple(self.places), self.many, len(self.names), self.modes(), takes, self.whole, self.change is None
+        shape = tuple(self.places), self.many, len(self.names), self.modes(), takes, self.whole
         return nodes, shape, Same(self) if odd else None

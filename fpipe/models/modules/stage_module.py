@@ -1,49 +1,34 @@
 """The function of a stage made of modules: they run on what they are handed instead of what they hold.
 
 f(params, x) = modules(x)                         while `params` are in the place of the modules' own
-f(params, x, state=s) = modules(x), s'            and buffers too, where an output reads what the modules write
+f(params, x, state=s) = modules(x), s'            and buffers too, where the modules write some
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fpipe import tree
 from fpipe.meaning.purity.attributes import Attributes
 from fpipe.meaning.purity.fingerprint import module_key
 from fpipe.meaning.purity.known_modules import draws_random, refuse_impure
-from fpipe.meaning.purity.own_memory import Followed, OwnMemory, memory
-from fpipe.meaning.purity.pure import Impure, reads_update
+from fpipe.meaning.purity.own_memory import OwnMemory, memory
+from fpipe.meaning.purity.pure import Impure
 from fpipe.meaning.purity.value_key import Same
-from fpipe.meaning.stages.keys import random_states, replaying
 from fpipe.model import same_keys
-from fpipe.models.modules.batch_norm import (
-    STATISTICS,
-    Norms,
-    Notes,
-    has_statistics,
-    noted,
-    tracks,
-    updated,
-    updates_apart,
-)
+from fpipe.models.modules.batch_norm import STATISTICS, has_statistics, refuse_other_channels, tracks, without_mutation
 from fpipe.models.modules.modes import Modes
 from fpipe.models.modules.skips import Skips, run_children
 from fpipe.models.parameters.load import HandedOut
 from fpipe.positional_stage import Names, PositionalStage
-from fpipe.torch_internals import held_by, is_batch_norm
+from fpipe.torch_internals import held_by
 from fpipe.torch_private.modules import cached_weights, caches_weights, hold, spectral_buffers
 
-How = Literal["update", "ordered"]
-"""Of a buffer that is written: whether only updates read it, or outputs too, so that forwards keep to their order."""
-OfNorms = Callable[[Norms, Mapping[str, Any], Notes], dict[str, Any]]
-"""The state of norms after a forward, from that before and what they noted."""
 Place = tuple[str, nn.Module, str]
 """A tensor of a module: its path in the net, the module that has it, its name there."""
 
@@ -56,12 +41,11 @@ class StageModule(PositionalStage):
         number: which stage it is.
         children: its modules by their names in the net, and `names`, those of its parameters.
         skips: what it takes of earlier stages, and puts aside for later ones.
-        state: the buffers that its modules write, besides those of torch's norms, which are known by class.
+        state: the names of the buffers that its modules write, besides those of torch's norms, known by class.
 
     Attributes:
-        norms: the batch and instance norms that remember; their outputs do not read it, so their updates are apart.
-        updates: the other buffers that are written and that no output reads: their updates are apart too.
-        held: where an output reads what its modules write: these are the stage's state, and a forward reads it.
+        norms: the batch and instance norms that keep running statistics.
+        held: the buffers that its modules write: the stage's state.
         handed_out: the parameters that live in it, as they were then.
     """
 
@@ -71,7 +55,7 @@ class StageModule(PositionalStage):
         children: Mapping[str, nn.Module],
         names: Names,
         skips: Skips | None = None,
-        state: Mapping[str, How] | None = None,
+        state: Collection[str] = (),
     ) -> None:
         self.number, self.children, self.names, self.skips = number, dict(children), names, skips or Skips()
         self.who = f"stage {number}"
@@ -83,36 +67,25 @@ class StageModule(PositionalStage):
         self.swapped = [[path for path, _, _ in self.placed(leaf)] for leaf in names]
         swapped = {path: self.bound.get_parameter(path) for paths in self.swapped for path in paths}
         self.flags = {path: vars(one) for path, one in swapped.items() if vars(one)}
-        self.remember(state or {})
+        self.remember(state)
 
-    def remember(self, state: Mapping[str, How]) -> None:
+    def remember(self, state: Collection[str]) -> None:
         """Sort the buffers by who writes and reads them: `state` has those besides torch's norms and spectral norms."""
-        self.state_of = dict(state)
+        self.state_of = tuple(state)
         self.buffers = self.placed(path for path, _ in self.bound.named_buffers(remove_duplicate=False))
-        known = {place[1:]: state[place[0]] for place in self.buffers if place[0] in state}
+        written = {place[1:] for place in self.buffers if place[0] in state}
+        self.norms = [(path, module) for path, module in self.modules if tracks(module)]
+        written |= {(norm, name) for _, norm in self.norms for name in STATISTICS}
         for _, module in self.modules:
-            odd = tracks(module) and not updates_apart(module)  # a forward of its own may read what it remembers
-            for name in (*(STATISTICS if odd else ()), *(spectral_buffers(module) if module.training else ())):
-                known[module, name] = "ordered"
-        norms = [(path, module) for path, module in self.modules if updates_apart(module)]
-        own = {(norm, name) for _, norm in norms for name in STATISTICS}
-        self.remembered = [place for place in self.buffers if place[1:] in own or place[1:] in known]
-        if "ordered" in known.values():
-            self.norms, self.updates, self.held = [], [], self.remembered
-        else:
-            self.norms, self.held = norms, []
-            self.updates = [place for place in self.remembered if place[1:] not in own]
-        gone = {place for place in self.remembered if place not in self.updates}
+            written |= {(module, name) for name in (spectral_buffers(module) if module.training else ())}
+        self.held = [place for place in self.buffers if place[1:] in written]
         trained = {name for leaf in self.names for name in leaf}
         frozen = [path for path, _ in self.bound.named_parameters(remove_duplicate=False) if path not in trained]
-        self.read = [*self.placed(frozen), *(place for place in self.buffers if place not in gone)]
+        self.read = [*self.placed(frozen), *(place for place in self.buffers if place not in self.held)]
         self.fixed, self.homes = [path for path, _, _ in self.read], [place[1:] for place in self.read]
-        self.can_fold = not self.updates and all(is_batch_norm(norm) for _, norm in self.norms)
         self.holds = [path for path, _, _ in self.held]
-        self.update_only = [path for path, _, _ in self.updates]
-        self.writes = [path for path, _, _ in self.remembered]
         # What is written may depend on the mode of any module.
-        turning = self.modules if self.held or self.updates else [one for one in self.modules if has_statistics(one[1])]
+        turning = self.modules if self.held else [one for one in self.modules if has_statistics(one[1])]
         why = "what it remembers is part of the program. Call from_sequential again."
         self.turning = Modes(turning, "the net was cut into stages", why)
 
@@ -128,41 +101,27 @@ class StageModule(PositionalStage):
         return StageModule, (self.number, self.children, self.names, self.skips, self.state_of)
 
     def __call__(self, params: Mapping[str, Tensor], x: Any, *, state: Mapping[str, Tensor] | None = None) -> Any:
-        """The stage's output; with a state also the new one, with an update also what that needs."""
+        """The stage's output; with a state also the new one."""
         own = self._by_path(params)
-        if self.held:
-            given = state or {}
-            same_keys(given, self.holds, f"state of {self.who}", "a buffer that it writes")
-            y, _, new = self._run(own | {path: given[path] for path in self.holds}, x)
-            return y, {name: new[name] for name in given}
-        if self.updates:
-            with self.lock:
-                copies = {path: getattr(owner, name).detach().clone() for path, owner, name in self.updates}
-            again = _Again(self, own, x)
-            with Followed(copies) as followed:
-                y, notes, _ = self._run(own | copies, x)
-            read = followed.branched or followed.behind(tree.leaves(y))
-            if read is not None:
-                raise Impure(reads_update(self.who, read))
-            return y, (notes, again)
-        y, notes, _ = self._run(own, x)
-        return (y, notes) if self.norms else y
+        if not self.held:
+            return self._run(own, x)[0]
+        given = state or {}
+        same_keys(given, self.holds, f"state of {self.who}", "a buffer that it writes")
+        y, new = self._run(own | {path: given[path] for path in self.holds}, x)
+        return y, {name: new[name] for name in given}
 
     def pure(
         self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor] = ()
     ) -> tuple[Any, dict[str, Any]]:
-        """The stage's output, and by name its state, what its norms note, and its other buffers as they are then."""
-        own = self._own(params, constants)
-        own |= {path: own[path].clone() for path in self.update_only} | dict(zip(self.holds, buffers, strict=True))
-        y, notes, new = self._run(own, x)
-        if self.held:
-            return y, {"state": [new[path] for path in self.holds]}
-        beside: dict[str, Any] = {"seen": notes} if self.norms or self.updates else {}
-        return y, beside | ({"update": [new[path].detach() for path in self.update_only]} if self.updates else {})
+        """The stage's output, and by name its state."""
+        own = self._own(params, constants) | dict(zip(self.holds, buffers, strict=True))
+        with without_mutation(self.norms):
+            y, new = self._run(own, x)
+        return y, {"state": [new[path] for path in self.holds]} if self.held else {}
 
     def observed(self, own: Mapping[str, Tensor], x: Any) -> tuple[Any, dict[str, Tensor]]:
         """The output where these are in the place of parameters and buffers, and the buffers afterwards."""
-        y, _, now = self._run(dict(own), x)
+        y, now = self._run(dict(own), x)
         new = {path: now[path] for path in own if path in now}
         self._refuse_one_memory(new)
         return y, new
@@ -188,23 +147,25 @@ class StageModule(PositionalStage):
             )
 
         mine = [tensor for _, tensor in self.named_tensors()]
-        with self._swapping(), noted(self.norms, self.who), OwnMemory(refuse, mine):
+        with self._swapping(), OwnMemory(refuse, mine):
             return torch.func.functional_call(self.bound, own, (what,), tie_weights=False)
 
-    def _run(self, own: dict[str, Tensor], x: Any) -> tuple[Any, Any, dict[str, Tensor]]:
-        """The output, what the norms noted, and the buffers afterwards."""
+    def _run(self, own: dict[str, Tensor], x: Any) -> tuple[Any, dict[str, Tensor]]:
+        """The output, and the buffers afterwards."""
 
         def run() -> tuple[Any, dict[str, Any]]:
             y = run_children(self.children, self.skips, x)
             return y, {path: held_by(owner).buffers.get(name) for path, owner, name in self.buffers}
 
-        with self._swapping(), noted(self.norms, self.who) as notes:
+        for norm in self.norms:
+            refuse_other_channels(*norm, own)
+        with self._swapping():
             # A copy, since functional_call notes in it what is bound anew.
             y, new = torch.func.functional_call(self.bound, dict(own), (run,), tie_weights=False)
-        for odd in (path for path in self.writes if path in own and not isinstance(new[path], Tensor)):
+        for odd in (path for path in self.holds if path in own and not isinstance(new[path], Tensor)):
             raise Impure(f"{self.who} left no tensor in buffer {odd!r}, which is its module state.")
-        self._refuse_one_memory({path: new[path] for path in self.writes if path in own})
-        return y, notes, new
+        self._refuse_one_memory({path: new[path] for path in self.holds if path in own})
+        return y, new
 
     @contextmanager
     def _swapping(self) -> Generator[None]:
@@ -264,22 +225,11 @@ class StageModule(PositionalStage):
 
     def state(self) -> dict[str, Tensor]:
         """The buffers that the stage writes, by name, as they are now."""
-        return {path: getattr(owner, name).detach() for path, owner, name in self.remembered}
+        return {path: getattr(owner, name).detach() for path, owner, name in self.held}
 
     def remembering(self) -> dict[str, Any]:
         """The fields of a `Stage` that tell of its state."""
-        if self.norms or self.updates:
-            return {"asks": frozenset(), "update": self.update, "notes": True}
         return {"asks": frozenset({"state"} if self.held else ())}
-
-    def update(self, state: Mapping[str, Any], seen: Any, of_norms: OfNorms = updated) -> dict[str, Any]:
-        """The module state after a forward, from the state before and what the forward noted."""
-        notes, again = seen if self.updates else (seen, None)
-        rest = {name: held for name, held in state.items() if name not in self.update_only}
-        new = of_norms(self.norms, rest, notes)
-        if again is not None:
-            new |= again({name: state[name] for name in self.update_only})
-        return {name: new[name] for name in dict.fromkeys((*state, *new)) if name in new}
 
     def drawing(self) -> list[str]:
         """The modules that draw random numbers as they are now."""
@@ -296,29 +246,8 @@ class StageModule(PositionalStage):
 
         odd: list[Any] = []
         keys = tuple(module_key(module, odd) for module in self.children.values())
-        paths = *self.names, self.fixed, self.holds, self.update_only
+        paths = *self.names, self.fixed, self.holds
         return len(self.names), tuple(map(short, paths)), keys, self.skips, Same(self) if odd else None
-
-
-class _Again:
-    """Runs a forward once more for what it writes, on other buffers: what an update needs of a stage under autograd."""
-
-    def __init__(self, stage: StageModule, own: Mapping[str, Tensor], x: Any) -> None:
-        self.stage, self.own, self.x, self.states = stage, dict(own), tree.tree_map(_detached, x), random_states()
-
-    def __repr__(self) -> str:
-        return "_Again()"  # by which it is the same in every step
-
-    def __call__(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The buffers afterwards."""
-        copies = {name: held.clone() for name, held in state.items()}
-        with torch.enable_grad(), replaying(self.states):
-            _, _, new = self.stage._run(self.own | copies, self.x)  # pyright: ignore[reportPrivateUsage]
-        return {name: new[name].detach() for name in state}
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 class BoundModules(nn.Module):

@@ -2,16 +2,15 @@
 
     a stage, all buffers as inputs                    a buffer is
     it is neither mutated nor bound anew              constant
-    it is, and no output is computed from it          written, by updates of its own ("update")
-    it is, and an output is computed from it          written in the order of the forwards ("ordered")
+    it is                                             module state
 
-A stage that looks at data cannot run on fake tensors. It runs on the example itself, and what it writes is ordered.
+A stage that looks at data cannot run on fake tensors. It runs on the example itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,20 +22,20 @@ from fpipe.graphs.tracing.fake import LeakedTensor
 from fpipe.graphs.tracing.trace import outline
 from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.meaning.purity.attributes import Attributes
-from fpipe.meaning.purity.own_memory import Followed, OwnMemory, memory
+from fpipe.meaning.purity.own_memory import OwnMemory, memory
 from fpipe.meaning.purity.pure import Impure, refused
 from fpipe.meaning.stages.keys import seeded
 from fpipe.meaning.stages.outputs import outputs_of
 from fpipe.model import Model
-from fpipe.models.modules.batch_norm import STATISTICS
-from fpipe.models.modules.stage_module import How, StageModule
+from fpipe.models.modules.batch_norm import without_mutation
+from fpipe.models.modules.stage_module import StageModule
 from fpipe.torch_internals import held_by
 
 
-def written_buffers(stages: Sequence[StageModule], model: Model, example: Any) -> list[dict[str, How]]:
-    """For each stage the buffers that it writes, and how, besides the running statistics of torch's norms. A ValueError
-    where a stage looks at data, and the example, which may be on meta, has none."""
-    found: list[dict[str, How]] = []
+def written_buffers(stages: Sequence[StageModule], model: Model, example: Any) -> list[list[str]]:
+    """Return for each stage the buffers that it writes. A ValueError where a stage looks at data, and the example,
+    which may be on meta, has none."""
+    found: list[list[str]] = []
     real: list[tuple[Any, ...]] = []  # the outputs of stages that ran on the example itself
     held = {"params": _params, "buffers": _buffers}
 
@@ -47,14 +46,9 @@ def written_buffers(stages: Sequence[StageModule], model: Model, example: Any) -
                 dict(zip(own(stage), given[f"{word}:{stage.number}"], strict=True)) for word, own in held.items()
             )
             x = _taken(model, stage.number, batch, outputs)
-            ports, written, stale = _observed(model, stage, params, buffers, x)
-            how: dict[str, How] = dict.fromkeys(stale, "ordered")
-            if written:
-                followed = Followed({path: buffers[path] for path in written})
-                read = followed.behind(tree.leaves(_observed(model, stage, params, buffers, x, followed)[0]))
-                how |= dict.fromkeys(written, "update" if read is None else "ordered")
+            ports, written = _observed(model, stage, params, buffers, x)
             outputs.append(ports)
-            found.append(how)
+            found.append(written)
         return {}
 
     while len(found) < len(stages):
@@ -69,16 +63,16 @@ def written_buffers(stages: Sequence[StageModule], model: Model, example: Any) -
             if any(isinstance(x, Tensor) and (x.is_meta or hasattr(x, "fake_mode")) for x in tree.leaves(example)):
                 raise ValueError(
                     f"stage {len(found)} cannot run on tensors without data ({why}), so an example has to have some; "
-                    "or say what it writes by state={name: 'update' or 'ordered'}."
+                    "or say what it writes by state=[name, ...]."
                 ) from why
             written: list[str] = []
             for stage in stages[len(real) : len(found) + 1]:
                 x = _taken(model, stage.number, example, real)
                 with torch.no_grad(), seeded(0, stage.who):
                     params = {k: one.detach().requires_grad_(one.requires_grad) for k, one in _params(stage).items()}
-                    ports, written, _ = _observed(model, stage, params, _buffers(stage), x)
+                    ports, written = _observed(model, stage, params, _buffers(stage), x)
                 real.append(ports)
-            found.append(dict.fromkeys(written, "ordered"))
+            found.append(written)
     return found
 
 
@@ -96,16 +90,15 @@ def _observed(
     params: Mapping[str, Any],
     buffers: Mapping[str, Any],
     x: Any,
-    followed: Followed | None = None,
-) -> tuple[tuple[Any, ...], list[str], list[str]]:
-    """The outputs of a stage on copies of its buffers, those that it writes, and the statistics that it reads."""
+) -> tuple[tuple[Any, ...], list[str]]:
+    """The outputs of a stage on copies of its buffers, and those that it writes."""
 
     def refuse(tensor: Tensor, op: Any) -> None:
         raise Impure(refused(stage.who, f"writes {{}} in place ({op})", None, True))
 
     attributes, mode, empty = Attributes(stage.modules, contents=True), OwnMemory(refuse), _empty(stage)
     try:
-        with stage.lock, followed or nullcontext(), mode:
+        with stage.lock, without_mutation(stage.norms), mode:
             copies = {path: one.clone() for path, one in buffers.items()}
             places = {path: memory(copy) for path, copy in copies.items()}
             y, new = stage.observed({**params, **copies}, x)
@@ -117,8 +110,7 @@ def _observed(
     finally:
         attributes.restore()
     written = [path for path, place in places.items() if memory(new[path]) != place or place in mode.wrote]
-    stale = [name for name, one in stage.unreadable() if memory(one) in mode.read]
-    return outputs_of(model, stage.number, y), written, stale
+    return outputs_of(model, stage.number, y), written
 
 
 def _params(stage: StageModule) -> dict[str, Tensor]:
@@ -128,9 +120,8 @@ def _params(stage: StageModule) -> dict[str, Tensor]:
 
 
 def _buffers(stage: StageModule) -> dict[str, Tensor]:
-    """All buffers but the running statistics of norms whose updates are apart."""
-    gone = {(norm, name) for _, norm in stage.norms for name in STATISTICS}
-    return {path: getattr(owner, name) for path, owner, name in stage.buffers if (owner, name) not in gone}
+    """Its buffers, each once."""
+    return {path: getattr(owner, name) for path, owner, name in stage.buffers}
 
 
 def _empty(stage: StageModule) -> set[str]:

@@ -75,7 +75,6 @@ def of_stages(
         alike = f"|{_hash([*around, f'replica {replica}'] if asks else around)}"
         graphs = lowered.graphs.get(stage, ())
         lines = [line for graph in graphs for line in listing(graph)]
-        lines += [] if stage is None else [f"update: {op}" for ops in lowered.updates.get(stage, ()) for op in ops]
         lines += [f"reduction {model.reduction!r}"] if stage is None else []
         net = None if stage is None else of_net(model.stages[stage].forward)
         loaded = {storage_of(local_of(leaf)) for leaf in net.constants()} if net else set[int]()

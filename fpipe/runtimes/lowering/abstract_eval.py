@@ -5,7 +5,7 @@ sum[0,1] = ADD g[0,0] g[0,1],   g[0,0]: float32[8, 8]        -->        sum[0,1]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.language.graph import Fact, fact, in_own_storage
-from fpipe.graphs.language.listing import Heard
 from fpipe.meaning.by_autograd import StepContext
 from fpipe.meaning.meaning import RULES, rounding
 from fpipe.meaning.purity.ambient import Untraceable
@@ -84,18 +83,15 @@ def by_rule(
     trees: Sequence[AbstractTree],
     context: StepContext,
     fake: Any,
-    shown: Callable[[list[Any]], list[Any]] = list,
-    heard: Heard | None = None,
 ) -> list[AbstractTree]:
-    """Run an op's rule on fake tensors; `shown` says what the rule is handed of them, and `heard` takes the ops."""
+    """Run an op's rule on fake tensors."""
     homes: dict[int, int] = {}
     # Slices are views, and those of plain meta tensors are made in no time. They forget the device.
     device = "meta" if op.kind == "SPLIT" else None
     with fake if device is None else nullcontext():
         args = [whole(abstract, [_fake(leaf, homes, device) for leaf in abstract.leaves]) for abstract in trees]
         try:
-            with heard or nullcontext():
-                made = RULES[op.kind](op, shown(args), context)
+            made = RULES[op.kind](op, args, context)
         except Exception as error:
             raise Untraceable(f"{op.cell} cannot run on shapes alone ({type(error).__name__}: {error})") from error
     devices = {
@@ -140,4 +136,4 @@ def is_list(op: Op, made: Any) -> bool:
     return isinstance(made, list) and op.kind not in _CONTAINERS
 
 
-_CONTAINERS = frozenset(("F", "R", "SPLIT", "MERGE", "U", "UPDATE"))
+_CONTAINERS = frozenset(("F", "R", "SPLIT", "MERGE", "UPDATE"))

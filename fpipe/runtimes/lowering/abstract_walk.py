@@ -11,24 +11,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fpipe import tree
 from fpipe.graphs.compiling.cut import Cut
 from fpipe.graphs.language.graph import Fact, Name, fresh_storage, in_own_storage
 from fpipe.graphs.language.labels import is_cotangent, label_of, reads_of
-from fpipe.graphs.language.listing import Heard
 from fpipe.graphs.tracing.fake import fake_mode
 from fpipe.graphs.tracing.stage_call import StageCall
 from fpipe.meaning.by_autograd import StepContext
 from fpipe.meaning.purity.ambient import Untraceable
-from fpipe.meaning.stages.outputs import copied
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Op, Value
-from fpipe.runtimes.lowering.abstract_eval import abstract_eval, by_rule, rounded
-from fpipe.runtimes.lowering.abstract_tree import AbstractTree, StorageMap, aval_of, described
+from fpipe.runtimes.lowering.abstract_eval import abstract_eval, rounded
+from fpipe.runtimes.lowering.abstract_tree import AbstractTree, StorageMap, described
 from fpipe.runtimes.lowering.dry_run import DryRuns
 from fpipe.runtimes.lowering.shapes import TRANSFERS, Coordinates, Shapes, copies_of
 from fpipe.runtimes.lowering.shards import gathered, shard_of
-from fpipe.runtimes.lowering.stage_calls import StageCalls, StageRun, update_only
+from fpipe.runtimes.lowering.stage_calls import StageCalls, StageRun
 from fpipe.runtimes.lowering.untraced import Untraced
 
 
@@ -56,12 +53,11 @@ class _Walk:
         self._runs: dict[Coordinates, StageRun] = {}
         self._cuts: dict[Coordinates, Cut] = {}
         self._storage_maps: dict[Op, StorageMap] = {}
-        self._updates: dict[int, dict[tuple[str, ...], None]] = {}
         self._loss_storage = fresh_storage()
 
     def shapes(self) -> Shapes:
         """All that is known, after the last op."""
-        found = self._trees, self._runs, self._cuts, self._updates, self._loss_storage
+        found = self._trees, self._runs, self._cuts, self._loss_storage
         return Shapes(self._context, self._untraced, self._copies, self._calls, *found)
 
     def follow(self, op: Op) -> None:
@@ -85,8 +81,6 @@ class _Walk:
                 if read in self._trees:  # what a forward leaves is known when its backward is
                     known = rounded(op, self._trees[read], self._fake) if op.how else self._trees[read]
                     self._trees[written] = self._copies.landed(written, known)
-        elif op.kind == "U":
-            self._update(op)
         elif op.kind != "W":
             made = abstract_eval(op, [self._trees[value] for value in op.reads], self._context, self._fake)
             self._trees.update(zip(op.writes, made, strict=True))
@@ -111,11 +105,9 @@ class _Walk:
             made |= self._calls.outlined(loss, pair)
             leaves = tuple(in_own_storage(leaf.aval) for leaf in made["loss"].leaves)
             made["loss"] = AbstractTree(leaves, made["loss"].spec)
-        notes = made["seen"] if update_only(self._model, op.stage) else None
         forward = op if op.kind == "F" or place not in self._runs else self._runs[place].forward  # R may come first
-        self._runs[place] = StageRun(call, loss, op, forward, notes)
-        later = ("res",) if notes is None else ("res", "seen")
-        self._trees.update({value: made[label_of(value)] for value in op.writes if value.name not in later})
+        self._runs[place] = StageRun(call, loss, op, forward)
+        self._trees.update({value: made[label_of(value)] for value in op.writes if value.name != "res"})
 
     def _backward(self, op: Op) -> None:
         """Trace the stage and its gradient, now that the cotangents are known, and see what comes out: what a backward
@@ -134,41 +126,12 @@ class _Walk:
         for value in (*residuals, *op.writes, *gradients):
             self._trees[value] = self._copies.landed(value, trees[label_of(value)])
 
-    def _update(self, op: Op) -> None:
-        """The state after a U, whose rule's ops are noted; what it reads of its forward beside notes is known later."""
-        places, heard = update_only(self._model, op.stage), Heard()
-        if places:
-            before, run = self._trees[op.reads[0]], self._runs[op[1:4]]
-            assert run.notes is not None
-            self._refuse_changed(op, before, places, run)
-            made = by_rule(op, [before, run.notes], self._context, self._fake, _with_copies, heard)
-        else:
-            made = by_rule(op, [self._trees[value] for value in op.reads], self._context, self._fake, list, heard)
-        self._updates.setdefault(op.stage or 0, {})[tuple(heard.lines)] = None
-        self._trees.update(zip(op.writes, made, strict=True))
-
-    def _refuse_changed(self, op: Op, before: AbstractTree, places: Sequence[int], run: StageRun) -> None:
-        """An Untraceable for a buffer that is another kind of tensor after its update."""
-        stage: Any = self._model.stages[op.stage or 0].forward
-        names: Mapping[str, int] = tree.unflatten(before.spec, range(len(before.leaves)))
-        known = self._trees[Value("const", op.stage)].leaves
-        after = self._calls.traces.outline(run.call).avals("update")
-        for name, at, new in zip(stage.update_only, places, after, strict=True):
-            if {aval_of(before.leaves[names[name]]), new} != {known[at].aval}:
-                raise Untraceable(f"buffer {name!r} changes its shape, dtype or strides").of(op.stage or 0, stage.who)
-
     def complete(self) -> None:
-        """Cut what no backward follows, and find what forwards leave for updates."""
+        """Cut what no backward follows."""
         for (stage, *_), run in self._runs.items():
             place = run.first[1:4]
             if place not in self._cuts:
                 self._cuts[place] = self._calls.forward_cut(stage or 0, run)
-            seen = next((value for value in run.forward.writes if value.name == "seen"), None)
-            if run.notes is not None and seen is not None:
-                cut = self._cuts[place]
-                storages = self._storage_map(run.forward, cut, reads_of(run.forward))
-                left = _in_memory((*cut.graph.writes["seen"], *cut.seen()), cut, storages)
-                self._trees |= {value: self._copies.landed(value, left) for value in self._copies.each(seen)}
 
     def _storage_map(self, first: Op, cut: Cut, labels: Mapping[str, Value]) -> StorageMap:
         """The storages of a microbatch for those of a graph; `labels` name what its `first` op or a backward reads."""
@@ -198,8 +161,3 @@ def _in_memory(leaves: Sequence[Any], cut: Cut, storages: StorageMap) -> Abstrac
     """Leaves of a graph in the memory of a microbatch."""
     facts = cut.graph.facts
     return AbstractTree(tuple(storages.moved(facts[leaf]) if isinstance(leaf, Name) else leaf for leaf in leaves))
-
-
-def _with_copies(args: list[Any]) -> list[Any]:
-    """A state and notes, and in place of the rest of the forward, which is not cut yet, copies."""
-    return [args[0], (args[1], copied)]

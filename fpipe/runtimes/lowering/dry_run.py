@@ -29,7 +29,7 @@ from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.abstract_tree import OPAQUE, AbstractTree, aval_of, wanting_fact, whole
 from fpipe.runtimes.lowering.untraced import is_sized
 
-KEPT = ("res", "wres", "seen")
+KEPT = ("res", "wres")
 """Values that autograd keeps for a later op of their stage."""
 Known = Mapping[tuple[str, int], AbstractTree]
 
@@ -53,7 +53,7 @@ class DryRuns:
         found: Known = {}
         if op.kind in "BI":
             found = self._gradients[place] = self._once(op, reads)
-        elif op.kind in "FU":
+        elif op.kind == "F":
             found = self._once(op, reads)
         elif op.kind == "W":
             found = self._gradients[place]
@@ -79,7 +79,8 @@ class DryRuns:
         model = self._context.model
         names = [(one.kind, [(v.name, v.stage, v.port) for v in (*one.reads, *one.writes)]) for one in (op, first)]
         looks = [(known.spec, *map(aval_of, known.leaves)) for known in (*reads, *given)]
-        number = op.microbatch if "microbatch" in model.stages[op.stage or 0].asks else None
+        asks = model.stages[op.stage or 0].asks
+        number = op.microbatch if "microbatch" in asks else self._context.turn(op) if "turn" in asks else None
         sizes = [self._sizes[value] for value in first.reads if value in self._sizes]
         key = op.stage, number, op.slice, repr((names, looks, sizes))
         if key not in self._known:
@@ -102,13 +103,9 @@ class DryRuns:
             made = forward(first._replace(writes=tuple(writes)), given, self._context)
             flows = [value.name in ("y", "again", "carry") for value in writes]
             return {(v.name, v.port): _known(*each) for v, *each in zip(writes, made, flows, strict=True)}
-        left = Value("seen" if op.kind == "U" else "res", *op[1:4])
-        (kept,) = forward(first._replace(writes=(left,)), given, self._context)
+        (kept,) = forward(first._replace(writes=(Value("res", *op[1:4]),)), given, self._context)
         pairs = zip(op.reads, reads, strict=True)
         args = [kept if value.name in KEPT else self._zeros(value, known) for value, known in pairs]
-        if op.kind == "U":
-            made = RULES["U"](op, args, self._context)
-            return {(v.name, v.port): _known(each, False) for v, each in zip(op.writes, made, strict=True)}
         leaves = {("dx", port): found for port, found in enumerate(kept.inputs)} | {("dcarry", 0): kept.carry}
         leaves |= {("g", port): found for port, found in enumerate(kept.params)}
         writes = tuple(Value(name, *op[1:4], port) for name, port in leaves)

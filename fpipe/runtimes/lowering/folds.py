@@ -1,14 +1,10 @@
-"""Fold ops into others: sums into backwards, updates of running statistics into forwards.
+"""Fold sums into backwards, and let forwards overwrite module state that the step has made.
 
     g[0,0] = B ..  g[0,1] = B ..  sum[0,1] = ADD g[0,0] g[0,1]    -->    g[0,0] = B ..  sum[0,1] = B .. g[0,0]
 
-    y[0,0] seen[0,0] = F ..   state[0,0] = U state[0] seen[0,0]   -->    y[0,0] state[0,0] = F .. state[0]
-
-A backward adds its gradients in place onto a sum that the step owns. A forward updates statistics where those before
-are there when it runs: where forwards come in the order of the microbatches. They are written in place where the step
-owns them, from the first update on; one that has to make them is only folded into a forward that it follows at once, so
-that every rank holds at any time what the program says. The program keeps its ADDs and Us; this only says which of them
-need no call of their own.
+A backward adds its gradients in place onto a sum that the step owns. The program keeps its ADDs; this only says which
+of them need no call of their own. A forward may write the next running statistics over those before, if nobody else
+reads these, from the second microbatch on.
 """
 
 from __future__ import annotations
@@ -16,16 +12,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from fpipe import tree
-from fpipe.graphs.compiling.running_statistics import Norm, updating
-from fpipe.graphs.language.graph import Aval, Fact, in_own_storage
+from fpipe.graphs.compiling.cut import Cut
+from fpipe.graphs.compiling.one_pass_norms import in_one_pass, overwritten
+from fpipe.graphs.language.graph import Fact, in_own_storage
 from fpipe.graphs.language.labels import label_of
-from fpipe.model import Stage
-from fpipe.positional_stage import PositionalStage
 from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense
 from fpipe.runtimes.lowering.shapes import Shapes
@@ -48,22 +43,6 @@ class Sums(NamedTuple):
     trees: Mapping[Value, AbstractTree]
 
 
-class Update(NamedTuple):
-    """An update that a forward makes.
-
-    Attributes:
-        at: the position of its U.
-        norms: the stage's batch norms.
-        state: what is known of the running statistics.
-        mine: whether nobody else reads those before, which the step owns: they are written in place.
-    """
-
-    at: int
-    norms: tuple[Norm, ...]
-    state: tuple[Aval, ...]
-    mine: bool
-
-
 @dataclass(frozen=True)
 class Folds:
     """The ops that are folded into others, and who reads what last then.
@@ -71,7 +50,8 @@ class Folds:
     Attributes:
         ops: of the program.
         kept: its outputs.
-        sums, updates: by the position of the op that makes them.
+        sums: by the position of the op that makes them.
+        overwrites: for the position of a forward the leaves of its module state that it writes in place.
         folded: the positions of those that are made by others.
         trees: the abstract tree of every value.
         dead: of each position the values that nobody reads after it, its outputs aside.
@@ -80,20 +60,19 @@ class Folds:
     ops: Sequence[Op]
     kept: Collection[Value]
     sums: Sums
-    updates: Mapping[int, Update]
+    overwrites: Mapping[int, tuple[int, ...]]
     folded: Collection[int]
     trees: Mapping[Value, AbstractTree]
     dead: Mapping[int, tuple[Value, ...]]
 
     def others(self, at: int) -> list[int]:
         """The positions of the ops that are folded into one."""
-        update = self.updates.get(at)
-        return [*self.sums.adds.get(at, {}).values(), *([update.at] if update else [])]
+        return [*self.sums.adds.get(at, {}).values()]
 
     def own_writes(self, at: int) -> list[Value]:
         """The values that an op writes itself, without those for ops that are folded into it."""
-        adds, noted = self.sums.adds.get(at, {}), at in self.updates
-        return [v for v in self.ops[at].writes if v not in adds and not (noted and v.name == "seen")]
+        adds = self.sums.adds.get(at, {})
+        return [value for value in self.ops[at].writes if value not in adds]
 
 
 def folds_of(
@@ -101,11 +80,10 @@ def folds_of(
 ) -> Folds:
     """The folds of a program; `kept` are its outputs, `given` the storages that are not the step's own."""
     sums = _sums_of(ops, kept, shapes, given)
-    # Compiled code takes tensors alone, and a folded update the number that a batch weighs.
-    updates, trees = ({}, sums.trees) if compile else _updates_of(ops, kept, shapes, sums.trees)
-    folded = {add for adds in sums.adds.values() for add in adds.values()} | {each.at for each in updates.values()}
+    overwrites, trees = ({}, sums.trees) if compile else _overwrites_of(ops, kept, shapes, sums.trees, given)
+    folded = {add for adds in sums.adds.values() for add in adds.values()}
     dead = dict[int, tuple[Value, ...]]()
-    folds = Folds(ops, kept, sums, updates, folded, trees, dead)
+    folds = Folds(ops, kept, sums, overwrites, folded, trees, dead)
     last = {value: at for at in range(len(ops)) for value in _touched(folds, at)}
     for value, at in last.items():
         if value not in kept:
@@ -184,71 +162,39 @@ def _started(first: AbstractTree, taken: Mapping[int, int]) -> tuple[tuple[int, 
     return copied, AbstractTree(tuple(leaves))
 
 
-def _updates_of(
-    ops: Sequence[Op], kept: Collection[Value], shapes: Shapes, trees: Mapping[Value, AbstractTree]
-) -> tuple[Mapping[int, Update], Mapping[Value, AbstractTree]]:
-    """The updates that forwards make, by their position, and the trees with statistics that are written in place."""
-    of, trees = dict[int, Update](), {**trees}
-    written = {value: at for at, op in enumerate(ops) for value in op.writes}
+def _overwrites_of(
+    ops: Sequence[Op],
+    kept: Collection[Value],
+    shapes: Shapes,
+    trees: Mapping[Value, AbstractTree],
+    given: Collection[int],
+) -> tuple[Mapping[int, tuple[int, ...]], Mapping[Value, AbstractTree]]:
+    """Find the state that forwards overwrite, since the step made it for them alone; and the trees with it in place."""
+    overwrites, trees = dict[int, tuple[int, ...]](), {**trees}
     readers = Counter(value for op in ops for value in op.reads)
-    mine: set[Value] = set()  # running statistics that the step owns
+    owned: dict[Value, tuple[int, ...]] = {}
     for at, op in enumerate(ops):
-        if op.kind != "U" or op.how or len(op.reads) != 2 or shapes.is_untraced(op._replace(kind="F")):
+        before, after = (next((v for v in values if v.name == "state"), None) for values in (op.reads, op.writes))
+        if op.kind != "F" or before is None or after is None or shapes.is_untraced(op):
             continue
-        before, seen = op.reads
-        maker = written.get(seen, -1)
-        alone = readers[seen] == 1 and seen not in kept
-        here = maker > written.get(before, -1) and ops[maker].kind == "F" and ops[maker].rank == op.rank
-        norms = _norms(shapes.context.model.stages[op.stage or 0], trees[before], trees[seen])
-        if norms is None:
-            continue
-        mine.add(op.writes[0])
-        own = before in mine and readers[before] == 1 and before not in kept
-        if not (alone and here and (own or at == maker + 1)):
-            continue
-        found = _found(at, ops[maker], norms, trees[before], own, shapes)
-        if found is None:
-            continue
-        of[maker] = found
-        written[op.writes[0]] = maker
-        if own:
-            trees[op.writes[0]] = trees[before]
-    return of, trees
+        free = owned.get(before, ()) if readers[before] == 1 and before not in kept else ()
+        if free:
+            cut, labels = shapes.cuts[op[1:4]], tuple(map(label_of, op.writes))
+            places = cut.graph.once(("overwritten", cut, labels, free), partial(_overwritten_by, cut, labels, free))
+            overwrites[at] = tuple(places.values())
+            leaves = enumerate(trees[after].leaves)
+            inside = tuple(trees[before].leaves[places[k]] if k in places else leaf for k, leaf in leaves)
+            trees[after] = trees[after]._replace(leaves=inside)
+        values = {*op.reads, *op.writes} - {before} if free else {*op.reads, *op.writes}
+        storages = Counter(leaf.storage for value in values for leaf in trees[value].leaves if isinstance(leaf, Fact))
+        own = enumerate(trees[after].leaves)
+        owned[after] = tuple(
+            k
+            for k, leaf in own
+            if isinstance(leaf, Fact) and dense(leaf) and storages[leaf.storage] == 1 and leaf.storage not in given
+        )
+    return overwrites, trees
 
 
-def _found(
-    at: int, forward: Op, norms: tuple[Norm, ...], before: AbstractTree, mine: bool, shapes: Shapes
-) -> Update | None:
-    """The update, if the graph of the forward can make it."""
-    leaves = before.leaves
-    if not all(isinstance(leaf, Fact) and dense(leaf) for leaf in leaves):
-        return None
-    state = tuple(leaf.aval for leaf in leaves)
-    cut = shapes.cuts[forward[1:4]]
-    labels = tuple(label_of(value) for value in forward.writes if value.name != "seen")
-
-    def can() -> bool:
-        try:  # a norm whose output nobody reads is no op of this forward
-            updating(cut.forward(labels), cut.graph.writes["seen"], norms, state, False)
-        except LookupError:
-            return False
-        return True
-
-    return Update(at, norms, state, mine) if cut.graph.once(("updating", labels, norms, state), can) else None
-
-
-def _norms(stage: Stage, state: AbstractTree, seen: AbstractTree) -> tuple[Norm, ...] | None:
-    """The batch norms of a stage, if all that it remembers is theirs, and each batch weighs the same."""
-    cut = stage.forward
-    if not isinstance(cut, PositionalStage) or not cut.can_fold or any(norm.momentum is None for _, norm in cut.norms):
-        return None
-    places: dict[str, int] = tree.unflatten(state.spec, range(len(state.leaves)))
-    calls: Sequence[Sequence[int]] = tree.unflatten(seen.spec, range(len(seen.leaves)))
-    found: list[Norm] = []
-    for (path, _), each in zip(cut.norms, calls, strict=True):
-        mean, var = (places.get(f"{path}.{name}") for name in ("running_mean", "running_var"))
-        if mean is None or var is None:
-            return None
-        found.append(Norm(tuple(each), mean, var, places.get(f"{path}.num_batches_tracked")))
-    used: list[Any] = [place for norm in found for place in norm[1:] if place is not None]
-    return tuple(found) if sorted(used) == [*range(len(state.leaves))] else None
+def _overwritten_by(cut: Cut, labels: Sequence[str], free: Collection[int]) -> Mapping[int, int]:
+    return overwritten(in_one_pass(cut.forward(labels), free))

@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fpipe import tree
 from fpipe.graphs.compiling.inductor import Kernel
-from fpipe.graphs.compiling.running_statistics import FACTOR, NEW, OLD
 from fpipe.graphs.language.graph import Aval, Fact, Graph
 from fpipe.graphs.language.labels import GENERATORS, label_of, reads_of, total_of
 from fpipe.graphs.tracing.exchanged import Exchanged
@@ -27,7 +25,6 @@ from fpipe.meaning.meaning import cast_of, rounding
 from fpipe.meaning.purity.ambient import casts, kernels
 from fpipe.meaning.stages.outputs import scaled
 from fpipe.meaning.step import StepOptions
-from fpipe.positional_stage import PositionalStage
 from fpipe.program import Op, Program, Value, building
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.abstract_walk import shapes_of
@@ -50,10 +47,9 @@ from fpipe.runtimes.lowering.instructions import (
     with_generators,
     with_scale,
 )
-from fpipe.runtimes.lowering.lowered import FACTORS, KEY, Instruction, Leaves, Lowered
-from fpipe.runtimes.lowering.op_code import Code, Recipe, code_of, update_code
+from fpipe.runtimes.lowering.lowered import KEY, Instruction, Leaves, Lowered
+from fpipe.runtimes.lowering.op_code import Code, Recipe, code_of
 from fpipe.runtimes.lowering.shapes import TRANSFERS, Shapes, ops_of
-from fpipe.runtimes.lowering.stage_calls import update_only
 from fpipe.runtimes.lowering.untraced import Untraced, by_sizes, refuse_unknown_rows
 
 _STEADY = ("ready", "weight")  # no instruction empties these
@@ -155,7 +151,6 @@ class _Lowering:
             collective=self.is_collective(given),
             graphs=self.shapes.calls.traces.graphs(),
             parts=self.parts,
-            updates=self.shapes.updates,
             gathered=self.read_leaves,
         )
 
@@ -188,16 +183,16 @@ class _Lowering:
 
     def traced(self, at: int, op: Op) -> _Unnumbered:
         """A part of a stage's graph."""
-        sums, update = self.folds.sums, self.folds.updates.get(at)
+        sums = self.folds.sums
         cut, adds = self.shapes.cuts[op[1:4]], sums.adds.get(at, {})
         recipe = Recipe(
             kind=op.kind if op.kind in "BIW" else "F",
-            labels=tuple(label_of(value) for value in op.writes if not (update and value.name == "seen")),
+            labels=tuple(map(label_of, op.writes)),
             adds=tuple(map(label_of, adds)),
             copied=tuple(
                 (label_of(value), place) for value in op.writes for place in self.folds.sums.copied.get(value, ())
             ),
-            update=None if update is None else update[1:],
+            overwrites=self.folds.overwrites.get(at, ()),
             landed=any(value in self.made for value in op.reads),
             kernels=self.kernels,
             compile=self.compile,
@@ -216,9 +211,6 @@ class _Lowering:
         named |= {"const": Value("const", op.stage)} if recipe.landed else {}
         values = {label_of(value): value for value in self.folds.own_writes(at)}
         values |= {label: add.writes[0] for label, add in totals.items()}
-        if update:
-            named |= {OLD: self.ops[update.at].reads[0], FACTOR: (*FACTORS, op.stage)}
-            values |= {NEW: self.ops[update.at].writes[0]}
         if GENERATORS in graph.reads:
             named |= {GENERATORS: KEY}
             context, stage = self.shapes.context, op.stage or 0
@@ -279,8 +271,6 @@ class _Lowering:
             if all(part is not None for part in places):
                 return slicing(places)
         containers = [*map(container, trees)]
-        if op.kind == "U" and update_only(context.model, op.stage):
-            containers[1] = self.noted(op)
         run = partial(by_rule, op, containers, context, self.casts)
         if op.kind == "MERGE":
             facts = (leaf for known in trees for leaf in known.leaves if isinstance(leaf, Fact))
@@ -289,19 +279,6 @@ class _Lowering:
             if not self.casts and self.free.isdisjoint(op.reads):
                 return merging(op, self.trees, context.model.reduction) or run
         return run
-
-    def noted(self, op: Op) -> Callable[[Leaves], Any]:
-        """Function that puts together what a forward left for its U: the notes of norms, and the rest of its graph."""
-        cut, stage = self.shapes.cuts[op[1:4]], self.shapes.context.model.stages[op.stage or 0].forward
-        assert isinstance(stage, PositionalStage)
-        run = cut.graph.once(("update", cut.update_only, self.kernels), lambda: update_code(cut))
-        spec = self.shapes.calls.traces.outline(self.shapes.runs[op[1:4]].call).specs["seen"]
-        notes, names = len(cut.graph.writes["seen"]), stage.update_only
-
-        def again(crossing: Leaves, state: Mapping[str, Any]) -> dict[str, Any]:
-            return dict(zip(names, run([state[name] for name in names], [*crossing])[0], strict=True))
-
-        return lambda leaves: (tree.unflatten(spec, leaves[:notes]), partial(again, leaves[notes:]))
 
 
 def _filled(weight: float, known: Aval) -> Tensor:

@@ -5,7 +5,7 @@ forward: slots 0 4 -> 7, 8        add: slots 8 11 -> 12        slots: params[0] 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 
 Leaves = list[Any]
 KEY = ("ready", "key")  # what the slot of a step's key is called
-FACTORS = ("ready", "factors")  # and, with a stage behind, that of how much a batch weighs in its running statistics
 
 
 class Instruction(NamedTuple):
@@ -49,7 +48,6 @@ class Lowered:
         collective: whether stages talk to other processes, which run the same program.
         graphs: of each stage, and of the loss under None.
         parts: by their first op, the instructions that run a part of a stage's graph: that part.
-        updates: of each stage the ops of its updates.
         gathered: of parameters that an op writes, the places of the leaves that graphs read; of others all are read.
     """
 
@@ -65,5 +63,4 @@ class Lowered:
     collective: bool
     graphs: Mapping[int | None, Sequence[Graph]]
     parts: Mapping[Op, Graph]
-    updates: Mapping[int, Iterable[Sequence[str]]]
     gathered: Mapping[Value, Collection[int]]

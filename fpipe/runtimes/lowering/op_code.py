@@ -13,8 +13,8 @@ from fpipe.graphs.compiling.add import adding, owned
 from fpipe.graphs.compiling.code import compiled
 from fpipe.graphs.compiling.cut import Cut, prepared
 from fpipe.graphs.compiling.inductor import Kernel
-from fpipe.graphs.compiling.running_statistics import Norm, updating
-from fpipe.graphs.language.graph import Aval, Graph, Name
+from fpipe.graphs.compiling.one_pass_norms import in_one_pass
+from fpipe.graphs.language.graph import Graph, Name
 from fpipe.graphs.language.labels import is_parameter
 
 
@@ -26,7 +26,7 @@ class Recipe(NamedTuple):
         labels: of what it writes.
         adds: of the gradients that it adds to a sum.
         copied: by label the places of leaves that it writes into memory of their own.
-        update: the norms whose statistics it updates, these, and whether in place.
+        overwrites: the leaves of its module state that it may write in place.
         landed: whether an op writes its parameters, such as a RECV: they are not there when a step starts, so nothing
             is prepared of them.
         kernels: the flags that choose kernels; None of what never runs, whose sums are not tried.
@@ -37,7 +37,7 @@ class Recipe(NamedTuple):
     labels: tuple[str, ...]
     adds: tuple[str, ...]
     copied: tuple[tuple[str, int], ...]
-    update: tuple[tuple[Norm, ...], tuple[Aval, ...], bool] | None
+    overwrites: tuple[int, ...]
     landed: bool
     kernels: Any
     compile: bool
@@ -54,12 +54,12 @@ class Code(NamedTuple):
 
 def code_of(cut: Cut, recipe: Recipe, name: str) -> Code:
     """The code of a recipe."""
-    kind, labels, adds, copied, update, landed, flags, compile = recipe
+    kind, labels, adds, copied, overwrites, landed, flags, compile = recipe
     if kind == "F":
         graph = cut.forward(labels)
         if "loss" in labels:  # F.mse_loss and its like leave the loss in memory of their input's size
             copied = (*copied, ("loss", 0))
-        graph = updating(graph, cut.graph.writes["seen"], *update) if update else graph
+        graph = graph if compile else in_one_pass(graph, overwrites)
     else:
         graph = {"B": cut.backward, "I": cut.backward_input, "W": cut.backward_weight}[kind]()
     graph = owned(graph, copied) if copied else graph
@@ -80,18 +80,6 @@ def _without_unread(graph: Graph) -> Graph:
         for label, leaves in graph.reads.items()
     }
     return replace(graph, reads=reads)
-
-
-def update_code(cut: Cut) -> Callable[..., Any]:
-    """The rest of a graph, for its U, with copies of what would share memory with what was handed in or another."""
-    graph = cut.update()
-    taken = {graph.facts[name].storage for names in graph.reads.values() for name in names}
-    copied: list[tuple[str, int]] = []
-    for place, name in enumerate(graph.writes["update"]):
-        storage = graph.facts[name].storage
-        copied += [("update", place)] if storage in taken else []
-        taken.add(storage)
-    return compiled(owned(graph, copied) if copied else graph, "update")
 
 
 def _picked(graph: Graph) -> Callable[..., Sequence[list[Any]]]:

@@ -80,7 +80,6 @@ class Shapes:
         calls: of its stages.
         trees: the abstract tree of every value.
         runs: each stage on each microbatch, and `cuts` how it is cut for that.
-        updates: of each stage the ops of its updates, each once.
         loss_storage: the storage of the loss's cotangent.
     """
 
@@ -91,7 +90,6 @@ class Shapes:
     trees: Mapping[Value, AbstractTree]
     runs: Mapping[Coordinates, StageRun]
     cuts: Mapping[Coordinates, Cut]
-    updates: Mapping[int, Mapping[tuple[str, ...], None]]
     loss_storage: int
 
     def is_untraced(self, op: Op) -> bool:

@@ -29,7 +29,7 @@ from fpipe.model import Model, who_draws
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import PARAMETERS, Program, Value
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense
-from fpipe.runtimes.lowering.lowered import FACTORS, KEY, Lowered
+from fpipe.runtimes.lowering.lowered import KEY, Lowered
 from fpipe.runtimes.lowering.rank_part import Slots
 from fpipe.runtimes.lowering.shards import Share, Shared, refuse_shards, shared_of, state_of
 
@@ -123,7 +123,7 @@ class Entrance:
     Attributes:
         start: the slots with what they hold in every step.
         inputs: a slot, and the places of its leaves among those that the step is handed; `homes`, the device of it.
-        held: a slot, and how a stage gives what is in it: its constants, or its momenta.
+        held: a slot, and how a stage gives what is in it: its constants.
         key, asked: the slots of the step's key, for stages that draw and for those that ask for it.
         drawing: a stage that draws.
         prepare: a function that reads slots, and the one that it fills: views of parameters.
@@ -164,7 +164,7 @@ def entrance_of(lowered: Lowered, model: Model, handed: Handed, homes: Mapping[V
     """The way into the slots of a program that is lowered."""
     slots, held = lowered.slots, dict[Any, Callable[[], list[Any]]]()
     for n, net in nets_of(model).items():
-        held |= {Value("const", n): net.constants, (*FACTORS, n): net.momenta}
+        held |= {Value("const", n): net.constants}
     count = len(slots) - sum(len(one.writes) for one in lowered.instructions)
     return Entrance(
         start=[lowered.constants.get(slot) for slot in range(count)],

@@ -15,9 +15,6 @@ from fpipe.graphs.tracing.stage_call import StageCall, wants
 from fpipe.graphs.tracing.trace_cache import Traces
 from fpipe.meaning.by_autograd import StepContext
 from fpipe.meaning.purity.ambient import Untraceable
-from fpipe.meaning.purity.pure import Impure, reads_update
-from fpipe.model import Model
-from fpipe.positional_stage import PositionalStage
 from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree, StorageMap, aval_of, described, wanting_fact
 
@@ -30,14 +27,12 @@ class StageRun(NamedTuple):
         loss: how the loss behind it is, if one is.
         first: the forward whose residuals its backward reads: its F, or its R.
         forward: its F.
-        notes: the values that its norms note, if its forward leaves more for its update.
     """
 
     call: StageCall
     loss: StageCall | None
     first: Op
     forward: Op
-    notes: AbstractTree | None
 
 
 class StageCalls:
@@ -58,8 +53,10 @@ class StageCalls:
         for label in starts:
             groups[label] = groups[label]._replace(leaves=tuple(map(wanting_fact, groups[label].leaves)))
         reads, specs = described(groups)
-        microbatch = self.context.number(op) if "microbatch" in self.model.stages[op.stage].asks else None
-        return self.known(StageCall(op.stage, reads, specs, microbatch, starts))
+        asks = self.model.stages[op.stage].asks
+        microbatch = self.context.number(op) if "microbatch" in asks else None
+        turn = self.context.turn(op) if "turn" in asks else None
+        return self.known(StageCall(op.stage, reads, specs, microbatch, starts, turn))
 
     def known(self, call: StageCall) -> StageCall:
         """The first of calls that are equal: what is found by it is found without comparing much."""
@@ -126,19 +123,7 @@ class StageCalls:
 
     def _cut(self, stage: int, graph: Graph, wanted: Any, saved: Any) -> Cut:
         """A graph as it is cut, once for all who ask."""
-        places = update_only(self.model, stage)
-        cut = graph.once(("cut", wanted, saved, places), lambda: Cut(graph, wanted, saved, places))
-        stale = cut.stale() if places else None
-        if stale is not None:
-            forward: Any = self.model.stages[stage].forward
-            raise Impure(reads_update(f"stage {stage}", forward.update_only[stale]))
-        return cut
-
-
-def update_only(model: Model, stage: int | None) -> tuple[int, ...]:
-    """The places among a stage's constants of the buffers that only its updates read and write."""
-    cut = model.stages[stage or 0].forward
-    return tuple(map(cut.fixed.index, cut.update_only)) if isinstance(cut, PositionalStage) else ()
+        return graph.once(("cut", wanted, saved), lambda: Cut(graph, wanted, saved))
 
 
 def _outputs(outline: Outline) -> list[str]:

@@ -8,7 +8,6 @@ from typing import Any
 from fpipe.graphs.tracing.exchanged import Exchanged
 from fpipe.model import Model
 from fpipe.program import Op, Program, parts_of
-from fpipe.runtimes.lowering.stage_calls import update_only
 
 
 @dataclass
@@ -24,9 +23,8 @@ class Untraced:
     known_only: bool = False
 
     def has(self, op: Op, model: Model) -> bool:
-        """Whether an op is of one of them; its U then runs the forward once more, if it is no norm's."""
-        again = op.kind == "U" and bool(update_only(model, op.stage))
-        return op.stage in self.stages and (op.kind in "FRBIW" or again)
+        """Whether an op is of one of them."""
+        return op.stage in self.stages and op.kind in "FRBIW"
 
     def surprises(self) -> list[tuple[int, str]]:
         """The stages of which a user learns only so that they cannot be traced."""
