@@ -5,7 +5,10 @@ Each says the version it was tried on. Flags, modes and hooks are as cheap to re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from itertools import chain
 from typing import Any, NamedTuple, TypeGuard, cast
 
@@ -16,6 +19,10 @@ from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.nn.modules import module
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils import _device  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
@@ -284,3 +291,34 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 def has_own_samples(pool: nn.Module) -> bool:
     """Whether a fractional pool was handed its random numbers (2.13: `_random_samples`)."""
     return getattr(pool, "_random_samples", None) is not None
+
+
+@contextmanager
+def told_of_bindings(told: Callable[[nn.Module, str], None]) -> Generator[None]:
+    """Call `told(module, name)` before this thread binds a tensor to a parameter or buffer of a module (2.13).
+
+    The hooks stay: torch goes through them unguarded, so none may leave while another thread binds.
+    """
+    _watch_bindings()
+    before, _BINDINGS.told = _BINDINGS.told, told
+    try:
+        yield
+    finally:
+        _BINDINGS.told = before
+
+
+class _Bindings(threading.local):
+    told: Callable[[nn.Module, str], None] | None = None
+
+
+_BINDINGS = _Bindings()
+
+
+@cache
+def _watch_bindings() -> None:
+    def bind(module: nn.Module, name: str, value: Any) -> None:
+        if _BINDINGS.told is not None:
+            _BINDINGS.told(module, name)
+
+    register_module_buffer_registration_hook(bind)
+    register_module_parameter_registration_hook(bind)

@@ -21,41 +21,41 @@ PACKAGE = ROOT / "fpipe"
 # Each folder, and what it may import: exactly that, and itself. A room's own files stand above its subfolders.
 PLAN = """
 root <-
+meaning/purity <- root
 meaning/optimizers <- root
 transforms <- root meaning/optimizers
 timing <- root transforms
 orders <- root transforms timing
 schedules <- root transforms timing orders
-torch_private <- root
-meaning/purity <- root torch_private
 meaning/stages <- root meaning/purity
-meaning/single_device <- root meaning/optimizers transforms timing meaning/purity meaning/stages
-meaning <- root meaning/optimizers transforms timing meaning/purity meaning/stages meaning/single_device
+meaning/single_device <- root meaning/purity meaning/optimizers transforms timing meaning/stages
+meaning <- root meaning/purity meaning/optimizers transforms timing meaning/stages meaning/single_device
 verification <- root meaning/optimizers transforms meaning/stages meaning/single_device meaning
+torch_private <- root
 graphs/language <- root meaning/purity meaning/stages
 finding <- root transforms timing orders schedules
-graphs/tracing <- root torch_private meaning/purity meaning/stages graphs/language
-graphs/compiling <- root torch_private meaning/purity graphs/language graphs/tracing
+graphs/tracing <- root meaning/purity meaning/stages torch_private graphs/language
+graphs/compiling <- root meaning/purity torch_private graphs/language graphs/tracing
 graphs <- root meaning/purity graphs/language graphs/tracing graphs/compiling
-models/parameters <- root torch_private meaning/purity meaning/stages meaning/single_device
-interop <- root transforms timing torch_private meaning/single_device meaning
-models/modules <- root torch_private meaning/purity meaning/stages graphs/language graphs/tracing models/parameters
-models/tracing <- root torch_private meaning/purity meaning/stages graphs/tracing models/modules
-derived <- root torch_private meaning/purity meaning/stages graphs/language graphs/tracing models/modules
-oracle <- root meaning/optimizers transforms meaning/purity meaning/single_device verification models/parameters
-models/cutting <- root timing torch_private meaning/purity meaning/stages graphs/language graphs/tracing
+models/parameters <- root meaning/purity meaning/stages meaning/single_device torch_private
+interop <- root transforms timing meaning/single_device meaning torch_private
+models/modules <- root meaning/purity meaning/stages torch_private graphs/language graphs/tracing models/parameters
+models/tracing <- root meaning/purity meaning/stages torch_private graphs/tracing models/modules
+derived <- root meaning/purity meaning/stages torch_private graphs/language graphs/tracing models/modules
+oracle <- root meaning/purity meaning/optimizers transforms meaning/single_device verification models/parameters
+models/cutting <- root meaning/purity timing meaning/stages torch_private graphs/language graphs/tracing
     models/parameters models/modules models/tracing
-runtimes/lowering <- root meaning/optimizers torch_private meaning/purity meaning/stages meaning/single_device meaning
+runtimes/lowering <- root meaning/purity meaning/optimizers meaning/stages meaning/single_device meaning torch_private
     graphs/language graphs/tracing graphs/compiling
-runtimes/faults <- root torch_private meaning/purity graphs/language runtimes/lowering
-runtimes/in_process <- root meaning/optimizers transforms meaning/purity meaning/single_device meaning graphs/language
+runtimes/faults <- root meaning/purity torch_private graphs/language runtimes/lowering
+runtimes/in_process <- root meaning/purity meaning/optimizers transforms meaning/single_device meaning graphs/language
     graphs/tracing runtimes/lowering
-models <- root timing torch_private meaning/purity meaning/stages meaning/single_device meaning graphs/tracing
+models <- root meaning/purity timing meaning/stages meaning/single_device meaning torch_private graphs/tracing
     models/parameters models/modules models/tracing models/cutting
-runtimes/processes <- root meaning/optimizers transforms torch_private meaning/purity meaning/stages
-    meaning/single_device meaning graphs/language graphs/tracing graphs/compiling runtimes/lowering runtimes/faults
+runtimes/processes <- root meaning/purity meaning/optimizers transforms meaning/stages meaning/single_device meaning
+    torch_private graphs/language graphs/tracing graphs/compiling runtimes/lowering runtimes/faults
 runtimes <- root meaning/optimizers transforms meaning runtimes/in_process runtimes/processes
-measuring <- root meaning/optimizers transforms timing meaning/purity meaning/single_device meaning graphs/language
+measuring <- root meaning/purity meaning/optimizers transforms timing meaning/single_device meaning graphs/language
     runtimes/lowering runtimes/processes runtimes
 planning <- root transforms timing schedules meaning/single_device finding measuring
 pictures <- root timing planning

@@ -92,7 +92,7 @@ def test_what_a_module_holds_is_in_three_dicts_that_bind():
 
 def test_tensors_bound_to_modules_are_told():
     told = list[str]()
-    with modules.told_of_bindings(lambda module, name: told.append(name)):
+    with torch_internals.told_of_bindings(lambda module, name: told.append(name)):
         norm = nn.BatchNorm1d(2)
         norm.running_mean = torch.ones(2)
     norm.running_mean = torch.zeros(2)

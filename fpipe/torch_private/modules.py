@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from torch.nn.utils.parametrizations import _SpectralNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.utils.spectral_norm import SpectralNorm
 
@@ -104,37 +98,6 @@ def told_of_assignments(told: Callable[[nn.Module, str, Any, Callable[..., None]
         yield
     finally:
         nn.Module.__setattr__ = assign
-
-
-@contextmanager
-def told_of_bindings(told: Callable[[nn.Module, str], None]) -> Generator[None]:
-    """Call `told(module, name)` before this thread binds a tensor to a parameter or buffer of a module (2.13).
-
-    The hooks stay: torch goes through them unguarded, so none may leave while another thread binds.
-    """
-    _watch_bindings()
-    before, _BINDINGS.told = _BINDINGS.told, told
-    try:
-        yield
-    finally:
-        _BINDINGS.told = before
-
-
-class _Bindings(threading.local):
-    told: Callable[[nn.Module, str], None] | None = None
-
-
-_BINDINGS = _Bindings()
-
-
-@cache
-def _watch_bindings() -> None:
-    def bind(module: nn.Module, name: str, value: Any) -> None:
-        if _BINDINGS.told is not None:
-            _BINDINGS.told(module, name)
-
-    register_module_buffer_registration_hook(bind)
-    register_module_parameter_registration_hook(bind)
 
 
 def load_forward_mode() -> None:

@@ -22,8 +22,7 @@ from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.meaning.purity.attributes import Attributes, Modules, closed_over, modules_of
 from fpipe.meaning.purity.own_memory import OwnMemory, memory
 from fpipe.positional_stage import PositionalStage, of_net
-from fpipe.torch_internals import held_by, is_write_to_leaf
-from fpipe.torch_private.modules import told_of_bindings
+from fpipe.torch_internals import held_by, is_write_to_leaf, told_of_bindings
 
 
 class Impure(RuntimeError):
