@@ -22,6 +22,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from fpipe.runtimes.faults.fault_store import FaultStore
+
 LIMIT = 45
 SOON = 2
 """Seconds within which all ranks end when one raises or is killed, and after the timeout when one hangs."""
@@ -148,13 +150,15 @@ def serve(rank: int, size: int, at: str, pipe: Connection, timeout: float, stack
     faulthandler.register(ASK, file)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    limit = timedelta(seconds=timeout)
-    dist.init_process_group("gloo", init_method=at, rank=rank, world_size=size, timeout=limit)
+    JOINED.update(backend="gloo", init_method=at, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    dist.init_process_group(**JOINED)
     while True:
         try:
             function, args = pipe.recv()
         except EOFError:
             break
+        if dist.is_initialized() and FaultStore().fault():
+            renew()
         try:
             answer = function(rank, *args), None, ""
         except Exception as error:
@@ -162,6 +166,18 @@ def serve(rank: int, size: int, at: str, pipe: Connection, timeout: float, stack
         pipe.send(answer)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+JOINED: dict[str, Any] = {}
+"""How this process has joined its group."""
+
+
+def renew() -> None:
+    """Join a new group, as a launcher does that starts all ranks again: after an error the run is over."""
+    gc.collect()
+    dist.destroy_process_group()
+    JOINED["init_method"] += "+"
+    dist.init_process_group(**JOINED)
 
 
 def timed(call: Callable[[], Any]) -> tuple[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fpipe
 from fpipe.graphs.language.graph import fact
 from fpipe.runtimes.processes.elsewhere import Elsewhere
-from fpipe.runtimes.processes.message import MARKS, Layout, word
+from fpipe.runtimes.processes.message import Layout, header
 from fpipe.tree import leaves, tree_map
 from tests.processes import SOON, Processes, beside_each_other, counted, left, result, timed
 from tests.test_profile import NAPS, napping
@@ -326,18 +327,19 @@ def test_what_ranks_must_agree_on_is_refused_on_all(pair: Processes, how: str):
 
 
 def keyed(rank: int) -> list[str]:
-    """Four steps; in the second one the ranks have other keys."""
+    """Three steps; in the last one the ranks have other keys."""
     model, params, _ = fpipe.from_sequential(nn.Sequential(nn.Dropout(), nn.Linear(8, 8)), stages=2, loss=MSE)
     program = chained(model, fpipe.schedules.gpipe(2))
     step = fpipe.build(program, model, runtime="distributed", example=(params, rows()))
-    keys = 1, 253 * rank, 3, 10**400  # in the second both have the same mark of a step
+    keys = 1, 10**400, 253 * rank
     return [timed(lambda key=key: step(own(program, rank, params), rows(), key=key))[0] for key in keys]
 
 
 def test_other_keys_in_a_later_step_are_refused_on_all(pair: Processes):
     """The loss was neither that of one key nor that of the other, and nobody said so."""
-    said = "RankError: rank 0 has key 0 in this step and rank 1 has key 253. All ranks pass the same."
-    assert pair.each(keyed) == [["worked", said, "worked", "worked"]] * 2
+    for told in pair.each(keyed):
+        assert told[:2] == ["worked"] * 2
+        assert re.match(r"RankError: rank . has key (0|253) in this step and rank . has key (0|253)\. All", told[2])
 
 
 def test_without_a_process_group_it_says_so():
@@ -348,24 +350,22 @@ def test_without_a_process_group_it_says_so():
         fpipe.build(fpipe.program(model), model, timeout=3)
 
 
-def infinite(rank: int) -> list[Any]:
-    """NaN in one microbatch: both ranks end with the op that wrote it, and the next step works."""
+def infinite(rank: int) -> tuple[str, bool]:
+    """NaN in one microbatch: both ranks end with the op that wrote it."""
     program, alone, step, params = built(check_finite=True)
     mine, whole, (x, target) = own(program, rank, params), alone(params, rows()), rows()
+    assert not differs(rank, program, step(mine, rows()), whole)
     target[5] = torch.nan
-    told: list[Any] = []
-    for _ in range(2):
-        said, took = timed(lambda: step(mine, (x, target)))
-        told += [said, took < SOON, differs(rank, program, step(mine, rows()), whole)]
-    return told
+    said, took = timed(lambda: step(mine, (x, target)))
+    return said, took < SOON
 
 
-def test_nan_in_one_microbatch_ends_all_ranks_and_the_next_step_works(pair: Processes):
+def test_nan_in_one_microbatch_ends_all_ranks(pair: Processes):
     first, second = pair.each(infinite)
     said = "SPLIT(t[1,1]) wrote t[1,1] with NaN or infinite numbers."
     where = "in SPLIT(t[1,1]): stage 1 (1), microbatch 1, rank 1"
-    assert second == [f"FloatingPointError: {said}", True, []] * 2
-    assert first == [f"RankError: rank 1 failed {where}: FloatingPointError: {said}", True, []] * 2
+    assert second == (f"FloatingPointError: {said}", True)
+    assert first == (f"RankError: rank 1 failed {where}: FloatingPointError: {said}", True)
 
 
 TROUBLE: dict[str, Any] = {"what": None}
@@ -431,9 +431,10 @@ def one_in_trouble(
 
 
 @pytest.mark.parametrize("who", [0, 1, 2])
-def test_what_an_op_raises_is_told_on_every_rank_and_the_next_step_works(trio: Processes, who: int):
+def test_what_an_op_raises_is_told_on_every_rank_and_ends_the_run(trio: Processes, who: int):
     for rank, told in enumerate(trio.each(one_in_trouble, who, raising, None)):
-        assert told[2] == "worked"
+        over = "RankError: the run is over, start all ranks again from a checkpoint"
+        assert told[2].startswith(f"{over}: rank {who} failed in {who}F3: stage {who} (stage), microbatch 3")
         assert told[1] < SOON
         if rank == who:
             assert told[0] == "MemoryError: out of memory"
@@ -456,7 +457,7 @@ def test_a_rank_that_is_killed_is_named_by_all_others_with_its_op():
             results = three.results()
             assert results.pop(who) is None
             for told in results:
-                assert told[0].startswith(f"LostRank: rank {who} is gone")
+                assert told[0].startswith(f"RankError: rank {who} is gone")
                 assert how is kill or told[0].endswith(f"; it was last seen in its {who}F3 of step 2")
                 assert told[1] < SOON + (how is kill_late)
                 assert "start all ranks again" in told[2]
@@ -472,7 +473,7 @@ def test_a_rank_that_hangs_is_named_by_all_others_in_time_with_its_op():
             three.start(one_in_trouble, who, how, 2.0)
         for who, (three, how) in enumerate(zip(groups, hows, strict=True)):
             for told in [result(pipe) for rank, pipe in enumerate(three.pipes) if rank != who]:
-                assert told[0].startswith(f"LostRank: rank {who} did not send what its {who}")
+                assert told[0].startswith(f"RankError: rank {who} did not send what its {who}")
                 assert how is not hang or told[0].endswith(f"; it was last seen in its {who}F3 of step 2")
                 assert told[1] < 2 + SOON
             three.all[who].kill()
@@ -481,6 +482,7 @@ def test_a_rank_that_hangs_is_named_by_all_others_in_time_with_its_op():
 def two_hundred(rank: int) -> list[int]:
     """How many more tensors, threads and files there are after so many steps; threads and files without the step."""
     program, model, params, batch = troubled()
+    fpipe.build(program, model, runtime="distributed", example=(params, batch))  # a group keeps its connections
     without = counted()
     step = fpipe.build(program, model, runtime="distributed", example=(params, batch))
     for number in range(200):
@@ -519,7 +521,7 @@ def test_what_is_packed_is_unpacked_with_its_strides(room: int):
     """One after the other, each of another dtype and size, and in a message with more room than it needs."""
     known = [fact(leaf, {}) for leaf in LEAVES.values()]
     layout = Layout([None, *known, 7], torch.device("cpu"))
-    message = layout.pack([None, *LEAVES.values(), 7], word(MARKS, ""), layout.size + room)
+    message = layout.pack([None, *LEAVES.values(), 7], header(1, 1, None), layout.size + room)
     assert message.numel() == layout.size + room
     found = layout.unpack(message)
     assert [found[0], found[-1]] == [None, 7]

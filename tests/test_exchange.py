@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fpipe
 from fpipe.graphs.tracing.exchanged import Carrier, Exchanged, carried_by
 from fpipe.tree import tree_map
-from tests.processes import Processes
+from tests.processes import Processes, renew
 from tests.refusals import refusals
 from tests.toys import layer, squares
 
@@ -236,9 +236,10 @@ def test_a_net_is_cut_where_it_calls_collectives(four: Processes):
 
 def refused(rank: int) -> list[str]:
     told: list[str] = []
-    mesh = meshed()
     params, batch = ({"w": torch.randn(6, 6)}, {}), (torch.randn(6, 6), torch.randn(6, 6))
     for axis, rows in (("tp", 2), ("ep", 3)):
+        renew()
+        mesh = meshed()
         model = fpipe.from_functions([layer, fpipe.exchange("all_to_all", axis=axis)], squares)
         chain = fpipe.chain(fpipe.split(size=rows, rows=6), fpipe.schedules.gpipe(2), fpipe.merge())
         try:
@@ -246,6 +247,8 @@ def refused(rank: int) -> list[str]:
         except ValueError as error:
             told.append(str(error))
     for placed, sizes in SIZES:
+        renew()
+        mesh = meshed()
         sent = torch.tensor(sizes, dtype=torch.int32 if sizes == [2, 4] and rank % 2 else torch.int64)
         stages = [lambda p, x, sent=sent: (x, sent), fpipe.exchange("all_to_all", axis="ep", sizes=True), summed]
         model = fpipe.from_functions(stages, squares, inputs=["batch", ((0, 0), (0, 1)), 1])
@@ -256,6 +259,8 @@ def refused(rank: int) -> list[str]:
         except (ValueError, RuntimeError) as error:
             told.append(str(error))
     for route in (wider, longer):
+        renew()
+        mesh = meshed()
         stages = [lambda p, x: x, route, fpipe.exchange("all_to_all", axis="ep", sizes=True), summed]
         model = fpipe.from_functions(stages, squares, inputs=["batch", 0, ((1, 0), (1, 1)), 2])
         program = fpipe.chain(fpipe.place([0, 1, 1, 1]), fpipe.merge(outputs=False))(fpipe.program(model))
@@ -365,7 +370,7 @@ def leaving(rank: int, who: int, how: str) -> str | None:
         (0, "failed", r"ep 0: rank 0 failed in 0F0.*FloatingPointError: "),
         (1, "failed", r"ep 1: rank 0 failed in 0F0.*FloatingPointError: "),
         (1, "stayed", r"ep 1: rank 0 failed in 0F0.*FloatingPointError: "),
-        (1, "killed", r"ep 1: rank 0 is gone, on the way to the exchange 1F0"),
+        (1, "killed", r"ep 1: rank 0 is gone and did not take part in 1F0"),
     ],
 )
 def test_a_process_that_leaves_an_exchange_is_named(who: int, how: str, told: str):
@@ -375,7 +380,7 @@ def test_a_process_that_leaves_an_exchange_is_named(who: int, how: str, told: st
         pair.start(leaving, who, how)
         found = pair.results()
     assert found[who] is None
-    assert re.match(f"LostRank: {told}", str(found[1 - who])), found
+    assert re.match(f"RankError: {told}", str(found[1 - who])), found
 
 
 def ends_in_an_exchange(rank: int) -> bool:

@@ -131,12 +131,12 @@ def test_a_process_that_is_lost_is_named_in_both_groups(who: int, way: str):
     with Processes(4) as several:
         several.start(lost, who, way)
         for words, seconds in [result(pipe) for rank, pipe in enumerate(several.pipes) if rank != who]:
-            assert words.startswith(f"LostRank: replica {who}: rank 0 is gone")
+            assert words.startswith(f"RankError: replica {who}: rank 0 is gone")
             assert seconds < SOON
 
 
-def failing(rank: int, lost: int) -> list[Any]:
-    """What each process hears when one fails in a backward, and whether the next step works."""
+def failing(rank: int, lost: int) -> Any:
+    """What each process hears when one fails in a backward."""
     mesh = meshed(1, False)
     model = fpipe.from_functions([lambda p, x: torch.tanh(x @ p["w"])] * 2, MSE)
     shards = fpipe.shard_params(tuple({"w": torch.full((8, 8), 0.1)} for _ in range(2)), mesh["shard"])
@@ -144,14 +144,11 @@ def failing(rank: int, lost: int) -> list[Any]:
     program = hybrid(model, "each use", 1)
     step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(shards, batch), check_finite=True)
     broken = (torch.full_like(batch[0], float("nan")), batch[1]) if rank == lost else batch
-    told = [timed(lambda: step(shards, broken))]
-    return [*told, timed(lambda: step(shards, batch))]
+    return timed(lambda: step(shards, broken))
 
 
 @pytest.mark.parametrize("lost", [0, 3])
-def test_one_failure_ends_both_groups_with_its_words_and_the_next_step_works(four: Processes, lost: int):
-    for told in four.each(failing, lost):
-        (words, seconds), (then, _) = told
+def test_one_failure_ends_both_groups_with_its_words(four: Processes, lost: int):
+    for words, seconds in four.each(failing, lost):
         assert "NaN or infinite numbers" in words
         assert seconds < SOON
-        assert then == "worked"

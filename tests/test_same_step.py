@@ -37,7 +37,7 @@ def test_steps_that_ranks_call_in_different_orders_end_both(forward: bool):
         for said, seconds in group.each(in_another_order, forward):
             assert "is in a step of build " in said
             assert "all ranks of a group build the same steps and call them in the same order" in said
-            assert said.startswith("LostRank: ")
+            assert said.startswith("RankError: ")
             assert seconds < SOON
 
 
@@ -123,10 +123,10 @@ def test_what_is_sent_is_what_was_traced(pair: Processes, what: str):
 
 
 def shuffled(rank: int, seeds: tuple[int, int], check: str, at: int) -> list[str]:
-    """Steps of which one has batches that each rank drew by a seed of its own."""
+    """Steps of which the last has a batch that each rank drew by a seed of its own."""
     program, _, step, params = built(check_batch=check)
     told: list[str] = []
-    for number in range(1, at + 2):
+    for number in range(1, at + 1):
         order = torch.randperm(10, generator=torch.Generator().manual_seed(seeds[rank] if number == at else 0))
         batch = tuple(leaf[order] for leaf in rows())
         told.append(timed(lambda batch=batch: step(own(program, rank, params), batch))[0])
@@ -139,7 +139,7 @@ ADVICE = ". This is rank {}; all ranks come to step {} with the same. A DataLoad
 
 @pytest.mark.parametrize(("check", "at"), [*sorted(COMPARED), ("first", 12), ("never", 3)])
 def test_ranks_that_shuffle_apart_are_told_so(pair: Processes, check: str, at: int):
-    """Rank 0 took its inputs and the last rank its own targets: another loss, and no word. The next step works."""
+    """Rank 0 took its inputs and the last rank its own targets: another loss, and no word."""
     if at < 100:
         assert pair.each(shuffled, (0, 0), check, at) == [["worked"]] * 2
     for rank, (said,) in enumerate(pair.each(shuffled, (0, 1), check, at)):

@@ -17,6 +17,7 @@ from fpipe.torch_private.processes import (
     gloo_beside,
     group_of_two,
     is_kept_by_process,
+    own_client,
     strided_shard,
     timeout_of,
     world_group,
@@ -53,6 +54,11 @@ def test_the_default_group_is_found():
 def test_the_default_store_is_found():
     default_store().set("word", "there")
     assert default_store().get("word") == b"there", "ranks can no longer leave word in the default group's store"
+
+
+def test_a_store_has_more_clients():
+    own_client(default_store()).set("more", "there")
+    assert default_store().get("more") == b"there", "a watchdog waits for a store as long as its process does"
 
 
 def test_a_store_of_tcp_is_told_from_others():

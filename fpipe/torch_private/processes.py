@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -41,6 +42,11 @@ def axis_of(group: Any) -> str:
 def default_store() -> Store:
     """The store of the default process group (2.13: `_get_default_store`)."""
     return _get_default_store()
+
+
+def own_client(store: Any) -> Store:
+    """Return another client of a store: one answers a call at a time (2.13: type checkers know no `clone`)."""
+    return store.clone()
 
 
 def is_kept_by_process(store: Any) -> bool:
@@ -115,6 +121,37 @@ def gloo_beside(gloo: Any, store: Store, rank: int, size: int, timeout: timedelt
     options = made._Options()
     options._devices, options._threads, options._timeout = gloo.options._devices, 1, timeout
     return made(store, rank, size, options)
+
+
+def close_connections(group: Any) -> None:
+    """Close the connections of a group on gloo, which wakes those who wait there (2.13: gloo closes a connection when
+    a receive on it times out). Other backends are left alone: their works are asked whether they are over."""
+    for peer in range(group.size()):
+        with suppress(RuntimeError, ValueError):  # of NCCL, which takes no tensors of the host
+            group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(_BRIEFLY)
+
+
+def disconnected_peers(group: Any) -> list[int]:
+    """Return the ranks whose connection is closed, found by a receive that fails at once (2.13); none on a backend that
+    takes no such receive. It is for a group that nobody uses any longer: what is never sent stays asked for."""
+    time.sleep(_CLOSES)
+    closed = list[int]()
+    for peer in {*range(group.size())} - {group.rank()}:
+        try:
+            group.recv([torch.empty(1)], peer, _NEVER_SENT)
+        except RuntimeError:
+            closed.append(peer)
+    return closed if len(closed) < group.size() - 1 else []
+
+
+def timed_out(error: RuntimeError) -> bool:
+    """Whether a wait took too long; else a process is gone (2.13: the words of gloo and of stores)."""
+    return "imed out" in str(error) or "imeout" in str(error)
+
+
+_BRIEFLY, _NEVER_SENT = timedelta(milliseconds=1), 2**31 - 1
+_CLOSES = 0.02
+"""Seconds after which gloo knows what is closed."""
 
 
 def is_on_streams(group: ProcessGroup, device: torch.device) -> bool:

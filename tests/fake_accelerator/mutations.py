@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import fpipe
 
 WAITS = ("wait_event", "wait_stream", "record_stream", "synchronize")
-OF_GLOO = ("Transfers._all_over", "Works.wait")
-"""Functions that wait for what gloo carries alone."""
+UNSEEN = ("Works.wait", "ExchangeLane._waited", "Replicas._let_go")
+"""Functions that wait for what gloo carries alone, for a loss behind an exchange, or to let go of memory."""
 ROOT = Path(fpipe.__file__).parent
 
 
@@ -41,9 +41,9 @@ def waits() -> list[Wait]:
     found = list[Wait]()
     for path in sorted((ROOT / "runtimes").rglob("*.py")):
         whole = ast.parse(path.read_text())
-        names = (*WAITS, "wait") if path.parent.name == "processes" else WAITS
+        names = (*WAITS, "wait", "wait_for", "wait_on") if path.parent.name == "processes" else WAITS
         for name, node in _functions(whole):
-            calls = [_called(one) for one in _calls(node, whole, names) if name not in OF_GLOO]
+            calls = [_called(one) for one in _calls(node, whole, names) if name not in UNSEEN]
             found += [
                 Wait(str(path.relative_to(ROOT)), name, call, calls[:at].count(call)) for at, call in enumerate(calls)
             ]

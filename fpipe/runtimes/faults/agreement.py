@@ -2,7 +2,7 @@
 
     program, torch, settings, parameters        the example, each stage as it was traced, the loss, what is sent
 
-What is text is compared as it is, and lines by their hash; of these the first that differs is told.
+Text is compared as it is, and lines by their hash; of these an error quotes the first that differs.
 """
 
 from __future__ import annotations

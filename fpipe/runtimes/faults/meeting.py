@@ -1,214 +1,146 @@
-"""Let the ranks of a step agree on what they are about to do, through the store of their group.
+"""Let the processes of a step agree on what they are about to do: by a hash, and if that differs line by line.
 
-    rank 0: program a     rank 1: program b     rank 2 never comes        -->        rank 2 did not come to building ..
+    rank 0: program a     rank 1: program b        -->        both: rank 1 differs from rank 0 in its program: .. and ..
 
-What is left in a store waits for nobody. So a rank that never comes is named, and one that cannot go on says why. One
-that is killed meanwhile says nothing, but its connections close, which gloo knows at once.
+Where gloo connects them, hashes travel there, and whoever dies meanwhile is noticed at once. Before that, and where
+nothing does, they are written to the store.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
-from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore
 
 from fpipe.runtimes.faults.agreement import About, as_sent, first_difference, way_out
-from fpipe.runtimes.faults.lost_rank import Board, Host, who_is_late
-from fpipe.runtimes.faults.rank_error import LostRank, RankError
-from fpipe.runtimes.faults.watchdog import NEVER_SENT, Watchdog
-from fpipe.torch_private.processes import backend_on, default_store, is_kept_by_process, timeout_of, world_group
+from fpipe.runtimes.faults.rank_error import RankError
+from fpipe.runtimes.faults.watchdog import PeerWait, Watchdog
 
+T = TypeVar("T")
 _TICKS = 0.001, 0.02
-_BRIEFLY = 0.5
-_LOOK = 0.5
-_LINGER = 1.0
+_LINES = 0.5
+"""Seconds in which the lines that differ are to be there: all have come."""
 
 
 class Meeting:
-    """Where the ranks of a step, and its replicas if they come too, leave word for one another.
+    """Where processes agree on one build of a step.
 
     Args:
-        processes: of each replica those of its ranks, as torch.distributed numbers them.
-        at: this process's place among all of them.
-        group: one that it is in, of the same timeout.
-        timeout: seconds to wait for another rank; without it the group's own.
-        names: what each is called; by default its rank, and its replica.
+        watchdog: of this process.
+        processes: as torch.distributed numbers them.
+        names: how errors call them.
 
     Attributes:
-        board: what of the group's store is of this build alone, the last of those `built`.
+        key: the processes in words, and the number of this build among theirs.
+        carrier: a backend of gloo that connects exactly them, in their order, once there is one.
     """
 
-    def __init__(
-        self,
-        processes: Sequence[Sequence[int]],
-        at: int,
-        group: ProcessGroup,
-        timeout: float | None,
-        watchdog: Watchdog,
-        names: Sequence[str] = (),
-    ) -> None:
-        every, default = [one for each in processes for one in each], default_store()
-        of = [f" of replica {replica}" for replica in range(len(processes))] if len(processes) > 1 else [""]
-        self.names = [*names] or [
-            f"rank {rank}{word}" for word, each in zip(of, processes, strict=True) for rank in range(len(each))
-        ]
-        self.at, self._all, self._processes, self._closed = at, range(len(every)), every, set[int]()
-        self.watchdog, self.size = watchdog, len(every)
-        self.seconds = timeout_of(group).total_seconds() if timeout is None else timeout
-        # The name tells these from a group that was there before; other groups of a mesh have the same name.
-        name = group.group_name if len(processes) == 1 else world_group().group_name
-        store = PrefixStore(f"fpipe/{name}/{every}", default)
-        replica, rank = divmod(at, len(processes[0]))
-        names = [self.names[at], f"replica {replica}: rank {rank}"]
-        board = Board(store, _host(default, every, self.names), names)
-        built = board.ask(lambda: store.add(f"built/{at}", 1), self.seconds)
-        if built is None:
-            raise LostRank(board.unanswered("the process group cannot be used"))
-        self.built = built
-        self.board, self._before = Board(PrefixStore(str(built), store), board.host, names), ""
+    def __init__(self, watchdog: Watchdog, processes: Sequence[int], names: Sequence[str]) -> None:
+        faults, own = watchdog.faults, watchdog.faults.process
+        self._watchdog, self._processes, self._names = watchdog, [*processes], names
+        self._at = self._processes.index(own)
+        group = ",".join(map(str, processes))
+        build = self._ask(lambda: faults.store.add(f"built/{group}/{own}", 1))
+        self.key = group, build
+        self.carrier: Any = None
+        self._store, self._keys = PrefixStore(f"meet/{group}/{build}", faults.store), list[str]()
 
     def agree(self, where: str, about: About, patience: float = 0.0) -> None:
-        """All ranks must come to a place, such as "building the step", and be about to do the same there.
+        """Wait until all processes come to a place, such as "building the step", about to do the same there.
 
         Args:
-            about: what is to be the same, by name, as far as another rank says it too.
+            about: what is to be the same, by name, as far as another process says it too.
             patience: seconds to wait for the others beyond the timeout.
 
         Raises:
-            ValueError: it is not; who differs from which other rank, and where first.
-            RankError: a rank has said instead why it cannot go on, or has not come in time.
+            ValueError: it is not; who differs from which other, and where first.
+            RankError: the run is over.
         """
+        watchdog, sent = self._watchdog, as_sent(about)
+        # Replicas, and processes along an axis, meet in their own time: who is past that is not ahead.
+        meets = self.key == watchdog.key
+        wait = PeerWait(
+            tuple(self._processes), f"did not come to {where}", f"at {where}", meets, patience, self.carrier
+        )
+        if len(self._processes) == 1:
+            return
+        if self.carrier is None or not self._have_one_hash([self.key, where, sent], wait):
+            before, watchdog.wait = watchdog.wait, wait
+            self._refuse_difference(where, self._gathered(where, sent), about)
+            watchdog.wait = before
+        watchdog.met[self.key] += 1
+
+    def _have_one_hash(self, sent: Sequence[Any], wait: PeerWait) -> bool:
+        digest = hashlib.sha256(json.dumps(sent, sort_keys=True).encode()).digest()
+        own_hash = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        hashes = own_hash.new_empty(len(self._processes), len(own_hash))
         try:
-            self._agree(where, about, self.seconds + patience)
-        except (ValueError, RankError):
-            self.read(where)
-            raise
+            work = self.carrier.allgather([[*hashes]], [own_hash])
+        except RuntimeError as error:
+            raise self._watchdog.lost(error, wait) from error
+        self._watchdog.wait_for(work, wait)
+        return bool((hashes == own_hash).all())
 
-    def read(self, where: str) -> None:
-        """Tell who keeps the store that this process has read there why another goes."""
-        self.board.ask(lambda: self.board.store.set(f"{_key(where, self.at)}/read", ""), _BRIEFLY)
+    def _gathered(self, where: str, sent: Any) -> list[Any]:
+        """Return what each process has written there, once all have."""
+        store, keys, tick = self._store, [f"{where}/{process}" for process in self._processes], _TICKS[0]
 
-    def let_read(self, *places: str) -> None:
-        """If this process keeps the store, wait a moment until the others have read there why this rank goes."""
-        store, host = self.board.store, self.board.host
+        def come() -> int:
+            store.set(keys[self._at], json.dumps(sent))
+            return store.add(f"{where}/come", 1)
 
-        def wait() -> None:
-            ends = time.monotonic() + _LINGER
-            others = {at for at in self._all if at != self.at}
-            while others and time.monotonic() < ends:
-                others -= {at for at in others for one in places if store.check([f"{_key(one, at)}/read"])}
-                time.sleep(_TICKS[0])
+        count = self._ask(come)
+        while count < len(keys):
+            self._watchdog.refuse_ended()
+            time.sleep(tick)
+            tick = min(tick * 1.5, _TICKS[1])
+            count = self._ask(lambda: store.add(f"{where}/come", 0))
+        # All have come here, so all have read what was written before.
+        before, self._keys = self._keys, [keys[self._at], *([f"{where}/come"] * (self._at == 0))]
+        self._ask(lambda: [store.delete_key(key) for key in before])
+        return [json.loads(text) for text in self._ask(lambda: store.multi_get(keys))]
 
-        if host is not None and host.rank == self.at:
-            self.board.ask(wait, _LINGER + _BRIEFLY)
-
-    def _agree(self, where: str, about: About, seconds: float) -> None:
-        said = self._gathered(where, as_sent(about), seconds)
-        missing = [at for at in self._all if at not in said]
-        gone = next((at for at in missing if at in self._closed), None)
-        refused = next((of for of in said.values() if isinstance(of, str)), None)
-        if refused is not None:
-            raise RankError(refused)
-        if missing:
-            self.watchdog.refuse_ended()
-        if gone is not None:
-            words = f"{self.names[gone]} is gone, on the way to {where}"
-            raise LostRank(who_is_late(self.board, self.at, gone, words, gone=True))
-        if missing:
-            who = " and ".join(self.names[at] for at in missing)
-            words = f"{who} did not come to {where} in {seconds:g} s"
-            raise LostRank(who_is_late(self.board, self.at, missing[0], words))
+    def _refuse_difference(self, where: str, said: Sequence[Any], about: About) -> None:
+        """Raise ValueError for the first process that says otherwise than one before it."""
         first = dict[str, int]()
-        for at in self._all:
-            for name, of in said[at].items():
-                one = first.setdefault(name, at)
-                if of != said[one][name]:
+        for at, facts in enumerate(said):
+            for name, fact in facts.items():
+                before = first.setdefault(name, at)
+                if fact != said[before][name]:
+                    pair = (at, before), (fact, said[before][name])
                     raise ValueError(
-                        f"{self.names[at]} differs from {self.names[one]} in its {name.partition('|')[0]}"
-                        + self._difference(where, (at, one), (of, said[one][name]), about.get(name, ""))
-                        + f". This is {self.names[self.at]}; all ranks come to {where} with the same.{way_out(name)}"
+                        f"{self._names[at]} differs from {self._names[before]} in its {name.partition('|')[0]}"
+                        f"{self._difference(where, *pair, about.get(name, ''))}. This is {self._names[self._at]}; all "
+                        f"ranks come to {where} with the same.{way_out(name)}"
                     )
 
-    def _difference(self, where: str, ranks: tuple[int, int], said: tuple[Any, Any], mine: str | Sequence[str]) -> str:
-        """Where two ranks differ first, in words that both say; they leave their lines for all to read."""
-        words: Any = said
-        if not isinstance(said[0], str):
-            store, keys = self.board.store, [f"{_key(where, rank)}/lines" for rank in ranks]
+    def _difference(self, where: str, pair: tuple[int, int], facts: tuple[Any, Any], lines: str | Sequence[str]) -> str:
+        """Return where two differ first; of hashes they write the lines, for all to read."""
+        if isinstance(facts[0], str):
+            return f": {facts[0]} instead of {facts[1]}"
+        store, keys = self._store, [f"{where}/{at}/lines" for at in pair]
 
-            def exchange() -> Any:
-                if self.at in ranks:
-                    store.set(keys[ranks.index(self.at)], json.dumps(mine))
-                ends = time.monotonic() + _LOOK
-                while not store.check(keys):
-                    if time.monotonic() > ends:
-                        return None
-                    time.sleep(_TICKS[0])
-                return first_difference(*(json.loads(store.get(key)) for key in keys))
+        def exchange() -> str:
+            if self._at in pair:
+                store.set(keys[pair.index(self._at)], json.dumps(lines))
+            ends = time.monotonic() + _LINES
+            while not store.check(keys):
+                if time.monotonic() > ends:
+                    return ""
+                time.sleep(_TICKS[0])
+            found, expected = first_difference(*(json.loads(store.get(key)) for key in keys))
+            return f": {found} instead of {expected}"
 
-            words = self.board.ask(exchange, _LOOK + _BRIEFLY)
-        return f": {words[0]} instead of {words[1]}" if words else ""
+        return self._watchdog.faults.ask(exchange, 2 * _LINES) or ""
 
-    def refuse(self, where: str, words: str) -> None:
-        """Say why this rank cannot go on, to whoever waits for it there, unless it has come already."""
-        key = _key(where, self.at)
-        self.board.ask(lambda: self.board.store.compare_set(key, "", json.dumps(words)), _BRIEFLY)
-
-    def _gathered(self, where: str, mine: Mapping[str, Any], seconds: float) -> dict[int, Any]:
-        """Collect the word that each rank in time has left; at once if one refuses."""
-        found, store = dict[int, Any](), self.board.store
-
-        def gather() -> bool:
-            store.set(_key(where, self.at), json.dumps(dict(mine)))
-            ends, tick = time.monotonic() + seconds, _TICKS[0]
-            look = time.monotonic() + _LOOK
-            while True:
-                if time.monotonic() > look:
-                    self._look([rank for rank in self._all if rank not in found])
-                    look = time.monotonic() + _LOOK
-                for rank in self._all:
-                    if rank not in found and store.check([_key(where, rank)]):
-                        found[rank] = json.loads(store.get(_key(where, rank)))
-                refused = any(isinstance(said, str) for said in found.values()) or self.watchdog.ended
-                if refused or time.monotonic() > ends or not self._closed.issubset(found):
-                    return True
-                if len(found) == len(self._all):
-                    if self._before:  # all have come here, so all have read that
-                        store.delete_key(self._before)
-                    self._before = _key(where, self.at)
-                    return True
-                time.sleep(tick)
-                tick = min(tick * 1.5, _TICKS[1])
-
-        if self.board.ask(gather, seconds + _BRIEFLY) is None:
-            raise LostRank(self.board.unanswered(f"the ranks cannot meet at {where}"))
-        return found
-
-    def _look(self, missing: Sequence[int]) -> None:
-        """See whose connections are closed: gloo refuses at once to receive from them. What is never sent stays
-        asked for, in some bytes."""
-        with suppress(RuntimeError):  # gloo carries nothing
-            world = backend_on(world_group(), torch.device("cpu"))
-            for at in missing:
-                try:
-                    world.recv([torch.empty(1)], self._processes[at], NEVER_SENT)
-                except RuntimeError:
-                    self._closed.add(at)
-
-
-def _key(where: str, rank: int) -> str:
-    return f"{where}/{rank}"
-
-
-def _host(store: Any, processes: Sequence[int], names: Sequence[str]) -> Host | None:
-    """Who keeps a store; None where nobody does, or the launcher."""
-    if not is_kept_by_process(store) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return None
-    at = processes.index(0) if 0 in processes else None
-    return Host(at, "process 0" if at is None else names[at])
+    def _ask(self, question: Callable[[], T]) -> T:
+        answer = self._watchdog.faults.ask(question)
+        if answer is None:
+            self._watchdog.refuse_ended()  # who keeps the store may leave once the fault is read
+            raise RankError(self._watchdog.faults.unanswered("the ranks cannot meet"))
+        return answer

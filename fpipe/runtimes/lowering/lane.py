@@ -52,6 +52,8 @@ class Launched(NamedTuple):
 class Flight(NamedTuple):
     """Works that one instruction has launched and nobody has awaited yet, with its row and its cell."""
 
+    """Works that one instruction, by its row and cell, has launched and nobody has awaited yet."""
+
     row: int
     cell: str
     works: list[Launched]

@@ -28,10 +28,10 @@ _LARGE, _LARGE_ON_DEVICES = 2**18, 2**25
 """Bytes of a leaf that is worth a collective of its own: on a GPU to copy costs less than to launch one."""
 
 _TAG = 1
-"""Of messages that are parts of a collective; who looks for a process that is lost receives under tag 0."""
+"""Of messages that are parts of a collective: a receive of the caller's own under tag 0 takes none."""
 
-Read = Sequence[Any] | None
-"""The leaves that an op reads; None posts zeros, for a step that failed and whose part others wait for."""
+Read = Sequence[Any]
+"""The leaves that an op reads."""
 
 
 class PlacedLeaf(NamedTuple):
@@ -71,12 +71,11 @@ class SumPart(NamedTuple):
 
     def post(self, group: ProcessGroup, read: Read) -> Launched:
         """Start an all_reduce."""
-        sent = self.buffer.empty() if read else self.buffer.empty().zero_()
+        sent = self.buffer.empty()
         made: dict[int, Tensor] = {}
         for at, start, most, own, _ in self.buffer.leaves:
             part = made[at] = sent[start : start + most].view(own.shape)
-            if read:
-                part.copy_(read[at]) if isinstance(read[at], Tensor) else part.fill_(read[at])
+            part.copy_(read[at]) if isinstance(read[at], Tensor) else part.fill_(read[at])
         return Launched(dist.all_reduce(sent, group=group, async_op=True), sent, made)
 
 
@@ -93,15 +92,11 @@ class GatherPart(NamedTuple):
         made = {leaf.at: torch.empty(leaf.whole.shape, dtype=buffer.dtype, device=buffer.device) for leaf in leaves}
         if self.alone:
             (leaf,) = leaves
-            sent = (
-                read[leaf.at].to(buffer.dtype).contiguous()
-                if read
-                else torch.zeros_like(made[leaf.at][: leaf.own.shape[0]])
-            )
+            sent = read[leaf.at].to(buffer.dtype).contiguous()
             return Launched(_gathered(made[leaf.at], sent, group), sent, made)
-        sent, found = buffer.empty() if read else buffer.empty().zero_(), buffer.empty(self.replicas)
-        for at, start, _, own, _ in leaves if read else ():
-            sent[start : start + _count(own)].view(own.shape).copy_(read[at])  # pyright: ignore[reportOptionalSubscript]
+        sent, found = buffer.empty(), buffer.empty(self.replicas)
+        for at, start, _, own, _ in leaves:
+            sent[start : start + _count(own)].view(own.shape).copy_(read[at])
 
         def take_apart() -> None:
             for leaf in leaves:
@@ -126,12 +121,12 @@ class ScatterPart(NamedTuple):
         if self.alone:
             (leaf,) = leaves
             one = torch.empty(leaf.own.shape, dtype=buffer.dtype, device=buffer.device)
-            sent = read[leaf.at].to(buffer.dtype).contiguous() if read else one.new_zeros(leaf.whole.shape)
+            sent = read[leaf.at].to(buffer.dtype).contiguous()
             work, add_up = _added(one, sent, group)
             return Launched(work, sent, {leaf.at: one}, add_up)
-        sent, found = buffer.empty(self.replicas) if read else buffer.empty(self.replicas).zero_(), buffer.empty()
-        for leaf in leaves if read else ():
-            whole = read[leaf.at].reshape(-1)  # pyright: ignore[reportOptionalSubscript]
+        sent, found = buffer.empty(self.replicas), buffer.empty()
+        for leaf in leaves:
+            whole = read[leaf.at].reshape(-1)
             for number in range(self.replicas):
                 low, high = leaf.of(number)
                 sent[number, leaf.start : leaf.start + high - low] = whole[low:high]

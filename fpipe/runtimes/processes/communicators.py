@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed import ProcessGroup
@@ -24,71 +24,83 @@ from fpipe.torch_private.processes import backend_on, gloo_beside, group_of_two
 Direction = tuple[int, int]
 
 
-class Ways:
-    """Connections of gloo that carry the messages of all steps of a process group, and nothing else: a receive of the
-    caller's own on that group takes none of them. They stay as long as the group: a rank that throws its step away may
-    have sent what is still on its way.
+class DirectedGroup(NamedTuple):
+    """A group or backend that carries messages in one direction, and the rank of the other side in it."""
 
-    Each step that is built has its own numbers of messages, and a board. Where several are `shared`, the header of the
-    first message between two ranks goes ahead as a `GREETING`, by which ranks hear that they are not in the same one.
+    group: Any
+    peer: int
+
+
+class GlooConnections:
+    """Connections of gloo that carry the messages of all steps of a process group, and nothing else: a receive of the
+    caller's own on that group takes none of them.
+
+    They stay as long as the group: a rank that throws its step away may have sent what is still on its way.
+
+    Attributes:
+        carriers: by name a backend of gloo.
     """
 
     def __init__(self) -> None:
-        self._first, self.shared = GREETING + 1, False
-        self._carriers: dict[str, Any] = {}
-        self.boards: WeakSet[Any] = WeakSet()
+        self._next_tag = 0
+        self.carriers: dict[str, Any] = {}
 
-    def taken(self, count: int) -> int:
-        """The first of so many numbers that a new step has for its messages."""
-        first, self._first, self.shared = self._first, self._first + count, self._first > GREETING + 1
+    def take_tags(self, count: int) -> int:
+        """Return the first of so many tags that messages of a new step have to themselves."""
+        first, self._next_tag = self._next_tag, self._next_tag + count
         return first
 
-    def carriers(
+    def connect(
         self, group: ProcessGroup, directions: Iterable[Direction], rank: int, store: Store, timeout: timedelta
-    ) -> dict[Direction, tuple[Any, int]]:
-        """For each direction what carries it on the host, and who the other is in it: one carries what goes to higher
-        ranks, and one what goes to lower. A backend other than gloo carries both itself."""
+    ) -> dict[Direction, DirectedGroup]:
+        """Return what carries each direction that a rank takes part in: connections for messages to higher ranks, and
+        others for those to lower. A backend other than gloo carries both itself."""
         own = backend_on(group, torch.device("cpu"))
-        ways = {way: "up" if way[0] < way[1] else "down" for way in sorted(directions)}
-        for name in sorted({*ways.values()} - {*self._carriers}) if own.name() == "gloo" else ():
-            self._carriers[name] = gloo_beside(own, PrefixStore(name, store), rank, group.size(), timeout)
+        name_by_direction = {way: "up" if way[0] < way[1] else "down" for way in sorted(directions)}
+        is_gloo = own.name() == "gloo"
+        for name in sorted({*name_by_direction.values()} - {*self.carriers}) if is_gloo else ():
+            self.carriers[name] = gloo_beside(own, PrefixStore(name, store), rank, group.size(), timeout)
         return {
-            (a, b): (self._carriers.get(name, own), b if a == rank else a)
-            for (a, b), name in ways.items()
-            if rank in (a, b)
+            (sender, receiver): DirectedGroup(self.carriers.get(name, own), receiver if sender == rank else sender)
+            for (sender, receiver), name in name_by_direction.items()
+            if rank in (sender, receiver)
         }
 
 
-GREETING = 0
+def connections_of(group: ProcessGroup) -> GlooConnections:
+    """Return the connections of a process group, shared by all steps that are built on it."""
+    return _CONNECTIONS.setdefault(group, GlooConnections())
 
 
-def ways_of(group: ProcessGroup) -> Ways:
-    """Those of a group, one for all of its steps."""
-    return _WAYS.setdefault(group, Ways())
+_CONNECTIONS: WeakKeyDictionary[ProcessGroup, GlooConnections] = WeakKeyDictionary()
 
 
-_WAYS: WeakKeyDictionary[ProcessGroup, Ways] = WeakKeyDictionary()
-
-
-def groups_of_two(
+def create_directed_groups(
     group: ProcessGroup,
     directions: Iterable[Direction],
     rank: int,
     store: Store,
     device: torch.device,
     timeout: timedelta,
-) -> dict[Direction, tuple[Any, int]]:
-    """A group of two for each direction that a rank has part in, on the backend of the group, and who the other is.
+) -> dict[Direction, DirectedGroup]:
+    """Create a two-rank process group for each (sender, receiver) that this rank takes part in.
 
-    All ranks go through them in one order: two that make a group wait for each other, and the least one that is not
-    made yet is never waited for in vain.
+    NCCL runs the messages of one communicator in the order in which they were queued. If two directions shared one, a
+    late message would block an unrelated one behind it; a communicator a direction cannot.
     """
-    kind, found = type(backend_on(group, device)), dict[Direction, tuple[Any, int]]()
-    for direction in sorted(directions):
-        if rank in direction:
-            me = direction.index(rank)
-            two = group_of_two(kind, PrefixStore(f"direction/{direction[0]}>{direction[1]}", store), me, timeout)
-            word = torch.zeros(1, dtype=torch.uint8, device=device)  # the first transfer makes the communicator
-            (two.recv if me else two.send)([word], 1 - me, 0).wait()
-            found[direction] = two, 1 - me
-    return found
+    backend_class = type(backend_on(group, device))
+    group_by_direction: dict[Direction, DirectedGroup] = {}
+    # Creating a group blocks until the peer joins. Every rank walks the directions in ascending order, so both ranks
+    # of the smallest direction that is still missing are waiting for it: the creation cannot deadlock.
+    for sender, receiver in sorted(directions):
+        if rank not in (sender, receiver):
+            continue
+        is_receiver = rank == receiver
+        peer = 0 if is_receiver else 1  # ranks inside the group: the sender is 0, the receiver 1
+        pair_store = PrefixStore(f"direction/{sender}>{receiver}", store)
+        pair_group = group_of_two(backend_class, pair_store, int(is_receiver), timeout)
+        # Backends create their communicator at the first transfer. Pay for it here, not inside the first step.
+        probe = torch.zeros(1, dtype=torch.uint8, device=device)
+        (pair_group.recv if is_receiver else pair_group.send)([probe], peer, 0).wait()
+        group_by_direction[sender, receiver] = DirectedGroup(pair_group, peer)
+    return group_by_direction

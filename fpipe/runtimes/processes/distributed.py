@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from itertools import repeat
 from typing import Any
 
@@ -34,20 +35,20 @@ from fpipe.positional_stage import PositionalStage
 from fpipe.program import Output, Program, Value, parts_of
 from fpipe.runtimes.faults.agreement import About, around, of_build
 from fpipe.runtimes.faults.meeting import Meeting
-from fpipe.runtimes.faults.rank_error import LostRank
-from fpipe.runtimes.faults.watchdog import Watchdog
+from fpipe.runtimes.faults.rank_error import RankError
+from fpipe.runtimes.faults.watchdog import Watchdog, watchdog_of_run
 from fpipe.runtimes.lowering.prepared import GONE
 from fpipe.runtimes.lowering.signature import Signatures
 from fpipe.runtimes.lowering.untraced import UNDER_AUTOGRAD, Untraced
 from fpipe.runtimes.processes.elsewhere import Elsewhere
 from fpipe.runtimes.processes.exchange_lane import ExchangeLane, over_mesh
 from fpipe.runtimes.processes.message_order import messages, results_last
-from fpipe.runtimes.processes.peer_errors import PeerErrors
-from fpipe.runtimes.processes.prepared_rank import PreparedRank, RankLinks, end_of
+from fpipe.runtimes.processes.prepared_rank import PreparedRank, RankLinks
 from fpipe.runtimes.processes.process_mesh import group_of, refuse_other_size, replicas_of
 from fpipe.runtimes.processes.replicas import reduced_last
 from fpipe.runtimes.processes.same_batch import CheckBatch, digest, is_compared, of_batch
 from fpipe.runtimes.processes.transfers import Transfers
+from fpipe.torch_private.processes import timeout_of
 from fpipe.transforms.communicate import with_transfers
 
 
@@ -84,26 +85,32 @@ def distributed(
     """
     mesh, compile, record, donate = links.mesh, step_options.compile, step_options.record, step_options.donate
     group = group_of(program, mesh)
-    rank = group.rank()
+    rank, processes = group.rank(), dist.get_process_group_ranks(group)
     device = next(
         (leaf.device for leaf in tree.leaves(links.example) if isinstance(leaf, Tensor) and not leaf.is_meta),
         torch.get_default_device(),
     )
-    watchdog = Watchdog()
-    meeting = Meeting([dist.get_process_group_ranks(group)], rank, group, links.timeout, watchdog)
-    replicas = replicas_of(program, mesh, group, meeting, device, watchdog)
-    peer_errors = PeerErrors(rank, meeting, replicas)
-    model, axes = over_mesh(model, mesh)
-    lane = ExchangeLane(axes, device, meeting)
-    signatures, known = Signatures(model), LRUCache[Any, PreparedRank](_MOST)
-    lost, steps_begun = list[str](), 0
+    watchdog = watchdog_of_run()
+    refuse_over(watchdog)
+    names = [f"rank {number}" for number in range(len(processes))]
+    meeting = Meeting(watchdog, processes, names)
+    seconds = timeout_of(group).total_seconds() if links.timeout is None else links.timeout
+    groups: list[Any] = [group, *(mesh.get_all_groups() if mesh is not None else ())]
+    watchdog.faults.names = dict(zip(processes, names, strict=True))
+    watchdog.begin(meeting.key, 0, seconds, groups)
+    known, steps_begun = LRUCache[Any, PreparedRank](_MOST), 0
 
     def prepared(inputs: StepInputs) -> PreparedRank:
         untraced = Untraced({} if step_options.trace else dict.fromkeys(range(len(model.stages)), "trace=False"))
         while True:
             try:
                 made = PreparedRank(
-                    RankLinks(rank, group, transfers, replicas, lane), program, model, inputs, untraced, step_options
+                    RankLinks(rank, group, watchdog, transfers, replicas, lane),
+                    program,
+                    model,
+                    inputs,
+                    untraced,
+                    step_options,
                 )
                 break
             except Untraceable as error:
@@ -127,13 +134,8 @@ def distributed(
         about = {what: made.given_as, **more, "key": str(key), **made.stages, "messages": made.messages}
         meeting.agree(where, about)
         if compile:
-            compiled = f"{where}, compiled"
-            try:
-                made.compile()
-            except BaseException as error:
-                peer_errors.refuse(error, compiled)
-                raise
-            meeting.agree(compiled, {}, patience=_COMPILING)
+            made.compile()
+            meeting.agree(f"{where}, compiled", {}, patience=_COMPILING)
         made.number = made.number or transfers.know(made.layouts)
         return made
 
@@ -154,17 +156,15 @@ def distributed(
         made = made or prepared(inputs)
         handed = of_batch(own.batch) if is_compared(links.check_batch, number) else None
         if new or (handed is not None and group.size() > 1):
-            transfers.meet()
             alike = {**around(), **(handed or {})}
             if new:
                 known[signature] = agreed(f"step {number}", "arguments", made, key, alike)
             else:
                 meeting.agree(f"step {number}", alike)
-            transfers.begin()  # all have met: who fails from here on does so in all messages of the step
         if number == 1:
             lane.agree("step 1", made.exchanged)
         if number == 1 and replicas is not None:
-            peer_errors.everyone.agree("step 1", {"key": str(key)})
+            replicas.meeting.agree("step 1", {"key": str(key)})
         made.refuse_missing(leaves)
         made.step, made.step_batch = number, digest(handed or {})
         made.step_key = hash(key) if isinstance(key, tuple) else key
@@ -176,33 +176,27 @@ def distributed(
     @contextmanager
     def reported() -> Generator[None]:
         nonlocal steps_begun
-        if lost:
-            raise LostRank(f"{lost[0]}; start all ranks again.")
-        steps_begun = number = steps_begun + 1
-        watchdog.begin(number)
-        transfers.begin()
-        if replicas is not None:
-            replicas.begin(exchanges)
-        with watchdog.ctrl_c:
-            try:
-                yield
-            except BaseException as error:
-                if donate:
-                    error.add_note(GONE)
-                said = peer_errors.fail(error, transfers, f"step {number}", *([end_of(number)] if record else []))
-                lane.fail(said, f"step {number}")
-                if peer_errors.lost(error):
-                    lost.append(said)
-                    if isinstance(error, RuntimeError):
-                        raise LostRank(said) from error.__cause__ or error
-                if first.lowered.collective:  # what it did not come to, others would take its next step's for
-                    lost.append(f"{said.rstrip('.')}; collectives inside stages are no longer in step")
+        refuse_over(watchdog)
+        steps_begun += 1
+        watchdog.begin(meeting.key, steps_begun, seconds, groups)
+        try:
+            yield
+        except BaseException as error:
+            raised = watchdog.end_run(error)
+            if donate:
+                raised.add_note(GONE)
+            if raised is error:
                 raise
-            finally:
-                watchdog.end()
+            raise raised from error
+        finally:
+            watchdog.finish()
 
     try:
+        replicas = replicas_of(program, mesh, group, device, watchdog)
+        model, axes = over_mesh(model, mesh)
+        lane, signatures = ExchangeLane(axes, device, watchdog), Signatures(model)
         params, *more = checked()
+        groups += [*lane.groups.values(), *([] if replicas is None else replicas.groups)]
         shapes = StepInputs(*tree.tree_map(_without_data, (_of_all(model, params), *more)))
         shapes = replace(shapes, optim=example_optim(program, shapes.params))
         told = program if record else None
@@ -212,26 +206,30 @@ def distributed(
         of_nets = [one.forward for one in model.stages if isinstance(one.forward, PositionalStage)]
         options = vars(step_options) | {"check_batch": links.check_batch}
         del options["runs"]  # always true here
-        peer_errors.everyone.agree(_BUILDING, of_build(program, shapes.params, options))
-        try:
-            transfers = Transfers(messages(program), rank, group, meeting, device)
-        except RuntimeError:
-            meeting.agree(_TRACED, {})  # who does not come to that either is to blame
-            raise
+        everyone = meeting if replicas is None else replicas.meeting
+        everyone.agree(_BUILDING, of_build(program, shapes.params, options))
+        transfers = Transfers(messages(program), rank, group, watchdog, meeting, device, timedelta(seconds=seconds))
+        groups += transfers.groups
         first = prepared(shapes)
         lane.agree(_TRACED, first.exchanged)
         agreed(_TRACED, "example", first, None, {})
         if replicas is not None:
-            peer_errors.everyone.agree(_TRACED, first.stages, patience=_COMPILING * compile)
+            everyone.agree(_TRACED, first.stages, patience=_COMPILING * compile)
     except BaseException as error:
-        lane.refuse(peer_errors.refuse(error, _BUILDING, _TRACED), _TRACED, "step 1")
-        peer_errors.everyone.let_read(_BUILDING, _TRACED)
-        raise
-    groups = transfers.groups + ([] if replicas is None else replicas.groups) + [axis.group for axis in axes.values()]
-    watchdog.start(transfers, [*peer_errors.boards, *lane.boards], groups)
-    exchanges = first.exchanges
+        raised = watchdog.end_run(error)
+        if raised is error:
+            raise
+        raise raised from error
+    finally:
+        watchdog.finish()
     known[signatures.of(*tree.flatten(shapes.trees), homes=repeat(device))] = first
     return Step(program, run, reported)
+
+
+def refuse_over(watchdog: Watchdog) -> None:
+    """Raise RankError if the run is over."""
+    if watchdog.ended:
+        raise RankError(f"the run is over, start all ranks again from a checkpoint: {watchdog.ended}")
 
 
 _BUILDING = "building the step"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,12 +26,11 @@ from fpipe.graphs.tracing.exchanged import Carrier, Exchanged, carried_by
 from fpipe.meaning.purity.sharded import is_collective
 from fpipe.model import Model
 from fpipe.program import is_exchange
-from fpipe.runtimes.faults.lost_partner import who_is_lost
-from fpipe.runtimes.faults.lost_rank import first_told
 from fpipe.runtimes.faults.meeting import Meeting
-from fpipe.runtimes.faults.rank_error import LostRank
-from fpipe.runtimes.lowering.lane import Lane, Launch, Launched, Watch
+from fpipe.runtimes.faults.watchdog import Watchdog
+from fpipe.runtimes.lowering.lane import Launch, Launched
 from fpipe.runtimes.lowering.lowered import Instruction, Lowered
+from fpipe.runtimes.processes.collective_lane import CollectiveLane
 from fpipe.torch_internals import OpOverload, returns_of
 from fpipe.torch_private.dispatch import C10D
 from fpipe.torch_private.processes import all_gather, group_named, is_on_streams, reduce_scatter
@@ -41,7 +39,6 @@ Leaves = list[Any]
 Started = tuple[Tensor, Any]
 """The tensor that a collective writes, and its work to wait for."""
 _BROUGHT = ("y", "again", "dx")
-_EXCHANGES = "exchanges"
 
 
 class Axis(NamedTuple):
@@ -78,46 +75,25 @@ def over_mesh(model: Model, mesh: DeviceMesh | None) -> tuple[Model, dict[str, A
 
 
 class ExchangeLane:
-    """The collectives that are stages of one rank, over axes by the names of their groups; on `boards` the processes
-    along each leave word, this one under its number there, as the ranks of its pipeline do at their meeting."""
+    """The collectives that are stages of one rank, over axes by the names of their groups."""
 
-    def __init__(self, axes: Mapping[str, Axis], device: torch.device, meeting: Meeting) -> None:
+    def __init__(self, axes: Mapping[str, Axis], device: torch.device, watchdog: Watchdog) -> None:
         self.groups = {name: group for name, (_, group) in axes.items()}
-        self._watchdog, self._seconds = meeting.watchdog, meeting.seconds
-        self._on_streams = all(is_on_streams(group, device) for group in self.groups.values())
-        self._patience = () if self._on_streams else (timedelta(seconds=self._seconds),)  # NCCL's would hold the host
-        self._lane = Lane(self._wait, self._on_streams)
-        self._own, self._along = (meeting.board, meeting.at), dict[str, tuple[str, Meeting]]()
-        for name, (axis, group) in axes.items():
-            names = [f"{axis} {number}: rank {meeting.at}" for number in range(group.size())]
-            of = [dist.get_process_group_ranks(group)]
-            self._along[name] = axis, Meeting(of, group.rank(), group, self._seconds, self._watchdog, names)
-        self.boards = [(met.board, met.at) for _, met in self._along.values()]
+        on_streams = all(is_on_streams(group, device) for group in self.groups.values())
+        self.lane = CollectiveLane(watchdog, self.groups, on_streams)
+        self._meetings, names = dict[str, Meeting](), watchdog.faults.names
+        for axis, group in axes.values():
+            processes, name = dist.get_process_group_ranks(group), names[watchdog.faults.process]
+            along = [f"{axis} {number}: {name}" for number in range(group.size())]
+            self._meetings[axis] = Meeting(watchdog, processes, along)
+            names.update({process: f"{axis} {group.rank()}: {known}" for process, known in names.items()})
+            names.update(zip(processes, along, strict=True))
         self._works, self._cell = list[Launched](), ""
 
     def agree(self, where: str, exchanged: Mapping[str, Sequence[str]]) -> None:
         """All processes along an axis must be about to exchange the like, as `Meeting.agree` says."""
-        for axis, meeting in self._along.values():
+        for axis, meeting in self._meetings.items():
             meeting.agree(where, {f"exchanges over {axis}": exchanged.get(axis, ())})
-
-    def refuse(self, said: str, *places: str) -> None:
-        """Tell those who exchange with this process, and meet there, why it does not come."""
-        for axis, meeting in self._along.values():
-            for place in places:
-                meeting.refuse(place, _along(axis, meeting, said))
-
-    def fail(self, said: str, place: str) -> None:
-        """Tell those who exchange with this process that it comes to no exchange any longer, nor where they meet."""
-        self.refuse(said, place)
-        for axis, meeting in self._along.values():
-            first_told(meeting.board, _along(axis, meeting, said))
-            meeting.read(_EXCHANGES)
-        for _, meeting in self._along.values():
-            meeting.let_read(_EXCHANGES)
-
-    def begin(self, watch: Watch | None) -> None:
-        """Start a step."""
-        self._lane.begin(watch)
 
     def made_async(self, instructions: Sequence[Instruction], lowered: Lowered, rank: int) -> list[Instruction]:
         """Replace each exchange of this rank by its launch, and each first reader by a wait and the read."""
@@ -131,7 +107,7 @@ class ExchangeLane:
                 # Residuals are not brought by an exchange, so nobody waits for them.
                 brought = [value for value in instruction.written if value.name in _BROUGHT and not at_once]
                 launches[row] = Launch(partial(self._launch, op.cell, at_once, run), brought)
-        return self._lane.made_async(instructions, rank, launches)
+        return self.lane.made_async(instructions, rank, launches)
 
     def _posting(self, graph: Graph) -> Graph:
         """The graph with collectives that only start, and without waits but for what the graph computes with itself, as
@@ -160,7 +136,7 @@ class ExchangeLane:
             try:
                 made, work = start(tensor, *how[:-1], self.groups[how[-1]])
             except RuntimeError as error:
-                raise self._lost(error, self._cell, how[-1]) from error
+                raise self.lane.watchdog.lost(error, self.lane.wait_of(how[-1], self._cell)) from error
             self._works.append(Launched(work, tensor, made, group=how[-1]))
             return made
 
@@ -174,41 +150,13 @@ class ExchangeLane:
     def _waited(self, tensor: Tensor) -> Tensor:
         """The result of the collectives that this graph has started, once they are over."""
         for launched in self._works:
-            self._wait(launched, self._cell)
+            self.lane.wait_on(launched, self._cell)
         return tensor
-
-    def _wait(self, launched: Launched, cell: str) -> None:
-        before, self._watchdog.waits = self._watchdog.waits, f"in {cell}"
-        try:
-            launched.work.wait(*self._patience)
-        except RuntimeError as error:
-            raise self._lost(error, cell, launched.group) from error
-        self._watchdog.waits = before
 
     def _launch(self, cell: str, at_once: bool, run: Callable[..., Any], works: list[Launched], *lists: Leaves) -> Any:
         self._cell, self._works = cell, works
         with carried_by(Carrier(partial(self._posted_now, at_once=at_once), self._waited)):
             return run(*lists)
-
-    def end(self) -> None:
-        """Wait for what nobody has read, and note when each exchange was over: its op took until then, and who waited
-        for it began only afterwards."""
-        self._lane.wait_for_all()
-        for group, (work, cell) in self._lane.last_by_group.items():  # the streams have waited, the host has not
-            if not self._watchdog.is_over(work, self._seconds):
-                raise self._lost(RuntimeError("timed out"), cell, group)
-        self._lane.notes.add()
-
-    def _lost(self, error: RuntimeError, cell: str, group: str) -> LostRank:
-        self._watchdog.refuse_ended()
-        _, meeting = self._along[group]
-        known = [(name, at) for at, name in enumerate(meeting.names)]
-        said = who_is_lost(meeting.board, self._own, self.groups[group], known, error, f"the exchange {cell}")
-        return LostRank(meeting.board.as_heard(said))
-
-
-def _along(axis: str, meeting: Meeting, said: str) -> str:
-    return said if said.startswith(f"{axis} ") else f"{axis} {meeting.at}: {said}"
 
 
 def _is_view(op: Any) -> bool:

@@ -1,12 +1,13 @@
 """Lay the leaves of a value out in one message, known before anything is sent: a header, and then each tensor.
 
-    y: float32[8, 4], mask: int64[8]        -->        | header 256 | y 128 | mask 64 |        in bytes
+    y: float32[8, 4], mask: int64[8]        -->        | header 64 | y 128 | mask 64 |        in bytes
 
 A leaf starts at a multiple of 64 bytes, as fresh memory does, and has its strides on both sides: kernels look at them.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,9 +18,8 @@ from fpipe.graphs.language.graph import Aval, Fact, aval
 from fpipe.runtimes.lowering.abstract_tree import fills
 
 _ALIGNED = 64
-HEADER = 256
-TEXT = HEADER - 1
-FAILED, LOST, MEETS, MARKS = range(4)
+HEADER, MARK = 64, 8
+"""Bytes of the header, and of the mark of a step that it begins with."""
 
 
 class _Place(NamedTuple):
@@ -41,7 +41,7 @@ class Layout:
 
     >>> cpu = torch.device("cpu")
     >>> layout = Layout([Fact(Aval((2, 3), (0, 1), torch.float32, cpu), 0, 12), None], cpu)
-    >>> layout.unpack(layout.pack([torch.ones(3).expand(2, 3), None], word(MARKS, ""), layout.size))[0].stride()
+    >>> layout.unpack(layout.pack([torch.ones(3).expand(2, 3), None], header(1, 1, None), layout.size))[0].stride()
     (0, 1)
     """
 
@@ -84,19 +84,24 @@ class Layout:
         ]
 
 
-def word(kind: int, text: str) -> Tensor:
-    """A message that has only a header: what takes the place of a value. The text has at most `TEXT` bytes."""
-    return torch.frombuffer(bytearray((bytes([kind]) + text.encode()).ljust(HEADER, b"\0")), dtype=torch.uint8)
+def header(step: int, signature: int, key: object) -> Tensor:
+    """Return the header of all messages of a step: its mark, and what tells it from others."""
+    text = f"{step}/{signature}/{key}".encode()
+    data = hashlib.sha256(text).digest()[:MARK] + text[: HEADER - MARK].ljust(HEADER - MARK, b"\0")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def kind_of(message: Tensor) -> int:
-    """The first byte: `FAILED`, `LOST`, `MEETS`, or from `MARKS` on the mark of a step."""
-    return int(message[0].item())
+def mark_of(message: Tensor) -> Tensor:
+    """Return the mark of a message, one number."""
+    return message[:MARK].view(torch.int64)
 
 
-def text_of(message: Tensor) -> str:
-    """The text of a `word`."""
-    return bytes(message[1:HEADER].tolist()).rstrip(b"\0").decode(errors="ignore")
+def step_of(message: Tensor) -> tuple[str, str, str]:
+    """Return the step of a message, its signature, and its key or the beginning of that."""
+    text = bytes(message[MARK:HEADER].tolist()).rstrip(b"\0").decode(errors="replace")
+    step, _, rest = text.partition("/")
+    signature, _, key = rest.partition("/")
+    return step, signature, key
 
 
 def _placed(known: Aval, start: int) -> _Place:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -23,6 +24,7 @@ from fpipe.meaning.step import StepInputs, StepOptions
 from fpipe.model import Model
 from fpipe.program import Program, Value, parts_of
 from fpipe.runtimes.faults.agreement import of_inputs, of_stages
+from fpipe.runtimes.faults.watchdog import PeerWait, Watchdog
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.dry_run import KEPT
 from fpipe.runtimes.lowering.host_lanes import made_async
@@ -44,6 +46,7 @@ class RankLinks(NamedTuple):
 
     rank: int
     group: ProcessGroup
+    watchdog: Watchdog
     transfers: Transfers
     replicas: Replicas | None
     lane: ExchangeLane
@@ -65,12 +68,12 @@ class PreparedRank(Prepared):
         untraced: Untraced,
         options: StepOptions,
     ) -> None:
-        rank, group, transfers, replicas, lane = links
-        self.lane = lane
+        rank, group, watchdog, transfers, replicas, lane = links
+        self.lane, self.watchdog = lane, watchdog
         self.rank, self.group, self.transfers, self.replicas, self.ahead = rank, group, transfers, replicas, None
         self.number = self.step = 0
         self.step_key: int | None = None
-        self.step_batch = ""
+        self.step_batch = 0
         replica = (0, 1) if replicas is None else (replicas.number, replicas.count)
         share = None if replicas is None else replicas.share
         device = transfers.device
@@ -160,27 +163,28 @@ class PreparedRank(Prepared):
 
     def _execute(self, slots: Slots, watch: Watch | None) -> None:
         """This rank's instructions."""
-        own, watchdog = [slots[slot] for slot in self.part.begins], self.transfers.watchdog
+        own, watchdog = [slots[slot] for slot in self.part.begins], self.watchdog
         notes = watch and watch.notes
         self.transfers.start(self.step, self.number, self.step_key, keeps=notes is not None)
         if self.replicas is not None:
-            self.replicas.begin(self.exchanges, self.step_key, self.step_batch, watch)
+            self.replicas.begin(self.exchanges, watch)
         watchdog.part = self.part
-        self.lane.begin(watch)
+        self.lane.lane.begin(watch)
         self.part.run(own, watch)
-        self.lane.end()
-        watchdog.waits = "at the end"
+        self.lane.lane.end()
         if notes is not None:
             for row in self._sends:
                 notes.see(row, [[self.transfers.sent(value)] for value in self.instructions[row].written])
         self.transfers.end()
         if self.replicas is not None:
-            self.replicas.end()
+            self.replicas.end(self.step_key, self.step_batch)
         if notes is not None and self.recorder is not None:
-            self.transfers.meeting.agree(end_of(self.step), {})  # one that failed does not come to what follows
+            processes = tuple(dist.get_process_group_ranks(self.group))
+            watchdog.wait = PeerWait(processes, "did not come to the end of the step", "at the end of")
             if self.ahead is None:
                 self.ahead = ahead_of_rank_0(self.group, self.rank, self.transfers.carried)
             put_together(self.recorder, notes, self.group, self.rank, self.ahead, self.transfers.carried)
+            watchdog.wait = None
         slots.extend([None] * (len(self.lowered.slots) - len(slots)))
         for slot, place in self._handed_out:
             slots[slot] = own[place]
@@ -202,8 +206,3 @@ def exchanged_by(
                 known[:-1] = [f"rows of {one._replace(shape=one.shape[1:])}" for one in rows]
             found.setdefault(by.axis, []).append(f"{op.cell} ({by.__name__}) of {' and '.join(known)}")
     return found
-
-
-def end_of(number: int) -> str:
-    """Where ranks meet that have recorded a step."""
-    return f"the end of step {number}"

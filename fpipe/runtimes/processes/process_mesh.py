@@ -58,12 +58,7 @@ def refuse_other_size(group: ProcessGroup, program: Program, mesh: DeviceMesh | 
 
 
 def replicas_of(
-    program: Program,
-    mesh: DeviceMesh | None,
-    ranks: ProcessGroup,
-    own: Meeting,
-    device: torch.device,
-    watchdog: Watchdog,
+    program: Program, mesh: DeviceMesh | None, ranks: ProcessGroup, device: torch.device, watchdog: Watchdog
 ) -> Replicas | None:
     """The other replicas of a program that has them; the mesh has a dimension, or two, for them."""
     axes = axes_of(program)
@@ -80,10 +75,13 @@ def replicas_of(
     groups = {axis: mesh.get_group(axis) for axis in axes}
     inner = groups[axes[-1]]
     group = inner if len(axes) == 1 else _group_of_all([each[ranks.rank()] for each in processes], inner)
-    meeting = Meeting(processes, group.rank() * ranks.size() + ranks.rank(), ranks, own.seconds, watchdog)
+    names = [f"replica {replica}: rank {rank}" for replica in range(len(processes)) for rank in range(ranks.size())]
+    everyone = [process for replica in processes for process in replica]
+    meeting = Meeting(watchdog, everyone, names)
+    watchdog.faults.names.update(zip(everyone, names, strict=True))
     share = Share(inner.rank(), inner.size(), axes[-1])
     where = device if is_on_streams(group, device) else torch.device("cpu")
-    return Replicas(group, groups, share, ranks.rank(), meeting, own.board, where)
+    return Replicas(group, groups, share, ranks.rank(), watchdog, meeting, where)
 
 
 def _group_of_all(processes: Sequence[int], inner: ProcessGroup) -> ProcessGroup:

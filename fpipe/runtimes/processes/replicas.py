@@ -1,49 +1,42 @@
-"""Exchange with data-parallel replicas while the rest of a step runs, and end all replicas together.
+"""Exchange with data-parallel replicas while the rest of a step runs.
 
     replica 0, rank 1:  3B1 REDUCE(all[3]) .. 1B1 REDUCE(all[1]) vote
                               | all_reduce          | all_reduce   | all_gather
     replica 1, rank 1:  3B1 REDUCE(all[3]) .. 1B1 REDUCE(all[1]) vote
 
-A REDUCE, GATHER or SCATTER only starts: who reads its result waits, else the end of the step does. At the end each
-process tells the others of its rank whether all went well there. One that failed still takes part in what it owes, with
-zeros, and says why: so nothing stays under way, and the next step works.
+A REDUCE, GATHER or SCATTER only starts: who reads its result waits, else the end of the step does. At the end the
+processes of each rank vote: they have equally many rows, and one key.
 """
 
 from __future__ import annotations
 
-import struct
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fpipe.program import Op, Program, Value, kind_of
-from fpipe.runtimes.faults.lost_partner import who_is_lost
-from fpipe.runtimes.faults.lost_rank import Board, first_told
 from fpipe.runtimes.faults.meeting import Meeting
-from fpipe.runtimes.faults.rank_error import LostRank, RankError
-from fpipe.runtimes.lowering.lane import Flight, Lane, Launch, Launched, Watch
+from fpipe.runtimes.faults.watchdog import Watchdog
+from fpipe.runtimes.lowering.lane import Launch, Launched, Watch
 from fpipe.runtimes.lowering.lowered import Instruction, Lowered
 from fpipe.runtimes.lowering.shards import Share, Shared, shard_of
-from fpipe.runtimes.processes.collective_parts import CollectivePart, Read, Works, parts_of_op
+from fpipe.runtimes.processes.collective_lane import CollectiveLane
+from fpipe.runtimes.processes.collective_parts import CollectivePart, Works, parts_of_op
 from fpipe.torch_private.processes import coalesced
 
 Leaves = list[Any]
-_VOTE = struct.Struct("<qB")  # rows, and what happened; the rest of a vote are words
-_SIZE = 512
-_FINE, _FAILED, _LOST = range(3)
+_VOTES = "votes"
+_NO_KEY, _LARGE = -(2**63), 2**62
 
 
 class Exchanges(NamedTuple):
-    """Collectives of one rank over replicas in a step, in the order of the program, their ops, their places among the
-    instructions, and the rows of the step."""
+    """Collectives of one rank over replicas in a step, in the order of the program: their parts and ops by what they
+    write, their places among the instructions, and the rows of the step."""
 
     parts: dict[Value, list[CollectivePart]]
     ops: dict[Value, Op]
@@ -63,7 +56,8 @@ class Replicas:
         groups: those of them along each dimension of the mesh that has replicas.
         share: which of those along the last of these this one is, of how many: they share parameters out.
         rank: which rank of its replica this is.
-        meeting, own: where all ranks of all replicas leave word, and those of this one.
+        watchdog: of this process.
+        meeting: where all ranks of all replicas agree.
         device: where votes are: on the host, or with NCCL on the GPU.
     """
 
@@ -73,24 +67,20 @@ class Replicas:
         groups: Mapping[str, ProcessGroup],
         share: Share,
         rank: int,
+        watchdog: Watchdog,
         meeting: Meeting,
-        own: Board,
         device: torch.device,
     ) -> None:
         self.group, self.number, self.count, self._rank = group, group.rank(), group.size(), rank
         self._by_axis, self.share, self.groups = groups, share, [*dict.fromkeys((group, *groups.values()))]
-        self._own, self.meeting, self._device, self._broken, self._warned = own, meeting, device, False, False
-        self._on_streams = device.type != "cpu"
-        self._patience = () if self._on_streams else (timedelta(seconds=meeting.seconds),)  # NCCL's holds the host up
-        self.lane = Lane(self._wait, self._on_streams)
-        self.begin(NO_EXCHANGES)
+        self.meeting, self._device, self._warned = meeting, device, False
+        self.lane = CollectiveLane(watchdog, {**groups, _VOTES: group}, device.type != "cpu")
+        self._exchanges = NO_EXCHANGES
 
-    def begin(self, exchanges: Exchanges, key: int | None = None, batch: str = "", watch: Watch | None = None) -> None:
-        """Start a step with this key, on a batch of this digest."""
+    def begin(self, exchanges: Exchanges, watch: Watch | None) -> None:
+        """Start a step."""
         self.lane.begin(watch)
-        self._over, self._exchanges, self._key, self._batch = False, exchanges, key, batch
-        self._posted = dict.fromkeys(exchanges.parts, 0)
-        self._votes: tuple[Tensor, Tensor, Any] | None = None
+        self._exchanges = exchanges
 
     def made_async(
         self, lowered: Lowered, shared: Mapping[Value, Shared], rows: int
@@ -110,12 +100,21 @@ class Replicas:
         return self.lane.made_async(lowered.instructions, self._rank, launches), exchanges
 
     def _launch(self, value: Value, works: list[Launched], leaves: Leaves) -> Sequence[Leaves]:
+        """Start the parts of a collective, where it can be as one."""
         self._let_go()
         read, made = [*leaves], [*leaves]
         leaves.clear()
-        for launched in self._post(value, read, works):
+        op, parts = self._exchanges.ops[value], self._exchanges.parts[value]
+        axis = dict(op.how)["axis"]
+        try:
+            with coalesced(self._by_axis[axis], [part.buffer.device for part in parts]) as joint:
+                works += [part.post(self._by_axis[axis], read)._replace(group=axis) for part in parts]
+        except RuntimeError as error:
+            raise self.lane.watchdog.lost(error, self.lane.wait_of(axis, op.cell)) from error
+        for launched in works:
             for place, leaf in launched.written.items():
                 made[place] = leaf
+        works[:] = [launched._replace(work=work) for work in joint for launched in works] or works
         return [made]
 
     def _let_go(self) -> None:
@@ -125,63 +124,42 @@ class Replicas:
         scattered = [value for value in flights if self._exchanges.ops[value].kind == "SCATTER"][:-1]
         for value, flight in flights.items():
             works = [launched.work for launched in flight.works]
-            is_unknown = self._on_streams or any(isinstance(work, Works) for work in works)
+            is_unknown = self.lane.on_streams or any(isinstance(work, Works) for work in works)
             if value in scattered if is_unknown else all(work.is_completed() for work in works):
                 self.lane.wait_for(value)
 
-    def _post(self, value: Value, read: Read, works: list[Launched]) -> Sequence[Launched]:
-        """Start the parts that are not under way yet, where it can be as one."""
-        op, joint, before = self._exchanges.ops[value], list[Any](), len(works)
-        group, parts = self._by_axis[dict(op.how)["axis"]], self._exchanges.parts[value][self._posted[value] :]
-        try:
-            with coalesced(group, [part.buffer.device for part in parts]) as joint:
-                for part in parts:
-                    works.append(part.post(group, read))
-                    self._posted[value] += 1
-        except RuntimeError as error:
-            raise self._lost(error, op.cell) from error
-        finally:
-            made = works[before:]
-            works[before:] = [launched._replace(work=work) for work in joint for launched in made] or made
-        return made
-
-    def end(self) -> None:
-        """Wait until all sums are there, and all replicas have ended well.
+    def end(self, key: int | None, batch_digest: int) -> None:
+        """Wait until all sums are there, and compare what the replicas were handed.
 
         Raises:
-            RankError: one has not; with its words.
             ValueError: their batches have not equally many rows, or they have other keys.
         """
-        self._vote(_FINE, f"{self._batch}/{self._key}")
-        own, every = self._ended()
-        self.lane.notes.add(self._exchanges.at.values())
-        if bool((every == own).all()) and not self._batch:
-            return
-        rows, keys, batches = list[int](), list[str](), list[str]()
-        for vote in every:
-            told = vote.cpu().numpy().tobytes()
-            size, kind = _VOTE.unpack_from(told)
-            words = told[_VOTE.size :].rstrip(b"\0").decode(errors="ignore")
-            if kind:
-                raise (LostRank if kind == _LOST else RankError)(self.meeting.board.whole(words))
-            batch, _, key = words.partition("/")
-            rows.append(size)
-            keys.append(key)
-            batches.append(batch)
-        if len({*rows}) == len({*keys}) == 1:
-            self._warn_of_same(batches)
-            return
-        if len({*rows}) == 1:
-            raise ValueError(f"the replicas have keys {', '.join(keys)} in this step; all pass the same.")
-        raise ValueError(
-            f"the batches of the replicas have {', '.join(map(str, rows))} rows; their losses are means, so all have "
-            "equally many. DistributedSampler pads to that, drop_last=True leaves a smaller last batch out, and a loss "
-            'that returns (total, count), with reduction="count", takes any.'
-        )
+        number = _NO_KEY if key is None else key if abs(key) < _LARGE else hash(key)
+        own = torch.tensor([self._exchanges.rows, number, batch_digest], device=self._device)
+        votes = own.new_empty(self.count, len(own))
+        try:
+            work = dist.all_gather([*votes], own, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise self.lane.watchdog.lost(error, self.lane.wait_of(_VOTES, _END)) from error
+        self.lane.wait_on(Launched(work, own, votes, group=_VOTES), _END)
+        if self.lane.on_streams:
+            self.lane.last_by_group[_VOTES] = work, _END
+        self.lane.end(self._exchanges.at.values())
+        rows, keys, batches = votes.T.tolist()
+        if len({*rows}) > 1:
+            raise ValueError(
+                f"the batches of the replicas have {', '.join(map(str, rows))} rows; their losses are means, so all "
+                "have equally many. DistributedSampler pads to that, drop_last=True leaves a smaller last batch out, "
+                'and a loss that returns (total, count), with reduction="count", takes any.'
+            )
+        if len({*keys}) > 1:
+            words = ", ".join("None" if key == _NO_KEY else str(key) for key in keys)
+            raise ValueError(f"the replicas have keys {words} in this step; all pass the same.")
+        self._warn_of_same(batches)
 
-    def _warn_of_same(self, batches: Sequence[str]) -> None:
+    def _warn_of_same(self, batches: Sequence[int]) -> None:
         """Say once that replicas were handed the same rows: then they are replicas for nothing."""
-        same = next((at for at, one in enumerate(batches) if one and batches.index(one) < at), None)
+        same = next((at for at, batch in enumerate(batches) if batch and batches.index(batch) < at), None)
         if same is not None and not self._warned:
             self._warned = True
             warnings.warn(
@@ -190,71 +168,8 @@ class Replicas:
                 stacklevel=8,
             )
 
-    def fail(self, said: str, broken: bool) -> None:
-        """Take part in what is still owed, and say what went wrong. If a process is `broken`, nothing is waited for."""
-        if self._broken or self._over:
-            return
-        self.owe()
-        with suppress(RuntimeError):  # who is lost meanwhile hides no error; the next step meets it
-            self._vote(_LOST if broken else _FAILED, said)
-            if not broken:
-                self._ended()
 
-    def owe(self) -> None:
-        """Post zeros for each sum that others wait for."""
-        if self._broken or self._over:
-            return
-        with suppress(RuntimeError):
-            for value, row in self._exchanges.at.items():
-                flight = self.lane.flights.setdefault(value, Flight(row, self._exchanges.ops[value].cell, []))
-                self._post(value, None, flight.works)
-
-    def named(self, words: str) -> str:
-        """Words about a process of this replica."""
-        return words if words.startswith("replica ") else f"replica {self.number}: {words}"
-
-    def first_told(self, words: str) -> str:
-        """First words about a process that is lost, on any rank of any replica: those, or these."""
-        return first_told(self.meeting.board, self.named(words))
-
-    def _vote(self, kind: int, words: str) -> None:
-        own = bytearray(_SIZE)
-        said = self.meeting.board.shortened(words, _SIZE - _VOTE.size).encode()
-        own[: _VOTE.size + len(said)] = _VOTE.pack(self._exchanges.rows, kind) + said
-        mine = torch.frombuffer(own, dtype=torch.uint8).to(self._device)
-        every = torch.empty(self.count, _SIZE, dtype=torch.uint8, device=self._device)
-        try:
-            work = dist.all_gather([*every], mine, group=self.group, async_op=True)
-        except RuntimeError as error:
-            raise self._lost(error, "the end of the step") from error
-        self._votes = mine, every, work
-
-    def _ended(self) -> tuple[Tensor, Tensor]:
-        """This process's vote and all, when nothing is under way any longer: the buffers are only the results' then."""
-        assert self._votes is not None
-        own, every, work = self._votes
-        self.lane.wait_for_all()
-        self._wait(Launched(work, own, every), "the end of the step")
-        if self._on_streams and not self.meeting.watchdog.is_over(work, self.meeting.seconds):
-            raise self._lost(RuntimeError("timed out"), "the end of the step")
-        self._votes, self._over = None, True
-        return own, every
-
-    def _wait(self, launched: Launched, what: str) -> None:
-        watchdog = self.meeting.watchdog
-        before, watchdog.waits = watchdog.waits, "at the end"
-        try:
-            launched.work.wait(*self._patience)
-        except RuntimeError as error:
-            raise self._lost(error, what) from error
-        watchdog.waits = before
-
-    def _lost(self, error: RuntimeError, what: str) -> LostRank:
-        self._broken = True
-        self.meeting.watchdog.refuse_ended()
-        ranks = self.meeting.size // self.count
-        known = [(f"replica {at}: rank {self._rank}", at * ranks + self._rank) for at in range(self.count)]
-        return LostRank(who_is_lost(self.meeting.board, (self._own, self._rank), self.group, known, error, what))
+_END = "the end of the step"
 
 
 def reduced_last(program: Program) -> Program:
