@@ -17,7 +17,7 @@ class CollectiveLane(Lane):
     def __init__(self, watchdog: Watchdog, groups: Mapping[str, ProcessGroup], on_streams: bool) -> None:
         super().__init__(self.wait_on, on_streams)
         self.watchdog, self.on_streams = watchdog, on_streams
-        self._groups = {name: (group, tuple(dist.get_process_group_ranks(group))) for name, group in groups.items()}
+        self._groups, self._waits = groups, dict[tuple[str, str], PeerWait]()
 
     def wait_on(self, launched: Launched, what: str) -> None:
         """Wait for a collective; with NCCL the current stream does."""
@@ -25,8 +25,12 @@ class CollectiveLane(Lane):
 
     def wait_of(self, name: str, what: str) -> PeerWait:
         """Return the wait for the processes of a group."""
-        group, processes = self._groups[name]
-        return PeerWait(processes, f"did not take part in {what}", group=group)
+        wait = self._waits.get((name, what))
+        if wait is None:
+            group = self._groups[name]
+            processes = tuple(dist.get_process_group_ranks(group))
+            wait = self._waits[name, what] = PeerWait(processes, f"did not take part in {what}", group=group)
+        return wait
 
     def end(self, posted: Collection[int] = ()) -> None:
         """Wait for what nobody has read, with NCCL on the host too, and note when all was over; what is `posted` began
