@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from fpipe.planning.plan_run import plan_run
     from fpipe.planning.run_plan import RunPlan
     from fpipe.runtimes.build import build
-    from fpipe.runtimes.faults.rank_error import RankError
+    from fpipe.runtimes.faults.fault_store import RankError
     from fpipe.verification.report import GradientMismatch, Report
     from fpipe.verification.verify import verify
 
@@ -129,7 +129,7 @@ _LATE = {
     "measuring.estimate": ("estimate",),
     "measuring.profile": ("profile",),
     "meaning.single_device.reference": ("reference",),
-    "runtimes.faults.rank_error": ("RankError",),
+    "runtimes.faults.fault_store": ("RankError",),
     "meaning.single_device.result": ("Result",),
     "measuring.sizes": ("Sizes", "sizes"),
     "oracle.compare_grads": ("compare_grads",),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.cli.programs import read
+from fpipe.cli.options import read
 from fpipe.interop import to_json, torch_pipelining
 from fpipe.program import Program
 from property_tests.strategies import few

@@ -14,7 +14,7 @@ from fpipe.meaning.step import StepInputs, StepOptions
 from fpipe.runtimes.faults.agreement import as_sent, of_inputs, of_stages
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.slots import ProcessContext
-from fpipe.runtimes.lowering.untraced import Untraced
+from fpipe.runtimes.lowering.stage_calls import Untraced
 from fpipe.transforms.communicate import with_transfers
 from fpipe.tree import tree_map
 from tests.test_distributed import MSE, to_meta

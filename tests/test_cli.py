@@ -18,9 +18,8 @@ from typer.testing import CliRunner
 import fpipe
 from fpipe.__main__ import main
 from fpipe.cli.app import app
-from fpipe.cli.options import parse_style
+from fpipe.cli.options import parse_style, program_of
 from fpipe.cli.output import table
-from fpipe.cli.programs import program_of
 from tests.processes import Processes, free_port
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -19,7 +19,7 @@ from fpipe.meaning.devices import moves_of, on_devices
 from fpipe.meaning.step import StepInputs, StepOptions
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.slots import ProcessContext
-from fpipe.runtimes.lowering.untraced import Untraced
+from fpipe.runtimes.lowering.stage_calls import Untraced
 from fpipe.transforms.communicate import with_transfers
 from fpipe.tree import leaves, tree_map
 from tests.fake_accelerator.scenarios import by_autograd, squares

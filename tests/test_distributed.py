@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
 from fpipe.graphs.language.graph import fact
-from fpipe.runtimes.processes.elsewhere import Elsewhere
 from fpipe.runtimes.processes.message import Layout, header
+from fpipe.runtimes.processes.prepared_rank import Elsewhere
 from fpipe.tree import leaves, tree_map
 from tests.processes import SOON, Processes, beside_each_other, counted, left, result, timed
 from tests.test_profile import NAPS, napping

@@ -7,8 +7,7 @@ from typer.testing import CliRunner
 
 import fpipe
 from fpipe.cli.app import app
-from fpipe.cli.options import load_module
-from fpipe.cli.programs import program_of
+from fpipe.cli.options import load_module, program_of
 from fpipe.interop import to_json
 from fpipe.transforms.specs import spec_of
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import fpipe
-from fpipe.timing.value_bytes import NamedBytes
+from fpipe.timing.amounts import NamedBytes
 from tests.test_cli import out
 from tests.test_search import SLOW, quick, step
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from fpipe.program import Program
 from fpipe.schedules.compare import parts_of_a_rank, shared
+from fpipe.timing.amounts import NAMES, NamedBytes
 from fpipe.timing.cluster import Cluster, bytes_of, seconds_of
 from fpipe.timing.costs import Costs
 from fpipe.timing.messages import MESSAGES
-from fpipe.timing.value_bytes import NAMES, NamedBytes
 
 SHARES = {"F": "forward", "B": "backward_input", "W": "backward_weight", "R": "recompute", "c": "transfer"}
 COMPUTE = ("forward", "backward_input", "backward_weight")

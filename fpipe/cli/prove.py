@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fpipe.cli import options
+from fpipe.cli.options import read
 from fpipe.cli.output import print_error
-from fpipe.cli.programs import read
 from fpipe.cli.see import sizes
 from fpipe.program import Program
 

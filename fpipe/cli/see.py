@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import typer
 
 from fpipe.cli import options
+from fpipe.cli.options import is_file, read
 from fpipe.cli.output import number, print_program, table
-from fpipe.cli.programs import is_file, read
 from fpipe.interop import to_json, torch_pipelining
 from fpipe.pictures.plot import plot
 from fpipe.pictures.style import PLAIN

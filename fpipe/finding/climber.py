@@ -15,10 +15,8 @@ from itertools import accumulate
 from random import Random
 from typing import NamedTuple
 
-from fpipe.orders.climb import Climb, Value, worth
-from fpipe.orders.play import Played
-from fpipe.orders.stretch import Rows
-from fpipe.orders.tasks import Tasks
+from fpipe.orders.play import Climb, Played, Value, worth
+from fpipe.orders.tasks import Rows, Tasks
 
 PATTERN = 0.1
 """How often two tracks change places wherever they follow each other."""

@@ -16,7 +16,7 @@ from fpipe.finding.named_starts import WITHOUT, named_starts
 from fpipe.finding.op_facts import again_of, easier, full_are_cheaper, has, kinds_of, made, recomputing
 from fpipe.finding.pool import Entry, entries, improve
 from fpipe.finding.wanted import Wanted
-from fpipe.orders.climb import Value
+from fpipe.orders.play import Value
 from fpipe.orders.tasks import tasks_of
 from fpipe.program import Op, Program
 from fpipe.timing.bounds import bounds

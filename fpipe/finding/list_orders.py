@@ -13,8 +13,7 @@ from random import Random
 from typing import NamedTuple
 
 from fpipe.orders.list_scheduler import NOTHING, TaskGraph, list_schedule
-from fpipe.orders.stretch import Rows
-from fpipe.orders.tasks import Tasks
+from fpipe.orders.tasks import Rows, Tasks
 
 
 class Rule(NamedTuple):

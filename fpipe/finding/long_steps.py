@@ -16,9 +16,8 @@ from fpipe.finding.op_facts import made
 from fpipe.finding.pool import Entry
 from fpipe.finding.wanted import Wanted
 from fpipe.model import Source
-from fpipe.orders.climb import worth
-from fpipe.orders.stretch import Rows, Steady, later, steady_states, stretch
-from fpipe.orders.tasks import Tasks
+from fpipe.orders.play import worth
+from fpipe.orders.tasks import Rows, Steady, Tasks, later, steady_states, stretch
 from fpipe.program import Program, ProgramError, is_exchange
 from fpipe.timing.simulate import simulate
 from fpipe.training import program as base_program

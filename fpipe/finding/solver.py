@@ -20,8 +20,7 @@ from fpipe.finding.hunt import Hunt
 from fpipe.finding.op_facts import kinds_of
 from fpipe.finding.pool import Entry, entries
 from fpipe.finding.wanted import Wanted
-from fpipe.orders.stretch import Rows
-from fpipe.orders.tasks import Tasks
+from fpipe.orders.tasks import Rows, Tasks
 
 SMALL = 800
 """Ops of an order beyond which the solver is asked only by name: within a minute it finds and proves nothing there."""

@@ -17,7 +17,7 @@ from fpipe.model import Model
 from fpipe.program import Program, the_program
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.slots import ProcessContext
-from fpipe.runtimes.lowering.untraced import Untraced
+from fpipe.runtimes.lowering.stage_calls import Untraced
 from fpipe.timing.costs import Costs
 
 

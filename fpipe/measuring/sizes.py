@@ -22,11 +22,11 @@ from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.shards import Share
 from fpipe.runtimes.lowering.slots import ProcessContext
-from fpipe.runtimes.lowering.untraced import Untraced
+from fpipe.runtimes.lowering.stage_calls import Untraced
 from fpipe.runtimes.processes.message import Layout
 from fpipe.runtimes.processes.message_order import messages, most_in_flight, results_last
+from fpipe.timing.amounts import scattered
 from fpipe.timing.memory import Account
-from fpipe.timing.value_bytes import scattered
 from fpipe.transforms.communicate import with_transfers
 from fpipe.transforms.update import is_post_validated
 

@@ -23,7 +23,7 @@ from fpipe.meaning.from_functions import from_functions
 from fpipe.meaning.purity.ambient import refuse_odd_modes
 from fpipe.meaning.purity.fingerprint import Fingerprint
 from fpipe.meaning.single_device.microbatch import cut as cut_rows
-from fpipe.meaning.stages.symbols import in_words
+from fpipe.meaning.stages.outputs import in_words
 from fpipe.model import LossFunction, Model, Reduction
 from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.cut_net import CutNet, with_untrained

@@ -19,10 +19,9 @@ from fpipe.planning.candidates import Candidates, Machine, counts_of_microbatche
 from fpipe.program import PARAMETERS, Program, ProgramError, Value
 from fpipe.schedules.compare import parts_of_a_rank, shared
 from fpipe.schedules.named import Named
-from fpipe.timing.amounts import between
+from fpipe.timing.amounts import NamedBytes, between
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.costs import Costs
-from fpipe.timing.value_bytes import NamedBytes
 from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import Transform
 from fpipe.transforms.chain import chain

@@ -1,7 +1,7 @@
 """Sizes -> Transform: the schedules people say by name, and tables of your own."""
 
 from fpipe.schedules.basic import eager_1f1b, gpipe, one_f_one_b
-from fpipe.schedules.interleaved import group_interleaved, interleaved, interleaved_zb, kimi_k2, looped_bfs
+from fpipe.schedules.interleaved import group_interleaved, interleaved, interleaved_zb, kimi_k2, looped_bfs, seq1f1b
 from fpipe.schedules.offloading import bpipe, pipe_offload
 from fpipe.schedules.overlap import interleaved_overlap, one_f_one_b_overlap
 from fpipe.schedules.pipedream import pipedream, pipedream_2bw
@@ -9,11 +9,9 @@ from fpipe.schedules.priority import Now, from_priority
 from fpipe.schedules.registry import Schedule, about, get, names, register
 from fpipe.schedules.round_robin import roundpipe
 from fpipe.schedules.searched import v_half, v_min, zb_auto, zbv
-from fpipe.schedules.sequences import seq1f1b
 from fpipe.schedules.tables import from_generator, from_table
 from fpipe.schedules.two_ends import dualpipe, dualpipev
-from fpipe.schedules.v_shape import one_f_one_b_v
-from fpipe.schedules.waves import chimera, hanayo
+from fpipe.schedules.waves import chimera, hanayo, one_f_one_b_v
 from fpipe.schedules.zero_bubble import zb_h1, zb_h2
 
 __all__ = [

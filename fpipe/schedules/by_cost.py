@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from fpipe.orders.linear_pipeline import NEVER, LinearPipeline, TrackRow, tracks_of, unit_pipeline
-from fpipe.orders.stretch import later
+from fpipe.orders.tasks import later
 from fpipe.schedules.blocks import (
     BuildingBlock,
     Follower,

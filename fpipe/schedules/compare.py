@@ -11,12 +11,11 @@ from typing import Any, cast
 from fpipe.limits import whole
 from fpipe.program import HtmlRepr, Program, Value
 from fpipe.schedules.named import parse
-from fpipe.timing.amounts import aligned, amount, checked_count
+from fpipe.timing.amounts import NamedBytes, aligned, amount, checked_count
 from fpipe.timing.bounds import bounds
 from fpipe.timing.costs import Costs, PerStage, computing, the_costs
 from fpipe.timing.simulate import simulate
 from fpipe.timing.timeline import Timeline
-from fpipe.timing.value_bytes import NamedBytes
 from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import Transform
 from fpipe.transforms.chain import chain

@@ -7,9 +7,9 @@ from functools import lru_cache
 from random import Random
 from typing import NamedTuple
 
-from fpipe.orders.climb import Climb, Value
 from fpipe.orders.linear_pipeline import NEVER, LinearPipeline, TrackRow, cells_of, play, tracks_of
-from fpipe.orders.stretch import steady_states, stretch
+from fpipe.orders.play import Climb, Value
+from fpipe.orders.tasks import steady_states, stretch
 from fpipe.schedules.blocks import BuildingBlock, track_rows_of
 from fpipe.transforms.cells import Key
 

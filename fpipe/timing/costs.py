@@ -12,16 +12,20 @@ from fpipe.limits import whole
 from fpipe.program import Op, Program, Value, is_exchange, kind_of, lane_of
 from fpipe.timing.amounts import (
     EXTRA,
+    Bytes,
+    Storages,
     at_stage,
+    check_bytes,
     checked_rate,
     checked_seconds,
     listed,
     of_links,
     on_link,
+    scattered,
+    storages_of,
 )
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.messages import MESSAGES
-from fpipe.timing.value_bytes import Bytes, Storages, check_bytes, scattered, storages_of
 
 Messages = Literal["eager", "rendezvous", "nccl", "nccl_pairs", "nccl_directions"]
 PerStage = float | Sequence[float]

@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 from fpipe.order import held_kinds
 from fpipe.program import Op, Program, Value, kind_of, lane_of
+from fpipe.timing.amounts import carried
 from fpipe.timing.costs import Costs
 from fpipe.timing.messages import RULES, met_order
-from fpipe.timing.value_bytes import carried
 from fpipe.transforms.communicate import received_as_sent, with_transfers, without_frees
 
 

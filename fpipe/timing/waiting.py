@@ -8,10 +8,10 @@ from itertools import compress
 from typing import Literal, NamedTuple
 
 from fpipe.program import Op, Program, Value, lane_of
+from fpipe.timing.amounts import carried
 from fpipe.timing.costs import Costs
 from fpipe.timing.lanes import Transfer, is_work
 from fpipe.timing.messages import RULES, MessageRule
-from fpipe.timing.value_bytes import carried
 
 Why = Literal["start", "data", "rank", "lane", "link", "queue", "receiver"]
 

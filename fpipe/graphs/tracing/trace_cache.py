@@ -9,25 +9,70 @@ these, by its operations: both are in one store, under keys of two kinds.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from fpipe.graphs.language.graph import Aval, Graph, Name, Outline, in_own_storage, inlined
 from fpipe.graphs.language.labels import variable
 from fpipe.graphs.tracing.fake import LeakedTensor
-from fpipe.graphs.tracing.lru_cache import LRUCache
 from fpipe.graphs.tracing.piece_chain import Chain, PieceCall, chain_of
 from fpipe.graphs.tracing.stage_call import Spec, StageCall, buffers, flat, positions
 from fpipe.graphs.tracing.trace import Around, outline, trace
 from fpipe.meaning.purity.ambient import Untraceable, ambient
-from fpipe.meaning.purity.value_key import Same
+from fpipe.meaning.purity.attributes import Same
 from fpipe.model import Model
 from fpipe.positional_stage import PositionalStage, of_net
+
+# Cache values in a dict that drops the least recently used.
+
+K = TypeVar("K")
+V = TypeVar("V")
+D = TypeVar("D")
+
+
+class LRUCache(Generic[K, V]):
+    """At most so many values: those that were put in or looked up last.
+
+    >>> known = LRUCache(2)
+    >>> known["a"], known["b"] = 1, 2
+    >>> known.get("a")
+    1
+    >>> known["c"] = 3
+    >>> known.get("b", "gone")
+    'gone'
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._kept: OrderedDict[K, V] = OrderedDict()
+
+    def get(self, key: K, default: D = None) -> V | D:
+        """The value of a key, or the default."""
+        found = self._kept.get(key, default)
+        with suppress(KeyError):  # it is not there, or another thread has pushed it out since
+            self._kept.move_to_end(key)
+        return found
+
+    def once(self, key: K, make: Callable[[], V]) -> V:
+        """The value of a key, made if there is none yet."""
+        found = self.get(key)
+        if found is None:
+            found = self[key] = make()
+        return found
+
+    def __setitem__(self, key: K, value: V) -> None:
+        self._kept[key] = value
+        with suppress(KeyError):
+            self._kept.move_to_end(key)
+        if len(self._kept) > self.most:
+            self._kept.popitem(last=False)
+
 
 Cotangents = Mapping[str, tuple[Any, ...]]
 """By label the avals of the cotangents of a call, None where there is none."""

@@ -16,10 +16,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fpipe.meaning.purity.attributes import Modules, modules_of
+from fpipe.meaning.purity.attributes import Modules, Same, modules_of, value_key
 from fpipe.meaning.purity.known_modules import may_depend_on_mode
 from fpipe.meaning.purity.own_memory import memory
-from fpipe.meaning.purity.value_key import Same, value_key
 from fpipe.model import Model
 from fpipe.positional_stage import of_net
 from fpipe.torch_internals import OWN_DICTS, WEIGHT_LISTS, has_gradient_hooks, held_by, hooks_of

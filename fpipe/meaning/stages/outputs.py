@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
@@ -11,8 +12,29 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.meaning.purity.sharded import refuse_sharded
-from fpipe.meaning.stages.symbols import in_words
 from fpipe.model import Model, Reduction, Stage
+
+# Say in words what a trace leaves open: it writes a number of rows as a symbol, such as s93.
+
+_OPEN = re.compile(r"\bs\d+\b")
+
+
+def in_words(found: object) -> str:
+    """A size, a shape or a condition on sizes as text, with the word for its symbols.
+
+    >>> in_words("(2*s93, 4)")
+    '(2*rows, 4)'
+    """
+    return _OPEN.sub("rows", str(found))
+
+
+def symbols_in(text: str) -> set[str]:
+    """The symbols that a text of torch's has.
+
+    >>> symbols_in("The size of tensor a (s93) must match")
+    {'s93'}
+    """
+    return set(_OPEN.findall(text))
 
 
 def call_stage(stage: Stage, params: Any, x: Any, said: Mapping[str, Any]) -> Any:

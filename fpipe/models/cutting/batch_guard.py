@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.meaning.stages.symbols import in_words
+from fpipe.meaning.stages.outputs import in_words
 
 
 class BatchGuard:

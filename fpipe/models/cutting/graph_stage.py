@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from fpipe import tree
-from fpipe.meaning.purity.value_key import Same
+from fpipe.meaning.purity.attributes import Same
 from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.pieces import GraphPiece, operations, pieces_of
 from fpipe.models.modules.modes import Modes

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fpipe.meaning.purity.attributes import Same, value_key
 from fpipe.meaning.purity.schema import mutated_by
-from fpipe.meaning.purity.value_key import Same, value_key
 from fpipe.models.cutting.marked_graph import draws_random
 from fpipe.models.tracing.contexts import Context, contexts_of, copy_nodes, restored_on_error
 

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpipe.meaning.purity.attributes import Attributes
+from fpipe.meaning.purity.attributes import Attributes, Same
 from fpipe.meaning.purity.fingerprint import module_key
 from fpipe.meaning.purity.known_modules import draws_random, refuse_impure
 from fpipe.meaning.purity.own_memory import OwnMemory, memory
 from fpipe.meaning.purity.pure import Impure
-from fpipe.meaning.purity.value_key import Same
 from fpipe.model import same_keys
 from fpipe.models.modules.batch_norm import STATISTICS, has_statistics, refuse_other_channels, tracks, without_mutation
 from fpipe.models.modules.modes import Modes

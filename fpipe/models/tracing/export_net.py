@@ -22,7 +22,7 @@ from fpipe import tree
 from fpipe.meaning.purity.attributes import Attributes
 from fpipe.meaning.purity.known_modules import refuse_net
 from fpipe.meaning.purity.sharded import is_sharded, refuse_sharded
-from fpipe.meaning.stages.symbols import in_words
+from fpipe.meaning.stages.outputs import in_words
 from fpipe.models.modules.batch_norm import tracks
 from fpipe.models.tracing.boundary import marking
 from fpipe.models.tracing.net_graph import OnlyTraceable, without_checkpoints

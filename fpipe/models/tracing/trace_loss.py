@@ -21,7 +21,7 @@ from fpipe.graphs.tracing.fake import watched_memory
 from fpipe.graphs.tracing.keep import written_down
 from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.meaning.stages.keys import seeded
-from fpipe.meaning.stages.symbols import in_words, symbols_in
+from fpipe.meaning.stages.outputs import in_words, symbols_in
 from fpipe.models.tracing.boundary import KEY, marking
 from fpipe.models.tracing.net_graph import NetGraph, OnlyTraceable, make_literals_pure, without_checkpoints
 from fpipe.models.tracing.places import noting_places, place_of, place_of_error

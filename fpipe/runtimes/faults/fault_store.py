@@ -140,3 +140,16 @@ class FaultStore:
 
         if self._is_kept and self.process == 0:
             self.ask(wait, _LINGER + _BRIEFLY)
+
+
+# Raise on every rank when one has failed: the run is over for all of them.
+
+
+class RankError(RuntimeError):
+    """Another rank failed, is gone or hangs: its number, op and reason are in the message. The run is over.
+
+    >>> import fpipe
+    >>> raise fpipe.RankError("rank 1 failed in its 1F2 of step 9: ValueError: no such word")
+    Traceback (most recent call last):
+    fpipe.runtimes.faults.fault_store.RankError: rank 1 failed in its 1F2 of step 9: ValueError: no such word
+    """

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
 from fpipe.runtimes.faults.agreement import About, as_sent, first_difference, way_out
-from fpipe.runtimes.faults.rank_error import RankError
+from fpipe.runtimes.faults.fault_store import RankError
 from fpipe.runtimes.faults.watchdog import PeerWait, Watchdog
 
 T = TypeVar("T")

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed import ProcessGroup
 
-from fpipe.runtimes.faults.fault_store import MOST, FaultStore, Place
-from fpipe.runtimes.faults.rank_error import RankError
+from fpipe.runtimes.faults.fault_store import MOST, FaultStore, Place, RankError
 from fpipe.runtimes.lowering.rank_part import RankPart
 from fpipe.torch_private.processes import close_connections, disconnected_peers, timed_out, world_group
 

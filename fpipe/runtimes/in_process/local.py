@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.tracing.lru_cache import LRUCache
+from fpipe.graphs.tracing.trace_cache import LRUCache
 from fpipe.meaning.devices import on_devices
 from fpipe.meaning.optimizers.optimizer_state import example_optim
 from fpipe.meaning.purity.ambient import Untraceable, dispatch_modes, in_fake_mode
@@ -30,7 +30,7 @@ from fpipe.runtimes.lowering.instructions import UnexpectedValue
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.signature import Signatures
 from fpipe.runtimes.lowering.slots import ProcessContext
-from fpipe.runtimes.lowering.untraced import UNDER_AUTOGRAD, Untraced
+from fpipe.runtimes.lowering.stage_calls import UNDER_AUTOGRAD, Untraced
 from fpipe.transforms.communicate import with_transfers
 
 

@@ -33,7 +33,7 @@ from fpipe.runtimes.lowering.lowered import Instruction
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.rank_part import RankPart, Slots, of_rank
 from fpipe.runtimes.lowering.slots import ProcessContext, ResultLeaf
-from fpipe.runtimes.lowering.untraced import Untraced
+from fpipe.runtimes.lowering.stage_calls import Untraced
 
 Leaves = list[Any]
 

@@ -25,8 +25,7 @@ from fpipe.runtimes.lowering.abstract_tree import AbstractTree, StorageMap, desc
 from fpipe.runtimes.lowering.dry_run import DryRuns
 from fpipe.runtimes.lowering.shapes import TRANSFERS, Coordinates, Shapes, copies_of
 from fpipe.runtimes.lowering.shards import gathered, shard_of
-from fpipe.runtimes.lowering.stage_calls import StageCalls, StageRun
-from fpipe.runtimes.lowering.untraced import Untraced
+from fpipe.runtimes.lowering.stage_calls import StageCalls, StageRun, Untraced
 
 
 def shapes_of(

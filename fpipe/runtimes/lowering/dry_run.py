@@ -27,7 +27,7 @@ from fpipe.model import Stage
 from fpipe.positional_stage import of_net
 from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.abstract_tree import OPAQUE, AbstractTree, aval_of, wanting_fact, whole
-from fpipe.runtimes.lowering.untraced import is_sized
+from fpipe.runtimes.lowering.stage_calls import is_sized
 
 KEPT = ("res", "wres")
 """Values that autograd keeps for a later op of their stage."""

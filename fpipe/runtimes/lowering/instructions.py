@@ -29,7 +29,7 @@ from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.abstract_eval import is_list
 from fpipe.runtimes.lowering.abstract_tree import OPAQUE, AbstractTree, aval_of, dense, whole
 from fpipe.runtimes.lowering.dry_run import zeros
-from fpipe.runtimes.lowering.untraced import WHOLE_BLOCKS, by_sizes, is_sized
+from fpipe.runtimes.lowering.stage_calls import WHOLE_BLOCKS, by_sizes, is_sized
 from fpipe.torch_internals import each_times
 
 Leaves = list[Any]

@@ -50,7 +50,7 @@ from fpipe.runtimes.lowering.instructions import (
 from fpipe.runtimes.lowering.lowered import KEY, Instruction, Leaves, Lowered
 from fpipe.runtimes.lowering.op_code import Code, Recipe, code_of
 from fpipe.runtimes.lowering.shapes import TRANSFERS, Shapes, ops_of
-from fpipe.runtimes.lowering.untraced import Untraced, by_sizes, refuse_unknown_rows
+from fpipe.runtimes.lowering.stage_calls import Untraced, by_sizes, refuse_unknown_rows
 
 _STEADY = ("ready", "weight")  # no instruction empties these
 

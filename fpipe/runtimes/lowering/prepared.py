@@ -30,7 +30,7 @@ from fpipe.runtimes.lowering.lower import lower
 from fpipe.runtimes.lowering.lowered import Lowered
 from fpipe.runtimes.lowering.rank_part import RankPart, Slots
 from fpipe.runtimes.lowering.slots import ProcessContext, entrance_of, exit_of, fact_of, handed_by, nets_of
-from fpipe.runtimes.lowering.untraced import Untraced
+from fpipe.runtimes.lowering.stage_calls import Untraced
 
 GONE = "params and opt were donated to this step, and are overwritten in part: take them from where they were saved."
 

@@ -17,8 +17,7 @@ from fpipe.meaning.by_autograd import StepContext
 from fpipe.meaning.devices import Moves
 from fpipe.program import Op, Program, Value
 from fpipe.runtimes.lowering.abstract_tree import OPAQUE, AbstractTree
-from fpipe.runtimes.lowering.stage_calls import StageCalls, StageRun
-from fpipe.runtimes.lowering.untraced import Untraced
+from fpipe.runtimes.lowering.stage_calls import StageCalls, StageRun, Untraced
 
 Coordinates = tuple[int | None, int | None, int | None]
 """Stage, microbatch and slice of an op."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
-from fpipe.graphs.tracing.lru_cache import LRUCache
+from fpipe.graphs.tracing.trace_cache import LRUCache
 from fpipe.meaning.optimizers.optimizer_state import example_optim
 from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.meaning.purity.attributes import line_of
@@ -34,16 +34,15 @@ from fpipe.model import Model
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Output, Program, Value, parts_of
 from fpipe.runtimes.faults.agreement import About, around, of_build
+from fpipe.runtimes.faults.fault_store import RankError
 from fpipe.runtimes.faults.meeting import Meeting
-from fpipe.runtimes.faults.rank_error import RankError
 from fpipe.runtimes.faults.watchdog import Watchdog, watchdog_of_run
 from fpipe.runtimes.lowering.prepared import GONE
 from fpipe.runtimes.lowering.signature import Signatures
-from fpipe.runtimes.lowering.untraced import UNDER_AUTOGRAD, Untraced
-from fpipe.runtimes.processes.elsewhere import Elsewhere
+from fpipe.runtimes.lowering.stage_calls import UNDER_AUTOGRAD, Untraced
 from fpipe.runtimes.processes.exchange_lane import ExchangeLane, over_mesh
 from fpipe.runtimes.processes.message_order import messages, results_last
-from fpipe.runtimes.processes.prepared_rank import PreparedRank, RankLinks
+from fpipe.runtimes.processes.prepared_rank import Elsewhere, PreparedRank, RankLinks
 from fpipe.runtimes.processes.process_mesh import group_of, refuse_other_size, replicas_of
 from fpipe.runtimes.processes.replicas import reduced_last
 from fpipe.runtimes.processes.same_batch import CheckBatch, digest, is_compared, of_batch

@@ -30,7 +30,7 @@ from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.watchdog import Watchdog
 from fpipe.runtimes.lowering.lane import Launch, Launched
 from fpipe.runtimes.lowering.lowered import Instruction, Lowered
-from fpipe.runtimes.processes.collective_lane import CollectiveLane
+from fpipe.runtimes.processes.collective_parts import CollectiveLane
 from fpipe.torch_internals import OpOverload, returns_of
 from fpipe.torch_private.dispatch import C10D
 from fpipe.torch_private.processes import all_gather, group_named, is_on_streams, reduce_scatter

@@ -7,11 +7,13 @@ The whole program is lowered, so that each rank knows the shapes of all that tra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -20,6 +22,7 @@ from fpipe import tree
 from fpipe.graphs.language.graph import Fact
 from fpipe.graphs.tracing.exchanged import Exchanged
 from fpipe.meaning.purity.sharded import is_sharded
+from fpipe.meaning.recorder import Held, Notes, Recorder
 from fpipe.meaning.step import StepInputs, StepOptions
 from fpipe.model import Model
 from fpipe.program import Program, Value, parts_of
@@ -33,12 +36,66 @@ from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.rank_part import Slots, of_rank
 from fpipe.runtimes.lowering.shards import is_share
 from fpipe.runtimes.lowering.slots import Exit, ProcessContext, ResultLeaf
-from fpipe.runtimes.lowering.untraced import Untraced
-from fpipe.runtimes.processes.clocks import ahead_of_rank_0, put_together
+from fpipe.runtimes.lowering.stage_calls import Untraced
 from fpipe.runtimes.processes.exchange_lane import ExchangeLane
 from fpipe.runtimes.processes.message import Layout
 from fpipe.runtimes.processes.replicas import NO_EXCHANGES, Replicas
 from fpipe.runtimes.processes.transfers import Transfers
+
+# Put what each rank measured of a step on one clock, that of rank 0.
+
+_PINGS = 50  # on a busy machine the least of ten was off by more than an op took
+
+
+def ahead_of_rank_0(group: ProcessGroup, rank: int, device: torch.device) -> float:
+    """Seconds that this process's clock is ahead of rank 0's; all ranks call it. The answer that took least time is
+    taken to have been on its way as long as the question."""
+    carrier: Any = group
+    word = torch.zeros((), dtype=torch.float64, device=device)
+    found = 0.0
+    for other in range(1, group.size()):
+        best = float("inf")
+        for _ in range(_PINGS) if rank in (0, other) else ():
+            if rank == other:
+                _gone(carrier.recv, word, 0)
+                _gone(carrier.send, word.fill_(time.perf_counter()), 0)
+                continue
+            asked = time.perf_counter()
+            _gone(carrier.send, word, other)
+            theirs = _gone(carrier.recv, word, other)
+            took = time.perf_counter() - asked
+            if took < best:
+                best, found = took, theirs - asked - took / 2
+        if rank == 0:
+            _gone(carrier.send, word.fill_(found), other)
+        elif rank == other:
+            found = _gone(carrier.recv, word, 0)
+    return 0.0 if rank == 0 else found
+
+
+def _gone(carry: Callable[..., Any], word: Tensor, peer: int) -> float:
+    """The number, once it has come or gone. On a device a wait alone does not hold up the host, whose clock this is."""
+    carry([word], peer, 0).wait()
+    return word.item()
+
+
+def put_together(
+    recorder: Recorder, notes: Notes, group: ProcessGroup, rank: int, ahead: float, device: torch.device
+) -> None:
+    """Add to what this rank noted what all others did, in the first step also what they hold; all ranks call it. It
+    travels on a device that the group carries."""
+    if recorder.held is None:
+        own = recorder.counted(notes)
+        every: list[Any] = [None] * group.size()
+        dist.all_gather_object(every, own, group=group)
+        changes = [one for other, found in enumerate(every) for one in found.changes if one[1] == other]
+        recorder.held = Held(tuple(found.peak[other] for other, found in enumerate(every)), changes)
+    began = [notes.began - ahead if other == rank else 0.0 for other in range(group.size())]
+    own_times = [now - ahead if now else 0.0 for now in notes.times]  # each row is of one rank: a sum has them all
+    both = torch.tensor([*own_times, *began], dtype=torch.float64, device=device)
+    dist.all_reduce(both, group=group)
+    (*notes.times,) = both[: len(own_times)].tolist()
+    notes.began = both[len(own_times) :].min().item()
 
 
 class RankLinks(NamedTuple):
@@ -206,3 +263,41 @@ def exchanged_by(
                 known[:-1] = [f"rows of {one._replace(shape=one.shape[1:])}" for one in rows]
             found.setdefault(by.axis, []).append(f"{op.cell} ({by.__name__}) of {' and '.join(known)}")
     return found
+
+
+# Stand for the loss on ranks that do not compute it, and say how they get it.
+
+
+class Elsewhere:
+    """The loss of a step on a rank that has none: false, and an error with the way out for who computes with it.
+
+    >>> loss = Elsewhere(3)
+    >>> loss, bool(loss), f"loss {loss}"
+    (on rank 3, False, 'loss on rank 3')
+    >>> loss.item()
+    Traceback (most recent call last):
+    AttributeError: the loss is on rank 3; build(..., broadcast=True) gives it to every rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __repr__(self) -> str:
+        return f"on rank {self._rank}"
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"the loss is {self}; build(..., broadcast=True) gives it to every rank.")
+
+    def __float__(self) -> NoReturn:
+        raise TypeError(f"the loss is {self}; build(..., broadcast=True) gives it to every rank.")
+
+    def __format__(self, how: str) -> str:
+        return str(self) if not how else format(float(self), how)
+
+    def __add__(self, other: Any) -> float:
+        return float(self)
+
+    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __lt__ = __gt__ = __add__

@@ -25,8 +25,7 @@ from fpipe.runtimes.faults.watchdog import Watchdog
 from fpipe.runtimes.lowering.lane import Launch, Launched, Watch
 from fpipe.runtimes.lowering.lowered import Instruction, Lowered
 from fpipe.runtimes.lowering.shards import Share, Shared, shard_of
-from fpipe.runtimes.processes.collective_lane import CollectiveLane
-from fpipe.runtimes.processes.collective_parts import CollectivePart, Works, parts_of_op
+from fpipe.runtimes.processes.collective_parts import CollectiveLane, CollectivePart, Works, parts_of_op
 from fpipe.torch_private.processes import coalesced
 
 Leaves = list[Any]

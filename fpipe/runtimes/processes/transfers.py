@@ -22,8 +22,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore
 
 from fpipe.program import Op, Value
+from fpipe.runtimes.faults.fault_store import RankError
 from fpipe.runtimes.faults.meeting import Meeting
-from fpipe.runtimes.faults.rank_error import RankError
 from fpipe.runtimes.faults.watchdog import NOT_THE_SAME_STEP, PeerWait, Watchdog
 from fpipe.runtimes.processes.communicators import connections_of, create_directed_groups
 from fpipe.runtimes.processes.message import HEADER, Layout, header, mark_of, step_of
