@@ -73,6 +73,7 @@ class Watchdog:
         self.part: RankPart | None = None
         self.wait: PeerWait | None = None
         self.ended = ""
+        self._last_error: BaseException | None = None
         self.key, self._step, self._seconds = ("", 0), 0, 0.0
         self._groups: Sequence[Any] = ()
         self._limit = _MARGIN
@@ -151,6 +152,9 @@ class Watchdog:
 
     def end_run(self, error: BaseException) -> BaseException:
         """End the run for all processes, and return the error to raise on this one."""
+        # Receives that are under way may still write their buffers, on streams that nobody waits for any more. The
+        # frames of the error hold these buffers, so the error stays until the process ends.
+        self._last_error = error
         raised = error
         if not isinstance(error, RankError):
             notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
