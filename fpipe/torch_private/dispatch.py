@@ -202,7 +202,7 @@ def without_deprecations() -> Generator[None]:
         yield
 
 
-# Ask the policy of a selective checkpoint, and switch `torch.utils.checkpoint` off where a function is traced.
+# Switch `torch.utils.checkpoint` off where a function is traced.
 
 
 @contextmanager

@@ -311,9 +311,6 @@ class _OwnCopies(NamedTuple):
     known: dict[object, int]
 
 
-# How many forwards of a rank make one microbatch of it: the unit that memory is counted in.
-
-
 def shares(program: Program) -> list[int]:
     """How many forwards one microbatch has on each rank (chunks times slices), which together count 1.
 

@@ -142,9 +142,6 @@ class FaultStore:
             self.ask(wait, _LINGER + _BRIEFLY)
 
 
-# Raise on every rank when one has failed: the run is over for all of them.
-
-
 class RankError(RuntimeError):
     """Another rank failed, is gone or hangs: its number, op and reason are in the message. The run is over.
 
