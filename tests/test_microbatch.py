@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fpipe import tree
-from fpipe.meaning.single_device.joining import join
-from fpipe.meaning.single_device.microbatch import cut, rows
+from fpipe.meaning.single_device.microbatch import cut, join, rows
 from tests.refusals import refusals
 from tests.test_tree import Node, OptreeNode
 

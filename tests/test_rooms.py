@@ -32,7 +32,7 @@ meaning/single_device <- root meaning/purity meaning/optimizers transforms timin
 meaning <- root meaning/purity meaning/optimizers transforms timing meaning/stages meaning/single_device
 verification <- root meaning/optimizers transforms meaning/stages meaning/single_device meaning
 torch_private <- root
-graphs/language <- root meaning/purity meaning/stages
+graphs/language <- root meaning/purity
 finding <- root transforms timing orders schedules
 graphs/tracing <- root meaning/purity meaning/stages torch_private graphs/language
 graphs/compiling <- root meaning/purity torch_private graphs/language graphs/tracing
@@ -52,7 +52,7 @@ runtimes/in_process <- root meaning/purity meaning/optimizers transforms meaning
     graphs/tracing runtimes/lowering
 models <- root meaning/purity timing meaning/stages meaning/single_device meaning torch_private graphs/tracing
     models/parameters models/modules models/tracing models/cutting
-runtimes/processes <- root meaning/purity meaning/optimizers transforms meaning/stages meaning/single_device meaning
+runtimes/processes <- root meaning/purity meaning/optimizers transforms meaning/single_device meaning
     torch_private graphs/language graphs/tracing graphs/compiling runtimes/lowering runtimes/faults
 runtimes <- root meaning/optimizers transforms meaning runtimes/in_process runtimes/processes
 measuring <- root meaning/purity meaning/optimizers transforms timing meaning/single_device meaning graphs/language

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from fpipe import tree
 from fpipe.interop._torch_write import refuse_what_torch_lacks
-from fpipe.meaning.match import check_match
+from fpipe.meaning.inputs_and_results import check_match
 from fpipe.meaning.single_device.params_and_state import check_params, trained
 from fpipe.model import Model, Stage, same_keys, who_draws
 from fpipe.program import Program, ProgramError, parts_of

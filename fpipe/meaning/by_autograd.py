@@ -18,13 +18,20 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fpipe import tree
 from fpipe.meaning.devices import Moves
+from fpipe.meaning.purity.own_memory import alias, of_each_row, rows_of
 from fpipe.meaning.purity.pure import pure
 from fpipe.meaning.purity.sharded import placed_as
 from fpipe.meaning.single_device.params_and_state import trained
 from fpipe.meaning.stages.keys import seeded, seeder
-from fpipe.meaning.stages.memory_layout import alias, of_each_row, rows_of
-from fpipe.meaning.stages.outputs import call_stage, loss_of, outputs_of, refuse_odd_output, scaled, split_output
-from fpipe.meaning.stages.way_back import refuse_missing_gradients
+from fpipe.meaning.stages.outputs import (
+    call_stage,
+    loss_of,
+    outputs_of,
+    refuse_missing_gradients,
+    refuse_odd_output,
+    scaled,
+    split_output,
+)
 from fpipe.model import Model, Stage, Turn, who_draws
 from fpipe.program import Op, Value, is_exchange
 from fpipe.torch_internals import forbids_saved_tensors_hooks

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.meaning.stages.memory_layout import span
+from fpipe.meaning.purity.own_memory import span
 from fpipe.program import Output, Program, Value, parts_of
 
 BATCH = ("inputs", "target")

@@ -66,8 +66,7 @@ def from_functions(
     )
     if "torch.nn" in sys.modules:  # whoever has a module that computes with parameters of its own has torch
         from fpipe.meaning.purity.attributes import modules_of
-        from fpipe.meaning.purity.fingerprint import Fingerprint
-        from fpipe.meaning.purity.known_modules import refuse_hooked
+        from fpipe.meaning.purity.fingerprint import Fingerprint, refuse_hooked
 
         functions = [stage.forward for stage in stages]
         for path, module in (one for fn in functions for one in modules_of(fn)):

@@ -24,10 +24,9 @@ from fpipe.meaning.by_autograd import (
     weight_gradient,
 )
 from fpipe.meaning.devices import moved
-from fpipe.meaning.single_device.batches import batches_of, check_batch, rows_of_each, streams
-from fpipe.meaning.single_device.joining import join, join_gradients, join_slices
-from fpipe.meaning.single_device.microbatch import cut, cut_sequence, rows
-from fpipe.meaning.stages.memory_layout import is_strided
+from fpipe.meaning.purity.own_memory import is_strided
+from fpipe.meaning.single_device.microbatch import cut, cut_sequence, join, join_gradients, join_slices, rows
+from fpipe.meaning.single_device.params_and_state import batches_of, check_batch, rows_of_each, streams
 from fpipe.meaning.updates import norm_of, unscale, update_params, validate
 from fpipe.program import Op, Program, kind_of
 from fpipe.torch_internals import each_times

@@ -14,9 +14,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from fpipe.meaning.optimizers.op_words import rates_of, update_of, words_of
+from fpipe.meaning.optimizers.optimizer_state import rates_of, update_of, words_of
 from fpipe.meaning.purity.ambient import casting, refuse_odd_modes
-from fpipe.meaning.single_device.batches import refuse_spread
+from fpipe.meaning.single_device.params_and_state import refuse_spread
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.stages.keys import fold_in
 from fpipe.program import Program

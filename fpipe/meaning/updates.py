@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.meaning.by_autograd import StepContext
-from fpipe.meaning.optimizers.op_words import UpdateWords, names_of, words_of
+from fpipe.meaning.optimizers.optimizer_state import UpdateWords, names_of, words_of
 from fpipe.meaning.optimizers.rules import State, Words, apply_rule, numbers_of
 from fpipe.model import Model
 from fpipe.program import Op

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fpipe.graphs.language.flops import flops_of
-from fpipe.meaning.match import check_match
+from fpipe.meaning.inputs_and_results import check_match
 from fpipe.meaning.optimizers.optimizer_state import example_optim
 from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.meaning.step import StepInputs, StepOptions

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from fpipe.meaning.optimizers.optimizer_state import example_optim
-from fpipe.meaning.single_device.batches import refuse_meta
+from fpipe.meaning.single_device.params_and_state import refuse_meta
 from fpipe.measuring.sizes import Sizes, sizes
 from fpipe.measuring.timeline_costs import Moving, Runs, kept, moving, note, seconds_of, variants_of, with_halves
 from fpipe.model import Model

@@ -11,7 +11,7 @@ import torch
 
 from fpipe.graphs.language.graph import Fact
 from fpipe.limits import whole
-from fpipe.meaning.match import check_match
+from fpipe.meaning.inputs_and_results import check_match
 from fpipe.meaning.optimizers.optimizer_state import example_optim
 from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.meaning.recorder import Storages

@@ -25,11 +25,10 @@ from fpipe import tree
 from fpipe.meaning.from_functions import from_functions
 from fpipe.meaning.purity.ambient import refuse_odd_modes
 from fpipe.meaning.purity.attributes import modules_of
-from fpipe.meaning.purity.fingerprint import Fingerprint
-from fpipe.meaning.purity.known_modules import refuse_wrapped
+from fpipe.meaning.purity.fingerprint import Fingerprint, refuse_wrapped
 from fpipe.meaning.purity.pure import pure
 from fpipe.meaning.purity.sharded import is_sharded
-from fpipe.meaning.single_device.batches import check_batch
+from fpipe.meaning.single_device.params_and_state import check_batch
 from fpipe.meaning.stages.outputs import split_loss
 from fpipe.model import LossFunction, Model, Reduction, odd_signature
 from fpipe.models.cutting.cut_net import CutNet

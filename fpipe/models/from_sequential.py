@@ -17,8 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fpipe.meaning.from_functions import from_functions
-from fpipe.meaning.purity.fingerprint import Fingerprint
-from fpipe.meaning.purity.known_modules import refuse_net
+from fpipe.meaning.purity.fingerprint import Fingerprint, refuse_net
 from fpipe.meaning.purity.own_memory import memory
 from fpipe.model import Model, Reduction, Source
 from fpipe.models.modules.skips import plan_skips

@@ -15,10 +15,16 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.limits import whole
-from fpipe.meaning.single_device.batches import check_batch, rows_of_each, streams
 from fpipe.meaning.single_device.microbatch import cut, rows
 from fpipe.meaning.single_device.over_parts import over_parts
-from fpipe.meaning.single_device.params_and_state import check_all_state, check_params, train
+from fpipe.meaning.single_device.params_and_state import (
+    check_all_state,
+    check_batch,
+    check_params,
+    rows_of_each,
+    streams,
+    train,
+)
 from fpipe.meaning.single_device.result import Result
 from fpipe.model import Model, the_model
 from fpipe.models.parameters.params import join_params

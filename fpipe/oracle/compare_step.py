@@ -15,14 +15,20 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.limits import whole
-from fpipe.meaning.optimizers.op_words import Rate, names_of, rates_of, words_of
-from fpipe.meaning.optimizers.optimizer_state import check_groups, check_optimizer_state, initial_states
+from fpipe.meaning.optimizers.optimizer_state import (
+    Rate,
+    check_groups,
+    check_optimizer_state,
+    initial_states,
+    names_of,
+    rates_of,
+    words_of,
+)
 from fpipe.meaning.optimizers.rules import numbers_of
 from fpipe.meaning.purity.sharded import is_sharded
-from fpipe.meaning.single_device.batches import check_batch
 from fpipe.meaning.single_device.microbatch import cut
 from fpipe.meaning.single_device.over_parts import over_parts
-from fpipe.meaning.single_device.params_and_state import check_all_state
+from fpipe.meaning.single_device.params_and_state import check_all_state, check_batch
 from fpipe.meaning.single_device.result import Result
 from fpipe.model import Model, the_model
 from fpipe.models.parameters.params import join_params

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fpipe import tree
-from fpipe.meaning.single_device.batches import refuse_meta
+from fpipe.meaning.single_device.params_and_state import refuse_meta
 from fpipe.measuring.estimate import estimate
 from fpipe.measuring.profile import profile
 from fpipe.measuring.sizes import Sizes, sizes

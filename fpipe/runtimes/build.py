@@ -12,8 +12,8 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
 from fpipe.meaning.devices import devices_of
-from fpipe.meaning.match import check_example, check_match, refuse_lost_constants
-from fpipe.meaning.optimizers.op_words import update_of
+from fpipe.meaning.inputs_and_results import check_example, check_match, refuse_lost_constants
+from fpipe.meaning.optimizers.optimizer_state import update_of
 from fpipe.meaning.step import Step, StepOptions, post_validated, refuse_no_autocast, under_autocast
 from fpipe.meaning.walk import walk
 from fpipe.model import Model, in_mode

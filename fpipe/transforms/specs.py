@@ -49,7 +49,7 @@ class Replicate:
 class Sum:
     """How to join what is counted: the parts of all microbatches are added.
 
-    >>> from fpipe.meaning.single_device.joining import join
+    >>> from fpipe.meaning.single_device.microbatch import join
     >>> join([{"right": 3}, {"right": 4}], spec=Sum())
     {'right': 7}
     """

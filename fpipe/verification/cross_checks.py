@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.meaning.single_device.joining import join
+from fpipe.meaning.single_device.microbatch import join
 from fpipe.meaning.single_device.microbatch_graph import added
 from fpipe.meaning.single_device.over_parts import over_parts
 from fpipe.meaning.single_device.params_and_state import train

@@ -13,13 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.meaning.lockstep import scatters_microbatches
 from fpipe.meaning.meaning import cast_of
-from fpipe.meaning.single_device.batches import rows_of_each, streams
 from fpipe.meaning.single_device.microbatch import cut
 from fpipe.meaning.single_device.microbatch_graph import detached
 from fpipe.meaning.single_device.over_parts import Joined, OverReplicas, Sliced
+from fpipe.meaning.single_device.params_and_state import rows_of_each, streams
 from fpipe.meaning.single_device.result import Result
+from fpipe.meaning.walk import scatters_microbatches
 from fpipe.program import Program
 from fpipe.transforms.specs import spec_of
 

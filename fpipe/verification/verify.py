@@ -22,16 +22,15 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.meaning.by_autograd import Inputs, Residuals
-from fpipe.meaning.lockstep import lockstep, refuse_without
-from fpipe.meaning.match import check_match
+from fpipe.meaning.inputs_and_results import check_match
 from fpipe.meaning.meaning import summed
-from fpipe.meaning.optimizers.op_words import update_of
-from fpipe.meaning.single_device.batches import refuse_meta, refuse_spread, streams
+from fpipe.meaning.optimizers.optimizer_state import update_of
 from fpipe.meaning.single_device.over_parts import over_parts
+from fpipe.meaning.single_device.params_and_state import refuse_meta, refuse_spread, streams
 from fpipe.meaning.single_device.reference import counted_replicas, one_key, parts_of_replicas
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.step import StepInputs, StepOptions
-from fpipe.meaning.walk import place_of, walk
+from fpipe.meaning.walk import lockstep, place_of, refuse_without, walk
 from fpipe.model import Model, in_mode
 from fpipe.program import Program, Value, the_program
 from fpipe.transforms.merge import merge

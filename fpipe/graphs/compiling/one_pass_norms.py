@@ -20,7 +20,7 @@ import torch
 from fpipe.graphs.language.graph import Aval, Graph, Name, Node, renamed, rewritten
 from fpipe.graphs.tracing.running_statistics import RUNNING
 from fpipe.meaning.purity.ambient import kernels, raw_ops
-from fpipe.meaning.purity.schema import BATCH_NORMS
+from fpipe.meaning.purity.own_memory import BATCH_NORMS
 
 _CLONE: Any = torch.ops.aten.clone.default
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from fpipe.graphs.language.labels import GENERATORS, is_cotangent
-from fpipe.meaning.purity.schema import is_check
+from fpipe.meaning.purity.own_memory import is_check, span
 from fpipe.meaning.purity.sharded import Sharding, is_collective, local_of, sharding_of
-from fpipe.meaning.stages.memory_layout import span
 from fpipe.torch_internals import storage_of
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from fpipe.graphs.tracing.running_statistics import split_statistics
 from fpipe.meaning.purity.ambient import Untraceable
-from fpipe.meaning.purity.schema import BATCH_NORMS, is_view_in_place, mutated_by
+from fpipe.meaning.purity.own_memory import BATCH_NORMS, is_view_in_place, mutated_by
 from fpipe.torch_internals import OpOverload, arguments_of, names_of, storage_of
 from fpipe.torch_private.dispatch import functionalized
 from fpipe.torch_private.fx import traced_by_torch

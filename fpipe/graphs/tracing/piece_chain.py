@@ -20,7 +20,7 @@ from fpipe.graphs.language.labels import cotangent_of, is_input, label_at
 from fpipe.graphs.tracing.joined_pieces import Moved, PieceValue, Places, TracedPiece, fact_of, joined
 from fpipe.graphs.tracing.stage_call import Spec, StageCall, positions
 from fpipe.meaning.purity.ambient import Untraceable
-from fpipe.meaning.stages.memory_layout import alias
+from fpipe.meaning.purity.own_memory import alias
 from fpipe.meaning.stages.outputs import outputs_of
 from fpipe.model import Model
 from fpipe.positional_stage import PositionalStage

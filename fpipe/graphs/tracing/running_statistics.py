@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fpipe.meaning.purity.own_memory import memory, tensors_in
-from fpipe.meaning.purity.schema import BATCH_NORMS
+from fpipe.meaning.purity.own_memory import BATCH_NORMS, memory, tensors_in
 
 _aten: Any = torch.ops.aten
 _LIBRARY = torch.library.Library("fpipe", "FRAGMENT")

@@ -18,8 +18,8 @@ from fpipe import tree
 from fpipe.graphs.language.graph import Aval, aval
 from fpipe.graphs.language.labels import is_input, label_at
 from fpipe.graphs.tracing.keep import collecting_marks
+from fpipe.meaning.purity.own_memory import alias
 from fpipe.meaning.purity.pure import pure
-from fpipe.meaning.stages.memory_layout import alias
 from fpipe.meaning.stages.outputs import call_stage, loss_of, outputs_of, refuse_odd_output, split_output
 from fpipe.model import Model, Turn, same_keys
 from fpipe.positional_stage import PositionalStage

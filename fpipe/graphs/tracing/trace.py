@@ -26,11 +26,10 @@ from fpipe.graphs.tracing.draws import Unseeded, draws, keyed, refuse_hidden, wi
 from fpipe.graphs.tracing.fake import LeakedTensor, fake_mode, no_leaks, watched_memory
 from fpipe.graphs.tracing.functional import functional, refuse_mutation
 from fpipe.meaning.purity.ambient import Untraceable
+from fpipe.meaning.purity.own_memory import is_view_in_place, mutated_by, of_each_row, rows_of
 from fpipe.meaning.purity.pure import Impure
-from fpipe.meaning.purity.schema import is_view_in_place, mutated_by
 from fpipe.meaning.stages.keys import exclusive_generator
-from fpipe.meaning.stages.memory_layout import of_each_row, rows_of
-from fpipe.meaning.stages.way_back import MissingGradient, partly_python, refuse_max_gradients, refuse_missing_gradients
+from fpipe.meaning.stages.outputs import MissingGradient, partly_python, refuse_max_gradients, refuse_missing_gradients
 from fpipe.model import Model
 from fpipe.torch_internals import is_view
 from fpipe.torch_private.dispatch import (

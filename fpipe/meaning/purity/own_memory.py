@@ -1,4 +1,4 @@
-"""Watch which memory ops write: a call may write what it made itself, and no other.
+"""Tell which memory an op writes and how a tensor lies in it: a call may write what it made itself, and no other.
 
 y = x * 2; y.add_(1)        fine: made since the mode is on
 x.add_(1)                   refused before the write, on the line that does it
@@ -6,15 +6,68 @@ x.add_(1)                   refused before the write, on the line that does it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from fpipe.meaning.purity.schema import written
 from fpipe.meaning.purity.sharded import of_sharded
-from fpipe.torch_internals import StorageWeakRef, TorchDispatchMode, storage_of
+from fpipe.torch_internals import OpOverload, StorageWeakRef, TorchDispatchMode, arguments_of, returns_of, storage_of
+
+# Ask the schema of an op what it does to its arguments.
+
+ATEN: Any = torch.ops.aten
+BATCH_NORMS = (ATEN.native_batch_norm.default, ATEN.cudnn_batch_norm.default, ATEN.miopen_batch_norm.default)
+_NORMS = (*BATCH_NORMS, ATEN.batch_norm.default, ATEN.instance_norm.default)
+"""In training these mutate their running statistics, though their schemas deny it."""
+_TRAINING = 5  # the place of that argument
+
+
+def written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments of a call that the op mutates."""
+    if op in _NORMS:
+        return list(args[3:5]) if len(args) > _TRAINING and args[_TRAINING] else []
+    places, words = _mutable(op)
+    found = [args[place] for place in places if place < len(args)] + [kwargs[word] for word in words if word in kwargs]
+    return [one for value in found for one in (value if isinstance(value, list | tuple) else [value])]
+
+
+def mutated_by(node: fx.Node) -> list[fx.Node]:
+    """Return the values of a graph that an op of it mutates."""
+    return [value for value in written(node.target, node.args, node.kwargs) if isinstance(value, fx.Node)]
+
+
+@cache
+def is_view_in_place(op: Any) -> bool:
+    """Whether an op in place changes only how a tensor looks at its memory, as `t_` does."""
+    return isinstance(op, OpOverload) and torch.Tag.inplace_view in op.tags
+
+
+@cache
+def is_check(op: Any) -> bool:
+    """Whether an op returns nothing and looks at data: it is there for the error that it may raise.
+
+    >>> is_check(torch.ops.aten._linalg_check_errors.default), is_check(torch.ops.aten.add.Tensor)
+    (True, False)
+    """
+    if not isinstance(op, OpOverload) or returns_of(op) or op is ATEN._assert_tensor_metadata.default:
+        return False
+    return any(isinstance(one.type, torch.TensorType) for one in arguments_of(op)) and not any(_mutable(op))
+
+
+@cache
+def _mutable(op: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The places and the names of the arguments that the schema of an op marks as mutable."""
+    if not isinstance(op, OpOverload):
+        return (), ()
+    marked = [
+        (place, argument.name)
+        for place, argument in enumerate(arguments_of(op))
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return tuple(place for place, _ in marked), tuple(name for _, name in marked)
 
 
 class OwnMemory(TorchDispatchMode):
@@ -61,10 +114,9 @@ class OwnMemory(TorchDispatchMode):
         return place is None or (place in self.made if self.forbidden is None else place not in self.forbidden)
 
 
-_aten: Any = torch.ops.aten
-_MOVES = (_aten._to_copy.default, _aten.detach.default, _aten.alias.default)
+_MOVES = (ATEN._to_copy.default, ATEN.detach.default, ATEN.alias.default)
 _DEVICE = torch.ops.prim.device.default
-_LITERAL = _aten.lift_fresh.default  # torch.tensor([1, 2]) in a function
+_LITERAL = ATEN.lift_fresh.default  # torch.tensor([1, 2]) in a function
 
 
 def memory(tensor: Tensor) -> Any:
@@ -82,3 +134,46 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from tensors_in(value)
+
+
+# Describe how a tensor lies in memory, and alias the value that a stage reads.
+
+
+def is_strided(tensor: Tensor) -> bool:
+    """Whether it is in one piece of memory, by sizes and strides: sparse and nested tensors are not."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def layout_of(tensor: Tensor) -> str:
+    """Name the layout of a tensor that is not strided."""
+    return "nested tensor" if tensor.is_nested else f"tensor of layout {tensor.layout}"
+
+
+@lru_cache(maxsize=1024)
+def span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """How many places in memory a tensor reaches over."""
+    return 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+
+
+def alias(leaf: Any) -> Any:
+    """Alias a value for the stage that reads it: no leaf of autograd's graph, as in the model that is not cut.
+
+    Autocast casts a leaf once for all its uses, and so adds their gradients up in the lower precision."""
+    known = isinstance(leaf, Tensor) and leaf.requires_grad and is_strided(leaf)
+    return torch.ops.aten.alias.default(leaf) if known else leaf
+
+
+# Hand each row of a microbatch parameters of its own, which are all equal: their gradient is then one for each row.
+
+
+def rows_of(leaves: Iterable[Any]) -> int:
+    """How many rows there are in what a stage takes: scalars and what is no tensor have none."""
+    return next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim)
+
+
+def of_each_row(leaves: Sequence[Any], rows: int) -> list[Any]:
+    """The parameters of a stage, each with a dimension of rows in front."""
+    return [
+        leaf.detach().expand(rows, *leaf.shape).requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
+    ]

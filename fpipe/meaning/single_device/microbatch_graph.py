@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.meaning.purity.own_memory import is_strided, of_each_row, rows_of
 from fpipe.meaning.purity.pure import pure
 from fpipe.meaning.purity.sharded import placed_as
 from fpipe.meaning.single_device.params_and_state import is_differentiable, train
 from fpipe.meaning.stages.keys import seeded, seeder
-from fpipe.meaning.stages.memory_layout import is_strided, of_each_row, rows_of
-from fpipe.meaning.stages.outputs import call_stage, loss_of, outputs_of, split_output
-from fpipe.meaning.stages.way_back import refuse_missing_gradients
+from fpipe.meaning.stages.outputs import call_stage, loss_of, outputs_of, refuse_missing_gradients, split_output
 from fpipe.model import Model, Turn, who_draws
 from fpipe.program import Value
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.meaning.purity.ambient import refuse_odd_modes
-from fpipe.meaning.single_device.joining import join, join_gradients, join_slices
-from fpipe.meaning.single_device.microbatch import cut_sequence
+from fpipe.meaning.single_device.microbatch import cut_sequence, join, join_gradients, join_slices
 from fpipe.meaning.single_device.microbatch_graph import (
     MicrobatchGraph,
     See,

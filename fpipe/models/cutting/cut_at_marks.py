@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from fpipe.meaning.purity.schema import mutated_by
+from fpipe.meaning.purity.own_memory import mutated_by
 from fpipe.model import Source
 from fpipe.models.cutting.marked_graph import MarkedGraph, has_effect
 from fpipe.models.tracing.contexts import copy_nodes

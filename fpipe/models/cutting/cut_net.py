@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from fpipe import tree
 from fpipe.meaning.purity.attributes import Modules
-from fpipe.meaning.purity.known_modules import may_depend_on_mode
+from fpipe.meaning.purity.fingerprint import may_depend_on_mode
 from fpipe.model import Source, one_or_all
 from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.cut_at_marks import StageGraphs

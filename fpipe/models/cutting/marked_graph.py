@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fpipe.graphs.tracing.draws import draws
-from fpipe.meaning.purity.schema import is_check, mutated_by
+from fpipe.meaning.purity.own_memory import is_check, mutated_by
 from fpipe.models.tracing.boundary import MARK
 from fpipe.models.tracing.contexts import contexts_of, switches_context
 from fpipe.models.tracing.net_graph import NetGraph

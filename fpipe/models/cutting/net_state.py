@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fpipe.meaning.purity.schema import mutated_by
+from fpipe.meaning.purity.own_memory import mutated_by
 from fpipe.models.cutting.marked_graph import MarkedGraph
 from fpipe.models.tracing.places import place_of
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fpipe.meaning.purity.attributes import Same, value_key
-from fpipe.meaning.purity.schema import mutated_by
+from fpipe.meaning.purity.own_memory import mutated_by
 from fpipe.models.cutting.marked_graph import draws_random
 from fpipe.models.tracing.contexts import Context, contexts_of, copy_nodes, restored_on_error
 

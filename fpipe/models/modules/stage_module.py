@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.meaning.purity.attributes import Attributes, Same
-from fpipe.meaning.purity.fingerprint import module_key
-from fpipe.meaning.purity.known_modules import draws_random, refuse_impure
+from fpipe.meaning.purity.fingerprint import draws_random, module_key, refuse_impure
 from fpipe.meaning.purity.own_memory import OwnMemory, memory
 from fpipe.meaning.purity.pure import Impure
 from fpipe.model import same_keys

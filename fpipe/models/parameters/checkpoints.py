@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
 from fpipe.meaning.purity.sharded import dimensions, is_sharded
-from fpipe.meaning.single_device.batches import refuse_meta
+from fpipe.meaning.single_device.params_and_state import refuse_meta
 from fpipe.models.parameters.sources import CODES
 from fpipe.program import Program, the_program
 from fpipe.torch_private.processes import quiet_checkpoints

@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 
 from fpipe import tree
 from fpipe.meaning.purity.attributes import Attributes
-from fpipe.meaning.purity.known_modules import refuse_net
+from fpipe.meaning.purity.fingerprint import refuse_net
 from fpipe.meaning.purity.sharded import is_sharded, refuse_sharded
 from fpipe.meaning.stages.outputs import in_words
 from fpipe.models.modules.batch_norm import tracks

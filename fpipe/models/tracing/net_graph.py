@@ -21,8 +21,8 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.overrides import TorchFunctionMode
 
 from fpipe import tree
-from fpipe.meaning.purity.schema import mutated_by
-from fpipe.meaning.stages.way_back import partly_python
+from fpipe.meaning.purity.own_memory import mutated_by
+from fpipe.meaning.stages.outputs import partly_python
 from fpipe.models.tracing.places import place_of, traced_with_grad
 from fpipe.torch_private import dispatch
 from fpipe.torch_private.fx import (

@@ -22,7 +22,7 @@ from fpipe.meaning.by_autograd import StepContext, forward
 from fpipe.meaning.meaning import RULES
 from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.meaning.purity.attributes import Attributes, modules_of
-from fpipe.meaning.stages.memory_layout import is_strided, layout_of, span
+from fpipe.meaning.purity.own_memory import is_strided, layout_of, span
 from fpipe.model import Stage
 from fpipe.positional_stage import of_net
 from fpipe.program import Op, Value

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from fpipe import tree
 from fpipe.graphs.language.graph import Fact
 from fpipe.meaning.by_autograd import StepContext
-from fpipe.meaning.optimizers.op_words import words_of
+from fpipe.meaning.optimizers.optimizer_state import words_of
 from fpipe.meaning.updates import names_in, updated_leaves
 from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.abstract_tree import AbstractTree

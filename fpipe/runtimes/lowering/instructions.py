@@ -22,8 +22,8 @@ from fpipe.graphs.language.graph import Fact, aval
 from fpipe.meaning.by_autograd import StepContext, detached, times
 from fpipe.meaning.meaning import RULES, summed
 from fpipe.meaning.purity.ambient import Casts, casting
+from fpipe.meaning.purity.own_memory import is_strided
 from fpipe.meaning.stages.keys import generator_on, seeder
-from fpipe.meaning.stages.memory_layout import is_strided
 from fpipe.model import Model
 from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.abstract_eval import is_list

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.meaning.purity.ambient import Untraceable, ambient
+from fpipe.meaning.purity.own_memory import layout_of
 from fpipe.meaning.purity.sharded import local_of, sharding_of
-from fpipe.meaning.stages.memory_layout import layout_of
 from fpipe.model import Model
 from fpipe.positional_stage import of_net
 from fpipe.torch_private.dispatch import has_own_functions

@@ -19,11 +19,10 @@ from fpipe.meaning.devices import BATCH, brought, check_at_home, home_of
 from fpipe.meaning.inputs_and_results import bind_inputs, collect_results
 from fpipe.meaning.meaning import batch_of
 from fpipe.meaning.purity.ambient import Untraceable
+from fpipe.meaning.purity.own_memory import is_strided, layout_of
 from fpipe.meaning.purity.sharded import Sharding, local_of, sharding_of
-from fpipe.meaning.single_device.batches import streams
-from fpipe.meaning.single_device.params_and_state import trained
+from fpipe.meaning.single_device.params_and_state import streams, trained
 from fpipe.meaning.stages.keys import needs_key
-from fpipe.meaning.stages.memory_layout import is_strided, layout_of
 from fpipe.meaning.step import NO_KEY, Keys, StepInputs
 from fpipe.model import Model, who_draws
 from fpipe.positional_stage import PositionalStage

@@ -25,10 +25,10 @@ from fpipe.graphs.tracing.trace_cache import LRUCache
 from fpipe.meaning.optimizers.optimizer_state import example_optim
 from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.meaning.purity.attributes import line_of
+from fpipe.meaning.purity.own_memory import is_strided
 from fpipe.meaning.purity.sharded import is_sharded
 from fpipe.meaning.single_device.params_and_state import check_params
 from fpipe.meaning.single_device.result import Result
-from fpipe.meaning.stages.memory_layout import is_strided
 from fpipe.meaning.step import Keys, Step, StepInputs, StepOptions
 from fpipe.model import Model
 from fpipe.positional_stage import PositionalStage
