@@ -45,9 +45,8 @@ if TYPE_CHECKING:
     from fpipe import testing as testing
     from fpipe.derived.custom_stage import custom_stage
     from fpipe.derived.deferred_batch_norm import deferred_batch_norm
-    from fpipe.derived.dual import Dual, make_dual, unpack_dual
     from fpipe.derived.freeze import evaluating, freeze
-    from fpipe.derived.jvp import jvp
+    from fpipe.derived.jvp import Dual, jvp, make_dual, unpack_dual
     from fpipe.derived.per_example import per_example
     from fpipe.finding.found import Found
     from fpipe.finding.search import search
@@ -106,7 +105,6 @@ _LATE = {
     "models.tracing.boundary": ("boundary",),
     "derived.custom_stage": ("custom_stage",),
     "derived.deferred_batch_norm": ("deferred_batch_norm",),
-    "derived.dual": ("Dual", "make_dual", "unpack_dual"),
     "derived.freeze": ("evaluating", "freeze"),
     "models.exchange": ("exchange",),
     "meaning.from_functions": ("from_functions",),
@@ -115,7 +113,7 @@ _LATE = {
     "models.from_sequential": ("from_sequential",),
     "models.parameters.checkpoints": ("gather_state_dict", "load", "save"),
     "models.parameters.grads": ("add_grads", "assign_grads", "clip_grads", "global_norm"),
-    "derived.jvp": ("jvp",),
+    "derived.jvp": ("Dual", "jvp", "make_dual", "unpack_dual"),
     "models.parameters.load": ("init_params", "load_params"),
     "models.parameters.params": ("join_params", "local_params", "split_params"),
     "models.parameters.first_values": ("shard_params",),

@@ -52,8 +52,8 @@ runtimes/in_process <- root meaning/purity meaning/optimizers transforms meaning
     graphs/tracing runtimes/lowering
 models <- root meaning/purity timing meaning/stages meaning/single_device meaning torch_private graphs/tracing
     models/parameters models/modules models/tracing models/cutting
-runtimes/processes <- root meaning/purity meaning/optimizers transforms meaning/single_device meaning
-    torch_private graphs/language graphs/tracing graphs/compiling runtimes/lowering runtimes/faults
+runtimes/processes <- root meaning/purity meaning/optimizers transforms meaning/single_device meaning torch_private
+    graphs/language graphs/tracing graphs/compiling runtimes/lowering runtimes/faults
 runtimes <- root meaning/optimizers transforms meaning runtimes/in_process runtimes/processes
 measuring <- root meaning/purity meaning/optimizers transforms timing meaning/single_device meaning graphs/language
     runtimes/lowering runtimes/processes runtimes

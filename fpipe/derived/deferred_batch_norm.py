@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fpipe.model import Model, Stage, Turn, the_model
-from fpipe.models.modules.batch_norm import Norms
+from fpipe.models.modules.modes import Norms
 from fpipe.models.modules.stage_module import StageModule
 from fpipe.torch_internals import is_batch_norm
 from fpipe.torch_private.modules import has_torchs_forward, without_statistics

@@ -17,9 +17,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from fpipe import tree
 from fpipe.meaning.from_functions import from_functions
@@ -31,14 +32,108 @@ from fpipe.meaning.purity.sharded import is_sharded
 from fpipe.meaning.single_device.params_and_state import check_batch
 from fpipe.meaning.stages.outputs import split_loss
 from fpipe.model import LossFunction, Model, Reduction, odd_signature
-from fpipe.models.cutting.cut_net import CutNet
-from fpipe.models.cutting.loss_part import LossPart
-from fpipe.models.cutting.marked_graph import MarkedGraph
+from fpipe.models.cutting.cut_at_marks import Subgraph
+from fpipe.models.cutting.cut_net import CutNet, guard_of
+from fpipe.models.cutting.marked_graph import MarkedGraph, draws_random, has_effect
 from fpipe.models.tracing.boundary import seeding
-from fpipe.models.tracing.contexts import autocast_eps
+from fpipe.models.tracing.contexts import autocast_eps, restored_on_error
 from fpipe.models.tracing.net_graph import NetTensors
+from fpipe.models.tracing.places import place_of
 from fpipe.models.tracing.trace_loss import trace_loss
 from fpipe.torch_private.dispatch import is_compiled
+
+
+class LossPart:
+    """The loss behind the stages of a loss function: what depends on the target.
+
+    Attributes:
+        judging: the target, and all that is computed from it: operations of no stage.
+        result: what the last stage hands on to it, a node or a tuple of them.
+
+    Raises:
+        ValueError: it is no loss behind stages: a stage reads the target, say, or the loss a parameter.
+    """
+
+    def __init__(self, marked: MarkedGraph) -> None:
+        self.net, self.marked, self.params = marked.net, marked, marked.net.params
+        leaves = enumerate(tree.leaves(self.net.inputs[1]))
+        self.target = {leaf: place for place, leaf in leaves if isinstance(leaf, fx.Node)}
+        self.judging = {*self.target, *marked.computed_from(self.target, marked.replicated)}
+        self._refuse_mutated_constants()
+        self._refuse_other_readers()
+        self._refuse_random_numbers_after_loss()
+        self.part = self._part()
+        self.received = [node for node in marked.graph.nodes if node in self.part.received]
+        self.result = tuple(self.received) if len(self.received) > 1 else self.received[0]
+
+    def _is_of_loss(self, node: fx.Node) -> bool:
+        """Whether the loss computes it: from the target, or as a count, which does not join as outputs do."""
+        if node in self.judging:
+            return True
+        value = node.meta.get("val")
+        is_count = isinstance(value, Tensor) and not value.ndim and not value.dtype.is_floating_point
+        is_pure = node in self.marked.stage_of and node not in self.marked.mutators and not has_effect(node)
+        return is_pure and is_count and not any(read in self.params for read in self.marked.reads(node))
+
+    def _refuse_mutated_constants(self) -> None:
+        """Refuse writes to what the function closes over: its views are fake, with a storage that nobody knows."""
+        for constant, node in self.marked.mutators.items():
+            if constant.op == "get_attr":
+                shape = tuple(getattr(self.marked.module, str(constant.target)).shape)
+                raise ValueError(
+                    f"loss_fn writes a tensor of shape {shape} in place ({node.target}), which it closes over; a stage "
+                    f"and a loss are pure functions. Hand it in, among params, or mutate a clone.{place_of(node)}"
+                )
+
+    def _refuse_other_readers(self) -> None:
+        """Only what comes after the last mark may read the target, and with it no parameter."""
+        for node, stage in self.marked.stage_of.items():
+            if node not in self.judging:
+                continue
+            if stage < self.marked.stages - 1:
+                raise ValueError(
+                    f"stage {stage} reads the target ({node.name}); only what comes after the last boundary may. What "
+                    f"a stage reads of the batch is one of its inputs.{place_of(node)}"
+                )
+            for name in (self.params[read] for read in self.marked.reads(node) if read in self.params):
+                raise ValueError(
+                    f"{node.name} reads the target and the parameter {name!r}: a loss(y, target) has no parameters. "
+                    f"Compute what needs them before the target comes in.{place_of(node)}"
+                )
+
+    def _refuse_random_numbers_after_loss(self) -> None:
+        """The last stage draws its random numbers before the loss draws any, since it runs before the loss."""
+        for before, node in pairwise(node for node in self.marked.stage_of if draws_random(node)):
+            if before in self.judging and node not in self.judging:
+                raise ValueError(
+                    f"{before.name} draws random numbers for the loss, and {node.name} after it for what comes before "
+                    f"the loss; draw them in the other order.{place_of(before)}{place_of(node)}"
+                )
+
+    def _part(self) -> Subgraph:
+        """The operations of the loss; what it receives is what the last stage hands on."""
+        results = [self.marked.value(node) for node in self.marked.graph.output_node().all_input_nodes]
+        own = {node for node in self.marked.graph.nodes if self._is_of_loss(node)}
+        part = Subgraph(self.marked, results, own, {}, self.target)
+        if not part.received:
+            raise ValueError("the loss reads nothing that loss_fn computes from params and inputs: it trains nothing.")
+        return part
+
+    def function(self, example: Any) -> Callable[[Any, Any], Any]:
+        """The loss as a function `loss(y, target)`; `example` is one of the target."""
+        run = self.part.module(self.net.output).forward
+        of_target = list(self.part.batch.values())
+        of_y = [self.received.index(node) for node in self.part.received]
+        guard = guard_of(self.net, (*tree.leaves(self.net.inputs[1]), *self.part.received), example, "target")
+
+        def loss(y: Any, target: Any) -> Any:
+            targets, values = tree.leaves(target), tree.leaves(y)
+            received = [values[place] for place in of_y]
+            guard.check(targets, received)
+            with restored_on_error():
+                return run(*[targets[place] for place in of_target], *received)
+
+        return loss
 
 
 def from_loss(
@@ -98,9 +193,9 @@ def from_loss(
     cut = CutNet(marked, tensors, leaves, graph.inputs[0], batch[0], behind.result, run_by, behind.judging)
     loss = behind.function(batch[1])
     model = from_functions(cut.stages, loss, inputs=cut.inputs, ties=cut.ties, reduction=reduction, aux=aux)
-    each = zip(model.stages, cut.stages, cut.owned, strict=True)
     stages = tuple(
-        replace(stage, names=tuple((name,) for name in own), **run.remembering()) for stage, run, own in each
+        replace(stage, names=tuple((name,) for name in names), **run.remembering())
+        for stage, run, names in zip(model.stages, cut.stages, cut.owned, strict=True)
     )
     function = LossFunction(partial(_called, loss_fn), autocast_eps(graph.module.graph))
     model = replace(
@@ -111,8 +206,7 @@ def from_loss(
         leaf_order=tuple(names),
         held=Fingerprint([loss_fn]),
     )
-    own = tuple({name: leaves[name].detach() for name in stage} for stage in cut.owned)
-    return model, own
+    return model, tuple({name: leaves[name].detach() for name in names} for names in cut.owned)
 
 
 def _check_function(loss_fn: Any) -> None:
@@ -139,7 +233,6 @@ def _check_function(loss_fn: Any) -> None:
 
 
 def _check_rows(batch: tuple[Any, Any]) -> None:
-    """An example has rows to compute with."""
     for word, half in zip(("inputs", "target"), batch, strict=True):
         for place, leaf in tree.paths(half):
             if isinstance(leaf, Tensor) and leaf.ndim and not len(leaf):
@@ -151,9 +244,9 @@ def _checked(loss_fn: Callable[[Any, Any], Any], reduction: Reduction, aux: bool
 
     def checked(params: Any, batch: Any) -> Any:
         with pure(loss_fn, "loss_fn", (params, batch), tracing=True):
-            made = loss_fn(params, batch)
-        split_loss(made, reduction, aux, "what loss_fn returns")
-        return made
+            loss = loss_fn(params, batch)
+        split_loss(loss, reduction, aux, "what loss_fn returns")
+        return loss
 
     return checked
 

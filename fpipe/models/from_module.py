@@ -26,10 +26,8 @@ from fpipe.meaning.single_device.microbatch import cut as cut_rows
 from fpipe.meaning.stages.outputs import in_words
 from fpipe.model import LossFunction, Model, Reduction
 from fpipe.models.cutting.batch_guard import BatchGuard
-from fpipe.models.cutting.cut_net import CutNet, with_untrained
-from fpipe.models.cutting.cut_report import CutReport
-from fpipe.models.cutting.marked_graph import MarkedGraph, draws_random
-from fpipe.models.cutting.net_state import is_read
+from fpipe.models.cutting.cut_net import CutNet, CutReport, with_untrained
+from fpipe.models.cutting.marked_graph import MarkedGraph, draws_random, is_read
 from fpipe.models.cutting.place_cuts import as_exchange, place_cuts
 from fpipe.models.tracing.contexts import autocast_eps
 from fpipe.models.tracing.module_calls import NetFunction

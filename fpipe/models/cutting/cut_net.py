@@ -5,7 +5,8 @@ wte  h.0  h.1  MARK  h.2  h.3  head        -->        [wte h.0 h.1]  [h.2 h.3 he
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +19,13 @@ from fpipe.model import Source, one_or_all
 from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.cut_at_marks import StageGraphs
 from fpipe.models.cutting.graph_stage import GraphStage
-from fpipe.models.cutting.marked_graph import MarkedGraph
-from fpipe.models.cutting.net_state import written_by
+from fpipe.models.cutting.marked_graph import MarkedGraph, written_by
+from fpipe.models.cutting.place_cuts import costs_of
 from fpipe.models.modules.modes import Modes
 from fpipe.models.parameters.load import HandedOut
 from fpipe.models.tracing.net_graph import NetGraph, NetTensors
 from fpipe.models.tracing.places import open_sizes
+from fpipe.torch_private.fx import example_number
 
 
 class CutNet:
@@ -110,14 +112,14 @@ def with_untrained(marked: MarkedGraph, tensors: NetTensors) -> NetTensors:
             f"{lost!r} is a tensor on meta, without values, that is no parameter or buffer of the net, so nothing can "
             "give it some. Say register_buffer where the net makes it."
         )
-    found = {
+    untrained = {
         node: name
         for node, name in net.constants.items()
         if name in tensors.first and tensors.now(name).is_meta and node not in marked.mutators
     }
-    for node in found:
+    for node in untrained:
         net.params[node] = net.constants.pop(node)
-    names = frozenset(found.values())
+    names = frozenset(untrained.values())
     return tensors._replace(trains=tensors.trains | names, untrained=names)
 
 
@@ -144,8 +146,8 @@ class Whole:
     def __call__(self, made: Any) -> Any:
         """The output of the net."""
         values = made if self.several else (made,)
-        each = zip(self.places, self.leaves, strict=True)
-        return tree.unflatten(self.spec, [leaf if at is None else values[at] for at, leaf in each])
+        places = zip(self.places, self.leaves, strict=True)
+        return tree.unflatten(self.spec, [leaf if place is None else values[place] for place, leaf in places])
 
 
 def _whole_of(values: Sequence[fx.Node], leaves: Sequence[Any], spec: tree.Spec) -> Whole | None:
@@ -155,3 +157,68 @@ def _whole_of(values: Sequence[fx.Node], leaves: Sequence[Any], spec: tree.Spec)
     if plain and places == [*range(len(values))]:
         return None
     return Whole(len(values) > 1, places, [None if isinstance(leaf, fx.Node) else leaf for leaf in leaves], spec)
+
+
+class CutReport:
+    """The modules, work and traffic of each stage; printed only when asked, since counting operations takes a while.
+
+    stage 1: blocks.2, blocks.3
+        1,168 parameters (4.6 KiB), 33% of the operations
+        takes float32[8, 5, 8] (1.2 KiB) of stage 0
+    """
+
+    def __init__(self, cut: CutNet, words: Sequence[str]) -> None:
+        self.cut, self.words = cut, words
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)  # a copy needs no graph of the whole net
+
+    def __str__(self) -> str:
+        costs = [sum(costs_of([*self._computed(stage)])) for stage in range(len(self.words))]
+        return "\n".join(
+            line for stage, cost in enumerate(costs) for line in self._lines(stage, cost / max(1, sum(costs)))
+        )
+
+    def _lines(self, stage: int, share: float) -> Iterable[str]:
+        marked, part = self.cut.marked, self.cut.cut.parts[stage]
+        yield f"stage {stage}: {self.words[stage]}"
+        leaves = [self.cut.tensors.now(name) for name in self.cut.owned[stage]]
+        size = _size(sum(leaf.numel() * leaf.element_size() for leaf in leaves))
+        words = [f"{sum(leaf.numel() for leaf in leaves):,} parameters ({size})"]
+        words += [f"{share:.0%} of the operations"] if share else []
+        written = self.cut.stages[stage].holds
+        words += [f"{len(written)} buffers of state"] if written else []
+        ties = (group for group in self.cut.ties for at, _ in group[1:] if at == stage)
+        words += [f"{name} is that of stage {owner}" for (owner, name), *_ in ties]
+        yield f"    {', '.join(words)}"
+        batch = [f"{_shape(node)} of the batch" for node in part.batch]
+        taken = [f"{_shape(node)} ({_size(_bytes(node))}) of stage {marked.stage_of[node]}" for node in part.received]
+        yield f"    takes {', '.join((*batch, *taken))}"
+        earlier = {node for before in range(stage) for node in self._computed(before)}
+        again = sum(node in earlier and _bytes(node) > 0 for node in self._computed(stage))
+        if again:
+            yield f"    makes {again} tensors again, which follow from sizes and constants"
+
+    def _computed(self, stage: int) -> Iterable[fx.Node]:
+        part = self.cut.cut.parts[stage]
+        return (node for node in part.nodes if node.op == "call_function" and node not in part.received)
+
+
+def _shape(node: fx.Node) -> str:
+    value = node.meta["val"]
+    return f"{str(value.dtype).removeprefix('torch.')}{[*map(example_number, value.shape)]}"
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return math.prod(map(example_number, value.shape)) * value.element_size() if isinstance(value, Tensor) else 0
+
+
+def _size(count: int) -> str:
+    """Bytes in the largest unit of which there is one.
+
+    >>> _size(900), _size(1200), _size(3 << 30)
+    ('900 B', '1.2 KiB', '3.0 GiB')
+    """
+    power = min(3, (max(1, count).bit_length() - 1) // 10)
+    return f"{count / 1024**power:.1f} {['B', 'KiB', 'MiB', 'GiB'][power]}" if power else f"{count} B"

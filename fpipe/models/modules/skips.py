@@ -73,8 +73,13 @@ class Pop(nn.Module):
 
 
 class Skips(NamedTuple):
-    """The skips of one stage: the names of its further inputs, those that its own input is too, and those of its
-    further outputs. `keywords`: its first child takes its input, a dict, as keywords."""
+    """The skips of one stage.
+
+    Attributes:
+        takes: the names of its further inputs, and `same`, the names that its own input has too.
+        gives: the names of its further outputs.
+        keywords: whether its first child takes its input, a dict, as keywords.
+    """
 
     takes: tuple[str, ...] = ()
     same: tuple[str, ...] = ()
@@ -83,35 +88,30 @@ class Skips(NamedTuple):
 
 
 def run_children(children: Mapping[str, nn.Module], skips: Skips, x: Any) -> Any:
-    """Children one after the other, with what the stage takes up and puts aside."""
+    """Run children one after the other, with what the stage takes up and puts aside."""
     aside: dict[str, Any] = {}
     if skips.takes:
         x, *taken = x
         aside = dict(zip(skips.takes, taken, strict=True))
     aside |= dict.fromkeys(skips.same, x)
     keywords = skips.keywords
-    for at, child in enumerate(children.values()):
+    for number, child in enumerate(children.values()):
         if isinstance(child, Stash):
             aside[child.name] = x
             continue
-        x = keep(x) if at else x  # what enters a layer
+        x = keep(x) if number else x  # what enters a layer
         if isinstance(child, Pop):
             x = (x, aside[child.name]) if child.join is None else child.join(x, aside[child.name])
         elif keywords:
-            x, keywords = child(**_by_name(child, x)), False
+            if not isinstance(x, Mapping) or not all(isinstance(name, str) for name in x):  # pyright: ignore[reportUnknownVariableType]
+                raise TypeError(
+                    f"with keywords=True the inputs are a dict of what {type(child).__name__}.forward takes by name, "
+                    f"found {type(x).__name__}."  # pyright: ignore[reportUnknownArgumentType]
+                )
+            x, keywords = child(**x), False
         else:
             x = child(x)
     return (x, *(aside[name] for name in skips.gives)) if skips.gives else x
-
-
-def _by_name(child: nn.Module, x: Any) -> Mapping[str, Any]:
-    """The inputs of a batch, if they can be keywords."""
-    if isinstance(x, Mapping) and all(isinstance(name, str) for name in x):  # pyright: ignore[reportUnknownVariableType]
-        return x  # pyright: ignore[reportUnknownVariableType]
-    raise TypeError(
-        f"with keywords=True the inputs are a dict of what {type(child).__name__}.forward takes by name, found "
-        f"{type(x).__name__}."
-    )
 
 
 def plan_skips(groups: Sequence[Mapping[str, nn.Module]]) -> tuple[list[Skips], list[Source | tuple[Source, ...]]]:
@@ -127,11 +127,12 @@ def plan_skips(groups: Sequence[Mapping[str, nn.Module]]) -> tuple[list[Skips], 
         before: Source = number - 1 if number else "batch"
         takes: dict[str, Source] = {}
         for at, (path, child) in enumerate(children.items()):
-            inside = [(name, one) for name, one in child.named_modules() if name and isinstance(one, Stash | Pop)]
-            for name, one in inside:
-                raise ValueError(
-                    f"{one} is inside {path!r} as {name!r}; it stands among the children of the Sequential itself."
-                )
+            for name, module in child.named_modules():
+                if name and isinstance(module, Stash | Pop):
+                    raise ValueError(
+                        f"{module} is inside {path!r} as {name!r}; it stands among the children of the Sequential "
+                        "itself."
+                    )
             if isinstance(child, Stash):
                 if child.name in homes:
                     raise ValueError(f"Stash({child.name!r}) stands twice; a name is put aside once.")

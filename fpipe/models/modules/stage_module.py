@@ -19,8 +19,14 @@ from fpipe.meaning.purity.fingerprint import draws_random, module_key, refuse_im
 from fpipe.meaning.purity.own_memory import OwnMemory, memory
 from fpipe.meaning.purity.pure import Impure
 from fpipe.model import same_keys
-from fpipe.models.modules.batch_norm import STATISTICS, has_statistics, refuse_other_channels, tracks, without_mutation
-from fpipe.models.modules.modes import Modes
+from fpipe.models.modules.modes import (
+    STATISTICS,
+    Modes,
+    has_statistics,
+    refuse_other_channels,
+    tracks,
+    without_mutation,
+)
 from fpipe.models.modules.skips import Skips, run_children
 from fpipe.models.parameters.load import HandedOut
 from fpipe.positional_stage import Names, PositionalStage
@@ -64,11 +70,11 @@ class StageModule(PositionalStage):
         self.handed_out = HandedOut({}, ())
         self.swapped = [[path for path, _, _ in self.placed(leaf)] for leaf in names]
         swapped = {path: self.bound.get_parameter(path) for paths in self.swapped for path in paths}
-        self.flags = {path: vars(one) for path, one in swapped.items() if vars(one)}
+        self.flags = {path: vars(parameter) for path, parameter in swapped.items() if vars(parameter)}
         self.remember(state)
 
     def remember(self, state: Collection[str]) -> None:
-        """Sort the buffers by who writes and reads them: `state` has those besides torch's norms and spectral norms."""
+        """Sort the buffers by who writes them: torch's norms, spectral norms, and what `state` names."""
         self.state_of = tuple(state)
         self.buffers = self.placed(path for path, _ in self.bound.named_buffers(remove_duplicate=False))
         written = {place[1:] for place in self.buffers if place[0] in state}
@@ -88,7 +94,7 @@ class StageModule(PositionalStage):
         self.turning = Modes(turning, "the net was cut into stages", why)
 
     def placed(self, paths: Iterable[str]) -> list[Place]:
-        """Each place where a tensor is, under the first of its paths: it can be swapped, and put back, only once."""
+        """Return the place of each of these tensors once, under its first path: it can be swapped only once."""
         first: dict[tuple[nn.Module, str], str] = {}
         for path in paths:
             owner, _, name = path.rpartition(".")
@@ -100,94 +106,93 @@ class StageModule(PositionalStage):
 
     def __call__(self, params: Mapping[str, Tensor], x: Any, *, state: Mapping[str, Tensor] | None = None) -> Any:
         """The stage's output; with a state also the new one."""
-        own = self._by_path(params)
+        tensors = self._by_path(params)
         if not self.held:
-            return self._run(own, x)[0]
-        given = state or {}
-        same_keys(given, self.holds, f"state of {self.who}", "a buffer that it writes")
-        y, new = self._run(own | {path: given[path] for path in self.holds}, x)
-        return y, {name: new[name] for name in given}
+            return self._run(tensors, x)[0]
+        state = state or {}
+        same_keys(state, self.holds, f"state of {self.who}", "a buffer that it writes")
+        y, buffers = self._run(tensors | {path: state[path] for path in self.holds}, x)
+        return y, {name: buffers[name] for name in state}
 
     def pure(
         self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor] = ()
     ) -> tuple[Any, dict[str, Any]]:
         """The stage's output, and by name its state."""
-        own = self._own(params, constants) | dict(zip(self.holds, buffers, strict=True))
+        tensors = self._under_all_names(params, constants) | dict(zip(self.holds, buffers, strict=True))
         with without_mutation(self.norms):
-            y, new = self._run(own, x)
+            y, new = self._run(tensors, x)
         return y, {"state": [new[path] for path in self.holds]} if self.held else {}
 
-    def observed(self, own: Mapping[str, Tensor], x: Any) -> tuple[Any, dict[str, Tensor]]:
-        """The output where these are in the place of parameters and buffers, and the buffers afterwards."""
-        y, now = self._run(dict(own), x)
-        new = {path: now[path] for path in own if path in now}
+    def observed(self, tensors: Mapping[str, Tensor], x: Any) -> tuple[Any, dict[str, Tensor]]:
+        """Return the output with these parameters and buffers, and the buffers afterwards."""
+        y, buffers = self._run(dict(tensors), x)
+        new = {path: buffers[path] for path in tensors if path in buffers}
         self._refuse_one_memory(new)
         return y, new
 
     def within(self, params: Mapping[str, Tensor], what: Callable[[], Any]) -> Any:
-        """Do something, such as a backward that computes again, while `params` are in place of the modules' own."""
-        return self._again(self._by_path(params), what)
+        """Call a function, such as a backward that recomputes, while `params` stand in the modules."""
+        return self._with_tensors_bound(self._by_path(params), what)
 
     def during(self, params: Sequence[Tensor], constants: Sequence[Tensor], what: Callable[[], Any]) -> Any:
-        """Do something, such as a backward of a trace, while they are in the modules' place."""
+        """Call a function, such as the backward of a trace, while these tensors stand in the modules."""
         attributes = Attributes(self.modules)
         try:
-            return self._again(self._own(params, constants), what)
+            return self._with_tensors_bound(self._under_all_names(params, constants), what)
         finally:
             attributes.restore()
 
-    def _again(self, own: dict[str, Tensor], what: Callable[[], Any]) -> Any:
+    def _with_tensors_bound(self, tensors: dict[str, Tensor], what: Callable[[], Any]) -> Any:
         def refuse(tensor: Tensor, op: Any) -> None:
-            name = next((path for path, one in self.named_tensors() if memory(one) == memory(tensor)), None)
+            name = next((path for path, held in self.named_tensors() if memory(held) == memory(tensor)), None)
             raise Impure(
                 f"{self.who} writes buffer {name!r} once more as its backward computes it again: "
                 "torch.utils.checkpoint around a module that remembers counts twice. Use fpipe.checkpoint()."
             )
 
-        mine = [tensor for _, tensor in self.named_tensors()]
-        with self._swapping(), OwnMemory(refuse, mine):
-            return torch.func.functional_call(self.bound, own, (what,), tie_weights=False)
+        with self._swapping(), OwnMemory(refuse, [tensor for _, tensor in self.named_tensors()]):
+            return torch.func.functional_call(self.bound, tensors, (what,), tie_weights=False)
 
-    def _run(self, own: dict[str, Tensor], x: Any) -> tuple[Any, dict[str, Tensor]]:
-        """The output, and the buffers afterwards."""
+    def _run(self, tensors: dict[str, Tensor], x: Any) -> tuple[Any, dict[str, Tensor]]:
+        """Return the output, and the buffers afterwards."""
 
         def run() -> tuple[Any, dict[str, Any]]:
             y = run_children(self.children, self.skips, x)
             return y, {path: held_by(owner).buffers.get(name) for path, owner, name in self.buffers}
 
         for norm in self.norms:
-            refuse_other_channels(*norm, own)
+            refuse_other_channels(*norm, tensors)
         with self._swapping():
             # A copy, since functional_call notes in it what is bound anew.
-            y, new = torch.func.functional_call(self.bound, dict(own), (run,), tie_weights=False)
-        for odd in (path for path in self.holds if path in own and not isinstance(new[path], Tensor)):
-            raise Impure(f"{self.who} left no tensor in buffer {odd!r}, which is its module state.")
-        self._refuse_one_memory({path: new[path] for path in self.holds if path in own})
+            y, new = torch.func.functional_call(self.bound, dict(tensors), (run,), tie_weights=False)
+        for path in (path for path in self.holds if path in tensors and not isinstance(new[path], Tensor)):
+            raise Impure(f"{self.who} left no tensor in buffer {path!r}, which is its module state.")
+        self._refuse_one_memory({path: new[path] for path in self.holds if path in tensors})
         return y, new
 
     @contextmanager
     def _swapping(self) -> Generator[None]:
-        """Tensors are in the place of the modules' own, one thread at a time; functional_call would leave behind what
-        pruning, old-style weight norm and RNNs keep of their weights as attributes."""
+        """Let one thread at a time swap tensors; put back what pruning, old-style weight norm and RNNs keep of their
+        weights as attributes, which functional_call would leave behind."""
         with self.lock:
             self.turning.check()
             for path, module in self.turning.modules:
                 refuse_impure(path, module)
-            kept = [cached_weights(module) for module in self.caching]
+            weights = [cached_weights(module) for module in self.caching]
             try:
                 yield
             finally:
-                for module, attributes in zip(self.caching, kept, strict=True):
+                for module, attributes in zip(self.caching, weights, strict=True):
                     vars(module).update(attributes)
 
     def _refuse_one_memory(self, new: Mapping[str, Tensor]) -> None:
-        """As state they are apart from then on, while in the module what is written into one shows in the other."""
-        first: dict[Any, str] = {}
-        for name, one in new.items():
-            other = first.setdefault(memory(one), name)
-            if other != name and memory(one) is not None:
+        """Refuse buffers that share memory: as state they part, while in the module a write to one shows in both."""
+        names: dict[Any, str] = {}
+        for name, buffer in new.items():
+            first = names.setdefault(memory(buffer), name)
+            if first != name and memory(buffer) is not None:
                 raise Impure(
-                    f"{self.who} left buffers {other!r} and {name!r} in one storage; module state is a tensor of its "
+                    f"{self.who} left buffers {first!r} and {name!r} in one storage; module state is a tensor of its "
                     "own for each: assign a .clone()."
                 )
 
@@ -205,21 +210,20 @@ class StageModule(PositionalStage):
         pairs = zip(self.names, self.swapped, strict=True)
         return self._flagged({path: params[leaf[0]] for leaf, paths in pairs for path in paths})
 
-    def _own(self, params: Sequence[Tensor], constants: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Parameters and constants under all their names."""
-        own = {path: tensor for paths, tensor in zip(self.swapped, params, strict=True) for path in paths}
-        return self._flagged(own) | dict(zip(self.fixed, constants, strict=True))
+    def _under_all_names(self, params: Sequence[Tensor], constants: Sequence[Tensor]) -> dict[str, Tensor]:
+        tensors = {path: tensor for paths, tensor in zip(self.swapped, params, strict=True) for path in paths}
+        return self._flagged(tensors) | dict(zip(self.fixed, constants, strict=True))
 
-    def _flagged(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Parameters with the attributes that modules look for on theirs, such as `weight.sequence_parallel`."""
+    def _flagged(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Give parameters the attributes that modules look for on theirs, such as `weight.sequence_parallel`."""
         for path, attributes in self.flags.items():
-            vars(own[path]).update(attributes)
-        return own
+            vars(tensors[path]).update(attributes)
+        return tensors
 
     def home_of(self, name: str) -> tuple[Any, str]:
         """Where its modules have a tensor: the module, and the attribute."""
-        path, _, own = name.rpartition(".")
-        return self.bound.get_submodule(path), own
+        path, _, attribute = name.rpartition(".")
+        return self.bound.get_submodule(path), attribute
 
     def state(self) -> dict[str, Tensor]:
         """The buffers that the stage writes, by name, as they are now."""
@@ -235,26 +239,26 @@ class StageModule(PositionalStage):
 
     def twin(self) -> Any:
         """Equal for stages that compute the same function of parameters and constants, as far as one can tell."""
-        place = {name: str(at) for at, name in enumerate(self.children)}
+        numbers = {name: str(number) for number, name in enumerate(self.children)}
 
-        def short(paths: Iterable[str]) -> tuple[str, ...]:
+        def numbered(paths: Iterable[str]) -> tuple[str, ...]:
             """Leaves by their child's place in the stage instead of the child's name."""
-            each = (path.partition(".") for path in paths)
-            return tuple(place.get(child, child) + dot + rest for child, dot, rest in each)
+            parts = (path.partition(".") for path in paths)
+            return tuple(numbers.get(child, child) + dot + rest for child, dot, rest in parts)
 
-        odd: list[Any] = []
-        keys = tuple(module_key(module, odd) for module in self.children.values())
+        unsupported: list[Any] = []
+        keys = tuple(module_key(module, unsupported) for module in self.children.values())
         paths = *self.names, self.fixed, self.holds
-        return len(self.names), tuple(map(short, paths)), keys, self.skips, Same(self) if odd else None
+        return len(self.names), tuple(map(numbered, paths)), keys, self.skips, Same(self) if unsupported else None
 
 
 class BoundModules(nn.Module):
-    """Modules under the names they have in the whole net; called, it does what it is given."""
+    """Modules under the names they have in the whole net; a call calls the function that it is given."""
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         super().__init__()
         hold(self, modules)
 
     def __call__(self, what: Callable[[], Any]) -> Any:
-        """The result of a function, without the hooks on all modules: this is none of theirs."""
+        """Call a function without the hooks on all modules: this is no module of the user's."""
         return what()

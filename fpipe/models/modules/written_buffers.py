@@ -27,7 +27,7 @@ from fpipe.meaning.purity.pure import Impure, refused
 from fpipe.meaning.stages.keys import seeded
 from fpipe.meaning.stages.outputs import outputs_of
 from fpipe.model import Model
-from fpipe.models.modules.batch_norm import without_mutation
+from fpipe.models.modules.modes import without_mutation
 from fpipe.models.modules.stage_module import StageModule
 from fpipe.torch_internals import held_by
 
@@ -37,15 +37,16 @@ def written_buffers(stages: Sequence[StageModule], model: Model, example: Any) -
     which may be on meta, has none."""
     found: list[list[str]] = []
     real: list[tuple[Any, ...]] = []  # the outputs of stages that ran on the example itself
-    held = {"params": _params, "buffers": _buffers}
+    tensors_of = {"params": _params, "buffers": _buffers}
 
-    def go_on(given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-        batch, outputs = tree.unflatten(containers, given["x"])
+    def run_on_fakes(fakes: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        batch, outputs = tree.unflatten(containers, fakes["x"])
         for stage in stages[len(found) :]:
             params, buffers = (
-                dict(zip(own(stage), given[f"{word}:{stage.number}"], strict=True)) for word, own in held.items()
+                dict(zip(tensors(stage), fakes[f"{word}:{stage.number}"], strict=True))
+                for word, tensors in tensors_of.items()
             )
-            x = _taken(model, stage.number, batch, outputs)
+            x = _input_of(model, stage.number, batch, outputs)
             ports, written = _observed(model, stage, params, buffers, x)
             outputs.append(ports)
             found.append(written)
@@ -55,10 +56,11 @@ def written_buffers(stages: Sequence[StageModule], model: Model, example: Any) -
         leaves, containers = tree.flatten((example, real))
         reads = {"x": [_with_device(x)._replace(wants=False) if isinstance(x, Tensor) else x for x in leaves]}
         for stage in stages[len(found) :]:
-            reads |= {f"{word}:{stage.number}": [*map(_with_device, own(stage).values())] for word, own in held.items()}
+            for word, tensors in tensors_of.items():
+                reads[f"{word}:{stage.number}"] = [*map(_with_device, tensors(stage).values())]
         try:
             with suppress(LeakedTensor):
-                outline(go_on, reads)
+                outline(run_on_fakes, reads)
         except Untraceable as why:
             if any(isinstance(x, Tensor) and (x.is_meta or hasattr(x, "fake_mode")) for x in tree.leaves(example)):
                 raise ValueError(
@@ -67,21 +69,21 @@ def written_buffers(stages: Sequence[StageModule], model: Model, example: Any) -
                 ) from why
             written: list[str] = []
             for stage in stages[len(real) : len(found) + 1]:
-                x = _taken(model, stage.number, example, real)
+                x = _input_of(model, stage.number, example, real)
                 with torch.no_grad(), seeded(0, stage.who):
-                    params = {k: one.detach().requires_grad_(one.requires_grad) for k, one in _params(stage).items()}
+                    params = {name: p.detach().requires_grad_(p.requires_grad) for name, p in _params(stage).items()}
                     ports, written = _observed(model, stage, params, _buffers(stage), x)
                 real.append(ports)
             found.append(written)
     return found
 
 
-def _taken(model: Model, number: int, batch: Any, outputs: Sequence[tuple[Any, ...]]) -> Any:
-    """The input of a stage: of the batch, and of stages before."""
-    each = model.sources(number)
-    sources: list[tuple[Any, int]] = [source if isinstance(source, tuple) else (source, 0) for source in each]
-    found = tuple(batch if stage == "batch" else outputs[stage][port] for stage, port in sources)
-    return found if isinstance(model.inputs[number], tuple) else found[0]
+def _input_of(model: Model, number: int, batch: Any, outputs: Sequence[tuple[Any, ...]]) -> Any:
+    sources: list[tuple[Any, int]] = [
+        source if isinstance(source, tuple) else (source, 0) for source in model.sources(number)
+    ]
+    inputs = tuple(batch if stage == "batch" else outputs[stage][port] for stage, port in sources)
+    return inputs if isinstance(model.inputs[number], tuple) else inputs[0]
 
 
 def _observed(
@@ -91,7 +93,7 @@ def _observed(
     buffers: Mapping[str, Any],
     x: Any,
 ) -> tuple[tuple[Any, ...], list[str]]:
-    """The outputs of a stage on copies of its buffers, and those that it writes."""
+    """Return the outputs of a stage on copies of its buffers, and the names of those that it writes."""
 
     def refuse(tensor: Tensor, op: Any) -> None:
         raise Impure(refused(stage.who, f"writes {{}} in place ({op})", None, True))
@@ -99,7 +101,7 @@ def _observed(
     attributes, mode, empty = Attributes(stage.modules, contents=True), OwnMemory(refuse), _empty(stage)
     try:
         with stage.lock, without_mutation(stage.norms), mode:
-            copies = {path: one.clone() for path, one in buffers.items()}
+            copies = {path: buffer.clone() for path, buffer in buffers.items()}
             places = {path: memory(copy) for path, copy in copies.items()}
             y, new = stage.observed({**params, **copies}, x)
         if filled := empty - _empty(stage):
@@ -120,16 +122,15 @@ def _params(stage: StageModule) -> dict[str, Tensor]:
 
 
 def _buffers(stage: StageModule) -> dict[str, Tensor]:
-    """Its buffers, each once."""
     return {path: getattr(owner, name) for path, owner, name in stage.buffers}
 
 
 def _empty(stage: StageModule) -> set[str]:
     """The buffers that are None."""
-    own = ((path, held_by(module).buffers) for path, module in stage.modules)
-    return {f"{path}.{name}" for path, buffers in own for name, one in buffers.items() if one is None}
+    held = ((path, held_by(module).buffers) for path, module in stage.modules)
+    return {f"{path}.{name}" for path, buffers in held for name, buffer in buffers.items() if buffer is None}
 
 
 def _with_device(leaf: Tensor) -> Aval:
-    """The abstract value of a tensor; one without data stands for one on the default device."""
+    """Return the abstract value of a tensor, on the default device for one without data."""
     return aval(leaf)._replace(device=torch.get_default_device() if leaf.is_meta else leaf.device)

@@ -23,7 +23,7 @@ from fpipe.meaning.purity.attributes import Attributes
 from fpipe.meaning.purity.fingerprint import refuse_net
 from fpipe.meaning.purity.sharded import is_sharded, refuse_sharded
 from fpipe.meaning.stages.outputs import in_words
-from fpipe.models.modules.batch_norm import tracks
+from fpipe.models.modules.modes import tracks
 from fpipe.models.tracing.boundary import marking
 from fpipe.models.tracing.net_graph import OnlyTraceable, without_checkpoints
 from fpipe.models.tracing.places import noting_places, place_of_caller, place_of_error
