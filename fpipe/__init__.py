@@ -60,8 +60,7 @@ if TYPE_CHECKING:
     from fpipe.meaning.single_device.result import Result
     from fpipe.meaning.stages.keys import fold_in
     from fpipe.meaning.step import Step
-    from fpipe.measuring.estimate import estimate
-    from fpipe.measuring.profile import profile
+    from fpipe.measuring.profile import estimate, profile
     from fpipe.measuring.sizes import Sizes, sizes
     from fpipe.models.exchange import exchange
     from fpipe.models.from_loss import from_loss
@@ -124,8 +123,7 @@ _LATE = {
     "runtimes.build": ("build",),
     "meaning.meaning": ("register_meaning",),
     "meaning.step": ("Step",),
-    "measuring.estimate": ("estimate",),
-    "measuring.profile": ("profile",),
+    "measuring.profile": ("estimate", "profile"),
     "meaning.single_device.reference": ("reference",),
     "runtimes.faults.fault_store": ("RankError",),
     "meaning.single_device.result": ("Result",),

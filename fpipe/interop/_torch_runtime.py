@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
 from fpipe import tree
-from fpipe.interop._torch_write import refuse_what_torch_lacks
+from fpipe.interop._torch_tables import refuse_what_torch_lacks
 from fpipe.meaning.inputs_and_results import check_match
 from fpipe.meaning.single_device.params_and_state import check_params, trained
 from fpipe.model import Model, Stage, same_keys, who_draws
@@ -29,16 +29,15 @@ _OURS = 'or run the program on fpipe.build(runtime="distributed").'
 
 
 class TorchStageModule(nn.Module):
-    """One stage with aliases of its parameters by their names, each of which trains or not. Errors call it `who`; the
-    first takes the batch."""
+    """One stage as a module: aliases of its parameters by name. Errors call it `who`; the first takes the batch."""
 
     def __init__(self, stage: Stage, who: str, params: Any, trains: Sequence[bool], first: bool) -> None:
         super().__init__()
         leaves, self._containers = tree.flatten(params)
         self._stage, self._who, self._first = stage, who, first
         self._leaves = [
-            nn.Parameter(leaf, requires_grad=one) if isinstance(leaf, Tensor) else leaf
-            for leaf, one in zip(leaves, trains, strict=True)
+            nn.Parameter(leaf, requires_grad=is_trained) if isinstance(leaf, Tensor) else leaf
+            for leaf, is_trained in zip(leaves, trains, strict=True)
         ]
         for path, leaf in zip(self._containers.paths(), self._leaves, strict=True):
             if isinstance(leaf, nn.Parameter):
@@ -62,15 +61,18 @@ class TorchStageModule(nn.Module):
         y = self._stage.forward(self.params(), x)
         if isinstance(y, Tensor) or (type(y) is tuple and len(y) > 1 and all(isinstance(leaf, Tensor) for leaf in y)):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
             return y  # pyright: ignore[reportUnknownVariableType]
+        found = f"one {type(y).__name__}"
+        if type(y) is tuple:
+            found = f"a tuple of {', '.join(type(leaf).__name__ for leaf in y) or 'nothing'}"  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
         raise TypeError(
-            f"{self._who} returns {_described(y)}; torch's runtime hands on a tensor, or a tuple of two or more. "
-            "Return these, and put them together in the stage after."
+            f"{self._who} returns {found}; torch's runtime hands on a tensor, or a tuple of two or more. Return these, "
+            "and put them together in the stage after."
         )
 
-    def backward(self, what: Callable[[], Any]) -> Any:
-        """Run a backward pass of the stage, with its parameters in the place of a module's own where it needs that."""
+    def backward(self, run: Callable[[], Any]) -> Any:
+        """Run a backward pass of the stage, with its parameters in the place of a module's where it needs that."""
         within = self._stage.within
-        return what() if within is None else within(self.params(), what)
+        return run() if within is None else within(self.params(), run)
 
 
 class _PipelineStage(PipelineStage):
@@ -80,33 +82,37 @@ class _PipelineStage(PipelineStage):
 
     def _to_tensor(self, arg: Any) -> Tensor:
         """Zeros to infer shapes with, where torch takes memory that nobody wrote."""
-        made = super()._to_tensor(arg)
+        example = super()._to_tensor(arg)
         with torch.no_grad():
-            return made if isinstance(arg, Tensor) else made.zero_()
+            return example if isinstance(arg, Tensor) else example.zero_()
 
-    def backward_maybe_with_nosync(self, *args: Any, **given: Any) -> Any:
-        return self.submod.backward(lambda: super(_PipelineStage, self).backward_maybe_with_nosync(*args, **given))
+    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        return self.submod.backward(lambda: super(_PipelineStage, self).backward_maybe_with_nosync(*args, **kwargs))
 
 
 def stages(
     model: Model, params: Sequence[Any], placement: Sequence[int], group: ProcessGroup | None, device: Any
 ) -> list[PipelineStage]:
-    """The stages of this process, in order."""
-    rank = _rank_in(group, 1 + max(placement))
-    here = [number for number, home in enumerate(placement) if home == rank]
-    own = _own(model, params, here)
-    modules = {
-        number: TorchStageModule(
-            model.stages[number], model.who(number), own[number], trained(model, number, 0, own[number]), number == 0
+    """Return the stages of this process, in order."""
+    if not dist.is_initialized():
+        raise ValueError("torch's stages are for processes that torch.distributed.init_process_group has joined.")
+    ranks, size = 1 + max(placement), dist.get_world_size(group)
+    if size != ranks:
+        raise ValueError(f"the program has {ranks} ranks and the process group {size} processes; they must be as many.")
+    local = [stage for stage, rank in enumerate(placement) if rank == dist.get_rank(group)]
+    checked = _local_params(model, params, local)
+    modules: dict[int, TorchStageModule] = {}
+    for number in local:
+        trains = trained(model, number, 0, checked[number])
+        modules[number] = TorchStageModule(
+            model.stages[number], model.who(number), checked[number], trains, number == 0
         )
-        for number in here
-    }
-    where = _device(modules, device)
-    return [_PipelineStage(module, number, len(placement), where, group=group) for number, module in modules.items()]
+    common = _common_device(modules, device)
+    return [_PipelineStage(module, number, len(placement), common, group=group) for number, module in modules.items()]
 
 
 def _refuse_model(model: Model) -> None:
-    """A ValueError for a stage that asks for more than a tensor of the stage before, or a tuple of them."""
+    """Raise ValueError for a stage that asks for more than a tensor of the stage before, or a tuple of them."""
     for number in range(len(model.stages)):
         wanted = number - 1 if number else "batch"
         if model.inputs[number] != wanted:
@@ -115,10 +121,10 @@ def _refuse_model(model: Model) -> None:
                 "before it returns, and the first the batch. Let the stages between hand on what a later one reads, "
                 f"in a tuple, {_OURS}"
             )
-    for one, other, *_ in model.tied_uses:
+    for first, second, *_ in model.tied_uses:
         raise ValueError(
-            f"leaf {one.name!r} of stage {one.stage} is tied to {other.name!r} of stage {other.stage}; torch's runtime "
-            f"adds up no gradients of two stages. Cut the model so that one stage has both uses, {_OURS}"
+            f"leaf {first.name!r} of stage {first.stage} is tied to {second.name!r} of stage {second.stage}; torch's "
+            f"runtime adds up no gradients of two stages. Cut the model so that one stage has both uses, {_OURS}"
         )
     for number, stage in enumerate(model.stages):
         who = model.who(number)
@@ -144,58 +150,41 @@ def _refuse_model(model: Model) -> None:
             )
 
 
-def _rank_in(group: ProcessGroup | None, ranks: int) -> int:
-    """Which rank of a program this process is."""
-    if not dist.is_initialized():
-        raise ValueError("torch's stages are for processes that torch.distributed.init_process_group has joined.")
-    size = dist.get_world_size(group)
-    if size != ranks:
-        raise ValueError(f"the program has {ranks} ranks and the process group {size} processes; they must be as many.")
-    return dist.get_rank(group)
-
-
-def _own(model: Model, params: Any, here: Sequence[int]) -> Sequence[Any]:
-    """The parameters, checked as far as they are this process's."""
+def _local_params(model: Model, params: Any, local: Sequence[int]) -> Sequence[Any]:
+    """Check the parameters of this process's stages; those of others may be None."""
     if isinstance(params, tuple | list) and len(params) == len(model.stages):  # pyright: ignore[reportUnknownArgumentType]
-        for missing in (number for number in here if params[number] is None):
+        for missing in (number for number in local if params[number] is None):
             raise ValueError(f"params of stage {missing} is None, and this process runs the stage: hand them in.")
-        params = tuple({} if one is None else one for one in params)  # pyright: ignore[reportUnknownVariableType]
-        model = replace(model, frozen=frozenset(leaf for leaf in model.frozen if leaf[0] in here))
-    found = check_params(model, params)
-    for number in here:
+        params = tuple({} if stage is None else stage for stage in params)  # pyright: ignore[reportUnknownVariableType]
+        model = replace(model, frozen=frozenset(leaf for leaf in model.frozen if leaf[0] in local))
+    checked = check_params(model, params)
+    for number in local:
         names = model.stages[number].names
         if names is not None:
-            same_keys(found[number], [leaf[0] for leaf in names], f"params of stage {number}")
-    return found
+            same_keys(checked[number], [leaf[0] for leaf in names], f"params of stage {number}")
+    return checked
 
 
-def _device(modules: dict[int, TorchStageModule], device: Any) -> torch.device:
-    """Where the stages run: where their parameters are."""
-    held = [(number, name, leaf) for number, one in modules.items() for name, leaf in one.named_parameters()]
-    where = torch.device(device) if device is not None else held[0][2].device if held else torch.device("cpu")
-    for number, name, leaf in held:
-        if leaf.device.type != where.type or where.index not in (None, leaf.device.index):
+def _common_device(modules: dict[int, TorchStageModule], device: Any) -> torch.device:
+    leaves = [(number, name, leaf) for number, module in modules.items() for name, leaf in module.named_parameters()]
+    common = torch.device(device) if device is not None else leaves[0][2].device if leaves else torch.device("cpu")
+    for number, name, leaf in leaves:
+        if leaf.device.type != common.type or common.index not in (None, leaf.device.index):
             raise ValueError(
-                f"{name!r} of stage {number} is on {leaf.device}, and the stages run on {where}: move the net there "
+                f"{name!r} of stage {number} is on {leaf.device}, and the stages run on {common}: move the net there "
                 "before it is cut, or the params before they are handed in."
             )
-    return where
+    return common
 
 
 def _register(module: nn.Module, name: str, leaf: nn.Parameter) -> None:
-    """A parameter under a name with dots, as a net has it in its children."""
+    """Register a parameter under a name with dots, in children that are made where there are none."""
     *path, last = name.split(".")
     for word in path:
         if word not in dict(module.named_children()):
             module.add_module(word, nn.Module())
         module = module.get_submodule(word)
     module.register_parameter(last, leaf)
-
-
-def _described(y: Any) -> str:
-    if type(y) is not tuple:
-        return f"one {type(y).__name__}"
-    return f"a tuple of {', '.join(type(leaf).__name__ for leaf in y) or 'nothing'}"  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
 
 class ProgramRuntime(TableRuntime):
@@ -207,36 +196,36 @@ class ProgramRuntime(TableRuntime):
 
     def __init__(
         self,
-        own: list[PipelineStage],
+        stages: list[PipelineStage],
         microbatches: int,
         loss: Callable[[Any, Any], Tensor],
         compute: str,
         comms: str,
     ) -> None:
         # Torch would divide what has been added up, that of the steps before too.
-        super().__init__(own, microbatches, loss_fn=loss, scale_grads=False)
-        self.stages = own
+        super().__init__(stages, microbatches, loss_fn=loss, scale_grads=False)
+        self.stages = stages
         self.microbatches = microbatches
         hand_tables(self, compute, comms)
 
-    def step(self, *inputs: Tensor, target: Tensor | None = None, **given: Any) -> Any:
+    def step(self, *inputs: Tensor, target: Tensor | None = None, **keywords: Any) -> Any:
         """Torch's step. Inputs that are a tuple are spread, those that are a dict are keywords."""
         if any(stage.is_last for stage in self.stages) and not isinstance(target, Tensor):
             found = type(target).__name__
             raise ValueError(
                 f"torch's runtime cuts a target that is one tensor; found {found} on the last stage's rank."
             )
-        for what in (*inputs, *given.values(), target):
-            if isinstance(what, Tensor) and what.ndim and len(what) % self.microbatches:
+        for leaf in (*inputs, *keywords.values(), target):
+            if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) % self.microbatches:
                 raise ValueError(
-                    f"{len(what)} rows make uneven microbatches, {self.microbatches} of them; torch's runtime has "
+                    f"{len(leaf)} rows make uneven microbatches, {self.microbatches} of them; torch's runtime has "
                     f"buffers of one size. Hand in a multiple of {self.microbatches} rows, {_OURS}"
                 )
-        return super().step(*inputs, target=target, **given)
+        return super().step(*inputs, target=target, **keywords)
 
 
 def refuse_order(program: Program, model: Model) -> None:
-    """A program and a model that stages of torch's cannot be made of."""
+    """Refuse a program or a model that stages of torch's cannot be made of."""
     check_match(program, model)
     _refuse_model(model)
     refuse_what_torch_lacks(program)
@@ -254,28 +243,28 @@ def refuse(program: Program, model: Model) -> None:
                 f"parameters. Leave out place(homes=), {_OURS}"
             )
     for op in program.ops:
-        said = dict(op.how)
-        for word in said.keys() - {"index", "count"} if op.kind == "SPLIT" else ():
+        options = dict(op.how)
+        for word in options.keys() - {"index", "count"} if op.kind == "SPLIT" else ():
             raise ProgramError(
-                f"{op.cell} has {word}={said[word]!r}; torch's runtime cuts rows of dim 0 into equal microbatches. "
+                f"{op.cell} has {word}={options[word]!r}; torch's runtime cuts rows of dim 0 into equal microbatches. "
                 f"Say fpipe.split({program.microbatches}) and no more, {_OURS}"
             )
-        if "cast" in said:
+        if "cast" in options:
             raise ProgramError(
-                f"{op.cell} casts to {said['cast']} on the way; torch's runtime sends what there is. Leave out "
+                f"{op.cell} casts to {options['cast']} on the way; torch's runtime sends what there is. Leave out "
                 f"communicate(cast=), {_OURS}"
             )
     names = [end.name for end in program.outputs]
-    whole = {name.stage for name in names if name.name == "grads" and name.microbatch is None}
-    if whole != set(range(program.stages)):
+    merged_stages = {name.stage for name in names if name.name == "grads" and name.microbatch is None}
+    if merged_stages != set(range(program.stages)):
         raise ProgramError(
             "this program does not add its gradients up over microbatches, as torch's runtime does; put fpipe.merge() "
             "behind the schedule."
         )
-    for odd in (name for name in names if name.name not in ("loss", "outputs", "grads", "losses")):
+    for unsupported in (name for name in names if name.name not in ("loss", "outputs", "grads", "losses")):
         raise ProgramError(
-            f"this program also gives {odd}; torch's runtime gives losses, outputs and gradients. Write it without, "
-            f"{_OURS}"
+            f"this program also gives {unsupported}; torch's runtime gives losses, outputs and gradients. Write it "
+            f"without, {_OURS}"
         )
     last = [op.microbatch or 0 for op in parts_of(program.ops) if op.kind == "F" and op.stage == program.stages - 1]
     for late in (second for first, second in pairwise(last) if second < first):

@@ -28,10 +28,10 @@ def to_json(program: Program) -> str:
     """
     the_program(program)
     sizes = {"stages": program.stages, "microbatches": program.microbatches, "ranks": program.ranks}
-    outputs = [{"name": str(one.name), "value": str(one.value), "homes": list(one.homes)} for one in program.outputs]
+    outputs = [{"name": str(end.name), "value": str(end.value), "homes": list(end.homes)} for end in program.outputs]
     lists = {
-        "inputs": [{"value": str(one.value), "homes": list(one.homes)} for one in program.inputs],
-        "ops": [{"rank": op.rank, **_said(op)} for op in program.ops],
+        "inputs": [{"value": str(end.value), "homes": list(end.homes)} for end in program.inputs],
+        "ops": [{"rank": op.rank, **_fields(op)} for op in program.ops],
         "outputs": outputs,
     }
     lines = [f'"{name}": {json.dumps(value)}' for name, value in {"format": FORMAT, "version": 1, **sizes}.items()]
@@ -44,13 +44,13 @@ def to_json(program: Program) -> str:
 FORMAT = "fpipe.program"
 
 
-def _said(op: Op) -> dict[str, Any]:
+def _fields(op: Op) -> dict[str, Any]:
     if op.parts:
-        return {"kind": op.kind, "parts": [_said(part) for part in op.parts]}
+        return {"kind": op.kind, "parts": [_fields(part) for part in op.parts]}
     place = {"stage": op.stage, "microbatch": op.microbatch, "slice": op.slice}
-    said: dict[str, Any] = {"kind": op.kind, **{name: number for name, number in place.items() if number is not None}}
-    said |= {"reads": list(map(str, op.reads)), "writes": list(map(str, op.writes))}
-    return said | ({"how": {name: repr(value) for name, value in op.how}} if op.how else {})
+    fields: dict[str, Any] = {"kind": op.kind, **{name: number for name, number in place.items() if number is not None}}
+    fields |= {"reads": list(map(str, op.reads)), "writes": list(map(str, op.writes))}
+    return fields | ({"how": {name: repr(value) for name, value in op.how}} if op.how else {})
 
 
 def from_json(text: str) -> Program:
@@ -80,7 +80,7 @@ def from_json(text: str) -> Program:
         raise ProgramError(f'this JSON is not a program: it says "format": "{FORMAT}" at the top.')
     try:
         lines = [f"{end['value']} @ {_homes(end)}" for end in found["inputs"]]
-        lines += [f"{_pair(op) if 'parts' in op else _equation(op)} @ {op['rank']}" for op in found["ops"]]
+        lines += [f"{_equation(op)} @ {op['rank']}" for op in found["ops"]]
         lines += [f"{end['name']} = {end['value']} @ {_homes(end)}" for end in found["outputs"]]
     except KeyError as missing:
         raise ProgramError(
@@ -95,13 +95,10 @@ def _homes(end: Any) -> str:
     return ",".join(map(str, end["homes"]))
 
 
-def _pair(op: Any) -> str:
-    """A PAIR as the program's text has it, without its rank."""
-    return f"{{ {' ; '.join(map(_equation, op['parts']))} }}"
-
-
 def _equation(op: Any) -> str:
-    """An op as the program's text has it, without its rank."""
+    """Write an op as the program's text has it, without its rank."""
+    if "parts" in op:
+        return f"{{ {' ; '.join(map(_equation, op['parts']))} }}"
     stage, microbatch, piece = (str(op.get(name, "")) for name in ("stage", "microbatch", "slice"))
     tail = "," * bool(microbatch or piece) + microbatch + "." * bool(piece) + piece
     reads, writes = (" ".join(map(str, op[name])) for name in ("reads", "writes"))

@@ -17,8 +17,23 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fpipe.interop import _torch_write as write
-from fpipe.interop._torch_read import COMPUTE, TRANSFERS, WAITS, WEIGHTS, Action, Cell, Format, Table, actions_of, read
+from fpipe.interop._torch_tables import (
+    COMPUTE,
+    TRANSFERS,
+    WAITS,
+    WEIGHTS,
+    Action,
+    Cell,
+    Format,
+    Table,
+    actions_of,
+    read,
+    received,
+    refuse_what_torch_lacks,
+    ticks,
+    transfers,
+    with_transfers,
+)
 from fpipe.model import Model
 from fpipe.program import Op, Program, ProgramError, the_program
 from fpipe.training import program as base_program
@@ -72,8 +87,8 @@ def from_csv(table: Table, *, format: Format | None = None) -> Program:
     True
     """
     rows = read(table, format)
-    forwards = [action for _, action in actions_of(rows, ("F",))]
-    stages, microbatches, _ = sizes_of([("F", one.stage, one.microbatch, None) for one in forwards])
+    forwards = [("F", action.stage, action.microbatch, None) for _, action in actions_of(rows, ("F",))]
+    stages, microbatches, _ = sizes_of(forwards)
     return chain(split(microbatches), merge(), _ordered(rows, format))(base_program(stages))
 
 
@@ -101,12 +116,12 @@ def _ordered(rows: list[list[Cell]], format: Format | None) -> Transform:
         ordered = by_table(program, cells, move=True)
         if not has_transfers:
             return ordered
-        sent = communicate()(ordered)
-        names = _names(sent)
-        _agree(rows, names)
-        kept = [[cell for cell in row if cell.actions[0].kind not in (*WEIGHTS, *WAITS)] for row in rows]
-        placed = [[cell.compute or names[cell.actions[0]] for cell in row] for row in kept]
-        return by_table(sent, placed, move=False) if names else sent
+        communicated = communicate()(ordered)
+        names = _names(communicated)
+        _refuse_other_transfers(rows, names)
+        ops = [[cell for cell in row if cell.actions[0].kind not in (*WEIGHTS, *WAITS)] for row in rows]
+        placed = [[cell.compute or names[cell.actions[0]] for cell in row] for row in ops]
+        return by_table(communicated, placed, move=False) if names else communicated
 
     return transform
 
@@ -133,16 +148,16 @@ def gathers(table: Table) -> Callable[[Op], object]:
     """
     share: dict[tuple[str, int | None, int | None], int] = {}
     for row in read(table, None):
-        count, there = Counter[int](), set[int]()
+        count, gathered = Counter[int](), set[int]()
         for cell in row:
             for action in cell.actions:
                 if action.kind == "UNSHARD":
-                    count[action.stage] += action.stage not in there
-                    there.add(action.stage)
+                    count[action.stage] += action.stage not in gathered
+                    gathered.add(action.stage)
                 elif action.kind == "RESHARD":
-                    there.discard(action.stage)
+                    gathered.discard(action.stage)
                 elif action.kind in COMPUTE:
-                    if action.stage not in there:
+                    if action.stage not in gathered:
                         raise ProgramError(
                             f"{cell.place}: {action} stands where the weights of stage {action.stage} are not there; a "
                             f"table with 'compute_comms' has {action.stage}UNSHARD before it."
@@ -152,19 +167,19 @@ def gathers(table: Table) -> Callable[[Op], object]:
 
 
 def _names(program: Program) -> dict[Action, str]:
-    """Torch's name of each SEND and RECV, with the cell of ours."""
-    sends = write.transfers(program)
+    """Map torch's name of each SEND and RECV to our cell."""
+    sends = transfers(program)
     names: dict[Action, str] = {}
     for op in program.ops:
         if op.kind == "SEND" and op.reads[0] in sends:
             send = sends[op.reads[0]]
             names[send] = op.cell
-            names[write.received(send)] = f"RECV({op.reads[0]}@{op.writes[0].at.removeprefix('>')})"
+            names[received(send)] = f"RECV({op.reads[0]}@{op.writes[0].at.removeprefix('>')})"
     return names
 
 
-def _agree(rows: list[list[Cell]], names: dict[Action, str]) -> None:
-    """The table's transfers are those of the program: none too many, none missing."""
+def _refuse_other_transfers(rows: list[list[Cell]], names: dict[Action, str]) -> None:
+    """Raise ProgramError unless the table's transfers are those of the program, none too many and none missing."""
     named = {action: cell for cell, action in actions_of(rows, TRANSFERS)}
     for action, cell in named.items():
         if action not in names:
@@ -204,15 +219,15 @@ def to_csv(program: Program, *, format: Format = "compute_only", waits: bool | N
     """
     if format not in ("compute_only", "compute_comms"):
         raise ValueError(f"format is 'compute_only' or 'compute_comms', found {format!r}.")
-    write.refuse_what_torch_lacks(the_program(program))
+    refuse_what_torch_lacks(the_program(program))
     if format == "compute_only":
-        rows = write.ticks(program)
+        rows = ticks(program)
     else:
         if waits is None:
             from torch.torch_version import TorchVersion, __version__
 
             waits = TorchVersion(__version__) >= "2.15"
-        rows = write.with_transfers(program, waits)
+        rows = with_transfers(program, waits)
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
@@ -267,11 +282,11 @@ def runtime(
     from fpipe.interop import _torch_runtime
 
     _torch_runtime.refuse(the_program(program), model)
-    own = stages(program, model, params, group=group, device=device)
+    local_stages = stages(program, model, params, group=group, device=device)
     tables = to_csv(program), to_csv(program, format="compute_comms")
     loss: Any = model.loss
     weight = 1 / program.microbatches if model.reduction == "mean" else 1.0
-    return _torch_runtime.ProgramRuntime(own, program.microbatches, lambda y, t: loss(y, t) * weight, *tables)
+    return _torch_runtime.ProgramRuntime(local_stages, program.microbatches, lambda y, t: loss(y, t) * weight, *tables)
 
 
 def stages(
@@ -334,4 +349,4 @@ def grads(stages: Sequence[PipelineStage]) -> tuple[Any, ...]:
     >>> dist.destroy_process_group()
     """
     modules: dict[int, Any] = {stage.stage_index: stage.submod for stage in stages}
-    return tuple(modules[at].grads() if at in modules else None for at in range(stages[0].num_stages))
+    return tuple(modules[stage].grads() if stage in modules else None for stage in range(stages[0].num_stages))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -66,14 +66,14 @@ class Sizes:
         return self.wire[self._known(value)]
 
     def _known(self, value: Value) -> Value:
-        """A value, or for a copy that another program makes the value it is of."""
-        found = value if value in self.wire else value._replace(at="")
-        if found not in self.wire:
+        """Return the value, or the one that it is a copy of in another program."""
+        original = value if value in self.wire else value._replace(at="")
+        if original not in self.wire:
             raise ValueError(
                 f"the bytes of {value} are not known: these are the sizes of a program without it. Call "
                 "fpipe.sizes (or fpipe.profile) with the program that is simulated."
             )
-        return found
+        return original
 
     def __str__(self) -> str:
         lines = [f"rank {rank}: {size / 2**20:.2f} MiB at most" for rank, size in enumerate(self.peak)]
@@ -135,54 +135,49 @@ def sizes(
     except Untraceable as error:
         raise ValueError(f"the sizes of this program's values are not known before it runs: {error}") from error
     trees = _without_unread(program, lowered) if share else lowered.trees
-    largest: Storages = {}  # a reader knows of a storage only the part that it sees
-    for leaf in (leaf for abstract in trees.values() for leaf in abstract.leaves if isinstance(leaf, Fact)):
-        largest[leaf.storage] = max(leaf.bytes, largest.get(leaf.storage, 0))
-    own = {value: _storages(abstract.leaves, lowered.lowered.given, largest) for value, abstract in trees.items()}
-    account, room = Account(program.ranks), dict[Value, int]()
+    owned = _storages_by_value(trees, lowered.lowered.given)
+    account, message_bytes = Account(program.ranks), dict[Value, int]()
     where: dict[Value, Storages] = {value: {} for value in (*program.writer, *trees)}
-    travelled = _Travelled() if runtime == "distributed" else None
+    receipts = _Receipts() if runtime == "distributed" else None
     for instruction in lowered.instructions:
-        written = {value: own[value] for value in instruction.written}
+        op, written = instruction.ops[0], {value: owned[value] for value in instruction.written}
         where.update(written)
-        if travelled:
-            known = {value: trees[value].leaves for value in written}
-            written = {
-                value: travelled.storages(instruction.ops[0], leaves, own[value]) for value, leaves in known.items()
-            }
-            if instruction.ops[0].kind == "SEND":
-                room.update((value, sum(found.values())) for value, found in written.items())
-        account.note(instruction.ops[0].rank, written.items(), instruction.dead)
-    known = {value: sum(each.values()) for value, each in own.items() if value in program.writer}
+        if receipts:
+            written = {value: receipts.storages(op, trees[value].leaves, owned[value]) for value in written}
+            if op.kind == "SEND":
+                message_bytes.update((value, sum(storages.values())) for value, storages in written.items())
+        account.note(op.rank, written.items(), instruction.dead)
+    byte_sizes = {value: sum(storages.values()) for value, storages in owned.items() if value in program.writer}
     wire = dict.fromkeys(where, 0)  # what has no leaves, too
-    wire.update((value, sum(map(_travelling, abstract.leaves))) for value, abstract in trees.items())
+    wire.update((value, sum(map(_bytes_on_wire, abstract.leaves))) for value, abstract in trees.items())
     for op in program.ops:
         if op.kind in ("SEND", "SCATTER") and "cast" in dict(op.how):
-            on_its_way = op.writes[0] if op.kind == "SEND" else scattered(op)
-            wire[on_its_way] = _cast(op, trees[op.reads[0]].leaves)
-    numbered = {one.number: room[one.value] for one in messages(sent)} if travelled else {}
-    in_flight = tuple(most_in_flight(sent, numbered)) if travelled else ()
-    return Sizes(known, tuple(account.peak), where, wire, in_flight)
+            message = op.writes[0] if op.kind == "SEND" else scattered(op)
+            cast = getattr(torch, dict(op.how)["cast"]).itemsize
+            leaves = trees[op.reads[0]].leaves
+            wire[message] = sum(_bytes_on_wire(leaf, cast, op.kind == "SCATTER") for leaf in leaves)
+    by_number = {message.number: message_bytes[message.value] for message in messages(sent)} if receipts else {}
+    in_flight = tuple(most_in_flight(sent, by_number)) if receipts else ()
+    return Sizes(byte_sizes, tuple(account.peak), where, wire, in_flight)
 
 
 def _without_unread(program: Program, lowered: Prepared) -> Mapping[Value, AbstractTree]:
-    """Facts of each value, of gathered parameters without the leaves that none of their readers reads: these are not
-    sent."""
-    found, read = dict(lowered.trees), lowered.lowered.gathered
+    """Return the facts of each value; leaves of gathered parameters that nobody reads are not sent, and left out."""
+    trees, read = dict(lowered.trees), lowered.lowered.gathered
     for value in (op.writes[0] for op in program.ops if op.kind == "GATHER" and op.writes[0] in read):
-        leaves = [leaf if at in read[value] else None for at, leaf in enumerate(found[value].leaves)]
-        found[value] = found[value]._replace(leaves=tuple(leaves))
-    return found
+        leaves = [leaf if index in read[value] else None for index, leaf in enumerate(trees[value].leaves)]
+        trees[value] = trees[value]._replace(leaves=tuple(leaves))
+    return trees
 
 
-class _Travelled:
-    """Values in messages that a process has received, or in copies of those that cannot lie there."""
+class _Receipts:
+    """Where the values that a process has received lie: in their message, or in a copy if they cannot lie there."""
 
     def __init__(self) -> None:
         self.received: dict[tuple[int, Hashable], tuple[Hashable, int]] = {}
 
-    def storages(self, op: Op, leaves: Sequence[Any], own: Storages) -> Storages:
-        """The storages on its rank of a value that an op writes."""
+    def storages(self, op: Op, leaves: Sequence[Any], owned: Storages) -> Storages:
+        """Return the storages on its rank of a value that an op writes."""
         if op.kind == "SEND":
             return {op.writes: _layout(leaves).size}
         facts = [leaf for leaf in leaves if isinstance(leaf, Fact)]
@@ -192,32 +187,30 @@ class _Travelled:
                 copied = layout.copied(leaf)
                 place = (op.writes, leaf.storage) if copied else op.writes
                 self.received[op.rank, leaf.storage] = place, copied or layout.size
-        here = [self.received[op.rank, leaf.storage] for leaf in facts if (op.rank, leaf.storage) in self.received]
-        kept = {storage: size for storage, size in own.items() if (op.rank, storage) not in self.received}
-        return kept | dict(here)
+        received = [self.received[op.rank, leaf.storage] for leaf in facts if (op.rank, leaf.storage) in self.received]
+        local = {storage: size for storage, size in owned.items() if (op.rank, storage) not in self.received}
+        return local | dict(received)
 
 
 def _layout(leaves: Sequence[Any]) -> Layout:
-    """How a value travels, from whatever device it is on."""
-    return Layout(leaves, next((leaf.aval.device for leaf in leaves if isinstance(leaf, Fact)), _HOST))
+    device = next((leaf.aval.device for leaf in leaves if isinstance(leaf, Fact)), torch.device("cpu"))
+    return Layout(leaves, device)
 
 
-_HOST = torch.device("cpu")
+def _storages_by_value(trees: Mapping[Value, AbstractTree], given: Collection[int]) -> dict[Value, Storages]:
+    """Return the storages of each value, without those that the caller gave."""
+    largest: Storages = {}  # a reader knows of a storage only the part that it sees
+    facts = {value: [leaf for leaf in tree.leaves if isinstance(leaf, Fact)] for value, tree in trees.items()}
+    for leaf in (leaf for leaves in facts.values() for leaf in leaves):
+        largest[leaf.storage] = max(leaf.bytes, largest.get(leaf.storage, 0))
+    return {
+        value: {leaf.storage: largest[leaf.storage] for leaf in leaves if leaf.storage not in given}
+        for value, leaves in facts.items()
+    }
 
 
-def _storages(leaves: Iterable[Any], given: Collection[int], largest: Storages) -> Storages:
-    found = (leaf for leaf in leaves if isinstance(leaf, Fact) and leaf.storage not in given)
-    return {leaf.storage: largest[leaf.storage] for leaf in found}
-
-
-def _cast(op: Op, leaves: Iterable[Any]) -> int:
-    """Bytes of what a SEND or a SCATTER casts, on its way; a SEND only narrows."""
-    size = getattr(torch, dict(op.how)["cast"]).itemsize
-    return sum(_travelling(leaf, size, op.kind == "SCATTER") for leaf in leaves)
-
-
-def _travelling(leaf: Any, cast: float = math.inf, widens: bool = False) -> int:
-    """Bytes of a leaf; a floating number is cast to one of so many, no wider unless it `widens`."""
+def _bytes_on_wire(leaf: Any, cast: float = math.inf, widens: bool = False) -> int:
+    """Return the bytes of a leaf in a message; floating numbers are cast to `cast` bytes, wider only if it `widens`."""
     if not isinstance(leaf, Fact):
         return 0
     dtype = leaf.aval.dtype

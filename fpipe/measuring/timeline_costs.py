@@ -24,7 +24,7 @@ from fpipe.transforms.split_backward import split_backward
 
 
 class Moving(NamedTuple):
-    """Seconds for which a rank sends a value, for which that is on its way, and for which a rank takes it."""
+    """Seconds to send a value, for its way, and to receive it."""
 
     send: float
     transfer: float
@@ -32,17 +32,19 @@ class Moving(NamedTuple):
 
 
 def kept(timeline: Timeline) -> list[tuple[Op, float]]:
-    """For how many seconds each op that a schedule names keeps its rank, until the next of its rank begins, less what
-    SENDs, RECVs and waits between the two take; and for how many each exchange and each collective over replicas keeps
-    its lane. What a rank does to start one is part of the op before it."""
-    found = _beside(timeline)
-    brought = {value for op, _ in found for value in op.writes}
+    """Return for how many seconds each scheduled op keeps its rank, and each exchange or collective its lane.
+
+    An op keeps its rank until the next one begins, less what SENDs, RECVs and waits between the two take. What a rank
+    does to start an exchange is part of the op before it.
+    """
+    seconds_by_op = _in_lanes(timeline)
+    exchanged = {value for op, _ in seconds_by_op for value in op.writes}
     for row in _rows(timeline).values():
         ends: list[tuple[Op, float, float]] = []
         before, over = row[0].start, set[float]()
         for op, start, end in row:
-            waits = not brought.isdisjoint(op.reads)
-            if _is_beside(op):
+            waits = not exchanged.isdisjoint(op.reads)
+            if _is_asynchronous(op):
                 if lane_of(op) == "wire" and start not in over:  # it has waited for its lane then
                     before = max(before, start)
                 over.add(end)
@@ -60,8 +62,8 @@ def kept(timeline: Timeline) -> list[tuple[Op, float]]:
         if ends:
             last, seconds, since = ends[-1]
             ends[-1] = last, seconds + before - since, before
-        found += [(op, seconds) for op, seconds, _ in ends]
-    return found
+        seconds_by_op += [(op, seconds) for op, seconds, _ in ends]
+    return seconds_by_op
 
 
 def moving(timelines: Iterable[Timeline]) -> Moving:
@@ -80,7 +82,7 @@ def moving(timelines: Iterable[Timeline]) -> Moving:
             for op, start, end in row:
                 if lane_of(op) == "wire":
                     before = max(before, start)
-                if _is_beside(op):
+                if _is_asynchronous(op):
                     continue
                 if op.kind == "SEND":
                     sent.update((value, end) for value in op.writes)
@@ -94,36 +96,38 @@ def moving(timelines: Iterable[Timeline]) -> Moving:
     return Moving(_median(sends), max(0.0, both - receive), receive)
 
 
-def _median(found: Iterable[float]) -> float:
-    return statistics.median(each) if (each := [*found]) else 0.0
+def _median(seconds: Iterable[float]) -> float:
+    return statistics.median([*seconds] or [0.0])
 
 
-def _is_beside(op: Op) -> bool:
+def _is_asynchronous(op: Op) -> bool:
     return lane_of(op) in ("wire", "exchange")
 
 
-def _beside(timeline: Timeline) -> list[tuple[Op, float]]:
-    """The seconds of each exchange and collective over replicas, from when its lane was free; of those before the first
-    other op of a rank with what it takes to start them."""
-    found: list[tuple[Op, float]] = []
+def _in_lanes(timeline: Timeline) -> list[tuple[Op, float]]:
+    """Return the seconds of each exchange and collective over replicas, from when its lane was free.
+
+    Those before the first scheduled op of a rank count with what it takes to start them.
+    """
+    seconds_by_op: list[tuple[Op, float]] = []
     for row in _rows(timeline).values():
         free, begun = defaultdict[str, float](float), False
         for op, start, end in row:
             lane = lane_of(op)
-            if _is_beside(op):
+            if _is_asynchronous(op):
                 since = max(start, free[lane]) if begun or lane == "exchange" else free[lane]
-                found.append((op, max(0.0, end - since)))
+                seconds_by_op.append((op, max(0.0, end - since)))
                 free[lane] = max(free[lane], end)
             begun = begun or (lane == "main" and is_scheduled(op.kind))
-    return found
+    return seconds_by_op
 
 
 def _rows(timeline: Timeline) -> dict[int, list[Event]]:
-    """The events of each rank, by time."""
+    """Return the events of each rank, by time."""
     rows: defaultdict[int, list[Event]] = defaultdict(list)
     for event in sorted(timeline.events, key=lambda event: (event.start, event.end)):
         op = event.op
-        if is_scheduled(op.kind) or op.kind in ("SEND", "RECV") or _is_beside(op) or event.end > event.start:
+        if is_scheduled(op.kind) or op.kind in ("SEND", "RECV") or _is_asynchronous(op) or event.end > event.start:
             rows[op.rank].append(event)
     return rows
 
@@ -135,21 +139,22 @@ Runs = dict[tuple[str, int], dict[tuple[Value, ...], list[float]]]
 
 
 def with_halves(program: Program, one_process: bool = True) -> Program:
-    """The program with split backwards, each op by itself; in one process without ranks and transfers."""
+    """Split the backwards of a program, each op by itself; in one process without ranks and transfers."""
     if one_process:
-        return split_backward()(_alone(program))
-    together = Program.trusted(program.inputs, tuple(parts_of(without_frees(program))), program.outputs)
-    return split_backward()(together)
+        return split_backward()(_without_transfers(program))
+    return split_backward()(_with_ops(program, parts_of(without_frees(program))))
 
 
 def variants_of(halves: Program) -> list[Program]:
-    """Programs that have all kinds of op between them."""
-    plain = _plain(halves)
+    """Return programs that have all kinds of op between them."""
+    # A backward that computes its stage again itself would count R's time.
+    ops = (op._replace(how=()) if op.kind in "FBI" and not is_exchange(op) else op for op in halves.ops)
+    plain = _with_ops(halves, ops)
     return [*dict.fromkeys((_joined(plain), checkpoint()(plain)))]
 
 
 def note(runs: Runs, op: Op, seconds: float) -> None:
-    """Another run of an op."""
+    """Add a run of an op."""
     if op.kind == "REDUCE" and not adds_gradients(op):
         return
     kind = "exchange" if is_exchange(op) and op.kind != "W" else op.kind
@@ -157,29 +162,35 @@ def note(runs: Runs, op: Op, seconds: float) -> None:
 
 
 def seconds_of(program: Program, runs: Runs, alone: bool) -> dict[str, Any]:
-    """The seconds of each kind that `Costs` has, for each stage the mean of its ops: of the least of each where an op
-    runs `alone`, else of those of one run, in the median of all runs: what keeps some ops longer than most keeps each
-    step so."""
+    """Return the seconds of each kind in `Costs`, for each stage the mean of its ops.
+
+    An op that runs `alone` counts with its least time. Otherwise a run's mean counts, in the median of all runs: what
+    keeps some ops longer than most keeps each step so.
+    """
 
     def seconds(kind: str) -> list[float]:
-        each = [[*runs.get((kind, stage), {}).values()] for stage in range(program.stages)]
+        ops_by_stage = [[*runs.get((kind, stage), {}).values()] for stage in range(program.stages)]
         if alone:
-            return [mean([*map(min, ops)]) for ops in each]
-        return [statistics.median([*map(mean, zip(*ops, strict=True))] or [0.0]) for ops in each]
+            return [mean([*map(min, ops)]) for ops in ops_by_stage]
+        return [_median(map(mean, zip(*ops, strict=True))) for ops in ops_by_stage]
 
     def mean(times: Sequence[float]) -> float:
         return sum(times) / max(1, len(times))
 
-    whole = any(("B", stage) in runs for stage in range(program.stages))
     kinds = {"forward": "F", "backward_input": "I", "backward_weight": "W", "recompute": "R"}
-    made: dict[str, Any] = {word: seconds(kind) for word, kind in kinds.items()}
-    seldom = {word: word.upper() for word in ("update", "gather", "scatter", "reduce")} | {"exchange": "exchange"}
-    made |= {word: seconds(kind) for word, kind in seldom.items() if any(found == kind for found, _ in runs)}
-    return made | {"backward": seconds("B") if whole else None}
+    costs: dict[str, Any] = {word: seconds(kind) for word, kind in kinds.items()}
+    measured = {kind for kind, _ in runs}
+    optional = {word: word.upper() for word in ("update", "gather", "scatter", "reduce")} | {"exchange": "exchange"}
+    costs |= {word: seconds(kind) for word, kind in optional.items() if kind in measured}
+    return costs | {"backward": seconds("B") if "B" in measured else None}
 
 
-def _alone(program: Program) -> Program:
-    """The ops in their order, each by itself and without transfers: all that one process has to do."""
+def _with_ops(program: Program, ops: Iterable[Op]) -> Program:
+    return Program.trusted(program.inputs, tuple(ops), program.outputs)
+
+
+def _without_transfers(program: Program) -> Program:
+    """Return all that one process has to do, in the same order."""
     moves = ("SEND", "RECV", "OFFLOAD", "LOAD", "FREE")
     ops = [
         op._replace(rank=0, reads=tuple(value._replace(at="") for value in op.reads))
@@ -190,20 +201,14 @@ def _alone(program: Program) -> Program:
     return Program.trusted(program.inputs, tuple(ops), outputs)
 
 
-def _plain(program: Program) -> Program:
-    """The program without backwards that compute their stage again themselves: that is R's time."""
-    ops = (op._replace(how=()) if op.kind in "FBI" and not is_exchange(op) else op for op in program.ops)
-    return Program.trusted(program.inputs, tuple(ops), program.outputs)
-
-
 def _joined(program: Program) -> Program:
-    """Every I and W as one B, in the place of I."""
+    """Join every I and its W to one B, in the place of I."""
     weights = {op.reads[-1]: op for op in program.ops if op.kind == "W"}
     ops: list[Op] = []
     for op in program.ops:
         if op.kind == "I":
-            *cotangents, handed = op.writes
-            ops.append(op._replace(kind="B", writes=(*cotangents, *weights[handed].writes)))
+            *cotangents, for_weight = op.writes
+            ops.append(op._replace(kind="B", writes=(*cotangents, *weights[for_weight].writes)))
         elif op.kind != "W":
             ops.append(op)
-    return Program.trusted(program.inputs, tuple(ops), program.outputs)
+    return _with_ops(program, ops)

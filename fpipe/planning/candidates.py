@@ -54,7 +54,7 @@ class Machine:
 
     @cached_property
     def links(self) -> Cluster | None:
-        """The cluster, of a text too."""
+        """The cluster, parsed if it is a text."""
         return Cluster.parse(self.cluster) if isinstance(self.cluster, str) else self.cluster
 
     @property
@@ -66,8 +66,8 @@ class Machine:
     def limits(self) -> tuple[float, ...]:
         """The most that each rank may hold."""
         most = math.inf if self.memory is None else float(self.memory)
-        each = [math.inf] * self.ranks if self.links is None else self.links.memory[: self.ranks]
-        return tuple(min(most, limit) for limit in each)
+        limits = [math.inf] * self.ranks if self.links is None else self.links.memory[: self.ranks]
+        return tuple(min(most, limit) for limit in limits)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Candidates:
 
     @property
     def gathers(self) -> tuple[str, ...]:
-        """The policies of gathering; one that is empty where there is one replica."""
+        """The policies of gathering; an empty one stands for a single replica."""
         return ("",) if self.shard is None else tuple(dict.fromkeys(self.shard))
 
     @property
@@ -132,7 +132,7 @@ class Candidates:
 
 
 def refuse_unshared(machine: Machine, candidates: Candidates) -> None:
-    """A ValueError for replicas without a policy of sharing parameters out, or a policy without replicas."""
+    """Raise ValueError for replicas without a policy of sharing parameters out, or a policy without replicas."""
     if candidates.shard is None and machine.replicas is not None:
         known = ", ".join((*GATHERS, WHOLE))
         raise ValueError(f"replicas= share parameters out: say how in shard=, some of {known}.")
@@ -141,14 +141,14 @@ def refuse_unshared(machine: Machine, candidates: Candidates) -> None:
 
 
 def policy(word: Any) -> str:
-    """One of the policies of recomputing."""
+    """Return a policy of recomputing, or refuse it."""
     if word not in POLICIES:
         raise ValueError(f"checkpoint lists some of {', '.join(POLICIES)}; found {word!r}.")
     return word
 
 
 def counts_of_microbatches(word: str, counts: object) -> tuple[int, ...]:
-    """Numbers of microbatches, each of which is at least 1."""
+    """Return the numbers of an argument that lists numbers of microbatches, each at least 1."""
     numbers = listed(word, counts, "numbers of microbatches, such as [8, 16]")
     wrong = next((count for count in numbers if type(count) is not int or count < 1), None)
     if wrong is not None:
@@ -157,7 +157,7 @@ def counts_of_microbatches(word: str, counts: object) -> tuple[int, ...]:
 
 
 def listed(word: str, values: object, wanted: str) -> tuple[Any, ...]:
-    """The values of an argument that lists some."""
+    """Return the values of an argument that lists some."""
     if isinstance(values, str) or not isinstance(values, Collection) or not values:
         raise ValueError(f"{word} lists {wanted}; found {values!r}.")
     return tuple(cast("Collection[Any]", values))

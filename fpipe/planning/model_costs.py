@@ -10,8 +10,7 @@ import torch
 
 from fpipe import tree
 from fpipe.meaning.single_device.params_and_state import refuse_meta
-from fpipe.measuring.estimate import estimate
-from fpipe.measuring.profile import profile
+from fpipe.measuring.profile import estimate, profile
 from fpipe.measuring.sizes import Sizes, sizes
 from fpipe.model import Model
 from fpipe.program import Program, Value
@@ -35,7 +34,7 @@ class Measured:
 
     @property
     def rows(self) -> int:
-        """Of the batch."""
+        """How many the batch has."""
         leaves = (leaf for leaf in tree.leaves(self.batch) if isinstance(leaf, torch.Tensor) and leaf.ndim)
         first = next(leaves, None)
         if first is None:
@@ -45,34 +44,34 @@ class Measured:
     def costs(
         self, microbatches: Iterable[int], repeats: int, progress: Callable[[int, int, str], None]
     ) -> dict[float, Costs]:
-        """By the rows of a microbatch: profiled, one op at a time, or estimated, where `flops` are said."""
+        """Return the costs by the rows of a microbatch: profiled, one op at a time, or by `flops` estimated."""
         if self.flops is None:
             way_out = "say flops=, operations a second of a rank, and costs are estimated"
             refuse_meta(way_out, params=self.params, batch=self.batch, state=self.state)
-        counts, found = [*microbatches], dict[float, Costs]()
+        counts, costs_by_rows = [*microbatches], dict[float, Costs]()
         for done, count in enumerate(counts):
             program = chain(split(count), merge())(base_program(self.model))
-            given: Any = program, self.model, self.params, self.batch
+            example: Any = program, self.model, self.params, self.batch
             if self.flops is None:
                 costs = profile(
-                    *given,
+                    *example,
                     state=self.state,
                     key=0,  # of dropout; its value changes no time
                     repeats=repeats,
-                    progress=lambda done, every, count=count: progress(done, every, f"profiling m={count}"),
+                    progress=lambda done, total, count=count: progress(done, total, f"profiling m={count}"),
                 )
             else:
                 progress(done, len(counts), f"estimating m={count}")
-                costs = estimate(*given, flops=self.flops, state=self.state)
-            found[self.rows / count] = costs
-        return found
+                costs = estimate(*example, flops=self.flops, state=self.state)
+            costs_by_rows[self.rows / count] = costs
+        return costs_by_rows
 
     def with_bytes(self, costs: Costs, program: Program, replicas: int = 1) -> Costs:
-        """These costs with the bytes of a program's own values, and of parameters that travel or are gathered."""
+        """Add the bytes of a program's values, and of parameters that travel or are gathered."""
         shares = is_sharded(program)
         count = replicas if shares else 1
-        own = sizes(program, self.model, self.params, self.batch, state=self.state, replicas=count)
-        return replace(costs, bytes=own if shares else _WithParams(own))
+        byte_sizes = sizes(program, self.model, self.params, self.batch, state=self.state, replicas=count)
+        return replace(costs, bytes=byte_sizes if shares else _WithParams(byte_sizes))
 
 
 @dataclass(frozen=True)
@@ -88,5 +87,5 @@ class _WithParams:
         return self.sizes.storages(value)
 
     def size(self, value: Value) -> float:
-        """Its bytes when it travels."""
+        """The bytes of a value when it travels."""
         return self.sizes.size(value)

@@ -112,31 +112,31 @@ def plan(
     given_costs: Any = costs
     if not isinstance(given_costs, Costs) and not (
         isinstance(given_costs, Collection)
-        and all(isinstance(one, Costs) for one in cast("Collection[object]", given_costs))
+        and all(isinstance(model, Costs) for model in cast("Collection[object]", given_costs))
     ):
         raise TypeError(
             f"costs is an fpipe.Costs, or a list of them, one for each model; found {type(given_costs).__name__}."
         )
     several = not isinstance(costs, Costs)
-    for word, found in (("stages", stages), ("memory", memory)):
-        if several and found is not None and not isinstance(found, Collection):
-            raise TypeError(f"{word} is a list with an entry for each model, found {found!r}.")
+    for word, values in (("stages", stages), ("memory", memory)):
+        if several and values is not None and not isinstance(values, Collection):
+            raise TypeError(f"{word} is a list with an entry for each model, found {values!r}.")
     models = list(costs) if several else [costs]
     counts = list(stages) if several and stages is not None else [stages] * len(models)
     sizes = list(memory) if several and memory is not None else [memory] * len(models)
     if not len(models) == len(counts) == len(sizes) or not models:
         raise ValueError(f"stages and memory are lists with an entry for each model; there are {len(models)} models.")
-    before: list[RunMode] = ["train"] if run == "fused" else [run]
-    runs: list[RunMode] = [*before * (len(models) - 1), run]
+    earlier: list[RunMode] = ["train"] if run == "fused" else [run]
+    runs: list[RunMode] = [*earlier * (len(models) - 1), run]
     most = inf if limit is None else limit
-    given = zip(models, counts, runs, sizes, strict=True)
-    layers = _exact([_layers(one, count, how, own, most) for one, count, how, own in given])
-    plans = _for_all(_fewest_turns(layers, ranks, threshold), layers, ranks)
+    arguments = zip(models, counts, runs, sizes, strict=True)
+    layers = _exact([_layers(*model_arguments, most) for model_arguments in arguments])
+    plans = _fill_ranks(_fewest_turns(layers, ranks, threshold), layers, ranks)
     return tuple(plans) if several else plans[0]
 
 
 class _Layers(NamedTuple):
-    """The layers of one model: what each costs forward, recomputed and backward, and forward and backward together."""
+    """The layers of a model: what each costs forward; recomputed and backward; and forward and backward together."""
 
     run: RunMode
     ahead: Sequence[float]
@@ -146,7 +146,7 @@ class _Layers(NamedTuple):
     limit: float
 
     def rows(self) -> list[Sequence[float]]:
-        """The costs that count in such a run."""
+        """Return the costs that count in this run."""
         return [self.ahead] if self.run == "infer" else [self.ahead, self.back]
 
 
@@ -166,7 +166,7 @@ def _layers(costs: Costs, stages: Any, run: RunMode, memory: Any, limit: float) 
     count = listed.pop()
     ops = [Op(kind, stage, 0, None, 0, (), ()) for kind in "FRB" for stage in range(count)]
     seconds = [costs.seconds(op) for op in ops]
-    ahead, again, back = (seconds[at : at + count] for at in range(0, 3 * count, count))
+    ahead, again, back = (seconds[start : start + count] for start in range(0, 3 * count, count))
     weights = [0.0] * count if memory is None else list(memory)
     if len(weights) != count:
         raise ValueError(f"memory lists {len(weights)} stages, there are {count}; give the bytes of each.")
@@ -175,12 +175,12 @@ def _layers(costs: Costs, stages: Any, run: RunMode, memory: Any, limit: float) 
             raise ValueError(f"the memory of stage {stage} is in bytes, at least 0; found {size!r}.")
         if size > limit:
             raise ValueError(f"stage {stage} takes {size:g} bytes, more than the limit of {limit:g}: cut it in two.")
-    backs, boths = ([one + other for one, other in zip(row, back, strict=True)] for row in (again, ahead))
+    backs, boths = ([first + second for first, second in zip(row, back, strict=True)] for row in (again, ahead))
     return _Layers(run, ahead, backs, boths, weights, limit)
 
 
 def _exact(models: list[_Layers]) -> list[_Layers]:
-    """Layers with all costs as whole numbers of one unit, so that no sum rounds."""
+    """Write all costs as whole numbers of one unit, so that no sum rounds."""
     numbers = iter(whole_numbers([cost for model in models for row in model[1:4] for cost in row]))
     return [
         model._replace(**{word: [next(numbers) for _ in getattr(model, word)] for word in ("ahead", "back", "both")})
@@ -189,7 +189,7 @@ def _exact(models: list[_Layers]) -> list[_Layers]:
 
 
 def _fewest_turns(models: list[_Layers], ranks: int, threshold: float | None) -> list[Plan]:
-    """The plans whose number of groups, but at least that of ranks, times the largest is least."""
+    """Return the plans with the least product of turns and largest group; turns are groups, but at least the ranks."""
     largest = max(max(map(max, model.rows())) for model in models)
     if models[-1].run == "fused":
         largest = max(largest, models[-1].both[-1])
@@ -199,16 +199,16 @@ def _fewest_turns(models: list[_Layers], ranks: int, threshold: float | None) ->
     caps = sorted({cost for row in rows for cost in _sums(row, bound)})
 
     def groups(cap: float) -> float:
-        found = [_filled(model, cap) for model in models]
-        return inf if None in found else sum(map(_size, cast("list[Plan]", found)))
+        plans = [_filled(model, cap) for model in models]
+        return inf if None in plans else sum(map(_size, cast("list[Plan]", plans)))
 
-    best, taken, at = inf, 0.0, len(caps) - 1
-    while at >= 0 and (count := groups(caps[at])) < inf:  # for each number of groups the least cap that gives it
-        at = bisect_left(caps, True, hi=at, key=lambda cap, count=count: groups(cap) <= count)
-        if max(ranks, count) * caps[at] <= best:
-            best, taken = max(ranks, count) * caps[at], caps[at]
-        at -= 1
-    return [_evened(model, plan, taken) for model in models if (plan := _filled(model, taken))]
+    best, best_cap, index = inf, 0.0, len(caps) - 1
+    while index >= 0 and (count := groups(caps[index])) < inf:  # for each number of groups the least cap that gives it
+        index = bisect_left(caps, True, hi=index, key=lambda cap, count=count: groups(cap) <= count)
+        if max(ranks, count) * caps[index] <= best:
+            best, best_cap = max(ranks, count) * caps[index], caps[index]
+        index -= 1
+    return [_evened(model, plan, best_cap) for model in models if (plan := _filled(model, best_cap))]
 
 
 def _size(plan: Plan) -> int:
@@ -216,12 +216,12 @@ def _size(plan: Plan) -> int:
 
 
 def _sums(row: Sequence[float], bound: float) -> set[float]:
-    """Costs of neighbouring layers together, up to a bound."""
+    """Return the sums of neighbouring layers' costs, up to a bound."""
     return {cost for start in range(len(row)) for cost in takewhile(lambda c: c <= bound, accumulate(row[start:]))}
 
 
 def _filled(model: _Layers, cap: float) -> Plan | None:
-    """As few groups as can be, none of which costs more than `cap`: a larger fused group leaves less to the others."""
+    """Return the fewest groups that cost at most `cap` each: a larger fused group leaves less to the others."""
     cut = len(model.ahead)
     if model.run == "fused":
         last = _groups(model.both[::-1], model.memory[::-1], cap, model.limit, most=1)
@@ -241,7 +241,7 @@ def _plan(model: _Layers, cut: int, ahead: Groups, back: Groups) -> Plan:
 def _groups(
     row: Sequence[float], memory: Sequence[float], cap: float, limit: float, most: int | None = None
 ) -> Groups | None:
-    """Groups filled one after the other, at most so many; None where a layer alone costs more than `cap`."""
+    """Fill groups one after the other, at most so many; None where a layer alone costs more than `cap`."""
     groups: Groups = []
     cost = size = inf
     for layer, (seconds, held) in enumerate(zip(row, memory, strict=False)):
@@ -257,9 +257,9 @@ def _groups(
     return groups
 
 
-def _evened(model: _Layers, found: Plan, cap: float) -> Plan:
-    """As many groups, the largest forward and the largest backward as small as can be."""
-    cut = found.backward[0].start if model.run == "fused" else len(model.ahead)
+def _evened(model: _Layers, plan: Plan, cap: float) -> Plan:
+    """Make the largest group forward and the largest backward as small as can be, with as many groups."""
+    cut = plan.backward[0].start if model.run == "fused" else len(model.ahead)
 
     def evened(row: Sequence[float], count: int) -> Groups:
         caps = sorted(_sums(row[:cut], cap))
@@ -268,28 +268,28 @@ def _evened(model: _Layers, found: Plan, cap: float) -> Plan:
             groups = _groups(row[:cut], model.memory, less, model.limit)
             return groups is not None and len(groups) <= count
 
-        at = bisect_left(caps, True, key=enough)
-        return _groups(row[:cut], model.memory, caps[at], model.limit) or [] if caps else []
+        index = bisect_left(caps, True, key=enough)
+        return _groups(row[:cut], model.memory, caps[index], model.limit) or [] if caps else []
 
-    back = [] if model.run == "infer" else evened(model.back, len(found.backward) - (model.run == "fused"))
-    return _plan(model, cut, evened(model.ahead, len(found.forward)), back)
+    back = [] if model.run == "infer" else evened(model.back, len(plan.backward) - (model.run == "fused"))
+    return _plan(model, cut, evened(model.ahead, len(plan.forward)), back)
 
 
-def _for_all(plans: list[Plan], models: list[_Layers], ranks: int) -> list[Plan]:
-    """At least one group for each rank: while there are fewer, the one that costs most is cut in two."""
+def _fill_ranks(plans: list[Plan], models: list[_Layers], ranks: int) -> list[Plan]:
+    """Cut the group that costs most in two, while there are fewer groups than ranks."""
     while sum(map(_size, plans)) < ranks:
         options: list[tuple[float, int, int, int]] = []  # cost, model, pass, group
-        for number, (each, model) in enumerate(zip(plans, models, strict=True)):
-            for word, row in enumerate((model.ahead, model.back)):
+        for number, (plan, model) in enumerate(zip(plans, models, strict=True)):
+            for direction, row in enumerate((model.ahead, model.back)):
                 options += [
-                    (sum(row[layer] for layer in group), number, word, at)
-                    for at, group in enumerate(each[word])
-                    if len(group) > 1 and not (word and at == 0 and model.run == "fused")
+                    (sum(row[layer] for layer in group), number, direction, index)
+                    for index, group in enumerate(plan[direction])
+                    if len(group) > 1 and not (direction and index == 0 and model.run == "fused")
                 ]
         if options:
-            _, number, word, at = max(options)
-            row = (models[number].ahead, models[number].back)[word]
-            plans[number] = _halved(plans[number], word, at, row)
+            _, number, direction, index = max(options)
+            row = (models[number].ahead, models[number].back)[direction]
+            plans[number] = _halved(plans[number], direction, index, row)
         elif models[-1].run == "fused" and len(plans[-1].backward[0]) > 1:
             fused = plans[-1].backward[0]
             first, rest = fused[:1], fused[1:]
@@ -301,10 +301,10 @@ def _for_all(plans: list[Plan], models: list[_Layers], ranks: int) -> list[Plan]
     return plans
 
 
-def _halved(found: Plan, word: int, at: int, row: Sequence[float]) -> Plan:
-    """A plan with a group of its forward (0) or backward (1) pass cut in two."""
-    group = found[word][at]
+def _halved(plan: Plan, direction: int, index: int, row: Sequence[float]) -> Plan:
+    """Cut a group of the forward (0) or backward (1) pass in two."""
+    group = plan[direction][index]
     first = group.start + balance([row[layer] for layer in group], 2)[0]
     halves = range(group.start, first), range(first, group.stop)
-    groups = (*found[word][:at], *(halves[::-1] if word else halves), *found[word][at + 1 :])
-    return found._replace(**{("forward", "backward")[word]: groups})
+    groups = (*plan[direction][:index], *(halves[::-1] if direction else halves), *plan[direction][index + 1 :])
+    return plan._replace(**{("forward", "backward")[direction]: groups})

@@ -69,9 +69,9 @@ def plan_run(
     one_f_one_b  8     1  never          274   12.4%          2  0.029197  given
     one_f_one_b  4     1  never          152   21.1%          2  0.026316  given
     """
-    for found, kind in ((machine, Machine), (candidates, Candidates)):
-        if not isinstance(found, kind):
-            raise TypeError(f"plan_run(what, machine, candidates) takes an fpipe.{kind.__name__}; found {found!r:.80}.")
+    for value, kind in ((machine, Machine), (candidates, Candidates)):
+        if not isinstance(value, kind):
+            raise TypeError(f"plan_run(what, machine, candidates) takes an fpipe.{kind.__name__}; found {value!r:.80}.")
     refuse_unshared(machine, candidates)
     report = progress or _quiet
     if not isinstance(what, Costs | Mapping) and (example is not None or hasattr(what, "state_dict")):
@@ -91,13 +91,13 @@ def plan_run(
     return _Planner(work, machine, candidates, report).plan()
 
 
-def _quiet(done: int, every: int, what: str) -> None:
-    """No progress is asked for."""
+def _quiet(done: int, total: int, what: str) -> None:
+    """Report nothing."""
 
 
 @dataclass
 class _Planner:
-    """Ways to run, one after the other; what there is when it is stopped is the plan."""
+    """Tries ways to run, one after the other; what there is when it is stopped is the plan."""
 
     work: Work
     machine: Machine
@@ -108,7 +108,7 @@ class _Planner:
     in_bytes: bool = False
 
     def plan(self) -> RunPlan:
-        """Try all, and put the best first."""
+        """Try all ways, and return them with the best first."""
         complete = True
         try:
             self._try_all()
@@ -120,10 +120,10 @@ class _Planner:
             reasons = "; ".join(f"{name}: {why}" for name, why in self.refused.items())
             raise ValueError(f"no schedule serves {self.machine.ranks} ranks and these microbatches. {reasons}")
         if not any(row.fits for row in self.rows):
-            rank, held, closest = min(map(self._tightest, self.rows), key=lambda one: one[1] / self._limit(one[0]))
+            rank, held, closest = min(map(self._fullest, self.rows), key=lambda full: full[1] / self._limit(full[0]))
             raise ValueError(
-                f"nothing fits: rank {rank} must hold {self._held(held)} at least, by {closest.name}, and may hold "
-                f"{self._held(self._limit(rank))}."
+                f"nothing fits: rank {rank} must hold {self._amount(held)} at least, by {closest.name}, and may hold "
+                f"{self._amount(self._limit(rank))}."
             )
         rows = sorted(self.rows, key=lambda row: (not row.fits, row.seconds_per_row, row.most))
         served = {row.schedule for row in rows}
@@ -133,22 +133,20 @@ class _Planner:
     def _limit(self, rank: int) -> float:
         return self.machine.limits[min(rank, self.machine.ranks - 1)]
 
-    def _tightest(self, row: PlanRow) -> tuple[int, float, PlanRow]:
-        """The rank of a way that holds the most of what it may, and what it holds."""
-        rank, held = max(
-            zip(sorted(computing(row.program)), row.memory, strict=True), key=lambda one: one[1] / self._limit(one[0])
-        )
-        return rank, held, row
+    def _fullest(self, row: PlanRow) -> tuple[int, float, PlanRow]:
+        """Return the rank that holds the most of what it may, and what it holds."""
+        by_rank = zip(sorted(computing(row.program)), row.memory, strict=True)
+        return *max(by_rank, key=lambda pair: pair[1] / self._limit(pair[0])), row
 
-    def _held(self, most: float) -> str:
-        return amount(most, self.in_bytes) + " rows" * (not self.in_bytes)
+    def _amount(self, held: float) -> str:
+        return amount(held, self.in_bytes) + " rows" * (not self.in_bytes)
 
     def _try_all(self) -> None:
         ways = self.candidates.ways
         searched = [*dict.fromkeys(self.candidates.microbatches)] if self.candidates.search else []
-        every = len(ways) + len(searched)
+        total = len(ways) + len(searched)
         for done, (count, policy, name, gather) in enumerate(ways):
-            self.progress(done, every, self._said())
+            self.progress(done, total, self._best_so_far())
             try:
                 program = self.work.program(self.candidates.named[name], self.machine.ranks, count, policy)
                 program = self.work.sharded(program, gather)
@@ -158,16 +156,16 @@ class _Planner:
                 continue
             self._add(name, policy, gather, program, costs, word)
         for done, count in enumerate(searched, len(ways)):
-            self.progress(done, every, f"searching m={count}")
+            self.progress(done, total, f"searching m={count}")
             self._search(count)
-        self.progress(every, every, self._said())
+        self.progress(total, total, self._best_so_far())
 
-    def _said(self) -> str:
+    def _best_so_far(self) -> str:
         best = min((row for row in self.rows if row.fits), key=lambda row: row.seconds_per_row, default=None)
         return "nothing fits yet" if best is None else f"best {best.name}: {best.makespan:.4g} s"
 
     def _add(self, shown: str, policy: str, gather: str, program: Program, costs: Costs, word: str) -> None:
-        """A way: its time, and what each rank holds."""
+        """Add a way: its time, and what each rank holds."""
         timeline = simulate(program, costs)
         self.in_bytes = costs.bytes is not None
         seconds = max(timeline.makespan, timeline.delivered) if gather else timeline.makespan
@@ -189,7 +187,7 @@ class _Planner:
                 rows * program.microbatches / seconds if seconds else math.inf,
                 timeline.bubble,
                 tuple(held),
-                all(each <= limit * (1 + 1e-9) for each, limit in zip(held, limits, strict=True)),
+                all(most <= limit * (1 + 1e-9) for most, limit in zip(held, limits, strict=True)),
                 gather=gather,
                 program=program,
                 timeline=timeline,
@@ -197,7 +195,7 @@ class _Planner:
         )
 
     def _search(self, count: int) -> None:
-        """The schedule that a search finds; what it holds is weighed as for the others."""
+        """Add the schedule that a search finds; what it holds is weighed as for the others."""
         work, ranks, policies = self.work, self.machine.ranks, {*self.candidates.checkpoint}
         base = work.base(2 * ranks, count)
         try:
@@ -207,12 +205,12 @@ class _Planner:
             return
         costs, _ = work.costs_of(placed)
         least = min(self.machine.limits)
-        kept = 0.0 if costs.bytes is None else max(at_home(placed, costs, rank) for rank in range(ranks))
-        if kept >= least:
-            said = f"parameters alone are {amount(kept, True)} on a rank, and it may hold {amount(least, True)}."
-            self.refused.setdefault("found", said)
+        params = 0.0 if costs.bytes is None else max(at_home(placed, costs, rank) for rank in range(ranks))
+        if params >= least:
+            reason = f"parameters alone are {amount(params, True)} on a rank, and it may hold {amount(least, True)}."
+            self.refused.setdefault("found", reason)
             return
-        cap = least / work.rows_of(count) if costs.bytes is None else least - kept
+        cap = least / work.rows_of(count) if costs.bytes is None else least - params
         policy: Any = policies.pop() if len(policies) == 1 else "auto"
         try:
             found = find(

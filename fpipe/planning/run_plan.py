@@ -52,9 +52,9 @@ class PlanRow:
     @property
     def name(self) -> str:
         """The words that tell it from the others."""
-        kept = "" if self.checkpoint == "never" else f", recompute {self.checkpoint}"
-        gathered = f", gather {self.gather}" if self.gather else ""
-        return f"{self.schedule}, m={self.microbatches}{kept}{gathered}"
+        recompute = "" if self.checkpoint == "never" else f", recompute {self.checkpoint}"
+        gather = f", gather {self.gather}" if self.gather else ""
+        return f"{self.schedule}, m={self.microbatches}{recompute}{gather}"
 
     @property
     def most(self) -> float:
@@ -105,15 +105,15 @@ class RunPlan(HtmlRepr):
     @cached_property
     def front(self) -> tuple[PlanRow, ...]:
         """The ways than which none is both shorter and smaller, the shortest first: time against memory, fit or not."""
-        found: list[PlanRow] = []
+        front: list[PlanRow] = []
         for row in sorted(self.rows, key=lambda row: (row.seconds_per_row, row.most)):
-            if not found or row.most < found[-1].most:
-                found.append(row)
-        return tuple(found)
+            if not front or row.most < front[-1].most:
+                front.append(row)
+        return tuple(front)
 
     def records(self) -> list[dict[str, Any]]:
         """The rows as dicts of numbers and words, for `json` or a data frame."""
-        words = [one.name for one in fields(PlanRow) if one.name not in ("program", "timeline", "memory")]
+        words = [field.name for field in fields(PlanRow) if field.name not in ("program", "timeline", "memory")]
         return [
             {word: getattr(row, word) for word in words} | {"memory": list(row.memory), "front": row in self.front}
             for row in self.rows
@@ -121,7 +121,7 @@ class RunPlan(HtmlRepr):
 
     def shown(self, most: int = 12) -> tuple[PlanRow, ...]:
         """The rows to look at: so many of the best, and the front."""
-        return tuple(row for at, row in enumerate(self.rows) if at < most or row in self.front)
+        return tuple(row for index, row in enumerate(self.rows) if index < most or row in self.front)
 
     def cells(self, rows: Iterable[PlanRow]) -> list[list[str]]:
         """Rows of the table as text, its heading first. A star marks the front."""

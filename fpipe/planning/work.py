@@ -59,7 +59,7 @@ class CostCurve:
     word: str
 
     def at(self, rows: float, parts: float, slices: int = 1) -> tuple[Costs, str]:
-        """The costs of so many rows, and whether they were given, measured, or interpolated.
+        """Return the costs of so many rows, and whether they were given, measured, or interpolated.
 
         Raises:
             ValueError: more rows than the most that are known, or fewer than the fewest.
@@ -83,7 +83,7 @@ _SECONDS_OF_MOVES = "send", "receive"
 
 
 def _between(few: Costs, many: Costs, share: float) -> Costs:
-    """Straight between: seconds of ops and of transfers, and bytes; all else as for the smaller microbatch."""
+    """Interpolate seconds of ops and transfers, and bytes; all else is as for the smaller microbatch."""
     mixed = {
         word: between(word, getattr(few, word), getattr(many, word), share) for word in (*_SECONDS, *_SECONDS_OF_MOVES)
     }
@@ -128,19 +128,19 @@ class Work:
     replicas: int = 1
 
     def rows_of(self, microbatches: int) -> float:
-        """Rows of a microbatch."""
+        """Return the rows of a microbatch."""
         return 1.0 if self.rows is None else self.rows / microbatches
 
     def base(self, stages: int, microbatches: int) -> Program:
-        """The step in microbatches, in no order yet; of so many stages, where that is open."""
+        """Return the step in microbatches, in no order yet; of so many stages, where that is open."""
         return chain(split(microbatches), self.merged())(base_program(stages if self.what is None else self.what))
 
     def merged(self) -> Transform:
-        """One result of all microbatches; of a model without its outputs, which would be held until the end."""
+        """Merge all microbatches; a model's outputs are left out, which would be held until the end."""
         return merge(outputs=self.measured is None)
 
     def program(self, named: Named, ranks: int, microbatches: int, policy: str) -> Program:
-        """The step in the order of a schedule.
+        """Return the step in the order of a schedule.
 
         Raises:
             ValueError: the schedule does not serve the sizes, with the reason.
@@ -150,25 +150,25 @@ class Work:
         if named.stages is not None and stages not in (None, wanted):
             raise ProgramError(f"there are {stages} stages, and its name says {wanted}.")
         what = wanted if self.what is None else self.what
-        told = dict(named.options)
+        options = dict(named.options)
         if "costs" in inspect.signature(named.schedule.factory).parameters:
-            told = {"costs": self.costs(microbatches, (stages or wanted) / ranks)[0]} | told
-        order = named.schedule.factory(ranks, **told)
+            options = {"costs": self.costs(microbatches, (stages or wanted) / ranks)[0]} | options
+        order = named.schedule.factory(ranks, **options)
         return chain(split(microbatches), checkpoint(policy), order, self.merged())(base_program(what))  # pyright: ignore[reportArgumentType]
 
     def sharded(self, program: Program, gather: Any) -> Program:
-        """The program of several replicas, with a policy of gathering parameters; none: as it is."""
+        """Return the program of several replicas, with a policy of gathering parameters."""
         if not gather:
             return program
         return (data_parallel() if gather == WHOLE else shard(gather=gather))(program)
 
     def costs(self, microbatches: int, parts: float, slices: int = 1) -> tuple[Costs, str]:
-        """Of ops of which a rank has so many in a microbatch, and where they are from."""
+        """Return the costs of ops of which a rank has `parts` in a microbatch, and where they are from."""
         costs, word = self.curve.at(self.rows_of(microbatches), parts, slices)
         return (costs if self.cluster is None else replace(costs, cluster=self.cluster)), word
 
     def costs_of(self, program: Program) -> tuple[Costs, str]:
-        """Of a program, with the bytes of its own values."""
+        """Return the costs of a program, with the bytes of its values, and where they are from."""
         if program.slices > 1 and self.measured:
             raise ProgramError("it cuts sequences into slices, and costs are measured of whole microbatches.")
         costs, word = self.costs(program.microbatches, parts_of_a_rank(program), program.slices)
@@ -178,15 +178,14 @@ class Work:
 
 
 def at_home(program: Program, costs: Costs, rank: int) -> float:
-    """Bytes of the parameters that a rank has from the start; a leaf of a stage that it has counts once."""
-    here = {end.value for end in program.inputs if end.value.name in PARAMETERS and rank in end.homes}
-    return sum(_size(value, costs) for value in here if not value.port or value._replace(port=0) not in here)
-
-
-def _size(value: Value, costs: Costs) -> float:
-    if isinstance(costs.bytes, Mapping) and value.name not in costs.bytes:
-        return 0.0
-    return costs.size(value)
+    """Return the bytes of the parameters that a rank has from the start; a leaf of a stage that it has counts once."""
+    known = costs.bytes if isinstance(costs.bytes, Mapping) else PARAMETERS
+    local = {end.value for end in program.inputs if end.value.name in PARAMETERS and rank in end.homes}
+    return sum(
+        costs.size(value)
+        for value in local
+        if value.name in known and (not value.port or value._replace(port=0) not in local)
+    )
 
 
 def work_of_costs(
@@ -196,7 +195,7 @@ def work_of_costs(
     rows: int | None,
     stages: int | None,
 ) -> Work:
-    """Costs that are given, by the rows of a microbatch."""
+    """Return the work of costs that are given, by the rows of a microbatch."""
     for word, count in (("rows", rows), ("stages", stages)):
         if count is not None:
             whole(word, count, most=math.inf)
@@ -214,14 +213,14 @@ def work_of_costs(
             )
     if not by_size or not all(isinstance(size, int | float) and size > 0 for size in by_size):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"costs are listed by the rows of a microbatch, above 0; found {list(by_size)}.")
-    shares = {float(size): _share(each, stages is not None) for size, each in by_size.items()}
+    shares = {float(size): _share(cost, stages is not None) for size, cost in by_size.items()}
     byte_sizes = [share(1, 1).bytes for share in shares.values()]
-    if len(shares) > 1 and any(hasattr(each, "storages") and not isinstance(each, NamedBytes) for each in byte_sizes):
+    if len(shares) > 1 and any(hasattr(size, "storages") and not isinstance(size, NamedBytes) for size in byte_sizes):
         raise ValueError("bytes by fpipe.sizes are of microbatches of one size; say {name: bytes} for each.")
-    silent = [f"{size:g}" for size, each in zip(shares, byte_sizes, strict=True) if each is None]
-    if 0 < len(silent) < len(byte_sizes):
+    without_bytes = [f"{rows:g}" for rows, size in zip(shares, byte_sizes, strict=True) if size is None]
+    if 0 < len(without_bytes) < len(byte_sizes):
         raise ValueError(
-            f"costs of several sizes all say bytes, or none do; those of {', '.join(silent)} rows say none."
+            f"costs of several sizes all say bytes, or none do; those of {', '.join(without_bytes)} rows say none."
         )
     work = Work(stages, CostCurve(shares, "given"), rows, machine.links, replicas=_sharing(machine, candidates))
     first, *_ = [work.costs(count, 1)[0] for count in candidates.microbatches]
@@ -231,12 +230,11 @@ def work_of_costs(
 
 
 def _sharing(machine: Machine, candidates: Candidates) -> int:
-    """How many replicas share parameters out."""
+    """Return how many replicas share the parameters out."""
     return 1 if candidates.shard is None else machine.replica_count
 
 
 def _share(costs: CostsOfParts, of_stage: bool) -> Share:
-    """The costs of an op for each number of parts of a rank."""
     if isinstance(costs, Costs):
         return (lambda parts, slices: costs) if of_stage else partial(shared, costs)
     if not callable(costs):
@@ -255,7 +253,7 @@ def work_of_model(
     repeats: int,
     progress: Callable[[int, int, str], None],
 ) -> Work:
-    """A model that is profiled at some numbers of microbatches, or estimated there."""
+    """Return the work of a model that is profiled, or estimated, at some numbers of microbatches."""
     counts = candidates.microbatches if profiled is None else counts_of_microbatches("profiled", profiled)
     beyond = [count for count in candidates.microbatches if not min(counts) <= count <= max(counts)]
     if beyond:
@@ -264,7 +262,6 @@ def work_of_model(
             "are profiled; add a number beyond it to profiled=."
         )
     costs = measured.costs(counts, repeats, progress)
-    shares: dict[float, Share] = {rows: (lambda parts, slices, each=each: each) for rows, each in costs.items()}
+    shares: dict[float, Share] = {rows: (lambda parts, slices, cost=cost: cost) for rows, cost in costs.items()}
     curve = CostCurve(shares, "measured" if measured.flops is None else "estimated")
-    replicas = _sharing(machine, candidates)
-    return Work(measured.model, curve, measured.rows, machine.links, measured, replicas)
+    return Work(measured.model, curve, measured.rows, machine.links, measured, _sharing(machine, candidates))

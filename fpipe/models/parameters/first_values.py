@@ -28,7 +28,7 @@ Fill = Callable[[str, Tensor], Any]
 
 
 class FirstValues:
-    """Makes leaves of a net, by a seed; `init` fills them in place of their modules."""
+    """Makes the leaves of a net by a seed; `init` fills them in place of their modules."""
 
     def __init__(self, seed: int, init: Fill | None) -> None:
         if isinstance(seed, bool) or not isinstance(seed, int):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -40,35 +40,37 @@ class FirstValues:
         self._reset: tuple[Any, ModuleDicts, Mapping[str, tuple[Tensor, int]]] | None = None
 
     def make(self, name: str, home: tuple[Any, str]) -> Tensor:
-        """The values of a leaf, of which a module and its name there are the home: by `init`, else a copy of those that
-        it has, else by that module; a ValueError where nothing gives it values."""
-        (owner, own), like = home, getattr(*home)
+        """Return the values of a leaf, whose home is a module and its name there.
+
+        They are those of `init`, else a copy of those that it has, else those of the module's `reset_parameters`.
+        """
+        (module, key), like = home, getattr(*home)
         if self.init is not None:
-            made = _empty(like)
-            before = version_of(made)
+            leaf = _empty(like)
+            version = version_of(leaf)
             with torch.no_grad(), seeded(fold_in(self.seed, *name.encode()), "init="):
-                done = self.init(name, made) is not False
-            if done and version_of(made) == before and not _is_filled(made):
+                is_done = self.init(name, leaf) is not False
+            if is_done and version_of(leaf) == version and not _is_filled(leaf):
                 raise ValueError(f"init= leaves {name!r} as it is. Fill the tensor in place, or return False.")
-            if done:
-                return made
+            if is_done:
+                return leaf
         if not like.is_meta:
             return like.detach().to(torch.get_default_device(), copy=True)
-        if not callable(getattr(owner, "reset_parameters", None)):
-            raise ValueError(_unknown(name, owner, "which has no reset_parameters()"))
-        if self._reset is None or self._reset[0] is not owner:
-            self._reset = owner, *self._copied(owner, name)
-        _, now, before = self._reset
-        if own in before and version_of(like) > version_of(before[own][0]) - before[own][1]:
+        if not callable(getattr(module, "reset_parameters", None)):
+            raise ValueError(_unknown(name, module, "which has no reset_parameters()"))
+        if self._reset is None or self._reset[0] is not module:
+            self._reset = module, *self._reset_copy(module, name)
+        _, after, before = self._reset
+        if key in before and version_of(like) > version_of(before[key][0]) - before[key][1]:
             self.beyond.append(name)
-        made = {**now.parameters, **now.buffers}.get(own)
-        kept = made is before[own][0] and version_of(before[own][0]) == before[own][1]
-        if made is None or made.shape != like.shape or (kept and not _is_filled(made)):
-            raise ValueError(_unknown(name, owner, "whose reset_parameters() leaves it as it is"))
-        return made.detach()
+        leaf = {**after.parameters, **after.buffers}.get(key)
+        is_unwritten = leaf is before[key][0] and version_of(before[key][0]) == before[key][1]
+        if leaf is None or leaf.shape != like.shape or (is_unwritten and not _is_filled(leaf)):
+            raise ValueError(_unknown(name, module, "whose reset_parameters() leaves it as it is"))
+        return leaf.detach()
 
     def warn(self) -> None:
-        """Say which leaves were written more often when the net was made than their module's reset writes them."""
+        """Warn of leaves that were written more often when the net was made than their module's reset writes them."""
         if self.beyond:
             first, *more = self.beyond
             warnings.warn(
@@ -78,16 +80,16 @@ class FirstValues:
                 stacklevel=3,
             )
 
-    def _copied(self, owner: nn.Module, name: str) -> tuple[ModuleDicts, Mapping[str, tuple[Tensor, int]]]:
-        """The own tensors of a copy of a module alone, reset; and those that it had before, each with its version."""
-        copied, (parameters, buffers, children) = object.__new__(type(owner)), held_by(owner)
-        vars(copied).update(vars(owner))  # copy.copy refuses a module that has parametrizations
-        own: dict[str, Tensor] = {
+    def _reset_copy(self, module: nn.Module, name: str) -> tuple[ModuleDicts, Mapping[str, tuple[Tensor, int]]]:
+        """Reset a copy of a module; return its tensors, and those that it had before, each with its version."""
+        copied, (parameters, buffers, children) = object.__new__(type(module)), held_by(module)
+        vars(copied).update(vars(module))  # copy.copy refuses a module that has parametrizations
+        empty_parameters: dict[str, Tensor] = {
             key: nn.Parameter(_empty(x), x.requires_grad) for key, x in parameters.items() if x is not None
         }
-        held = {key: _empty(one) for key, one in buffers.items() if one is not None}
-        hold(copied, children, {**parameters, **own}, {**buffers, **held})
-        before = {key: (one, version_of(one)) for key, one in (own | held).items()}
+        empty_buffers = {key: _empty(x) for key, x in buffers.items() if x is not None}
+        hold(copied, children, {**parameters, **empty_parameters}, {**buffers, **empty_buffers})
+        before = {key: (x, version_of(x)) for key, x in (empty_parameters | empty_buffers).items()}
         reset: Any = copied.reset_parameters
         with torch.no_grad(), seeded(fold_in(self.seed, *name.rpartition(".")[0].encode()), name):
             reset()
@@ -95,20 +97,20 @@ class FirstValues:
 
 
 def _is_filled(tensor: Tensor) -> bool:
-    """Whether numbers were written where versions do not tell, by `.data`."""
+    """Whether numbers were written, also by `.data`, which versions do not count."""
     return tensor.is_floating_point() and not bool(tensor.isnan().any())
 
 
 def _empty(like: Tensor) -> Tensor:
-    """A tensor on the default device, of numbers that are none, to see whether it is filled."""
-    made = torch.empty_like(like, device=torch.get_default_device(), requires_grad=False)
-    return made.fill_(torch.nan) if like.is_floating_point() or like.is_complex() else made.zero_()
+    """Make a tensor of NaN on the default device, to see whether it gets filled."""
+    leaf = torch.empty_like(like, device=torch.get_default_device(), requires_grad=False)
+    return leaf.fill_(torch.nan) if like.is_floating_point() or like.is_complex() else leaf.zero_()
 
 
-def _unknown(name: str, owner: Any, why: str) -> str:
-    is_buffer = name.rpartition(".")[2] in held_by(owner).buffers
+def _unknown(name: str, module: Any, why: str) -> str:
+    is_buffer = name.rpartition(".")[2] in held_by(module).buffers
     return (
-        f"{name!r} is on meta, and nothing gives it values: it belongs to a {type(owner).__name__}, {why}. Say init=, "
+        f"{name!r} is on meta, and nothing gives it values: it belongs to a {type(module).__name__}, {why}. Say init=, "
         "a function of name and tensor that fills it in place, or give that module a reset_parameters()."
         + ' A constructor that makes a buffer with device="cpu" keeps its values.'
         * is_buffer
@@ -158,23 +160,24 @@ def _shard(leaf: Any, mesh: DeviceMesh) -> Any:
 
     if not isinstance(leaf, Tensor):
         return leaf
-    axis, *inside = [*(mesh.mesh_dim_names or ())]
-    own, over, placements, stride = leaf.detach().contiguous(), mesh[axis] if inside else mesh, (), None
+    axis, *inner_axes = [*(mesh.mesh_dim_names or ())]
+    local, submesh, placements, stride = leaf.detach().contiguous(), mesh[axis] if inner_axes else mesh, (), None
     if isinstance(leaf, DTensor):
         names = leaf.device_mesh.mesh_dim_names or ("tp",)
-        if names != (*inside,):
+        if names != (*inner_axes,):
             raise TypeError(
                 f"a parameter is a DTensor over {names} already. Where its parts are those of processes that share a "
                 f"stage, fpipe.shard_params(params, mesh[{', '.join(map(repr, (axis, *names)))}]) cuts them on."
             )
-        own, over, placements, stride = leaf.to_local().detach().contiguous(), mesh, leaf.placements, leaf.stride()
-    shape, stride, placement = leaf.shape, stride or own.stride(), Replicate()
-    if own.ndim:
-        most = -(-len(own) // mesh.size(0))
-        at = most * mesh.get_local_rank(0)
-        parts = prod(mesh.size(1 + n) for n, one in enumerate(placements) if one.is_shard(0))
-        own, placement = own[at : at + most], Shard(0) if parts == 1 else strided_shard(parts)
-    made: Any = DTensor.from_local(
-        own.clone(), over, (placement, *placements), run_check=False, shape=shape, stride=stride
+        local, submesh, placements = leaf.to_local().detach().contiguous(), mesh, leaf.placements
+        stride = leaf.stride()
+    stride, placement = stride or local.stride(), Replicate()
+    if local.ndim:
+        rows = -(-len(local) // mesh.size(0))
+        start = rows * mesh.get_local_rank(0)
+        parts = prod(mesh.size(1 + axis) for axis, inner in enumerate(placements) if inner.is_shard(0))
+        local, placement = local[start : start + rows], Shard(0) if parts == 1 else strided_shard(parts)
+    shard: Any = DTensor.from_local(
+        local.clone(), submesh, (placement, *placements), run_check=False, shape=leaf.shape, stride=stride
     )
-    return made.requires_grad_(leaf.requires_grad)
+    return shard.requires_grad_(leaf.requires_grad)

@@ -46,7 +46,7 @@ def assign_grads(params: Any, grads: Any) -> None:
     if are_gradients(params):
         raise ValueError("the first argument is a result's gradients: assign_grads(params, grads) takes params first.")
     if isinstance(params, nn.Module):
-        params, grads = _of_net(params, grads)
+        params, grads = _by_name(params, grads)
     place = tree.difference(params, grads)
     if place is not None:
         raise ValueError(
@@ -64,18 +64,18 @@ def assign_grads(params: Any, grads: Any) -> None:
             param.grad = grad
 
 
-def _of_net(net: nn.Module, grads: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The parameters of a net that have gradients, and these, by name."""
+def _by_name(net: nn.Module, grads: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the parameters of a net that have gradients, and these, by name."""
     grads = [stage for stage in grads if stage is not None] if isinstance(grads, Sequence) else grads
     if not isinstance(grads, Sequence) or not all(isinstance(stage, Mapping) for stage in grads):
         raise ValueError(
             f"of a net the gradients are those of a model made from it, a dict per stage; found {type(grads).__name__}."
         )
     named = {str(name): grad for stage in grads for name, grad in stage.items()}
-    own = dict(net.named_parameters(remove_duplicate=False))
-    for odd in (name for name in named if name not in own):
-        raise ValueError(f"there is a gradient of {odd!r}, which is no parameter of this {type(net).__name__}.")
-    return {name: own[name] for name in named}, named
+    parameters = dict(net.named_parameters(remove_duplicate=False))
+    for unknown in (name for name in named if name not in parameters):
+        raise ValueError(f"there is a gradient of {unknown!r}, which is no parameter of this {type(net).__name__}.")
+    return {name: parameters[name] for name in named}, named
 
 
 def add_grads(one: Any, other: Any) -> Any:
@@ -103,11 +103,11 @@ def add_grads(one: Any, other: Any) -> Any:
         if len({*shapes}) > 1:
             where = place or "the top"
             raise ValueError(f"gradients of two models: at {where} they are of shapes {shapes[0]} and {shapes[1]}.")
-    return tree.tree_map(_added, one, other)
 
+    def added(a: Any, b: Any) -> Any:
+        return b if a is None else a if b is None else a + b
 
-def _added(a: Any, b: Any) -> Any:
-    return b if a is None else a if b is None else a + b
+    return tree.tree_map(added, one, other)
 
 
 def global_norm(
@@ -213,11 +213,11 @@ def _above_0(word: str, found: object) -> None:
 
 
 def _refuse_part(grads: Any) -> None:
-    """A ValueError for what a rank has of gradients that several have: its stages, and None for the others'."""
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    stages: Sequence[Any] = grads if several and isinstance(grads, tuple | list) else ()
-    absent = next((stage for stage, one in enumerate(stages) if one is None), None)
-    if absent is None or any(isinstance(one, Tensor) for one in stages):
+    """Raise ValueError for a rank's part of the gradients: its stages, and None for those of other ranks."""
+    is_group = dist.is_initialized() and dist.get_world_size() > 1
+    stages: Sequence[Any] = grads if is_group and isinstance(grads, tuple | list) else ()
+    absent = next((stage for stage, grad in enumerate(stages) if grad is None), None)
+    if absent is None or any(isinstance(grad, Tensor) for grad in stages):
         return
     raise ValueError(
         f"the gradients of stage {absent} are on another rank, and without them this would be the norm of a part. Say "

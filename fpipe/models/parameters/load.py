@@ -68,27 +68,27 @@ def load_params(
     >>> mine[0], list(mine[1])
     (None, ['1.weight', '1.bias'])
     """
-    found, first = source_of(source), FirstValues(0, init)
+    tensors, first = source_of(source), FirstValues(0, init)
     leaves = _leaves(model, of)
-    aliases = _checked(model, found, leaves, of is not None)
-    _refuse_other_constants(model, found, local_params(program, range(len(leaves)), rank))
+    aliases = _names_in_source(model, tensors, leaves, of is not None)
+    _refuse_other_constants(model, tensors, local_params(program, range(len(leaves)), rank))
 
     def value(leaf: tuple[str, ...], home: tuple[Any, str]) -> Tensor:
         names = aliases[leaf[0]]
         if not names:
             return first.make(leaf[0], home)
-        made = found.read(names)
+        read = tensors.read(names)
         for name in names[1:]:
-            if not torch.equal(made[names[0]], made[name]):
+            if not torch.equal(read[names[0]], read[name]):
                 raise ValueError(
                     f"{names[0]!r} and {name!r} are one parameter of the net, but have different values in "
-                    f"{found.known[name].where}. Untie them in the net, or drop one of the names."
+                    f"{tensors.known[name].where}. Untie them in the net, or drop one of the names."
                 )
-        return made[names[0]].to(torch.get_default_device()) if found.moves else made[names[0]]
+        return read[names[0]].to(torch.get_default_device()) if tensors.moves else read[names[0]]
 
-    made = _of_rank(model, program, rank, leaves, value)
+    params = _make_params(model, program, rank, leaves, value)
     first.warn()
-    return made
+    return params
 
 
 def init_params(
@@ -136,15 +136,15 @@ def init_params(
     first = FirstValues(seed, init)
     leaves = _leaves(model, of)
     if init is None and of is None:
-        _warn_where_nothing_is_made(model, leaves)
-    made = _of_rank(model, program, rank, leaves, lambda leaf, home: first.make(leaf[0], home))
+        _warn_if_all_have_values(model, leaves)
+    params = _make_params(model, program, rank, leaves, lambda leaf, home: first.make(leaf[0], home))
     first.warn()
-    return made
+    return params
 
 
-def _warn_where_nothing_is_made(model: Model, leaves: Sequence[Sequence[tuple[str, ...]]]) -> None:
-    """Warn where all parameters of a net, on whichever rank, have values."""
-    names = [(leaf[0], run) for run, own in zip(_nets(model), leaves, strict=True) for leaf in own]
+def _warn_if_all_have_values(model: Model, leaves: Sequence[Sequence[tuple[str, ...]]]) -> None:
+    """Warn if all parameters of a net, on whichever rank, have values."""
+    names = [(leaf[0], run) for run, stage in zip(_stages(model), leaves, strict=True) for leaf in stage]
     if names and not any(getattr(*run.home_of(name)).is_meta for name, run in names):
         warnings.warn(
             f"init_params copies {names[0][0]!r}{f' and {len(names) - 1} more' * (len(names) > 1)}: no parameter of "
@@ -155,33 +155,33 @@ def _warn_where_nothing_is_made(model: Model, leaves: Sequence[Sequence[tuple[st
 
 
 def _leaves(model: Model, state: Sequence[Any] | None) -> list[list[tuple[str, ...]]]:
-    """The leaves of each stage by all their names: parameters that live there, or its state."""
+    """Return the leaves of each stage by all their names: parameters that live there, or its state."""
     stages = the_model(model).stages
     if state is None:
         return [[*model.living(number)] for number in range(len(stages))]
     if len(state) != len(stages):
         raise ValueError(f"of= is the module state of all {len(stages)} stages; found {len(state)}.")
-    return [[(name,) for name in each or ()] for each in state]
+    return [[(name,) for name in names or ()] for names in state]
 
 
-def _of_rank(
+def _make_params(
     model: Model,
     program: Program,
     rank: int | None,
     leaves: Sequence[Sequence[tuple[str, ...]]],
     value: Callable[[tuple[str, ...], tuple[Any, str]], Tensor],
 ) -> Params:
-    """The leaves that live in the stages of a rank, each made from its names and where the net has it."""
-    nets = [*_nets(model)]
-    here = local_params(program, range(len(nets)), rank)
+    """Make the leaves that live in the stages of a rank, each from its names and its home in the net."""
+    stages = [*_stages(model)]
+    local = local_params(program, range(len(stages)), rank)
     return tuple(
-        None if number is None else {leaf[0]: value(leaf, nets[number].home_of(leaf[0])) for leaf in leaves[number]}
-        for number in here
+        None if number is None else {leaf[0]: value(leaf, stages[number].home_of(leaf[0])) for leaf in leaves[number]}
+        for number in local
     )
 
 
-def _nets(model: Model) -> Iterator[PositionalStage]:
-    """The stages, which know where a net has their parameters."""
+def _stages(model: Model) -> Iterator[PositionalStage]:
+    """Yield the stages, which know where a net has their parameters."""
     for number, stage in enumerate(the_model(model).stages):
         run = of_net(stage.forward)
         if run is None or model.whole is not None:
@@ -192,19 +192,19 @@ def _nets(model: Model) -> Iterator[PositionalStage]:
         yield run
 
 
-def _checked(
+def _names_in_source(
     model: Model, source: TensorSource, leaves: Sequence[Sequence[tuple[str, ...]]], may_lack: bool
 ) -> dict[str, list[str]]:
-    """For each leaf of the model its names in a source, none where it need not be there; refuse what is odd.
+    """Return the names in a source of each leaf of the model; refuse names, shapes and dtypes that do not fit.
 
     All stages are compared, so that all ranks refuse alike.
     """
-    found: dict[str, list[str]] = {}
-    every: set[str] = set()
-    for number, run in enumerate(_nets(model)):
-        every.update(run.all_names())
+    names_by_leaf: dict[str, list[str]] = {}
+    net_names: set[str] = set()
+    for number, run in enumerate(_stages(model)):
+        net_names.update(run.all_names())
         for leaf in leaves[number]:
-            names = found[leaf[0]] = [name for name in leaf if name in source.known]
+            names = names_by_leaf[leaf[0]] = [name for name in leaf if name in source.known]
             if not names and not may_lack and (number, leaf[0]) not in model.frozen:
                 raise ValueError(
                     f"the source lacks {leaf[0]!r}, a parameter of {model.who(number)}; it has "
@@ -220,23 +220,23 @@ def _checked(
                         f"{name!r} is {wanted.dtype} in the net, and {dtype} in {where}: cut the net after "
                         f".to({dtype}), or save the file in the net's dtype."
                     )
-    odd = next((name for name in source.known if name not in every), None)
-    if odd is not None:
+    unknown = next((name for name in source.known if name not in net_names), None)
+    if unknown is not None:
         raise ValueError(
-            f"{source.known[odd].where} has {odd!r}, which is no parameter or buffer of the net; that has "
-            f"{_few(every)}."
+            f"{source.known[unknown].where} has {unknown!r}, which is no parameter or buffer of the net; that has "
+            f"{_few(net_names)}."
         )
-    return found
+    return names_by_leaf
 
 
-def _refuse_other_constants(model: Model, source: TensorSource, here: Sequence[int | None]) -> None:
-    """A ValueError for what a rank's stages read of the net itself, if a source has other values of it."""
-    for number, run in enumerate(_nets(model)):
-        known = zip(run.fixed, run.constants(), strict=True) if here[number] is not None else ()
-        for name, now in known:
-            if name in source.known and not now.is_meta and is_saved(*run.home_of(name)):
+def _refuse_other_constants(model: Model, source: TensorSource, local: Sequence[int | None]) -> None:
+    """Raise ValueError if a source has other values of what a rank's stages read of the net itself."""
+    for number, run in enumerate(_stages(model)):
+        constants = zip(run.fixed, run.constants(), strict=True) if local[number] is not None else ()
+        for name, constant in constants:
+            if name in source.known and not constant.is_meta and is_saved(*run.home_of(name)):
                 saved = source.read([name])[name]
-                if saved.shape != now.shape or not torch.equal(saved.to(now), now.detach()):
+                if saved.shape != constant.shape or not torch.equal(saved.to(constant), constant.detach()):
                     raise ValueError(
                         f"{name!r} is a constant of {model.who(number)}, which reads the net's own, and has other "
                         f"values in {source.known[name].where}. Load those into the net before it is cut, or make "
@@ -245,7 +245,6 @@ def _refuse_other_constants(model: Model, source: TensorSource, here: Sequence[i
 
 
 def _few(names: Mapping[str, Any] | set[str]) -> str:
-    """The first names of many."""
     first = sorted(names)[:3]
     return ", ".join(map(repr, first)) + f" and {len(names) - len(first)} more" * (len(names) > len(first)) or "none"
 
@@ -254,43 +253,42 @@ def _few(names: Mapping[str, Any] | set[str]) -> str:
 
 
 class HandedOut:
-    """Where a net has the parameters that were handed out, by the names under which aliases of them were, and where
-    these are in memory.
+    """The parameters of a net that were handed out: where the net has them, and their addresses in memory.
 
     >>> net = nn.Linear(2, 2)
-    >>> found = HandedOut(dict(net.named_parameters()), [net])
-    >>> before, net.weight.data = found.moved(), net.weight.data + 1
-    >>> [*before], [*found.moved()]
+    >>> handed_out = HandedOut(dict(net.named_parameters()), [net])
+    >>> before, net.weight.data = handed_out.moved(), net.weight.data + 1
+    >>> [*before], [*handed_out.moved()]
     ([], ['weight'])
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], modules: Iterable[nn.Module]) -> None:
-        held = [held_by(module).parameters for module in modules]
-        homes = {id(one): (own, key) for own in held for key, one in own.items()}
+        module_dicts = [held_by(module).parameters for module in modules]
+        homes = {id(leaf): (held, key) for held in module_dicts for key, leaf in held.items()}
         known = {
-            name: (homes[id(one)], address)
-            for name, one in parameters.items()
-            if id(one) in homes and (address := _address(one))
+            name: (homes[id(leaf)], address)
+            for name, leaf in parameters.items()
+            if id(leaf) in homes and (address := _address(leaf))
         }
         self.names = [*known]
         self.homes = [home for home, _ in known.values()]
         self.addresses = [address for _, address in known.values()]
 
     def moved(self) -> dict[str, int]:
-        """Those that the net has elsewhere by now, with the address of what was handed out."""
-        now = [own.get(key) for own, key in self.homes]
+        """Return the parameters that the net has elsewhere by now, with the addresses of what was handed out."""
+        current = [held.get(key) for held, key in self.homes]
         with suppress(TypeError):  # one may be None by now
-            if [*map(Tensor.data_ptr, now)] == self.addresses:  # pyright: ignore[reportArgumentType]
+            if [*map(Tensor.data_ptr, current)] == self.addresses:  # pyright: ignore[reportArgumentType]
                 return {}
-        each = zip(self.names, now, self.addresses, strict=True)
-        return {name: address for name, one, address in each if one is None or one.data_ptr() != address}
+        triples = zip(self.names, current, self.addresses, strict=True)
+        return {name: address for name, leaf, address in triples if leaf is None or leaf.data_ptr() != address}
 
     def __reduce__(self) -> tuple[type[HandedOut], tuple[dict[str, Tensor], tuple[()]]]:
         return HandedOut, ({}, ())  # of a copied net nothing was handed out
 
 
 def _address(tensor: Tensor) -> int:
-    """Where a tensor is in memory; 0 for those that are nowhere, or not in one place."""
+    """Return the address of a tensor in memory; 0 if it has none, or several."""
     try:
         return tensor.data_ptr()
     except RuntimeError:

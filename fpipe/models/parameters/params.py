@@ -36,9 +36,9 @@ def join_params(model: Model, per_stage: Sequence[Any]) -> Any:
     the_model(model)
     if model.whole is not None:
         names, containers = model.whole
-        found = {name: leaf for stage in check_params(model, per_stage) for name, leaf in stage.items()}
-        same_keys(found, names, "the params of all stages")
-        return tree.unflatten(containers, [found[name] for name in names])
+        leaves = {name: leaf for stage in check_params(model, per_stage) for name, leaf in stage.items()}
+        same_keys(leaves, names, "the params of all stages")
+        return tree.unflatten(containers, [leaves[name] for name in names])
     whole: dict[Any, Any] = {}
     for number, (stage, params) in enumerate(zip(model.stages, with_ties(model, per_stage), strict=True)):
         if stage.names is None:
@@ -70,10 +70,10 @@ def split_params(model: Model, whole: Any) -> tuple[Any, ...]:
             raise ValueError("the whole has another structure than the params that the model was made with.")
         leaves = dict(zip(names, tree.leaves(whole), strict=True))
         return tuple({name: leaves[name] for (name,) in stage.names or ()} for stage in model.stages)
-    said = [[(number,)] if stage.names is None else stage.names for number, stage in enumerate(model.stages)]
+    names_by_stage = [[(number,)] if stage.names is None else stage.names for number, stage in enumerate(model.stages)]
     if not isinstance(whole, Mapping):
         raise ValueError(f"the whole is a dict, as net.state_dict() is one; found {type(whole).__name__}.")
-    wanted = dict.fromkeys(name for stage in said for leaf in stage for name in leaf)
+    wanted = dict.fromkeys(name for stage in names_by_stage for leaf in stage for name in leaf)
     whole = {name: leaf for name, leaf in whole.items() if name in wanted or not _stays(model, name, leaf)}  # pyright: ignore[reportUnknownVariableType]
     same_keys(
         whole, [*wanted], "the whole", "a parameter that trains, nor a buffer or frozen parameter as the net has it"
@@ -89,9 +89,9 @@ def split_params(model: Model, whole: Any) -> tuple[Any, ...]:
         split.append({leaf[0]: whole[leaf[0]] for leaf in stage.names})
     for uses in model.tied_uses:
         for number, leaf, _, owner, first, _ in uses[1:]:
-            named = model.stages[number].names is not None
-            here, there = (repr(leaf), repr(first)) if named else (f"[{number}][{leaf!r}]", f"[{owner}][{first!r}]")
-            _same_tensor(split[owner][first], split[number][leaf], there, here)
+            is_named = model.stages[number].names is not None
+            alias, name = (repr(leaf), repr(first)) if is_named else (f"[{number}][{leaf!r}]", f"[{owner}][{first!r}]")
+            _same_tensor(split[owner][first], split[number][leaf], name, alias)
             split[number] = {key: value for key, value in split[number].items() if key != leaf}
     return tuple(split)
 
@@ -122,17 +122,17 @@ def local_params(program: Program, per_stage: Sequence[Any], rank: int | None = 
         raise ValueError(f"the program has ranks 0 to {program.ranks - 1}; there is no rank {rank}.")
     if len(per_stage) != program.stages:
         raise ValueError(f"the program has {program.stages} stages; found {len(per_stage)} entries.")
-    here = {end.value.stage for end in program.inputs if end.value.name in PARAMETERS and rank in end.homes}
-    return tuple(one if stage in here else None for stage, one in enumerate(per_stage))
+    local = {end.value.stage for end in program.inputs if end.value.name in PARAMETERS and rank in end.homes}
+    return tuple(entry if stage in local else None for stage, entry in enumerate(per_stage))
 
 
 def _stays(model: Model, name: Any, leaf: Any) -> bool:
     """Whether a leaf is a tensor that stays with the modules of a stage, as they have it now."""
     runs = [stage.forward for stage in model.stages if isinstance(stage.forward, PositionalStage)]
-    own = (held for run in runs for other, held in run.named_tensors() if other == name)
-    return isinstance(leaf, Tensor) and any(map(leaf.is_set_to, own))
+    held = (tensor for run in runs for held_name, tensor in run.named_tensors() if held_name == name)
+    return isinstance(leaf, Tensor) and any(map(leaf.is_set_to, held))
 
 
-def _same_tensor(one: Any, other: Any, name: str, alias: str) -> None:
-    if one is not other and not (isinstance(one, Tensor) and (one.is_set_to(other) or torch.equal(one, other))):
+def _same_tensor(x: Any, y: Any, name: str, alias: str) -> None:
+    if x is not y and not (isinstance(x, Tensor) and (x.is_set_to(y) or torch.equal(x, y))):
         raise ValueError(f"{name} and {alias} are one parameter, but have different values.")
