@@ -21,10 +21,8 @@ from fpipe.timing.timeline import Timeline
 from fpipe.training import program
 from fpipe.transforms.chain import chain, identity
 from fpipe.transforms.checkpoint import checkpoint
-from fpipe.transforms.communicate import communicate
+from fpipe.transforms.communicate import communicate, free
 from fpipe.transforms.data_parallel import data_parallel
-from fpipe.transforms.forward_only import forward_only
-from fpipe.transforms.free import free
 from fpipe.transforms.merge import merge
 from fpipe.transforms.offload import offload
 from fpipe.transforms.place import place
@@ -33,7 +31,7 @@ from fpipe.transforms.shard import shard
 from fpipe.transforms.slice_sequence import slice_sequence
 from fpipe.transforms.specs import Chunk, Replicate, Sum, register_spec
 from fpipe.transforms.split import split
-from fpipe.transforms.split_backward import merge_backward, split_backward
+from fpipe.transforms.split_backward import forward_only, merge_backward, split_backward
 from fpipe.transforms.steps import steps
 from fpipe.transforms.update import update
 

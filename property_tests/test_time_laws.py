@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.program import Program, is_exchange
-from fpipe.timing.columns import is_plain, op_groups, walk_plain
-from fpipe.timing.lanes import Transfer, walk
+from fpipe.timing.lanes import Transfer, op_groups, walk
 from fpipe.timing.memory import peaks_in_order, peaks_of, residuals_stay, unit_steps
+from fpipe.timing.simulate import is_plain, walk_plain
 from fpipe.timing.timeline import Timeline
 from property_tests.strategies import DrawnProgram, few, plans, tiny
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import fpipe
-from fpipe.pictures.colours import FILLS
 from fpipe.pictures.panel import Panel
+from fpipe.pictures.style import FILLS
 from fpipe.program import Program
 from fpipe.verification.report import Report
 from tests.refusals import refusals

@@ -142,7 +142,7 @@ def with_halves(program: Program, one_process: bool = True) -> Program:
     """Split the backwards of a program, each op by itself; in one process without ranks and transfers."""
     if one_process:
         return split_backward()(_without_transfers(program))
-    return split_backward()(_with_ops(program, parts_of(without_frees(program))))
+    return split_backward()(_with_ops(program, parts_of(without_frees(program).ops)))
 
 
 def variants_of(halves: Program) -> list[Program]:

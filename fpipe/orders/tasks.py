@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from fpipe.orders.play import Needs, Numbers, Played, play
 from fpipe.program import Op, Program, Value, is_exchange, kind_of
-from fpipe.timing.columns import op_groups
 from fpipe.timing.costs import Costs
+from fpipe.timing.lanes import op_groups
 from fpipe.timing.memory import residuals_stay
 from fpipe.timing.waiting import named_waits, tails_of
 from fpipe.transforms.cells import Key
@@ -253,8 +253,8 @@ class Tasks:
 def tasks_of(program: Program, costs: Costs) -> Tasks | None:
     """The named ops of a program as numbers; None where rows of named ops do not say it all: residuals leave their
     rank, a table placed transfers, an R is away from its reader, a rank has no work."""
-    known = op_groups(program.ops)
-    if not residuals_stay(program, known) or any(op.kind in ("SEND", "FREE") for op in known.each):
+    groups = op_groups(program.ops)
+    if not residuals_stay(program, groups) or any(op.kind in ("SEND", "FREE") for op in groups.samples):
         return None
     places, needs = named_waits(program, costs, lambda op: kind_of(op.kind).place == "table" or op.kind == "R")
     ops = [program.ops[at] for at in places]

@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
-from fpipe.pictures.colours import FILLS
+from fpipe.pictures.box_labels import swatches
 from fpipe.pictures.drawn_shapes import EDGE, PIXEL, Area, Drawing, Line, Shape, Text, clock, ticks
-from fpipe.pictures.legend import swatches
-from fpipe.pictures.style import Style
+from fpipe.pictures.style import FILLS, Style
 from fpipe.planning.run_plan import PlanRow, RunPlan
 from fpipe.timing.amounts import amount, byte_unit
 

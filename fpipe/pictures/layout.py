@@ -18,12 +18,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from fpipe.pictures.box_labels import GLYPH, SIZES, Labels, first_that_fits, names_of, needs, size_in
-from fpipe.pictures.colours import ink_on
+from fpipe.pictures.box_labels import GLYPH, SIZES, Labels, first_that_fits, legend, names_of, needs, outline, size_in
 from fpipe.pictures.drawn_shapes import EDGE, PIXEL, Area, Drawing, Line, Rect, Shape, Text, clock, ticks
-from fpipe.pictures.legend import legend, outline
 from fpipe.pictures.panel import Bar, Panel, awaited
-from fpipe.pictures.style import PLAIN, Style
+from fpipe.pictures.style import PLAIN, Style, ink_on
 from fpipe.program import LANES, Op, kind_of, lane_of
 from fpipe.timing.lanes import Transfer
 from fpipe.timing.waiting import Wait

@@ -8,11 +8,10 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from fpipe.pictures.colours import ROLES
 from fpipe.pictures.drawn_shapes import PIXEL, Area, Drawing, Line, Rect, Shape, Text, heads
 from fpipe.pictures.layout import lay_out
 from fpipe.pictures.panel import Panel
-from fpipe.pictures.style import Style
+from fpipe.pictures.style import ROLES, Style
 
 DOTS = {"screen": 192, "paper": 300}
 """An inch has these: two for each pixel of a screen, and what journals ask for."""

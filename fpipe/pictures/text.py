@@ -7,10 +7,9 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from fpipe.pictures.colours import WORDS, terminal
 from fpipe.pictures.drawn_shapes import clock, ticks
 from fpipe.pictures.panel import Panel
-from fpipe.pictures.style import PLAIN, Style
+from fpipe.pictures.style import PLAIN, WORDS, Style, terminal
 from fpipe.program import LANES, HtmlRepr, Op, lane_of
 
 Piece = tuple[str, Op | None]

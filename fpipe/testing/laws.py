@@ -25,8 +25,7 @@ from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import Transform
 from fpipe.transforms.chain import chain
 from fpipe.transforms.checkpoint import Policy, checkpoint
-from fpipe.transforms.communicate import communicate
-from fpipe.transforms.free import free
+from fpipe.transforms.communicate import communicate, free
 from fpipe.transforms.merge import merge
 from fpipe.transforms.split import split
 from fpipe.verification.verify import verify

@@ -17,9 +17,8 @@ from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 from fpipe.program import Op, Program, building, the_program
-from fpipe.timing.columns import op_groups
 from fpipe.timing.costs import Costs, the_costs
-from fpipe.timing.lanes import is_work, walk
+from fpipe.timing.lanes import is_work, op_groups, walk
 from fpipe.timing.memory import known_shares, residuals_stay, units_held
 from fpipe.timing.timeline import Timeline
 from fpipe.timing.waiting import DataGraph
@@ -323,14 +322,14 @@ def bounds(
 
 def _caps(program: Program, costs: Costs, given: Any) -> list[int]:
     """How many bundles of residuals each rank may hold; nothing if they do not stay where they are made."""
-    known = op_groups(program.ops)
-    share = known_shares(program, known)
-    if not residuals_stay(program, known):
+    groups = op_groups(program.ops)
+    share = known_shares(program, groups)
+    if not residuals_stay(program, groups):
         return []
     held: Sequence[Any]
     if given is None:
         starts, ends, *_ = next(walk(program, costs))
-        held, _ = units_held(program, starts, ends, list, known)
+        held, _ = units_held(program, starts, ends, list, groups)
     elif isinstance(given, Sequence) and not isinstance(given, str):
         if len(given) != program.ranks:
             raise ValueError(f"memory_cap lists {len(given)} caps for {program.ranks} ranks; give one a rank.")

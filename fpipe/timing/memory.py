@@ -8,8 +8,7 @@ from itertools import accumulate, groupby
 from operator import itemgetter
 
 from fpipe.program import Program, Value, kind_of, lane_of, memory_of, parts_of
-from fpipe.timing.columns import OpGroups, op_groups
-from fpipe.timing.lanes import Transfer
+from fpipe.timing.lanes import OpGroups, Transfer, op_groups
 from fpipe.transforms.shard import shares
 
 HeldChanges = list[tuple[float, float, int, float]]
@@ -26,42 +25,44 @@ class Account:
         self.given = frozenset(given)
         self.held: list[Counter[Hashable]] = [Counter() for _ in range(ranks)]
         self.now, self.peak = [0] * ranks, [0] * ranks
-        self.known: dict[Value, tuple[int, Mapping[Hashable, int]]] = {}
+        self.storages: dict[Value, tuple[int, Mapping[Hashable, int]]] = {}
 
     def note(
         self, rank: int, written: Iterable[tuple[Value, Mapping[Hashable, int]]], dead: Iterable[Value]
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """An op on a rank: what it writes is there before what it reads last is gone. Returns the bytes that it adds
-        and those that are gone, each with their rank."""
+        """Account for an op, whose writes are there before what it reads last is gone; return (rank, bytes) of what it
+        adds and of what goes."""
         added, gone = list[tuple[int, int]](), list[tuple[int, int]]()
-        for value, found in written:
-            there = memory_of(value, rank)
-            if there is None:
+        for value, storages in written:
+            memory = memory_of(value, rank)
+            if memory is None:
                 continue
-            own = {storage: size for storage, size in found.items() if storage not in self.given}
-            self.known[value] = (there, own)
-            for storage, size in own.items():
-                self.held[there][storage] += 1
-                if self.held[there][storage] == 1:
-                    self.now[there] += size
-                    added.append((there, size))
-        for there, _ in added:
-            self.peak[there] = max(self.peak[there], self.now[there])
+            counted = {storage: size for storage, size in storages.items() if storage not in self.given}
+            self.storages[value] = (memory, counted)
+            for storage, size in counted.items():
+                self.held[memory][storage] += 1
+                if self.held[memory][storage] == 1:
+                    self.now[memory] += size
+                    added.append((memory, size))
+        for memory, _ in added:
+            self.peak[memory] = max(self.peak[memory], self.now[memory])
         for value in dead:
-            where, found = self.known.pop(value, (0, {}))
-            for storage, size in found.items():
-                self.held[where][storage] -= 1
-                if not self.held[where][storage]:
-                    self.now[where] -= size
-                    gone.append((where, size))
+            memory, counted = self.storages.pop(value, (0, {}))
+            for storage, size in counted.items():
+                self.held[memory][storage] -= 1
+                if not self.held[memory][storage]:
+                    self.now[memory] -= size
+                    gone.append((memory, size))
         return added, gone
 
 
 def bytes_held(
     program: Program, storages: Callable[[Value], Mapping[Hashable, int]], starts: list[float], ends: list[float]
 ) -> tuple[tuple[float, ...], HeldChanges]:
-    """The most bytes on each rank, as a walk down a program `with_transfers` holds them, and how they change in time:
-    a copy is there from just before its first reader on its rank until after the last."""
+    """Return the most bytes on each rank, and how they change in time, in a walk down a program `with_transfers`.
+
+    A copy is there from just before its first reader on its rank until after the last.
+    """
     rows = [(part, at) for at, op in enumerate(program.ops) for part in op.parts or (op,)]
     kept = {end.value for end in program.outputs}
     last = {value: row for row, (op, _) in enumerate(rows) for value in (*op.writes, *op.reads)}
@@ -77,11 +78,11 @@ def bytes_held(
     return tuple(map(float, account.peak)), steps
 
 
-def known_shares(program: Program, known: OpGroups) -> list[int]:
-    """`shares` by the columns of a program, without a look at each op where every microbatch has all forwards."""
-    if not any(op.parts or op.kind == "R" for op in known.each):
-        sizes = Counter(known.group)
-        forwards = [(op.rank, sizes[number]) for number, op in enumerate(known.each) if op.kind == "F"]
+def known_shares(program: Program, groups: OpGroups) -> list[int]:
+    """Return `shares` of a program, without a look at each op where every microbatch has all forwards."""
+    if not any(op.parts or op.kind == "R" for op in groups.samples):
+        sizes = Counter(groups.numbers)
+        forwards = [(op.rank, sizes[number]) for number, op in enumerate(groups.samples) if op.kind == "F"]
         if {size for _, size in forwards} == {program.microbatches * program.slices}:
             stages = Counter(rank for rank, _ in forwards)
             return [max(1, stages[rank] * program.slices) for rank in range(program.ranks)]
@@ -93,12 +94,12 @@ def units_held(
     starts: list[float],
     ends: list[float],
     transfers: Callable[[], Iterable[Transfer]],
-    known: OpGroups,
+    groups: OpGroups,
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """The most microbatches held at once on each rank: to the end of W, and to the end of I."""
-    share = known_shares(program, known)
-    if residuals_stay(program, known):
-        both = peaks_in_order(program, known)
+    share = known_shares(program, groups)
+    if residuals_stay(program, groups):
+        both = peaks_in_order(program, groups)
     else:
         moved = list(transfers())
         both = tuple(peaks_of(unit_steps(program, starts, ends, moved, released), program.ranks) for released in (0, 1))
@@ -108,35 +109,35 @@ def units_held(
 
 def curves(steps: HeldChanges, share: Sequence[float]) -> list[list[tuple[float, float]]]:
     """Memory of each rank from each change on: (seconds, amount), in units of the rank's share."""
-    own: list[list[tuple[float, float, float]]] = [[] for _ in share]
+    changes_by_rank: list[list[tuple[float, float, float]]] = [[] for _ in share]
     for when, order, rank, change in steps:
         if change:
-            own[rank].append((when, order, change))
-    return [_curve(sorted(changes), unit) for changes, unit in zip(own, share, strict=True)]
+            changes_by_rank[rank].append((when, order, change))
+    return [_curve(sorted(changes), unit) for changes, unit in zip(changes_by_rank, share, strict=True)]
 
 
 def _curve(changes: Sequence[tuple[float, float, float]], unit: float) -> list[tuple[float, float]]:
     amounts = (held / unit for held in accumulate(change for _, _, change in changes))
     moments = groupby(zip((when for when, _, _ in changes), amounts, strict=True), key=itemgetter(0))
     # Within one moment the most that is held is shown too, so that the curve's maximum is the peak.
-    found: list[tuple[float, float]] = []
+    points: list[tuple[float, float]] = []
     for when, group in moments:
         values = [amount for _, amount in group]
-        found += [(when, amount) for amount in dict.fromkeys((max(values), values[-1]))]
-    return [now for now, before in zip(found, [(0.0, 0.0), *found], strict=False) if now[1] != before[1]]
+        points += [(when, amount) for amount in dict.fromkeys((max(values), values[-1]))]
+    return [point for point, before in zip(points, [(0.0, 0.0), *points], strict=False) if point[1] != before[1]]
 
 
 def peaks_of(steps: HeldChanges, ranks: int) -> list[float]:
     """The most that each rank holds."""
-    in_time = sorted(steps)
-    return _peaks([rank for _, _, rank, _ in in_time], [change for *_, change in in_time], ranks)
+    steps = sorted(steps)
+    return _peaks([rank for _, _, rank, _ in steps], [change for *_, change in steps], ranks)
 
 
-def residuals_stay(program: Program, known: OpGroups) -> bool:
+def residuals_stay(program: Program, groups: OpGroups) -> bool:
     """Whether residuals are only read where they are made, by backwards."""
-    places = {(op.stage, op.rank) for op in known.each if kind_of(op.kind).time}
+    places = {(op.stage, op.rank) for op in groups.samples if kind_of(op.kind).time}
     alone = len({stage for stage, _ in places}) == len(places)
-    if alone and all(lane_of(op) == "main" for op in known.each):
+    if alone and all(lane_of(op) == "main" for op in groups.samples):
         return True
     ops = program.ops
     return not any(
@@ -146,22 +147,23 @@ def residuals_stay(program: Program, known: OpGroups) -> bool:
     )
 
 
-def peaks_in_order(program: Program, known: OpGroups) -> tuple[list[float], list[float]]:
-    """Peaks where residuals stay: a rank does one op at a time, so its order is enough."""
+def peaks_in_order(program: Program, groups: OpGroups) -> tuple[list[float], list[float]]:
+    """Peaks where residuals stay on their rank, which does one op at a time: its order is enough."""
     ops = parts_of(program.ops)
     if ops is not program.ops:
-        known = op_groups(ops)
-    kinds = [op.kind for op in known.each]
-    change = {"F": 1, "R": 1, "B": -1, "W": -1}
-    ranks, changes = known.of(op.rank for op in known.each), known.of(change.get(kind, 0) for kind in kinds)
+        groups = op_groups(ops)
+    kinds = [op.kind for op in groups.samples]
+    change_by_kind = {"F": 1, "R": 1, "B": -1, "W": -1}
+    ranks = groups.spread(op.rank for op in groups.samples)
+    changes = groups.spread(change_by_kind.get(kind, 0) for kind in kinds)
     if sum(changes):  # some F, being recomputed, leave no residuals
-        made = zip(changes, ops, strict=True)
-        changes = [int(any(value[0] == "res" for value in op[6])) if change > 0 else change for change, op in made]
+        pairs = zip(changes, ops, strict=True)
+        changes = [int(any(value[0] == "res" for value in op[6])) if change > 0 else change for change, op in pairs]
     held = _peaks(ranks, changes, program.ranks)
     if "I" not in kinds:
         return held, held
     sooner = {"I": -1, "W": 0}
-    return held, _peaks(ranks, list(map(sooner.get, known.of(kinds), changes)), program.ranks)
+    return held, _peaks(ranks, list(map(sooner.get, groups.spread(kinds), changes)), program.ranks)
 
 
 def _peaks(at: Sequence[int], changes: Sequence[float], ranks: int) -> list[float]:

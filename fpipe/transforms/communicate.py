@@ -1,15 +1,16 @@
-"""Send values: a SEND and a RECV for each value that is read on a rank where it is not.
+"""Send values: a SEND and a RECV for each value that is read on a rank where it is not. And free them.
 
     1F0 reads y[0,0] of rank 0        -->        y[0,0]>1 = SEND y[0,0] @ 0,  y[0,0]@1 = RECV y[0,0]>1 @ 1,
                                                  1F0 reads y[0,0]@1
 
 SEND goes as soon as the value is there, RECV stands just before the first reader. A value goes to a rank once, whoever
-reads it there, and through nobody between.
+reads it there, and through nobody between. FREE drops a value after its last read, and makes memory a part of the
+program.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -68,21 +69,20 @@ def communicate(*, again: Iterable[str] | Mapping[str, Callable[[Op], object]] =
     if isinstance(again, Mapping):
         trips = dict(again)
         names_of("again", trips)
-        odd = next((name for name, share in trips.items() if not callable(share)), None)
-        if odd is not None:
-            raise ValueError(
-                f"again= says f(op) for each name, such as lambda op: op.kind; found {{{odd!r}: {trips[odd]!r}}}."
-            )
+        for name, share in trips.items():
+            if not callable(share):
+                example = "such as lambda op: op.kind"
+                raise ValueError(f"again= says f(op) for each name, {example}; found {{{name!r}: {share!r}}}.")
     else:
-        trips = dict.fromkeys(names_of("again", again), _its_own)
+        trips = dict.fromkeys(names_of("again", again), _itself)
 
     @transforming
     def transform(program: Program) -> Program:
         refuse_freed(program)
         check_names("again", trips, program)
         sender = _Sender(program, trips, casts)
-        ops = [on_parts(sender.local, op) for op in program.ops]
-        outputs = tuple(made for end in program.outputs for made in sender.delivered(end))
+        ops = [on_parts(sender.read_locally, op) for op in program.ops]
+        outputs = tuple(delivered for end in program.outputs for delivered in sender.deliver(end))
         if not sender.transfers:
             return program
         return arrange(program.inputs, [*ops, *sender.transfers], outputs, held_kinds(program))
@@ -91,11 +91,8 @@ def communicate(*, again: Iterable[str] | Mapping[str, Callable[[Op], object]] =
 
 
 def with_transfers(program: Program) -> Program:
-    """The form in which bytes are counted: with every transfer an op, and without FREE."""
-    bare = without_frees(program)
-    if len(bare) < len(program.ops):
-        program = Program.trusted(program.inputs, bare, program.outputs)
-    return communicate()(program)
+    """Make every transfer an op and drop FREE: the form in which bytes are counted."""
+    return communicate()(without_frees(program))
 
 
 def received_as_sent(program: Program) -> Program:
@@ -107,7 +104,8 @@ def received_as_sent(program: Program) -> Program:
     ['RECV(y[0,1]@1)', '1B0', 'SEND(dx[1,0]>0)']
     """
     received = {op.reads: op for op in program.ops if op.kind == "RECV"}
-    ops = [one for op in program.ops if op.kind != "RECV" for one in (op, received.get(op.writes)) if one is not None]
+    rest = [op for op in program.ops if op.kind != "RECV"]
+    ops = [next_op for op in rest for next_op in (op, received.get(op.writes)) if next_op is not None]
     return Program.trusted(program.inputs, tuple(ops), program.outputs)
 
 
@@ -121,44 +119,46 @@ def queued_until(receives: Sequence[bool]) -> list[int]:
     return [place + sum(takewhile(bool, receives[place : place + AHEAD])) for place in behind]
 
 
-def without_frees(program: Program) -> tuple[Op, ...]:
-    """The ops of a program but FREE, which takes no time and writes nothing."""
-    return tuple(op for op in program.ops if op.kind != "FREE")
+def without_frees(program: Program) -> Program:
+    """Drop FREE, which takes no time and writes nothing."""
+    ops = tuple(op for op in program.ops if op.kind != "FREE")
+    return program if len(ops) == len(program.ops) else Program.trusted(program.inputs, ops, program.outputs)
 
 
-def names_of(word: str, given: Any) -> tuple[str, ...]:
-    """The names that were given: one, or several."""
-    names: tuple[Any, ...] = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    odd = [name for name in names if not isinstance(name, str)]
-    if odd:
-        raise ValueError(f"{word}= takes names of values, such as ('res',); found {odd[0]!r}.")
+def names_of(word: str, argument: Any) -> tuple[str, ...]:
+    """The names in an argument: one, or several."""
+    is_single = isinstance(argument, str) or not isinstance(argument, Iterable)
+    names: tuple[Any, ...] = (argument,) if is_single else tuple(argument)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    for name in names:
+        if not isinstance(name, str):
+            raise ValueError(f"{word}= takes names of values, such as ('res',); found {name!r}.")
     return names
 
 
 def check_names(word: str, names: Iterable[str], program: Program, also: Iterable[str] = ()) -> None:
     """Refuse a name that no value of the program has; those in `also` some programs have, and need not."""
-    has = {end.value.name for end in program.inputs} | {value.name for op in program.ops for value in op.writes}
-    odd = [name for name in names if name not in has and name not in also]
-    if odd:
-        raise ProgramError(f"{word}= names {odd[0]!r}, this program has values named {', '.join(sorted(has))}.")
+    known = {end.value.name for end in program.inputs} | {value.name for op in program.ops for value in op.writes}
+    for name in names:
+        if name not in known and name not in also:
+            raise ProgramError(f"{word}= names {name!r}, this program has values named {', '.join(sorted(known))}.")
 
 
 def _casts(cast: object) -> dict[str, str]:
-    """The dtype of what is rounded, by name; a program is data, so dtypes are words in it."""
-    given: Mapping[Any, Any] = {}
+    """The dtypes of rounded values, by name; a program is data, so dtypes are words in it."""
+    dtypes: Mapping[Any, Any] = {}
     if cast is not None:
-        given = cast if isinstance(cast, Mapping) else dict.fromkeys(_FLOW, cast)  # pyright: ignore[reportUnknownVariableType]
-    found = {name: str(dtype).removeprefix("torch.") for name, dtype in given.items()}
-    odd = next((name for name in found if name not in _FLOW), None)
-    if odd is not None:
-        raise ValueError(f"cast= is of what flows between stages, {', '.join(map(repr, _FLOW))}; found {odd!r}.")
-    for name, dtype in found.items():
-        if dtype not in NARROW:
-            raise ValueError(f"cast= is a floating dtype, torch.{', torch.'.join(NARROW)}; found {given[name]!r}.")
-    return found
+        dtypes = cast if isinstance(cast, Mapping) else dict.fromkeys(_FLOW, cast)  # pyright: ignore[reportUnknownVariableType]
+    casts = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
+    for name in casts:
+        if name not in _FLOW:
+            raise ValueError(f"cast= is of what flows between stages, {', '.join(map(repr, _FLOW))}; found {name!r}.")
+    for name, word in casts.items():
+        if word not in NARROW:
+            raise ValueError(f"cast= is a floating dtype, torch.{', torch.'.join(NARROW)}; found {dtypes[name]!r}.")
+    return casts
 
 
-def _its_own(op: Op) -> object:
+def _itself(op: Op) -> object:
     return op
 
 
@@ -172,14 +172,14 @@ def _results(program: Program) -> Iterator[tuple[Value, int]]:
 
 
 class _Sender:
-    """Knows where each value is, and adds a transfer where it is wanted elsewhere."""
+    """The ranks where each value is, and the transfers to those where it is not."""
 
     def __init__(self, program: Program, again: dict[str, Callable[[Op], object]], casts: dict[str, str]) -> None:
         self.again, self.casts = again, casts
         self.exact = set(_results(program)) if casts else set[tuple[Value, int]]()
         self.transfers: list[Op] = []
-        self.at: dict[Value, set[int]] = {end.value: set(end.homes) for end in program.inputs}
-        self.at |= {value: {op.rank} for op in program.ops for value in op.writes}
+        self.ranks: dict[Value, set[int]] = {end.value: set(end.homes) for end in program.inputs}
+        self.ranks |= {value: {op.rank} for op in program.ops for value in op.writes}
         self.copies: dict[tuple[Value, int, object], Value] = {}  # a value on a rank, for a trip
         self.trips: Counter[tuple[Value, int]] = Counter()
         sent = {op.writes[0]: op.reads[0] for op in program.ops if op.kind == "SEND"}
@@ -189,34 +189,73 @@ class _Sender:
                 self.copies[value, op.rank, None] = op.writes[0]
                 self.trips[value, op.rank] += 1
 
-    def local(self, op: Op) -> Op:
-        """The op, reading copies on its own rank."""
-        if op.kind == "RECV" or all(op.rank in self.at[value] for value in op.reads):
+    def read_locally(self, op: Op) -> Op:
+        if op.kind == "RECV" or all(op.rank in self.ranks[value] for value in op.reads):
             return op
         return op._replace(reads=tuple(self.copy(value, op.rank, op) for value in op.reads))
 
     def copy(self, value: Value, rank: int, reader: Op | None = None) -> Value:
-        """The value as a reader on rank `rank` reads it."""
-        if rank in self.at[value]:
+        """Return the value as it is read on a rank; send it there if it is not."""
+        if rank in self.ranks[value]:
             return value
         purpose = self.again[value.name](reader) if reader and value.name in self.again else None
-        known = self.copies.get((value, rank, purpose))
-        if known is not None:
-            return known
+        if (value, rank, purpose) in self.copies:
+            return self.copies[value, rank, purpose]
         trip = self.trips[value, rank]
         self.trips[value, rank] += 1
         tail = f"{rank}.{trip}" if trip else f"{rank}"
-        flight, landed = value._replace(at=f"{value.at}>{tail}"), value._replace(at=f"{value.at}@{tail}")
-        rounded = value.name in self.casts and (value, rank) not in self.exact
-        how = (("cast", self.casts[value.name]),) if rounded else ()
-        self.transfers.append(Op("SEND", *value[1:4], min(self.at[value]), (value,), (flight,), (), how))
-        self.transfers.append(Op("RECV", *value[1:4], rank, (flight,), (landed,)))
-        self.copies[value, rank, purpose] = landed
-        return landed
+        flight, copy = value._replace(at=f"{value.at}>{tail}"), value._replace(at=f"{value.at}@{tail}")
+        is_rounded = value.name in self.casts and (value, rank) not in self.exact
+        how = (("cast", self.casts[value.name]),) if is_rounded else ()
+        self.transfers.append(Op("SEND", *value[1:4], min(self.ranks[value]), (value,), (flight,), (), how))
+        self.transfers.append(Op("RECV", *value[1:4], rank, (flight,), (copy,)))
+        self.copies[value, rank, purpose] = copy
+        return copy
 
-    def delivered(self, end: Output) -> Iterator[Output]:
-        """An output that is wanted on a rank where it is not travels there, and is an output there too."""
+    def deliver(self, end: Output) -> list[Output]:
+        """Send an output to the homes where it is not; it is an output there too."""
         homes: dict[Value, list[int]] = {}
         for rank in end.homes:
             homes.setdefault(self.copy(end.value, rank), []).append(rank)
-        yield from (Output(end.name, value, tuple(ranks)) for value, ranks in homes.items())
+        return [Output(end.name, value, tuple(ranks)) for value, ranks in homes.items()]
+
+
+def free() -> Transform:
+    """Add a FREE behind the last reader of each value that an op wrote and that is no output, as the last transform.
+
+    >>> import fpipe
+    >>> program = fpipe.program(2)
+    >>> program.table(comms=True)
+    [['0F0', '1F0', '1B0', '0B0']]
+    >>> program = fpipe.free()(program)
+    >>> program.table(comms=True)
+    [['0F0', '1F0', 'FREE(y[0,0])', '1B0', 'FREE(res[1,0])', '0B0', 'FREE(res[0,0])']]
+    >>> print(*(op for op in program.ops if op.kind == "FREE"), sep="\\n")
+    _ = FREE[1,0] y[0,0] @ 0
+    _ = FREE[1,0] res[1,0] @ 0
+    _ = FREE[0,0] res[0,0] dx[1,0] @ 0
+    """
+
+    @transforming
+    def transform(program: Program) -> Program:
+        refuse_freed(program)
+        ends = {end.value for end in (*program.inputs, *program.outputs)}
+        dead: defaultdict[int, list[Value]] = defaultdict(list)
+        for value, position in last_uses(program).items():
+            if value not in ends and ">" not in value.at:
+                dead[position].append(value)
+        ops: list[Op] = []
+        for position, op in enumerate(program.ops):
+            ops.append(op)
+            values_by_rank: defaultdict[int, list[Value]] = defaultdict(list)
+            for value in dead.get(position, ()):
+                values_by_rank[program.ops[program.writer[value]].rank].append(value)
+            ops.extend(Op("FREE", *op[1:4], rank, tuple(values), ()) for rank, values in sorted(values_by_rank.items()))
+        return Program.trusted(program.inputs, tuple(ops), program.outputs)
+
+    return transform
+
+
+def last_uses(program: Program) -> dict[Value, int]:
+    """The position of the last op that reads each value, or of its writer where nobody does."""
+    return {value: position for position, op in enumerate(program.ops) for value in (*op.writes, *op.reads)}

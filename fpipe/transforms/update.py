@@ -303,7 +303,7 @@ def is_post_validated(program: Program) -> bool:
 
 def behind_norms(program: Program) -> Program:
     """Steps whose updates wait for their norms, else as they are."""
-    bare = Program.trusted(program.inputs, without_frees(program), program.outputs)
+    bare = without_frees(program)
 
     def behind(op: Op) -> Op:
         if op.kind != "UPDATE":
