@@ -6,6 +6,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import fpipe.schedules.search_request as _search_request
 from fpipe import schedules
 from fpipe.check import check
 from fpipe.model import Model, Stage
@@ -34,6 +35,16 @@ from fpipe.transforms.split import split
 from fpipe.transforms.split_backward import forward_only, merge_backward, split_backward
 from fpipe.transforms.steps import steps
 from fpipe.transforms.update import update
+
+
+def _order_by_cost(program: Program, request: _search_request.SearchRequest) -> Program:
+    """Search an order for a schedule that is told costs. The search stands above schedules, and is imported late."""
+    from fpipe.finding.by_cost import order_by_cost
+
+    return order_by_cost(program, request)
+
+
+_search_request.SEARCHES.append(_order_by_cost)
 
 # torch warns of it when it is imported without numpy, which nothing here needs.
 warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)

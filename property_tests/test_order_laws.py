@@ -6,18 +6,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, example, given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.orders.linear_pipeline import linear_pipeline_of, play, tracks_of
 from fpipe.orders.list_scheduler import NOTHING, TaskGraph, list_schedule
 from fpipe.orders.tasks import Tasks, tasks_of
 from fpipe.program import Op, Program
 from fpipe.timing.costs import Ticks
 from fpipe.timing.lanes import walk
 from fpipe.timing.waiting import heads_of, waits_of
-from property_tests.strategies import DrawnProgram, few, plans
+from property_tests.strategies import DrawnProgram, plans
 from property_tests.test_time_laws import SECONDS, costs, with_exchanges
 
 
@@ -61,32 +60,6 @@ def test_a_list_schedule_of_given_rows_is_as_lanes_define(plan: DrawnProgram, co
 
     found = list_schedule(graph, pick, [max([way for one, way in own if one < 0], default=0.0) for own in known.needs])
     assert found.start == [defined[op][0] for op in known.ops]
-
-
-@few(25)
-@given(
-    ranks=st.integers(1, 4),
-    microbatches=st.integers(1, 6),
-    name=st.sampled_from(["zb_h1", "zb_h2", "one_f_one_b", "gpipe", "zbv", "v_half", "hanayo"]),
-    seconds=st.lists(SECONDS, min_size=24, max_size=24),
-    transfer=SECONDS,
-)
-@example(3, 2, "zbv", [0.0] * 5 + [1.0] + [0.0] * 11 + [1.0] + [0.0] * 6, 1.0)  # a W that takes no time went early
-def test_a_chain_with_its_weights_in_place_is_played_as_lanes_define(
-    ranks: int, microbatches: int, name: str, seconds: list[float], transfer: float
-):
-    costs = fpipe.Costs(seconds[:8], seconds[8:16], seconds[16:], transfer=transfer)
-    about = fpipe.schedules.about(name)
-    assume(about.refuses(ranks, about.wants(ranks, {}), microbatches) is None)
-    program = about.program(ranks, microbatches)
-    timeline = fpipe.simulate(program, costs)
-    rows = [[op[:4] for op in program.ops if op.rank == rank and op.kind in "FBIW"] for rank in range(ranks)]
-    fused = not any(op.kind == "I" for op in program.ops)
-    pipeline = linear_pipeline_of(program, program.placement, costs, microbatches, 1.0, name, fused=fused)
-    work, ticks = sum(map(costs.seconds, program.ops)), sum(pipeline.seconds) * microbatches
-    assume(work)
-    never_early = [float("inf")] * ranks
-    assert play(pipeline, tracks_of(pipeline, rows), never_early)[0] * work / ticks == pytest.approx(timeline.makespan)
 
 
 @given(plans())

@@ -335,10 +335,7 @@ def test_search_draws_and_writes_what_it_finds(tmp_path: Path):
     typed = "-p 2 -m 3 --placement linear --memory-cap 1 --seconds 0.1 --without bpipe --without pipe_offload"
     printed = out("search", *typed.split(), "-c", "F=1,B=1,W=1", "--output", str(file))
     assert re.search(r"^makespan \d+: (no order of|none of) these ops", printed, re.MULTILINE)
-    assert [line.split()[0] for line in printed.splitlines() if line.endswith("fits")][:2] == [
-        "found",
-        "zb_auto:memory_cap=1",
-    ]
+    assert [line.split()[0] for line in printed.splitlines() if line.endswith("fits")] == ["found"]
     assert f"wrote {file}" in printed
     makespan = re.search(r"makespan \d+", printed)
     assert makespan is not None

@@ -70,11 +70,9 @@ class Hunt:
     def gather(self) -> None:
         """Orders to begin with: of named schedules, and of list scheduling in every placement."""
         for base in self.bases:
-            self.names(base, by_cost=False)
+            self.names(base)
             for placement in self.wanted.placements:
                 self._lists(base, placement, RULES_TRIED)
-        if not self.optimal():
-            self.names(self.bases[0], by_cost=True)
 
     def improve(self, effort: float) -> None:
         """Improve the best of them for so many played ops."""
@@ -107,18 +105,15 @@ class Hunt:
 
         return min(sum(map(shortest, base.ops)) for base in self.bases) / speed
 
-    def names(self, base: Program, *, by_cost: bool, improve: bool = True) -> None:
+    def names(self, base: Program, *, improve: bool = True) -> None:
         """Take the named schedules, and improve them if that is wanted."""
         wanted = self.wanted
-        room = wanted.cap, 1.0
+        cap = wanted.cap
         if wanted.costs.bytes is not None:  # those who count microbatches are told how many there is room for
-            rooms = [room_of(entry.tasks, entry.limits) for entry in self.pool]
-            room = max((one[0] for one in rooms), default=0.0), min((one[1] for one in rooms), default=1.0)
+            cap = max((room_of(entry.tasks, entry.limits) for entry in self.pool), default=0.0)
         most = wanted.microbatches or base.microbatches
-        starts = named_starts(
-            base, wanted.ranks, wanted.costs, room, wanted.objective, by_cost=by_cost, most=most, without=wanted.without
-        )
-        self.take(starts, base, improve=improve)
+        starts = named_starts(base, wanted.ranks, wanted.costs, cap, most=most, without=wanted.without)
+        self.take([*wanted.starts, *starts], base, improve=improve)
 
     def take(
         self, starts: Iterable[tuple[str, Transform]], base: Program | None = None, *, improve: bool = True
@@ -136,7 +131,10 @@ class Hunt:
                 tasks = tasks_of(program, wanted.costs) if improve and fits else None
                 if tasks is not None:
                     limits = limits_of(tasks, wanted.cap, wanted.costs)
-                    self.pool += entries(tasks, limits, [tasks.rows], wanted.objective, self.floor(program))
+                    orders = [tasks.rows]
+                    if has(program, "W") and (filled := ListOrders(tasks, limits).with_weights_in_gaps(tasks.rows)):
+                        orders.append(filled)
+                    self.pool += entries(tasks, limits, orders, wanted.objective, self.floor(program))
                 if not has(program, "B"):
                     break  # split already, and so the same again
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from random import Random
 from typing import NamedTuple
 
-from fpipe.orders.list_scheduler import NOTHING, TaskGraph, list_schedule
+from fpipe.orders.list_scheduler import NOTHING, Scheduled, TaskGraph, list_schedule
 from fpipe.orders.tasks import Rows, Tasks
 
 
@@ -115,7 +115,39 @@ class ListOrders:
                         left[self.microbatch[best]] = rest
             return best
 
-        found = list_schedule(self.graph, pick)
+        return self._rows_of(list_schedule(self.graph, pick))
+
+    def with_weights_in_gaps(self, rows: Rows) -> Rows | None:
+        """The order of the rows with each W where its rank would wait, or has no room for what is next; None where it
+        jams.
+
+        Forwards and input gradients keep their order. A published order has its W where F = I = W leaves gaps; other
+        costs leave them elsewhere.
+        """
+        tasks, caps = self.tasks, self.caps
+        is_weight = [tasks.ops[steps[0][-1]].kind == "W" for steps in tasks.tracks]
+        left = [[track for track in reversed(row) if not is_weight[track]] for row in rows]
+        held, gone = [0.0] * tasks.ranks, [0.0] * tasks.ranks
+
+        def pick(rank: int, time: float, ready: list[int]) -> int:
+            held[rank] -= gone[rank]
+            gone[rank] = 0.0
+            following = left[rank][-1] if left[rank] else NOTHING
+            best = next((step for step in ready if self.steps[step][0] == following), NOTHING)
+            if best >= 0 and held[rank] + self.takes[best] <= caps[rank]:
+                left[rank].pop()
+            else:
+                weights = [step for step in ready if is_weight[self.steps[step][0]]]
+                best = min(weights, key=self.microbatch.__getitem__, default=NOTHING)
+            if best >= 0:
+                held[rank] += self.takes[best]
+                gone[rank] = self.drops[best]
+            return best
+
+        return self._rows_of(list_schedule(self.graph, pick))
+
+    def _rows_of(self, found: Scheduled) -> Rows | None:
+        """The tracks of a list schedule; None where it jams."""
         if any(found.stuck) or sum(map(len, found.rows)) < len(self.steps):
             return None
-        return [[self.steps[at][0] for at in row] for row in found.rows]
+        return [[self.steps[step][0] for step in row] for row in found.rows]

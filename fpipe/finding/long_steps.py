@@ -11,7 +11,7 @@ from itertools import count, islice
 from typing import NamedTuple
 
 from fpipe.finding.hunt import Hunt
-from fpipe.finding.named_starts import chooses, schedule_of, searches
+from fpipe.finding.named_starts import chooses, schedule_of
 from fpipe.finding.op_facts import made
 from fpipe.finding.pool import Entry
 from fpipe.finding.wanted import Wanted
@@ -100,12 +100,12 @@ def _named(short: Hunt, long: Hunt) -> None:
     """
     wanted, count = long.wanted, long.bases[0].microbatches
     if count <= 2 * LONG * wanted.ranks:  # no longer than those two together
-        _take(long)
+        long.names(long.bases[0], improve=False)
         return
     sizes = [count % (2 * wanted.ranks) + each * wanted.ranks for each in BETWEEN]
     hunts = [Hunt([_step_of(short.bases[0], size)], wanted, short.told) for size in sizes]
     for hunt in hunts:
-        _take(hunt, long)
+        hunt.names(hunt.bases[0], improve=False)
     first, second = (hunt.named for hunt in hunts)
     more = (count - sizes[1]) / (sizes[1] - sizes[0])
 
@@ -118,7 +118,7 @@ def _named(short: Hunt, long: Hunt) -> None:
     for name in sorted(told, key=lambda name: (told[name], name)):
         if long.named and long.best is not None and long.best.value[0] <= told[name] * (1 + 1e-9):
             break
-        if then(name, "peak") <= wanted.cap * (1 + 1e-9) or (second[name].fits and not searches(name)):
+        if then(name, "peak") <= wanted.cap * (1 + 1e-9) or second[name].fits:
             long.take([(name, hunts[1].starts[name])], improve=False)
     fits = {schedule_of(name) for hunt in hunts for name, row in hunt.named.items() if row.fits}
     least = {name: _least(name, hunts, more) for name in both - told.keys() if schedule_of(name) in fits}
@@ -154,13 +154,6 @@ def _floor(name: str, hunt: Hunt) -> float:
     base = hunt.bases[0]
     program = made(hunt.starts[name], base if hunt.wanted.halves is False else split_backward()(base))
     return 0.0 if program is None else hunt.floor(program, stay=False)
-
-
-def _take(hunt: Hunt, long: Hunt | None = None) -> None:
-    """Make all named schedules, those that search by themselves only where the long step has something to gain."""
-    hunt.names(hunt.bases[0], by_cost=False, improve=False)
-    if not (long or hunt).optimal():
-        hunt.names(hunt.bases[0], by_cost=True, improve=False)
 
 
 class _Long(NamedTuple):

@@ -40,12 +40,9 @@ def tightened(tasks: Tasks, rows: Rows, limits: list[float], peak: Sequence[floa
     ]
 
 
-def room(tasks: Tasks, limits: Sequence[float]) -> tuple[float, float]:
-    """For how many microbatches every rank has room, and which share of one its W's need after its I's."""
-    whole, late = [0.0] * tasks.ranks, 0.0
-    for op, takes, drops in zip(tasks.ops, tasks.takes, tasks.drops, strict=True):
+def room(tasks: Tasks, limits: Sequence[float]) -> float:
+    """For how many microbatches every rank has room."""
+    whole, count = [0.0] * tasks.ranks, tasks.program.microbatches
+    for op, takes in zip(tasks.ops, tasks.takes, strict=True):
         whole[op.rank] += takes
-        late += drops if op.kind != "I" else 0.0
-    count, total = tasks.program.microbatches, sum(whole)
-    rooms = [limit * count / each for limit, each in zip(limits, whole, strict=True) if each]
-    return min(rooms, default=math.inf), late / total if total else 1.0
+    return min((limit * count / held for limit, held in zip(limits, whole, strict=True) if held), default=math.inf)

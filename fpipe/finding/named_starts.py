@@ -9,7 +9,6 @@ from typing import Any
 from fpipe.program import Program, ProgramError
 from fpipe.schedules.registry import about, names
 from fpipe.timing.costs import Costs
-from fpipe.timing.simulate import simulate
 from fpipe.transforms._rewrite import Transform
 
 WITHOUT = " without costs"
@@ -17,45 +16,23 @@ WITHOUT = " without costs"
 
 
 def named_starts(
-    program: Program,
-    ranks: int,
-    costs: Costs,
-    room: tuple[float, float],
-    objective: str,
-    *,
-    by_cost: bool,
-    most: int,
-    without: Collection[str] = (),
+    program: Program, ranks: int, costs: Costs, cap: float, *, most: int, without: Collection[str] = ()
 ) -> Iterator[tuple[str, Transform]]:
     """Names, with options behind a colon, and what they make.
 
     Args:
-        room: what those with a cap are told beside their own: microbatches a rank may hold, and the share of one that a
-            W still needs after its I.
-        by_cost: those that search by themselves, which takes them up to a second, or the others.
+        cap: the microbatches that a rank may hold, for those that take a cap beside their own.
         most: microbatches of the step that they are for; this one may be shorter.
         without: names that are left out.
     """
-    cap, kept = min(room[0], most), room[1]
     for name in names():
         schedule = about(name)
-        takes = _takes(name)
-        if name in without or searches(name) != by_cost:
+        if name in without or schedule.refuses(ranks, program.stages, program.microbatches) is not None:
             continue
-        if schedule.refuses(ranks, program.stages, program.microbatches) is not None:
-            continue
-        told = {word: value for word, value in (("costs", costs), ("objective", objective)) if word in takes}
-        said = _ways(takes, ranks, program.stages, cap if cap < most else None)
-        ways: dict[str, dict[str, Any]] = {"": told}
+        ways: dict[str, dict[str, Any]] = {"": {}}
         if chooses(name):  # without costs it may hold less
-            ways[WITHOUT] = {}
-        if by_cost and cap >= 1:
-            # Without costs it is there in a moment, and holds as much as with them.
-            published = schedule.factory(ranks)
-            yield name + WITHOUT, published
-            fits = kept < 1 or max(simulate(published(program)).peak) <= cap * (1 + 1e-9)
-            said = [*(said if fits else []), {"memory_cap": cap} | ({"kept": kept} if kept < 1 else {})]
-        for options in said:
+            ways = {"": {"costs": costs}, WITHOUT: {}}
+        for options in _ways(_takes(name), ranks, program.stages, cap if cap < most else None):
             shown = ",".join(f"{word}={value:g}" for word, value in options.items())
             for word, known in ways.items():
                 try:
@@ -68,20 +45,15 @@ def named_starts(
 def schedule_of(start: str) -> str:
     """The schedule of a start, without options.
 
-    >>> schedule_of("zb_auto without costs"), schedule_of("zbv:memory_cap=2")
-    ('zb_auto', 'zbv')
+    >>> schedule_of("interleaved without costs"), schedule_of("pipe_offload:cap=2")
+    ('interleaved', 'pipe_offload')
     """
     return start.replace(":", " ").split()[0]
 
 
 def chooses(start: str) -> bool:
     """Whether it takes the shortest of a few orders, and so maybe another for another number of microbatches."""
-    return "costs" in _takes(start) and not searches(start)
-
-
-def searches(start: str) -> bool:
-    """Whether it searches by itself, for up to a second."""
-    return "objective" in _takes(start)
+    return "costs" in _takes(start) and not about(schedule_of(start)).searches
 
 
 def _takes(start: str) -> Mapping[str, object]:

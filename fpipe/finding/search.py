@@ -64,8 +64,8 @@ def search(
 
     It starts from every named schedule that serves the sizes and from orders by rules, improves them by small changes,
     and lets OR-tools' CP-SAT (`pip install 'fpipe[schedules]'`) improve the best and prove how good it is. So it is
-    never worse than the best named schedule that fits. Exchanges (`fpipe.exchange`) are moved too, each rank's on a
-    lane of their own beside its work.
+    never worse than the best named schedule that fits, as published. Exchanges (`fpipe.exchange`) are moved too, each
+    rank's on a lane of their own beside its work.
 
     Args:
         what: a program that is split, or a `Model` or a number of stages and `microbatches`.
@@ -78,10 +78,9 @@ def search(
         memory_cap: the most that a rank may hold, in the unit of `Timeline.peak`: microbatches, or bytes where the
             costs have bytes.
         objective: what to make short, the "makespan" or the "span"; then the other.
-        seconds: how long to search, beside the second or two that named schedules take which search by themselves.
-            Without the solver they count played ops, `RATE` to a second, so that the result depends on the seed alone
-            and not on the machine. The solver is stopped by the clock; within it the result is the same where it
-            proves its answer, and may differ in its last improvements where it does not.
+        seconds: how long to search. Without the solver they count played ops, `RATE` to a second, so that the result
+            depends on the seed alone and not on the machine. The solver is stopped by the clock; within it the result
+            is the same where it proves its answer, and may differ in its last improvements where it does not.
         solver: "local" does without, "cp-sat" insists on it, "auto" uses it where it is installed and the step has at
             most `SMALL` ops.
         split_backward: whether backwards are cut in two: all, none, or ("auto") where it helps.
@@ -117,7 +116,6 @@ def search(
     >>> print(found)
     makespan 138, span 138, bubble 13.0%, peak per rank [1.5, 1.5]
     makespan 138: none of these ops on these ranks takes less than 131, this is 5.3% above
-    the best schedule by name is zbv:memory_cap=1.5 with 138
     """
     base = _base(what, microbatches)
     costs = the_costs(costs, base)
@@ -152,17 +150,29 @@ def search(
     if progress is not None and not callable(progress):
         raise TypeError(f"progress is a function progress(share, best, bound), found {progress!r}.")
     policy = "never" if checkpoint == "auto" and not wanted.choose else checkpoint
+    policies = checked_gathers(shard)
+
+    def found(cap: float) -> Found:
+        return search_for(base, replace(wanted, cap=cap), seconds, solver, policy, progress)
+
+    return gathered(found, policies, wanted) if policies else found(wanted.cap)
+
+
+def search_for(
+    base: Program,
+    wanted: Wanted,
+    seconds: float,
+    solver: str = "local",
+    policy: Policy | Callable[[int, int], bool] = "never",
+    progress: Progress | None = None,
+) -> Found:
+    """Search for what is wanted, whose words are checked."""
     bases = _recomputing(base, policy)
     short = short_of(base, wanted) if policy in ("never", "auto") else None
     searched = _recomputing(short, policy) if short is not None else bases
     named_ops = sum(bool(kind_of(op.kind).time) for op in searched[0].ops)
     by_solver = solver == "cp-sat" or (solver == "auto" and installed() and named_ops * 1.5 <= SMALL)
-    policies = checked_gathers(shard)
-
-    def found(cap: float) -> Found:
-        return _Search(base, searched, bases, replace(wanted, cap=cap), seconds, by_solver, progress).found()
-
-    return gathered(found, policies, wanted) if policies else found(wanted.cap)
+    return _Search(base, searched, bases, wanted, seconds, by_solver, progress).found()
 
 
 def _base(what: Program | Model | int, microbatches: int | None) -> Program:

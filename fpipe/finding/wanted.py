@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fpipe.orders.play import Value, worth
 from fpipe.timing.costs import Costs
 from fpipe.timing.timeline import Timeline
+from fpipe.transforms._rewrite import Transform
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Wanted:
         without: names of schedules that it does not start from.
         choose: whether stages and microbatches that are recomputed may be any.
         microbatches: of the whole step, of which a shorter one may be searched.
+        starts: orders by name that it starts from beside those of named schedules.
     """
 
     ranks: int
@@ -33,6 +35,7 @@ class Wanted:
     without: frozenset[str] = frozenset()
     choose: bool = False
     microbatches: int = 0
+    starts: tuple[tuple[str, Transform], ...] = ()
 
     def value(self, timeline: Timeline) -> Value:
         """The objective of a timeline, and then the other."""

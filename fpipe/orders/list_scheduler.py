@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from fpipe.orders.linear_pipeline import LinearPipeline
-
 NOTHING = -1
 """Answer of `pick` to be asked again as soon as something changes on this rank."""
 LATER = -2
@@ -42,22 +40,6 @@ class TaskGraph(NamedTuple):
                 if source >= 0:
                     readers[source].append((reader, way))
         return cls(ranks, rank, seconds, readers, [sum(source >= 0 for source in waits) for waits in needs])
-
-
-def chain_graph(pipeline: LinearPipeline, kinds: int) -> TaskGraph:
-    """The ops of a chain's first kinds of tracks, track by track, each with its microbatches, which enter in turn."""
-    stages, count = pipeline.stages, pipeline.microbatches
-    needs: list[dict[int, float]] = [{} for _ in range(kinds * stages * count)]
-    edges = [(track, after, pipeline.ways[after]) for track, after in enumerate(pipeline.after) if after >= 0]
-    edges += [(track, track + stages, 0.0) for track in range(stages, (kinds - 1) * stages)]
-    for track, after, way in edges:
-        for index in range(count):
-            needs[after * count + index][track * count + index] = way
-    for index in range(1, count):
-        needs[index][index - 1] = 0.0
-    ranks = [rank for _ in range(kinds) for rank in pipeline.placement for _ in range(count)]
-    seconds = [second for second in pipeline.seconds[: kinds * stages] for _ in range(count)]
-    return TaskGraph.of(pipeline.ranks, ranks, seconds, needs)
 
 
 class Scheduled(NamedTuple):

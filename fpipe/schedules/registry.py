@@ -36,6 +36,7 @@ class Schedule:
         accepts: the sizes it serves, in words.
         refuses: the same as a function.
         stages_per: how many stages each rank has for one more of an option, by its name: `{"waves": 2}`.
+        searches: whether it searches an order when it is told costs.
 
     >>> schedule = about("zb_h1")
     >>> schedule.title, schedule.idle, schedule.peak
@@ -54,6 +55,7 @@ class Schedule:
     accepts: str = "any"
     refuses: Refusal = lambda ranks, stages, microbatches: None
     stages_per: Mapping[str, int] = field(default_factory=dict[str, int])
+    searches: bool = False
 
     def wants(self, ranks: int, options: Mapping[str, object]) -> int:
         """How many stages it has on some ranks, where nothing else is said.
@@ -118,6 +120,7 @@ def published(
     refuses: Refusal | None = None,
     slices: bool = False,
     stages_per: Mapping[str, int] | None = None,
+    searches: bool = False,
 ) -> Callable[[Callable[P, Transform]], Callable[P, Transform]]:
     """Register a schedule of the literature under its function's name, and refuse the sizes that it does not serve, and
     sequence slices, if it does not order them.
@@ -155,7 +158,7 @@ def published(
         facts = "\n".join(f"{word}: {text}" for word, text in said)
         refusing.__doc__ = f"{inspect.cleandoc(factory.__doc__ or title)}\n\n{facts}"
         known = Schedule(factory.__name__, refusing, stages_per_rank, title, source, idle, peak, accepts)
-        _add(replace(known, refuses=refuses or known.refuses, stages_per=stages_per or {}))
+        _add(replace(known, refuses=refuses or known.refuses, stages_per=stages_per or {}, searches=searches))
         return refusing
 
     return decorate

@@ -19,17 +19,17 @@ not hold more than in the padded order.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
-from fpipe.orders.linear_pipeline import LinearPipeline, cells_of, linear_pipeline_of, shortest, unit_pipeline
-from fpipe.orders.list_scheduler import NOTHING, TaskGraph, chain_graph, list_schedule
+from fpipe.orders.list_scheduler import NOTHING, TaskGraph, list_schedule
 from fpipe.program import Program
 from fpipe.schedules.in_turn import RankContext, Unit, in_turn
-from fpipe.timing.costs import Costs
+from fpipe.timing.costs import Costs, the_costs
+from fpipe.timing.simulate import simulate
 from fpipe.transforms._rewrite import Transform
 from fpipe.transforms.cells import Key
-from fpipe.transforms.reorder import in_rows
+from fpipe.transforms.reorder import by_table, in_rows
 
 
 def in_rounds(
@@ -42,9 +42,10 @@ def in_rounds(
     """A looped schedule in the pattern of `in_turn` that takes its chunks in rounds of groups, by default of `ranks`.
 
     Where a group has to be short, the padded order, those of the frames and, if no group was asked for, that of even
-    groups are played, by default for F = I = W, and the shortest is taken; of equal ones the first, which holds
+    groups are simulated, by default for F = I = W, and the shortest is taken; of equal ones the first, which holds
     least.
     """
+    seconds = the_costs(costs)
 
     def rows(program: Program, placed: list[int]) -> list[list[Key]]:
         count, chunks, size = program.microbatches, placed.count(0), group or ranks
@@ -60,15 +61,22 @@ def in_rounds(
             return drawn
         contexts = [RankContext(rank, ranks, chunks, count) for rank in range(ranks)]
         starts = [(warm_up(context, size), lag(context) if lag else 0) for context in contexts]
-        pipeline = unit_pipeline(placed, count, fused=lag is None)
-        tables = [drawn, *_framed(pipeline, "FIW" if lag else "FB", size, starts)]
+        tables = [drawn, *_framed(placed, count, "FIW" if lag else "FB", size, starts)]
         if group is None:
             tables.append(padded(even_group(ranks, count)))
-        if costs is not None:
-            pipeline = linear_pipeline_of(program, placed, costs, math.inf, 1.0, "", fused=lag is None)
-        return shortest(pipeline, tables)
+
+        def worth(table: list[list[Key]]) -> tuple[float, float]:
+            timeline = simulate(by_table(program, table, move=True), seconds)
+            return _rounded(timeline.makespan), _rounded(timeline.span)
+
+        return min(tables, key=worth)
 
     return in_rows("looped", ranks, rows)
+
+
+def _rounded(seconds: float) -> float:
+    """Seconds without the last digits of a sum, so that times which are equal are so in every unit of the costs."""
+    return float(f"{seconds:.9g}")
 
 
 def even_group(ranks: int, microbatches: int) -> int:
@@ -102,10 +110,10 @@ def in_groups(context: RankContext, group: int) -> list[Unit]:
 
 
 def _framed(
-    pipeline: LinearPipeline, kinds: str, group: int, starts: Sequence[tuple[int, int]]
+    placed: list[int], count: int, kinds: str, group: int, starts: Sequence[tuple[int, int]]
 ) -> Iterator[list[list[Key]]]:
     """The tables of those frames that come to an end; `starts` are the warm-up and the lag of each rank."""
-    work, count = chain_graph(pipeline, len(kinds)), pipeline.microbatches
+    work, stages = _chain_graph(placed, count, kinds), len(placed)
     most = [ahead + 1 + lag for ahead, lag in starts]
     full, rest = divmod(count, group)
     early = [rest] + [group] * full
@@ -115,10 +123,35 @@ def _framed(
     if full == 1:  # there are few backwards to fill places with: two short groups may lack fewer at a time
         cuts += [[first, count - first] for first in range(rest + 1, group)]
     for cut in cuts:
-        places = _places(pipeline, group, starts, _numbers(cut, group), _numbers(early, group))[: len(work.needs)]
-        rows = _by_places(work, places, pipeline.stages * count, most)
+        places = _places(placed, group, starts, _numbers(cut, group), _numbers(early, group))[: len(work.needs)]
+        rows = _by_places(work, places, stages * count, most)
         if sum(map(len, rows)) == len(places):
-            yield cells_of(pipeline, [[op // count for op in row] for row in rows], kinds)
+            yield [[_key(op, count, stages, kinds) for op in row] for row in rows]
+
+
+def _key(op: int, count: int, stages: int, kinds: str) -> Key:
+    """The key of an op of `_chain_graph`."""
+    track, index = divmod(op, count)
+    return kinds[track // stages], track % stages, index, None
+
+
+def _chain_graph(placed: list[int], count: int, kinds: str) -> TaskGraph:
+    """The ops of a chain of stages, kind by kind, stage by stage, each with its microbatches, which enter in turn.
+
+    Op `(kind * stages + stage) * count + microbatch` takes one second, or two if it is a B.
+    """
+    stages = len(placed)
+    path = [*range(stages), *range(2 * stages - 1, stages - 1, -1)]
+    edges = [*pairwise(path), *((track, track + stages) for track in range(stages, (len(kinds) - 1) * stages))]
+    needs: list[dict[int, float]] = [{} for _ in range(len(kinds) * stages * count)]
+    for source, track in edges:
+        for index in range(count):
+            needs[track * count + index][source * count + index] = 0.0
+    for index in range(1, count):
+        needs[index][index - 1] = 0.0
+    seconds = [2.0 if kind == "B" else 1.0 for kind in kinds for _ in range(stages * count)]
+    ranks = [rank for _ in kinds for rank in placed for _ in range(count)]
+    return TaskGraph.of(1 + max(placed), ranks, seconds, needs)
 
 
 def _by_places(work: TaskGraph, places: Sequence[int], forwards: int, most: Sequence[int]) -> list[list[int]]:
@@ -136,15 +169,16 @@ def _by_places(work: TaskGraph, places: Sequence[int], forwards: int, most: Sequ
 
 
 def _places(
-    pipeline: LinearPipeline, group: int, starts: Sequence[tuple[int, int]], out: Sequence[int], back: Sequence[int]
+    placed: list[int], group: int, starts: Sequence[tuple[int, int]], out: Sequence[int], back: Sequence[int]
 ) -> list[int]:
     """Where each op stands in the row of its rank, which warms up and then takes F, I and W in turn.
 
     `out` and `back` are the numbers of microbatches in the frames of the forwards and of the backwards.
     """
-    count, stages = pipeline.microbatches, pipeline.stages
+    count, stages = len(out), len(placed)
     found = [0] * (3 * stages * count)
-    for own, (ahead, lag) in zip(pipeline.tracks, starts, strict=True):
+    for rank, (ahead, lag) in enumerate(starts):
+        own = [stage for stage, home in enumerate(placed) if home == rank]
         for chunk, stage in enumerate(own):
             for index in range(count):
                 turn = _turn(out[index], chunk, group, len(own))

@@ -1,26 +1,22 @@
-"""The zero-bubble schedules that are ordered by cost: ZB-auto, ZB-V, V-Half and V-Min.
+"""The zero-bubble schedules that papers order by cost: ZB-auto, ZB-V, V-Half and V-Min.
 
-Without costs an order is there within 10 to 200 ms (p=8, m=64), with costs a search takes about a second.
+Each draws its published order, which is for F = I = W and no transfers. Told costs or a memory cap, it asks a search.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
 
-from fpipe.orders.linear_pipeline import LinearPipeline, Objective, TrackRow, cells_of, linear_pipeline_of
 from fpipe.program import Program
-from fpipe.schedules.by_cost import linear_order, v_min_order, v_order
+from fpipe.schedules.blocks import BlockTicks, in_blocks, repeated, v_half_block, v_min_block, with_weights
 from fpipe.schedules.in_turn import two_stages
 from fpipe.schedules.registry import published
+from fpipe.schedules.search_request import Objective, searched
+from fpipe.schedules.zero_bubble import zb_h2
 from fpipe.timing.costs import Costs, the_costs
 from fpipe.transforms._rewrite import Transform
 from fpipe.transforms.cells import Key
 from fpipe.transforms.reorder import in_rows
-
-EFFORT = 800_000
-"""Ops in a share of a search by costs; a search takes two or three, 0.3 to 0.6 s each on one core."""
-GLANCE = 200_000
-"""Ops that an order for F = I = W may play where nothing was said of costs: 0.1 to 0.2 s."""
 
 
 def _one_stage(ranks: int, stages: int, microbatches: int) -> str | None:
@@ -36,6 +32,7 @@ def _one_stage(ranks: int, stages: int, microbatches: int) -> str | None:
     peak="<= memory_cap",
     accepts="any m; one stage a rank",
     refuses=_one_stage,
+    searches=True,
 )
 def zb_auto(
     ranks: int,
@@ -49,7 +46,7 @@ def zb_auto(
 
     Args:
         ranks: how many.
-        costs: seconds by which to order; without, for F = I = W and no transfer.
+        costs: seconds by which to search an order; without, the published one, for F = I = W and no transfer.
         memory_cap: the most microbatches a rank may hold, from 1; 2p by default (ZB-2p), p is ZB-1p.
         kept: the share of a microbatch's activations that W still needs after I. With 1 they are held until W, as
             `simulate` counts `peak`; the paper's table 5 counts M_W / M_B, 32h / (34h + 5as) for a transformer.
@@ -62,11 +59,14 @@ def zb_auto(
     >>> import fpipe
     >>> print(fpipe.plot(fpipe.schedules.about("zb_auto").program(3, 4)))
     rank 0 | 0F0 0F1 0F2 0F3  .  0I0 0W0 0I1 0W1 0I2 0W2 0I3 0W3  .
-    rank 1 |  .  1F0 1F1  .  1I0 1F2 1I1 1F3 1I2 1W0 1I3 1W1 1W2 1W3
+    rank 1 |  .  1F0 1F1 1F2 1I0 1F3 1I1 1W0 1I2 1W1 1I3 1W2 1W3  .
     rank 2 |  .   .  2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2W0 2W1 2W2 2W3
     """
+    if _is_untold(costs, memory_cap, kept, objective):
+        return zb_h2(ranks)
     cap = 2 * ranks if memory_cap is None else memory_cap
-    return _ordered("zb_auto", "linear", ranks, _in_a_line, costs, cap, kept, objective)
+    starts = tuple(_ahead(ranks, hop, more, cap, kept) for hop in (1.0, 1.5, 2.0, 3.0) for more in (0, 1))
+    return searched("zb_auto", "linear", ranks, costs, cap, kept, objective, starts=starts)
 
 
 @published(
@@ -77,6 +77,7 @@ def zb_auto(
     accepts="any m; two chunks a rank",
     stages_per_rank=2,
     refuses=two_stages,
+    searches=True,
 )
 def zbv(
     ranks: int,
@@ -90,7 +91,7 @@ def zbv(
 
     Args:
         ranks: how many.
-        costs: seconds by which to order; without, for F = I = W and no transfer.
+        costs: seconds by which to search an order; without, the published one, for F = I = W and no transfer.
         memory_cap: the most microbatches a rank may hold, from 1; p by default.
         kept, objective: of `zb_auto`.
 
@@ -102,9 +103,12 @@ def zbv(
     rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3  .
     rank 1 |  .  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
     """
-
+    if _is_untold(costs, memory_cap, kept, objective):
+        return in_rows(
+            "v", ranks, lambda program, _: [_zbv_row(rank, ranks, program.microbatches) for rank in range(ranks)]
+        )
     cap = ranks if memory_cap is None else memory_cap
-    return _ordered("zbv", "v", ranks, _on_a_v, costs, cap, kept, objective)
+    return searched("zbv", "v", ranks, costs, cap, kept, objective)
 
 
 @published(
@@ -115,6 +119,7 @@ def zbv(
     accepts="any m; two chunks a rank",
     stages_per_rank=2,
     refuses=two_stages,
+    searches=True,
 )
 def v_half(
     ranks: int,
@@ -128,7 +133,7 @@ def v_half(
 
     Args:
         ranks: how many.
-        costs: seconds by which to order, which the published order ignores; without, for F = I = W and no transfer.
+        costs: seconds by which to search an order; without, the published one, for F = I = W and no transfer.
         memory_cap: the most microbatches a rank may hold, from 1; (p+2)//2 by default.
         kept, objective: of `zb_auto`.
 
@@ -137,12 +142,13 @@ def v_half(
 
     >>> import fpipe
     >>> print(fpipe.plot(fpipe.schedules.about("v_half").program(2, 4)))
-    rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3  .
-    rank 1 |  .  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
+    rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 3W1 0F3 0W0 3F2 3I2 0I1 3W2 0W1 3F3 3I3 0I2 3W3 0I3 0W2 0W3  .
+    rank 1 |  .  1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2W1 1F3 1W1 2F3 2I2 1I2 2I3 1I3 2W2 1W2 2W3 1W3
     """
-
+    if _is_untold(costs, memory_cap, kept, objective):
+        return _repeated(v_half_block(ranks), ranks, (ranks + 2) // 2, tight=True)
     cap = (ranks + 2) // 2 if memory_cap is None else memory_cap
-    return _ordered("v_half", "v", ranks, _on_a_v, costs, cap, kept, objective)
+    return searched("v_half", "v", ranks, costs, cap, kept, objective)
 
 
 @published(
@@ -153,6 +159,7 @@ def v_half(
     accepts="any m; two chunks a rank",
     stages_per_rank=2,
     refuses=two_stages,
+    searches=True,
 )
 def v_min(
     ranks: int,
@@ -166,7 +173,7 @@ def v_min(
 
     Args:
         ranks: how many.
-        costs: seconds by which to order, which the published order ignores; without, the published order.
+        costs: seconds by which to search an order; without, the published one, for F = I = W and no transfer.
         memory_cap: the most microbatches a rank may hold, from 1; (p+4)//3 by default.
         kept, objective: of `zb_auto`.
 
@@ -178,43 +185,64 @@ def v_min(
     rank 0 | 0F0  .   .  3F0 3I0 0F1 3W0 0I0 0W0 3F1 3I1 0F2 3W1 0I1 0W1 3F2 3I2 0F3 3W2 0I2 0W2 3F3 3I3 3W3  .  0I3 0W3
     rank 1 |  .  1F0 2F0  .   .  2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 1F2 2F2 2W1 1W1 2I2 1I2 1F3 2F3 2W2 1W2 2I3 1I3 2W3 1W3
     """
-
-    def order(pipeline: LinearPipeline, costs: Costs | None) -> list[TrackRow]:
-        drawn = v_min_order(pipeline) if costs is None and memory_cap is None else None
-        return drawn or _on_a_v(pipeline, costs)
-
+    if _is_untold(costs, memory_cap, kept, objective):
+        return _repeated(v_min_block(ranks), ranks, (ranks + 4) // 3, tight=False)
     cap = (ranks + 4) // 3 if memory_cap is None else memory_cap
-    return _ordered("v_min", "v", ranks, order, costs, cap, kept, objective)
+    return searched("v_min", "v", ranks, costs, cap, kept, objective)
 
 
-def _in_a_line(pipeline: LinearPipeline, costs: Costs | None) -> list[TrackRow]:
-    return linear_order(pipeline, GLANCE if costs is None else 3 * EFFORT)
+def _is_untold(costs: Costs | None, memory_cap: float | None, kept: float, objective: str) -> bool:
+    """Whether nothing is said by which to search, so that the published order is asked for."""
+    the_costs(costs)
+    return costs is None and memory_cap is None and (kept, objective) == (1.0, "makespan")
 
 
-def _on_a_v(pipeline: LinearPipeline, costs: Costs | None) -> list[TrackRow]:
-    """A V is searched for one share, and what is found is polished for another."""
-    return v_order(pipeline, GLANCE) if costs is None else v_order(pipeline, EFFORT, polish=EFFORT)
+def _ahead(ranks: int, per_hop: float, more: int, cap: float, kept: float) -> Transform:
+    """Each rank runs some forwards ahead for every rank behind it, and then takes I and F in turn; each W where its
+    rank would wait a tick."""
+
+    def rows(program: Program, placement: list[int]) -> list[list[Key]]:
+        count, table = program.microbatches, list[list[Key]]()
+        for rank in placement:  # where each stage has a rank of its own
+            ahead = max(1, min(count, int(cap), int((ranks - 1 - rank) * per_hop + 1 + more)))
+            forwards, backwards = ([(kind, rank, index, None) for index in range(count)] for kind in "FB")
+            turns = [key for pair in zip(backwards, forwards[ahead:], strict=False) for key in pair]
+            table.append([*forwards[:ahead], *turns, *backwards[count - ahead :]])
+        return with_weights(table, placement, cap, kept)
+
+    return in_rows("linear", ranks, rows)
 
 
-def _ordered(
-    name: str,
-    placement: str,
-    ranks: int,
-    order: Callable[[LinearPipeline, Costs | None], list[TrackRow]],
-    costs: Costs | None,
-    cap: float,
-    kept: float,
-    objective: Objective,
-) -> Transform:
-    """The transform of an order searched on the pipeline of a program's stages."""
-    seconds = the_costs(costs)
-    if objective not in ("makespan", "span"):
-        raise ValueError(f"objective is 'makespan' or 'span', found {objective!r}.")
-    if isinstance(kept, bool) or not isinstance(kept, int | float) or not 0 <= kept <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"kept is the share of an activation that W needs after I, from 0 to 1; found {kept!r}.")
+def _repeated(block: BlockTicks, ranks: int, cap: int, *, tight: bool) -> Transform:
+    """A block on a V, repeated, and pulled tight or not; each W where its rank would wait a tick."""
 
-    def rows(program: Program, ranks_of: list[int]) -> list[list[Key]]:
-        pipeline = linear_pipeline_of(program, ranks_of, seconds, cap, kept, name, objective)
-        return cells_of(pipeline, order(pipeline, costs))
+    def rows(program: Program, placement: list[int]) -> list[list[Key]]:
+        count = program.microbatches
+        drawn = in_blocks(block, 6, (1, 1), placement, count) if tight else repeated(block, 6, placement, count)
+        return with_weights(drawn, placement, 2 * cap)
 
-    return in_rows(placement, ranks, rows)
+    return in_rows("v", ranks, rows)
+
+
+def _zbv_row(rank: int, ranks: int, count: int) -> list[Key]:
+    """The row of a rank in ZB-V: first chunks until the first second chunk is back, then each forward with a whole
+    backward, and in the end input gradients first."""
+    down, up = ("F", rank), ("F", 2 * ranks - 1 - rank)
+    back, home = ("I", up[1]), ("I", rank)
+    weight = ("W", -1)  # of the I that has waited longest
+    turns = [down] * (2 * (ranks - rank) - 1) + [up, down] * rank + [up, back, weight] * (ranks - rank)
+    turns += [down, home, weight, up, back, weight] * max(0, count - ranks)
+    turns += [up] * count + [home, back] * rank + [home, weight] * (ranks - rank) + [back, home] * count
+    turns += [weight] * (2 * count)
+    taken = dict.fromkeys((down, up, back, home), 0)
+    waiting = deque[Key]()
+    row: list[Key] = []
+    for turn in turns:
+        if turn == weight:
+            row += [waiting.popleft()] if waiting else []
+        elif taken[turn] < count:
+            row.append((*turn, taken[turn], None))
+            taken[turn] += 1
+            if turn[0] == "I":
+                waiting.append(("W", *row[-1][1:]))
+    return row

@@ -14,15 +14,13 @@ These are the orders of Chimera and of Hanayo, which turns Chimera's two directi
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import permutations
 
 from fpipe.limits import whole
-from fpipe.orders.linear_pipeline import cells_of, linear_pipeline_of, shortest
 from fpipe.program import Program, ProgramError, building
 from fpipe.schedules.blocks import BlockTicks, in_blocks
-from fpipe.schedules.by_cost import greedy
 from fpipe.schedules.in_turn import two_stages
 from fpipe.schedules.registry import published
+from fpipe.schedules.search_request import searched
 from fpipe.timing.costs import Costs, the_costs
 from fpipe.transforms._rewrite import Transform, transforming
 from fpipe.transforms.cells import Key
@@ -175,6 +173,7 @@ _INTERVAL = 2 * (_FORWARD + _BACKWARD)  # a rank's work on one microbatch: two s
     accepts="2p stages; any m",
     stages_per_rank=2,
     refuses=two_stages,
+    searches=True,
 )
 def one_f_one_b_v(ranks: int, *, costs: Costs | None = None) -> Transform:
     """1F1B over a V of stages: two thirds of its memory, without splitting a backward (arXiv 2405.15362).
@@ -185,13 +184,11 @@ def one_f_one_b_v(ranks: int, *, costs: Costs | None = None) -> Transform:
     that takes twice as long as a forward, and for no transfers. It is the order of the authors' code but where p is a
     multiple of three: there theirs holds one chunk more, and takes less (13 for 13.5 at p=m=3, F=B=W=1).
 
-    Told the costs, the shortest of many orders is taken: the block with or without a wait where it turns, pulled tight
-    at both ends or at its start alone, and those in which a rank runs what it can, for each list of what comes first.
-    Where p is a multiple of three, that may hold one chunk more.
+    Told the costs, an order is searched that holds no more; where p is a multiple of three, one chunk more.
 
     Args:
         ranks: how many.
-        costs: seconds by which to choose.
+        costs: seconds by which to search an order.
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(3), fpipe.schedules.one_f_one_b_v(3))(fpipe.program(6))
@@ -201,23 +198,19 @@ def one_f_one_b_v(ranks: int, *, costs: Costs | None = None) -> Transform:
     rank 2 |  .   .  2F0 3F0 2F1 3F1 2F2  .  3B0 3F2 2B0 3B1 2B1  .  3B2 2B2  .   .
     """
 
-    seconds = the_costs(costs)
-
-    def rows(program: Program, placement: list[int]) -> list[list[Key]]:
-        def drawn(wait: int, mirror: bool) -> list[list[Key]]:
+    def drawn(wait: int) -> Transform:
+        def rows(program: Program, placement: list[int]) -> list[list[Key]]:
+            mirror = wait > 0  # where nothing waits, a tighter end gains no tick, and loses some with transfers
             ticks = (_FORWARD, _BACKWARD)
             return in_blocks(_block(ranks, wait), _INTERVAL, ticks, placement, program.microbatches, mirror=mirror)
 
-        own = 0 if ranks % 3 else 2  # the places come round with every third rank, and soonest after this wait
-        if costs is None:  # where nothing waits, a tighter end gains no tick, and loses some with transfers
-            return drawn(own, own > 0)
-        cap = (4 * (ranks + 1) // 3 + (ranks % 3 == 0)) / 2
-        pipeline = linear_pipeline_of(program, placement, seconds, cap, 0.0, "one_f_one_b_v", fused=True)
-        tables = [drawn(wait, mirror) for wait in (own, 2 - own) for mirror in (True, False)]
-        found = greedy(pipeline, permutations(range(4)))
-        return shortest(pipeline, [*tables, *(cells_of(pipeline, order.rows, "FB") for order in found)])
+        return in_rows("v", ranks, rows)
 
-    return in_rows("v", ranks, rows)
+    if costs is None:
+        return drawn(0 if ranks % 3 else 2)  # the places come round with every third rank, soonest after this wait
+    cap = (4 * (ranks + 1) // 3 + (ranks % 3 == 0)) / 2
+    starts = drawn(0), drawn(2)
+    return searched("one_f_one_b_v", "v", ranks, the_costs(costs), cap, split_backward=False, starts=starts)
 
 
 def _block(ranks: int, wait: int) -> BlockTicks:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from fpipe.orders.linear_pipeline import linear_pipeline_of, shortest
 from fpipe.program import Program
-from fpipe.schedules.hillclimb import in_gaps
 from fpipe.schedules.in_turn import RankContext, in_turn
 from fpipe.schedules.registry import published
+from fpipe.schedules.search_request import searched
 from fpipe.timing.costs import Costs, the_costs
-from fpipe.transforms._rewrite import Transform
+from fpipe.transforms._rewrite import Transform, transforming
 from fpipe.transforms.cells import Key
 from fpipe.transforms.reorder import in_rows
 
@@ -39,6 +38,7 @@ def zb_h1(ranks: int) -> Transform:
     "Qi et al. 2024 (ICLR), figure 3, bottom",
     idle="span: (p-1)(F+B+2c-2W), m >= 2p-1",
     peak="min(m, 2p-1)",
+    searches=True,
 )
 def zb_h2(ranks: int, *, costs: Costs | None = None) -> Transform:
     """Twice the warm-up of ZB-H1 and twice the lag of W: no rank idles from its first op to its last (Qi et al. 2024).
@@ -48,12 +48,11 @@ def zb_h2(ranks: int, *, costs: Costs | None = None) -> Transform:
 
     With fewer than 2p-1 microbatches that many are never held. Some number k from p to 2p-1 then says how far a rank
     goes: it warms up with p-r-1 + min(p-r-1, k-p), and its W's lag so that it would hold k. That is ZB-H1 for k = p and
-    the paper's rule for k = 2p-1. Told the costs, the k of the shortest order is taken, whose W's stand there or fill
-    the gaps that the costs leave; without, k = max(p, m).
+    the paper's rule for k = 2p-1. By default k = max(p, m); told the costs, an order is searched that holds 2p-1.
 
     Args:
         ranks: how many.
-        costs: seconds by which to choose where there are fewer than 2p-1 microbatches.
+        costs: seconds by which to search where there are fewer than 2p-1 microbatches.
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(5), fpipe.schedules.zb_h2(3))(fpipe.program(3))
@@ -62,20 +61,15 @@ def zb_h2(ranks: int, *, costs: Costs | None = None) -> Transform:
     rank 1 |  .  1F0 1F1 1F2 1I0 1F3 1I1 1F4 1I2 1W0 1I3 1W1 1I4 1W2 1W3 1W4  .
     rank 2 |  .   .  2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2F4 2I4 2W0 2W1 2W2 2W3 2W4
     """
-    seconds = the_costs(costs)
+    most = 2 * ranks - 1
 
     def rows(program: Program, placed: list[int]) -> list[list[Key]]:
-        def drawn(held: int) -> list[list[Key]]:
-            def warm_up(context: RankContext) -> int:
-                return context.later_ranks + min(context.later_ranks, held - ranks)
+        held = max(ranks, min(program.microbatches, most))
 
-            return in_turn(warm_up, lag=lambda context: held - 1 - warm_up(context))(program, placed)
+        def warm_up(context: RankContext) -> int:
+            return context.later_ranks + min(context.later_ranks, held - ranks)
 
-        own, most = max(ranks, min(program.microbatches, 2 * ranks - 1)), 2 * ranks - 1
-        if costs is None or own == most:
-            return drawn(own)
-        pipeline = linear_pipeline_of(program, placed, seconds, most, 1.0, "zb_h2")
-        tables = [drawn(held) for held in (own, *range(ranks, own), *range(own + 1, most + 1))]
-        return shortest(pipeline, [*tables, *in_gaps(pipeline, tables)])
+        return in_turn(warm_up, lag=lambda context: held - 1 - warm_up(context))(program, placed)
 
-    return in_rows("linear", ranks, rows)
+    drawn, told = in_rows("linear", ranks, rows), searched("zb_h2", "linear", ranks, the_costs(costs), most)
+    return transforming(lambda program: (drawn if costs is None or program.microbatches >= most else told)(program))
