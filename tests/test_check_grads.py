@@ -15,7 +15,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from fpipe.cli.app import app
-from fpipe.cli.tensor_files import read_tensors
+from fpipe.cli.judge import read_tensors
 
 F = nn.functional
 MODEL = """

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import fpipe
 from fpipe.cli.app import app
-from fpipe.oracle.rank_pieces import put_together
+from fpipe.oracle.named_leaves import put_together
 
 F = nn.functional
 MODEL = """

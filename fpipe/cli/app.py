@@ -1,4 +1,4 @@
-"""The commands put together, and what becomes of an error: 0 is well, 1 refused or wrong, 2 typed wrongly."""
+"""Put the commands together, with exit codes for errors: 0 is well, 1 refused or wrong, 2 typed wrongly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fpipe.cli import bench, find, judge, plan, prove, see
+from fpipe.cli import bench, find, judge, plan, see
 from fpipe.cli.options import grouped, load_module, usage
 from fpipe.cli.output import print_error
 
@@ -82,7 +82,7 @@ def _refusing(command: Callable[..., None]) -> Callable[..., None]:
 
 
 COMMANDS = (
-    *(see.schedules, see.show, see.compare, find.search, prove.check, prove.verify),
+    *(see.schedules, see.show, see.compare, find.search, judge.check, judge.verify),
     *(judge.check_grads, judge.check_step, bench.bench, see.export),
 )
 for command in COMMANDS:

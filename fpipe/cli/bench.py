@@ -16,7 +16,7 @@ from fpipe.cli.output import progress, table
 from fpipe.pictures.plot import plot
 
 if TYPE_CHECKING:
-    from fpipe.cli.measure import Made, Measurement
+    from fpipe.cli.measure import Measurement, Workload
 
 Runtime = Literal["threads", "distributed"]
 
@@ -88,41 +88,42 @@ def bench(
 
     with _all_ranks(runtime, ranks) as (rank, count), progress("profile and run", shown=rank == 0) as bar:
         if model is None:
-            made = perceptron([stages_of(name, count) for name in what], microbatches, width, rows)
+            workload = perceptron([stages_of(name, count) for name in what], microbatches, width, rows)
         else:
-            made = _only(options.made_by(model))
+            workload = _with_its_stages(options.made_by(model))
 
-        def show(done: int, every: int) -> None:
-            bar(completed=done, total=every)
+        def show(done: int, total: int) -> None:
+            bar(completed=done, total=total)
 
-        found = measure(
-            what, made, ranks=count, microbatches=microbatches, runtime=runtime, rounds=rounds, progress=show
+        measured = measure(
+            what, workload, ranks=count, microbatches=microbatches, runtime=runtime, rounds=rounds, progress=show
         )
     if rank == 0:
-        _say(found)
-        timelines = [one for row in found for one in (row.simulated, row.median)]
-        names = [f"{row.name}, {kind}" for row in found for kind in ("simulated", "measured")]
+        _print(measured)
         if file is not None:
+            timelines = [timeline for row in measured for timeline in (row.simulated, row.median)]
+            names = [f"{row.name}, {kind}" for row in measured for kind in ("simulated", "measured")]
             print(f"wrote {plot(*timelines, file=file, names=names)}")
 
 
-def _only(made: Made) -> Callable[[int], Made]:
-    """A model that has its number of stages, and no other."""
+def _with_its_stages(workload: Workload) -> Callable[[int], Workload]:
+    """Return a model for its own number of stages, and refuse another."""
 
-    def made_for(stages: int) -> Made:
-        if stages != len(made[0].stages):
+    def of_stages(stages: int) -> Workload:
+        count = len(workload[0].stages)
+        if stages != count:
             raise ValueError(
-                f"--model returns a model of {len(made[0].stages)} stages, and a schedule wants {stages}; say behind "
-                f"its name how many it has, as in interleaved:stages={len(made[0].stages)}, or leave it out."
+                f"--model returns a model of {count} stages, and a schedule wants {stages}; say behind its name how "
+                f"many it has, as in interleaved:stages={count}, or leave it out."
             )
-        return made
+        return workload
 
-    return made_for
+    return of_stages
 
 
 @contextmanager
 def _all_ranks(runtime: Runtime, ranks: int | None) -> Generator[tuple[int, int]]:
-    """This process's rank and how many there are; their share of the cores each."""
+    """Yield this process's rank and the number of ranks, each with its share of the cores."""
     import torch
 
     before = torch.get_num_threads()
@@ -150,16 +151,16 @@ def _all_ranks(runtime: Runtime, ranks: int | None) -> Generator[tuple[int, int]
         dist.destroy_process_group()
 
 
-def _say(rows: Sequence[Measurement]) -> None:
+def _print(rows: Sequence[Measurement]) -> None:
     columns = ("schedule", "simulated", "measured", "least", "off", "bubble", "measured", "MiB", "held")
     cells: list[tuple[str, ...]] = []
     for row in rows:
-        told, ran = row.simulated, row.median
-        seconds = [f"{1e3 * each:.2f}" for each in (told.makespan, ran.makespan, row.least)]
-        shares = [f"{each.bubble:.1%}" for each in (told, ran)]
-        held = [f"{each / 2**20:.1f}" for each in (row.told, max(ran.peak))]
-        cells.append((row.name, *seconds, f"{row.off:+.1%}", *shares, *held))
+        simulated, median = row.simulated, row.median
+        seconds = [f"{1e3 * value:.2f}" for value in (simulated.makespan, median.makespan, row.least)]
+        bubbles = [f"{timeline.bubble:.1%}" for timeline in (simulated, median)]
+        bytes_held = [f"{value / 2**20:.1f}" for value in (row.predicted_peak, max(median.peak))]
+        cells.append((row.name, *seconds, f"{row.off:+.1%}", *bubbles, *bytes_held))
     table(columns, cells)
-    for one, other in permutations(rows, 2):
-        if one.median.makespan * 1.05 < other.median.makespan and one.simulated.makespan > other.simulated.makespan:
-            print(f"{other.name} was simulated to be shorter than {one.name}, and took longer.")
+    for fast, slow in permutations(rows, 2):
+        if fast.median.makespan * 1.05 < slow.median.makespan and fast.simulated.makespan > slow.simulated.makespan:
+            print(f"{slow.name} was simulated to be shorter than {fast.name}, and took longer.")

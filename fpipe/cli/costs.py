@@ -28,10 +28,10 @@ class TypedCosts:
     >>> import fpipe
     >>> two_a_rank = fpipe.schedules.gpipe(2)(fpipe.program(4))
     >>> texts = "F=3,B=1,W=1,c=0.5,send=0.1", "forward=3/4/3/4,backward_input=1,backward_weight=1,sender=busy"
-    >>> shared, own = (parse(text).of(two_a_rank) for text in texts)
+    >>> shared, listed = (parse(text).of(two_a_rank) for text in texts)
     >>> shared.forward, shared.backward_input, shared.transfer, shared.send
     (1.5, 0.5, 0.5, 0.1)
-    >>> own.forward, own.backward_input, own.sender
+    >>> listed.forward, listed.backward_input, listed.sender
     ([3.0, 4.0, 3.0, 4.0], 1.0, 'busy')
     """
 
@@ -42,24 +42,24 @@ class TypedCosts:
     cluster: Cluster | None = None
 
     @property
-    def said(self) -> bool:
-        """Whether there are any."""
+    def are_typed(self) -> bool:
+        """Whether there are any costs."""
         return bool(self.text or self.cluster)
 
     def on(self, cluster: Cluster | None) -> TypedCosts:
-        """These costs on a cluster."""
+        """Return these costs on a cluster."""
         return replace(self, cluster=cluster)
 
     def of(self, program: Program) -> Costs:
-        """The costs of a program's ops."""
+        """Return the costs of a program's ops."""
         return self.at(parts_of_a_rank(program), program.slices)
 
     def at(self, parts: float, slices: int = 1) -> Costs:
-        """The costs where a rank cuts its share into so many ops: v stages of Q slices are vQ."""
+        """Return the costs where a rank cuts its share into so many ops: v stages of Q slices are vQ."""
         return shared(self._whole, parts, slices) if self.shares else self._whole
 
     @property
-    def given(self) -> Costs | Callable[[float], Costs]:
+    def for_library(self) -> Costs | Callable[[float], Costs]:
         """Costs as functions of the library take them: of a whole rank, or a function of its parts."""
         return self._whole if self.shares else self.at
 
@@ -67,13 +67,13 @@ class TypedCosts:
     def _whole(self) -> Costs:
         if self.cluster is not None and self.cluster.has_bandwidth and not self.bytes:
             raise ValueError("a cluster's bandwidths need the bytes of values: add them to --costs, as in y=8MiB.")
-        unsaid: dict[str, Any] = dict.fromkeys(COMPUTE, 1.0) if self.shares else {}
+        defaults: dict[str, Any] = dict.fromkeys(COMPUTE, 1.0) if self.shares else {}
         sizes: Any = NamedBytes(self.bytes, self.cluster.replicas if self.cluster else 1) if self.bytes else None
-        return Costs(**(unsaid | self.seconds), bytes=sizes, cluster=self.cluster)
+        return Costs(**(defaults | self.seconds), bytes=sizes, cluster=self.cluster)
 
 
 def parse(text: str) -> TypedCosts:
-    """Read a list of costs; a name that is none is offered the closest."""
+    """Read a list of costs; the error for an unknown name offers the closest."""
     seconds: dict[str, Any] = {}
     sizes: dict[str, float] = {}
     words: dict[str, str] = {}  # seconds as they were typed
@@ -107,11 +107,11 @@ def parse(text: str) -> TypedCosts:
         raise ValueError(f"{text!r} mixes costs of a whole rank (F, B, W, R, c) with those of a stage (forward, ...).")
     shares = kinds != {False}
     names = {word: letter for letter, word in SHARES.items()} if shares else {word: word for word in WORDS}
-    said = [word for word in COMPUTE if word in seconds]
-    if said and len(said) < len(COMPUTE):
-        missing = [f"{names[word]}={words[said[0]]}" for word in COMPUTE if word not in seconds]
+    typed = [word for word in COMPUTE if word in seconds]
+    if typed and len(typed) < len(COMPUTE):
+        missing = [f"{names[word]}={words[typed[0]]}" for word in COMPUTE if word not in seconds]
         raise ValueError(
-            f"{text!r} says {' and '.join(names[word] for word in said)} and nothing of the rest; say all, as "
+            f"{text!r} says {' and '.join(names[word] for word in typed)} and nothing of the rest; say all, as "
             f"{text},{','.join(missing)}."
         )
     return TypedCosts(text, seconds, shares, sizes)
@@ -119,14 +119,14 @@ def parse(text: str) -> TypedCosts:
 
 def _number(name: str, text: str) -> float | list[float]:
     try:
-        found = [seconds_of(part) for part in text.split("/")]
+        numbers = [seconds_of(part) for part in text.split("/")]
     except ValueError:
         raise ValueError(
             f"{name} is a time, in seconds (0.5) or with a unit (10ms), or one for each stage as in 1/2/1; found "
             f"{text!r}."
         ) from None
-    if not all(0 <= cost < float("inf") for cost in found):
+    if not all(0 <= cost < float("inf") for cost in numbers):
         raise ValueError(f"{name} is a time in seconds, at least 0 and finite; found {text!r}.")
-    if len(found) > 1 and name in SHARES:
+    if len(numbers) > 1 and name in SHARES:
         raise ValueError(f"{name} is of a whole rank, one number; one for each stage is {SHARES[name]}={text}.")
-    return found if len(found) > 1 else found[0]
+    return numbers if len(numbers) > 1 else numbers[0]

@@ -24,7 +24,7 @@ HALVES: dict[str, bool | Literal["auto"]] = {"auto": "auto", "all": True, "none"
 
 
 def placement(text: str) -> Any:
-    """A word, or the rank of each stage.
+    """Read a word, or the rank of each stage.
 
     >>> placement("v"), placement("0/1/1/0")
     ('v', [0, 1, 1, 0])
@@ -102,16 +102,16 @@ def search(
     """
     if output is not None and output.suffix not in (".csv", ".json"):
         raise typer.BadParameter(f"--output writes .csv or .json, found {str(output)!r}.")
-    options.refuse_other_unit(goal.memory_cap, known=bool(priced.costs.bytes))
+    options.refuse_other_unit(goal.memory_cap, has_bytes=bool(priced.costs.bytes))
     base = chain(split(microbatches), merge())(base_program(ranks if stages is None else stages))
     seconds_of: Costs = priced.on_cluster.of(place("linear", ranks=ranks)(base))
     with progress("searching") as bar:
 
         def show(share: float, best: float, bound: float) -> None:
-            said = f"best {best:.6g}, at least {bound:.6g}" if best < float("inf") else "nothing fits yet"
-            bar(completed=share, total=1.0, description=said)
+            status = f"best {best:.6g}, at least {bound:.6g}" if best < float("inf") else "nothing fits yet"
+            bar(completed=share, total=1.0, description=status)
 
-        found = find(
+        best = find(
             base,
             seconds_of,
             ranks=ranks,
@@ -127,18 +127,18 @@ def search(
             seed=effort.seed,
             progress=show,
         )
-    if not found.complete:
+    if not best.complete:
         print_error("stopped; this is the best so far.")
-    print_program(found.program, seconds_of if priced.on_cluster.said else None)
-    print(found)
-    rows = [("found", found.timeline.makespan, found.timeline.span, max(found.timeline.peak), True)]
-    rows += [(row.name, row.makespan, row.span, row.peak, row.fits) for row in found.named]
+    print_program(best.program, seconds_of if priced.on_cluster.are_typed else None)
+    print(best)
+    rows = [("found", best.timeline.makespan, best.timeline.span, max(best.timeline.peak), True)]
+    rows += [(row.name, row.makespan, row.span, row.peak, row.fits) for row in best.named]
     table(
         ("schedule", "makespan", "span", "peak", "memory"),
-        [(name, *map(number, three), "fits" if fits else "too much") for name, *three, fits in rows],
+        [(name, *map(number, values), "fits" if fits else "too much") for name, *values, fits in rows],
     )
     if output is not None:
-        text = found.schedule.to_csv() if output.suffix == ".csv" else to_json(found.program)
+        text = best.schedule.to_csv() if output.suffix == ".csv" else to_json(best.program)
         output.write_text(text, encoding="utf-8")
         print(f"wrote {output}")
-    files.write(found.program, costs=seconds_of, names=["found"])
+    files.write(best.program, costs=seconds_of, names=["found"])

@@ -1,14 +1,109 @@
-"""Judge files that another pipeline, or a loop of one's own, has written: gradients, or parameters after steps."""
+"""Ask whether something is right: a file, a schedule, or gradients and parameters that another pipeline has written."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fpipe.cli.options import OfModel, made_by
+from fpipe.cli import options
+from fpipe.cli.options import read
+from fpipe.cli.output import print_error
+from fpipe.cli.see import sizes
+from fpipe.program import Program
 
-# What needs torch is imported when a command runs: the others start without it, in a third of the time.
+# Torch is imported when a command needs it: others start in a third of the time.
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fpipe.model import Model
+
+Programs = Annotated[list[str], typer.Argument(metavar="FILE...", help="Files; '-' reads a pipe.")]
+
+
+def check(files: Programs, replicated: options.Replicated = False) -> None:
+    """Check files: programs, tables, CSV (torch's too) or JSON.
+
+    Says the sizes; or what is wrong, in which line and column, and the way out,
+    with exit code 1.
+
+    \b
+    Examples:
+      python -m fpipe check my_table.csv
+      python -m fpipe export gpipe --format comms | python -m fpipe check -
+      printf '0F0 0F1 0B0 0B1\\n1F0 1B0 1F1 1B1\\n' | python -m fpipe check -
+    """
+    wrong = 0
+    for file in files:
+        name = "standard input" if file == "-" else file
+        try:
+            print(f"{name}: {sizes(read(file, replicated=replicated))}")
+        except (ValueError, OSError) as error:
+            wrong += 1
+            print_error(str(error) if isinstance(error, OSError) else f"{name}: {error}")  # an OSError says the name
+    if wrong:
+        raise typer.Exit(1)
+
+
+def verify(typed: typer.Context, what: options.What, size: options.Sized) -> None:
+    """Prove a schedule on a small real model, bit by bit.
+
+    Every gradient is compared with that of plain autograd.
+
+    \b
+    Examples:
+      python -m fpipe verify one_f_one_b --ranks 4 --microbatches 6
+      python -m fpipe verify my_table.csv
+    """
+    options.only_of_names(typed, [what])
+    program = size.program(what)
+    print(sizes(program))
+    from fpipe.verification.verify import verify as verify_program
+
+    print(verify_program(program, *_small_model(program)))
+
+
+_WIDTH = 8
+
+
+def _small_model(program: Program) -> tuple[Model, tuple[dict[str, Tensor], ...], tuple[Tensor, Tensor]]:
+    """Return a model of as many stages, its parameters, and a batch of microbatches that differ in rows.
+
+    For a program with sequence slices it is causal along the sequence, and the slices differ in length.
+    """
+    import torch
+
+    from fpipe.meaning.from_functions import from_functions
+
+    make = torch.Generator().manual_seed(0)
+    params = tuple(
+        {"w": torch.randn(_WIDTH, _WIDTH, generator=make) / _WIDTH**0.5, "b": torch.randn(_WIDTH, generator=make)}
+        for _ in range(program.stages)
+    )
+    rows = 2 * program.microbatches + (2 if program.microbatches > 2 else 0)
+    shape = (rows, _WIDTH) if program.slices == 1 else (rows, 2 * program.slices + 1, _WIDTH)
+    batch = (torch.randn(shape, generator=make), torch.randn(shape, generator=make))
+    return from_functions([_stage if program.slices == 1 else _causal] * program.stages, _loss), params, batch
+
+
+def _stage(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return (x @ params["w"] + params["b"]).tanh()
+
+
+def _causal(params: dict[str, Tensor], x: Tensor, *, carry: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Add to each position the sum of those before it; a slice hands its sum to the next."""
+    total = (x @ params["w"]).cumsum(1)
+    if carry is not None:
+        total = total + carry
+    return (total + params["b"]).tanh(), total[:, -1:]
+
+
+def _loss(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
 Grads = Annotated[
     list[str], typer.Argument(metavar="FILE...", help="Gradients by name: .safetensors, or .pt of a dict.")
 ]
@@ -16,7 +111,7 @@ Tried = Annotated[
     int | None, typer.Option("--microbatches", "-m", min=1, help="Of the step; by default 1 to 16 are tried.")
 ]
 Tolerance = Annotated[float | None, typer.Option(min=0.0, help="By default a gradient is equal to rounding.")]
-Files = Annotated[
+Parameters = Annotated[
     list[str],
     typer.Argument(metavar="FILE...", help="Parameters after the steps, by name: .safetensors, or .pt of a dict."),
 ]
@@ -32,7 +127,7 @@ Key = Annotated[int | None, typer.Option(help="Of the step, for a model with ran
 
 def check_grads(
     files: Grads,
-    model: OfModel,
+    model: options.OfModel,
     microbatches: Tried = None,
     key: Key = None,
     rtol: Tolerance = None,
@@ -49,10 +144,9 @@ def check_grads(
       python -m fpipe check-grads grads.safetensors --model mine.py:step
       python -m fpipe check-grads rank0.pt rank1.pt --model package.module:step -m 8
     """
-    from fpipe.cli.tensor_files import read_tensors
     from fpipe.oracle.compare_grads import compare_grads
 
-    built, params, batch, state = made_by(model)
+    built, params, batch, state = options.made_by(model)
     grads = read_tensors(files)
     report = compare_grads(
         built, params, batch, grads, state=state, key=key, microbatches=microbatches, rtol=rtol, atol=atol
@@ -61,8 +155,8 @@ def check_grads(
 
 
 def check_step(
-    files: Files,
-    model: OfModel,
+    files: Parameters,
+    model: options.OfModel,
     rule: Rule,
     lr: Rate,
     clip: Clip = None,
@@ -84,10 +178,9 @@ def check_step(
       python -m fpipe check-step after.safetensors --model mine.py:step --rule AdamW --lr 3e-4 --clip 1
       python -m fpipe check-step rank0.pt rank1.pt --model mine.py:step --rule SGD --lr 0.1 --set momentum=0.9 -m 8
     """
-    from fpipe.cli.tensor_files import read_each
     from fpipe.oracle.compare_step import compare_step
 
-    built, params, batch, state = made_by(model)
+    built, params, batch, state = options.made_by(model)
     steps = len(batch) if isinstance(batch, list) else 1
     tensors = read_each(files)
     report = compare_step(
@@ -109,7 +202,7 @@ def check_step(
 
 
 def _setting(typed: str) -> tuple[str, Any]:
-    """A setting of a rule: a number, numbers with commas between, or True or False."""
+    """Read a setting of a rule: a number, numbers with commas between, or True or False."""
     name, _, value = typed.partition("=")
     words = {"True": True, "False": False}
     try:
@@ -117,3 +210,59 @@ def _setting(typed: str) -> tuple[str, Any]:
     except ValueError:
         raise typer.BadParameter(f"--set is NAME=NUMBER, such as weight_decay=0.1; found {typed!r}.") from None
     return name, parts[0] if len(parts) == 1 else tuple(parts)
+
+
+def read_tensors(files: Sequence[str]) -> dict[str, Tensor]:
+    """Read the tensors of all files by name; a name in two files has the same numbers."""
+    from fpipe.verification.report import Close
+
+    whole: dict[str, Tensor] = {}
+    homes: dict[str, str] = {}
+    for file, tensors in zip(files, read_each(files), strict=True):
+        for name, tensor in tensors.items():
+            if name in whole and not Close()(whole[name], tensor):
+                raise ValueError(
+                    f"{name!r} is in {homes[name]} and in {file}, with different numbers. If it is tied, or data "
+                    "parallel, add its gradients up first."
+                )
+            whole[name], homes[name] = tensor, file
+    return whole
+
+
+def read_each(files: Sequence[str]) -> list[dict[str, Tensor]]:
+    """Read the tensors of each file by name."""
+    return [(_safetensors if file.endswith(".safetensors") else _saved)(Path(file)) for file in files]
+
+
+def _saved(path: Path) -> dict[str, Tensor]:
+    """Read a dict of tensors that torch.save wrote; None among them is no gradient."""
+    import torch
+
+    from fpipe.verification.report import in_words, is_comparable
+
+    try:
+        saved: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception:  # its type depends on the first bytes of the file
+        raise ValueError(f"{path} is no dict of tensors that torch.save wrote.") from None
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"{path} holds a {type(saved).__name__}; wanted is a dict of tensors by name.")
+    tensors: dict[Any, Any] = {name: leaf for name, leaf in saved.items() if leaf is not None}  # pyright: ignore[reportUnknownVariableType]
+    wrong = next((name for name, x in tensors.items() if not isinstance(name, str) or not is_comparable(x)), None)
+    if wrong is not None:
+        raise ValueError(f"{path} holds {in_words(tensors[wrong])} under {wrong!r}; wanted are tensors by name.")
+    return tensors
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    import torch
+
+    from fpipe.models.parameters.sources import SafetensorsFile
+    from fpipe.verification.report import is_comparable
+
+    file = SafetensorsFile(path)
+    for name, (code, dtype, *_) in file.entries.items():
+        if not is_comparable(torch.empty(0, dtype=dtype)):
+            raise ValueError(f"{path} holds {name!r} as {code}; wanted are F64, F32, F16, BF16 and C64.")
+    return {name: file.read(name) for name in file.entries}

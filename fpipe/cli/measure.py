@@ -1,4 +1,4 @@
-"""Profile, simulate and run programs: what was predicted of each, and what was measured.
+"""Profile, simulate and run programs, to compare predictions with measurements.
 
 1F1B --profile--> costs --simulate--> ZBV: 81.2 ms        ZBV --run, record--> 83.0 ms
 """
@@ -28,18 +28,18 @@ from fpipe.transforms.chain import chain
 from fpipe.transforms.merge import merge
 from fpipe.transforms.split import split
 
-Made = tuple[Model, Any, tuple[Any, Any], Any]
+Workload = tuple[Model, Any, tuple[Any, Any], Any]
 """A model, its params, a batch and state."""
 LAYERS, REPEATS = 8, 5
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A program: its simulated timeline, the most bytes that a rank was told to hold, and those of the rounds."""
+    """A program's simulated timeline, the most bytes of a rank by `sizes`, and the timelines of its rounds."""
 
     name: str
     simulated: Timeline
-    told: int
+    predicted_peak: int
     runs: Sequence[Timeline]
 
     @property
@@ -60,7 +60,7 @@ class Measurement:
 
 def measure(
     names: Sequence[str],
-    made: Callable[[int], Made],
+    workload: Callable[[int], Workload],
     *,
     ranks: int,
     microbatches: int,
@@ -68,14 +68,16 @@ def measure(
     rounds: int,
     progress: Callable[[int, int], None],
 ) -> list[Measurement]:
-    """Each schedule's simulated timeline, with costs that 1F1B was profiled with, and those of its rounds, after one
-    that is not counted; a round runs every schedule once."""
-    given = {stages: made(stages) for stages in dict.fromkeys(stages_of(name, ranks) for name in names)}
-    programs = {name: scheduled(given[stages_of(name, ranks)][0], name, ranks, microbatches) for name in names}
-    profiled = 2 * (REPEATS + 1)
-    every = profiled * len(given) + (rounds + 1) * len(names)
+    """Simulate each schedule with the costs that 1F1B is profiled with, and run it in rounds of one run each.
+
+    The first round warms up and is not counted.
+    """
+    workloads = {stages: workload(stages) for stages in dict.fromkeys(stages_of(name, ranks) for name in names)}
+    programs = {name: scheduled(workloads[stages_of(name, ranks)][0], name, ranks, microbatches) for name in names}
+    profile_runs = 2 * (REPEATS + 1)
+    total = profile_runs * len(workloads) + (rounds + 1) * len(names)
     costs: dict[int, Costs] = {}
-    for at, (stages, (model, params, batch, state)) in enumerate(given.items()):
+    for index, (stages, (model, params, batch, state)) in enumerate(workloads.items()):
         costs[stages] = profile(
             scheduled(model, "one_f_one_b", ranks, microbatches),
             model,
@@ -84,53 +86,53 @@ def measure(
             state=state,
             repeats=REPEATS,
             runtime=runtime,
-            progress=lambda done, _, before=at * profiled: progress(before + done, every),
+            progress=lambda done, _, before=index * profile_runs: progress(before + done, total),
         )
-    steps = {name: _step(program, given[program.stages], runtime) for name, program in programs.items()}
+    steps = {name: _step(program, workloads[program.stages], runtime) for name, program in programs.items()}
     runs: dict[str, list[Timeline]] = {name: [] for name in names}
     turns = [name for _ in range(rounds + 1) for name in steps]
-    for done, name in enumerate(turns, profiled * len(given) + 1):
+    for done, name in enumerate(turns, profile_runs * len(workloads) + 1):
         runs[name].append(steps[name]())
-        progress(done, every)
+        progress(done, total)
     rows: list[Measurement] = []
     for name, program in programs.items():
-        model, params, batch, state = given[program.stages]
-        told = max(sizes(program, model, params, batch, state=state, runtime=runtime).peak)
-        rows.append(Measurement(name, simulate(program, costs[program.stages]), told, runs[name][1:]))
+        model, params, batch, state = workloads[program.stages]
+        peak = max(sizes(program, model, params, batch, state=state, runtime=runtime).peak)
+        rows.append(Measurement(name, simulate(program, costs[program.stages]), peak, runs[name][1:]))
     return rows
 
 
 def scheduled(model: Model, name: str, ranks: int, microbatches: int) -> Program:
-    """The training step of a model under a schedule."""
+    """Return the training step of a model under a schedule."""
     chosen = parse(name)
     transform = chosen.schedule.factory(ranks, **chosen.options)
     return chain(split(microbatches), transform, merge())(base_program(model))
 
 
 def stages_of(name: str, ranks: int) -> int:
-    """How many stages a schedule has here."""
+    """Return how many stages a schedule has on so many ranks."""
     chosen = parse(name)
     return chosen.stages or chosen.schedule.wants(ranks, chosen.options)
 
 
-def _step(program: Program, made: Made, runtime: Literal["threads", "distributed"]) -> Callable[[], Timeline]:
-    """Run once, and tell when everything happened."""
-    model, params, batch, state = made
+def _step(program: Program, workload: Workload, runtime: Literal["threads", "distributed"]) -> Callable[[], Timeline]:
+    """Return a function that runs the step once and returns its timeline."""
+    model, params, batch, state = workload
     example = (params, batch) if state is None else (params, batch, state)
     step = build(program, model, runtime=runtime, example=example, record=True)
     return lambda: step(params, batch, state=state).timeline
 
 
-def perceptron(stages: Sequence[int], microbatches: int, width: int, rows: int) -> Callable[[int], Made]:
-    """Linear layers with ReLU, as many a stage and the same for each of some numbers of stages: at least 8."""
+def perceptron(stages: Sequence[int], microbatches: int, width: int, rows: int) -> Callable[[int], Workload]:
+    """Return linear layers with ReLU, at least 8, cut into any of these numbers of equal stages."""
     most = math.lcm(*stages)
     layers = most * -(-LAYERS // most)
     torch.manual_seed(0)  # every process has the same
     net = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)))
     batch = torch.randn(rows * microbatches, width), torch.randn(rows * microbatches, width)
 
-    def made(count: int) -> Made:
+    def of_stages(count: int) -> Workload:
         model, params, _ = from_sequential(net, sizes=[layers // count] * count, loss=nn.functional.mse_loss)
         return model, params, batch, None
 
-    return made
+    return of_stages

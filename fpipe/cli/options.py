@@ -52,12 +52,12 @@ def is_file(what: str) -> bool:
 
 
 def read(file: str, *, replicated: bool = False) -> Program:
-    """The program in a file: a program's text, JSON, a table (grid or CSV), or a table of torch's."""
+    """Read the program in a file: a program's text, JSON, a table (grid or CSV), or a table of torch's."""
     return program_of(sys.stdin.read() if file == "-" else text_of(Path(file)), replicated=replicated)
 
 
 def program_of(text: str, *, replicated: bool = False) -> Program:
-    """The program that a text says, whatever it is written as.
+    """Read a program, whatever it is written as.
 
     >>> program_of("0F0 0F1 0B0 0B1\\n1F0 1F1 1B0 1B1")
     <Program: 2 stages, 2 microbatches, 2 ranks, 15 ops>
@@ -75,10 +75,10 @@ def program_of(text: str, *, replicated: bool = False) -> Program:
     if not keys:
         raise ProgramError("the table names no F, B, I or W.")
     stages, microbatches, slices = sizes_of(keys)
-    again = {(key[1], key[2]) for key in keys if key[0] == "R"}
+    recomputed = {(key[1], key[2]) for key in keys if key[0] == "R"}
     steps = (
         split(microbatches, slices=slices),
-        checkpoint(lambda stage, microbatch: (stage, microbatch) in again),
+        checkpoint(lambda stage, microbatch: (stage, microbatch) in recomputed),
         from_table(rows, replicated=replicated),
         merge(),
     )
@@ -89,26 +89,26 @@ T = TypeVar("T")
 
 
 def usage(reading: Callable[[str], T]) -> Callable[[str], T]:
-    """A slip in what was typed: exit code 2, with the usage line above the sentence."""
+    """Turn an error into exit code 2, with the usage line above the sentence."""
 
-    def read_it(text: str) -> T:
+    def read_or_refuse(text: str) -> T:
         try:
             return reading(text)
         except (ValueError, OSError, ImportError) as error:
             raise typer.BadParameter(str(error)) from None
 
-    return read_it
+    return read_or_refuse
 
 
 def read_by(reading: Callable[[str], Any], *names: str, metavar: str, help: str) -> Any:
-    """An option whose text a function reads; without names, an argument."""
+    """Return an option whose text a function reads; without names, an argument."""
     if not names:
         return typer.Argument(metavar=metavar, parser=usage(reading), help=help)
     return typer.Option(*names, metavar=metavar, parser=usage(reading), help=help)
 
 
-def known(what: str) -> str:
-    """The name of a schedule, or a file that can be read."""
+def schedule_or_file(what: str) -> str:
+    """Return the name of a schedule, or of a file that is there."""
     if not is_file(what):
         parse_name(what)
     elif what != "-" and not Path(what).is_file():
@@ -117,10 +117,10 @@ def known(what: str) -> str:
 
 
 def schedule_name(text: str) -> str:
-    """The name of a schedule, where no file will do."""
+    """Return the name of a schedule, where no file will do."""
     if is_file(text):
         raise ValueError(f"schedules are taken by name here, found the file {text!r}.")
-    return known(text)
+    return schedule_or_file(text)
 
 
 def load_module(module: str) -> ModuleType:
@@ -132,22 +132,22 @@ def load_module(module: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(Path(module).stem, module)
         if spec is None or spec.loader is None or not Path(module).is_file():
             raise ValueError(f"there is no file {module!r}.")
-        made = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(made)
+        loaded = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(loaded)
     except SyntaxError as error:
         raise ValueError(f"{error.filename}, line {error.lineno} is no Python: {error.msg}.") from None
-    return made
+    return loaded
 
 
 def function(text: str) -> Callable[[], Any]:
-    """A function, in a module or a .py file."""
+    """Load a function from a module or a .py file."""
     module, colon, name = text.rpartition(":")
     if not colon or not module or not name:
         raise ValueError(f"a function reads mine.py:step or package.module:step, found {text!r}.")
-    found = getattr(load_module(module), name, None)
-    if not callable(found):
+    loaded = getattr(load_module(module), name, None)
+    if not callable(loaded):
         raise ValueError(f"there is no function {name!r} in {module}.")
-    return found
+    return loaded
 
 
 class Bytes(float):
@@ -155,21 +155,21 @@ class Bytes(float):
 
 
 def amount(text: str) -> float:
-    """An amount held: a number, or bytes as in 40GiB."""
+    """Read an amount held: a number, or bytes as in 40GiB."""
     try:
         return float(text)
     except ValueError:
         return Bytes(bytes_of(text))
 
 
-def refuse_other_unit(held: float | None, *, known: bool) -> None:
-    """An amount held is in bytes exactly where those of values are known: elsewhere it would be of microbatches."""
-    if isinstance(held, Bytes) and not known:
+def refuse_other_unit(held: float | None, *, has_bytes: bool) -> None:
+    """Raise ValueError for bytes where those of values are unknown, and for a bare number where they are known."""
+    if isinstance(held, Bytes) and not has_bytes:
         raise ValueError(
             "a rank's memory was said in bytes, and the bytes of values were not: add them to --costs, as in "
             "y=8MiB,res=40MiB, or say how much it may hold without a unit."
         )
-    if held is not None and not isinstance(held, Bytes) and known:
+    if held is not None and not isinstance(held, Bytes) and has_bytes:
         raise ValueError(
             f"what a rank may hold was said without a unit ({held:g}), and what values take is in bytes: say it in "
             f"bytes too, as in 40GiB or {held:.0f}B."
@@ -177,7 +177,7 @@ def refuse_other_unit(held: float | None, *, known: bool) -> None:
 
 
 def _picture(word: str, help: str, ending: str = "") -> Any:
-    """An option for a picture, which is of its kind whatever else the file's name would say."""
+    """Return an option for a picture, whose file ends as its kind does."""
     ending = ending or f".{word}"
 
     def picture(text: str) -> Path:
@@ -188,7 +188,7 @@ def _picture(word: str, help: str, ending: str = "") -> Any:
     return read_by(picture, f"--{word}", metavar=f"FILE{ending}", help=help)
 
 
-_STYLE_WORDS = tuple(each.name for each in fields(PictureStyle) if each.name != "colours")
+_STYLE_WORDS = tuple(field.name for field in fields(PictureStyle) if field.name != "colours")
 
 
 def parse_style(text: str) -> PictureStyle:
@@ -198,43 +198,47 @@ def parse_style(text: str) -> PictureStyle:
     >>> style.width_mm, style.labels, style.memory, style.window, style.ranks, style.colours
     (84.0, 'none', False, (0.0, 20.0), ['a', 'b'], {'F': '#2a66be'})
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     colours: dict[str, str] = {}
     for part in text.split(","):
-        word, _, said = part.strip().partition("=")
+        word, _, value = part.strip().partition("=")
         if word in KINDS:
-            colours[word] = said
+            colours[word] = value
         elif word in _STYLE_WORDS:
-            found[word] = _style_value(word, said)
+            values[word] = _style_value(word, value)
         else:
             close = difflib.get_close_matches(word, _STYLE_WORDS, 1)
             meant = f"did you mean {close[0]}?" if close else f"known: {', '.join(_STYLE_WORDS)}."
             raise ValueError(f"a style has no {word!r}; {meant} Colours are said by kind: F=#2a66be.")
-    return PictureStyle(**found, colours=colours)
+    return PictureStyle(**values, colours=colours)
 
 
-def _style_value(word: str, said: str) -> Any:
+def _style_value(word: str, text: str) -> Any:
     if word in SWITCHES:
-        if said not in ("yes", "no"):
-            raise ValueError(f"{word}= is yes or no, found {said!r}.")
-        return said == "yes"
+        if text not in ("yes", "no"):
+            raise ValueError(f"{word}= is yes or no, found {text!r}.")
+        return text == "yes"
     if word == "labels":
-        return said
+        return text
     if word == "ranks":
-        return said.split("/")
+        return text.split("/")
     try:
-        numbers = tuple(map(float, said.split("/")))
+        numbers = tuple(map(float, text.split("/")))
     except ValueError:
-        raise ValueError(f"{word}= is {'start/end' if word == 'window' else 'a number'}, found {said!r}.") from None
+        raise ValueError(f"{word}= is {'start/end' if word == 'window' else 'a number'}, found {text!r}.") from None
     return numbers if word == "window" else numbers[0]
 
 
 _WITH_OPTIONS = "with options behind a colon (hanayo:waves=2)"
 What = Annotated[
-    str, read_by(known, metavar="NAME|FILE", help=f"A schedule's name, {_WITH_OPTIONS}, or a file ('-' reads a pipe).")
+    str,
+    read_by(
+        schedule_or_file, metavar="NAME|FILE", help=f"A schedule's name, {_WITH_OPTIONS}, or a file ('-' reads a pipe)."
+    ),
 ]
 Whats = Annotated[
-    list[str] | None, read_by(known, metavar="NAME|FILE", help=f"Names, {_WITH_OPTIONS}, and files; none: all names.")
+    list[str] | None,
+    read_by(schedule_or_file, metavar="NAME|FILE", help=f"Names, {_WITH_OPTIONS}, and files; none: all names."),
 ]
 Ranks = Annotated[int, typer.Option("--ranks", "-p", min=1, help="Ranks (of a NAME).")]
 Microbatches = Annotated[int, typer.Option("--microbatches", "-m", min=1, help="Microbatches (of a NAME).")]
@@ -306,14 +310,13 @@ Style = Annotated[
 
 
 def made_by(function: Callable[[], Any]) -> tuple[Model, Any, Any, Any]:
-    """The results of such a function; None for state where it returns none."""
-    made = function()
-    if not isinstance(made, tuple) or len(made) not in (3, 4):  # pyright: ignore[reportUnknownArgumentType]
+    """Call the function of --model; state is None where it returns none."""
+    returned: Any = function()
+    if not isinstance(returned, tuple) or len(returned) not in (3, 4):  # pyright: ignore[reportUnknownArgumentType]
         raise ValueError(
-            f"--model returns (model, params, batch) or (model, params, batch, state), found {made!r:.80}."
+            f"--model returns (model, params, batch) or (model, params, batch, state), found {returned!r:.80}."
         )
-    found: Any = (*made, None)[:4]
-    return found
+    return (*returned, None)[:4]  # pyright: ignore[reportReturnType, reportUnknownVariableType]
 
 
 def is_typed(typed: typer.Context, word: str) -> bool:
@@ -326,8 +329,8 @@ def only_of_names(typed: typer.Context, whats: Sequence[str]) -> None:
     """Refuse the size or an option of a schedule where there is no schedule by name: a file has its own."""
     words = [word for word in ("ranks", "microbatches", "stages", "option") if is_typed(typed, word)]
     if words and whats and all(map(is_file, whats)):
-        said = f"--{words[0]} is of a schedule by name; {whats[0]} is a file, which has its own."
-        raise typer.BadParameter(said, ctx=typed)
+        sentence = f"--{words[0]} is of a schedule by name; {whats[0]} is a file, which has its own."
+        raise typer.BadParameter(sentence, ctx=typed)
 
 
 @dataclass(frozen=True)
@@ -341,12 +344,12 @@ class Sized:
     replicated: Replicated = False
 
     def program(self, what: str, costs: TypedCosts | None = None) -> Program:
-        """The program of a name, where one that orders by costs gets them if they were said; or of a file."""
+        """Return the program of a name, which may order by costs that were typed; or of a file."""
         if is_file(what):
             return read(what, replicated=self.replicated)
         named = with_options(what, dict(self.option or ()))
         named = replace(named, stages=named.stages or self.stages)
-        return named.program(self.ranks, self.microbatches, costs.at if costs and costs.said else None)
+        return named.program(self.ranks, self.microbatches, costs.at if costs and costs.are_typed else None)
 
 
 @dataclass(frozen=True)
@@ -370,11 +373,11 @@ class Charts:
     png: Png = None
     pdf: Pdf = None
 
-    def write(self, *drawn: Any, **keywords: Any) -> None:
-        """Draw into each file that was named, and say so; arguments as `plot` takes them."""
+    def write(self, *pictured: Any, **keywords: Any) -> None:
+        """Draw into each file that was named, and print its name; arguments as `plot` takes them."""
         for file in (getattr(self, field.name) for field in fields(self)):
             if file is not None:
-                print(f"wrote {plot(*drawn, file=file, **keywords)}")
+                print(f"wrote {plot(*pictured, file=file, **keywords)}")
 
 
 @dataclass(frozen=True)
@@ -386,7 +389,7 @@ class Pictures(Charts):
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with each field of its dataclasses as an option of its own, as typer reads a signature.
+    """Make each field of a command's dataclasses an option, as typer reads a signature.
 
     show(what, files: Pictures)        -->        show(what, svg=None, png=None, pdf=None, html=None, perfetto=None)
     """

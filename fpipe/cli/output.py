@@ -16,7 +16,7 @@ from fpipe.timing.costs import Costs
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; what looks like a number stands to the right.
+    """Print a table, with columns of numbers to the right.
 
     On a terminal too narrow for the longest word of each column a row is a paragraph, one line for each column.
     """
@@ -25,25 +25,25 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     if width is not None and sum(words) + 3 * len(columns) + max(len(row[0]) for row in rows) - words[0] > width:
         _paragraphs(columns, rows, width)
         return
-    right = [all(_is_number(row[at]) for row in rows) for at in range(len(columns))]
+    right = [all(_is_number(row[k]) for row in rows) for k in range(len(columns))]
     if width is not None:
         from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
 
-        drawn = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for at, (column, number) in enumerate(zip(columns, right, strict=True)):
-            side = "right" if number else "left"
-            drawn.add_column(column, justify=side, overflow="fold", no_wrap=at == 0, min_width=words[at])
+        grid = Table(box=SIMPLE_HEAD, pad_edge=False)
+        for k, (column, is_number) in enumerate(zip(columns, right, strict=True)):
+            side = "right" if is_number else "left"
+            grid.add_column(column, justify=side, overflow="fold", no_wrap=k == 0, min_width=words[k])
         for row in rows:
-            drawn.add_row(*row)
-        Console(highlight=False, markup=False).print(drawn)
+            grid.add_row(*row)
+        Console(highlight=False, markup=False).print(grid)
         return
-    print("\n".join(aligned((columns, *rows), [not number for number in right])))
+    print("\n".join(aligned((columns, *rows), [not is_number for is_number in right])))
 
 
 def columns_of_terminal() -> int | None:
-    """How wide the terminal is that is printed on; None in a pipe."""
+    """Return how wide the terminal is that is printed on; None in a pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
@@ -61,7 +61,7 @@ def _is_number(text: str) -> bool:
 
 
 def number(value: float) -> str:
-    """A number with as many digits as it needs, at most six."""
+    """Write a number with as many digits as it needs, at most six."""
     return f"{value:.6g}"
 
 
@@ -78,7 +78,7 @@ def print_program(program: Program, costs: Costs | None) -> None:
 
 @contextmanager
 def progress(task: str, *, shown: bool = True) -> Generator[Callable[..., None]]:
-    """A bar on standard error, where that is a terminal: a function of what it has `completed` of its `total`."""
+    """Yield a function that moves a bar on standard error, if that is a terminal, to `completed` of `total`."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -17,7 +17,7 @@ from fpipe.timing.cluster import Cluster
 
 
 def numbers(text: str) -> list[int]:
-    """Whole numbers, as in 8/16/32."""
+    """Read whole numbers, as in 8/16/32."""
     try:
         return [int(part) for part in text.split("/")]
     except ValueError:
@@ -25,7 +25,7 @@ def numbers(text: str) -> list[int]:
 
 
 def costs_of_rows(text: str) -> tuple[int | None, TypedCosts]:
-    """Costs, and before a colon of how many rows."""
+    """Read costs, and before a colon of how many rows."""
     rows, colon, costs = text.rpartition(":")
     if colon and not rows.strip().isdecimal():
         raise ValueError(f"costs of microbatches of 8 rows read 8:F=1,B=1,W=1, found {text!r}.")
@@ -136,43 +136,45 @@ def run(
     model, costs = work.model, work.costs
     if model is not None and costs:
         raise typer.BadParameter("a --model is measured, and --costs are given: choose one of them.", ctx=typed)
-    options.refuse_other_unit(machine.memory, known=model is not None or any(one.bytes for _, one in costs or ()))
+    options.refuse_other_unit(
+        machine.memory, has_bytes=model is not None or any(value.bytes for _, value in costs or ())
+    )
     chosen = {word: value for word, value in vars(candidates).items() if value not in (None, [])}
-    given = Machine(**vars(machine)), Candidates(**chosen, schedules=what or None)
+    space = Machine(**vars(machine)), Candidates(**chosen, schedules=what or None)
     keywords: dict[str, Any] = {"rows": work.rows, "stages": work.stages}
     keywords |= {"profiled": work.profiled, "repeats": work.repeats}
     with progress("planning") as bar:
 
-        def show(done: int, every: int, what: str) -> None:
-            bar(completed=done, total=every, description=what)
+        def show(done: int, total: int, what: str) -> None:
+            bar(completed=done, total=total, description=what)
 
         if model is None:
-            planned = _said(costs or [(None, parse(""))], machine.cluster)
-            found = plan_run(planned, *given, progress=show, **keywords)
+            planned = _costs_by_rows(costs or [(None, parse(""))], machine.cluster)
+            ways = plan_run(planned, *space, progress=show, **keywords)
         else:
             built, params, batch, state = options.made_by(model)
-            found = plan_run(built, *given, example=(params, batch, state), progress=show, **keywords)
-    if not found.complete:
+            ways = plan_run(built, *space, example=(params, batch, state), progress=show, **keywords)
+    if not ways.complete:
         print_error("stopped; these are the ways that were tried.")
-    heading, *cells = found.cells(found.shown(top))
+    heading, *cells = ways.cells(ways.shown(top))
     table(heading, cells)
-    served = {row.schedule for row in found}
-    fit = sum(row.fits for row in found)
-    print(f"{len(found)} ways of {len(served)} schedules, {fit} fit; the best is {found.best.name}")
+    schedules = {row.schedule for row in ways}
+    fit = sum(row.fits for row in ways)
+    print(f"{len(ways)} ways of {len(schedules)} schedules, {fit} fit; the best is {ways.best.name}")
     if model is not None and machine.cluster is None:
         print("transfers take no time here: --cluster says what links there are")
-    for name, why in found.refused:
+    for name, why in ways.refused:
         print(f"{name}: {why}")
-    files.write(found)
+    files.write(ways)
 
 
-def _said(costs: list[tuple[int | None, TypedCosts]], cluster: Cluster | None) -> Any:
-    """Costs as they were typed: of one size, or by their rows."""
+def _costs_by_rows(costs: list[tuple[int | None, TypedCosts]], cluster: Cluster | None) -> Any:
+    """Return costs as `plan_run` takes them: of one size, or by rows."""
     sizes = [rows for rows, _ in costs]
     if sizes == [None]:
-        return costs[0][1].on(cluster).given
-    odd = next((rows for rows in sizes if rows is None or sizes.count(rows) > 1), 0)
-    if odd != 0:
-        said = "once without its rows" if odd is None else f"twice of {odd} rows"
-        raise ValueError(f"--costs for several sizes read 8:F=10,B=12,W=8, each size once; found them {said}.")
-    return {rows: one.on(cluster).given for rows, one in costs}
+        return costs[0][1].on(cluster).for_library
+    wrong = next((rows for rows in sizes if rows is None or sizes.count(rows) > 1), 0)
+    if wrong != 0:
+        how = "once without its rows" if wrong is None else f"twice of {wrong} rows"
+        raise ValueError(f"--costs for several sizes read 8:F=10,B=12,W=8, each size once; found them {how}.")
+    return {rows: typed.on(cluster).for_library for rows, typed in costs}

@@ -17,7 +17,6 @@ from fpipe.pictures.plot import plot
 from fpipe.pictures.style import PLAIN
 from fpipe.program import Program, ProgramError
 from fpipe.schedules import about, names
-from fpipe.schedules.compare import Comparison
 from fpipe.schedules.compare import compare as compare_schedules
 from fpipe.schedules.named import parse
 from fpipe.timing.bounds import bounds
@@ -37,9 +36,9 @@ def schedules() -> None:
       python -m fpipe schedules
       python -m fpipe schedules | grep -i zero
     """
-    found = [about(name) for name in names()]
+    rows = [about(name) for name in names()]
     columns = ("name", "title", "source", "accepts", "idle", "peak")
-    table(columns, [(s.name, s.title or "-", s.source or "-", s.accepts, s.idle or "-", s.peak or "-") for s in found])
+    table(columns, [(s.name, s.title or "-", s.source or "-", s.accepts, s.idle or "-", s.peak or "-") for s in rows])
 
 
 def show(
@@ -68,18 +67,18 @@ def show(
     costs = priced.on_cluster
     program = size.program(what, costs)
     seconds = costs.of(program)
-    if not is_file(what) and parse(what).schedule.title:
-        print(f"{parse(what).schedule.title}: {parse(what).schedule.source}")
+    if not is_file(what) and (schedule := parse(what).schedule).title:
+        print(f"{schedule.title}: {schedule.source}")
     print(sizes(program))
-    print_program(program, seconds if costs.said else None)
-    found, least = simulate(program, seconds), bounds(program, seconds)
-    print(found)
-    print(f"at least {number(least.makespan)} ({least.binding.name}), this is {least.gap(found):.1%} above")
+    print_program(program, seconds if costs.are_typed else None)
+    timeline, least = simulate(program, seconds), bounds(program, seconds)
+    print(timeline)
+    print(f"at least {number(least.makespan)} ({least.binding.name}), this is {least.gap(timeline):.1%} above")
     files.write(program, costs=seconds, names=[what], style=style or PLAIN)
 
 
 def sizes(program: Program) -> str:
-    """How large a program is."""
+    """Say how large a program is."""
     words = (("stage", "stages"), ("microbatch", "microbatches"), ("rank", "ranks"), ("op", "ops"))
     counts = (program.stages, program.microbatches, program.ranks, len(program.ops))
     return ", ".join(f"{n} {word[n != 1]}" for word, n in zip(words, counts, strict=True))
@@ -115,22 +114,17 @@ def compare(
       python -m fpipe compare one_f_one_b my_table.csv --html both.html
     """
     options.only_of_names(typed, what or ())
-    entries = [(one, read(one, replicated=replicated)) if is_file(one) else one for one in what or names()]
+    entries = [(name, read(name, replicated=replicated)) if is_file(name) else name for name in what or names()]
     costs = priced.on_cluster
-    found = compare_schedules(entries, ranks, microbatches, costs.given if costs.said else None)
-    print(found)
-    served = [row for row in found if row.timeline is not None]
+    comparison = compare_schedules(entries, ranks, microbatches, costs.for_library if costs.are_typed else None)
+    print(comparison)
+    served = [row for row in comparison if row.timeline is not None]
     if not served:
         raise typer.Exit(1)
     files.write(*(row.timeline for row in served), names=[row.name for row in served])
-    if files.html is not None:
-        _put_above(files.html, found)
-
-
-def _put_above(page: Path, found: Comparison) -> None:
-    """Write the table above the pictures of a page."""
-    head, body, rest = page.read_text(encoding="utf-8").partition("<body>\n")
-    page.write_text(f"{head}{body}<pre>{escape(str(found))}</pre>\n{rest}", encoding="utf-8")
+    if files.html is not None:  # the table above the pictures
+        head, body, rest = files.html.read_text(encoding="utf-8").partition("<body>\n")
+        files.html.write_text(f"{head}{body}<pre>{escape(str(comparison))}</pre>\n{rest}", encoding="utf-8")
 
 
 Format = Literal["csv", "comms", "json", "table", "text"]

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import product
 from typing import Any
 
 from torch import Tensor
@@ -17,17 +18,11 @@ from fpipe import tree
 from fpipe.limits import whole
 from fpipe.meaning.single_device.microbatch import cut, rows
 from fpipe.meaning.single_device.over_parts import over_parts
-from fpipe.meaning.single_device.params_and_state import (
-    check_all_state,
-    check_batch,
-    check_params,
-    rows_of_each,
-    streams,
-    train,
-)
+from fpipe.meaning.single_device.params_and_state import check_all_state, train
 from fpipe.meaning.single_device.result import Result
 from fpipe.model import Model, the_model
 from fpipe.models.parameters.params import join_params
+from fpipe.oracle.named_leaves import by_name, numbered_leaves
 from fpipe.oracle.verdict import Gradient, Verdict, is_sure, judge
 from fpipe.program import Value
 from fpipe.verification.cross_checks import undivided
@@ -44,8 +39,8 @@ from fpipe.verification.report import (
     listed,
 )
 
-_MOST = 16
-_SHOWN = 5
+_MOST_MICROBATCHES = 16
+_MOST_SHOWN = 5
 
 
 def compare_grads(
@@ -96,97 +91,83 @@ def compare_grads(
       0.weight, 0.bias, 2.weight, 2.bias
     """
     close = None if rtol is None and atol is None else Close(rtol, atol)
-    found = _gradients(the_model(model), params, grads)
+    gradients = _checked_grads(the_model(model), params, grads)
     check_all_state(model, state, "compare_grads")
-    trials = [_Trial(model, params, parts, state, key) for parts in _ways(batch, microbatches)]
-    judged: list[_Judged] = []
+    trials = [_Trial(model, params, parts, state, key) for parts in _divisions(batch, microbatches)]
+    judgements: list[_Judgement] = []
     for trial in trials:
-        judged.append(trial.judged(found))
-        if judged[-1].bitwise:
+        judgements.append(trial.judge(gradients))
+        if judgements[-1].bitwise:
             break
-    best = min(judged, key=_Judged.order)
+    best = min(judgements, key=_Judgement.order)
     if not best.clear:
-        best = min((trial.judged(found, apart=True) for trial in trials), key=_Judged.order)
+        best = min((trial.judge(gradients, by_part=True) for trial in trials), key=_Judgement.order)
     if close:
-        wrong = [(one, verdict) for one, verdict in best.rows if not close(one.found, one.expected)]
+        wrong = [(gradient, verdict) for gradient, verdict in best.rows if not close(gradient.found, gradient.expected)]
     else:
-        wrong = [(one, verdict) for one, verdict in best.rows if verdict.kind in ("mistake", "unknown")]
+        wrong = [(gradient, verdict) for gradient, verdict in best.rows if verdict.kind in ("mistake", "unknown")]
     report = best.report
     if wrong:
         raise GradientMismatch(_message(wrong, len(best.rows)), report)
     if len(best.trial.parts) == 1 or isinstance(batch, list):
         return report
     sizes = [size for _, size in best.trial.parts]
-    arguments = StepArguments(params, batch, state, key)
-    return undivided(report, model, arguments, sizes, best.trial.result)
+    return undivided(report, model, StepArguments(params, batch, state, key), sizes, best.trial.result)
 
 
 Parts = list[tuple[tuple[Any, Any], int]]
+"""Microbatches, each with its rows."""
 
 
-def _ways(batch: Any, microbatches: int | None) -> list[Parts]:
-    """How the batch may have been cut: for each way the microbatches, with their rows."""
+def _divisions(batch: Any, microbatches: int | None) -> list[Parts]:
+    """Return the microbatches that the batch may have been cut into, of each number that is tried."""
     if isinstance(batch, list):
         pairs = streams(batch, len(batch))  # pyright: ignore[reportUnknownArgumentType]
         return [[*zip(zip(*pairs, strict=True), rows_of_each(pairs), strict=True)]]
     check_batch(batch)
     if microbatches is not None:
         whole("microbatches", microbatches)
-    count = rows(batch)
-    ways = [m for m in range(1, _MOST + 1) if count % m == 0] if microbatches is None else [microbatches]
-    return [[cut(batch, index, m) for index in range(m)] for m in ways]
+        counts = [microbatches]
+    else:
+        counts = [count for count in range(1, _MOST_MICROBATCHES + 1) if rows(batch) % count == 0]
+    return [[cut(batch, index, count) for index in range(count)] for count in counts]
 
 
-def _gradients(model: Model, params: Sequence[Any], grads: Any) -> dict[str, tuple[int, Tensor]]:
-    """The gradients by name: which leaf of the params each is of, and itself."""
+def _checked_grads(model: Model, params: Sequence[Any], grads: Any) -> dict[str, tuple[int, Tensor]]:
+    """Return the number of its leaf and the gradient of each parameter that trains, by name."""
     leaves, numbered = numbered_leaves(model, params)
     if isinstance(grads, tuple | list) and len(grads) == len(params) and not isinstance(numbered, tuple | list):  # pyright: ignore[reportUnknownArgumentType]
         grads = join_params(model, grads)  # pyright: ignore[reportUnknownArgumentType]
-    places = by_name(numbered)
-    found = {name: leaf for name, leaf in by_name(grads).items() if leaf is not None}
-    odd = next((name for name in found if name not in places), None)
-    if odd is not None and not isinstance(grads, Mapping):
-        of = f"{len(grads)} in a {type(grads).__name__}" if isinstance(grads, tuple | list) else type(grads).__name__
+    numbers = by_name(numbered)
+    named = {name: leaf for name, leaf in by_name(grads).items() if leaf is not None}
+    unknown = next((name for name in named if name not in numbers), None)
+    if unknown is not None and not isinstance(grads, Mapping):
+        kind = f"{len(grads)} in a {type(grads).__name__}" if isinstance(grads, tuple | list) else type(grads).__name__
         raise ValueError(
             "grads is a dict by name, such as {name: p.grad for name, p in net.named_parameters()}, or one tree for "
-            f"each of the {len(params)} stages; found {of}."
+            f"each of the {len(params)} stages; found {kind}."
         )
-    if odd is not None:
-        raise ValueError(f"there is no parameter {odd!r} in the model, which has {listed([*places])}.")
-    trains = [one for number, own in enumerate(params) for one in train(model, number, own)]
-    known = {places[name] for name in found}
-    missing = next((name for name, at in places.items() if trains[at] and at not in known), None)
+    if unknown is not None:
+        raise ValueError(f"there is no parameter {unknown!r} in the model, which has {listed([*numbers])}.")
+    trains = [is_trained for stage, leaf in enumerate(params) for is_trained in train(model, stage, leaf)]
+    present = {numbers[name] for name in named}
+    missing = next((name for name, number in numbers.items() if trains[number] and number not in present), None)
     if missing is not None:
         raise ValueError(f"there is no gradient of {missing!r}; a parameter that trains has one, of zeros if need be.")
-    for name, leaf in found.items():
-        parameter = leaves[places[name]]
-        wanted = tuple(parameter.shape)
-        if not is_comparable(leaf) or leaf.is_complex() != parameter.is_complex():
-            raise ValueError(
-                f"the gradient of {name!r} is {in_words(leaf)}; wanted is a tensor of {parameter.dtype}, or of another "
-                "precision."
-            )
-        if tuple(leaf.shape) != wanted:
-            raise ValueError(f"the gradient of {name!r} has the shape {tuple(leaf.shape)}, the parameter {wanted}.")
-    return {name: (places[name], leaf.detach()) for name, leaf in found.items() if trains[places[name]]}
+    for name, gradient in named.items():
+        _check_beside(name, gradient, leaves[numbers[name]])
+    return {name: (numbers[name], gradient.detach()) for name, gradient in named.items() if trains[numbers[name]]}
 
 
-def numbered_leaves(model: Model, params: Sequence[Any]) -> tuple[list[Any], Any]:
-    """The parameters, and the pytree that they are joined to, with the number of each in its place."""
-    leaves, containers = tree.flatten(tuple(check_params(model, params)))
-    return leaves, join_params(model, tree.unflatten(containers, range(len(leaves))))
-
-
-def by_name(pytree: Any) -> dict[str, Any]:
-    """Leaves by their places, as a state_dict would call them.
-
-    >>> by_name({"0.weight": 1, "blocks": [{"w": 2}]})
-    {'0.weight': 1, 'blocks.0.w': 2}
-    """
-    return {
-        place.replace("['", ".").replace("[", ".").replace("']", "").replace("]", "").removeprefix("."): leaf
-        for place, leaf in tree.paths(pytree)
-    }
+def _check_beside(name: str, gradient: Any, parameter: Tensor) -> None:
+    if not is_comparable(gradient) or gradient.is_complex() != parameter.is_complex():
+        raise ValueError(
+            f"the gradient of {name!r} is {in_words(gradient)}; wanted is a tensor of {parameter.dtype}, or of another "
+            "precision."
+        )
+    if gradient.shape != parameter.shape:
+        shapes = f"{tuple(gradient.shape)}, the parameter {tuple(parameter.shape)}"
+        raise ValueError(f"the gradient of {name!r} has the shape {shapes}.")
 
 
 class _Trial:
@@ -198,51 +179,51 @@ class _Trial:
 
     @cached_property
     def result(self) -> Result:
-        """Loss and gradients."""
         return self.run()
 
-    def judged(self, found: Mapping[str, tuple[int, Tensor]], apart: bool = False) -> _Judged:
-        """A verdict of each gradient; `apart`: with those of each microbatch and use."""
-        noted: dict[Value, Any] = {}
-        if apart:
-            self.run(see=lambda value, made: noted.update({value: made} if value.name in ("g", "count") else {}))
+    def judge(self, gradients: Mapping[str, tuple[int, Tensor]], by_part: bool = False) -> _Judgement:
+        """Judge each gradient; `by_part`: beside those of each microbatch and use, too."""
+        values: dict[Value, Any] = {}
+        if by_part:
+            self.run(see=lambda value, tensor: values.update({value: tensor} if value.name in ("g", "count") else {}))
         counts = [0.0] * len(self.parts)
-        for value, made in noted.items():
-            if value.name == "count" and value.microbatch is not None and made is not None:
-                counts[value.microbatch] += float(made)
+        for value, count in values.items():
+            if value.name == "count" and value.microbatch is not None and count is not None:
+                counts[value.microbatch] += float(count)
         divisor = sum(counts) or 1
         uses = _uses(self.model, self.params)
         right = tree.leaves(self.result.grads)
-        gradients: list[Gradient] = []
-        for name, (at, leaf) in found.items():
-            each = [(index, *use) for index in range(len(self.parts)) for use in uses[at]] if apart else []
-            own = {(i, stage): noted[Value("g", stage, i, port=bundle)][k] for i, stage, bundle, k in each}
-            parts = {place: part / divisor for place, part in own.items() if part is not None}
-            moved = leaf.to(right[at].device)
-            alike = moved.dtype == right[at].dtype
-            bitwise = alike and Close()(moved, right[at])
-            gradients.append(Gradient(name, moved, right[at], bitwise, parts))
+        compared: list[Gradient] = []
+        for name, (number, leaf) in gradients.items():
+            parts: dict[tuple[int, int], Tensor] = {}
+            for index, (stage, bundle, position) in product(range(len(self.parts)), uses[number]) if by_part else ():
+                part = values[Value("g", stage, index, port=bundle)][position]
+                if part is not None:
+                    parts[index, stage] = part / divisor
+            moved = leaf.to(right[number].device)
+            bitwise = moved.dtype == right[number].dtype and Close()(moved, right[number])
+            compared.append(Gradient(name, moved, right[number], bitwise, parts))
         weights = counts if any(counts) else [size for _, size in self.parts]
-        return _Judged(self, [*zip(gradients, judge(gradients, weights, self.model.reduction), strict=True)])
+        return _Judgement(self, [*zip(compared, judge(compared, weights, self.model.reduction), strict=True)])
 
 
 def _uses(model: Model, params: Sequence[Any]) -> list[list[tuple[int, int, int]]]:
-    """Where each leaf is used: the stage, which of its parameter bundles it is in, and which leaf of that."""
+    """Return the uses of each leaf: the stage, its bundle of parameters there, and the position in that."""
     leaves, containers = tree.flatten(tuple(params))
     numbered = tree.unflatten(containers, range(len(leaves)))
     uses: list[list[tuple[int, int, int]]] = [[] for _ in leaves]
     for tied in model.tied_uses:
         uses[numbered[tied[0].owner][tied[0].owner_name]] = [(leaf.stage, leaf.bundle, 0) for leaf in tied]
-    for number, own in enumerate(numbered):
-        names = {leaf.name for leaf in model.owned(number)}
-        rest = {name: leaf for name, leaf in own.items() if name not in names} if names else own
-        for k, at in enumerate(tree.leaves(rest)):
-            uses[at] = [(number, 0, k)]
+    for stage, numbers in enumerate(numbered):
+        tied_names = {leaf.name for leaf in model.owned(stage)}
+        untied = {name: number for name, number in numbers.items() if name not in tied_names} if tied_names else numbers
+        for position, number in enumerate(tree.leaves(untied)):
+            uses[number] = [(stage, 0, position)]
     return uses
 
 
 @dataclass(frozen=True)
-class _Judged:
+class _Judgement:
     """The verdicts on the gradients beside one trial."""
 
     trial: _Trial
@@ -250,8 +231,7 @@ class _Judged:
 
     @property
     def bitwise(self) -> bool:
-        """Whether every bit agrees."""
-        return all(one.bitwise for one, _ in self.rows)
+        return all(gradient.bitwise for gradient, _ in self.rows)
 
     @property
     def clear(self) -> bool:
@@ -259,35 +239,37 @@ class _Judged:
         return all(v.mistake.plain if v.mistake else v.kind != "unknown" and is_sure(g) for g, v in self.rows)
 
     def order(self) -> tuple[int, int, int, int, int]:
-        """The best explains all with the fewest mistakes, and agrees in the most bits."""
+        """Sort first what explains all gradients with the fewest mistakes, and agrees in the most bits."""
         kinds = Counter(verdict.kind for _, verdict in self.rows)
         mistakes = {verdict.mistake for _, verdict in self.rows if verdict.mistake}
         return kinds["unknown"], len(mistakes), kinds["mistake"], -kinds["bitwise"], len(self.trial.parts)
 
     @property
     def report(self) -> Report:
-        """The report for a reader."""
-        leaves = [
-            Leaf(one.name, one.bitwise, 0.0 if one.bitwise else largest(one.found, one.expected), verdict.words)
-            for one, verdict in self.rows
-        ]
-        m = len(self.trial.parts)
-        how = "the undivided batch" if m == 1 else f"{m} microbatches, one after the other"
-        odd = [one.name for one, _ in self.rows if not is_finite(one.found)]
+        leaves: list[Leaf] = []
+        for gradient, verdict in self.rows:
+            error = 0.0 if gradient.bitwise else largest(gradient.found, gradient.expected)
+            leaves.append(Leaf(gradient.name, gradient.bitwise, error, verdict.words))
+        count = len(self.trial.parts)
+        reference = "the undivided batch" if count == 1 else f"{count} microbatches, one after the other"
         rounded = sum(verdict.kind == "rounding" for _, verdict in self.rows)
-        words = f"Compared with {how}" + (f"; {rounded} equal to rounding." if rounded else ".")
-        return Report(tuple(leaves), notes=(words, *([f"NaN or infinite numbers in {listed(odd)}."] if odd else [])))
+        notes = [f"Compared with {reference}" + (f"; {rounded} equal to rounding." if rounded else ".")]
+        not_finite = [gradient.name for gradient, _ in self.rows if not is_finite(gradient.found)]
+        if not_finite:
+            notes.append(f"NaN or infinite numbers in {listed(not_finite)}.")
+        return Report(tuple(leaves), notes=tuple(notes))
 
 
 def _message(wrong: Sequence[tuple[Gradient, Verdict]], count: int) -> str:
-    """Which mistakes explain which gradients; those of most first."""
-    groups: dict[str, list[str]] = {}
-    for one, verdict in wrong:
-        groups.setdefault(verdict.words, []).append(one.name)
+    """Say which mistakes explain which gradients, those of most gradients first."""
+    names_by_words: dict[str, list[str]] = {}
+    for gradient, verdict in wrong:
+        names_by_words.setdefault(verdict.words, []).append(gradient.name)
     lines = [f"{len(wrong)} of {count} gradients are not those of plain autograd."]
-    ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
-    for words, names in ordered[:_SHOWN]:
+    ordered = sorted(names_by_words.items(), key=lambda group: -len(group[1]))
+    for words, names in ordered[:_MOST_SHOWN]:
         lines += [words, f"  {listed(names)}"]
-    if len(ordered) > _SHOWN:
-        lines.append(f"and {sum(len(names) for _, names in ordered[_SHOWN:])} more, each in a way of its own")
+    if len(ordered) > _MOST_SHOWN:
+        rest = sum(len(names) for _, names in ordered[_MOST_SHOWN:])
+        lines.append(f"and {rest} more, each in a way of its own")
     return "\n".join(lines)

@@ -16,7 +16,7 @@ from fpipe import tree
 from fpipe.meaning.single_device.reference import total_norm
 from fpipe.meaning.single_device.result import Result
 from fpipe.model import TiedLeaf
-from fpipe.oracle.rank_pieces import Region
+from fpipe.oracle.named_leaves import Region
 from fpipe.program import Value
 
 IGNORED = -100
@@ -32,7 +32,7 @@ class StepGradients(NamedTuple):
     Attributes:
         number: of the step.
         parts: its microbatches.
-        grads: the right ones.
+        grads: the right gradients.
         of: gradients of some microbatches, as a mean over their rows.
     """
 
@@ -41,14 +41,14 @@ class StepGradients(NamedTuple):
     grads: Any
     of: Callable[..., Result]
 
-    def share(self, k: int) -> Any:
-        """Gradients of a microbatch, at the weight that it has among all."""
-        part, size = self.parts[k]
-        return _weighed(self.of([(part, size)]).grads, size / sum(rows for _, rows in self.parts))
+    @property
+    def rows(self) -> int:
+        """The rows of all microbatches."""
+        return sum(size for _, size in self.parts)
 
-    def shares(self) -> list[Any]:
-        """Gradients of each microbatch."""
-        return [self.share(k) for k in range(len(self.parts))]
+    def share(self, k: int) -> Any:
+        """Return gradients of microbatch k, at the weight that it has among all."""
+        return _times(self.of([self.parts[k]]).grads, self.parts[k][1] / self.rows)
 
 
 Change = Callable[[StepGradients], Any]
@@ -56,154 +56,152 @@ Change = Callable[[StepGradients], Any]
 
 
 def scaled(step: StepGradients, by: float) -> Any:
-    """Gradients times a number."""
-    return _weighed(step.grads, by)
+    """Multiply by a number."""
+    return _times(step.grads, by)
 
 
 def counting(step: StepGradients, k: int, times: int) -> Any:
-    """Gradients in which a microbatch counts so many times."""
-    return _plus(step.grads, _weighed(step.share(k), times - 1))
+    """Count a microbatch so many times."""
+    return _plus(step.grads, _times(step.share(k), times - 1))
 
 
 def in_bfloat16(step: StepGradients) -> Any:
-    """Gradients that are rounded to bfloat16 whenever those of a microbatch are added."""
-    leaves = [[None if leaf is None else leaf.bfloat16() for leaf in tree.leaves(one)] for one in step.shares()]
+    """Round to bfloat16 whenever the gradients of a microbatch are added."""
+    shares = [tree.leaves(step.share(k)) for k in range(len(step.parts))]
+    total = reduce(_plus, [[None if leaf is None else leaf.bfloat16() for leaf in leaves] for leaves in shares])
     right, spec = tree.flatten(step.grads)
-    total = map(_like, reduce(_plus, leaves), right)
-    return tree.unflatten(spec, [*total])
-
-
-def _like(leaf: Any, other: Any) -> Any:
-    return leaf if leaf is None else leaf.to(other.dtype)
+    pairs = zip(total, right, strict=True)
+    return tree.unflatten(spec, [None if leaf is None else leaf.to(like.dtype) for leaf, like in pairs])
 
 
 def divided_again(step: StepGradients, size: int) -> Any:
-    """Gradients that a round of so many microbatches divides, those of the rounds before among them."""
+    """Divide at each round of so many microbatches, the gradients of the rounds before among them."""
     rounds, total = len(step.parts) // size, None
-    for at in range(0, len(step.parts), size):
-        own = _weighed(step.of(step.parts[at : at + size]).grads, size / rounds)
-        total = _weighed(own if total is None else _plus(total, own), 1 / size)
+    for start in range(0, len(step.parts), size):
+        grads = _times(step.of(step.parts[start : start + size]).grads, size / rounds)
+        total = _times(grads if total is None else _plus(total, grads), 1 / size)
     return total
 
 
 def of_first_replica(step: StepGradients, replicas: int) -> Any:
-    """Gradients of the microbatches of one replica alone."""
+    """Take the microbatches of the first of so many replicas alone."""
     return step.of(step.parts[: len(step.parts) // replicas]).grads
 
 
 def by_tokens(step: StepGradients) -> Any:
-    """Gradients as a mean over what the loss does not ignore in all microbatches."""
+    """Take the mean over what the loss does not ignore in all microbatches."""
     counts = [counts_of(target)[-1] for (_, target), _ in step.parts]
-    pairs = zip(step.parts, counts, strict=True)
-    return reduce(_plus, (_weighed(step.of([part]).grads, count / max(sum(counts), 1)) for part, count in pairs))
+    shares = zip(step.parts, counts, strict=True)
+    return reduce(_plus, (_times(step.of([part]).grads, count / max(sum(counts), 1)) for part, count in shares))
 
 
 def counts_of(target: Any) -> list[int]:
-    """How many rows, numbers and valid numbers a target has: what a sum may run over."""
-    leaf = next((one for one in tree.leaves(target) if isinstance(one, Tensor) and one.ndim), None)
+    """Return how many rows, numbers and valid numbers a target has: what a sum may run over."""
+    leaf = next((leaf for leaf in tree.leaves(target) if isinstance(leaf, Tensor) and leaf.ndim), None)
     return [1] if leaf is None else [len(leaf), leaf.numel(), int((leaf != IGNORED).sum())]
 
 
 def of_uses(step: StepGradients, uses: Sequence[TiedLeaf], times: Sequence[int]) -> Any:
-    """Gradients in which those of the uses of a tied leaf count so many times each."""
-    noted: dict[Value, Any] = {}
-    step.of(step.parts, see=noted.__setitem__)
+    """Count each use of a tied leaf so many times."""
+    values: dict[Value, Any] = {}
+    step.of(step.parts, see=values.__setitem__)
     total: Any = 0
-    for use, many in zip(uses, times, strict=True):
-        for index in range(len(step.parts)) if many else ():
-            total = total + many * noted[Value("g", use.stage, index, port=use.bundle)][0]
+    for use, count in zip(uses, times, strict=True):
+        for index in range(len(step.parts)) if count else ():
+            total = total + count * values[Value("g", use.stage, index, port=use.bundle)][0]
     stages, owner = [*step.grads], uses[0]
     stages[owner.owner] = {**stages[owner.owner], owner.name: total}
     return tuple(stages)
 
 
 def with_targets(step: StepGradients, order: Tensor) -> Any:
-    """Gradients where each row of the whole batch meets the target of another; a target of other rows stays."""
+    """Give each row of the whole batch the target of another; a leaf of the target with other rows stays."""
     sizes = [size for _, size in step.parts]
-    each = [tree.flatten(target) for (_, target), _ in step.parts]
+    targets = [tree.flatten(target) for (_, target), _ in step.parts]
 
     def reordered(leaves: Sequence[Any]) -> Sequence[Any]:
         rows = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
         return torch.cat([*leaves])[order].split(sizes) if rows == sizes else leaves
 
-    moved = zip(*map(reordered, zip(*(leaves for leaves, _ in each), strict=True)), strict=True)
-    targets = [tree.unflatten(spec, [*leaves]) for (_, spec), leaves in zip(each, moved, strict=True)]
-    return step.of([((x, target), size) for ((x, _), size), target in zip(step.parts, targets, strict=True)]).grads
+    moved = zip(*map(reordered, zip(*(leaves for leaves, _ in targets), strict=True)), strict=True)
+    specs = (spec for _, spec in targets)
+    return _of_targets(step, [tree.unflatten(spec, [*leaves]) for spec, leaves in zip(specs, moved, strict=True)])
 
 
 def with_shifted_targets(step: StepGradients, by: int) -> Any:
-    """Gradients where targets are moved along their second dimension."""
+    """Move targets along their second dimension."""
 
     def shifted(leaf: Any) -> Any:
         return leaf.roll(by, 1) if isinstance(leaf, Tensor) and leaf.ndim > 1 else leaf
 
-    return step.of([((x, tree.tree_map(shifted, target)), size) for (x, target), size in step.parts]).grads
+    return _of_targets(step, [tree.tree_map(shifted, target) for (_, target), _ in step.parts])
+
+
+def _of_targets(step: StepGradients, targets: Sequence[Any]) -> Any:
+    return step.of([((x, target), size) for ((x, _), size), target in zip(step.parts, targets, strict=True)]).grads
 
 
 def clipped_by_stage(step: StepGradients, most: float) -> Any:
-    """Gradients of which each stage's are clipped by themselves."""
+    """Clip the gradients of each stage by their own norm."""
     return tuple(_clipped(stage, most) for stage in step.grads)
 
 
 def clipped_before_sums(step: StepGradients, most: float) -> Any:
-    """Gradients of which those of each microbatch are clipped before they are added up."""
-    rows = sum(size for _, size in step.parts)
-    return reduce(_plus, (_weighed(_clipped(step.of([part]).grads, most), part[1] / rows) for part in step.parts))
+    """Clip the gradients of each microbatch before they are added up."""
+    return reduce(_plus, (_times(_clipped(step.of([part]).grads, most), part[1] / step.rows) for part in step.parts))
 
 
 def clipped_by_count(step: StepGradients, most: float, times: Callable[[int], float]) -> Any:
-    """Gradients that are clipped by a norm in which each leaf counts so many times."""
+    """Clip by a norm in which each leaf counts so many times."""
     leaves = enumerate(tree.leaves(tuple(step.grads)))
-    counted = [leaf * times(at) ** 0.5 for at, leaf in leaves if leaf is not None]
-    return _weighed(step.grads, _clip(counted, most))
+    counted = [leaf * times(k) ** 0.5 for k, leaf in leaves if leaf is not None]
+    return _times(step.grads, _clip_factor(counted, most))
 
 
-def clipped_where_it_is(step: StepGradients, most: float, places: Sequence[Mapping[int, Region | None]]) -> Any:
-    """Gradients of which each rank clips what it has by the norm of that; of a copy that of the first rank is left."""
+def clipped_by_rank(step: StepGradients, most: float, regions: Sequence[Mapping[int, Region | None]]) -> Any:
+    """Clip what each rank has by the norm of that; of copies that of the first rank is left."""
     leaves, spec = tree.flatten(tuple(step.grads))
-    now: list[Any] = [leaf if leaf is None else leaf.clone() for leaf in leaves]
-    for own in reversed(places):
-        there = [(at, place) for at, place in own.items() if leaves[at] is not None]
-        clipped = _clipped([_part(leaves[at], place) for at, place in there], most)
-        for (at, place), part in zip(there, clipped, strict=True):
-            _part(now[at], place).copy_(part)
-    return tree.unflatten(spec, now)
+    clipped: list[Any] = [leaf if leaf is None else leaf.clone() for leaf in leaves]
+    for regions_by_leaf in reversed(regions):
+        present = [(k, region) for k, region in regions_by_leaf.items() if leaves[k] is not None]
+        pieces = _clipped([_slice_region(leaves[k], region) for k, region in present], most)
+        for (k, region), piece in zip(present, pieces, strict=True):
+            _slice_region(clipped[k], region).copy_(piece)
+    return tree.unflatten(spec, clipped)
 
 
 def never_zeroed() -> Change:
-    """Gradients to which those of all steps before are added."""
-    before: list[Any] = []
+    """Add the gradients of all steps before."""
+    total: list[Any] = []
 
     def change(step: StepGradients) -> Any:
-        before[:] = [step.grads if step.number == 0 else _plus(before[0], step.grads)]
-        return before[0]
+        total[:] = [step.grads if step.number == 0 else _plus(total[0], step.grads)]
+        return total[0]
 
     return change
 
 
-def _weighed(grads: Any, by: float) -> Any:
-    def weighed(leaf: Any) -> Any:
-        return leaf if leaf is None else leaf * by
+def _times(grads: Any, factor: float) -> Any:
+    def multiply(leaf: Any) -> Any:
+        return leaf if leaf is None else leaf * factor
 
-    return tree.tree_map(weighed, grads)
+    return tree.tree_map(multiply, grads)
 
 
-def _plus(one: Any, other: Any) -> Any:
-    def added(a: Any, b: Any) -> Any:
+def _plus(grads: Any, more: Any) -> Any:
+    def add(a: Any, b: Any) -> Any:
         return b if a is None else a if b is None else a + b
 
-    return tree.tree_map(added, one, other)
+    return tree.tree_map(add, grads, more)
 
 
 def _clipped(grads: Any, most: float) -> Any:
-    """Gradients scaled to a norm of their own."""
-    return _weighed(grads, _clip([leaf for leaf in tree.leaves(grads) if leaf is not None], most))
+    return _times(grads, _clip_factor([leaf for leaf in tree.leaves(grads) if leaf is not None], most))
 
 
-def _clip(leaves: Sequence[Tensor], most: float) -> float:
-    """The factor by which a clip multiplies gradients."""
+def _clip_factor(leaves: Sequence[Tensor], most: float) -> float:
     return float(torch.clamp(most / (total_norm(leaves) + 1e-6), max=1.0)) if leaves else 1.0
 
 
-def _part(whole: Tensor, place: Region | None) -> Tensor:
-    return whole if place is None else place.of(whole)
+def _slice_region(tensor: Tensor, region: Region | None) -> Tensor:
+    return tensor if region is None else tensor.narrow(*region)

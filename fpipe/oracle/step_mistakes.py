@@ -26,8 +26,8 @@ from fpipe.oracle.gradient_changes import (
     by_tokens,
     clipped_before_sums,
     clipped_by_count,
+    clipped_by_rank,
     clipped_by_stage,
-    clipped_where_it_is,
     counting,
     counts_of,
     divided_again,
@@ -39,7 +39,7 @@ from fpipe.oracle.gradient_changes import (
     with_shifted_targets,
     with_targets,
 )
-from fpipe.oracle.rank_pieces import Region
+from fpipe.oracle.named_leaves import Region
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,11 @@ class Loop:
         model, params, opt, state: before the first step.
         steps: the microbatches of each step.
         words, rates: how parameters are updated, and the numbers of each step.
-        plain: gradients of some microbatches, as a mean over their rows.
-        change: what becomes of the gradients of a step.
-        behind: by how many steps parameters are behind that gradients are taken of.
-        places: where parameters come from several ranks, where in each leaf what a rank has of it is.
+        gradients: of some microbatches, as a mean over their rows.
+        keys: of the random numbers of each step.
+        change: how a mistake changes the gradients of a step.
+        behind: how many steps old the parameters are that gradients are taken of.
+        regions: where parameters come from several ranks, what each rank has of each leaf.
     """
 
     model: Model
@@ -63,22 +64,22 @@ class Loop:
     steps: Sequence[Parts]
     words: UpdateWords
     rates: Sequence[dict[str, float | None]]
-    plain: Callable[..., Result]
+    gradients: Callable[..., Result]
     keys: Sequence[int | None]
     change: Change | None = None
     behind: int = 0
-    places: Sequence[Mapping[int, Region | None]] = ()
+    regions: Sequence[Mapping[int, Region | None]] = ()
 
     def run(self) -> Result:
-        """Results of it."""
+        """Train by it."""
 
-        def gradients(read: Sequence[Any], own: Any, state: Any, key: int | None, scale: Any) -> Result:
-            number, parts = own
-            made = self.plain(read, parts, state, key)
+        def gradients(read: Sequence[Any], step: Any, state: Any, key: int | None, scale: Any) -> Result:
+            number, parts = step
+            result = self.gradients(read, parts, state, key)
             if self.change is None:
-                return made
-            of = partial(self.plain, read, state=state, key=key)
-            return replace(made, grads=self.change(StepGradients(number, parts, made.grads, of)))
+                return result
+            of = partial(self.gradients, read, state=state, key=key)
+            return replace(result, grads=self.change(StepGradients(number, parts, result.grads, of)))
 
         return training_loop(
             self.model,
@@ -94,11 +95,11 @@ class Loop:
         )
 
     def changed(self, change: Callable[..., Any], **how: Any) -> Loop:
-        """The loop with other gradients."""
+        """Return the loop with other gradients."""
         return replace(self, change=partial(change, **how))
 
     def without_clip(self) -> Loop:
-        """The loop with gradients as they are."""
+        """Return the loop with gradients as they are."""
         return replace(self, words=self.words._replace(clip=None))
 
 
@@ -106,116 +107,112 @@ Named = Iterator[tuple[str, Loop]]
 
 
 def mistakes(loop: Loop) -> Named:
-    """Each mistake in words, and a loop that makes it; simple and frequent ones first."""
-    yield from _of_sums(loop)
-    yield from _of_ties(loop)
-    yield from _of_rows(loop)
-    yield from _of_clips(loop)
-    yield from _of_rules(loop)
-    yield from _of_steps(loop)
+    """Yield each mistake in words with a loop that makes it; simple and frequent ones first."""
+    yield from _wrong_sums(loop)
+    yield from _wrong_ties(loop)
+    yield from _wrong_rows(loop)
+    yield from _wrong_clips(loop)
+    yield from _wrong_settings(loop)
+    yield from _other_optimizers(loop)
+    yield from _wrong_steps(loop)
 
 
-def _of_sums(loop: Loop) -> Named:
-    """Gradients that are added up wrongly."""
-    many = len(loop.steps[0])
-    for k in dict.fromkeys((many, 2, 4, 8)):
-        of = f"the {many} microbatches" if k == many else f"{k} microbatches or replicas"
+def _wrong_sums(loop: Loop) -> Named:
+    count = len(loop.steps[0])
+    for k in dict.fromkeys((count, 2, 4, 8)):
+        of = f"the {count} microbatches" if k == count else f"{k} microbatches or replicas"
         if k > 1:
             yield f"gradients are summed over {of} and not averaged", loop.changed(scaled, by=k)
             yield f"gradients are averaged over {of} once too often", loop.changed(scaled, by=1 / k)
     yield "gradients have the wrong sign", loop.changed(scaled, by=-1)
-    if many > 1:
+    if count > 1:
         words = "only the last microbatch counts: gradients are overwritten, not accumulated"
         yield words, loop.changed(StepGradients.share, k=-1)
-        for k in range(many):
+        for k in range(count):
             yield f"microbatch {k} counts twice", loop.changed(counting, k=k, times=2)
             yield f"microbatch {k} is missing", loop.changed(counting, k=k, times=0)
         yield "gradients are added up in bfloat16", loop.changed(in_bfloat16)
-    for k in range(2, many):
-        if many % k == 0:
+    for k in range(2, count):
+        if count % k == 0:
             words = f"gradients that are there already are divided again at each round of {k} microbatches"
             yield words, loop.changed(divided_again, size=k)
 
 
-def _of_ties(loop: Loop) -> Named:
-    """Uses of a tied parameter that are missing, or count twice."""
+def _wrong_ties(loop: Loop) -> Named:
     for uses in loop.model.tied_uses:
         of = f"the gradient of the tied {uses[0].name!r}"
-        for at, use in enumerate(uses):
+        for k, use in enumerate(uses):
             for words, times in (("misses its use in stage {}", 0), ("counts its use in stage {} twice", 2)):
-                each = [times if k == at else 1 for k in range(len(uses))]
-                yield f"{of} {words.format(use.stage)}", loop.changed(of_uses, uses=uses, times=each)
+                counts = [times if j == k else 1 for j in range(len(uses))]
+                yield f"{of} {words.format(use.stage)}", loop.changed(of_uses, uses=uses, times=counts)
         yield f"{of} is added up twice", loop.changed(of_uses, uses=uses, times=[2] * len(uses))
 
 
-def _of_rows(loop: Loop) -> Named:
-    """Gradients of other rows, or of rows that count otherwise."""
+def _wrong_rows(loop: Loop) -> Named:
     parts = loop.steps[0]
-    many, target = len(parts), parts[0][0][1]
+    count, target = len(parts), parts[0][0][1]
     for k in dict.fromkeys(counts_of(target)):
-        words = f"gradients are summed over the {k * many} rows or tokens and not averaged"
-        yield words, loop.changed(scaled, by=k * many)
-        if many > 1:
+        words = f"gradients are summed over the {k * count} rows or tokens and not averaged"
+        yield words, loop.changed(scaled, by=k * count)
+        if count > 1:
             words = f"gradients are summed over the {k} rows or tokens of each microbatch and not averaged"
             yield words, loop.changed(scaled, by=k)
-    if many > 1:
+    if count > 1:
         yield "each microbatch weighs as much as it has valid targets, not rows", loop.changed(by_tokens)
         for k in (2, 4, 8):
-            if many % k == 0:
+            if count % k == 0:
                 words = f"all {k} replicas are handed the same rows, those of replica 0"
                 yield words, loop.changed(of_first_replica, replicas=k)
-    for words, order in target_orders(sum(size for _, size in parts), many):
+    for words, order in target_orders(sum(size for _, size in parts), count):
         yield words, loop.changed(with_targets, order=order)
     if any(leaf.ndim > 1 and not leaf.is_floating_point() for leaf in tree.leaves(target)):
         yield "targets are shifted by one position too many", loop.changed(with_shifted_targets, by=-1)
         yield "targets are shifted by one position too few", loop.changed(with_shifted_targets, by=1)
 
 
-def _of_clips(loop: Loop) -> Named:
-    """Norms that miss or repeat something."""
-    clip, bare = loop.words.clip, loop.without_clip()
+def _wrong_clips(loop: Loop) -> Named:
+    clip, unclipped = loop.words.clip, loop.without_clip()
     if clip is None:
         yield "gradients are clipped to 1", replace(loop, words=loop.words._replace(clip=1.0))
         return
-    yield "gradients are not clipped", bare
+    yield "gradients are not clipped", unclipped
     words = "each stage is clipped by its own norm: the norm misses other ranks"
-    yield words, bare.changed(clipped_by_stage, most=clip)
+    yield words, unclipped.changed(clipped_by_stage, most=clip)
     yield from clipped_by_parts(loop)
-    for words, times in _counted_by_norms(loop):
-        yield words, bare.changed(clipped_by_count, most=clip, times=times)
+    for words, times in _wrong_norms(loop):
+        yield words, unclipped.changed(clipped_by_count, most=clip, times=times)
     if len(loop.steps[0]) > 1:
         words = "each microbatch (or replica) is clipped before gradients are added up"
-        yield words, bare.changed(clipped_before_sums, most=clip)
+        yield words, unclipped.changed(clipped_before_sums, most=clip)
 
 
-def _counted_by_norms(loop: Loop) -> Iterator[tuple[str, Callable[[int], float]]]:
-    """How often norms count each leaf wrongly."""
+def _wrong_norms(loop: Loop) -> Iterator[tuple[str, Callable[[int], float]]]:
+    """Yield how often a norm counts each leaf wrongly."""
     leaves, spec = tree.flatten(tuple(loop.params))
     numbered = tree.unflatten(spec, range(len(leaves)))
     uses = {numbered[tied[0].owner][tied[0].owner_name]: len(tied) for tied in loop.model.tied_uses}
     if uses:
-        yield "the norm counts tied parameters once for each use", lambda at: uses.get(at, 1)
-    each = [[one[at] for one in loop.places if at in one] for at in range(len(leaves))]
-    copied = {at for at, places in enumerate(each) if len(places) > 1 and not any(places)}
-    ranks = max(len({*places}) for places in each)
+        yield "the norm counts tied parameters once for each use", lambda k: uses.get(k, 1)
+    holders = [[regions[k] for regions in loop.regions if k in regions] for k in range(len(leaves))]
+    copied = {k for k, regions in enumerate(holders) if len(regions) > 1 and not any(regions)}
+    ranks = max(len({*regions}) for regions in holders)
     if ranks > 1 and copied:
         words = f"the norm counts parameters of which {ranks} ranks have copies once for each of them"
-        yield words, lambda at: ranks if at in copied else 1
-        yield "the norm misses parameters of which all ranks have copies", lambda at: at not in copied
-    for k in (2, 4, 8):
-        yield f"the norm counts everything {k} times, as shards or replicas have it", lambda at, k=k: k
+        yield words, lambda k: ranks if k in copied else 1
+        yield "the norm misses parameters of which all ranks have copies", lambda k: k not in copied
+    for times in (2, 4, 8):
+        yield f"the norm counts everything {times} times, as shards or replicas have it", lambda k, times=times: times
 
 
 def clipped_by_parts(loop: Loop) -> Named:
-    """Ranks that clip what they have by its own norm; nothing where none has a part of a leaf."""
-    if loop.words.clip is not None and any(place for one in loop.places for place in one.values()):
+    """Yield a loop whose ranks clip what they have by its own norm; nothing where none has a part of a leaf."""
+    if loop.words.clip is not None and any(region for regions in loop.regions for region in regions.values()):
         words = "each rank is clipped by the norm of what it has itself: the norm misses other ranks"
-        bare = loop.without_clip()
-        yield words, bare.changed(clipped_where_it_is, most=loop.words.clip, places=loop.places)
+        yield words, loop.without_clip().changed(clipped_by_rank, most=loop.words.clip, regions=loop.regions)
 
 
-def _of_rules(loop: Loop) -> Named:
-    """Another optimizer, or other settings of it."""
+def _wrong_settings(loop: Loop) -> Named:
+    """Yield loops of the same optimizer, or of Adam for AdamW, with other settings."""
     words, settings = loop.words, dict(loop.words.settings)
 
     def other(by: str = words.by, **more: Any) -> Loop:
@@ -229,63 +226,66 @@ def _of_rules(loop: Loop) -> Named:
         yield "weight decay is decoupled (AdamW), not added to the gradient", other("AdamW", weight_decay=decay)
     if words.by in ("Adam", "AdamW"):
         yield "the optimizer counts one step too many", _counting(loop, 1.0)
-        if any(float(leaf) for place, leaf in tree.paths(tuple(loop.opt)) if _is_count(place)):
+        if any(float(leaf) for path, leaf in tree.paths(tuple(loop.opt)) if _is_count(path)):
             yield "the optimizer counts one step too few", _counting(loop, -1.0)
         yield "there is no bias correction", _counting(loop, 1e8)
-        own = settings.get("eps", 1e-8)
+        meant_eps, meant_betas = settings.get("eps", 1e-8), tuple(settings.get("betas", (0.9, 0.999)))
         for eps in (1e-10, 1e-8, 1e-7, 1e-6, 1e-5, 1e-3):
-            if eps != own:
-                yield f"epsilon is {eps:g}, not {own:g}", other(eps=eps)
-        known = tuple(settings.get("betas", (0.9, 0.999)))
+            if eps != meant_eps:
+                yield f"epsilon is {eps:g}, not {meant_eps:g}", other(eps=eps)
         for betas in ((0.9, 0.999), (0.9, 0.95), (0.9, 0.98)):
-            if betas != known:
-                yield f"betas are {betas}, not {known}", other(betas=betas)
+            if betas != meant_betas:
+                yield f"betas are {betas}, not {meant_betas}", other(betas=betas)
     if words.by == "SGD" and settings.get("momentum"):
         yield "there is no momentum", other(momentum=0.0)
     if decay:
         yield "there is no weight decay", other(weight_decay=0.0)
-    for one in (0.001, 0.01, 0.05, 0.1, 0.2, 0.3):
-        if one != decay and not varies:
-            say = f"weight decay is {one:g}, not {decay:g}" if decay else f"there is a weight decay of {one:g}"
-            yield say, other(weight_decay=one)
+    for value in (0.001, 0.01, 0.05, 0.1, 0.2, 0.3):
+        if value != decay and not varies:
+            sentence = f"weight decay is {value:g}, not {decay:g}" if decay else f"there is a weight decay of {value:g}"
+            yield sentence, other(weight_decay=value)
     if words.groups:
-        same = replace(loop, words=words._replace(groups=()))
-        yield "groups are not told apart: all parameters have the same settings", same
+        ungrouped = replace(loop, words=words._replace(groups=()))
+        yield "groups are not told apart: all parameters have the same settings", ungrouped
+
+
+def _other_optimizers(loop: Loop) -> Named:
+    """Yield loops of other optimizers, and of rates that are a step early or late."""
     for by in ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad"):
-        if by != words.by:
-            own = words._replace(by=by, settings=(), groups=())
-            said = f"the parameters are those of {by} with its defaults"
-            bare = [{"lr": numbers["lr"]} for numbers in loop.rates]
-            yield said, replace(loop, words=own, rates=bare, opt=initial_states(own, loop.params))
+        if by != loop.words.by:
+            words = loop.words._replace(by=by, settings=(), groups=())
+            rates: list[dict[str, float | None]] = [{"lr": numbers["lr"]} for numbers in loop.rates]
+            sentence = f"the parameters are those of {by} with its defaults"
+            yield sentence, replace(loop, words=words, rates=rates, opt=initial_states(words, loop.params))
     rates = [*loop.rates]
     if any(numbers != rates[0] for numbers in rates):
         yield "the learning rate is that of the step before", replace(loop, rates=[rates[0], *rates[:-1]])
         yield "the learning rate is that of the next step", replace(loop, rates=[*rates[1:], rates[-1]])
 
 
-def _is_count(place: str) -> bool:
-    return place.endswith(f"[{STEP!r}]")
+def _is_count(path: str) -> bool:
+    return path.endswith(f"[{STEP!r}]")
 
 
 def _counting(loop: Loop, more: float) -> Loop:
-    """A loop whose optimizer has counted so many steps more; of very many nothing is left to correct."""
+    """Return a loop whose optimizer has counted so many steps more; of very many nothing is left to correct."""
     _, spec = tree.flatten(tuple(loop.opt))
-    counted = [leaf + more if _is_count(place) else leaf for place, leaf in tree.paths(tuple(loop.opt))]
+    counted = [leaf + more if _is_count(path) else leaf for path, leaf in tree.paths(tuple(loop.opt))]
     return replace(loop, opt=tree.unflatten(spec, counted))
 
 
-def _of_steps(loop: Loop) -> Named:
-    """Steps that read what is old, or too much."""
-    steps, many = [*loop.steps], len(loop.steps[0])
+def _wrong_steps(loop: Loop) -> Named:
+    """Yield loops whose steps read what is old, or too much."""
+    steps, count = [*loop.steps], len(loop.steps[0])
     if len(steps) > 1:
         yield "gradients are of parameters of one step before (stale)", replace(loop, behind=1)
         words = "gradients of the steps before are still there: zero_grad is missing"
         yield words, replace(loop, change=never_zeroed())
         yield "all steps are on the first batch", replace(loop, steps=steps[:1] * len(steps))
         yield "each step is on the batch of the one before", replace(loop, steps=[steps[0], *steps[:-1]])
-    if many > 1:
+    if count > 1:
         single = [[part] for parts in steps for part in parts]
-        rates, keys = ([one for one in some for _ in range(many)] for some in (loop.rates, loop.keys))
+        rates, keys = ([value for value in values for _ in range(count)] for values in (loop.rates, loop.keys))
         yield "the optimizer steps after each microbatch", replace(loop, steps=single, rates=rates, keys=keys)
 
 
@@ -294,7 +294,7 @@ _SEEDS = (0, 1, 2, 3, 42)
 
 
 def target_orders(rows: int, microbatches: int) -> Iterator[tuple[str, Tensor]]:
-    """Mistakes in words, and for each row the one whose target it meets; each order once, simple ones first.
+    """Yield mistakes in words, and for each row that whose target it meets; each order once, simple ones first.
 
     >>> for words, order in target_orders(4, 2):
     ...     print(order.tolist(), words)
@@ -307,8 +307,9 @@ def target_orders(rows: int, microbatches: int) -> Iterator[tuple[str, Tensor]]:
     """
     seen = {(*range(rows),)}
     for words, order in _orders(torch.arange(rows), microbatches):
-        if (one := (*order.tolist(),)) not in seen:
-            seen.add(one)
+        rows_in_order = (*order.tolist(),)
+        if rows_in_order not in seen:
+            seen.add(rows_in_order)
             yield words, order
 
 

@@ -4,7 +4,7 @@
     found = 4 x expected  -->  "4 x: summed over 4 microbatches or ranks instead of averaged?"
 
 The fewest mistakes that explain all gradients are named, simple ones first. A gradient of few numbers fits many of them
-by chance; which one is meant, the others say.
+by chance; the other gradients tell which of them was made.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from fpipe.verification.report import distance, is_finite, largest, norm, tolera
 
 @dataclass(frozen=True)
 class Mistake:
-    """A mistake: a microbatch or the use in a stage counts `times` (0 or 2), and all is scaled; `even`: all
-    microbatches count the same, although they differ in rows, or in what a loss counts.
+    """A mistake: a microbatch or the use in a stage counts `times` (0 or 2), and all is scaled.
+
+    `even`: all microbatches count the same, although they differ in rows, or in what a loss counts.
 
     >>> print(Mistake(microbatches=4, scale=4.0))
     4 x: summed over the 4 microbatches or 4 ranks instead of averaged?
@@ -50,18 +51,18 @@ class Mistake:
     def __str__(self) -> str:
         how = "is missing" if self.times == 0 else "counts twice"
         if self.microbatch is not None:
-            first = f"microbatch {self.microbatch} of {self.microbatches} {how}"
+            sentence = f"microbatch {self.microbatch} of {self.microbatches} {how}"
         elif self.stage is not None:
-            first = f"the use in stage {self.stage} {how}"
+            sentence = f"the use in stage {self.stage} {how}"
         elif self.even:
             differ = "their counts differ" if self.reduction == "count" else "they differ in rows"
-            first = f"each microbatch counts the same, although {differ}"
+            sentence = f"each microbatch counts the same, although {differ}"
         else:
-            return self._scaled()
-        return first if self.scale == 1.0 else f"{first}, and all is {self._scaled()}"
+            return self._scale_in_words()
+        return sentence if self.scale == 1.0 else f"{sentence}, and all is {self._scale_in_words()}"
 
-    def _scaled(self) -> str:
-        """The scale, and what often is behind it."""
+    def _scale_in_words(self) -> str:
+        """Say the scale, and what often is behind it."""
         scale = self.scale
         if scale == 0.0:
             return "0: nothing was added to it"
@@ -69,19 +70,20 @@ class Mistake:
             return "-1 x: the sign is turned"
         if not plain(scale):
             return f"{scale:.6g} x"
-        more = scale > 1.0
-        many = round(scale if more else 1.0 / scale)
-        times = f"{many} x" if more else f"1/{many} x"
-        if many > _MANY:
-            return f"{times}: a loss scale that was {'not divided out' if more else 'divided out twice'}?"
-        the = f"the {many} microbatches or {many}" if many == self.microbatches else f"{many} microbatches or"
-        other = (
-            "once too often" if more == (self.reduction == "sum") else f"instead of {'averaged' if more else 'summed'}"
-        )
-        return f"{times}: {'summed' if more else 'averaged'} over {the} ranks {other}?"
+        is_more = scale > 1.0
+        count = round(scale if is_more else 1.0 / scale)
+        times = f"{count} x" if is_more else f"1/{count} x"
+        if count > _MOST_RANKS:
+            return f"{times}: a loss scale that was {'not divided out' if is_more else 'divided out twice'}?"
+        parts = f"the {count} microbatches or {count}" if count == self.microbatches else f"{count} microbatches or"
+        if is_more == (self.reduction == "sum"):
+            mistake = "once too often"
+        else:
+            mistake = f"instead of {'averaged' if is_more else 'summed'}"
+        return f"{times}: {'summed' if is_more else 'averaged'} over {parts} ranks {mistake}?"
 
 
-_MANY = 1024
+_MOST_RANKS = 1024
 
 
 def plain(scale: float) -> bool:
@@ -92,12 +94,12 @@ def plain(scale: float) -> bool:
     """
     if scale in (0.0, -1.0):
         return True
-    many = scale if scale >= 1.0 else 1.0 / scale
-    return scale > 0 and many == round(many) and (many <= _MANY or log2(many) == round(log2(many)))
+    count = scale if scale >= 1.0 else 1.0 / scale
+    return scale > 0 and count == round(count) and (count <= _MOST_RANKS or log2(count) == round(log2(count)))
 
 
 def plainest(scale: float) -> float:
-    """The plain scale nearest by, or itself.
+    """Return the plain scale nearest by, or the scale itself.
 
     >>> plainest(3.999), plainest(-0.98), plainest(0.26)
     (4.0, -1.0, 0.25)
@@ -150,104 +152,108 @@ def judge(gradients: Sequence[Gradient], weights: Sequence[float], reduction: Re
     >>> print(judge([Gradient("w", 4 * right, right)], [2, 2])[0].words)
     4 x: summed over 4 microbatches or ranks instead of averaged?
     """
-    whole = norm(each.expected for each in gradients)
+    size = norm(gradient.expected for gradient in gradients)
     patterns = [*_patterns(gradients, len(weights), reduction)]
-    equal = [_equal(each, whole) for each in gradients]
-    left = {at for at, each in enumerate(gradients) if equal[at] is None or not is_sure(each)}
-    fits = {at: _fits(gradients[at], patterns, weights, equal[at] is not None) for at in left}
-    tried = [(at, mistake) for at, found in fits.items() for mistake in found]
-    pool = dict.fromkeys(mistake for at, mistake in tried if mistake.plain or gradients[at].expected.numel() > 1)
+    equal = [_equal(gradient, size) for gradient in gradients]
+    left = {k for k, gradient in enumerate(gradients) if equal[k] is None or not is_sure(gradient)}
+    fits = {k: _fits(gradients[k], patterns, weights, equal[k] is not None) for k in left}
+    pool = dict.fromkeys(
+        mistake for k in fits for mistake in fits[k] if mistake.plain or gradients[k].expected.numel() > 1
+    )
     verdicts = dict(enumerate(equal))
     while left and pool:
-        explained = {mistake: {at for at in left if _explains(mistake, fits[at])} for mistake in pool}
+        explained = {mistake: {k for k in left if _explains(mistake, fits[k])} for mistake in pool}
         best = max(pool, key=lambda mistake: (len(explained[mistake]), mistake.plain, mistake.scale == 1.0))
-        verdicts |= {at: Verdict("mistake", str(best), best) for at in explained[best]}
+        verdicts |= {k: Verdict("mistake", str(best), best) for k in explained[best]}
         left -= explained[best]
         pool.pop(best)
-    return [verdicts[at] or Verdict("unknown", _unknown(each)) for at, each in enumerate(gradients)]
+    return [verdicts[k] or Verdict("unknown", _difference(gradient)) for k, gradient in enumerate(gradients)]
 
 
-def _equal(gradient: Gradient, whole: float) -> Verdict | None:
-    """A verdict, if the gradient is the right one."""
+def _equal(gradient: Gradient, size: float) -> Verdict | None:
+    """Return a verdict if the gradient is the right one; `size` is the norm of all gradients."""
     found, expected = gradient.found, gradient.expected
     if gradient.bitwise:
         return Verdict("bitwise", "equal, bit by bit")
     if distance(found, expected) <= tolerance(found, expected):
-        off = largest(found, expected)
-        ulps = ceil(off / (float(wide(expected).abs().max()) * tolerance(found, expected) ** 2)) if off else 0
+        error = largest(found, expected)
+        ulps = ceil(error / (float(wide(expected).abs().max()) * tolerance(found, expected) ** 2)) if error else 0
         return Verdict("rounding", f"equal to rounding, {ulps} ulps of its largest number at most")
-    if vanish(found, expected, whole):
+    if vanish(found, expected, size):
         return Verdict("rounding", "zero but for the rounding of its terms")
     return None
 
 
 def is_sure(gradient: Gradient) -> bool:
-    """Whether a gradient differs too little for a look at what else than rounding it could be."""
+    """Whether a gradient differs so little that nothing else than rounding need be looked for."""
     found, expected = gradient.found, gradient.expected
     return gradient.bitwise or distance(found, expected) <= tolerance(found, expected) ** 1.5
 
 
 def _patterns(gradients: Sequence[Gradient], microbatches: int, reduction: Reduction) -> Iterator[Mistake]:
-    """The mistakes that are tried, up to a scale."""
-    none = Mistake(microbatches, reduction=reduction)
-    yield none
-    used = [{stage for _, stage in each.parts} for each in gradients]
-    if microbatches > 1 and any(used):
-        yield from (replace(none, microbatch=index, times=times) for index in range(microbatches) for times in (0, 2))
-        yield replace(none, even=True)
-    tied = sorted({stage for stages in used if len(stages) > 1 for stage in stages})
-    yield from (replace(none, stage=stage, times=times) for stage in tied for times in (0, 2))
+    """Yield the mistakes that are tried, up to a scale."""
+    scale_alone = Mistake(microbatches, reduction=reduction)
+    yield scale_alone
+    stages_by_gradient = [{stage for _, stage in gradient.parts} for gradient in gradients]
+    if microbatches > 1 and any(stages_by_gradient):
+        for index in range(microbatches):
+            yield from (replace(scale_alone, microbatch=index, times=times) for times in (0, 2))
+        yield replace(scale_alone, even=True)
+    for stage in sorted({stage for stages in stages_by_gradient if len(stages) > 1 for stage in stages}):
+        yield from (replace(scale_alone, stage=stage, times=times) for times in (0, 2))
 
 
 def _applied(pattern: Mistake, gradient: Gradient, weights: Sequence[float]) -> Tensor | None:
-    """The gradient that a mistake would give, but for the scale; None where it stays as it is."""
+    """Return the gradient that a mistake would give, but for the scale; None where it stays as it is."""
     mean = sum(weights) / len(weights)
-    more: list[Tensor] = []
+    changes: list[Tensor] = []
     for (index, stage), part in gradient.parts.items():
         if pattern.even:
             factor = mean / weights[index] if weights[index] else 1
         else:
             factor = pattern.times if index == pattern.microbatch or stage == pattern.stage else 1
         if factor != 1:
-            more.append(wide(part) * (factor - 1.0))
+            changes.append(wide(part) * (factor - 1.0))
     right = wide(gradient.expected)
-    if more:
-        return sum(more, right)
+    if changes:
+        return sum(changes, right)
     return right if pattern.times == 1 and not pattern.even else None
 
 
 def _fits(
     gradient: Gradient, patterns: Sequence[Mistake], weights: Sequence[float], equal: bool
 ) -> dict[Mistake, None]:
-    """The mistakes that give what was found ten times closer than none does; of one that is equal, to rounding, only
-    those that count something otherwise."""
+    """Return the mistakes that give what was found ten times closer than none does.
+
+    Of a gradient that is equal, to rounding, only those that count something otherwise.
+    """
     if not is_finite(gradient.found):
         return {}
     found = wide(gradient.found).flatten()
-    off = float((found - wide(gradient.expected).flatten()).norm())
-    limit = min(tolerance(gradient.found, gradient.expected) * float(found.norm()), off / 10)
+    error = float((found - wide(gradient.expected).flatten()).norm())
+    limit = min(tolerance(gradient.found, gradient.expected) * float(found.norm()), error / 10)
     fits: dict[Mistake, None] = {}
     for pattern in patterns[1 if equal else 0 :]:  # the first is a scale alone
-        made = _applied(pattern, gradient, weights)
-        if made is None or not made.count_nonzero():
+        mistaken = _applied(pattern, gradient, weights)
+        if mistaken is None or not mistaken.count_nonzero():
             continue
-        made = made.flatten()
-        scale = float(torch.vdot(made, found).real / torch.vdot(made, made).real)
-        tried = (1.0,) if equal else (plainest(scale), scale)
-        chosen = next((one for one in tried if float((found - one * made).norm()) <= limit), None)
-        if chosen is not None:
-            fits[replace(pattern, scale=chosen)] = None
+        mistaken = mistaken.flatten()
+        scale = float(torch.vdot(mistaken, found).real / torch.vdot(mistaken, mistaken).real)
+        for near in (1.0,) if equal else (plainest(scale), scale):
+            if float((found - near * mistaken).norm()) <= limit:
+                fits[replace(pattern, scale=near)] = None
+                break
     return fits
 
 
 def _explains(mistake: Mistake, fits: Mapping[Mistake, None]) -> bool:
-    """Whether a gradient fits a mistake: it, or the same with a scale that is near by."""
-    near = (one for one in fits if abs(one.scale - mistake.scale) <= 1e-3 * abs(mistake.scale))
-    return any(replace(one, scale=mistake.scale) == mistake for one in near)
+    """Whether a gradient fits a mistake, or the same with a scale nearby."""
+    near = (fit for fit in fits if abs(fit.scale - mistake.scale) <= 1e-3 * abs(mistake.scale))
+    return any(replace(fit, scale=mistake.scale) == mistake for fit in near)
 
 
-def _unknown(gradient: Gradient) -> str:
-    """How a gradient differs that no mistake explains."""
+def _difference(gradient: Gradient) -> str:
+    """Say how a gradient differs that no mistake explains."""
     if not is_finite(gradient.found):
         return "NaN or infinite numbers"
     found, expected = wide(gradient.found).flatten(), wide(gradient.expected).flatten()

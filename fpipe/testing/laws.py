@@ -1,4 +1,4 @@
-"""Take a schedule through every law, over sizes and models: what it must keep to be worth drawing."""
+"""Take a schedule through every law, over sizes and models."""
 
 from __future__ import annotations
 
@@ -108,59 +108,59 @@ def check_schedule(
     >>> print(check_schedule(fpipe.schedules.one_f_one_b, ranks=[1, 2], microbatches=[1, 3], examples=5))
     4 sizes complete, legal and within bounds, 5 models with the gradients of plain autograd, bit by bit
     """
-    found = about(schedule) if isinstance(schedule, str) else None
+    registered = about(schedule) if isinstance(schedule, str) else None
     factory = schedule if callable(schedule) else about(schedule).factory
     name = schedule if isinstance(schedule, str) else getattr(factory, "__name__", repr(factory))
-    each = stages_per_rank or (found.stages_per_rank if found else 1)
-    tried = [Size(p, m, p * each) for p in ranks for m in microbatches]
+    v = stages_per_rank or (registered.stages_per_rank if registered else 1)
+    sizes = [Size(p, m, p * v) for p in ranks for m in microbatches]
     if serves is not None:
-        tried = [size for size in tried if serves(size.ranks, size.microbatches)]
-    elif found is not None:
-        tried = [size for size in tried if found.refuses(size.ranks, size.stages, size.microbatches) is None]
-    if not tried:
+        sizes = [size for size in sizes if serves(size.ranks, size.microbatches)]
+    elif registered is not None:
+        sizes = [size for size in sizes if registered.refuses(size.ranks, size.stages, size.microbatches) is None]
+    if not sizes:
         raise ValueError("there is no size to try: say other ranks=, microbatches= or serves=.")
-    schedules = _Schedules(name, factory)
-    for size in sorted(tried):
-        schedules.complete_and_legal(size)
-    schedules.gradients(sorted(tried), examples)
-    return Checked(tuple(tried), examples)
+    laws = _Laws(name, factory)
+    for size in sorted(sizes):
+        laws.check_size(size)
+    laws.check_gradients(sorted(sizes), examples)
+    return Checked(tuple(sizes), examples)
 
 
 @dataclass(frozen=True)
-class _Schedules:
-    """The schedule at any size, and the laws."""
+class _Laws:
+    """The laws, of a schedule at any size."""
 
     name: str
     factory: Callable[[int], Transform]
 
     def program(self, size: Size, base: Program | None = None) -> Program:
-        """A split program under the schedule, not merged."""
+        """Return a split program under the schedule, not merged."""
         cut = split(size.microbatches)(base_program(size.stages) if base is None else base)
-        return self.kept(size, "it makes a program of these sizes", lambda: self.factory(size.ranks)(cut))
+        return self.attempt(size, "it makes a program of these sizes", lambda: self.factory(size.ranks)(cut))
 
-    def complete_and_legal(self, size: Size) -> None:
-        """All ops once, all results, on all ranks; and no op that waits for ever or reads what is gone."""
+    def check_size(self, size: Size) -> None:
+        """Check that a program is complete, uses all ranks, is legal, and takes no less time than a lower bound."""
         base, program = base_program(size.stages), self.program(size)
         cut = split(size.microbatches)(base)
-        missing, twice = _scheduled(cut) - _scheduled(program), _scheduled(program) - _scheduled(cut)
-        if missing or twice:
-            cells = ", ".join(f"{stage}{kind}{index}" for kind, stage, index, _ in sorted(missing or twice))
-            self.broken(size, "it is complete", f"{cells} {'is missing' if missing else 'stands too often'}.", program)
+        missing, repeated = _cells(cut) - _cells(program), _cells(program) - _cells(cut)
+        if missing or repeated:
+            cells = ", ".join(f"{stage}{kind}{index}" for kind, stage, index, _ in sorted(missing or repeated))
+            self.fail(size, "it is complete", f"{cells} {'is missing' if missing else 'stands too often'}.", program)
         lost = {end.name for end in merge()(cut).outputs} - {end.name for end in merge()(program).outputs}
         if lost:
-            self.broken(size, "it is complete", f"the result {min(map(str, lost))} is lost.", program)
+            self.fail(size, "it is complete", f"the result {min(map(str, lost))} is lost.", program)
         if program.ranks != size.ranks:
-            self.broken(size, "it uses every rank", f"the program is on {program.ranks} ranks.", program)
+            self.fail(size, "it uses every rank", f"the program is on {program.ranks} ranks.", program)
         full = chain(merge(), communicate(), free())
-        self.kept(size, "it is legal with transfers and frees", lambda: check(full(program)), program)
+        self.attempt(size, "it is legal with transfers and frees", lambda: check(full(program)), program)
         for costs in COSTS:
-            found, least = simulate(program, costs), bounds(program, costs)
-            if found.makespan < least.makespan - 1e-9 or found.span < least.span - 1e-9:
-                why = f"{found} with {costs}, but the bounds are\n{least}"
-                self.broken(size, "it takes no less time than a lower bound", why, program)
+            timeline, least = simulate(program, costs), bounds(program, costs)
+            if timeline.makespan < least.makespan - 1e-9 or timeline.span < least.span - 1e-9:
+                why = f"{timeline} with {costs}, but the bounds are\n{least}"
+                self.fail(size, "it takes no less time than a lower bound", why, program)
 
-    def gradients(self, sizes: list[Size], examples: int) -> None:
-        """Loss and gradients on drawn models at drawn sizes, the smallest first."""
+    def check_gradients(self, sizes: list[Size], examples: int) -> None:
+        """Compare loss and gradients of drawn models at drawn sizes, the smallest first."""
         random = Random(0)
         for size in sorted(random.choices(sizes, k=examples)):
             net = DrawnModel.draw(random, size.stages)
@@ -170,20 +170,20 @@ class _Schedules:
             transfers = (communicate(), free()) if is_sent else ()
             program = chain(checkpoint(policy), merge(), *transfers)(self.program(size, base_program(model)))
             law = f"its gradients on {net}, {rows} rows, are those of plain autograd"
-            self.kept(size, law, partial(verify, program, model, net.params(), net.batch(rows)), program)
+            self.attempt(size, law, partial(verify, program, model, net.params(), net.batch(rows)), program)
 
-    def kept(self, size: Size, law: str, reading: Callable[[], T], program: Program | None = None) -> T:
-        """Take a reading, or name the law that it breaks."""
+    def attempt(self, size: Size, law: str, reading: Callable[[], T], program: Program | None = None) -> T:
+        """Take a reading, or name the law that its error breaks."""
         try:
             return reading()
         except Exception as error:
             kind = "" if isinstance(error, ProgramError | AssertionError) else f"{type(error).__name__}: "
-            self.broken(size, law, f"{kind}{error}", program, error)
+            self.fail(size, law, f"{kind}{error}", program, error)
 
-    def broken(
+    def fail(
         self, size: Size, law: str, why: str, program: Program | None = None, cause: Exception | None = None
     ) -> NoReturn:
-        """Raise what the user reads."""
+        """Raise BrokenLaw with the reason and the grid."""
         why = why.replace("\n", "\n  ")
         grid = f"\n{plot(program)}" if program is not None else ""
         raise BrokenLaw(f"{self.name} at {size}: {law}.\n  {why}{grid}") from cause
@@ -203,14 +203,14 @@ def _loss(y: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class DrawnModel:
-    """A model of stages tanh((x + ..) @ w): what each takes, and which stages share their weight."""
+    """A model of stages tanh((x + ..) @ w): the inputs of each, and the stages that share their weight."""
 
     inputs: tuple[Source | tuple[Source, ...], ...]
     tied: tuple[int, ...]
 
     @classmethod
     def draw(cls, random: Random, stages: int) -> DrawnModel:
-        """Draw what each stage takes, the batch or earlier stages; every stage but the last has a reader."""
+        """Draw the inputs of each stage, the batch or earlier stages; every stage but the last has a reader."""
         inputs: list[list[Source]] = []
         for stage in range(stages):
             sources: list[Source] = ["batch", *range(stage)]
@@ -223,23 +223,23 @@ class DrawnModel:
 
     @property
     def model(self) -> Model:
-        """The model itself."""
+        """The model, with its ties."""
         ties = [[(stage, "w") for stage in self.tied]] if self.tied else []
         return from_functions([_stage] * len(self.inputs), _loss, inputs=self.inputs, ties=ties)
 
     def params(self) -> tuple[dict[str, Tensor], ...]:
-        """Its parameters; a tied weight is in the first stage that reads it."""
+        """Draw its parameters; a tied weight is in the first stage that reads it."""
         generator = torch.Generator().manual_seed(0)
         weights = [0.5 * torch.randn(WIDTH, WIDTH, generator=generator) for _ in self.inputs]
         return tuple({} if stage in self.tied[1:] else {"w": weight} for stage, weight in enumerate(weights))
 
     def batch(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets."""
+        """Draw inputs and targets."""
         generator = torch.Generator().manual_seed(1)
         return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
 
 
-def _scheduled(program: Program) -> Counter[tuple[str, int | None, int | None, int | None]]:
-    """How often each forward and each backward stands there; an I is the backward of a W."""
+def _cells(program: Program) -> Counter[tuple[str, int | None, int | None, int | None]]:
+    """Count each forward and each backward; an I counts as its backward."""
     names = {"F": "F", "B": "B", "I": "B"}
     return Counter((names[op.kind], *op[1:4]) for op in parts_of(program.ops) if op.kind in names)
