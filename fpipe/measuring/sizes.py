@@ -18,7 +18,7 @@ from fpipe.meaning.recorder import Storages
 from fpipe.meaning.step import StepInputs, StepOptions
 from fpipe.model import Model
 from fpipe.program import Op, Program, Value
-from fpipe.runtimes.lowering.abstract_tree import AbstractTree
+from fpipe.runtimes.lowering.lowered import AbstractTree
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.shards import Share
 from fpipe.runtimes.lowering.slots import ProcessContext

@@ -21,7 +21,6 @@ from torch import Tensor, fx
 
 from fpipe.graphs.language.graph import Aval, Fact, Graph, Name, Node, Outline, fact, without_repeated_views
 from fpipe.graphs.language.labels import gradient_of, is_input, is_parameter, result_of, variable
-from fpipe.graphs.tracing.checks import with_checks
 from fpipe.graphs.tracing.draws import Unseeded, draws, keyed, refuse_hidden, without_fills
 from fpipe.graphs.tracing.fake import LeakedTensor, fake_mode, no_leaks, watched_memory
 from fpipe.graphs.tracing.functional import functional, refuse_mutation
@@ -37,6 +36,7 @@ from fpipe.torch_private.dispatch import (
     TorchDispatchMode,
     fake_tensor_class,
     has_kernel,
+    kernel_instead,
     without_modes,
 )
 from fpipe.torch_private.fx import calls_so_far, traced_by_torch, unnoticed, without_compiled_functions
@@ -48,7 +48,7 @@ Flat = Callable[[Mapping[str, list[Any]]], Mapping[str, list[Any]]]
 
 Around = Callable[[Mapping[str, list[Any]], Callable[[], Any]], Any]
 
-_aten = torch.ops.aten
+_aten: Any = torch.ops.aten
 
 
 def outline(function: Flat, reads: Groups, apart: bool = False, model: Model | None = None) -> Outline:
@@ -254,7 +254,7 @@ def _reasons() -> Generator[None]:
     """Whatever stops a trace is the reason why there is none. A caller's modes, which may change ops or count them, see
     those of a step and not these."""
     try:
-        with _TRACING, without_modes(), with_checks():
+        with _TRACING, without_modes(), kernel_instead("one_hot", _one_hot):
             yield
     except (Untraceable, LeakedTensor, MissingGradient):
         raise
@@ -263,6 +263,20 @@ def _reasons() -> Generator[None]:
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), "")
         raise Untraceable(f"{type(error).__name__}: {reason}") from error
+
+
+# torch's own kernel leaves its look at the labels out where there is no data to look at. With an op of its own for it a
+# trace keeps the error: one_hot(labels, 4)  -->  _assert_async(all(labels < 4)); eq(labels, arange(4))
+def _one_hot(self: Tensor, num_classes: int = -1) -> Tensor:
+    if self.dtype is not torch.int64:
+        raise RuntimeError("one_hot is only applicable to index tensor of type LongTensor.")
+    if num_classes == -1:
+        num_classes = int(self.max().item()) + 1
+    if num_classes < 1:
+        raise RuntimeError("num_classes should be positive")
+    _aten._assert_async.msg((self >= 0).all(), "Class values must be non-negative.")
+    _aten._assert_async.msg((self < num_classes).all(), "Class values must be smaller than num_classes.")
+    return (self.unsqueeze(-1) == torch.arange(num_classes, device=self.device)).to(torch.int64)
 
 
 def _graph(

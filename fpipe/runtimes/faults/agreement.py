@@ -22,8 +22,7 @@ from fpipe.meaning.purity.sharded import local_of
 from fpipe.model import Model
 from fpipe.positional_stage import of_net
 from fpipe.program import Program, Value
-from fpipe.runtimes.lowering.abstract_tree import AbstractTree
-from fpipe.runtimes.lowering.lowered import Lowered
+from fpipe.runtimes.lowering.lowered import AbstractTree, Lowered
 from fpipe.torch_internals import storage_of
 
 About = Mapping[str, str | Sequence[str]]

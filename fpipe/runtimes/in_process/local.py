@@ -26,11 +26,11 @@ from fpipe.model import Model
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Program, Value
 from fpipe.runtimes.in_process.threads import OnThreads, Workers
-from fpipe.runtimes.lowering.instructions import UnexpectedValue
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.signature import Signatures
 from fpipe.runtimes.lowering.slots import ProcessContext
 from fpipe.runtimes.lowering.stage_calls import UNDER_AUTOGRAD, Untraced
+from fpipe.runtimes.lowering.untraced import UnexpectedValue
 from fpipe.transforms.communicate import with_transfers
 
 

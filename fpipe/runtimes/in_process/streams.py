@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fpipe.graphs.language.graph import Fact
 from fpipe.meaning.devices import moved
-from fpipe.runtimes.lowering.abstract_tree import AbstractTree
+from fpipe.runtimes.lowering.lowered import AbstractTree
 
 Leaves = list[Any]
 

@@ -27,13 +27,14 @@ from fpipe.model import Model
 from fpipe.program import Op, Program, Value
 from fpipe.runtimes.in_process.streams import Channel, ComputeStream, accelerator_of, channels_between
 from fpipe.runtimes.lowering.host_lanes import CPU, Parked, Source, made_async
-from fpipe.runtimes.lowering.instructions import by_rule, pass_on, under_autograd
+from fpipe.runtimes.lowering.instructions import by_rule, pass_on
 from fpipe.runtimes.lowering.lane import Watch
 from fpipe.runtimes.lowering.lowered import Instruction
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.rank_part import RankPart, Slots, of_rank
 from fpipe.runtimes.lowering.slots import ProcessContext, ResultLeaf
 from fpipe.runtimes.lowering.stage_calls import Untraced
+from fpipe.runtimes.lowering.untraced import under_autograd
 
 Leaves = list[Any]
 

@@ -9,23 +9,107 @@ stages are traced with the cotangents that come, so from the last one back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from fpipe import tree
 from fpipe.graphs.compiling.cut import Cut
-from fpipe.graphs.language.graph import Fact, Name, fresh_storage, in_own_storage
+from fpipe.graphs.language.graph import Fact, Name, fact, fresh_storage, in_own_storage
 from fpipe.graphs.language.labels import is_cotangent, label_of, reads_of
 from fpipe.graphs.tracing.fake import fake_mode
 from fpipe.graphs.tracing.stage_call import StageCall
 from fpipe.meaning.by_autograd import StepContext
+from fpipe.meaning.meaning import RULES
 from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Op, Value
-from fpipe.runtimes.lowering.abstract_eval import abstract_eval, rounded
-from fpipe.runtimes.lowering.abstract_tree import AbstractTree, StorageMap, described
-from fpipe.runtimes.lowering.dry_run import DryRuns
-from fpipe.runtimes.lowering.shapes import TRANSFERS, Coordinates, Shapes, copies_of
+from fpipe.runtimes.lowering.in_place import places_by_leaf
+from fpipe.runtimes.lowering.lowered import AbstractTree, StorageMap, aval_of, dense, described, whole
 from fpipe.runtimes.lowering.shards import gathered, shard_of
-from fpipe.runtimes.lowering.stage_calls import StageCalls, StageRun, Untraced
+from fpipe.runtimes.lowering.stage_calls import (
+    TRANSFERS,
+    Coordinates,
+    Shapes,
+    StageCalls,
+    StageRun,
+    Untraced,
+    copies_of,
+)
+from fpipe.runtimes.lowering.untraced import DryRuns
+from fpipe.torch_internals import storage_of
+
+
+def abstract_eval(op: Op, trees: Sequence[AbstractTree], context: StepContext, fake: Any) -> list[AbstractTree]:
+    """Return the abstract values that an op writes if it reads these; `fake` is the mode that makes fake tensors."""
+    if op.kind == "UPDATE":  # torch's optimizers look at numbers, and do not run on shapes alone
+        return _updated(*trees[:3])
+    if op.kind == "ADD" and _are_alike(trees):  # its rule takes .1 ms a leaf on shapes
+        leaves = (leaf if leaf is None else in_own_storage(leaf.aval) for leaf in trees[0].leaves)
+        return [trees[0]._replace(leaves=tuple(leaves))]
+    devices = {leaf.aval.device for abstract in trees for leaf in abstract.leaves if isinstance(leaf, Fact)}
+    # Slices are views, and those of plain meta tensors are made in no time. They forget the device.
+    on_meta = op.kind == "SPLIT" and len(devices) == 1
+    numbers: dict[int, int] = {}
+    with nullcontext() if on_meta else fake:
+        args = [whole(abstract, [_fake(leaf, numbers, on_meta) for leaf in abstract.leaves]) for abstract in trees]
+        try:
+            results = RULES[op.kind](op, args, context)
+        except Exception as error:
+            raise Untraceable(f"{op.cell} cannot run on shapes alone ({type(error).__name__}: {error})") from error
+    abstracts: list[AbstractTree] = []
+    for result in results:
+        leaves, spec = tree.flatten(result)
+        known = [fact(leaf, numbers) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if on_meta:
+            known = [_on_device(leaf, *devices) for leaf in known]
+        abstracts.append(AbstractTree(tuple(known), None if is_list(op, result) else spec))
+    return abstracts
+
+
+def _are_alike(trees: Sequence[AbstractTree]) -> bool:
+    first, *others = (tuple(map(aval_of, abstract.leaves)) for abstract in trees)
+    return all(avals == first for avals in others) and all(leaf is None or dense(leaf) for leaf in trees[0].leaves)
+
+
+def _updated(params: AbstractTree, state: AbstractTree, grads: AbstractTree) -> list[AbstractTree]:
+    """The next parameters and state are as those before, in memory of their own; what has no gradient stays."""
+    next_params, next_state = [*params.leaves], [*state.leaves]
+    for at, places in enumerate(places_by_leaf(params, state)):
+        if grads.leaves[at] is not None:
+            next_params[at] = _dense_copy(next_params[at])
+            for place in places:
+                next_state[place] = _dense_copy(next_state[place])
+    return [AbstractTree(tuple(next_params), params.spec), AbstractTree(tuple(next_state), state.spec)]
+
+
+def _dense_copy(leaf: Any) -> Any:
+    if not isinstance(leaf, Fact):
+        return leaf
+    like = torch.empty_like(torch.empty_strided(leaf.aval.shape, leaf.aval.stride, device="meta"))
+    return in_own_storage(leaf.aval._replace(stride=like.stride()))
+
+
+def _on_device(leaf: Any, device: torch.device) -> Any:
+    return leaf._replace(aval=leaf.aval._replace(device=device)) if isinstance(leaf, Fact) else leaf
+
+
+def _fake(leaf: Any, numbers: dict[int, int], on_meta: bool) -> Any:
+    if not isinstance(leaf, Fact):
+        return leaf
+    tensor = leaf.aval.empty("meta" if on_meta else None)
+    numbers[storage_of(tensor)] = leaf.storage
+    return tensor.requires_grad_(leaf.aval.wants)
+
+
+def is_list(op: Op, made: Any) -> bool:
+    """Whether what a rule made is a list over leaves (gradients), and no container that happens to be a list."""
+    return isinstance(made, list) and op.kind not in _CONTAINERS
+
+
+_CONTAINERS = frozenset(("F", "R", "SPLIT", "MERGE", "UPDATE"))
 
 
 def shapes_of(
@@ -61,7 +145,7 @@ class _Walk:
 
     def follow(self, op: Op) -> None:
         """Find out what an op writes."""
-        if self._untraced.has(op, self._model):
+        if self._untraced.has(op):
             self._trees.update(zip(op.writes, self._dry_runs.written(op, self._trees), strict=True))
         elif op.kind in "FRBI":
             try:
@@ -78,8 +162,11 @@ class _Walk:
         elif op.kind in TRANSFERS:
             for read, written in zip(op.reads, op.writes, strict=True):
                 if read in self._trees:  # what a forward leaves is known when its backward is
-                    known = rounded(op, self._trees[read], self._fake) if op.how else self._trees[read]
-                    self._trees[written] = self._copies.landed(written, known)
+                    known = self._trees[read]
+                    if op.how:  # a leaf that is rounded on its way lies in memory of its own
+                        (cast,) = abstract_eval(op, [known], self._context, self._fake)
+                        known = cast._replace(spec=known.spec)
+                    self._trees[written] = self._copies.as_received(written, known)
         elif op.kind != "W":
             made = abstract_eval(op, [self._trees[value] for value in op.reads], self._context, self._fake)
             self._trees.update(zip(op.writes, made, strict=True))
@@ -123,7 +210,7 @@ class _Walk:
         residuals = self._copies.each(next(value for value in op.reads if value.name == "res"))
         trees = {label: _in_memory(leaves, cut, storages) for label, leaves in made.items()}
         for value in (*residuals, *op.writes, *gradients):
-            self._trees[value] = self._copies.landed(value, trees[label_of(value)])
+            self._trees[value] = self._copies.as_received(value, trees[label_of(value)])
 
     def complete(self) -> None:
         """Cut what no backward follows."""

@@ -22,8 +22,8 @@ from fpipe.graphs.compiling.one_pass_norms import in_one_pass, overwritten
 from fpipe.graphs.language.graph import Fact, in_own_storage
 from fpipe.graphs.language.labels import label_of
 from fpipe.program import Op, Value
-from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense
-from fpipe.runtimes.lowering.shapes import Shapes
+from fpipe.runtimes.lowering.lowered import AbstractTree, dense
+from fpipe.runtimes.lowering.stage_calls import Shapes
 
 
 class Sums(NamedTuple):
@@ -65,12 +65,12 @@ class Folds:
     trees: Mapping[Value, AbstractTree]
     dead: Mapping[int, tuple[Value, ...]]
 
-    def others(self, at: int) -> list[int]:
-        """The positions of the ops that are folded into one."""
+    def adds_of(self, at: int) -> list[int]:
+        """Return the positions of the ADDs that are folded into an op."""
         return [*self.sums.adds.get(at, {}).values()]
 
     def own_writes(self, at: int) -> list[Value]:
-        """The values that an op writes itself, without those for ops that are folded into it."""
+        """Return the values that an op writes itself, without gradients that it adds to sums."""
         adds = self.sums.adds.get(at, {})
         return [value for value in self.ops[at].writes if value not in adds]
 
@@ -78,7 +78,7 @@ class Folds:
 def folds_of(
     ops: Sequence[Op], kept: Collection[Value], shapes: Shapes, given: Collection[int], compile: bool
 ) -> Folds:
-    """The folds of a program; `kept` are its outputs, `given` the storages that are not the step's own."""
+    """Return the folds of a program; `kept` are its outputs, `given` the storages that are not the step's own."""
     sums = _sums_of(ops, kept, shapes, given)
     overwrites, trees = ({}, sums.trees) if compile else _overwrites_of(ops, kept, shapes, sums.trees, given)
     folded = {add for adds in sums.adds.values() for add in adds.values()}
@@ -92,70 +92,59 @@ def folds_of(
 
 
 def _touched(folds: Folds, at: int) -> Iterator[Value]:
-    """The values that are written or read at a position, those of the ops that are folded into it too."""
+    """Yield the values that an op writes and reads, and those of the ADDs that are folded into it."""
     if at not in folds.folded:
-        others = folds.others(at)
+        adds = [folds.ops[add] for add in folds.adds_of(at)]
         yield from folds.own_writes(at)
-        yield from (folds.ops[other].writes[0] for other in others)
+        yield from (op.writes[0] for op in adds)
         yield from folds.ops[at].reads
-        yield from (folds.ops[other].reads[0] for other in others)
+        yield from (op.reads[0] for op in adds)
 
 
 def _sums_of(ops: Sequence[Op], kept: Collection[Value], shapes: Shapes, given: Collection[int]) -> Sums:
-    """The sums of a program; `kept` are its outputs, and `given` the storages that are not the step's own."""
-    adds, in_place, copied, trees = (
-        dict[int, dict[Value, int]](),
-        set[int](),
-        dict[Value, Sequence[int]](),
-        {**shapes.trees},
-    )
+    adds, in_place = dict[int, dict[Value, int]](), set[int]()
+    copied, trees = dict[Value, Sequence[int]](), {**shapes.trees}
     written = {value: at for at, op in enumerate(ops) for value in op.writes}
     readers = Counter(value for op in ops for value in op.reads)
-    mine: set[Value] = set()  # sums that the step owns
-    sent: set[Value] = set()  # the same tensors, under way and on other ranks
+    owned: set[Value] = set()
+    sent: set[Value] = set()  # owned sums in flight and on other ranks
 
-    def is_made(value: Value) -> bool:
-        maker = ops[written.get(value, -1)]
-        return value.name == "g" and maker.kind in "BW" and maker.stage not in shapes.untraced.stages
+    def is_traced(value: Value) -> bool:
+        writer = ops[written.get(value, -1)]
+        return value.name == "g" and writer.kind in "BW" and writer.stage not in shapes.untraced.stages
 
     for at, op in enumerate(ops):
-        if op.kind in ("SEND", "RECV") and (op.reads[0] in mine or op.reads[0] in sent):
-            trees[op.writes[0]] = shapes.copies.landed(op.writes[0], trees[op.reads[0]])
+        if op.kind in ("SEND", "RECV") and (op.reads[0] in owned or op.reads[0] in sent):
+            trees[op.writes[0]] = shapes.copies.as_received(op.writes[0], trees[op.reads[0]])
             sent.add(op.writes[0])
         if op.kind != "ADD" or len(op.reads) != 2:
             continue
         total, gradient = op.reads
-        start, maker = written.get(total, -1), written.get(gradient, -1)
-        if start < 0 or total in kept or readers[total] > 1 or not (total in mine or is_made(total)):
+        start, writer = written.get(total, -1), written.get(gradient, -1)
+        if start < 0 or total in kept or readers[total] > 1 or not (total in owned or is_traced(total)):
             continue
-        if not _alike(trees[total], trees[gradient]):
+        pairs = zip(trees[total].leaves, trees[gradient].leaves, strict=True)
+        if any((a is None) != (b is None) for a, b in pairs):
             continue
-        if total not in mine:
-            taken = Counter([*given] * 2)
-            both = {*ops[start].reads, *ops[start].writes}
-            taken.update(leaf.storage for v in both for leaf in trees[v].leaves if isinstance(leaf, Fact))
-            copied[total], trees[total] = _started(trees[total], taken)
-        mine.add(op.writes[0])
+        if total not in owned:
+            uses = Counter([*given] * 2)  # of each storage; what is not the step's own is as if used twice
+            values = {*ops[start].reads, *ops[start].writes}
+            uses.update(leaf.storage for v in values for leaf in trees[v].leaves if isinstance(leaf, Fact))
+            copied[total], trees[total] = _owned_sum(trees[total], uses)
+        owned.add(op.writes[0])
         trees[op.writes[0]] = trees[total]
-        here = start < maker and ops[start].rank == ops[maker].rank == op.rank
-        if is_made(gradient) and here and gradient not in kept and readers[gradient] == 1:
-            adds.setdefault(maker, {})[gradient] = at
+        is_local = start < writer and ops[start].rank == ops[writer].rank == op.rank
+        if is_traced(gradient) and is_local and gradient not in kept and readers[gradient] == 1:
+            adds.setdefault(writer, {})[gradient] = at
         else:
             in_place.add(at)
     return Sums(adds, in_place, copied, trees)
 
 
-def _alike(one: AbstractTree, other: AbstractTree) -> bool:
-    """Whether two gradients have something for the same leaves."""
-    return all((a is None) == (b is None) for a, b in zip(one.leaves, other.leaves, strict=True))
-
-
-def _started(first: AbstractTree, taken: Mapping[int, int]) -> tuple[tuple[int, ...], AbstractTree]:
-    """The places of a first gradient's leaves that need a copy, being in `taken` memory, and the sum in its own."""
+def _owned_sum(first: AbstractTree, uses: Mapping[int, int]) -> tuple[tuple[int, ...], AbstractTree]:
+    """Return which leaves of a first gradient need a copy, and the sum in storages that nothing else uses."""
     leaves = list(first.leaves)
-    copied = tuple(
-        k for k, leaf in enumerate(leaves) if leaf is not None and (taken[leaf.storage] > 1 or not dense(leaf))
-    )
+    copied = tuple(k for k, leaf in enumerate(leaves) if leaf and (uses[leaf.storage] > 1 or not dense(leaf)))
     for k in copied:
         known = leaves[k].aval
         leaves[k] = in_own_storage(known._replace(stride=torch.empty(known.shape, device="meta").stride()))
@@ -169,7 +158,7 @@ def _overwrites_of(
     trees: Mapping[Value, AbstractTree],
     given: Collection[int],
 ) -> tuple[Mapping[int, tuple[int, ...]], Mapping[Value, AbstractTree]]:
-    """Find the state that forwards overwrite, since the step made it for them alone; and the trees with it in place."""
+    """Find the state that forwards may overwrite, since nobody else reads it; and the trees with it in place."""
     overwrites, trees = dict[int, tuple[int, ...]](), {**trees}
     readers = Counter(value for op in ops for value in op.reads)
     owned: dict[Value, tuple[int, ...]] = {}
@@ -182,15 +171,15 @@ def _overwrites_of(
             cut, labels = shapes.cuts[op[1:4]], tuple(map(label_of, op.writes))
             places = cut.graph.once(("overwritten", cut, labels, free), partial(_overwritten_by, cut, labels, free))
             overwrites[at] = tuple(places.values())
-            leaves = enumerate(trees[after].leaves)
-            inside = tuple(trees[before].leaves[places[k]] if k in places else leaf for k, leaf in leaves)
-            trees[after] = trees[after]._replace(leaves=inside)
+            leaves = [*trees[after].leaves]
+            for k, place in places.items():
+                leaves[k] = trees[before].leaves[place]
+            trees[after] = trees[after]._replace(leaves=tuple(leaves))
         values = {*op.reads, *op.writes} - {before} if free else {*op.reads, *op.writes}
         storages = Counter(leaf.storage for value in values for leaf in trees[value].leaves if isinstance(leaf, Fact))
-        own = enumerate(trees[after].leaves)
         owned[after] = tuple(
             k
-            for k, leaf in own
+            for k, leaf in enumerate(trees[after].leaves)
             if isinstance(leaf, Fact) and dense(leaf) and storages[leaf.storage] == 1 and leaf.storage not in given
         )
     return overwrites, trees

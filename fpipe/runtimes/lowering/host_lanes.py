@@ -21,9 +21,8 @@ from torch import Tensor
 from fpipe.graphs.language.graph import Fact
 from fpipe.meaning.devices import copied, to_host
 from fpipe.program import Value, kind_of
-from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.lane import Lane, Launch, Launched, Watch
-from fpipe.runtimes.lowering.lowered import Instruction
+from fpipe.runtimes.lowering.lowered import AbstractTree, Instruction
 
 Leaves = list[Any]
 CPU = torch.device("cpu")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -26,31 +27,29 @@ from fpipe.meaning.purity.ambient import casts, kernels
 from fpipe.meaning.stages.outputs import scaled
 from fpipe.meaning.step import StepOptions
 from fpipe.program import Op, Program, Value, building
-from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.abstract_walk import shapes_of
 from fpipe.runtimes.lowering.folds import Folds, folds_of
 from fpipe.runtimes.lowering.in_place import Overwritten, overwritten_by, updating
 from fpipe.runtimes.lowering.instructions import (
+    Code,
+    Recipe,
     add,
     add_to,
     arrive,
     by_rule,
+    code_of,
     container,
     distinct,
     dropping,
-    merging,
     pass_on,
     rounded,
-    slices_of,
     slicing,
-    under_autograd,
     with_generators,
     with_scale,
 )
-from fpipe.runtimes.lowering.lowered import KEY, Instruction, Leaves, Lowered
-from fpipe.runtimes.lowering.op_code import Code, Recipe, code_of
-from fpipe.runtimes.lowering.shapes import TRANSFERS, Shapes, ops_of
-from fpipe.runtimes.lowering.stage_calls import Untraced, by_sizes, refuse_unknown_rows
+from fpipe.runtimes.lowering.lowered import KEY, AbstractTree, Instruction, Leaves, Lowered
+from fpipe.runtimes.lowering.stage_calls import TRANSFERS, Shapes, Untraced, by_sizes, ops_of, refuse_unknown_rows
+from fpipe.runtimes.lowering.untraced import under_autograd
 
 _STEADY = ("ready", "weight")  # no instruction empties these
 
@@ -82,7 +81,7 @@ def lower(
 
 
 class _Unnumbered(NamedTuple):
-    """An instruction whose slots have names still: values, and what a step makes before its first instruction."""
+    """An instruction whose slots still have names: values, and what a step makes before its first instruction."""
 
     run: Callable[..., Any]
     reads: Sequence[Any]
@@ -93,7 +92,7 @@ class _Unnumbered(NamedTuple):
 
 
 class _Lowering:
-    """Writes the instructions of a program down, now that all shapes are known, and then numbers their slots."""
+    """The instructions of a program whose shapes are known, and then the numbers of their slots."""
 
     def __init__(
         self,
@@ -106,8 +105,8 @@ class _Lowering:
     ) -> None:
         self.ops, self.shapes, self.folds, self.given, self.compile = ops, shapes, folds, given, options.compile
         self.trees, self.overwritten = overwritten.trees, overwritten
-        self.made = {value for op in ops for value in op.writes if value.name == "params"}  # versions and copies
-        self.moved = {*self.made, *shapes.copies.origin}
+        self.written_params = {value for op in ops for value in op.writes if value.name == "params"}
+        self.moved = {*self.written_params, *shapes.copies.origin}
         self.kernels, self.casts = kernels() if options.runs else None, casts()
         self.constants: dict[Any, Leaves] = {}
         self.prepare: dict[Any, tuple[Callable[..., Any], Sequence[Any]]] = {}
@@ -118,30 +117,28 @@ class _Lowering:
         traced = {value for op in ops if not shapes.is_untraced(op) for value in op.reads}
         free = {value for op in ops if shapes.is_untraced(op) for value in op.writes}
         self.free = frozenset(free - traced).difference(folds.kept)  # nobody relies on the shapes of these
-        self.read_leaves: dict[Value, set[int]] = {value: set() for value in self.made - whole}
+        self.read_leaves: dict[Value, set[int]] = {value: set() for value in self.written_params - whole}
 
     def lowered(self, program: Program, given: Mapping[Value, AbstractTree]) -> Lowered:
-        """The instructions, with their slots in the order in which they are filled."""
-        named = [self.one(at, op) for at, op in enumerate(self.ops) if at not in self.folds.folded]
-        written = dict.fromkeys(value for one in named for value in one.written)
-        read = (
-            name
-            for names in (*(reads for _, reads in self.prepare.values()), *(one.reads for one in named))
-            for name in names
-        )
-        there = dict.fromkeys((*(end.value for end in program.inputs), *self.constants, *self.prepare, *read))
-        slots = {name: slot for slot, name in enumerate((*(name for name in there if name not in written), *written))}
+        """Return the instructions, with their slots in the order in which they are filled."""
+        unnumbered = [self.instruction_of(at, op) for at, op in enumerate(self.ops) if at not in self.folds.folded]
+        written = dict.fromkeys(chain.from_iterable(instruction.written for instruction in unnumbered))
+        prepared = chain.from_iterable(reads for _, reads in self.prepare.values())
+        read = chain.from_iterable(instruction.reads for instruction in unnumbered)
+        inputs = (end.value for end in program.inputs)
+        names = dict.fromkeys(chain(inputs, self.constants, self.prepare, prepared, read))
+        slots = {name: slot for slot, name in enumerate((*(name for name in names if name not in written), *written))}
 
-        def of(names: Iterable[Any]) -> tuple[int, ...]:
+        def slots_of(names: Iterable[Any]) -> tuple[int, ...]:
             return tuple(map(slots.__getitem__, names))
 
         return Lowered(
             slots=slots,
             constants={slots[name]: leaves for name, leaves in self.constants.items()},
-            prepare=[(run, of(reads), slots[name]) for name, (run, reads) in self.prepare.items()],
+            prepare=[(run, slots_of(reads), slots[name]) for name, (run, reads) in self.prepare.items()],
             instructions=[
-                Instruction(run, of(reads), shared, of(written), ops, written, dead)
-                for run, reads, shared, ops, written, dead in named
+                Instruction(run, slots_of(reads), shared, slots_of(written), ops, written, dead)
+                for run, reads, shared, ops, written, dead in unnumbered
             ],
             trees=self.trees,
             given=frozenset(self.given),
@@ -155,16 +152,17 @@ class _Lowering:
         )
 
     def is_collective(self, given: Mapping[Value, AbstractTree]) -> bool:
-        """Whether stages talk to other processes: in a trace, by DTensors, or as an exchange that has none."""
-        functions: Iterable[Any] = (self.shapes.context.model.stages[n].forward for n in self.shapes.untraced.stages)
+        """Whether stages talk to other processes: in a trace, by DTensors, or as an exchange without a trace."""
+        functions = [self.shapes.context.model.stages[n].forward for n in self.shapes.untraced.stages]
+        leaves = chain.from_iterable(abstract.leaves for abstract in given.values())
         return (
             any(graph.collective for graphs in self.shapes.calls.traces.graphs().values() for graph in graphs)
-            or any(isinstance(one, Fact) and one.aval.sharding for known in given.values() for one in known.leaves)
-            or any(isinstance(one, Exchanged) and one.size > 1 for one in functions)
+            or any(isinstance(leaf, Fact) and leaf.aval.sharding for leaf in leaves)
+            or any(isinstance(function, Exchanged) and function.size > 1 for function in functions)
         )
 
-    def one(self, at: int, op: Op) -> _Unnumbered:
-        """The instruction of an op, and of those that are folded into it."""
+    def instruction_of(self, at: int, op: Op) -> _Unnumbered:
+        """Return the instruction of an op, and of those that are folded into it."""
         if self.shapes.is_untraced(op):
             trees = [[self.trees[value] for value in values] for values in (op.reads, op.writes)]
             keyed = (KEY,) if op.kind in "FRBI" else ()  # a backward may run the forward once more
@@ -182,7 +180,7 @@ class _Lowering:
         return _Unnumbered(run, reads, shared, (self.ops[at], *extra), tuple(writes), dead)
 
     def traced(self, at: int, op: Op) -> _Unnumbered:
-        """A part of a stage's graph."""
+        """Return the instruction that runs a part of a stage's graph."""
         sums = self.folds.sums
         cut, adds = self.shapes.cuts[op[1:4]], sums.adds.get(at, {})
         recipe = Recipe(
@@ -193,12 +191,12 @@ class _Lowering:
                 (label_of(value), place) for value in op.writes for place in self.folds.sums.copied.get(value, ())
             ),
             overwrites=self.folds.overwrites.get(at, ()),
-            landed=any(value in self.made for value in op.reads),
+            params_are_received=any(value in self.written_params for value in op.reads),
             kernels=self.kernels,
             compile=self.compile,
         )
-        made = cut.graph.once((cut, recipe), lambda: code_of(cut, recipe, f"{op.kind} of stage {op.stage}"))
-        graph, run = made.graph, made.run
+        code = cut.graph.once((cut, recipe), lambda: code_of(cut, recipe, f"{op.kind} of stage {op.stage}"))
+        graph, run = code.graph, code.run
         self.parts[op] = graph
         if isinstance(run, Kernel):
             self.to_compile[op] = run
@@ -208,7 +206,7 @@ class _Lowering:
             scale = next((value for value in op.reads if value.name == "scale"), None)
             named |= {"dloss": self.weight(op) if scale is None else scale}
             run = run if scale is None else with_scale(run, [*graph.reads].index("dloss"), _filled(*self.cotangent(op)))
-        named |= {"const": Value("const", op.stage)} if recipe.landed else {}
+        named |= {"const": Value("const", op.stage)} if recipe.params_are_received else {}
         values = {label_of(value): value for value in self.folds.own_writes(at)}
         values |= {label: add.writes[0] for label, add in totals.items()}
         if GENERATORS in graph.reads:
@@ -218,37 +216,37 @@ class _Lowering:
             place = (stage, context.number(op), op.slice)
             run = with_generators(run, [*graph.reads].index(GENERATORS), graph.drawn_on, place, context.step_of(op))
         if "ready" in graph.reads:
-            named |= {"ready": self.ready(op, made)}
+            named |= {"ready": self.ready(op, code)}
         reads = [named[label] for label in graph.reads]
         for value, names in zip(reads, graph.reads.values(), strict=True):
             if value in self.read_leaves:
                 self.read_leaves[value].update(k for k, name in enumerate(names) if name is not None)
-        if recipe.landed:  # what came from another rank, or a version, is gone after its last read
+        if recipe.params_are_received:  # what came from another rank, or a version, is gone after its last read
             count, last = len(reads), {*self.folds.dead.get(at, ())}
-            reads += [value for value in op.reads if value in last & self.made and value not in reads]
-            over = [k for k, value in enumerate(reads) if value in last & self.moved]
-            run = dropping(run, count, over) if over else run
-        extra = [self.ops[other] for other in self.folds.others(at)]
+            reads += [value for value in op.reads if value in last & self.written_params and value not in reads]
+            dropped = [k for k, value in enumerate(reads) if value in last & self.moved]
+            run = dropping(run, count, dropped) if dropped else run
+        extra = [self.ops[add] for add in self.folds.adds_of(at)]
         return self.instruction(at, run, reads, [values[label] for label in graph.writes], extra)
 
-    def ready(self, op: Op, made: Code) -> Any:
-        """The name of the views of parameters that a call reads, and the call that makes them, once a step."""
+    def ready(self, op: Op, code: Code) -> Any:
+        """Return the name of the views of parameters that code reads; they are made once a step."""
         origin, forward = self.shapes.copies.origin, self.shapes.runs[op[1:4]].first
         named = {**reads_of(forward)} | {"const": Value("const", op.stage)}
-        values = [origin.get(named[label], named[label]) for label in made.prepares.reads]
-        name = ("ready", made.prepare, *values)
-        self.prepare.setdefault(name, (made.prepare, values))
+        values = [origin.get(named[label], named[label]) for label in code.prepares.reads]
+        name = ("ready", code.prepare, *values)
+        self.prepare.setdefault(name, (code.prepare, values))
         return name
 
     def weight(self, op: Op) -> Any:
-        """The name of the loss's cotangent."""
+        """Return the name of the loss's cotangent."""
         name = ("weight", *self.cotangent(op))
         if name not in self.constants:
             self.constants[name] = [_filled(*name[1:])]
         return name
 
     def cotangent(self, op: Op) -> tuple[float, Aval]:
-        """The loss's cotangent: the microbatch's weight in the mean, and the aval of the loss."""
+        """Return the loss's cotangent: the microbatch's weight in the mean, and the aval of the loss."""
         weight = 1.0
         if self.shapes.context.model.reduction == "mean":
             weight = next((self.trees[value].leaves[0] for value in op.reads if value.name == "w"), 1.0)
@@ -256,7 +254,7 @@ class _Lowering:
         return scaled(weight, self.shapes.context.loss_scale, known.dtype), known
 
     def rule_of(self, at: int, op: Op) -> Callable[..., Sequence[Leaves]]:
-        """The function that does what the walk would, on values in their containers."""
+        """Return the function that does what the walk would, on values in their containers."""
         context, trees = self.shapes.context, [self.trees[value] for value in op.reads]
         if op.kind == "GATHER":
             return partial(rounded, cast_of(op))
@@ -267,17 +265,15 @@ class _Lowering:
         if op.kind == "ADD":
             return add_to if at in self.folds.sums.in_place else add
         if op.kind == "SPLIT" and "presplit" not in dict(op.how):
-            places = [slices_of(op, value, self.trees) for value in op.writes]
-            if all(part is not None for part in places):
-                return slicing(places)
+            slices = slicing(op, self.trees)
+            if slices is not None:
+                return slices
         containers = [*map(container, trees)]
         run = partial(by_rule, op, containers, context, self.casts)
         if op.kind == "MERGE":
             facts = (leaf for known in trees for leaf in known.leaves if isinstance(leaf, Fact))
             if any(leaf.storage in self.given for leaf in facts if not leaf.aval.shape):
                 return lambda *lists: run(*map(distinct, lists))
-            if not self.casts and self.free.isdisjoint(op.reads):
-                return merging(op, self.trees, context.model.reduction) or run
         return run
 
 

@@ -1,4 +1,4 @@
-"""A program as instructions over numbered slots, as `lower` leaves it for one signature.
+"""Hold a program that is lowered for one signature: what is known of its values, and instructions over slots.
 
 forward: slots 0 4 -> 7, 8        add: slots 8 11 -> 12        slots: params[0] is 0, x[0,0] is 4, y[0,0] is 7, ...
 """
@@ -7,15 +7,83 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
+from fpipe import tree
 from fpipe.graphs.compiling.inductor import Kernel
-from fpipe.graphs.language.graph import Graph
+from fpipe.graphs.language.graph import Fact, Graph, fresh_storage
 from fpipe.program import Op, Value
-from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 
 Leaves = list[Any]
-KEY = ("ready", "key")  # what the slot of a step's key is called
+KEY = ("ready", "key")  # the name of the slot of a step's key
+
+
+class AbstractTree(NamedTuple):
+    """The abstract value of a pytree: a fact for each tensor leaf, and the containers around the leaves.
+
+    Gradients and residuals, which are lists over leaves, have no containers.
+    """
+
+    leaves: tuple[Any, ...]
+    spec: Any = None
+
+
+OPAQUE = AbstractTree((None,), tree.flatten(None)[1])
+"""Residuals of plain autograd, for a backward or an update: one object."""
+
+
+def whole(abstract: AbstractTree, leaves: Sequence[Any]) -> Any:
+    """Put leaves into their containers."""
+    return list(leaves) if abstract.spec is None else tree.unflatten(abstract.spec, leaves)
+
+
+def wanting_fact(leaf: Any) -> Any:
+    """Return the fact of a tensor whose gradient is wanted, if it can have one; other leaves as they are."""
+    if not isinstance(leaf, Fact) or not (leaf.aval.dtype.is_floating_point or leaf.aval.dtype.is_complex):
+        return leaf
+    return leaf._replace(aval=leaf.aval._replace(wants=True))
+
+
+def aval_of(leaf: Any) -> Any:
+    """Return the aval of a tensor, without its place in memory; any other leaf as it is."""
+    return leaf.aval if isinstance(leaf, Fact) else leaf
+
+
+def described(groups: Mapping[str, AbstractTree]) -> tuple[Any, Any]:
+    """Return the avals of leaves, and the containers around them, label by label."""
+    reads = tuple((label, tuple(map(aval_of, abstract.leaves))) for label, abstract in groups.items())
+    return reads, tuple((label, abstract.spec) for label, abstract in groups.items())
+
+
+class StorageMap(dict[int, int]):
+    """The storage of a step for each storage of a trace; a new one for a storage that it has not met yet."""
+
+    def __missing__(self, storage: int) -> int:
+        new = self[storage] = fresh_storage()
+        return new
+
+    def moved(self, fact: Fact) -> Fact:
+        """Return a fact of the trace in the memory of the step."""
+        aval, storage, size, offset, lazy = fact
+        return Fact(aval, self[storage], size, offset, lazy)
+
+
+def dense(fact: Fact) -> bool:
+    """Whether a tensor fills its memory, each place once."""
+    return fills(fact.aval.shape, fact.aval.stride)
+
+
+@lru_cache(maxsize=1024)
+def fills(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether these steps reach each place of the memory once."""
+    steps = sorted((step, n) for n, step in zip(shape, stride, strict=True) if n != 1)
+    expected = 1
+    for step, n in steps:
+        if step != expected:
+            return False
+        expected *= n
+    return True
 
 
 class Instruction(NamedTuple):

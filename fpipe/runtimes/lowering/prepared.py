@@ -23,11 +23,10 @@ from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.step import StepInputs, StepOptions
 from fpipe.model import Model
 from fpipe.program import Program, Value
-from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.host_lanes import lanes_of, made_async
 from fpipe.runtimes.lowering.lane import See, Watch
 from fpipe.runtimes.lowering.lower import lower
-from fpipe.runtimes.lowering.lowered import Lowered
+from fpipe.runtimes.lowering.lowered import AbstractTree, Lowered
 from fpipe.runtimes.lowering.rank_part import RankPart, Slots
 from fpipe.runtimes.lowering.slots import ProcessContext, entrance_of, exit_of, fact_of, handed_by, nets_of
 from fpipe.runtimes.lowering.stage_calls import Untraced

@@ -17,8 +17,8 @@ import torch
 from fpipe.graphs.language.graph import Aval, Fact, in_own_storage
 from fpipe.meaning.purity.sharded import Sharding, is_by_rows, is_sharded
 from fpipe.program import Op, Value
-from fpipe.runtimes.lowering.abstract_tree import AbstractTree
 from fpipe.runtimes.lowering.in_place import places_by_leaf
+from fpipe.runtimes.lowering.lowered import AbstractTree
 
 
 class Share(NamedTuple):

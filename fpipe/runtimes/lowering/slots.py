@@ -27,8 +27,7 @@ from fpipe.meaning.step import NO_KEY, Keys, StepInputs
 from fpipe.model import Model, who_draws
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import PARAMETERS, Program, Value
-from fpipe.runtimes.lowering.abstract_tree import AbstractTree, dense
-from fpipe.runtimes.lowering.lowered import KEY, Lowered
+from fpipe.runtimes.lowering.lowered import KEY, AbstractTree, Lowered, dense
 from fpipe.runtimes.lowering.rank_part import Slots
 from fpipe.runtimes.lowering.shards import Share, Shared, refuse_shards, shared_of, state_of
 

@@ -5,29 +5,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from fpipe.graphs.compiling.cut import Cut
-from fpipe.graphs.language.graph import Aval, Fact, Graph, Outline
+from fpipe.graphs.language.graph import Aval, Fact, Graph, Outline, in_own_storage
 from fpipe.graphs.language.labels import cotangent_of, differentiated, is_output, label_of, port_of
 from fpipe.graphs.tracing.exchanged import Exchanged
 from fpipe.graphs.tracing.stage_call import StageCall, wants
 from fpipe.graphs.tracing.trace_cache import Traces
 from fpipe.meaning.by_autograd import StepContext
+from fpipe.meaning.devices import Moves
 from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.model import Model
 from fpipe.program import Op, Program, Value, parts_of
-from fpipe.runtimes.lowering.abstract_tree import AbstractTree, StorageMap, aval_of, described, wanting_fact
+from fpipe.runtimes.lowering.lowered import OPAQUE, AbstractTree, StorageMap, aval_of, described, wanting_fact
 
 
 class StageRun(NamedTuple):
     """A stage on one microbatch (and slice).
 
     Attributes:
-        call: how it is called.
-        loss: how the loss behind it is, if one is.
+        call, loss: of the stage, and of the loss if that follows.
         first: the forward whose residuals its backward reads: its F, or its R.
         forward: its F.
     """
@@ -89,7 +91,7 @@ class StageCalls:
         return self.traces.outline(run.loss or run.call).avals("loss")[0]._replace(wants=False)
 
     def cut(self, op: Op, run: StageRun, labels: Mapping[str, Value], trees: Mapping[Value, AbstractTree]) -> Cut:
-        """A stage as it is cut for the microbatch of a backward, which reads cotangents under these labels."""
+        """Cut a stage for the microbatch of a backward, which reads cotangents under these labels."""
 
         def avals(value: Value, leaves: Sequence[Any]) -> tuple[Any, ...]:
             pairs = zip(leaves, trees[value].leaves, strict=True)
@@ -112,53 +114,42 @@ class StageCalls:
         return self._cut(op.stage or 0, self._graph(run, cotangents), wanted, dict(run.first.how).get("saved"))
 
     def forward_cut(self, stage: int, run: StageRun) -> Cut:
-        """A stage as it is cut where no backward follows: nothing is behind its outputs."""
+        """Cut a stage that no backward follows: nothing reads its outputs."""
         outline = self.traces.outline(run.call)
         cotangents = {cotangent_of(label): (None,) * len(outline.writes[label]) for label in _outputs(outline)}
         return self._cut(stage, self._graph(run, cotangents), (), None)
 
     def _graph(self, run: StageRun, cotangents: Mapping[str, tuple[Any, ...]]) -> Graph:
-        """A stage and its gradient, with the loss if it reads the target."""
         call = self.traces.shared(run.call)
         if run.loss is None:
             return self.traces.graph(call, cotangents)
         return self.traces.with_loss(call, {**cotangents}, run.loss, self.loss_aval(run))
 
     def _cut(self, stage: int, graph: Graph, wanted: Any, saved: Any) -> Cut:
-        """A graph as it is cut, once for all who ask."""
         return graph.once(("cut", wanted, saved), lambda: Cut(graph, wanted, saved))
 
 
 def _outputs(outline: Outline) -> list[str]:
-    """The labels of a stage's outputs."""
     return [label for label in outline.writes if is_output(label)]
-
-
-# Hold which stages run under autograd, since they cannot be traced.
 
 
 @dataclass
 class Untraced:
-    """The stages that run under autograd.
-
-    Attributes:
-        stages: their numbers, each with the reason.
-        known_only: whether only traces are used that were made before.
-    """
+    """The stages that run under autograd, each with the reason; `known_only` uses only traces that exist."""
 
     stages: dict[int, str] = field(default_factory=dict[int, str])
     known_only: bool = False
 
-    def has(self, op: Op, model: Model) -> bool:
+    def has(self, op: Op) -> bool:
         """Whether an op is of one of them."""
         return op.stage in self.stages and op.kind in "FRBIW"
 
     def surprises(self) -> list[tuple[int, str]]:
-        """The stages of which a user learns only so that they cannot be traced."""
+        """Return the stages whose user does not know yet that they cannot be traced."""
         return [(stage, why) for stage, why in self.stages.items() if why != BY_SIZES]
 
     def with_words(self, error: Exception) -> str:
-        """An error behind why stages run without a trace, each reason once."""
+        """Put the reasons why stages run without a trace before an error, each once."""
         return "; ".join(dict.fromkeys([*(why for _, why in self.surprises()), str(error).rstrip(".")]))
 
 
@@ -169,15 +160,14 @@ def is_sized(model: Model, stage: int | None) -> bool:
 
 
 def by_sizes(model: Model) -> dict[int, str]:
-    """The exchanges whose sizes are data, and the stages that read what these bring: shapes there depend on data."""
+    """Return the stages whose shapes depend on data: exchanges whose sizes are data, and readers of what they bring."""
     every = range(len(model.stages))
     sized = {stage for stage in every if is_sized(model, stage)}
-    found = (stage for stage in every if stage in sized or sized & _sources(model, stage))
-    return dict.fromkeys(found, BY_SIZES)
+    return dict.fromkeys((stage for stage in every if stage in sized or sized & _sources(model, stage)), BY_SIZES)
 
 
 def refuse_unknown_rows(program: Program, model: Model) -> None:
-    """A ValueError where what an exchange with sizes brings goes to another rank, or is a result."""
+    """Raise ValueError if rows that an exchange with sizes brings go to another rank, or are a result."""
     every = range(len(model.stages))
     functions: list[Any] = [stage.forward for stage in model.stages]
     sized = [stage for stage in every if is_sized(model, stage) and functions[stage].size > 1]
@@ -208,3 +198,89 @@ WHOLE_BLOCKS = (
     "in front of a schedule of one chunk a rank, which keeps it, or by chunks that begin with a dispatch."
 )
 UNDER_AUTOGRAD = "a stage runs under autograd, without a trace, and its I computes what W hands over"
+
+
+Coordinates = tuple[int | None, int | None, int | None]
+"""Stage, microbatch and slice of an op."""
+TRANSFERS = ("SEND", "RECV", "OFFLOAD", "LOAD")
+
+
+class Copies(NamedTuple):
+    """The copies of a program's values: `origin` of a copy, copies `of` a value, and `moves` between two devices."""
+
+    origin: Mapping[Value, Value]
+    of: Mapping[Value, Sequence[Value]]
+    moves: Moves
+
+    def as_received(self, value: Value, known: AbstractTree) -> AbstractTree:
+        """Return the abstract tree of a value as it arrives: on another device it is in memory of its own."""
+        home, there = self.moves.get(value, (None, None))
+        if there is None or known is OPAQUE:
+            return known
+        leaves = (
+            in_own_storage(leaf.aval._replace(device=there))
+            if isinstance(leaf, Fact) and leaf.aval.device == home
+            else leaf
+            for leaf in known.leaves
+        )
+        return known._replace(leaves=tuple(leaves))
+
+    def each(self, value: Value) -> list[Value]:
+        """Return the value that this is a copy of, and all its copies."""
+        source = self.origin.get(value, value)
+        return [source, *self.of.get(source, ())]
+
+
+def copies_of(ops: Iterable[Op], moves: Moves) -> Copies:
+    """Return the copies that transfers make, where `moves` has those between two devices."""
+    origin, of = dict[Value, Value](), dict[Value, list[Value]]()
+    landing = dict[Value, tuple[torch.device, torch.device]]()
+    for op in ops:
+        for read, written in zip(op.reads, op.writes, strict=True) if op.kind in TRANSFERS else ():
+            source = origin[written] = origin.get(read, read)
+            of.setdefault(source, []).append(written)
+            if op.kind == "RECV" and read in moves:
+                landing[written] = moves[read]
+    return Copies(origin, of, landing)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A program as it is known before it runs.
+
+    Attributes:
+        context, untraced: of the step.
+        copies: what travels.
+        calls: of its stages.
+        trees: the abstract tree of every value.
+        runs: each stage on each microbatch, and `cuts` how it is cut for that.
+        loss_storage: the storage of the loss's cotangent.
+    """
+
+    context: StepContext
+    untraced: Untraced
+    copies: Copies
+    calls: StageCalls
+    trees: Mapping[Value, AbstractTree]
+    runs: Mapping[Coordinates, StageRun]
+    cuts: Mapping[Coordinates, Cut]
+    loss_storage: int
+
+    def is_untraced(self, op: Op) -> bool:
+        """Whether an op is of a stage that runs under autograd."""
+        return self.untraced.has(op)
+
+
+def ops_of(program: Program, context: StepContext) -> list[Op]:
+    """Return the ops to lower: pairs as their parts, without FREEs, and without carries that nobody asks for."""
+    ops = [part for op in program.ops for part in op.parts or (op,) if part.kind != "FREE"]
+    if program.slices == 1:
+        return ops
+    return [_without_carry(op) if "carry" not in context.model.stages[op.stage or 0].asks else op for op in ops]
+
+
+def _without_carry(op: Op) -> Op:
+    if op.kind not in ("F", "R", "B", "I"):
+        return op
+    reads, writes = (tuple(v for v in values if v.name not in ("carry", "dcarry")) for values in (op.reads, op.writes))
+    return op._replace(reads=reads, writes=writes)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fpipe.graphs.language.graph import Aval, Fact, aval
-from fpipe.runtimes.lowering.abstract_tree import fills
+from fpipe.runtimes.lowering.lowered import fills
 
 _ALIGNED = 64
 HEADER, MARK = 64, 8

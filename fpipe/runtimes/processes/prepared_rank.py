@@ -28,15 +28,15 @@ from fpipe.model import Model
 from fpipe.program import Program, Value, parts_of
 from fpipe.runtimes.faults.agreement import of_inputs, of_stages
 from fpipe.runtimes.faults.watchdog import PeerWait, Watchdog
-from fpipe.runtimes.lowering.abstract_tree import AbstractTree
-from fpipe.runtimes.lowering.dry_run import KEPT
 from fpipe.runtimes.lowering.host_lanes import made_async
 from fpipe.runtimes.lowering.lane import Watch
+from fpipe.runtimes.lowering.lowered import AbstractTree
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.rank_part import Slots, of_rank
 from fpipe.runtimes.lowering.shards import is_share
 from fpipe.runtimes.lowering.slots import Exit, ProcessContext, ResultLeaf
 from fpipe.runtimes.lowering.stage_calls import Untraced
+from fpipe.runtimes.lowering.untraced import KEPT
 from fpipe.runtimes.processes.exchange_lane import ExchangeLane
 from fpipe.runtimes.processes.message import Layout
 from fpipe.runtimes.processes.replicas import NO_EXCHANGES, Replicas
