@@ -21,7 +21,8 @@ from fpipe.meaning.devices import Moves
 from fpipe.meaning.purity.own_memory import alias, of_each_row, rows_of
 from fpipe.meaning.purity.pure import pure
 from fpipe.meaning.purity.sharded import placed_as
-from fpipe.meaning.single_device.params_and_state import trained
+from fpipe.meaning.single_device.microbatch_graph import detached, leaf_of
+from fpipe.meaning.single_device.params_and_state import is_differentiable, trained, wants_grad
 from fpipe.meaning.stages.keys import seeded, seeder
 from fpipe.meaning.stages.outputs import (
     call_stage,
@@ -32,7 +33,7 @@ from fpipe.meaning.stages.outputs import (
     scaled,
     split_output,
 )
-from fpipe.model import Model, Stage, Turn, who_draws
+from fpipe.model import Model, Turn, who_draws
 from fpipe.program import Op, Value, is_exchange
 from fpipe.torch_internals import forbids_saved_tensors_hooks
 
@@ -124,8 +125,8 @@ class Inputs:
     args: Sequence[Any]
 
 
-class _Given:
-    """Arguments of an F or R, as its stage takes them: leaves of a graph of its own, on the storage of what came in."""
+class _StageCall:
+    """The arguments of an F or R as its stage takes them: leaves of a separate graph, on the storage of its reads."""
 
     def __init__(self, op: Op, args: Sequence[Any], context: StepContext) -> None:
         number = op.stage or 0
@@ -136,24 +137,22 @@ class _Given:
         self.inputs: list[Leaves] = []  # of each source, the leaves that may want a cotangent
         for value, arg in zip(op.reads, args, strict=True):
             named.setdefault(value.name, []).append(arg)
-            if value.name in ("x", "inputs") and (number, len(self.taken)) in context.input_grads:
-                self.taken.append(tree.tree_map(_own_leaf, arg))
-                self.inputs.append(tree.leaves(self.taken[-1]))
-            elif value.name in ("x", "inputs"):
-                self.taken.append(tree.tree_map(_itself, arg))  # in containers of its own
-                self.inputs.append([])
+            if value.name in ("x", "inputs"):
+                takes_grad = (number, len(self.taken)) in context.input_grads
+                self.taken.append(tree.tree_map(_trained_leaf if takes_grad else _itself, arg))  # in new containers
+                self.inputs.append(tree.leaves(self.taken[-1]) if takes_grad else [])
             elif value.name in ("y", "again"):
                 leaves, containers = tree.flatten(arg)
-                self.inputs.append([*map(_same_leaf, leaves)])
+                self.inputs.append([*map(leaf_of, leaves)])
                 with torch.enable_grad():
                     self.taken.append(tree.unflatten(containers, map(alias, self.inputs[-1])))
         owners = [(value.stage or 0, value.port) for value in op.reads if value.name == "params"]
         rows = rows_of(tree.leaves(self.taken)) if context.model.per_example else None
         pairs = zip(owners, named["params"], strict=True)
-        self.bundles = [_own_leaves(context.model, *owner, bundle, rows) for owner, bundle in pairs]
+        self.bundles = [_trained_leaves(context.model, *owner, bundle, rows) for owner, bundle in pairs]
         ties = {leaf.name: self.bundles[leaf.bundle] for leaf in context.model.tied(number)}
         self.params = {**self.bundles[0], **ties} if ties else self.bundles[0]
-        self.carry = tree.tree_map(_same_leaf, named["carry"][0]) if "carry" in named else None
+        self.carry = tree.tree_map(leaf_of, named["carry"][0]) if "carry" in named else None
         (state,) = named.get("state", [None])
         key = context.key if isinstance(context.key, int | None) else context.key[context.step_of(op)]
         self.seed = None if key is None else seeder(number, context.number(op), op.slice)(key)
@@ -166,9 +165,9 @@ class _Given:
 
 
 def forward(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
-    """F and R: run the stage on leaves of its own and keep the graph. Being one code, they give the same bits."""
-    given = _Given(op, args, context)
-    stage, params = given.stage, given.params
+    """F and R: run the stage on separate leaves and keep the graph. One code for both gives both the same bits."""
+    call = _StageCall(op, args, context)
+    stage, params = call.stage, call.params
     saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -176,27 +175,27 @@ def forward(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
         return tensor
 
     watching = saved_tensors_hooks(keep, lambda tensor: tensor) if context.watch_saved else nullcontext()
-    with torch.enable_grad(), watching, seeded(given.seed, who_draws(context.model, op.stage or 0)):
-        with pure(stage.forward, given.who, (given.taken, params, given.carry)):
-            y, beside = split_output(stage, _called(stage, given))
-        with pure(context.model.loss if given.has_loss else None, "the loss", (y, given.target)):
+    with torch.enable_grad(), watching, seeded(call.seed, who_draws(context.model, op.stage or 0)):
+        with pure(stage.forward, call.who, (call.taken, params, call.carry)):
+            y, beside = split_output(stage, _run_stage(call))
+        with pure(context.model.loss if call.has_loss else None, "the loss", (y, call.target)):
             loss, count, aux = (
-                loss_of(context.model, y, given.target) if given.has_loss else (beside.get("loss"), None, None)
+                loss_of(context.model, y, call.target) if call.has_loss else (beside.get("loss"), None, None)
             )
     if not context.model.per_example:
-        handed = tree.leaves((given.bundles, given.carry, given.inputs, given.taken, given.target))
+        handed = tree.leaves((call.bundles, call.carry, call.inputs, call.taken, call.target))
         refuse_missing_gradients(context.model, tree.leaves((y, beside, loss)), handed)
     outputs, carried = tree.leaves(y), beside.get("carry")
     ports = outputs_of(context.model, op.stage or 0, y)
     for port in ports:
-        refuse_odd_output(port, given.who)
+        refuse_odd_output(port, call.who)
 
-    def around(what: Callable[[], Any]) -> Any:
-        return what() if stage.within is None else stage.within(params, what)
+    def around(backward_pass: Callable[[], Any]) -> Any:
+        return backward_pass() if stage.within is None else stage.within(params, backward_pass)
 
-    made = {
+    results = {
         "state": lambda: tree.tree_map(detached, beside["state"]),
-        "carry": lambda: tree.tree_map(_same_leaf, carried),
+        "carry": lambda: tree.tree_map(leaf_of, carried),
         "loss": lambda: None if loss is None else loss.detach().clone(),  # F.mse_loss's is as large as its input
         "count": lambda: detached(count),
         "aux": lambda: tree.tree_map(detached, aux),
@@ -204,9 +203,9 @@ def forward(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
             Inputs(op, args)
             if op.how and not is_exchange(op)
             else Residuals(
-                params=[tree.leaves(bundle) for bundle in given.bundles],
-                inputs=given.inputs,
-                carry=tree.leaves(given.carry),
+                params=[tree.leaves(bundle) for bundle in call.bundles],
+                inputs=call.inputs,
+                carry=tree.leaves(call.carry),
                 outputs=outputs,
                 carried=tree.leaves(carried),
                 loss=loss,
@@ -217,19 +216,19 @@ def forward(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     }
     outs = ("y", "again")
     return [
-        tree.tree_map(_same_leaf, ports[value.port]) if value.name in outs else made[value.name]()
+        tree.tree_map(leaf_of, ports[value.port]) if value.name in outs else results[value.name]()
         for value in op.writes
     ]
 
 
-def _called(stage: Stage, given: _Given) -> Any:
+def _run_stage(call: _StageCall) -> Any:
     try:
-        return call_stage(stage, given.params, given.x, given.said)
+        return call_stage(call.stage, call.params, call.x, call.said)
     except RuntimeError as error:
         if not forbids_saved_tensors_hooks(error):
             raise
         raise RuntimeError(
-            f"{given.who} runs under autograd and calls torch.func, which does not tell what autograd saves in it: "
+            f"{call.who} runs under autograd and calls torch.func, which does not tell what autograd saves in it: "
             "what a step holds cannot be counted. Build without record=True."
         ) from error
 
@@ -250,13 +249,9 @@ def backward(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]
     cotangents = [leaf for value, arg in pairs if value.name in ("dy", "dx") for leaf in arg]  # of one output, the next
     roots = _roots(residuals, cotangents, named.get("dcarry"), weight, factor)
     inputs, carry, params = _gradients(residuals, roots)
-    made: dict[str, Callable[[int], Any]] = {
-        "dx": inputs.__getitem__,
-        "g": params.__getitem__,
-        "dcarry": lambda port: carry,
-        "wres": lambda port: params,
-    }
-    return [made[value.name](value.port) for value in op.writes]
+    results = {"dx": inputs, "g": params}
+    whole = {"dcarry": carry, "wres": params}
+    return [results[value.name][value.port] if value.name in results else whole[value.name] for value in op.writes]
 
 
 def _roots(
@@ -267,7 +262,7 @@ def _roots(
     if residuals.loss is not None:
         seed = torch.full_like(residuals.loss, weight)
         pairs.append((residuals.loss, seed if scale is None else times(seed, scale)))
-    return [(root, seed) for root, seed in pairs if _wants(root) and seed is not None]
+    return [(root, seed) for root, seed in pairs if wants_grad(root) and seed is not None]
 
 
 def times(seed: Tensor, scale: Tensor) -> Tensor:
@@ -278,50 +273,35 @@ def times(seed: Tensor, scale: Tensor) -> Tensor:
 def _gradients(residuals: Residuals, roots: list[tuple[Tensor, Tensor]]) -> tuple[list[Leaves], Leaves, list[Leaves]]:
     """For the leaves of each input, of the carry and of each parameter bundle; None where nothing depends on one."""
     groups = [*residuals.inputs, residuals.carry, *residuals.params]
-    wanted = [leaf for group in groups for leaf in group if _wants(leaf)]
+    wanted = [leaf for group in groups for leaf in group if wants_grad(leaf)]
     found: Iterator[Tensor | None] = iter([None] * len(wanted))
     if roots and wanted:
         ends, seeds = zip(*roots, strict=True)
         found = iter(residuals.around(lambda: torch.autograd.grad(ends, wanted, seeds, allow_unused=True)))
-    grads = [[placed_as(leaf, next(found)) if _wants(leaf) else None for leaf in group] for group in groups]
+    grads = [[placed_as(leaf, next(found)) if wants_grad(leaf) else None for leaf in group] for group in groups]
     count = len(residuals.inputs)
     return grads[:count], grads[count], grads[count + 1 :]
 
 
 def weight_gradient(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """W: what I left."""
-    handed = next(arg for value, arg in zip(op.reads, args, strict=True) if value.name == "wres")
-    return [handed[value.port] for value in op.writes]
+    wres = next(arg for value, arg in zip(op.reads, args, strict=True) if value.name == "wres")
+    return [wres[value.port] for value in op.writes]
 
 
 def _itself(leaf: Any) -> Any:
     return leaf
 
 
-def _wants(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
+def _trained_leaf(leaf: Any) -> Any:
+    """A leaf of this stage's graph, on the caller's storage."""
+    return leaf.detach().requires_grad_() if is_differentiable(leaf) else leaf
 
 
-def _own_leaf(leaf: Any) -> Any:
-    """A parameter as a leaf of this stage's graph, on the caller's storage."""
-    if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-        return leaf.detach().requires_grad_()
-    return leaf
-
-
-def _own_leaves(model: Model, stage: int, port: int, bundle: Any, rows: int | None) -> Any:
-    """A bundle of parameters, those that train as leaves of this stage's graph; with `rows`, apart for each of them."""
+def _trained_leaves(model: Model, stage: int, port: int, bundle: Any, rows: int | None) -> Any:
+    """A bundle whose parameters that train are leaves of this stage's graph, with `rows` in front where they have
+    some."""
     leaves, containers = tree.flatten(bundle)
     trains = trained(model, stage, port, bundle)
-    own = zip(leaves if rows is None else of_each_row(leaves, rows), trains, strict=True)
-    return tree.unflatten(containers, [_own_leaf(leaf) if trains else leaf for leaf, trains in own])
-
-
-def _same_leaf(leaf: Any) -> Any:
-    """An activation cut off from its graph; it wants a gradient if what it was computed from does."""
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-
-
-def detached(leaf: Any) -> Any:
-    """A leaf without its graph."""
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+    pairs = zip(leaves if rows is None else of_each_row(leaves, rows), trains, strict=True)
+    return tree.unflatten(containers, [_trained_leaf(leaf) if trains else leaf for leaf, trains in pairs])

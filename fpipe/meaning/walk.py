@@ -91,8 +91,8 @@ def walk(
             for value in dead:
                 del values[value]
         taken = {*storages(tree.leaves(inputs.trees))}
-        whole = collect_results(program, model, inputs, values, partial(own_leaf, taken))
-        return Result(**whole, timeline=recorder.timeline(notes) if recorder and notes else None)
+        results = collect_results(program, model, inputs, values, partial(own_leaf, taken))
+        return Result(**results, timeline=recorder.timeline(notes) if recorder and notes else None)
 
     return Step(program, run)
 
@@ -106,10 +106,8 @@ def place_of(op: Op, model: Model) -> str:
 
 def refuse_infinite(op: Op, written: Iterable[tuple[Value, Any]]) -> None:
     """An error at the first value with NaN or an infinite number in it, residuals aside."""
-    for value, found in written:
-        for leaf in (
-            () if isinstance(found, Residuals | Inputs) or value.name in ("res", "wres") else tree.leaves(found)
-        ):
+    for value, content in written:
+        for leaf in () if value.name in ("res", "wres") else tree.leaves(content):
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
                 raise FloatingPointError(f"{op.cell} wrote {value} with NaN or infinite numbers.")
 
@@ -126,15 +124,15 @@ def own_leaf(taken: set[Hashable], leaf: Any) -> Any:
     return leaf
 
 
-def leaves_of(found: Any) -> list[Any]:
+def leaves_of(value: Any) -> list[Any]:
     """The leaves of a value, those that autograd keeps for it among them."""
-    return [leaf for one in tree.leaves(found) for leaf in _kept(one)]
-
-
-def _kept(one: Any) -> list[Any]:
-    if isinstance(one, Inputs):
-        return tree.leaves([*one.args])
-    return [*one.saved, *one.outputs, one.loss] if isinstance(one, Residuals) else [one]
+    leaves: list[Any] = []
+    for leaf in tree.leaves(value):
+        if isinstance(leaf, Inputs):
+            leaves += tree.leaves([*leaf.args])
+        else:
+            leaves += [*leaf.saved, *leaf.outputs, leaf.loss] if isinstance(leaf, Residuals) else [leaf]
+    return leaves
 
 
 # Walk down the program of several replicas at once in one process: what one of them says of all, in their order.
@@ -184,7 +182,8 @@ def lockstep(program: Program, model: Model, inputs: StepInputs, batches: Sequen
     if any(value.name == "shard" for value, _ in program.inputs):
         parts = [end.value for end in program.outputs if end.name.name in ("grads", "params", "opt")]
         found |= {value: _gather([own[value] for own in values[:within]])[0] for value in parts}
-    named = collect_results(program, model, replace(inputs, batch=batches[0]), found, _detached)
+    taken = {*storages(tree.leaves((inputs.trees, batches)))}
+    named = collect_results(program, model, replace(inputs, batch=batches[0]), found, partial(own_leaf, taken))
     return Result(**{name: one for name, one in named.items() if name in _OF_ALL})
 
 
@@ -238,10 +237,6 @@ def _scatter(each: Sequence[Any]) -> list[Any]:
 
 
 _EXCHANGES = {"GATHER": _gather, "REDUCE": _reduce, "SCATTER": _scatter}
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def refuse_without(program: Program, replicas: int | tuple[int, int]) -> None:

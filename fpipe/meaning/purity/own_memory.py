@@ -158,9 +158,10 @@ def span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
 def alias(leaf: Any) -> Any:
     """Alias a value for the stage that reads it: no leaf of autograd's graph, as in the model that is not cut.
 
-    Autocast casts a leaf once for all its uses, and so adds their gradients up in the lower precision."""
-    known = isinstance(leaf, Tensor) and leaf.requires_grad and is_strided(leaf)
-    return torch.ops.aten.alias.default(leaf) if known else leaf
+    Autocast casts a leaf once for all its uses, and so adds their gradients up in the lower precision. A view would not
+    do: where a size is 1 it has other strides, by which torch picks other kernels. Sparse tensors have no alias."""
+    is_known = isinstance(leaf, Tensor) and leaf.requires_grad and is_strided(leaf)
+    return torch.ops.aten.alias.default(leaf) if is_known else leaf
 
 
 # Hand each row of a microbatch parameters of its own, which are all equal: their gradient is then one for each row.

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.meaning.purity.own_memory import is_strided, of_each_row, rows_of
+from fpipe.meaning.purity.own_memory import alias, of_each_row, rows_of
 from fpipe.meaning.purity.pure import pure
 from fpipe.meaning.purity.sharded import placed_as
-from fpipe.meaning.single_device.params_and_state import is_differentiable, train
+from fpipe.meaning.single_device.params_and_state import is_differentiable, train, wants_grad
 from fpipe.meaning.stages.keys import seeded, seeder
 from fpipe.meaning.stages.outputs import call_stage, loss_of, outputs_of, refuse_missing_gradients, split_output
 from fpipe.model import Model, Turn, who_draws
@@ -81,7 +81,7 @@ def forward(
     carried: list[Any] = []
     for number, stage in enumerate(model.stages):
         taken = [
-            readers.get((number, k), inputs) if source == "batch" else tree.tree_map(_alias, _of(values, source))
+            readers.get((number, k), inputs) if source == "batch" else tree.tree_map(alias, _output(values, source))
             for k, source in enumerate(model.sources(number))
         ]
         x = tuple(taken) if isinstance(model.inputs[number], tuple) else taken[0]
@@ -116,20 +116,13 @@ def forward(
     return sum(losses, loss), counted, aux, values[-1][0], carried
 
 
-def _of(values: list[Any], source: Any) -> Any:
-    """Inputs that a stage takes of those before it."""
+def _output(values: list[Any], source: Any) -> Any:
     stage, port = source if isinstance(source, tuple) else (source, 0)
     return values[stage][port]
 
 
-def _alias(leaf: Any) -> Any:
-    """Alias of a tensor. A view of it would not do: where there is one of something, as one row, it has other
-    strides, by which torch picks other kernels. A sparse or nested one has no alias."""
-    return torch.ops.aten.alias.default(leaf) if isinstance(leaf, Tensor) and is_strided(leaf) else leaf
-
-
 def leaf_of(leaf: Any) -> Any:
-    """The start of a graph of its own; it wants a gradient if what it was computed from does."""
+    """The start of a separate graph; it wants a gradient if what it was computed from does."""
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
@@ -147,7 +140,7 @@ def gradients(
     taken = tree.leaves(graph.taken)
     inputs = [tree.leaves(graph.readers[place]) for place in sorted(graph.readers, reverse=True)]
     groups = (*leaves, taken, *inputs, *graph.between.values())
-    wanted = [leaf for group in groups for leaf in group if _wants(leaf)]
+    wanted = [leaf for group in groups for leaf in group if wants_grad(leaf)]
     ends = [(leaf, seed) for leaf, seed in zip(tree.leaves(graph.carries), seeds, strict=False) if seed is not None]
     ends += [(graph.loss, torch.ones_like(graph.loss))] if graph.loss.requires_grad else []
     found: Iterator[Tensor | None] = iter([None] * len(wanted))
@@ -157,7 +150,7 @@ def gradients(
         for stage, params in zip(model.stages, graph.own, strict=True):
             backward = backward if stage.within is None else partial(stage.within, params, backward)
         found = iter(backward())
-    grads = [[placed_as(leaf, next(found)) if _wants(leaf) else None for leaf in group] for group in groups]
+    grads = [[placed_as(leaf, next(found)) if wants_grad(leaf) else None for leaf in group] for group in groups]
     count = len(leaves)
     summed = [reduce(added, each) for each in zip(*grads[count + 1 : count + 1 + len(inputs)], strict=True)]
     if see is not None:
@@ -177,10 +170,6 @@ def _show_gradients(see: See, model: Model, graph: MicrobatchGraph, grads: list[
             see(Value("g", number, *graph.place, bundle), tree.leaves(named.pop(name)))
         see(Value("g", number, *graph.place), tree.leaves(named))
         see(Value("dcarry", number, *graph.place), [next(carried) for _ in tree.leaves(graph.taken[number])])
-
-
-def _wants(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def added(total: Tensor | None, more: Tensor | None) -> Tensor | None:

@@ -135,6 +135,11 @@ def is_differentiable(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
+def wants_grad(leaf: Any) -> bool:
+    """Whether it is a tensor that autograd takes a gradient for."""
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
 def net_order(model: Model, per_stage: Sequence[Any]) -> list[int]:
     """Return the indices of the leaves of all stages, those of the parameters or their gradients, in the net's order.
 
