@@ -48,20 +48,16 @@ def _words(what: int | str | tuple[int, str]) -> str:
 
 
 def _leaf(model: Model, what: int | str | tuple[int, str]) -> tuple[int, str | None]:
-    """A frozen leaf as its home stage and its name there."""
     if isinstance(what, str):
         stages = enumerate(model.stages)
-        found = [(n, leaf[0]) for n, stage in stages for leaf in stage.names or () if what in leaf]
-        if not found:
+        homes = [(number, leaf[0]) for number, stage in stages for leaf in stage.names or () if what in leaf]
+        if not homes:
             raise ValueError(f"no stage has a parameter called {what!r}; say (stage, name) for a model of functions.")
-        what = found[0]
+        what = homes[0]
     stage, name = what if isinstance(what, tuple) else (what, None)
     if type(stage) is not int or not 0 <= stage < len(model.stages):
         raise ValueError(f"there is no stage {stage!r} to freeze; the stages are 0 to {len(model.stages) - 1}.")
     return next(((leaf.owner, leaf.owner_name) for leaf in model.tied(stage) if leaf.name == name), (stage, name))
-
-
-# Evaluate a net that trains: the same stages, parameters and state, as the net computes in eval mode.
 
 
 def evaluating(model: Model) -> Model:

@@ -28,9 +28,8 @@ from fpipe.meaning.stages.outputs import copied, split_loss, split_output
 from fpipe.model import Model, Stage, the_model
 from fpipe.torch_private.modules import load_forward_mode
 
-# Run a function of pytrees on dual numbers: tensors with a tangent beside them, in forward mode over reverse mode.
-#
-# The gradient of this is `torch.func.vjp` differentiated in the direction of the tangents. In autograd over forward
+# Run a function of pytrees on dual numbers: tensors with a tangent next to them, in forward mode over reverse mode. The
+# gradient of this is `torch.func.vjp` differentiated in the direction of the tangents. In autograd over forward
 # mode torch leaves out, without a word, what goes by way of the mean that a layer norm hands to its own derivative.
 
 
@@ -206,7 +205,6 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _kind(leaf: Any) -> str:
-    """A tensor's dtype and shape, or the type of what is none."""
     return str(aval(leaf)) if isinstance(leaf, Tensor) else "None" if leaf is None else type(leaf).__name__
 
 

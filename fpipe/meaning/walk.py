@@ -24,8 +24,10 @@ from fpipe.meaning.single_device.params_and_state import refuse_unloaded
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.step import Step, StepInputs, StepOptions
 from fpipe.model import Model
+from fpipe.ops import is_exchange
 from fpipe.program import Op, Program, Value
 from fpipe.transforms.communicate import last_uses
+from fpipe.transforms.data_parallel import axes_of
 
 
 def walk(

@@ -24,7 +24,7 @@ from fpipe.meaning.purity.ambient import refuse_odd_modes
 from fpipe.meaning.purity.fingerprint import Fingerprint
 from fpipe.meaning.single_device.microbatch import cut as cut_rows
 from fpipe.meaning.stages.outputs import in_words
-from fpipe.model import LossFunction, Model, Reduction
+from fpipe.model import LossFunction, Model, Reduction, Stage
 from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.cut_net import CutNet, CutReport, with_untrained
 from fpipe.models.cutting.marked_graph import MarkedGraph, draws_random, is_read
@@ -126,11 +126,11 @@ def from_module(
     if microbatches is None:
         _warn_of_fixed_rows(cut.guard)
     model = from_functions(cut.stages, loss, inputs=cut.inputs, ties=cut.ties, reduction=reduction, aux=aux)
-    order = {name: at for at, name in enumerate(cut.readers)}
-    ordered = (sorted(run.names, key=lambda leaf: order[leaf[0]]) for run in cut.stages)
-    named = (tuple(tensors.names(*leaf) for leaf in own) for own in ordered)
-    each = zip(model.stages, cut.stages, placed.words, named, strict=True)
-    stages_of = [replace(stage, name=word, names=own, **run.remembering()) for stage, run, word, own in each]
+    names = ([tensors.names(name) for name in cut.readers if (name,) in run.names] for run in cut.stages)
+    stages_of = [
+        replace(stage, name=word, names=tuple(leaves), **run.remembering())
+        for stage, run, word, leaves in zip(model.stages, cut.stages, placed.words, names, strict=True)
+    ]
     for number, function in placed.exchanges.items():
         stages_of[number] = as_exchange(stages_of[number], function)
     held = Fingerprint([loss], modules)
@@ -187,7 +187,6 @@ def _checked(net: Any, stages: Any, cuts: Any, costs: Any) -> nn.Module | Export
 
 
 def _batch(example: Any, loss: Any) -> tuple[Any, Any]:
-    """An example as a batch."""
     if isinstance(example, Mapping):
         example = (example, None)
     if not isinstance(example, tuple | list) or len(example) != 2:  # pyright: ignore[reportUnknownArgumentType]
@@ -209,20 +208,19 @@ def _batch(example: Any, loss: Any) -> tuple[Any, Any]:
 
 
 def _reading(model: Model, names: Sequence[Sequence[str]]) -> Model:
-    """A model just cut whose stages have these names in their state, besides what they write themselves."""
-    stages = [*model.stages]
-    for number, own in enumerate(names):
-        run: Any = stages[number].forward
-        if own:
-            run.read_state(own)
-            stages[number] = replace(stages[number], **run.remembering())
+    """Let the stages of a model just cut read these buffers from the state, besides those that they write."""
+    stages: list[Stage] = []
+    for stage, held in zip(model.stages, names, strict=True):
+        run: Any = stage.forward
+        if held:
+            run.read_state(held)
+        stages.append(replace(stage, **run.remembering()) if held else stage)
     return replace(model, stages=tuple(stages))
 
 
 def _warn_of_fixed_rows(guard: BatchGuard) -> None:
     """Say that steps have to have the example's rows in each microbatch."""
-    fixed = guard.fixed_rows()
-    if fixed is not None:
+    if (fixed := guard.fixed_rows()) is not None:
         place, rows = fixed
         warnings.warn(
             f"the net fixes the {rows} rows of {place}, as len(x) and list(x) do (x.shape[0] leaves them open): it "
@@ -233,7 +231,6 @@ def _warn_of_fixed_rows(guard: BatchGuard) -> None:
 
 
 def _inputs(graph: NetGraph, inputs: Any) -> Any:
-    """The placeholders of the inputs, in their containers."""
     args, kwargs = graph.inputs
     if isinstance(inputs, Mapping):
         return {name: kwargs[name] for name in inputs}  # pyright: ignore[reportUnknownVariableType]
@@ -241,11 +238,11 @@ def _inputs(graph: NetGraph, inputs: Any) -> Any:
 
 
 def _loss_of(output: Any, target: Any = None) -> Any:
-    """The loss among what a net returns: what is called so, or the one number."""
+    """Return the loss in a net's output: what is called so, or the only number."""
     entry: Any = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     numbers = [leaf for leaf in tree.leaves(output) if _shape(leaf) == ()]
-    found: Any = entry if entry is not None else numbers[0] if len(numbers) == 1 else output
-    shape = _shape(found)
+    loss: Any = entry if entry is not None else numbers[0] if len(numbers) == 1 else output
+    shape = _shape(loss)
     if shape != ():
         kind = f"{type(output).__name__} with {len(numbers)} numbers in it"
         kind = kind if shape is None else f"a tensor of shape {in_words(shape)}, to be reduced, for instance by .mean()"
@@ -253,7 +250,7 @@ def _loss_of(output: Any, target: Any = None) -> Any:
             "without loss= the net returns the loss: as .loss, as its entry 'loss', or as the one number among floats; "
             f"found {kind}. Hand in labels= among the inputs, or say loss=."
         )
-    return found
+    return loss
 
 
 def _shape(leaf: Any) -> tuple[Any, ...] | None:

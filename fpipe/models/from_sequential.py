@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fpipe.meaning.from_functions import from_functions
 from fpipe.meaning.purity.fingerprint import Fingerprint, refuse_net
 from fpipe.meaning.purity.own_memory import memory
-from fpipe.model import Model, Reduction, Source
+from fpipe.model import Model, Reduction
 from fpipe.models.modules.skips import plan_skips
 from fpipe.models.modules.stage_module import StageModule
 from fpipe.models.modules.written_buffers import written_buffers
@@ -28,57 +28,9 @@ from fpipe.positional_stage import Names
 from fpipe.timing.balance import balance
 from fpipe.torch_internals import held_by, hooks_of
 
-# Make a model of stages that run modules: tie the parameters that several read, find their state, hand both out.
-
 Params = tuple[dict[str, Tensor], ...]
 Leaf = dict[int, tuple[str, ...]]
 """The names of one parameter in each stage that reads it; it lives in the first."""
-
-
-def names_of(leaves: Sequence[Leaf], stages: int) -> list[Names]:
-    """The names of the parameters that each stage is handed."""
-    return [tuple(leaf[number] for leaf in leaves if number in leaf) for number in range(stages)]
-
-
-def of_modules(
-    runs: Sequence[StageModule],
-    called: Sequence[str],
-    leaves: Sequence[tuple[Leaf, Tensor]],
-    *,
-    loss: Callable[[Any, Any], Any] | None,
-    inputs: Sequence[Source | tuple[Source, ...]],
-    reduction: Reduction,
-    aux: bool,
-    example: Any,
-    net: nn.Module,
-) -> tuple[Model, Params, Params]:
-    """The model, and per stage its parameters, as detached aliases, and its module state.
-
-    Args:
-        runs: the stages; what they say of their state goes before what an example shows.
-        called: how errors call each.
-        leaves: the parameters that train, in the order of the net's `named_parameters()`.
-        example: the inputs of a batch by which written buffers are found, or None.
-        net: what has all of the modules.
-    """
-    ties = tuple(tuple((number, own[0]) for number, own in leaf.items()) for leaf, _ in leaves if len(leaf) > 1)
-    model = from_functions(runs, loss, inputs=inputs, ties=ties, reduction=reduction, aux=aux)
-    if example is not None:
-        for run, found in zip(runs, written_buffers(runs, model, example), strict=True):
-            run.remember([*run.state_of, *found])
-    _share_locks(runs)
-    params: list[dict[str, Tensor]] = []
-    for run in runs:
-        own = {leaf[run.number][0]: one for leaf, one in leaves if min(leaf) == run.number}
-        run.handed_out = HandedOut(own, [module for _, module in run.modules])
-        params.append({name: one.detach() for name, one in own.items()})
-    stages = tuple(
-        replace(stage, forward=run, name=name, names=run.names, within=run.within, **run.remembering())
-        for stage, run, name in zip(model.stages, runs, called, strict=True)
-    )
-    order = tuple(leaf[min(leaf)][0] for leaf, _ in leaves)
-    model = replace(model, stages=stages, leaf_order=order, held=Fingerprint([loss], [*net.named_modules()]))
-    return model, tuple(params), tuple(run.state() for run in runs)
 
 
 def _share_locks(runs: Sequence[StageModule]) -> None:
@@ -154,34 +106,59 @@ def from_sequential(
     children = [*held_by(net).children.items()]  # one that stands in several places as often as it does
     ends = list(accumulate(_sizes(net, stages, sizes)))
     groups = [dict(children[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
-    stage_of = {name: number for number, group in enumerate(groups) for name in group}
-    found: dict[Tensor, Leaf] = {}
-    for name, parameter in net.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad:
-            leaf, number = found.setdefault(parameter, {}), stage_of[name.split(".")[0]]
-            leaf[number] = (*leaf.get(number, ()), name)
-    _refuse_shared_storage(found)
-    leaves = [(leaf, parameter) for parameter, leaf in found.items()]
+    leaves = _leaves_of(net, groups)
+    _check_state(net, state)
     skips, inputs = plan_skips(groups)
     skips[0] = skips[0]._replace(keywords=keywords)
-    each = zip(groups, names_of([leaf for leaf, _ in leaves], len(groups)), skips, strict=True)
-    _check_state(net, state)
-    runs = [StageModule(number, *parts, state=state) for number, parts in enumerate(each)]
-    called = [", ".join(group) for group in groups]
-    how: Any = {"loss": loss, "inputs": inputs, "reduction": reduction, "aux": aux, "example": example}
-    model, params, states = of_modules(runs, called, leaves, **how, net=net)
+    runs = [
+        StageModule(number, group, _names_in(leaves, number), skips[number], state)
+        for number, group in enumerate(groups)
+    ]
+    ties = tuple(tuple((number, own[0]) for number, own in leaf.items()) for leaf in leaves.values() if len(leaf) > 1)
+    model = from_functions(runs, loss, inputs=inputs, ties=ties, reduction=reduction, aux=aux)
+    if example is not None:
+        for run, written in zip(runs, written_buffers(runs, model, example), strict=True):
+            run.remember([*run.state_of, *written])
+    _share_locks(runs)
+    params = tuple(_hand_out(run, leaves) for run in runs)
+    order = tuple(leaf[min(leaf)][0] for leaf in leaves.values())
+    stages_of = tuple(
+        replace(stage, forward=run, name=", ".join(group), names=run.names, within=run.within, **run.remembering())
+        for stage, run, group in zip(model.stages, runs, groups, strict=True)
+    )
+    held = Fingerprint([loss], [*net.named_modules()])
+    model = replace(model, stages=stages_of, leaf_order=order, held=held)
+    states = tuple(run.state() for run in runs)
     again: Any = {"loss": loss, "reduction": reduction, "aux": aux, "keywords": keywords, "sizes": [*map(len, groups)]}
-    again["state"] = [name for own in states for name in own]
-
-    def anew(other: Any) -> Model:
-        return from_sequential(other, **again)[0]
-
-    model.held.cut_from(net, anew)
+    again["state"] = [name for state in states for name in state]
+    held.cut_from(net, lambda other: from_sequential(other, **again)[0])
     return model, params, states
 
 
+def _leaves_of(net: nn.Module, groups: Sequence[Mapping[str, nn.Module]]) -> dict[Tensor, Leaf]:
+    """Return the names of each parameter that trains, by stage, in the order of `named_parameters()`."""
+    stage_of = {name: number for number, group in enumerate(groups) for name in group}
+    leaves: dict[Tensor, Leaf] = {}
+    for name, parameter in net.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            leaf, number = leaves.setdefault(parameter, {}), stage_of[name.split(".")[0]]
+            leaf[number] = (*leaf.get(number, ()), name)
+    _refuse_shared_storage(leaves)
+    return leaves
+
+
+def _names_in(leaves: Mapping[Tensor, Leaf], stage: int) -> Names:
+    return tuple(leaf[stage] for leaf in leaves.values() if stage in leaf)
+
+
+def _hand_out(run: StageModule, leaves: Mapping[Tensor, Leaf]) -> dict[str, Tensor]:
+    """Return the parameters that live in a stage as detached aliases, and let the stage remember them."""
+    owned = {leaf[run.number][0]: tensor for tensor, leaf in leaves.items() if min(leaf) == run.number}
+    run.handed_out = HandedOut(owned, [module for _, module in run.modules])
+    return {name: tensor.detach() for name, tensor in owned.items()}
+
+
 def _check_state(net: nn.Module, state: Collection[str]) -> None:
-    """A ValueError if what the caller names is no buffer."""
     buffers = {name for name, _ in net.named_buffers(remove_duplicate=False)}
     for name in state:
         if name not in buffers:
@@ -191,7 +168,6 @@ def _check_state(net: nn.Module, state: Collection[str]) -> None:
 
 
 def _sizes(net: nn.Sequential, stages: int | None, sizes: Sequence[int] | None) -> Sequence[int]:
-    """The number of children in each stage."""
     if stages is not None and type(stages) is not int:
         raise ValueError(f"stages is a whole number, found {stages!r}.")
     if sizes is not None:
@@ -216,7 +192,7 @@ def _sizes(net: nn.Sequential, stages: int | None, sizes: Sequence[int] | None) 
 
 
 def _checked(net: Any) -> nn.Sequential:
-    """The net; a ValueError for one that stages could not stand for."""
+    """Return the net; raise ValueError for one that stages cannot stand for."""
     if not isinstance(net, nn.Sequential) or type(net).forward is not nn.Sequential.forward or "forward" in vars(net):
         if isinstance(net, nn.ModuleList | list | tuple):
             way = "Put the modules into one: nn.Sequential(*modules)."
@@ -234,16 +210,15 @@ def _checked(net: Any) -> nn.Sequential:
             "the Sequential itself has hooks; stages call its children and never the whole, so nobody would run them. "
             "Remove them, or register them on the children."
         )
-    own = [name for name, _ in (*net.named_parameters(recurse=False), *net.named_buffers(recurse=False))]
-    if own:
-        raise ValueError(f"{own[0]!r} belongs to the Sequential itself and to none of its children, so to no stage.")
+    for name, _ in (*net.named_parameters(recurse=False), *net.named_buffers(recurse=False)):
+        raise ValueError(f"{name!r} belongs to the Sequential itself and to none of its children, so to no stage.")
     return net
 
 
-def _refuse_shared_storage(found: Mapping[Tensor, Leaf]) -> None:
-    """A ValueError for a storage that two stages train as two parameters."""
+def _refuse_shared_storage(leaves: Mapping[Tensor, Leaf]) -> None:
+    """Raise ValueError for a storage that two stages train as two parameters."""
     homes: dict[Any, tuple[int, str]] = {}
-    for tensor, leaf in found.items():
+    for tensor, leaf in leaves.items():
         here, (name, *_) = next(iter(leaf.items()))
         there, first = homes.setdefault(memory(tensor), (here, name))
         if here != there:

@@ -18,7 +18,7 @@ from fpipe import tree
 from fpipe.limits import whole
 from fpipe.meaning.single_device.microbatch import cut, rows
 from fpipe.meaning.single_device.over_parts import over_parts
-from fpipe.meaning.single_device.params_and_state import check_all_state, train
+from fpipe.meaning.single_device.params_and_state import check_all_state, check_batch, rows_of_each, streams, train
 from fpipe.meaning.single_device.result import Result
 from fpipe.model import Model, the_model
 from fpipe.models.parameters.params import join_params

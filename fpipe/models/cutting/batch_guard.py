@@ -43,12 +43,12 @@ class BatchGuard:
 
     def fixed_rows(self) -> tuple[str, int] | None:
         """Place and rows of the first leaf that has as many rows as the batch, of which the trace leaves none open."""
-        each = [
+        leaves = [
             (place, len(leaf), sizes)
             for (place, leaf), sizes in zip(self.example, self.sizes, strict=False)
             if isinstance(leaf, Tensor) and leaf.ndim
         ]
-        return next(((place, rows) for place, rows, sizes in each if 0 not in sizes and rows == each[0][1]), None)
+        return next(((place, rows) for place, rows, sizes in leaves if 0 not in sizes and rows == leaves[0][1]), None)
 
     def ordered(self, found: Any) -> Any:
         """The inputs with their dicts in the example's order, by which leaves are told."""

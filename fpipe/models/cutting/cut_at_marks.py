@@ -54,13 +54,13 @@ class Subgraph:
         self.batch: dict[fx.Node, int] = {}
         self.received: dict[fx.Node, None] = {}
         self.sizes: dict[fx.Node, None] = {}
-        found: set[fx.Node] = set()
+        seen: set[fx.Node] = set()
         todo = [*results, *(node for node in marked.stage_of if node in own and has_effect(node))]
         while todo or (todo := self._uncomputed()):
             node = todo.pop()
-            if node in found:
+            if node in seen:
                 continue
-            found.add(node)
+            seen.add(node)
             if is_size(node):
                 self.sizes[node] = None
             elif node in params:
@@ -71,63 +71,63 @@ class Subgraph:
                 todo += marked.reads(node)
             else:
                 self.received[node] = None
-        self.nodes = [node for node in marked.graph.nodes if node in found]
+        self.nodes = [node for node in marked.graph.nodes if node in seen]
 
     def _uncomputed(self) -> list[fx.Node]:
-        """Drop sizes that do not follow from those of what is read, to be as the function has them; what they read."""
-        known = self._known()
-        rest = [size for size in self.sizes if not follows(expr_of(size), known)]
-        for size in rest:
+        """Drop sizes that do not follow from those of what is read, and return what their operations read."""
+        known = self._known_sizes()
+        uncomputed = [size for size in self.sizes if not follows(expr_of(size), known)]
+        for size in uncomputed:
             del self.sizes[size]
-        return [read for size in rest for read in self.marked.reads(size)]
+        return [read for size in uncomputed for read in self.marked.reads(size)]
 
-    def _known(self) -> dict[Any, tuple[fx.Node, int, int]]:
+    def _known_sizes(self) -> dict[Any, tuple[fx.Node, int, int]]:
         """For each size of what is read a tensor that has it, in which dimension and how many times over."""
-        found: dict[Any, tuple[fx.Node, int, int]] = {}
+        known: dict[Any, tuple[fx.Node, int, int]] = {}
         for tensor in (*self.received, *self.batch):
             for dim, size in open_sizes(tensor).items():
-                factor, rest = size.as_coeff_Mul()
-                for one, times in {size: 1, rest: factor}.items():
-                    if times == int(times) and (one not in found or times < found[one][2]):
-                        found[one] = tensor, dim, int(times)
-        return found
+                factor, symbol = size.as_coeff_Mul()
+                for expr, times in {size: 1, symbol: factor}.items():
+                    if times == int(times) and (expr not in known or times < known[expr][2]):
+                        known[expr] = tensor, dim, int(times)
+        return known
 
     def module(self, results: Any) -> fx.GraphModule:
         """The part as a graph of parameters, then of leaves of the batch, then of what it receives."""
         graph = fx.Graph()
-        given = (*self.params.values(), *self.batch, *self.received)
-        own: dict[fx.Node, Any] = {node: graph.placeholder(node.name) for node in given}
-        for node, copy in own.items():
+        inputs = (*self.params.values(), *self.batch, *self.received)
+        copies: dict[fx.Node, Any] = {node: graph.placeholder(node.name) for node in inputs}
+        for node, copy in copies.items():
             copy.meta = dict(node.meta)
         # Each size once and first, so that equal stages have equal graphs.
-        own |= self._computed_sizes(graph, own)
+        copies |= self._computed_sizes(graph, copies)
 
         def copied(node: fx.Node) -> fx.Node:
-            return own[self.marked.value(node)]
+            return copies[self.marked.value(node)]
 
-        ops = (one for node in self.nodes if node.op == "call_function" for one in mutated_by(node))
-        mutated = {value for one in ops for value in self.marked.viewed_by(one)}
+        written = (value for node in self.nodes if node.op == "call_function" for value in mutated_by(node))
+        mutated = {base for value in written for base in self.marked.viewed_by(value)}
         for node in self.received:
             if node in mutated:  # what another stage has made stays as it is
-                own[node] = graph.call_function(_CLONE, (own[node],))
-        copy_nodes(graph, self.nodes, self.marked.contexts, own, copied)
+                copies[node] = graph.call_function(_CLONE, (copies[node],))
+        copy_nodes(graph, self.nodes, self.marked.contexts, copies, copied)
         _follow_device(graph)
         graph.output(fx.map_arg(results, copied))
         return fx.GraphModule(self.marked.module, graph)
 
-    def _computed_sizes(self, graph: fx.Graph, own: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, Any]:
-        """Nodes of a new graph that compute the sizes, each once; a number for one that the trace has fixed since."""
-        known, made = self._known(), dict[Any, Any]()
-        asked = {node: expr_of(node) for node in self.nodes if node in self.sizes}
-        for expr in asked.values():
-            for one in (expr,) if expr in known else sorted(expr.free_symbols, key=str):
-                if one not in made:
-                    tensor, dim, times = known[one]
-                    size = graph.call_function(_SIZE, (own[tensor], dim))
-                    made[one] = fx.Proxy(size if times == 1 else graph.call_function(floordiv, (size, times)))
-            if expr not in made:
-                made[expr] = computed(expr, made)
-        return {node: getattr(made[expr], "node", made[expr]) for node, expr in asked.items()}
+    def _computed_sizes(self, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, Any]:
+        """Compute each size once, in nodes of a new graph; a number stands for one that the trace has fixed since."""
+        known, proxies = self._known_sizes(), dict[Any, Any]()
+        exprs = {node: expr_of(node) for node in self.nodes if node in self.sizes}
+        for expr in exprs.values():
+            for part in (expr,) if expr in known else sorted(expr.free_symbols, key=str):
+                if part not in proxies:
+                    tensor, dim, times = known[part]
+                    size = graph.call_function(_SIZE, (copies[tensor], dim))
+                    proxies[part] = fx.Proxy(size if times == 1 else graph.call_function(floordiv, (size, times)))
+            if expr not in proxies:
+                proxies[expr] = computed(expr, proxies)
+        return {node: getattr(proxies[expr], "node", proxies[expr]) for node, expr in exprs.items()}
 
 
 def _follow_device(graph: fx.Graph) -> None:
@@ -228,10 +228,9 @@ class StageGraphs:
         return [groups[readers] for readers in sorted(groups)]
 
     def _inputs_of(self, part: Subgraph) -> list[Source]:
-        """The inputs of a stage: the batch, and outputs of earlier stages."""
-        earlier = sorted({self.home[node] for node in part.received})
-        batch: list[Source] = ["batch"] if part.batch or not earlier else []
-        return [*batch, *((stage, port) if port else stage for stage, port in earlier)]
+        ports = sorted({self.home[node] for node in part.received})
+        batch: list[Source] = ["batch"] if part.batch or not ports else []
+        return [*batch, *((stage, port) if port else stage for stage, port in ports)]
 
     def readers(self) -> dict[str, list[int]]:
         """The stages that read each parameter."""

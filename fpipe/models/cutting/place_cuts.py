@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from fpipe.graphs.language.flops import flops_of_call, multiplies
 from fpipe.graphs.tracing.exchanged import Exchanged
 from fpipe.model import Stage
-from fpipe.models.cutting.pieces import BLOCK
+from fpipe.models.cutting.graph_stage import BLOCK
 from fpipe.models.tracing.boundary import MARK
 from fpipe.models.tracing.dtensor_ops import DTENSOR, exchange_of
 from fpipe.models.tracing.module_calls import Call, blocks_of, calls_of, ends_of, in_words
@@ -147,7 +147,6 @@ def _balanced(
 
 
 def _by_path(costs: Mapping[str, float], blocks: Sequence[Call]) -> list[float]:
-    """The costs of blocks by their paths, in the order of blocks."""
     paths = dict.fromkeys(call.path for call in blocks)
     missing = next((path for path in paths if path not in costs), None)
     odd = next((path for path in costs if path not in paths), None)
@@ -169,7 +168,6 @@ def _measured(costs: Costs, blocks: int) -> list[float]:
 
 
 def _bytes(nodes: Sequence[fx.Node], params: Mapping[fx.Node, str]) -> int:
-    """The bytes of the parameters that some nodes read."""
     read: dict[Any, Any] = {one: one.meta["val"] for node in nodes for one in node.all_input_nodes if one in params}
     return sum(int(value.numel()) * value.element_size() for value in read.values() if isinstance(value, Tensor))
 
@@ -177,18 +175,17 @@ def _bytes(nodes: Sequence[fx.Node], params: Mapping[fx.Node, str]) -> int:
 def costs_of(nodes: Sequence[fx.Node]) -> list[int]:
     """The floating-point operations of each node; equal operations on equal shapes are counted once."""
     known: dict[Any, int] = {}
-    return [_cost(node, known) for node in nodes]
-
-
-def _cost(node: fx.Node, known: dict[Any, int]) -> int:
-    op = node.target
-    if op is OPAQUE:
-        return call_of_node(node).flops
-    tensors = [one for one in node.all_input_nodes if isinstance(one.meta.get("val"), Tensor)]
-    if len(tensors) < 2 or not multiplies(op):
-        return 0
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _abstract)
-    return flops_of_call(op, args, kwargs, known)
+    costs: list[int] = []
+    for node in nodes:
+        tensors = [read for read in node.all_input_nodes if isinstance(read.meta.get("val"), Tensor)]
+        if node.target is OPAQUE:
+            costs.append(call_of_node(node).flops)
+        elif len(tensors) < 2 or not multiplies(node.target):
+            costs.append(0)
+        else:
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _abstract)
+            costs.append(flops_of_call(node.target, args, kwargs, known))
+    return costs
 
 
 def _abstract(node: fx.Node) -> Any:

@@ -79,7 +79,7 @@ def boundary(values: Any) -> Any:
 
 
 def next_stage() -> None:
-    """Where a function runs as a whole, draw from here on what the next stage draws."""
+    """Draw what the next stage draws from here on, where a function runs as a whole."""
     if _NOW.seed is not None:
         _NOW.seed.stage += 1
         torch.manual_seed(_NOW.seed.number())
@@ -87,7 +87,7 @@ def next_stage() -> None:
 
 @contextmanager
 def marking() -> Generator[None]:
-    """While a function is traced, its marks become operations."""
+    """Let the marks of a function that is traced become operations."""
     before, _NOW.marks = _NOW.marks, True
     try:
         yield
@@ -97,7 +97,7 @@ def marking() -> Generator[None]:
 
 @contextmanager
 def seeding(key: int = KEY, microbatch: int = 0) -> Generator[None]:
-    """While a function runs as a whole, it draws in each stage the random numbers of a step's microbatch."""
+    """Let a function that runs as a whole draw in each stage the random numbers of a step's microbatch."""
     before, _NOW.seed = _NOW.seed, _StageSeed(key, microbatch)
     try:
         with seeded(_NOW.seed.number(), "loss_fn"):

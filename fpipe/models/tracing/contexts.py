@@ -85,8 +85,9 @@ def copy_nodes(
 
 @contextmanager
 def restored_on_error() -> Generator[None]:
-    """After an error in a graph gradients and autocast are as before, and not in the contexts that it left open."""
-    before = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES]
+    """Leave the contexts that a graph opens when an error ends it."""
+    devices = ("cpu", "cuda")
+    before = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
     cached, grad, depth = torch.is_autocast_cache_enabled(), torch.is_grad_enabled(), _depth()
     try:
         yield
@@ -101,11 +102,8 @@ def restored_on_error() -> Generator[None]:
         raise
 
 
-_DEVICES = ("cpu", "cuda")
-
-
 def _depth() -> int:
     """How many autocast contexts are open."""
-    found = torch.autocast_increment_nesting() - 1
+    depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
-    return found
+    return depth

@@ -82,45 +82,41 @@ def export_net(net: nn.Module, inputs: Any) -> ExportedProgram:
 
 @contextmanager
 def _on_meta(net: nn.Module) -> Generator[bool]:
-    """Meanwhile all tensors of a net with a parameter on meta are there too, and what it makes; whether it has one."""
-    found = any(one.is_meta for one in net.parameters())
-    dicts: list[Any] = [own for each in net.modules() for own in (*held_by(each)[:2], vars(each))] if found else []
-    held = [(own, name, one) for own in dicts for name, one in own.items() if isinstance(one, Tensor)]
-    held = [(own, name, one) for own, name, one in held if not one.is_meta]
-    made = {id(one): _moved(one) for _, _, one in held}
+    """Keep all tensors of a net on meta, and make new ones there, if one of its parameters is; yield whether one is."""
+    is_on_meta = any(parameter.is_meta for parameter in net.parameters())
+    dicts: list[Any] = [held for module in net.modules() for held in (*held_by(module)[:2], vars(module))]
+    places = [(held, name, tensor) for held in dicts for name, tensor in held.items() if isinstance(tensor, Tensor)]
+    places = [(held, name, tensor) for held, name, tensor in places if is_on_meta and not tensor.is_meta]
+    moved = {id(tensor): _without_data(tensor) for _, _, tensor in places}
     try:
-        for own, name, one in held:
-            own[name] = made[id(one)]
-        with torch.device("meta") if found else nullcontext():
-            yield found
+        for held, name, tensor in places:
+            held[name] = moved[id(tensor)]
+        with torch.device("meta") if is_on_meta else nullcontext():
+            yield is_on_meta
     finally:
-        for own, name, one in held:
-            own[name] = one
-
-
-def _moved(one: Tensor) -> Tensor:
-    moved = one.detach().to("meta")
-    return nn.Parameter(moved, one.requires_grad) if isinstance(one, nn.Parameter) else moved
+        for held, name, tensor in places:
+            held[name] = tensor
 
 
 def _without_data(leaf: Any) -> Any:
-    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+    if isinstance(leaf, nn.Parameter):
+        return nn.Parameter(leaf.detach().to("meta"), leaf.requires_grad)
+    return leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf
 
 
 def _writing_back(
     net: nn.Module, forward: Callable[..., Any], returned: Callable[[Any], Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """A call of a net that writes what it binds to buffers into those that were there, which is what an export sees:
-    of modules inside the net it would lose it."""
-    held = [
-        (own, name, one) for module in net.modules() for own in [held_by(module).buffers] for name, one in own.items()
-    ]
-    made = returned(forward(*args, **kwargs))
-    for own, name, one in held:
-        now = own.get(name)
-        if now is not one and isinstance(now, Tensor) and isinstance(one, Tensor) and now.shape == one.shape:
-            own[name] = one.copy_(now)
-    return made
+    """Call a net, and write what it binds to buffers into those that were there, which is what an export sees: of
+    modules inside the net it would lose it."""
+    buffer_dicts = [held_by(module).buffers for module in net.modules()]
+    before = [(buffers, name, buffer) for buffers in buffer_dicts for name, buffer in buffers.items()]
+    output = returned(forward(*args, **kwargs))
+    for buffers, name, old in before:
+        new = buffers.get(name)
+        if new is not old and isinstance(new, Tensor) and isinstance(old, Tensor) and new.shape == old.shape:
+            buffers[name] = old.copy_(new)
+    return output
 
 
 def _signature(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.Signature:
@@ -130,8 +126,8 @@ def _signature(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         signature.bind(*args, **kwargs)
     except TypeError as error:
         raise ValueError(f"the example is no call of {type(net).__name__}.forward: {error}.") from None
-    named = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    known = {one.name for one in named if one.kind is not inspect.Parameter.VAR_POSITIONAL}
+    named = [word for word in signature.parameters.values() if word.kind is not inspect.Parameter.VAR_KEYWORD]
+    known = {word.name for word in named if word.kind is not inspect.Parameter.VAR_POSITIONAL}
     more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs if name not in known]
     return signature.replace(parameters=[*named, *more])
 
@@ -140,19 +136,19 @@ _SLICE = re.compile(r"slice\(([-\w]+), ([-\w]+), ([-\w]+)\)")
 
 
 def _name_modules_of_slices(exported: ExportedProgram, net: nn.Module) -> None:
-    """A module that is called out of a part of a list, as in `self.layers[:n]`, has its own path, without the slice."""
-    graphs = [one.graph for one in exported.graph_module.modules() if isinstance(one, fx.GraphModule)]
+    """Give a module that is called out of a part of a list, as in `self.layers[:n]`, its path without the slice."""
+    graphs = [module.graph for module in exported.graph_module.modules() if isinstance(module, fx.GraphModule)]
     for node in (node for graph in graphs for node in graph.nodes):
         stack: dict[str, tuple[str, str]] = node.meta.get("nn_module_stack") or {}
         node.meta["nn_module_stack"] = {key: (_path_in(net, path), kind) for key, (path, kind) in stack.items()}
 
 
 def _path_in(net: nn.Module, path: str) -> str:
-    while (found := _SLICE.search(path)) is not None:
-        above, below = path[: found.start()].rstrip("."), path[found.end() + 1 :].split(".")
-        every = net.get_submodule(above).named_modules(remove_duplicate=False)  # a block may be in a list several times
-        names = [name for name, _ in every if name and "." not in name]
-        part = names[slice(*(None if bound == "None" else int(bound) for bound in found.groups()))]
+    while (match := _SLICE.search(path)) is not None:
+        above, below = path[: match.start()].rstrip("."), path[match.end() + 1 :].split(".")
+        modules = net.get_submodule(above).named_modules(remove_duplicate=False)  # a list may hold a block twice
+        names = [name for name, _ in modules if name and "." not in name]
+        part = names[slice(*(None if bound == "None" else int(bound) for bound in match.groups()))]
         path = ".".join(word for word in (above, part[int(below[0])], *below[1:]) if word)
     return path
 
@@ -164,15 +160,15 @@ def call_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     (((), {'ids': 1}), ((1, 2), {}), ((1,), {}))
     """
     if isinstance(inputs, Mapping):
-        return (), {str(name): one for name, one in inputs.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return (), {str(name): value for name, value in inputs.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     return (tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)), {}  # pyright: ignore[reportUnknownArgumentType]
 
 
 @contextmanager
 def without_cache(net: nn.Module) -> Generator[None]:
-    """Meanwhile models of transformers make no cache of keys and values, which is for generating text."""
-    configs = {id(one): one for module in net.modules() if (one := getattr(module, "config", None)) is not None}
-    caching = [one for one in configs.values() if getattr(one, "use_cache", None) is True]
+    """Let models of transformers make no cache of keys and values, which is for generating text."""
+    configs: list[Any] = [getattr(module, "config", None) for module in net.modules()]
+    caching = [config for config in configs if getattr(config, "use_cache", None) is True]
     for config in caching:
         config.use_cache = False
     try:
@@ -183,7 +179,7 @@ def without_cache(net: nn.Module) -> Generator[None]:
 
 
 def _refuse_unexportable(net: nn.Module) -> None:
-    """A ValueError for a module whose graph would not be what it does."""
+    """Raise ValueError for a module whose graph would not be what it does."""
     refuse_net(net)
     for path, module in net.named_modules():
         if tracks(module) and getattr(module, "momentum", None) is None:
@@ -211,7 +207,6 @@ def _doubled(leaf: Any) -> Any:
 
 
 def _open_dims(leaf: Any) -> Any:
-    """Which sizes of a leaf may be others later."""
     if not isinstance(leaf, Tensor):
         return None
     sequence = leaf.ndim == 2 and not leaf.is_floating_point() and not leaf.is_complex()
@@ -220,16 +215,16 @@ def _open_dims(leaf: Any) -> Any:
 
 @contextmanager
 def _noting_attributes(net: nn.Module, places: list[str]) -> Generator[None]:
-    """Meanwhile note where a tensor is assigned to a plain attribute, and refuse a new module or parameter."""
-    own = {id(vars(module)) for module in net.modules()}
+    """Note where a tensor is assigned to a plain attribute, and refuse a new module or parameter."""
+    known = {id(vars(module)) for module in net.modules()}
 
     def is_new(value: Any) -> bool:
         if isinstance(value, nn.Parameter):
-            return all(value is not one for one in net.parameters())
-        return isinstance(value, nn.Module) and id(vars(value)) not in own
+            return all(value is not parameter for parameter in net.parameters())
+        return isinstance(value, nn.Module) and id(vars(value)) not in known
 
     def noted(module: nn.Module, name: str, value: Any, assign: Callable[..., None]) -> None:
-        if id(vars(module)) in own and is_new(value):
+        if id(vars(module)) in known and is_new(value):
             raise ValueError(
                 f"the net changes itself as it runs: it assigns a new module or parameter to {name!r}, and computes "
                 "something else the next time. Run it on the example once before, so that it is what it will be"
@@ -243,13 +238,11 @@ def _noting_attributes(net: nn.Module, places: list[str]) -> Generator[None]:
 
 
 def _left_out(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """The masks that a net takes and an example does not have."""
     given = signature.bind(*args, **kwargs).arguments
     return [name for name in signature.parameters if "mask" in name and given.get(name) is None]
 
 
 def _reason(net: nn.Module, error: Exception, place: str, masks: Sequence[str]) -> str:
-    """Why a net cannot be exported, in torch's words, and where."""
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), "").rstrip(".")
     if "NoneType" in said and masks:
         said += f"; the example has no {' and no '.join(masks)}, with which it may"

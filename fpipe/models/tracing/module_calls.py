@@ -52,19 +52,19 @@ class Call:
 
 def calls_of(nodes: Sequence[fx.Node], params: Iterable[str]) -> Call:
     """The call of the whole net, by what each node says of the modules that it is in; `params` are its parameters."""
-    training = {name[:at] for name in params for at, letter in enumerate(name) if letter == "."}
+    training = {name[:dot] for name in params for dot, letter in enumerate(name) if letter == "."}
     root = Call("", "", 0, len(nodes) - 1)
-    known: dict[str, Call] = {}
-    for at, node in enumerate(nodes):
-        above = root
+    calls: dict[str, Call] = {}
+    for position, node in enumerate(nodes):
+        caller = root
         for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items():
             if not path or path == NO_MODULE:
                 continue
-            if key not in known:
-                known[key] = Call(path, kind, at, at, int(key.partition("@")[2] or 0), path in training)
-                above.children.append(known[key])
-            above = known[key]
-            above.end = at
+            if key not in calls:
+                calls[key] = Call(path, kind, position, position, int(key.partition("@")[2] or 0), path in training)
+                caller.children.append(calls[key])
+            caller = calls[key]
+            caller.end = position
     return root
 
 
@@ -77,15 +77,15 @@ def blocks_of(root: Call, least: int) -> list[Call]:
     ['net.0', 'net.1', 'net.2']
     """
     for inner in (_repeated, attrgetter("children")):
-        found = inner(root) or [root]
-        while len(found) < least:
-            finer = [one for call in found for one in (inner(call) or [call])]
-            if finer == found:
+        blocks = inner(root) or [root]
+        while len(blocks) < least:
+            finer = [block for call in blocks for block in (inner(call) or [call])]
+            if finer == blocks:
                 break
-            found = finer
-        if len(found) >= least:
-            return found
-    return found
+            blocks = finer
+        if len(blocks) >= least:
+            break
+    return blocks
 
 
 def _repeated(call: Call) -> list[Call]:
@@ -95,16 +95,14 @@ def _repeated(call: Call) -> list[Call]:
     lists = Counter((_list_of(child), child.kind) for child in call.children)
     repeating = {place for (place, _), times in lists.items() if times > 1 and place is not None}
     many = Counter(child.path for child in call.children if child.trains)
-    found: list[Call] = []
+    blocks: list[Call] = []
     for child in call.children:
         repeats = _list_of(child) in repeating or many[child.path] > 1
-        opened = child.kind == _SEQUENTIAL and not child.path.rpartition(".")[2].isdigit()
+        is_sequential = child.kind == "torch.nn.modules.container.Sequential"
+        opened = is_sequential and not child.path.rpartition(".")[2].isdigit()
         inside = [] if repeats and not opened else _repeated(child)
-        found += inside or ([child] if repeats else [])
-    return found
-
-
-_SEQUENTIAL = "torch.nn.modules.container.Sequential"
+        blocks += inside or ([child] if repeats else [])
+    return blocks
 
 
 def _list_of(call: Call) -> str | None:
@@ -120,15 +118,15 @@ _NUMBER = re.compile(r"\d+[a-z]?$")
 def ends_of(root: Call, paths: Sequence[str]) -> list[Call]:
     """The last call of each of these modules, or in one of these lists of modules; a ValueError names close ones."""
     calls = [call for call in root.all() if call.path]
-    found: list[Call] = []
+    ends: list[Call] = []
     for path in paths:
-        own = [call for call in calls if call.path == path or call.path.startswith(f"{path}.")]
-        if not own:
+        inside = [call for call in calls if call.path == path or call.path.startswith(f"{path}.")]
+        if not inside:
             near = get_close_matches(path, [*dict.fromkeys(call.path for call in calls)], 3, 0.5)
             hint = f"; close to it are {', '.join(map(repr, near))}" if near else ""
             raise ValueError(f"cuts= names {path!r}, but no module of that path is called when the net runs{hint}.")
-        found.append(max(own, key=lambda call: (call.end, -len(call.path))))
-    return found
+        ends.append(max(inside, key=lambda call: (call.end, -len(call.path))))
+    return ends
 
 
 def in_words(root: Call, start: int, end: int) -> str:
@@ -161,12 +159,9 @@ def _partly(call: Call, start: int, end: int) -> Iterable[Call]:
             yield from [*_partly(child, start, end)] or [child]
 
 
-# Run a net as a function of its parameters, drawing the random numbers that its stages draw.
-
-
 class NetFunction:
-    """The loss of a net as a function of its parameters by name, and a batch; nothing of the net changes. `ends` are
-    the calls after which stages end."""
+    """The loss of a net as a function of its parameters by name, and a batch; nothing of the net changes. Random
+    numbers are those of its stages, which end after the calls `ends`."""
 
     def __init__(self, net: nn.Module, loss: Callable[[Any, Any], Any], ends: Sequence[Call]) -> None:
         self.net, self.loss, self.ends = net, loss, ends
@@ -186,7 +181,7 @@ class NetFunction:
 
     @contextmanager
     def _ending(self) -> Generator[None]:
-        """Meanwhile the next stage begins where the calls end."""
+        """Let the next stage begin where the calls end."""
         calls = Counter[str]()
         wanted = {(call.path, call.number) for call in self.ends}
 

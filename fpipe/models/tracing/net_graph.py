@@ -36,8 +36,6 @@ from fpipe.torch_private.fx import (
     is_of_vmap,
 )
 
-# Trace a whole function alike by any tracer: without generators of its own, checkpoints, and writes to literals.
-
 
 class OnlyTraceable(TorchFunctionMode):
     """Refuses what is in no trace above autograd: random numbers from a generator, hooks of gradients, inference mode,
@@ -90,8 +88,8 @@ def _device(kwargs: Mapping[str, Any]) -> torch.device:
 
 
 def without_checkpoints() -> AbstractContextManager[None]:
-    """Meanwhile torch.utils.checkpoint only calls its function, since a trace would lose gradients of what is in two of
-    them; the old way, a backward within a backward, is refused."""
+    """Let torch.utils.checkpoint only call its function, since a trace would lose gradients of what is in two of them;
+    the old way, a backward within a backward, is refused."""
 
     def refuse() -> Any:
         raise ValueError(
@@ -187,9 +185,9 @@ def tensors_of(net: nn.Module | ExportedProgram, exported: ExportedProgram) -> N
 
 def _now(net: nn.Module | ExportedProgram, name: str, constants: Mapping[str, Tensor]) -> Tensor:
     """A tensor that is no parameter or buffer: the net's own, where it was on meta while the net was traced there."""
-    path, _, own = name.rpartition(".")
-    known = {one: vars(module) for one, module in net.named_modules()} if isinstance(net, nn.Module) else {}
-    now = known.get(path, {}).get(own)
+    path, _, attribute = name.rpartition(".")
+    held = {path: vars(module) for path, module in net.named_modules()} if isinstance(net, nn.Module) else {}
+    now = held.get(path, {}).get(attribute)
     return now if constants[name].is_meta and isinstance(now, Tensor) else constants[name]
 
 
@@ -201,9 +199,10 @@ def read_graph(exported: ExportedProgram, tensors: NetTensors) -> NetGraph:
         if spec.kind == InputKind.USER_INPUT:
             given.append(node)
         elif spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
-            odd = f"{name!r}, an object that is no tensor"
             place = next((place_of(user) for user in node.users), "")
-            raise ValueError(f"the net computes with {odd}, which no graph can hold.{place}")
+            raise ValueError(
+                f"the net computes with {name!r}, an object that is no tensor, which no graph can hold.{place}"
+            )
         elif name in first:
             node.replace_all_uses_with(first[name])
         else:

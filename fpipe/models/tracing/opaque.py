@@ -34,8 +34,8 @@ _LIBRARY.define("opaque(Tensor[] given, Tensor[] held, str name) -> Tensor[]")
 
 
 class OpaqueCall:
-    """A call of a module on the example, and the operation that stands for it. What is no tensor among the arguments
-    and keywords is the same in each step."""
+    """A call of a module on the example, and the operation that stands for it. Arguments that are no tensors are the
+    same in each step."""
 
     def __init__(self, path: str, module: nn.Module, args: Any, made: Any, flops: int) -> None:
         self.path, self.module, self.flops, self.exporting = path, module, flops, False
@@ -53,33 +53,25 @@ class OpaqueCall:
         """The module's forward while the net is exported."""
         leaves = tree.leaves((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        number = any(isinstance(one, torch.SymInt) for one in leaves) or any(type(one) in _NUMBERS for one in self.made)
-        if not given or number or any(of_data(size) for one in given for size in one.shape):
+        takes_size = any(isinstance(leaf, torch.SymInt) for leaf in leaves)
+        returns_number = any(type(leaf) in (int, float, complex) for leaf in self.made)
+        if not given or takes_size or returns_number or any(of_data(size) for leaf in given for size in leaf.shape):
             raise NotAlone(self.path)
-        made = iter(OPAQUE(given, [*_held(self.module).values()], self.name))
-        return tree.unflatten(self.made_spec, [next(made) if isinstance(one, Tensor) else one for one in self.made])
+        tensors = iter(OPAQUE(given, [*_held(self.module).values()], self.name))
+        return _with_tensors(self.made, self.made_spec, tensors)
 
     def abstract(self, given: Sequence[Tensor]) -> list[Tensor]:
         """Tensors as it returned them, with the open sizes of what it is given."""
-        return [
-            given[0].new_empty([_open(size, at, one.ndim, given) for at, size in enumerate(one.shape)], dtype=one.dtype)
-            for one in self.made
-            if isinstance(one, Tensor)
-        ]
+        made = [leaf for leaf in self.made if isinstance(leaf, Tensor)]
+        shapes = [[_open(size, dim, leaf.ndim, given) for dim, size in enumerate(leaf.shape)] for leaf in made]
+        return [given[0].new_empty(shape, dtype=leaf.dtype) for shape, leaf in zip(shapes, made, strict=True)]
 
     def run(self, given: Sequence[Tensor], held: Sequence[Tensor]) -> list[Tensor]:
         """Call the module on tensors."""
-        left = iter(given)
-        args, kwargs = tree.unflatten(self.spec, [next(left) if isinstance(one, Tensor) else one for one in self.args])
+        args, kwargs = _with_tensors(self.args, self.spec, iter(given))
         named = dict(zip(self.names, held, strict=True))
-        return [
-            one
-            for one in tree.leaves(torch.func.functional_call(self.module, named, args, kwargs))
-            if isinstance(one, Tensor)
-        ]
-
-
-_NUMBERS = (int, float, complex)
+        leaves = tree.leaves(torch.func.functional_call(self.module, named, args, kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class NotAlone(Exception):
@@ -141,18 +133,18 @@ def export_around(net: nn.Module, inputs: Any) -> Exported:
                 exported = export_net(net, inputs)
         except ValueError as error:
             first, cause = first or error, error.__cause__ or error
-            known = isinstance(cause, NotAlone) or looked_at_data(cause)
-            above = [path for path, _ in modules_in(cause, named) if path and path not in taken] if known else []
-            if not above:
+            needs_data = isinstance(cause, NotAlone) or looked_at_data(cause)
+            callers = [path for path, _ in modules_in(cause, named) if path and path not in taken]
+            if not needs_data or not callers:
                 raise first from first.__cause__
-            path = above[-1]
+            path = callers[-1]
             if any(leaf.is_meta for leaf in (*tree.leaves(inputs), *net.parameters()) if isinstance(leaf, Tensor)):
                 raise ValueError(
                     f"{first}\nThe Python of {path!r} looks at data, and a net or an example on meta has none: cut the "
                     "net where both have values, and the module is one operation of its stage."
                 ) from first.__cause__
-            place = next((place for one, place in taken.items() if one.startswith(f"{path}.")), "")
-            taken = {one: place for one, place in taken.items() if not one.startswith(f"{path}.")}
+            place = next((place for inner, place in taken.items() if inner.startswith(f"{path}.")), "")
+            taken = {outer: place for outer, place in taken.items() if not outer.startswith(f"{path}.")}
             taken[path] = place or place_of_error(cause, named)
             continue
         said = "looks at data, so it is one operation of its stage, which runs under autograd"
@@ -166,7 +158,7 @@ def _recorded(net: nn.Module, inputs: Any, paths: Iterable[str]) -> list[OpaqueC
     def note(path: str, module: nn.Module, args: Any, kwargs: Any, made: Any) -> None:
         seen.append((path, module, (args, kwargs), made))
 
-    params = {name: one.detach() for name, one in net.named_parameters()}
+    params = {name: parameter.detach() for name, parameter in net.named_parameters()}
     with ExitStack() as stack, torch.no_grad(), FlopCounterMode(display=False) as counter:
         for path in paths:
             module = net.get_submodule(path)
@@ -180,11 +172,15 @@ def _recorded(net: nn.Module, inputs: Any, paths: Iterable[str]) -> list[OpaqueC
 
 @contextmanager
 def _standing_in(calls: Sequence[OpaqueCall]) -> Generator[None]:
-    """Meanwhile the modules of these calls are operations."""
+    """Let the modules of these calls be operations."""
     modules = {call.path: call.module for call in calls}
     before = {path: vars(module).get("forward") for path, module in modules.items()}
+
+    def next_call(turns: Iterator[OpaqueCall], *args: Any, **kwargs: Any) -> Any:
+        return next(turns).stand_in(*args, **kwargs)
+
     for path, module in modules.items():
-        vars(module)["forward"] = partial(_next, cycle([call for call in calls if call.path == path]))
+        vars(module)["forward"] = partial(next_call, cycle([call for call in calls if call.path == path]))
     for call in calls:
         call.exporting = True
     try:
@@ -197,10 +193,6 @@ def _standing_in(calls: Sequence[OpaqueCall]) -> Generator[None]:
             call.exporting = False
 
 
-def _next(turns: Iterator[OpaqueCall], *args: Any, **kwargs: Any) -> Any:
-    return next(turns).stand_in(*args, **kwargs)
-
-
 def _held(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
@@ -210,8 +202,13 @@ def _without_data(values: Any) -> tuple[list[Any], tree.Spec]:
     return [leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
 
 
-def _open(size: int, at: int, ndim: int, given: Sequence[Tensor]) -> Any:
-    """A size of a result as that at the same place of what is given; of another number of dimensions, an open one."""
-    same = [one.shape[at] for one in given if one.ndim == ndim]
-    opened = [one for tensor in given for one in tensor.shape if isinstance(one, torch.SymInt)]
-    return next((one for one in (*same, *opened) if example_number(one) == size), size)
+def _with_tensors(leaves: Iterable[Any], spec: tree.Spec, tensors: Iterator[Tensor]) -> Any:
+    """Put tensors into containers, in the places of those without data."""
+    return tree.unflatten(spec, [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+
+
+def _open(size: int, dim: int, ndim: int, given: Sequence[Tensor]) -> Any:
+    """The size of a result as an argument has it in the same dimension, or else as an open size of any argument."""
+    same = [tensor.shape[dim] for tensor in given if tensor.ndim == ndim]
+    opened = [size for tensor in given for size in tensor.shape if isinstance(size, torch.SymInt)]
+    return next((candidate for candidate in (*same, *opened) if example_number(candidate) == size), size)

@@ -30,9 +30,9 @@ _LINE = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*
 
 def place_of(node: fx.Node) -> str:
     """Where an operation of a trace is from, as a line to put below an error; nothing if the trace does not say."""
-    frames = [_LINE.match(line.strip()) for line in (node.stack_trace or "").splitlines()]
-    found = [one for one in frames if one and is_users(one["file"])]
-    lines = [line_at(one["file"], int(one["line"]), one["function"]) for one in found[-1:]]
+    matches = [_LINE.match(line.strip()) for line in (node.stack_trace or "").splitlines()]
+    frames = [frame for frame in matches if frame and is_users(frame["file"])]
+    lines = [line_at(frame["file"], int(frame["line"]), frame["function"]) for frame in frames[-1:]]
     stack: Iterable[tuple[str, Any]] = (node.meta.get("nn_module_stack") or {}).values()
     modules = [(path, str(kind).rpartition(".")[2]) for path, kind in stack]
     return _words(modules, lines)
@@ -41,20 +41,19 @@ def place_of(node: fx.Node) -> str:
 def place_of_error(error: BaseException, modules: Iterable[tuple[str, nn.Module]]) -> str:
     """Where an error was raised, as a line to put below it: the innermost of these modules that was called then, the
     innermost line of the user's code, and of the module of torch's that it calls."""
-    inside = modules_in(error, modules)
     frames = traceback.extract_tb(error.__traceback__)
-    last = max((at for at, one in enumerate(frames) if is_users(one.filename)), default=len(frames))
+    last = max((number for number, frame in enumerate(frames) if is_users(frame.filename)), default=len(frames))
     home = TORCH / "nn" / "modules"
-    torchs = [one for one in frames[last:] if one.name == "forward" and Path(one.filename).parent == home]
-    lines = [*frames[last : last + 1], *torchs[-1:]]
-    return _words(inside, [line_at(one.filename, one.lineno, one.name) for one in lines])
+    torchs = [frame for frame in frames[last:] if frame.name == "forward" and Path(frame.filename).parent == home]
+    lines = [line_at(frame.filename, frame.lineno, frame.name) for frame in (*frames[last : last + 1], *torchs[-1:])]
+    return _words(modules_in(error, modules), lines)
 
 
 def modules_in(error: BaseException, modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, str]]:
     """Those of these modules that were called when an error was raised, the innermost last: path and class."""
     names = _names(modules)
     called: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return [names[id(vars(one))] for one in called if isinstance(one, nn.Module) and id(vars(one)) in names]
+    return [names[id(vars(self))] for self in called if isinstance(self, nn.Module) and id(vars(self)) in names]
 
 
 def place_of_caller(module: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> str:
@@ -69,8 +68,8 @@ def place_of_caller(module: nn.Module, modules: Iterable[tuple[str, nn.Module]])
 def noting_places(
     modules: Mapping[nn.Module, str] | None = None, called: dict[nn.Module, str] | None = None
 ) -> Generator[None]:
-    """Meanwhile nodes that are traced say which line of the user's code they are from, and which of these modules, with
-    their paths; `called` takes all modules that this thread calls, each with its class's name."""
+    """Let nodes that are traced say which line of the user's code they are from, and which of these modules, with their
+    paths; `called` takes all modules that this thread calls, each with its class's name."""
     noting = nullcontext() if modules is None or called is None else _noting_modules(modules, called)
     with preserve_node_meta(), _Lines(), noting:
         yield
@@ -146,9 +145,9 @@ def _names(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, tuple[str, str
 def _words(modules: Iterable[tuple[str, str]], lines: Iterable[str]) -> str:
     """The innermost module that has a path, and lines of code."""
     inside = [f"in module {path!r} ({kind})" for path, kind in modules if path]
-    said = "; which calls torch ".join(lines)
-    said = ", ".join([*inside[-1:], *([said] if said else [])])
-    return f"\n  {said}" if said else ""
+    words = [*inside[-1:], "; which calls torch ".join(lines)]
+    place = ", ".join(filter(None, words))
+    return f"\n  {place}" if place else ""
 
 
 # Read the sizes that a trace leaves open as expressions: which a value has, and which follow from others.
@@ -157,8 +156,8 @@ def _words(modules: Iterable[tuple[str, str]], lines: Iterable[str]) -> str:
 def open_sizes(node: fx.Node) -> dict[int, Any]:
     """Of a value's dimensions those that the trace leaves open, each as an expression."""
     shape = getattr(node.meta.get("val"), "shape", ())
-    found = {dim: expression(size) for dim, size in enumerate(shape) if isinstance(size, torch.SymInt)}
-    return {dim: expr for dim, expr in found.items() if expr.free_symbols}
+    exprs = {dim: expression(size) for dim, size in enumerate(shape) if isinstance(size, torch.SymInt)}
+    return {dim: expr for dim, expr in exprs.items() if expr.free_symbols}
 
 
 def is_size(node: fx.Node) -> bool:
@@ -173,4 +172,4 @@ def expr_of(size: fx.Node) -> Any:
 
 def follows(expr: Any, known: Collection[Any]) -> bool:
     """Whether a size is one of those known, or can be computed from them; torch computes no floor of symbols."""
-    return expr in known or (not has_floor(expr) and all(one in known for one in expr.free_symbols))
+    return expr in known or (not has_floor(expr) and all(symbol in known for symbol in expr.free_symbols))

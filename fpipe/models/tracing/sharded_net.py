@@ -28,24 +28,22 @@ from fpipe.torch_private.fx import example_number
 
 @contextmanager
 def as_whole(net: nn.Module) -> Generator[ShardedTrace | None]:
-    """Meanwhile the DTensors of a net are whole tensors on meta; None where it has none."""
-    held = [(held_by(each).parameters, name) for each in net.modules() for name in held_by(each).parameters]
-    found: list[Any] = [(own, name, own[name]) for own, name in held if is_sharded(own[name])]
-    made = {
-        id(one): nn.Parameter(
-            torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta"), one.requires_grad
-        )
-        for _, _, one in found
+    """Put whole tensors on meta in the place of a net's DTensors; yield None where it has none."""
+    dicts = [held_by(module).parameters for module in net.modules()]
+    found: list[Any] = [(held, name, p) for held in dicts for name, p in held.items() if is_sharded(p)]
+    wholes = {
+        id(p): nn.Parameter(torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta"), p.requires_grad)
+        for _, _, p in found
     }
     trace = ShardedTrace(found) if found else None
     try:
-        for own, name, one in found:
-            own[name] = made[id(one)]
+        for held, name, p in found:
+            held[name] = wholes[id(p)]
         yield trace
     finally:
         forget(trace.calls if trace else ())
-        for own, name, one in found:
-            own[name] = one
+        for held, name, p in found:
+            held[name] = p
 
 
 class ShardedTrace(TorchFunctionMode):

@@ -84,8 +84,8 @@ def trace_loss(
     make_literals_pure(module.graph)
     _refuse_untraced(module)
     # One leaf may have so many rows for another reason, as a mask of the sequence's length that goes whole to each.
-    rows = [leaf.shape[0] for leaf in tree.leaves(given[1]) if isinstance(leaf, Tensor) and leaf.ndim]
-    rows = [size for size in rows if isinstance(size, torch.SymInt)]
+    sizes = [leaf.shape[0] for leaf in tree.leaves(given[1]) if isinstance(leaf, Tensor) and leaf.ndim]
+    rows = [size for size in sizes if isinstance(size, torch.SymInt)]
     if rows and not any(expression(size).free_symbols for size in rows):
         raise ValueError(
             "loss_fn can be traced for one number of rows only, that of the example: it compares or fixes it, as "
@@ -98,7 +98,7 @@ def trace_loss(
 
 
 def _refuse_untraced(module: fx.GraphModule) -> None:
-    """A ValueError for a fake tensor that no operation in the graph computes."""
+    """Raise ValueError for a fake tensor that no operation in the graph computes."""
     for node in module.graph.find_nodes(op="get_attr"):
         held = getattr(module, str(node.target))
         if is_fake(held):
@@ -111,7 +111,7 @@ def _refuse_untraced(module: fx.GraphModule) -> None:
 
 @contextmanager
 def _explained(batch: tuple[Any, Any], modules: Mapping[nn.Module, str]) -> Generator[None]:
-    """Errors of torch while it traces say that it did, where, and which rows its symbols stand for."""
+    """Let errors of torch say that it traces, where, and which rows its symbols stand for."""
     named = [(path, module) for module, path in modules.items()]
     try:
         yield
