@@ -32,8 +32,9 @@ from fpipe.meaning.purity.sharded import is_sharded
 from fpipe.meaning.single_device.params_and_state import check_batch
 from fpipe.meaning.stages.outputs import split_loss
 from fpipe.model import LossFunction, Model, Reduction, odd_signature
+from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.cut_at_marks import Subgraph
-from fpipe.models.cutting.cut_net import CutNet, guard_of
+from fpipe.models.cutting.cut_net import CutNet
 from fpipe.models.cutting.marked_graph import MarkedGraph, draws_random, has_effect
 from fpipe.models.tracing.boundary import seeding
 from fpipe.models.tracing.contexts import autocast_eps, restored_on_error
@@ -124,7 +125,7 @@ class LossPart:
         run = self.part.module(self.net.output).forward
         of_target = list(self.part.batch.values())
         of_y = [self.received.index(node) for node in self.part.received]
-        guard = guard_of(self.net, (*tree.leaves(self.net.inputs[1]), *self.part.received), example, "target")
+        guard = BatchGuard(self.net, (*tree.leaves(self.net.inputs[1]), *self.part.received), example, "target")
 
         def loss(y: Any, target: Any) -> Any:
             targets, values = tree.leaves(target), tree.leaves(y)

@@ -9,36 +9,29 @@ from collections.abc import Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from fpipe import tree
 from fpipe.meaning.stages.outputs import in_words
+from fpipe.models.tracing.net_graph import NetGraph
+from fpipe.models.tracing.places import open_sizes
 
 
 class BatchGuard:
-    """Refuses a batch that the trace of the example is not valid for.
+    """Refuse a batch that the trace of the example is not valid for.
 
     Args:
-        example: the inputs, or the target, of the example.
-        word: which of the two errors say.
-        sizes: for each of its leaves, and then for each value that comes along, the dimensions that the trace leaves
-            open, as expressions; a symbol is one number throughout.
-        guards: what was decided by these symbols.
-        who, door: what errors call what was traced, and what has traced it.
+        net: the graph of what was traced.
+        values: of this graph the placeholders of a half of the batch, then the values that come with it.
+        example: the inputs, or the target, of the example, and `word`, which of the two errors say.
     """
 
-    def __init__(
-        self,
-        example: Any,
-        word: str,
-        sizes: Sequence[Mapping[int, Any]],
-        guards: Sequence[Any],
-        who: str,
-        door: str,
-    ) -> None:
-        self.who, self.door, self.whole, self.word = who, door, tree.tree_map(type, example), word
+    def __init__(self, net: NetGraph, values: Sequence[Any], example: Any, word: str) -> None:
+        self.who, self.door, self.guards = net.who, net.door, net.guards
+        # For each value the dimensions that the trace leaves open, as expressions; a symbol is one number throughout.
+        self.sizes = [open_sizes(value) if isinstance(value, fx.Node) else {} for value in values]
+        self.whole, self.word = tree.tree_map(type, example), word
         self.example = [(word + place, leaf) for place, leaf in tree.paths(example)]
-        self.sizes, self.guards = sizes, guards
         self.known: set[tuple[Any, ...]] = set()
 
     def fixed_rows(self) -> tuple[str, int] | None:
@@ -87,9 +80,9 @@ class BatchGuard:
                 f"{'only rows may differ.' if 0 in sizes else none} Call {self.door} again for another shape."
             )
         if leaf.dtype != example.dtype:
-            words = [str(one.dtype).removeprefix("torch.") for one in (example, leaf)]
+            traced, found = (str(tensor.dtype).removeprefix("torch.") for tensor in (example, leaf))
             raise ValueError(
-                f"{place} was {words[0]} when {self.who} was traced, found {words[1]}. Cast it, or call {self.door} "
+                f"{place} was {traced} when {self.who} was traced, found {found}. Cast it, or call {self.door} "
                 "again for another dtype."
             )
 

@@ -23,8 +23,7 @@ from fpipe.models.cutting.marked_graph import MarkedGraph, written_by
 from fpipe.models.cutting.place_cuts import costs_of
 from fpipe.models.modules.modes import Modes
 from fpipe.models.parameters.load import HandedOut
-from fpipe.models.tracing.net_graph import NetGraph, NetTensors
-from fpipe.models.tracing.places import open_sizes
+from fpipe.models.tracing.net_graph import NetTensors
 from fpipe.torch_private.fx import example_number
 
 
@@ -77,7 +76,7 @@ class CutNet:
         tied = {name: stages for name, stages in readers.items() if len(stages) > 1 and name not in untrained}
         self.ties = [[(stage, name) for stage in stages] for name, stages in tied.items()]
         self.inputs: list[Source | tuple[Source, ...]] = [one_or_all(one) for one in self.cut.inputs]
-        self.guard = guard_of(net, nodes, example, "inputs")
+        self.guard = BatchGuard(net, nodes, example, "inputs")
         turning = [one for one in modules if may_depend_on_mode(one[1])]
         self.stages = [self._stage(number, () if number else turning) for number in range(marked.stages)]
         for stage, own in zip(self.stages, self.owned, strict=True):
@@ -121,12 +120,6 @@ def with_untrained(marked: MarkedGraph, tensors: NetTensors) -> NetTensors:
         net.params[node] = net.constants.pop(node)
     names = frozenset(untrained.values())
     return tensors._replace(trains=tensors.trains | names, untrained=names)
-
-
-def guard_of(net: NetGraph, values: Sequence[Any], example: Any, word: str) -> BatchGuard:
-    """The guard of a half of the batch, and of values that come with it."""
-    sizes = [open_sizes(value) if isinstance(value, fx.Node) else {} for value in values]
-    return BatchGuard(example, word, sizes, net.guards, net.who, net.door)
 
 
 @dataclass(frozen=True, eq=False)
