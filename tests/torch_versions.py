@@ -40,7 +40,7 @@ _BEFORE_2_13 = {
 }
 
 _FROM_2_15 = {
-    "tests/test_hostile.py::test_tensors_whose_numbers_cannot_be_compared_are_refused_by_name[nested]": (
+    "tests/test_judged_files.py::test_tensors_whose_numbers_cannot_be_compared_are_refused_by_name[nested]": (
         "torch 2.15 reads no nested tensor from a file"
     ),
 }
