@@ -193,6 +193,7 @@ def test_other_files_are_refused(name: str, mine: str, tmp_path: Path):
         lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
         lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     ],
+    ids=["quantized", "nested"],
 )
 def test_tensors_whose_numbers_cannot_be_compared_are_refused_by_name(made: Callable[[], Tensor], tmp_path: Path):
     """A quantized one in two files ended the process."""
