@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fpipe import tree
 from fpipe.meaning.devices import Moves
-from fpipe.meaning.purity.own_memory import alias, of_each_row, rows_of
+from fpipe.meaning.purity.own_memory import alias, laid_out_as, of_each_row, rows_of
 from fpipe.meaning.purity.pure import pure
 from fpipe.meaning.purity.sharded import placed_as
 from fpipe.meaning.single_device.microbatch_graph import detached, leaf_of
@@ -280,7 +280,8 @@ def _gradients(residuals: Residuals, roots: list[tuple[Tensor, Tensor]]) -> tupl
         found = iter(residuals.around(lambda: torch.autograd.grad(ends, wanted, seeds, allow_unused=True)))
     grads = [[placed_as(leaf, next(found)) if wants_grad(leaf) else None for leaf in group] for group in groups]
     count = len(residuals.inputs)
-    return grads[:count], grads[count], grads[count + 1 :]
+    params = [[*map(laid_out_as, *pair)] for pair in zip(residuals.params, grads[count + 1 :], strict=True)]
+    return grads[:count], grads[count], params
 
 
 def weight_gradient(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:

@@ -105,14 +105,14 @@ def _or_one(count: Any) -> Any:
 
 
 def reduce_one(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
-    """REDUCE and SCATTER of one replica: itself, contiguous in its own memory; a count as a tensor, to be added to."""
+    """REDUCE and SCATTER of one replica: itself, in its own memory; a count as a tensor, to be added to."""
     made = [[*map(_summand, arg)] if isinstance(arg, list) else _summand(arg) for arg in args]
     return [tree.tree_map(cast_of(op), one) for one in made]
 
 
 def _summand(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return leaf.clone(memory_format=torch.contiguous_format) if is_strided(leaf) else leaf
+        return leaf.clone() if is_strided(leaf) else leaf
     return None if leaf is None else torch.tensor(leaf)
 
 

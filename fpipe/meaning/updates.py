@@ -13,6 +13,7 @@ from fpipe import tree
 from fpipe.meaning.by_autograd import StepContext
 from fpipe.meaning.optimizers.optimizer_state import UpdateWords, names_of, words_of
 from fpipe.meaning.optimizers.rules import State, Words, apply_rule, numbers_of
+from fpipe.meaning.purity.own_memory import laid_out_as
 from fpipe.model import Model
 from fpipe.program import Op
 
@@ -63,9 +64,8 @@ def updated_leaves(
     if norm is not None and words.clip is not None:
         share = _share(words.clip, norm)
         grads = [grad * share.to(grad.device) for grad in grads]
-    grads = [
-        grad if grad.dtype == param.dtype else grad.to(param.dtype) for grad, param in zip(grads, params, strict=True)
-    ]
+    # What is scattered to shards is contiguous; else a gradient has the strides of its parameter since its backward.
+    grads = [laid_out_as(param, grad).to(param.dtype) for grad, param in zip(grads, params, strict=True)]
     return apply_rule(words.by, settings, params, grads, states, numbers_of(lr), own)
 
 

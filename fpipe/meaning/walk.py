@@ -121,7 +121,7 @@ def own_leaf(taken: set[Hashable], leaf: Any) -> Any:
     leaf = leaf.detach()
     dense = torch.ops.aten.is_non_overlapping_and_dense(leaf)
     if not dense or not taken.isdisjoint(storages([leaf])):
-        leaf = leaf.clone(memory_format=torch.contiguous_format)
+        leaf = leaf.clone()
     taken.update(storages([leaf]))
     return leaf
 

@@ -27,7 +27,7 @@ def owned(graph: Graph, copied: Sequence[tuple[str, int]]) -> Graph:
     for label, place in copied:
         leaf = writes[label][place]
         copy = writes[label][place] = Name(f"{leaf}_copy{len(nodes)}")
-        nodes.append(Node(copy, _aten.clone.default, (leaf,), {"memory_format": torch.contiguous_format}))
+        nodes.append(Node(copy, _aten.clone.default, (leaf,), {}))
         facts[copy] = facts[leaf]
     made = {label: tuple(leaves) for label, leaves in writes.items()}
     return replace(graph, nodes=(*graph.nodes, *nodes), facts=facts, writes=made)

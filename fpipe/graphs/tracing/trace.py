@@ -25,7 +25,7 @@ from fpipe.graphs.tracing.draws import Unseeded, draws, keyed, refuse_hidden, wi
 from fpipe.graphs.tracing.fake import LeakedTensor, fake_mode, no_leaks, watched_memory
 from fpipe.graphs.tracing.functional import functional, refuse_mutation
 from fpipe.meaning.purity.ambient import Untraceable
-from fpipe.meaning.purity.own_memory import is_view_in_place, mutated_by, of_each_row, rows_of
+from fpipe.meaning.purity.own_memory import is_view_in_place, laid_out_as, mutated_by, of_each_row, rows_of
 from fpipe.meaning.purity.pure import Impure
 from fpipe.meaning.stages.keys import exclusive_generator
 from fpipe.meaning.stages.outputs import MissingGradient, partly_python, refuse_max_gradients, refuse_missing_gradients
@@ -194,7 +194,8 @@ def _with_gradient(
             gradient: Any = partial(torch.autograd.grad, roots, wanted, starts, allow_unused=True)
             found = iter(gradient() if around is None else around(handed, gradient))
         for label, written in gradients.items():
-            yield written, [next(found) if _wants(leaf) else None for leaf in given[label]]
+            grads = [next(found) if _wants(leaf) else None for leaf in given[label]]
+            yield written, [*map(laid_out_as, given[label], grads)] if is_parameter(label) else grads
 
 
 def _apart(given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:

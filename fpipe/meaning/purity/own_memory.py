@@ -155,6 +155,34 @@ def span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     return 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
+@lru_cache(maxsize=1024)
+def fills(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether these steps reach each place of the memory once."""
+    steps = sorted((step, n) for n, step in zip(shape, stride, strict=True) if n != 1)
+    expected = 1
+    for step, n in steps:
+        if step != expected:
+            return False
+        expected *= n
+    return True
+
+
+def laid_out_as(param: Any, grad: Any) -> Any:
+    """A gradient in the strides of its parameter, as `.backward()` leaves it; contiguous if these have gaps.
+
+    Fused rules and norms go through the memory of a gradient from one end to the other, whatever its strides.
+    """
+    if grad is None or not is_strided(param) or not is_strided(grad) or not grad.numel():
+        return grad
+    shape, stride = tuple(param.shape), param.stride()
+    # Dimensions from the widest step to the narrowest: a gradient that is contiguous in this order has these strides.
+    order = sorted(range(len(shape)), key=lambda dim: -stride[dim]) if fills(shape, stride) else [*range(len(shape))]
+    turned = grad.permute(order)
+    if turned.is_contiguous():
+        return grad
+    return turned.clone(memory_format=torch.contiguous_format).permute([order.index(dim) for dim in range(len(order))])
+
+
 def alias(leaf: Any) -> Any:
     """Alias a value for the stage that reads it: no leaf of autograd's graph, as in the model that is not cut.
 

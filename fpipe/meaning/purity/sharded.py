@@ -78,7 +78,7 @@ def sharded_as(param: Any, shard: Any) -> Any:
 
 
 def placed_as(param: Any, grad: Any) -> Any:
-    """A gradient that is placed as its parameter, as from where the parameter was put together."""
+    """A gradient over the processes that its parameter is over."""
     if not is_sharded(param) or grad is None:
         return grad
     return grad.redistribute(param.device_mesh, param.placements)

@@ -157,7 +157,17 @@ def gradients(
         for value, each in zip(graph.between, grads[count + 1 + len(inputs) :], strict=True):
             see(value, each)
         _show_gradients(see, model, graph, grads)
-    return grads[:count], grads[count], summed
+    accumulated = [[*map(_accumulated, *pair)] for pair in zip(leaves, grads[:count], strict=True)]
+    return accumulated, grads[count], summed
+
+
+def _accumulated(param: Any, grad: Tensor | None) -> Tensor | None:
+    """The gradient as torch leaves it in `.grad` of its parameter, which has a say in its strides."""
+    if grad is None:
+        return None
+    param.backward(grad)
+    grad, param.grad = param.grad, None
+    return grad
 
 
 def _show_gradients(see: See, model: Model, graph: MicrobatchGraph, grads: list[list[Tensor | None]]) -> None:

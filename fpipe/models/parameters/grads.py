@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
+from fpipe.meaning.purity.own_memory import laid_out_as
 from fpipe.meaning.purity.sharded import dimensions, is_sharded
 from fpipe.meaning.single_device.params_and_state import net_order
 from fpipe.meaning.single_device.result import Result, are_gradients
@@ -61,7 +62,7 @@ def assign_grads(params: Any, grads: Any) -> None:
             )
     for (_, param), grad in pairs:
         if isinstance(param, Tensor):
-            param.grad = grad
+            param.grad = grad if is_sharded(param) else laid_out_as(param, grad)
 
 
 def _by_name(net: nn.Module, grads: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from fpipe import tree
 from fpipe.graphs.compiling.inductor import Kernel
 from fpipe.graphs.language.graph import Fact, Graph, fresh_storage
+from fpipe.meaning.purity.own_memory import fills
 from fpipe.program import Op, Value
 
 Leaves = list[Any]
@@ -72,18 +72,6 @@ class StorageMap(dict[int, int]):
 def dense(fact: Fact) -> bool:
     """Whether a tensor fills its memory, each place once."""
     return fills(fact.aval.shape, fact.aval.stride)
-
-
-@lru_cache(maxsize=1024)
-def fills(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether these steps reach each place of the memory once."""
-    steps = sorted((step, n) for n, step in zip(shape, stride, strict=True) if n != 1)
-    expected = 1
-    for step, n in steps:
-        if step != expected:
-            return False
-        expected *= n
-    return True
 
 
 class Instruction(NamedTuple):

@@ -284,6 +284,6 @@ def _result(leaf: Any, slots: Sequence[Any]) -> Any:
     if not isinstance(leaf, ResultLeaf):
         return leaf
     made = slots[leaf.slot][leaf.at]
-    made = made.clone(memory_format=torch.contiguous_format) if leaf.copied else made
+    made = made.clone() if leaf.copied else made
     made = made if leaf.dtype is None or made.dtype is leaf.dtype else made.to(leaf.dtype)
     return made if leaf.sharding is None else leaf.sharding.whole(made)

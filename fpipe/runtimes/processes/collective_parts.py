@@ -75,7 +75,7 @@ class SumPart(NamedTuple):
         sent = self.buffer.empty()
         made: dict[int, Tensor] = {}
         for at, start, most, own, _ in self.buffer.leaves:
-            part = made[at] = sent[start : start + most].view(own.shape)
+            part = made[at] = sent[start : start + most].as_strided(own.shape, own.stride)
             part.copy_(read[at]) if isinstance(read[at], Tensor) else part.fill_(read[at])
         return Launched(dist.all_reduce(sent, group=group, async_op=True), sent, made)
 

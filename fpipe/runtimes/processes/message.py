@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fpipe.graphs.language.graph import Aval, Fact, aval
-from fpipe.runtimes.lowering.lowered import fills
+from fpipe.meaning.purity.own_memory import fills
 
 _ALIGNED = 64
 HEADER, MARK = 64, 8

@@ -1,0 +1,145 @@
+"""Gradients have the strides of their parameters, as those of `.backward()`: torch's fused rules rely on that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fpipe
+
+Rule = tuple[str, dict[str, Any]]
+
+
+def einsum(formula: str) -> Callable[..., Tensor]:
+    return lambda params, x: torch.einsum(formula, x, params["w"]) + params["b"]
+
+
+def convolved(params: Any, x: Tensor) -> Tensor:
+    return torch.nn.functional.conv2d(x.view(4, 2, 3, 8).transpose(1, 3), params["w"])
+
+
+LAYOUTS: dict[str, tuple[Callable[..., Tensor], Callable[[], Tensor]]] = {
+    "linear": (einsum("btd,ed->bte"), lambda: torch.randn(5, 8)),
+    "heads": (einsum("btd,hdk->bthk"), lambda: torch.randn(3, 8, 5)),
+    "experts": (einsum("btd,edf->ebtf"), lambda: torch.randn(2, 8, 5)),
+    "turned inside": (lambda p, x: x @ p["w"].t().contiguous(), lambda: torch.randn(5, 8)),
+    "turned parameter": (lambda p, x: x @ p["w"], lambda: torch.randn(5, 8).t()),
+    "channels last": (convolved, lambda: torch.randn(5, 8, 1, 1).to(memory_format=torch.channels_last)),
+    "larger kernel": (convolved, lambda: torch.randn(5, 8, 2, 2).to(memory_format=torch.channels_last)),
+    "every other column": (lambda p, x: x @ p["w"], lambda: torch.randn(8, 10)[:, ::2]),
+}
+RULES: list[Rule] = [
+    ("AdamW", {"fused": True}),
+    ("AdamW", {"foreach": True}),
+    ("Adam", {"fused": True, "amsgrad": True}),
+    ("SGD", {"fused": True, "momentum": 0.9}),
+    ("Adagrad", {"fused": True}),
+    ("RMSprop", {"foreach": True}),
+]
+BUILDS: dict[str, dict[str, Any]] = {
+    "traced": {},
+    "under autograd": {"trace": False},
+    "threads": {"runtime": "threads"},
+}
+
+
+def loss_of(y: Tensor, target: Tensor) -> Tensor:
+    return (y.flatten(1).mean(1) - target).square().mean() if y.shape[0] == len(target) else y.square().mean()
+
+
+def parameters(layout: str) -> list[dict[str, Tensor]]:
+    """Parameters of two stages, the first of which gives the second its input."""
+    torch.manual_seed(1)
+    return [{"v": torch.randn(8)}, {"w": LAYOUTS[layout][1](), "b": torch.randn(5)}]
+
+
+def loop(layout: str, batch: tuple[Tensor, Tensor], rule: Rule | None) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Parameters after three steps of a plain loop, gradients of the last step, and its norm before the clip."""
+    params = [leaf.requires_grad_() for stage in parameters(layout) for leaf in stage.values()]
+    optimizer = None if rule is None else getattr(torch.optim, rule[0])(params, lr=0.1, **rule[1])
+    norm = torch.zeros(())
+    for _ in range(1 if optimizer is None else 3):
+        for leaf in params:
+            leaf.grad = None
+        for x, target in zip(*(half.tensor_split(2) for half in batch), strict=True):
+            y = LAYOUTS[layout][0]({"w": params[1], "b": params[2]}, (x * params[0]).tanh())
+            (loss_of(y, target) * 0.5).backward()
+        if optimizer is not None:
+            norm = torch.nn.utils.clip_grad_norm_(params, 0.1)
+            optimizer.step()
+    return [leaf.detach() for leaf in params], [leaf.grad for leaf in params], norm
+
+
+def model_of(layout: str) -> fpipe.Model:
+    return fpipe.from_functions([lambda p, x: (x * p["v"]).tanh(), LAYOUTS[layout][0]], loss=loss_of)
+
+
+def batch_of(layout: str) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(2)
+    return torch.randn(8, 6, 8), torch.randn(8)
+
+
+def leaves(per_stage: Sequence[Any]) -> list[Tensor]:
+    return [leaf for stage in per_stage for leaf in stage.values()]
+
+
+def strides(tensors: Sequence[Tensor | None]) -> list[Any]:
+    """The strides of each gradient, but for those of size 1, which nobody steps by."""
+    return [
+        None if leaf is None else [step for step, size in zip(leaf.stride(), leaf.shape, strict=True) if size > 1]
+        for leaf in tensors
+    ]
+
+
+@pytest.mark.parametrize("how", [*BUILDS, "reference"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_have_the_strides_of_those_of_backward(layout: str, how: str):
+    params, batch = tuple(parameters(layout)), batch_of(layout)
+    _, expected, _ = loop(layout, batch, None)
+    if how == "reference":
+        grads = leaves(fpipe.reference(model_of(layout), params, batch, microbatches=2).grads)
+    else:
+        program = fpipe.chain(fpipe.split(2), fpipe.schedules.zb_h1(2), fpipe.merge())(fpipe.program(2))
+        grads = leaves(fpipe.build(program, model_of(layout), **BUILDS[how])(params, batch).grads)
+    assert all(map(torch.equal, grads, [grad if grad is not None else torch.zeros(5) for grad in expected]))
+    assert strides(grads) == strides([grad if grad is not None else torch.zeros(5) for grad in expected])
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+@pytest.mark.parametrize("how", [*BUILDS, "reference"])
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "every other column"])
+def test_rules_update_parameters_of_every_layout_as_a_plain_loop(layout: str, how: str, rule: Rule):
+    model, params, batch = model_of(layout), tuple(parameters(layout)), batch_of(layout)
+    expected, _, norm = loop(layout, batch, rule)
+    parts = fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge(), fpipe.update(rule[0], clip=0.1, **rule[1])
+    program = fpipe.chain(*parts)(fpipe.program(2))
+    opt, result = fpipe.optimizer_state(program, params), fpipe.Result()
+    step = fpipe.build(program, model, **BUILDS.get(how, {}))
+    for _ in range(3):
+        if how == "reference":
+            words = {"rule": rule[0], "clip": 0.1, "lr": 0.1, "opt": opt, **rule[1]}
+            result = fpipe.reference(model, params, batch, microbatches=2, **words)
+        else:
+            result = step(params, batch, opt=opt, lr=0.1)
+        params, opt = result.params, result.opt
+    assert torch.equal(result.norm, norm)
+    assert all(map(torch.equal, leaves(params), expected))
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "every other column"])
+def test_assigned_gradients_are_read_by_a_fused_rule_as_those_of_backward(layout: str):
+    params, batch = tuple(parameters(layout)), batch_of(layout)
+    expected, _, _ = loop(layout, batch, ("AdamW", {"fused": True}))
+    optimizer = torch.optim.AdamW([leaf.requires_grad_() for leaf in leaves(params)], lr=0.1, fused=True)
+    program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(2))
+    step = fpipe.build(program, model_of(layout))
+    for _ in range(3):
+        grads = step(params, batch).grads
+        fpipe.assign_grads(params, grads)
+        torch.nn.utils.clip_grad_norm_(leaves(params), 0.1)
+        optimizer.step()
+    assert all(map(torch.equal, leaves(params), expected))
