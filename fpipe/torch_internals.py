@@ -300,25 +300,33 @@ def told_of_bindings(told: Callable[[nn.Module, str], None]) -> Generator[None]:
     The hooks stay: torch goes through them unguarded, so none may leave while another thread binds.
     """
     _watch_bindings()
-    before, _BINDINGS.told = _BINDINGS.told, told
-    try:
+    with _ON_BINDING.set_to(told):
         yield
-    finally:
-        _BINDINGS.told = before
 
 
-class _Bindings(threading.local):
-    told: Callable[[nn.Module, str], None] | None = None
+class ThreadFlag(threading.local):
+    """What a patch of torch that stays asks in each thread: None outside of `with flag.set_to(value)`."""
+
+    value: Any = None
+
+    @contextmanager
+    def set_to(self, value: object) -> Generator[None]:
+        """Set it within this context."""
+        before, self.value = self.value, value
+        try:
+            yield
+        finally:
+            self.value = before
 
 
-_BINDINGS = _Bindings()
+_ON_BINDING = ThreadFlag()
 
 
 @cache
 def _watch_bindings() -> None:
     def bind(module: nn.Module, name: str, value: Any) -> None:
-        if _BINDINGS.told is not None:
-            _BINDINGS.told(module, name)
+        if _ON_BINDING.value is not None:
+            _ON_BINDING.value(module, name)
 
     register_module_buffer_registration_hook(bind)
     register_module_parameter_registration_hook(bind)

@@ -34,8 +34,13 @@ _NEEDED = [
     "hypothesis",
     "torch",
     "torch._dynamo",
+    "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
+    "fpipe.models.from_sequential",
+    "fpipe.models.parameters.load",
+    "fpipe.runtimes.build",
+    "fpipe.runtimes.in_process.local",
     "fpipe.runtimes.processes.distributed",
     "tests.processes",
 ]
@@ -48,7 +53,7 @@ class Processes:
     """
 
     def __init__(self, size: int, timeout: float = 40, tcp: bool = False) -> None:
-        self.folder = tempfile.TemporaryDirectory()
+        self.folder, self.is_over = tempfile.TemporaryDirectory(), False
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_NEEDED)
         self.pipes, ends = zip(*(context.Pipe() for _ in range(size)), strict=True)
@@ -69,7 +74,8 @@ class Processes:
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
         for pipe in self.pipes:
-            pipe.send((function, args))
+            pipe.send((function, args, self.is_over))
+        self.is_over = False
 
     def results(self) -> list[Any]:
         """What each returned or raised; None of one that a test has killed."""
@@ -86,7 +92,7 @@ class Processes:
                 raise TimeoutError(f"no word of ranks {missing} in {LIMIT} s\n{self.running(missing)}")
             for rank in missing:
                 if self.pipes[rank] in ready:
-                    found[rank] = result(self.pipes[rank], gone=lambda rank=rank: self.gone(rank))
+                    found[rank] = result(self.pipes[rank], lambda rank=rank: self.gone(rank), self)
         for rank in sorted(found):
             if isinstance(found[rank], Exception):
                 raise found[rank]
@@ -130,14 +136,16 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-def result(pipe: Connection, gone: Callable[[], Any] = lambda: None) -> Any:
-    """What a process returned or raised, or what `gone` says of one that is no more."""
+def result(pipe: Connection, gone: Callable[[], Any] = lambda: None, group: Processes | None = None) -> Any:
+    """What a process returned or raised, or what `gone` says of one that is no more; the group hears of a run's end."""
     try:
         if not pipe.poll(LIMIT):
             raise TimeoutError(f"no word of a process in {LIMIT} s")
-        found, error, trace = pipe.recv()
+        found, error, trace, is_over = pipe.recv()
     except (EOFError, ConnectionError):
         return gone()
+    if group is not None:
+        group.is_over |= is_over
     if error is not None:
         error.add_note(trace)
         return error
@@ -145,6 +153,7 @@ def result(pipe: Connection, gone: Callable[[], Any] = lambda: None) -> Any:
 
 
 def serve(rank: int, size: int, at: str, pipe: Connection, timeout: float, stacks: Path) -> None:
+    gc.freeze()  # modules are no garbage: with them each full collection takes half a second
     file = stacks.open("w")
     faulthandler.enable(file)
     faulthandler.register(ASK, file)
@@ -154,16 +163,18 @@ def serve(rank: int, size: int, at: str, pipe: Connection, timeout: float, stack
     dist.init_process_group(**JOINED)
     while True:
         try:
-            function, args = pipe.recv()
+            function, args, is_over = pipe.recv()
         except EOFError:
             break
-        if dist.is_initialized() and FaultStore().fault():
+        if is_over:
             renew()
         try:
             answer = function(rank, *args), None, ""
         except Exception as error:
             answer = None, plain(error), traceback.format_exc()
-        pipe.send(answer)
+        # Whoever fails has written why by now; a rank that only begins may read what another failed in already.
+        is_over = at.startswith("file:") and dist.is_initialized() and bool(FaultStore().fault())
+        pipe.send((*answer, is_over))
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -20,7 +20,10 @@ from tests.fake_accelerator.process_scenarios import PROCESS_SCENARIOS
 from tests.fake_accelerator.scenarios import SCENARIOS, pipeline_of, schedules, timed
 from tests.processes import Processes
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler"),
+    pytest.mark.timeout(func_only=True),  # a busy machine compiles the device for longer than a test may take
+]
 
 
 @pytest.fixture(scope="module")

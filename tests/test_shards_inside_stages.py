@@ -84,7 +84,7 @@ def refused(rank: int) -> list[str]:
         fpipe.shard_params(params, mesh["dp"])
     said.append(str(error.value))
     step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, sentences()))
-    with pytest.raises(ValueError, match="that is none of 'dp'") as wrong:
+    with pytest.raises((ValueError, RuntimeError), match="that is none of 'dp'") as wrong:  # another may fail first
         step(params, sentences())
     return [*said, str(wrong.value)]
 

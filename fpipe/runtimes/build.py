@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fpipe.runtimes.processes.same_batch import CheckBatch
+    from fpipe.runtimes.processes.distributed import CheckBatch
 
 
 def build(

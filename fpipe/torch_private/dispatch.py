@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
 )
 
+from fpipe.torch_internals import ThreadFlag
+
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _TORCH: Any = torch
 
@@ -94,33 +96,28 @@ def fake_mode_class() -> Any:
 def refused_data_assignments(refuse: Callable[[], None]) -> Generator[None]:
     """Call `refuse`, which raises, where this thread assigns the `.data` of a fake tensor (2.13: only a mode for
     functions sees it, under which modules take other ways; so the class has a property while a thread is in here)."""
-    kind, data, before = fake_tensor_class(), _DATA, _ASSIGNMENTS.refuse
+    kind, data = fake_tensor_class(), _DATA
 
     def assign(tensor: Any, value: Any) -> None:
-        if _ASSIGNMENTS.refuse is not None:
-            _ASSIGNMENTS.refuse()
+        if _ASSIGNMENTS.value is not None:
+            _ASSIGNMENTS.value()
         data.__set__(tensor, value)
 
     with _LOCK:
         _THREADS_INSIDE.append(threading.get_ident())
         kind.data = property(data.__get__, assign)
-    _ASSIGNMENTS.refuse = refuse
     try:
-        yield
+        with _ASSIGNMENTS.set_to(refuse):
+            yield
     finally:
-        _ASSIGNMENTS.refuse = before
         with _LOCK:
             _THREADS_INSIDE.remove(threading.get_ident())
             if not _THREADS_INSIDE:
                 del kind.data
 
 
-class _Assignments(threading.local):
-    refuse: Callable[[], None] | None = None
-
-
 _DATA: Any = Tensor.data
-_ASSIGNMENTS, _LOCK, _THREADS_INSIDE = _Assignments(), threading.Lock(), list[int]()
+_ASSIGNMENTS, _LOCK, _THREADS_INSIDE = ThreadFlag(), threading.Lock(), list[int]()
 
 
 @contextmanager
@@ -158,23 +155,16 @@ def unlogged_fake_errors() -> Generator[None]:
     """Keep torch from logging the errors of fake tensors in this thread, which are raised (2.13: a logger named as
     their module). The filter stays: a logger is of all threads, and it lets through what others log."""
     _filter_fake_errors()
-    before, _UNLOGGED.on = _UNLOGGED.on, True
-    try:
+    with _UNLOGGED.set_to(True):
         yield
-    finally:
-        _UNLOGGED.on = before
 
 
-class _Unlogged(threading.local):
-    on = False
-
-
-_UNLOGGED = _Unlogged()
+_UNLOGGED = ThreadFlag()
 
 
 @cache
 def _filter_fake_errors() -> None:
-    logging.getLogger(fake_mode_class().__module__).addFilter(lambda record: not _UNLOGGED.on)
+    logging.getLogger(fake_mode_class().__module__).addFilter(lambda record: not _UNLOGGED.value)
 
 
 def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:

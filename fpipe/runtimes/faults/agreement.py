@@ -1,6 +1,7 @@
 """Say what the ranks of a step must agree on, in words that are the same on all that do.
 
     program, torch, settings, parameters        the example, each stage as it was traced, the loss, what is sent
+    in a step: the tensors of the batch, since ranks that shuffle differently train on a batch that nobody has
 
 Text is compared as it is, and lines by their hash; of these an error quotes the first that differs.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -26,13 +28,13 @@ from fpipe.runtimes.lowering.lowered import AbstractTree, Lowered
 from fpipe.torch_internals import storage_of
 
 About = Mapping[str, str | Sequence[str]]
-"""By name what is to be the same among all who say it. What is behind a `|` in a name is not told."""
+"""Facts by name that must be the same among all who state them. An error omits what is behind a `|` in a name."""
 
 
 def of_build(program: Program, params: Any, options: Mapping[str, Any]) -> About:
-    """Facts that are known before anything is traced; Untraceable if nothing can be under what is around."""
+    """State what is known before anything is traced; raise Untraceable under a mode that no trace can be made in."""
     ambient()
-    known = [
+    parameters = [
         f"params{name}: {str(leaf.dtype).removeprefix('torch.')}{[*leaf.shape]}"
         for name, leaf in tree.paths(params)
         if isinstance(leaf, Tensor)
@@ -42,62 +44,81 @@ def of_build(program: Program, params: Any, options: Mapping[str, Any]) -> About
         "torch": torch.__version__,
         **around(),
         "options": ", ".join(f"{word}={value}" for word, value in options.items()),
-        "parameters": known,
+        "parameters": parameters,
     }
 
 
 def around() -> About:
-    """Settings that choose ops and kernels."""
+    """State the settings that choose ops and kernels."""
     return {"number of threads": str(torch.get_num_threads()), "autocast": autocast(), "settings": settings()}
 
 
 def of_inputs(program: Program, trees: Mapping[Value, AbstractTree]) -> list[str]:
-    """Avals of a step's inputs, whatever memory they are in."""
-    values = [value for value, _ in program.inputs]
-    return [f"{value}: {_looks(leaf)}" for value in values for leaf in trees[value].leaves]
+    """State the avals of a step's inputs, whatever memory they are in."""
+
+    def words(leaf: Any) -> str:
+        return f"{leaf.aval} with strides {[*leaf.aval.stride]}" if isinstance(leaf, Fact) else repr(leaf)
+
+    return [f"{value}: {words(leaf)}" for value, _ in program.inputs for leaf in trees[value].leaves]
 
 
 def of_stages(
-    model: Model, lowered: Lowered, device: torch.device, given: Sequence[str], replica: int = 0
+    model: Model, lowered: Lowered, device: torch.device, inputs: Sequence[str], replica: int = 0
 ) -> dict[str, Sequence[str]]:
-    """Each stage and the loss as they were traced, and the tensors that their code holds on to.
+    """State each stage and the loss as they were traced, and the tensors that their code holds on to.
 
     Hardware of other kinds may trace to other ops, and so may replicas with other numbers of rows, or in stages that
-    ask for the microbatch's: those compare that are alike. Parameters and buffers of a net are not compared number by
+    ask for the microbatch's: their facts have other names. Parameters and buffers of a net are not compared number by
     number, as a rank needs only its own.
     """
-    around = [_hardware(device), *given]
-    found: dict[str, Sequence[str]] = {}
+    circumstances = [_hardware(device), *inputs]
+    facts: dict[str, Sequence[str]] = {}
     for stage in [*range(len(model.stages)), None]:
-        who = "loss" if stage is None else f"stage {stage}"
+        name = "loss" if stage is None else f"stage {stage}"
         asks = stage is not None and "microbatch" in model.stages[stage].asks
-        alike = f"|{_hash([*around, f'replica {replica}'] if asks else around)}"
+        suffix = f"|{_hash([*circumstances, f'replica {replica}'] if asks else circumstances)}"
         graphs = lowered.graphs.get(stage, ())
         lines = [line for graph in graphs for line in listing(graph)]
         lines += [f"reduction {model.reduction!r}"] if stage is None else []
         net = None if stage is None else of_net(model.stages[stage].forward)
         loaded = {storage_of(local_of(leaf)) for leaf in net.constants()} if net else set[int]()
-        own = [leaf for graph in graphs for leaf in graph.constants.values() if storage_of(leaf) not in loaded]
-        data = held([*own, *(net.literals_now() if net else ())])
-        found[who + alike] = lines
+        constants = [leaf for graph in graphs for leaf in graph.constants.values() if storage_of(leaf) not in loaded]
+        data = held([*constants, *(net.literals_now() if net else ())])
+        facts[name + suffix] = lines
         if data is not None:
-            found[f"tensors held by {who}{alike}"] = data
-    return found
+            facts[f"tensors held by {name}{suffix}"] = data
+    return facts
 
 
-def first_difference(one: Sequence[str], other: Sequence[str]) -> tuple[str, str]:
-    """The first lines that are not the same.
+def of_batch(batch: Any) -> dict[str, str]:
+    """State each tensor of a batch with the hash of its data; not those without data, or None in place of one.
+
+    >>> import torch
+    >>> of_batch((torch.ones(2), None))
+    {'batch[0]': 'float32[2]: 1.0, 1.0 (hash 80b8fd6d)'}
+    """
+    leaves = [(name, leaf) for name, leaf in tree.paths(batch) if isinstance(leaf, Tensor)]
+    lines = [(name, held([leaf])) for name, leaf in leaves]
+    return {f"batch{name}": line[0] for name, line in lines if line}
+
+
+def digest(facts: Mapping[str, str]) -> int:
+    """Return facts as a number; 0 if there are none."""
+    return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7]) if facts else 0
+
+
+def first_difference(lines: Sequence[str], expected: Sequence[str]) -> tuple[str, str]:
+    """Return the first lines that differ.
 
     >>> first_difference(["a", "b"], ["a", "c", "d"]), first_difference(["a"], ["a", "b"])
     (('b', 'c'), ('nothing', 'b'))
     """
-    at = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
-    at = min(len(one), len(other)) if at is None else at
-    return one[at] if at < len(one) else "nothing", other[at] if at < len(other) else "nothing"
+    pairs = zip_longest(lines, expected, fillvalue="nothing")
+    return next(pair for pair in pairs if pair[0] != pair[1])
 
 
 def way_out(name: str) -> str:
-    """Words for ranks that differ in something, by its name: how they come to agree; none where that is plain."""
+    """Return words on how ranks come to agree on a fact; none where that is plain."""
     if not name.startswith("batch"):
         return ""
     return (
@@ -107,8 +128,8 @@ def way_out(name: str) -> str:
 
 
 def as_sent(about: About) -> dict[str, str | list[str]]:
-    """Agreements in few words: the hash of lines."""
-    return {name: of if isinstance(of, str) else [_hash(of)] for name, of in about.items()}
+    """Shorten facts: lines to their hash."""
+    return {name: fact if isinstance(fact, str) else [_hash(fact)] for name, fact in about.items()}
 
 
 def _hash(lines: Iterable[str]) -> str:
@@ -119,7 +140,3 @@ def _hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else device.type
-
-
-def _looks(leaf: Any) -> str:
-    return f"{leaf.aval} with strides {[*leaf.aval.stride]}" if isinstance(leaf, Fact) else repr(leaf)

@@ -122,8 +122,10 @@ _TRACING = threading.RLock()
 def _first(
     walked: Callable[[], Result], prepare: Callable[[Untraced], Prepared], graphs: bool
 ) -> tuple[Result | None, Prepared | None]:
-    """The first step of a signature: a program lowered, or, where a stage cannot be traced, the step's result too.
-    Where all stages are `graphs`, no Python of anybody runs that could be wrong, or cache something."""
+    """Lower the program of a first step; where a stage cannot be traced, return the result of that step too.
+
+    Where all stages are `graphs`, no Python of a user runs that could be wrong, or cache something.
+    """
     with suppress(Untraceable):
         return None, prepare(Untraced(known_only=not graphs))
     untraced = Untraced()

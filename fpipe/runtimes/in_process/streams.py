@@ -8,7 +8,7 @@ told (`record_stream`), so that the memory is not used again before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -39,23 +39,23 @@ class ComputeStream:
         return nullcontext() if self.stream is None else self.stream
 
     def after_caller(self) -> None:
-        """It waits for what the caller has queued on its device."""
+        """Wait for what the caller has queued on its device."""
         if self.stream is not None:
             self.stream.wait_stream(torch.accelerator.current_stream(self.device))
 
     def before_caller(self) -> None:
-        """Make the caller's stream wait for it, from now on."""
+        """Make the caller's stream wait for this one, from now on."""
         if self.stream is not None:
             torch.accelerator.current_stream(self.device).wait_stream(self.stream)
 
     def hand_out(self, leaves: Leaves) -> None:
-        """Results, which the caller's stream may read for longer than the caller has them."""
+        """Keep results until the caller's stream has read them, which may be later than the caller drops them."""
         if self.stream is not None:
             _record(leaves, self.device, torch.accelerator.current_stream(self.device))
 
 
 class Channel:
-    """The way from one rank to another: tensors are handed over on a device, or copied to another on own streams."""
+    """The way from one rank to another: tensors are handed over on a device, or copied between two on their streams."""
 
     def __init__(self, sender: ComputeStream, receiver: ComputeStream) -> None:
         self.sender, self.receiver = sender, receiver
@@ -68,7 +68,7 @@ class Channel:
             torch.accelerator.current_stream(stream.device).wait_stream(stream)
 
     def send(self, leaves: Leaves) -> tuple[Leaves, Any]:
-        """On the sender's thread: the leaves where the receiver computes, and the event that it has to wait for."""
+        """Return the leaves on the receiver's device, and the event that it has to wait for; on the sender's thread."""
         made = None if self.sender.stream is None else self.sender.stream.record_event()
         if not self._streams or made is None:
             return leaves, made
@@ -82,7 +82,7 @@ class Channel:
         return there, self._streams[-1].record_event()
 
     def receive(self, leaves: Leaves, made: Any) -> Leaves:
-        """On the receiver's thread: the leaves, which its stream reads once they are there."""
+        """Return the leaves, which the receiver's stream reads once they are there; on the receiver's thread."""
         stream = self.receiver.stream
         if stream is not None and made is not None:
             stream.wait_event(made)
@@ -92,16 +92,9 @@ class Channel:
         return leaves
 
 
-def channels_between(
-    streams: Sequence[ComputeStream], pairs: Iterable[tuple[int, int]]
-) -> dict[tuple[int, int], Channel]:
-    """A channel for each pair of a sender and a receiver."""
-    return {(one, other): Channel(streams[one], streams[other]) for one, other in {*pairs}}
-
-
 def accelerator_of(trees: Iterable[AbstractTree]) -> torch.device | None:
-    """The device that is no CPU, if there is one among what is known of values."""
-    devices = (leaf.aval.device for known in trees for leaf in known.leaves if isinstance(leaf, Fact))
+    """Return the device that values are on and that is no CPU, if there is one."""
+    devices = (leaf.aval.device for tree in trees for leaf in tree.leaves if isinstance(leaf, Fact))
     return next((device for device in devices if device.type not in ("cpu", "meta")), None)
 
 

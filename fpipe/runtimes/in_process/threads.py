@@ -25,7 +25,7 @@ from fpipe.meaning.purity.ambient import raw_ops
 from fpipe.meaning.step import StepInputs, StepOptions
 from fpipe.model import Model
 from fpipe.program import Op, Program, Value
-from fpipe.runtimes.in_process.streams import Channel, ComputeStream, accelerator_of, channels_between
+from fpipe.runtimes.in_process.streams import Channel, ComputeStream, accelerator_of
 from fpipe.runtimes.lowering.host_lanes import CPU, Parked, Source, made_async
 from fpipe.runtimes.lowering.instructions import by_rule, pass_on
 from fpipe.runtimes.lowering.lane import Watch
@@ -48,31 +48,31 @@ class Workers:
         self._stop: Callable[[BaseException], None] | None = None
 
     def run(
-        self, jobs: Sequence[Callable[[], None]], stop: Callable[[BaseException], None], around: Surroundings
+        self, jobs: Sequence[Callable[[], None]], stop: Callable[[BaseException], None], settings: ThreadSettings
     ) -> None:
-        """Each job on its thread, until all are done; `stop` ends them early. A job raises Ctrl-C, and nothing else."""
-        left: list[Future[None]] = []
+        """Run each job on its thread, until all are done; `stop` ends them early. A job raises Ctrl-C, nothing else."""
+        futures: list[Future[None]] = []
         self._stop = stop
         try:
             pairs = zip(self._pools, jobs[1:], strict=False)  # the last ranks may have nothing but FREEs to do
-            left += [pool.submit(around.call, job) for pool, job in pairs]
+            futures += [pool.submit(settings.call, job) for pool, job in pairs]
             jobs[0]()
-            for one in left:
-                one.result()
+            for future in futures:
+                future.result()
         except BaseException as error:  # Ctrl-C
             stop(error)
-            wait(left)
+            wait(futures)
         self._stop = None
 
     def settle(self) -> None:
-        """Wait for what a second Ctrl-C has left behind."""
+        """Wait for jobs that a second Ctrl-C has left running."""
         if self._stop is not None:
             self._stop(KeyboardInterrupt())
             wait([pool.submit(int) for pool in self._pools])
             self._stop = None
 
 
-class Surroundings(NamedTuple):
+class ThreadSettings(NamedTuple):
     """Settings that torch keeps for each thread: a worker computes under the caller's."""
 
     threads: int
@@ -81,22 +81,23 @@ class Surroundings(NamedTuple):
     stream: torch.Stream | None = None
 
     @staticmethod
-    def now(on: torch.device | None = None) -> Surroundings:
-        """Those of this thread, the stream of a device among them."""
-        stream, flushes = None if on is None else torch.accelerator.current_stream(on), sys.float_info.min * _HALF == 0
-        return Surroundings(torch.get_num_threads(), flushes, torch.get_default_device(), stream)
+    def now(device: torch.device | None = None) -> ThreadSettings:
+        """Read the settings of this thread, the stream of a device among them."""
+        stream = None if device is None else torch.accelerator.current_stream(device)
+        flushes = sys.float_info.min * _HALF == 0
+        return ThreadSettings(torch.get_num_threads(), flushes, torch.get_default_device(), stream)
 
     def call(self, job: Callable[[], None]) -> None:
-        """A job under them."""
-        now = Surroundings.now()
+        """Call a job under these settings."""
+        before = ThreadSettings.now()
         if self.stream is not None:
             torch.accelerator.set_stream(self.stream)
-        if now.threads != self.threads:
+        if before.threads != self.threads:
             torch.set_num_threads(self.threads)
-        if now.flushes != self.flushes:
+        if before.flushes != self.flushes:
             torch.set_flush_denormal(self.flushes)
         with ExitStack() as stack:
-            if now.device != self.device:
+            if before.device != self.device:
                 stack.enter_context(self.device)
             stack.enter_context(raw_ops())
             job()
@@ -110,10 +111,10 @@ class Stopped(Exception):
 
 
 class HandOver:
-    """Values on their way between ranks, in channels of their own between streams, and whether a rank has failed."""
+    """Values in flight between ranks, on channels between their streams, and the error of the rank that failed."""
 
     def __init__(self, instructions: Iterable[Instruction], streams: Sequence[ComputeStream]) -> None:
-        ops = [one.ops[0] for one in instructions]
+        ops = [instruction.ops[0] for instruction in instructions]
         sent = {value: op.rank for op in ops if op.kind == "SEND" for value in op.writes}
         received = {value: op.rank for op in ops if op.kind == "RECV" for value in op.reads}
         pairs = {value: (sent[value], rank) for value, rank in received.items()}
@@ -122,8 +123,8 @@ class HandOver:
         fed = {(a, b) for a, b in pairs.values() if kinds and kinds[a] == "cpu" and kinds[b] not in ("cpu", "meta")}
         due = _due(ops, rows)
         self._hosted = {value: due[value] for value, pair in pairs.items() if pair in fed}
-        apart = {*pairs.values()} - fed
-        channels = channels_between(streams, apart) if streams else {}
+        direct = {*pairs.values()} - fed if streams else ()
+        channels = {(a, b): Channel(streams[a], streams[b]) for a, b in direct}
         self.channels = [*channels.values()]
         self._channels = {value: channels.get(pair) for value, pair in pairs.items()}
         self._queues: dict[Value, SimpleQueue[Any]] = {value: SimpleQueue() for value in sent}
@@ -131,14 +132,14 @@ class HandOver:
         self.error: BaseException | None = None
 
     def clear(self) -> None:
-        """Nothing is on its way, and no rank runs."""
+        """Drop what a failed step left in flight, once no rank runs."""
         self.error = None
         for queue in self._queues.values():
             while not queue.empty():
                 queue.get()
 
     def stop(self, error: BaseException) -> None:
-        """No rank waits any longer."""
+        """Wake all ranks that wait, so that they end."""
         with self._lock:
             if self.error is None and not isinstance(error, Stopped):
                 self.error = error
@@ -146,7 +147,7 @@ class HandOver:
             queue.put(None)
 
     def send(self, op: Op, made_of: Callable[..., Any]) -> Callable[..., Any]:
-        """The function of a SEND: what it makes of what it reads goes to the receiver, who empties the lists."""
+        """Return the function of a SEND: the leaves that it makes go to the receiver, who empties the lists."""
         puts = [*map(self._put, op.writes)]
 
         def send(*lists: Leaves) -> Sequence[Leaves]:
@@ -159,9 +160,9 @@ class HandOver:
         return send
 
     def receive(self, op: Op) -> Callable[..., Any]:
-        """The function of a RECV, which waits for the sender."""
-        known = [(self._queues[value], self._channels.get(value)) for value in op.reads]
-        gets = [partial(_receive, queue.get, channel) if channel else queue.get for queue, channel in known]
+        """Return the function of a RECV, which waits for the sender."""
+        ways = [(self._queues[value], self._channels.get(value)) for value in op.reads]
+        gets = [partial(_receive, queue.get, channel) if channel else queue.get for queue, channel in ways]
 
         def receive() -> Sequence[Leaves]:
             lists: list[Any] = [get() for get in gets]
@@ -173,7 +174,7 @@ class HandOver:
 
     @property
     def sources(self) -> dict[Value, tuple[int, Source]]:
-        """Values that come from the host to an accelerator: the row behind which to wait for one, and its source."""
+        """The values that come from the host to an accelerator: the row behind which to wait for each, its source."""
         return {value: (row, partial(self._from_host, self._queues[value])) for value, row in self._hosted.items()}
 
     def _put(self, value: Value) -> Callable[[Leaves], None]:
@@ -192,7 +193,7 @@ class HandOver:
 
 
 def _due(ops: Sequence[Op], rows: Mapping[Value, int]) -> dict[Value, int]:
-    """The row behind which a value that is sent can be waited for: its rank may wait for what is sent up to there."""
+    """Return for each sent value the row behind which a wait for it cannot deadlock: its sender waits for no later."""
     due, last = dict[Value, int](), dict[int, int]()
     for op in ops:
         if op.kind == "RECV":
@@ -208,20 +209,15 @@ def _receive(get: Callable[[], Any], channel: Channel) -> Leaves | None:
 
 
 class OnThreads(Prepared):
-    """A program lowered for one signature, in parts for threads."""
+    """A program lowered for one signature, in parts for threads: made of workers and the arguments of `Prepared`."""
 
     def __init__(
         self,
         workers: Workers,
-        program: Program,
-        model: Model,
-        inputs: StepInputs,
-        untraced: Untraced,
-        options: StepOptions,
-        process: ProcessContext,
+        *arguments: *tuple[Program, Model, StepInputs, Untraced, StepOptions, ProcessContext],
     ) -> None:
-        super().__init__(program, model, inputs, untraced, options, process)
-        devices = process.devices
+        super().__init__(*arguments)
+        devices = arguments[-1].devices
         if self.lowered.collective:
             raise ValueError(
                 "stages that talk to other processes (DTensors, collectives) must do so in the same order in each, "
@@ -231,26 +227,27 @@ class OnThreads(Prepared):
         self.workers, self.between = workers, HandOver(self.instructions, self.streams)
         self._under_way = False
         self._on = None if devices else accelerator_of(self.trees.values())
-        turns = [*map(_in_turn, self.instructions)]
-        around = partial(made_async, lane_by_rank=self.lanes, devices=devices, sources=self.between.sources)
-        both = self.between.send, self.between.receive, around, self.lanes
-        self.parts = [of_rank(turns, self.model, rank, *both) for rank in range(self.program.ranks)]
+        instructions = [*map(_in_turn, self.instructions)]
+        with_lanes = partial(made_async, lane_by_rank=self.lanes, devices=devices, sources=self.between.sources)
+        carriers = self.between.send, self.between.receive, with_lanes, self.lanes
+        self.parts = [of_rank(instructions, self.model, rank, *carriers) for rank in range(self.program.ranks)]
         begins = [slot for part in self.parts for slot in part.begins]
         self._several = {slot for slot in begins if begins.count(slot) > 1}
         wanted = {leaf.slot for leaf in self.exit.leaves if isinstance(leaf, ResultLeaf)}
-        self._found = [
+        self._results = [
             (rank, part.at[slot], slot) for rank, part in enumerate(self.parts) for slot in wanted if slot in part.at
         ]
 
     def _execute(self, slots: Slots, watch: Watch | None) -> None:
-        """Each rank's instructions on its thread, and then the results in their slots."""
-        given = [[self._own(slots[slot], slot) for slot in part.begins] for part in self.parts]
-        looks = [watch and watch._replace(device=stream.clock) for stream in self.streams] or [watch] * len(self.parts)
+        """Run each rank's instructions on its thread, and put the results into their slots."""
+        slots_by_rank = [[self._copied(slots[slot], slot) for slot in part.begins] for part in self.parts]
+        watches = [watch and watch._replace(device=stream.clock) for stream in self.streams]
+        watches = watches or [watch] * len(self.parts)
 
-        def job(rank: int, part: RankPart, own: Slots) -> None:
+        def job(rank: int, part: RankPart, slots: Slots) -> None:
             try:
                 with self.streams[rank].entered() if self.streams else nullcontext():
-                    part.run(own, looks[rank])
+                    part.run(slots, watches[rank])
             except BaseException as error:
                 self.between.stop(error)
                 if isinstance(error, KeyboardInterrupt):
@@ -261,15 +258,15 @@ class OnThreads(Prepared):
             if self._under_way:
                 self.between.clear()
             self._under_way = True
-            jobs = [*map(partial, repeat(job), count(), self.parts, given)]
+            jobs = [*map(partial, repeat(job), count(), self.parts, slots_by_rank)]
             held = [slots[slot][:] for slot, _ in self.entrance.homes]  # until the caller waits for readers
             for stream in self.streams:
                 stream.after_caller()
             try:
-                self.workers.run(jobs, self.between.stop, Surroundings.now(self._on))
+                self.workers.run(jobs, self.between.stop, ThreadSettings.now(self._on))
             finally:
-                for own in (*self.streams, *self.between.channels):
-                    own.before_caller()
+                for queue in (*self.streams, *self.between.channels):
+                    queue.before_caller()
                 del held
             error = self.between.error
             if error is not None:
@@ -281,27 +278,27 @@ class OnThreads(Prepared):
                 finally:
                     del error
         slots.extend([None] * (len(self.lowered.slots) - len(slots)))
-        for rank, place, slot in self._found:
-            slots[slot] = given[rank][place]
+        for rank, place, slot in self._results:
+            slots[slot] = slots_by_rank[rank][place]
             if self.streams:
                 self.streams[rank].hand_out(slots[slot])
 
-    def _own(self, leaves: Any, slot: int) -> Any:
-        """A list of its own for each rank that reads one: the last reader empties it."""
+    def _copied(self, leaves: Any, slot: int) -> Any:
+        """Copy a list that several ranks read: the last reader empties it."""
         return [*leaves] if slot in self._several and isinstance(leaves, list) else leaves
 
 
-def _in_turn(one: Instruction) -> Instruction:
-    """One that runs Python of the caller's comes in turn: that may look at random numbers, which all threads share."""
-    if getattr(one.run, "func", None) not in (under_autograd, by_rule):
-        return one
-    run = one.run
+def _in_turn(instruction: Instruction) -> Instruction:
+    """Let the caller's Python run in one thread at a time: it may draw random numbers, which all threads share."""
+    run = instruction.run
+    if getattr(run, "func", None) not in (under_autograd, by_rule):
+        return instruction
 
     def in_turn(*lists: Leaves) -> Sequence[Leaves]:
         with _PYTHON:
             return run(*lists)
 
-    return one._replace(run=in_turn)
+    return instruction._replace(run=in_turn)
 
 
 _PYTHON = threading.RLock()

@@ -1,1 +1,1 @@
-"""(Program, Model, process group) -> step of one rank: messages, communicators, replicas."""
+"""(Program, Model, process group) -> step of one rank: messages, exchanges, replicas."""

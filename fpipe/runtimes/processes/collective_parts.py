@@ -36,24 +36,30 @@ Read = Sequence[Any]
 
 
 class PlacedLeaf(NamedTuple):
-    """A leaf in a buffer: its place among its op's leaves, where it starts in the buffer, how many numbers the first
-    replica has of it, which has the most, and its avals as this replica has it, and as all have it."""
+    """A leaf in a buffer.
 
-    at: int
+    Attributes:
+        place: its index among the leaves of its op.
+        start: where it begins in the buffer.
+        most: how many of its numbers the first replica has, which has the most.
+        local, whole: its avals as this replica has it, and as all have it together.
+    """
+
+    place: int
     start: int
     most: int
-    own: Aval
+    local: Aval
     whole: Aval
 
     def of(self, number: int) -> tuple[int, int]:
-        """The numbers of the whole that a replica has."""
+        """Return the range of the whole's numbers that a replica has."""
         size = _count(self.whole)
         return min(self.most * number, size), min(self.most * (number + 1), size)
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Leaves of one dtype and device, and how many numbers they take in it."""
+    """Memory for leaves of one dtype and device, which take so many numbers in it."""
 
     dtype: torch.dtype
     device: torch.device
@@ -61,7 +67,7 @@ class Buffer:
     size: int
 
     def empty(self, *replicas: int) -> Tensor:
-        """Memory for it, or for one of each replica."""
+        """Allocate it, or one for each replica."""
         return torch.empty((*replicas, self.size), dtype=self.dtype, device=self.device)
 
 
@@ -73,15 +79,15 @@ class SumPart(NamedTuple):
     def post(self, group: ProcessGroup, read: Read) -> Launched:
         """Start an all_reduce."""
         sent = self.buffer.empty()
-        made: dict[int, Tensor] = {}
-        for at, start, most, own, _ in self.buffer.leaves:
-            part = made[at] = sent[start : start + most].as_strided(own.shape, own.stride)
-            part.copy_(read[at]) if isinstance(read[at], Tensor) else part.fill_(read[at])
-        return Launched(dist.all_reduce(sent, group=group, async_op=True), sent, made)
+        sums: dict[int, Tensor] = {}
+        for index, start, most, local, _ in self.buffer.leaves:
+            part = sums[index] = sent[start : start + most].as_strided(local.shape, local.stride)
+            part.copy_(read[index]) if isinstance(read[index], Tensor) else part.fill_(read[index])
+        return Launched(dist.all_reduce(sent, group=group, async_op=True), sent, sums)
 
 
 class GatherPart(NamedTuple):
-    """All replicas' parts of the leaves of a buffer, or of one large leaf, which needs none."""
+    """Gather of the leaves of a buffer from all replicas, or of a large leaf `alone`, without a buffer."""
 
     buffer: Buffer
     replicas: int
@@ -90,27 +96,29 @@ class GatherPart(NamedTuple):
     def post(self, group: ProcessGroup, read: Read) -> Launched:
         """Start an all_gather."""
         buffer, leaves = self.buffer, self.buffer.leaves
-        made = {leaf.at: torch.empty(leaf.whole.shape, dtype=buffer.dtype, device=buffer.device) for leaf in leaves}
+        wholes = {
+            leaf.place: torch.empty(leaf.whole.shape, dtype=buffer.dtype, device=buffer.device) for leaf in leaves
+        }
         if self.alone:
             (leaf,) = leaves
-            sent = read[leaf.at].to(buffer.dtype).contiguous()
-            return Launched(_gathered(made[leaf.at], sent, group), sent, made)
-        sent, found = buffer.empty(), buffer.empty(self.replicas)
-        for at, start, _, own, _ in leaves:
-            sent[start : start + _count(own)].view(own.shape).copy_(read[at])
+            sent = read[leaf.place].to(buffer.dtype).contiguous()
+            return Launched(_all_gather(wholes[leaf.place], sent, group), sent, wholes)
+        sent, received = buffer.empty(), buffer.empty(self.replicas)
+        for index, start, _, local, _ in leaves:
+            sent[start : start + _count(local)].view(local.shape).copy_(read[index])
 
-        def take_apart() -> None:
+        def unpack() -> None:
             for leaf in leaves:
-                whole = made[leaf.at].view(-1)
+                whole = wholes[leaf.place].view(-1)
                 for number in range(self.replicas):
                     low, high = leaf.of(number)
-                    whole[low:high] = found[number, leaf.start : leaf.start + high - low]
+                    whole[low:high] = received[number, leaf.start : leaf.start + high - low]
 
-        return Launched(_gathered(found, sent, group), sent, made, take_apart)
+        return Launched(_all_gather(received, sent, group), sent, wholes, unpack)
 
 
 class ScatterPart(NamedTuple):
-    """This replica's part of the sum of the leaves of a buffer, or of one large leaf, which needs none."""
+    """This replica's part of the sum of the leaves of a buffer, or of a large leaf `alone`, without a buffer."""
 
     buffer: Buffer
     replicas: int
@@ -121,125 +129,128 @@ class ScatterPart(NamedTuple):
         buffer, leaves = self.buffer, self.buffer.leaves
         if self.alone:
             (leaf,) = leaves
-            one = torch.empty(leaf.own.shape, dtype=buffer.dtype, device=buffer.device)
-            sent = read[leaf.at].to(buffer.dtype).contiguous()
-            work, add_up = _added(one, sent, group)
-            return Launched(work, sent, {leaf.at: one}, add_up)
-        sent, found = buffer.empty(self.replicas), buffer.empty()
+            shard = torch.empty(leaf.local.shape, dtype=buffer.dtype, device=buffer.device)
+            sent = read[leaf.place].to(buffer.dtype).contiguous()
+            work, add_up = _reduce_scatter(shard, sent, group)
+            return Launched(work, sent, {leaf.place: shard}, add_up)
+        sent, received = buffer.empty(self.replicas), buffer.empty()
         for leaf in leaves:
-            whole = read[leaf.at].reshape(-1)
+            whole = read[leaf.place].reshape(-1)
             for number in range(self.replicas):
                 low, high = leaf.of(number)
                 sent[number, leaf.start : leaf.start + high - low] = whole[low:high]
-        made = {leaf.at: found[leaf.start : leaf.start + _count(leaf.own)].view(leaf.own.shape) for leaf in leaves}
-        work, add_up = _added(found, sent, group)
-        return Launched(work, sent, made, add_up)
+        shards = dict[int, Tensor]()
+        for leaf in leaves:
+            shards[leaf.place] = received[leaf.start : leaf.start + _count(leaf.local)].view(leaf.local.shape)
+        work, add_up = _reduce_scatter(received, sent, group)
+        return Launched(work, sent, shards, add_up)
 
 
 CollectivePart = SumPart | GatherPart | ScatterPart
-"""A part of a collective, which goes in one call: `post` starts it, a RuntimeError if a process is lost."""
+"""A part of a collective, which takes one call: `post` starts it, or raises RuntimeError if a process is dead."""
 
 
-def _gathered(whole: Tensor, own: Tensor, group: ProcessGroup) -> Any:
-    """The parts of all processes, one behind the other, under way."""
-    if not _goes_straight(group, own.device):
-        return all_gather(whole.view(-1), own.view(-1), group)
-    parts = whole.view(group.size(), *own.shape)
-    parts[group.rank()] = own
-    return _sent([own] * group.size(), [*parts], group)
+def _all_gather(whole: Tensor, local: Tensor, group: ProcessGroup) -> Any:
+    """Start to gather the parts of all processes, one behind the other."""
+    if not _is_on_gloo(group, local.device):
+        return all_gather(whole.view(-1), local.view(-1), group)
+    parts = whole.view(group.size(), *local.shape)
+    parts[group.rank()] = local
+    return _exchange([local] * group.size(), [*parts], group)
 
 
-def _goes_straight(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether parts are sent by themselves: gloo's messages, which it has on the host alone."""
+def _is_on_gloo(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether gloo carries parts, as messages between two processes: it has these on the host alone."""
     return device.type == "cpu" and backend_on(group, device).name() == "gloo"
 
 
-def _sent(parts: Sequence[Tensor], found: Sequence[Tensor], group: ProcessGroup) -> Works:
-    """Each part on the way to its process, and what the others send of theirs."""
-    others = [at for at in range(group.size()) if at != group.rank()]
-    works: list[Any] = [dist.isend(parts[at], group=group, group_dst=at, tag=_TAG) for at in others]
-    return Works([*works, *(dist.irecv(found[at], group=group, group_src=at, tag=_TAG) for at in others)])
+def _exchange(parts: Sequence[Tensor], received: Sequence[Tensor], group: ProcessGroup) -> Works:
+    """Send each part to its process, and receive the parts of all."""
+    peers = [peer for peer in range(group.size()) if peer != group.rank()]
+    works: list[Any] = [dist.isend(parts[peer], group=group, group_dst=peer, tag=_TAG) for peer in peers]
+    return Works([*works, *(dist.irecv(received[peer], group=group, group_src=peer, tag=_TAG) for peer in peers)])
 
 
-def _added(own: Tensor, sent: Tensor, group: ProcessGroup) -> tuple[Any, Callable[[], object] | None]:
-    """This process's part of a sum, under way, and what to do when it is there. Gloo's reduce_scatter adds up the whole
-    on all processes; here each part goes to its own, where the replicas' are added in their order."""
-    if not _goes_straight(group, own.device):
-        return reduce_scatter(own.view(-1), sent.view(-1), group), None
-    parts = [*sent.view(group.size(), *own.shape)]
-    found = [part if at == group.rank() else torch.empty_like(own) for at, part in enumerate(parts)]
+def _reduce_scatter(local: Tensor, sent: Tensor, group: ProcessGroup) -> tuple[Any, Callable[[], object] | None]:
+    """Start this process's part of a sum, and return how to finish it once the work is over."""
+    if not _is_on_gloo(group, local.device):
+        return reduce_scatter(local.view(-1), sent.view(-1), group), None
+    # Gloo's reduce_scatter adds up the whole on all processes. Here each part goes to its process, which adds the
+    # replicas' in their order.
+    parts = [*sent.view(group.size(), *local.shape)]
+    received = [part if index == group.rank() else torch.empty_like(local) for index, part in enumerate(parts)]
 
     def add_up() -> None:
-        first, *rest = found
+        first, *rest = received
         for part in rest:
-            first = torch.add(first, part, out=own)
+            first = torch.add(first, part, out=local)
         if not rest:
-            own.copy_(first)
+            local.copy_(first)
 
-    return _sent(parts, found, group), add_up
+    return _exchange(parts, received, group), add_up
 
 
 class Works(NamedTuple):
-    """Transfers of gloo as one; whether one is over is known only once it was waited for."""
+    """Transfers of gloo as one work; whether one is over is known only once it was awaited."""
 
-    each: Sequence[Any]
+    works: Sequence[Any]
 
     def wait(self, timeout: timedelta) -> None:
         """Wait for all."""
-        for one in self.each:
-            one.wait(timeout)
+        for work in self.works:
+            work.wait(timeout)
 
 
 def parts_of_op(
     op: Op, written: Sequence[Any], shared: Shared | None, replicas: int, wanted: Collection[int] | None = None
 ) -> list[CollectivePart]:
-    """The parts of a REDUCE, GATHER or SCATTER over so many replicas; of a GATHER of the leaves that are `wanted`."""
-    facts = [(at, leaf) for at, leaf in enumerate(written) if isinstance(leaf, Fact)]
+    """Divide a REDUCE, GATHER or SCATTER over so many replicas; a GATHER has only the leaves that are `wanted`."""
+    facts = [(index, leaf) for index, leaf in enumerate(written) if isinstance(leaf, Fact)]
     if op.kind == "REDUCE" or shared is None:
-        return [SumPart(buffer) for buffer in _buffers(_own(at, leaf) for at, leaf in facts)]
+        return [SumPart(buffer) for buffer in _buffers(_unshared(index, leaf) for index, leaf in facts)]
     kind = GatherPart if op.kind == "GATHER" else ScatterPart
     numbers, large, small = list[PlacedLeaf](), list[PlacedLeaf](), list[PlacedLeaf]()
-    for at, leaf in facts:
-        own, whole = (side.leaves[at].aval._replace(dtype=leaf.aval.dtype) for side in shared)
+    for index, leaf in facts:
+        local, whole = (side.leaves[index].aval._replace(dtype=leaf.aval.dtype) for side in shared)
         if not whole.shape:
-            numbers.append(_own(at, leaf))
+            numbers.append(_unshared(index, leaf))
             continue
         rows = -(-whole.shape[0] // replicas)
-        placed = PlacedLeaf(at, 0, rows * _count(whole._replace(shape=whole.shape[1:])), own, whole)
+        placed = PlacedLeaf(index, 0, rows * _count(whole._replace(shape=whole.shape[1:])), local, whole)
         worth = _LARGE if whole.device.type == "cpu" else _LARGE_ON_DEVICES
         even = rows * replicas == whole.shape[0] and _count(whole) * whole.dtype.itemsize >= worth
-        if _count(whole) and (wanted is None or at in wanted):
+        if _count(whole) and (wanted is None or index in wanted):
             (large if even else small).append(placed)
-    made: list[CollectivePart] = [kind(buffer, replicas, alone=True) for leaf in large for buffer in _buffers([leaf])]
-    made += [kind(buffer, replicas, alone=False) for buffer in _buffers(small)]
-    return made + [SumPart(buffer) for buffer in _buffers(numbers) if kind is ScatterPart]
+    parts: list[CollectivePart] = [kind(buffer, replicas, alone=True) for leaf in large for buffer in _buffers([leaf])]
+    parts += [kind(buffer, replicas, alone=False) for buffer in _buffers(small)]
+    return parts + [SumPart(buffer) for buffer in _buffers(numbers) if kind is ScatterPart]
 
 
-def _own(at: int, leaf: Fact) -> PlacedLeaf:
-    return PlacedLeaf(at, 0, _count(leaf.aval), leaf.aval, leaf.aval)
+def _unshared(index: int, leaf: Fact) -> PlacedLeaf:
+    return PlacedLeaf(index, 0, _count(leaf.aval), leaf.aval, leaf.aval)
 
 
 def _buffers(leaves: Iterable[PlacedLeaf]) -> list[Buffer]:
-    """Leaves one behind the other, those of one dtype and device in one buffer, until it is large: that is the same on
-    all replicas."""
-    found: dict[tuple[torch.dtype, torch.device], list[tuple[list[PlacedLeaf], int]]] = {}
+    """Place leaves of one dtype and device in one buffer, until it is large: alike on all replicas."""
+    buffers_by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[list[PlacedLeaf], int]]] = {}
     for leaf in leaves:
-        each, step = leaf.own.dtype.itemsize, max(1, _ALIGNED // leaf.own.dtype.itemsize)
-        filled = found.setdefault((leaf.own.dtype, leaf.own.device), [([], 0)])
-        if filled[-1][1] * each >= _LARGE_ON_DEVICES:
-            filled.append(([], 0))
-        placed, start = filled[-1]
-        filled[-1] = [*placed, leaf._replace(start=start)], -(-(start + leaf.most) // step) * step
-    return [Buffer(*like, placed, size) for like, filled in found.items() for placed, size in filled if size]
+        itemsize = leaf.local.dtype.itemsize
+        step = max(1, _ALIGNED // itemsize)
+        buffers = buffers_by_kind.setdefault((leaf.local.dtype, leaf.local.device), [([], 0)])
+        if buffers[-1][1] * itemsize >= _LARGE_ON_DEVICES:
+            buffers.append(([], 0))
+        placed, start = buffers[-1]
+        buffers[-1] = [*placed, leaf._replace(start=start)], -(-(start + leaf.most) // step) * step
+    return [
+        Buffer(*kind, placed, size) for kind, buffers in buffers_by_kind.items() for placed, size in buffers if size
+    ]
 
 
-def _count(known: Aval) -> int:
-    return torch.Size(known.shape).numel()
+def _count(aval: Aval) -> int:
+    return torch.Size(aval.shape).numel()
 
 
 # Wait for collectives of a lane, on the host or by streams, and name the process that does not take part in one.
-
-
 class CollectiveLane(Lane):
     """The collectives of a rank, over groups by their names."""
 
@@ -262,8 +273,10 @@ class CollectiveLane(Lane):
         return wait
 
     def end(self, posted: Collection[int] = ()) -> None:
-        """Wait for what nobody has read, with NCCL on the host too, and note when all was over; what is `posted` began
-        when its rank was done with that."""
+        """Wait for all results that nobody has read, with NCCL on the host too, and note when all was over.
+
+        Collectives `posted` by this rank, at these places, began when its rank had come to them.
+        """
         self.wait_for_all()
         for name, (work, what) in self.last_by_group.items():
             self.watchdog.settle(work, self.wait_of(name, what))

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import repeat
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from fpipe.meaning.step import Keys, Step, StepInputs, StepOptions
 from fpipe.model import Model
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Output, Program, Value, parts_of
-from fpipe.runtimes.faults.agreement import About, around, of_build
+from fpipe.runtimes.faults.agreement import About, around, digest, of_batch, of_build
 from fpipe.runtimes.faults.fault_store import RankError
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.watchdog import Watchdog, watchdog_of_run
@@ -43,12 +43,22 @@ from fpipe.runtimes.lowering.stage_calls import UNDER_AUTOGRAD, Untraced
 from fpipe.runtimes.processes.exchange_lane import ExchangeLane, over_mesh
 from fpipe.runtimes.processes.message_order import messages, results_last
 from fpipe.runtimes.processes.prepared_rank import Elsewhere, PreparedRank, RankLinks
-from fpipe.runtimes.processes.process_mesh import group_of, refuse_other_size, replicas_of
-from fpipe.runtimes.processes.replicas import reduced_last
-from fpipe.runtimes.processes.same_batch import CheckBatch, digest, is_compared, of_batch
+from fpipe.runtimes.processes.replicas import group_of, reduced_last, refuse_other_size, replicas_of
 from fpipe.runtimes.processes.transfers import Transfers
 from fpipe.torch_private.processes import timeout_of
 from fpipe.transforms.communicate import with_transfers
+
+CheckBatch = Literal["first", "always", "never"]
+_FIRST, _EVERY = 10, 100
+
+
+def is_compared(check: CheckBatch, step: int) -> bool:
+    """Whether ranks compare the batches that they are handed in this step.
+
+    >>> [step for step in range(1, 301) if is_compared("first", step)]
+    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 100, 200, 300]
+    """
+    return check == "always" or (check == "first" and (step <= _FIRST or step % _EVERY == 0))
 
 
 @dataclass(frozen=True)
@@ -99,18 +109,12 @@ def distributed(
     watchdog.begin(meeting.key, 0, seconds, groups)
     known, steps_begun = LRUCache[Any, PreparedRank](_MOST), 0
 
-    def prepared(inputs: StepInputs) -> PreparedRank:
+    def prepare(inputs: StepInputs) -> PreparedRank:
         untraced = Untraced({} if step_options.trace else dict.fromkeys(range(len(model.stages)), "trace=False"))
+        links = RankLinks(rank, group, watchdog, transfers, replicas, lane)
         while True:
             try:
-                made = PreparedRank(
-                    RankLinks(rank, group, watchdog, transfers, replicas, lane),
-                    program,
-                    model,
-                    inputs,
-                    untraced,
-                    step_options,
-                )
+                prepared = PreparedRank(links, program, model, inputs, untraced, step_options)
                 break
             except Untraceable as error:
                 if error.stage is None and isinstance(error.__cause__, ValueError):  # refused, whoever runs it
@@ -127,50 +131,44 @@ def distributed(
         for stage, why in untraced.surprises() if step_options.trace else ():
             if stage in here:
                 warnings.warn(f"{UNDER_AUTOGRAD}: {why}", stacklevel=4)
-        return made
+        return prepared
 
-    def agreed(where: str, what: str, made: PreparedRank, key: Keys, more: About) -> PreparedRank:
-        about = {what: made.given_as, **more, "key": str(key), **made.stages, "messages": made.messages}
+    def agree(where: str, what: str, prepared: PreparedRank, key: Keys, more: About) -> None:
+        about = {what: prepared.given_as, **more, "key": str(key), **prepared.stages, "messages": prepared.messages}
         meeting.agree(where, about)
         if compile:
-            made.compile()
+            prepared.compile()
             meeting.agree(f"{where}, compiled", {}, patience=_COMPILING)
-        made.number = made.number or transfers.know(made.layouts)
-        return made
+        prepared.number = prepared.number or transfers.know(prepared.layouts)
 
-    def run(own: StepInputs) -> Result:
-        number, key = steps_begun, own.key
+    def run(local: StepInputs) -> Result:
+        number, key = steps_begun, local.key
+        inputs = _with_shapes(local, shapes)
         if any(stage.moved() for stage in of_nets):
-            check_params(model, _filled(own.params, shapes.params))
-        params, batch = _filled(own.params, shapes.params), _filled(own.batch, shapes.batch)
-        state = _filled(own.state, shapes.state)
-        optim = own.optim
-        if optim is not None and shapes.optim is not None:
-            optim = (_filled(optim[0], shapes.optim[0]), *optim[1:])
-        inputs = StepInputs(params, batch, state, optim, key)
+            check_params(model, inputs.params)
         leaves, containers = tree.flatten(inputs.trees)
         signature = signatures.of(leaves, containers, homes=repeat(device))
-        made = known.get(signature)
-        new = made is None or number == 1  # at the first step the key is new
-        made = made or prepared(inputs)
-        handed = of_batch(own.batch) if is_compared(links.check_batch, number) else None
-        if new or (handed is not None and group.size() > 1):
-            alike = {**around(), **(handed or {})}
-            if new:
-                known[signature] = agreed(f"step {number}", "arguments", made, key, alike)
-            else:
-                meeting.agree(f"step {number}", alike)
+        prepared = known.get(signature)
+        is_new = prepared is None or number == 1  # at the first step the key is new
+        prepared = prepared or prepare(inputs)
+        batch_facts = of_batch(local.batch) if is_compared(links.check_batch, number) else {}
+        facts = {**around(), **batch_facts}
+        if is_new:
+            agree(f"step {number}", "arguments", prepared, key, facts)
+            known[signature] = prepared
+        elif is_compared(links.check_batch, number):
+            meeting.agree(f"step {number}", facts)
         if number == 1:
-            lane.agree("step 1", made.exchanged)
+            lane.agree("step 1", prepared.exchanged)
         if number == 1 and replicas is not None:
             replicas.meeting.agree("step 1", {"key": str(key)})
-        made.refuse_missing(leaves)
-        made.step, made.step_batch = number, digest(handed or {})
-        made.step_key = hash(key) if isinstance(key, tuple) else key
-        result = made.run(leaves, inputs, recorded=told)
-        if result.loss is None and has_loss:
-            result = replace(result, loss=Elsewhere(has_loss[0]))
-        return result if own.state is None else replace(result, state=_own(result.state, own.state))
+        prepared.refuse_missing(leaves)
+        prepared.step, prepared.step_batch = number, digest(batch_facts)
+        prepared.step_key = hash(key) if isinstance(key, tuple) else key
+        result = prepared.run(leaves, inputs, recorded=recorded)
+        if result.loss is None and loss_ranks:
+            result = replace(result, loss=Elsewhere(loss_ranks[0]))
+        return result if local.state is None else replace(result, state=_local_state(result.state, local.state))
 
     @contextmanager
     def reported() -> Generator[None]:
@@ -196,22 +194,22 @@ def distributed(
         lane, signatures = ExchangeLane(axes, device, watchdog), Signatures(model)
         params, *more = checked()
         groups += [*lane.groups.values(), *([] if replicas is None else replicas.groups)]
-        shapes = StepInputs(*tree.tree_map(_without_data, (_of_all(model, params), *more)))
+        shapes = StepInputs(*tree.tree_map(_without_data, (_params_of_all(model, params), *more)))
         shapes = replace(shapes, optim=example_optim(program, shapes.params))
-        told = program if record else None
+        recorded = program if record else None
         refuse_other_size(group, program, mesh)
-        program = reduced_last(results_last(with_transfers(_told(program, links.broadcast))))
-        has_loss = [rank for end in program.outputs if end.name == Value("loss") for rank in end.homes]
-        of_nets = [one.forward for one in model.stages if isinstance(one.forward, PositionalStage)]
+        program = reduced_last(results_last(with_transfers(_with_results_for_all(program, links.broadcast))))
+        loss_ranks = [rank for end in program.outputs if end.name == Value("loss") for rank in end.homes]
+        of_nets = [stage.forward for stage in model.stages if isinstance(stage.forward, PositionalStage)]
         options = vars(step_options) | {"check_batch": links.check_batch}
         del options["runs"]  # always true here
         everyone = meeting if replicas is None else replicas.meeting
         everyone.agree(_BUILDING, of_build(program, shapes.params, options))
         transfers = Transfers(messages(program), rank, group, watchdog, meeting, device, timedelta(seconds=seconds))
         groups += transfers.groups
-        first = prepared(shapes)
+        first = prepare(shapes)
         lane.agree(_TRACED, first.exchanged)
-        agreed(_TRACED, "example", first, None, {})
+        agree(_TRACED, "example", first, None, {})
         if replicas is not None:
             everyone.agree(_TRACED, first.stages, patience=_COMPILING * compile)
     except BaseException as error:
@@ -234,13 +232,11 @@ def refuse_over(watchdog: Watchdog) -> None:
 _BUILDING = "building the step"
 _TRACED = "building the step, after the trace"
 _COMPILING = 1800.0
-
-
 _MOST = 128
 
 
-def _told(program: Program, broadcast: bool) -> Program:
-    """The program whose loss rank 0 gets too, or with `broadcast` every rank, and all whether their step is valid."""
+def _with_results_for_all(program: Program, broadcast: bool) -> Program:
+    """Hand the loss to rank 0 too, or with `broadcast` to every rank, and to all whether their step is valid."""
     ranks = tuple(range(program.ranks))
     merged = sum(end.name.name == "loss" for end in program.outputs) <= program.steps
 
@@ -259,24 +255,35 @@ def _without_data(leaf: Any) -> Any:
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")  # a shard may be a view
 
 
-def _of_all(model: Model, params: Any) -> Any:
-    """Parameters of an example, those of the net itself in place of None: stages that are at home on other ranks."""
+def _params_of_all(model: Model, params: Any) -> Any:
+    """Return an example's parameters, with those of the net in place of None: of stages at home on other ranks."""
     if not isinstance(params, tuple | list) or len(params) != len(model.stages):
         return params
     nets = [stage.forward if isinstance(stage.forward, PositionalStage) else None for stage in model.stages]
     return tuple(
-        {names[0]: getattr(*net.home_of(names[0])) for names in model.living(number)} if one is None and net else one
-        for number, (one, net) in enumerate(zip(params, nets, strict=True))
+        {names[0]: getattr(*net.home_of(names[0])) for names in model.living(stage)}
+        if params_of is None and net
+        else params_of
+        for stage, (params_of, net) in enumerate(zip(params, nets, strict=True))
     )
 
 
-def _filled(given: Any, example: Any) -> Any:
-    """Arguments of a step, with the example's in place of None: those that are at home on other ranks."""
-    if given is None or not isinstance(given, tuple | list) or len(given) != len(example or ()):
-        return example if given is None else given
-    return type(example)(one if mine is None else mine for mine, one in zip(given, example, strict=True))
+def _with_shapes(local: StepInputs, shapes: StepInputs) -> StepInputs:
+    """Put the example's shapes in place of None: arguments that are at home on other ranks."""
+
+    def filled(per_stage: Any, example: Any) -> Any:
+        if per_stage is None or not isinstance(per_stage, tuple | list) or len(per_stage) != len(example or ()):
+            return example if per_stage is None else per_stage
+        pairs = zip(per_stage, example, strict=True)
+        return type(example)(shape if stage is None else stage for stage, shape in pairs)
+
+    optim = local.optim
+    if optim is not None and shapes.optim is not None:
+        optim = (filled(optim[0], shapes.optim[0]), *optim[1:])
+    params, batch = filled(local.params, shapes.params), filled(local.batch, shapes.batch)
+    return StepInputs(params, batch, filled(local.state, shapes.state), optim, local.key)
 
 
-def _own(found: Any, handed: Sequence[Any]) -> Any:
-    """The state, None where this rank was handed none."""
-    return None if found is None else tuple(a if b is not None else None for a, b in zip(found, handed, strict=True))
+def _local_state(state: Any, local: Sequence[Any]) -> Any:
+    """Return the state, with None where this rank was handed none."""
+    return None if state is None else tuple(a if b is not None else None for a, b in zip(state, local, strict=True))

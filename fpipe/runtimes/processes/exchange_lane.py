@@ -42,15 +42,21 @@ _BROUGHT = ("y", "again", "dx")
 
 
 class Axis(NamedTuple):
-    """A dimension of a mesh: what it is called, and the processes along it that are this one's."""
+    """A dimension of a mesh by its name, and the processes along it with which this process exchanges."""
 
     name: str
     group: ProcessGroup
 
 
 def over_mesh(model: Model, mesh: DeviceMesh | None) -> tuple[Model, dict[str, Axis]]:
-    """A model whose exchanges are over the processes of a mesh, or of the groups of the net that they were cut from,
-    and these by the names of their groups; a ValueError if the mesh has no such dimension."""
+    """Bind the exchanges of a model to the processes of a mesh, or to the groups of the net that they were cut from.
+
+    Returns:
+        The model, and its axes by the names of their groups.
+
+    Raises:
+        ValueError: the mesh lacks a dimension.
+    """
     axes: dict[str, Axis] = {}
     names = () if mesh is None else mesh.mesh_dim_names or ()
 
@@ -61,9 +67,9 @@ def over_mesh(model: Model, mesh: DeviceMesh | None) -> tuple[Model, dict[str, A
             axes[function.group] = Axis(function.axis, group_named(function.group))
             return function
         if mesh is None or function.axis not in names:
-            found = "there is no mesh" if mesh is None else f"the mesh has {', '.join(names) or 'none with a name'}"
+            dims = "there is no mesh" if mesh is None else f"the mesh has {', '.join(names) or 'none with a name'}"
             raise ValueError(
-                f"a stage of the model is {function.__name__}, a dimension of the mesh, and {found}. Say "
+                f"a stage of the model is {function.__name__}, a dimension of the mesh, and {dims}. Say "
                 f"mesh=init_device_mesh(device, (ranks, processes), mesh_dim_names=('pp', {function.axis!r}))."
             )
         group = mesh.get_group(function.axis)
@@ -91,7 +97,7 @@ class ExchangeLane:
         self._works, self._cell = list[Launched](), ""
 
     def agree(self, where: str, exchanged: Mapping[str, Sequence[str]]) -> None:
-        """All processes along an axis must be about to exchange the like, as `Meeting.agree` says."""
+        """Let all processes along each axis agree on what they exchange, as `Meeting.agree`."""
         for axis, meeting in self._meetings.items():
             meeting.agree(where, {f"exchanges over {axis}": exchanged.get(axis, ())})
 
@@ -110,8 +116,8 @@ class ExchangeLane:
         return self.lane.made_async(instructions, rank, launches)
 
     def _posting(self, graph: Graph) -> Graph:
-        """The graph with collectives that only start, and without waits but for what the graph computes with itself, as
-        the loss behind a last stage does."""
+        """Let the collectives of a graph only start, without waits but for results that the graph itself computes with,
+        as the loss behind a last stage does."""
         computed = set[Name]()
         for node in reversed(graph.nodes):
             if node.op is not C10D.wait_tensor.default and (node.name in computed or not _is_view(node.op)):
@@ -134,21 +140,21 @@ class ExchangeLane:
     def _post(self, start: Callable[..., Started]) -> Callable[..., Tensor]:
         def post(tensor: Tensor, *how: Any) -> Tensor:
             try:
-                made, work = start(tensor, *how[:-1], self.groups[how[-1]])
+                result, work = start(tensor, *how[:-1], self.groups[how[-1]])
             except RuntimeError as error:
                 raise self.lane.watchdog.lost(error, self.lane.wait_of(how[-1], self._cell)) from error
-            self._works.append(Launched(work, tensor, made, group=how[-1]))
-            return made
+            self._works.append(Launched(work, tensor, result, group=how[-1]))
+            return result
 
         post.__name__ = start.__name__
         return post
 
     def _posted_now(self, op: Any, tensor: Tensor, *how: Any, at_once: bool = False) -> Tensor:
-        made = self._post(STARTS[op.default])(tensor, *how)
-        return self._waited(made) if at_once else made
+        result = self._post(STARTS[op.default])(tensor, *how)
+        return self._waited(result) if at_once else result
 
     def _waited(self, tensor: Tensor) -> Tensor:
-        """The result of the collectives that this graph has started, once they are over."""
+        """Return a result of the collectives that this graph has started, once all are over."""
         for launched in self._works:
             self.lane.wait_on(launched, self._cell)
         return tensor
@@ -161,28 +167,29 @@ class ExchangeLane:
 
 def _is_view(op: Any) -> bool:
     results = returns_of(op) if isinstance(op, OpOverload) else ()
-    return bool(results) and all(one.alias_info is not None and not one.alias_info.is_write for one in results)
+    aliases = [result.alias_info for result in results]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _all_to_all(tensor: Tensor, received: Sequence[int], sent: Sequence[int], group: ProcessGroup) -> Started:
-    made = tensor.new_empty((sum(received), *tensor.shape[1:]))
-    work = dist.all_to_all_single(made, tensor, [*received], [*sent], group=group, async_op=True)
-    return made, work
+    result = tensor.new_empty((sum(received), *tensor.shape[1:]))
+    work = dist.all_to_all_single(result, tensor, [*received], [*sent], group=group, async_op=True)
+    return result, work
 
 
 def _all_gather(tensor: Tensor, size: int, group: ProcessGroup) -> Started:
-    made = tensor.new_empty((len(tensor) * size, *tensor.shape[1:]))
-    return made, all_gather(made, tensor, group)
+    result = tensor.new_empty((len(tensor) * size, *tensor.shape[1:]))
+    return result, all_gather(result, tensor, group)
 
 
 def _reduce_scatter(tensor: Tensor, _: str, size: int, group: ProcessGroup) -> Started:
-    made = tensor.new_empty((len(tensor) // size, *tensor.shape[1:]))
-    return made, reduce_scatter(made, tensor, group)
+    result = tensor.new_empty((len(tensor) // size, *tensor.shape[1:]))
+    return result, reduce_scatter(result, tensor, group)
 
 
 def _all_reduce(tensor: Tensor, _: str, group: ProcessGroup) -> Started:
-    made = tensor.clone()
-    return made, dist.all_reduce(made, group=group, async_op=True)
+    result = tensor.clone()
+    return result, dist.all_reduce(result, group=group, async_op=True)
 
 
 STARTS: dict[Any, Callable[..., Started]] = {

@@ -23,21 +23,28 @@ HEADER, MARK = 64, 8
 
 
 class _Place(NamedTuple):
-    """Where a leaf lies: bytes from `start` to `end`, so many elements. What it repeats (stride 0) is sent once: it is
-    `shape` then."""
+    """The place of a leaf in a message.
+
+    Attributes:
+        start, end: its bytes.
+        size: its elements. Those that it repeats, by a stride of 0, are sent once.
+        aval: of the leaf.
+        shape, stride: of the elements that are sent.
+        dense: whether these fill their memory.
+    """
 
     start: int
     end: int
     size: int
-    known: Aval
+    aval: Aval
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dense: bool
 
 
 class Layout:
-    """How the leaves of a value lie in a message of `size` bytes: facts of tensors on one device, or what is no tensor,
-    which is equal on every rank and not sent.
+    """Places of the leaves of a value in a message of `size` bytes. A leaf is the fact of a tensor on the device, or no
+    tensor: then it is equal on every rank and not sent.
 
     >>> cpu = torch.device("cpu")
     >>> layout = Layout([Fact(Aval((2, 3), (0, 1), torch.float32, cpu), 0, 12), None], cpu)
@@ -58,7 +65,7 @@ class Layout:
             self.size = self.size if place is None else -(-place.end // _ALIGNED) * _ALIGNED
 
     def copied(self, leaf: Fact) -> int:
-        """The bytes that a leaf needs beside the message, if it cannot lie in that as it is."""
+        """Return the bytes that a leaf needs next to the message, where it has gaps and cannot stay in that."""
         place = _placed(leaf.aval, HEADER)
         if place.dense or not all(place.shape):
             return 0
@@ -66,7 +73,7 @@ class Layout:
         return (1 + last) * leaf.aval.dtype.itemsize
 
     def pack(self, leaves: Sequence[Any], head: Tensor, size: int) -> Tensor:
-        """The message of so many bytes behind its header; a TypeError if a leaf is not what was traced."""
+        """Return a message of `size` bytes with a header; raise TypeError if a leaf is not as traced."""
         parts, end = [head], HEADER
         for place, leaf in zip(self._places, leaves, strict=True):
             if place is not None:
@@ -77,7 +84,7 @@ class Layout:
         return torch.cat([*parts, head.new_empty(size - end)] if size > end else parts)
 
     def unpack(self, message: Tensor) -> list[Any]:
-        """The leaves, in the memory of the message where that has their strides."""
+        """Return the leaves, in the memory of the message where that has their strides."""
         return [
             leaf if place is None else _received(message, place)
             for place, leaf in zip(self._places, self._leaves, strict=True)
@@ -104,43 +111,44 @@ def step_of(message: Tensor) -> tuple[str, str, str]:
     return step, signature, key
 
 
-def _placed(known: Aval, start: int) -> _Place:
-    once = [dim for dim, (n, step) in enumerate(zip(known.shape, known.stride, strict=True)) if step or n < 2]
-    shape, stride = tuple(known.shape[dim] for dim in once), tuple(known.stride[dim] for dim in once)
+def _placed(aval: Aval, start: int) -> _Place:
+    dims = [dim for dim, (n, step) in enumerate(zip(aval.shape, aval.stride, strict=True)) if step or n < 2]
+    shape, stride = tuple(aval.shape[dim] for dim in dims), tuple(aval.stride[dim] for dim in dims)
     size = torch.Size(shape).numel()
-    return _Place(start, start + size * known.dtype.itemsize, size, known, shape, stride, fills(shape, stride))
+    return _Place(start, start + size * aval.dtype.itemsize, size, aval, shape, stride, fills(shape, stride))
 
 
 def _bytes(leaf: Tensor, place: _Place) -> Tensor:
-    """A leaf as it is sent: its memory as it lies there, without gaps and repeats."""
-    known = place.known
-    if leaf.dtype is not known.dtype or leaf.shape != known.shape or leaf.stride() != known.stride:
-        _refuse_other(leaf, known)
+    """Return the memory of a leaf in its order, without gaps and repeats."""
+    expected = place.aval
+    if leaf.dtype is not expected.dtype or leaf.shape != expected.shape or leaf.stride() != expected.stride:
+        _refuse_other(leaf, expected)
     if place.dense and leaf.is_contiguous():
         flat = leaf.view(-1)
     else:
         shape, stride = ((place.size,), (1,)) if place.dense else (place.shape, place.stride)
         flat = leaf.as_strided(shape, stride).contiguous().view(-1)
-    if flat.is_conj() or flat.is_neg():  # what is only marked so
+    if flat.is_conj() or flat.is_neg():  # a mark, which the bytes do not have
         flat = flat.resolve_conj().resolve_neg()
     return flat.view(torch.uint8)
 
 
-def _refuse_other(leaf: Tensor, known: Aval) -> None:
-    """A TypeError for a tensor that would be read otherwise than it lies; a stride along one row or none is none."""
-    alike = leaf.dtype is known.dtype and leaf.shape == known.shape
-    steps = zip(known.shape, leaf.stride(), known.stride, strict=False)
-    if not alike or (leaf.numel() and any(n > 1 and one != other for n, one, other in steps)):
+def _refuse_other(leaf: Tensor, expected: Aval) -> None:
+    """Raise TypeError for a tensor whose memory the receiver would misread; strides along one row count for nothing."""
+    is_alike = leaf.dtype is expected.dtype and leaf.shape == expected.shape
+    strides = zip(expected.shape, leaf.stride(), expected.stride, strict=False)
+    if not is_alike or (leaf.numel() and any(n > 1 and step != traced for n, step, traced in strides)):
         raise TypeError(
-            f"{aval(leaf)} with strides {[*leaf.stride()]} is to be sent, and the trace promised {known} with strides "
-            f"{[*known.stride]}. A custom op's register_fake returns the dtype, shape and strides of its kernel."
+            f"{aval(leaf)} with strides {[*leaf.stride()]} is to be sent, and the trace promised {expected} with "
+            f"strides {[*expected.stride]}. A custom op's register_fake returns the dtype, shape and strides of its "
+            "kernel."
         )
 
 
 def _received(message: Tensor, place: _Place) -> Tensor:
-    known = place.known
-    typed, start = message.view(known.dtype), place.start // known.dtype.itemsize
+    leaf = place.aval
+    typed, start = message.view(leaf.dtype), place.start // leaf.dtype.itemsize
     if place.dense:
-        return typed.as_strided(known.shape, known.stride, start)
-    memory = torch.empty_strided(place.shape, place.stride, dtype=known.dtype, device=message.device)
-    return memory.copy_(typed[start : start + place.size].view(place.shape)).as_strided(known.shape, known.stride)
+        return typed.as_strided(leaf.shape, leaf.stride, start)
+    memory = torch.empty_strided(place.shape, place.stride, dtype=leaf.dtype, device=message.device)
+    return memory.copy_(typed[start : start + place.size].view(place.shape)).as_strided(leaf.shape, leaf.stride)

@@ -1,4 +1,4 @@
-"""The messages of a program in one order, and when each rank posts what it receives.
+"""Put the messages of a program into one order, and say when each rank posts its receives.
 
     rank 0: SEND(y0) SEND(y1) RECV(dx0)      rank 1: RECV(y0) RECV(y1) SEND(dx0)        in the order of all SENDs
 
@@ -21,8 +21,14 @@ SMALL = 2**20
 
 
 class Message(NamedTuple):
-    """A value that one rank sends another: its number among all, who wrote it, which it is of those on its way, and how
-    many of those on the way back its source has received by then."""
+    """A value that one rank sends another.
+
+    Attributes:
+        number: its index among all messages.
+        cell: the op that wrote the value.
+        place: its index among the messages from its source to its target.
+        heard: how many messages from its target its source has received before it sends this one.
+    """
 
     number: int
     value: Value
@@ -34,27 +40,29 @@ class Message(NamedTuple):
 
 
 def messages(program: Program) -> list[Message]:
-    """All messages of a step of a program with transfers, in its order. Each rank finds the same."""
+    """Return all messages of a step of a program with transfers, in its order: the same on each rank."""
     ops = parts_of(program.ops)
     cells = {value: op.cell for op in ops for value in op.writes}
     targets = {value: op.rank for op in ops if op.kind == "RECV" for value in op.reads}
-    ways = defaultdict[tuple[int, int], list[Value]](list)
-    heard, came = defaultdict[tuple[int, int], int](int), set[Value]()
-    found: list[Message] = []
+    sent_by_direction = defaultdict[tuple[int, int], list[Value]](list)
+    heard, received = defaultdict[tuple[int, int], int](int), set[Value]()
+    ordered: list[Message] = []
     for op in ops:
         for read, value in zip(op.reads, op.writes, strict=True) if op.kind == "SEND" else ():
-            way, back = (op.rank, targets[value]), ways[targets[value], op.rank]
-            while heard[way] < len(back) and back[heard[way]] in came:
-                heard[way] += 1
-            found.append(Message(len(found), value, cells.get(read, op.cell), *way, len(ways[way]), heard[way]))
-            ways[way].append(value)
-        came.update(op.reads if op.kind == "RECV" else ())
-    return found
+            direction = (op.rank, targets[value])
+            sent, answers = sent_by_direction[direction], sent_by_direction[targets[value], op.rank]
+            while heard[direction] < len(answers) and answers[heard[direction]] in received:
+                heard[direction] += 1
+            cell = cells.get(read, op.cell)
+            ordered.append(Message(len(ordered), value, cell, *direction, len(sent), heard[direction]))
+            sent.append(value)
+        received.update(op.reads if op.kind == "RECV" else ())
+    return ordered
 
 
 def results_last(program: Program) -> Program:
-    """Put a program with transfers in an order in which ranks wait later: what is made of a MERGE stands at the end of
-    its training step, unless replicas add it up, and a RECV behind all that takes no time before its first reader.
+    """Reorder a program with transfers so that ranks wait later. A MERGE and its readers go to the end of their step,
+    unless replicas add them up. A RECV goes behind ops that take no time before its first reader.
 
     >>> import fpipe
     >>> step = fpipe.chain(fpipe.split(1), fpipe.schedules.gpipe(2), fpipe.merge(outputs=False), fpipe.communicate())
@@ -82,7 +90,7 @@ def results_last(program: Program) -> Program:
 
     for op in program.ops:
         waits, timed = not late.isdisjoint(op.reads), kind_of(op.kind).time
-        if (waits and timed) or (op.kind == "F" and any(one.rank == op.rank for one in last)):
+        if (waits and timed) or (op.kind == "F" and any(message.rank == op.rank for message in last)):
             finish()
         if (waits and not timed) or (op.kind == "MERGE" and reduced.isdisjoint(op.writes)):
             late.update(op.writes)
@@ -97,43 +105,43 @@ def results_last(program: Program) -> Program:
 
 
 def posted_until(row: Sequence[Message], room: Mapping[int, int]) -> dict[int, int]:
-    """For each message of those from one rank how many of them are received or posted when it is waited for: `AHEAD`
+    """Return for each message from a rank how many of its messages are received or posted when it is awaited: `AHEAD`
     more, and as many as are small together."""
-    found, until, held = dict[int, int](), 0, 0
-    for one in row:
-        while until < len(row) and (until <= one.place + AHEAD or held + room[row[until].number] <= SMALL):
+    posted, until, held = dict[int, int](), 0, 0
+    for message in row:
+        while until < len(row) and (until <= message.place + AHEAD or held + room[row[until].number] <= SMALL):
             held += room[row[until].number]
             until += 1
-        found[one.number] = until
-        held -= room[one.number]
-    return found
+        posted[message.number] = until
+        held -= room[message.number]
+    return posted
 
 
 def most_in_flight(program: Program, room: Mapping[int, int]) -> list[int]:
-    """For each rank the most bytes of messages of so much room by number that are on neither side's account: receives
-    that are posted ahead, and what has been received elsewhere while its sender does not know it yet."""
+    """Return for each rank the most bytes of messages that no other count has: receives that are posted ahead, and send
+    buffers whose receipt the sender has not heard of. `room` has the bytes of each message by its number."""
     every = messages(program)
-    known, ways = {one.value: one for one in every}, defaultdict[tuple[int, int], list[Message]](list)
-    for one in every:
-        ways[one.source, one.target].append(one)
+    known, ways = {message.value: message for message in every}, defaultdict[tuple[int, int], list[Message]](list)
+    for message in every:
+        ways[message.source, message.target].append(message)
     until = {way: posted_until(row, room) for way, row in ways.items()}
     posted, freed, now = dict.fromkeys(ways, 0), dict.fromkeys(ways, 0), [0] * program.ranks
 
     def post(way: tuple[int, int], until: int) -> None:
-        now[way[1]] += sum(room[one.number] for one in ways[way][posted[way] : until])
+        now[way[1]] += sum(room[message.number] for message in ways[way][posted[way] : until])
         posted[way] = max(posted[way], until)
 
     for way, row in ways.items():
         post(way, until[way][row[0].number])
     most = [*now]
     for op in parts_of(program.ops):
-        for one in [known[value] for value in op.reads] if op.kind == "RECV" else ():
-            way, back = (one.source, one.target), (one.target, one.source)
-            now[one.target] -= room[one.number]
-            now[one.source] += room[one.number]
-            post(way, until[way][one.number])
-            for heard in ways[back][freed[back] : one.heard] if back in ways else ():
-                now[one.target] -= room[heard.number]
+        for message in [known[value] for value in op.reads] if op.kind == "RECV" else ():
+            way, back = (message.source, message.target), (message.target, message.source)
+            now[message.target] -= room[message.number]
+            now[message.source] += room[message.number]
+            post(way, until[way][message.number])
+            for heard in ways[back][freed[back] : message.heard] if back in ways else ():
+                now[message.target] -= room[heard.number]
                 freed[back] += 1
             most = [*map(max, most, now)]
     return most
@@ -152,6 +160,6 @@ def queue_of(every: Sequence[Message], rank: int) -> tuple[list[Message], dict[i
     >>> [(str(one.value), behind[one.number]) for one in row][:4]
     [('y[0,0]>1', 2), ('y[0,1]>1', 2), ('dx[1,0]>0', 4), ('y[0,2]>1', 4)]
     """
-    row = [one for one in every if rank in (one.source, one.target)]
-    queued = queued_until([one.target == rank for one in row])
-    return row, {one.number: until for one, until in zip(row, queued, strict=True)}
+    row = [message for message in every if rank in (message.source, message.target)]
+    queued = queued_until([message.target == rank for message in row])
+    return row, {message.number: until for message, until in zip(row, queued, strict=True)}

@@ -48,54 +48,55 @@ _PINGS = 50  # on a busy machine the least of ten was off by more than an op too
 
 
 def ahead_of_rank_0(group: ProcessGroup, rank: int, device: torch.device) -> float:
-    """Seconds that this process's clock is ahead of rank 0's; all ranks call it. The answer that took least time is
-    taken to have been on its way as long as the question."""
+    """Return the seconds that this process's clock is ahead of rank 0's; all ranks call it.
+
+    Of many round trips the shortest counts: its answer is taken to have travelled as long as the question.
+    """
     carrier: Any = group
-    word = torch.zeros((), dtype=torch.float64, device=device)
-    found = 0.0
-    for other in range(1, group.size()):
-        best = float("inf")
-        for _ in range(_PINGS) if rank in (0, other) else ():
-            if rank == other:
-                _gone(carrier.recv, word, 0)
-                _gone(carrier.send, word.fill_(time.perf_counter()), 0)
+    number = torch.zeros((), dtype=torch.float64, device=device)
+    ahead = 0.0
+    for peer in range(1, group.size()):
+        shortest = float("inf")
+        for _ in range(_PINGS) if rank in (0, peer) else ():
+            if rank == peer:
+                _carry(carrier.recv, number, 0)
+                _carry(carrier.send, number.fill_(time.perf_counter()), 0)
                 continue
-            asked = time.perf_counter()
-            _gone(carrier.send, word, other)
-            theirs = _gone(carrier.recv, word, other)
-            took = time.perf_counter() - asked
-            if took < best:
-                best, found = took, theirs - asked - took / 2
+            start = time.perf_counter()
+            _carry(carrier.send, number, peer)
+            peer_time = _carry(carrier.recv, number, peer)
+            seconds = time.perf_counter() - start
+            if seconds < shortest:
+                shortest, ahead = seconds, peer_time - start - seconds / 2
         if rank == 0:
-            _gone(carrier.send, word.fill_(found), other)
-        elif rank == other:
-            found = _gone(carrier.recv, word, 0)
-    return 0.0 if rank == 0 else found
+            _carry(carrier.send, number.fill_(ahead), peer)
+        elif rank == peer:
+            ahead = _carry(carrier.recv, number, 0)
+    return 0.0 if rank == 0 else ahead
 
 
-def _gone(carry: Callable[..., Any], word: Tensor, peer: int) -> float:
-    """The number, once it has come or gone. On a device a wait alone does not hold up the host, whose clock this is."""
-    carry([word], peer, 0).wait()
-    return word.item()
+def _carry(carry: Callable[..., Any], number: Tensor, peer: int) -> float:
+    """Send or receive a number. On a device a wait alone does not hold up the host, whose clock this is."""
+    carry([number], peer, 0).wait()
+    return number.item()
 
 
 def put_together(
     recorder: Recorder, notes: Notes, group: ProcessGroup, rank: int, ahead: float, device: torch.device
 ) -> None:
-    """Add to what this rank noted what all others did, in the first step also what they hold; all ranks call it. It
-    travels on a device that the group carries."""
+    """Add the notes of all ranks to this rank's, in the first step also what they hold; all ranks call it, with a
+    device that the group carries."""
     if recorder.held is None:
-        own = recorder.counted(notes)
-        every: list[Any] = [None] * group.size()
-        dist.all_gather_object(every, own, group=group)
-        changes = [one for other, found in enumerate(every) for one in found.changes if one[1] == other]
-        recorder.held = Held(tuple(found.peak[other] for other, found in enumerate(every)), changes)
-    began = [notes.began - ahead if other == rank else 0.0 for other in range(group.size())]
-    own_times = [now - ahead if now else 0.0 for now in notes.times]  # each row is of one rank: a sum has them all
-    both = torch.tensor([*own_times, *began], dtype=torch.float64, device=device)
-    dist.all_reduce(both, group=group)
-    (*notes.times,) = both[: len(own_times)].tolist()
-    notes.began = both[len(own_times) :].min().item()
+        held_by_rank: list[Any] = [None] * group.size()
+        dist.all_gather_object(held_by_rank, recorder.counted(notes), group=group)
+        changes = [change for owner, held in enumerate(held_by_rank) for change in held.changes if change[1] == owner]
+        recorder.held = Held(tuple(held.peak[owner] for owner, held in enumerate(held_by_rank)), changes)
+    began = [notes.began - ahead if owner == rank else 0.0 for owner in range(group.size())]
+    times = [now - ahead if now else 0.0 for now in notes.times]  # each row is of one rank: a sum has them all
+    sums = torch.tensor([*times, *began], dtype=torch.float64, device=device)
+    dist.all_reduce(sums, group=group)
+    (*notes.times,) = sums[: len(times)].tolist()
+    notes.began = sums[len(times) :].min().item()
 
 
 class RankLinks(NamedTuple):
@@ -136,7 +137,8 @@ class PreparedRank(Prepared):
         device = transfers.device
         process = ProcessContext(device, replica=replica, share=share)
         super().__init__(program, model, inputs, untraced, options, process)
-        sent = [value for one in self.instructions if one.ops[0].kind == "SEND" for value in one.ops[0].writes]
+        first_ops = [instruction.ops[0] for instruction in self.instructions]
+        sent = [value for op in first_ops if op.kind == "SEND" for value in op.writes]
         for value in sent:
             if value.name in KEPT and value.stage in self.untraced.stages:
                 raise ValueError(
@@ -148,16 +150,16 @@ class PreparedRank(Prepared):
         if replicas is not None:
             self.instructions, self.exchanges = replicas.made_async(self.lowered, self.shared, self.weighed_rows)
         self.instructions = lane.made_async(self.instructions, self.lowered, rank)
-        both = partial(transfers.send, self.layouts), partial(transfers.receive, self.layouts)
-        around = partial(made_async, lane_by_rank=self.lanes)
-        self.part = of_rank(self.instructions, self.model, rank, *both, around, self.lanes)
-        of_part = zip(self.part.rows, self.part.instructions, strict=True)
-        self._sends = [row for row, one in of_part if one.ops[0].kind == "SEND"]
-        prepare = [one for one in self.entrance.prepare if one[2] in self.part.at]
-        self.entrance, self.exit = replace(self.entrance, prepare=prepare), self._here(self.exit)
+        carriers = partial(transfers.send, self.layouts), partial(transfers.receive, self.layouts)
+        with_lanes = partial(made_async, lane_by_rank=self.lanes)
+        self.part = of_rank(self.instructions, self.model, rank, *carriers, with_lanes, self.lanes)
+        rows = zip(self.part.rows, self.part.instructions, strict=True)
+        self._sends = [row for row, instruction in rows if instruction.ops[0].kind == "SEND"]
+        prepare = [preparation for preparation in self.entrance.prepare if preparation[2] in self.part.at]
+        self.entrance, self.exit = replace(self.entrance, prepare=prepare), self._local_exit(self.exit)
         handed_out = {leaf.slot for leaf in self.exit.leaves if isinstance(leaf, ResultLeaf)}
         self._handed_out = [(slot, self.part.at[slot]) for slot in handed_out if slot in self.part.at]
-        read = {*self.part.begins, *(slot for one in prepare for slot in one[1])}
+        read = {*self.part.begins, *(slot for _, slots, _ in prepare for slot in slots)}
         values = {slot: value for value, slot in self.lowered.slots.items()}
         self._read = [(values[slot], places) for slot, places in self.entrance.inputs if slot in read]
         self.given_as = of_inputs(self.program, self.trees)
@@ -166,68 +168,67 @@ class PreparedRank(Prepared):
         self.exchanged = exchanged_by(rank, self.program, self.trees, self.model)
 
     def refuse_missing(self, leaves: Sequence[Any]) -> None:
-        """A ValueError for arguments that lack what this rank reads."""
+        """Raise ValueError if an argument that this rank reads is missing."""
         for value, places in self._read:
-            lacks = [k for k, at in enumerate(places) if isinstance(leaves[at], Tensor) and leaves[at].is_meta]
-            if lacks:
-                of = self._leaf(value, lacks[0]) if len(lacks) < len(places) else ""
+            missing = [k for k, at in enumerate(places) if isinstance(leaves[at], Tensor) and leaves[at].is_meta]
+            if missing:
+                path = self._leaf_path(value, missing[0]) if len(missing) < len(places) else ""
                 raise ValueError(
-                    f"rank {self.rank} reads {value}{of}, and was handed None or a meta tensor in its place. A rank "
+                    f"rank {self.rank} reads {value}{path}, and was handed None or a meta tensor in its place. A rank "
                     "passes local_params(program, params, rank), and its batch."
                 )
             if self.replicas is None or value not in self.shared:
                 continue
             axis = self.replicas.share.axis
-            whole = (leaves[at] for at in places if isinstance(leaves[at], Tensor) and not is_share(leaves[at], axis))
-            if (odd := next(whole, None)) is not None:
+            wholes = (leaves[at] for at in places if isinstance(leaves[at], Tensor) and not is_share(leaves[at], axis))
+            if (whole := next(wholes, None)) is not None:
+                kind = "DTensor" if is_sharded(whole) else "plain tensor"
                 raise ValueError(
-                    f"the program shards the parameters of stage {value.stage}, and a step was handed a "
-                    f"{'DTensor' if is_sharded(odd) else 'plain tensor'} of shape {tuple(odd.shape)} that is none of "
-                    f"{axis!r}: fpipe.shard_params(local_params(program, params, rank), mesh[{axis!r}]) makes a "
-                    "replica's shards."
+                    f"the program shards the parameters of stage {value.stage}, and a step was handed a {kind} of "
+                    f"shape {tuple(whole.shape)} that is none of {axis!r}: fpipe.shard_params(local_params(program, "
+                    f"params, rank), mesh[{axis!r}]) makes a replica's shards."
                 )
 
-    def _leaf(self, value: Value, at: int) -> str:
-        """The place of a leaf in a value."""
-        known = self.trees[value]
-        return "" if known.spec is None else tree.paths(tree.unflatten(known.spec, range(len(known.leaves))))[at][0]
+    def _leaf_path(self, value: Value, index: int) -> str:
+        spec, leaves = self.trees[value].spec, self.trees[value].leaves
+        return "" if spec is None else tree.paths(tree.unflatten(spec, range(len(leaves))))[index][0]
 
     def _asked(self, program: Program) -> Program:
-        """The program with one output of each name: this rank's, where it has one."""
-        chosen = {end.name: end for end in program.outputs}
-        chosen |= {end.name: end for end in program.outputs if self.rank in end.homes}
-        return Program.trusted(program.inputs, program.ops, tuple(chosen.values()))
+        """Keep one output of each name: this rank's, where it has one."""
+        output_by_name = {end.name: end for end in program.outputs}
+        output_by_name |= {end.name: end for end in program.outputs if self.rank in end.homes}
+        return Program.trusted(program.inputs, program.ops, tuple(output_by_name.values()))
 
-    def _here(self, everywhere: Exit) -> Exit:
-        """The results, with None for those that are at home on other ranks."""
-        whole: dict[str, Any] = tree.unflatten(everywhere.containers, everywhere.leaves)
+    def _local_exit(self, whole: Exit) -> Exit:
+        """Put None in place of results that are at home on other ranks."""
+        results: dict[str, Any] = tree.unflatten(whole.containers, whole.leaves)
         ends = self._asked(self.program).outputs
-        away = {end.name for end in ends if self.rank not in end.homes}
-        for name in whole:
+        remote = {end.name for end in ends if self.rank not in end.homes}
+        for name, result in results.items():
             if name in ("grads", "state", "params", "opt"):
-                stages = {one.stage for one in away if one.name == name}
-                whole[name] = tuple(None if n in stages else one for n, one in enumerate(whole[name]))
+                stages = {value.stage for value in remote if value.name == name}
+                results[name] = tuple(None if n in stages else per_stage for n, per_stage in enumerate(result))
                 continue
-            own = (end.name for end in ends if end.name.name == name)
-            each = sorted(own, key=lambda one: (one.microbatch or 0, one.slice or 0))
-            if each[0].microbatch is None:
-                whole[name] = None if each[0] in away else whole[name]
+            values = [end.name for end in ends if end.name.name == name]
+            values.sort(key=lambda value: (value.microbatch or 0, value.slice or 0))
+            if values[0].microbatch is None:
+                results[name] = None if values[0] in remote else result
             else:
-                parts = zip(each, whole[name], strict=True)
-                whole[name] = tuple(None if one in away else part for one, part in parts)
-        leaves, spec = tree.flatten(whole)
-        return replace(everywhere, containers=spec, leaves=leaves)
+                parts = zip(values, result, strict=True)
+                results[name] = tuple(None if value in remote else part for value, part in parts)
+        leaves, spec = tree.flatten(results)
+        return replace(whole, containers=spec, leaves=leaves)
 
     def _execute(self, slots: Slots, watch: Watch | None) -> None:
-        """This rank's instructions."""
-        own, watchdog = [slots[slot] for slot in self.part.begins], self.watchdog
+        """Run this rank's instructions."""
+        part_slots, watchdog = [slots[slot] for slot in self.part.begins], self.watchdog
         notes = watch and watch.notes
         self.transfers.start(self.step, self.number, self.step_key, keeps=notes is not None)
         if self.replicas is not None:
             self.replicas.begin(self.exchanges, watch)
         watchdog.part = self.part
         self.lane.lane.begin(watch)
-        self.part.run(own, watch)
+        self.part.run(part_slots, watch)
         self.lane.lane.end()
         if notes is not None:
             for row in self._sends:
@@ -244,25 +245,25 @@ class PreparedRank(Prepared):
             watchdog.wait = None
         slots.extend([None] * (len(self.lowered.slots) - len(slots)))
         for slot, place in self._handed_out:
-            slots[slot] = own[place]
+            slots[slot] = part_slots[place]
 
 
 def exchanged_by(
     rank: int, program: Program, trees: Mapping[Value, AbstractTree], model: Model
 ) -> dict[str, list[str]]:
-    """By axis what the forward exchanges of a rank carry, which is alike on all processes of the axis."""
-    found: dict[str, list[str]] = {}
+    """State by axis what the forward exchanges of a rank carry, which is alike on all processes of the axis."""
+    facts: dict[str, list[str]] = {}
     for op in parts_of(program.ops):
-        by: Any = model.stages[op.stage or 0].forward
-        if op.kind == "F" and op.rank == rank and isinstance(by, Exchanged):
-            read = [leaf for value in op.reads if value.name != "params" for leaf in trees[value].leaves]
-            read = read if by.leaf is None else [read[by.leaf]]
-            known = [str(leaf.aval) for leaf in read if isinstance(leaf, Fact)]
-            if by.sizes:  # the data say how many rows
-                rows = (leaf.aval for leaf in read[:-1])
-                known[:-1] = [f"rows of {one._replace(shape=one.shape[1:])}" for one in rows]
-            found.setdefault(by.axis, []).append(f"{op.cell} ({by.__name__}) of {' and '.join(known)}")
-    return found
+        exchange: Any = model.stages[op.stage or 0].forward
+        if op.kind == "F" and op.rank == rank and isinstance(exchange, Exchanged):
+            leaves = [leaf for value in op.reads if value.name != "params" for leaf in trees[value].leaves]
+            leaves = leaves if exchange.leaf is None else [leaves[exchange.leaf]]
+            avals = [str(leaf.aval) for leaf in leaves if isinstance(leaf, Fact)]
+            if exchange.sizes:  # the data say how many rows
+                rows = (leaf.aval for leaf in leaves[:-1])
+                avals[:-1] = [f"rows of {aval._replace(shape=aval.shape[1:])}" for aval in rows]
+            facts.setdefault(exchange.axis, []).append(f"{op.cell} ({exchange.__name__}) of {' and '.join(avals)}")
+    return facts
 
 
 # Stand for the loss on ranks that do not compute it, and say how they get it.

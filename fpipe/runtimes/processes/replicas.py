@@ -13,12 +13,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
+from fpipe.meaning.purity.sharded import dimensions
 from fpipe.program import Op, Program, Value, kind_of
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.watchdog import Watchdog
@@ -26,7 +30,8 @@ from fpipe.runtimes.lowering.lane import Launch, Launched, Watch
 from fpipe.runtimes.lowering.lowered import Instruction, Lowered
 from fpipe.runtimes.lowering.shards import Share, Shared, shard_of
 from fpipe.runtimes.processes.collective_parts import CollectiveLane, CollectivePart, Works, parts_of_op
-from fpipe.torch_private.processes import coalesced
+from fpipe.torch_private.processes import coalesced, is_on_streams, timeout_of, world_group
+from fpipe.transforms.data_parallel import axes_of
 
 Leaves = list[Any]
 _VOTES = "votes"
@@ -34,8 +39,8 @@ _NO_KEY, _LARGE = -(2**63), 2**62
 
 
 class Exchanges(NamedTuple):
-    """Collectives of one rank over replicas in a step, in the order of the program: their parts and ops by what they
-    write, their places among the instructions, and the rows of the step."""
+    """Collectives of a rank over replicas in a step, in the order of the program: their parts, ops and places among
+    the instructions by the value that they write, and the rows of the batch."""
 
     parts: dict[Value, list[CollectivePart]]
     ops: dict[Value, Op]
@@ -157,12 +162,13 @@ class Replicas:
         self._warn_of_same(batches)
 
     def _warn_of_same(self, batches: Sequence[int]) -> None:
-        """Say once that replicas were handed the same rows: then they are replicas for nothing."""
-        same = next((at for at, batch in enumerate(batches) if batch and batches.index(batch) < at), None)
-        if same is not None and not self._warned:
+        """Warn once that replicas were handed the same rows."""
+        repeated = next((n for n, batch in enumerate(batches) if batch and batches.index(batch) < n), None)
+        if repeated is not None and not self._warned:
             self._warned = True
+            first = batches.index(batches[repeated])
             warnings.warn(
-                f"replica {batches.index(batches[same])} and replica {same} were handed the same rows: their sum says "
+                f"replica {first} and replica {repeated} were handed the same rows: their sum says "
                 "no more than one of them. DistributedSampler(dataset, replicas, replica) gives each its own.",
                 stacklevel=8,
             )
@@ -172,17 +178,16 @@ _END = "the end of the step"
 
 
 def reduced_last(program: Program) -> Program:
-    """The program with what reads a sum over replicas as late as it may be, so that nothing else waits for it: at the
-    end, or before the first op of a stage that needs it, which is of the next training step. What adds one microbatch's
-    to another's stands before the next one starts, so that no more than two are there."""
+    """Move ops that read a sum over replicas as late as they may be, so that nothing else waits for it: to the end, or
+    before the first op of a stage that needs them, which is of the next training step. An ADD of scattered sums stands
+    before the next SCATTER of its stage, so that no more than two of them are in memory."""
     late, behind = set[Value](), set[Value]()
-    last: list[Op] = []
-    rest: list[Op] = []
+    last, rest = list[Op](), list[Op]()
     adds: dict[tuple[int | None, int], list[Op]] = {}
     for op in program.ops:
         sums, place = op.kind in ("REDUCE", "SCATTER"), (op.stage, op.rank)
         if not late.isdisjoint(op.reads) and kind_of(op.kind).time:
-            rest += [*(one for own in adds.values() for one in own), *last]
+            rest += [*chain.from_iterable(adds.values()), *last]
             late, behind, last, adds = set(), set(), [], {}
         waits = not late.isdisjoint(op.reads)
         late.update(op.writes if waits or sums else ())
@@ -195,5 +200,80 @@ def reduced_last(program: Program) -> Program:
             last.append(op)
         else:
             rest.append(op)
-    ops = (*rest, *(op for own in adds.values() for op in own), *last)
+    ops = (*rest, *chain.from_iterable(adds.values()), *last)
     return Program.trusted(program.inputs, ops, program.outputs)
+
+
+# Find in a mesh the processes that run the ranks of a program, and those that run its replicas.
+#
+# mesh 2 x 2 of ("dp", "pp")                    --> process 3 -->    ranks: processes 2, 3; the other replica's: 1
+# mesh 2 x 2 x 1 of ("replicate", "shard", "pp")    --> process 3 -->    shards with process 2, adds up across with 1
+
+
+def group_of(program: Program, mesh: DeviceMesh | None) -> ProcessGroup:
+    """Return the processes that run the ranks of a program; warn if the mesh has replicas that the program lacks."""
+    axes = axes_of(program)
+    if isinstance(mesh, DeviceMesh | None) and not dist.is_initialized():  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError("runtime='distributed' is for processes that torch.distributed.init_process_group has joined.")
+    names = dimensions(mesh, dict.fromkeys(axes, "replicas") | {"pp": program.ranks})
+    if mesh is None:
+        return world_group()
+    for name in names:
+        if name.startswith("dp") and name not in axes and mesh.size(names.index(name)) > 1:
+            warnings.warn(
+                f"dimension {name!r} of the mesh has {mesh.size(names.index(name))} processes, and the program no "
+                f"replicas along it: each trains apart. Put fpipe.data_parallel({name!r}) behind fpipe.merge(), unless "
+                "you add up the gradients yourself.",
+                stacklevel=4,
+            )
+    return mesh.get_group("pp")
+
+
+def refuse_other_size(group: ProcessGroup, program: Program, mesh: DeviceMesh | None) -> None:
+    """Raise ValueError unless there is a process for each rank."""
+    if group.size() != program.ranks:
+        where = "the process group" if mesh is None else "dimension 'pp' of the mesh"
+        ranks, processes = f"{program.ranks} rank{'s' * (program.ranks > 1)}", f"{group.size()} process"
+        raise ValueError(
+            f"the program has {ranks} and {where} {processes}{'es' * (group.size() > 1)}; they must be as many. Start "
+            f"{program.ranks}, or say in a mesh which are the ranks."
+        )
+
+
+def replicas_of(
+    program: Program, mesh: DeviceMesh | None, ranks: ProcessGroup, device: torch.device, watchdog: Watchdog
+) -> Replicas | None:
+    """Return the replicas of a program that has them; the mesh has a dimension, or two, for them."""
+    axes = axes_of(program)
+    if not axes:
+        return None
+    assert mesh is not None
+    names = mesh.mesh_dim_names or ()
+    dims = [name for name in names if name in (*axes, "pp")]
+    coordinate = zip(names, mesh.get_coordinate() or (), strict=True)
+    submesh = mesh.mesh[tuple(slice(None) if name in dims else index for name, index in coordinate)]
+    order = [dims.index(name) for name in (*axes, "pp")]
+    processes = sorted(submesh.permute(order).reshape(-1, ranks.size()).tolist())  # as a group sorts its own
+    groups = {axis: mesh.get_group(axis) for axis in axes}
+    inner = groups[axes[-1]]
+    group = inner if len(axes) == 1 else _group_of_all([replica[ranks.rank()] for replica in processes], inner)
+    names = [f"replica {replica}: rank {rank}" for replica in range(len(processes)) for rank in range(ranks.size())]
+    everyone = [process for replica in processes for process in replica]
+    meeting = Meeting(watchdog, everyone, names)
+    watchdog.faults.names.update(zip(everyone, names, strict=True))
+    share = Share(inner.rank(), inner.size(), axes[-1])
+    vote_device = device if is_on_streams(group, device) else torch.device("cpu")
+    return Replicas(group, groups, share, ranks.rank(), watchdog, meeting, vote_device)
+
+
+def _group_of_all(processes: Sequence[int], inner: ProcessGroup) -> ProcessGroup:
+    """Return the group of the replicas along two axes, where they vote; it is created once for their inner group."""
+    groups = _GROUPS_BY_INNER.setdefault(inner, {})
+    key = tuple(processes)
+    if key not in groups:
+        options: Any = {"timeout": timeout_of(inner), "backend": dist.get_backend(inner)}
+        groups[key] = dist.new_group([*processes], use_local_synchronization=True, **options)
+    return groups[key]
+
+
+_GROUPS_BY_INNER: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
