@@ -21,7 +21,7 @@ _aten: Any = torch.ops.aten
 
 
 def owned(graph: Graph, copied: Sequence[tuple[str, int]]) -> Graph:
-    """The graph with copies of these results, each a label and a place under it, in memory of their own."""
+    """Copy these results of a graph, each a label and a place under it, into storages that nothing else uses."""
     nodes: list[Node] = []
     facts, writes = dict(graph.facts), {label: list(leaves) for label, leaves in graph.writes.items()}
     for label, place in copied:
@@ -29,12 +29,12 @@ def owned(graph: Graph, copied: Sequence[tuple[str, int]]) -> Graph:
         copy = writes[label][place] = Name(f"{leaf}_copy{len(nodes)}")
         nodes.append(Node(copy, _aten.clone.default, (leaf,), {}))
         facts[copy] = facts[leaf]
-    made = {label: tuple(leaves) for label, leaves in writes.items()}
-    return replace(graph, nodes=(*graph.nodes, *nodes), facts=facts, writes=made)
+    tuples = {label: tuple(leaves) for label, leaves in writes.items()}
+    return replace(graph, nodes=(*graph.nodes, *nodes), facts=facts, writes=tuples)
 
 
 def adding(graph: Graph, labels: Sequence[str], flags: Any, *, exact: bool = True) -> Graph:
-    """The graph that also reads sums (`total` for `g`, `total:1` for `g:1`) and adds its gradients to them.
+    """Let a graph also read sums (`total` for `g`, `total:1` for `g:1`) and add its gradients to them.
 
     Unless `exact`, a sum takes every product in by one call, whose bits may be others than those of two. `flags` choose
     kernels (`ambient.kernels`); None of what never runs.
@@ -60,14 +60,14 @@ def adding(graph: Graph, labels: Sequence[str], flags: Any, *, exact: bool = Tru
             facts[total] = facts[leaf]
             product = _product(uses, leaf, flags, exact)
             if product is not None:
-                made, turned, here = product
-                dropped |= {written[name] for name in made}
-                node = graph.nodes[written[made[0]]]
+                names, is_transposed, here = product
+                dropped |= {written[name] for name in names}
+                node = graph.nodes[written[names[0]]]
                 target: Name = total
-                if turned:
+                if is_transposed:
                     target = Name(f"{total}_t")
                     behind.setdefault(here, []).append(Node(target, _aten.t.default, (total,), {}))
-                    facts[target] = facts[made[0]]
+                    facts[target] = facts[names[0]]
                 add = Node(Name(f"{leaf}_added"), _aten.addmm.out, (target, *node.args), {"out": target})
             else:
                 here = written.get(leaf, -1)
@@ -84,7 +84,7 @@ def adding(graph: Graph, labels: Sequence[str], flags: Any, *, exact: bool = Tru
 
 
 class _Uses:
-    """Who writes and reads each value of a graph, looked up once for all its gradients."""
+    """The writer and the number of readers of each value of a graph."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -95,48 +95,50 @@ class _Uses:
         )
 
     def writer(self, name: Name) -> Node | None:
-        """Return the op that writes a value; None if it is read by the graph as it is."""
+        """Return the op that writes a value; None if the graph is handed it."""
         return self.graph.nodes[self.positions[name]] if name in self.positions else None
 
 
 def _product(uses: _Uses, leaf: Name, flags: Any, exact: bool) -> tuple[list[Name], bool, int] | None:
-    """The mm (and the transpose of it) that a gradient is, if nobody else reads it and the sum can take it in."""
-    made, turned = leaf, False
+    """Return the names of the product, perhaps transposed, that a gradient is, if the sum can take it in in one op.
+
+    With it come whether it is transposed, and its place among the ops. Nobody else may read it.
+    """
+    product, is_transposed = leaf, False
     node = uses.writer(leaf)
     if node is not None and node.op is _aten.t.default:
-        made, turned = node.args[0], True
-        node = uses.writer(made)
-    if node is None or node.op is not _aten.mm.default:
+        product, is_transposed = node.args[0], True
+        node = uses.writer(product)
+    if node is None or node.op is not _aten.mm.default or uses.read_counts[product] != is_transposed:
         return None
-    if uses.read_counts[made] != turned or uses.result_counts[leaf] + turned * uses.result_counts[made] != 1:
+    if uses.result_counts[leaf] + is_transposed * uses.result_counts[product] != 1:
         return None
-    one, two, whole = (uses.graph.facts[name].aval for name in (*node.args, made))
-    if exact and (flags is None or not _same_bits(whole, one, two, flags)):
+    left, right, total = (uses.graph.facts[name].aval for name in (*node.args, product))
+    if exact and (flags is None or not _same_bits(total, left, right, flags)):
         return None
-    return [made, leaf] if turned else [made], turned, uses.positions[made]
+    return [product, leaf] if is_transposed else [product], is_transposed, uses.positions[product]
 
 
 @cache
-def _same_bits(total: Aval, one: Aval, two: Aval, flags: Any) -> bool:
+def _same_bits(total: Aval, left: Aval, right: Aval, flags: Any) -> bool:
     """Whether one call that multiplies and adds gives the bits of two calls, seen on these shapes, threads and flags.
 
     It does where the product is summed up in one go before the old sum is added: in float32 from width 64 and up to
     128 rows on the machine this was tried on, and nowhere in float64, bfloat16 or float16.
     """
-    chance = torch.Generator("cpu").manual_seed(0)
+    if total.device.type == "meta" or any(0 in known.stride for known in (total, left, right)):
+        return False
+    if total.device.type == "cpu" and left.shape[1] > _MOST_ROWS:  # a trial would take as long as the op, and fail
+        return False
 
-    known = (total, one, two)
-    if total.device.type == "meta" or any(0 in each.stride for each in known):
-        return False
-    if total.device.type == "cpu" and one.shape[1] > _MOST_ROWS:  # a trial would take as long as the op, and fail
-        return False
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def draw(known: Aval) -> torch.Tensor:
         # Drawn in the dtype itself: products of float32 numbers are exact in float64, and would show no difference.
-        return known.empty().copy_(torch.randn(known.shape, generator=chance, dtype=known.dtype, device="cpu"))
+        return known.empty().copy_(torch.randn(known.shape, generator=generator, dtype=known.dtype, device="cpu"))
 
     for _ in range(_PROBES):
-        a, b, c = draw(total), draw(one), draw(two)
+        a, b, c = draw(total), draw(left), draw(right)
         with raw_ops():
             if not torch.equal(a + b @ c, torch.addmm(a, b, c, out=a)):
                 return False

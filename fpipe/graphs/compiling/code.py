@@ -31,7 +31,7 @@ from fpipe.torch_private.dispatch import NAMESPACES, handle_of, without_modes
 
 
 def compiled(graph: Graph, name: str = "run") -> Callable[..., Any]:
-    """A function of a list for each label that the graph reads; it gives a list for each that it writes.
+    """Compile a graph to a function of a list for each label that it reads, which gives one for each that it writes.
 
     >>> from fpipe.graphs.language.graph import Graph, Name, Node
     >>> double = Node(Name("y_0"), torch.ops.aten.add.Tensor, (Name("x_0"), Name("x_0")), {})
@@ -46,12 +46,12 @@ def compiled(graph: Graph, name: str = "run") -> Callable[..., Any]:
 
 @lru_cache(maxsize=1024)
 def _code(text: str, name: str) -> CodeType:
-    """Equal stages differ in what their names stand for, and not in their text."""
+    """Compile a text once: equal stages differ in what their names stand for, and not in their text."""
     return compile(text, f"<{name}>", "exec")
 
 
 def source(graph: Graph, name: str = "run") -> str:
-    """The text of that function, for people to read: numbers in it are numbers."""
+    """Return the text of a graph's function, for people to read: numbers in it are numbers."""
     return _written(graph, name)[0]
 
 
@@ -90,7 +90,7 @@ _EXACT = 1 << 53
 
 
 def _with_ready_numbers(graph: Graph) -> Graph:
-    """The graph with numbers of arithmetic as tensors that torch need not make at each call: the bits are the same.
+    """Replace numbers of arithmetic by tensors, which torch then need not make at each call: the bits are the same.
 
     Seen on one thread: `torch.div(x, 0.5)` 2.8 us, with the number in a tensor 1.3 us.
     """
@@ -107,7 +107,7 @@ def _with_ready_numbers(graph: Graph) -> Graph:
 
 
 def _ready(node: Node, graph: Graph) -> Tensor | None:
-    """The number in a node as the tensor that torch would make of it.
+    """Return the number in a node as the tensor that torch would make of it.
 
     Not for dtypes of fewer bits than float32: with those torch computes with the number as it was written. Nor for
     numbers so small that torch may be told to take them for 0 (`torch.set_flush_denormal`).
@@ -124,15 +124,14 @@ def _ready(node: Node, graph: Graph) -> Tensor | None:
 
 
 def _last_reads(graph: Graph, kept: set[Name]) -> list[list[Name]]:
-    """For each op what nobody needs after it."""
     seen = {*kept, *graph.constants}
-    found: list[list[Name]] = []
+    last_reads: list[list[Name]] = []
     for node in reversed(graph.nodes):
         last = [name for name in dict.fromkeys(node.reads) if name not in seen]
         last += [node.name] if node.name not in seen else []
         seen.update(last)
-        found.append(last)
-    return found[::-1]
+        last_reads.append(last)
+    return last_reads[::-1]
 
 
 def _call(node: Node, graph: Graph, objects: dict[str, Any]) -> str:
@@ -148,11 +147,11 @@ def _call(node: Node, graph: Graph, objects: dict[str, Any]) -> str:
 
 
 def _text(arg: Any, objects: dict[str, Any]) -> str:
-    """An argument as Python has it; what has no text of its own gets a name."""
+    """Write an argument as Python has it; an object without a text gets a name."""
     if isinstance(arg, Name):
         return str(arg)
     if isinstance(arg, list | tuple):
-        inner = ", ".join(_text(one, objects) for one in arg)
+        inner = ", ".join(_text(item, objects) for item in arg)
         return f"[{inner}]" if isinstance(arg, list) else f"({inner},)"
     if arg is None or isinstance(arg, bool | int | float | str | torch.dtype | torch.device | torch.layout):
         return repr(arg)
@@ -164,7 +163,7 @@ def _text(arg: Any, objects: dict[str, Any]) -> str:
 
 
 def _fastest(node: Node, graph: Graph) -> Callable[..., Any]:
-    """torch's own function for an op where one makes just this call: it takes about half the time of the op's object.
+    """Return torch's own function for an op if it makes just this call, in about half the time of the op's object.
 
     Seen on one thread: `torch.mm` 1.2 us, `torch.ops.aten.mm.default` 2.0 us; `Tensor.t` 0.6 and 1.5 us.
     """
@@ -173,7 +172,7 @@ def _fastest(node: Node, graph: Graph) -> Callable[..., Any]:
         return op
     key = op, _kinds(node.args, graph), tuple((word, _kinds(arg, graph)) for word, arg in node.kwargs.items())
     if key not in _FASTEST:
-        _FASTEST[key] = torch.enable_grad()(op) if op in _ASK_GRAD_MODE else _found(op, node, graph)
+        _FASTEST[key] = torch.enable_grad()(op) if op in _ASK_GRAD_MODE else _lookup(op, node, graph)
     return _FASTEST[key]
 
 
@@ -183,30 +182,30 @@ _FASTEST: dict[Any, Callable[..., Any]] = {}
 
 
 def _kinds(arg: Any, graph: Graph) -> Any:
-    """The key by which torch's functions choose an overload: types of arguments, and which tensors are 0-d."""
+    """Return what torch's functions choose an overload by: types of arguments, and which tensors are 0-d."""
     if isinstance(arg, Name):
         return arg in graph.facts and (len(graph.facts[arg].aval.shape) == 0, "tensor")
-    return (type(arg), *(_kinds(one, graph) for one in arg)) if isinstance(arg, list | tuple) else type(arg)
+    return (type(arg), *(_kinds(item, graph) for item in arg)) if isinstance(arg, list | tuple) else type(arg)
 
 
-def _found(op: Any, node: Node, graph: Graph) -> Callable[..., Any]:
+def _lookup(op: Any, node: Node, graph: Graph) -> Callable[..., Any]:
     name, _ = names_of(op)
-    for place in NAMESPACES:
-        found = getattr(place, name, None)
-        if callable(found) and not hasattr(found, "__code__") and _same_call(found, node, graph):
-            return found
+    for namespace in NAMESPACES:
+        function = getattr(namespace, name, None)
+        if callable(function) and not hasattr(function, "__code__") and _same_call(function, node, graph):
+            return function
     return handle_of(op)
 
 
-class _Seen(Exception):
-    """An op was called."""
+class _Called(Exception):
+    """An op was called with these arguments."""
 
 
-class _Spy(TorchDispatchMode):
-    """Stops at the first op that is called, and tells which."""
+class _FirstCall(TorchDispatchMode):
+    """Raises _Called at the first op."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise _Seen(func, args, kwargs or {})
+        raise _Called(func, args, kwargs or {})
 
 
 def _same_call(function: Any, node: Node, graph: Graph) -> bool:
@@ -215,29 +214,31 @@ def _same_call(function: Any, node: Node, graph: Graph) -> bool:
         return False
     args, kwargs = on_meta(node, graph)
     try:
-        with torch.no_grad(), _Spy():
+        with torch.no_grad(), _FirstCall():
             function(*args, **kwargs)
-    except _Seen as seen:
-        called, found, more = seen.args
-        return called is node.op and _equal(_spelt(node.op, found, more), _spelt(node.op, args, kwargs))
+    except _Called as call:
+        op, called_args, called_kwargs = call.args
+        return op is node.op and _equal(
+            _arguments_by_name(op, called_args, called_kwargs), _arguments_by_name(op, args, kwargs)
+        )
     except Exception:
         return False
     return False
 
 
-def _spelt(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Each argument of a call by name, defaults too. No word on pinned memory is False, which torch's functions say."""
+def _arguments_by_name(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return each argument of a call by name, with defaults; torch's functions pass pin_memory=False for None."""
     arguments = arguments_of(op)
-    found = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
-    found |= dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-    return found | {"pin_memory": bool(found["pin_memory"])} if "pin_memory" in found else found
+    values = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    values |= dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    return values | {"pin_memory": bool(values["pin_memory"])} if "pin_memory" in values else values
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return one is other
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return type(one) is type(other) and one == other
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return a is b
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return type(a) is type(b) and a == b

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fpipe.graphs.language.graph import Aval, Graph, Name, Node, checks
+from fpipe.graphs.language.graph import Graph, Name, Node, checks
 from fpipe.graphs.language.labels import is_cotangent, is_gradient, is_parameter, is_result
 from fpipe.graphs.tracing.draws import drawn
 from fpipe.program import ALL_BUT
@@ -43,44 +43,43 @@ class Cut:
     saved: tuple[str, ...] | None = None
 
     def forward(self, writes: Sequence[str]) -> Graph:
-        """F or R: `writes` are among y, loss, count, aux, state, carry and res."""
+        """Return F or R; `writes` are among y, loss, count, aux, state, carry and res."""
         return self._part([label for label in self.graph.reads if not is_cotangent(label)], writes)
 
     def backward(self) -> Graph:
-        """B: all gradients."""
+        """Return B, which computes all gradients."""
         return self._part([*self._params, *self._cotangents, "res"], [*dict(self.wanted), *self._gradients])
 
     def backward_input(self) -> Graph:
-        """I: the cotangents of what the stage was given, and what is left for W."""
+        """Return I, which computes the cotangents of the stage's inputs, and what W reads."""
         return self._part([*self._params, *self._cotangents, "res"], [*dict(self.wanted), "wres"])
 
     def backward_weight(self) -> Graph:
-        """W: the gradients of parameters."""
+        """Return W, which computes the gradients of parameters."""
         return self._part([*self._params, "wres"], self._gradients)
 
     @property
     def early(self) -> list[Name]:
-        """Gradients of parameters that I cannot leave to W: the op that makes them makes what I needs too."""
-        inner = self._input_ops
-        return [name for name in self._leaves(self._gradients) if name in inner]
+        """Return the gradients of parameters that I cannot leave to W, since their op also makes what I needs."""
+        return [name for name in self._leaves(self._gradients) if name in self._input_ops]
 
     def _part(self, reads: Sequence[str], writes: Sequence[str]) -> Graph:
         graph = self.graph
         crossing = {"res": tuple(self.residuals), "wres": tuple(self.weight_residuals)}
-        given = {label: graph.reads[label] if label in graph.reads else crossing[label] for label in reads}
-        made = {label: crossing[label] if label in crossing else self.written(label) for label in writes}
-        known = {name for leaves in given.values() for name in leaves if name is not None}
-        first, back = {*given}.isdisjoint(crossing), any(map(is_cotangent, given))
-        besides = self._besides if first else checks(graph)[1] if back else []
-        ops = graph.behind((*(leaf for leaves in made.values() for leaf in leaves), *besides), known)
+        inputs = {label: graph.reads[label] if label in graph.reads else crossing[label] for label in reads}
+        outputs = {label: crossing[label] if label in crossing else self.written(label) for label in writes}
+        known = {name for leaves in inputs.values() for name in leaves if name is not None}
+        is_forward, is_backward = {*inputs}.isdisjoint(crossing), any(map(is_cotangent, inputs))
+        effects = self._forward_effects if is_forward else checks(graph)[1] if is_backward else []
+        ops = graph.behind((*(leaf for leaves in outputs.values() for leaf in leaves), *effects), known)
         nodes = _narrowed([node for node in graph.nodes if node.name in ops], graph)
         if self.saved is not None and any(map(is_cotangent, reads)):
             nodes = _when_needed(nodes, self._forward_ops)
-        return replace(graph, nodes=tuple(nodes), reads=given, writes=made)
+        return replace(graph, nodes=tuple(nodes), reads=inputs, writes=outputs)
 
     @cached_property
-    def _besides(self) -> list[Name]:
-        """The ops of a forward that it does whoever reads them: it draws all its numbers, and makes all its checks."""
+    def _forward_effects(self) -> list[Name]:
+        """The ops that a forward runs though nobody reads them: it draws all its numbers, and makes all its checks."""
         return [*(node.name for node in drawn(self.graph)), *checks(self.graph)[0]]
 
     @cached_property
@@ -96,7 +95,7 @@ class Cut:
         return [label for label in self.graph.writes if is_gradient(label)]
 
     def written(self, label: str) -> tuple[Any, ...]:
-        """The leaves under a label, of cotangents only those that are wanted."""
+        """Return the leaves under a label, of cotangents only those that are wanted."""
         leaves, places = self.graph.writes[label], dict(self.wanted).get(label)
         return leaves if places is None else tuple(leaf if k in places else None for k, leaf in enumerate(leaves))
 
@@ -106,7 +105,7 @@ class Cut:
     @cached_property
     def _forward_ops(self) -> set[Name]:
         outputs = [label for label in self.graph.writes if is_result(label)]
-        return self._with_parts(self.graph.behind([*self._leaves(outputs), *self._besides]))
+        return self._with_parts(self.graph.behind([*self._leaves(outputs), *self._forward_effects]))
 
     @cached_property
     def _input_ops(self) -> set[Name]:
@@ -114,23 +113,19 @@ class Cut:
         return self._with_parts(self.graph.behind(wanted, self._forward_ops))
 
     def _with_parts(self, ops: set[Name]) -> set[Name]:
-        """The ops, and the parts of what they write: a tensor of a tuple crosses a cut alone, not the tuple.
+        """Add the parts of what ops write: a tensor of a tuple crosses a cut alone, not the tuple.
 
-        Those of an op that can be asked again for the rest are left to whoever reads them.
+        The parts of an op that can run again for the rest are left to their readers.
         """
         written = {node.name: node for node in self.graph.nodes}
-        parts = (
-            node
-            for node in self.graph.nodes
-            if node.op is getitem and _mask_of(written[node.args[0]], self.graph) is None
-        )
-        for node in parts:
-            ops |= {node.name} if node.args[0] in ops else set()
+        for node in self.graph.nodes:
+            if node.op is getitem and node.args[0] in ops and _mask_of(written[node.args[0]], self.graph) is None:
+                ops.add(node.name)
         return ops
 
     @cached_property
     def _weight_ops(self) -> set[Name]:
-        """The ops that g needs beyond F and I. An op that makes one of its results alone is asked again for others."""
+        """The ops that g needs beyond F and I. An op that can make one of its results alone runs again for others."""
         known = self._forward_ops | self._input_ops
         ops = self.graph.behind(self._leaves(self._gradients), known)
         written = {node.name: node for node in self.graph.nodes}
@@ -158,7 +153,6 @@ class Cut:
 
     @cached_property
     def _kept(self) -> set[Name]:
-        """The values that F keeps where the rest is computed again."""
         known = {node.name for node in self.graph.nodes if _is_saved(node, self.saved or ())}
         known |= {node.name for node in self.graph.nodes if node.op is getitem and node.args[0] in known}
         known |= {leaf for leaf in self.graph.writes.get("kept", ()) if isinstance(leaf, Name)}
@@ -166,32 +160,30 @@ class Cut:
 
     @cached_property
     def _held(self) -> set[Name]:
-        """The arguments of F that it might have to keep."""
         labels = [label for label in self.graph.reads if label not in (*self._params, *self._cotangents)]
         return {name for label in labels for name in self.graph.reads[label] if name is not None}
 
     def _crossing(self, ops: set[Name], made: Iterable[Name], known: set[Name]) -> list[Name]:
-        """The `known` values that `ops` and results read, in the order of the graph."""
+        """Return the `known` values that `ops` and results read, in the order of the graph."""
         read = {name for node in self.graph.nodes if node.name in ops for name in node.reads} | {*made}
-        again = views_of_params(self.graph)
-        crossing = (read & known) - ops - again
+        crossing = (read & known) - ops - views_of_params(self.graph)
         return [name for name in (*self.graph.inputs(), *(node.name for node in self.graph.nodes)) if name in crossing]
 
 
 def views_of_params(graph: Graph) -> set[Name]:
-    """Views of parameters (and of buffers), and views of those."""
+    """Return the views of parameters and of buffers, and views of views."""
     known = {name for label in graph.reads if is_parameter(label) for name in graph.reads[label]}
     storages = {graph.facts[name].storage for name in known if name is not None}
-    found: set[Name] = set()
+    views: set[Name] = set()
     for node in graph.nodes:
         fact = graph.facts.get(node.name)
-        if fact is not None and fact.storage in storages and {*node.reads} <= known | found:
-            found.add(node.name)
-    return found
+        if fact is not None and fact.storage in storages and {*node.reads} <= known | views:
+            views.add(node.name)
+    return views
 
 
 def prepared(graph: Graph) -> tuple[Graph, Graph]:
-    """Views of parameters apart from the rest: a step makes them once, for all microbatches."""
+    """Split off the views of parameters, which a step makes once for all microbatches."""
     views = views_of_params(graph)
     labels = [label for label in graph.reads if is_parameter(label)]
     rest = [node for node in graph.nodes if node.name not in views]
@@ -218,9 +210,9 @@ def _is_saved(node: Node, saved: Sequence[str]) -> bool:
     return str(node.op) in saved
 
 
-def _when_needed(nodes: list[Node], again: set[Name]) -> list[Node]:
-    """Move the ops of `again` to just before the first that reads what they write."""
-    waiting = {node.name: node for node in nodes if node.name in again}
+def _when_needed(nodes: list[Node], recomputed: set[Name]) -> list[Node]:
+    """Move recomputed ops to just before the first op that reads what they write."""
+    waiting = {node.name: node for node in nodes if node.name in recomputed}
     order: list[Node] = []
 
     def bring(names: Iterable[Name]) -> None:
@@ -235,7 +227,7 @@ def _when_needed(nodes: list[Node], again: set[Name]) -> list[Node]:
                 todo.pop()
 
     for node in nodes:
-        if node.name not in again:
+        if node.name not in recomputed:
             bring(node.reads)
             order.append(node)
     bring([*waiting])
@@ -243,37 +235,34 @@ def _when_needed(nodes: list[Node], again: set[Name]) -> list[Node]:
 
 
 def _narrowed(nodes: list[Node], graph: Graph) -> list[Node]:
-    """Ops that take a mask of the results they should make: only those that somebody reads."""
+    """Let ops that take a mask of their results make only those that somebody reads."""
     used: dict[Name, set[int]] = {}
     for node in nodes:
         if node.op is getitem:
             used.setdefault(node.args[0], set()).add(node.args[1])
-    made: list[Node] = []
+    narrowed: list[Node] = []
     for node in nodes:
         at = _mask_of(node, graph)
         if at is not None and node.name in used:
             mask = [wanted and place in used[node.name] for place, wanted in enumerate(node.args[at])]
             node = node._replace(args=(*node.args[:at], mask, *node.args[at + 1 :]))
-        made.append(node)
-    return made
+        narrowed.append(node)
+    return narrowed
 
 
 def _mask_of(node: Node, graph: Graph) -> int | None:
-    """Where an op's mask of results stands among its arguments, if it has one and can do without any of them."""
+    """Return the place of an op's mask of results among its arguments, if the op computes each result alone."""
     if not isinstance(node.op, OpOverload) or node.op not in _SEPARABLE or not isinstance(node.args[-1], list):
         return None
-    if node.op is _GROUP_NORM and not _in_rows(graph.facts[node.args[1]].aval):
-        return None
+    if node.op is _GROUP_NORM:  # of channels-last data it writes out of bounds (torch 2.13)
+        known = graph.facts[node.args[1]].aval
+        if known.stride != torch.empty(known.shape, device="meta").stride():
+            return None
     return len(node.args) - 1
 
 
-def _in_rows(known: Aval) -> bool:
-    """Whether a tensor lies in memory row by row, and in no other order that its sizes allow as well."""
-    return known.stride == torch.empty(known.shape, device="meta").stride()
-
-
 _aten: Any = torch.ops.aten
-# With a mask these compute each result apart from the others, to the same bits; tests/test_layers.py looks.
+# With a mask these compute each result alone, to the same bits; tests/test_layers.py looks.
 _SEPARABLE = tuple(
     getattr(_aten, name).default
     for name in (
@@ -285,5 +274,4 @@ _SEPARABLE = tuple(
     )
     if hasattr(_aten, name)
 )
-# Of channels-last data this one writes the input's gradient unasked, to memory that is not there (torch 2.13).
 _GROUP_NORM = _aten.native_group_norm_backward.default

@@ -42,14 +42,14 @@ _ADD_PRODUCT: Any = torch.ops.fpipe.add_product.default
 
 
 class Kernel:
-    """A graph that inductor compiles, once, when it is told to; called as `compiled(graph)` is."""
+    """A graph that inductor compiles at `compile()`; called as `compiled(graph)` is."""
 
     def __init__(self, graph: Graph, name: str) -> None:
         self.graph, self.name = graph, name
         self._run: Callable[..., Any] | None = None
 
     def __call__(self, *lists: Any) -> Any:
-        """Call it, compiled."""
+        """Run the compiled code."""
         assert self._run is not None, f"{self.name} was not compiled"
         return self._run(*lists)
 
@@ -62,7 +62,7 @@ class Kernel:
 
 
 def compile_all(kernels: Iterable[Kernel]) -> None:
-    """Compile those that are not compiled, with a line of progress on stderr that ends in how long it took."""
+    """Compile kernels that are not compiled yet, with a line of progress on stderr that ends in how long it took."""
     waiting = [kernel for kernel in dict.fromkeys(kernels) if kernel._run is None]  # pyright: ignore[reportPrivateUsage]
     began, live = time.perf_counter(), sys.stderr.isatty()
     for at, kernel in enumerate(waiting):
@@ -81,7 +81,7 @@ def _drawn_apart(graph: Graph) -> tuple[Graph | None, Graph]:
     drawing: list[Node] = []
     for node in graph.nodes:
         if isinstance(node.kwargs.get("generator"), Name):
-            drawing += _alone(node, graph)
+            drawing += _from_shape(node, graph)
     made = [node.name for node in drawing if "generator" in node.kwargs]
     draws = replace(
         graph, nodes=tuple(drawing), reads={GENERATORS: graph.reads[GENERATORS]}, writes={_DRAWN: tuple(made)}
@@ -92,13 +92,13 @@ def _drawn_apart(graph: Graph) -> tuple[Graph | None, Graph]:
     return draws, replace(graph, nodes=nodes, reads=reads, drawn_on=())
 
 
-def _alone(node: Node, graph: Graph) -> list[Node]:
-    """An op that draws, as it is before anything else is computed: what it fills is known by its shape alone."""
+def _from_shape(node: Node, graph: Graph) -> list[Node]:
+    """Let an op that draws run before everything else: of the tensor that it fills it needs only the shape."""
     if node.op is fill:
-        (shape, stride, dtype, device, *_), empty = graph.facts[node.name].aval, Name(f"{node.name}_empty")
-        how = {"dtype": dtype, "device": device}
-        made = Node(empty, _aten.empty_strided.default, ([*shape], [*stride]), how)
-        return [made, Node(node.name, node.op, (empty, *node.args[1:]), node.kwargs)]
+        (shape, stride, dtype, device, *_), name = graph.facts[node.name].aval, Name(f"{node.name}_empty")
+        options = {"dtype": dtype, "device": device}
+        empty = Node(name, _aten.empty_strided.default, ([*shape], [*stride]), options)
+        return [empty, Node(node.name, node.op, (name, *node.args[1:]), node.kwargs)]
     if any(name not in graph.reads[GENERATORS] for name in node.reads):
         raise RuntimeError(
             f"compile=True takes no {node.op.__name__}, whose random numbers depend on what is computed; say "
@@ -108,13 +108,11 @@ def _alone(node: Node, graph: Graph) -> list[Node]:
 
 
 def _after(draw: Callable[..., Any], at: int, run: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of a whole graph from those of its two parts, of which one draws what the other reads `at` a place
-    where the whole reads generators."""
+    """Return a function that draws first; `run` reads what is drawn in the place `at` of the generators."""
     return lambda *lists: run(*lists[:at], *draw(lists[at]), *lists[at + 1 :])
 
 
 def _by_inductor(graph: Graph, name: str) -> Callable[..., Any]:
-    """A function of a list for each label that the graph reads; it gives a list for each that it writes."""
     inputs = [leaf for leaves in graph.reads.values() for leaf in leaves if leaf is not None]
     example: list[Any] = [*(graph.facts[leaf].aval.empty().zero_() for leaf in inputs), *graph.constants.values()]
     try:
@@ -130,22 +128,21 @@ def _by_inductor(graph: Graph, name: str) -> Callable[..., Any]:
 
 
 def _as_fx(graph: Graph, inputs: Sequence[Name]) -> fx.GraphModule:
-    """The graph as torch's tools know it: tensors in, tensors out."""
-    made = fx.Graph()
-    at: dict[Name, fx.Node] = {leaf: made.placeholder(str(leaf)) for leaf in (*inputs, *graph.constants)}
-
+    """Return a graph as torch's tools know it: tensors in, tensors out."""
+    torchs = fx.Graph()
+    node_by_name: dict[Name, fx.Node] = {leaf: torchs.placeholder(str(leaf)) for leaf in (*inputs, *graph.constants)}
     for node in graph.nodes:
+        args = renamed(node.args, node_by_name)
         if node.op is _aten.addmm.out and node.kwargs == {"out": node.args[0]}:  # as `adding` writes it
-            made.call_function(_ADD_PRODUCT, renamed(node.args, at))
-            at[node.name] = at[node.args[0]]
-            continue
-        if node.op is _aten._assert_async.default:  # inductor leaves out the one without a message
-            made.call_function(_aten._assert_async.msg, (*renamed(node.args, at), _NOT_TRUE))
-            continue
-        kwargs = {word: renamed(arg, at) for word, arg in node.kwargs.items()}
-        at[node.name] = made.call_function(node.op, renamed(node.args, at), kwargs)
-    made.output(tuple(at[leaf] for leaf in _results(graph)))
-    return fx.GraphModule(torch.nn.Module(), made)
+            torchs.call_function(_ADD_PRODUCT, args)
+            node_by_name[node.name] = node_by_name[node.args[0]]
+        elif node.op is _aten._assert_async.default:  # inductor leaves out the one without a message
+            torchs.call_function(_aten._assert_async.msg, (*args, _NOT_TRUE))
+        else:
+            kwargs = {word: renamed(arg, node_by_name) for word, arg in node.kwargs.items()}
+            node_by_name[node.name] = torchs.call_function(node.op, args, kwargs)
+    torchs.output(tuple(node_by_name[leaf] for leaf in _results(graph)))
+    return fx.GraphModule(torch.nn.Module(), torchs)
 
 
 _NOT_TRUE = "Expected Tensor with single nonzero value, but got zero"
@@ -156,7 +153,7 @@ def _results(graph: Graph) -> list[Name]:
 
 
 def _check(graph: Graph, name: str, found: Sequence[Tensor]) -> None:
-    """An error unless results look as traced, in memory that is shared no further: others were planned for that."""
+    """Raise unless results are as traced and share no other memory: instructions rely on that."""
     wanted = [graph.facts[leaf] for leaf in _results(graph)]
     for known, tensor in zip(wanted, found, strict=True):
         if aval(tensor) != known.aval._replace(wants=False):

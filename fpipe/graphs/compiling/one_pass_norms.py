@@ -42,7 +42,7 @@ def in_one_pass(graph: Graph, owned: Collection[int]) -> Graph:
     norms: dict[Name, Node] = {}
 
     def memory_of(statistic: Name) -> Name | None:
-        """The name of a statistic as a tensor that may be written, if it is one."""
+        """Return the name of the tensor that may be written in the place of a statistic, if there is one."""
         if readers[statistic] > 1:
             return None
         leaf, writer = clones.get(statistic), writers.get(statistic)
@@ -79,7 +79,7 @@ def in_one_pass(graph: Graph, owned: Collection[int]) -> Graph:
 
 
 def overwritten(graph: Graph) -> dict[int, int]:
-    """For each leaf of the state that such a forward writes in place, the place of it among those that it reads."""
+    """Return for each leaf of the next state that lies in memory of the old one the place of the old leaf."""
     places = {name: place for place, name in enumerate(graph.reads.get("state", ())) if name is not None}
     return {at: places[name] for at, name in enumerate(graph.writes.get("state", ())) if name in places}
 
@@ -92,17 +92,17 @@ def _normalises(node: Node, x: Any) -> bool:
 @cache
 def _same_bits(op: Any, avals: Sequence[Aval | None], rest: Any, flags: Any) -> bool:
     """Try whether one op does what two do, on these shapes, orders in memory and threads."""
-    chance = torch.Generator("cpu").manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def draw(known: Aval | None) -> Any:
         if known is None:
             return None
-        return known.empty().copy_(torch.rand(known.shape, generator=chance, dtype=known.dtype, device="cpu"))
+        return known.empty().copy_(torch.rand(known.shape, generator=generator, dtype=known.dtype, device="cpu"))
 
     *tensors, mean, var = map(draw, avals)
-    kept = mean.clone(), var.clone()
+    joint = mean.clone(), var.clone()
     with raw_ops():
-        two = op(*tensors, None, None, True, 0.1, *rest)
+        split = op(*tensors, None, None, True, 0.1, *rest)
         torch.batch_norm_update_stats(tensors[0], mean, var, 0.1)
-        one = op(*tensors, *kept, True, 0.1, *rest)
-    return all(map(torch.equal, (*two, mean, var), (*one, *kept)))
+        joined = op(*tensors, *joint, True, 0.1, *rest)
+    return all(map(torch.equal, (*split, mean, var), (*joined, *joint)))

@@ -24,15 +24,15 @@ from fpipe.torch_private.dispatch import without_modes
 
 
 def draws(op: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of an op draws random numbers: dropout that keeps everything, or nothing, does not."""
+    """Whether a call of an op draws random numbers; dropout that keeps everything, or nothing, does not."""
     if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
-    said = {argument.name: argument.default_value for argument in arguments_of(op)}
-    said |= dict(zip(said, args, strict=False)) | kwargs
+    values = {argument.name: argument.default_value for argument in arguments_of(op)}
+    values |= dict(zip(values, args, strict=False)) | kwargs
     # These return early. What they call below autograd, native_dropout, draws for each p.
-    if op.overloadpacket in _DROPOUTS and said["p"] in (0, 1):
+    if op.overloadpacket in _DROPOUTS and values["p"] in (0, 1):
         return False
-    return said.get("dropout_p") != 0.0 and said.get("training") is not False and said.get("train") is not False
+    return values.get("dropout_p") != 0.0 and values.get("training") is not False and values.get("train") is not False
 
 
 _DROPOUTS = frozenset(
@@ -42,11 +42,8 @@ _DROPOUTS = frozenset(
 )
 
 
-def refuse_hidden(calls: list[fx.Node], forward: int) -> None:
-    """Numbers that follow from something else than the key, or are drawn in a backward.
-
-    `forward` is how many of the calls are the function's own.
-    """
+def refuse_unkeyed_randomness(calls: list[fx.Node], forward: int) -> None:
+    """Raise Untraceable if an op draws from a generator of its own, or in the backward, behind the first calls."""
     for at, node in enumerate(calls):
         if draws(node.target, node.args, dict(node.kwargs)):
             if at >= forward:
@@ -55,62 +52,62 @@ def refuse_hidden(calls: list[fx.Node], forward: int) -> None:
                 raise Untraceable(f"it draws from a generator of its own ({node.target})")
 
 
-class Unseeded:
-    """Whether torch's own random numbers go on as they do by themselves, which is all that a trace can tell of them.
+class GeneratorWatch:
+    """Finds out whether a function seeds torch's generators, or puts back a state of them.
 
-    Fake tensors draw nothing, so a generator that starts anew was seeded; others that draw only move it on. With each
-    op that draws it is moved on here, so one that is where it was before such an op was put back.
+    Fake tensors draw nothing, so a generator that starts anew was seeded. With each op that draws, the generator is
+    advanced here; so if it is where it was before such an op, somebody put it back.
     """
 
     def __init__(self) -> None:
         self.generators = torchs_generators()
         with without_modes():
-            self.before = [(each.initial_seed(), each.get_state()) for each in self.generators]
-        self.left: list[Tensor] = []
+            self.before = [(generator.initial_seed(), generator.get_state()) for generator in self.generators]
+        self.states: list[Tensor] = []
 
-    def __enter__(self) -> Unseeded:
+    def __enter__(self) -> GeneratorWatch:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Undo what was seeded, and drawn here; not what another thread has drawn meanwhile."""
+        """Undo what was seeded and drawn here, but not what another thread has drawn meanwhile."""
         with without_modes():
-            if self._odd() or (self.left and torch.equal(TORCHS_GENERATOR.get_state(), self.left[-1])):
+            if self._misuse() or (self.states and torch.equal(TORCHS_GENERATOR.get_state(), self.states[-1])):
                 for generator, (_, state) in zip(self.generators, self.before, strict=True):
                     generator.set_state(state)
 
     def draw(self) -> None:
-        """Raise Untraceable if what is drawn now does not come after what was drawn before."""
+        """Advance the generator for an op that draws; raise Untraceable if it was seeded or put back before."""
         self.check()
         with without_modes():
-            self.left += [] if self.left else [self.before[0][1]]
+            self.states += [] if self.states else [self.before[0][1]]
             torch.rand(1, generator=TORCHS_GENERATOR, device="cpu")
-            self.left.append(TORCHS_GENERATOR.get_state())
+            self.states.append(TORCHS_GENERATOR.get_state())
 
     def check(self) -> None:
-        """Raise Untraceable if one was seeded or put back."""
+        """Raise Untraceable if a generator was seeded or put back."""
         with without_modes():
-            if odd := self._odd():
-                raise Untraceable(odd)
+            if misuse := self._misuse():
+                raise Untraceable(misuse)
 
-    def _odd(self) -> str | None:
+    def _misuse(self) -> str | None:
         for generator, (seed, state) in zip(self.generators, self.before, strict=True):
             fresh = torch.Generator(generator.device).manual_seed(seed).get_state()
             now = generator.get_state()
             if generator.initial_seed() != seed or (torch.equal(now, fresh) and not torch.equal(now, state)):
                 return "it seeds torch's random numbers itself"
         now = TORCHS_GENERATOR.get_state()
-        if any(torch.equal(now, one) for one in self.left[:-1]):
+        if any(torch.equal(now, state) for state in self.states[:-1]):
             return "it draws once more from a state of torch's random numbers that it put back"
         return None
 
 
 def drawn(graph: Graph) -> list[Node]:
-    """The ops of a graph that draw random numbers, those that are handed a generator already too."""
-    handed = set(graph.reads.get(GENERATORS, ()))
+    """Return the ops of a graph that draw random numbers, with or without a generator among its inputs."""
+    generators = set(graph.reads.get(GENERATORS, ()))
     return [
         node
         for node in graph.nodes
-        if node.kwargs.get("generator") in handed or draws(node.op, node.args, dict(node.kwargs))
+        if node.kwargs.get("generator") in generators or draws(node.op, node.args, dict(node.kwargs))
     ]
 
 
@@ -126,7 +123,7 @@ _EMPTY = (_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.d
 
 
 def fill(like: Tensor, name: str, numbers: list[float], generator: torch.Generator | None = None) -> Tensor:
-    """An empty tensor, filled by one of its random methods."""
+    """Fill an empty tensor by one of its random methods."""
     return getattr(like, name)(*numbers, generator=generator)
 
 
@@ -160,7 +157,7 @@ def without_fills(traced: fx.GraphModule) -> None:
 
 
 def _filling(node: fx.Node) -> tuple[fx.Node, str, list[float]] | None:
-    """The empty tensor that a node fills with random numbers before anybody reads it, by which method, with what."""
+    """Return the empty tensor that a node fills before anybody reads it, the random method and its numbers."""
     name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
     if name not in _FILLS or node.kwargs.get("generator") is not None:
         return None
@@ -172,11 +169,11 @@ def _filling(node: fx.Node) -> tuple[fx.Node, str, list[float]] | None:
 
 
 def keyed(graph: Graph) -> Graph:
-    """The graph with a generator for each device as an input, if it draws."""
+    """Let a graph that draws read a generator for each device."""
     drawing = {node.name for node in drawn(graph)}
     names: dict[str, Name] = {}
 
-    def given(node: Node) -> Node:
+    def with_generator(node: Node) -> Node:
         if node.name not in drawing:
             return node
         fact = graph.facts.get(node.name) or next(graph.facts[name] for name in node.reads if name in graph.facts)
@@ -184,21 +181,21 @@ def keyed(graph: Graph) -> Graph:
         name = names.setdefault(device, Name(f"{GENERATORS}_{device.replace(':', '_')}"))
         return Node(node.name, _with_generator(node.op), node.args, {**node.kwargs, "generator": name})
 
-    nodes = tuple(map(given, graph.nodes))
+    nodes = tuple(map(with_generator, graph.nodes))
     reads = {GENERATORS: tuple(names.values())} if names else {}
     return replace(graph, nodes=nodes, reads={**graph.reads, **reads}, drawn_on=tuple(names))
 
 
 @lru_cache
 def _with_generator(op: Any) -> Callable[..., Any]:
-    """An op, or its overload, that takes a generator; where there is none, torch's own stands in for it."""
+    """Return an op, or its overload, that takes a generator; if there is none, an adapter that moves torch's own."""
     if op is _FILLED:
         return fill
     wanted = [word for word in _words(op) if word != "generator"]
-    for one in (op, *(getattr(op.overloadpacket, name) for name in op.overloadpacket.overloads())):
-        words = _words(one)
+    for overload in (op, *(getattr(op.overloadpacket, name) for name in op.overloadpacket.overloads())):
+        words = _words(overload)
         if "generator" in words and [word for word in words if word != "generator"] == wanted:
-            return one
+            return overload
     return GeneratorAdapter(op)
 
 
@@ -207,7 +204,7 @@ def _words(op: Any) -> list[str]:
 
 
 class GeneratorAdapter:
-    """Lets an op that draws from torch's own generator only take another: it draws from that one's state."""
+    """Lets an op that draws only from torch's own generator draw from the state of another."""
 
     def __init__(self, op: Any) -> None:
         self.op = op
@@ -215,11 +212,11 @@ class GeneratorAdapter:
         self.tags: Any = op.tags
 
     def __call__(self, *args: Any, generator: torch.Generator, **kwargs: Any) -> Any:
-        """The op, on the numbers that the generator would give."""
+        """Call the op on the numbers that the generator would give."""
         device = generator.device
         torchs = TORCHS_GENERATOR if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
         with seeded(0, ""):
             torchs.set_state(generator.get_state())
-            made = self.op(*args, **kwargs)
+            result = self.op(*args, **kwargs)
             generator.set_state(torchs.get_state())
-        return made
+        return result

@@ -72,7 +72,7 @@ class Exchanged:
         return f"{self.kind} over {self.axis}"
 
     def __call__(self, params: Any, x: Any) -> Any:
-        """Exchange what flows, leaf by leaf; what is no tensor is alike everywhere."""
+        """Exchange the tensors of x, leaf by leaf; other leaves are alike everywhere."""
 
         def exchanged(leaf: Any) -> Any:
             return _Collective.apply(leaf, self) if isinstance(leaf, Tensor) else leaf
@@ -83,7 +83,7 @@ class Exchanged:
         return x if self.size == 1 else tree.tree_map(exchanged, x)
 
     def over(self, group: str, size: int, number: int) -> Exchanged:
-        """The function over a group of processes."""
+        """Return the function over a group of processes."""
         return replace(self, group=group, size=size, number=number)
 
     def _sized(self, x: Any) -> tuple[Tensor, ...]:
@@ -93,7 +93,7 @@ class Exchanged:
         rows: Sequence[Tensor] = x[:-1]
         sent: Tensor = x[-1]
         if not self.size:  # zeros do not add up to rows
-            return (*(_Collective.apply(one, self) for one in rows), sent)
+            return (*(_Collective.apply(tensor, self) for tensor in rows), sent)
         if not sent.ndim or len(sent) % self.size:
             raise ValueError(
                 f"{self.__name__} takes equally many sizes for each process, {self.size} here; found shape "
@@ -102,17 +102,17 @@ class Exchanged:
         if (least := int(sent.min()) if sent.numel() else 0) < 0:
             raise ValueError(f"{self.__name__} is handed {least} rows for a process; sizes are whole numbers from 0.")
         total = int(sent.sum())
-        for odd in (one for one in rows if not one.ndim or len(one) != total):
+        for tensor in (tensor for tensor in rows if not tensor.ndim or len(tensor) != total):
             raise ValueError(
                 f"{self.__name__} is handed sizes that add up to {total} rows, and a tensor of shape "
-                f"{tuple(odd.shape)}; dim 0 is the rows for each process, one behind the other."
+                f"{tuple(tensor.shape)}; dim 0 is the rows for each process, one behind the other."
             )
         if self.size == 1:
-            return (*(_Collective.apply(one, self) for one in rows), sent)
+            return (*(_Collective.apply(tensor, self) for tensor in rows), sent)
         received = _CARRIERS.stack[-1].wait(_exchanged("all_to_all", sent, self))
-        came, gone = (one.reshape(self.size, -1).sum(1).tolist() for one in (received, sent))
-        by = replace(self, splits=(came, gone))
-        return (*(_Collective.apply(one, by) for one in rows), received)
+        row_counts = (sizes.reshape(self.size, -1).sum(1).tolist() for sizes in (received, sent))
+        exchange = replace(self, splits=tuple(row_counts))
+        return (*(_Collective.apply(tensor, exchange) for tensor in rows), received)
 
 
 class _Collective(torch.autograd.Function):
@@ -147,8 +147,8 @@ def _exchanged(kind: str, x: Tensor, by: Exchanged) -> Tensor:
     if kind == "own rows":
         return x.chunk(by.size)[by.number].clone()
     if kind == "all_to_all":
-        each = [len(x) // by.size] * by.size
-        return start(C10D.all_to_all_single, x, each, each, by.group)
+        counts = [len(x) // by.size] * by.size
+        return start(C10D.all_to_all_single, x, counts, counts, by.group)
     if kind == "all_gather":
         return start(C10D.all_gather_into_tensor, x, by.size, by.group)
     if kind == "reduce_scatter":
@@ -156,24 +156,23 @@ def _exchanged(kind: str, x: Tensor, by: Exchanged) -> Tensor:
     if kind == "all_reduce":
         return start(C10D.all_reduce, x, "sum", by.group)
     step = 1 if kind == "ring" else -1
-    to, source = ((by.number + one) % by.size for one in (step, -step))
-    sent, received = ([x.numel() if at == one else 0 for at in range(by.size)] for one in (to, source))
+    target, source = (by.number + step) % by.size, (by.number - step) % by.size
+    sent, received = ([x.numel() if at == peer else 0 for at in range(by.size)] for peer in (target, source))
     return start(C10D.all_to_all_single, x.view(-1), received, sent, by.group).view(x.shape)
 
 
 class Carrier(NamedTuple):
-    """How collectives run: `start(op, tensor, *how)` gives the tensor that one writes, `wait` that tensor once it is
-    there."""
+    """How collectives run: `start(op, tensor, *how)` returns the tensor that one writes, and `wait` waits for it."""
 
     start: Callable[..., Tensor]
     wait: Callable[[Tensor], Tensor]
 
 
-def _waited(op: Any, x: Tensor, *how: Any) -> Tensor:
+def _run_now(op: Any, x: Tensor, *how: Any) -> Tensor:
     return C10D.wait_tensor(op(x, *how))
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -181,7 +180,7 @@ class _Carriers(threading.local):
     """The carriers that a thread is under, the innermost last."""
 
     def __init__(self) -> None:
-        self.stack = [Carrier(_waited, _as_it_is)]
+        self.stack = [Carrier(_run_now, _same)]
 
 
 _CARRIERS = _Carriers()
@@ -191,8 +190,7 @@ _CARRIERS = _Carriers()
 def carried_by(carrier: Carrier) -> Generator[None]:
     """Run the collectives that this thread calls by a carrier.
 
-    Autograd runs backwards on a device in a thread of its own, where this carrier would not be found; so it is told to
-    run them here.
+    Autograd would run backwards on a device in another thread, which has no such carrier; so they stay in this one.
     """
     _CARRIERS.stack.append(carrier)
     try:

@@ -36,7 +36,7 @@ _TRUSTED = tuple(getattr(_aten, name).default for name in _LONG)
 
 
 def fake_mode() -> Any:
-    """Within it tensors have no data; what it rests on is imported when it is first needed, which takes a second."""
+    """Return a mode under which tensors have no data; its first import of torch's takes a second."""
     return _mode()(allow_non_fake_inputs=True)
 
 
@@ -46,17 +46,18 @@ class LeakedTensor(RuntimeError):
 
 @contextmanager
 def no_leaks(mode: Any) -> Generator[None]:
-    """While it lasts a function runs on fake tensors, and leaves none behind, as under `jax.checking_leaks`."""
-    mode.made = made = list[weakref.ref[Tensor]]()
+    """Raise LeakedTensor if a function leaves fake tensors behind, as under `jax.checking_leaks`."""
+    mode.made = references = list[weakref.ref[Tensor]]()
     yield
     mode.made = None
-    if any(one() is not None for one in made):
+    if any(reference() is not None for reference in references):
         gc.collect()  # some may be gone but for references to themselves
-    left = next((one for one in (each() for each in made) if one is not None), None)
-    if left is not None:
-        kinds = {type(holder).__name__ for holder in gc.get_referrers(left)} & {"dict", "list", "tuple", "set", "cell"}
+    leaked = next((tensor for reference in references if (tensor := reference()) is not None), None)
+    if leaked is not None:
+        types = {type(holder).__name__ for holder in gc.get_referrers(leaked)}
+        kinds = types & {"dict", "list", "tuple", "set", "cell"}
         raise LeakedTensor(
-            f"a tensor of shape {tuple(left.shape)} that was made of fake tensors, and so has no data, is left behind"
+            f"a tensor of shape {tuple(leaked.shape)} that was made of fake tensors, and so has no data, is left behind"
             f"{f' in a {min(kinds)}' if kinds else ''}, where real runs would find it. Clear it there, and run the "
             "stage on real data first, as a step does, so that what it caches is real; or let it keep no tensors."
         )
@@ -78,7 +79,7 @@ def _refuse_assignment() -> None:
 def _mode() -> Any:
 
     class Mode(fake_mode_class()):
-        """torch's own, whose tensors are put into the order that the ops really write; `made` takes what ops make."""
+        """torch's own, whose tensors get the strides that the ops really write; `made` takes what ops make."""
 
         made: list[Any] | None = None
 
@@ -90,21 +91,21 @@ def _mode() -> Any:
             return results
 
         def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            made: Any = super().dispatch(func, types, args, kwargs or {})
-            if not _writes_its_own(func) or _told_truly(func, args):
-                return made
+            results: Any = super().dispatch(func, types, args, kwargs or {})
+            if not _writes_its_own(func) or _trusts_meta_strides(func, args):
+                return results
             strides = _strides(func, args, kwargs or {})
-            if isinstance(made, Tensor):
-                return self._reordered(made, *strides) if len(strides) == 1 else made
-            if not isinstance(made, list | tuple) or len(made) != len(strides):
-                return made
-            return (list if isinstance(made, list) else tuple)(map(self._reordered, made, strides))
+            if isinstance(results, Tensor):
+                return self._restrided(results, *strides) if len(strides) == 1 else results
+            if not isinstance(results, list | tuple) or len(results) != len(strides):
+                return results
+            return (list if isinstance(results, list) else tuple)(map(self._restrided, results, strides))
 
-        def _reordered(self, made: Any, strides: Any) -> Any:
-            if not isinstance(made, Tensor) or strides is None or strides == made.stride():
-                return made
+        def _restrided(self, result: Any, strides: Any) -> Any:
+            if not isinstance(result, Tensor) or strides is None or strides == result.stride():
+                return result
             with self:
-                return torch.empty_strided(made.shape, strides, dtype=made.dtype, device=made.device)
+                return torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
 
     return Mode
 
@@ -118,8 +119,8 @@ def _writes_its_own(op: Any) -> bool:
     return bool(results) and all(result.alias_info is None for result in results)
 
 
-def _told_truly(op: Any, args: Any) -> bool:
-    """Whether torch is trusted, or has to be: an op that is handed numbers made up for an index reads anywhere."""
+def _trusts_meta_strides(op: Any, args: Any) -> bool:
+    """Whether to believe the strides that torch's meta kernels report; an op must never run on invented indices."""
     tensors = [*tensors_in(args)]
     if all(tensor.is_contiguous() for tensor in tensors):
         return True
@@ -135,18 +136,18 @@ _MOST = 4096
 
 
 def _strides(op: Any, args: Any, kwargs: Mapping[str, Any]) -> list[tuple[int, ...] | None]:
-    """The strides of what an op writes, by running it once on zeros; nothing where it cannot run on those."""
+    """Return the strides of what an op writes, by running it once on zeros; nothing if it cannot run on those."""
     key = (op, kernels(), _described(args), _described(kwargs.items()))
     if key not in _KNOWN:
         if len(_KNOWN) >= _MOST:
             _KNOWN.clear()
         with without_modes(), torch.no_grad(), seeded(0, ""):
             try:
-                made = op(*_zeros(args), **{word: _zeros(arg) for word, arg in kwargs.items()})
+                results = op(*_zeros(args), **{word: _zeros(arg) for word, arg in kwargs.items()})
             except Exception:  # zeros may be no matrix to invert
-                made = []
-            each = made if isinstance(made, list | tuple) else [made]
-            _KNOWN[key] = [result.stride() if isinstance(result, Tensor) else None for result in each]
+                results = []
+            results = results if isinstance(results, list | tuple) else [results]
+            _KNOWN[key] = [result.stride() if isinstance(result, Tensor) else None for result in results]
     return _KNOWN[key]
 
 

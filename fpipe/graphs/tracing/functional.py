@@ -24,18 +24,18 @@ _RRELU = (_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default)
 
 
 def refuse_mutation(traced: Any) -> None:
-    """A function that writes what it was given, or what it holds on to, is not pure."""
+    """Raise Untraceable if a function writes what it is given, or what it holds on to."""
     nodes = traced.graph.nodes
-    given = [node for node in nodes if node.op in ("placeholder", "get_attr")]
-    storages = {storage_of(node.meta["val"]) for node in given if isinstance(node.meta.get("val"), Tensor)}
+    inputs = [node for node in nodes if node.op in ("placeholder", "get_attr")]
+    storages = {storage_of(node.meta["val"]) for node in inputs if isinstance(node.meta.get("val"), Tensor)}
     for node in nodes:
         for changed in mutated_by(node) if node.op == "call_function" else ():
-            if changed in given or storage_of(changed.meta["val"]) in storages:
+            if changed in inputs or storage_of(changed.meta["val"]) in storages:
                 raise Untraceable(f"it changes what it is given in place ({node.target})")
 
 
 def functional(traced: Any, fakes: Sequence[Tensor]) -> Any:
-    """Make a graph functional: where autograd mutated tensors of its own, the result is a new tensor."""
+    """Make a graph functional: an op that mutates a tensor of autograd's own writes a new tensor."""
     split_statistics(traced)
     keep_layouts(traced.graph)
     calls = [node for node in traced.graph.nodes if node.op == "call_function" and mutated_by(node)]
@@ -47,12 +47,12 @@ def functional(traced: Any, fakes: Sequence[Tensor]) -> Any:
     if not calls:
         return traced
     traced.recompile()
-    again = traced_by_torch(functionalized(traced), fakes)
-    left = next((node.target for node in again.graph.nodes if node.op == "call_function" and mutated_by(node)), None)
-    if left is not None:
-        raise Untraceable(f"an op in it that changes its input cannot be rewritten ({left})")
-    drop_copies(again.graph)
-    return again
+    rewritten = traced_by_torch(functionalized(traced), fakes)
+    calls = [node for node in rewritten.graph.nodes if node.op == "call_function" and mutated_by(node)]
+    if calls:
+        raise Untraceable(f"an op in it that changes its input cannot be rewritten ({calls[0].target})")
+    drop_copies(rewritten.graph)
+    return rewritten
 
 
 def keep_layouts(graph: fx.Graph) -> None:

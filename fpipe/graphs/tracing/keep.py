@@ -65,7 +65,7 @@ def _operation(leaf: Any) -> Any:
 
 @contextmanager
 def written_down() -> Generator[None]:
-    """Marks are operations meanwhile, in this thread."""
+    """Let marks be operations, in this thread."""
     _TRACING.written_down = True
     try:
         yield
@@ -75,9 +75,9 @@ def written_down() -> Generator[None]:
 
 @contextmanager
 def collecting_marks() -> Generator[list[Tensor]]:
-    """The list of what is marked meanwhile, in this thread; a list around it gets none of that."""
-    around, _TRACING.marks = _TRACING.marks, []
+    """Collect what this thread marks in a list; an enclosing list gets none of it."""
+    before, _TRACING.marks = _TRACING.marks, []
     try:
         yield _TRACING.marks
     finally:
-        _TRACING.marks = around
+        _TRACING.marks = before

@@ -37,15 +37,11 @@ from fpipe.meaning.stages.outputs import outputs_of
 from fpipe.model import Model
 from fpipe.positional_stage import PositionalStage
 
-# Put the graphs of a stage's pieces together into that of the stage: forwards in order, then gradients backwards.
-#
-# The names of a piece get its number in front, and a tensor that one piece hands to another has one storage in both.
-
 PieceValue = Hashable
 """The identity of a value of a stage."""
 
 Places = Mapping[PieceValue, tuple[str, int]]
-"""Of values that a stage, or a piece, is handed, the label and the place under it."""
+"""The label, and the place under it, of each value that a stage or a piece is handed."""
 
 
 class TracedPiece(NamedTuple):
@@ -56,15 +52,15 @@ class TracedPiece(NamedTuple):
     graph: Graph
 
 
-class Moved:
-    """Facts of a piece as those of its stage; `bases` are those of what it is handed, by the storage in the piece."""
+class FactMover:
+    """Moves facts of a piece to storages of its stage; `bases` are facts of its inputs, by the storage in the piece."""
 
     def __init__(self) -> None:
         self.bases: dict[int, Fact] = {}
         self.fresh: dict[int, int] = {}
 
     def __call__(self, fact: Fact) -> Fact:
-        """Move a tensor's fact to the stage's storages."""
+        """Return a tensor's fact in the stage's storages."""
         base = self.bases.get(fact.storage)
         if base is None:
             return fact._replace(storage=self.fresh.setdefault(fact.storage, fresh_storage()))
@@ -72,8 +68,7 @@ class Moved:
         return fact._replace(storage=base.storage, offset=before + fact.offset, bytes=base.bytes)
 
 
-def fact_of(leaf: Any) -> Any:
-    """The fact of a tensor in a storage of its own, from its aval; other leaves as they are."""
+def _fact_of(leaf: Any) -> Any:
     return in_own_storage(leaf) if isinstance(leaf, Aval) else leaf
 
 
@@ -84,45 +79,46 @@ def joined(
     writes: Mapping[str, Sequence[Any]],
     cotangents: Mapping[str, Sequence[Any]],
 ) -> Graph:
-    """The graph of a stage that is handed `reads` and `cotangents`, and writes values, and leaves that are none.
+    """Join the graphs of pieces to that of their stage: forwards in order, then gradients from the last one back.
 
-    Of each value at most one of its pieces, or the cotangents, have a gradient.
+    The names of a piece get its number in front, and a tensor that a piece hands to another has one storage in both. Of
+    each value at most one of its pieces, or the cotangents, have a gradient.
     """
-    whole = _Whole({**reads, **cotangents})
-    made: dict[PieceValue, Any] = {value: whole.reads[label][at] for value, (label, at) in takes.items()}
-    back: dict[PieceValue, Name] = {
+    whole = _StageGraph({**reads, **cotangents})
+    names: dict[PieceValue, Any] = {value: whole.reads[label][at] for value, (label, at) in takes.items()}
+    gradients: dict[PieceValue, Name] = {
         value: seed
         for label, values in writes.items()
         for value, seed in zip(values, whole.reads.get(cotangent_of(label), ()), strict=False)
         if seed is not None
     }
-    pieces = [_Renamed(whole, number, part) for number, part in enumerate(parts)]
+    pieces = [_RenamedPiece(whole, number, part) for number, part in enumerate(parts)]
     for piece in pieces:
-        piece.forward(made)
+        piece.add_forward(names)
     for piece in reversed(pieces):
-        piece.backward(back)
-    found = {label: tuple(made.get(leaf, leaf) for leaf in leaves) for label, leaves in writes.items()}
+        piece.add_backward(gradients)
+    results = {label: tuple(names.get(leaf, leaf) for leaf in leaves) for label, leaves in writes.items()}
     values = {place: value for value, place in takes.items()}
     for label, leaves in reads.items():
         gradient = gradient_of(label)
         if gradient is not None:
-            found[gradient] = tuple(back.get(values.get((label, at))) for at in range(len(leaves)))
-    return whole.graph(found)
+            results[gradient] = tuple(gradients.get(values.get((label, at))) for at in range(len(leaves)))
+    return whole.graph(results)
 
 
-class _Whole:
-    """A stage's graph, as far as its pieces are joined."""
+class _StageGraph:
+    """A stage's graph under construction."""
 
-    def __init__(self, given: Mapping[str, Sequence[Any]]) -> None:
+    def __init__(self, inputs: Mapping[str, Sequence[Any]]) -> None:
         self.reads = {
             label: tuple(
                 Name(variable(label, at)) if isinstance(leaf, Aval) else None for at, leaf in enumerate(leaves)
             )
-            for label, leaves in given.items()
+            for label, leaves in inputs.items()
         }
         self.facts: dict[Name, Fact] = {
             name: in_own_storage(leaf._replace(wants=False))
-            for label, leaves in given.items()
+            for label, leaves in inputs.items()
             for name, leaf in zip(self.reads[label], leaves, strict=True)
             if name is not None
         }
@@ -137,45 +133,44 @@ class _Whole:
         return without_repeated_views(Graph(tuple(self.nodes), self.facts, self.constants, reads, writes, ran, on))
 
 
-class _Renamed:
+class _RenamedPiece:
     """A piece under its names in the stage."""
 
-    def __init__(self, whole: _Whole, number: int, part: TracedPiece) -> None:
-        self.whole, self.part, self.moved = whole, part, Moved()
+    def __init__(self, whole: _StageGraph, number: int, part: TracedPiece) -> None:
+        self.whole, self.part, self.move = whole, part, FactMover()
         graph = part.graph
-        own = (*(node.name for node in graph.nodes), *graph.constants)
-        self.names: dict[Name, Any] = {name: Name(f"p{number}_{name}") for name in own}
+        defined = (*(node.name for node in graph.nodes), *graph.constants)
+        self.names: dict[Name, Any] = {name: Name(f"p{number}_{name}") for name in defined}
         self.end = forward_end(graph)
 
-    def forward(self, made: dict[PieceValue, Any]) -> None:
-        """Put in what it computes before any gradient comes; `made` are the names of values so far."""
+    def add_forward(self, names: dict[PieceValue, Any]) -> None:
+        """Add the ops before any gradient comes, and the names of the values that they make."""
         graph = self.part.graph
         for value, (label, at) in self.part.takes.items():
-            self._hand(graph.reads[label][at], made[value])
+            self._hand(graph.reads[label][at], names[value])
         self._add(graph.constants)
         self._add_nodes(graph.nodes[: self.end])
         self.whole.constants |= {self.names[name]: tensor for name, tensor in graph.constants.items()}
         self.whole.generators |= dict(zip(graph.drawn_on, graph.reads.get(GENERATORS, ()), strict=True))
         self.whole.ran += graph.ran
-        made.update(zip(self.part.makes, renamed(graph.writes["y"], self.names), strict=True))
+        names.update(zip(self.part.makes, renamed(graph.writes["y"], self.names), strict=True))
 
-    def backward(self, back: dict[PieceValue, Any]) -> None:
-        """Put in what it computes of gradients; `back` are the names of those so far, by the value that has it."""
+    def add_backward(self, gradients: dict[PieceValue, Any]) -> None:
+        """Add the ops of the gradient, and the names of the gradients that they make."""
         graph = self.part.graph
         for value, seed in zip(self.part.makes, graph.reads["dy"], strict=True):
-            self._hand(seed, back.get(value))
+            self._hand(seed, gradients.get(value))
         self._add_nodes(graph.nodes[self.end :])
         for value, (label, at) in self.part.takes.items():
-            gradient = gradient_of(label)
-            found = None if gradient is None else graph.writes[gradient][at]
-            if found is not None:
-                back[value] = renamed(found, self.names)
+            label = gradient_of(label) or ""
+            if label and graph.writes[label][at] is not None:
+                gradients[value] = renamed(graph.writes[label][at], self.names)
 
-    def _hand(self, name: Name | None, given: Any) -> None:
+    def _hand(self, name: Name | None, stage_name: Any) -> None:
         """Name a tensor that the piece is handed."""
         if name is not None:
-            self.names[name] = given
-            self.moved.bases[self.part.graph.facts[name].storage] = self.whole.facts[given]
+            self.names[name] = stage_name
+            self.move.bases[self.part.graph.facts[name].storage] = self.whole.facts[stage_name]
 
     def _add_nodes(self, nodes: Sequence[Node]) -> None:
         self._add(node.name for node in nodes)
@@ -183,7 +178,7 @@ class _Renamed:
 
     def _add(self, names: Iterable[Name]) -> None:
         facts = self.part.graph.facts
-        self.whole.facts |= {self.names[name]: self.moved(facts[name]) for name in names if name in facts}
+        self.whole.facts |= {self.names[name]: self.move(facts[name]) for name in names if name in facts}
 
 
 class Piece(Protocol):
@@ -215,17 +210,16 @@ class PieceCall:
             leaf = known[value]
             if isinstance(leaf, Fact) and any(leaf.lazy):
                 raise Untraceable("a block hands on what is to be conjugated by whoever reads it; say .resolve_conj()")
-            given = self.reads.setdefault(label, [])
-            self.takes[value] = label, len(given)
-            given.append(leaf.aval if isinstance(leaf, Fact) else leaf)
+            avals = self.reads.setdefault(label, [])
+            self.takes[value] = label, len(avals)
+            avals.append(leaf.aval if isinstance(leaf, Fact) else leaf)
         self.labels = tuple(piece.takes.values())
         self.key = "piece", piece.twin, self.labels, repr(self.reads)
 
     def __call__(self, given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
         """Run it as a function of leaves by label; of what another piece made it is handed an alias."""
-        leaves = (given[label][at] for label, at in self.takes.values())
-        handed = [alias(leaf) if label == "x" else leaf for label, leaf in zip(self.labels, leaves, strict=True)]
-        return {"y": [*self.piece.run(handed)]}
+        args = [alias(given[label][at]) if label == "x" else given[label][at] for label, at in self.takes.values()]
+        return {"y": [*self.piece.run(args)]}
 
 
 @dataclass(frozen=True)
@@ -247,13 +241,13 @@ class Chain:
     specs: Mapping[str, Spec]
 
     def outline(self, outline: Callable[[PieceCall], Outline]) -> Outline:
-        """The outline of the whole stage, from the outlines of its pieces."""
-        reads = {label: [*map(fact_of, leaves)] for label, leaves in self.reads.items()}
+        """Return the outline of the whole stage, from the outlines of its pieces."""
+        reads = {label: [*map(_fact_of, leaves)] for label, leaves in self.reads.items()}
         known: dict[PieceValue, Any] = {value: reads[label][at] for value, (label, at) in self.takes.items()}
-        made = [outlined for _, outlined in self._followed(outline, known)]
+        outlines = [outlined for _, outlined in self._followed(outline, known)]
         writes = {label: [known.get(leaf, leaf) for leaf in leaves] for label, leaves in self.writes.items()}
-        ran, python = tuple(op for one in made for op in one.ran), any(one.python for one in made)
-        return Outline(reads, writes, ran, (), python, self.specs)
+        ran = tuple(op for outlined in outlines for op in outlined.ran)
+        return Outline(reads, writes, ran, (), any(outlined.python for outlined in outlines), self.specs)
 
     def graph(
         self,
@@ -261,9 +255,9 @@ class Chain:
         trace: Callable[[PieceCall, dict[str, tuple[Any, ...]]], Graph],
         cotangents: Mapping[str, tuple[Any, ...]],
     ) -> Graph:
-        """The trace of the whole stage, from outlines and traces of its pieces."""
+        """Return the trace of the whole stage, from outlines and traces of its pieces."""
         known: dict[PieceValue, Any] = {
-            value: fact_of(self.reads[label][at]) for value, (label, at) in self.takes.items()
+            value: _fact_of(self.reads[label][at]) for value, (label, at) in self.takes.items()
         }
         calls = [call for call, _ in self._followed(outline, known)]
         seeds: dict[PieceValue, Aval | None] = {
@@ -285,26 +279,26 @@ class Chain:
     def _followed(
         self, outline: Callable[[PieceCall], Outline], known: dict[PieceValue, Any]
     ) -> Iterator[tuple[PieceCall, Outline]]:
-        """The call of each piece and its outline; meanwhile what is made gets known."""
+        """Yield the call of each piece and its outline, and note in `known` what it makes."""
         for piece in self.pieces:
             call = PieceCall(piece, known)
-            made, moved = outline(call), Moved()
+            outlined, move = outline(call), FactMover()
             for value, (label, at) in call.takes.items():
                 if isinstance(known[value], Fact):
-                    moved.bases[made.reads[label][at].storage] = known[value]
-            for value, leaf in zip(piece.makes, made.writes["y"], strict=True):
-                known[value] = moved(leaf) if isinstance(leaf, Fact) else leaf
-            yield call, made
+                    move.bases[outlined.reads[label][at].storage] = known[value]
+            for value, leaf in zip(piece.makes, outlined.writes["y"], strict=True):
+                known[value] = move(leaf) if isinstance(leaf, Fact) else leaf
+            yield call, outlined
 
 
 def chain_of(model: Model, call: StageCall) -> Chain | None:
-    """A call of a stage in pieces, if it is of a net that has some and knows nothing but parameters and inputs."""
+    """Return a call of a stage in pieces, if it is of a net that has some and knows only parameters and inputs."""
     stage = None if call.stage is None else model.stages[call.stage]
     if stage is None or call.stage is None or not isinstance(stage.forward, PositionalStage):
         return None
     leaves = [leaf for _, leaves in call.reads for leaf in leaves]
-    odd = stage.asks or stage.aux_loss or call.starts or model.per_example
-    if odd or any(getattr(leaf, "sharding", None) for leaf in leaves) or not stage.forward.pieces:
+    knows_more = stage.asks or stage.aux_loss or call.starts or model.per_example
+    if knows_more or any(getattr(leaf, "sharding", None) for leaf in leaves) or not stage.forward.pieces:
         return None
     reads = dict(call.reads)
     tokens = {label: [*map(_token, leaves)] for label, leaves in reads.items()}
@@ -318,21 +312,20 @@ def chain_of(model: Model, call: StageCall) -> Chain | None:
     if in_pieces is None:
         return None
     taken, y = in_pieces
-    ports = [tree.flatten(one) for one in outputs_of(model, call.stage, y)]
+    ports = [tree.flatten(output) for output in outputs_of(model, call.stage, y)]
     values = [leaf for leaves, _ in ports for leaf in leaves]
     places = {id(token): (label, at) for label, given in tokens.items() for at, token in enumerate(given)}
     if len({*map(id, values)}) < len(values) or not all(isinstance(token, Tensor) for token in taken.values()):
         return None
-    made = {label_at("y", port): found for port, found in enumerate(ports)} | {"kept": tree.flatten([])}
+    written = {label_at("y", port): flat for port, flat in enumerate(ports)} | {"kept": tree.flatten([])}
     return Chain(
         stage.forward.pieces,
         {value: places[id(token)] for value, token in taken.items()},
         reads,
-        {label: leaves for label, (leaves, _) in made.items()},
-        {label: spec for label, (_, spec) in made.items()},
+        {label: leaves for label, (leaves, _) in written.items()},
+        {label: spec for label, (_, spec) in written.items()},
     )
 
 
 def _token(leaf: Any) -> Any:
-    """A tensor without data that stands for an aval; other leaves as they are."""
     return leaf.empty("meta") if isinstance(leaf, Aval) else leaf

@@ -29,7 +29,7 @@ Spec = Any
 
 @dataclass(frozen=True, eq=False)
 class StageCall:
-    """One way to call a stage (or, if `stage` is None, the loss): what it reads, in which containers.
+    """A way to call a stage (or, if `stage` is None, the loss): what it reads, in which containers.
 
     Attributes:
         stage: its number.
@@ -57,7 +57,7 @@ class StageCall:
 
     @property
     def odd(self) -> Any:
-        """A mark that tells it apart from calls that Python takes to be equal."""
+        """What distinguishes this call from calls that Python takes to be equal."""
         return self._parts[-2:]
 
     @cached_property
@@ -71,7 +71,7 @@ class StageCall:
         return self is other or (isinstance(other, StageCall) and self._parts == other._parts)
 
     def differentiable(self) -> StageCall:
-        """This call as if a gradient of every input that can have one were wanted."""
+        """Return this call with a gradient of every input that can have one."""
         reads = tuple(
             (label, tuple(map(_wanting, leaves)) if is_input(label) or label == "carry" else leaves)
             for label, leaves in self.reads
@@ -80,12 +80,12 @@ class StageCall:
 
 
 def _wanting(leaf: Any) -> Any:
-    able = isinstance(leaf, Aval) and (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
-    return leaf._replace(wants=True) if able else leaf
+    has_grad = isinstance(leaf, Aval) and (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
+    return leaf._replace(wants=True) if has_grad else leaf
 
 
 def wanting(leaf: Any) -> Any:
-    """The aval of a tensor whose gradient is wanted, if it can have one; other leaves as they are."""
+    """Return the aval of a tensor whose gradient is wanted, if it can have one; other leaves as they are."""
     return _wanting(aval(leaf)) if isinstance(leaf, Tensor) else leaf
 
 
@@ -97,51 +97,51 @@ def wants(leaf: Any) -> bool:
 def flat(
     model: Model, call: StageCall, specs: dict[str, Spec]
 ) -> Callable[[Mapping[str, list[Any]]], dict[str, list[Any]]]:
-    """The call as a function of leaves; it notes the containers of what it writes."""
+    """Return the call as a function of leaves, which notes in `specs` the containers of what it writes."""
     containers = dict(call.specs)
 
     def whole(given: Mapping[str, list[Any]], label: str) -> Any:
-        came = is_input(label) and label not in call.starts
-        return tree.unflatten(containers[label], map(alias, given[label]) if came else given[label])
+        flows = is_input(label) and label not in call.starts  # it comes from another stage
+        return tree.unflatten(containers[label], map(alias, given[label]) if flows else given[label])
 
     def loss(given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
         with pure(model.loss, "it", given, tracing=True):
-            made, total, aux = loss_of(model, whole(given, "x"), whole(given, "target"))
-        beside = {"count": total} if model.reduction == "count" else {}
-        return written({"loss": made} | beside | ({"aux": aux} if model.aux else {}))
+            loss, total, aux = loss_of(model, whole(given, "x"), whole(given, "target"))
+        count = {"count": total} if model.reduction == "count" else {}
+        return written({"loss": loss} | count | ({"aux": aux} if model.aux else {}))
 
     def stage(given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
         assert call.stage is not None
-        one = model.stages[call.stage]
-        taken = [whole(given, label) for label in given if is_input(label)]
-        x = tuple(taken) if isinstance(model.inputs[call.stage], tuple) else taken[0]
-        if isinstance(one.forward, PositionalStage):
-            order = positions(model, one.forward)
+        function = model.stages[call.stage]
+        inputs = [whole(given, label) for label in given if is_input(label)]
+        x = tuple(inputs) if isinstance(model.inputs[call.stage], tuple) else inputs[0]
+        if isinstance(function.forward, PositionalStage):
+            order = positions(model, function.forward)
             params = [given[label][at] for label, at in order]
-            places = buffers(one.forward, call)
-            with collecting_marks() as kept, pure(one.forward, "it", given, tracing=True):
-                held = [given["state"][at].clone() for at in places]
-                y, beside = one.forward.pure(params, given.get("const", []), x, held)
-            if places:  # in the order that they came in
-                beside["state"] = [beside["state"][places.index(at)] for at in range(len(places))]
-            return outputs(call.stage, y, beside, kept)
+            places = buffers(function.forward, call)
+            with collecting_marks() as kept, pure(function.forward, "it", given, tracing=True):
+                state = [given["state"][at].clone() for at in places]
+                y, rest = function.forward.pure(params, given.get("const", []), x, state)
+            if places:  # in the order of the state that was handed in
+                rest["state"] = [rest["state"][places.index(at)] for at in range(len(places))]
+            return outputs(call.stage, y, rest, kept)
         own = whole(given, "params")
-        more = {leaf.name: whole(given, label_at("params", leaf.bundle)) for leaf in model.tied(call.stage)}
-        said: dict[str, Any] = {"microbatch": call.microbatch, "turn": call.turn, "carry": None}
-        said |= {word: whole(given, word) for word in ("state", "carry") if word in containers}
-        with collecting_marks() as kept, pure(one.forward, "it", given, tracing=True):
-            made = call_stage(one, {**own, **more} if more else own, x, said)
-        return outputs(call.stage, *split_output(one, made), kept)
+        tied = {leaf.name: whole(given, label_at("params", leaf.bundle)) for leaf in model.tied(call.stage)}
+        extra: dict[str, Any] = {"microbatch": call.microbatch, "turn": call.turn, "carry": None}
+        extra |= {word: whole(given, word) for word in ("state", "carry") if word in containers}
+        with collecting_marks() as kept, pure(function.forward, "it", given, tracing=True):
+            result = call_stage(function, {**own, **tied} if tied else own, x, extra)
+        return outputs(call.stage, *split_output(function, result), kept)
 
-    def outputs(stage: int, y: Any, beside: Mapping[str, Any], kept: list[Tensor]) -> dict[str, list[Any]]:
-        ports = {label_at("y", port): one for port, one in enumerate(outputs_of(model, stage, y))}
-        for one in ports.values():
-            refuse_odd_output(one, "it")
-        return written({**ports, **beside, "kept": kept})
+    def outputs(stage: int, y: Any, rest: Mapping[str, Any], kept: list[Tensor]) -> dict[str, list[Any]]:
+        ports = {label_at("y", port): output for port, output in enumerate(outputs_of(model, stage, y))}
+        for output in ports.values():
+            refuse_odd_output(output, "it")
+        return written({**ports, **rest, "kept": kept})
 
-    def written(made: Mapping[str, Any]) -> dict[str, list[Any]]:
+    def written(values: Mapping[str, Any]) -> dict[str, list[Any]]:
         leaves: dict[str, list[Any]] = {}
-        for label, value in made.items():
+        for label, value in values.items():
             leaves[label], specs[label] = tree.flatten(value)
         return leaves
 
@@ -149,7 +149,7 @@ def flat(
 
 
 def positions(model: Model, module: PositionalStage) -> list[tuple[str, int]]:
-    """Where each of the module's parameters stands among the leaves handed in: tied ones are bundles of their own, the
+    """Return the label and the place of each of the module's parameters: tied ones are bundles of their own, and the
     others come in its order, as `bind_inputs` hands them on."""
     tied = {leaf.name: label_at("params", leaf.bundle) for leaf in model.tied(module.number)}
     place = count()
@@ -157,7 +157,7 @@ def positions(model: Model, module: PositionalStage) -> list[tuple[str, int]]:
 
 
 def buffers(module: PositionalStage, call: StageCall) -> tuple[int, ...]:
-    """Where each of the buffers that the module writes stands among the leaves handed in as its state."""
+    """Return the place of each buffer that the module writes among the leaves of its state."""
     if not module.holds:
         return ()
     given: dict[str, int] = tree.unflatten(dict(call.specs)["state"], range(len(dict(call.reads)["state"])))

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from fpipe.graphs.language.graph import Aval, Fact, Graph, Name, Node, Outline, fact, without_repeated_views
 from fpipe.graphs.language.labels import gradient_of, is_input, is_parameter, result_of, variable
-from fpipe.graphs.tracing.draws import Unseeded, draws, keyed, refuse_hidden, without_fills
+from fpipe.graphs.tracing.draws import GeneratorWatch, draws, keyed, refuse_unkeyed_randomness, without_fills
 from fpipe.graphs.tracing.fake import LeakedTensor, fake_mode, no_leaks, watched_memory
 from fpipe.graphs.tracing.functional import functional, refuse_mutation
 from fpipe.meaning.purity.ambient import Untraceable
@@ -51,7 +51,7 @@ Around = Callable[[Mapping[str, list[Any]], Callable[[], Any]], Any]
 _aten: Any = torch.ops.aten
 
 
-def outline(function: Flat, reads: Groups, apart: bool = False, model: Model | None = None) -> Outline:
+def outline(function: Flat, reads: Groups, per_row: bool = False, model: Model | None = None) -> Outline:
     """Outline a function, by running it on fake tensors.
 
     >>> x = Aval((2, 3), (3, 1), torch.float32, torch.device("cpu"), wants=True)
@@ -60,37 +60,39 @@ def outline(function: Flat, reads: Groups, apart: bool = False, model: Model | N
     float32[3, 2] True ('aten.t.default',)
     """
     with exclusive_generator(), _reasons(), fake_mode() as mode, no_leaks(mode):
-        return _outline(function, reads, apart, model)  # whose variables hold no tensor from here on
+        return _outline(function, reads, per_row, model)  # whose variables hold no tensor from here on
 
 
-def _outline(function: Flat, reads: Groups, apart: bool, model: Model | None) -> Outline:
+def _outline(function: Flat, reads: Groups, per_row: bool, model: Model | None) -> Outline:
     numbers: dict[int, int] = {}
     cached = torch.is_autocast_cache_enabled()
     with _in_this_thread(), _autocast_cache(cached), without_compiled_functions():
         given = {label: [_empty(leaf) for leaf in leaves] for label, leaves in reads.items()}
-        with Unseeded() as unseeded:
-            with _Heard(unseeded) as heard, watched_memory():
-                handed = _handed(_apart(given) if apart else given, reads)
-                made = function(handed)
-            unseeded.check()
-        results = [*chain(*made.values())]
+        with GeneratorWatch() as generators:
+            with _OpLog(generators) as log, watched_memory():
+                args = _with_dtensors(_with_params_per_row(given) if per_row else given, reads)
+                written = function(args)
+            generators.check()
+        results = [*chain(*written.values())]
         if model is not None:
-            refuse_missing_gradients(model, results, chain(*given.values(), *handed.values()))
+            refuse_missing_gradients(model, results, chain(*given.values(), *args.values()))
         refuse_max_gradients(results)
-        facts = _facts(given, numbers), _facts(made, numbers)
-        return Outline(*facts, tuple(heard.ops), tuple(heard.numbers), partly_python(results))
+        facts = _facts(given, numbers), _facts(written, numbers)
+        return Outline(*facts, tuple(log.ops), tuple(log.numbers), partly_python(results))
 
 
-class _Heard(TorchDispatchMode):
-    """Notes which ops run, and refuses those that draw after the function has seeded torch's generator, or put it
-    back, and those whose gradient is another on fake tensors: a later write through a view that has been turned in
-    place goes to where it would have gone before."""
+class _OpLog(TorchDispatchMode):
+    """Notes which ops run, and refuses two kinds.
 
-    def __init__(self, unseeded: Unseeded) -> None:
+    Ops that draw after the function has seeded torch's generator or put it back. And a transposition of a view in
+    place, since on fake tensors autograd sends later writes through it to where they would have gone before.
+    """
+
+    def __init__(self, generators: GeneratorWatch) -> None:
         super().__init__()
         self.ops: list[str] = []
         self.numbers: list[Any] = []
-        self.unseeded = unseeded
+        self.generators = generators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "prim":
@@ -98,11 +100,11 @@ class _Heard(TorchDispatchMode):
         if has_kernel(func.name(), "CompositeImplicitAutograd"):
             with self:  # inside torch.func such an op comes whole, while make_fx sees its parts
                 return func.decompose(*args, **(kwargs or {}))
-        if func not in _NOT_HEARD:
+        if func not in _NOT_LOGGED:
             self.ops.append(str(func))
-            self.numbers += [one for one in args if isinstance(one, bool | int | float)]
+            self.numbers += [arg for arg in args if isinstance(arg, bool | int | float)]
         if draws(func, args, kwargs or {}):
-            self.unseeded.draw()
+            self.generators.draw()
         if is_view_in_place(func) and is_view(args[0]):
             raise Untraceable(f"it turns a view in place ({func}), which autograd follows where there is data alone")
         return func(*args, **(kwargs or {}))
@@ -120,9 +122,9 @@ def trace(
     reads: Groups,
     cotangents: Groups,
     around: Around | None = None,
-    apart: bool = False,
+    per_row: bool = False,
 ) -> Graph:
-    """The function and its gradient as one graph; Untraceable says why there is none.
+    """Trace a function and its gradient as one graph; Untraceable says why there is none.
 
     Args:
         function: it depends on nothing but what it reads, and constants.
@@ -130,7 +132,7 @@ def trace(
             `params`, `x` and `carry` gets it: the graph also writes `g`, `dx` and `dcarry`.
         cotangents: the avals of cotangents, `dy` for `y` and so on; None where there is none.
         around: keeps what is read where the function has it, for a gradient that calls parts of the function again.
-        apart: whether each row is handed parameters of its own.
+        per_row: whether each row is handed parameters of its own.
     """
     groups: Groups = {**reads, **cotangents}
     places = [(label, at) for label, ls in groups.items() for at, leaf in enumerate(ls) if isinstance(leaf, Aval)]
@@ -142,7 +144,7 @@ def trace(
         given = {label: list(leaves) for label, leaves in groups.items()}
         for (label, at), tensor in zip(places, tensors, strict=True):
             given[label][at] = tensor.detach()
-        given = _apart(given) if apart else given
+        given = _with_params_per_row(given) if per_row else given
         for label, at in places:
             given[label][at].requires_grad_(groups[label][at].wants)
         with _autocast_cache(cached), watched_memory():
@@ -154,8 +156,8 @@ def trace(
             fakes = [_empty(groups[label][at]).detach() for label, at in places]
         traced: Any = traced_by_torch(joint, fakes)
         calls = [node for node in traced.graph.nodes if node.op == "call_function"]
-        ran = tuple(str(n.target) for n in calls if isinstance(n.target, OpOverload) and n.target not in _NOT_HEARD)
-        refuse_hidden(calls, before[0])
+        ran = tuple(str(n.target) for n in calls if isinstance(n.target, OpOverload) and n.target not in _NOT_LOGGED)
+        refuse_unkeyed_randomness(calls, before[0])
         without_fills(traced)
         calls = [node for node in traced.graph.nodes if node.op == "call_function"]
         if any(map(mutated_by, calls)):
@@ -173,47 +175,46 @@ def _with_gradient(
     before: list[int],
     around: Around | None,
 ) -> Iterator[tuple[str, list[Any]]]:
-    """Results of the function, then the gradients of what wants one; `before` is told how many calls come first."""
+    """Yield results of the function, then gradients; note in `before` how many calls come before these."""
     with _in_this_thread():
         with unnoticed():
-            handed = _handed(given, reads)
-            made = function(handed)
+            args = _with_dtensors(given, reads)
+            results = function(args)
         before.append(calls_so_far())
-        yield from made.items()
+        yield from results.items()
         pairs = [
             (root, start)
             for label in cotangents
-            for root, start in zip(made[result_of(label)], given[label], strict=True)
+            for root, start in zip(results[result_of(label)], given[label], strict=True)
             if _wants(root) and start is not None
         ]
         gradients = {label: name for label in reads if (name := gradient_of(label)) is not None}
         wanted = [leaf for label in gradients for leaf in given[label] if _wants(leaf)]
-        found: Iterator[Any] = iter([None] * len(wanted))
+        grads: Iterator[Any] = iter([None] * len(wanted))
         if pairs and wanted:
             roots, starts = zip(*pairs, strict=True)
             gradient: Any = partial(torch.autograd.grad, roots, wanted, starts, allow_unused=True)
-            found = iter(gradient() if around is None else around(handed, gradient))
+            grads = iter(gradient() if around is None else around(args, gradient))
         for label, written in gradients.items():
-            grads = [next(found) if _wants(leaf) else None for leaf in given[label]]
-            yield written, [*map(laid_out_as, given[label], grads)] if is_parameter(label) else grads
+            read_grads = [next(grads) if _wants(leaf) else None for leaf in given[label]]
+            yield written, [*map(laid_out_as, given[label], read_grads)] if is_parameter(label) else read_grads
 
 
-def _apart(given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """Arguments of a function, with parameters of its own for each row of its input."""
+def _with_params_per_row(given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return the arguments of a function, with parameters of its own for each row of its input."""
     rows = rows_of(leaf for label in given if is_input(label) for leaf in given[label])
     return {label: of_each_row(leaves, rows) if is_parameter(label) else [*leaves] for label, leaves in given.items()}
 
 
 @contextmanager
 def _in_this_thread() -> Generator[None]:
-    """With autograd, whose backward on a device goes on in a thread of its own, under none of our modes: the whole one,
-    and one that a stage takes within."""
+    """Keep backwards in this thread: on a device autograd would take another one, which is under none of our modes."""
     with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
         yield
 
 
-def _handed(given: Mapping[str, list[Any]], reads: Groups) -> dict[str, list[Any]]:
-    """Arguments of a function: DTensors in the place of their shards."""
+def _with_dtensors(given: Mapping[str, list[Any]], reads: Groups) -> dict[str, list[Any]]:
+    """Return the arguments of a function, with DTensors in the place of their shards."""
 
     def whole(leaf: Any, known: Any) -> Any:
         return leaf if not isinstance(known, Aval) or known.sharding is None else known.sharding.whole(leaf)
@@ -252,8 +253,7 @@ _TRACING = threading.RLock()  # torch traces for one thread at a time
 
 @contextmanager
 def _reasons() -> Generator[None]:
-    """Whatever stops a trace is the reason why there is none. A caller's modes, which may change ops or count them, see
-    those of a step and not these."""
+    """Turn whatever stops a trace into Untraceable, and hide the ops of a trace from the caller's modes."""
     try:
         with _TRACING, without_modes(), kernel_instead("one_hot", _one_hot):
             yield
@@ -283,7 +283,7 @@ def _one_hot(self: Tensor, num_classes: int = -1) -> Tensor:
 def _graph(
     traced: Any, groups: Groups, places: Sequence[tuple[str, int]], shown: Sequence[tuple[str, list[Any]]]
 ) -> Graph:
-    """The traced ops under names of ours, without `detach`, which is nothing where nobody differentiates."""
+    """Return the traced ops under our names, without `detach`, which does nothing where nobody differentiates."""
     names: dict[fx.Node, Any] = {}
     facts: dict[Name, Fact] = {}
     constants: dict[Name, Tensor] = {}
@@ -306,7 +306,7 @@ def _graph(
             constants[name] = getattr(traced, node.target)
             if isinstance(constants[name], fake_tensor_class()):
                 raise Untraceable("it holds on to a tensor that was made while it was traced")
-        elif node.target in _NOTHING:
+        elif node.target in _IDENTITIES:
             names[node] = names[node.args[0]]
             continue
         else:
@@ -325,20 +325,19 @@ def _graph(
     return Graph(tuple(nodes), facts, constants, tuples[0], tuples[1])
 
 
-_NOTHING = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
-_NOT_HEARD = (*_NOTHING, _aten.lift_fresh_copy.default)  # make_fx copies constants where nothing else does
+_IDENTITIES = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
+_NOT_LOGGED = (*_IDENTITIES, _aten.lift_fresh_copy.default)  # make_fx copies constants where nothing else does
 
 
 def _unused(name: str, taken: set[str]) -> Name:
-    found = next(new for new in chain([name], (f"{name}_{k}" for k in count(1))) if new not in taken)
-    taken.add(found)
-    return Name(found)
+    unused = next(new for new in chain([name], (f"{name}_{k}" for k in count(1))) if new not in taken)
+    taken.add(unused)
+    return Name(unused)
 
 
 def _plain(arg: Any, names: Mapping[fx.Node, Any]) -> Any:
-    """An argument with our names, in plain lists and tuples."""
     if isinstance(arg, fx.Node):
         return names[arg]
     if isinstance(arg, list | tuple):
-        return (list if isinstance(arg, list) else tuple)(_plain(one, names) for one in arg)
+        return (list if isinstance(arg, list) else tuple)(_plain(item, names) for item in arg)
     return arg

@@ -29,15 +29,13 @@ from fpipe.meaning.purity.attributes import Same
 from fpipe.model import Model
 from fpipe.positional_stage import PositionalStage, of_net
 
-# Cache values in a dict that drops the least recently used.
-
 K = TypeVar("K")
 V = TypeVar("V")
 D = TypeVar("D")
 
 
 class LRUCache(Generic[K, V]):
-    """At most so many values: those that were put in or looked up last.
+    """A dict of at most so many values, which drops the least recently used.
 
     >>> known = LRUCache(2)
     >>> known["a"], known["b"] = 1, 2
@@ -50,28 +48,28 @@ class LRUCache(Generic[K, V]):
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._kept: OrderedDict[K, V] = OrderedDict()
+        self._values: OrderedDict[K, V] = OrderedDict()
 
     def get(self, key: K, default: D = None) -> V | D:
-        """The value of a key, or the default."""
-        found = self._kept.get(key, default)
+        """Return the value of a key, or the default."""
+        value = self._values.get(key, default)
         with suppress(KeyError):  # it is not there, or another thread has pushed it out since
-            self._kept.move_to_end(key)
-        return found
+            self._values.move_to_end(key)
+        return value
 
     def once(self, key: K, make: Callable[[], V]) -> V:
-        """The value of a key, made if there is none yet."""
-        found = self.get(key)
-        if found is None:
-            found = self[key] = make()
-        return found
+        """Return the value of a key, made if there is none yet."""
+        value = self.get(key)
+        if value is None:
+            value = self[key] = make()
+        return value
 
     def __setitem__(self, key: K, value: V) -> None:
-        self._kept[key] = value
+        self._values[key] = value
         with suppress(KeyError):
-            self._kept.move_to_end(key)
-        if len(self._kept) > self.most:
-            self._kept.popitem(last=False)
+            self._values.move_to_end(key)
+        if len(self._values) > self.most:
+            self._values.popitem(last=False)
 
 
 Cotangents = Mapping[str, tuple[Any, ...]]
@@ -79,7 +77,7 @@ Cotangents = Mapping[str, tuple[Any, ...]]
 
 
 class Store:
-    """Traces of a model, by what was called and how; those not used for long are forgotten."""
+    """The traces of a model, by what was called and how."""
 
     def __init__(self) -> None:
         self.outlines: LRUCache[Any, Outline] = LRUCache(_MOST)
@@ -87,10 +85,8 @@ class Store:
 
 
 _MOST = 512
-
-
-_OF_MODELS: dict[int, Store] = {}
-"""By the model's id: another one that is equal may have been made since something changed, so it is traced anew."""
+_STORES: dict[int, Store] = {}
+"""Stores by the model's id: an equal model may have been made since something changed, so it is traced anew."""
 
 
 class Traces:
@@ -103,9 +99,9 @@ class Traces:
 
     def __init__(self, model: Model, known_only: bool = False) -> None:
         self.model, self.known_only = model, known_only
-        if id(model) not in _OF_MODELS:
-            weakref.finalize(model, _OF_MODELS.pop, id(model))
-        self._store = _OF_MODELS.setdefault(id(model), Store())
+        if id(model) not in _STORES:
+            weakref.finalize(model, _STORES.pop, id(model))
+        self._store = _STORES.setdefault(id(model), Store())
         self._keys: dict[StageCall, Any] = {}
         self._outlines: dict[StageCall, Outline] = {}
         self._graphs: dict[Any, Graph] = {}
@@ -126,39 +122,41 @@ class Traces:
         self._refuse_new()
         specs = dict[str, Spec]()
         function = flat(self.model, call, specs)
-        return replace(outline(function, dict(call.reads), self._apart(call), self.model), specs=specs)
+        return replace(outline(function, dict(call.reads), self._per_row(call), self.model), specs=specs)
 
     def graph(self, call: StageCall, cotangents: Cotangents) -> Graph:
-        """A call and its gradient as a graph, for cotangents with these avals (None where there is none)."""
+        """Return a call and its gradient as a graph, for cotangents with these avals (None where there is none)."""
         known = (call, *cotangents.items())
         if known not in self._graphs:
             self._graphs[known] = self._traced(call, cotangents)
         return self._graphs[known]
 
     def graphs(self) -> dict[int | None, list[Graph]]:
-        """Those that were asked for, by the stage (None: the loss)."""
-        found: dict[int | None, list[Graph]] = {}
+        """Return the graphs that were asked for, by the stage (None: the loss)."""
+        graphs: dict[int | None, list[Graph]] = {}
         for (call, *_), graph in self._graphs.items():
-            found.setdefault(call.stage, []).append(graph)
-        return found
+            graphs.setdefault(call.stage, []).append(graph)
+        return graphs
 
     def _traced(self, call: StageCall, cotangents: Cotangents) -> Graph:
         if call.stage is None and self.model.loss is None and self.model.reduction != "count":
-            return _the_loss_itself(call, cotangents)
-        return self._store.graphs.once((self._key(call), *cotangents.items()), lambda: self._made(call, cotangents))
+            return _identity_loss(call, cotangents)
+        return self._store.graphs.once(
+            (self._key(call), *cotangents.items()), lambda: self._new_graph(call, cotangents)
+        )
 
-    def _made(self, call: StageCall, cotangents: Cotangents) -> Graph:
-        """The graph of a call, put together of those of its pieces, or traced as a whole."""
+    def _new_graph(self, call: StageCall, cotangents: Cotangents) -> Graph:
+        """Return the graph of a call, joined from those of its pieces, or traced as a whole."""
         chain = self._chain(call)
         if chain is not None:
             return chain.graph(self._piece_outline, self._piece_graph, cotangents)
         self._refuse_new()
         function = flat(self.model, call, {})
-        found = trace(function, dict(call.reads), cotangents, self._around(call), self._apart(call))
+        graph = trace(function, dict(call.reads), cotangents, self._around(call), self._per_row(call))
         # Of DTensors an outline hears the ops on the whole, and a trace has those on shards.
         if not any(getattr(leaf, "sharding", None) for leaf in _leaves(call)):
-            _refuse_others(found, self.outline(call))
-        return found
+            _refuse_others(graph, self.outline(call))
+        return graph
 
     def _piece_outline(self, call: PieceCall) -> Outline:
         def outlined() -> Outline:
@@ -170,19 +168,18 @@ class Traces:
     def _piece_graph(self, call: PieceCall, cotangents: Cotangents) -> Graph:
         def traced() -> Graph:
             self._refuse_new()
-            found = trace(call, call.reads, cotangents)
-            _refuse_others(found, self._piece_outline(call))
-            return found
+            graph = trace(call, call.reads, cotangents)
+            _refuse_others(graph, self._piece_outline(call))
+            return graph
 
         return self._store.graphs.once((call.key, *cotangents.items(), ambient()), traced)
 
     def _chain(self, call: StageCall) -> Chain | None:
-        """A call in pieces, if it is traced so."""
         if call not in self._chains:
             self._chains[call] = chain_of(self.model, call)
         return self._chains[call]
 
-    def _apart(self, call: StageCall) -> bool:
+    def _per_row(self, call: StageCall) -> bool:
         """Whether each row is handed parameters of its own, of which the loss has none."""
         return self.model.per_example and call.stage is not None
 
@@ -191,42 +188,40 @@ class Traces:
             raise Untraceable("it is not traced yet")
 
     def shared(self, call: StageCall) -> StageCall:
-        """The call to trace for this one: as if all its inputs wanted a gradient, if that runs the same ops.
+        """Return the call to trace for this one: with gradients of all inputs, if that runs the same ops.
 
         So the stages that take the batch share the traces of those that do not; what nobody wants is left out later.
         A gradient written in Python may do another thing if its input's is not wanted (`ctx.needs_input_grad`).
         """
         if call not in self._shared:
             self._shared[call] = call
-            other = call.differentiable()
-            with suppress(
-                Untraceable, LeakedTensor
-            ):  # what autograd would keep may be changed in place while nobody wants it
-                one, with_all = self.outline(call), self.outline(other)
-                same_ops = not one.python and (one.ran, one.numbers) == (with_all.ran, with_all.numbers)
-                self._shared[call] = other if same_ops else call
+            differentiable = call.differentiable()
+            # A stage may change in place what autograd would keep if a gradient were wanted.
+            with suppress(Untraceable, LeakedTensor):
+                outline, with_all = self.outline(call), self.outline(differentiable)
+                if not outline.python and (outline.ran, outline.numbers) == (with_all.ran, with_all.numbers):
+                    self._shared[call] = differentiable
         return self._shared[call]
 
     def with_loss(self, call: StageCall, cotangents: Cotangents, loss: StageCall, weight: Aval) -> Graph:
-        """The last stage and the loss, each traced apart, as one graph."""
+        """Return the last stage and the loss, traced separately, as one graph."""
         top = self.graph(loss, {"dloss": (weight,)})
         dy = tuple(top.facts[dx].aval if isinstance(dx, Name) else None for dx in top.writes["dx"])
         stage = self.graph(call, {**cotangents, "dy": dy})
         return stage.once(("with loss", top), lambda: inlined(stage, top))
 
     def _key(self, call: StageCall) -> Any:
-        """The key of the traces of a call."""
         try:
             if call not in self._keys:
-                self._keys[call] = self._found_key(call)
+                self._keys[call] = self._new_key(call)
         except TypeError as error:
             raise Untraceable(f"it is handed something that cannot be compared ({error})") from error
         return self._keys[call]
 
-    def _found_key(self, call: StageCall) -> Any:
-        odd = next((leaf for leaf in _leaves(call) if not isinstance(leaf, Aval | _PLAIN)), None)
-        if odd is not None:
-            raise Untraceable(f"it is handed a {type(odd).__name__}, which may change and stay the same object")
+    def _new_key(self, call: StageCall) -> Any:
+        mutable = next((leaf for leaf in _leaves(call) if not isinstance(leaf, Aval | _PLAIN)), None)
+        if mutable is not None:
+            raise Untraceable(f"it is handed a {type(mutable).__name__}, which may change and stay the same object")
         around = (call.odd, call.reads, call.starts, ambient())
         if call.stage is None:
             options = "loss", self.model.reduction, self.model.aux, call.specs
@@ -259,11 +254,11 @@ class Traces:
         return self._function_key(stage.forward), how, held, call.specs, *around
 
     def _function_key(self, function: Any) -> Any:
-        """The key of a function: its Python is that of its first trace, as under `jax.jit`, but modules may turn."""
+        """Return the key of a function: its Python is that of its first trace, as under `jax.jit`; modes may change."""
         return Same(function), () if self.model.held is None else self.model.held.modes()
 
     def _around(self, call: StageCall) -> Around | None:
-        """A context that keeps a module's parameters in their places: torch.utils.checkpoint calls modules again."""
+        """Keep a module's parameters in their places in its backward: torch.utils.checkpoint calls modules again."""
         module = None if call.stage is None else self.model.stages[call.stage].forward
         if not isinstance(module, PositionalStage):
             return None
@@ -287,7 +282,7 @@ def _leaves(call: StageCall) -> list[Any]:
     return [leaf for _, leaves in call.reads for leaf in leaves]
 
 
-def _the_loss_itself(call: StageCall, cotangents: Cotangents) -> Graph:
+def _identity_loss(call: StageCall, cotangents: Cotangents) -> Graph:
     """Without a loss function the last stage's output is the loss, and the loss's cotangent is its own."""
     reads = {label: tuple(Name(variable(label, at)) for at in range(len(leaves))) for label, leaves in call.reads}
     cotangent, leaf = Name("dloss_0"), dict(call.reads)["x"][0]

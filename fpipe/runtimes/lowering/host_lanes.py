@@ -160,14 +160,14 @@ class HostLane(Lane):
 def lanes_of(
     instructions: Iterable[Instruction], trees: Mapping[Value, AbstractTree], devices: Sequence[torch.device]
 ) -> dict[int, HostLane]:
-    """The lane of each rank that computes on an accelerator: of those that offload, and of all that have `devices`."""
-    found = {rank: device for rank, device in enumerate(devices) if _is_accelerator(device)}
-    for op in (one.ops[0] for one in instructions):
+    """Return a lane for each rank on an accelerator: one among `devices`, or the one that it offloads from."""
+    device_by_rank = {rank: device for rank, device in enumerate(devices) if _is_accelerator(device)}
+    for op in (instruction.ops[0] for instruction in instructions):
         facts = (leaf for value in op.reads for leaf in trees[value].leaves if isinstance(leaf, Fact))
-        at = next((leaf.aval.device for leaf in facts), CPU) if op.kind == "OFFLOAD" else CPU
-        if _is_accelerator(at):
-            found.setdefault(op.rank, at)
-    return {rank: HostLane(device) for rank, device in found.items()}
+        device = next((leaf.aval.device for leaf in facts), CPU) if op.kind == "OFFLOAD" else CPU
+        if _is_accelerator(device):
+            device_by_rank.setdefault(op.rank, device)
+    return {rank: HostLane(device) for rank, device in device_by_rank.items()}
 
 
 def made_async(
@@ -178,26 +178,26 @@ def made_async(
     rows: Sequence[int] = (),
 ) -> list[Instruction]:
     """Replace OFFLOADs by the start of a copy, and start LOADs, and RECVs from `sources`, at the op before them."""
-    made = [*instructions]
-    # What is parked is there or not: nobody waits for it.
+    replaced = [*instructions]
+    # A value that is parked is there already: nobody waits for it.
     source_by_value, last = dict(sources or {}), dict[int, int]()
     starts: dict[int, list[Callable[[], None]]] = {}
     launches: dict[int, dict[int, Launch]] = {rank: {} for rank in lane_by_rank}
-    for at, instruction in enumerate(made):
+    for at, instruction in enumerate(replaced):
         op = instruction.ops[0]
         lane, row = lane_by_rank.get(op.rank), rows[at] if rows else at
         if lane is None:
             continue
         there = _place(op.writes[0], lane.device, devices) if op.kind == "OFFLOAD" and not op.how else lane.device
         if there != lane.device:
-            made[at] = instruction._replace(run=partial(lane.offload, row, op.writes, there))
+            replaced[at] = instruction._replace(run=partial(lane.offload, row, op.writes, there))
             source_by_value |= {value: (NEVER, lane.parked(value)) for value in op.writes}
         if op.kind in ("LOAD", "RECV") and op.reads[0] in source_by_value:
             from_ = [source_by_value[value][1] for value in op.reads]
             if op.kind == "LOAD":
                 launches[op.rank][at] = Launch(partial(lane.load, row, op.writes, from_), op.writes)
             else:
-                made[at] = instruction._replace(run=partial(lane.receive, op.writes, from_))
+                replaced[at] = instruction._replace(run=partial(lane.receive, op.writes, from_))
             before = last.get(op.rank, at)
             for value, read, source in zip(op.writes, op.reads, from_, strict=True):
                 waits = bool(rows) and source_by_value[read][0] < rows[before]
@@ -206,11 +206,11 @@ def made_async(
         if kind_of(op.kind).time:
             last[op.rank] = at
     for at, early in starts.items():
-        if at not in launches[made[at].ops[0].rank]:  # a LOAD that no op stands before starts at its own place
-            made[at] = made[at]._replace(run=partial(_after, early, made[at].run))
+        if at not in launches[replaced[at].ops[0].rank]:  # a LOAD that no op stands before starts at its own place
+            replaced[at] = replaced[at]._replace(run=partial(_after, early, replaced[at].run))
     for rank, lane in lane_by_rank.items():
-        made = lane.made_async(made, rank, launches[rank], rows)
-    return made
+        replaced = lane.made_async(replaced, rank, launches[rank], rows)
+    return replaced
 
 
 def _after(starts: Sequence[Callable[[], None]], run: Callable[..., Any], *lists: Leaves) -> Any:
@@ -219,10 +219,10 @@ def _after(starts: Sequence[Callable[[], None]], run: Callable[..., Any], *lists
     return run(*lists)
 
 
-def _place(away: Value, own: torch.device, devices: Sequence[torch.device]) -> torch.device:
-    """Where a value waits: on the host, or on the device of another rank."""
-    where = away.at.rpartition("@")[2]
-    return CPU if where == "host" else devices[int(where)] if devices else own
+def _place(parked: Value, local: torch.device, devices: Sequence[torch.device]) -> torch.device:
+    """Return where a value waits: on the host, or on the device of another rank."""
+    where = parked.at.rpartition("@")[2]
+    return CPU if where == "host" else devices[int(where)] if devices else local
 
 
 def _is_accelerator(device: torch.device) -> bool:

@@ -23,8 +23,7 @@ See = Callable[[Value, Any], None]
 
 
 class Watch(NamedTuple):
-    """Who looks at what instructions write: a step's notes, whoever refuses numbers that are not finite, and `see`; and
-    the accelerator on which that is computed, whose clock counts."""
+    """Who looks at what instructions write: notes, the check for finite numbers, `see`; and whose clock counts."""
 
     notes: Notes | None
     check_finite: bool
@@ -50,9 +49,7 @@ class Launched(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """Works that one instruction has launched and nobody has awaited yet, with its row and its cell."""
-
-    """Works that one instruction, by its row and cell, has launched and nobody has awaited yet."""
+    """Works that an instruction, by its row and cell, has launched and nobody has awaited yet."""
 
     row: int
     cell: str
@@ -60,7 +57,7 @@ class Flight(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """How an instruction launches: `run(works, *lists)` appends to the works, whose `values` are there later."""
+    """How an instruction launches: `run(works, *lists)` appends to the works, and its `values` are written later."""
 
     run: Callable[..., Any]
     values: Sequence[Value]
@@ -98,7 +95,7 @@ class Lane(threading.local):
             rank: whose they are.
             launches: by their place among the instructions.
         """
-        made, pending = list[Instruction](), set[Value]()
+        replaced, pending = list[Instruction](), set[Value]()
         for place, instruction in enumerate(instructions):
             op, row = instruction.ops[0], rows[place] if rows else place
             if op.rank == rank:
@@ -110,8 +107,8 @@ class Lane(threading.local):
                     pending.update(values)
                 if awaited:
                     instruction = instruction._replace(run=partial(self._read, row, awaited, instruction.run))
-            made.append(instruction)
-        return made
+            replaced.append(instruction)
+        return replaced
 
     def wait_for(self, value: Value) -> None:
         """Wait for what brings a value; nothing if that has been awaited."""
@@ -137,7 +134,7 @@ class Lane(threading.local):
     def _launch(self, row: int, cell: str, values: Sequence[Value], run: Callable[..., Any], *lists: Leaves) -> Any:
         flight = Flight(row, cell, [])
         self.flights.update(dict.fromkeys(values, flight))
-        made = run(flight.works, *lists)
+        results = run(flight.works, *lists)
         for launched in flight.works:
             if self._on_streams:
                 self.last_by_group[launched.group] = launched.work, cell
@@ -145,7 +142,7 @@ class Lane(threading.local):
                 self._note_end(row, launched)
         if self.at_once:
             self.wait_for_flight(flight)
-        return made
+        return results
 
     def _read(self, row: int, values: Sequence[Value], run: Callable[..., Any], *lists: Leaves) -> Any:
         for value in values:

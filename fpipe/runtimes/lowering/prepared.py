@@ -35,7 +35,7 @@ GONE = "params and opt were donated to this step, and are overwritten in part: t
 
 
 class Prepared:
-    """A program lowered for one signature, and the ways from what a step is handed into slots and out of them."""
+    """A program lowered for one signature, with the way from a step's arguments into slots and out to its results."""
 
     def __init__(
         self,
@@ -77,7 +77,9 @@ class Prepared:
     def compile(self) -> None:
         """Compile what this process runs of it."""
         compile_all(
-            self.lowered.kernels[one.ops[0]] for one in self.part.instructions if one.ops[0] in self.lowered.kernels
+            self.lowered.kernels[instruction.ops[0]]
+            for instruction in self.part.instructions
+            if instruction.ops[0] in self.lowered.kernels
         )
 
     def run(
@@ -109,24 +111,22 @@ class Prepared:
         return Result(**whole, timeline=self.recorder.timeline(notes) if self.recorder and notes else None)
 
     def _notes(self, recorded: Program, leaves: Sequence[Any], slots: Slots) -> Notes:
-        """Notes of a step, in which the leaves that it is handed and those that stages hold do not count."""
+        """Begin the notes of a step, in which the leaves that it is handed and those that stages hold do not count."""
         if self.recorder is None:
-            rows = [RecordedRow(one.ops, one.written, one.dead) for one in self.instructions]
-            self.recorder = Recorder(recorded, rows)
-        own = [leaf for slot, _ in self.entrance.held for leaf in slots[slot]]
-        return self.recorder.begin([*leaves, *own, *_filled(self.lowered)])
+            self.recorder = Recorder(recorded, [RecordedRow(i.ops, i.written, i.dead) for i in self.instructions])
+        held = [leaf for slot, _ in self.entrance.held for leaf in slots[slot]]
+        return self.recorder.begin([*leaves, *held, *_filled(self.lowered)])
 
     def _execute(self, slots: Slots, watch: Watch | None) -> None:
-        """All instructions."""
+        """Run all instructions."""
         self.part.run(slots, watch)
 
     def _asked(self, program: Program) -> Program:
-        """The program with one output of each name: where several ranks want one, all are the same in one process."""
+        """Return the program whose outputs this process wants."""
         return program
 
 
 def _constants_of(model: Model, storages: dict[int, int]) -> dict[Value, AbstractTree]:
-    """The abstract trees of what stages that are cut out of a net hold on to."""
     held = {Value("const", number): net.constants() for number, net in nets_of(model).items()}
     return {
         value: AbstractTree(tuple(fact_of(leaf, storages) for leaf in leaves))
@@ -136,19 +136,17 @@ def _constants_of(model: Model, storages: dict[int, int]) -> dict[Value, Abstrac
 
 
 def _filled(lowered: Lowered) -> list[Any]:
-    """The leaves that are in slots from the start."""
     return [leaf for leaves in lowered.constants.values() for leaf in leaves]
 
 
 def _held_by_graphs(lowered: Lowered, model: Model) -> list[Any]:
-    """The tensors that the graphs of stages have in them."""
-    graphs = (graph for each in lowered.graphs.values() for graph in each)
-    literals = (leaf for net in nets_of(model).values() for leaf in net.literals_now())
-    return [*(leaf for graph in graphs for leaf in graph.constants.values()), *literals]
+    """Return the tensors that the graphs of stages have in them."""
+    constants = (leaf for graphs in lowered.graphs.values() for graph in graphs for leaf in graph.constants.values())
+    return [*constants, *(leaf for net in nets_of(model).values() for leaf in net.literals_now())]
 
 
 def _wait_for(leaves: Iterable[Any]) -> None:
-    """Wait until tensors that were made here are there: steps read them on any stream."""
+    """Wait until tensors are computed: steps read them on any stream."""
     devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
     for device in devices - {torch.device("cpu"), torch.device("meta")}:
         torch.accelerator.synchronize(device)

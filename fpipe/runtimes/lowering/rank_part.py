@@ -25,12 +25,12 @@ Slots = list[Any]
 
 
 class RankPart:
-    """Instructions, each with the way to what it reads.
+    """Instructions, each with the function that takes what it reads out of the slots.
 
     Attributes:
-        begins: the slots, as the whole program numbers them, of what is there before the first instruction.
-        at: for each slot of the whole program that this part has, its own number of it.
-        rows: the number of each instruction among all of the whole program.
+        begins: the slots, as the whole program numbers them, that are full before the first instruction.
+        at: the slot of this part for each slot of the whole program that it has.
+        rows: the number of each instruction in the whole program.
     """
 
     def __init__(
@@ -43,17 +43,17 @@ class RankPart:
     ) -> None:
         self.instructions, self.model, self.at, self._lanes = instructions, model, at or {}, lanes
         self.rows = range(len(instructions)) if rows is None else rows
-        self.begins = [*self.at][: len(self.at) - sum(len(one.writes) for one in instructions)]
-        self._waits = {row for row, one in zip(self.rows, instructions, strict=True) if one.ops[0].kind == "RECV"}
-        self._code = [(one.run, _taking(one.reads, one.shared)) for one in instructions]
+        self.begins = [*self.at][: len(self.at) - sum(len(i.writes) for i in instructions)]
+        self._waits = {row for row, i in zip(self.rows, instructions, strict=True) if i.ops[0].kind == "RECV"}
+        self._code = [(i.run, _taking(i.reads, i.shared)) for i in instructions]
         self._left = iter(self._code)
 
     def now(self) -> Instruction:
-        """The instruction that runs, or ran last: who asks is another thread, and who runs them does nothing for it."""
+        """Return the instruction that runs, or ran last, for another thread; running them costs nothing for it."""
         return self.instructions[max(-1 - length_hint(self._left), -len(self.instructions))]
 
     def run(self, slots: Slots, watch: Watch | None = None) -> None:
-        """The instructions, one after the other. Each writes the slots behind those that are there."""
+        """Run the instructions one after the other. Each writes the slots behind those that are full."""
         for lane in self._lanes:
             lane.begin(watch)
         if watch is not None:
@@ -126,39 +126,36 @@ def of_rank(
     around: Callable[..., Sequence[Instruction]],
     lanes: Mapping[int, Lane],
 ) -> RankPart:
-    """The part of a rank in a program in which every transfer is an op.
+    """Return the part of a rank in a program in which every transfer is an op.
 
     Args:
-        instructions: those of all ranks.
-        model: the stages they are about.
+        instructions, model: of all ranks.
         rank: whose part it is.
-        send: for a SEND, and what it makes of the lists of leaves that it reads, the function that sends this.
-        receive: for a RECV the function that waits for what was sent, and gives it.
-        around: for instructions of the rank, and their `rows`, those that run in their place.
+        send: `send(op, run)` returns the function of a SEND, whose `run` makes what is sent.
+        receive: `receive(op)` returns the function of a RECV, which waits for what was sent.
+        around: `around(instructions, rows=)` returns what runs in the place of the rank's instructions.
         lanes: by rank, where it has one.
     """
-    here = {row: one for row, one in enumerate(instructions) if one.ops[0].rank == rank}
-    own: Sequence[Instruction] = [
-        one._replace(run=send(one.ops[0], one.run), writes=(), written=())
-        if one.ops[0].kind == "SEND"
-        else one._replace(run=receive(one.ops[0]), reads=(), shared=())
-        if one.ops[0].kind == "RECV"
-        else one
-        for one in here.values()
-    ]
-    own = around(own, rows=[*here])
-    written = [slot for one in own for slot in one.writes]
-    begins = sorted({slot for one in own for slot in one.reads}.difference(written))
+    by_row = {row: instruction for row, instruction in enumerate(instructions) if instruction.ops[0].rank == rank}
+    for row, instruction in by_row.items():
+        op = instruction.ops[0]
+        if op.kind == "SEND":
+            by_row[row] = instruction._replace(run=send(op, instruction.run), writes=(), written=())
+        elif op.kind == "RECV":
+            by_row[row] = instruction._replace(run=receive(op), reads=(), shared=())
+    local = around([*by_row.values()], rows=[*by_row])
+    written = [slot for i in local for slot in i.writes]
+    begins = sorted({slot for i in local for slot in i.reads}.difference(written))
     at: dict[int, int] = {slot: place for place, slot in enumerate((*begins, *written))}
-    moved = [
-        one._replace(reads=tuple(at[slot] for slot in one.reads), writes=tuple(at[slot] for slot in one.writes))
-        for one in own
+    renumbered = [
+        i._replace(reads=tuple(at[slot] for slot in i.reads), writes=tuple(at[slot] for slot in i.writes))
+        for i in local
     ]
-    return RankPart(moved, model, at, [*here], [lanes[rank]] if rank in lanes else [])
+    return RankPart(renumbered, model, at, [*by_row], [lanes[rank]] if rank in lanes else [])
 
 
 def _taking(reads: Sequence[int], shared: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Take from the slots the lists that an instruction reads: copies of those that others will read, too."""
+    """Return a function that takes the lists of an instruction out of the slots, copies of those read again later."""
     if len(reads) > 1 and not shared:
         return itemgetter(*reads)
     if len(reads) == 1:

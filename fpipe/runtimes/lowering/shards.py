@@ -22,7 +22,7 @@ from fpipe.runtimes.lowering.lowered import AbstractTree
 
 
 class Share(NamedTuple):
-    """Which replica of how many, along which axis of a mesh."""
+    """The number of a replica among how many, along which axis of a mesh."""
 
     number: int
     replicas: int
@@ -36,13 +36,14 @@ class Shared(NamedTuple):
     whole: AbstractTree
 
     def scattered(self, op: Op, total: AbstractTree) -> AbstractTree:
-        """A replica's part of a gradient: as that of its parameter, where there is one."""
-        each = zip(self.own.leaves, total.leaves, strict=True)
-        return total._replace(leaves=tuple(None if of is None else _cast(op, own.aval, of.aval) for own, of in each))
+        """Return a replica's part of a gradient, as that of its parameter."""
+        pairs = zip(self.own.leaves, total.leaves, strict=True)
+        parts = (None if grad is None else _cast(op, own.aval, grad.aval) for own, grad in pairs)
+        return total._replace(leaves=tuple(parts))
 
 
 def state_of(shared: Shared, state: AbstractTree) -> AbstractTree:
-    """A replica's part of an optimizer's state: what is as large as a parameter has its rows."""
+    """Return a replica's part of an optimizer's state: what is as large as a parameter has its rows."""
     leaves = [*state.leaves]
     for own, places in zip(shared.own.leaves, places_by_leaf(shared.own, state), strict=True):
         for at in places:
@@ -52,19 +53,18 @@ def state_of(shared: Shared, state: AbstractTree) -> AbstractTree:
 
 
 def shard_of(op: Op) -> Value:
-    """The shard that a GATHER reads, or that a SCATTER makes the gradient of."""
+    """Return the shard that a GATHER reads, or that a SCATTER makes the gradient of."""
     return Value("shard", op.stage, port=op.reads[0].port)
 
 
 def gathered(op: Op, known: AbstractTree, shared: Shared | None) -> AbstractTree:
-    """The parameters that a GATHER makes: in memory of their own, but where it hands on what it reads."""
+    """Return the parameters that a GATHER makes: in new memory, unless it hands on what it reads."""
     if shared is None and "cast" not in dict(op.how):
         return known
-
-    def made(leaf: Any) -> Any:
-        return _cast(op, leaf.aval, leaf.aval, leaf.aval.sharding) if isinstance(leaf, Fact) else leaf
-
-    return known._replace(leaves=tuple(map(made, known.leaves)))
+    leaves = (
+        _cast(op, leaf.aval, leaf.aval, leaf.aval.sharding) if isinstance(leaf, Fact) else leaf for leaf in known.leaves
+    )
+    return known._replace(leaves=tuple(leaves))
 
 
 def _cast(op: Op, like: Aval, other: Aval, sharding: Sharding | None = None) -> Fact:
@@ -73,7 +73,7 @@ def _cast(op: Op, like: Aval, other: Aval, sharding: Sharding | None = None) -> 
 
 
 def rows_of_share(rows: int, share: Share) -> int:
-    """How many of the rows of a parameter a replica has.
+    """Return how many of the rows of a parameter a replica has.
 
     >>> [rows_of_share(5, Share(number, 4)) for number in range(4)]
     [2, 2, 1, 0]
@@ -83,7 +83,7 @@ def rows_of_share(rows: int, share: Share) -> int:
 
 
 def shared_of(abstract: AbstractTree, share: Share, who: str, paths: Sequence[str]) -> Shared:
-    """The two sides of a value that a step is handed as DTensors, or whole; a ValueError for other placements."""
+    """Return both sides of a value that a step is handed as DTensors, or whole; ValueError for other placements."""
     own, whole = list[Any](), list[Any]()
     for path, leaf in zip(paths, abstract.leaves, strict=True):
         if not isinstance(leaf, Fact):
@@ -103,7 +103,7 @@ def shared_of(abstract: AbstractTree, share: Share, who: str, paths: Sequence[st
 
 
 def refuse_shards(abstract: AbstractTree, who: str, paths: Sequence[str]) -> None:
-    """A ValueError for shards that are handed to a step of one replica."""
+    """Raise ValueError for shards that are handed to a step of one replica."""
     facts = zip(paths, abstract.leaves, strict=True)
     place = next((path for path, leaf in facts if isinstance(leaf, Fact) and leaf.aval.sharding is not None), None)
     if place is not None:
@@ -114,18 +114,17 @@ def refuse_shards(abstract: AbstractTree, who: str, paths: Sequence[str]) -> Non
 
 
 def is_share(leaf: Any, axis: str) -> bool:
-    """Whether it is a part of a parameter that replicas along an axis share out."""
+    """Whether a leaf is a DTensor that replicas along an axis share out."""
     return is_sharded(leaf) and axis in (leaf.device_mesh.mesh_dim_names or ())
 
 
 def _inside(sharding: Sharding) -> Sharding:
-    """How a stage's parameter is sharded inside the stage: over all but the first dimension of the mesh."""
+    """Return the sharding inside a stage: over all but the first dimension of the mesh."""
     _, *names = sharding.mesh.mesh_dim_names
     return sharding._replace(mesh=sharding.mesh[tuple(names)] if names else None, placements=sharding.placements[1:])
 
 
 def _local_shape(sharding: Sharding) -> tuple[int, ...]:
-    """The shape of this process's part."""
     shape = [*sharding.shape]
     for at, placement in enumerate(sharding.placements):
         if placement.is_shard():
@@ -148,7 +147,7 @@ def _refuse_other_placement(sharding: Sharding, share: Share, who: str) -> None:
 
 
 def _plain(like: Aval, other: Aval, shape: tuple[int, ...] | None = None, sharding: Sharding | None = None) -> Fact:
-    """A contiguous tensor of the shape of one aval, and the dtype of another, in memory of its own."""
+    """Return a contiguous tensor of the shape of one aval and the dtype of another, in new memory."""
     shape = like.shape if shape is None else shape
     steps = tuple([*accumulate(reversed(shape[1:]), lambda a, b: a * max(b, 1), initial=1)][::-1]) if shape else ()
     return in_own_storage(other._replace(shape=shape, stride=steps, sharding=sharding))

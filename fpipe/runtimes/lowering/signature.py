@@ -1,4 +1,4 @@
-"""Tell which way of running a program a step needs: all that its instructions depend on, as one value to compare.
+"""Describe all that a step's instructions depend on as one value to compare and look up.
 
 step(params, batch, state)    -->    containers, shapes, dtypes, strides, devices, modes, autocast, flags, threads
 """
@@ -24,7 +24,7 @@ from fpipe.torch_private.dispatch import has_own_functions
 
 
 class Signature(tuple[Any, ...]):
-    """The parts of a signature, of which the hash is found once: steps are told to be alike, and then looked up."""
+    """The parts of a signature, which hashes them once."""
 
     def __hash__(self) -> int:
         if not hasattr(self, "_hash"):
@@ -33,12 +33,12 @@ class Signature(tuple[Any, ...]):
 
 
 class Signatures:
-    """The signatures of what one step is handed."""
+    """The signatures of a step's arguments."""
 
     def __init__(self, model: Model) -> None:
-        found = [(stage.forward, of_net(stage.forward)) for stage in model.stages]
-        self._stages = [inner for _, inner in found if inner is not None]
-        self._wrapped = [inner for outer, inner in found if inner is not None and inner is not outer]
+        pairs = [(stage.forward, of_net(stage.forward)) for stage in model.stages]
+        self._stages = [inner for _, inner in pairs if inner is not None]
+        self._wrapped = [inner for outer, inner in pairs if inner is not None and inner is not outer]
         self._new, self._said, self._held = 0, False, model.held
         self._last: Any = None
         self._now = Signature()
@@ -46,34 +46,34 @@ class Signatures:
     def of(
         self, leaves: Sequence[Any], containers: tree.Spec, homes: Iterable[torch.device] | None = None
     ) -> Signature:
-        """The signature of these leaves in these containers, under what is around them now.
+        """Return the signature of these leaves in these containers, under the flags and modes that are on now.
 
         Args:
             leaves, containers: of what a step is handed.
-            homes: of an example, where each leaf is at home: those without data stand for tensors there.
+            homes: of an example, the device of each leaf, for leaves without data.
 
         Raises:
             TypeError: a leaf cannot be compared.
-            Untraceable: nothing can be traced under what is around them.
+            Untraceable: nothing can be traced under these modes.
         """
         modes, now = [mode for stage in self._stages for mode in stage.modes()], self._now
         if self._held is not None:
             self._held.refuse_unfrozen()
             modes += self._held.modes()
-        own = [leaf for stage in self._stages for leaf in stage.constants()]
+        constants = [leaf for stage in self._stages for leaf in stage.constants()]
         at_home = repeat(None) if homes is None else chain(homes, repeat(torch.get_default_device()))
-        known = [*map(_known, chain(leaves, own), at_home)]
+        known = [*map(_known, chain(leaves, constants), at_home)]
         inside = tuple(id(leaf) for stage in self._wrapped for leaf in stage.constants())  # of their traces
-        found = (ambient(), tuple(modes), inside, containers, tree.odd_keys(containers), *known)
-        if found != now:
-            now = Signature(found)
-            hash(now)  # what cannot be hashed is told here, and never compared
+        parts = (ambient(), tuple(modes), inside, containers, tree.odd_keys(containers), *known)
+        if parts != now:
+            now = Signature(parts)
+            hash(now)  # a TypeError for what cannot be hashed
             self._now = now
         return now
 
     def count(self, signature: Any, given: Any, seconds: float) -> None:
-        """Note that a step was traced for a signature, and say what changed: the first time that this takes long, and
-        if it happens again and again."""
+        """Note that a step was traced for a signature; warn of what changed the first time that this takes long, and
+        when it happens often."""
         self._new += 1
         if self._new > 1 and seconds > _LONG and not self._said:
             self._said = True
@@ -103,12 +103,13 @@ _TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def _known(leaf: Any, home: torch.device | None) -> Any:
-    """Properties of a leaf on which traces depend; of one without data, where it is at `home`."""
+    """Return the properties of a leaf on which traces depend; a leaf without data stands for one on `home`."""
     if isinstance(leaf, Tensor):
         try:
-            own = local_of(leaf)
-            known = own.stride(), own.shape, own.dtype, home if home is not None and own.is_meta else own.device
-            known = known if own is leaf else (*known, sharding_of(leaf))
+            local = local_of(leaf)
+            device = home if home is not None and local.is_meta else local.device
+            known = local.stride(), local.shape, local.dtype, device
+            known = known if local is leaf else (*known, sharding_of(leaf))
         except RuntimeError:
             raise Untraceable(f"it is handed a {layout_of(leaf)}") from None
         if type(leaf) not in _TENSORS and not leaf.is_nested and has_own_functions(type(leaf)):
@@ -118,7 +119,7 @@ def _known(leaf: Any, home: torch.device | None) -> Any:
 
 
 def _changed(before: Any, now: Any, given: Any) -> str:
-    """The first difference of two signatures, in words."""
+    """Describe the first difference of two signatures."""
     words = (
         "autocast, a flag or the number of threads",
         "the mode of a module",
@@ -126,16 +127,16 @@ def _changed(before: Any, now: Any, given: Any) -> str:
         "the containers",
         "the keys of a dict",
     )
-    for word, one, other in zip(words, before, now, strict=False):
-        if one != other:
+    for word, old, new in zip(words, before, now, strict=False):
+        if old != new:
             return f"{word} changed"
     names = [name for name, _ in tree.paths(dict(zip(("params", "batch", "state", "opt"), given, strict=True)))]
     pairs = zip(before[len(words) :], now[len(words) :], strict=True)
-    at, one, other = next((at, *pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
+    at, old, new = next((at, *pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
     if at >= len(names):
         return "a buffer or a frozen parameter changed its shape, dtype or strides"
     root, _, rest = names[at].removeprefix("['").partition("']")
-    return f"{root}{rest} was {_shown(one)} and is {_shown(other)}"
+    return f"{root}{rest} was {_shown(old)} and is {_shown(new)}"
 
 
 def _shown(known: Any) -> str:

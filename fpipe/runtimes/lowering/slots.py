@@ -50,7 +50,7 @@ class ProcessContext:
 
 
 @dataclass(frozen=True)
-class Handed:
+class InputLeaves:
     """The leaves that a step is handed, by the values of its program.
 
     Attributes:
@@ -73,7 +73,7 @@ def handed_by(
     process: ProcessContext,
     homes: Mapping[Value, torch.device],
     storages: dict[int, int],
-) -> Handed:
+) -> InputLeaves:
     """Find the leaves of a step's arguments; `homes` are the devices of the ranks that read them."""
     leaves, containers = tree.flatten(inputs.trees)
     params, batch, state, optim = tree.unflatten(containers, range(len(leaves)))
@@ -81,13 +81,13 @@ def handed_by(
     batch = batch if whole is inputs.batch else streams(batch, len(sizes))
     state = None if inputs.state is None else state
     optim = None if inputs.optim is None else optim
-    ends = bind_inputs(program, model, StepInputs(params, batch, state, optim, inputs.key))
+    places_of = bind_inputs(program, model, StepInputs(params, batch, state, optim, inputs.key))
     trees, places, shared = dict[Value, AbstractTree](), dict[Value, Sequence[int]](), dict[Value, Shared]()
     at_home = [process.home or torch.get_default_device()] * len(leaves)
-    if ends.pop(Value("key"), None) is not None:  # who asks for it is told apart, by stage and microbatch
+    if places_of.pop(Value("key"), None) is not None:  # each stage and microbatch folds its number into it
         trees[Value("key")] = AbstractTree((inputs.key,), tree.flatten(inputs.key)[1])
-    for value, held in ends.items():
-        places[value], spec = tree.flatten(held)
+    for value, subtree in places_of.items():
+        places[value], spec = tree.flatten(subtree)
         found = [leaves[at] for at in places[value]]
         moved = {at: home_of(value, leaves[at], homes.get(value)) for at in places[value]}
         if value.name not in BATCH:
@@ -98,25 +98,25 @@ def handed_by(
         train = [False] * len(found)
         if value.name in PARAMETERS:
             train = trained(model, value.stage or 0, value.port, tree.unflatten(spec, found))
-        each = zip(found, train, places[value], strict=True)
-        facts = (fact_of(leaf, storages, one, at_home[at]) for leaf, one, at in each)
-        trees[value] = AbstractTree(tuple(map(_at, facts, moved.values())), spec)
+        rows = zip(found, train, places[value], strict=True)
+        facts = (fact_of(leaf, storages, trains, at_home[at]) for leaf, trains, at in rows)
+        trees[value] = AbstractTree(tuple(map(_moved_home, facts, moved.values())), spec)
         if value.name == "shard":
-            who, paths = f"params[{value.stage}]", [path for path, _ in tree.paths(held)]
+            who, paths = f"params[{value.stage}]", [path for path, _ in tree.paths(subtree)]
             if process.share is None:
                 refuse_shards(trees[value], who, paths)
             else:
                 shared[value] = shared_of(trees[value], process.share, who, paths)
                 trees[value] = shared[value].own
-        own = shared.get(value._replace(name="shard")) if value.name == "opt" else None
-        if own is not None:
-            trees[value] = state_of(own, trees[value])
-    return Handed(trees, places, at_home, shared)
+        shard = shared.get(value._replace(name="shard")) if value.name == "opt" else None
+        if shard is not None:
+            trees[value] = state_of(shard, trees[value])
+    return InputLeaves(trees, places, at_home, shared)
 
 
 @dataclass(frozen=True)
 class Entrance:
-    """The way into the slots: what is put where before the first instruction.
+    """What is put into which slot before the first instruction.
 
     Attributes:
         start: the slots with what they hold in every step.
@@ -137,7 +137,7 @@ class Entrance:
     prepare: Sequence[tuple[Callable[..., Any], tuple[int, ...], int]]
 
     def filled(self, leaves: Sequence[Any], key: Keys) -> Slots:
-        """The slots of a step."""
+        """Return the slots of a step."""
         slots = self.start[:]
         if self.key is not None:
             if key is None and self.drawing is not None:
@@ -146,7 +146,7 @@ class Entrance:
         if self.asked is not None:
             if key is None:
                 raise ValueError(NO_KEY)
-            slots[self.asked] = [None]  # a list of its own, which its last reader empties
+            slots[self.asked] = [None]  # its last reader empties this list
         for slot, places in self.inputs:
             slots[slot] = [leaves[at] for at in places]
         for slot, leaves_of in self.held:
@@ -158,12 +158,12 @@ class Entrance:
         return slots
 
 
-def entrance_of(lowered: Lowered, model: Model, handed: Handed, homes: Mapping[Value, torch.device]) -> Entrance:
-    """The way into the slots of a program that is lowered."""
+def entrance_of(lowered: Lowered, model: Model, handed: InputLeaves, homes: Mapping[Value, torch.device]) -> Entrance:
+    """Return what a lowered program finds in its slots before its first instruction."""
     slots, held = lowered.slots, dict[Any, Callable[[], list[Any]]]()
     for n, net in nets_of(model).items():
         held |= {Value("const", n): net.constants}
-    count = len(slots) - sum(len(one.writes) for one in lowered.instructions)
+    count = len(slots) - sum(len(instruction.writes) for instruction in lowered.instructions)
     return Entrance(
         start=[lowered.constants.get(slot) for slot in range(count)],
         inputs=[(slots[value], places) for value, places in handed.places.items()],
@@ -177,14 +177,13 @@ def entrance_of(lowered: Lowered, model: Model, handed: Handed, homes: Mapping[V
 
 
 def nets_of(model: Model) -> dict[int, PositionalStage]:
-    """The stages that are cut out of a net, by number."""
+    """Return the stages that are cut out of a net, by number."""
     return {n: stage.forward for n, stage in enumerate(model.stages) if isinstance(stage.forward, PositionalStage)}
 
 
 @dataclass(frozen=True)
 class ResultLeaf:
-    """The place of a leaf of the results in a slot, whether it is copied there, how it is sharded, and its dtype where
-    that is another than it comes in."""
+    """The place of a leaf of the results in a slot, and how it leaves: copied, as a DTensor, in another dtype."""
 
     at: int
     slot: int
@@ -195,7 +194,7 @@ class ResultLeaf:
 
 @dataclass(frozen=True)
 class _Zeros:
-    """The gradient of a parameter that nothing depends on, and where that is at home."""
+    """The gradient of a parameter that nothing depends on, and the device of that."""
 
     like: Tensor
     device: torch.device
@@ -203,19 +202,19 @@ class _Zeros:
 
 @dataclass(frozen=True)
 class Exit:
-    """The way out of the slots: the containers of the results, for each leaf its place, and the stages whose state
-    stays the caller's."""
+    """Where results are in the slots, their containers, and the stages whose state stays the caller's."""
 
     containers: Any
     leaves: Sequence[Any]
     untouched: frozenset[int]
 
     def results(self, slots: Sequence[Any], state: Any) -> dict[str, Any]:
-        """The results by name."""
-        whole = tree.unflatten(self.containers, [_result(leaf, slots) for leaf in self.leaves])
+        """Return the results by name."""
+        results = tree.unflatten(self.containers, [_result(leaf, slots) for leaf in self.leaves])
         if self.untouched:
-            whole["state"] = tuple(state[n] if n in self.untouched else own for n, own in enumerate(whole["state"]))
-        return whole
+            pairs = enumerate(results["state"])
+            results["state"] = tuple(state[n] if n in self.untouched else written for n, written in pairs)
+        return results
 
 
 def exit_of(
@@ -226,41 +225,41 @@ def exit_of(
     at_home: Sequence[torch.device],
     own: bool,
 ) -> Exit:
-    """The way out to the outputs of a program, copies of what shares memory, or of all that is not the step's `own`."""
+    """Return the way out to the outputs of a program; what shares memory, or is not the step's `own`, is copied."""
     state = inputs.state
     taken, values = {*lowered.given} - lowered.given_up, dict[Value, Any]()
     for end in program.outputs:
-        known = lowered.trees[end.value]
+        abstract = lowered.trees[end.value]
         places: list[Any] = []
-        for at, leaf in enumerate(known.leaves):
+        for at, leaf in enumerate(abstract.leaves):
             copied = isinstance(leaf, Fact) and (not own or leaf.storage in taken or not dense(leaf))
             places.append(None if leaf is None else ResultLeaf(at, lowered.slots[end.value], copied))
             taken.update([leaf.storage] if isinstance(leaf, Fact) else [])
-        values[end.value] = places if known.spec is None else tree.unflatten(known.spec, places)
+        values[end.value] = places if abstract.spec is None else tree.unflatten(abstract.spec, places)
     written = {end.name.stage for end in program.outputs if end.name.name == "state"}
     untouched = frozenset(n for n in range(len(model.stages)) if written and n not in written)
-    state = [None if n in untouched else each for n, each in enumerate(state)] if written else None
-    whole = collect_results(program, model, replace(inputs, state=state), values, lambda leaf: leaf)
+    state = [None if n in untouched else tensors for n, tensors in enumerate(state)] if written else None
+    results = collect_results(program, model, replace(inputs, state=state), values, lambda leaf: leaf)
     of_params = [*zip(tree.leaves(inputs.params), at_home, strict=False)]
     of_state = [(leaf, None) for leaf in tree.leaves(None if inputs.optim is None else inputs.optim[0])]
     for name, given_as in (("grads", of_params), ("params", of_params), ("opt", of_state)):
-        if name in whole:  # in the containers of what is handed in; gradients once or for each microbatch
-            places, spec = tree.flatten(whole[name])
+        if name in results:  # in the containers of what is handed in; gradients once or for each microbatch
+            places, spec = tree.flatten(results[name])
             pairs = zip(places, cycle(given_as), strict=False)
-            whole[name] = tree.unflatten(spec, [_as_given(leaf, *one) for leaf, one in pairs])
-    found, containers = tree.flatten(whole)
-    return Exit(containers, found, untouched)
+            results[name] = tree.unflatten(spec, [_as_given(leaf, *pair) for leaf, pair in pairs])
+    leaves, containers = tree.flatten(results)
+    return Exit(containers, leaves, untouched)
 
 
 def _as_given(leaf: Any, given: Any, home: torch.device | None) -> Any:
-    """A gradient, or a leaf of the next parameters or state, sharded and of a dtype as what is handed in."""
+    """Let a gradient, or a leaf of the next parameters or state, be sharded and of a dtype as what is handed in."""
     if isinstance(leaf, ResultLeaf):
         return replace(leaf, sharding=sharding_of(given), dtype=getattr(given, "dtype", None))
     return _Zeros(leaf, home if home and leaf.is_meta else leaf.device) if isinstance(leaf, Tensor) else leaf
 
 
 def fact_of(leaf: Any, storages: dict[int, int], trains: bool = False, home: torch.device | None = None) -> Any:
-    """The fact of a leaf that a step is handed, and whether it gets a gradient."""
+    """Return the fact of a leaf that a step is handed; `trains` says whether it gets a gradient."""
     if not isinstance(leaf, Tensor):
         return leaf
     if not is_strided(leaf):
@@ -270,20 +269,20 @@ def fact_of(leaf: Any, storages: dict[int, int], trains: bool = False, home: tor
     return known._replace(aval=known.aval._replace(wants=trains, device=device))
 
 
-def _at(known: Any, home: torch.device | None) -> Any:
-    """The fact of a leaf of the batch once it is on the device of the rank that reads it."""
+def _moved_home(known: Any, home: torch.device | None) -> Any:
+    """Return the fact of a leaf of the batch on the device of the rank that reads it."""
     if home is None or not isinstance(known, Fact) or known.aval.device == home:
         return known
     return in_own_storage(known.aval._replace(device=home))
 
 
 def _result(leaf: Any, slots: Sequence[Any]) -> Any:
-    """A leaf of the results: from its slot, zeros like a parameter that nothing depends on, or itself."""
+    """Return a leaf of the results: from its slot, zeros like a parameter that nothing depends on, or itself."""
     if isinstance(leaf, _Zeros):
         return torch.zeros_like(leaf.like, device=leaf.device)
     if not isinstance(leaf, ResultLeaf):
         return leaf
-    made = slots[leaf.slot][leaf.at]
-    made = made.clone() if leaf.copied else made
-    made = made if leaf.dtype is None or made.dtype is leaf.dtype else made.to(leaf.dtype)
-    return made if leaf.sharding is None else leaf.sharding.whole(made)
+    tensor = slots[leaf.slot][leaf.at]
+    tensor = tensor.clone() if leaf.copied else tensor
+    tensor = tensor if leaf.dtype is None or tensor.dtype is leaf.dtype else tensor.to(leaf.dtype)
+    return tensor if leaf.sharding is None else leaf.sharding.whole(tensor)
