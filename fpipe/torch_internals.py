@@ -305,7 +305,7 @@ def told_of_bindings(told: Callable[[nn.Module, str], None]) -> Generator[None]:
 
 
 class ThreadFlag(threading.local):
-    """What a patch of torch that stays asks in each thread: None outside of `with flag.set_to(value)`."""
+    """A value of each thread, for a patch of torch that stays: None outside of `with flag.set_to(value)`."""
 
     value: Any = None
 
