@@ -30,7 +30,7 @@ schedules <- root transforms timing orders
 meaning/stages <- root meaning/purity
 meaning/single_device <- root meaning/purity meaning/optimizers transforms timing meaning/stages
 meaning <- root meaning/purity meaning/optimizers transforms timing meaning/stages meaning/single_device
-verification <- root meaning/optimizers transforms meaning/stages meaning/single_device meaning
+verification <- root meaning/purity meaning/optimizers transforms meaning/stages meaning/single_device meaning
 torch_private <- root
 graphs/language <- root meaning/purity
 finding <- root transforms timing orders schedules

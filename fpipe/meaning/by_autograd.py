@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fpipe import tree
 from fpipe.meaning.devices import Moves
+from fpipe.meaning.purity.ambient import outside_autocast
 from fpipe.meaning.purity.own_memory import alias, laid_out_as, of_each_row, rows_of
 from fpipe.meaning.purity.pure import pure
 from fpipe.meaning.purity.sharded import placed_as
@@ -277,7 +278,8 @@ def _gradients(residuals: Residuals, roots: list[tuple[Tensor, Tensor]]) -> tupl
     found: Iterator[Tensor | None] = iter([None] * len(wanted))
     if roots and wanted:
         ends, seeds = zip(*roots, strict=True)
-        found = iter(residuals.around(lambda: torch.autograd.grad(ends, wanted, seeds, allow_unused=True)))
+        with outside_autocast():
+            found = iter(residuals.around(lambda: torch.autograd.grad(ends, wanted, seeds, allow_unused=True)))
     grads = [[placed_as(leaf, next(found)) if wants_grad(leaf) else None for leaf in group] for group in groups]
     count = len(residuals.inputs)
     params = [[*map(laid_out_as, *pair)] for pair in zip(residuals.params, grads[count + 1 :], strict=True)]

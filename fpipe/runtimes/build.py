@@ -88,8 +88,8 @@ def build(
         donate: of a program with an `update`, whether a step may overwrite the parameters and optimizer state that it
             is handed, which are the next ones then, in the same memory. Without it there is one more copy of both.
         autocast: what ops compute in that may be less precise, torch.bfloat16 or torch.float16: steps are built and run
-            under `torch.autocast` to it, backwards too. Parameters, gradients and the optimizer's state stay as they
-            are. Without it steps are as the context around them says.
+            under `torch.autocast` to it, but for backwards, as torch advises. Parameters, gradients and the optimizer's
+            state stay as they are. Without it steps are as the context around them says.
 
     Returns:
         `step(params, batch, *, state=None, key=None, opt=None, lr=None, scale=None) -> Result`, which changes nothing

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.meaning.purity.ambient import outside_autocast
 from fpipe.meaning.single_device.microbatch import join
 from fpipe.meaning.single_device.microbatch_graph import added
 from fpipe.meaning.single_device.over_parts import over_parts
@@ -230,7 +231,8 @@ def check_function(
 def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
     """The gradient for each leaf, None where it has none."""
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    found = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted and loss.requires_grad else ()
+    with outside_autocast():
+        found = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted and loss.requires_grad else ()
     by_leaf = dict(zip(map(id, wanted), found, strict=False))
     return [by_leaf.get(id(leaf)) for leaf in leaves]
 

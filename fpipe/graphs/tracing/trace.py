@@ -24,7 +24,7 @@ from fpipe.graphs.language.labels import gradient_of, is_input, is_parameter, re
 from fpipe.graphs.tracing.draws import GeneratorWatch, draws, keyed, refuse_unkeyed_randomness, without_fills
 from fpipe.graphs.tracing.fake import LeakedTensor, fake_mode, no_leaks, watched_memory
 from fpipe.graphs.tracing.functional import functional, refuse_mutation
-from fpipe.meaning.purity.ambient import Untraceable
+from fpipe.meaning.purity.ambient import Untraceable, outside_autocast
 from fpipe.meaning.purity.own_memory import is_view_in_place, laid_out_as, mutated_by, of_each_row, rows_of
 from fpipe.meaning.purity.pure import Impure
 from fpipe.meaning.stages.keys import exclusive_generator
@@ -194,7 +194,8 @@ def _with_gradient(
         if pairs and wanted:
             roots, starts = zip(*pairs, strict=True)
             gradient: Any = partial(torch.autograd.grad, roots, wanted, starts, allow_unused=True)
-            grads = iter(gradient() if around is None else around(args, gradient))
+            with outside_autocast():
+                grads = iter(gradient() if around is None else around(args, gradient))
         for label, written in gradients.items():
             read_grads = [next(grads) if _wants(leaf) else None for leaf in given[label]]
             yield written, [*map(laid_out_as, given[label], read_grads)] if is_parameter(label) else read_grads

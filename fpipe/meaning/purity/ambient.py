@@ -99,8 +99,15 @@ def raw_ops() -> AbstractContextManager[None]:
 
 @contextmanager
 def _without_casts() -> Generator[None]:
+    with torch.no_grad(), outside_autocast():
+        yield
+
+
+@contextmanager
+def outside_autocast() -> Generator[None]:
+    """Run a backward as torch advises. The gradient of an op that autocast left alone would be computed less precisely
+    within it; what was cast is computed in its own dtype, and what is computed again puts its autocast back itself."""
     with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
         for kind in _KINDS:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.meaning.purity.ambient import outside_autocast
 from fpipe.meaning.purity.own_memory import alias, of_each_row, rows_of
 from fpipe.meaning.purity.pure import pure
 from fpipe.meaning.purity.sharded import placed_as
@@ -149,7 +150,8 @@ def gradients(
         backward: Callable[[], Any] = partial(torch.autograd.grad, roots, wanted, given, allow_unused=True)
         for stage, params in zip(model.stages, graph.own, strict=True):
             backward = backward if stage.within is None else partial(stage.within, params, backward)
-        found = iter(backward())
+        with outside_autocast():
+            found = iter(backward())
     grads = [[placed_as(leaf, next(found)) if wants_grad(leaf) else None for leaf in group] for group in groups]
     count = len(leaves)
     summed = [reduce(added, each) for each in zip(*grads[count + 1 : count + 1 + len(inputs)], strict=True)]
