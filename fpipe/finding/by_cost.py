@@ -19,7 +19,7 @@ from fpipe.timing.waiting import way
 from fpipe.transforms.place import place
 from fpipe.transforms.split_backward import split_backward
 
-SECONDS = 0.3
+SECONDS = 0.6
 """The effort, in seconds of `fpipe.search`."""
 _WHOLE = 10**6  # bytes that stand for the residuals of a stage, where a W needs only a share of them
 

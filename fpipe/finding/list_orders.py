@@ -25,6 +25,10 @@ class Rule(NamedTuple):
     microbatch: float
 
 
+ALL, OLDEST, ENTRY = "all", "oldest", "entry"
+"""The residuals for which a forward leaves room on its rank: the rest of all microbatches that have begun there, the
+rest of the oldest of them, or all of the oldest and what those hold that entered after it."""
+
 RULES = (
     Rule((1, 0, 100), 0, 0.01),
     Rule((0, 1, 100), 0, 0.01),
@@ -33,6 +37,8 @@ RULES = (
     Rule((0, 0, 100), -0.1, 0.3),
     Rule((0, 0, 100), 0.1, 0.3),
     Rule((2, 0, 1), -0.01, 0.1),
+    Rule((0, 0.5, 100), 0.17, 1),
+    Rule((0, 0, 0.5), 0.17, 1),
 )
 
 
@@ -81,9 +87,15 @@ class ListOrders:
         first = min((self.microbatch[at] for at in own), default=0)
         return [self.takes[at] for at in own if self.microbatch[at] == first]
 
-    def order(self, rule: Rule, oldest: bool = False) -> Rows | None:
-        """The order by a rule; None where it jams. The `oldest` microbatch that has begun keeps its room alone, or
-        all that have."""
+    def order(self, rule: Rule, leaves_room: str = ALL, ahead: float = math.inf) -> Rows | None:
+        """Return the order by a rule, or None where it jams.
+
+        Microbatches enter at the pace of the busiest rank, at most so many `ahead`: those that enter as early as they
+        can hold room that others need. `leaves_room` is `ALL`, `OLDEST` or `ENTRY`; with the last an order that is not
+        paced mostly jams.
+        """
+        pace = max(self.tasks.work) / self.tasks.program.microbatches
+        enters = [max(0.0, pace * (microbatch - ahead)) for microbatch in self.microbatch]
         key = [
             -math.inf if first else rule.kinds[kind] + rule.stage * depth + rule.microbatch * microbatch
             for first, kind, depth, microbatch in zip(self.first, self.kind, self.depth, self.microbatch, strict=True)
@@ -98,12 +110,8 @@ class ListOrders:
             best, left = NOTHING, begun[rank]
             for at in ready:
                 more, own = self.takes[at], self.microbatch[at]
-                if more:
-                    still = left if own in left else {**left, own: self.whole[rank]}
-                    others = [still[one] for one in ([min(still)] if oldest else sorted(still)) if one != own]
-                    rest = more if oldest else still[own]
-                    if held[rank] + rest + sum(others) > self.caps[rank]:
-                        continue
+                if more and self._needed_room(left, rank, own, more, leaves_room, held[rank]) > self.caps[rank]:
+                    continue
                 if best < 0 or (key[at], at) < (key[best], best):
                     best = at
             if best >= 0:
@@ -115,7 +123,26 @@ class ListOrders:
                         left[self.microbatch[best]] = rest
             return best
 
-        return self._rows_of(list_schedule(self.graph, pick))
+        return self._rows_of(list_schedule(self.graph, pick, enters))
+
+    def _needed_room(
+        self, left: dict[int, float], rank: int, microbatch: int, takes: float, leaves_room: str, held: float
+    ) -> float:
+        """The residuals that a rank has to have room for if a forward of a microbatch takes so much now.
+
+        `left` is, of each microbatch that has begun on the rank, what its other forwards will take.
+        """
+        left = left if microbatch in left else {**left, microbatch: self.whole[rank]}
+        if leaves_room == ALL:
+            return held + sum(left.values())
+        oldest = min(left)
+        if microbatch == oldest:
+            return held + takes
+        if leaves_room == OLDEST:
+            return held + takes + left[oldest]
+        # Those before the oldest that is not all there need no more room, and leave theirs.
+        younger = sum(self.whole[rank] - rest for index, rest in left.items() if index != oldest)
+        return max(held, younger + self.whole[rank]) + takes
 
     def with_weights_in_gaps(self, rows: Rows) -> Rows | None:
         """The order of the rows with each W where its rank would wait, or has no room for what is next; None where it
