@@ -261,7 +261,7 @@ WRONG: dict[str, tuple[Callable[..., Loop], dict[str, Any], dict[str, Any]]] = {
     # the words: a loop, how it is made, and what was meant
     "Each stage is clipped by its own norm": (OwnNorms, ADAM, ADAM),
     "The norm counts everything 2 times": (CountedTwice, CLIPPED, CLIPPED),
-    "Gradients are not clipped": (Loop, SGD, CLIPPED),
+    "Gradients are not clipped, or to more": (Loop, SGD, CLIPPED),
     "is clipped before gradients are added up": (ClippedFirst, CLIPPED, CLIPPED),
     "steps after each microbatch": (StepsOften, SGD, SGD),
     r"added to the gradient \(Adam\)": (Loop, ADAM | {"rule": "Adam"}, ADAM),
@@ -427,6 +427,68 @@ def test_another_rate_or_rule_is_named(made: str, said: str, rate: float, words:
     Loop(net, made, None).run([batch], [0.01])
     with pytest.raises(fpipe.GradientMismatch, match=words):
         fpipe.compare_step(*first(), batch, dict(net.named_parameters()), rule=said, lr=rate)
+
+
+EFFECTS: dict[str, tuple[dict[str, Any], int, str]] = {
+    # how the loop differs from SGD at .05 with a clip of .05, of how many steps, and all that is said
+    "half the rate": (
+        {"lr": 0.025},
+        1,
+        "The norm counts everything 4 times, as shards or replicas have it, or the learning rate is 0.025, not 0.05, "
+        "or gradients are 0.044 times as large, or gradients are clipped to 0.025, not 0.05.",
+    ),
+    "another clip": (
+        {"clip": 0.1},
+        2,
+        "The learning rate is 0.1, not 0.05, or gradients are clipped to 0.1, not 0.05.",
+    ),
+    "a clip that is never reached": ({"clip": 9.0}, 2, "Gradients are not clipped, or to more than their norm."),
+    "a loss that is divided": ({"scale": 1 / 300}, 2, "Gradients are 0.00333 times as large."),
+}
+
+
+@pytest.mark.parametrize("case", EFFECTS)
+def test_mistakes_of_one_effect_are_all_named(case: str):
+    """A rate that was halved was said to be a norm that counts everything 4 times, and another clip another rate."""
+    change, many, sentence = EFFECTS[case]
+    net, (model, params) = net_of(2), first()
+    torch.manual_seed(1)
+    batches = [(torch.randn(8, 8), torch.randn(8, 8)) for _ in range(many)]
+    optimizer = torch.optim.SGD(net.parameters(), lr=change.get("lr", 0.05))
+    for x, target in batches:
+        optimizer.zero_grad()
+        (MSE(net(x), target) * change.get("scale", 1.0)).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), change.get("clip", 0.05))
+        optimizer.step()
+    with pytest.raises(fpipe.GradientMismatch) as error:
+        fpipe.compare_step(model, params, batches, dict(net.named_parameters()), rule="SGD", lr=0.05, clip=0.05)
+    assert str(error.value).splitlines()[1] == sentence
+
+
+class Judging(nn.Module):
+    """A net that computes its own loss of labels among its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 8), nn.Linear(8, 7)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": ENTROPY(self.head(self.embed(ids).tanh()).flatten(0, 1), labels.flatten())}
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"), [(4.0, "summed over the 4 microbatches"), (1.37, "gradients are 1.37 times as large")]
+)
+def test_a_net_that_computes_its_own_loss_is_judged(scale: float, words: str):
+    """Its target is None, which has no rows: AttributeError."""
+    torch.manual_seed(0)
+    net, ids = Judging(), torch.randint(0, 7, (8, 3))
+    batch = {"ids": ids, "labels": ids.roll(-1, 1)}, None
+    model, params, _ = fpipe.from_module(copy.deepcopy(net), 2, example=batch)
+    (scale * net(**batch[0])["loss"]).backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    with pytest.raises(fpipe.GradientMismatch, match=words):
+        fpipe.compare_step(model, params, batch, dict(net.named_parameters()), rule="SGD", lr=0.1, microbatches=4)
 
 
 def test_a_warm_up_from_zero_hides_nothing():

@@ -5,10 +5,11 @@ parameters, and a loop of plain autograd        --> message -->        the mista
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import isfinite
+from itertools import chain
+from math import inf, isfinite
 from operator import itemgetter
 from typing import Any
 
@@ -19,6 +20,7 @@ from fpipe import tree
 from fpipe.meaning.single_device.result import Result
 from fpipe.oracle.gradient_changes import StepGradients, scaled
 from fpipe.oracle.step_mistakes import Loop, mistakes
+from fpipe.oracle.verdict import plainest
 from fpipe.verification.report import Close, Leaf, Report, is_finite, largest, listed, wide
 
 _SPREAD = 10.0
@@ -33,6 +35,10 @@ _AS_FAR = 0.5
 _BITS, _NEARER = 32.0, 16.0
 """How many bits parameters have to tell of a mistake, and how much nearer to it they have to be, for it to be sure:
 some hundred are tried, and in a small net other mistakes than these turn the same signs."""
+
+_ROUNDS = 4
+"""How often a factor is improved that is found by how far parameters have moved: over steps they do not move in line
+with it."""
 
 _EPSILONS = 4.0
 """By how many epsilons of its size a gradient is moved."""
@@ -67,8 +73,13 @@ class AfterSteps:
         wrong = [k for k, (_, leaf) in self.named.items() if not self.same(leaf, right[k])]
         if not wrong or self.close is not None:
             return wrong
-        moved = tree.leaves(shaken(loop).run().params)
-        return [k for k in wrong if not self.near(self.named[k][1], right[k], moved[k])]
+        errors, limits = self._errors(expected), self._limits(loop, expected)
+        return [k for k in wrong if not errors[k] <= limits[k]]
+
+    def _limits(self, loop: Loop, result: Result) -> dict[int, float]:
+        """Return how far each parameter may be from a loop's."""
+        right, moved = tree.leaves(result.params), tree.leaves(shaken(loop).run().params)
+        return {k: _limit(right[k], moved[k]) for k in self.named}
 
     def values_of(self, result: Result) -> dict[str, Tensor]:
         """Return the gradients of the last step and the optimizer's state after it, by what messages call them."""
@@ -83,9 +94,7 @@ class AfterSteps:
 
     def near(self, value: Tensor, right: Tensor, moved: Tensor) -> bool:
         """Whether a value is as near to the right one as small changes of the gradients may move it."""
-        error, spread = (float((wide(x) - wide(right)).norm()) for x in (value, moved))
-        ulps = torch.finfo(right.dtype).eps * float(wide(right).norm())
-        return is_finite(value) and error <= _SPREAD * spread + 4 * ulps
+        return float((wide(value) - wide(right)).norm()) <= _limit(right, moved)
 
     @property
     def report(self) -> Report:
@@ -112,13 +121,15 @@ class AfterSteps:
         still = [self.named[k][0] for k in self.wrong if torch.equal(self.named[k][1], before[k])]
         if still:
             return [first, f"{len(still)} of them are as they were: no update reached them.", f"  {listed(still)}"]
-        explanations = [way for way in (self._nearest_mistake(), self._other_rate(has_grads)) if way]
-        sure = [words for words, result in explanations if self._is_evident(result)]
-        if sure or not explanations:
-            best = ", or ".join(sure) or "no mistake that is known explains them"
+        explanations, result = self._explanations(has_grads)
+        is_sure = result is None or self._is_evident(result)
+        if not explanations:
+            best = "no mistake that is known explains them"
+        elif is_sure:
+            best = ", or ".join(explanations)
         else:
-            best = f"it could be that {explanations[0][0]}, but these parameters tell too little to be sure"
-        notes = [] if sure or has_grads else self.hidden_sizes()
+            best = f"it could be that {explanations[0]}, but these parameters tell too little to be sure"
+        notes = [] if (explanations and is_sure) or has_grads else self.hidden_sizes()
         return [first, f"{best[0].upper()}{best[1:]}.", *notes, f"  {listed([name for name, _ in wrong])}"]
 
     def hidden_sizes(self, norm: Any = None) -> list[str]:
@@ -167,45 +178,72 @@ class AfterSteps:
             error, rest = error + float((found - right).norm()), rest + float((found - other).norm())
         return bits >= _BITS and rest * _NEARER <= error
 
-    def _nearest_mistake(self) -> tuple[str, Result] | None:
-        """Return the mistake that makes these parameters and its result, of several the one that comes nearest.
+    def _explanations(self, has_grads: bool) -> tuple[list[str], Result | None]:
+        """Return all mistakes that make these parameters, and the result of the one that comes nearest.
 
-        A loop is shaken, which is to run it once more, only if none that comes nearer explains them.
+        Groups of mistakes behind that of an exact one are not tried. A loop is shaken, which is to run it once more,
+        only if none that comes nearer explains the parameters.
         """
-        tried = list[tuple[float, str, Loop]]()
-        for words, loop in mistakes(self.loop):
-            right = tree.leaves(loop.run().params)
-            error = sum(float((wide(leaf) - wide(right[k])).norm()) for k, (_, leaf) in self.named.items())
-            tried.append((error, words, loop))
-            if error == 0.0:
+        tried = list[tuple[float, dict[int, float], str, Loop]]()
+        for number, group in enumerate(mistakes(self.loop)):
+            for words, loop in chain(group, self._rescalings(has_grads) if number == 0 else ()):
+                errors = self._errors(loop.run())
+                tried.append((sum(errors.values()), errors, words, loop))
+            if any(error == 0.0 for error, _, _, _ in tried):
                 break
-        nearest = sorted((row for row in tried if isfinite(row[0])), key=itemgetter(0))
-        return self._first_that_explains((words, loop) for _, words, loop in nearest)
-
-    def _first_that_explains(self, mistakes: Iterable[tuple[str, Loop]]) -> tuple[str, Result] | None:
-        for words, loop in mistakes:
+        for _, _, _, loop in sorted((row for row in tried if isfinite(row[0])), key=itemgetter(0)):
             result = loop.run()
             if not self.wrong_beside(loop, result):
-                return words, result
-        return None
+                limits = self._errors(result) if self.close else self._limits(loop, result)
+                named = (words for _, errors, words, _ in tried if all(errors[k] <= limits[k] for k in errors))
+                return [*dict.fromkeys(named)], result
+        return [], None
 
-    def _other_rate(self, has_grads: bool) -> tuple[str, Result] | None:
-        """Return the learning rate that makes these parameters, by how far the largest leaf has moved."""
-        words = self.loop.words
-        rates = [numbers["lr"] for numbers in self.loop.rates if numbers["lr"] is not None]
+    def _errors(self, result: Result) -> dict[int, float]:
+        """Return the norm of each parameter's distance from that of a result."""
+        right = tree.leaves(result.params)
+        return {k: float((wide(leaf) - wide(right[k])).norm()) for k, (_, leaf) in self.named.items()}
+
+    def _rescalings(self, has_grads: bool) -> Iterator[tuple[str, Loop]]:
+        """Yield the learning rate, the size of gradients and the clip that come nearest to these parameters."""
+        loop, words, clip = self.loop, self.loop.words, self.loop.words.clip
+        rates = [numbers["lr"] for numbers in loop.rates]
+
+        def at_rates(times: float) -> Loop:
+            others = [lr if lr is None else float(f"{lr * times:.6g}") for lr in rates]
+            return replace(loop, rates=[numbers | {"lr": lr} for numbers, lr in zip(loop.rates, others, strict=True)])
+
+        for times in self._solve(at_rates) if None not in rates else ():
+            others = [numbers["lr"] for numbers in at_rates(times).rates]
+            other, meant = (listed([f"{lr:g}" for lr in dict.fromkeys(values)]) for values in (others, rates))
+            if other != meant:
+                yield f"the learning rate is {other}, not {meant}", at_rates(times)
+        if words.by == "SGD" and not has_grads:
+            for times in self._solve(lambda times: loop.without_clip().changed(scaled, by=times)):
+                yield f"gradients are {times:.3g} times as large", loop.changed(scaled, by=times)
+        if clip is not None:
+            for times in self._solve(lambda times: replace(loop, words=words._replace(clip=clip * times))):
+                other_clip = words._replace(clip=float(f"{clip * times:.6g}"))
+                yield f"gradients are clipped to {other_clip.clip:g}, not {clip:g}", replace(loop, words=other_clip)
+
+    def _solve(self, at: Callable[[float], Loop]) -> list[float]:
+        """Return the factors, to three digits and plain, whose loop moves the largest leaf as far as it has moved."""
         k = max(self.named, key=lambda k: self.named[k][1].numel())
-        before, right = (wide(tree.leaves(tuple(params))[k]) for params in (self.loop.params, self.expected.params))
-        way, moved = (right - before).flatten(), (wide(self.named[k][1]) - before).flatten()
-        times = float(torch.vdot(way, moved).real / torch.vdot(way, way).real) if way.any() else 0.0
-        if len(rates) < len(self.loop.rates) or not isfinite(times) or times <= 0:
-            return None
-        others = [float(f"{rate * times:.3g}") for rate in rates]
-        changed = [numbers | {"lr": lr} for numbers, lr in zip(self.loop.rates, others, strict=True)]
-        other, meant = (listed([f"{rate:g}" for rate in dict.fromkeys(values)]) for values in (others, rates))
-        sentence = f"the learning rate is {other}, not {meant}"
-        if not has_grads and words.by == "SGD" and words.clip is None and "weight_decay" not in dict(words.settings):
-            sentence += f", or gradients are {times:.3g} times as large"
-        return None if others == rates else self._first_that_explains([(sentence, replace(self.loop, rates=changed))])
+        before = wide(tree.leaves(tuple(self.loop.params))[k])
+        moved, times = (wide(self.named[k][1]) - before).flatten(), 1.0
+        for _ in range(_ROUNDS):
+            way = (wide(tree.leaves(at(times).run().params)[k]) - before).flatten()
+            ratio = float(torch.vdot(way, moved).real / torch.vdot(way, way).real) if way.any() else 0.0
+            if not 0 < ratio < inf:
+                return []
+            times *= ratio
+        return [*{value: None for value in (plainest(times), float(f"{times:.3g}")) if value != 1.0}]
+
+
+def _limit(right: Tensor, moved: Tensor) -> float:
+    """Return how far a value may be from the right one, which a small change of the gradients has moved."""
+    spread, size = float((wide(moved) - wide(right)).norm()), float(wide(right).norm())
+    return _SPREAD * spread + 4 * torch.finfo(right.dtype).eps * size
 
 
 def _resized(step: StepGradients) -> Any:

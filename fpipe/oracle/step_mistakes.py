@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -106,15 +107,16 @@ class Loop:
 Named = Iterator[tuple[str, Loop]]
 
 
-def mistakes(loop: Loop) -> Named:
-    """Yield each mistake in words with a loop that makes it; simple and frequent ones first."""
-    yield from _wrong_sums(loop)
-    yield from _wrong_ties(loop)
-    yield from _wrong_rows(loop)
-    yield from _wrong_clips(loop)
-    yield from _wrong_settings(loop)
-    yield from _other_optimizers(loop)
-    yield from _wrong_steps(loop)
+def mistakes(loop: Loop) -> Iterator[Named]:
+    """Yield groups of mistakes, each in words with a loop that makes it; simple and frequent ones first.
+
+    Mistakes of one group may have one effect: all that change a length, all that move rows.
+    """
+    yield chain(_wrong_sums(loop), _wrong_clips(loop))
+    yield _wrong_ties(loop)
+    yield _wrong_rows(loop)
+    yield chain(_wrong_settings(loop), _other_optimizers(loop))
+    yield _wrong_steps(loop)
 
 
 def _wrong_sums(loop: Loop) -> Named:
@@ -132,6 +134,13 @@ def _wrong_sums(loop: Loop) -> Named:
             yield f"microbatch {k} counts twice", loop.changed(counting, k=k, times=2)
             yield f"microbatch {k} is missing", loop.changed(counting, k=k, times=0)
         yield "gradients are added up in bfloat16", loop.changed(in_bfloat16)
+    for k in dict.fromkeys(counts_of(loop.steps[0][0][0][1])):
+        if k > 1:
+            words = f"gradients are summed over the {k * count} rows or tokens and not averaged"
+            yield words, loop.changed(scaled, by=k * count)
+        if k > 1 and count > 1:
+            words = f"gradients are summed over the {k} rows or tokens of each microbatch and not averaged"
+            yield words, loop.changed(scaled, by=k)
     for k in range(2, count):
         if count % k == 0:
             words = f"gradients that are there already are divided again at each round of {k} microbatches"
@@ -151,21 +160,16 @@ def _wrong_ties(loop: Loop) -> Named:
 def _wrong_rows(loop: Loop) -> Named:
     parts = loop.steps[0]
     count, target = len(parts), parts[0][0][1]
-    for k in dict.fromkeys(counts_of(target)):
-        words = f"gradients are summed over the {k * count} rows or tokens and not averaged"
-        yield words, loop.changed(scaled, by=k * count)
-        if count > 1:
-            words = f"gradients are summed over the {k} rows or tokens of each microbatch and not averaged"
-            yield words, loop.changed(scaled, by=k)
     if count > 1:
         yield "each microbatch weighs as much as it has valid targets, not rows", loop.changed(by_tokens)
         for k in (2, 4, 8):
             if count % k == 0:
                 words = f"all {k} replicas are handed the same rows, those of replica 0"
                 yield words, loop.changed(of_first_replica, replicas=k)
-    for words, order in target_orders(sum(size for _, size in parts), count):
+    targets = [leaf for leaf in tree.leaves(target) if isinstance(leaf, Tensor) and leaf.ndim]
+    for words, order in target_orders(sum(size for _, size in parts), count) if targets else ():
         yield words, loop.changed(with_targets, order=order)
-    if any(leaf.ndim > 1 and not leaf.is_floating_point() for leaf in tree.leaves(target)):
+    if any(leaf.ndim > 1 and not leaf.is_floating_point() for leaf in targets):
         yield "targets are shifted by one position too many", loop.changed(with_shifted_targets, by=-1)
         yield "targets are shifted by one position too few", loop.changed(with_shifted_targets, by=1)
 
@@ -175,7 +179,7 @@ def _wrong_clips(loop: Loop) -> Named:
     if clip is None:
         yield "gradients are clipped to 1", replace(loop, words=loop.words._replace(clip=1.0))
         return
-    yield "gradients are not clipped", unclipped
+    yield "gradients are not clipped, or to more than their norm", unclipped
     words = "each stage is clipped by its own norm: the norm misses other ranks"
     yield words, unclipped.changed(clipped_by_stage, most=clip)
     yield from clipped_by_parts(loop)
