@@ -9,7 +9,7 @@ of a text from 1, as editors count them.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
@@ -70,7 +70,7 @@ def check(program: Program) -> None:
 
 
 def check_kinds(program: Program) -> None:
-    """Each kind of op does what its letter says: with the values of its own stage, microbatch and slice.
+    """Check that each op does what the letter of its kind says, with values of its own stage, microbatch and slice.
 
     Rewrites keep that, so it is looked at where a program enters and not again.
 
@@ -80,18 +80,18 @@ def check_kinds(program: Program) -> None:
     """
     for position, op in enumerate(program.ops):
         for part in op.parts or (op,):
-            why = _odd(part, op)
-            if why:
-                raise fault(program, position, f"{part.cell} {why}.", f"    {op}")
+            mistake = _mistake_in(part, op)
+            if mistake:
+                raise fault(program, position, f"{part.cell} {mistake}.", f"    {op}")
     _stages_are_whole(program)
-    _cut_alike(program)
-    _of_one_version(program)
-    homes: dict[Value, set[int]] = {}
+    _batch_is_cut_once(program)
+    _versions_agree(program)
+    homes_by_name: defaultdict[Value, set[int]] = defaultdict(set)
     freed = {value for op in program.ops if op.kind == "FREE" for value in op.reads}
     for end in program.outputs:
-        if homes.setdefault(end.name, set()) & set(end.homes):
+        if homes_by_name[end.name] & {*end.homes}:
             raise ProgramError(f"the output {end.name} stands twice; a result has one value on each of its homes.")
-        homes[end.name] |= set(end.homes)
+        homes_by_name[end.name].update(end.homes)
         if end.name.name == "grads" and end.name.stage != end.value.stage:
             raise ProgramError(f"the output {end} gives stage {end.name.stage} the gradient of another.")
         if ">" in end.value.at.rpartition("@")[2]:
@@ -100,38 +100,37 @@ def check_kinds(program: Program) -> None:
             raise ProgramError(f"the output {end} is freed before it is handed back.")
 
 
-def _cut_alike(program: Program) -> None:
-    """The SPLITs of a program cut the batch alike, and into as many parts as each stage has of them."""
+def _batch_is_cut_once(program: Program) -> None:
+    """All SPLITs cut the batch in the same way, into as many parts as each stage has SPLITs."""
     for op in program.ops:
         if op.kind in ("SPLIT", "MERGE") and dict(op.how).get("slices", 1) != program.slices:
             raise ProgramError(f"{op.cell} says {dict(op.how)}, but the program has {program.slices} slices:\n    {op}")
     splits = [(position, op, dict(op.how)) for position, op in enumerate(program.ops) if op.kind == "SPLIT"]
-    many = Counter((op.stage, op.slice, op.reads[0].port) for _, op, _ in splits)
+    counts = Counter((op.stage, op.slice, op.reads[0].port) for _, op, _ in splits)
     for position, op, how in splits:
-        index, found = how.get("index"), many[op.stage, op.slice, op.reads[0].port]
-        alike = {**splits[0][2], "index": index} == how
-        if alike and how.get("count") == found and index in range(found):
-            continue
-        raise fault(
-            program,
-            position,
-            f"{op.cell} takes part {index} of {how.get('count')} of the batch, but stage {op.stage} has "
-            f"{found} SPLITs: all of them say count={found} and index=0..{found - 1}, and cut alike.",
-            f"    {op}\nfpipe.split({found}) writes them.",
-        )
+        index, count = how.get("index"), counts[op.stage, op.slice, op.reads[0].port]
+        is_alike = {**splits[0][2], "index": index} == how
+        if not is_alike or how.get("count") != count or index not in range(count):
+            raise fault(
+                program,
+                position,
+                f"{op.cell} takes part {index} of {how.get('count')} of the batch, but stage {op.stage} has "
+                f"{count} SPLITs: all of them say count={count} and index=0..{count - 1}, and cut alike.",
+                f"    {op}\nfpipe.split({count}) writes them.",
+            )
 
 
-def _of_one_version(program: Program) -> None:
-    """A backward reads the parameters that its forward read: of those that an op wrote, the same version."""
-    known: dict[tuple[object, ...], tuple[Op, Value]] = {}
+def _versions_agree(program: Program) -> None:
+    """A backward reads the version of parameters that its forward read."""
+    first_reads: dict[tuple[object, ...], tuple[Op, Value]] = {}
     for position, op in enumerate(program.ops):
         for part in op.parts or (op,):
             for value in part.reads if part.kind in _OF_STAGES else ():
                 if value.name != "params":
                     continue
-                first, read = known.setdefault((part[1:4], value.stage, value.port), (part, value))
-                if read.microbatch != value.microbatch:
-                    both = f"{part.cell} reads {phrase(value)}, and {first.cell} read {phrase(read)}"
+                reader, version = first_reads.setdefault((part[1:4], value.stage, value.port), (part, value))
+                if version.microbatch != value.microbatch:
+                    both = f"{part.cell} reads {phrase(value)}, and {reader.cell} read {phrase(version)}"
                     rule = "a stage computes a microbatch with one version of its parameters."
                     raise fault(program, position, f"{both}: {rule}")
 
@@ -150,43 +149,48 @@ _NEEDED = {"B": "res", "I": "res", "W": "wres"}
 
 
 @lru_cache
-def _no_literal(text: str) -> str | None:
-    """Why a text is no expression of Python, if it is none."""
+def _mistake_in_spec(text: str) -> str | None:
     try:
         expression(text)
     except ValueError as error:
-        return str(error).removesuffix(".")
+        return f"has a spec: {str(error).removesuffix('.')}"
     return None
 
 
-def _odd(op: Op, whole: Op) -> str | None:
-    """Name the mistake in an op by itself, if there is one."""
-    own = (op.stage, op.microbatch, op.slice)
-    for word, found in op.how:
-        if op.kind in _WITH_WORDS and word in _WORDS and type(found) is not _WORDS[word]:
-            return f"says {word}={found!r}, where {_WORDS[word].__name__} is wanted"
-        if op.kind in _WITH_WORDS and word == "spec" and (why := _no_literal(found)):
-            return f"has a spec: {why}"
+def _mistake_in(op: Op, whole: Op) -> str | None:
+    """Name the mistake in an op by itself, or in a part of a `whole` PAIR, if there is one."""
+    for word, value in op.how if op.kind in _WITH_WORDS else ():
+        if word in _WORDS and type(value) is not _WORDS[word]:
+            return f"says {word}={value!r}, where {_WORDS[word].__name__} is wanted"
+        if word == "spec" and (mistake := _mistake_in_spec(value)):
+            return mistake
     if is_exchange(op) and not (op.kind in _OF_STAGES and len(op.how) > 1 and op.how[1][0] == "axis"):
         return "is no collective of a stage: F, R, B, I or W that says {exchange='...', axis='...'}"
     if op.rank != whole.rank:
         return f"is on rank {op.rank} inside a PAIR on rank {whole.rank}"
     if op.kind in _OWN_READS:
-        if op.stage is None or op.microbatch is None:
-            return "names no stage and microbatch"
-        for value in op.reads:
-            if value.name in _OWN_READS[op.kind] and value[1:4] != own:
-                return f"reads {phrase(value)}, which is not its own"
-        needed = _NEEDED.get(op.kind)
-        if needed and not any(value.name == needed for value in op.reads):
-            return f"reads no {needed}"
-        if not any(value.name == "params" for value in op.reads):
-            return "reads no params"
-        for value in op.writes:
-            if value[1:4] != own and value.name not in ("carry", "dcarry"):
-                return f"writes {phrase(value)}, which is not its own"
-    if op.kind not in _ONE_TO_ONE:
-        return None
+        return _mistake_in_stage(op)
+    return _mistake_in_move(op) if op.kind in _ONE_TO_ONE else None
+
+
+def _mistake_in_stage(op: Op) -> str | None:
+    if op.stage is None or op.microbatch is None:
+        return "names no stage and microbatch"
+    for value in op.reads:
+        if value.name in _OWN_READS[op.kind] and value[1:4] != op[1:4]:
+            return f"reads {phrase(value)}, which is not its own"
+    needed = [_NEEDED[op.kind]] if op.kind in _NEEDED else []
+    for name in (*needed, "params"):
+        if all(value.name != name for value in op.reads):
+            return f"reads no {name}"
+    for value in op.writes:
+        if value[1:4] != op[1:4] and value.name not in ("carry", "dcarry"):
+            return f"writes {phrase(value)}, which is not its own"
+    return None
+
+
+def _mistake_in_move(op: Op) -> str | None:
+    """Name the mistake in an op that reads one value and writes one: a move, or a collective over replicas."""
     if len(op.reads) != 1 or len(op.writes) != 1:
         return "does not read one value and write one"
     (before,), (after,) = op.reads, op.writes
@@ -213,46 +217,43 @@ ENTRY_RULES.extend((check, check_kinds))
 
 
 def _written_once(program: Program) -> set[Value]:
-    """All values of the program, each written by one op or handed in."""
+    """Return all values of the program, each written by one op or handed in."""
     writes = list(map(itemgetter(6), program.ops))
-    written = set(chain.from_iterable(writes))
-    written.update([end.value for end in program.inputs])
+    inputs = {end.value for end in program.inputs}
+    written = inputs.union(chain.from_iterable(writes))
     if len(written) == len(program.inputs) + sum(map(len, writes)):
         return written
-    given = {end.value for end in program.inputs}
-    times = Counter(end.value for end in program.inputs)
-    first: dict[Value, Op] = {}
+    writers: dict[Value, Op] = {}
     for position, op in enumerate(program.ops):
         for value in op.writes:
-            times[value] += 1
-            if times[value] > 1:
-                other = "is an input" if value in given else f"{first[value].cell} writes already"
-                twice = " The same op stands twice." if value in first and first[value] == op else ""
-                words = f"{op.cell} writes {phrase(value)}, which {other}; a value is written once.{twice}"
+            if value in inputs or value in writers:
+                first = "is an input" if value in inputs else f"{writers[value].cell} writes already"
+                twice = " The same op stands twice." if writers.get(value) == op else ""
+                words = f"{op.cell} writes {phrase(value)}, which {first}; a value is written once.{twice}"
                 mend = "Leave one of them out (a stage's backward is B, or I and W, never both)."
                 raise fault(program, position, words, mend)
-            first[value] = op
-    raise ProgramError(f"{next(v for v, n in times.items() if n > 1)} is handed in twice; list each input once.")
+            writers[value] = op
+    counts = Counter(end.value for end in program.inputs)
+    raise ProgramError(f"{next(v for v, n in counts.items() if n > 1)} is handed in twice; list each input once.")
 
 
 def _written_before_read(program: Program, written: set[Value]) -> None:
-    sources = program.sources  # of a program of our own making they were permuted, so their order is looked at too
-    reads = ((at, step) for at, found in enumerate(sources) for step, source in enumerate(found) if source >= at)
-    late = next(reads, None)
-    if late is None:
-        lost = next((end for end in program.outputs if end[1] not in written), None)
-        if lost is None:
-            return
-        mend = repair(lost.value, "leave the output out")
-        raise ProgramError(f"the output {lost.name} is {phrase(lost.value)}, which nothing writes. {mend}")
-    position, step = late
+    # The sources of a program of our own making were permuted with its ops, so their order is looked at too.
+    rows = enumerate(program.sources)
+    late = ((place, step) for place, sources in rows for step, source in enumerate(sources) if source >= place)
+    position, step = next(late, (-1, -1))
+    if position < 0:
+        for end in program.outputs:
+            if end[1] not in written:
+                mend = repair(end.value, "leave the output out")
+                raise ProgramError(f"the output {end.name} is {phrase(end.value)}, which nothing writes. {mend}")
+        return
     op = program.ops[position]
     value = op.reads[step]
     head = f"{op.cell} reads {phrase(value)}, which"
-    later = program.writer.get(value)
-    if later is None:
+    if value not in program.writer:
         raise fault(program, position, f"{head} nothing writes.", repair(value, "name it as an input"))
-    writer = program.ops[later]
+    writer = program.ops[program.writer[value]]
     if writer is op:
         raise fault(program, position, f"{head} it writes itself.", "An op reads only what others wrote before.")
     place = "on the same rank" if writer.rank == op.rank else f"on rank {writer.rank}"
@@ -261,8 +262,7 @@ def _written_before_read(program: Program, written: set[Value]) -> None:
 
 
 def _read_or_wanted(program: Program, written: set[Value]) -> None:
-    """Takes from `written` what is read: a second set of all that is read would take twice the time."""
-    unread = written
+    unread = written  # changed in place: a second set of all values would take twice the time
     unread.difference_update(chain.from_iterable(map(itemgetter(5), program.ops)))
     unread.difference_update([end[1] for end in program.outputs], [end[0] for end in program.inputs])
     if not unread:
@@ -274,13 +274,12 @@ def _read_or_wanted(program: Program, written: set[Value]) -> None:
         mend = "Add the RECV, or use fpipe.communicate()."
         raise fault(program, position, f"{op.cell} has no RECV: nobody reads {value}.", mend)
     why = fill(UNREAD.get(value.name, "drop it, or name it as an output"), value)
-    raise fault(
-        program, position, f"{op.cell} writes {phrase(value)}, which nobody reads and which is no output: {why}."
-    )
+    words = f"{op.cell} writes {phrase(value)}, which nobody reads and which is no output: {why}."
+    raise fault(program, position, words)
 
 
 def _flights_land(program: Program) -> None:
-    landed: dict[Value, Op] = {}
+    receives: dict[Value, Op] = {}
     for position, op in enumerate(program.ops):
         for value in op.reads:
             if ">" not in value.at:
@@ -289,12 +288,12 @@ def _flights_land(program: Program) -> None:
             head = f"{op.cell} receives {value}, which"
             if op.kind != "RECV":
                 raise fault(program, position, f"{op.cell} reads {value}, which is in flight; only a RECV may.")
-            if value in landed:
-                words = f"{head} {landed[value].cell} received already."
+            if value in receives:
+                words = f"{head} {receives[value].cell} received already."
                 raise fault(program, position, words, "Receive it once and read the copy.")
             if op.rank != int(target):
                 raise fault(program, position, f"{head} is on its way to rank {target}.")
-            landed[value] = op
+            receives[value] = op
 
 
 def _nothing_after_free(program: Program) -> None:
@@ -316,9 +315,8 @@ def ranks_are_whole(program: Program) -> None:
         raise ProgramError(f"rank {min(used)} is no rank: ranks are 0..n-1.")
     if used != set(range(len(used))):
         gap = next(rank for rank in range(max(used) + 1) if rank not in used)
-        raise ProgramError(
-            f"rank {gap} is missing: ranks are 0..{max(used)}, and each has an op or is the home of a value."
-        )
+        rule = f"ranks are 0..{max(used)}, and each has an op or is the home of a value"
+        raise ProgramError(f"rank {gap} is missing: {rule}.")
     for end in (*program.inputs, *program.outputs):
         if not end.homes:
             raise ProgramError(f"{end.value} has no home: name at least one rank.")
@@ -327,12 +325,12 @@ def ranks_are_whole(program: Program) -> None:
 
 
 def _stages_are_whole(program: Program) -> None:
-    """Rule 4 of what else is counted: no reading makes room for stages of which there is no op."""
+    """Rule 4 of stages, microbatches and slices: no reading makes room for those of which there is no op."""
     ops = parts_of(program.ops)
     ends = {end[0] for end in (*program.inputs, *program.outputs)}
-    for word, at in (("stage", 1), ("microbatch", 2), ("slice", 3)):
-        used = set(map(itemgetter(at), ops)) - {None}
-        named = (used | set(map(itemgetter(at), ends))) - {None}
+    for word, field in (("stage", 1), ("microbatch", 2), ("slice", 3)):
+        used = set(map(itemgetter(field), ops)) - {None}
+        named = (used | set(map(itemgetter(field), ends))) - {None}
         if used and named != set(range(len(used))):
             gap = next(number for number in range(len(named) + 1) if number not in used)
             raise ProgramError(f"{word} {gap} is missing: {word}s are 0..{max(named)}, and each has an op.")

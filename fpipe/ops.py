@@ -174,9 +174,8 @@ def register_kind(name: str, kind: Kind) -> None:
 def kind_of(name: str) -> Kind:
     """Look a kind up by name, or say how to add it."""
     if name not in KINDS:
-        raise ProgramError(
-            f"{name!r} is not a kind of op; known: {', '.join(KINDS)}. Add your own by fpipe.register_kind."
-        )
+        known = ", ".join(KINDS)
+        raise ProgramError(f"{name!r} is not a kind of op; known: {known}. Add your own by fpipe.register_kind.")
     return KINDS[name]
 
 
@@ -221,7 +220,7 @@ def memory_of(value: Value, rank: int) -> int | None:
 
 
 def pair(*parts: Op) -> Op:
-    """Two ops of one rank as one op of kind PAIR, which overlaps them; they may not read each other.
+    """Join two ops of one rank in one op of kind PAIR, which overlaps them; they may not read each other.
 
     >>> forward, backward = (Op(kind, 0, number, None, 0, (), ()) for number, kind in enumerate("FB"))
     >>> pair(forward, backward).cell
@@ -229,23 +228,23 @@ def pair(*parts: Op) -> Op:
     """
     if not 2 <= len(parts) <= MOST_PARTS:
         raise ProgramError(f"a PAIR has two parts, at most {MOST_PARTS}; found {len(parts)}.")
-    for odd in (part for part in parts if not isinstance(part, Op)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"pair() takes ops, as a program has them; found {type(odd).__name__}.")
-    made = {value: part for part in parts for value in part.writes}
     for part in parts:
-        for other in (value for value in part.reads if made.get(value, part) is not part):
-            cells = ";".join(each.cell for each in parts)
-            raise ProgramError(
-                f"inside the PAIR ({cells}), {part.cell} reads {other} of {made[other].cell}; pair ops that do not "
-                "need each other."
-            )
+        if not isinstance(part, Op):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"pair() takes ops, as a program has them; found {type(part).__name__}.")
     reads = tuple(dict.fromkeys(value for part in parts for value in part.reads))
     writes = tuple(value for part in parts for value in part.writes)
-    return Op("PAIR", *parts[0][1:5], reads, writes, parts)
+    paired = Op("PAIR", *parts[0][1:5], reads, writes, parts)
+    writer = {value: part for part in parts for value in part.writes}
+    for part in parts:
+        for value in part.reads:
+            if writer.get(value, part) is not part:
+                why = f"{part.cell} reads {value} of {writer[value].cell}; pair ops that do not need each other."
+                raise ProgramError(f"inside the PAIR {paired.cell}, {why}")
+    return paired
 
 
 def parts_of(ops: Sequence[Op]) -> Sequence[Op]:
-    """All ops, with a PAIR given as its parts."""
+    """All ops, a PAIR as its parts."""
     if not any(map(itemgetter(7), ops)):
         return ops
     return [part for op in ops for part in op.parts or (op,)]
@@ -260,19 +259,19 @@ def parsed(text: str) -> tuple[list[Input], list[Op], list[Output]]:
         if not line.strip():
             continue
         try:
-            what, at, where = line.rpartition(" @ ")
-            homes = tuple(map(int, where.split(","))) if re.fullmatch(rf" *{_N}(,{_N})* *", where) else ()
+            body, at, ranks = line.rpartition(" @ ")
+            homes = tuple(map(int, ranks.split(","))) if re.fullmatch(rf" *{_N}(,{_N})* *", ranks) else ()
             if not at or not homes:
                 raise ProgramError("a line ends in ' @ ' and the ranks, as in 'params[0] @ 0'")
-            left, equals, right = what.partition(" = ")
-            if what.lstrip().startswith("{"):
-                ops.append(_parse_pair(what.strip(), homes[0]))
+            left, equals, right = body.partition(" = ")
+            if body.lstrip().startswith("{"):
+                ops.append(_parse_pair(body.strip(), homes[0]))
             elif right.lstrip()[:1].isupper():
-                ops.append(_parse_op(what, homes[0]))
+                ops.append(_parse_op(body, homes[0]))
             elif equals:
                 outputs.append(Output(_parse_value(left), _parse_value(right), homes))
             else:
-                inputs.append(Input(_parse_value(what), homes))
+                inputs.append(Input(_parse_value(body), homes))
         except ProgramError as error:
             raise ProgramError(f"line {number}: {error}\n    {shortened(line)}") from None
     return inputs, ops, outputs
@@ -290,11 +289,11 @@ def _place(*texts: str | None) -> tuple[int | None, int | None, int | None]:
 
 
 def _parse_value(text: str) -> Value:
-    if not (found := _VALUE.fullmatch(text.strip())):
-        raise ProgramError(
-            f"{text.strip()!r} is not a value; a value reads like y[2,0], params[1]:1, res[0,3.1] or y[2,0]@1"
-        )
-    name, *place, port, at = found.groups()
+    match = _VALUE.fullmatch(text.strip())
+    if not match:
+        example = "y[2,0], params[1]:1, res[0,3.1] or y[2,0]@1"
+        raise ProgramError(f"{text.strip()!r} is not a value; a value reads like {example}")
+    name, *place, port, at = match.groups()
     return Value(name, *_place(*place), int(port or 0), at)
 
 
@@ -309,9 +308,10 @@ def _parse_op(text: str, rank: int) -> Op:
     left, _, right = text.partition(" = ")
     right, has_how, how = right.partition(" {")
     head, *reads = right.split() or [text]
-    if not (found := _HEAD.fullmatch(head)):
+    match = _HEAD.fullmatch(head)
+    if not match:
         raise ProgramError(f"{head!r} is not an op; an op reads like y[2,0] = F[2,0] params[2] y[1,0]")
-    kind, *place = found.groups()
+    kind, *place = match.groups()
     kind_of(kind)
     read = tuple(map(_parse_value, reads))
     writes = () if left.strip() == "_" else tuple(map(_parse_value, left.split()))
@@ -325,25 +325,21 @@ def _parse_how(text: str) -> tuple[tuple[str, Any], ...]:
         assert isinstance(call, ast.Call)
         assert isinstance(call.func, ast.Name)
         assert (call.end_col_offset, call.args) == (len(text.encode()) + 4, [])
-        names = [word.arg for word in call.keywords]
-        assert None not in names
-        assert len(set(names)) == len(names)
         how = tuple((word.arg or "", ast.literal_eval(word.value)) for word in call.keywords)
+        assert all(name for name, _ in how)
+        assert len({name for name, _ in how}) == len(how)
         hash(how)
     except (ValueError, AssertionError, TypeError):
-        raise ProgramError(
-            f"{{{shortened(text)} is not a list of name=literal, each of a value that can be hashed"
-        ) from None
+        rule = "is not a list of name=literal, each of a value that can be hashed"
+        raise ProgramError(f"{{{shortened(text)} {rule}") from None
     return how
 
 
 def readable(text: str) -> str:
-    """A text of which no word is over the limit: then errors may quote it."""
+    """Refuse a text with a word over the limit, so that errors may quote words."""
     for number, line in enumerate(text.splitlines(), 1):
         longest = max(line.replace(",", " ").split(), key=len, default="")
         if len(longest) > LONGEST_WORD:
-            raise ProgramError(
-                f"line {number}: {shortened(longest, 20)!r} is a word of {len(longest)} characters; the longest that "
-                f"are read have {LONGEST_WORD}."
-            )
+            found = f"{shortened(longest, 20)!r} is a word of {len(longest)} characters"
+            raise ProgramError(f"line {number}: {found}; the longest that are read have {LONGEST_WORD}.")
     return text

@@ -2,7 +2,7 @@
 
 A schedule names only some ops: F, B, I and W (and others, if it likes). The rest keep to their data: SPLIT, R, RECV and
 LOAD stand just before their first reader; ADD, SCALE, MERGE, REDUCE, SEND and OFFLOAD go as soon as their inputs are
-there. "As soon as" is told by a clock on which F, B, I, W and R take one tick and everything else none:
+there. "As soon as" is said by a clock on which F, B, I, W and R take one tick and all other ops none:
 
     rank 0   0F0 0F1  .   .  0B0 0B1                      0F0 0F1 1F0 1F1 1B0 1B1 ADD(sum[1,1]) 0B0 0B1 ADD(sum[0,1])
     rank 1    .  1F0 1B0 1F1 1B1             -->          (start on the clock; within it, data; then the rank)
@@ -39,21 +39,21 @@ def scheduled_kinds() -> frozenset[str]:
 def held_kinds(program: Program) -> frozenset[str]:
     """The kinds whose place a rewrite of this program has to keep: F, B, I, W, and what a table has placed besides.
 
-    Where others stand as the data would put them, they are put anew after each rewrite.
+    Ops of other kinds that stand as the data would put them are placed again after each rewrite.
     """
-    known: frozenset[str] | None = program.__dict__.get("held")
-    if known is None:
+    held: frozenset[str] | None = program.__dict__.get("held")
+    if held is None:
         basic = scheduled_kinds()
         others = {op.kind for op in program.ops} & {"R", "SEND", "RECV", "OFFLOAD", "LOAD", "GATHER"}
 
         def stands(held: frozenset[str]) -> bool:
             return by_rank(arrange(program.inputs, program.ops, program.outputs, held).ops) == by_rank(program.ops)
 
-        known = basic if not others or stands(basic) else basic | others
-        for kind in sorted(known & others):  # a LOAD that stands early holds no R
-            known = known - {kind} if stands(known - {kind}) else known
-        program.__dict__["held"] = known
-    return known
+        held = basic if not others or stands(basic) else basic | others
+        for kind in sorted(held & others):  # a LOAD that stands early holds no R
+            held = held - {kind} if stands(held - {kind}) else held
+        program.__dict__["held"] = held
+    return held
 
 
 def by_rank(ops: Iterable[Op]) -> dict[int, list[Op]]:
@@ -84,19 +84,19 @@ def arrange(
     basic = scheduled_kinds()
     named = basic if named is None else named
     with building():
-        sources = sources_anyhow(inputs, ops) if sources is None else sources
+        sources = unordered_sources(inputs, ops) if sources is None else sources
         rows = _rows(ops, named) if rows is None else rows
         refuse_state_order(inputs, map(ops.__getitem__, chain.from_iterable(rows)))
-        if named != basic and not _waits(ops, sources, rows):
+        if named != basic and not _has_late_gather(ops, sources, rows):
             natural = arrange(inputs, ops, outputs, sources=sources)
-            kept = [list(map(natural.ops.__getitem__, row)) for row in _rows(natural.ops, named) if row]
-            if kept == [list(map(ops.__getitem__, row)) for row in rows if row]:
+            natural_rows = [list(map(natural.ops.__getitem__, row)) for row in _rows(natural.ops, named) if row]
+            if natural_rows == [list(map(ops.__getitem__, row)) for row in rows if row]:
                 return natural
         order = _Clock(ops, rows, sources).run()
-        made = Program.trusted(inputs, tuple(map(ops.__getitem__, order)), outputs, permuted(sources, order))
+        arranged = Program.trusted(inputs, tuple(map(ops.__getitem__, order)), outputs, permuted(sources, order))
     if named == basic:
-        made.__dict__["held"] = named
-    return made
+        arranged.__dict__["held"] = named
+    return arranged
 
 
 def refuse_state_order(inputs: Iterable[Input], ops: Iterable[Op]) -> None:
@@ -118,14 +118,14 @@ def refuse_state_order(inputs: Iterable[Input], ops: Iterable[Op]) -> None:
         latest[op.stage] = op
 
 
-def _waits(ops: Sequence[Op], sources: Sequence[Sources], rows: Iterable[Iterable[int]]) -> bool:
-    """Whether a GATHER of what is handed in stands behind an op that takes time, where its data would not put it."""
+def _has_late_gather(ops: Sequence[Op], sources: Sequence[Sources], rows: Iterable[Iterable[int]]) -> bool:
+    """Whether a GATHER of an input stands behind an op that takes time, where its data would not put it."""
     for row in rows:
-        busy = False
+        has_started = False
         for position in row:
-            if busy and ops[position][0] == "GATHER" and sources[position] == (-1,):
+            if has_started and ops[position][0] == "GATHER" and sources[position] == (-1,):
                 return True
-            busy = busy or KINDS[ops[position][0]].time > 0
+            has_started = has_started or KINDS[ops[position][0]].time > 0
     return False
 
 
@@ -139,33 +139,32 @@ def _rows(ops: Sequence[Op], named: frozenset[str]) -> list[list[int]]:
 
 def permuted(sources: list[Sources], order: Sequence[int]) -> list[Sources]:
     """The sources of ops that stand in a new order, `order[i]` being the place where the i-th stood."""
-    now = [0] * len(order) + [-1]  # an input stays -1
+    new_position = [0] * len(order) + [-1]  # an input stays -1
     for position, before in enumerate(order):
-        now[before] = position
-    find = now.__getitem__
+        new_position[before] = position
+    find = new_position.__getitem__
     return [tuple(map(find, sources[before])) for before in order]
 
 
-def sources_anyhow(inputs: tuple[Input, ...], ops: Sequence[Op]) -> list[Sources]:
+def unordered_sources(inputs: tuple[Input, ...], ops: Sequence[Op]) -> list[Sources]:
     """The sources of ops that are in no order yet."""
-    writer = {given.value: -1 for given in inputs}
+    writer = {end.value: -1 for end in inputs}
     writer |= {value: position for position, op in enumerate(ops) for value in op[6]}
     return [tuple(map(writer.__getitem__, op[5])) for op in ops]
 
 
 class _Clock:
-    """The walk along all ranks at once. Positions are places in `ops`; a time below 0 means not known yet."""
+    """Walks along all ranks at once. Positions are places in `ops`; a time below 0 means not known yet."""
 
     def __init__(self, ops: Sequence[Op], rows: list[list[int]], sources: list[Sources]) -> None:
         self.ops, self.rows, self.sources = ops, rows, sources
         self.is_loose = bytearray(b"\1") * len(ops) + b"\0"  # in no row; the last is for inputs, which are at -1
-        for row in rows:
-            for position in row:
-                self.is_loose[position] = 0
+        for position in chain.from_iterable(rows):
+            self.is_loose[position] = 0
         self.loose = list(compress(range(len(ops)), self.is_loose))
-        time = {name: kind.time for name, kind in KINDS.items()}
+        ticks = {name: kind.time for name, kind in KINDS.items()}
         self.kinds, self.ranks = list(map(itemgetter(0), ops)), list(map(itemgetter(4), ops))
-        self.ticks = list(map(time.__getitem__, self.kinds))
+        self.ticks = list(map(ticks.__getitem__, self.kinds))
         self.start, self.end = [-1] * len(ops), [-1] * len(ops) + [0]  # inputs are there from the start
         self.anchored: dict[int, list[int]] = {}  # row op -> the loose ops that stand just before it
         self.anchor: dict[int, int] = {}
@@ -174,11 +173,11 @@ class _Clock:
         kinds = set(map(self.kinds.__getitem__, self.loose))
         self.recomputes = any(KINDS[kind].time for kind in kinds)
         if any(KINDS[kind].place == "before" for kind in kinds):
-            self.rows = [self._with_those_before(row) for row in self.rows]
+            self.rows = [self._anchor_to(row) for row in self.rows]
         self.needs = self._needs()
 
     def run(self) -> list[int]:
-        """The positions of all ops in the one order."""
+        """Return the positions of all ops in the one order."""
         self._walk_rows()
         extra: list[int] = []  # timed ops in no row: an R whose reader is on another rank
         for position in self.loose:
@@ -188,9 +187,10 @@ class _Clock:
                 extra.append(position)
         start, ticks, levels, ranks, kinds = self.start, self.ticks, self._levels(), self.ranks, self.kinds
         columns: list[list[int]] = [[] for _ in range(1 + max(start, default=0))]
-        many, places = 1 + max(ranks, default=0), [0] * len(ticks)  # by level, rank, and gradients first, as one number
+        # Instant ops of one tick go by level, then rank, then gradients first: all three as one number.
+        many_ranks, places = 1 + max(ranks, default=0), [0] * len(ticks)
         for position in self.instant:
-            places[position] = 2 * (levels[position] * many + ranks[position]) + (kinds[position] != "ADD")
+            places[position] = 2 * (levels[position] * many_ranks + ranks[position]) + (kinds[position] != "ADD")
             columns[start[position]].append(position)
         for column in columns:
             column.sort(key=places.__getitem__)
@@ -203,42 +203,40 @@ class _Clock:
                     columns[start[position]].append(position)
         return [position for column in columns for position in column]
 
-    def _with_those_before(self, row: list[int]) -> list[int]:
-        """Attach to each op of a row the loose ops it is the first reader of; those that take time join the row."""
+    def _anchor_to(self, row: list[int]) -> list[int]:
+        """Anchor loose ops to the op of a row that is their first reader; return the row with those that take time."""
         ops, sources, is_loose = self.ops, self.sources, self.is_loose
-        full: list[int] = []
+        full_row: list[int] = []
 
         def attach(position: int, reader: int) -> None:
-            found = sources[position]
+            writers = sources[position]
             if self.recomputes:  # an R first: it stands before its reader, and so does what both of them read
-                found = sorted(found, key=lambda at: at >= 0 and not KINDS[ops[at].kind].time)
-            for source in found:
-                if not is_loose[source] or source in self.anchor or source in self.early:
+                writers = sorted(writers, key=lambda writer: writer >= 0 and not KINDS[ops[writer].kind].time)
+            for writer in writers:
+                if not is_loose[writer] or writer in self.anchor or writer in self.early:
                     continue
-                kind = KINDS[ops[source].kind]
+                kind = KINDS[ops[writer].kind]
                 if kind.place == "after":
-                    self._release(source)
-                if kind.place != "before" or ops[source].rank != ops[reader].rank:
+                    self._release(writer)
+                if kind.place != "before" or ops[writer].rank != ops[reader].rank:
                     continue
-                self.anchor[source] = reader
+                self.anchor[writer] = reader
                 if kind.time:
-                    is_loose[source] = 0
-                    attach(source, source)
-                    full.append(source)
+                    is_loose[writer] = 0
+                    attach(writer, writer)
+                    full_row.append(writer)
                 else:
-                    attach(source, reader)
-                    self.anchored.setdefault(reader, []).append(source)
+                    attach(writer, reader)
+                    self.anchored.setdefault(reader, []).append(writer)
 
         for position in row:
-            for source in sources[position]:
-                if is_loose[source]:
-                    attach(position, position)
-                    break
-            full.append(position)
-        return full
+            if any(map(is_loose.__getitem__, sources[position])):
+                attach(position, position)
+            full_row.append(position)
+        return full_row
 
     def _release(self, position: int) -> None:
-        """Anchor nothing that a loose op reads on which a row waits: a sum of cotangents needs its parts early, say."""
+        """Never anchor what a loose op reads on which a row waits: a sum of cotangents needs its parts early."""
         self.early.add(position)
         for source in self.sources[position]:
             if self.is_loose[source] and source not in self.anchor and source not in self.early:
@@ -249,9 +247,9 @@ class _Clock:
         needs = self.sources
         if self.anchored:
             needs = list(needs)
-            for reader, before in self.anchored.items():
-                inner = [at for source in before for at in self.sources[source]]
-                needs[reader] = tuple([at for at in (*needs[reader], *inner) if at not in before])
+            for reader, anchored in self.anchored.items():
+                inner = [source for op in anchored for source in self.sources[op]]
+                needs[reader] = tuple([source for source in (*needs[reader], *inner) if source not in anchored])
         return needs
 
     def _walk_rows(self) -> None:
@@ -298,8 +296,8 @@ class _Clock:
             raise stuck(self.ops, self.rows, self.sources, self.anchor, at_cell, blocked)
 
     def _settle(self, position: int) -> int:
-        """The end of a loose op, or the complement of an op it still waits for."""
-        path: dict[int, None] = {}  # each of these waits for the next
+        """Return the end of a loose op, or the complement of an op it still waits for."""
+        path: dict[int, None] = {}  # each op waits for the next
         while position not in self.anchor:
             begin = 0
             for source in self.sources[position]:
@@ -309,7 +307,7 @@ class _Clock:
                         return ~source
                     path[position] = None
                     if source in path:
-                        raise circle([self.ops[at] for at in [*path][[*path].index(source) :]])
+                        raise circle([self.ops[place] for place in [*path][[*path].index(source) :]])
                     position = source
                     break
                 begin = max(begin, time)
@@ -324,7 +322,7 @@ class _Clock:
         return ~position
 
     def _levels(self) -> list[int]:
-        """Within one tick data goes first: an op's level is one above those of the instant ops it reads."""
+        """Put data first within one tick: an op's level is one above those of the instant ops that it reads."""
         levels = [-1] * (len(self.ops) + 1)  # below all levels: ops that take time, and inputs
         last = [-1] * len(self.rows)  # of each rank, the row's instant op before this one
         start, sources, kinds, ranks, is_loose = self.start, self.sources, self.kinds, self.ranks, self.is_loose
@@ -345,7 +343,7 @@ class _Clock:
         return levels
 
     def _tie(self, position: int) -> tuple[object, ...]:
-        """Ties within a level and rank, gradients apart from others: stage, then microbatch."""
+        """Break ties within a level and rank: stage, then microbatch."""
         kind, stage, microbatch, piece, _, reads, writes, _, _ = self.ops[position]
         name, _, _, _, port, at = (writes or reads)[0]
         stage = -1 if stage is None else stage
@@ -354,13 +352,13 @@ class _Clock:
 
 
 def in_order(outputs: Iterable[Output]) -> tuple[Output, ...]:
-    """Results in their one order, so that equal programs are equal whatever road led to them."""
+    """Sort results, so that equal programs are equal whatever road led to them."""
     names = ("loss", "losses", "outputs", "aux", "count", "state", "grads")
 
     def key(end: Output) -> tuple[int, str, int, int, int, int]:
         name = end.name
-        rank = names.index(name.name) if name.name in names else len(names)
+        place = names.index(name.name) if name.name in names else len(names)
         stage = -1 if name.stage is None else name.stage
-        return rank, name.name, stage, name.microbatch or 0, name.slice or 0, name.port
+        return place, name.name, stage, name.microbatch or 0, name.slice or 0, name.port
 
     return tuple(sorted(outputs, key=key))

@@ -137,27 +137,27 @@ class Program(HtmlRepr):
         outputs: tuple[Output, ...],
         sources: list[Sources] | None = None,
     ) -> Program:
-        """A program that a rewrite of ours has made: the same value, without checking it again."""
-        made = object.__new__(Program)
-        made.__dict__.update(inputs=inputs, ops=ops, outputs=outputs)
+        """Build a program from the parts that a rewrite has made, without checking it again."""
+        program = object.__new__(Program)
+        program.__dict__.update(inputs=inputs, ops=ops, outputs=outputs)
         if sources is not None:
-            made.__dict__["sources"] = sources
-        return made
+            program.__dict__["sources"] = sources
+        return program
 
     @cached_property
     def sources(self) -> list[Sources]:
-        """For each op where what it reads was written: the one index that check, order and simulate share."""
+        """For each op where its reads were written: the one index that check, order and simulate share."""
         return sources_of(self.inputs, self.ops)
 
     @cached_property
     def writer(self) -> dict[Value, int]:
         """The position of the op that writes each value, -1 for an input."""
-        made = {value: position for position, op in enumerate(self.ops) for value in op[6]}
-        return {given.value: -1 for given in self.inputs} | made
+        writer = {value: position for position, op in enumerate(self.ops) for value in op[6]}
+        return {end.value: -1 for end in self.inputs} | writer
 
     @property
     def buffers(self) -> Mapping[int, Sequence[str]]:
-        """For errors, the names of the buffers in the module state of each stage, if a model has told them."""
+        """For errors, the names of the buffers in the module state of each stage, if a model has named them."""
         return self.__dict__.get("_buffers", {})
 
     @cached_property
@@ -199,7 +199,7 @@ class Program(HtmlRepr):
             for part in op.parts or (op,):
                 if part.stage is not None and kind_of(part.kind).place == "table":
                     ranks[part.stage].add(op.rank)
-        return tuple(min(found) if len(found) == 1 else tuple(sorted(found)) for found in ranks)
+        return tuple(min(each) if len(each) == 1 else tuple(sorted(each)) for each in ranks)
 
     def table(self, comms: bool = False) -> list[list[str]]:
         """The cells of each rank in order, without idle ones; with `comms` those of every op, transfers included.
@@ -245,8 +245,8 @@ class Program(HtmlRepr):
     def __hash__(self) -> int:
         return self._hash
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Program) and (self is other or self._content == other._content)
+    def __eq__(self, value: object) -> bool:
+        return isinstance(value, Program) and (self is value or self._content == value._content)
 
     def __repr__(self) -> str:
         sizes = (self.stages, self.microbatches, self.ranks, len(self.ops))
@@ -263,11 +263,11 @@ def naming_buffers(program: Program, buffers: Mapping[int, Sequence[str]]) -> Pr
     return program
 
 
-def the_program(found: object) -> Program:
+def the_program(argument: object) -> Program:
     """The argument of a transform or a reading, if it is a program."""
-    if isinstance(found, Program):
-        return found
-    raise TypeError(f"a Program is wanted here, such as fpipe.program(model); found {type(found).__name__}.")
+    if isinstance(argument, Program):
+        return argument
+    raise TypeError(f"a Program is wanted here, such as fpipe.program(model); found {type(argument).__name__}.")
 
 
 class _Writers(dict[Value, int]):
@@ -277,7 +277,7 @@ class _Writers(dict[Value, int]):
 
 def sources_of(inputs: tuple[Input, ...], ops: Sequence[Op]) -> list[Sources]:
     """The sources of ops in the order of a list; a read that stands above its writer finds it nowhere."""
-    writer = _Writers({given.value: -1 for given in inputs})
+    writer = _Writers({end.value: -1 for end in inputs})
     sources: list[Sources] = []
     find, note = writer.__getitem__, sources.append
     with building():

@@ -35,9 +35,9 @@ def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:
 
 
 def odd_keys(spec: Spec) -> str | None:
-    """A mark that tells apart containers that are equal: 1 and True are, as keys of dicts."""
-    kinds = {*map(type, chain.from_iterable(spec.paths()))}
-    return None if kinds <= {str, int} else repr(spec)
+    """Return a text that differs for containers that are equal though their keys are not of one type, as 1 and True."""
+    types = {*map(type, chain.from_iterable(spec.paths()))}
+    return None if types <= {str, int} else repr(spec)
 
 
 def leaves(tree: Any) -> list[Any]:
@@ -56,14 +56,14 @@ def paths(tree: Any) -> list[tuple[str, Any]]:
     >>> paths({"a": [1, 2], "b": None})
     [("['a'][0]", 1), ("['a'][1]", 2), ("['b']", None)]
     """
-    places, found, _ = optree.tree_flatten_with_accessor(tree, **_TORCH)
-    return [(place.codify(""), leaf) for place, leaf in zip(places, found, strict=True)]
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, **_TORCH)
+    return [(accessor.codify(""), leaf) for accessor, leaf in zip(accessors, leaves, strict=True)]
 
 
-def difference(one: Any, other: Any) -> str | None:
+def difference(tree: Any, other: Any) -> str | None:
     """The first place where only one of two trees has a leaf; None where their leaves stand in the same places."""
-    ones, others = [dict.fromkeys(place for place, _ in paths(tree)) for tree in (one, other)]
-    return next((place for place in [*ones, *others] if place not in ones or place not in others), None)
+    places, other_places = [dict.fromkeys(path for path, _ in paths(either)) for either in (tree, other)]
+    return next((path for path in [*places, *other_places] if path not in places or path not in other_places), None)
 
 
 def like(tree: Any, other: Any) -> Any:
@@ -86,7 +86,7 @@ def broadcast_prefix(prefix: Any, tree: Any) -> list[Any]:
 
 
 def misfit(prefix: Any, tree: Any) -> tuple[str, str, str] | None:
-    """Where `tree` is not as `prefix` has it: the place, what the prefix has there, and what the tree has.
+    """Find where `tree` is not as `prefix` has it: the place, what the prefix has there, and what the tree has.
 
     >>> misfit({"a": [0, 0]}, {"a": (1, 2)})
     ("['a']", 'a list of 2', 'a tuple of 2')
@@ -95,22 +95,20 @@ def misfit(prefix: Any, tree: Any) -> tuple[str, str, str] | None:
     """
     if optree.tree_is_leaf(prefix, **_TORCH):
         return None
-    one, other = optree.tree_flatten_one_level(prefix, **_TORCH), None
-    if not optree.tree_is_leaf(tree, **_TORCH):
-        other = optree.tree_flatten_one_level(tree, **_TORCH)
-    both = isinstance(prefix, dict) and isinstance(tree, dict)
-    if other is None or {*one.entries} != {*other.entries} or not (both or type(prefix) is type(tree)):
+    wanted = optree.tree_flatten_one_level(prefix, **_TORCH)
+    found = None if optree.tree_is_leaf(tree, **_TORCH) else optree.tree_flatten_one_level(tree, **_TORCH)
+    are_alike = type(prefix) is type(tree) or (isinstance(prefix, dict) and isinstance(tree, dict))
+    if found is None or {*wanted.entries} != {*found.entries} or not are_alike:
         return "", _described(prefix), _described(tree)
-    inner = dict(zip(other.entries, other.children, strict=True))
-    for entry, child in zip(one.entries, one.children, strict=True):
-        found = misfit(child, inner[entry])
-        if found is not None:
-            return f"[{entry!r}]{found[0]}", *found[1:]
+    child_by_entry = dict(zip(found.entries, found.children, strict=True))
+    for entry, child in zip(wanted.entries, wanted.children, strict=True):
+        inner = misfit(child, child_by_entry[entry])
+        if inner is not None:
+            return f"[{entry!r}]{inner[0]}", *inner[1:]
     return None
 
 
 def _described(tree: Any) -> str:
-    """Describe a container in a sentence."""
     kind = type(tree).__name__
     if isinstance(tree, dict):
         return f"a {kind} with {', '.join(map(repr, tree)) or 'nothing'}"

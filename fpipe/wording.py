@@ -49,28 +49,25 @@ def excerpt(rows: Sequence[Sequence[str]], marks: dict[int, int]) -> str:
     """Draw the marked cell of each marked rank between its neighbours: `rank 1 | 1F1 [1B0] 1F0`."""
     lines: list[str] = []
     for rank, mark in sorted(marks.items()):
-        row = rows[rank]
-        cells = [f"[{cell}]" if at == mark else cell for at, cell in enumerate(row)]
+        cells = [f"[{cell}]" if step == mark else cell for step, cell in enumerate(rows[rank])]
         low, high = max(0, mark - 6), mark + 7
-        lines.append(
-            f"  rank {rank} | "
-            + " ".join((["..."] if low else []) + cells[low:high] + (["..."] if high < len(cells) else []))
-        )
+        shown = [*(["..."] if low else []), *cells[low:high], *(["..."] if high < len(cells) else [])]
+        lines.append(f"  rank {rank} | {' '.join(shown)}")
     return "\n".join(lines)
 
 
 def fault(program: Program, position: int, words: str, mend: str = "") -> ProgramError:
-    """The error about the op at a position: where it stands, the words, its drawn row, and what would mend it."""
+    """Make the error about the op at a position: where it stands, the words, its drawn row, and what would mend it."""
     op = program.ops[position]
-    shown = [other for other in program.ops if other.rank == op.rank and (kind_of(other.kind).time or other is op)]
-    step = next(at for at, other in enumerate(shown) if other is op)
-    rows = [[] for _ in range(op.rank)] + [[other.cell for other in shown]]
+    row = [peer for peer in program.ops if peer.rank == op.rank and (kind_of(peer.kind).time or peer is op)]
+    step = next(number for number, peer in enumerate(row) if peer is op)
+    rows = [[] for _ in range(op.rank)] + [[peer.cell for peer in row]]
     lines = [f"rank {op.rank}, step {step}: {words}", excerpt(rows, {op.rank: step}), mend]
     return ProgramError("\n".join(filter(None, lines)))
 
 
 def fill(words: str, value: Value) -> str:
-    """Words with the stage and microbatch of a value in them."""
+    """Put the stage and microbatch of a value into words."""
     tail = "" if value.slice is None else f".{value.slice}"
     return words.format(s=value.stage, m=f"{value.microbatch}{tail}")
 
@@ -91,31 +88,29 @@ def stuck(
     at_cell: Sequence[int],
     blocked: Mapping[int, int],
 ) -> ProgramError:
-    """The error that names ops that wait for each other, and draws where their ranks stand.
+    """Make the error that names ops that wait for each other, and draws where their ranks stand.
 
     A rank has come to `at_cell` of its row and waits for the op `blocked`; an op in no row stands before its `anchor`.
     """
     heads = {rank: row[at_cell[rank]] for rank, row in enumerate(rows) if at_cell[rank] < len(row)}
 
     def next_rank(rank: int) -> int:
-        missing = anchor.get(blocked[rank], blocked[rank])
-        return ops[missing].rank
+        return ops[anchor.get(blocked[rank], blocked[rank])].rank
 
     path = [next(rank for rank in heads if rank in blocked)]
     while next_rank(path[-1]) not in path:
         path.append(next_rank(path[-1]))
-    circle = path[path.index(next_rank(path[-1])) :]
+    ranks = path[path.index(next_rank(path[-1])) :]
     cells = [[ops[position].cell for position in row] for row in rows]
-    drawn = excerpt(cells, {rank: at_cell[rank] for rank in circle})
     sentences: list[str] = []
-    for rank in circle:
+    for rank in ranks:
         head, missing = ops[heads[rank]], ops[blocked[rank]]
         value = next((value for value in head.reads if value in missing.writes), None)
         reads = f"reads {phrase(value)}" if value else f"waits, through ops that no row names, for {missing.cell}"
-        other = heads[missing.rank]
-        place = "on the same rank" if missing.rank == rank else f"on rank {missing.rank}, behind {ops[other].cell}"
+        before = ops[heads[missing.rank]].cell
+        place = "on the same rank" if missing.rank == rank else f"on rank {missing.rank}, behind {before}"
         sentences.append(f"rank {rank}, step {at_cell[rank]}: {head.cell} {reads}, which comes later {place}.")
-    pairs = [(blocked[rank], heads[ops[blocked[rank]].rank]) for rank in circle]
+    pairs = [(blocked[rank], heads[ops[blocked[rank]].rank]) for rank in ranks]
     wanted, head = next((pair for pair in pairs if not _needs_first(sources, *pair)), pairs[0])
     mend = f"Put {ops[wanted].cell} before {ops[head].cell}"
     if any(op.kind == "UPDATE" for op in ops):
@@ -123,9 +118,9 @@ def stuck(
             "A forward waits here for parameters that a backward behind it updates: put a schedule of single steps "
             f"before fpipe.steps(), and behind it, with stale=, one that streams.\n{mend}"
         )
-    count = f"{len(circle)} ops wait for each other in a circle; these orders have no common global order.\n  "
-    opening = count if len(circle) > 1 else ""
-    text = opening + "\n  ".join(sentences)
+    count = f"{len(ranks)} ops wait for each other in a circle; these orders have no common global order.\n  "
+    text = count * (len(ranks) > 1) + "\n  ".join(sentences)
+    drawn = excerpt(cells, {rank: at_cell[rank] for rank in ranks})
     return ProgramError(f"{text}\n{drawn}\n{mend}, or start from fpipe.schedules.one_f_one_b(ranks={len(rows)}).")
 
 
@@ -141,7 +136,7 @@ class StateOrderError(ProgramError):
 
 
 def state_order_error(stage: int, order: str, buffers: Sequence[str] = ()) -> StateOrderError:
-    """Make the error for such a stage, with the names of its buffers where they are known.
+    """Make the error for a stage with module state, with the names of its buffers where they are known.
 
     >>> print(state_order_error(2, "1F2 comes before 1F0 on rank 1", ["3.running_mean"]))
     stage 2 keeps '3.running_mean', so its forwards run in microbatch order on one rank; 1F2 comes before 1F0 on rank 1.
@@ -158,11 +153,11 @@ _SHOWN_BUFFERS = 3
 
 
 def circle(ops: Sequence[Op]) -> ProgramError:
-    """The error for ops that no row names and each of which reads from the next, the last from the first."""
+    """Make the error for ops that no row names and each of which reads from the next, the last from the first."""
     lines = [
-        f"{op.cell} on rank {op.rank} reads {next(value for value in op.reads if value in other.writes)}, which "
-        f"{other.cell} writes.\n"
-        for op, other in zip(ops, (*ops[1:], ops[0]), strict=True)
+        f"{op.cell} on rank {op.rank} reads {next(value for value in op.reads if value in writer.writes)}, which "
+        f"{writer.cell} writes.\n"
+        for op, writer in zip(ops, (*ops[1:], ops[0]), strict=True)
     ]
     return ProgramError(
         "ops that no schedule places wait for each other in a circle, and can stand in no order.\n  "
@@ -170,12 +165,12 @@ def circle(ops: Sequence[Op]) -> ProgramError:
     )
 
 
-def _needs_first(sources: Sequence[Sources], position: int, other: int) -> bool:
-    """Whether an op needs what another makes, through whatever lies between."""
+def _needs_first(sources: Sequence[Sources], position: int, ancestor: int) -> bool:
+    """Whether an op needs what an ancestor writes, through whatever lies between."""
     seen, todo = {position}, [position]
     while todo:
         for source in sources[todo.pop()]:
-            if source == other:
+            if source == ancestor:
                 return True
             if source >= 0 and source not in seen:
                 seen.add(source)

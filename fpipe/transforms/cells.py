@@ -6,6 +6,7 @@ import csv
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, product
 from pathlib import Path
 
 from fpipe.limits import shortened
@@ -42,21 +43,18 @@ def parse_cell(text: str) -> tuple[Key, ...]:
 
 def _parse_key(text: str) -> Key:
     text = text.strip()
-    found = _CELL.match(text)
-    if found is None or found.end() != len(text):
-        why = (
-            f"after {found[0]} comes {shortened(text[found.end() :])!r}"
-            if found
-            else "it does not start with stage, kind, microbatch"
-        )
+    match = _CELL.match(text)
+    if match is None or match.end() != len(text):
+        why = "it does not start with stage, kind, microbatch"
+        why = f"after {match[0]} comes {shortened(text[match.end() :])!r}" if match else why
         raise ProgramError(f"{shortened(text)!r} is not a cell: {why}. Cells read 2F0 or (0F7;7B3).")
-    stage, kind, microbatch, piece = found.groups()
+    stage, kind, microbatch, piece = match.groups()
     kind_of(kind)
     return kind, int(stage), int(microbatch), None if piece is None else int(piece)
 
 
 def in_our_letters(cells: Iterable[Iterable[Cell]]) -> list[list[Cell]]:
-    """Cells in the letters of the zero-bubble papers, as ours: their B is the input gradient, their BW a full backward.
+    """Translate cells of the zero-bubble papers, whose B is the input gradient and whose BW a full backward.
 
     >>> in_our_letters([["0B0", "0W0", "(1F1;1BW0)"]])
     [['0I0', '0W0', '(1F1;1B0)']]
@@ -79,25 +77,25 @@ def is_general(cell: str) -> bool:
 
 
 def keys_of(cell: Cell) -> tuple[Key, ...]:
-    """The keys of the ops that a cell names by them."""
+    """The keys in a cell; none where it names an op by a value."""
     return (cell,) if isinstance(cell, tuple) else () if is_general(cell) else parse_cell(cell)
 
 
 def sizes_of(keys: Sequence[Key]) -> tuple[int, int, int]:
-    """How many stages, microbatches and slices a whole table has; a wrong number would make a program of very many."""
+    """Count stages, microbatches and slices of a whole table; a wrong number would make a program of very many."""
     sizes = [1 + max(number or 0 for number in column) for column in zip(*(key[1:] for key in keys), strict=True)]
     stages, microbatches, slices = sizes
     named = {(stage, microbatch, piece or 0) for kind, stage, microbatch, piece in keys if kind == "F"}
     if len(named) < stages * microbatches * slices:
-        each = ((s, m, q) for s in range(stages) for m in range(microbatches) for q in range(slices))
-        stage, microbatch, piece = next(place for place in each if place not in named)
+        places = product(range(stages), range(microbatches), range(slices))
+        stage, microbatch, piece = next(place for place in places if place not in named)
         cell = cell_of(("F", stage, microbatch, piece if slices > 1 else None))
         raise ProgramError(f"the table does not name {cell}; every F and every backward is named once.")
     return stages, microbatches, slices
 
 
 def read_table(table: Table) -> list[list[Cell]]:
-    """The cells of each rank, idle ones left out."""
+    """Read the cells of each rank, without idle ones."""
     if isinstance(table, Path):
         table = text_of(table)
     if isinstance(table, str):
@@ -112,16 +110,15 @@ def read_table(table: Table) -> list[list[Cell]]:
         table = [table[rank] for rank in ranks]
     if not isinstance(table, Sequence):
         raise TypeError(f"a table is a list of rows, {{rank: row}}, text or a path; found {type(table).__name__}.")
-    row = next((row for row in table if not isinstance(row, Iterable)), table)
-    if row is not table:
-        raise TypeError(f"a row of a table is a list of cells, or text; found {row!r}.")
-    rows = [
-        [cell for cell in (row.split() if isinstance(row, str) else row) if cell is not None and not _idle(cell)]
-        for row in table
-    ]
-    odd = next((cell for row in rows for cell in row if not isinstance(cell, str | tuple) or not len(cell)), None)
-    if odd is not None:
-        raise TypeError(f"a cell is text such as '2F0', or (kind, stage, microbatch, slice); found {odd!r}.")
+    rows: list[list[Cell]] = []
+    for row in table:
+        if not isinstance(row, Iterable):
+            raise TypeError(f"a row of a table is a list of cells, or text; found {row!r}.")
+        cells = row.split() if isinstance(row, str) else row
+        rows.append([cell for cell in cells if cell is not None and not _is_idle(cell)])
+    for cell in chain.from_iterable(rows):
+        if not isinstance(cell, str | tuple) or not len(cell):
+            raise TypeError(f"a cell is text such as '2F0', or (kind, stage, microbatch, slice); found {cell!r}.")
     if not rows:
         raise ProgramError("the table is empty; give a list of cells for each rank.")
     return rows
@@ -132,17 +129,16 @@ def text_of(file: Path) -> str:
     if file.is_dir():
         raise IsADirectoryError(f"{str(file)!r} is a folder; name a file in it.")
     if not file.exists():
-        there = [other.name for other in file.parent.iterdir()] if file.parent.is_dir() else []
-        close = difflib.get_close_matches(file.name, there, n=1)
+        names = [neighbour.name for neighbour in file.parent.iterdir()] if file.parent.is_dir() else []
+        close = difflib.get_close_matches(file.name, names, n=1)
         hint = f" Did you mean {str(file.with_name(close[0]))!r}?" if close else ""
         where = f" here, in {str(Path.cwd())!r}" if file.parent == Path() else ""
         raise FileNotFoundError(f"there is no file {str(file)!r}{where}.{hint}")
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ProgramError(
-            f"this is not text: byte {error.start} is no UTF-8. Write a program, a table, CSV or JSON."
-        ) from None
+        why = f"byte {error.start} is no UTF-8"
+        raise ProgramError(f"this is not text: {why}. Write a program, a table, CSV or JSON.") from None
 
 
 def csv_cells(line: str) -> list[str]:
@@ -153,21 +149,20 @@ def csv_cells(line: str) -> list[str]:
         raise ProgramError(f"a line is not CSV: {error}.") from None
 
 
-def _idle(cell: object) -> bool:
-    return cell is None or (isinstance(cell, str) and cell.strip() in ("", ".", "None"))
+def _is_idle(cell: object) -> bool:
+    return isinstance(cell, str) and cell.strip() in ("", ".", "None")
 
 
 def _from_text(text: str) -> list[list[Cell]]:
-    """The cells of a grid or CSV; errors say line and column."""
+    """Read the cells of a grid or CSV; errors say line and column."""
     rows: list[list[Cell]] = []
     for number, line in enumerate(readable(text).splitlines(), 1):
         if not line.strip():
             continue
         body = line.partition("|")[2] if line.lstrip().startswith("rank") else line
-        found = csv_cells(body) if "," in body else body.split()
         row: list[Cell] = []
-        for column, cell in enumerate(found, 1):
-            if _idle(cell):
+        for column, cell in enumerate(csv_cells(body) if "," in body else body.split(), 1):
+            if _is_idle(cell):
                 continue
             if not cell.strip()[:1].isupper():
                 try:

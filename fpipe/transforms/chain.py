@@ -17,11 +17,10 @@ def chain(*transforms: Transform) -> Transform:
     rank 0 | 0F0 0I0 0W0 0F1 0I1 0W1
     """
 
-    made_by = "a transform is made by a call, such as fpipe.schedules.gpipe(4)."
+    rule = "a transform is made by a call, such as fpipe.schedules.gpipe(4)."
     for number, step in enumerate(transforms):
         if not callable(step):
-            found = type(step).__name__
-            raise TypeError(f"number {number} of the chain is no transform, found {found}; {made_by}")
+            raise TypeError(f"number {number} of the chain is no transform, found {type(step).__name__}; {rule}")
         name = getattr(step, "__qualname__", "<locals>")
         if str(getattr(step, "__module__", "")).startswith("fpipe.") and "<locals>" not in name:
             raise TypeError(f"number {number} of the chain is {name} itself, which makes a transform: say {name}(...).")
@@ -29,11 +28,9 @@ def chain(*transforms: Transform) -> Transform:
     @transforming
     def transform(program: Program) -> Program:
         for number, step in enumerate(transforms):
-            made = step(program)
-            if not isinstance(made, Program):
-                found = type(made).__name__
-                raise TypeError(f"number {number} of the chain gave a {found}, no Program; {made_by}")
-            program = made
+            program = step(program)
+            if not isinstance(program, Program):
+                raise TypeError(f"number {number} of the chain gave a {type(program).__name__}, no Program; {rule}")
         return program
 
     return transform

@@ -66,8 +66,8 @@ def checkpoint(
     y[0,0] loss[0,0] res[0,0] = F[0,0] params[0] inputs target {saved=()} @ 0
     g[0,0] = B[0,0] params[0] res[0,0] {saved=()} @ 0
     """
-    groups = _groups(list(groups))
-    saved = _names(save)
+    groups = _checked_groups(list(groups))
+    saved = _names_of_saved(save)
     _refuse(policy, grain, groups, saved)
     group_of = {stage: number for number, group in enumerate(groups) for stage in group}
 
@@ -79,7 +79,7 @@ def checkpoint(
         if group_of and max(group_of) >= program.stages:
             raise ProgramError(f"groups name stage {max(group_of)}; this program has stages 0..{program.stages - 1}.")
 
-        def chosen(op: Op) -> bool:
+        def is_chosen(op: Op) -> bool:
             if op.kind != "F":
                 return False
             if callable(policy):
@@ -87,31 +87,29 @@ def checkpoint(
             return policy == "always" or (policy == "except_last" and op.microbatch != last)
 
         if grain == "layer":
-            return _by_layers(program, chosen, saved)
-        recomputed: list[Op] = []
+            return _mark_layers(program, is_chosen, saved)
+        recomputes: list[Op] = []
 
-        def change(op: Op) -> Op:
+        def drop_residuals(op: Op) -> Op:
             residuals = tuple(value for value in op.writes if value.name == "res")
-            if not chosen(op) or not residuals or op.how:  # an exchange keeps nothing
+            if not is_chosen(op) or not residuals or op.how:  # an exchange keeps nothing
                 return op
-            kept = tuple(value for value in op.writes if value.name != "res")
-            recomputed.append(op._replace(kind="R", writes=residuals))
-            return op._replace(writes=kept)
+            recomputes.append(op._replace(kind="R", writes=residuals))
+            return op._replace(writes=tuple(value for value in op.writes if value.name != "res"))
 
-        ops = [on_parts(change, op) for op in program.ops]
-        if not recomputed:
+        ops = [on_parts(drop_residuals, op) for op in program.ops]
+        if not recomputes:
             return program
-        ops = _waiting_nowhere(ops, {value for op in recomputed for value in op.writes})
-        return settled(program, [*ops, *_inside_groups(recomputed, group_of)])
+        ops = _drop_moves(ops, {value for op in recomputes for value in op.writes})
+        return settled(program, [*ops, *_read_in_groups(recomputes, group_of)])
 
     return transform
 
 
-def _groups(listed: list[Any]) -> list[tuple[int, ...]]:
-    """Groups as they are listed: each of adjacent stages, and none of them twice."""
-    if not all(isinstance(group, Iterable) for group in listed):
-        raise TypeError(f"groups lists groups of stages, such as [(0, 1), (2, 3)]; found {listed!r}.")
-    groups: list[tuple[int, ...]] = [tuple(group) for group in listed]
+def _checked_groups(argument: list[Any]) -> list[tuple[int, ...]]:
+    if not all(isinstance(group, Iterable) for group in argument):
+        raise TypeError(f"groups lists groups of stages, such as [(0, 1), (2, 3)]; found {argument!r}.")
+    groups: list[tuple[int, ...]] = [tuple(group) for group in argument]
     for group in groups:
         if not group or list(group) != list(range(group[0], group[0] + len(group))):
             raise ValueError(f"a group is of adjacent stages in order, such as (1, 2, 3); found {group}.")
@@ -120,13 +118,13 @@ def _groups(listed: list[Any]) -> list[tuple[int, ...]]:
     return groups
 
 
-def _names(save: Iterable[Any] | Callable[..., Any]) -> tuple[str, ...]:
-    """The names of the ops whose results are saved, in order; of those that are not after "all but", if they are fewer.
+def _names_of_saved(save: Iterable[Any] | Callable[..., Any]) -> tuple[str, ...]:
+    """List the ops whose results are saved by name; or "all but", and those that are not saved, if these are fewer.
 
     >>> import torch
-    >>> _names([torch.ops.aten.mm.default])
+    >>> _names_of_saved([torch.ops.aten.mm.default])
     ('aten.mm.default',)
-    >>> _names(lambda ctx, op: op is not torch.ops.aten.tanh.default)
+    >>> _names_of_saved(lambda ctx, op: op is not torch.ops.aten.tanh.default)
     ('all but', 'aten.tanh.default')
     """
     if isinstance(save, str) or not (callable(save) or isinstance(save, Iterable)):
@@ -135,9 +133,9 @@ def _names(save: Iterable[Any] | Callable[..., Any]) -> tuple[str, ...]:
         from fpipe.torch_internals import selective_checkpoint_answers  # imports torch, as the policy has
 
         answers = selective_checkpoint_answers(save)
-        saved = tuple(name for name, wanted in answers.items() if wanted)
-        others = tuple(name for name, wanted in answers.items() if not wanted)
-        return saved if len(saved) <= len(others) else (ALL_BUT, *others)
+        saved = tuple(name for name, is_saved in answers.items() if is_saved)
+        dropped = tuple(name for name, is_saved in answers.items() if not is_saved)
+        return saved if len(saved) <= len(dropped) else (ALL_BUT, *dropped)
     for op in save:
         if type(op).__name__ != "OpOverload":
             raise TypeError(f"an op is named with its overload, such as torch.ops.aten.mm.default; found {op!r}.")
@@ -152,51 +150,51 @@ def _refuse(policy: Policy, grain: str, groups: Sequence[Iterable[int]], saved: 
     if grain == "layer" and groups:
         raise ValueError("groups= is for grain='stage': by layers, what enters each stage is kept.")
     if not callable(policy) and policy not in ("always", "except_last", "never"):
-        raise ValueError(
-            f"policy is 'always', 'except_last', 'never' or f(stage, microbatch) -> bool, found {policy!r}."
-        )
+        policies = "'always', 'except_last', 'never' or f(stage, microbatch) -> bool"
+        raise ValueError(f"policy is {policies}, found {policy!r}.")
 
 
-def _by_layers(program: Program, chosen: Callable[[Op], bool], saved: tuple[str, ...]) -> Program:
+def _mark_layers(program: Program, is_chosen: Callable[[Op], bool], saved: tuple[str, ...]) -> Program:
     """Mark the forwards that keep only what enters their layers, and the backwards that compute them again."""
     forwards = [op for op in parts_of(program.ops) if not op.how and any(v.name == "res" for v in op.writes)]
-    places = {op[1:4] for op in forwards if chosen(op)}
+    places = {op[1:4] for op in forwards if is_chosen(op)}
 
-    def change(op: Op) -> Op:
+    def mark(op: Op) -> Op:
         return op._replace(how=(("saved", saved),)) if op.kind in "FBI" and op[1:4] in places else op
 
-    ops = tuple(on_parts(change, op) for op in program.ops)
+    ops = tuple(on_parts(mark, op) for op in program.ops)
     return Program.trusted(program.inputs, ops, program.outputs, program.sources) if places else program
 
 
-def _waiting_nowhere(ops: list[Op], residuals: set[Value]) -> list[Op]:
+def _drop_moves(ops: list[Op], residuals: set[Value]) -> list[Op]:
     """Drop OFFLOAD and LOAD of values that are computed again: readers of the copy read the value itself."""
-    itself: dict[Value, Value] = {}
+    original_by_copy: dict[Value, Value] = {}
 
-    def read(op: Op) -> Op:
-        return op._replace(reads=tuple(itself.get(value, value) for value in op.reads))
+    def read_original(op: Op) -> Op:
+        return op._replace(reads=tuple(original_by_copy.get(value, value) for value in op.reads))
 
-    kept: list[Op] = []
+    rest: list[Op] = []
     for op in ops:
-        if op.kind in ("OFFLOAD", "LOAD") and (found := itself.get(op.reads[0], op.reads[0])) in residuals:
-            itself[op.writes[0]] = found
+        op = on_parts(read_original, op) if original_by_copy else op
+        if op.kind in ("OFFLOAD", "LOAD") and op.reads[0] in residuals:
+            original_by_copy[op.writes[0]] = op.reads[0]
         else:
-            kept.append(on_parts(read, op) if itself else op)
-    return kept
+            rest.append(op)
+    return rest
 
 
-def _inside_groups(recomputed: list[Op], group_of: dict[int, int]) -> list[Op]:
-    """Inside a group an R reads what the R before it recomputed, so that only what enters the group is kept."""
-    outputs = {Value("y", *op[1:4]) for op in recomputed}
-    asked: defaultdict[Place, set[Value]] = defaultdict(set)
+def _read_in_groups(recomputes: list[Op], group_of: dict[int, int]) -> list[Op]:
+    """Let an R read what the R before it in its group recomputes, so that only what enters the group is kept."""
+    outputs = {Value("y", *op[1:4]) for op in recomputes}
+    again_by_place: defaultdict[Place, set[Value]] = defaultdict(set)
 
-    def again(op: Op, value: Value) -> Value:
+    def recomputed(op: Op, value: Value) -> Value:
         group = group_of.get(op.stage or 0)
         if group is None or group_of.get(value.stage or 0) != group or value._replace(port=0) not in outputs:
             return value
-        made = value._replace(name="again")
-        asked[value[1:4]].add(made)
-        return made
+        again = value._replace(name="again")
+        again_by_place[value[1:4]].add(again)
+        return again
 
-    changed = [op._replace(reads=tuple(again(op, value) for value in op.reads)) for op in recomputed]
-    return [op._replace(writes=(*sorted(asked[op[1:4]]), *op.writes)) for op in changed]
+    recomputes = [op._replace(reads=tuple(recomputed(op, value) for value in op.reads)) for op in recomputes]
+    return [op._replace(writes=(*sorted(again_by_place[op[1:4]]), *op.writes)) for op in recomputes]

@@ -69,16 +69,23 @@ def data_parallel(axis: str = "dp") -> Transform:
 
 
 def reduced(program: Program, axis: str) -> tuple[list[Op], list[Output]]:
-    """The ops and results over replicas along an axis, in no order yet."""
-    _refuse_unmerged(program)
+    """Return the ops and results over replicas along an axis, in no order yet."""
+    before = "put fpipe.split() (at least split(1)) and fpipe.merge() before fpipe.data_parallel()."
+    if not any(op.kind == "SPLIT" for op in program.ops):
+        raise ProgramError(f"replicas share the weight of a batch as SPLIT writes it, which is missing: {before}")
+    for name, value, _ in program.outputs:
+        if name.name in ("loss", "grads") and name.microbatch is not None:
+            raise ProgramError(f"replicas add up what is merged, and {value} is of one microbatch: {before}")
     refuse_sent(program, "data_parallel")
-    return _Reducer(program, axis).reduced()
+    reducer = _Reducer(program, axis)
+    ends = [end._replace(value=reducer.result_of_all(end.name, end.value)) for end in program.outputs]
+    return [*map(reducer.over_all, program.ops), *reducer.reduces], ends
 
 
 def axes_of(program: Program) -> tuple[str, ...]:
     """The axes of replicas, as SPLITs say them; of two, the replicas along the second add up first."""
-    said = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
-    return tuple(said["axis"].split("+")) if "axis" in said else ()
+    how = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
+    return tuple(how["axis"].split("+")) if "axis" in how else ()
 
 
 def refuse_more(known: Sequence[str], axis: str) -> NoReturn:
@@ -90,50 +97,40 @@ def refuse_more(known: Sequence[str], axis: str) -> NoReturn:
 
 
 def nested(program: Program, outer: str, inner: str) -> tuple[list[Op], list[Output]]:
-    """The ops and results over two axes, of a program with one: each sum is made along `inner`, then along `outer`."""
-    ops, now = list[Op](), dict[Value, Value]()
+    """Put an outer axis around the axis of a program: each sum is made along `inner`, then along `outer`."""
+    ops, totals = list[Op](), dict[Value, Value]()  # the sum over both axes by that over one
 
-    def across(op: Op, part: Value, made: Value) -> Op:
-        return op._replace(kind="REDUCE", reads=(part,), writes=(made,), how=(("axis", outer),))
+    def reduce_outer(op: Op, part: Value, total: Value) -> Op:
+        return op._replace(kind="REDUCE", reads=(part,), writes=(total,), how=(("axis", outer),))
 
     for op in program.ops:
         if op.kind == "SPLIT":
             ops.append(_along(op, f"{outer}+{inner}"))
         elif op.kind in ("REDUCE", "SCATTER") and op.writes[0].name.startswith("all"):
-            (whole,) = op.writes
-            part = whole._replace(name=whole.name.replace("all", "cut", 1))
-            ops += [_along(op, inner)._replace(writes=(part,)), across(op, part, whole)]
+            (total,) = op.writes
+            part = total._replace(name=total.name.replace("all", "cut", 1))
+            ops += [_along(op, inner)._replace(writes=(part,)), reduce_outer(op, part, total)]
         else:
             ops.append(op)
     for end in program.outputs:  # each microbatch's gradients were added up over the inner axis, and their sum is not
         op = program.ops[program.writer[end.value]]
-        total = op.reads[0] if op.kind == "SCALE" else end.value
-        if end.name.name == "grads" and total.name != "all":
-            now[total] = end.name._replace(name="all")
-            made = across(op, total, now[total])
-            ops = [one._replace(reads=_renamed(one.reads, now)) if one.kind == "SCALE" else one for one in ops]
-            ops.append(made._replace(microbatch=None, slice=None))
-    return ops, [end._replace(value=now.get(end.value, end.value)) for end in program.outputs]
+        part = op.reads[0] if op.kind == "SCALE" else end.value
+        if end.name.name == "grads" and part.name != "all":
+            totals[part] = end.name._replace(name="all")
+            ops.append(reduce_outer(op, part, totals[part])._replace(microbatch=None, slice=None))
+    ops = [op._replace(reads=_renamed(op.reads, totals)) if op.kind == "SCALE" else op for op in ops]
+    return ops, [end._replace(value=totals.get(end.value, end.value)) for end in program.outputs]
 
 
 def _along(op: Op, axis: str) -> Op:
     return op._replace(how=tuple((dict(op.how) | {"axis": axis}).items()))
 
 
-def _renamed(values: Sequence[Value], now: Mapping[Value, Value]) -> tuple[Value, ...]:
-    return tuple(now.get(value, value) for value in values)
+def _renamed(values: Sequence[Value], names: Mapping[Value, Value]) -> tuple[Value, ...]:
+    return tuple(names.get(value, value) for value in values)
 
 
-def _refuse_unmerged(program: Program) -> None:
-    before = "put fpipe.split() (at least split(1)) and fpipe.merge() before fpipe.data_parallel()."
-    if not any(op.kind == "SPLIT" for op in program.ops):
-        raise ProgramError(f"replicas share the weight of a batch as SPLIT writes it, which is missing: {before}")
-    for name, value, _ in program.outputs:
-        if name.name in ("loss", "grads") and name.microbatch is not None:
-            raise ProgramError(f"replicas add up what is merged, and {value} is of one microbatch: {before}")
-
-
-_COUNT, _OF_ALL, _LOSS = Value("count"), Value("all_count"), Value("loss")
+_COUNT, _COUNT_OF_ALL, _LOSS = Value("count"), Value("all_count"), Value("loss")
 
 
 class _Reducer:
@@ -141,39 +138,32 @@ class _Reducer:
 
     def __init__(self, program: Program, axis: str) -> None:
         self.program, self.how = program, (("axis", axis),)
-        self.counted = any(end.name == _COUNT for end in program.outputs)
+        self.has_count = any(end.name == _COUNT for end in program.outputs)
         self.reduces: list[Op] = []
-        self.now: dict[Value, Value] = {_COUNT: _OF_ALL}  # what a SCALE reads in place of a sum of this replica
+        self.totals: dict[Value, Value] = {_COUNT: _COUNT_OF_ALL}  # by the sum of this replica
 
-    def reduced(self) -> tuple[list[Op], list[Output]]:
-        """The ops and results over all replicas."""
-        ends = [end._replace(value=self.of_all(end.name, end.value)) for end in self.program.outputs]
-        return [*map(self.reading, self.program.ops), *self.reduces], ends
-
-    def of_all(self, name: Value, value: Value) -> Value:
-        """A result over all replicas."""
+    def result_of_all(self, name: Value, value: Value) -> Value:
         op = self.program.ops[self.program.writer[value]]
         if name.name == "grads":
-            total = op.reads[0] if op.kind == "SCALE" else value
-            self.now[total] = self.reduce(op, total, name._replace(name="all"))
-            return value if op.kind == "SCALE" else self.now[total]
-        if name == _LOSS and self.counted:
+            part = op.reads[0] if op.kind == "SCALE" else value
+            self.totals[part] = self.reduce(op, part, name._replace(name="all"))
+            return value if op.kind == "SCALE" else self.totals[part]
+        if name == _LOSS and self.has_count:
             total = self.reduce(op, Value("total"), Value("all_total"))
-            self.reduces.append(Op("SCALE", op.stage, None, None, 0, (total, _OF_ALL), (value,)))
+            self.reduces.append(Op("SCALE", op.stage, None, None, 0, (total, _COUNT_OF_ALL), (value,)))
             return value
         return self.reduce(op, value, Value(f"all_{name.name}")) if name in (_LOSS, _COUNT) else value
 
-    def reduce(self, op: Op, value: Value, made: Value) -> Value:
-        """The sum over all replicas of what an op writes."""
-        self.reduces.append(Op("REDUCE", op.stage, None, None, 0, (value,), (made,), (), self.how))
-        return made
+    def reduce(self, op: Op, value: Value, total: Value) -> Value:
+        self.reduces.append(Op("REDUCE", op.stage, None, None, 0, (value,), (total,), (), self.how))
+        return total
 
-    def reading(self, op: Op) -> Op:
-        """An op that weighs its part of the batch among all, or divides what was added up over all."""
+    def over_all(self, op: Op) -> Op:
+        """Weigh a part of the batch among all replicas, or divide what was added up over all."""
         if op.kind == "SPLIT":
             return op._replace(how=(*op.how, *self.how))
         if op.kind == "SCALE":
-            return op._replace(reads=_renamed(op.reads, self.now))
-        if op.kind == "MERGE" and self.counted and _LOSS in op.writes:
+            return op._replace(reads=_renamed(op.reads, self.totals))
+        if op.kind == "MERGE" and self.has_count and _LOSS in op.writes:
             return op._replace(writes=tuple(Value("total") if value == _LOSS else value for value in op.writes))
         return op

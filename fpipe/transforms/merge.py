@@ -66,7 +66,7 @@ def merge(
         raise ValueError(f"grads is 'sum' or 'rows', found {grads!r}.")
     how = () if spec is None else (("spec", spec_text(spec)),)
     how += () if aux is None or aux == "stream" else (("aux", spec_text(aux)),)
-    streams = {"losses"} | {name for name, said in (("outputs", outputs), ("aux", aux)) if said == "stream"}
+    streams = {"losses"} | {name for name, option in (("outputs", outputs), ("aux", aux)) if option == "stream"}
 
     @transforming
     def transform(program: Program) -> Program:
@@ -82,49 +82,49 @@ def merge(
                 parts[_new(Value, (*name[:2], None, None, *name[4:]))].append(end)
         sequences: list[Op] = []
         if "outputs" in streams and program.slices > 1:
-            ends, sequences = _sequences(program, ends)
+            ends, sequences = _join_slices(program, ends)
         if losses and not parts and not any(end.name.name == "losses" for end in ends):
             raise ProgramError("the losses are merged already; say losses=True in the first merge().")
         if Value("loss") not in parts:  # merged already
             ends += [end for name in (Value("outputs"), Value("aux")) for end in parts.pop(name, [])]
         if losses:
             ends += [end._replace(name=end.name._replace(name="losses")) for end in parts.get(Value("loss"), [])]
-        if any(len({end.name for end in found}) < len(found) for found in parts.values()):
+        if any(len({end.name for end in part}) < len(part) for part in parts.values()):
             raise ProgramError("results of this program travel to several homes already; merge before communicate().")
         adder = _Adder(program, order)
-        mean = [name for name in parts if name.name not in ("grads", "input_grads")]
-        how_aux = how if Value("aux") in parts else tuple(said for said in how if said[0] != "aux")
-        joined = _join(mean, parts, (*how_aux, *_sequence(program)))
+        means = [name for name in parts if name.name not in ("grads", "input_grads")]
+        how_aux = how if Value("aux") in parts else tuple(word for word in how if word[0] != "aux")
+        merges = _join_microbatches(means, parts, (*how_aux, *_how_of_sequences(program)))
         count = Value("count") if Value("count") in parts else None
-        for name, found in parts.items():
-            values = [end.value for end in found]
+        for name, part in parts.items():
+            values = [end.value for end in part]
             if name.name == "grads":
-                value = adder.total(name, values, count) if grads == "sum" else adder.of_rows(name, values)
+                value = adder.add_up(name, values, count) if grads == "sum" else adder.join_rows(name, values)
             else:
-                value = adder.of_inputs(values, count) if name.name == "input_grads" else name
-            ends.append(Output(name, value, found[0].homes))
-        kept = (op for op in program.ops if op.kind != "ADD" or op.writes[0] not in adder.replaced)
-        joined += sequences
-        ops = [*_with_weights(kept, joined), *adder.ops, *joined]
-        ops = ops if outputs else _without_unread(ops, ends)
-        return settled(program, ops, ends)
+                value = adder.join_input_grads(values, count) if name.name == "input_grads" else name
+            ends.append(Output(name, value, part[0].homes))
+        rest = (op for op in program.ops if op.kind != "ADD" or op.writes[0] not in adder.replaced)
+        merges += sequences
+        ops = [*_with_weights(rest, merges), *adder.ops, *merges]
+        return settled(program, ops if outputs else _without_unread(ops, ends), ends)
 
     return transform
 
 
-def _join(names: Sequence[Value], parts: dict[Value, list[Output]], how: tuple[tuple[str, object], ...]) -> list[Op]:
-    """One MERGE for the loss (by weight), the counts and the outputs, on the stage that wrote the loss."""
+def _join_microbatches(
+    names: Sequence[Value], parts: dict[Value, list[Output]], how: tuple[tuple[str, object], ...]
+) -> list[Op]:
+    """Make one MERGE for the loss (by weight), the counts and the outputs, on the stage that writes the loss."""
     if not names:
         return []
-    found = parts[Value("loss")]
-    weights = [Value("w", *end.value[1:4]) for end in found]
+    losses = [end.value for end in parts[Value("loss")]]
+    weights = [Value("w", *loss[1:4]) for loss in losses]
     rest = [end.value for name in names if name != Value("loss") for end in parts[name]]
-    reads = (*(end.value for end in found), *weights, *rest)
-    return [Op("MERGE", found[0].value.stage, None, None, 0, reads, tuple(names), (), how)]
+    return [Op("MERGE", losses[0].stage, None, None, 0, (*losses, *weights, *rest), tuple(names), (), how)]
 
 
-def _sequences(program: Program, ends: Iterable[Output]) -> tuple[list[Output], list[Op]]:
-    """The results with outputs of slices joined to those of microbatches, and a MERGE for each."""
+def _join_slices(program: Program, ends: Iterable[Output]) -> tuple[list[Output], list[Op]]:
+    """Join the outputs of slices to those of microbatches, by a MERGE for each."""
     slices: defaultdict[Value, list[Output]] = defaultdict(list)
     rest: list[Output] = []
     for end in ends:
@@ -132,49 +132,45 @@ def _sequences(program: Program, ends: Iterable[Output]) -> tuple[list[Output], 
             slices[end.name._replace(slice=None)].append(end)
         else:
             rest.append(end)
-    ops: list[Op] = []
-    for name, found in slices.items():
-        parts = [end.value for end in sorted(found, key=lambda end: end.name.slice or 0)]
-        weights = [Value("w", *value[1:4]) for value in parts]
-        ops.append(
-            Op("MERGE", parts[0].stage, name.microbatch, None, 0, (*weights, *parts), (name,), (), _sequence(program))
-        )
-    return [*rest, *(Output(name, name, found[0].homes) for name, found in slices.items())], ops
+    merges: list[Op] = []
+    for name, of_slices in slices.items():
+        parts = [end.value for end in sorted(of_slices, key=lambda end: end.name.slice or 0)]
+        reads = (*(Value("w", *value[1:4]) for value in parts), *parts)
+        how = _how_of_sequences(program)
+        merges.append(Op("MERGE", parts[0].stage, name.microbatch, None, 0, reads, (name,), (), how))
+    return [*rest, *(Output(name, name, of_slices[0].homes) for name, of_slices in slices.items())], merges
 
 
-def _sequence(program: Program) -> tuple[tuple[str, object], ...]:
-    """How the slices of a sequence are joined: as SPLIT cut them."""
-    said = next((op.how for op in program.ops if op.kind == "SPLIT" and op.slice is not None), ())
-    return tuple((word, value) for word, value in said if word in ("slices", "dim"))
+def _how_of_sequences(program: Program) -> tuple[tuple[str, object], ...]:
+    """How the slices of a sequence are joined: as SPLIT cuts them."""
+    how = next((op.how for op in program.ops if op.kind == "SPLIT" and op.slice is not None), ())
+    return tuple((word, value) for word, value in how if word in ("slices", "dim"))
 
 
-def _with_weights(ops: Iterable[Op], joined: Sequence[Op]) -> Iterator[Op]:
-    """The ops, with each SPLIT writing the weight that a MERGE reads: without gradients nobody did until now."""
-    wanted = {value for op in joined for value in op.reads if value.name == "w"}
+def _with_weights(ops: Iterable[Op], merges: Sequence[Op]) -> Iterator[Op]:
+    """Let each SPLIT write the weight that a MERGE reads: without gradients no op did so far."""
+    wanted = {value for op in merges for value in op.reads if value.name == "w"}
     for op in ops:
-        if op[0] == "SPLIT":
-            weight = Value("w", *op[1:4])
-            yield op._replace(writes=(*op.writes, weight)) if weight in wanted and weight not in op.writes else op
-        else:
-            yield op
-
-
-def _no_outputs(op: Op) -> Op:
-    kept = [value for value in op.reads if value.name != "y"]
-    return op._replace(reads=tuple(kept), writes=tuple(value for value in op.writes if value.name != "outputs"))
+        if op[0] == "SPLIT" and (weight := Value("w", *op[1:4])) in wanted and weight not in op.writes:
+            op = op._replace(writes=(*op.writes, weight))
+        yield op
 
 
 def _without_unread(ops: Sequence[Op], ends: Iterable[Output]) -> list[Op]:
-    """Model outputs that nobody wants any more are not written."""
     wanted = {end.value for end in ends}
+
+    def without_outputs(op: Op) -> Op:
+        reads = tuple(value for value in op.reads if value.name != "y")
+        return op._replace(reads=reads, writes=tuple(value for value in op.writes if value.name != "outputs"))
+
     if Value("outputs") not in wanted:
-        ops = [_no_outputs(op) if op.kind == "MERGE" and op.microbatch is None else op for op in ops]
+        ops = [without_outputs(op) if op.kind == "MERGE" and op.microbatch is None else op for op in ops]
     wanted.update(value for op in ops for value in op.reads if value.name == "y")
 
-    def without(op: Op) -> Op:
+    def without_unread(op: Op) -> Op:
         return op._replace(writes=tuple(value for value in op.writes if value.name != "y" or value in wanted))
 
-    return [on_parts(without, op) if op.kind in ("F", "PAIR") else op for op in ops]
+    return [on_parts(without_unread, op) if op.kind in ("F", "PAIR") else op for op in ops]
 
 
 class _Adder:
@@ -185,10 +181,10 @@ class _Adder:
         self.ops: list[Op] = []
         self.replaced: set[Value] = set()  # the sums per microbatch of a tied leaf's uses
 
-    def total(self, name: Value, values: list[Value], count: Value | None) -> Value:
-        """A parameter bundle's gradient, summed over uses and microbatches, divided by the count if there is one."""
+    def add_up(self, name: Value, values: list[Value], count: Value | None) -> Value:
+        """Sum a parameter bundle's gradient over uses and microbatches; divide by the count if there is one."""
         uses = zip(*(self._uses(value) for value in values), strict=True)
-        sums = [self._over_microbatches(list(use)) for use in uses]
+        sums = [self._add_microbatches(list(use)) for use in uses]
         total = self._add(name._replace(name="sum"), sums)
         if count is None:
             return total
@@ -196,50 +192,48 @@ class _Adder:
         self.ops.append(Op("SCALE", name.stage, None, None, 0, (total, count), (scaled,)))
         return scaled
 
-    def of_rows(self, name: Value, values: list[Value]) -> Value:
-        """The gradients of single rows, microbatch after microbatch."""
-        joined = name._replace(name="rows")
+    def join_rows(self, name: Value, values: list[Value]) -> Value:
+        """Put the gradients of single rows one behind the other, microbatch after microbatch."""
+        rows = name._replace(name="rows")
         values = sorted(values, key=lambda value: value.microbatch or 0)
-        self.ops.append(Op("MERGE", name.stage, None, None, 0, tuple(values), (joined,)))
-        return joined
+        self.ops.append(Op("MERGE", name.stage, None, None, 0, tuple(values), (rows,)))
+        return rows
 
-    def of_inputs(self, values: list[Value], count: Value | None) -> Value:
-        """The gradients of the inputs, joined as the batch was cut, divided by the count if there is one."""
+    def join_input_grads(self, values: list[Value], count: Value | None) -> Value:
+        """Join the gradients of the inputs as the batch was cut; divide by the count if there is one."""
         cut = next((op.how for op in self.program.ops if op.kind == "SPLIT"), ())
-        how = tuple((word, said) for word, said in cut if word in ("spec", "presplit", "slices", "dim", "sequence"))
+        how = tuple(word for word in cut if word[0] in ("spec", "presplit", "slices", "dim", "sequence"))
         values = sorted(values, key=lambda value: (value.microbatch or 0, value.slice or 0))
         stage, joined = values[0].stage, Value("dinputs" if count else "input_grads")
         self.ops.append(Op("MERGE", stage, None, None, 0, (Value("inputs"), *values), (joined,), (), how))
-        if count is None:
-            return joined
-        self.ops.append(Op("SCALE", stage, None, None, 0, (joined, count), (Value("input_grads"),)))
+        if count is not None:
+            self.ops.append(Op("SCALE", stage, None, None, 0, (joined, count), (Value("input_grads"),)))
         return Value("input_grads")
 
     def _uses(self, value: Value) -> tuple[Value, ...]:
         if value.name != "sum":
             return (value,)
-        op = self.program.ops[self.program.writer[value]]
         self.replaced.add(value)
-        return op.reads
+        return self.program.ops[self.program.writer[value]].reads
 
-    def _over_microbatches(self, values: list[Value]) -> Value:
+    def _add_microbatches(self, values: list[Value]) -> Value:
         if self.order == "microbatch":
-            return self._chain(sorted(values, key=lambda value: (value.microbatch or 0, -(value.slice or 0))))
+            return self._add_in_turn(sorted(values, key=lambda value: (value.microbatch or 0, -(value.slice or 0))))
         writer, ops = self.program.writer, self.program.ops
         replicas: defaultdict[int, list[Value]] = defaultdict(list)
         for value in sorted(values, key=writer.__getitem__):
             replicas[ops[writer[value]].rank].append(value)
-        sums = [self._chain(replicas[rank]) for rank in sorted(replicas)]
+        sums = [self._add_in_turn(replicas[rank]) for rank in sorted(replicas)]
         return self._add(values[0]._replace(name="replicas", microbatch=None, slice=None), sums)
 
-    def _chain(self, values: list[Value]) -> Value:
+    def _add_in_turn(self, values: list[Value]) -> Value:
         total = values[0]
         for value in values[1:]:
             total = self._add(_new(Value, ("sum", *value[1:])), (total, value))
         return total
 
-    def _add(self, made: Value, values: Sequence[Value]) -> Value:
+    def _add(self, total: Value, values: Sequence[Value]) -> Value:
         if len(values) == 1:
             return values[0]
-        self.ops.append(_new(Op, ("ADD", *made[1:4], 0, tuple(values), (made,), (), ())))
-        return made
+        self.ops.append(_new(Op, ("ADD", *total[1:4], 0, tuple(values), (total,), (), ())))
+        return total

@@ -52,64 +52,61 @@ def place(
     >>> fpipe.place("looped", ranks=2)(program).placement
     (0, 1, 0, 1)
     """
+    names = ", ".join(_NAMED)
     if ranks is not None and not isinstance(policy, str):
-        raise ValueError(
-            f"ranks= goes with a named placement ({', '.join(_NAMED)}); a list or a function says them itself."
-        )
+        raise ValueError(f"ranks= goes with a named placement ({names}); a list or a function says them itself.")
     if not isinstance(policy, str | Sequence) and not callable(policy):
         raise TypeError(f"a placement is a name, a list with each stage's rank, or a function; found {policy!r}.")
     if isinstance(policy, str) and policy not in _NAMED:
-        raise ValueError(
-            f"{policy!r} is not a placement; known: {', '.join(_NAMED)}, a list, or f(kind, stage, microbatch) -> rank."
-        )
+        known = f"{names}, a list, or f(kind, stage, microbatch) -> rank"
+        raise ValueError(f"{policy!r} is not a placement; known: {known}.")
 
     @transforming
     def transform(program: Program) -> Program:
-        rule, homed = _rule(policy, program, ranks), homes
+        rule, all_homes = _rule(policy, program, ranks), homes
         if policy == "bidirectional" and homes is None:
-            homed = two_ways(program.stages, ranks)[1]
-        return rebuilt_at(program, [_at(op, rule) for op in program.ops], homed)
+            all_homes = two_ways(program.stages, ranks)[1]
+        return rebuilt_at(program, [_place(op, rule) for op in program.ops], all_homes)
 
     return transform
 
 
 def rebuilt_at(program: Program, ops: Sequence[Op], homes: Homes | None) -> Program:
-    """A program whose scheduled ops have new ranks: the rest follows, and each stage has a home."""
-    inputs, placed, outputs = keep_to_data(program.inputs, ops, program.outputs, given_homes(program, homes))
+    """Rebuild a program whose scheduled ops have new ranks: the rest follows, and each stage has a home."""
+    inputs, placed, outputs = keep_to_data(program.inputs, ops, program.outputs, checked_homes(program, homes))
     if any(is_move(op.kind) for op in ops) and any(a.rank != b.rank for a, b in zip(program.ops, placed, strict=True)):
         raise ProgramError("this program has its transfers already; place it before fpipe.communicate().")
-    made = rebuilt(program, placed, inputs=inputs, outputs=outputs)
-    ranks_are_whole(made)
-    return made
+    rebuilt_program = rebuilt(program, placed, inputs=inputs, outputs=outputs)
+    ranks_are_whole(rebuilt_program)
+    return rebuilt_program
 
 
-def given_homes(program: Program, homes: Homes | None) -> dict[int, tuple[int, ...]]:
-    """Where stages live, as far as it was said."""
+def checked_homes(program: Program, homes: Homes | None) -> dict[int, tuple[int, ...]]:
+    """The homes of stages that the argument names."""
     if homes is None:
         return {}
     if not callable(homes) and not isinstance(homes, Mapping):
         raise TypeError(f"homes is {{stage: rank}}, {{stage: ranks}} or f(stage) -> rank or ranks; found {homes!r}.")
-    said = {stage: homes(stage) for stage in range(program.stages)} if callable(homes) else homes
-    odd = next((stage for stage in said if type(stage) is not int or not 0 <= stage < program.stages), None)
-    if odd is not None:
-        raise ProgramError(f"homes names stage {odd!r}; this program has stages 0..{program.stages - 1}.")
-    found = {stage: tuple(at) if isinstance(at, Iterable) else (at,) for stage, at in said.items()}
-    for stage, at in found.items():
-        if not at or any(type(rank) is not int or rank < 0 for rank in at):
-            raise ProgramError(
-                f"homes gives stage {stage} {said[stage]!r}; a home is a rank from 0, or several of them."
-            )
-    return {stage: tuple(sorted(at)) for stage, at in found.items()}
+    argument = {stage: homes(stage) for stage in range(program.stages)} if callable(homes) else homes
+    for stage in argument:
+        if type(stage) is not int or not 0 <= stage < program.stages:
+            raise ProgramError(f"homes names stage {stage!r}; this program has stages 0..{program.stages - 1}.")
+    checked = {stage: tuple(home) if isinstance(home, Iterable) else (home,) for stage, home in argument.items()}
+    for stage, ranks in checked.items():
+        if not ranks or any(type(rank) is not int or rank < 0 for rank in ranks):
+            rule = "a home is a rank from 0, or several of them"
+            raise ProgramError(f"homes gives stage {stage} {argument[stage]!r}; {rule}.")
+    return {stage: tuple(sorted(ranks)) for stage, ranks in checked.items()}
 
 
-def _at(op: Op, rule: Rule) -> Op:
+def _place(op: Op, rule: Rule) -> Op:
     if kind_of(op.kind).place != "table" or op.stage is None:
         return op
     if op.parts:
-        parts = {_at(part, rule).rank for part in op.parts}
-        if len(parts) > 1:
-            raise ProgramError(f"the parts of {op.cell} would be on ranks {sorted(parts)}; a PAIR is on one rank.")
-        return moved(op, parts.pop())
+        ranks = {_place(part, rule).rank for part in op.parts}
+        if len(ranks) > 1:
+            raise ProgramError(f"the parts of {op.cell} would be on ranks {sorted(ranks)}; a PAIR is on one rank.")
+        return moved(op, ranks.pop())
     rank = rule(op.kind, op.stage, op.microbatch or 0)
     if type(rank) is not int or rank < 0:
         raise ProgramError(f"the placement puts {op.cell} on rank {rank!r}; a rank is a whole number from 0.")
@@ -139,9 +136,8 @@ def stage_ranks(policy: str | Sequence[int], stages: int, ranks: int | None = No
         return list(policy)
     p = whole("ranks", stages if ranks is None else ranks)
     if p > stages:
-        raise ProgramError(
-            f"{p} ranks for {stages} stages: each rank needs a stage. Cut the model finer, or use fewer ranks."
-        )
+        mend = "Cut the model finer, or use fewer ranks."
+        raise ProgramError(f"{p} ranks for {stages} stages: each rank needs a stage. {mend}")
     if policy == "looped":
         return [stage % p for stage in range(stages)]
     if policy == "v":
@@ -151,7 +147,7 @@ def stage_ranks(policy: str | Sequence[int], stages: int, ranks: int | None = No
 
 
 def in_order(program: Program, ranks: int | None) -> list[int]:
-    """The rank of each stage with one chunk a rank: as placed if that goes up over so many ranks, or in equal shares.
+    """The rank of each stage with one chunk a rank: as placed if that goes up over all ranks, or in equal shares.
 
     >>> import fpipe
     >>> in_order(fpipe.place([0, 0, 0, 1])(fpipe.program(4)), 2)
@@ -159,10 +155,10 @@ def in_order(program: Program, ranks: int | None) -> list[int]:
     >>> in_order(fpipe.place([0, 1, 0, 1])(fpipe.program(4)), 2)
     [0, 0, 1, 1]
     """
-    placed = program.placement if ranks is not None and program.ranks == ranks else ()
-    kept = [rank for rank in placed if isinstance(rank, int)]
-    if len(kept) == len(placed) and kept == sorted(kept) and len({*kept}) == ranks:
-        return kept
+    placement = program.placement if ranks is not None and program.ranks == ranks else ()
+    listed = [rank for rank in placement if isinstance(rank, int)]
+    if len(listed) == len(placement) and listed == sorted(listed) and len({*listed}) == ranks:
+        return listed
     return stage_ranks("linear", program.stages, ranks)
 
 

@@ -18,7 +18,7 @@ from fpipe.order import arrange, scheduled_kinds
 from fpipe.program import Op, Program, ProgramError, cell_of, pair, parts_of
 from fpipe.transforms._rewrite import Transform, keep_to_data, moved, refuse_freed, transforming
 from fpipe.transforms.cells import Cell, Key, Rows, Table, is_general, keys_of, parse_cell, read_table
-from fpipe.transforms.place import Homes, given_homes, in_order, stage_ranks
+from fpipe.transforms.place import Homes, checked_homes, in_order, stage_ranks
 from fpipe.transforms.split_backward import halved
 
 _WITHOUT_STAGE = re.compile(r"[FBIWR]\d+")
@@ -69,25 +69,25 @@ def in_rows(policy: str | Sequence[int], ranks: int | None, rows: Callable[[Prog
 
 
 def by_table(program: Program, rows: Rows, *, move: bool, homes: Homes | None = None) -> Program:
-    """The program in the order of a table; with `move`, on the ranks of its rows too."""
+    """Put the program in the order of a table; with `move`, on the ranks of its rows too."""
     refuse_freed(program)
-    empty = next((rank for rank, row in enumerate(rows) if not row), None)
-    if empty is not None:
-        raise ProgramError(f"rank {empty} has no ops in the table: ranks are 0..n-1, and each has a row of cells.")
+    for rank, row in enumerate(rows):
+        if not row:
+            raise ProgramError(f"rank {rank} has no ops in the table: ranks are 0..n-1, and each has a row of cells.")
     program = _split_where_named(program, rows)
     if not any(op.kind in "BIW" for op in parts_of(program.ops)):  # forward_only(): a schedule's backwards have gone
         rows = [[cell for cell in row if isinstance(cell, str) or cell[0] not in "BIW"] for row in rows]
-    found = _Finder(program)
-    positions = [found.row(rank, row) for rank, row in enumerate(rows)]
+    finder = _Finder(program)
+    positions = [finder.find_row(rank, row) for rank, row in enumerate(rows)]
     del rows  # the cells of a million ops take 80 MB
-    found.finish()
-    (found.move if move else found.refuse_moves)(positions)
-    inputs, ops, outputs, sources = program.inputs, found.ops, program.outputs, program.sources
-    if found.repaired:
-        ops, positions, sources = *found.without_gaps(positions), None
+    finder.refuse_unnamed()
+    (finder.move if move else finder.refuse_moves)(positions)
+    inputs, ops, outputs, sources = program.inputs, finder.ops, program.outputs, program.sources
+    if finder.has_new_pairs:
+        ops, positions, sources = *finder.without_gaps(positions), None
     if move:
-        inputs, ops, outputs = keep_to_data(inputs, ops, outputs, given_homes(program, homes))
-    return arrange(inputs, ops, outputs, scheduled_kinds() | found.kinds, sources, positions)
+        inputs, ops, outputs = keep_to_data(inputs, ops, outputs, checked_homes(program, homes))
+    return arrange(inputs, ops, outputs, scheduled_kinds() | finder.kinds, sources, positions)
 
 
 def _split_where_named(program: Program, rows: Rows) -> Program:
@@ -96,8 +96,7 @@ def _split_where_named(program: Program, rows: Rows) -> Program:
         return program
     named = (cell for row in rows for cell in row if "I" in cell or "W" in cell)
     halves = {key[1:3] for cell in named for key in keys_of(cell) if key[0] in "IW"}
-    if halves:
-        halves &= {op[1:3] for op in parts_of(program.ops) if op.kind == "B"}
+    halves &= {op[1:3] for op in parts_of(program.ops) if op.kind == "B"} if halves else set()
     if not halves:
         return program
     ops = halved(program.ops, lambda stage, microbatch: (stage, microbatch) in halves)
@@ -113,30 +112,30 @@ class _Finder:
     def __init__(self, program: Program) -> None:
         self.program = program
         parts = parts_of(program.ops)
-        self.repaired = parts is not program.ops  # pairs were taken apart or put together
+        self.has_new_pairs = parts is not program.ops  # pairs were taken apart or put together
         self.ops: list[Op | Any] = list(parts)
         # Scheduled ops that are still to be named, by kind, stage and slice, then by microbatch: the positions of a
         # row lie side by side, and one look-up in a table of all keys takes three times as long.
-        self.left: defaultdict[_Column, dict[int | None, int]] = defaultdict(dict)
-        self.others: dict[Key | str, int] = {}  # the rest: R by its key, what keeps to its data by its cell
+        self.unnamed: defaultdict[_Column, dict[int | None, int]] = defaultdict(dict)
+        self.optional: dict[Key | str, int] = {}  # the rest: R by its key, what keeps to its data by its cell
         table = scheduled_kinds()
         for position, op in enumerate(parts):
             kind, stage, microbatch, piece = op[:4]
             if kind in table:
-                self.left[kind, stage, piece][microbatch] = position
+                self.unnamed[kind, stage, piece][microbatch] = position
             else:
-                self.others[op[:4] if kind == "R" else op.cell] = position
+                self.optional[op[:4] if kind == "R" else op.cell] = position
         self.kinds: frozenset[str] = frozenset()
 
-    def row(self, rank: int, row: Sequence[Cell]) -> list[int]:
-        """The positions of a row's ops."""
-        left, keys, found = self.left, cast(Sequence[Key], row), [-1] * len(row)
+    def find_row(self, rank: int, row: Sequence[Cell]) -> list[int]:
+        unnamed, keys, positions = self.unnamed, cast(Sequence[Key], row), [-1] * len(row)
         if set(map(type, row)) == {tuple}:
-            found = [left[kind, stage, piece].pop(microbatch, -1) for kind, stage, microbatch, piece in keys]
-        if -1 in found:
-            pairs = enumerate(zip(row, found, strict=True))
-            found = [at for step, (cell, one) in pairs for at in self.slowly(cell, one, f"rank {rank}, cell {step}")]
-        return found
+            positions = [unnamed[kind, stage, piece].pop(microbatch, -1) for kind, stage, microbatch, piece in keys]
+        if -1 in positions:
+            cells = enumerate(zip(row, positions, strict=True))
+            found = [(at,) if at >= 0 else self.find(cell, f"rank {rank}, cell {n}") for n, (cell, at) in cells]
+            positions = [position for group in found for position in group]
+        return positions
 
     def move(self, positions: Sequence[Sequence[int]]) -> None:
         """Put the ops of each row on its rank: in the order of the program, as they lie in memory, which takes a tenth
@@ -148,7 +147,6 @@ class _Finder:
         self.ops = [op if rank < 0 else moved(op, rank) for op, rank in zip(self.ops, ranks, strict=True)]
 
     def refuse_moves(self, positions: Sequence[Sequence[int]]) -> None:
-        """A ProgramError for an op that the program has on another rank than its row."""
         for rank, row in enumerate(positions):
             for cell, op in enumerate(self.ops[position] for position in row):
                 if op[4] != rank:
@@ -157,13 +155,11 @@ class _Finder:
                         "ops on their rank; use fpipe.place() before, or fpipe.schedules.from_table() for both."
                     )
 
-    def slowly(self, cell: Cell, found: int, place: str) -> Sequence[int]:
-        """Everything but a scheduled op by its key."""
-        if found >= 0:
-            return (found,)
+    def find(self, cell: Cell, place: str) -> Sequence[int]:
+        """The positions of the ops that a cell names: by a value, by a key, or by two keys as a pair."""
         if isinstance(cell, str) and is_general(cell):
-            if cell in self.others:
-                return (self.other(cell),)
+            if cell in self.optional:
+                return (self.find_optional(cell),)
             rank = place.split()[1].rstrip(",")
             hint = f" A cell names its stage too: {rank}{cell}, if the stage is the rank."
             raise ProgramError(f"{place}: the program has no op {cell}.{hint * bool(_WITHOUT_STAGE.fullmatch(cell))}")
@@ -171,57 +167,55 @@ class _Finder:
             keys = (cell,) if isinstance(cell, tuple) else parse_cell(cell)
         except ProgramError as error:
             raise ProgramError(f"{place}: {error}") from None
-        groups = [self.one(key, place) for key in keys]
+        groups = [self.find_key(key, place) for key in keys]
         if len(keys) == 1:
             return groups[0]
         firsts = [group[0] for group in groups]
-        made = pair(*(self.ops[position] for position in firsts))
+        paired = pair(*(self.ops[position] for position in firsts))
         for position in firsts:
             self.ops[position] = None
-        self.ops[firsts[0]] = made
-        self.repaired = True
+        self.ops[firsts[0]] = paired
+        self.has_new_pairs = True
         return (firsts[0], *(position for group in groups for position in group[1:]))
 
-    def one(self, key: Key, place: str) -> tuple[int, ...]:
-        """The op of a key; I and W for the B of a split backward."""
-        if key in self.others:
-            return (self.other(key),)
+    def find_key(self, key: Key, place: str) -> tuple[int, ...]:
+        """The position of a key's op; of I and W for the B of a split backward."""
+        if key in self.optional:
+            return (self.find_optional(key),)
         kind, stage, microbatch, piece = key
-        halves = kind == "B" and microbatch not in self.left[kind, stage, piece]
-        columns = [self.left[one, stage, piece] for one in (("I", "W") if halves else (kind,))]
+        is_split = kind == "B" and microbatch not in self.unnamed[kind, stage, piece]
+        columns = [self.unnamed[half, stage, piece] for half in (("I", "W") if is_split else (kind,))]
         if all(microbatch in column for column in columns):
             return tuple(column.pop(microbatch) for column in columns)
         raise ProgramError(f"{place}: {self.explain(key)}")
 
-    def other(self, key: Key | str) -> int:
-        """An op that a table need not name, but does."""
-        position = self.others.pop(key)
+    def find_optional(self, key: Key | str) -> int:
+        position = self.optional.pop(key)
         self.kinds |= {self.ops[position].kind}
         return position
 
     def without_gaps(self, rows: list[list[int]]) -> tuple[list[Op], list[list[int]]]:
-        """The ops and rows after pairs were put together: their second parts have no place of their own any more."""
-        now = {before: after for after, before in enumerate(at for at, op in enumerate(self.ops) if op is not None)}
-        return [self.ops[before] for before in now], [[now[position] for position in row] for row in rows]
+        """The ops and rows after pairs were put together, whose second parts have no place any more."""
+        places = [place for place, op in enumerate(self.ops) if op is not None]
+        new_place = {place: new for new, place in enumerate(places)}
+        return [self.ops[place] for place in places], [[new_place[position] for position in row] for row in rows]
 
-    def finish(self) -> None:
-        """Refuse a table that leaves something out."""
-        first = min((position for column in self.left.values() for position in column.values()), default=None)
+    def refuse_unnamed(self) -> None:
+        first = min((position for column in self.unnamed.values() for position in column.values()), default=None)
         if first is not None:
             raise ProgramError(self.missing(self.ops[first][:4]))
-        self.left.clear()  # of a million ops the empty columns keep 40 MB
-        for position in self.others.values():
+        self.unnamed.clear()  # of a million ops the empty columns keep 40 MB
+        for position in self.optional.values():
             op = self.ops[position]
             if op.kind in self.kinds:
                 raise ProgramError(f"the table names some {op.kind} but not {op.cell}: name all of them, or none.")
 
     @cached_property
     def known(self) -> set[Key]:
-        """All ops that a table may name, for errors that say what became of one."""
         return {op[:4] for op in parts_of(self.program.ops) if op.kind in scheduled_kinds() or op.kind == "R"}
 
     def explain(self, key: Key) -> str:
-        """Why there is no op, or no longer one, for a key."""
+        """Say why there is no op, or no longer one, for a key."""
         kind, stage, microbatch, _ = key
         stages, microbatches = self.program.stages, self.program.microbatches
         cell, whole = cell_of(key), ("B", *key[1:])
@@ -244,15 +238,15 @@ class _Finder:
     def missing(self, key: Key) -> str:
         """Describe the gap that a missing op leaves in a table."""
         kind, stage, microbatch, _ = key
-        left = {(*column[:2], index, column[2]) for column, found in self.left.items() for index in found}
-        named = self.known - left
+        unnamed = {(kind, stage, index, piece) for (kind, stage, piece), row in self.unnamed.items() for index in row}
+        named = self.known - unnamed
         forward, half = ("F", *key[1:]), ("W" if kind == "I" else "I", *key[1:])
-        cell, other = cell_of(key), cell_of(half)
+        cell, cell_of_half = cell_of(key), cell_of(half)
         if kind == "I" and half in named:
-            return f"the table has {other} without {cell}, which makes what it reads. Add it before."
+            return f"the table has {cell_of_half} without {cell}, which makes what it reads. Add it before."
         if kind in "BI" and forward in named:
             backward = f"{stage}B{microbatch}, or {stage}I{microbatch} and {stage}W{microbatch}"
             return f"the table has {cell_of(forward)} without its backward: add {backward}."
         if kind == "W" and half in named:
-            return f"the table has {other} without {cell}: the weight gradient is never computed. Add it."
+            return f"the table has {cell_of_half} without {cell}: the weight gradient is never computed. Add it."
         return f"the table does not name {cell}; every F and every backward is named once."

@@ -12,10 +12,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain, compress, count
 from operator import itemgetter
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from fpipe.limits import whole
-from fpipe.order import arrange, held_kinds, sources_anyhow
+from fpipe.order import arrange, held_kinds, unordered_sources
 from fpipe.program import KINDS, Input, Op, Output, Program, ProgramError, Sources, Value, pair, parts_of
 from fpipe.transforms._rewrite import (
     Transform,
@@ -106,21 +106,21 @@ def shard(
         if is_sharded(program):
             raise ProgramError("this program is sharded already; shard it once.")
         refuse_sent(program, "shard")
-        along, known = (("axis", axis),), axes_of(program)
-        if len(known) > 1:
-            refuse_more(known, axis)
-        if axis in known:
-            added = program.ops, program.outputs
+        along, axes = (("axis", axis),), axes_of(program)
+        if len(axes) > 1:
+            refuse_more(axes, axis)
+        if axis in axes:
+            reduced_program = program.ops, program.outputs
         else:
-            added = nested(program, *known, axis) if known else reduced(program, axis)
-        ops, outputs = at_data(program, *_scattered(*added, (*along, *cast), scatter == "microbatch"))
+            reduced_program = nested(program, *axes, axis) if axes else reduced(program, axis)
+        ops, outputs = at_data(program, *_scatter(*reduced_program, (*along, *cast), scatter == "microbatch"))
         copies, held = _Copies(program, (*along, *compute)), held_kinds(program)
         if gather == "step":
-            first = [copies.gathered(value, min(homes)) for value, homes in copies.homes.items()]
-            return arrange(_inputs(program), [*first, *ops], outputs, held)
-        known = same_sources(program, program.inputs, ops) or sources_anyhow(program.inputs, ops)
-        made, sources, rows = copies.before_uses(ops, known, _shares(gather), lead, held)
-        return arrange(_inputs(program), made, outputs, held | {"GATHER"}, sources, rows)
+            gathers = [copies.gather(value, min(homes)) for value, homes in copies.homes.items()]
+            return arrange(_sharded_inputs(program), [*gathers, *ops], outputs, held)
+        sources = same_sources(program, program.inputs, ops) or unordered_sources(program.inputs, ops)
+        ops, sources, rows = copies.gather_before_uses(ops, sources, _share_of(gather), lead, held)
+        return arrange(_sharded_inputs(program), ops, outputs, held | {"GATHER"}, sources, rows)
 
     return transform
 
@@ -132,12 +132,12 @@ def is_sharded(program: Program) -> bool:
 
 def checked_gathers(words: Any, known: Collection[str] = GATHERS) -> tuple[Any, ...]:
     """The policies in a list of them."""
-    listed = isinstance(words, Collection) and not isinstance(words, str)
-    each: list[Any] = [*words] if listed else [words]
-    odd = next((word for word in each if not listed or word not in known), None)
-    if odd is not None:
-        raise ValueError(f"shard lists some of {', '.join(known)}; found {odd!r}.")
-    return tuple(dict.fromkeys(each))
+    is_list = isinstance(words, Collection) and not isinstance(words, str)
+    listed: list[Any] = [*words] if is_list else [words]
+    for word in listed:
+        if not is_list or word not in known:
+            raise ValueError(f"shard lists some of {', '.join(known)}; found {word!r}.")
+    return tuple(dict.fromkeys(listed))
 
 
 How = tuple[tuple[str, str], ...]
@@ -153,20 +153,20 @@ def _cast(word: str, dtype: object) -> How:
     return (("cast", name),)
 
 
-def _scattered(
-    ops: Sequence[Op], outputs: Sequence[Output], how: How, each: bool
+def _scatter(
+    ops: Sequence[Op], outputs: Sequence[Output], how: How, of_microbatches: bool
 ) -> tuple[Sequence[Op], Sequence[Output]]:
-    """Ops and results with a SCATTER in place of each REDUCE of gradients, or one behind `each` of what it adds up."""
+    """Put a SCATTER in place of each REDUCE of gradients, or behind each microbatch's gradient that it adds up."""
 
-    def of_gradients(op: Op) -> bool:
+    def adds_gradients(op: Op) -> bool:
         return op[0] == "REDUCE" and op.how == how[:1] and op.writes[0].name in ("all", "cut")
 
-    if not each:
-        return [op._replace(kind="SCATTER", how=how) if of_gradients(op) else op for op in ops], outputs
+    if not of_microbatches:
+        return [op._replace(kind="SCATTER", how=how) if adds_gradients(op) else op for op in ops], outputs
     adds = {op.writes[0]: op for op in ops if op.kind == "ADD"}
-    now, cuts = dict[Value, Value](), dict[Value, Value]()
+    totals, cuts = dict[Value, Value](), dict[Value, Value]()  # by the sum over replicas, and by the gradient
     for op in ops:
-        if of_gradients(op) and not op.writes[0].port:  # what stages share is added up in a replica
+        if adds_gradients(op) and not op.writes[0].port:  # what stages share is added up in a replica
             todo = [*op.reads]
             while todo:
                 value = todo.pop()
@@ -175,20 +175,20 @@ def _scattered(
                 else:
                     cuts[value] = value._replace(name="cut")
             (total,) = op.reads
-            now[op.writes[0]] = cuts.get(total, total)
-    made = list[Op]()
+            totals[op.writes[0]] = cuts.get(total, total)
+    scattered = list[Op]()
     for op in ops:
         if op.kind in ("ADD", "SCALE", "REDUCE"):
-            if op.writes[0] in now:
+            if op.writes[0] in totals:
                 continue
-            reads = tuple((cuts if op.kind == "ADD" else now).get(value, value) for value in op.reads)
-            op = op._replace(reads=reads, **({"kind": "SCATTER", "how": how} if of_gradients(op) else {}))
-        made.append(op)
-    made += [Op("SCATTER", *value[1:4], 0, (value,), (cut,), (), how) for value, cut in cuts.items()]
-    return made, [end._replace(value=now.get(end.value, end.value)) for end in outputs]
+            reads = tuple((cuts if op.kind == "ADD" else totals).get(value, value) for value in op.reads)
+            op = op._replace(reads=reads, **({"kind": "SCATTER", "how": how} if adds_gradients(op) else {}))
+        scattered.append(op)
+    scattered += [Op("SCATTER", *value[1:4], 0, (value,), (cut,), (), how) for value, cut in cuts.items()]
+    return scattered, [end._replace(value=totals.get(end.value, end.value)) for end in outputs]
 
 
-def _inputs(program: Program) -> tuple[Input, ...]:
+def _sharded_inputs(program: Program) -> tuple[Input, ...]:
     """The inputs, shards in place of parameters."""
     shards = {end.value: end.value._replace(name="shard") for end in program.inputs if end.value.name == "params"}
     return tuple(end._replace(value=shards.get(end.value, end.value)) for end in program.inputs)
@@ -198,8 +198,8 @@ Share = Callable[[int, Op], object]
 """Which uses share a copy: of an op, and the number of the step of its rank's main lane in which it runs."""
 
 
-def _shares(gather: Gather) -> Share | None:
-    """The shares of a policy; None if each use has a copy of its own."""
+def _share_of(gather: Gather) -> Share | None:
+    """The shares of a policy; None if each use has a copy for itself."""
     if callable(gather):
         return lambda step, op: gather(op)
     if gather == "use":
@@ -217,27 +217,30 @@ def _shares(gather: Gather) -> Share | None:
 
 
 class _Copies:
-    """The copies of parameters that are gathered, each with a name of its own."""
+    """The copies of parameters that are gathered, each with its name.
+
+    `of_rank`: for the parameters that a rank gathers, the GATHERs to come, and where that for each purpose stands.
+    """
 
     def __init__(self, program: Program, how: How) -> None:
         self.how = how
         self.homes = {end.value: end.homes for end in program.inputs if end.value.name == "params"}
-        at, reads = self.homes, [(op[4], value) for op in program.ops for value in op[5] if value[0] == "params"]
-        self.away = {value for rank, value in reads if value in at and rank not in at[value]}
-        self.own: defaultdict[int, dict[Value, _OwnCopies]] = defaultdict(dict)
-        for value, homes in self.homes.items():
-            for rank in homes:
-                self.own[rank][value] = _OwnCopies(self.gathers(value, rank), {})
+        homes, reads = self.homes, [(op[4], value) for op in program.ops for value in op[5] if value[0] == "params"]
+        self.away = {value for rank, value in reads if value in homes and rank not in homes[value]}
+        self.travelling: dict[Value, int] = {}  # the GATHERs of copies that travel
+        self.of_rank: defaultdict[int, dict[Value, tuple[Iterator[Op], dict[object, int]]]] = defaultdict(dict)
+        for value, ranks in homes.items():
+            for rank in ranks:
+                self.of_rank[rank][value] = self.gathers(value, rank), {}
 
-    def gathered(self, value: Value, rank: int) -> Op:
-        """The GATHER of some parameters on a rank."""
+    def gather(self, value: Value, rank: int) -> Op:
         shard = value._replace(name="shard")
         return Op("GATHER", value.stage, None, None, rank, (shard,), (value,), (), self.how)
 
     def gathers(self, value: Value, rank: int) -> Iterator[Op]:
-        """The GATHERs of some parameters on a rank, of one copy after the other."""
+        """Make the GATHERs of some parameters on a rank, of one copy after the other."""
         name, stage, microbatch, piece, port, at = value
-        reads, how = self.gathered(value, rank).reads, self.how
+        reads, how = self.gather(value, rank).reads, self.how
         if rank != min(self.homes[value]) or value in self.away:
             at = f"@{rank}"
         for number in count(1):
@@ -245,70 +248,66 @@ class _Copies:
             yield _new(Op, ("GATHER", stage, None, None, rank, reads, (copy,), (), how))
             at = f"@{rank}.{number}"
 
-    def before_uses(
+    def gather_before_uses(
         self, ops: Sequence[Op], sources: Sequence[Sources], share: Share | None, lead: int, held: Collection[str]
     ) -> tuple[list[Op], list[Sources], list[list[int]]]:
-        """The ops, each reading its copy, and behind them the GATHERs; all sources; and the rows of `held` kinds and
-        GATHERs, `lead` ops before their first reader."""
-        travelling = [self.gathered(value, min(self.homes[value])) for value in self.homes if value in self.away]
-        now, known = [*ops, *travelling], [*sources]
-        self.travelling = {op.writes[0]: len(ops) + number for number, op in enumerate(travelling)}
+        """Let each op read its copy; return the ops and behind them the GATHERs, all sources, and the rows of `held`
+        kinds and GATHERs, `lead` ops before their first reader."""
+        travelling = [self.gather(value, min(self.homes[value])) for value in self.homes if value in self.away]
+        new_ops, new_sources = [*ops, *travelling], [*sources]
+        self.travelling = {op.writes[0]: position for position, op in enumerate(travelling, len(ops))}
         timed = {name for name, kind in KINDS.items() if kind.time}
         # of a rank, what stands between the start of one timed op and that of the next, from before the first
         rows: defaultdict[int, list[list[int]]] = defaultdict(lambda: [[]])
         for position, op in enumerate(travelling, len(ops)):
             rows[op.rank][0].append(position)
-        for position, (op, found) in enumerate(zip(ops, sources, strict=True)):
+        for position, (op, sources_of_op) in enumerate(zip(ops, sources, strict=True)):
             kind, row = op[0], rows[op[4]]
             if kind in timed:
                 row.append([])
             if kind in held:
                 row[-1].append(position)
-            if -1 not in found or kind == "SPLIT":
+            if -1 not in sources_of_op or kind == "SPLIT":
                 continue
             step = len(row) - 2
             before = row[step - lead if step > lead else 0]
             if op[7]:
-                of = dict(zip(op[5], found, strict=True))
-                parts = [
-                    self.reading(part, [of[value] for value in part[5]], share, step, now, before) for part in op[7]
-                ]
-                for part, found in parts:
-                    of.update(zip(part[5], found, strict=True))
-                now[position] = made = pair(*[part for part, _ in parts])
-                known[position] = tuple(map(of.__getitem__, made[5]))
+                source_by_value = dict(zip(op[5], sources_of_op, strict=True))
+                sources_of_parts = [[source_by_value[value] for value in part[5]] for part in op[7]]
+                parts: list[Op] = []
+                for part, sources_of_part in zip(op[7], sources_of_parts, strict=True):
+                    part, sources_of_part = self.read_copies(part, sources_of_part, share, step, new_ops, before)
+                    parts.append(part)
+                    source_by_value.update(zip(part[5], sources_of_part, strict=True))
+                new_ops[position] = pair(*parts)
+                new_sources[position] = tuple(map(source_by_value.__getitem__, new_ops[position][5]))
             else:
-                now[position], known[position] = self.reading(op, found, share, step, now, before)
-        known += [(-1,)] * (len(now) - len(known))
-        return now, known, [list(chain.from_iterable(rows[rank])) for rank in range(1 + max(rows))]
+                read = self.read_copies(op, sources_of_op, share, step, new_ops, before)
+                new_ops[position], new_sources[position] = read
+        new_sources += [(-1,)] * (len(new_ops) - len(new_sources))
+        return new_ops, new_sources, [list(chain.from_iterable(rows[rank])) for rank in range(1 + max(rows))]
 
-    def reading(
+    def read_copies(
         self, op: Op, sources: Sequence[int], share: Share | None, step: int, ops: list[Op], before: list[int]
     ) -> tuple[Op, Sources]:
-        """An op that reads its copies, and its sources; new `ops` gather the copies that no op before it reads."""
+        """Let an op read its copies; new `ops` gather those that no op before it reads."""
         kind, stage, microbatch, piece, rank, reads, writes, parts, how = op
-        own, now, found = self.own[rank], [*reads], [*sources]
+        copies, new_reads, new_sources = self.of_rank[rank], [*reads], [*sources]
         for place, source in enumerate(sources):
             if source == -1:
                 value = reads[place]
-                if value in own:
-                    gathers, known = own[value]
+                if value in copies:
+                    gathers, position_by_share = copies[value]
                     new = len(ops)
-                    at = known.setdefault(share(step, op), new) if share else new
-                    if at == new:
+                    position = position_by_share.setdefault(share(step, op), new) if share else new
+                    if position == new:
                         ops.append(next(gathers))
-                        before.append(at)
-                    now[place], found[place] = ops[at][6][0], at
+                        before.append(position)
+                    new_reads[place], new_sources[place] = ops[position][6][0], position
                 elif value in self.travelling:
-                    found[place] = self.travelling[value]
-        return _new(Op, (kind, stage, microbatch, piece, rank, tuple(now), writes, parts, how)), tuple(found)
-
-
-class _OwnCopies(NamedTuple):
-    """The copies of some parameters that one rank gathers: GATHERs to come, and where that for each purpose is."""
-
-    gathers: Iterator[Op]
-    known: dict[object, int]
+                    new_sources[place] = self.travelling[value]
+        op = _new(Op, (kind, stage, microbatch, piece, rank, tuple(new_reads), writes, parts, how))
+        return op, tuple(new_sources)
 
 
 def shares(program: Program) -> list[int]:
@@ -320,8 +319,8 @@ def shares(program: Program) -> list[int]:
     kinds = list(map(itemgetter(0), ops))
     forwards = compress(ops, map("F".__eq__, kinds))
     if "R" in kinds:
-        made = [op for op in ops if op[0] in "FR" and any(value[0] == "res" for value in op[6])]
-        forwards = made or forwards
+        with_residuals = [op for op in ops if op[0] in "FR" and any(value[0] == "res" for value in op[6])]
+        forwards = with_residuals or forwards
     share = [1] * program.ranks
     for (rank, _), stages in Counter(map(itemgetter(4, 2), forwards)).items():
         share[rank] = max(share[rank], stages)

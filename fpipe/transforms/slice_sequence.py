@@ -15,8 +15,6 @@ from fpipe.program import Op, Output, Program, ProgramError, Value
 from fpipe.transforms._rewrite import Transform, rebuilt, refuse_freed, refuse_sent, refuse_updated, transforming
 from fpipe.transforms.specs import batch_spec_text
 
-_BACK = frozenset("BIW")
-
 
 def slice_sequence(slices: int, *, dim: int = 1, spec: object = None) -> Transform:
     """Cut the sequences of every microbatch into slices that follow each other through the pipeline.
@@ -64,14 +62,14 @@ def slice_sequence(slices: int, *, dim: int = 1, spec: object = None) -> Transfo
         if slices == 1:
             return program
         _refuse(program)
-        ops = [made for op in program.ops for made in _each(op, slices, how)]
-        return rebuilt(program, ops, outputs=tuple(made for end in program.outputs for made in _ends(end, slices)))
+        ops = [of_slice for op in program.ops for of_slice in _slice_op(op, slices, how)]
+        outputs = tuple(of_slice for end in program.outputs for of_slice in _slice_output(end, slices))
+        return rebuilt(program, ops, outputs=outputs)
 
     return transform
 
 
 def _refuse(program: Program) -> None:
-    """Refuse programs that cannot be sliced any more, or not yet."""
     refuse_freed(program)
     refuse_updated(program, "slice_sequence")
     kinds = {op.kind for op in program.ops}
@@ -89,10 +87,9 @@ def _refuse(program: Program) -> None:
         )
 
 
-def _each(op: Op, slices: int, how: tuple[tuple[str, object], ...]) -> Iterator[Op]:
-    """An op once for each slice: forwards up, backwards down."""
-    place = op[:3]
-    for k in reversed(range(slices)) if op.kind in _BACK else range(slices):
+def _slice_op(op: Op, slices: int, how: tuple[tuple[str, object], ...]) -> Iterator[Op]:
+    """Copy an op for each slice: forwards up, backwards down."""
+    for k in reversed(range(slices)) if op.kind in "BIW" else range(slices):
         reads = [_of_slice(value, k) if value.name != "state" else _state(value, op, k, slices) for value in op.reads]
         writes = [_of_slice(value, k) for value in op.writes]
         if op.kind in "FR" and k:
@@ -103,8 +100,8 @@ def _each(op: Op, slices: int, how: tuple[tuple[str, object], ...]) -> Iterator[
             _insert(writes, Value("carry", op.stage, op.microbatch, k), "res")
         if op.kind in "BI" and k:
             _insert(writes, Value("dcarry", op.stage, op.microbatch, k), "g", "wres")
-        said = (*op.how, *how) if op.kind == "SPLIT" else op.how
-        yield Op(*place, k, op.rank, tuple(reads), tuple(writes), (), said)
+        how_of_op = (*op.how, *how) if op.kind == "SPLIT" else op.how
+        yield Op(*op[:3], k, op.rank, tuple(reads), tuple(writes), (), how_of_op)
 
 
 def _of_slice(value: Value, k: int) -> Value:
@@ -112,18 +109,18 @@ def _of_slice(value: Value, k: int) -> Value:
 
 
 def _state(value: Value, op: Op, k: int, slices: int) -> Value:
-    """The module state that a slice reads: what the slice before has left, or the last one of the microbatch before."""
+    """The module state that a slice reads: that of the slice before, or of the last one of the microbatch before."""
     return value._replace(microbatch=op.microbatch, slice=k - 1) if k else _of_slice(value, slices - 1)
 
 
 def _insert(writes: list[Value], value: Value, *before: str) -> None:
-    """A value in front of the first that has one of these names, or at the end."""
-    at = next((at for at, other in enumerate(writes) if other.name in before), len(writes))
-    writes.insert(at, value)
+    """Insert a value in front of the first that has one of these names, or at the end."""
+    place = next((place for place, written in enumerate(writes) if written.name in before), len(writes))
+    writes.insert(place, value)
 
 
-def _ends(end: Output, slices: int) -> Iterator[Output]:
-    """A result for each slice; of a module state only the last."""
+def _slice_output(end: Output, slices: int) -> Iterator[Output]:
+    """Copy a result for each slice; of a module state only the last."""
     if end.name.microbatch is None:
         yield end._replace(value=_of_slice(end.value, slices - 1))
     else:

@@ -55,16 +55,16 @@ class Sum:
     """
 
 
-def in_our_words(how: Any) -> Chunk | Replicate | Sum:
-    """A spec in our words; torch's TensorChunkSpec and _Replicate are known by their looks."""
-    said = how() if isinstance(how, type) else how
-    if said is None or isinstance(said, Chunk | Replicate | Sum):
-        return said or Chunk()
-    if hasattr(said, "split_dim"):
-        return Chunk(said.split_dim)
-    if type(said).__name__ == "_Replicate":
+def in_our_words(spec: Any) -> Chunk | Replicate | Sum:
+    """Translate a spec; torch's TensorChunkSpec and _Replicate are known by their looks."""
+    instance = spec() if isinstance(spec, type) else spec
+    if instance is None or isinstance(instance, Chunk | Replicate | Sum):
+        return instance or Chunk()
+    if hasattr(instance, "split_dim"):
+        return Chunk(instance.split_dim)
+    if type(instance).__name__ == "_Replicate":
         return Replicate()
-    raise ValueError(f"{how!r} does not say how a leaf is cut or joined: say Chunk(dim), Replicate() or a function.")
+    raise ValueError(f"{spec!r} does not say how a leaf is cut or joined: say Chunk(dim), Replicate() or a function.")
 
 
 _REGISTERED: dict[str, Any] = {}
@@ -115,22 +115,22 @@ def spec_text(spec: Any) -> str:
     "{'x': Chunk(dim=1), 'n': Replicate()}"
     """
 
-    def said(part: Any) -> Any:
+    def translate(part: Any) -> Any:
         match part:
             case tuple():
-                return tuple(map(said, part))
+                return tuple(map(translate, part))
             case list():
-                return [*map(said, part)]
+                return [*map(translate, part)]
             case dict():
-                return {key: said(value) for key, value in part.items()}
+                return {key: translate(value) for key, value in part.items()}
             case None:
                 return None
             case _ if _is_function(part):
-                return _named(part)
+                return _name_of(part)
             case _:
                 return in_our_words(part)
 
-    return repr(said(spec))
+    return repr(translate(spec))
 
 
 def batch_spec_text(spec: Any) -> str:
@@ -140,13 +140,12 @@ def batch_spec_text(spec: Any) -> str:
     return spec_text(spec)
 
 
-def _named(function: Any) -> _Named:
-    """The name that a function is registered under."""
-    for name, known in _REGISTERED.items():
-        if known is function:
+def _name_of(function: Any) -> _Named:
+    for name, registered in _REGISTERED.items():
+        if registered is function:
             return _Named(name)
-    called = getattr(function, "__name__", type(function).__name__)
-    raise ValueError(f"a program is data, so a function in it goes by a name: fpipe.register_spec(name, {called}).")
+    word = getattr(function, "__name__", type(function).__name__)
+    raise ValueError(f"a program is data, so a function in it goes by a name: fpipe.register_spec(name, {word}).")
 
 
 @functools.lru_cache
@@ -159,10 +158,10 @@ def spec_of(text: str | None) -> Any:
 
     def read(node: ast.expr) -> Any:
         match node:
-            case ast.Tuple(elts=inner):
-                return tuple(map(read, inner))
-            case ast.List(elts=inner):
-                return list(map(read, inner))
+            case ast.Tuple(elts=parts):
+                return tuple(map(read, parts))
+            case ast.List(elts=parts):
+                return list(map(read, parts))
             case ast.Dict(keys=keys, values=values):
                 return {ast.literal_eval(key): read(value) for key, value in zip(keys, values, strict=True) if key}
             case ast.Call(func=ast.Name(id="Chunk"), keywords=[ast.keyword(arg="dim", value=dim)]):

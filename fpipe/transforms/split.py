@@ -20,106 +20,7 @@ from fpipe.transforms._rewrite import Transform, rebuilt, refuse_updated, transf
 from fpipe.transforms.slice_sequence import slice_sequence
 from fpipe.transforms.specs import batch_spec_text
 
-# Copy the ops of one microbatch for all of them, a column at a time: what one name or one op becomes in each.
-#
-# A program of a million ops is made here. To rename its values one by one would take 9 us an op, columns take 1.
-
-_new = tuple.__new__
-_BATCH = {"inputs": "x", "target": "t"}
-_T = TypeVar("_T")
 _How = tuple[tuple[str, object], ...]
-
-
-def copies(program: Program, many: int, how: _How) -> tuple[list[Op], tuple[Output, ...], list[Sources]]:
-    """The ops of all microbatches, one after the other, with the SPLITs that they need; their results; and sources.
-
-    SCALE is left out: gradients per microbatch are of totals; `merge` divides once, by the count of them all.
-    """
-    weighed = {op.stage for op in program.ops if any(value.name == "loss" for value in op.writes)}
-    base = [op for old in program.ops if old.kind != "SCALE" for op in _with_split(old, weighed)]
-    columns = _Columns(base, many, how)
-    return (
-        list(_microbatch_by_microbatch(map(columns.ops, base))),
-        tuple(chain.from_iterable(map(columns.results, _unscaled(program)))),
-        list(_microbatch_by_microbatch(map(columns.sources, base))),
-    )
-
-
-def _microbatch_by_microbatch(columns: Iterable[Iterable[_T]]) -> Iterator[_T]:
-    """The ops of all columns; each is made whole first, and so lies together in memory: 1.0 us an op, not 1.6."""
-    return chain.from_iterable(zip(*map(list, columns), strict=True))
-
-
-class _Columns:
-    """Names and ops of the base program in each microbatch, by iterators of C: no Python runs for each op."""
-
-    def __init__(self, base: Sequence[Op], many: int, how: _How) -> None:
-        self.many, self.size = many, len(base)
-        self.index = list(range(many))
-        self.split = [(("index", index), ("count", many), *how) for index in range(many)]
-        self.writer = {value: at for at, op in enumerate(base) for value in op.writes}
-        self.known: dict[Value, tuple[list[Value], list[int]]] = {}
-
-    def ops(self, op: Op) -> Iterable[Op]:
-        """An op in each microbatch."""
-        kind, stage, microbatch, piece, rank, reads, writes, _, how = op
-        at = repeat(None) if microbatch is None else self.index
-        said = self.split if kind == "SPLIT" else repeat(how, self.many)
-        values = [self._tuples([self.of(value)[0] for value in found]) for found in (reads, writes)]
-        place = (repeat(kind), repeat(stage), at, repeat(piece), repeat(rank))
-        return map(_new, repeat(Op), zip(*place, *values, repeat(()), said, strict=False))
-
-    def of(self, value: Value) -> tuple[list[Value], list[int]]:
-        """A value in each microbatch, and where each is written: -1 for an input."""
-        if value not in self.known:
-            name, stage, microbatch, *rest = value
-            after, at = value._replace(microbatch=0), self.writer.get(value)
-            values, places = [value] * self.many, [-1] * self.many
-            if microbatch is not None:
-                fields = zip(repeat(name), repeat(stage), self.index, *map(repeat, rest), strict=False)
-                values = list(map(_new, repeat(Value), fields))
-                places = places if at is None else list(range(at, self.size * self.many, self.size))
-            elif name == "state" and after in self.writer:  # what the microbatch before left
-                left, there = self.of(after)
-                values, places = [value, *left[:-1]], [-1, *there[:-1]]
-            self.known[value] = values, places
-        return self.known[value]
-
-    def sources(self, op: Op) -> Iterable[Sources]:
-        """Where an op in each microbatch finds what it reads."""
-        return self._tuples([self.of(value)[1] for value in op.reads])
-
-    def _tuples(self, columns: Sequence[Sequence[_T]]) -> Iterable[tuple[_T, ...]]:
-        return zip(*columns, strict=True) if columns else repeat((), self.many)
-
-    def results(self, end: Output) -> Iterable[Output]:
-        """A result in each microbatch; of a state only the last."""
-        (name, stage, _, _, port, _), value, homes = end
-        values, _ = self.of(value)
-        if name == "state":
-            return [Output(Value(name, stage, port=port), values[-1], homes)]
-        names, _ = self.of(Value(name, stage, 0, port=port))
-        return map(_new, repeat(Output), zip(names, values, repeat(homes), strict=False))
-
-
-def _unscaled(program: Program) -> Iterator[Output]:
-    """The results, a gradient as it is before it is scaled."""
-    for end in program.outputs:
-        writer = program.ops[program.writer[end.value]]
-        yield end._replace(value=writer.reads[0]) if writer.kind == "SCALE" else end
-
-
-def _with_split(op: Op, weighed: set[int | None]) -> Iterator[Op]:
-    """An op that takes from the batch, and before it the SPLIT it needs."""
-    taken = [value for value in op.reads if value.name in _BATCH]
-    slices = {value: Value(_BATCH[value.name], op.stage, 0, op.slice) for value in taken}
-    weight = [Value("w", op.stage, 0)] if op.stage in weighed else []
-    if (taken or weight) and op.kind == "F":
-        read = [*taken, *([Value("target")] if weight and Value("target") not in taken else [])]
-        made = (*slices.values(), *weight)
-        yield Op("SPLIT", op.stage, 0, op.slice, op.rank, tuple(read), made)
-    reads = [slices.get(value, value) for value in op.reads] + (weight if op.kind in "BI" else [])
-    yield op._replace(reads=tuple(reads))
 
 
 def split(
@@ -157,8 +58,8 @@ def split(
     >>> print(fpipe.plot(fpipe.split(2)(program)))
     rank 0 | 0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1
     """
-    many, how = _sizes(microbatches, size, rows, allow_fewer)
-    sliced = slice_sequence(slices)
+    count, how = _sizes(microbatches, size, rows, allow_fewer)
+    slice_sequences = slice_sequence(slices)
     if spec is not None:
         how = (*how, ("spec", batch_spec_text(spec)))
     if presplit:
@@ -170,9 +71,8 @@ def split(
     def transform(program: Program) -> Program:
         refuse_updated(program, "split")
         if any(op.kind == "SPLIT" for op in program.ops) or program.microbatches > 1:
-            raise ProgramError(
-                f"this program is split into {program.microbatches} microbatches already; split it once."
-            )
+            found = f"{program.microbatches} microbatches already"
+            raise ProgramError(f"this program is split into {found}; split it once.")
         if any(kind_of(op.kind).lane != "main" for op in program.ops):
             raise ProgramError("this program has its transfers already; put fpipe.split() before fpipe.communicate().")
         if program.ranks > 1 or any(op.parts for op in program.ops):
@@ -180,36 +80,129 @@ def split(
                 f"this program has an order of its own already, on {program.ranks} ranks: its microbatches would "
                 "follow each other and overlap nowhere. Put fpipe.split() before fpipe.place() and the schedule."
             )
-        if len(program.ops) * many * slices > MOST_OPS:
-            each = len(program.ops) * slices
-            raise ProgramError(f"{many} microbatches of {each} ops are more than the {MOST_OPS} ops of a program.")
-        ops, outputs, sources = copies(program, many, how)
+        size = len(program.ops) * slices
+        if count * size > MOST_OPS:
+            raise ProgramError(f"{count} microbatches of {size} ops are more than the {MOST_OPS} ops of a program.")
+        ops, outputs, sources = _copies(program, count, how)
         if all(kind_of(op.kind).time for op in program.ops):  # each copy is in order, and they follow each other
-            return sliced(Program.trusted(program.inputs, tuple(ops), outputs, sources))
-        return sliced(rebuilt(program, ops, outputs=outputs, sources=sources))
+            return slice_sequences(Program.trusted(program.inputs, tuple(ops), outputs, sources))
+        return slice_sequences(rebuilt(program, ops, outputs=outputs, sources=sources))
 
     return transform
 
 
-def _sizes(
-    count: int | None, size: int | None, rows: int | None, allow_fewer: bool
-) -> tuple[int, tuple[tuple[str, object], ...]]:
+def _sizes(count: int | None, size: int | None, rows: int | None, allow_fewer: bool) -> tuple[int, _How]:
     if (count is None) == (size is None):
         raise ValueError("say either the number of microbatches, split(8), or their size, split(size=4, rows=32).")
-    for word, given in (("microbatches", count), ("size", size), ("rows", rows)):
-        if given is not None:
-            whole(word, given, most=LARGEST_SIZE if word == "microbatches" else math.inf)
+    for word, number in (("microbatches", count), ("size", size), ("rows", rows)):
+        if number is not None:
+            whole(word, number, most=LARGEST_SIZE if word == "microbatches" else math.inf)
+    if rows is None and (allow_fewer or size is not None):
+        option = "allow_fewer" if size is None else f"split(size={size})"
+        raise ValueError(f"{option} needs rows=, the rows of a batch: a program has a fixed number of ops.")
     if size is not None:
-        if rows is None:
-            raise ValueError(
-                f"split(size={size}) needs rows=, the rows of a batch: a program has a fixed number of ops."
-            )
+        assert rows is not None
         return -(-rows // size), (("size", size),)
     assert count is not None
-    if allow_fewer and rows is None:
-        raise ValueError("allow_fewer needs rows=, the rows of a batch: a program has a fixed number of ops.")
     if rows is not None and rows < count:
         if not allow_fewer:
             raise ValueError(f"{rows} rows cannot fill {count} microbatches; use at most {rows}, or allow_fewer=True.")
         count = rows
     return count, ()
+
+
+_new = tuple.__new__
+_BATCH = {"inputs": "x", "target": "t"}
+_T = TypeVar("_T")
+
+
+def _copies(program: Program, count: int, how: _How) -> tuple[list[Op], tuple[Output, ...], list[Sources]]:
+    """Copy the ops of one microbatch for all, with the SPLITs that they need: ops, results and sources.
+
+    Copies are made a column at a time: what one name or one op becomes in each microbatch. A program of a million ops
+    is made here; to rename its values one by one would take 9 us an op, columns take 1. SCALE is left out: gradients
+    per microbatch are of totals; `merge` divides once, by the count of them all.
+    """
+    weighed = {op.stage for op in program.ops if any(value.name == "loss" for value in op.writes)}
+    base = [op for old in program.ops if old.kind != "SCALE" for op in _with_split(old, weighed)]
+    columns = _Columns(base, count, how)
+    return (
+        list(_by_microbatch(map(columns.ops, base))),
+        tuple(chain.from_iterable(map(columns.results, _unscaled(program)))),
+        list(_by_microbatch(map(columns.sources, base))),
+    )
+
+
+def _by_microbatch(columns: Iterable[Iterable[_T]]) -> Iterator[_T]:
+    """The ops of all columns; each is made whole first, and so lies together in memory: 1.0 us an op, not 1.6."""
+    return chain.from_iterable(zip(*map(list, columns), strict=True))
+
+
+class _Columns:
+    """Names and ops of the base program in each microbatch, by iterators of C: no Python runs for each op."""
+
+    def __init__(self, base: Sequence[Op], count: int, how: _How) -> None:
+        self.count, self.size = count, len(base)
+        self.microbatches = list(range(count))
+        self.how_of_splits = [(("index", index), ("count", count), *how) for index in range(count)]
+        self.writer = {value: position for position, op in enumerate(base) for value in op.writes}
+        self.columns: dict[Value, tuple[list[Value], list[int]]] = {}
+
+    def ops(self, op: Op) -> Iterable[Op]:
+        """An op in each microbatch."""
+        kind, stage, microbatch, piece, rank, reads, writes, _, how = op
+        microbatches = repeat(None) if microbatch is None else self.microbatches
+        hows = self.how_of_splits if kind == "SPLIT" else repeat(how, self.count)
+        values = [self._rows([self.column(value)[0] for value in row]) for row in (reads, writes)]
+        place = (repeat(kind), repeat(stage), microbatches, repeat(piece), repeat(rank))
+        return map(_new, repeat(Op), zip(*place, *values, repeat(()), hows, strict=False))
+
+    def column(self, value: Value) -> tuple[list[Value], list[int]]:
+        """A value in each microbatch, and where each is written: -1 for an input."""
+        if value not in self.columns:
+            name, stage, microbatch, *rest = value
+            state, writer = value._replace(microbatch=0), self.writer.get(value)
+            values, places = [value] * self.count, [-1] * self.count
+            if microbatch is not None:
+                fields = zip(repeat(name), repeat(stage), self.microbatches, *map(repeat, rest), strict=False)
+                values = list(map(_new, repeat(Value), fields))
+                places = places if writer is None else list(range(writer, self.size * self.count, self.size))
+            elif name == "state" and state in self.writer:  # what the microbatch before left
+                states, writers = self.column(state)
+                values, places = [value, *states[:-1]], [-1, *writers[:-1]]
+            self.columns[value] = values, places
+        return self.columns[value]
+
+    def sources(self, op: Op) -> Iterable[Sources]:
+        return self._rows([self.column(value)[1] for value in op.reads])
+
+    def _rows(self, columns: Sequence[Sequence[_T]]) -> Iterable[tuple[_T, ...]]:
+        return zip(*columns, strict=True) if columns else repeat((), self.count)
+
+    def results(self, end: Output) -> Iterable[Output]:
+        """A result in each microbatch; of a state only the last."""
+        (name, stage, _, _, port, _), value, homes = end
+        values, _ = self.column(value)
+        if name == "state":
+            return [Output(Value(name, stage, port=port), values[-1], homes)]
+        names, _ = self.column(Value(name, stage, 0, port=port))
+        return map(_new, repeat(Output), zip(names, values, repeat(homes), strict=False))
+
+
+def _unscaled(program: Program) -> Iterator[Output]:
+    """The results, a gradient as it is before it is scaled."""
+    for end in program.outputs:
+        writer = program.ops[program.writer[end.value]]
+        yield end._replace(value=writer.reads[0]) if writer.kind == "SCALE" else end
+
+
+def _with_split(op: Op, weighed: set[int | None]) -> Iterator[Op]:
+    """An op that takes from the batch, and before it the SPLIT that it needs."""
+    batch = [value for value in op.reads if value.name in _BATCH]
+    slices = {value: Value(_BATCH[value.name], op.stage, 0, op.slice) for value in batch}
+    weight = [Value("w", op.stage, 0)] if op.stage in weighed else []
+    if (batch or weight) and op.kind == "F":
+        reads = [*batch, *([Value("target")] if weight and Value("target") not in batch else [])]
+        yield Op("SPLIT", op.stage, 0, op.slice, op.rank, tuple(reads), (*slices.values(), *weight))
+    reads = [slices.get(value, value) for value in op.reads] + (weight if op.kind in "BI" else [])
+    yield op._replace(reads=tuple(reads))

@@ -64,11 +64,10 @@ def steps(count: int, *, stale: int | Literal["stash"] = 0) -> Transform:
         if count == 1:
             return program
         copies = [_Step(program, number, stale) for number in range(count)]
-        inputs = [*program.inputs]
-        inputs += [made for each in copies[1:] for made in each.inputs()]
-        ops = [on_parts(each.op, op) for each in copies for op in program.ops]
-        outputs = in_order(end for each in copies for end in each.outputs(each is copies[-1]))
-        return rebuilt(program, ops, inputs=tuple(inputs), outputs=outputs)
+        inputs = (*program.inputs, *(end for step in copies[1:] for end in step.inputs()))
+        ops = [on_parts(step.op, op) for step in copies for op in program.ops]
+        outputs = in_order(end for step in copies for end in step.outputs(step is copies[-1]))
+        return rebuilt(program, ops, inputs=inputs, outputs=outputs)
 
     return transform
 
@@ -79,53 +78,52 @@ class _Step:
     def __init__(self, program: Program, number: int, stale: int | Literal["stash"]) -> None:
         self.program, self.number, self.stale = program, number, stale
         self.size = program.microbatches
-        self.given = {end.value for end in program.inputs}
+        self.inputs_of_call = {end.value for end in program.inputs}
 
     def inputs(self) -> Iterator[Input]:
-        """Inputs that each step has of its own."""
         for end in self.program.inputs:
             if end.value.name in _EACH_STEP:
                 yield end._replace(value=end.value._replace(port=self.number))
 
-    def outputs(self, last: bool) -> Iterator[Output]:
-        """Results of this step; what goes on from step to step is one of the `last`."""
+    def outputs(self, is_last: bool) -> Iterator[Output]:
+        """The results of this step; parameters and states are those of the last."""
         for end in self.program.outputs:
             name = end.name
             if name.name not in _LAST_ALONE:
                 microbatch = self.size - 1 if name.microbatch is None else name.microbatch
-                yield end._replace(name=name._replace(microbatch=self.at(microbatch)), value=self.of(end.value))
-            elif last:
-                yield end._replace(value=self.of(end.value))
+                yield end._replace(name=name._replace(microbatch=self.count(microbatch)), value=self.rename(end.value))
+            elif is_last:
+                yield end._replace(value=self.rename(end.value))
 
     def op(self, op: Op) -> Op:
-        """An op in this step."""
-        latest = op.kind == "UPDATE"
-        reads = tuple([self.of(value, 0 if latest else self.delay(value.stage or 0)) for value in op.reads])
-        microbatch = None if op.microbatch is None else self.at(op.microbatch)
-        return op._replace(microbatch=microbatch, reads=reads, writes=tuple(map(self.of, op.writes)))
+        """An op in this step; only updates read the latest parameters where others are stale."""
+        delays = [0 if op.kind == "UPDATE" else self.delay(value.stage or 0) for value in op.reads]
+        reads = tuple(map(self.rename, op.reads, delays))
+        microbatch = None if op.microbatch is None else self.count(op.microbatch)
+        return op._replace(microbatch=microbatch, reads=reads, writes=tuple(map(self.rename, op.writes)))
 
     def delay(self, stage: int) -> int:
         """By how many steps the parameters of a stage are behind, wherever they are read."""
         return self.stale if isinstance(self.stale, int) else self.program.stages - 1 - stage
 
-    def at(self, microbatch: int) -> int:
+    def count(self, microbatch: int) -> int:
+        """The number of a microbatch among those of all steps."""
         return self.number * self.size + microbatch
 
-    def of(self, value: Value, behind: int = 0) -> Value:
-        """A value in this step; of parameters the version that so many steps have made before it."""
+    def rename(self, value: Value, delay: int = 0) -> Value:
+        """A value in this step; of parameters the version before so many steps."""
         if value.microbatch is not None:
-            return value._replace(microbatch=self.at(value.microbatch))
-        if value in self.given and value.name in _EACH_STEP:
+            return value._replace(microbatch=self.count(value.microbatch))
+        is_input = value in self.inputs_of_call
+        if is_input and value.name in _EACH_STEP:
             return value._replace(port=self.number)
-        if value in self.given or value.name in PARAMETERS:  # a gathered copy is named by the step
-            behind = behind if value in self.given and value.name in PARAMETERS else 0
-            made = max(self.number - behind, 0)
-            return value._replace(microbatch=made * self.size - 1) if made else value
-        return value._replace(microbatch=self.at(self.size - 1))
+        if is_input or value.name in PARAMETERS:  # a gathered copy is named by the step
+            version = max(self.number - (delay if is_input and value.name in PARAMETERS else 0), 0)
+            return value._replace(microbatch=version * self.size - 1) if version else value
+        return value._replace(microbatch=self.count(self.size - 1))
 
 
 def _refuse(program: Program, stale: object) -> None:
-    """A ProgramError for what is no training step of its own."""
     refuse_freed(program)
     if not any(op.kind == "UPDATE" for op in program.ops):
         raise ProgramError("steps follow each other by the parameters that one leaves: put fpipe.update() before.")
@@ -134,22 +132,17 @@ def _refuse(program: Program, stale: object) -> None:
     refuse_sent(program, "steps")
     splits = [dict(op.how) for op in program.ops if op.kind == "SPLIT"]
     if not splits or "presplit" in splits[0]:
-        raise ProgramError(
-            "each step cuts its own batch: put fpipe.split() before, if only split(1), without presplit."
-        )
+        mend = "put fpipe.split() before, if only split(1), without presplit."
+        raise ProgramError(f"each step cuts its own batch: {mend}")
     if any(end.value.name == "key" for end in program.inputs):
         raise ProgramError("a step that asks for its random key has one of its own; leave fpipe.steps() out.")
     if any(end.name.name == "input_grads" for end in program.outputs):
         raise ProgramError("gradients of the inputs are of one batch; leave input_grads=, or fpipe.steps(), out.")
-    if stale and program.ranks > 1 and not _updates_apart(program):
+    computing = {op.rank for op in program.ops if op.kind in "FRBIW" or op.parts}
+    host_updates = computing.isdisjoint(op.rank for op in program.ops if op.kind == "UPDATE")
+    if stale and program.ranks > 1 and not host_updates:
         raise ProgramError(
             "the rows of one step flush before the next, and stale parameters gain nothing: put the schedule behind "
             "fpipe.steps(), so that it runs the microbatches of all steps as one stream; or let weights live on a rank "
             "that computes nothing else, as schedules.roundpipe() does."
         )
-
-
-def _updates_apart(program: Program) -> bool:
-    """Whether parameters are updated on ranks that compute nothing else, as on a host."""
-    computing = {op.rank for op in program.ops if op.kind in "FRBIW" or op.parts}
-    return computing.isdisjoint(op.rank for op in program.ops if op.kind == "UPDATE")

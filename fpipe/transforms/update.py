@@ -29,62 +29,14 @@ from fpipe.transforms._rewrite import (
 )
 from fpipe.transforms.communicate import communicate, without_frees
 
-# Scale the loss so that small gradients do not vanish in float16, as torch's GradScaler does.
-
-Words = tuple[tuple[str, Any], ...]
-SCALE = Value("scale")
-_SETTINGS = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-
-
-def words_of_scale(said: Literal["dynamic"] | Mapping[str, float]) -> Words:
-    """How a scale goes on, in the words of a VALIDATE."""
-    given = {} if said == "dynamic" else said
-    if not isinstance(given, Mapping) or not {*given} <= {*_SETTINGS}:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"loss_scale is 'dynamic', or a dict with some of {', '.join(_SETTINGS)}; found {said!r}.")
-    odd = next((word for word, value in given.items() if isinstance(value, bool) or not value > 0), None)
-    if odd is not None:
-        raise ValueError(f"{odd} of loss_scale= is a number above 0; found {given[odd]!r}.")
-    return tuple((_SETTINGS | dict(given)).items())
-
-
-def scaled_backwards(program: Program) -> list[Op]:
-    """The ops of a program, of which those read the scale where a gradient of a loss begins."""
-    starts = {op.stage for op in parts_of(program.ops) if op.kind == "F" and any(v.name == "loss" for v in op.writes)}
-
-    def scaled(op: Op) -> Op:
-        return op._replace(reads=(*op.reads, SCALE)) if op.kind in "BI" and op.stage in starts else op
-
-    return [on_parts(scaled, op) for op in program.ops]
-
-
-def unscaled(
-    gradients: Sequence[Output], after: int, axis: Words, words: Words
-) -> tuple[list[Op], list[Output], Value]:
-    """Ops that divide gradients by the scale, over replicas too; the gradients then, and whether all are finite."""
-    ops, ends, flags = list[Op](), list[Output](), list[Value]()
-    for end in gradients:
-        stage, port = end.name.stage, end.name.port
-        place = (stage, after, None, 0)
-        made, found = Value("real", stage, after, port=port), Value("found", stage, after, port=port)
-        ops.append(Op("UNSCALE", *place, (end.value, SCALE), (made, found)))
-        if axis:
-            everywhere = found._replace(name="all_found")
-            ops.append(Op("REDUCE", *place, (found,), (everywhere,), (), axis))
-        flags.append(ops[-1].writes[-1])
-        ends.append(end._replace(value=made))
-    valid = Value("valid", None, after)
-    home = min(end.name.stage or 0 for end in gradients)
-    reads, writes = (*flags, SCALE), (valid, SCALE._replace(microbatch=after))
-    ops.append(Op("VALIDATE", home, after, None, 0, reads, writes, (), words))
-    return ops, ends, valid
-
-
+_Words = tuple[tuple[str, Any], ...]
+_SCALE_SETTINGS = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 _REFUSED = {
     "LBFGS": "calls the loss again and again within a step",
     "SparseAdam": "is of sparse gradients",
 }
 _OWN_WORDS = ("by", "clip", "groups")
-LR, NORM = Value("lr"), "norm"
+_LR, _SCALE, _NORM = Value("lr"), Value("scale"), "norm"
 
 
 def update(
@@ -161,79 +113,115 @@ def update(
         raise ValueError("validate='after' asks whether a norm was above its clip: say one, such as clip=1.0.")
     if validate == "after" and loss_scale is not None:
         raise ValueError("an update waits for whether gradients are finite under a loss scale: leave validate= out.")
-    scaling = None if loss_scale is None else words_of_scale(loss_scale)
+    how_of_scale = None if loss_scale is None else _words_of_scale(loss_scale)
 
     @transforming
     def transform(program: Program) -> Program:
         refuse_freed(program)
-        found = [end for end in program.outputs if end.name.name == "grads"]
-        _refuse(program, found)
+        gradients = [end for end in program.outputs if end.name.name == "grads"]
+        _refuse(program, gradients)
         after = program.microbatches - 1
-        given = {end.value[1:5]: end for end in program.inputs if end.value.name in PARAMETERS}
-        inputs, ops, ends = [*program.inputs], [*program.ops], list[Output]()
-        kept = [end for end in program.outputs if end.name.name != "grads"]
-        norm = Value(NORM, None, after)
+        parameters = {end.value[1:5]: end.value for end in program.inputs if end.value.name in PARAMETERS}
+        inputs, ops = [*program.inputs], [*program.ops]
+        ends = [end for end in program.outputs if end.name.name != "grads"]
+        norm, valid = Value(_NORM, None, after), Value("valid", None, after)
         waits = clips and validate == "before"
-        beside = (*([norm] if waits else []), *([] if "lr" in settings else [LR]))
-        if scaling is not None:
-            made, found, valid = unscaled(found, after, _axis(program), scaling)
-            ops = [*scaled_backwards(program), *made]
-            inputs.append(Input(SCALE, (0,)))
-            ends += [Output(SCALE, made[-1].writes[1], (0,)), Output(Value("valid"), valid, (0,))]
-            beside = (*beside, valid)
+        more_reads = [*([norm] if waits else []), *([] if "lr" in settings else [_LR])]
+        if how_of_scale is not None:
+            unscale, gradients = _unscale(gradients, valid, _axis(program), how_of_scale)
+            ops = [*_scale_backwards(program), *unscale]
+            inputs.append(Input(_SCALE, (0,)))
+            ends += [Output(_SCALE, unscale[-1].writes[1], (0,)), Output(Value("valid"), valid, (0,))]
+            more_reads.append(valid)
         if clip is not None:
-            ops += _norms(found, norm, _axis(program))
-            ends.append(Output(Value(NORM), norm, (0,)))
+            ops += _norms(gradients, norm, _axis(program))
+            ends.append(Output(Value(_NORM), norm, (0,)))
         if validate == "after":
-            valid = Value("valid", None, after)
             ops.append(Op("VALIDATE", ops[-1].stage, after, None, 0, (norm,), (valid,), (), (("clip", clip),)))
             ends.append(Output(Value("valid"), valid, (0,)))
-        for name, gradient, homes in found:
-            before = given[name.stage, None, None, name.port].value
-            state = Value("opt", name.stage, port=name.port)
-            made = tuple(value._replace(microbatch=after) for value in (before, state))
+        for name, gradient, homes in gradients:
+            parameter, state = parameters[name.stage, None, None, name.port], Value("opt", name.stage, port=name.port)
+            writes = tuple(value._replace(microbatch=after) for value in (parameter, state))
             inputs.append(Input(state, homes))
-            reads = (before, state, gradient, *beside)
-            ops.append(Op("UPDATE", name.stage, after, None, 0, reads, made, (), how))
-            names = (name._replace(name="params"), state)
-            ends += [Output(one, value, homes) for one, value in zip(names, made, strict=True)]
-        inputs += [] if "lr" in settings else [Input(LR, (0,))]
-        outputs = in_order((*kept, *(found if grads else []), *ends))
-        now, placed, outputs = keep_to_data(tuple(inputs), ops, outputs, homes_of(program))
-        return rebuilt(program, placed, inputs=now, outputs=outputs)
+            reads = (parameter, state, gradient, *more_reads)
+            ops.append(Op("UPDATE", name.stage, after, None, 0, reads, writes, (), how))
+            ends += [Output(name._replace(name="params"), writes[0], homes), Output(state, writes[1], homes)]
+        inputs += [] if "lr" in settings else [Input(_LR, (0,))]
+        outputs = in_order((*ends, *(gradients if grads else [])))
+        placed_inputs, placed, outputs = keep_to_data(tuple(inputs), ops, outputs, homes_of(program))
+        return rebuilt(program, placed, inputs=placed_inputs, outputs=outputs)
 
     return transform
 
 
-def _axis(program: Program) -> tuple[tuple[str, Any], ...]:
+def _words_of_scale(loss_scale: Literal["dynamic"] | Mapping[str, float]) -> _Words:
+    settings = {} if loss_scale == "dynamic" else loss_scale
+    if not isinstance(settings, Mapping) or not {*settings} <= {*_SCALE_SETTINGS}:  # pyright: ignore[reportUnnecessaryIsInstance]
+        known = ", ".join(_SCALE_SETTINGS)
+        raise ValueError(f"loss_scale is 'dynamic', or a dict with some of {known}; found {loss_scale!r}.")
+    for word, value in settings.items():
+        if isinstance(value, bool) or not value > 0:
+            raise ValueError(f"{word} of loss_scale= is a number above 0; found {value!r}.")
+    return tuple((_SCALE_SETTINGS | dict(settings)).items())
+
+
+def _scale_backwards(program: Program) -> list[Op]:
+    """Let the backwards in which a gradient of a loss begins read the scale."""
+    starts = {op.stage for op in parts_of(program.ops) if op.kind == "F" and any(v.name == "loss" for v in op.writes)}
+
+    def scale(op: Op) -> Op:
+        return op._replace(reads=(*op.reads, _SCALE)) if op.kind in "BI" and op.stage in starts else op
+
+    return [on_parts(scale, op) for op in program.ops]
+
+
+def _unscale(gradients: Sequence[Output], valid: Value, axis: _Words, how: _Words) -> tuple[list[Op], list[Output]]:
+    """Divide gradients by the scale, and find out whether all are finite, over replicas too."""
+    ops, ends, flags = list[Op](), list[Output](), list[Value]()
+    for end in gradients:
+        unscaled = Value("real", end.name.stage, valid.microbatch, port=end.name.port)
+        flag, place = unscaled._replace(name="found"), (*unscaled[1:4], 0)
+        ops.append(Op("UNSCALE", *place, (end.value, _SCALE), (unscaled, flag)))
+        if axis:
+            ops.append(Op("REDUCE", *place, (flag,), (flag._replace(name="all_found"),), (), axis))
+        flags.append(ops[-1].writes[-1])
+        ends.append(end._replace(value=unscaled))
+    home = min(end.name.stage or 0 for end in gradients)
+    writes = (valid, _SCALE._replace(microbatch=valid.microbatch))
+    ops.append(Op("VALIDATE", home, valid.microbatch, None, 0, (*flags, _SCALE), writes, (), how))
+    return ops, ends
+
+
+def _axis(program: Program) -> _Words:
     """The axis along which gradients are shards, as an op says it; nothing where they are whole."""
     scatter = next((op for op in program.ops if op.kind == "SCATTER"), None)
     return () if scatter is None else (("axis", dict(scatter.how)["axis"]),)
 
 
-def _norms(gradients: Sequence[Output], norm: Value, axis: tuple[tuple[str, Any], ...]) -> list[Op]:
-    """The norms of each stage's gradients, and the norm of all. Of shards the squares are added up first, along their
-    axis, and those of numbers, which are whole everywhere, stand beside them."""
-    stages: dict[int, list[Value]] = {}
+def _norms(gradients: Sequence[Output], norm: Value, axis: _Words) -> list[Op]:
+    """Compute the norms of each stage's gradients, and the norm of all.
+
+    Of shards the squares are added up first, along their axis; those of numbers, which are whole everywhere, are not.
+    """
+    gradients_by_stage: dict[int, list[Value]] = {}
     for end in gradients:
-        stages.setdefault(end.name.stage or 0, []).append(end.value)
-    made, parts = list[Op](), list[Value]()
-    for stage, reads in stages.items():
-        own = Value("norms", stage, norm.microbatch)
+        gradients_by_stage.setdefault(end.name.stage or 0, []).append(end.value)
+    ops, parts = list[Op](), list[Value]()
+    for stage, reads in gradients_by_stage.items():
+        norms = Value("norms", stage, norm.microbatch)
         place = (stage, norm.microbatch, None, 0)
         if axis:
-            squares, numbers = own._replace(name="squares"), own._replace(port=1)
-            made.append(Op("NORM", *place, tuple(reads), (squares, numbers)))
-            made.append(Op("REDUCE", *place, (squares,), (own,), (), axis))
-            parts += [own, numbers]
+            squares, of_numbers = norms._replace(name="squares"), norms._replace(port=1)
+            ops.append(Op("NORM", *place, tuple(reads), (squares, of_numbers)))
+            ops.append(Op("REDUCE", *place, (squares,), (norms,), (), axis))
+            parts += [norms, of_numbers]
         else:
-            made.append(Op("NORM", *place, tuple(reads), (own,)))
-            parts.append(own)
-    return [*made, Op("NORM", min(stages), norm.microbatch, None, 0, tuple(parts), (norm,))]
+            ops.append(Op("NORM", *place, tuple(reads), (norms,)))
+            parts.append(norms)
+    return [*ops, Op("NORM", min(gradients_by_stage), norm.microbatch, None, 0, tuple(parts), (norm,))]
 
 
 def _refuse(program: Program, gradients: Sequence[Output]) -> None:
-    """A ProgramError for a program that has no gradients to update by."""
     refuse_updated(program)
     refuse_sent(program, "update")
     if not gradients:
@@ -246,7 +234,7 @@ def _refuse(program: Program, gradients: Sequence[Output]) -> None:
 
 def words_of_update(
     rule: str | type[Any], clip: float | None, groups: Mapping[str, Mapping[str, Any]] | None, settings: dict[str, Any]
-) -> tuple[tuple[str, Any], ...]:
+) -> _Words:
     """The words of an UPDATE; a program is data, so a rule is its name."""
     name = rule.__name__ if isinstance(rule, type) else rule
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -266,49 +254,53 @@ def words_of_update(
         raise ValueError(f"clip is a norm, a number above 0; found {clip!r}.")
     how: dict[str, Any] = {"by": name} | ({} if clip is None else {"clip": float(clip) if isfinite(clip) else "inf"})
     if groups is not None:
-        if not isinstance(groups, Mapping) or not all(isinstance(one, Mapping) for one in groups.values()):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):  # pyright: ignore[reportUnnecessaryIsInstance]
             example = '{"*bias": {"weight_decay": 0.0}}'
             raise ValueError(f"groups is {{pattern: settings}}, such as {example}; found {groups!r}.")
-        how["groups"] = tuple((pattern, _literals(one)) for pattern, one in groups.items())
-    check_settings(name, [*settings, *(word for one in (groups or {}).values() for word in one)])
-    said = _literals(settings)
-    if name in TORCHS and (said or groups):
+        how["groups"] = tuple((pattern, _literals(group)) for pattern, group in groups.items())
+    check_settings(name, [*settings, *(word for group in (groups or {}).values() for word in group)])
+    words = _literals(settings)
+    if name in TORCHS and (words or groups):
         from fpipe.meaning.optimizers.rules import check_together  # only settings need torch
 
-        for own in ((), *(words for _, words in how.get("groups", ()))):
-            check_together(name, tuple((dict(said) | dict(own)).items()))
-    return (*how.items(), *said)
+        for group in ((), *(words for _, words in how.get("groups", ()))):
+            check_together(name, tuple((dict(words) | dict(group)).items()))
+    return (*how.items(), *words)
 
 
-def _literals(settings: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+def _literals(settings: Mapping[str, Any]) -> _Words:
     """Settings as a program has them, in one order."""
-    made: list[tuple[str, Any]] = []
+    words: list[tuple[str, Any]] = []
     for word, value in sorted(settings.items()):
         value = tuple(value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType]
         parts: Sequence[Any] = value if isinstance(value, tuple) else (value,)
-        odd = any(not isinstance(part, bool | int | float | str | None) for part in parts)
-        if odd or word in _OWN_WORDS or any(isinstance(part, float) and not isfinite(part) for part in parts):
+        is_literal = all(isinstance(part, bool | int | str | None) or _is_finite(part) for part in parts)
+        if not is_literal or word in _OWN_WORDS:
             raise ValueError(f"a setting is a number, a word or a tuple of them; found {word}={value!r}.")
-        made.append((word, value))
-    return tuple(made)
+        words.append((word, value))
+    return tuple(words)
+
+
+def _is_finite(number: Any) -> bool:
+    return isinstance(number, float) and isfinite(number)
 
 
 def is_post_validated(program: Program) -> bool:
-    """Whether its updates do not wait for the norm that clips them."""
+    """Whether updates of a program do not wait for the norm that clips them."""
     if "post_validated" not in program.__dict__:
-        readers = {op.kind for op in program.ops if any(value.name == NORM for value in op.reads)}
+        readers = {op.kind for op in program.ops if any(value.name == _NORM for value in op.reads)}
         program.__dict__["post_validated"] = "VALIDATE" in readers and "UPDATE" not in readers
     return program.__dict__["post_validated"]
 
 
 def behind_norms(program: Program) -> Program:
-    """Steps whose updates wait for their norms, else as they are."""
+    """Let the updates of a program wait for their norms."""
     bare = without_frees(program)
 
-    def behind(op: Op) -> Op:
+    def read_norm(op: Op) -> Op:
         if op.kind != "UPDATE":
             return op
-        return op._replace(reads=(*op.reads[:3], Value(NORM, None, op.microbatch), *op.reads[3:]))
+        return op._replace(reads=(*op.reads[:3], Value(_NORM, None, op.microbatch), *op.reads[3:]))
 
-    waiting = rebuilt(bare, [*map(behind, bare.ops)])
+    waiting = rebuilt(bare, [*map(read_norm, bare.ops)])
     return communicate()(waiting) if any(op.kind == "SEND" for op in program.ops) else waiting
