@@ -23,9 +23,9 @@ LEAST = 6.0
 """The size of words in a box that is just high enough for any."""
 
 
-def needs(name: str, size: float, beside: float = 0.45) -> float:
-    """The width of a box for a name, with what is left free beside it, in units of its size."""
-    return len(name) * size * GLYPH + size * beside
+def needs(name: str, size: float, margin: float = 0.45) -> float:
+    """The width of a box for a name and its margin, which is in units of its size."""
+    return len(name) * size * GLYPH + size * margin
 
 
 def size_in(height: float) -> float:
@@ -37,10 +37,10 @@ def first_that_fits(
     names: Sequence[str], size: float, width: float, sizes: Sequence[tuple[float, float]] = SIZES
 ) -> tuple[str, float] | None:
     """The first name that a box has room for, and its size; only the last name is made smaller."""
-    for smaller, beside in sizes:
-        for name in names if smaller == 1 else names[-1:]:
-            if size * smaller >= LEAST and needs(name, size * smaller, beside) <= width:
-                return name, size * smaller
+    for scale, margin in sizes:
+        for name in names if scale == 1 else names[-1:]:
+            if size * scale >= LEAST and needs(name, size * scale, margin) <= width:
+                return name, size * scale
     return None
 
 
@@ -60,34 +60,29 @@ class Labels:
     """The labels of a panel: `scale` in pixels a second, `height` of a lane in pixels."""
 
     def __init__(self, panel: Panel, style: Style, scale: float, height: float) -> None:
-        self.panel, self.style, self.height = panel, style, height
-        self.form: dict[tuple[str, str], int | None] = {}
-        kinds: dict[tuple[str, str], list[Bar]] = defaultdict(list)
+        self.style = style
+        self.forms: dict[tuple[str, str], int | None] = {}  # which of their names most boxes of a kind have room for
+        bars_by_kind: dict[tuple[str, str], list[Bar]] = defaultdict(list)
         for (_, lane), bars in panel.bars.items():
             for bar in bars:
-                kinds[bar.op.kind, lane].append(bar)
-        for (kind, lane), bars in kinds.items():
+                bars_by_kind[bar.op.kind, lane].append(bar)
+        for (kind, lane), bars in bars_by_kind.items():
             lengths = sorted(bar.end - bar.start for bar in bars)
-            self.form[kind, lane] = self._form(bars, lane, lengths[len(lengths) // 2] * scale)
+            width = lengths[len(lengths) // 2] * scale
+            columns = zip(*(names_of(bar.op, lane, style) for bar in bars), strict=False)
+            longest = (max(map(len, names)) for names in columns)
+            fitting = (form for form, n in enumerate(longest) if needs("0" * n, size_in(height)) <= width)
+            self.forms[kind, lane] = next(fitting, None)
 
-    def _form(self, bars: Sequence[Bar], lane: str, width: float) -> int | None:
-        """Which of their names most boxes have room for at full size; None: none."""
-        longest = [
-            max(map(len, names)) for names in zip(*(names_of(bar.op, lane, self.style) for bar in bars), strict=False)
-        ]
-        fits = (at for at, letters in enumerate(longest) if needs("0" * letters, size_in(self.height)) <= width)
-        return next(fits, None)
-
-    def of(self, bar: Bar, lane: str, width: float, depth: float) -> tuple[str, float] | None:
+    def label(self, bar: Bar, lane: str, width: float, depth: float) -> tuple[str, float] | None:
         """The label of a box and its size; None if it has no room."""
-        form, names = self.form[bar.op.kind, lane], names_of(bar.op, lane, self.style)
+        form, names = self.forms[bar.op.kind, lane], names_of(bar.op, lane, self.style)
         if size_in(depth) < LEAST:
             return None
         return first_that_fits(names[form or 0 :], size_in(depth), width, SIZES[form is None :])
 
     def runs(self, bars: Iterable[Bar]) -> Iterator[tuple[list[Bar], list[str]]]:
-        """Rows of the bars, which have no labels of their own: microbatches one right after the other, and what to
-        call them."""
+        """Join unlabelled bars to runs of microbatches one right after the other, each with names for it."""
         if self.style.labels == "none":
             return
         run: list[Bar] = []
@@ -102,32 +97,25 @@ class Labels:
                 run.append(bar)
 
 
-def _follows(bar: Bar, after: Bar) -> bool:
-    """Whether a bar is the next microbatch of the same stage and kind, right after the other."""
-    one, two = bar.op, after.op
-    return (
-        (one.kind, one.stage, one.slice, bar.top, bar.depth) == (two.kind, two.stage, two.slice, after.top, after.depth)
-        and one.microbatch is not None
-        and two.microbatch == one.microbatch + 1
-        and abs(after.start - bar.end) <= 1e-9 * max(1.0, after.start)
-    )
-
-
-# The legend: below a picture, swatches of its colours and signs and a word for each.
+def _follows(before: Bar, bar: Bar) -> bool:
+    """Whether a bar is the next microbatch of the same stage and kind, right after the bar before."""
+    places = [(one.op.kind, one.op.stage, one.op.slice, one.top, one.depth) for one in (before, bar)]
+    is_next = before.op.microbatch is not None and bar.op.microbatch == before.op.microbatch + 1
+    return places[0] == places[1] and is_next and abs(bar.start - before.end) <= 1e-9 * max(1.0, bar.start)
 
 
 def legend(drawing: Drawing, panels: Sequence[Panel], style: Style, arrows: bool, y: float) -> float:
-    """Write the legend below y, in as many lines as it takes; returns where it ends."""
-    found = {bar.op.kind for panel in panels for bars in panel.bars.values() for bar in bars}
-    found |= {"SEND" for panel in panels if panel.sending}
+    """Write swatches of colours and signs with a word for each below y; return where the legend ends."""
+    kinds = {bar.op.kind for panel in panels for bars in panel.bars.values() for bar in bars}
+    kinds |= {"SEND" for panel in panels if panel.sending}
     entries: list[tuple[list[str], str]] = []
     if not callable(style.colours):
-        entries += [([style.of_kind(kind)], f"{kind} {word}") for kind, word in WORDS.items() if kind in found]
-        by_colour: dict[str, list[str]] = {}
-        for kind in sorted(found - WORDS.keys()):
-            by_colour.setdefault(style.of_kind(kind), []).append(kind)
-        entries += [([paint], " ".join(kinds)) for paint, kinds in by_colour.items()]
-        shown = "F" if "F" in found else min(found, default="")
+        entries += [([style.of_kind(kind)], f"{kind} {word}") for kind, word in WORDS.items() if kind in kinds]
+        kinds_by_colour: dict[str, list[str]] = defaultdict(list)
+        for kind in sorted(kinds - WORDS.keys()):
+            kinds_by_colour[style.of_kind(kind)].append(kind)
+        entries += [([paint], " ".join(names)) for paint, names in kinds_by_colour.items()]
+        shown = "F" if "F" in kinds else min(kinds, default="")
         ladders = sorted((panel.shading[0], [*panel.shading[1].values()]) for panel in panels)
         for word, shades in dict(ladders).items():  # of each word the last, which is the longest
             if shown and len(shades) > 1:
@@ -142,14 +130,14 @@ def legend(drawing: Drawing, panels: Sequence[Panel], style: Style, arrows: bool
 
 
 def swatches(drawing: Drawing, entries: Sequence[tuple[Sequence[str], str]], y: float) -> float:
-    """Write colours, or signs, and the words for them, in as many lines as it takes; returns where they end."""
+    """Write colours, or signs, and the words for them, in as many lines as it takes; return where they end."""
     x = drawing.left
     for paints, words in entries:
         room = 12 * len(paints) + 6 + GLYPH * 11 * len(words) + 14
         if x > drawing.left and x + room > drawing.width - EDGE:
             x, y = drawing.left, y + 18
-        for at, paint in enumerate(paints):
-            drawing.still.append(_swatch(x + 12 * at, y + 2, paint))
+        for number, paint in enumerate(paints):
+            drawing.still.append(_swatch(x + 12 * number, y + 2, paint))
         drawing.still.append(Text(x + 12 * len(paints) + 6, y + 11, words, "faint", 11))
         x += room
     return y + 16

@@ -8,11 +8,10 @@ step | o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 from fpipe.pictures.box_labels import swatches
-from fpipe.pictures.drawn_shapes import EDGE, PIXEL, Area, Drawing, Line, Shape, Text, clock, ticks
+from fpipe.pictures.drawn_shapes import EDGE, PIXEL, Area, Drawing, Line, Text, clock, ticks
 from fpipe.pictures.style import FILLS, Style
 from fpipe.planning.run_plan import PlanRow, RunPlan
 from fpipe.timing.amounts import amount, byte_unit
@@ -27,8 +26,10 @@ WORDS = {
 
 
 def chart(plan: RunPlan, wide: float | None, style: Style) -> Drawing:
-    """Draw every way as a point, memory to the right and time upwards; those than which none is both shorter and
-    smaller are numbered, joined by a line and named below."""
+    """Draw every way as a point, memory to the right and time upwards.
+
+    Ways than which none is both shorter and smaller are numbered, joined by a line and named below.
+    """
     style.only("a chart", "width_mm", "font_pt")
     unit = style.unit
     width = (wide or 720.0) * PIXEL / unit if style.width_mm is None else style.width_mm / 25.4 / unit
@@ -63,11 +64,12 @@ def chart(plan: RunPlan, wide: float | None, style: Style) -> Drawing:
     drawing.still.append(Text(EDGE, EDGE + 28, above, "faint", 11))
     for tick in ticks(low, high, 7):
         y = upward(tick / time.per_second)
-        drawing.still += [
-            Line(((left, y), (left + span, y)), "rule"),
-            Text(left - 6, y + 4, f"{tick:g}", "faint", 11, "end"),
-        ]
-    _upright(drawing, across, ticks(least, most, int(span // 64)), top, bottom)
+        drawing.still.append(Line(((left, y), (left + span, y)), "rule"))
+        drawing.still.append(Text(left - 6, y + 4, f"{tick:g}", "faint", 11, "end"))
+    for mark in ticks(least, most, int(span // 64)):
+        x = across(mark)
+        drawing.still.append(Line(((x, top), (x, bottom)), "rule"))
+        drawing.still.append(Text(x, bottom + 14, f"{mark:g}", "faint", 11, "middle"))
     drawing.still.append(Text(left + span, bottom + 30, below, "faint", 11, "end"))
     limit = min(plan.cap) / scale
     if least < limit < most:
@@ -76,9 +78,9 @@ def chart(plan: RunPlan, wide: float | None, style: Style) -> Drawing:
     points = [(row, across(row.most / scale), upward(taken(row))) for row in rows]
     drawing.still += [_point(x, y, 3.0, row, plan) for row, x, y in points if row not in plan.front]
     chosen = sorted((point for point in points if point[0] in plan.front), key=lambda point: point[1])
-    stairs = [corner for one, other in pairwise(chosen) for corner in (one[1:], (other[1], one[2]))]
+    stairs = [corner for (_, x, y), (_, next_x, _) in pairwise(chosen) for corner in ((x, y), (next_x, y))]
     drawing.still.append(Line((*stairs, *(point[1:] for point in chosen[-1:])), "curve", 1.5))
-    numbers = {id(row): at for at, row in enumerate(plan.front, 1)}
+    numbers = {id(row): number for number, row in enumerate(plan.front, 1)}
     for row, x, y in chosen:
         drawing.still.append(_point(x, y, 5.5, row, plan))
         drawing.still.append(Text(x - 7, y + 13, str(numbers[id(row)]), "ink", 11, "end", bold=True))
@@ -88,10 +90,8 @@ def chart(plan: RunPlan, wide: float | None, style: Style) -> Drawing:
     for at, row in enumerate(plan.front, 1):
         held = amount(row.most, in_bytes, 4) + ("" if in_bytes else " rows")
         seconds = f"{time.full(row.makespan)}{'' if time.unit else ' s'}"
-        drawing.still += [
-            Text(left - 6, y + 12, str(at), "ink", 11, "end", bold=True),
-            Text(left, y + 12, f"{row.name}: {seconds}, {held}{_misfit(row)}", "ink", 11),
-        ]
+        drawing.still.append(Text(left - 6, y + 12, str(at), "ink", 11, "end", bold=True))
+        drawing.still.append(Text(left, y + 12, f"{row.name}: {seconds}, {held}{_misfit(row)}", "ink", 11))
         y += 16
     drawing.height = y + EDGE
     return drawing
@@ -101,30 +101,15 @@ def _misfit(row: PlanRow) -> str:
     return "" if row.fits else ", too much"
 
 
-def _upright(
-    drawing: Drawing, across: Callable[[float], float], marks: Iterable[float], top: float, bottom: float
-) -> None:
-    """Lines of the axis to the right, and their numbers below."""
-    for mark in marks:
-        x = across(mark)
-        drawing.still += [
-            Line(((x, top), (x, bottom)), "rule"),
-            Text(x, bottom + 14, f"{mark:g}", "faint", 11, "middle"),
-        ]
-
-
-def _point(x: float, y: float, size: float, row: PlanRow, plan: RunPlan) -> Shape:
-    """A dot, a diamond for what a search found; hovering says what it is."""
+def _point(x: float, y: float, size: float, row: PlanRow, plan: RunPlan) -> Area:
+    """Draw a dot, or a diamond for what a search found; hovering says what it is."""
     paint = POLICY[row.checkpoint] if row.fits else "hatch"
     held = amount(row.most, plan.unit == "bytes")
     title = f"{row.name}: {row.makespan:.4g} s, holds {held}{_misfit(row)}"
     if row.schedule == "found":
-        return _diamond(x, y, size * 1.3, paint, title)
+        size *= 1.3
+        return Area(((x, y + size), (x + size, y), (x, y - size), (x - size, y)), paint, title)
     half = size * 0.41
     octagon = ((half, size), (size, half), (size, -half), (half, -size))
     corners = octagon + tuple((-across, -down) for across, down in octagon)
     return Area(tuple((x + across, y + down) for across, down in corners), paint, title)
-
-
-def _diamond(x: float, y: float, size: float, paint: str, title: str) -> Area:
-    return Area(((x, y + size), (x + size, y), (x, y - size), (x - size, y)), paint, title)

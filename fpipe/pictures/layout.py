@@ -31,7 +31,7 @@ ARROW_ROOM = 10.0
 
 
 def lay_out(panels: Sequence[Panel], width: float | None = None, style: Style = PLAIN, every: bool = False) -> Drawing:
-    """The shapes of some panels.
+    """Lay out the shapes of some panels.
 
     Args:
         panels: what to draw, from above.
@@ -101,14 +101,14 @@ def typical_length(panels: Sequence[Panel]) -> float:
 def pixels_a_second(panels: Sequence[Panel], style: Style = PLAIN) -> float:
     """A scale that gives half of all ops room for their whole names, and half of each kind for the short ones."""
     bars = [bar for panel in panels for bars in panel.bars.values() for bar in bars if bar.op.kind in "FBIW"]
-    wanted = [(bars, 0)] + [([bar for bar in bars if bar.op.kind == kind], -1) for kind in "FBIW"]
-    found = [0.0]
-    for some, which in wanted:
-        lengths = sorted(bar.end - bar.start for bar in some if bar.end > bar.start)
+    groups = [(bars, 0)] + [([bar for bar in bars if bar.op.kind == kind], -1) for kind in "FBIW"]
+    scales = [0.0]
+    for group, which in groups:
+        lengths = sorted(bar.end - bar.start for bar in group if bar.end > bar.start)
         if lengths:
-            letters = max(len([*names_of(bar.op, "main", style), ""][:2][which]) for bar in some)
-            found.append((8.5 + GLYPH * 11 * letters) / lengths[len(lengths) // 2])
-    return max(found)
+            letters = max(len([*names_of(bar.op, "main", style), ""][:2][which]) for bar in group)
+            scales.append((8.5 + GLYPH * 11 * letters) / lengths[len(lengths) // 2])
+    return max(scales)
 
 
 def _bold(name: str) -> float:
@@ -129,8 +129,6 @@ def _axis(drawing: Drawing, y: float) -> float:
 
 
 class _Painter:
-    """Draws one panel."""
-
     def __init__(self, drawing: Drawing, panel: Panel, style: Style, arrows: bool, every: bool) -> None:
         self.drawing, self.panel, self.style, self.arrows, self.every = drawing, panel, style, arrows, every
         self.time, self.scale = drawing.clock, drawing.span / (drawing.end - drawing.start or 1.0)
@@ -162,7 +160,7 @@ class _Painter:
             self.y[rank, "main"] = y, self.height
             still.append(Text(EDGE, y + self.height / 2 + 4, panel.rank_name(rank), size=min(12, self.height - 2)))
             y += self.height
-            for lane in (one for one in LANES[1:] if (rank, one) in panel.lanes):
+            for lane in (lane for lane in LANES[1:] if (rank, lane) in panel.lanes):
                 depth = self.height * 0.5
                 self.y[rank, lane] = y + 2, depth
                 still.append(Text(self.drawing.left - 8, y + 2 + depth / 2 + 3, lane, "faint", 9, "end"))
@@ -206,8 +204,7 @@ class _Painter:
         return y + 6 if names or self.style.figures else y
 
     def label(self, lane: tuple[int, str], bar: Bar) -> tuple[str, float] | None:
-        """A bar's label and its size."""
-        return self.labels.of(bar, lane[1], self.stretch(bar.start, bar.end)[1], bar.depth * self.y[lane][1])
+        return self.labels.label(bar, lane[1], self.stretch(bar.start, bar.end)[1], bar.depth * self.y[lane][1])
 
     def bar(self, lane: tuple[int, str], bar: Bar, edge: float, label: tuple[str, float] | None) -> None:
         y, height = self.y[lane]
@@ -225,10 +222,10 @@ class _Painter:
             self.word(x, width, top, depth, *label, ink_on(paint))
 
     def runs(self, lane: tuple[int, str], bars: Sequence[Bar]) -> dict[Bar, float]:
-        """One label for a row of microbatches none of which has room for its own. Returns the edges of the bars of
-        these rows: none where the label is."""
+        """Write one label for a run of microbatches none of which has room for a label; return the edges of their bars:
+        none where the label is."""
         y, height = self.y[lane]
-        found: dict[Bar, float] = {}
+        edges: dict[Bar, float] = {}
         for run, names in self.labels.runs(bars):
             x, width = self.stretch(run[0].start, run[-1].end)
             top, depth = y + run[0].top * height, run[0].depth * height
@@ -238,18 +235,16 @@ class _Painter:
                 middle, half = x + width / 2, needs(name, size) / 2
                 for bar in run:
                     left, wide = self.stretch(bar.start, bar.end)
-                    found[bar] = 0.0 if left < middle + half and left + wide > middle - half else min(THIN, self.edge)
-        return found
+                    edges[bar] = 0.0 if left < middle + half and left + wide > middle - half else min(THIN, self.edge)
+        return edges
 
     def word(
         self, x: float, width: float, y: float, height: float, name: str, size: float, paint: str, **more: Any
     ) -> None:
-        """A word in the middle of a box."""
         place = x + width / 2, y + height / 2 + size * 0.36
         self.drawing.timed.append(Text(*place, name, paint, size, "middle", **more))
 
     def page_label(self, x: float, width: float, y: float, height: float, names: Sequence[str], paint: str) -> None:
-        """Write a label that a page shows when there is room."""
         if names:
             self.word(x, width, y, height, names[0], size_in(height), paint, room=width, short=names[-1])
 
@@ -306,7 +301,6 @@ class _Painter:
         return f"{transfer.value}, rank {transfer.source} to {transfer.target}: {times}"
 
     def held(self, y: float, top: float) -> float:
-        """Draw the amounts that each rank holds, as steps."""
         panel, drawing = self.panel, self.drawing
         height, gap = (12.0, 3.0) if self.low else (22.0 if panel.ranks <= 8 else 13.0, 4.0)
         what = "bytes held" if panel.timeline.in_bytes else "microbatches held"

@@ -68,7 +68,7 @@ class Panel:
     @cached_property
     def done(self) -> float:
         """When all is done and delivered, in seconds."""
-        last = max((one.end for one in self._all_transfers), default=0.0)
+        last = max((transfer.end for transfer in self._all_transfers), default=0.0)
         return max(self.timeline.makespan, self.timeline.delivered, last, *(end for _, _, end in self.timeline.events))
 
     @cached_property
@@ -89,39 +89,34 @@ class Panel:
     @property
     def facts(self) -> str:
         """The title's numbers: makespan, span, bubble and the highest peak."""
-        of = self.timeline
-        time = clock(of.makespan)
-        peak = self.amount(max(of.peak, default=0.0))
-        return f"makespan {time.full(of.makespan)}, span {time.full(of.span)}, bubble {of.bubble:.1%}, peak {peak}"
+        makespan, span, bubble = self.timeline.makespan, self.timeline.span, self.timeline.bubble
+        time, peak = clock(makespan), self.amount(max(self.timeline.peak, default=0.0))
+        return f"makespan {time.full(makespan)}, span {time.full(span)}, bubble {bubble:.1%}, peak {peak}"
 
     @cached_property
     def lanes(self) -> dict[Lane, list[Event]]:
         """All events that take time, by lane and in order of time; lanes without any are not there."""
-        found: dict[Lane, list[Event]] = defaultdict(list)
+        lanes: dict[Lane, list[Event]] = defaultdict(list)
         for event in self.timeline.events:
             if event.end > event.start:
-                found[event.op.rank, lane_of(event.op)].append(event)
-        for events in found.values():
+                lanes[event.op.rank, lane_of(event.op)].append(event)
+        for events in lanes.values():
             events.sort(key=lambda event: (event.start, event.end))
-        return dict(sorted(found.items(), key=lambda item: (item[0][0], LANES.index(item[0][1]))))
+        return dict(sorted(lanes.items(), key=lambda item: (item[0][0], LANES.index(item[0][1]))))
 
     @cached_property
     def bars(self) -> dict[Lane, list[Bar]]:
         """Every op of the window that takes time, once; a PAIR as its parts."""
-        shade = self.shade
-        found: dict[Lane, list[Bar]] = {}
+        bars: dict[Lane, list[Bar]] = {lane: [] for lane in self.lanes}
         for lane, events in self.lanes.items():
-            bars = found[lane] = []
             for event, top, depth in _side_by_side(events):
-                if not self.shows(event.start, event.end):
-                    continue
-                parts = event.op.parts or (event.op,)
-                share = depth / len(parts)
-                bars += [
-                    Bar(part, event.start, event.end, top + at * share, share, shade(part))
-                    for at, part in enumerate(parts)
-                ]
-        return found
+                if self.shows(event.start, event.end):
+                    parts = event.op.parts or (event.op,)
+                    share = depth / len(parts)
+                    for number, part in enumerate(parts):
+                        top_of_part = top + number * share
+                        bars[lane].append(Bar(part, event.start, event.end, top_of_part, share, self.shade(part)))
+        return bars
 
     @cached_property
     def shading(self) -> tuple[str, dict[int, float], Callable[[Op], int | None]]:
@@ -130,10 +125,10 @@ class Panel:
         forwards = [op for op in parts_of([event.op for event in self.timeline.events]) if op.kind == "F"]
         homes = sorted({(op.stage or 0, op.rank) for op in forwards})
         if len(homes) > len({stage for stage, _ in homes}):
-            ways = {op.microbatch: op.rank for op in forwards if op.stage == homes[0][0]}
-            rungs = {way: at for at, way in enumerate(sorted(set(ways.values())))}
-            by_way = {microbatch: rungs[way] for microbatch, way in ways.items()}
-            return "direction", _ladder(len(rungs)), lambda op: by_way.get(op.microbatch)
+            first_ranks = {op.microbatch: op.rank for op in forwards if op.stage == homes[0][0]}
+            directions = sorted({*first_ranks.values()})
+            by_microbatch = {microbatch: directions.index(rank) for microbatch, rank in first_ranks.items()}
+            return "direction", _ladder(len(directions)), lambda op: by_microbatch.get(op.microbatch)
         chunks: Counter[int] = Counter()
         by_stage: dict[int, int] = {}
         for stage, rank in homes:
@@ -154,7 +149,7 @@ class Panel:
     def transfers(self) -> Sequence[Transfer]:
         """Every value that goes from a rank to another in the window; where nobody noted it, from its writer to its
         first reader."""
-        return [one for one in self._all_transfers if self.shows(one.start, one.end)]
+        return [transfer for transfer in self._all_transfers if self.shows(transfer.start, transfer.end)]
 
     def _handed_over(self) -> Iterator[Transfer]:
         writers = {value: event for event in self.timeline.events for value in event.op.writes}
@@ -209,24 +204,24 @@ def panels_of(
 ) -> list[Panel]:
     """Make panels of the arguments of `plot`: programs are simulated, timelines stay as they are."""
     if names is not None and (isinstance(names, str) or len(names) != len(drawn)):
-        said = "a string" if isinstance(names, str) else f"{len(names)}"
-        raise ValueError(f"names= is a list with one name for each of the {len(drawn)} schedules; found {said}.")
-    if costs is not None and not any(isinstance(each, Program) for each in drawn):
+        found = "a string" if isinstance(names, str) else f"{len(names)}"
+        raise ValueError(f"names= is a list with one name for each of the {len(drawn)} schedules; found {found}.")
+    if costs is not None and not any(isinstance(what, Program) for what in drawn):
         raise ValueError("costs= is for programs; a Timeline has its times already: leave costs out.")
-    given = names or ([""] if len(drawn) == 1 else [f"{at}" for at in range(1, len(drawn) + 1)])
-    found: list[Panel] = []
-    for each, name in zip(drawn, given, strict=True):
-        timeline = simulate(each, costs) if isinstance(each, Program) else each
+    names = names or ([""] if len(drawn) == 1 else [f"{number}" for number in range(1, len(drawn) + 1)])
+    panels: list[Panel] = []
+    for what, name in zip(drawn, names, strict=True):
+        timeline = simulate(what, costs) if isinstance(what, Program) else what
         if not isinstance(timeline, Timeline):
-            raise TypeError(f"plot draws a Program or a Timeline; found {type(each).__name__}.")
-        found.append(Panel(name, timeline, window or (0.0, inf), ranks))
-    for panel in found:
+            raise TypeError(f"plot draws a Program or a Timeline; found {type(what).__name__}.")
+        panels.append(Panel(name, timeline, window or (0.0, inf), ranks))
+    for panel in panels:
         if ranks is not None and len(ranks) != panel.ranks:
             raise ValueError(f"ranks= has one name for each of the {panel.ranks} ranks; found {len(ranks)}.")
-    last = max(panel.done for panel in found)
+    last = max(panel.done for panel in panels)
     if window is not None and window[0] >= last:
         raise ValueError(f"window= starts at {window[0]:g}, when all is done: the end is {last:g}.")
-    return found
+    return panels
 
 
 def awaited(wait: Wait) -> str:
@@ -242,18 +237,18 @@ def _ladder(rungs: int) -> dict[int, float]:
 
 
 def _side_by_side(events: Sequence[Event]) -> Iterator[tuple[Event, float, float]]:
-    """Each event with its share of the lane: where several ran at once, they lie one above the other."""
-    at = 0
-    while at < len(events):
-        end, stop = events[at].end, at + 1
+    """Give each event its share of the lane: where several ran at once, they lie one above the other."""
+    first = 0
+    while first < len(events):
+        end, stop = events[first].end, first + 1
         while stop < len(events) and events[stop].start < end:
             end, stop = max(end, events[stop].end), stop + 1
         free: list[float] = []
         rows: list[int] = []
-        for event in events[at:stop]:
+        for event in events[first:stop]:
             row = next((row for row, until in enumerate(free) if until <= event.start), len(free))
             free[row : row + 1] = [event.end]
             rows.append(row)
-        for event, row in zip(events[at:stop], rows, strict=True):
+        for event, row in zip(events[first:stop], rows, strict=True):
             yield event, row / len(free), 1 / len(free)
-        at = stop
+        first = stop

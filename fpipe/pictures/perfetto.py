@@ -51,9 +51,9 @@ def _names(panel: Panel, first: int) -> Iterator[Entry]:
 
 def _ops(panel: Panel, first: int) -> Iterator[Entry]:
     for op, start, end in panel.events:
-        said = {"reads": " ".join(map(str, op.reads)), "writes": " ".join(map(str, op.writes))}
         place = {"stage": op.stage, "microbatch": op.microbatch, "slice": op.slice}
-        args = {word: given for word, given in place.items() if given is not None} | said
+        args: Entry = {word: number for word, number in place.items() if number is not None}
+        args |= {"reads": " ".join(map(str, op.reads)), "writes": " ".join(map(str, op.writes))}
         yield _slice(op.cell, op.kind, first + op.rank, lane_of(op), start, end) | {"args": args}
 
 
@@ -78,19 +78,14 @@ def _flows(panel: Panel, first: int, number: int) -> Iterator[Entry]:
             writers[value, event.op.rank].append(event)
         for value in event.op.reads:
             readers[value[:-1], event.op.rank].append(event)
-    for number, moved in enumerate(panel.transfers, number):  # noqa: B020
-        made = [one for one in writers[moved.value, moved.source] if one.end <= moved.start * _ALMOST]
-        read = [one for one in readers[moved.value[:-1], moved.target] if one.start >= moved.end / _ALMOST]
-        for phase, event in (("s", made[-1]), ("f", read[0])) if made and read else ():
-            yield {
-                "ph": phase,
-                "name": str(moved.value),
-                "cat": "transfer",
-                "id": number,
-                "pid": first + event.op.rank,
-                "tid": _THREADS[lane_of(event.op)],
-                "ts": (event.start + event.end) / 2 * 1e6,
-            } | ({"bp": "e"} if phase == "f" else {})
+    for number, sent in enumerate(panel.transfers, number):  # noqa: B020
+        before = [event for event in writers[sent.value, sent.source] if event.end <= sent.start * _ALMOST]
+        after = [event for event in readers[sent.value[:-1], sent.target] if event.start >= sent.end / _ALMOST]
+        for phase, event in (("s", before[-1]), ("f", after[0])) if before and after else ():
+            flow: Entry = {"ph": phase, "name": str(sent.value), "cat": "transfer", "id": number}
+            flow |= {"pid": first + event.op.rank, "tid": _THREADS[lane_of(event.op)]}
+            flow |= {"ts": (event.start + event.end) / 2 * 1e6}
+            yield flow | ({"bp": "e"} if phase == "f" else {})
 
 
 _ALMOST = 1 + 1e-9

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -25,102 +24,6 @@ from fpipe.program import HtmlRepr, Program
 from fpipe.timing.costs import Costs, Ticks
 from fpipe.timing.simulate import simulate
 from fpipe.timing.timeline import Timeline
-
-# A drawing as SVG: one file that any browser, editor or page shows alike, on light paper and on dark.
-
-FONT = "ui-sans-serif,system-ui,Helvetica,Arial,sans-serif"
-
-
-def svg(drawing: Drawing, said: str, style: Style) -> str:
-    """A drawing as SVG text; `said`: what it shows, in words."""
-    body = "\n".join([*shapes(drawing.still), *shapes(drawing.timed)])
-    return frame(drawing, f"<title>{_escaped(said)}</title>\n{body}", "mm" if style.width_mm is not None else "")
-
-
-def _escaped(words: str) -> str:
-    return html.escape(words, quote=False)
-
-
-def frame(drawing: Drawing, body: str, size_in: str = "") -> str:
-    """An svg element around shapes, with its paper, the colours of dark paper and the hatching of waits; its size is
-    in millimetres, or pixels."""
-    width, height = number(drawing.width), number(drawing.height)
-    inch = 25.4 if size_in == "mm" else 1 / PIXEL
-    wide, high = (f"{number(size * drawing.unit * inch)}{size_in}" for size in (drawing.width, drawing.height))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" viewBox="0 0 {width} {height}" '
-        f'font-family="{FONT}">\n<style>{STYLE}</style>\n{PATTERN}\n'
-        f'<rect class="fpipe-paper" width="{width}" height="{height}" rx="6" fill="{ROLES["paper"][0]}"/>\n'
-        f"{body}\n</svg>\n"
-    )
-
-
-_DARK = (f".fpipe-{role}{{fill:{dark}}}.fpipe-l-{role}{{stroke:{dark}}}" for role, (_, dark) in ROLES.items())
-STYLE = f"@media (prefers-color-scheme:dark){{{''.join(_DARK)}}}"
-"""Light colours are attributes, which every program that reads SVG knows; dark ones override them where asked."""
-
-PATTERN = (
-    '<defs><pattern id="fpipe-hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-    f'<rect class="fpipe-wait" width="6" height="6" fill="{ROLES["wait"][0]}"/>'
-    f'<rect class="fpipe-hatch" width="1.5" height="6" fill="{ROLES["hatch"][0]}"/></pattern></defs>'
-)
-
-
-def shapes(drawn: Iterable[Shape]) -> list[str]:
-    """Elements, those in a row that look alike in one group."""
-    found: list[str] = []
-    for look, group in groupby(drawn, _look):
-        found += [f"<g {look}>", *map(element, group), "</g>"]
-    return found
-
-
-def _look(shape: Shape) -> str:
-    """The attributes that shapes may share."""
-    if isinstance(shape, Line):
-        return f'fill="none" {_painted(shape.paint, "stroke")} stroke-width="{number(shape.width)}"'
-    if isinstance(shape, Text):
-        bold = ' font-weight="600"' if shape.bold else ""
-        anchor = "" if shape.anchor == "start" else f' text-anchor="{shape.anchor}"'
-        return f'{_painted(shape.paint)} font-size="{number(shape.size)}"{anchor}{bold}'
-    edge = shape.edge if isinstance(shape, Rect) else 0
-    return _painted(shape.paint) + (f' {_painted("paper", "stroke")} stroke-width="{number(edge)}"' if edge else "")
-
-
-def _painted(paint: str, what: str = "fill") -> str:
-    if paint == "hatched":
-        return f'{what}="url(#fpipe-hatch)"'
-    if paint not in ROLES:
-        return f'{what}="{paint}"'
-    return f'class="fpipe-{"l-" if what == "stroke" else ""}{paint}" {what}="{ROLES[paint][0]}"'
-
-
-def element(shape: Shape) -> str:
-    """One shape, without what its group says."""
-    if isinstance(shape, Text):
-        room = f' data-room="{number(shape.room)}" data-short="{_escaped(shape.short)}"' if shape.room else ""
-        return f'<text x="{number(shape.x)}" y="{number(shape.y)}"{room}>{_escaped(shape.words)}</text>'
-    title = f"<title>{_escaped(shape.title)}</title>" if shape.title else ""
-    if isinstance(shape, Rect):
-        box = (f'{word}="{number(getattr(shape, word))}"' for word in ("x", "y", "width", "height"))
-        return _closed("rect", " ".join(box), title)
-    path = _path(shape.points)
-    if isinstance(shape, Area):
-        return _closed("path", f'd="{path}Z"', title)
-    arrow = "".join(map(_path, heads(shape))) if shape.arrow else ""
-    return _closed("path", f'd="{path}{arrow}"', title)
-
-
-def _path(points: Sequence[tuple[float, float]]) -> str:
-    return "M" + " ".join(f"{number(x)},{number(y)}" for x, y in points)
-
-
-def _closed(name: str, attributes: str, inside: str) -> str:
-    return f"<{name} {attributes}>{inside}</{name}>" if inside else f"<{name} {attributes}/>"
-
-
-def number(given: float) -> str:
-    """A coordinate to a hundredth of a pixel."""
-    return f"{given:.2f}".rstrip("0").rstrip(".")
 
 
 def plot(
@@ -194,7 +97,13 @@ def plot(
         return _chart(what, file, width, style, {"more": more, "costs": costs, "names": names, "ax": ax})
     drawn = (what, *more)
     if ax is not None:
-        return _onto(ax, file, panels_of(drawn, names, costs, style.window, style.ranks), style)
+        if file is not None:
+            raise ValueError("ax= is drawn onto and file= is written: say one of the two; ax.figure.savefig writes it.")
+        if style.width_mm is not None:
+            raise ValueError("the Axes say how wide the picture is: leave width_mm= out.")
+        panels = panels_of(drawn, names, costs, style.window, style.ranks)
+        draw_onto(panels, style, ax)
+        return "\n".join(panel.caption for panel in panels)
     if file is not None:
         return _write(Path(file), panels_of(drawn, names, costs, style.window, style.ranks), width, style)
     style.only("text", "figures", "window", "ranks")
@@ -205,20 +114,10 @@ def plot(
 
 
 def _chart(what: RunPlan, file: Any, width: int | None, style: Style, others: dict[str, Any]) -> str:
-    """A chart, in its file; or its table."""
-    odd = next((word for word, given in others.items() if given), None)
-    if odd is not None:
-        raise ValueError(f"a {type(what).__name__} is drawn alone, into a file: leave out {odd}.")
+    for word, argument in others.items():
+        if argument:
+            raise ValueError(f"a {type(what).__name__} is drawn alone, into a file: leave out {word}.")
     return str(what) if file is None else _write(Path(file), what, width, style)
-
-
-def _onto(ax: Any, file: object, panels: Sequence[Panel], style: Style) -> str:
-    if file is not None:
-        raise ValueError("ax= is drawn onto and file= is written: say one of the two; ax.figure.savefig writes it.")
-    if style.width_mm is not None:
-        raise ValueError("the Axes say how wide the picture is: leave width_mm= out.")
-    draw_onto(panels, style, ax)
-    return "\n".join(panel.caption for panel in panels)
 
 
 def _write(file: Path, what: RunPlan | Sequence[Panel], width: float | None, style: Style) -> str:
@@ -229,20 +128,17 @@ def _write(file: Path, what: RunPlan | Sequence[Panel], width: float | None, sty
         raise ValueError(f"a {kind}'s file ends in {', '.join(endings)}; found {file.name!r}.")
     if not file.parent.is_dir():
         raise FileNotFoundError(f"{str(file.parent)!r} is not a folder: make it before a picture is written there.")
-    if isinstance(what, RunPlan):
-        made = _drawn(chart(what, width, style), str(what), ending, style)
-    elif ending == ".html":
-        made = _page(what, width, style)
-    elif ending == ".json":
-        made = perfetto(what, style)
+    if ending == ".html" and not isinstance(what, RunPlan):
+        content = _page(what, width, style)
+    elif ending == ".json" and not isinstance(what, RunPlan):
+        content = perfetto(what, style)
     else:
-        made = _drawn(lay_out(what, width, style), _words(what), ending, style)
-    file.write_bytes(made.encode() if isinstance(made, str) else made)
+        is_chart = isinstance(what, RunPlan)
+        drawing = chart(what, width, style) if is_chart else lay_out(what, width, style)
+        words = str(what) if is_chart else _words(what)
+        content = _svg(drawing, words, style) if ending == ".svg" else raster(drawing, style, ending[1:])
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
     return str(file)
-
-
-def _drawn(drawing: Drawing, words: str, ending: str, style: Style) -> str | bytes:
-    return svg(drawing, words, style) if ending == ".svg" else raster(drawing, style, ending[1:])
 
 
 def _words(panels: Sequence[Panel]) -> str:
@@ -257,16 +153,16 @@ def _paint(what: HtmlRepr) -> str:
         return _pictured(what.panels, what.style)
     words = f"<pre>{escape(str(what))}</pre>"
     if isinstance(what, RunPlan):
-        return words + svg(chart(what, None, PLAIN), str(what), PLAIN)
-    drawn = what.pictured
-    return words + _pictured(panels_of([*drawn.values()], [*drawn]), PLAIN) if drawn else words
+        return words + _svg(chart(what, None, PLAIN), str(what), PLAIN)
+    timelines = what.pictured
+    return words + _pictured(panels_of([*timelines.values()], [*timelines]), PLAIN) if timelines else words
 
 
 def _pictured(panels: Sequence[Panel], style: Style) -> str:
     if sum(len(panel.timeline.events) for panel in panels) > _MOST:
         facts = "\n".join(panel.caption for panel in panels)
         return f"<pre>{facts}\nfpipe.plot(..., file='picture.html') draws it.</pre>"
-    return f'<div style="overflow-x:auto">{svg(lay_out(panels, None, style), _words(panels), style)}</div>'
+    return f'<div style="overflow-x:auto">{_svg(lay_out(panels, None, style), _words(panels), style)}</div>'
 
 
 _MOST = 10_000
@@ -282,18 +178,21 @@ def _page(panels: Sequence[Panel], width: float | None = None, style: Style = PL
     """
     style.only("a page", "labels", *SWITCHES, "window", "colours", "ranks")
     drawing = lay_out(panels, width or 1400, style, every=True)
-    left, span, height = number(drawing.left), number(drawing.span), number(drawing.height)
-    stretched = [_plain(shape) for shape in drawing.timed if isinstance(shape, Rect | Area | Line) and not shape.grid]
-    words = [shape for shape in drawing.timed if isinstance(shape, Text) and not shape.grid]
+    left, span, height = _number(drawing.left), _number(drawing.span), _number(drawing.height)
+    timed = [shape for shape in drawing.timed if not shape.grid]
+    words = [shape for shape in timed if isinstance(shape, Text)]
+    # An arrow's head would be stretched.
+    stretched = [shape._replace(arrow=False) if isinstance(shape, Line) else shape for shape in timed]
+    stretched = [shape for shape in stretched if not isinstance(shape, Text)]
     place = f'x="{left}" y="0" width="{span}" height="{height}"'
     body = (
-        *shapes(drawing.still),
+        *_groups(drawing.still),
         f'<svg id="axis" {place} viewBox="0 0 {span} {height}" overflow="visible" font-size="11" text-anchor="middle">',
         f'</svg><svg id="time" {place} viewBox="{left} 0 {span} {height}" preserveAspectRatio="none">',
         f'<rect x="{left}" width="{span}" height="{height}" fill="transparent"/>',
-        *shapes(stretched),
+        *_groups(stretched),
         f'</svg><svg id="words" {place} viewBox="0 0 {span} {height}">',
-        *shapes(words),
+        *_groups(words),
         "</svg>",
     )
     seconds = drawing.end - drawing.start or 1.0
@@ -312,19 +211,101 @@ def _page(panels: Sequence[Panel], width: float | None = None, style: Style = PL
     for role in ("wait", "rule", "faint", "ink"):
         for paper, colour in zip(("LIGHT", "DARK"), ROLES[role], strict=True):
             page = page.replace(f"{paper}_{role.upper()}", colour)
-    for word, given in {
+    for word, text in {
         "LIGHT": ROLES["paper"][0],
         "DARK": ROLES["paper"][1],
-        "FONT": FONT,
+        "FONT": _FONT,
         "GLYPH": str(GLYPH),
         "FACTS": json.dumps(facts),
         "TITLE": escape(", ".join(panel.name for panel in panels if panel.name) or "fpipe"),
-        "PICTURE": frame(drawing, "\n".join(body)),
+        "PICTURE": _frame(drawing, "\n".join(body)),
     }.items():
-        page = page.replace(word, given)
+        page = page.replace(word, text)
     return page
 
 
-def _plain(shape: Shape) -> Shape:
-    """Without an arrow's head, which would be stretched."""
-    return shape._replace(arrow=False) if isinstance(shape, Line) else shape
+# SVG: one file that any browser, editor or page shows alike, on light paper and on dark. Light colours are attributes,
+# which every program that reads SVG knows; dark ones override them where asked.
+
+_FONT = "ui-sans-serif,system-ui,Helvetica,Arial,sans-serif"
+_DARK = (f".fpipe-{role}{{fill:{dark}}}.fpipe-l-{role}{{stroke:{dark}}}" for role, (_, dark) in ROLES.items())
+_CSS = f"@media (prefers-color-scheme:dark){{{''.join(_DARK)}}}"
+_HATCHING = (
+    '<defs><pattern id="fpipe-hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    f'<rect class="fpipe-wait" width="6" height="6" fill="{ROLES["wait"][0]}"/>'
+    f'<rect class="fpipe-hatch" width="1.5" height="6" fill="{ROLES["hatch"][0]}"/></pattern></defs>'
+)
+
+
+def _svg(drawing: Drawing, words: str, style: Style) -> str:
+    body = "\n".join([*_groups(drawing.still), *_groups(drawing.timed)])
+    title = f"<title>{escape(words, quote=False)}</title>"
+    return _frame(drawing, f"{title}\n{body}", "mm" if style.width_mm is not None else "")
+
+
+def _frame(drawing: Drawing, body: str, size_in: str = "") -> str:
+    """Put an svg element with paper, dark colours and hatching around shapes; its size is in "mm", or pixels."""
+    width, height = _number(drawing.width), _number(drawing.height)
+    inch = 25.4 if size_in == "mm" else 1 / PIXEL
+    wide, high = (f"{_number(size * drawing.unit * inch)}{size_in}" for size in (drawing.width, drawing.height))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" viewBox="0 0 {width} {height}" '
+        f'font-family="{_FONT}">\n<style>{_CSS}</style>\n{_HATCHING}\n'
+        f'<rect class="fpipe-paper" width="{width}" height="{height}" rx="6" fill="{ROLES["paper"][0]}"/>\n'
+        f"{body}\n</svg>\n"
+    )
+
+
+def _groups(shapes: Iterable[Shape]) -> list[str]:
+    """Write shapes, those in a row that look alike in one group."""
+    lines: list[str] = []
+    for look, group in groupby(shapes, _look):
+        lines += [f"<g {look}>", *map(_element, group), "</g>"]
+    return lines
+
+
+def _look(shape: Shape) -> str:
+    """The attributes that shapes may share."""
+    if isinstance(shape, Line):
+        return f'fill="none" {_painted(shape.paint, "stroke")} stroke-width="{_number(shape.width)}"'
+    if isinstance(shape, Text):
+        bold = ' font-weight="600"' if shape.bold else ""
+        anchor = "" if shape.anchor == "start" else f' text-anchor="{shape.anchor}"'
+        return f'{_painted(shape.paint)} font-size="{_number(shape.size)}"{anchor}{bold}'
+    edge = shape.edge if isinstance(shape, Rect) else 0
+    return _painted(shape.paint) + (f' {_painted("paper", "stroke")} stroke-width="{_number(edge)}"' if edge else "")
+
+
+def _painted(paint: str, attribute: str = "fill") -> str:
+    if paint == "hatched":
+        return f'{attribute}="url(#fpipe-hatch)"'
+    if paint not in ROLES:
+        return f'{attribute}="{paint}"'
+    return f'class="fpipe-{"l-" if attribute == "stroke" else ""}{paint}" {attribute}="{ROLES[paint][0]}"'
+
+
+def _element(shape: Shape) -> str:
+    """Write one shape, without what its group says."""
+    if isinstance(shape, Text):
+        short = escape(shape.short, quote=False)
+        room = f' data-room="{_number(shape.room)}" data-short="{short}"' if shape.room else ""
+        words = escape(shape.words, quote=False)
+        return f'<text x="{_number(shape.x)}" y="{_number(shape.y)}"{room}>{words}</text>'
+    if isinstance(shape, Rect):
+        name = "rect"
+        attributes = " ".join(f'{word}="{_number(getattr(shape, word))}"' for word in ("x", "y", "width", "height"))
+    else:
+        name, tail = "path", "Z" if isinstance(shape, Area) else ""
+        arrow = "".join(map(_path, heads(shape))) if isinstance(shape, Line) and shape.arrow else ""
+        attributes = f'd="{_path(shape.points)}{tail}{arrow}"'
+    title = f"<title>{escape(shape.title, quote=False)}</title>" if shape.title else ""
+    return f"<{name} {attributes}>{title}</{name}>" if title else f"<{name} {attributes}/>"
+
+
+def _path(points: Sequence[tuple[float, float]]) -> str:
+    return "M" + " ".join(f"{_number(x)},{_number(y)}" for x, y in points)
+
+
+def _number(coordinate: float) -> str:
+    """A coordinate to a hundredth of a pixel."""
+    return f"{coordinate:.2f}".rstrip("0").rstrip(".")

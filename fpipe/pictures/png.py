@@ -18,7 +18,7 @@ DOTS = {"screen": 192, "paper": 300}
 
 
 def raster(drawing: Drawing, style: Style, ending: str) -> bytes:
-    """A drawing as the bytes of a PNG or PDF file."""
+    """Draw the bytes of a PNG or PDF file."""
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -57,7 +57,6 @@ def draw_onto(panels: Sequence[Panel], style: Style, axes: Any) -> None:
 
 
 def _draw(drawing: Drawing, axes: Any) -> None:
-    """Put a drawing's shapes on axes; those in a row that look alike at once."""
     from matplotlib.transforms import Affine2D
 
     seconds = (drawing.end - drawing.start or 1.0) / drawing.span
@@ -76,7 +75,7 @@ def _draw(drawing: Drawing, axes: Any) -> None:
 
 
 def _look(shape: Shape) -> Shape:
-    """The shape with all that may differ between shapes drawn at once set to nothing."""
+    """A shape that equals those which may be drawn at once."""
     if isinstance(shape, Text):
         return Text(0, 0, "")
     if isinstance(shape, Line):
@@ -92,7 +91,6 @@ class _Pen(NamedTuple):
     points: float
 
     def draw(self, look: Shape, shapes: Sequence[Any], order: float) -> None:
-        """Shapes that look alike."""
         from matplotlib.collections import LineCollection, PolyCollection
 
         alike: dict[str, Any] = {"zorder": order, "transform": self.place}
@@ -112,7 +110,6 @@ class _Pen(NamedTuple):
         self.axes.add_collection(boxes, autolim=False)
 
     def write(self, text: Any, order: float) -> None:
-        """Some words."""
         self.axes.text(
             text.x,
             text.y,

@@ -167,13 +167,10 @@ class Style:
 
     def only(self, what: str, *taken: str) -> None:
         """Refuse what a form of picture cannot show."""
-        said = (each.name for each in fields(self) if getattr(self, each.name) != getattr(PLAIN, each.name))
-        odd = next((word for word in said if word not in taken), None)
-        if odd is not None:
-            raise ValueError(
-                f"{what} has no {odd}=; of a style it takes {', '.join(taken)}. "
-                "The others are for .svg, .png, .pdf and ax=."
-            )
+        for option in (option.name for option in fields(self)):
+            if option not in taken and getattr(self, option) != getattr(PLAIN, option):
+                more = "The others are for .svg, .png, .pdf and ax=."
+                raise ValueError(f"{what} has no {option}=; of a style it takes {', '.join(taken)}. {more}")
 
 
 SWITCHES = ("memory", "waits", "arrows", "figures", "legend", "critical_path")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from fpipe.pictures.drawn_shapes import clock, ticks
 from fpipe.pictures.panel import Panel
@@ -36,12 +37,12 @@ class Picture(str, HtmlRepr):
     def of(
         panels: Sequence[Panel], lines: Iterable[tuple[Panel, list[Piece]]], colour: bool | None, style: Style
     ) -> Picture:
-        """The lines of some panels; what is written in colour is known to be longer than it looks."""
-        kept = [(panel, _rstripped(pieces)) for panel, pieces in lines]
-        made = Picture("\n".join("".join(text for text, _ in pieces) for _, pieces in kept))
-        made.coloured = "\n".join("".join(_inked(panel, *piece) for piece in pieces) for panel, pieces in kept)
-        made.panels, made.colour, made.style = tuple(panels), colour, style
-        return made
+        """Make a picture of the lines of some panels, plain and in colour."""
+        stripped = [(panel, _rstripped(pieces)) for panel, pieces in lines]
+        picture = Picture("\n".join("".join(text for text, _ in pieces) for _, pieces in stripped))
+        picture.coloured = "\n".join("".join(_inked(panel, *piece) for piece in pieces) for panel, pieces in stripped)
+        picture.panels, picture.colour, picture.style = tuple(panels), colour, style
+        return picture
 
     def __str__(self) -> str:
         return self.coloured if (_colourful() if self.colour is None else self.colour) else self[:]
@@ -51,9 +52,9 @@ class Picture(str, HtmlRepr):
 
 
 def grid(panel: Panel, colour: bool | None = None, width: int | None = None, style: Style = PLAIN) -> Picture:
-    """One line a rank, one column a tick; for timelines of the clock that counts in ticks.
+    """Draw one line a rank, one column a tick; for timelines of the clock that counts in ticks.
 
-    What is wider than `width` characters goes on below, from the tick that it says.
+    Lines of more than `width` characters go on below, from the tick that is said there.
     """
     events = [event for event in panel.timeline.events if event.end > event.start]
     columns = round(max((event.end for event in events), default=0))
@@ -76,7 +77,7 @@ def grid(panel: Panel, colour: bool | None = None, width: int | None = None, sty
 
 
 def to_scale(panels: Sequence[Panel], width: int = 120, colour: bool | None = None, style: Style = PLAIN) -> Picture:
-    """Time to the right, a line for each lane, all panels under one axis; dots are idle time.
+    """Draw time to the right, a line for each lane, all panels under one axis; dots are idle time.
 
     A second has as many characters as the shortest op needs for its name, fewer where that is wider than `width`; then
     the names of a kind without room for all of them shrink to its letter, and at last a character stands for whatever
@@ -84,7 +85,8 @@ def to_scale(panels: Sequence[Panel], width: int = 120, colour: bool | None = No
     """
     start, end = (max((getattr(panel, word) for panel in panels), default=0.0) for word in ("start", "end"))
     margin = max((len(_head(panel, rank)) for panel in panels for rank in range(panel.ranks)), default=0) + 2
-    bars = [one for panel in panels for one in panel.events if one.end > one.start and lane_of(one.op) == "main"]
+    events = [event for panel in panels for event in panel.events if event.end > event.start]
+    bars = [event for event in events if lane_of(event.op) == "main"]
     wanted = max(((len(op.cell) + 1) / (until - since) for op, since, until in bars), default=1.0)
     scale = min(wanted, (width - margin) / (end - start)) if end > start else 1.0
     short = {op.kind for op, since, until in bars if (until - since) * scale < (len(op.cell) + 1) * (1 - 1e-9)}
@@ -92,26 +94,20 @@ def to_scale(panels: Sequence[Panel], width: int = 120, colour: bool | None = No
     for panel in panels:
         if panel.name or len(panels) > 1:
             heading = f"{panel.name}: {panel.facts}" if style.figures else panel.name
-            lines += _said(panel, heading, width)
+            lines.extend((panel, [(line, None)]) for line in textwrap.wrap(heading, width))
         for rank in range(panel.ranks):
-            lines.append((panel, [(_head(panel, rank) + "| ", None), *_lane(panel, (rank, "main"), scale, short)]))
-            for lane in (one for one in LANES[1:] if (rank, one) in panel.lanes):
-                head = f"{lane} ".rjust(len(_head(panel, rank)))
-                lines.append((panel, [(head + "| ", None), *_lane(panel, (rank, lane), scale, short)]))
+            for lane in LANES:
+                if lane == "main" or (rank, lane) in panel.lanes:
+                    head = _head(panel, rank) if lane == "main" else f"{lane} ".rjust(len(_head(panel, rank)))
+                    lines.append((panel, [(head + "| ", None), *_lane(panel, (rank, lane), scale, short)]))
     lines.append((panels[-1], [(_axis(start, end, scale, margin, width), None)]))
     if short:
-        found = {part.kind for op, _, _ in bars for part in op.parts or (op,)}
-        kinds = [f"{kind} {word}" for kind, word in WORDS.items() if kind in found]
-        each = f"{float(f'{1 / scale:.3g}'):g} second"
-        said = f"{', '.join(kinds)}, - goes on, . idle; a character is {each}{'s' * (each != '1 second')}"
-        lines += _said(panels[-1], said, width)
+        drawn = {part.kind for op, _, _ in bars for part in op.parts or (op,)}
+        kinds = [f"{kind} {word}" for kind, word in WORDS.items() if kind in drawn]
+        unit = f"{float(f'{1 / scale:.3g}'):g} second"
+        key = f"{', '.join(kinds)}, - goes on, . idle; a character is {unit}{'s' * (unit != '1 second')}"
+        lines.extend((panels[-1], [(line, None)]) for line in textwrap.wrap(key, width))
     return Picture.of(panels, lines, colour, style)
-
-
-def _said(panel: Panel, words: str, width: int) -> Iterator[tuple[Panel, list[Piece]]]:
-    """Words in lines that fit."""
-    for line in textwrap.wrap(words, width):
-        yield panel, [(line, None)]
 
 
 def _lane(panel: Panel, lane: tuple[int, str], scale: float, short: set[str]) -> list[Piece]:
@@ -125,20 +121,16 @@ def _lane(panel: Panel, lane: tuple[int, str], scale: float, short: set[str]) ->
             busy[column] += share
             if share > most[column][0] + 1e-9:
                 most[column] = share, op
-    filled = [op if share >= 0.5 else None for share, (_, op) in zip(busy, most, strict=True)]
+    ops = [op if share >= 0.5 else None for share, (_, op) in zip(busy, most, strict=True)]
     pieces: list[Piece] = []
-    at = 0
-    while at < columns:
-        op, stop = filled[at], at + 1
-        while stop < columns and filled[stop] is op:
-            stop += 1
-        pieces += [("." * (stop - at), None)] if op is None else _named(op, stop - at, op.kind in short)
-        at = stop
+    for op, group in groupby(ops):
+        room = len([*group])
+        pieces += [("." * room, None)] if op is None else _named(op, room, op.kind in short)
     return pieces
 
 
 def _named(op: Op, room: int, short: bool) -> list[Piece]:
-    """An op's name and what is left of its room; a blank at the end tells it from the next."""
+    """Write an op's name in its room; a blank at the end tells it from the next."""
     if room > len(op.cell) and not short:
         return [(op.cell.ljust(room - 1, "-"), op), (" ", None)]
     name = next(name for name in (op.cell, op.kind, op.kind[:1])[short:] if room >= len(name))
