@@ -86,7 +86,8 @@ def build(
             are copied between devices on others. Without it all ranks compute where the tensors are, on the caller's
             stream.
         donate: of a program with an `update`, whether a step may overwrite the parameters and optimizer state that it
-            is handed, which are the next ones then, in the same memory. Without it there is one more copy of both.
+            is handed, which are the next ones then, in the same memory. Without it there is one more copy of both. A
+            step that fails does not undo what it has overwritten, and its error says so.
         autocast: what ops compute in that may be less precise, torch.bfloat16 or torch.float16: steps are built and run
             under `torch.autocast` to it, but for backwards, as torch advises. Parameters, gradients and the optimizer's
             state stay as they are. Without it steps are as the context around them says.
@@ -102,7 +103,7 @@ def build(
             check_batch is not known, a switch is no bool, the loss scale or the timeout is no number above 0, or
             autocast is to no half precision. Of runtime="distributed" also: there is no group of that size, a stage can
             neither be traced nor run on zeros, or the ranks are about to do different things. Its step raises one too
-            where ranks were handed different batches.
+            where ranks were handed different batches, or replicas different parameters or learning rates.
 
     >>> import fpipe, torch
     >>> model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: ((y - t) ** 2).mean())

@@ -25,6 +25,7 @@ from fpipe.model import Model
 from fpipe.positional_stage import of_net
 from fpipe.program import Program, Value
 from fpipe.runtimes.lowering.lowered import AbstractTree, Lowered
+from fpipe.runtimes.lowering.shards import Share, is_share
 from fpipe.torch_internals import storage_of
 
 About = Mapping[str, str | Sequence[str]]
@@ -102,6 +103,38 @@ def of_batch(batch: Any) -> dict[str, str]:
     return {f"batch{name}": line[0] for name, line in lines if line}
 
 
+def of_start(program: Program, rank: int, params: Any, optim_state: Any, share: Share | None) -> dict[str, str]:
+    """State the parameters of a rank's stages, and the state of their optimizer, by the hash of their data.
+
+    Replicas, and ranks that have the same stage, start from the same. Of parameters that replicas share out, those
+    agree that have the same part.
+    """
+    stages = {value.stage or 0 for value, homes in program.inputs if value.name == "params" and rank in homes}
+    facts = dict[str, str]()
+    for name, per_stage in (("params", params), ("opt", optim_state)):
+        for stage in sorted(stages) if per_stage else ():
+            for path, leaf in tree.paths(per_stage[stage]):
+                if isinstance(leaf, Tensor):
+                    suffix = f"|part {share.number}" if share is not None and is_share(leaf, share.axis) else ""
+                    facts[f"{name}[{stage}]{path}{suffix}"] = (held([leaf]) or ["no data"])[0]
+    return facts
+
+
+def of_optim(optim: tuple[Any, Sequence[Any], Any] | None) -> dict[str, str]:
+    """State the numbers of an update: learning rates, other numbers of the rule, and the loss scale."""
+    if optim is None:
+        return {}
+    _, rates, scale = optim
+    facts = dict[str, str]()
+    for step, rate in enumerate(rates):
+        suffix = f" of step {step}" if len(rates) > 1 else ""
+        numbers = rate if isinstance(rate, Mapping) else {} if rate is None else {"lr": rate}
+        facts |= {f"{name}{suffix}": str(number.item()) for name, number in numbers.items()}
+    if scale is not None:
+        facts |= {"scale": str(scale[0].item()), "finite steps behind its scale": str(scale[1].item())}
+    return facts
+
+
 def digest(facts: Mapping[str, str]) -> int:
     """Return facts as a number; 0 if there are none."""
     return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7]) if facts else 0
@@ -119,6 +152,11 @@ def first_difference(lines: Sequence[str], expected: Sequence[str]) -> tuple[str
 
 def way_out(name: str) -> str:
     """Return words on how ranks come to agree on a fact; none where that is plain."""
+    if name.startswith(("params[", "opt[")):
+        return (
+            " Replicas start from the same numbers: make the net behind torch.manual_seed(0), load one checkpoint, or "
+            "send those of replica 0 to all by torch.distributed.broadcast."
+        )
     if not name.startswith("batch"):
         return ""
     return (

@@ -87,8 +87,18 @@ class FaultStore:
         return answers[0] if answers else None
 
     def name_of(self, process: int) -> str:
-        """Return how errors call a process."""
-        return self.names.get(process, f"process {process}")
+        """Return how errors call a process: by its own word where this one knows no name of it."""
+        key = f"name/{process}"
+        return (
+            self.names.get(process)
+            or self.ask(lambda: self.store.get(key).decode() if self.store.check([key]) else "")
+            or f"process {process}"
+        )
+
+    def write_name(self) -> None:
+        """Write how errors call this process, for those that wait for it over others."""
+        name = self.name_of(self.process)
+        self.ask(lambda: self.store.set(f"name/{self.process}", name))
 
     def fault(self) -> str:
         """Return why the run is over; nothing if it is not, or nobody knows."""

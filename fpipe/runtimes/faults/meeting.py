@@ -41,11 +41,11 @@ class Meeting:
     """
 
     def __init__(self, watchdog: Watchdog, processes: Sequence[int], names: Sequence[str]) -> None:
-        faults, own = watchdog.faults, watchdog.faults.process
+        faults, process = watchdog.faults, watchdog.faults.process
         self._watchdog, self._processes, self._names = watchdog, [*processes], names
-        self._at = self._processes.index(own)
+        self._index = self._processes.index(process)
         group = ",".join(map(str, processes))
-        build = self._ask(lambda: faults.store.add(f"built/{group}/{own}", 1))
+        build = self._ask(lambda: faults.store.add(f"built/{group}/{process}", 1))
         self.key = group, build
         self.carrier: Any = None
         self._store, self._keys = PrefixStore(f"meet/{group}/{build}", faults.store), list[str]()
@@ -87,54 +87,55 @@ class Meeting:
         return bool((hashes == own_hash).all())
 
     def _gathered(self, where: str, sent: Any) -> list[Any]:
-        """Return what each process has written there, once all have."""
+        """Return the facts of each process, once all have written them."""
         store, keys, tick = self._store, [f"{where}/{process}" for process in self._processes], _TICKS[0]
 
-        def come() -> int:
-            store.set(keys[self._at], json.dumps(sent))
+        def write() -> int:
+            store.set(keys[self._index], json.dumps(sent))
             return store.add(f"{where}/come", 1)
 
-        count = self._ask(come)
+        count = self._ask(write)
         while count < len(keys):
             self._watchdog.refuse_ended()
             time.sleep(tick)
             tick = min(tick * 1.5, _TICKS[1])
             count = self._ask(lambda: store.add(f"{where}/come", 0))
         # All have come here, so all have read what was written before.
-        before, self._keys = self._keys, [keys[self._at], *([f"{where}/come"] * (self._at == 0))]
-        self._ask(lambda: [store.delete_key(key) for key in before])
+        old_keys, self._keys = self._keys, [keys[self._index], *([f"{where}/come"] * (self._index == 0))]
+        self._ask(lambda: [store.delete_key(key) for key in old_keys])
         return [json.loads(text) for text in self._ask(lambda: store.multi_get(keys))]
 
-    def _refuse_difference(self, where: str, said: Sequence[Any], about: About) -> None:
-        """Raise ValueError for the first process that says otherwise than one before it."""
-        first = dict[str, int]()
-        for at, facts in enumerate(said):
+    def _refuse_difference(self, where: str, facts_by_process: Sequence[Any], about: About) -> None:
+        """Raise ValueError for the first process of which a fact differs from that of an earlier one."""
+        first_with = dict[str, int]()
+        for index, facts in enumerate(facts_by_process):
             for name, fact in facts.items():
-                before = first.setdefault(name, at)
-                if fact != said[before][name]:
-                    pair = (at, before), (fact, said[before][name])
+                earlier = first_with.setdefault(name, index)
+                expected = facts_by_process[earlier][name]
+                if fact != expected:
+                    difference = self._difference(where, (index, earlier), (fact, expected), about.get(name, ""))
                     raise ValueError(
-                        f"{self._names[at]} differs from {self._names[before]} in its {name.partition('|')[0]}"
-                        f"{self._difference(where, *pair, about.get(name, ''))}. This is {self._names[self._at]}; all "
-                        f"ranks come to {where} with the same.{way_out(name)}"
+                        f"{self._names[index]} differs from {self._names[earlier]} in its {name.partition('|')[0]}"
+                        f"{difference}. This is {self._names[self._index]}; all ranks come to {where} with the same."
+                        f"{way_out(name)}"
                     )
 
     def _difference(self, where: str, pair: tuple[int, int], facts: tuple[Any, Any], lines: str | Sequence[str]) -> str:
-        """Return where two differ first; of hashes they write the lines, for all to read."""
+        """Return where two differ first. Where these facts are hashes, the two write their lines, for all to read."""
         if isinstance(facts[0], str):
             return f": {facts[0]} instead of {facts[1]}"
-        store, keys = self._store, [f"{where}/{at}/lines" for at in pair]
+        store, keys = self._store, [f"{where}/{index}/lines" for index in pair]
 
         def exchange() -> str:
-            if self._at in pair:
-                store.set(keys[pair.index(self._at)], json.dumps(lines))
-            ends = time.monotonic() + _LINES
+            if self._index in pair:
+                store.set(keys[pair.index(self._index)], json.dumps(lines))
+            deadline = time.monotonic() + _LINES
             while not store.check(keys):
-                if time.monotonic() > ends:
+                if time.monotonic() > deadline:
                     return ""
                 time.sleep(_TICKS[0])
-            found, expected = first_difference(*(json.loads(store.get(key)) for key in keys))
-            return f": {found} instead of {expected}"
+            line, expected = first_difference(*(json.loads(store.get(key)) for key in keys))
+            return f": {line} instead of {expected}"
 
         return self._watchdog.faults.ask(exchange, 2 * _LINES) or ""
 

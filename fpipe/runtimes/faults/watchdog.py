@@ -30,7 +30,7 @@ from fpipe.torch_private.processes import close_connections, disconnected_peers,
 
 TICK, LOOK, GRACE = 0.1, 0.5, 1.0
 _SURE = 0.6
-"""Seconds between two looks at those who wait: each has written a beat meanwhile, unless it is dead or stopped."""
+"""Seconds between two looks at processes that wait: each writes a beat in that time, unless it is dead or stopped."""
 _MARGIN = timedelta(seconds=5)
 """By how much torch's own timeout comes after that of the watchdog, which says more."""
 _BETWEEN = 0.0002
@@ -195,7 +195,7 @@ class Watchdog:
         return tuple(process for process in wait.processes if process != self.faults.process)
 
     def look(self, pressed: int) -> None:
-        """Look at where this process is; Ctrl-C was pressed so often since the last look."""
+        """Write where this process is, and end its wait if it is in vain; Ctrl-C was `pressed` since the last look."""
         place, now = self.place(), time.monotonic()
         if place != self._seen:
             self._seen, self._since, self._waiting = place, now, None
@@ -239,7 +239,7 @@ class Watchdog:
         return ""
 
     def _find_late(self, place: Place, stays: float) -> str:
-        """Return words about the processes at the end of the chain of those that wait, once that takes too long."""
+        """Return words about the processes that all others wait for, directly or not, once the timeout is over."""
         if self.wait is None or stays < self._seconds + self.wait.patience:
             return ""
         if self._waiting is None:

@@ -107,7 +107,11 @@ class Prepared:
                 if self.context.overwrites and self.lowered.given_up:
                     error.add_note(GONE)
                 raise
-            whole = self.exit.results(slots, inputs.state)
+            try:
+                whole = self.exit.results(slots, inputs.state)
+            except BaseException as error:
+                error.add_note("in the results of the step")
+                raise
         return Result(**whole, timeline=self.recorder.timeline(notes) if self.recorder and notes else None)
 
     def _notes(self, recorded: Program, leaves: Sequence[Any], slots: Slots) -> Notes:

@@ -33,7 +33,7 @@ from fpipe.meaning.step import Keys, Step, StepInputs, StepOptions
 from fpipe.model import Model
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Output, Program, Value, parts_of
-from fpipe.runtimes.faults.agreement import About, around, digest, of_batch, of_build
+from fpipe.runtimes.faults.agreement import About, around, digest, of_batch, of_build, of_optim, of_start
 from fpipe.runtimes.faults.fault_store import RankError
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.watchdog import Watchdog, watchdog_of_run
@@ -43,7 +43,7 @@ from fpipe.runtimes.lowering.stage_calls import UNDER_AUTOGRAD, Untraced
 from fpipe.runtimes.processes.exchange_lane import ExchangeLane, over_mesh
 from fpipe.runtimes.processes.message_order import messages, results_last
 from fpipe.runtimes.processes.prepared_rank import Elsewhere, PreparedRank, RankLinks
-from fpipe.runtimes.processes.replicas import group_of, reduced_last, refuse_other_size, replicas_of
+from fpipe.runtimes.processes.replicas import Voters, group_of, reduced_last, refuse_other_size, replicas_of
 from fpipe.runtimes.processes.transfers import Transfers
 from fpipe.torch_private.processes import timeout_of
 from fpipe.transforms.communicate import with_transfers
@@ -153,19 +153,26 @@ def distributed(
         prepared = prepared or prepare(inputs)
         batch_facts = of_batch(local.batch) if is_compared(links.check_batch, number) else {}
         facts = {**around(), **batch_facts}
+        start = of_start(program, rank, local.params, local.optim and local.optim[0], share) if number == 1 else {}
         if is_new:
-            agree(f"step {number}", "arguments", prepared, key, facts)
+            agree(f"step {number}", "arguments", prepared, key, facts | (start if replicas is None else {}))
             known[signature] = prepared
         elif is_compared(links.check_batch, number):
             meeting.agree(f"step {number}", facts)
         if number == 1:
             lane.agree("step 1", prepared.exchanged)
         if number == 1 and replicas is not None:
-            replicas.meeting.agree("step 1", {"key": str(key)})
+            replicas.meeting.agree("step 1", {"key": str(key), **start})
         prepared.refuse_missing(leaves)
-        prepared.step, prepared.step_batch = number, digest(batch_facts)
-        prepared.step_key = hash(key) if isinstance(key, tuple) else key
+        prepared.step, prepared.step_key = number, hash(key) if isinstance(key, tuple) else key
         result = prepared.run(leaves, inputs, recorded=recorded)
+        # Whoever gets a result knows that all ranks of all replicas have theirs: when those of this replica are done,
+        # and then this rank in each of the others, none is left that could fail.
+        numbers = of_optim(local.optim)
+        if local.optim is not None and group.size() > 1:
+            voters.vote((), numbers)
+        if replicas is not None:
+            replicas.vote(prepared.step_key, digest(batch_facts), numbers)
         if result.loss is None and loss_ranks:
             result = replace(result, loss=Elsewhere(loss_ranks[0]))
         return result if local.state is None else replace(result, state=_local_state(result.state, local.state))
@@ -192,6 +199,7 @@ def distributed(
         replicas = replicas_of(program, mesh, group, device, watchdog)
         model, axes = over_mesh(model, mesh)
         lane, signatures = ExchangeLane(axes, device, watchdog), Signatures(model)
+        watchdog.faults.write_name()
         params, *more = checked()
         groups += [*lane.groups.values(), *([] if replicas is None else replicas.groups)]
         shapes = StepInputs(*tree.tree_map(_without_data, (_params_of_all(model, params), *more)))
@@ -204,9 +212,11 @@ def distributed(
         options = vars(step_options) | {"check_batch": links.check_batch}
         del options["runs"]  # always true here
         everyone = meeting if replicas is None else replicas.meeting
+        share = None if replicas is None else replicas.share
         everyone.agree(_BUILDING, of_build(program, shapes.params, options))
         transfers = Transfers(messages(program), rank, group, watchdog, meeting, device, timedelta(seconds=seconds))
         groups += transfers.groups
+        voters = Voters(group, "rank", watchdog, transfers.carried)
         first = prepare(shapes)
         lane.agree(_TRACED, first.exchanged)
         agree(_TRACED, "example", first, None, {})

@@ -8,6 +8,7 @@ The whole program is lowered, so that each rank knows the shapes of all that tra
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -99,6 +100,10 @@ def put_together(
     notes.began = sums[len(times) :].min().item()
 
 
+_PER_STAGE = ("grads", "state", "params", "opt")
+"""Results with an entry for each stage."""
+
+
 class RankLinks(NamedTuple):
     """Connections of this process with the others: its rank in the pipeline's group, and the ways between them."""
 
@@ -131,7 +136,6 @@ class PreparedRank(Prepared):
         self.rank, self.group, self.transfers, self.replicas, self.ahead = rank, group, transfers, replicas, None
         self.number = self.step = 0
         self.step_key: int | None = None
-        self.step_batch = 0
         replica = (0, 1) if replicas is None else (replicas.number, replicas.count)
         share = None if replicas is None else replicas.share
         device = transfers.device
@@ -202,20 +206,25 @@ class PreparedRank(Prepared):
     def _local_exit(self, whole: Exit) -> Exit:
         """Put None in place of results that are at home on other ranks."""
         results: dict[str, Any] = tree.unflatten(whole.containers, whole.leaves)
-        ends = self._asked(self.program).outputs
-        remote = {end.name for end in ends if self.rank not in end.homes}
+        remote_by_part = defaultdict[str, dict[tuple[Any, Any], list[Value]]](dict)
+        for end in self._asked(self.program).outputs:
+            name, place = end.name, (end.name.microbatch, end.name.slice)
+            remote = remote_by_part[name.name].setdefault(place, [])
+            remote += [name] if self.rank not in end.homes else []
+
+        def local(part: Any, remote: Sequence[Value]) -> Any:
+            if not remote or remote[0].name not in _PER_STAGE:
+                return None if remote else part
+            stages = {value.stage for value in remote}
+            return tuple(None if stage in stages else leaf for stage, leaf in enumerate(part))
+
         for name, result in results.items():
-            if name in ("grads", "state", "params", "opt"):
-                stages = {value.stage for value in remote if value.name == name}
-                results[name] = tuple(None if n in stages else per_stage for n, per_stage in enumerate(result))
-                continue
-            values = [end.name for end in ends if end.name.name == name]
-            values.sort(key=lambda value: (value.microbatch or 0, value.slice or 0))
-            if values[0].microbatch is None:
-                results[name] = None if values[0] in remote else result
-            else:
-                parts = zip(values, result, strict=True)
-                results[name] = tuple(None if value in remote else part for value, part in parts)
+            by_part = remote_by_part[name]
+            if (None, None) in by_part:
+                results[name] = local(result, by_part[None, None])
+            else:  # a tuple over microbatches, and their slices, or over training steps
+                order = sorted(by_part, key=lambda place: (place[0], place[1] or 0))
+                results[name] = tuple(local(part, by_part[place]) for part, place in zip(result, order, strict=True))
         leaves, spec = tree.flatten(results)
         return replace(whole, containers=spec, leaves=leaves)
 
@@ -235,7 +244,7 @@ class PreparedRank(Prepared):
                 notes.see(row, [[self.transfers.sent(value)] for value in self.instructions[row].written])
         self.transfers.end()
         if self.replicas is not None:
-            self.replicas.end(self.step_key, self.step_batch)
+            self.replicas.end()
         if notes is not None and self.recorder is not None:
             processes = tuple(dist.get_process_group_ranks(self.group))
             watchdog.wait = PeerWait(processes, "did not come to the end of the step", "at the end of")

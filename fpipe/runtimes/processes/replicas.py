@@ -5,7 +5,7 @@
     replica 1, rank 1:  3B1 REDUCE(all[3]) .. 1B1 REDUCE(all[1]) vote
 
 A REDUCE, GATHER or SCATTER only starts: who reads its result waits, else the end of the step does. At the end the
-processes of each rank vote: they have equally many rows, and one key.
+processes of each rank vote: they are done, and have equally many rows, one key and the same numbers for their update.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.meaning.purity.sharded import dimensions
 from fpipe.program import Op, Program, Value, kind_of
+from fpipe.runtimes.faults.agreement import digest
 from fpipe.runtimes.faults.meeting import Meeting
-from fpipe.runtimes.faults.watchdog import Watchdog
+from fpipe.runtimes.faults.watchdog import PeerWait, Watchdog
 from fpipe.runtimes.lowering.lane import Launch, Launched, Watch
 from fpipe.runtimes.lowering.lowered import Instruction, Lowered
 from fpipe.runtimes.lowering.shards import Share, Shared, shard_of
@@ -34,7 +35,6 @@ from fpipe.torch_private.processes import coalesced, is_on_streams, timeout_of, 
 from fpipe.transforms.data_parallel import axes_of
 
 Leaves = list[Any]
-_VOTES = "votes"
 _NO_KEY, _LARGE = -(2**63), 2**62
 
 
@@ -50,6 +50,53 @@ class Exchanges(NamedTuple):
 
 NO_EXCHANGES = Exchanges({}, {}, {}, 0)
 EXCHANGED = ("REDUCE", "GATHER", "SCATTER")
+
+
+class Voters:
+    """The processes of a group, which say at the end of a step that they are done.
+
+    Args:
+        group: the processes.
+        word: how errors call one, with its number: "rank" or "replica".
+        watchdog: of this process.
+        device: of the votes: the host, or with NCCL the GPU.
+    """
+
+    def __init__(self, group: ProcessGroup, word: str, watchdog: Watchdog, device: torch.device) -> None:
+        processes = tuple(dist.get_process_group_ranks(group))
+        self._group, self._word, self._watchdog, self._device = group, word, watchdog, device
+        self._wait = PeerWait(processes, "did not take part in the end of the step", group=group)
+
+    def vote(self, facts: Sequence[int], numbers: Mapping[str, str]) -> list[list[int]]:
+        """Wait until all are done, and return each fact of all; raise ValueError if their numbers differ."""
+        own = torch.tensor([*facts, digest(numbers)], device=self._device)
+        votes = own.new_empty(self._group.size(), len(own))
+        try:
+            work = dist.all_gather([*votes], own, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise self._watchdog.lost(error, self._wait) from error
+        on_streams = self._device.type != "cpu"
+        self._watchdog.wait_for(work, self._wait, on_streams)
+        if on_streams:
+            self._watchdog.settle(work, self._wait)
+        *columns, digests = votes.T.tolist()
+        if len({*digests}) > 1:
+            self._refuse_other(numbers)
+        return columns
+
+    def _refuse_other(self, numbers: Mapping[str, str]) -> None:
+        """Raise ValueError for the first number that differs; all of the group come here."""
+        gathered: list[Any] = [None] * self._group.size()
+        self._watchdog.wait = self._wait
+        dist.all_gather_object(gathered, dict(numbers), group=self._group)
+        for member, numbers in enumerate(gathered):
+            for name, expected in gathered[0].items():
+                if numbers.get(name) != expected:
+                    raise ValueError(
+                        f"{self._word} {member} differs from {self._word} 0 in its {name}: {numbers.get(name)} instead "
+                        f"of {expected}. All pass the same in each step."
+                    )
+        raise ValueError(f"the {self._word}s were handed other numbers for their update; all pass the same.")
 
 
 class Replicas:
@@ -77,8 +124,9 @@ class Replicas:
     ) -> None:
         self.group, self.number, self.count, self._rank = group, group.rank(), group.size(), rank
         self._by_axis, self.share, self.groups = groups, share, [*dict.fromkeys((group, *groups.values()))]
-        self.meeting, self._device, self._warned = meeting, device, False
-        self.lane = CollectiveLane(watchdog, {**groups, _VOTES: group}, device.type != "cpu")
+        self.meeting, self._warned = meeting, False
+        self.lane = CollectiveLane(watchdog, groups, device.type != "cpu")
+        self._voters = Voters(group, "replica", watchdog, device)
         self._exchanges = NO_EXCHANGES
 
     def begin(self, exchanges: Exchanges, watch: Watch | None) -> None:
@@ -132,24 +180,20 @@ class Replicas:
             if value in scattered if is_unknown else all(work.is_completed() for work in works):
                 self.lane.wait_for(value)
 
-    def end(self, key: int | None, batch_digest: int) -> None:
-        """Wait until all sums are there, and compare what the replicas were handed.
+    def end(self) -> None:
+        """Wait until all sums are there."""
+        self.lane.end(self._exchanges.at.values())
+
+    def vote(self, key: int | None, batch_digest: int, numbers: Mapping[str, str]) -> None:
+        """Wait until all replicas are done with the step, and compare what they were handed.
 
         Raises:
-            ValueError: their batches have not equally many rows, or they have other keys.
+            ValueError: their batches have not equally many rows, or they have other keys, or other numbers for their
+                update.
         """
         number = _NO_KEY if key is None else key if abs(key) < _LARGE else hash(key)
-        own = torch.tensor([self._exchanges.rows, number, batch_digest], device=self._device)
-        votes = own.new_empty(self.count, len(own))
-        try:
-            work = dist.all_gather([*votes], own, group=self.group, async_op=True)
-        except RuntimeError as error:
-            raise self.lane.watchdog.lost(error, self.lane.wait_of(_VOTES, _END)) from error
-        self.lane.wait_on(Launched(work, own, votes, group=_VOTES), _END)
-        if self.lane.on_streams:
-            self.lane.last_by_group[_VOTES] = work, _END
-        self.lane.end(self._exchanges.at.values())
-        rows, keys, batches = votes.T.tolist()
+        facts = self._exchanges.rows, number, batch_digest
+        rows, keys, batches = self._voters.vote(facts, numbers)
         if len({*rows}) > 1:
             raise ValueError(
                 f"the batches of the replicas have {', '.join(map(str, rows))} rows; their losses are means, so all "
@@ -172,9 +216,6 @@ class Replicas:
                 "no more than one of them. DistributedSampler(dataset, replicas, replica) gives each its own.",
                 stacklevel=8,
             )
-
-
-_END = "the end of the step"
 
 
 def reduced_last(program: Program) -> Program:
