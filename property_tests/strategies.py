@@ -10,6 +10,7 @@ from hypothesis import settings
 from torch import Tensor
 
 from fpipe import tree
+from property_tests.bits import sum_of_uses
 from property_tests.drawn_models import Net
 from property_tests.drawn_models import models as nets
 from property_tests.drawn_programs import DrawnProgram, Takes, placements
@@ -86,16 +87,13 @@ def plain_autograd(
         loss = share.detach() if loss is None else loss + share.detach()
     assert loss is not None
     by = (count if count != 0 else 1) if net.reduction == "count" else None
-    grads = [
-        {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in stage.items()}
-        for stage in own
-    ]
+    grads: list[dict[str, Any]] = [{name: leaf.grad for name, leaf in stage.items()} for stage in own]
     for group in net.ties:
         owner, name = group[0]
         uses = [grads[reader].pop(leaf) for reader, leaf in sorted(group)]
-        grads[owner][name] = sum(uses[1:], uses[0])
+        grads[owner][name] = sum_of_uses(uses)
     if by is not None:
-        loss, grads = loss / by, [{name: leaf / by for name, leaf in stage.items()} for stage in grads]
+        loss, grads = loss / by, tree.tree_map(lambda grad: None if grad is None else grad / by, grads)
     return loss, grads
 
 

@@ -22,6 +22,7 @@ from torch.nn.utils import parametrizations
 
 import fpipe
 from fpipe import tree
+from property_tests.bits import sum_of_uses
 from property_tests.stage_functions import AROUND, Within, all_words, sized
 from property_tests.stages import LAYERS
 from property_tests.strategies import aliased
@@ -612,8 +613,7 @@ def _forward(
 
 
 def _summed(whole: Whole, stages: Sequence[Stage]) -> dict[str, Tensor | None]:
-    """Gradients by the names of the whole net: of a leaf in several stages the sum, by stage; None where none is
-    wanted."""
+    """Gradients by the names of the whole net: of a leaf in several stages the sum, by stage; None where none is."""
     names: dict[int, list[str]] = {}
     for name, leaf in nn.ModuleDict(whole.net).named_parameters(remove_duplicate=False):
         names.setdefault(id(leaf), []).append(name)
@@ -625,8 +625,7 @@ def _summed(whole: Whole, stages: Sequence[Stage]) -> dict[str, Tensor | None]:
             for leaves in own
             if not leaves.keys().isdisjoint(group)
         ]
-        each = [use.grad if use.grad is not None else torch.zeros_like(use) for use in uses]
-        found |= dict.fromkeys(group, sum(each[1:], each[0]) if uses[0].requires_grad else None)
+        found |= dict.fromkeys(group, sum_of_uses(use.grad for use in uses))
     return found
 
 

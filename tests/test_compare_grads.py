@@ -231,7 +231,7 @@ test_refusals = refusals(
 judged(loop() | {"9.bias": torch.ones(5)})
     ValueError: there is no parameter '9.bias' in the model, which has 0.weight,
 judged(without_bias())
-    ValueError: there is no gradient of '2.bias'; a parameter that trains has one
+    ValueError: there is no gradient of '2.bias', and plain autograd has one
 judged(without_bias() | {"2.bias": torch.ones(3)})
     ValueError: the gradient of '2.bias' has the shape (3,), the parameter (5,)
 judged(without_bias() | {"2.bias": 1.0})

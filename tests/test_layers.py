@@ -244,7 +244,7 @@ def test_autocast_is_that_of_the_trace_and_not_that_of_the_run(traced, run):
     with autocast(traced):
         y = mixed({"w": leaf}, again)
         one = fpipe.linearize(mixed, params, x)
-        expected = torch.autograd.grad(y, [again, leaf], dy.to(y.dtype))
+    expected = torch.autograd.grad(y, [again, leaf], dy.to(y.dtype))
     with autocast(run):
         mine, res = one.forward(params, x)
         dx, dparams = one.backward(params, res, dy.to(mine.dtype))

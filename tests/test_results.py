@@ -1,5 +1,6 @@
 """What a step hands back, and what it leaves alone: results share memory with nothing, and nothing is silently zero."""
 
+import copy
 import dataclasses
 import re
 from collections.abc import Callable
@@ -8,9 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.func import functional_call
 
 import fpipe
+from fpipe import tree
+from tests.processes import Processes
 from tests.toys import linear
 
 
@@ -158,3 +163,123 @@ def test_a_result_without_data_says_of_what_kind_it_is():
     model = two()
     result = fpipe.build(fpipe.program(model), model)(tuple({"w": leaf} for leaf in on_meta[0]), tuple(on_meta[1]))
     assert repr(result) == "<Result: loss float32[], grads of 2 leaves, 18 numbers, outputs float32[7, 3]>"
+
+
+class WithSpare(nn.Module):
+    """A layer with a parameter that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.spare = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).tanh()
+
+
+def spare_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(WithSpare() for _ in range(2)))
+
+
+def trained_by_hand(net: nn.Sequential, given: tuple[Tensor, Tensor], steps: int = 3) -> dict[str, Tensor]:
+    """Parameters after some steps of a plain loop with an optimizer that decays what has a gradient."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5, foreach=False)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for x, target in zip(*(half.tensor_split(2) for half in given), strict=True):
+            (squares(net(x), target) * (len(x) / len(given[0]))).backward()
+        optimizer.step()
+    return {name: leaf.detach() for name, leaf in net.named_parameters()}
+
+
+DOORS: dict[str, Callable[[nn.Sequential], Any]] = {
+    "sequential": lambda net: fpipe.from_sequential(net, stages=2, loss=squares),
+    "module": lambda net: fpipe.from_module(net, 2, loss=squares, example=batch(8)),
+    "loss": lambda net: (
+        *fpipe.from_loss(
+            lambda leaves, pair: squares(functional_call(net, leaves, pair[0]), pair[1]),
+            dict(net.named_parameters()),
+            batch(8),
+        ),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("how", [{}, {"trace": False}, {"runtime": "threads"}, None], ids=repr)
+@pytest.mark.parametrize("door", DOORS)
+def test_a_parameter_that_nobody_reads_has_no_gradient_and_does_not_decay(door: str, how: dict[str, Any] | None):
+    """It had one of zeros, by which AdamW decayed the last layers of vision towers."""
+    net, given = spare_net(), batch(8)
+    expected = trained_by_hand(copy.deepcopy(net), given)
+    model, stages, _ = DOORS[door](net)
+    count = len(model.stages)
+    program = fpipe.chain(fpipe.split(2), fpipe.schedules.zb_h1(count), fpipe.merge())(fpipe.program(model))
+    stages = tree.tree_map(lambda leaf: leaf.detach().clone().requires_grad_(), stages)
+    optimizer = torch.optim.AdamW(tree.leaves(stages), lr=0.1, weight_decay=0.5, foreach=False)
+    assert fpipe.verify(program, model, stages, given).bitwise
+    step = partial(fpipe.reference, microbatches=2) if how is None else None
+    built = fpipe.build(program, model, **how or {})
+    for _ in range(3):
+        grads = (built(stages, given) if step is None else step(model, stages, given)).grads
+        assert [name for stage in grads for name, grad in stage.items() if grad is None] == ["0.spare", "1.spare"]
+        fpipe.assign_grads(stages, grads)
+        optimizer.step()
+    found = {name: leaf.detach() for stage in stages for name, leaf in stage.items()}
+    assert all(torch.equal(found[name], leaf) for name, leaf in expected.items())
+    assert found.keys() == expected.keys()
+
+
+def test_gradients_of_zeros_where_plain_autograd_has_none_are_noted():
+    model, stages, _ = DOORS["sequential"](spare_net())
+    program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
+    step, read = fpipe.build(program, model), {"0.spare", "1.spare"}
+
+    def zeroed(*given: Any, off: float = 0.0) -> fpipe.Result:
+        result = step(*given)
+        filled = [
+            {name: torch.full((4, 3), off) if name in read else grad for name, grad in stage.items()}
+            for stage in result.grads
+        ]
+        return dataclasses.replace(result, grads=tuple(filled))
+
+    report = fpipe.verify(program, model, stages, batch(8), step=zeroed)
+    assert report.bitwise
+    assert report.notes == (
+        "Plain autograd has no gradient, and these are zeros: grads[0]['0.spare'], grads[1]['1.spare'].",
+    )
+    with pytest.raises(fpipe.GradientMismatch, match=re.escape("grads[0]['0.spare'] differs from plain autograd by")):
+        fpipe.verify(program, model, stages, batch(8), step=partial(zeroed, off=0.5))
+
+
+def nobody_reads(rank: int, kind: str) -> list[Any]:
+    """Parameters of this process after a step of AdamW on its gradients, beside those of a plain loop."""
+    net, given = spare_net(), batch(8)
+    expected = trained_by_hand(copy.deepcopy(net), given, steps=1)
+    model, stages, _ = DOORS["sequential"](net)
+    ways = {"pipeline": fpipe.identity(), "replicas": fpipe.data_parallel(), "shards": fpipe.shard()}
+    parts = fpipe.split(2 if kind == "pipeline" else 1), fpipe.schedules.gpipe(2 if kind == "pipeline" else 1)
+    program = fpipe.chain(*parts, fpipe.merge(), ways[kind])(fpipe.program(model))
+    mesh = None if kind == "pipeline" else init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    rows = given if kind == "pipeline" else tuple(half.chunk(2)[rank] for half in given)
+    mine = [stage if kind != "pipeline" or n == rank else None for n, stage in enumerate(stages)]
+    mine = fpipe.shard_params(mine, mesh["dp"]) if kind == "shards" and mesh is not None else mine
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(stages, rows))
+    grads = step(mine, rows).grads
+    found: list[Any] = []
+    for params, stage in zip(mine, grads, strict=True):
+        for name, grad in (stage or {}).items():
+            leaf = params[name].detach().requires_grad_()
+            leaf.grad = grad
+            torch.optim.AdamW([leaf], lr=0.1, weight_decay=0.5, foreach=False).step()
+            rows_of_it = expected[name].chunk(2)[rank] if kind == "shards" else expected[name]
+            after = leaf.detach().to_local() if kind == "shards" else leaf.detach()
+            found += [] if torch.equal(after, rows_of_it) else [name]
+            found += [name] if (grad is None) != ("spare" in name) else []
+    return found
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "replicas", "shards"])
+def test_processes_have_no_gradient_of_what_nobody_reads(pair: Processes, kind: str):
+    assert pair.each(nobody_reads, kind) == [[], []]

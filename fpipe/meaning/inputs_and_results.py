@@ -14,7 +14,7 @@ import torch
 from fpipe import tree
 from fpipe.meaning.by_autograd import StepContext
 from fpipe.meaning.optimizers.optimizer_state import check_optimizer_state, check_update, update_of, words_of
-from fpipe.meaning.single_device.params_and_state import check_params, check_state, net_order, refuse_meta, trained
+from fpipe.meaning.single_device.params_and_state import check_params, check_state, net_order, refuse_meta
 from fpipe.meaning.step import MISSING, StepInputs
 from fpipe.model import Model, same_keys, taken_gradients, the_model
 from fpipe.positional_stage import PositionalStage
@@ -164,18 +164,17 @@ def collect_results(
 
 
 def _gradients(model: Model, params: Sequence[Any], ends: list[Output], values: Mapping[Value, Any]) -> tuple[Any, ...]:
-    """Gradients in the shape of params; zeros where the loss does not depend on one, None where it is frozen, or has
-    none of any row."""
+    """Gradients in the shape of params and in their dtypes, which a program may have cast; None where there is none."""
     found = _by_bundle(ends, values)
     for value, bundle in _bundles(model, "params", _in_order(model, params)).items():
         at = value.stage, value.port
         found[at] = tree.unflatten(tree.flatten(bundle)[1], found[at])
     made: list[Any] = []
-    for number, (stage, grads) in enumerate(zip(params, _of_stages(model, params, found), strict=True)):
+    for stage, grads in zip(params, _of_stages(model, params, found), strict=True):
         leaves, spec = tree.flatten(stage)
-        trains = [one and not model.per_example for one in trained(model, number, 0, stage)]
-        each = zip(leaves, tree.leaves(grads), trains, strict=True)
-        made.append(tree.unflatten(spec, [_of_param(*one) for one in each]))
+        pairs = zip(tree.leaves(grads), leaves, strict=True)
+        typed = [grad.to(param.dtype) if isinstance(grad, torch.Tensor) else grad for grad, param in pairs]
+        made.append(tree.unflatten(spec, typed))
     return tuple(made)
 
 
@@ -192,13 +191,6 @@ def _of_stages(model: Model, params: Sequence[Any], found: Mapping[tuple[int | N
         ordered = tied or isinstance(model.stages[number].forward, PositionalStage)
         made.append({name: tied[name] if name in tied else own[name] for name in stage} if ordered else own)
     return tuple(made)
-
-
-def _of_param(param: Any, grad: Any, wants: bool) -> Any:
-    """A gradient in its parameter's dtype, which a program may have cast; zeros where one is wanted and is missing."""
-    if grad is None:
-        return torch.zeros_like(param) if wants else None
-    return grad.to(param.dtype) if isinstance(grad, torch.Tensor) else grad
 
 
 # Refuse a program, a model or an example that do not belong together, before anything is made of them.

@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fpipe import tree
@@ -94,6 +95,7 @@ def compare_grads(
     gradients = _checked_grads(the_model(model), params, grads)
     check_all_state(model, state, "compare_grads")
     trials = [_Trial(model, params, parts, state, key) for parts in _divisions(batch, microbatches)]
+    _refuse_missing(trials[0], gradients)
     judgements: list[_Judgement] = []
     for trial in trials:
         judgements.append(trial.judge(gradients))
@@ -150,13 +152,17 @@ def _checked_grads(model: Model, params: Sequence[Any], grads: Any) -> dict[str,
     if unknown is not None:
         raise ValueError(f"there is no parameter {unknown!r} in the model, which has {listed([*numbers])}.")
     trains = [is_trained for stage, leaf in enumerate(params) for is_trained in train(model, stage, leaf)]
-    present = {numbers[name] for name in named}
-    missing = next((name for name, number in numbers.items() if trains[number] and number not in present), None)
-    if missing is not None:
-        raise ValueError(f"there is no gradient of {missing!r}; a parameter that trains has one, of zeros if need be.")
     for name, gradient in named.items():
         _check_beside(name, gradient, leaves[numbers[name]])
     return {name: (numbers[name], gradient.detach()) for name, gradient in named.items() if trains[numbers[name]]}
+
+
+def _refuse_missing(trial: _Trial, gradients: Mapping[str, tuple[int, Tensor]]) -> None:
+    """Raise ValueError for a parameter that only plain autograd has a gradient of."""
+    present, right = {number for number, _ in gradients.values()}, tree.leaves(trial.result.grads)
+    for name, number in by_name(numbered_leaves(trial.model, trial.params)[1]).items():
+        if right[number] is not None and number not in present:
+            raise ValueError(f"there is no gradient of {name!r}, and plain autograd has one.")
 
 
 def _check_beside(name: str, gradient: Any, parameter: Tensor) -> None:
@@ -192,7 +198,8 @@ class _Trial:
                 counts[value.microbatch] += float(count)
         divisor = sum(counts) or 1
         uses = _uses(self.model, self.params)
-        right = tree.leaves(self.result.grads)
+        pairs = zip(tree.leaves(tuple(self.params)), tree.leaves(self.result.grads), strict=True)
+        right = [torch.zeros_like(param) if grad is None else grad for param, grad in pairs]
         compared: list[Gradient] = []
         for name, (number, leaf) in gradients.items():
             parts: dict[tuple[int, int], Tensor] = {}

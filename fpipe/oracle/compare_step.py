@@ -220,7 +220,7 @@ class _Gradients:
         name = (key, *(id(part) for part, _ in parts)) if is_known else None
         if name in self.results:
             return self.results[name]
-        result = over_parts(self.model, read, parts, state=state, key=key, see=see, zeros=False)
+        result = over_parts(self.model, read, parts, state=state, key=key, see=see)
         if name is not None and len(self.results) < self.most_results:
             self.results[name] = result
         return result

@@ -70,7 +70,7 @@ def check_training(
     (count, within), spec = replicas, spec_of_split(program)
     # For each training step, the batch of each replica.
     rows_of_replicas = [parts_of_replicas(batch, count, model, spec) for batch in batches]
-    over = partial(over_parts, sliced=sliced_by(program), joined=joined_by(program, batches[0]), zeros=False)
+    over = partial(over_parts, sliced=sliced_by(program), joined=joined_by(program, batches[0]))
     over = partial(over, added_by=added_by(program, within))
     steps_behind = {place: place[0] - updates for place, updates in _updates_read(program).items()}
 

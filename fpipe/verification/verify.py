@@ -266,6 +266,14 @@ def _first_words(program: Program, first: WrongValue | None, mismatch: GradientM
     return f"What the stages compute for each microbatch is right; what joins it is not: {joins}."
 
 
+def _one_sided(name: str, found: Tensor | None, expected: Tensor | None) -> Leaf:
+    """A gradient that is missing on one side. A stage without a trace writes zeros where its data give it none."""
+    grad = expected if found is None else found
+    assert grad is not None
+    zero = torch.zeros_like(grad)
+    return Leaf(name, found is not None and bool(torch.equal(found, zero)), largest(grad, zero))
+
+
 def compare(result: Result, expected: Result, close: Close) -> Report:
     """Compare two results leaf by leaf; the second is the one to trust.
 
@@ -275,16 +283,23 @@ def compare(result: Result, expected: Result, close: Close) -> Report:
     leaves: list[Leaf] = []
     wrong: Leaf | None = None
     infinite: list[str] = []
+    zeros: list[str] = []
     for part in ("loss", "grads", "outputs", "state", "aux", "input_grads", "params", "opt", "norm", "valid", "scale"):
         pytree, right = getattr(result, part), getattr(expected, part)
         if pytree is None or (part in ("state", "valid") and right is None):
             continue
         for (name, a), (_, b) in zip(tree.paths(pytree), tree.paths(right), strict=True):
-            if isinstance(b, Tensor):
+            if part == "grads" and (a is None) != (b is None):
+                leaves.append(_one_sided(part + name, a, b))
+                wrong = leaves[-1] if wrong is None and not leaves[-1].bitwise else wrong
+                zeros += [part + name] * leaves[-1].bitwise
+            elif isinstance(b, Tensor):
                 leaves.append(compared(part + name, a, b))
                 wrong = leaves[-1] if wrong is None and not leaves[-1].bitwise and not close(a, b) else wrong
                 infinite += [part + name] if part in ("loss", "grads") and not is_finite(a) else []
-    report = Report(tuple(leaves), notes=(f"NaN or infinite numbers in {listed(infinite)}.",) if infinite else ())
+    notes = [f"NaN or infinite numbers in {listed(infinite)}."] * bool(infinite)
+    notes += [f"Plain autograd has no gradient, and these are zeros: {listed(zeros)}."] * bool(zeros)
+    report = Report(tuple(leaves), notes=tuple(notes))
     if wrong is not None:
         names = [leaf.name for leaf in leaves if not leaf.bitwise]
         raise GradientMismatch(

@@ -30,7 +30,7 @@ from fpipe.meaning.single_device.microbatch_graph import (
     leaf_of,
     readers_of,
 )
-from fpipe.meaning.single_device.params_and_state import train, with_ties
+from fpipe.meaning.single_device.params_and_state import with_ties
 from fpipe.meaning.single_device.result import Result
 from fpipe.model import Model
 from fpipe.program import Value
@@ -99,11 +99,10 @@ def over_parts(
     joined: Joined | None = None,
     see: See | None = None,
     added_by: OverReplicas | None = None,
-    zeros: bool = True,
     scale: Tensor | None = None,
 ) -> Result:
     """Loss, gradients and outputs for a batch that is cut already: `parts` are the microbatches, each with rows, those
-    of one replica after those of the other. A parameter that the loss does not depend on gets `zeros`, or None. `see`
+    of one replica after those of the other. A parameter that the loss does not depend on gets None. `see`
     is handed what passes between stages, and each microbatch's gradients, by their names in a program. With a `scale`
     gradients, and they alone, are those of the loss times it."""
     sliced, joined, added_by = sliced or Sliced(), joined or Joined(), added_by or OverReplicas()
@@ -168,9 +167,7 @@ def over_parts(
     within = added_by.within or replicas
     loss = reduce(torch.add, [reduce(torch.add, each_loss[at : at + within]) for at in range(0, replicas, within)])
     first = within * (many if added_by.by_microbatch else 1)
-    groups = [
-        _over_replicas(model, params, sums[at : at + first], many, added_by, zeros) for at in range(0, len(sums), first)
-    ]
+    groups = [_over_replicas(model, params, sums[at : at + first], many, added_by) for at in range(0, len(sums), first)]
     grads = reduce(partial(tree.tree_map, added), groups)
     input_grads = None if joined.inputs is None else _of_inputs(joined, of_inputs)
     if model.reduction == "count":
@@ -199,13 +196,13 @@ def _both(model: Model, one: Sums, other: Sums) -> Sums:
 
 
 def _over_replicas(
-    model: Model, params: Sequence[Any], sums: Sequence[Sums], microbatches: int, added_by: OverReplicas, zeros: bool
+    model: Model, params: Sequence[Any], sums: Sequence[Sums], microbatches: int, added_by: OverReplicas
 ) -> tuple[Any, ...]:
     """Gradients over replicas that add up among themselves. What several stages share is added up in a replica
     first."""
     add, cast = partial(_both, model), partial(tree.tree_map, added_by.cast)
     many = microbatches if added_by.by_microbatch else 1
-    collected = partial(_collected, model, params, zeros=zeros)
+    collected = partial(_collected, model, params)
     whole = [cast(collected(reduce(add, sums[at : at + many]))) for at in range(0, len(sums), many)]
     grads = reduce(partial(tree.tree_map, added), whole)
     if many == 1:
@@ -237,9 +234,7 @@ def _of_inputs(joined: Joined, parts: list[list[Any]]) -> Any:
     return tree.unflatten(containers, join_gradients(joined.inputs, parts, joined.cut))
 
 
-def _collected(
-    model: Model, params: Sequence[Any], sums: list[list[Tensor | None]], *, zeros: bool = True
-) -> tuple[Any, ...]:
+def _collected(model: Model, params: Sequence[Any], sums: Sums) -> tuple[Any, ...]:
     """Gradients in the shape of params: a tied leaf's uses are added by stage and go to its owner."""
     full = [
         tree.unflatten(tree.flatten(stage)[1], grads)
@@ -248,10 +243,4 @@ def _collected(
     for uses in model.tied_uses:
         each = [full[leaf.stage].pop(leaf.name) for leaf in sorted(uses)]
         full[uses[0].owner][uses[0].name] = reduce(partial(tree.tree_map, added), each)
-    made: list[Any] = []
-    for number, (own, grads) in enumerate(zip(params, full, strict=True)):
-        leaves, containers = tree.flatten(own)
-        filled = [zeros and one and not model.per_example for one in train(model, number, own)]
-        each = zip(leaves, tree.leaves(tree.like(own, grads)), filled, strict=True)
-        made.append(tree.unflatten(containers, [torch.zeros_like(a) if b is None and one else b for a, b, one in each]))
-    return tuple(made)
+    return tuple(map(tree.like, params, full))

@@ -233,16 +233,15 @@ def reference(
     check_all_state(model, state, "reference")
     refuse_unloaded(batch, params, state)
 
-    def plain(read: Sequence[Any], own: Any, state: Any, key: int | None, zeros: bool) -> Result:
-        """Loss, gradients and outputs; without `zeros` None for a parameter that the loss does not depend on."""
+    def plain(read: Sequence[Any], own: Any, state: Any, key: int | None, scale: Tensor | None) -> Result:
         presplit = isinstance(own, list)
         own, cuts = _cut(own, microbatches, count, model)
         joined = Joined(inputs=own[0] if input_grads else None, cut="stream" if presplit else None)
         how: Any = {"sliced": Sliced(slices), "joined": joined, "added_by": OverReplicas(within=within)}
-        return over_parts(model, read, cuts, count, state=state, key=key, zeros=zeros, **how)
+        return over_parts(model, read, cuts, count, state=state, key=key, scale=scale, **how)
 
     if rule is None:
-        return plain(params, batch, state, one_key(key), True)
+        return plain(params, batch, state, one_key(key), None)
     words = words_of(words_of_update(rule, clip, groups, settings))
     keys: list[Any] = [*key] if isinstance(key, Sequence) else [key] * steps
     if len(keys) != steps:
@@ -252,7 +251,7 @@ def reference(
         model,
         params,
         batches_of(batch, steps) if whole("steps", steps) > 1 else [batch],
-        lambda read, own, now, one, _: plain(read, own, now, one, False),
+        plain,
         words,
         rates=rates_of(lr, steps, words),
         keys=keys,

@@ -22,7 +22,7 @@ class Result:
         loss: 0-d tensor, detached. Not merged: a tuple with one for each microbatch, as for all that follow. In a
             process that has none, which is neither rank 0 nor that which computes it, an object that says so, and is
             false.
-        grads: one pytree per stage, like params; a parameter that the loss does not depend on gets zeros, a frozen one
+        grads: one pytree per stage, like params; a frozen parameter, and one that the loss does not depend on, gets
             None. Of `per_example(model)` each has a dimension of rows in front, or is None.
         outputs: what the last stage returned, joined over microbatches.
         state: one pytree per stage, the module state after the step.

@@ -66,7 +66,7 @@ class Prepared:
         self.weighed_rows = sum(sizes) if model.reduction == "mean" else 0
         self.entrance = entrance_of(lowered, model, handed, homes)
         merged = replace(inputs, batch=whole)
-        self.exit = exit_of(self._asked(program), model, lowered, merged, handed.at_home, not untraced.stages)
+        self.exit = exit_of(self._asked(program), model, lowered, merged, not untraced.stages)
         self.lanes = lanes_of(self.instructions, lowered.trees, process.devices)
         self.part = RankPart(made_async(self.instructions, self.lanes), model, lanes=[*self.lanes.values()])
         self.recorder: Recorder | None = None

@@ -193,14 +193,6 @@ class ResultLeaf:
 
 
 @dataclass(frozen=True)
-class _Zeros:
-    """The gradient of a parameter that nothing depends on, and the device of that."""
-
-    like: Tensor
-    device: torch.device
-
-
-@dataclass(frozen=True)
 class Exit:
     """Where results are in the slots, their containers, and the stages whose state stays the caller's."""
 
@@ -222,7 +214,6 @@ def exit_of(
     model: Model,
     lowered: Lowered,
     inputs: StepInputs,
-    at_home: Sequence[torch.device],
     own: bool,
 ) -> Exit:
     """Return the way out to the outputs of a program; what shares memory, or is not the step's `own`, is copied."""
@@ -240,22 +231,21 @@ def exit_of(
     untouched = frozenset(n for n in range(len(model.stages)) if written and n not in written)
     state = [None if n in untouched else tensors for n, tensors in enumerate(state)] if written else None
     results = collect_results(program, model, replace(inputs, state=state), values, lambda leaf: leaf)
-    of_params = [*zip(tree.leaves(inputs.params), at_home, strict=False)]
-    of_state = [(leaf, None) for leaf in tree.leaves(None if inputs.optim is None else inputs.optim[0])]
+    of_params, of_state = tree.leaves(inputs.params), tree.leaves(None if inputs.optim is None else inputs.optim[0])
     for name, given_as in (("grads", of_params), ("params", of_params), ("opt", of_state)):
         if name in results:  # in the containers of what is handed in; gradients once or for each microbatch
             places, spec = tree.flatten(results[name])
             pairs = zip(places, cycle(given_as), strict=False)
-            results[name] = tree.unflatten(spec, [_as_given(leaf, *pair) for leaf, pair in pairs])
+            results[name] = tree.unflatten(spec, [_as_given(*pair) for pair in pairs])
     leaves, containers = tree.flatten(results)
     return Exit(containers, leaves, untouched)
 
 
-def _as_given(leaf: Any, given: Any, home: torch.device | None) -> Any:
+def _as_given(leaf: Any, given: Any) -> Any:
     """Let a gradient, or a leaf of the next parameters or state, be sharded and of a dtype as what is handed in."""
-    if isinstance(leaf, ResultLeaf):
-        return replace(leaf, sharding=sharding_of(given), dtype=getattr(given, "dtype", None))
-    return _Zeros(leaf, home if home and leaf.is_meta else leaf.device) if isinstance(leaf, Tensor) else leaf
+    if not isinstance(leaf, ResultLeaf):
+        return leaf
+    return replace(leaf, sharding=sharding_of(given), dtype=getattr(given, "dtype", None))
 
 
 def fact_of(leaf: Any, storages: dict[int, int], trains: bool = False, home: torch.device | None = None) -> Any:
@@ -277,9 +267,7 @@ def _moved_home(known: Any, home: torch.device | None) -> Any:
 
 
 def _result(leaf: Any, slots: Sequence[Any]) -> Any:
-    """Return a leaf of the results: from its slot, zeros like a parameter that nothing depends on, or itself."""
-    if isinstance(leaf, _Zeros):
-        return torch.zeros_like(leaf.like, device=leaf.device)
+    """Return a leaf of the results: from its slot, or itself."""
     if not isinstance(leaf, ResultLeaf):
         return leaf
     tensor = slots[leaf.slot][leaf.at]
