@@ -361,3 +361,22 @@ def test_what_another_thread_draws_while_a_stage_is_traced_is_drawn_once():
     drawn.append(torch.rand(2))
     assert len(drawn) > 2
     assert all(map(torch.equal, drawn, wanted))
+
+
+def test_a_training_that_draws_the_same_numbers_in_two_steps_is_told_once():
+    """A key that was handed in once for all dropped the same units in every step, and nobody said so."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss)
+    program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
+    batch = torch.randn(4, 4), torch.randn(4, 4)
+    step, other, still = (fpipe.build(program, model) for _ in range(3))
+    for _ in range(2):  # the same step again
+        still(params, batch, key=0)
+    with torch.no_grad():
+        step(params, batch, key=0)
+        other(params, batch, key=0)
+        net[0].weight.mul_(0.5)
+    with pytest.warns(UserWarning, match="two steps of a training were handed key=0, so that they dropped the same"):
+        step(params, batch, key=0)
+    step(params, batch, key=0)
+    other(params, batch, key=1)

@@ -5,6 +5,7 @@ params, batch, state        --> Entrance --> slots --> Exit -->        loss, gra
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -114,6 +115,27 @@ def handed_by(
     return InputLeaves(trees, places, at_home, shared)
 
 
+class KeyWatch:
+    """Warns if the first two steps of a training draw the same random numbers: one key, and parameters that changed."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[Keys, list[tuple[int, int]]]] = []
+
+    def note(self, key: Keys, params: Sequence[Any]) -> None:
+        """Note the key and the parameters of a step that draws."""
+        if len(self._steps) == 2:
+            return
+        versions = [(leaf.data_ptr(), leaf._version) for leaf in params if isinstance(leaf, torch.Tensor)]
+        self._steps.append((key, versions))
+        (first, before), (last, after) = self._steps[0], self._steps[-1]
+        if before != after and first == last:
+            warnings.warn(
+                f"two steps of a training were handed key={key!r}, so that they dropped the same units: hand in "
+                "another in each step, such as fpipe.fold_in(key, step).",
+                stacklevel=5,
+            )
+
+
 @dataclass(frozen=True)
 class Entrance:
     """What is put into which slot before the first instruction.
@@ -123,7 +145,8 @@ class Entrance:
         inputs: a slot, and the places of its leaves among those that the step is handed; `homes`, the device of it.
         held: a slot, and how a stage gives what is in it: its constants.
         key, asked: the slots of the step's key, for stages that draw and for those that ask for it.
-        drawing: a stage that draws.
+        drawing: a stage that draws, and `draws`, the watch over its keys.
+        params: the places of the parameters among the leaves that the step is handed.
         prepare: a function that reads slots, and the one that it fills: views of parameters.
     """
 
@@ -134,6 +157,8 @@ class Entrance:
     key: int | None
     asked: int | None
     drawing: Any
+    draws: KeyWatch
+    params: Sequence[int]
     prepare: Sequence[tuple[Callable[..., Any], tuple[int, ...], int]]
 
     def filled(self, leaves: Sequence[Any], key: Keys) -> Slots:
@@ -142,6 +167,8 @@ class Entrance:
         if self.key is not None:
             if key is None and self.drawing is not None:
                 raise ValueError(needs_key(self.drawing))
+            if self.drawing is not None:
+                self.draws.note(key, [leaves[place] for place in self.params])
             slots[self.key] = key
         if self.asked is not None:
             if key is None:
@@ -172,6 +199,8 @@ def entrance_of(lowered: Lowered, model: Model, handed: InputLeaves, homes: Mapp
         key=slots.get(KEY),
         asked=slots.get(Value("key")),
         drawing=None if lowered.drawing is None else who_draws(model, lowered.drawing),
+        draws=KeyWatch(),
+        params=[place for value, places in handed.places.items() if value.name in PARAMETERS for place in places],
         prepare=lowered.prepare,
     )
 
