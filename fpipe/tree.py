@@ -7,12 +7,15 @@ not lost. This is the one file that imports optree.
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import optree
 import torch.utils._cxx_pytree  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from torch.utils._pytree import register_pytree_node  # pyright: ignore[reportPrivateImportUsage]
 
 Spec = optree.PyTreeSpec
 
@@ -32,6 +35,17 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
 def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:
     """Containers with new leaves in them; the inverse of `flatten`."""
     return optree.tree_unflatten(spec, leaves)
+
+
+def register_mappings(tree: Any) -> None:
+    """Let the mappings of transformers among the leaves, such as BatchEncoding, be containers from now on."""
+    for kind in {type(leaf) for leaf in leaves(tree) if isinstance(leaf, UserDict)}:
+        if kind.__module__.startswith("transformers."):
+            register_pytree_node(kind, lambda node: ([*node.values()], [*node]), partial(_mapping, kind))
+
+
+def _mapping(kind: type, values: Iterable[Any], keys: Iterable[Any]) -> Any:
+    return kind(dict(zip(keys, values, strict=True)))
 
 
 def odd_keys(spec: Spec) -> str | None:

@@ -1,6 +1,11 @@
 """How a batch becomes microbatches inside a program, and how results become one again, or stay a stream."""
 
 import re
+from collections import UserDict
+from dataclasses import dataclass
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -206,6 +211,33 @@ def test_inputs_that_are_no_keywords_are_refused():
         step(own, ({"input_ids": torch.randint(0, 11, (7,)), "more": torch.ones(7, 3)}, batch(7)[1]))
 
 
+@TRACED
+def test_microbatches_that_are_cut_already_may_have_leaves_of_other_rows(trace: bool):
+    """Of packed sequences, whose borders are in cu_seqlens: they were held against rows that nobody cuts."""
+
+    def packed(p, x):
+        borders = x["cu_seqlens"]
+        ends = torch.searchsorted(borders[1:], torch.arange(len(x["tokens"])), right=True)
+        sums = torch.zeros(len(borders) - 1, 3).index_add(0, ends, torch.tanh(x["tokens"] @ p["w"]))
+        return sums[ends]
+
+    model = fpipe.from_functions([packed, linear], mean)
+    (x, t), lengths = batch(9), ([2, 1], [3], [1, 1, 1])
+    parts, start = [], 0
+    for own in lengths:
+        rows = slice(start, start := start + sum(own))
+        borders = torch.tensor([0, *torch.tensor(own).cumsum(0)])
+        parts.append(({"tokens": x[rows], "cu_seqlens": borders}, t[rows]))
+    program = fpipe.chain(fpipe.split(3, presplit=True), fpipe.merge(outputs="stream"))(fpipe.program(model))
+    found = fpipe.build(program, model, trace=trace)(params(), parts)
+    whole = {"tokens": x, "cu_seqlens": torch.tensor([0, *torch.tensor([*chain(*lengths)]).cumsum(0)])}
+    own = tuple({"w": stage["w"].clone().requires_grad_()} for stage in params())
+    mean(linear(own[1], packed(own[0], whole)), t).backward()
+    for stage, grads in zip(own, found.grads, strict=True):
+        torch.testing.assert_close(grads["w"], stage["w"].grad)
+    assert fpipe.verify(program, model, params(), parts).bitwise
+
+
 # What is refused
 
 
@@ -221,7 +253,17 @@ def shaped(made):
     )
 
 
+@dataclass
+class Masks:
+    layers: list[Any]
+
+
+class OwnDict(dict[str, Any]):
+    pass
+
+
 X, T = batch(6)
+ATTRIBUTES, USER_DICT = SimpleNamespace(mask=X), UserDict(t=T)
 PRESPLIT = fpipe.split(3, presplit=True)
 
 
@@ -241,8 +283,9 @@ run(fpipe.split(size=3, rows=6), batch(7))
     ValueError: 7 rows in microbatches of 3 are 3 microbatches, not 2.
 run(fpipe.split(3, (fpipe.Chunk(2), None)), (X, T))
     ValueError: inputs has no dim 2 to cut along: its shape is (6, 3). Say another Chunk.
-run(PRESPLIT, [({"a": torch.zeros(3, 3), "b": torch.zeros(size)}, torch.zeros(3, 3)) for size in (3, 2, 3)])
-    ValueError: inputs['a'] of microbatch 1 has 3 rows, inputs['b'] of microbatch 1 has 2. Say Replicate() for a leaf
+# Replicate() was the only way out that was said, and made each microbatch read the borders of the whole batch.
+run(fpipe.split(3), ({"x": X, "cu_seqlens": torch.tensor([0, 4, 6])}, T))
+    ValueError: A leaf that counts rows, as cu_seqlens does, is neither: cut the batch yourself, for split(m, presplit=
 run(PRESPLIT, [(X, T), (X[:0], T[:0]), (X, T)])
     ValueError: inputs of microbatch 1 has 0 rows; a microbatch has at least one.
 run(fpipe.split(3), (X[:0], T[:0]))
@@ -257,8 +300,26 @@ run(PRESPLIT, (X, T))
     ValueError: inputs is a list of 3 microbatches, since they are cut already (presplit=True); found Tensor.
 run(PRESPLIT, [(X, T), X, (X, T)])
     ValueError: microbatch 1 is a pair (inputs, target), found Tensor.
-run(PRESPLIT, [(X, T), (X, T[:5]), (X, T)])
-    ValueError: inputs of microbatch 1 has 6 rows, target of microbatch 1 has 5.
+# What is no pytree went whole to each microbatch, and nobody said so.
+run(fpipe.split(3), ({"x": X, "more": ATTRIBUTES}, T))
+    TypeError: inputs['more'] is a SimpleNamespace, no pytree, and holds a tensor (.mask), which no microbatch would get
+    its rows of. Hand in a dict of its entries, or register the class by torch.utils._pytree.register_pytree_node.
+run(fpipe.split(3), ((X, Masks([{"left": X}])), T))
+    TypeError: inputs[1] is a Masks, no pytree, and holds a tensor (.layers[0]['left']), which no
+run(fpipe.split(3), (X, OwnDict(t=T)))
+    TypeError: target is a OwnDict, no pytree, and holds a tensor (['t']), which no
+run(PRESPLIT, [(X, T), (X, USER_DICT), (X, T)])
+    TypeError: target[1] is a UserDict, no pytree, and holds a tensor (.data['t']), which no
+fpipe.reference(fpipe.from_functions([linear] * 2, mean), params(), ({"x": X, "more": Masks([X])}, T))
+    TypeError: inputs['more'] is a Masks, no pytree, and holds a tensor (.layers[0]), which no
+# Its gradient was lost without a word.
+run(fpipe.split(3), (X.clone().requires_grad_(), T))
+    ValueError: inputs requires a gradient, which would be lost: say fpipe.program(model, input_grads=True), or hand
+    in its .detach().
+run(fpipe.chain(fpipe.split(2), fpipe.merge()), ({"x": X, "soft": nn.Parameter(X)}, T))
+    ValueError: inputs['soft'] requires a gradient
+fpipe.reference(fpipe.from_functions([linear] * 2, mean), params(), (X.clone().requires_grad_(), T))
+    ValueError: inputs requires a gradient, which would be lost: say input_grads=True, or hand in
 fpipe.split(3, rows=6, presplit=True)
     ValueError: microbatches that are cut already have their own rows: say presplit=True without rows=.
 fpipe.split(3, mean)

@@ -1,7 +1,7 @@
 """More than one loss and one gradient: auxiliary losses and results, frozen parameters, gradients of inputs, scales."""
 
 import re
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -345,3 +345,115 @@ def test_a_leaf_that_a_stage_makes_to_differentiate_by_is_no_missing_gradient():
         result = fpipe.build(program, model, trace=trace)(params, batch)
         torch.testing.assert_close(result.grads[0], plain, rtol=1e-12, atol=1e-14)
     assert fpipe.verify(program, model, params, batch).bitwise
+
+
+# Padded labels
+
+
+def embedded(p: Any, ids: Tensor) -> Tensor:
+    return p["e"][ids]
+
+
+def of_all(y: Tensor, t: Tensor, **how: Any) -> Tensor:
+    return nn.functional.cross_entropy(y.flatten(0, 1), t.flatten(), **how)
+
+
+def total_and_count(y: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    return of_all(y, t, reduction="sum"), (t != -100).sum()
+
+
+class Closes:
+    """A loss that hands its criterion flat labels."""
+
+    def __init__(self, criterion: nn.Module) -> None:
+        self.loss = lambda y, t: criterion(y.flatten(0, 1), t.flatten())
+
+
+IDS = torch.arange(12).view(4, 3) % 5
+SOME = IDS.masked_fill(torch.arange(4)[:, None] * 3 < torch.arange(3) * 4, -100)  # in some rows more than in others
+FIRST = IDS.masked_fill(torch.arange(3) == 0, -100)
+
+
+def step_on(target: Tensor, loss: Any, reduction: Any = "mean", microbatches: int = 2) -> fpipe.Result:
+    model = fpipe.from_functions([embedded], loss, reduction=reduction)
+    program = fpipe.chain(fpipe.split(microbatches), fpipe.merge())(fpipe.program(model))
+    return fpipe.build(program, model)(({"e": torch.eye(5)},), (IDS, target))
+
+
+@pytest.mark.parametrize(
+    ("target", "loss", "held"),
+    [
+        (SOME, of_all, -100),
+        (SOME, Closes(nn.CrossEntropyLoss()).loss, -100),
+        (SOME.where(SOME >= 0, 4), Closes(nn.CrossEntropyLoss(ignore_index=4)).loss, 4),
+        (SOME.where(SOME >= 0, 4), partial(of_all, ignore_index=4), 4),
+    ],
+)
+def test_padded_labels_under_a_mean_are_warned_of_at_the_first_step(target: Tensor, loss: Any, held: int):
+    """Gradients were 12 to 20 % off, as with every mean of means, and nobody said so where dropout hid it."""
+    words = f"target holds {held}, a class that the loss does not count, in some rows more often than in others: with"
+    with pytest.warns(UserWarning, match=re.escape(words)):
+        step_on(target, loss)
+
+
+@pytest.mark.parametrize(
+    ("target", "loss", "said"),
+    [
+        (IDS, of_all, {}),
+        (FIRST, of_all, {}),  # equally many in each row: the mean of means is the mean
+        (SOME, of_all, {"microbatches": 1}),
+        (SOME, total_and_count, {"reduction": "count"}),
+        (SOME, partial(of_all, reduction="sum"), {"reduction": "sum"}),
+    ],
+)
+def test_labels_that_a_mean_is_right_for_are_not_warned_of(target: Tensor, loss: Any, said: Any):
+    step_on(target, loss, **said)
+
+
+@pytest.mark.filterwarnings("ignore:target holds -100")
+def test_verify_says_of_padded_labels_under_dropout_too():
+    """The undivided batch gives others "as it may", was all that it said."""
+    stages = [embedded, lambda p, x: nn.functional.dropout(x @ p["w"], 0.5)]
+    model = fpipe.from_functions(stages, of_all)
+    program = fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False))(fpipe.program(model))
+    params = {"e": torch.eye(5)}, {"w": torch.eye(5)}
+    report = fpipe.verify(program, model, params, (IDS, SOME), key=0)
+    assert report.notes[0].startswith(
+        "target holds -100, a class that the loss does not count, in some rows more often"
+    )
+    assert not fpipe.verify(program, model, params, (IDS, FIRST), key=0).notes
+
+
+class Judge(nn.Module):
+    """Computes its loss, as models of transformers do, of all labels of a step where it is told how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 8), nn.Linear(8, 5))
+
+    def forward(self, ids: Tensor, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        how = "mean" if num_items_in_batch is None else "sum"
+        loss = of_all(self.blocks(ids), labels, reduction=how)
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+@pytest.mark.parametrize("kind", [int, torch.tensor])
+def test_a_net_that_is_told_how_many_labels_a_step_has_trains_on_their_mean(kind: Any):
+    net, count = Judge(), int((SOME >= 0).sum())
+    with pytest.warns(UserWarning, match=re.escape("hand in num_items_in_batch, a tensor with the number of labels")):
+        fpipe.from_module(net, 2, example={"ids": IDS, "labels": SOME})
+    inputs = {"ids": IDS, "labels": SOME, "num_items_in_batch": kind(count)}
+    model, params, _ = fpipe.from_module(net, 2, example=inputs, reduction="sum")
+    program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
+    step = fpipe.build(program, model)
+    of_all(net.blocks(IDS), SOME).backward()
+    grads = fpipe.join_params(model, step(params, (inputs, None)).grads)
+    for name, leaf in net.named_parameters():
+        torch.testing.assert_close(grads[name], leaf.grad)
+    other = inputs | {"num_items_in_batch": kind(count + 1)}
+    if kind is int:
+        words = f"was {count} when the net was traced, found {count + 1}. A number that changes goes in as torch.tensor"
+        with pytest.raises(ValueError, match=re.escape(words)):
+            step(params, (other, None))
+    else:
+        assert torch.allclose(step(params, (other, None)).loss, of_all(net.blocks(IDS), SOME) * count / (count + 1))

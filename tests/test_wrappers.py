@@ -207,3 +207,18 @@ def test_a_model_of_transformers_may_have_its_checkpoints_on() -> None:
     net.activation_checkpointing_enable({"use_reentrant": True})  # pyright: ignore[reportCallIssue]
     with pytest.raises(ValueError, match=r"LlamaForCausalLM cannot be exported.*use_reentrant=True"):
         fpipe.from_module(net, 2, example=batch)
+
+
+def test_batches_as_tokenizers_make_them_are_split() -> None:
+    """A BatchEncoding is no dict for torch: it went whole to every microbatch."""
+    hf = pytest.importorskip("transformers")
+
+    def loss(y: Tensor, target: Any) -> Tensor:
+        return (y.mean(1) - target["labels"]).square().mean()
+
+    model = fpipe.from_functions([lambda p, x: p["e"][x["input_ids"]]], loss)
+    params = ({"e": torch.randn(5, 3)},)
+    inputs, target = {"input_ids": torch.arange(8).view(4, 2) % 5}, {"labels": torch.randn(4, 3)}
+    step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model)
+    found = step(params, (hf.BatchEncoding(inputs), hf.BatchFeature(target)))
+    assert torch.equal(found.grads[0]["e"], step(params, (inputs, target)).grads[0]["e"])

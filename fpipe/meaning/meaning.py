@@ -26,7 +26,13 @@ from fpipe.meaning.by_autograd import (
 from fpipe.meaning.devices import moved
 from fpipe.meaning.purity.own_memory import is_strided
 from fpipe.meaning.single_device.microbatch import cut, cut_sequence, join, join_gradients, join_slices, rows
-from fpipe.meaning.single_device.params_and_state import batches_of, check_batch, rows_of_each, streams
+from fpipe.meaning.single_device.params_and_state import (
+    batches_of,
+    check_batch,
+    refuse_wanted_gradients,
+    rows_of_each,
+    streams,
+)
 from fpipe.meaning.updates import norm_of, unscale, update_params, validate
 from fpipe.program import Op, Program, kind_of
 from fpipe.torch_internals import each_times
@@ -67,12 +73,21 @@ def batch_of(program: Program, batch: Any) -> tuple[Any, tuple[int, ...]]:
             sizes.add(rows(one, spec))
         if len(sizes) > 1:
             raise ValueError(f"the batches of all steps have equally many rows; found {sorted(sizes)}.")
+        _refuse_wanted_gradients(program, [one[0] for one in batches])
         return batch, (*sizes,)
     if "presplit" in how:
         taken = streams(batch, how["count"])
+        _refuse_wanted_gradients(program, taken[0])
         return taken, rows_of_each(taken, spec)
     check_batch(batch)
+    _refuse_wanted_gradients(program, batch[0])
     return batch, (rows(batch, spec),)
+
+
+def _refuse_wanted_gradients(program: Program, inputs: Any) -> None:
+    ends = {end.name.name for end in program.outputs}
+    if not ends.isdisjoint(("grads", "params")) and "input_grads" not in ends:
+        refuse_wanted_gradients(inputs, "fpipe.program(model, input_grads=True)")
 
 
 def add(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:

@@ -5,6 +5,7 @@ step(params, batch, state=, key=, opt=, lr=, scale=)        -->        run(StepI
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,11 +15,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from fpipe import tree
 from fpipe.meaning.optimizers.optimizer_state import rates_of, update_of, words_of
 from fpipe.meaning.purity.ambient import casting, refuse_odd_modes
-from fpipe.meaning.single_device.params_and_state import refuse_spread
+from fpipe.meaning.single_device.params_and_state import padding_words, refuse_spread
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.stages.keys import fold_in
+from fpipe.model import Model
 from fpipe.program import Program
 from fpipe.transforms.update import behind_norms, is_post_validated
 
@@ -96,10 +99,11 @@ class Step:
     def __init__(
         self,
         program: Program,
+        model: Model,
         run: Callable[[StepInputs], Result],
         within: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self._program, self._within = program, within
+        self._program, self._model, self._within, self._is_first = program, model, within, True
         self.run = run
 
     def __call__(
@@ -129,7 +133,24 @@ class Step:
         with self._within():  # a wrong argument on one rank is an error of the step on all of them
             refuse_odd_modes()
             keys = checked_key(self._program, more, key)
+            tree.register_mappings(batch)
+            if self._is_first:
+                self._is_first = False
+                warn_of_padding(self._program, self._model, batch)
             return self.run(StepInputs(params, batch, state, checked_optim(self._program, opt, lr, scale), keys))
+
+
+def warn_of_padding(program: Program, model: Model, batch: Any) -> None:
+    """Warn of labels that the loss ignores where the means of microbatches are averaged."""
+    how = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
+    if model.reduction != "mean" or (program.microbatches == program.steps and "axis" not in how):
+        return
+    pairs: list[Any] = batch if isinstance(batch, list) else [batch]
+    for pair in pairs:
+        words = padding_words(model.loss, pair) if isinstance(pair, tuple) and len(pair) == 2 else ""  # pyright: ignore[reportUnknownArgumentType]
+        if words:
+            warnings.warn(words, stacklevel=3)
+            return
 
 
 def checked_key(program: Program, more: Sequence[Any], key: Any) -> Keys:

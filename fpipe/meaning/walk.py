@@ -96,7 +96,7 @@ def walk(
         results = collect_results(program, model, inputs, values, partial(own_leaf, taken))
         return Result(**results, timeline=recorder.timeline(notes) if recorder and notes else None)
 
-    return Step(program, run)
+    return Step(program, model, run)
 
 
 def place_of(op: Op, model: Model) -> str:

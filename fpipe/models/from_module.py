@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
@@ -23,6 +24,7 @@ from fpipe.meaning.from_functions import from_functions
 from fpipe.meaning.purity.ambient import refuse_odd_modes
 from fpipe.meaning.purity.fingerprint import Fingerprint
 from fpipe.meaning.single_device.microbatch import cut as cut_rows
+from fpipe.meaning.single_device.params_and_state import check_batch, padding_words
 from fpipe.meaning.stages.outputs import in_words
 from fpipe.model import LossFunction, Model, Reduction, Stage
 from fpipe.models.cutting.batch_guard import BatchGuard
@@ -119,6 +121,8 @@ def from_module(
         warnings.warn("\n".join(exported.words), stacklevel=2)
     modules = [*net.named_modules()] if isinstance(net, nn.Module) else []
     result = graph.output if loss is not None else _loss_of(graph.output)
+    if reduction == "mean":
+        _warn_of_padding(graph, loss, batch)
     marked = MarkedGraph(graph)
     tensors = with_untrained(marked, tensors)
     leaves = {name: tensors.now(name) for name in graph.params.values()}
@@ -195,6 +199,7 @@ def _batch(example: Any, loss: Any) -> tuple[Any, Any]:
             f"found {type(example).__name__}."  # pyright: ignore[reportUnknownArgumentType]
         )
     inputs, target = example  # pyright: ignore[reportUnknownVariableType]
+    check_batch((inputs, target))
     if loss is not None and target is None:
         raise ValueError("the example has no target for loss=; hand in example=(inputs, target).")
     if loss is None and target is not None:
@@ -228,6 +233,17 @@ def _warn_of_fixed_rows(guard: BatchGuard) -> None:
             "example, or microbatches=1 if the example is one.",
             stacklevel=3,
         )
+
+
+def _warn_of_padding(graph: NetGraph, loss: Callable[[Any, Any], Any] | None, batch: tuple[Any, Any]) -> None:
+    """Warn of labels that the loss ignores, by its own word or by that of the net's cross entropy."""
+    losses = [node for node in graph.module.graph.nodes if node.target in _CROSS_ENTROPIES and len(node.args) > 4]
+    words = padding_words(loss, batch, losses[0].args[4] if loss is None and losses else None)  # its ignore_index
+    if words:
+        warnings.warn(words, stacklevel=3)
+
+
+_CROSS_ENTROPIES: Any = (torch.ops.aten.cross_entropy_loss.default, torch.ops.aten.nll_loss_nd.default)
 
 
 def _inputs(graph: NetGraph, inputs: Any) -> Any:

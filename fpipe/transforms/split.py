@@ -45,7 +45,8 @@ def split(
         allow_fewer: with `rows`, make at most one microbatch per row instead of refusing.
         slices: how many slices the sequences (dim 1) of each microbatch are cut into; `slice_sequence` says more.
         presplit: whether the batch is cut already: a step then takes two streams `(inputs, target)`, each a list with
-            an entry for each microbatch, or a list of pairs. Their shapes may differ.
+            an entry for each microbatch, or a list of pairs. Their shapes may differ, and so may the rows of leaves of
+            one microbatch, such as `cu_seqlens`: it weighs by the rows of its target's first leaf that has some.
 
     Raises:
         ValueError: neither or both of `microbatches` and `size`; fewer rows than microbatches; not positive.

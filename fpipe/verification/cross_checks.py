@@ -22,7 +22,7 @@ from fpipe.meaning.purity.ambient import outside_autocast
 from fpipe.meaning.single_device.microbatch import join
 from fpipe.meaning.single_device.microbatch_graph import added
 from fpipe.meaning.single_device.over_parts import over_parts
-from fpipe.meaning.single_device.params_and_state import train
+from fpipe.meaning.single_device.params_and_state import padding_words, train
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.stages.outputs import split_loss
 from fpipe.model import LossFunction, Model, Stage
@@ -84,6 +84,9 @@ def undivided(
     cause = _cause(model, sizes, divided, loss, seen.eps)
     if cause:
         return said(cause, differs=True)
+    padding = padding_words(model.loss, arguments.batch) if model.reduction == "mean" else ""
+    if padding:
+        return said(padding, differs=True)
     same = is_mean_to_rounding(divided.loss, loss, seen.eps)
     if reasons and (alone is None or same):
         return said(f"The undivided batch gives others, as it may: {', '.join(reasons)}.")

@@ -33,30 +33,38 @@ def rows(tree: Any, spec: Any = None, *, what: What = BATCH) -> int:
     >>> rows({"a": torch.zeros(12, 3), "b": torch.zeros(6)}, {"a": fpipe.Chunk(0), "b": fpipe.Replicate()})
     12
     """
-    found: dict[str, int] = {}
+    sizes = rows_by_leaf(tree, spec, what)
+    first, n = next(iter(sizes.items()))
+    for place, size in sizes.items():
+        if size != n:
+            raise ValueError(
+                f"{first} has {n} rows, {place} has {size}. Say Replicate() for a leaf that every microbatch takes "
+                "whole, or Chunk(dim) for one whose rows are elsewhere. A leaf that counts rows, as cu_seqlens does, "
+                "is neither: cut the batch yourself, for split(m, presplit=True)."
+            )
+    return n
+
+
+def rows_by_leaf(tree: Any, spec: Any, what: What) -> dict[str, int]:
+    """Return the rows of each leaf that has some, by its place; raise ValueError where none has, or a leaf has 0."""
+    sizes: dict[str, int] = {}
     for (place, leaf), dim in zip(named(tree, what), cut_along(tree, spec, what), strict=True):
         if dim is not None and not -leaf.ndim <= dim < leaf.ndim:
             raise ValueError(
                 f"{place} has no dim {dim} to cut along: its shape is {tuple(leaf.shape)}. Say another Chunk."
             )
         if dim is not None:
-            found[place] = leaf.size(dim)
-    if not found:
+            sizes[place] = leaf.size(dim)
+    if not sizes:
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in trees.leaves(tree)}))
         raise ValueError(
             "no leaf of the batch has rows: scalars, non-tensors and Replicate() go whole to every microbatch. Rows "
             f"are those of torch tensors; found {kinds}."
         )
-    first, n = next(iter(found.items()))
-    for place, size in found.items():
-        if size != n:
-            raise ValueError(
-                f"{first} has {n} rows, {place} has {size}. Say Replicate() for a leaf that every microbatch takes "
-                "whole, or Chunk(dim) for one whose rows are elsewhere."
-            )
+    first, n = next(iter(sizes.items()))
     if n == 0:
         raise ValueError(f"{first} has 0 rows; a microbatch has at least one.")
-    return n
+    return sizes
 
 
 def cut(

@@ -6,15 +6,21 @@ params[0]: {"0.weight": w}, params[1]: {"1.w": v}        --> check_params -->   
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from inspect import signature
+from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.meaning.purity.sharded import refuse_sharded
-from fpipe.meaning.single_device.microbatch import BATCH, named, rows
+from fpipe.meaning.purity.attributes import modules_of
+from fpipe.meaning.purity.sharded import is_sharded, refuse_sharded
+from fpipe.meaning.single_device.microbatch import BATCH, named, rows_by_leaf
 from fpipe.model import Model
 from fpipe.positional_stage import PositionalStage
+from fpipe.torch_internals import is_fake
 
 
 def check_params(model: Model, params: Any) -> Sequence[Any]:
@@ -189,14 +195,102 @@ def check_batch(batch: Any) -> None:
             "" if not isinstance(batch, list) else f" What is cut already goes to split(m, presplit=True).{_AS_A_PAIR}"
         )
         raise ValueError(f"a batch is a pair (inputs, target), found {type(batch).__name__}.{more}")
+    tree.register_mappings(batch)
     for place, leaf in named(batch, BATCH):
         refuse_sharded([leaf], place)
-        if not isinstance(leaf, Tensor) and hasattr(leaf, "__array__") and getattr(leaf, "ndim", 1):
+        if isinstance(leaf, Tensor):
+            continue
+        if hasattr(leaf, "__array__") and getattr(leaf, "ndim", 1):
             found = f"{type(leaf).__module__.split('.')[0]}.{type(leaf).__name__}"
             raise TypeError(
                 f"{place} is a {found}, which is no tensor of torch's: hand in torch.from_numpy(...) of it, which "
                 "shares its memory, or torch.as_tensor(...)."
             )
+        inside = _place_of_tensor(leaf)
+        if inside is not None:
+            raise TypeError(
+                f"{place} is a {type(leaf).__name__}, no pytree, and holds a tensor ({inside}), which no microbatch "
+                "would get its rows of. Hand in a dict of its entries, or register the class by "
+                "torch.utils._pytree.register_pytree_node."
+            )
+
+
+def _place_of_tensor(holder: Any, depth: int = 4) -> str | None:
+    """Return where an object that is no pytree holds a tensor, as Python writes it; None where it holds none."""
+    parts = [(f".{name}", part) for name, part in getattr(holder, "__dict__", {}).items()]
+    parts += [(f".{name}", getattr(holder, name, None)) for name in getattr(type(holder), "__slots__", ())]
+    if isinstance(holder, Mapping):
+        parts += [(f"[{key!r}]", part) for key, part in holder.items()]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    elif isinstance(holder, list | tuple | set | frozenset):
+        parts += [(f"[{index}]", part) for index, part in enumerate(holder)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    for place, part in parts:
+        if isinstance(part, Tensor):
+            return place
+        inside = _place_of_tensor(part, depth - 1) if depth and not isinstance(part, type) else None
+        if inside is not None:
+            return place + inside
+    return None
+
+
+def refuse_wanted_gradients(inputs: Any, way_out: str) -> None:
+    """Raise ValueError for an input that requires a gradient, which a step does not give unless it is told to."""
+    for place, leaf in tree.paths(inputs):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise ValueError(
+                f"inputs{place} requires a gradient, which would be lost: say {way_out}, or hand in its .detach()."
+            )
+
+
+IGNORED = -100
+"""The class that torch's losses do not count, if nothing else is said."""
+
+
+def padding_words(loss: Any, batch: Any, ignored: int | None = None) -> str:
+    """Return a sentence about labels that the loss ignores, in some rows more often than in others; "" where none are.
+
+    The means of microbatches that count different numbers of labels have another mean than the batch.
+
+    Args:
+        loss: of the model; None where the net computes it of labels among its inputs.
+        batch: inputs and target.
+        ignored: the class that is not counted, where it is not what the loss says.
+    """
+    word, half = ("inputs", 0) if loss is None else ("target", 1)
+    ignored = _ignored_class(loss) if ignored is None else ignored
+    way_out = (
+        "hand in num_items_in_batch, a tensor with the number of labels of the whole batch, and say reduction='sum'"
+        if loss is None
+        else "return (total, count) and say reduction='count'"
+    )
+    for place, leaf in tree.paths(batch[half]):
+        if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.dtype not in _CLASSES:
+            continue
+        if leaf.is_meta or leaf.is_nested or is_fake(leaf) or is_sharded(leaf) or not len(leaf):
+            continue
+        counts = (leaf == ignored).reshape(len(leaf), -1).sum(1)
+        if bool((counts != counts[0]).any()):
+            return (
+                f"{word}{place} holds {ignored}, a class that the loss does not count, in some rows more often than in "
+                f"others: with reduction='mean' the loss is a mean of the microbatches' means. For that of all labels "
+                f"{way_out}."
+            )
+    return ""
+
+
+_CLASSES = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+def _ignored_class(loss: Any) -> int | None:
+    """Return the class that a loss does not count; None of a loss of torch's that counts all."""
+    while isinstance(loss, partial):
+        if "ignore_index" in loss.keywords:
+            return loss.keywords["ignore_index"]
+        loss = loss.func
+    modules = [loss, *(module for _, module in modules_of(loss))]
+    said = (getattr(module, "ignore_index", None) for module in modules)
+    is_torchs = (loss if isinstance(loss, FunctionType) else type(loss)).__module__.startswith("torch.")
+    counts_all = is_torchs and not (callable(loss) and "ignore_index" in signature(loss).parameters)
+    return next((index for index in said if isinstance(index, int)), None if counts_all else IGNORED)
 
 
 def refuse_meta(way_out: str, **given: Any) -> None:
@@ -253,7 +347,11 @@ def streams(batch: Any, count: int) -> tuple[Sequence[Any], Sequence[Any]]:
 
 
 def rows_of_each(batch: tuple[Sequence[Any], Sequence[Any]], spec: Any = None) -> tuple[int, ...]:
-    """The rows of each microbatch of two streams."""
-    pairs = enumerate(zip(*batch, strict=True))
-    words = " of microbatch ".join
-    return tuple(rows(pair, spec, what=(words(("inputs", f"{at}")), words(("target", f"{at}")))) for at, pair in pairs)
+    """Return the rows of each microbatch of two streams: of the first leaf of its target that has some, or else of its
+    inputs. Nobody cuts them, so other leaves may have other rows."""
+    sizes: list[int] = []
+    for number, pair in enumerate(zip(*batch, strict=True)):
+        found = rows_by_leaf(pair, spec, (f"inputs of microbatch {number}", f"target of microbatch {number}"))
+        of_target = [size for place, size in found.items() if place.startswith("target")]
+        sizes.append([*of_target, *found.values()][0])
+    return tuple(sizes)

@@ -29,6 +29,7 @@ from fpipe.meaning.single_device.params_and_state import (
     net_order,
     refuse_spread,
     refuse_unloaded,
+    refuse_wanted_gradients,
     rows_of_each,
     streams,
 )
@@ -236,6 +237,8 @@ def reference(
     def plain(read: Sequence[Any], own: Any, state: Any, key: int | None, scale: Tensor | None) -> Result:
         presplit = isinstance(own, list)
         own, cuts = _cut(own, microbatches, count, model)
+        if not input_grads:
+            refuse_wanted_gradients(own[0], "input_grads=True")
         joined = Joined(inputs=own[0] if input_grads else None, cut="stream" if presplit else None)
         how: Any = {"sliced": Sliced(slices), "joined": joined, "added_by": OverReplicas(within=within)}
         return over_parts(model, read, cuts, count, state=state, key=key, scale=scale, **how)

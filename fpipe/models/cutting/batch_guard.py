@@ -60,7 +60,12 @@ class BatchGuard:
             if isinstance(example, Tensor):
                 self._check_tensor(place, example, sizes, leaf)
             elif leaf != example:
-                raise ValueError(f"{place} was {example!r} when {self.who} was traced, found {leaf!r}.")
+                way_out = (
+                    f" A number that changes goes in as torch.tensor({leaf!r})."
+                    if isinstance(leaf, int | float) and not isinstance(leaf, bool)
+                    else ""
+                )
+                raise ValueError(f"{place} was {example!r} when {self.who} was traced, found {leaf!r}.{way_out}")
         self._check_open(leaves, others)
         self.known.add(shapes)
 

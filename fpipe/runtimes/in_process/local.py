@@ -111,7 +111,7 @@ def local(
             warnings.warn(f"steps run every stage under autograd from now on: {error}", stacklevel=3)
             return result
 
-    return Step(program, run)
+    return Step(program, model, run)
 
 
 _MOST = 128

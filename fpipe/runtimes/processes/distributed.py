@@ -230,7 +230,7 @@ def distributed(
     finally:
         watchdog.finish()
     known[signatures.of(*tree.flatten(shapes.trees), homes=repeat(device))] = first
-    return Step(program, run, reported)
+    return Step(program, model, run, reported)
 
 
 def refuse_over(watchdog: Watchdog) -> None:
