@@ -11,24 +11,22 @@ from fpipe.limits import LARGEST_NUMBER
 from fpipe.program import Op, Value, kind_of
 
 
-def listed(given: Any) -> Iterable[Any]:
+def listed(field: Any) -> Iterable[Any]:
     """The numbers of a field: one, or one for each stage."""
-    return given if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+    return field if isinstance(field, Sequence) and not isinstance(field, str) else (field,)
 
 
-def of_links(word: str, unit: str, given: Any) -> Iterable[Any]:
+def of_links(word: str, unit: str, field: Any) -> Iterable[Any]:
     """The numbers of a field: one, or one for each link; of a function none yet."""
-    if callable(given):
+    if callable(field):
         return ()
-    if not isinstance(given, Mapping):
-        return (given,)
-    table = cast("Mapping[object, Any]", given)
+    if not isinstance(field, Mapping):
+        return (field,)
+    table = cast("Mapping[object, Any]", field)
     for link in table:
         if not isinstance(link, tuple) or [type(rank) for rank in cast("tuple[object, ...]", link)] != [int, int]:
-            raise ValueError(
-                f"{word} is a number, or a table {{(from, to): {unit}}} with the numbers of two ranks; found the key "
-                f"{link!r}."
-            )
+            forms = f"a number, or a table {{(from, to): {unit}}} with the numbers of two ranks"
+            raise ValueError(f"{word} is {forms}; found the key {link!r}.")
         if min(cast("tuple[int, int]", link)) < 0:
             raise ValueError(f"{word} has a link {link!r}; ranks are numbers from 0 on.")
     return table.values()
@@ -61,10 +59,8 @@ def on_link(cost: Any, source: int, target: int, word: str) -> float:
     if not isinstance(cost, Mapping):
         return cost
     if (source, target) not in cost:
-        raise ValueError(
-            f"{word} says nothing of the link from rank {source} to rank {target}, over which a value travels; "
-            f"add ({source}, {target})."
-        )
+        link = f"the link from rank {source} to rank {target}, over which a value travels"
+        raise ValueError(f"{word} says nothing of {link}; add ({source}, {target}).")
     return cost[source, target]
 
 
@@ -77,21 +73,21 @@ def at_stage(cost: Any, stage: int, word: str) -> float:
     return cost[stage]
 
 
-def between(word: str, before: Any, now: Any, weight: float) -> Any:
-    """One field of costs, so far from `before` to `now`: a number, one for each stage, or nothing."""
-    if before is None or now is None:
-        return now
-    listed = {len(cost) for cost in (before, now) if isinstance(cost, Sequence)}
-    if len(listed) > 1:
-        raise ValueError(f"{word} lists {len(before)} stages for one size and {len(now)} for another; list as many.")
-    if not listed:
-        return (1 - weight) * before + weight * now
-    rows = [cost if isinstance(cost, Sequence) else [cost] * max(listed) for cost in (before, now)]
-    return [(1 - weight) * old + weight * new for old, new in zip(*rows, strict=True)]
+def between(word: str, low: Any, high: Any, weight: float) -> Any:
+    """Interpolate one field of costs: a number, one for each stage, or nothing."""
+    if low is None or high is None:
+        return high
+    lengths = {len(cost) for cost in (low, high) if isinstance(cost, Sequence)}
+    if len(lengths) > 1:
+        raise ValueError(f"{word} lists {len(low)} stages for one size and {len(high)} for another; list as many.")
+    if not lengths:
+        return (1 - weight) * low + weight * high
+    rows = [cost if isinstance(cost, Sequence) else [cost] * max(lengths) for cost in (low, high)]
+    return [(1 - weight) * of_low + weight * of_high for of_low, of_high in zip(*rows, strict=True)]
 
 
 def _number(expected: str, found: object) -> float:
-    """A number from 0 on whose sums are finite. A truth value is none, though Python counts with it."""
+    """Check a number from 0 on whose sums are finite. A truth value is none, though Python counts with it."""
     if not isinstance(found, int | float) or isinstance(found, bool):
         raise ValueError(f"{expected}; found {found!r}, which is no number.")
     if not (found >= 0 and math.isfinite(found)):
@@ -197,29 +193,27 @@ def scattered(op: Op) -> Value:
     return value._replace(at=f"{value.at}>{dict(op.how)['axis']}") if "cast" in dict(op.how) else value
 
 
-def check_bytes(given: Any) -> None:
-    """A TypeError for what tells no bytes of values, a ValueError for bytes by name that are no numbers."""
-    if given is not None and not (isinstance(given, Mapping) or callable(given) or hasattr(given, "storages")):
-        raise TypeError(f"bytes are {{name: bytes}}, f(value) or fpipe.sizes(...), found {type(given).__name__}.")
-    if isinstance(given, Mapping):
-        for name, sizes in cast("Mapping[str, Any]", given).items():
-            for size in listed(sizes):
+def check_bytes(sizes: Any) -> None:
+    """Raise a TypeError if these are no bytes of values, a ValueError for bytes by name that are no numbers."""
+    if sizes is not None and not (isinstance(sizes, Mapping) or callable(sizes) or hasattr(sizes, "storages")):
+        raise TypeError(f"bytes are {{name: bytes}}, f(value) or fpipe.sizes(...), found {type(sizes).__name__}.")
+    if isinstance(sizes, Mapping):
+        for name, of_name in cast("Mapping[str, Any]", sizes).items():
+            for size in listed(of_name):
                 checked_count(f"the bytes of {name!r}", size)
 
 
-def storages_of(given: Any, value: Value) -> Storages:
+def storages_of(sizes: Any, value: Value) -> Storages:
     """The storages of a value. Where only its bytes are known, it lies alone, with its copies, in one."""
-    if hasattr(given, "storages"):
-        return given.storages(value)
-    if isinstance(given, Mapping):
-        if value.name not in given:
-            raise ValueError(
-                f"the bytes of {value} are not known: bytes= has {', '.join(map(str, given)) or 'no names'}; add "
-                f"{value.name!r}, 0 if it does not count."
-            )
-        size = at_stage(given[value.name], value.stage or 0, f"bytes of {value.name!r}")
+    if hasattr(sizes, "storages"):
+        return sizes.storages(value)
+    if isinstance(sizes, Mapping):
+        if value.name not in sizes:
+            known, mend = ", ".join(map(str, sizes)) or "no names", f"add {value.name!r}, 0 if it does not count"
+            raise ValueError(f"the bytes of {value} are not known: bytes= has {known}; {mend}.")
+        size = at_stage(sizes[value.name], value.stage or 0, f"bytes of {value.name!r}")
     else:
-        size = checked_count(f"the bytes of {value}", given(value))
+        size = checked_count(f"the bytes of {value}", sizes(value))
     return {value._replace(at=""): cast("int", size)}
 
 
@@ -263,13 +257,9 @@ class NamedBytes:
         rest = self.size(res) - kept if value.name == "res" else 0
         return {(res, part): int(size) for part, size in (("kept", kept), ("rest", rest)) if size}
 
-    def until(self, other: NamedBytes, share: float) -> NamedBytes:
-        """So far from these to others."""
-        names = [*dict.fromkeys((*self.said, *other.said))]
-        return NamedBytes(
-            {
-                name: between(f"bytes of {name}", self.size(Value(name)), other.size(Value(name)), share)
-                for name in names
-            },
-            self.replicas,
-        )
+    def until(self, high: NamedBytes, share: float) -> NamedBytes:
+        """Interpolate from these bytes to others."""
+        values = [Value(name) for name in dict.fromkeys((*self.said, *high.said))]
+        sizes = {value.name: (self.size(value), high.size(value)) for value in values}
+        said = {name: between(f"bytes of {name}", *both, share) for name, both in sizes.items()}
+        return NamedBytes(said, self.replicas)

@@ -8,9 +8,9 @@ slowest stage. Among the ways that reach it, the one whose costs (by their squar
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import isfinite
 
 
@@ -67,24 +67,19 @@ def whole_numbers(costs: Sequence[float]) -> list[int]:
 
 
 def _least_largest(sums: Sequence[int], parts: int) -> int:
-    """The cost of the largest part, at its least. `best[end]` is that for the first `end` layers in so many parts.
+    """Find the least cost of the largest part, by bisection: parts filled up to a cost are as few as it allows."""
+    low, high = max(after - before for before, after in pairwise(sums)), sums[-1]
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fewest_parts(sums, middle) <= parts else (middle + 1, high)
+    return low
 
-    The best of the rest grows with where the last part starts, and the last part's own cost falls: the largest of the
-    two is least where they cross.
-    """
-    many = len(sums) - 1
-    best = list(sums)
-    for part in range(2, parts + 1):
-        found = [0] * (many + 1)
-        for end in range(part, many + 1):
-            starts = range(part - 1, end)
-            cross = bisect_left(
-                starts, True, key=lambda start, end=end, best=best: best[start] >= sums[end] - sums[start]
-            )
-            near = starts[max(0, cross - 1) : cross + 1]
-            found[end] = min(max(best[start], sums[end] - sums[start]) for start in near)
-        best = found
-    return best[many]
+
+def _fewest_parts(sums: Sequence[int], largest: int) -> int:
+    count = start = 0
+    while start < len(sums) - 1:
+        count, start = count + 1, bisect_right(sums, sums[start] + largest) - 1
+    return count
 
 
 def _most_even(sums: Sequence[int], parts: int, largest: int) -> list[int]:
@@ -92,14 +87,13 @@ def _most_even(sums: Sequence[int], parts: int, largest: int) -> list[int]:
     parts first."""
     best: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {0: ((0, 0), ())}
     for _ in range(parts):
-        found: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {}
+        with_one_more: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {}
         for start, ((squares, counts), cut) in best.items():
             for end in range(start + 1, len(sums)):
                 cost, size = sums[end] - sums[start], end - start
                 if cost > largest:
                     break
                 way = ((squares + cost * cost, counts + size * size), (*cut, -size))
-                if end not in found or way < found[end]:
-                    found[end] = way
-        best = found
+                with_one_more[end] = min(way, with_one_more.get(end, way))
+        best = with_one_more
     return [-size for size in best[len(sums) - 1][1]]

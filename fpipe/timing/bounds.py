@@ -16,7 +16,7 @@ from itertools import pairwise
 from numbers import Real
 from typing import Any, Literal, NamedTuple
 
-from fpipe.program import Op, Program, building, the_program
+from fpipe.program import Op, Program, building, parts_of, the_program
 from fpipe.timing.costs import Costs, the_costs
 from fpipe.timing.lanes import is_work, op_groups, walk
 from fpipe.timing.memory import known_shares, residuals_stay, units_held
@@ -28,7 +28,7 @@ from fpipe.timing.waiting import DataGraph
 # rank r | forwards that fit | nothing to do | first backward ... at most k microbatches of life L: L m/k
 
 
-def makes(op: Op) -> bool:
+def makes_residuals(op: Op) -> bool:
     """Whether an op makes residuals."""
     return op.kind in "FR" and any(value.name == "res" for value in op.writes)
 
@@ -36,21 +36,21 @@ def makes(op: Op) -> bool:
 def bounds_of_memory(graph: DataGraph, most: Sequence[int]) -> tuple[list[float], list[float]] | None:
     """For each rank what holding at most so many residuals asks for: of its span, and of the makespan. None where that
     takes too long."""
-    groups: defaultdict[int | None, list[int]] = defaultdict(list)
-    for at, op in enumerate(graph.ops):
-        groups[op.microbatch].append(at)
+    positions: defaultdict[int | None, list[int]] = defaultdict(list)
+    for position, op in enumerate(graph.ops):
+        positions[op.microbatch].append(position)
     first_backward = [float("inf")] * len(most)
     lives: list[list[tuple[float, float, float]]] = [[] for _ in most]
-    shapes = [_shape(graph, group) for group in groups.values()]
+    shapes = [_shape(graph, group) for group in positions.values()]
     if sum(len(shape) ** 2 for shape in {*shapes}) > _MOST_PAIRS:
         return None
-    within = {shape: _within(shape) for shape in {*shapes}}
-    for group, shape in zip(groups.values(), shapes, strict=True):
-        since, until = within[shape]
-        for place, seconds in since.items():
-            rank = graph.ops[group[place]].rank
+    times = {shape: _times(shape) for shape in {*shapes}}
+    for group, shape in zip(positions.values(), shapes, strict=True):
+        earliest_backwards, life_of_residuals = times[shape]
+        for place, seconds in earliest_backwards.items():
+            rank = shape[place].rank
             first_backward[rank] = min(first_backward[rank], seconds)
-        for place, seconds in until.items():
+        for place, seconds in life_of_residuals.items():
             tail = min(graph.tails[group[user]] for user in shape[place].users)
             lives[shape[place].rank].append((seconds, graph.starts[group[place]], tail))
     spans = [_span(graph, rank, most[rank], first) for rank, first in enumerate(first_backward)]
@@ -60,97 +60,93 @@ def bounds_of_memory(graph: DataGraph, most: Sequence[int]) -> tuple[list[float]
 _MOST_PAIRS = 20_000_000  # of ops of a microbatch; a million take .2 s
 
 
-class _OwnOp(NamedTuple):
-    """An op among those of its microbatch, of which it names others by their place."""
+class _ShapeOp(NamedTuple):
+    """An op of a microbatch, whose others it names by their place among them."""
 
     rank: int
     seconds: float
-    backward: bool
-    works: bool
+    is_backward: bool
+    is_work: bool
     needs: tuple[tuple[int, float], ...]
     users: tuple[int, ...]
 
 
-_Shape = tuple[_OwnOp, ...]
+_Shape = tuple[_ShapeOp, ...]
 
 
 def _shape(graph: DataGraph, group: Sequence[int]) -> _Shape:
     """The ops of a microbatch, equal for microbatches that are alike."""
-    ops, seconds = graph.ops, graph.seconds
-    places = {at: place for place, at in enumerate(group)}
+    places = {position: place for place, position in enumerate(group)}
     users = _users(graph, group)
-    return tuple(
-        _OwnOp(
-            ops[at].rank,
-            seconds[at],
-            any(part.kind in "BI" for part in ops[at].parts or (ops[at],)),
-            bool(seconds[at]) and is_work(ops[at], seconds[at]),
-            tuple((places[source], way) for source, way in graph.needs[at] if source in places),
-            tuple(places[user] for user in users.get(at, ())),
-        )
-        for at in group
-    )
+    shape: list[_ShapeOp] = []
+    for position in group:
+        op, seconds = graph.ops[position], graph.seconds[position]
+        is_backward = any(part.kind in "BI" for part in op.parts or (op,))
+        needs = tuple((places[source], way) for source, way in graph.needs[position] if source in places)
+        users_of_op = tuple(places[user] for user in users.get(position, ()))
+        shape.append(_ShapeOp(op.rank, seconds, is_backward, seconds > 0 and is_work(op, seconds), needs, users_of_op))
+    return tuple(shape)
 
 
-def _within(shape: _Shape) -> tuple[dict[int, float], dict[int, float]]:
+def _times(shape: _Shape) -> tuple[dict[int, float], dict[int, float]]:
     """For each backward how long after the first op of its rank that it needs it can start, and for each op that makes
     residuals how long they live."""
-    since = {place: 0.0 for place, step in enumerate(shape) if step.backward}
-    until: dict[int, float] = {}
-    for place, step in enumerate(shape):
-        if step.works:
-            after = _after(shape, place)
-            for other in since:
-                if shape[other].rank == step.rank and other in after:
-                    since[other] = max(since[other], after[other])
-            held = [after[user] + shape[user].seconds for user in step.users if user in after]
-            if held:
-                until[place] = max(held)
-    return since, until
+    earliest = {place: 0.0 for place, op in enumerate(shape) if op.is_backward}
+    lives: dict[int, float] = {}
+    for place, op in enumerate(shape):
+        if op.is_work:
+            delays = _delays(shape, place)
+            for backward in earliest:
+                if shape[backward].rank == op.rank and backward in delays:
+                    earliest[backward] = max(earliest[backward], delays[backward])
+            ends = [delays[user] + shape[user].seconds for user in op.users if user in delays]
+            if ends:
+                lives[place] = max(ends)
+    return earliest, lives
 
 
-def _after(shape: _Shape, start: int) -> dict[int, float]:
+def _delays(shape: _Shape, start: int) -> dict[int, float]:
     """How long after the start of one op each op of its microbatch that needs it can start."""
-    found = {start: 0.0}
+    delays = {start: 0.0}
     for place in range(start + 1, len(shape)):
-        ways = [found[source] + shape[source].seconds + way for source, way in shape[place].needs if source in found]
+        ways = [delays[source] + shape[source].seconds + way for source, way in shape[place].needs if source in delays]
         if ways:
-            found[place] = max(ways)
-    return found
+            delays[place] = max(ways)
+    return delays
 
 
 def _users(graph: DataGraph, group: Sequence[int]) -> dict[int, list[int]]:
-    """For each op that makes residuals, those that hold them to their end: B, or the W of an I."""
+    """For each op that makes residuals, the ops that hold them to their end: B, or the W of an I."""
     parts = _parts(graph, group)
-    weights = {part[1:4]: at for part, at in parts if part.kind == "W"}
-    made = {value: at for part, at in parts if makes(part) for value in part.writes if value.name == "res"}
+    weights = {part[1:4]: position for part, position in parts if part.kind == "W"}
+    makers = {value: position for part, position in parts if makes_residuals(part) for value in part.writes}
     users: defaultdict[int, list[int]] = defaultdict(list)
-    for part, at in parts:
+    for part, position in parts:
         if part.kind in "BI":
-            until = weights.get(part[1:4], at) if part.kind == "I" else at
+            user = weights.get(part[1:4], position) if part.kind == "I" else position
             for value in part.reads:
-                if value in made:
-                    users[made[value]].append(until)
+                if value.name == "res" and value in makers:
+                    users[makers[value]].append(user)
     return users
 
 
-def _parts(graph: DataGraph, places: Sequence[int]) -> list[tuple[Op, int]]:
-    """The ops at some places, a PAIR as its parts, each with its place."""
-    return [(part, at) for at in places for part in graph.ops[at].parts or (graph.ops[at],)]
+def _parts(graph: DataGraph, positions: Sequence[int]) -> list[tuple[Op, int]]:
+    """The ops at some positions, a PAIR as its parts, each with its position."""
+    return [(part, position) for position in positions for part in graph.ops[position].parts or (graph.ops[position],)]
 
 
 def _span(graph: DataGraph, rank: int, most: int, first_backward: float) -> float:
     """The work of a rank, and how long it has nothing to do before its first backward can start."""
     ops, seconds, row = graph.ops, graph.seconds, graph.rows[rank]
-    work = sum(seconds[at] for at in row)
+    work = sum(seconds[position] for position in row)
     if first_backward == float("inf"):
         return work
     parts = _parts(graph, row)
-    own = {part[1:4] for part, _ in parts if part.kind == "I"}
-    behind = {at for part, at in parts if part.kind in "BI" or (part.kind == "W" and part[1:4] in own)}
-    holding = sorted((seconds[at] for at in row if makes(ops[at])), reverse=True)
-    others = sum(seconds[at] for at in row if at not in behind and not makes(ops[at]))
-    return work + max(0.0, first_backward - sum(holding[:most]) - others)
+    halved = {part[1:4] for part, _ in parts if part.kind == "I"}
+    behind = {at for part, at in parts if part.kind in "BI" or (part.kind == "W" and part[1:4] in halved)}
+    holding = sorted((seconds[position] for position in row if makes_residuals(ops[position])), reverse=True)
+    rest = (position for position in row if position not in behind and not makes_residuals(ops[position]))
+    return work + max(0.0, first_backward - sum(holding[:most]) - sum(seconds[position] for position in rest))
 
 
 def _lifespan(lives: list[tuple[float, float, float]], most: int) -> float:
@@ -300,51 +296,44 @@ def bounds(
     with building():
         graph = DataGraph(program, costs)
         ranks = range(program.ranks)
-        every = [graph.window(rank) for rank in ranks]
-        rest = [graph.window(rank, without_weights=True) for rank in ranks]
+        windows = [graph.window(rank) for rank in ranks]
+        without_weights = [graph.window(rank, without_weights=True) for rank in ranks]
         most = _caps(program, costs, memory_cap)
         memory = bounds_of_memory(graph, most) if most else None
-        spans, lives = memory or ([window[1] for window in every], [0.0 for _ in ranks])
+        spans, lives = memory or ([window[1] for window in windows], [0.0 for _ in ranks])
         why = "a microbatch has too many ops" if most else "residuals leave their rank"
         return Bounds(
-            Bound("head", tuple(first + work for first, work, _ in every)),
-            Bound("fused", tuple(map(sum, every))),
-            Bound("drain", tuple(map(sum, rest))),
-            Bound(
-                "warm-up",
-                tuple(span + graph.around(rank) for rank, span in enumerate(spans)),
-                tuple(spans),
-            ),
+            Bound("head", tuple(first + work for first, work, _ in windows)),
+            Bound("fused", tuple(map(sum, windows))),
+            Bound("drain", tuple(map(sum, without_weights))),
+            Bound("warm-up", tuple(span + graph.around(rank) for rank, span in enumerate(spans)), tuple(spans)),
             Bound("lifespan", tuple(lives)),
             "" if memory else f"warm-up and lifespan leave memory out: {why}.",
         )
 
 
-def _caps(program: Program, costs: Costs, given: Any) -> list[int]:
-    """How many bundles of residuals each rank may hold; nothing if they do not stay where they are made."""
+def _caps(program: Program, costs: Costs, memory_cap: Any) -> list[int]:
+    """The bundles of residuals that each rank may hold; nothing if they do not stay where they are made."""
     groups = op_groups(program.ops)
     share = known_shares(program, groups)
     if not residuals_stay(program, groups):
         return []
     held: Sequence[Any]
-    if given is None:
+    if memory_cap is None:
         starts, ends, *_ = next(walk(program, costs))
         held, _ = units_held(program, starts, ends, list, groups)
-    elif isinstance(given, Sequence) and not isinstance(given, str):
-        if len(given) != program.ranks:
-            raise ValueError(f"memory_cap lists {len(given)} caps for {program.ranks} ranks; give one a rank.")
-        held = given
+    elif isinstance(memory_cap, Sequence) and not isinstance(memory_cap, str):
+        if len(memory_cap) != program.ranks:
+            raise ValueError(f"memory_cap lists {len(memory_cap)} caps for {program.ranks} ranks; give one a rank.")
+        held = memory_cap
     else:
-        held = [given] * program.ranks
+        held = [memory_cap] * program.ranks
     for most in held:
         if not (isinstance(most, Real) and float(most) >= 0):
             raise ValueError(f"memory_cap is in microbatches, at least what one op holds; found {most!r}.")
     caps = [int(min(most * count + 1e-9, len(program.ops))) for most, count in zip(held, share, strict=True)]
-    holding = {op.rank for op in program.ops for part in op.parts or (op,) if makes(part)}
-    for rank in holding:
+    for rank in {op.rank for op in parts_of(program.ops) if makes_residuals(op)}:
         if caps[rank] < 1:
-            raise ValueError(
-                f"memory_cap is {held[rank]!r} microbatches on rank {rank}, where one op alone holds "
-                f"{1 / share[rank]:g}; give it at least that."
-            )
+            least = f"where one op alone holds {1 / share[rank]:g}; give it at least that"
+            raise ValueError(f"memory_cap is {held[rank]!r} microbatches on rank {rank}, {least}.")
     return caps

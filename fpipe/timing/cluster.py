@@ -231,6 +231,5 @@ def seconds_of(text: str) -> float:
 
 
 def _read(text: str, units: Mapping[str, Fraction]) -> float | None:
-    """A number and its unit; None where it is no such thing."""
     found = re.fullmatch(r"(\d{1,30}\.?\d{0,30}|\.\d{1,30})([A-Za-z]*)", text)
     return float(Fraction(found[1]) * units[found[2]]) if found and found[2] in units else None

@@ -134,16 +134,20 @@ class Costs:
         return cls(F / share, B / share, W / share, None if R is None else R / share, c)
 
     def __repr__(self) -> str:
-        """Fields beside the five that come first, only where they were given."""
-        first = [f"{one.name}={getattr(self, one.name)!r}" for one in fields(self)[:5]]
-        more = [one for one in fields(self)[5:] if getattr(self, one.name) != one.default]
-        return f"Costs({', '.join([*first, *(f'{one.name}={_short(getattr(self, one.name))}' for one in more)])})"
+        """Show the first five fields, and others where they are not the default."""
+        shown = [f"{field.name}={getattr(self, field.name)!r}" for field in fields(self)[:5]]
+        for field in fields(self)[5:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                text = repr(value)  # bytes of a step may be thousands of numbers
+                shown.append(f"{field.name}={text if len(text) <= 60 else f'<{type(value).__name__}>'}")
+        return f"Costs({', '.join(shown)})"
 
     def __post_init__(self) -> None:
         for word in _PER_STAGE:
-            given = getattr(self, word)
-            if given is not None or word not in ("recompute", "load", "backward"):
-                for cost in listed(given):
+            field = getattr(self, word)
+            if field is not None or word not in ("recompute", "load", "backward"):
+                for cost in listed(field):
                     checked_seconds(word, cost)
         for word in ("send", "receive"):
             checked_seconds(word, getattr(self, word))
@@ -171,10 +175,8 @@ class Costs:
         if self.messages not in MESSAGES:
             raise ValueError(f"messages is one of {', '.join(map(repr, MESSAGES))}; found {self.messages!r}.")
         if self.messages != "eager" and (self.sender == "busy" or self.send or self.receive):
-            raise ValueError(
-                f'messages="{self.messages}" says how long ranks stay with a transfer; leave out sender=, send= and '
-                "receive=."
-            )
+            mend = "leave out sender=, send= and receive=."
+            raise ValueError(f'messages="{self.messages}" says how long ranks stay with a transfer; {mend}')
         if not callable(self.pair) and self.pair not in ("sum", "max"):
             raise ValueError(f'a pair costs the "sum" or the "max" of its parts, or f(op); found {self.pair!r}.')
         check_bytes(self.bytes)
@@ -187,17 +189,18 @@ class Costs:
     def seconds(self, op: Op) -> float:
         """How long an op takes on its lane; what keeps to its data takes nothing."""
         seconds = self._seconds(op)
-        slow = self.cluster is not None and seconds and lane_of(op) == "main"
-        return seconds / self.cluster.speed_of(op.rank) if self.cluster is not None and slow else seconds
+        if self.cluster is None or not seconds or lane_of(op) != "main":
+            return seconds
+        return seconds / self.cluster.speed_of(op.rank)
 
     def _seconds(self, op: Op) -> float:
         """Seconds of an op on a rank of speed 1."""
         if op.parts:
             if callable(self.pair):
                 return checked_seconds(f"pair({op.cell})", self.pair(op))
-            beside = sum(self._seconds(part) for part in op.parts if is_exchange(part))
+            exchanges = sum(self._seconds(part) for part in op.parts if is_exchange(part))
             parts = [self._seconds(part) for part in op.parts if not is_exchange(part)]
-            return max(beside, (sum if self.pair == "sum" else max)(parts) if parts else 0.0)
+            return max(exchanges, (sum if self.pair == "sum" else max)(parts) if parts else 0.0)
         kind, stage = op.kind, op.stage or 0
         if is_exchange(op):
             free = kind in _FREE.get(dict(op.how)["exchange"], "W")
@@ -221,33 +224,33 @@ class Costs:
             return self.send if kind == "SEND" else self.receive
         if kind not in EXTRA:
             raise ValueError(f"{kind} has no cost; say fpipe.register_cost({kind!r}, seconds), 0 if it takes no time.")
-        known = EXTRA[kind]
-        return checked_seconds(f"the cost of {op.cell}", known(op)) if callable(known) else known
+        cost = EXTRA[kind]
+        return checked_seconds(f"the cost of {op.cell}", cost(op)) if callable(cost) else cost
 
     def _of(self, word: str, stage: int) -> float:
-        """The seconds of a stage in one of the fields."""
         return at_stage(getattr(self, word), stage, word)
 
     def _around(self, op: Op) -> float:
         """Seconds that a collective over replicas takes on their links; a REDUCE scatters and gathers."""
         if self.cluster is None or self.cluster.replicas == 1:
             return 0.0
-        known = hasattr(self.bytes, "storages")
-        if not known and self.cluster.across.bandwidth == math.inf:
-            return self.cluster.around(0.0) * (2 if op.kind == "REDUCE" else 1)
-        sent = op.writes[0] if op.kind == "GATHER" else scattered(op) if known else op.reads[0]
+        rounds = 2 if op.kind == "REDUCE" else 1
+        has_storages = hasattr(self.bytes, "storages")
+        if not has_storages and self.cluster.across.bandwidth == math.inf:
+            return self.cluster.around(0.0) * rounds
+        sent = op.writes[0] if op.kind == "GATHER" else scattered(op) if has_storages else op.reads[0]
         size = self.size(sent)
-        if known and not size:  # nobody reads what would be gathered
+        if has_storages and not size:  # nobody reads what would be gathered
             return 0.0
-        return self.cluster.around(size) * (2 if op.kind == "REDUCE" else 1)
+        return self.cluster.around(size) * rounds
 
     def _exchanged(self, op: Op) -> float:
         """Seconds that the collective of a stage takes on the links between replicas."""
         if self.cluster is None or self.cluster.replicas == 1:
             return 0.0
-        known = self.cluster.across.bandwidth < math.inf
+        has_bandwidth = self.cluster.across.bandwidth < math.inf
         flows = [[value for value in values if value.name in _FLOWS] for values in (op.reads, op.writes)]
-        read, written = (sum(map(self.size, values)) if known else 0.0 for values in flows)
+        read, written = (sum(map(self.size, values)) if has_bandwidth else 0.0 for values in flows)
         how = dict(op.how)["exchange"]
         if how == "ring":
             return self.cluster.across.latency + read / self.cluster.across.bandwidth
@@ -275,8 +278,8 @@ class Costs:
 
     def size(self, value: Value) -> float:
         """Bytes of a value when it travels."""
-        given: Any = self.bytes
-        return given.size(value) if hasattr(given, "storages") else sum(self.storages(value).values())
+        sizes: Any = self.bytes
+        return sizes.size(value) if hasattr(sizes, "storages") else sum(self.storages(value).values())
 
     def storages(self, value: Value) -> Storages:
         """The storages of a value. Where only its bytes are known, it lies alone, with its copies, in one."""
@@ -286,12 +289,6 @@ class Costs:
 # `help` and notebooks show the fields, and not the `__new__` that explains letters.
 _FIELDS = [*signature(Costs.__init__).parameters.values()][1:]
 Costs.__signature__ = Signature(_FIELDS)  # pyright: ignore[reportAttributeAccessIssue] # one that inspect reads
-
-
-def _short(given: Any) -> str:
-    """Bytes of a step may be thousands of numbers."""
-    text = repr(given)
-    return text if len(text) <= 60 else f"<{type(given).__name__}>"
 
 
 _FLOWS = ("y", "again", "dx", "dy")
@@ -312,25 +309,25 @@ def adds_gradients(op: Op) -> bool:
 
 def computing(program: Program) -> set[int]:
     """The ranks that compute; a host only keeps what travels."""
-    return {rank for where in program.placement for rank in (where if isinstance(where, tuple) else (where,))}
+    return {rank for ranks in program.placement for rank in (ranks if isinstance(ranks, tuple) else (ranks,))}
 
 
 def the_costs(costs: object, program: Program | None = None) -> Costs:
-    """The costs that were given, or one second for each F, I and W; lists that are long enough for a program."""
+    """Check costs, by default one second for each F, I and W, and whether their lists are long enough for a program."""
     if costs is None:
         return Costs()
     if not isinstance(costs, Costs):
         raise TypeError(f"costs is an fpipe.Costs, such as fpipe.Costs(forward=2); found {type(costs).__name__}.")
-    there = math.inf if costs.cluster is None else len(costs.cluster.speed)
-    if program is not None and program.ranks > there and max(computing(program)) >= there:
-        raise ValueError(f"the program has {program.ranks} ranks, and the cluster {there}.")
-    lists = {word: len(given) for word in _PER_STAGE if isinstance(given := getattr(costs, word), Sequence)}
-    for word, length in lists.items():
-        if program is not None and length < program.stages:
-            raise ValueError(
-                f"{word} lists {length} costs, but the program has a stage {length}; give one for each of its "
-                f"{program.stages} stages."
-            )
+    if program is None:
+        return costs
+    most = math.inf if costs.cluster is None else len(costs.cluster.speed)
+    if program.ranks > most and max(computing(program)) >= most:
+        raise ValueError(f"the program has {program.ranks} ranks, and the cluster {most}.")
+    for word in _PER_STAGE:
+        length = len([*listed(getattr(costs, word))])
+        if isinstance(getattr(costs, word), Sequence) and length < program.stages:
+            found = f"{word} lists {length} costs, but the program has a stage {length}"
+            raise ValueError(f"{found}; give one for each of its {program.stages} stages.")
     return costs
 
 

@@ -60,8 +60,8 @@ def walk(program: Program, costs: Costs, iterations: int = 1) -> Iterator[Iterat
     state) of a stage waits for the stage's gradient (its new state), which is when they are updated.
     """
     whole = program_of_lanes(program, costs)
-    for made in run_lanes(whole, costs, iterations, posts_ahead(program)):
-        yield as_before(program, whole, made)
+    for iteration in run_lanes(whole, costs, iterations, posts_ahead(program)):
+        yield as_before(program, whole, iteration)
 
 
 def run_lanes(program: Program, costs: Costs, iterations: int, ahead: bool) -> Iterator[Iteration]:
@@ -70,15 +70,14 @@ def run_lanes(program: Program, costs: Costs, iterations: int, ahead: bool) -> I
     ready: dict[Value, float] = {}
     updates = updated_by(program)
     for _ in range(iterations):
-        made = lanes.run(ready)
-        yield made
-        ready = {
-            value: max((made.results[pair] for pair in results), default=0.0) for value, results in updates.items()
-        }
+        iteration = lanes.run(ready)
+        yield iteration
+        times = iteration.results
+        ready = {value: max(map(times.__getitem__, results), default=0.0) for value, results in updates.items()}
 
 
 def updated_by(program: Program) -> dict[Value, list[tuple[Value, int]]]:
-    """For what a caller hands in anew in each iteration, which results it waits for, each with their homes."""
+    """For each input that changes from iteration to iteration the results that it waits for, with their homes."""
     results: defaultdict[tuple[str, int | None], list[tuple[Value, int]]] = defaultdict(list)
     for end in program.outputs:
         results[end.name.name, end.name.stage] += [(end.value, home) for home in end.homes]
@@ -138,21 +137,25 @@ def posts_ahead(program: Program) -> bool:
     return all(op.kind != "SEND" for op in program.ops)
 
 
-def as_before(program: Program, whole: Program, made: Iteration) -> Iteration:
-    """The times of a program, from those of the `program_of_lanes`."""
+def as_before(program: Program, whole: Program, iteration: Iteration) -> Iteration:
+    """The times of a program, from those of its `program_of_lanes`."""
     if whole is program:
-        return made
-    position = {op.writes: at for at, op in enumerate(whole.ops)}
-    found = [position.get(op.writes, -1) if op.writes else -1 for op in program.ops]
-    now_starts: list[float] = []
-    now_ends: list[float] = []
-    for at, sources in zip(found, program.sources, strict=True):
-        last = max((now_ends[source] for source in sources if source >= 0), default=0.0)  # for FREE
-        now_starts.append(made.starts[at] if at >= 0 else last)
-        now_ends.append(made.ends[at] if at >= 0 else last)
-    landed = {end.name: end.value for end in program.outputs}
-    results = {(landed[end.name], home): made.results[end.value, home] for end in whole.outputs for home in end.homes}
-    return Iteration(now_starts, now_ends, made.transfers, results)
+        return iteration
+    position_by_writes = {op.writes: position for position, op in enumerate(whole.ops)}
+    starts: list[float] = []
+    ends: list[float] = []
+    for op, sources in zip(program.ops, program.sources, strict=True):
+        if op.writes in position_by_writes and op.writes:
+            position = position_by_writes[op.writes]
+            starts.append(iteration.starts[position])
+            ends.append(iteration.ends[position])
+        else:  # FREE
+            starts.append(max((ends[source] for source in sources if source >= 0), default=0.0))
+            ends.append(starts[-1])
+    value_by_name = {end.name: end.value for end in program.outputs}
+    times = iteration.results
+    results = {(value_by_name[end.name], home): times[end.value, home] for end in whole.outputs for home in end.homes}
+    return Iteration(starts, ends, iteration.transfers, results)
 
 
 class _Lanes:

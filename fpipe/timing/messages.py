@@ -65,124 +65,116 @@ def met_order(program: Program, name: str, comes: Callable[[int], None], ahead: 
         ahead: whether ranks post receives ahead, as `build` does; not where a program says itself when they come.
     """
     rule, ops, sources = RULES[name], program.ops, program.sources
-    receives = {own[0]: at for at, (op, own) in enumerate(zip(ops, sources, strict=True)) if op.kind == "RECV"}
+    receives = {sources[at][0]: at for at, op in enumerate(ops) if op.kind == "RECV"}
     rows: list[deque[int]] = [deque() for _ in range(program.ranks)]
-    for at, op in enumerate(ops):
-        rows[op.rank].append(at)
+    for position, op in enumerate(ops):
+        rows[op.rank].append(position)
     if rule.lazily:
         _refuse_circle(program, name, receives)
-    follow = _posted_behind(program) if ahead and not rule.blocking else {}
-    done, came = [False] * len(ops), [False] * len(ops)
-    sleeping = defaultdict[int, list[int]](list)
+    posted = _posted_behind(program) if ahead and not rule.blocking else {}
+    done, queued = [False] * len(ops), [False] * len(ops)
+    sleeping = defaultdict[int, list[int]](list)  # ranks, by the op that they wait for
     queues = defaultdict[tuple[int, Hashable], deque[int]](deque)
 
-    def queues_of(one: int) -> list[deque[int]]:
-        ends = ops[one].rank, ops[receives[one]].rank
-        return [queues[rank, rule.communicator(*ends)] for rank in ends]
+    def finish(position: int) -> None:
+        done[position] = True
+        todo.extend(sleeping.pop(position, ()))
 
-    def begun(one: int) -> Iterator[int]:
-        """Whatever is first in both queues, from this transfer on."""
-        heads = [one]
+    def carry(send: int) -> Iterator[int]:
+        """Carry whatever is first in both queues, from this transfer on."""
+        heads = [send]
         while heads:
-            one = heads.pop()
-            both = queues_of(one)
-            if all(queue and queue[0] == one for queue in both):
-                yield from (one, receives[one])
-                for at in (one, receives[one]):
-                    done[at] = True
-                    todo.extend(sleeping.pop(at, ()))
+            send = heads.pop()
+            ranks = ops[send].rank, ops[receives[send]].rank
+            both = [queues[rank, rule.communicator(*ranks)] for rank in ranks]
+            if all(queue and queue[0] == send for queue in both):
+                yield from (send, receives[send])
+                finish(send)
+                finish(receives[send])
                 for queue in both:
                     queue.popleft()
                 heads += [queue[0] for queue in both if queue]
 
-    def queued(at: int) -> Iterator[int]:
-        """A rank has come to a transfer, and to the receives that it posts behind it."""
-        for own in (at, *follow.get(at, ())):
-            one = own if ops[own].kind == "SEND" else sources[own][0]
-            if not came[own]:
-                came[own] = True
-                comes(own)
-                queues[ops[own].rank, rule.communicator(ops[one].rank, ops[receives[one]].rank)].append(one)
-                yield from begun(one)
+    def enqueue(position: int) -> Iterator[int]:
+        """Let a rank come to a transfer, and to the receives that it posts behind it."""
+        for end in (position, *posted.get(position, ())):
+            send = end if ops[end].kind == "SEND" else sources[end][0]
+            if not queued[end]:
+                queued[end] = True
+                comes(end)
+                queues[ops[end].rank, rule.communicator(ops[send].rank, ops[receives[send]].rank)].append(send)
+                yield from carry(send)
 
     todo = [*range(len(rows))]
     while todo:
         rank = todo.pop()
         row = rows[rank]
         while row:
-            at = row[0]
-            if ops[at].kind in ("SEND", "RECV"):
-                one = at if ops[at].kind == "SEND" else sources[at][0]
-                missing = None if at != one else _missing(sources[at], done)
-                if missing is None:
-                    yield from queued(at)
-                    missing = one if rule.blocking and not done[one] else None
-            else:
-                missing = _missing(sources[at], done)
+            position = row[0]
+            kind = ops[position].kind
+            missing = None
+            if kind != "RECV":
+                missing = next((source for source in sources[position] if source >= 0 and not done[source]), None)
+            if missing is None and kind in ("SEND", "RECV"):
+                yield from enqueue(position)
+                send = position if kind == "SEND" else sources[position][0]
+                missing = send if rule.blocking and not done[send] else None
             if missing is not None:
                 sleeping[missing].append(rank)
                 break
             row.popleft()
-            if not came[at]:
-                yield at
-                done[at] = True
-                todo.extend(sleeping.pop(at, ()))
+            if not queued[position]:
+                yield position
+                finish(position)
     if any(rows) or any(queues.values()):
-        heads = sorted((rank, _named(program, queue[0], receives)) for (rank, _), queue in queues.items() if queue)
-        waiting = ", ".join(f"rank {rank} in that of {what}" for rank, what in heads)
+        heads = sorted((rank, _in_words(program, queue[0], receives)) for (rank, _), queue in queues.items() if queue)
+        waiting = ", ".join(f"rank {rank} in that of {transfer}" for rank, transfer in heads)
         raise ProgramError(f'under messages="{name}" ranks wait for one another: {waiting}.\n{_WAY_OUT}')
 
 
 def _posted_behind(program: Program) -> dict[int, list[int]]:
     """For each SEND and RECV the receives that its rank posts behind it."""
     rows = defaultdict[int, list[int]](list)
-    for at, op in enumerate(program.ops):
+    for position, op in enumerate(program.ops):
         if op.kind in ("SEND", "RECV"):
-            rows[op.rank].append(at)
-    return {
-        at: row[place + 1 : until]
-        for row in rows.values()
-        for place, (at, until) in enumerate(
-            zip(row, queued_until([program.ops[own].kind == "RECV" for own in row]), strict=True)
-        )
-    }
+            rows[op.rank].append(position)
+    posted: dict[int, list[int]] = {}
+    for row in rows.values():
+        ends = queued_until([program.ops[position].kind == "RECV" for position in row])
+        posted |= {position: row[place + 1 : ends[place]] for place, position in enumerate(row)}
+    return posted
 
 
-def _missing(sources: tuple[int, ...], done: list[bool]) -> int | None:
-    return next((at for at in sources if at >= 0 and not done[at]), None)
-
-
-def _named(program: Program, one: int, receives: dict[int, int]) -> str:
-    op = program.ops[one]
-    return f"{op.reads[0]} {op.rank} > {program.ops[receives[one]].rank}"
+def _in_words(program: Program, send: int, receives: dict[int, int]) -> str:
+    op = program.ops[send]
+    return f"{op.reads[0]} {op.rank} > {program.ops[receives[send]].rank}"
 
 
 def _refuse_circle(program: Program, name: str, receives: dict[int, int]) -> None:
     """Walk the first uses of communicators: a rank goes on when the other has come to the same."""
-    rows = [list[tuple[Hashable, int]]() for _ in range(program.ranks)]
-    for at, op in enumerate(program.ops):
+    first_uses = [dict[Hashable, int]() for _ in range(program.ranks)]  # in the order of the rank
+    for position, op in enumerate(program.ops):
         if op.kind in ("SEND", "RECV"):
-            one = at if op.kind == "SEND" else program.sources[at][0]
-            made = RULES[name].communicator(program.ops[one].rank, program.ops[receives[one]].rank)
-            if all(made != known for known, _ in rows[op.rank]):
-                rows[op.rank].append((made, one))
-    waits = defaultdict[Hashable, int](int)
+            send = position if op.kind == "SEND" else program.sources[position][0]
+            communicator = RULES[name].communicator(program.ops[send].rank, program.ops[receives[send]].rank)
+            first_uses[op.rank].setdefault(communicator, send)
+    rows = [deque(uses.items()) for uses in first_uses]
+    waits: dict[Hashable, int] = {}
     todo = [*range(program.ranks)]
-    at_first = [0] * program.ranks
     while todo:
         rank = todo.pop()
-        if at_first[rank] < len(rows[rank]):
-            made = rows[rank][at_first[rank]][0]
-            if made in waits:
-                other = waits.pop(made)
-                at_first[rank] += 1
-                at_first[other] += 1
-                todo += [rank, other]
+        if rows[rank]:
+            communicator, _ = rows[rank][0]
+            if communicator in waits:
+                partner = waits.pop(communicator)
+                rows[rank].popleft()
+                rows[partner].popleft()
+                todo += [rank, partner]
             else:
-                waits[made] = rank
+                waits[communicator] = rank
     if waits:
-        told = sorted((rank, _named(program, rows[rank][at_first[rank]][1], receives)) for rank in waits.values())
-        waiting = ", ".join(f"rank {rank} makes that of {what}" for rank, what in told)
+        transfers = sorted((rank, _in_words(program, rows[rank][0][1], receives)) for rank in waits.values())
+        waiting = ", ".join(f"rank {rank} makes that of {transfer}" for rank, transfer in transfers)
         raise ProgramError(
             f'under messages="{name}" a communicator is made at its first use, for which both ranks wait, and here '
             f"they wait for one another: {waiting}.\n{_WAY_OUT}"

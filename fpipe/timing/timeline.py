@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import repeat
+from itertools import chain, repeat
 from operator import itemgetter
 
 from fpipe.program import HtmlRepr, Op, Program, Value, building
@@ -80,11 +80,13 @@ class Timeline(HtmlRepr):
             return max(self.results.values(), default=0.0)
         if self.program is None or self.costs is None:
             return 0.0
-        ops, ends, transfer = self.ops, self.ends, self.costs.latency(0, 0)  # all that matters here is one latency
-        written = ((self.program.writer[end.value], end.homes) for end in self.program.outputs)
-        arrivals = (
-            ends[at] + transfer * any(rank != ops[at].rank for rank in homes) for at, homes in written if at >= 0
-        )
+        latency = self.costs.latency(0, 0)  # one for all links: others were simulated with results
+        arrivals: list[float] = []
+        for end in self.program.outputs:
+            writer = self.program.writer[end.value]
+            if writer >= 0:
+                travels = any(rank != self.ops[writer].rank for rank in end.homes)
+                arrivals.append(self.ends[writer] + latency * travels)
         return max(arrivals, default=0.0)
 
     @cached_property
@@ -174,7 +176,7 @@ class Timeline(HtmlRepr):
         >>> fpipe.simulate(fpipe.place("linear")(fpipe.program(2)), fpipe.Costs(transfer=0.5)).transfers[0]
         Transfer(value=y[0,0], source=0, target=1, start=1.0, end=1.5)
         """
-        return in_order(one for each in self._moved for one in each)
+        return in_order(chain.from_iterable(self._moved))
 
     @cached_property
     def _moved(self) -> tuple[tuple[Transfer, ...], ...]:
@@ -186,13 +188,13 @@ class Timeline(HtmlRepr):
     def _waiting(self) -> Waiting:
         if self.costs is None or self.program is None:
             return Waiting(self.events, self._moved, {}, Costs())
-        events, moved, program = self.events, self._moved, self.program
+        events, transfers, program = self.events, self._moved, self.program
         if self.costs.send or self.costs.receive:  # who does that waits for nobody: these are ops like others
             ahead, program = posts_ahead(program), program_of_lanes(program, self.costs)
             rounds = [*run_lanes(program, self.costs, self.rounds, ahead)]
-            events = [Event(*row) for made in rounds for row in zip(program.ops, made.starts, made.ends, strict=True)]
-            moved = [made.transfers for made in rounds]
-        return Waiting(events, moved, updated_by(program), self.costs)
+            rows = chain.from_iterable(zip(program.ops, each.starts, each.ends, strict=True) for each in rounds)
+            events, transfers = [Event(*row) for row in rows], [each.transfers for each in rounds]
+        return Waiting(events, transfers, updated_by(program), self.costs)
 
     @cached_property
     def critical_path(self) -> tuple[PathStep, ...]:
@@ -280,15 +282,15 @@ def _work_of(
     ops: Sequence[Op], starts: Sequence[float], ends: Sequence[float], ranks: int
 ) -> list[tuple[float, float, float]]:
     """Per rank: work, first start, last end."""
-    found = [[0.0, float("inf"), 0.0] for _ in range(ranks)]
-    words = itemgetter(0, 8)
-    works = {words(op): (is_work(op, 0), is_work(op, 1)) for op in {words(op): op for op in ops}.values()}
+    rows = [[0.0, float("inf"), 0.0] for _ in range(ranks)]
+    kind_and_how = itemgetter(0, 8)
+    works = {kind_and_how(op): (is_work(op, 0), is_work(op, 1)) for op in {kind_and_how(op): op for op in ops}.values()}
     for op, start, end in zip(ops, starts, ends, strict=True):
-        if works[words(op)][end > start]:
-            row = found[op[4]]
+        if works[kind_and_how(op)][end > start]:
+            row = rows[op[4]]
             row[0] += end - start
             if start < row[1]:
                 row[1] = start
             if end > row[2]:
                 row[2] = end
-    return [(work, min(first, last), last) for work, first, last in found]
+    return [(work, min(first, last), last) for work, first, last in rows]

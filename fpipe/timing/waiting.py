@@ -75,7 +75,7 @@ class _Cause(NamedTuple):
 
 
 class Waiting:
-    """Finds what held an event or a transfer back: the latest of all it needed. Events are numbers, by their place."""
+    """Finds the cause that held an event or a transfer back: the latest of all it needed. Events are numbers."""
 
     def __init__(
         self,
@@ -86,145 +86,149 @@ class Waiting:
     ) -> None:
         self.events, self.updates, self.wire = events, updates, costs.wire
         self.busy, self.send, self.receive = costs.sender == "busy", costs.send, costs.receive
-        self.takes = {"SEND": self.send, "RECV": self.receive}
+        self.seconds_by_kind = {"SEND": self.send, "RECV": self.receive}
         self.rule = RULES.get(costs.messages)
-        self.stays = self.busy or (self.rule is not None and self.rule.blocking)
-        self.working: dict[tuple[int, float], int] = {}
-        self.queued: dict[tuple[int, Hashable, float], Transfer] = {}
+        self.sender_waits = self.busy or (self.rule is not None and self.rule.blocking)
         self.rounds = max(len(transfers), 1)
         self.size = len(events) // self.rounds or 1
-        self.writer = {value: at for at, event in enumerate(events[: self.size]) for value in event.op.writes}
-        self.moved = [{(one.value, one.target): one for one in each} for each in transfers] or [{}]
-        self.round_of = {id(one): number for number, each in enumerate(transfers) for one in each}
-        self.received: dict[int, Transfer] = {}
-        self.senders: dict[int, int] = {}
-        self.lanes: list[tuple[int, Why] | None] = []
-        self.before_link: dict[int, Transfer] = {}
-        self.sent: dict[tuple[int, float], Transfer] = {}
-        self._look_back(transfers)
+        self.writer = {value: place for place, event in enumerate(events[: self.size]) for value in event.op.writes}
+        self.round_of = {id(sent): number for number, of_round in enumerate(transfers) for sent in of_round}
+        self.received: dict[int, Transfer] = {}  # by the event of a RECV
+        self.senders: dict[int, int] = {}  # the event of the SEND, by the id of its transfer
+        self.before_on_lane: list[tuple[int, Why] | None] = []
+        self.working: dict[tuple[int, float], int] = {}  # by rank and end
+        self.before_on_link: dict[int, Transfer] = {}  # by the id of a transfer
+        self.sent: dict[tuple[int, float], Transfer] = {}  # by rank and end
+        self.queued: dict[tuple[int, Hashable, float], Transfer] = {}  # by rank, communicator and end
+        self.arrivals = [defaultdict[tuple[Value, int], list[Transfer]](list) for _ in range(self.rounds)]
+        for number, of_round in enumerate(transfers):
+            for sent in of_round:
+                self.arrivals[number][sent.value, sent.target].append(sent)
+        self._look_back_on_lanes()
+        self._look_back_on_links([sent for of_round in transfers for sent in of_round])
 
-    def _look_back(self, transfers: Sequence[Sequence[Transfer]]) -> None:
-        """For each event what its lane did before, for each transfer what its link did, for each RECV its transfer."""
+    def _look_back_on_lanes(self) -> None:
+        """Find for each event what its lane did before, and for each RECV its transfer."""
         last: dict[tuple[str, int], int] = {}
         begun: dict[int, int] = {}
-        by_value = [defaultdict[tuple[Value, int], list[Transfer]](list) for _ in range(self.rounds)]
-        for number, each in enumerate(transfers):
-            for one in each:
-                by_value[number][one.value, one.target].append(one)
         for at, (op, start, end) in enumerate(self.events):
             lane = lane_of(op)
-            self.lanes.append(None)
+            self.before_on_lane.append(None)
             if op.kind == "RECV":
-                sender = self.events[self._at(self.writer[op.reads[0]], at)].op
-                found = by_value[at // self.size].get((sender.reads[0], op.rank), ())
-                sent = max((one for one in found if one.end <= end), key=lambda one: one.end, default=None)
+                sender = self._event_of(self.writer[op.reads[0]], at)
+                arrivals = self.arrivals[at // self.size].get((self.events[sender].op.reads[0], op.rank), ())
+                sent = max((sent for sent in arrivals if sent.end <= end), key=lambda sent: sent.end, default=None)
                 if sent is not None:
-                    self.received[at] = sent
-                    self.senders[id(sent)] = self._at(self.writer[op.reads[0]], at)
-            if self.takes[op.kind] > 0 if op.kind in self.takes else is_work(op, end - start):
+                    self.received[at], self.senders[id(sent)] = sent, sender
+            if self.seconds_by_kind[op.kind] > 0 if op.kind in self.seconds_by_kind else is_work(op, end - start):
                 if ("main", op.rank) in last:
-                    self.lanes[at] = (last["main", op.rank], "rank")
+                    self.before_on_lane[at] = (last["main", op.rank], "rank")
                 last["main", op.rank] = begun[op.rank] = at
                 if end > start:
                     self.working[op.rank, end] = at
-            elif lane != "main" and op.kind not in self.takes:
+            elif lane != "main" and op.kind not in self.seconds_by_kind:
                 if end > start:
                     if (lane, op.rank) in last:
-                        self.lanes[at] = (last[lane, op.rank], "lane")
+                        self.before_on_lane[at] = (last[lane, op.rank], "lane")
                     last[lane, op.rank] = at
-                if op.rank in begun and (self.lanes[at] is None or self._let_start(begun[op.rank], lane) == start):
-                    self.lanes[at] = (begun[op.rank], "lane")
-        links: dict[Hashable, Transfer] = {}
-        for one in sorted((one for each in transfers for one in each), key=lambda one: (one.start, one.end)):
-            link = self.wire(one.source, one.target)
-            if link in links:
-                self.before_link[id(one)] = links[link]
-            links[link] = one
-            self.sent[one.source, one.end] = one
-            if self.rule is not None and one.end > one.start:
-                for side in (one.source, one.target):
-                    self.queued[side, self.rule.communicator(one.source, one.target), one.end] = one
+                main = begun.get(op.rank)
+                if main is not None and (self.before_on_lane[at] is None or self._let_start(main, lane) == start):
+                    self.before_on_lane[at] = (main, "lane")
+
+    def _look_back_on_links(self, transfers: Sequence[Transfer]) -> None:
+        """Find for each transfer what its link did before."""
+        last: dict[Hashable, Transfer] = {}
+        for sent in sorted(transfers, key=lambda sent: (sent.start, sent.end)):
+            link = self.wire(sent.source, sent.target)
+            if link in last:
+                self.before_on_link[id(sent)] = last[link]
+            last[link] = self.sent[sent.source, sent.end] = sent
+            if self.rule is not None and sent.end > sent.start:
+                for rank in (sent.source, sent.target):
+                    self.queued[rank, self.rule.communicator(sent.source, sent.target), sent.end] = sent
                 if self.rule.blocking:
-                    self.sent[one.target, one.end] = one
+                    self.sent[sent.target, sent.end] = sent
 
     def _let_start(self, at: int, lane: str) -> float:
         """When a main op lets those behind it start that run on another lane."""
         return self.events[at].end if lane == "wire" else self.events[at].start
 
-    def _at(self, position: int, event: int) -> int:
+    def _event_of(self, position: int, event: int) -> int:
         """The event of an op of the program in the same iteration as another event."""
         return event - event % self.size + position
 
-    def made(self, value: Value, rank: int, number: int) -> _Cause:
+    def arrival(self, value: Value, rank: int, number: int) -> _Cause:
         """Where a value that a rank reads in an iteration comes from."""
-        moved = self.moved[number].get((value, rank))
-        if moved is not None:
-            return _Cause(moved.end, moved, "data")
+        if (value, rank) in self.arrivals[number]:
+            sent = self.arrivals[number][value, rank][-1]
+            return _Cause(sent.end, sent, "data")
         if value in self.writer:
             at = number * self.size + self.writer[value]
             if at in self.received and not self.receive:
                 return _Cause(self.received[at].end, self.received[at], "data")
             return _Cause(self.events[at].end, at, "data")
-        return self.updated(value, number)
+        return self.update(value, number)
 
-    def updated(self, value: Value, number: int) -> _Cause:
-        """An input of the program: there from the start, or since the iteration before had the stage's gradient."""
-        found = [self.made(made, home, number - 1) for made, home in self.updates.get(value, ())] if number else []
-        return max(found, key=lambda cause: cause.time, default=_Cause(0.0, None, "start"))
+    def update(self, value: Value, number: int) -> _Cause:
+        """Where an input comes from: the start, or the stage's gradient of the iteration before."""
+        updates = self.updates.get(value, ()) if number else ()
+        causes = [self.arrival(gradient, home, number - 1) for gradient, home in updates]
+        return max(causes, key=lambda cause: cause.time, default=_Cause(0.0, None, "start"))
 
     def cause(self, node: int | Transfer) -> _Cause:
         """The cause that held an event or a transfer back."""
         if isinstance(node, Transfer):
             return self._cause_of_transfer(node)
         op, start, _ = self.events[node]
-        needed = [self.made(value, op.rank, node // self.size) for value in op.reads]
+        causes = [self.arrival(value, op.rank, node // self.size) for value in op.reads]
         if node in self.received:
-            needed = [_Cause(self.received[node].end, self.received[node], "data")]
-        cause = max(needed, key=lambda one: one.time, default=_Cause(0.0, None, "start"))
-        before = self.lanes[node]
+            causes = [_Cause(self.received[node].end, self.received[node], "data")]
+        cause = max(causes, key=lambda cause: cause.time, default=_Cause(0.0, None, "start"))
+        before = self.before_on_lane[node]
         if before is None:
             return cause
         at, why = before
-        beside = why == "lane" and lane_of(self.events[at].op) == "main"
-        of_lane = self._let_start(at, lane_of(op)) if beside else min(self.events[at].end, start)
-        if self.stays and why == "rank" and (op.rank, start) in self.sent and of_lane < start > cause.time:
+        is_behind_main = why == "lane" and lane_of(self.events[at].op) == "main"
+        free = self._let_start(at, lane_of(op)) if is_behind_main else min(self.events[at].end, start)
+        if self.sender_waits and why == "rank" and (op.rank, start) in self.sent and free < start > cause.time:
             return _Cause(start, self.sent[op.rank, start], "rank")
-        return _Cause(of_lane, at, why) if of_lane >= cause.time else cause
+        return _Cause(free, at, why) if free >= cause.time else cause
 
     def _cause_of_transfer(self, node: Transfer) -> _Cause:
-        number = self.round_of[id(node)]
-        at = self.writer.get(node.value)
-        cause = self.made(node.value, node.source, number) if at is not None else self.updated(node.value, number)
+        number, start = self.round_of[id(node)], node.start
+        is_written = node.value in self.writer
+        cause = self.arrival(node.value, node.source, number) if is_written else self.update(node.value, number)
         if self.send:
             sender = self.senders[id(node)]
             cause = _Cause(self.events[sender].start + self.send, sender, "data")
-        if cause.time >= node.start:
+        if cause.time >= start:
             return cause
         if self.rule is not None:
             return self._cause_of_meeting(node, self.rule) or cause
         if self.busy and not self.send:
-            if (node.source, node.start) in self.sent:
-                return _Cause(node.start, self.sent[node.source, node.start], "rank")
-            ending = (n for n, (op, _, end) in enumerate(self.events) if op.rank == node.source and end == node.start)
-            found = next((n for n in ending if lane_of(self.events[n].op) == "main"), None)
-            if found is not None:
-                return _Cause(node.start, found, "rank")
-        before = self.before_link.get(id(node))
-        return cause if before is None else _Cause(node.start, before, "link")
+            if (node.source, start) in self.sent:
+                return _Cause(start, self.sent[node.source, start], "rank")
+            for at, (op, _, end) in enumerate(self.events):
+                if op.rank == node.source and end == start and lane_of(op) == "main":
+                    return _Cause(start, at, "rank")
+        return self._cause_of_link(node) or cause
+
+    def _cause_of_link(self, node: Transfer) -> _Cause | None:
+        before = self.before_on_link.get(id(node))
+        return None if before is None else _Cause(node.start, before, "link")
 
     def _cause_of_meeting(self, node: Transfer, rule: MessageRule) -> _Cause | None:
         """The cause of a transfer that began later than its value was there."""
-        made = rule.communicator(node.source, node.target)
-        for side in (node.source, node.target):
-            before = self.queued.get((side, made, node.start))
+        communicator = rule.communicator(node.source, node.target)
+        for rank in (node.source, node.target):
+            before = self.queued.get((rank, communicator, node.start))
             if before is not None:
                 return _Cause(node.start, before, "queue")
-        if (node.source, node.start) in self.working:
-            return _Cause(node.start, self.working[node.source, node.start], "rank")
-        if (node.target, node.start) in self.working:
-            return _Cause(node.start, self.working[node.target, node.start], "receiver")
-        before = self.before_link.get(id(node))
-        return None if before is None else _Cause(node.start, before, "link")
+        sides: tuple[tuple[int, Why], ...] = ((node.source, "rank"), (node.target, "receiver"))
+        for rank, why in sides:
+            if (rank, node.start) in self.working:
+                return _Cause(node.start, self.working[rank, node.start], why)
+        return self._cause_of_link(node)
 
     def path(self) -> tuple[PathStep, ...]:
         """The chain of causes that ends last, from the start on."""
@@ -249,35 +253,36 @@ class Waiting:
             if is_work(op, end - start):
                 rows[op.rank].append((start, end, at))
         for at, (op, start, end) in enumerate(self.events):
-            if start < makespan and self.takes.get(op.kind):
+            if start < makespan and self.seconds_by_kind.get(op.kind):
                 rows[op.rank].append((start, start + self.send if op.kind == "SEND" and not self.busy else end, at))
-        if self.stays and not self.send:
-            for (rank, _), one in self.sent.items():
-                rows[rank].append((one.start, one.end, None))
-        found: list[Wait] = []
+        if self.sender_waits and not self.send:
+            for (rank, _), sent in self.sent.items():
+                rows[rank].append((sent.start, sent.end, None))
+        waits: list[Wait] = []
         for rank, row in enumerate(rows):
             free = 0.0
-            for start, end, at in sorted(row, key=lambda one: one[:2]):
+            for start, end, at in sorted(row, key=lambda work: work[:2]):
                 if start > free:
-                    found.append(Wait(rank, free, start, *self._whom(at)))
+                    waits.append(Wait(rank, free, start, *self._waiter_and_writer(at)))
                 free = max(free, end)
             if makespan > free:
-                found.append(Wait(rank, free, makespan, None, None, None))
-        return tuple(found)
+                waits.append(Wait(rank, free, makespan, None, None, None))
+        return tuple(waits)
 
-    def _whom(self, at: int | None) -> tuple[Op | None, Op | None, int | None]:
+    def _waiter_and_writer(self, at: int | None) -> tuple[Op | None, Op | None, int | None]:
         if at is None:
             return None, None, None
-        op, (_, node, why) = self.events[at].op, self.cause(at)
+        waiter, (_, node, why) = self.events[at].op, self.cause(at)
         while why == "rank" and isinstance(node, int):  # an op that took no time waited in its place
             _, node, why = self.cause(node)
         # A measured timeline has SEND and RECV but no transfers: it is what they carry that is waited for.
         while isinstance(node, int) and self.events[node].op.kind in ("RECV", "SEND"):
             node = self.writer.get(self.events[node].op.reads[0])
-        if isinstance(node, Transfer):
-            made = self.writer.get(node.value)
-            return op, None if made is None else self.events[made].op, node.source
-        return op, None if node is None else self.events[node].op, None if node is None else self.events[node].op.rank
+        source = node.source if isinstance(node, Transfer) else None
+        node = self.writer.get(node.value) if isinstance(node, Transfer) else node
+        if node is None:
+            return waiter, None, source
+        return waiter, self.events[node].op, self.events[node].op.rank if source is None else source
 
 
 def _name(what: Op | Transfer) -> str:
@@ -286,7 +291,7 @@ def _name(what: Op | Transfer) -> str:
 
 def in_order(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
     """Transfers in their one order: by time, then link, then value."""
-    return tuple(sorted(transfers, key=lambda one: (one.start, one.end, one.source, one.target, str(one.value))))
+    return tuple(sorted(transfers, key=lambda sent: (sent.start, sent.end, sent.source, sent.target, str(sent.value))))
 
 
 # Longest paths through a program's data, whatever the order of its ranks.
@@ -301,7 +306,7 @@ def way(costs: Costs, value: Value, source: int, target: int) -> float:
 
 
 def waits_of(program: Program, costs: Costs) -> list[list[tuple[int, float]]]:
-    """For each op what it reads; what the caller has on its rank is there from the start, and left out."""
+    """For each op its sources; inputs that are on its rank from the start are left out."""
     homes = {end.value: end.homes for end in program.inputs}
 
     def waits(op: Op, sources: Sequence[int]) -> Iterator[tuple[int, float]]:
@@ -310,10 +315,10 @@ def waits_of(program: Program, costs: Costs) -> list[list[tuple[int, float]]]:
                 sender = program.ops[source]
                 yield source, way(costs, carried(sender), sender.rank, op.rank)
                 continue
-            where = homes[value] if source < 0 else (program.ops[source].rank,)
-            taken = 0.0 if op.rank in where else way(costs, value, min(where), op.rank)
-            if source >= 0 or taken:
-                yield source, taken
+            ranks = homes[value] if source < 0 else (program.ops[source].rank,)
+            seconds = 0.0 if op.rank in ranks else way(costs, value, min(ranks), op.rank)
+            if source >= 0 or seconds:
+                yield source, seconds
 
     pairs = zip(program.ops, program.sources, strict=True)
     return [[] if op.kind == "FREE" else [*waits(op, sources)] for op, sources in pairs]
@@ -322,28 +327,30 @@ def waits_of(program: Program, costs: Costs) -> list[list[tuple[int, float]]]:
 def named_waits(
     program: Program, costs: Costs, named: Callable[[Op], bool]
 ) -> tuple[list[int], list[dict[int, float]]]:
-    """The places of the named ops, and for each the named ops that it waits for, through all others."""
-    number: dict[int, int] = {}
-    through: dict[int, dict[int, float]] = {-1: {-1: 0.0}}
-    found: list[dict[int, float]] = []
-    for at, (op, waits) in enumerate(zip(program.ops, waits_of(program, costs), strict=True)):
-        own: dict[int, float] = {}
-        for source, way in waits:
-            for one, more in ({number[source]: 0.0} if source in number else through[source]).items():
-                own[one] = max(own.get(one, 0.0), more + way)
+    """The positions of the named ops, and for each the named ops that it waits for, through all others."""
+    number_by_position: dict[int, int] = {}
+    waits_through: dict[int, dict[int, float]] = {-1: {-1: 0.0}}
+    waits_of_named: list[dict[int, float]] = []
+    for position, (op, sources) in enumerate(zip(program.ops, waits_of(program, costs), strict=True)):
+        waits: dict[int, float] = {}
+        for source, way in sources:
+            is_named = source in number_by_position
+            before = {number_by_position[source]: 0.0} if is_named else waits_through[source]
+            for number, seconds in before.items():
+                waits[number] = max(waits.get(number, 0.0), seconds + way)
         if named(op):
-            number[at] = len(number)
-            found.append(own)
+            number_by_position[position] = len(number_by_position)
+            waits_of_named.append(waits)
         else:
-            through[at] = own
-    return [*number], found
+            waits_through[position] = waits
+    return [*number_by_position], waits_of_named
 
 
 def heads_of(waits: Sequence[Waits], seconds: Sequence[float]) -> list[float]:
-    """When each op can start at the earliest."""
+    """The earliest start of each op."""
     starts: list[float] = []
-    for own in waits:
-        ready = (way + (starts[at] + seconds[at] if at >= 0 else 0.0) for at, way in own)
+    for waits_of_op in waits:
+        ready = (way + (starts[source] + seconds[source] if source >= 0 else 0.0) for source, way in waits_of_op)
         starts.append(max(ready, default=0.0))
     return starts
 
