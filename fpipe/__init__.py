@@ -20,7 +20,7 @@ from fpipe.timing.costs import Costs
 from fpipe.timing.simulate import simulate
 from fpipe.timing.timeline import Timeline
 from fpipe.training import program
-from fpipe.transforms.chain import chain, identity
+from fpipe.transforms._rewrite import chain, identity
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.communicate import communicate, free
 from fpipe.transforms.data_parallel import data_parallel

@@ -1,4 +1,4 @@
-"""A stage function that was cut out of a net: it also takes its parameters by position, and tells what else it reads.
+"""A stage function that was cut out of a net: it also takes its parameters by position, and lists what else it reads.
 
 f({"0.weight": w}, x)   f({"1.weight": w}, x)        --> pure -->        f([w], x)
 
@@ -22,16 +22,16 @@ Names = tuple[tuple[str, ...], ...]
 
 
 class PositionalStage(ABC):
-    """A stage function of a net. The attributes that a front door leaves as they are say that there is none such.
+    """A stage function of a net. Attributes that a front door does not set are empty.
 
     Attributes:
-        number: which stage it is.
+        number: the number of the stage.
         names: the names of its parameters, the first name of each in `params`.
         holds: the names of the buffers that it reads and writes: its state.
         fixed: the names of its constants, all that it reads besides parameters and state.
-        homes: where each of them is: its owner, and the attribute.
-        modules: the modules that it runs, by path, and the `lock` of those that run them.
-        norms: those of them that keep running statistics.
+        homes: the owner and the attribute of each constant.
+        modules: the modules that it runs, by path, and the `lock` to hold while they run.
+        norms: the modules that keep running statistics.
     """
 
     number: int
@@ -51,23 +51,23 @@ class PositionalStage(ABC):
     def pure(
         self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor]
     ) -> tuple[Any, dict[str, Any]]:
-        """The output as a function of all that the stage reads, in the order of names; and its `state` after it."""
+        """Compute the output and the `state` after it from all that the stage reads, in the order of names."""
 
     @abstractmethod
     def twin(self) -> Any:
-        """Equal for stages that compute the same function of what they take by position."""
+        """A key that is equal for stages which compute the same function of what they take by position."""
 
     @cached_property
     def pieces(self) -> Sequence[Any]:
-        """The parts that it runs one after the other, each to be traced alone; none where it is traced as a whole."""
+        """The parts that it runs one after the other, each traced alone; none where it is traced as a whole."""
         return ()
 
     def in_pieces(self, params: Sequence[Any], constants: Sequence[Any], x: Any) -> tuple[dict[Any, Any], Any] | None:
-        """Which values of its pieces are what it is handed, and its output with values for tensors; None without."""
+        """The stage's inputs among the values of its pieces, and its output in such values; None without pieces."""
         return None
 
     def during(self, params: Sequence[Tensor], constants: Sequence[Tensor], what: Callable[[], Any]) -> Any:
-        """Do something, such as the backward of its output, while it has what it was given where it looks for it."""
+        """Call `what`, such as the backward of its output, while these tensors stand in the modules."""
         return what()
 
     @abstractmethod
@@ -79,12 +79,12 @@ class PositionalStage(ABC):
         return [name for name, _ in self.named_tensors()]
 
     def constants(self) -> list[Tensor]:
-        """Its constants as they are now."""
+        """The current values of its constants."""
         with self.lock:
             return [getattr(owner, name) for owner, name in self.homes]
 
     def literals_now(self) -> list[Tensor]:
-        """Those of them that its code makes of numbers."""
+        """The constants that its code makes of numbers."""
         return []
 
     def modes(self) -> tuple[Any, ...]:
@@ -92,11 +92,11 @@ class PositionalStage(ABC):
         return (*(module.training for _, module in self.modules), *(norm.momentum for _, norm in self.norms))
 
     def moved(self) -> Mapping[str, int]:
-        """The parameters that a net has elsewhere than when they were handed out, each with the address of that."""
+        """The parameters that the net has moved since they were handed out, each with the address it had then."""
         return {}
 
     def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """All tensors that it holds, by name."""
+        """All tensors of its modules, by name."""
         return ()
 
     def drawing(self) -> list[str]:

@@ -34,8 +34,7 @@ _FAKE: Any = _C._TorchDispatchModeKey.FAKE
 
 
 def arguments_of(op: Any) -> Any:
-    """The arguments of an op, each with its name, type, default and what the op does to its memory (2.13:
-    `_schema`)."""
+    """The arguments of an op: name, type, default and what the op does to its memory (2.13: `_schema`)."""
     return op._schema.arguments
 
 
@@ -68,8 +67,7 @@ def is_fake(tensor: Any) -> bool:
 
 
 def function_behind(node: Any) -> type | None:
-    """The `torch.autograd.Function` that a node of autograd's graph is of; None for torch's own ops (2.13:
-    `_forward_cls`)."""
+    """The `torch.autograd.Function` of a node in autograd's graph; None for an op of torch (2.13: `_forward_cls`)."""
     return getattr(node, "_forward_cls", None)
 
 
@@ -84,8 +82,7 @@ def forbids_saved_tensors_hooks(error: RuntimeError) -> bool:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """A number that tells a tensor's storage from all others that are alive; sparse ones have none, which is a
-    NotImplementedError (2.13: `_cdata`)."""
+    """The identity of a tensor's storage; a NotImplementedError for sparse ones, which have none (2.13: `_cdata`)."""
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
@@ -109,7 +106,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 class ModuleDicts(NamedTuple):
-    """The dicts in which a module has what is its own, by name, to read and to bind."""
+    """The dicts of a module's direct parameters, buffers and children by name, to read and to bind."""
 
     parameters: dict[str, nn.Parameter | None]
     buffers: dict[str, Tensor | None]
@@ -117,9 +114,9 @@ class ModuleDicts(NamedTuple):
 
 
 def held_by(module: nn.Module) -> ModuleDicts:
-    """Own tensors and children of a module, without asking its `__getattr__` (2.13: three dicts)."""
-    own = vars(module)
-    return ModuleDicts(own["_parameters"], own["_buffers"], own["_modules"])
+    """Direct tensors and children of a module, without asking its `__getattr__` (2.13: three dicts)."""
+    attributes = vars(module)
+    return ModuleDicts(attributes["_parameters"], attributes["_buffers"], attributes["_modules"])
 
 
 _SAVED = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
@@ -127,17 +124,15 @@ _RECOMPUTED = (False, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_R
 
 
 def all_ops() -> list[OpOverload]:
-    """Every op that torch knows by now, by name (2.13: `_dispatch_get_all_op_names`)."""
-    library: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-    found: list[OpOverload] = []
-    for name in sorted(library._dispatch_get_all_op_names()):
-        space, _, rest = name.partition("::")
+    """Every op that is registered with torch now, by name (2.13: `_dispatch_get_all_op_names`)."""
+    ops: list[OpOverload] = []
+    for name in sorted(_C._dispatch_get_all_op_names()):
+        namespace, _, rest = name.partition("::")
         word, _, overload = rest.partition(".")
-        packet: Any = getattr(getattr(torch.ops, space), word, None)
-        op = getattr(packet, overload or "default", None)
+        op = getattr(getattr(getattr(torch.ops, namespace), word, None), overload or "default", None)
         if isinstance(op, OpOverload):
-            found.append(cast("OpOverload", op))
-    return found
+            ops.append(cast("OpOverload", op))
+    return ops
 
 
 def selective_checkpoint_answers(policy: Callable[..., Any]) -> dict[str, bool]:
@@ -150,10 +145,8 @@ def _is_saved(policy: Callable[..., Any], context: Any, op: OpOverload) -> bool:
     try:
         answer = policy(context, op)
     except Exception as error:
-        raise TypeError(
-            f"the policy for {op} raised {type(error).__name__}: {error}. It is asked as policy(ctx, op), without "
-            "tensors, since a program knows none."
-        ) from error
+        rule = "It is asked as policy(ctx, op), without tensors, since a program knows none."
+        raise TypeError(f"the policy for {op} raised {type(error).__name__}: {error}. {rule}") from error
     if answer not in (*_SAVED, *_RECOMPUTED):
         raise TypeError(f"a policy answers with a torch.utils.checkpoint.CheckpointPolicy, found {answer!r} for {op}.")
     return answer in _SAVED
@@ -228,12 +221,11 @@ def has_saved_tensors_hooks() -> bool:
 
 
 def has_hooks_on_all_modules() -> bool:
-    """Whether there are global hooks of modules besides torch's own, which follow where a step is (2.13)."""
-    return _MODULES._has_any_global_hook() and any(map(_is_somebodys, chain.from_iterable(_HOOKS)))
-
-
-def _is_somebodys(hook: Any) -> bool:
-    return not str(getattr(hook, "__module__", "")).startswith("torch.")
+    """Whether there are global hooks of modules besides those of torch, which follow where a step is (2.13)."""
+    if not _MODULES._has_any_global_hook():
+        return False
+    modules = (str(getattr(hook, "__module__", "")) for hook in chain.from_iterable(_HOOKS))
+    return any(not module.startswith("torch.") for module in modules)
 
 
 def function_modes() -> Iterator[Any]:

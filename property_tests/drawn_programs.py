@@ -12,8 +12,7 @@ from fpipe.model import Source
 from fpipe.program import Program
 from fpipe.schedules.tables import from_table
 from fpipe.training import program as base_program
-from fpipe.transforms._rewrite import Transform
-from fpipe.transforms.chain import chain
+from fpipe.transforms._rewrite import Transform, chain
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.merge import merge
 from fpipe.transforms.split import split

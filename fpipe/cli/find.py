@@ -15,7 +15,7 @@ from fpipe.finding.search import search as find
 from fpipe.interop import to_json
 from fpipe.timing.costs import Costs
 from fpipe.training import program as base_program
-from fpipe.transforms.chain import chain
+from fpipe.transforms._rewrite import chain
 from fpipe.transforms.merge import merge
 from fpipe.transforms.place import place
 from fpipe.transforms.split import split

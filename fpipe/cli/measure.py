@@ -24,7 +24,7 @@ from fpipe.timing.costs import Costs
 from fpipe.timing.simulate import simulate
 from fpipe.timing.timeline import Timeline
 from fpipe.training import program as base_program
-from fpipe.transforms.chain import chain
+from fpipe.transforms._rewrite import chain
 from fpipe.transforms.merge import merge
 from fpipe.transforms.split import split
 

@@ -30,8 +30,8 @@ from fpipe.schedules.named import parse as parse_name
 from fpipe.schedules.tables import from_table
 from fpipe.timing.cluster import Cluster, bytes_of
 from fpipe.training import program as base_program
+from fpipe.transforms._rewrite import chain
 from fpipe.transforms.cells import keys_of, read_table, sizes_of, text_of
-from fpipe.transforms.chain import chain
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.merge import merge
 from fpipe.transforms.shard import GATHERS, WHOLE, checked_gathers

@@ -21,8 +21,8 @@ from fpipe.orders.tasks import Rows, Steady, Tasks, later, steady_states, stretc
 from fpipe.program import Program, ProgramError, is_exchange
 from fpipe.timing.simulate import simulate
 from fpipe.training import program as base_program
+from fpipe.transforms._rewrite import chain, identity
 from fpipe.transforms.cells import Key
-from fpipe.transforms.chain import chain, identity
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.merge import merge
 from fpipe.transforms.reorder import by_table

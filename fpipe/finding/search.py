@@ -24,7 +24,7 @@ from fpipe.timing.amounts import exact_amount
 from fpipe.timing.costs import Costs, the_costs
 from fpipe.timing.simulate import simulate
 from fpipe.training import program as base_program
-from fpipe.transforms.chain import chain
+from fpipe.transforms._rewrite import chain
 from fpipe.transforms.checkpoint import checkpoint as recompute
 from fpipe.transforms.merge import merge
 from fpipe.transforms.place import stage_ranks

@@ -37,9 +37,8 @@ from fpipe.interop._torch_tables import (
 from fpipe.model import Model
 from fpipe.program import Op, Program, ProgramError, the_program
 from fpipe.training import program as base_program
-from fpipe.transforms._rewrite import Transform, transforming
+from fpipe.transforms._rewrite import Transform, chain, transforming
 from fpipe.transforms.cells import sizes_of
-from fpipe.transforms.chain import chain
 from fpipe.transforms.communicate import communicate
 from fpipe.transforms.merge import merge
 from fpipe.transforms.reorder import by_table

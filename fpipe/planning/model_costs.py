@@ -16,7 +16,7 @@ from fpipe.model import Model
 from fpipe.program import Program, Value
 from fpipe.timing.costs import Costs, Storages
 from fpipe.training import program as base_program
-from fpipe.transforms.chain import chain
+from fpipe.transforms._rewrite import chain
 from fpipe.transforms.merge import merge
 from fpipe.transforms.shard import is_sharded
 from fpipe.transforms.split import split

@@ -16,7 +16,7 @@ from fpipe.program import Program, ProgramError
 from fpipe.timing.amounts import amount
 from fpipe.timing.costs import Costs, computing
 from fpipe.timing.simulate import simulate
-from fpipe.transforms.chain import chain
+from fpipe.transforms._rewrite import chain
 from fpipe.transforms.place import place
 from fpipe.transforms.split_backward import split_backward
 

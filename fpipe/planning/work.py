@@ -23,8 +23,7 @@ from fpipe.timing.amounts import NamedBytes, between
 from fpipe.timing.cluster import Cluster
 from fpipe.timing.costs import Costs
 from fpipe.training import program as base_program
-from fpipe.transforms._rewrite import Transform
-from fpipe.transforms.chain import chain
+from fpipe.transforms._rewrite import Transform, chain
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.data_parallel import data_parallel
 from fpipe.transforms.merge import merge

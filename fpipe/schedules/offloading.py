@@ -6,8 +6,7 @@ from fpipe.schedules.basic import one_f_one_b
 from fpipe.schedules.in_turn import even_chunks
 from fpipe.schedules.interleaved import group_interleaved
 from fpipe.schedules.registry import published
-from fpipe.transforms._rewrite import Transform
-from fpipe.transforms.chain import chain
+from fpipe.transforms._rewrite import Transform, chain
 from fpipe.transforms.offload import offload
 
 

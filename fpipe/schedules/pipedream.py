@@ -7,8 +7,7 @@ which version of its parameters a stage reads, and so in how many it holds.
 from __future__ import annotations
 
 from fpipe.schedules.basic import one_f_one_b
-from fpipe.transforms._rewrite import Transform
-from fpipe.transforms.chain import chain
+from fpipe.transforms._rewrite import Transform, chain
 from fpipe.transforms.steps import steps as several
 
 

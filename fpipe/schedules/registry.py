@@ -12,8 +12,7 @@ from typing import ParamSpec
 from fpipe.limits import whole
 from fpipe.program import Program, ProgramError
 from fpipe.training import program as base_program
-from fpipe.transforms._rewrite import Transform, transforming
-from fpipe.transforms.chain import chain
+from fpipe.transforms._rewrite import Transform, chain, transforming
 from fpipe.transforms.merge import merge
 from fpipe.transforms.split import split
 

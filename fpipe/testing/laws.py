@@ -22,8 +22,7 @@ from fpipe.timing.bounds import bounds
 from fpipe.timing.costs import Costs
 from fpipe.timing.simulate import simulate
 from fpipe.training import program as base_program
-from fpipe.transforms._rewrite import Transform
-from fpipe.transforms.chain import chain
+from fpipe.transforms._rewrite import Transform, chain
 from fpipe.transforms.checkpoint import Policy, checkpoint
 from fpipe.transforms.communicate import communicate, free
 from fpipe.transforms.merge import merge

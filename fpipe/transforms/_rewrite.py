@@ -1,4 +1,4 @@
-"""Rebuild a program from a rewritten list of ops, and place the ops that no schedule names."""
+"""Make and chain transforms, rebuild a program from rewritten ops, and place the ops that no schedule names."""
 
 from __future__ import annotations
 
@@ -47,6 +47,46 @@ def transforming(rewrite: Transform) -> Transform:
         return naming_buffers(rewritten, buffers)
 
     return transform
+
+
+def chain(*transforms: Transform) -> Transform:
+    """Apply transforms from left to right.
+
+    >>> import fpipe
+    >>> program = fpipe.program(1)
+    >>> print(fpipe.plot(program))
+    rank 0 | 0F0 0B0
+    >>> print(fpipe.plot(fpipe.chain(fpipe.split(2), fpipe.split_backward())(program)))
+    rank 0 | 0F0 0I0 0W0 0F1 0I1 0W1
+    """
+
+    rule = "a transform is made by a call, such as fpipe.schedules.gpipe(4)."
+    for number, step in enumerate(transforms):
+        if not callable(step):
+            raise TypeError(f"number {number} of the chain is no transform, found {type(step).__name__}; {rule}")
+        name = getattr(step, "__qualname__", "<locals>")
+        if str(getattr(step, "__module__", "")).startswith("fpipe.") and "<locals>" not in name:
+            raise TypeError(f"number {number} of the chain is {name} itself, which makes a transform: say {name}(...).")
+
+    @transforming
+    def transform(program: Program) -> Program:
+        for number, step in enumerate(transforms):
+            program = step(program)
+            if not isinstance(program, Program):
+                raise TypeError(f"number {number} of the chain gave a {type(program).__name__}, no Program; {rule}")
+        return program
+
+    return transform
+
+
+def identity() -> Transform:
+    """Leave a program as it is.
+
+    >>> import fpipe
+    >>> fpipe.identity()(fpipe.program(2)) == fpipe.program(2)
+    True
+    """
+    return transforming(lambda program: program)
 
 
 def on_parts(change: Callable[[Op], Op], op: Op) -> Op:
