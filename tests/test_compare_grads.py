@@ -1,5 +1,7 @@
 """Gradients made elsewhere: each mistake is made on purpose, and called by its name."""
 
+import re
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 
@@ -163,9 +165,83 @@ def test_two_mistakes_are_told_apart():
     first, scaled, names, odd, name = str(caught.value).splitlines()
     assert first == "3 of 6 gradients are not those of plain autograd."
     assert (scaled[:4], names) == ("4 x:", "  0.weight, 0.bias")
-    assert odd.startswith("of ")
-    assert " x the norm, its cosine with the right one " in odd
+    assert re.fullmatch(r"[\d.]+ x the norm, its cosine with the right one -?[\d.]+", odd)
     assert name == "  2.weight"
+
+
+def exchanged(grad: torch.Tensor, dim: int, first: slice, second: slice) -> torch.Tensor:
+    rows = torch.arange(grad.shape[dim])
+    rows[first], rows[second] = rows[second].clone(), rows[first].clone()
+    return grad.index_select(dim, rows)
+
+
+SMALL: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "bfloat16": (lambda grad: grad.bfloat16().float(), "as if rounded to bfloat16"),
+    "float8": (lambda grad: grad.to(torch.float8_e5m2).float(), "as if rounded to float8_e5m2"),
+    "halves": (lambda grad: exchanged(grad, 0, slice(16), slice(16, 32)), "rows 0-15 and 16-31 are exchanged"),
+    "two rows": (lambda grad: exchanged(grad, 0, slice(3, 4), slice(7, 8)), "rows 3 and 7 are exchanged"),
+    "columns": (lambda grad: exchanged(grad, 1, slice(2), slice(4, 6)), "columns 0-1 and 4-5 are exchanged"),
+    "an order": (lambda grad: grad.roll(1, 0), "rows 0-31 are in another order"),
+    "transposed": (lambda grad: grad.T.contiguous(), "transposed"),
+    "noise": (lambda grad: grad + 1e-3 * grad.roll(5, 1), "off by 0.1 % of its norm"),
+    "a row": (lambda grad: grad * (1 + 0.01 * (torch.arange(32) == 5)[:, None]), "off by 0.24 %"),
+}
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_a_small_or_orderly_difference_is_described(case: str):
+    """These read "of 1 x the norm, its cosine with the right one 1"."""
+    change, words = SMALL[case]
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=F.mse_loss)
+    batch = torch.randn(12, 32), torch.randn(12, 1)
+    right = fpipe.join_params(model, fpipe.reference(model, params, batch).grads)
+    with pytest.raises(fpipe.GradientMismatch) as error:
+        fpipe.compare_grads(model, params, batch, right | {"0.weight": change(right["0.weight"])})
+    first, difference, name = str(error.value).splitlines()
+    assert (first, name) == ("1 of 4 gradients are not those of plain autograd.", "  0.weight")
+    assert difference.startswith(words)
+    assert ("in row 5 alone" in difference) == (case == "a row")
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        ((1, 0, 1, 0), "microbatches 1 and 3 of 4 are missing"),
+        ((0, 0, 0, 1), "microbatches 0, 1 and 2 of 4 are missing"),
+        ((2, 1, 1, 2), "microbatches 0 and 3 of 4 count twice"),
+        ((1, 0, 2, 1), "microbatch 1 of 4 is missing, and microbatch 2 counts twice"),
+        ((1, 3, 1, 0), "the 4 microbatches count 1, 3, 1, 0 times"),
+    ],
+)
+def test_several_microbatches_that_count_wrongly_are_named(counts: tuple[int, ...], words: str):
+    assert verdict(loop(counts)) == [words]
+    scaled = f"{words}, and all is 4 x: summed over the 4 microbatches or 4 ranks instead of averaged?"
+    assert verdict(loop(counts, scale=4.0), microbatches=4) == [scaled]
+
+
+WRAPPERS = {
+    "DistributedDataParallel": lambda name: f"module.{name}",
+    "compile": lambda name: f"_orig_mod.{name}",
+    "compile of a child": lambda name: name.replace("0.", "0._orig_mod."),
+    "both": lambda name: f"module._orig_mod.{name}",
+    "FSDP": lambda name: f"_fsdp_wrapped_module.{name}",
+    "checkpoint": lambda name: f"_checkpoint_wrapped_module.{name}",
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_names_of_wrappers_are_left_out(wrapper: str):
+    _, model, params, batch = made()
+    grads = {WRAPPERS[wrapper](name): grad for name, grad in loop().items()}
+    assert judged(grads).bitwise
+    after = {WRAPPERS[wrapper](name): p for name, p in fpipe.join_params(model, params).items()}
+    how = {"rule": "SGD", "lr": 0.0}
+    assert fpipe.compare_step(model, params, batch, after, grads=grads, microbatches=4, **how).bitwise
+    assert fpipe.compare_step(model, params, batch, [after, after], **how).bitwise
+    with pytest.raises(ValueError, match=r"no parameter 'module.9.bias'|nothing to compare the gradient of module"):
+        judged(grads | {"module.9.bias": torch.ones(5)})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

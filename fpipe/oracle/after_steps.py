@@ -36,7 +36,10 @@ _BITS, _NEARER = 32.0, 16.0
 """How many bits parameters have to tell of a mistake, and how much nearer to it they have to be, for it to be sure:
 some hundred are tried, and in a small net other mistakes than these turn the same signs."""
 
-_ROUNDS = 4
+_REACHED = 1.01
+"""How much larger than a clip a norm is that it changes."""
+
+_ROUNDS = 6
 """How often a factor is improved that is found by how far parameters have moved: over steps they do not move in line
 with it."""
 
@@ -181,8 +184,8 @@ class AfterSteps:
     def _explanations(self, has_grads: bool) -> tuple[list[str], Result | None]:
         """Return all mistakes that make these parameters, and the result of the one that comes nearest.
 
-        Groups of mistakes behind that of an exact one are not tried. A loop is shaken, which is to run it once more,
-        only if none that comes nearer explains the parameters.
+        Where some make every bit, they alone, and groups of mistakes behind theirs are not tried. A loop is shaken,
+        which is to run it once more, only if none that comes nearer explains the parameters.
         """
         tried = list[tuple[float, dict[int, float], str, Loop]]()
         for number, group in enumerate(mistakes(self.loop)):
@@ -194,7 +197,8 @@ class AfterSteps:
         for _, _, _, loop in sorted((row for row in tried if isfinite(row[0])), key=itemgetter(0)):
             result = loop.run()
             if not self.wrong_beside(loop, result):
-                limits = self._errors(result) if self.close else self._limits(loop, result)
+                errors = self._errors(result)
+                limits = errors if self.close or not any(errors.values()) else self._limits(loop, result)
                 named = (words for _, errors, words, _ in tried if all(errors[k] <= limits[k] for k in errors))
                 return [*dict.fromkeys(named)], result
         return [], None
@@ -213,21 +217,22 @@ class AfterSteps:
             others = [lr if lr is None else float(f"{lr * times:.6g}") for lr in rates]
             return replace(loop, rates=[numbers | {"lr": lr} for numbers, lr in zip(loop.rates, others, strict=True)])
 
-        for times in self._solve(at_rates) if None not in rates else ():
+        if None not in rates and (times := self._solve(at_rates)):
             others = [numbers["lr"] for numbers in at_rates(times).rates]
-            other, meant = (listed([f"{lr:g}" for lr in dict.fromkeys(values)]) for values in (others, rates))
+            other, meant = (listed([f"{lr:.3g}" for lr in dict.fromkeys(values)]) for values in (others, rates))
             if other != meant:
                 yield f"the learning rate is {other}, not {meant}", at_rates(times)
-        if words.by == "SGD" and not has_grads:
-            for times in self._solve(lambda times: loop.without_clip().changed(scaled, by=times)):
-                yield f"gradients are {times:.3g} times as large", loop.changed(scaled, by=times)
-        if clip is not None:
-            for times in self._solve(lambda times: replace(loop, words=words._replace(clip=clip * times))):
-                other_clip = words._replace(clip=float(f"{clip * times:.6g}"))
-                yield f"gradients are clipped to {other_clip.clip:g}, not {clip:g}", replace(loop, words=other_clip)
+        unclipped = loop.with_clip(None)
+        is_told = words.by == "SGD" and not has_grads
+        if is_told and (times := self._solve(lambda times: unclipped.changed(scaled, by=times))):
+            yield f"gradients are {times:.3g} times as large", loop.changed(scaled, by=times)
+        if clip is not None and (times := self._solve(lambda times: loop.with_clip(clip * times))):
+            clipped = loop.with_clip(clip * times)
+            if any(float(norm) > _REACHED * clip * times for norm in clipped.run().norm or ()):
+                yield f"gradients are clipped to {clip * times:.3g}, not {clip:.3g}", clipped
 
-    def _solve(self, at: Callable[[float], Loop]) -> list[float]:
-        """Return the factors, to three digits and plain, whose loop moves the largest leaf as far as it has moved."""
+    def _solve(self, at: Callable[[float], Loop]) -> float | None:
+        """Return the factor, plain or of three digits, whose loop moves the largest leaf as far as it has moved."""
         k = max(self.named, key=lambda k: self.named[k][1].numel())
         before = wide(tree.leaves(tuple(self.loop.params))[k])
         moved, times = (wide(self.named[k][1]) - before).flatten(), 1.0
@@ -235,9 +240,10 @@ class AfterSteps:
             way = (wide(tree.leaves(at(times).run().params)[k]) - before).flatten()
             ratio = float(torch.vdot(way, moved).real / torch.vdot(way, way).real) if way.any() else 0.0
             if not 0 < ratio < inf:
-                return []
+                return None
             times *= ratio
-        return [*{value: None for value in (plainest(times), float(f"{times:.3g}")) if value != 1.0}]
+        nearest = min(plainest(times), float(f"{times:.3g}"), key=lambda value: abs(value - times))
+        return None if nearest == 1.0 else nearest
 
 
 def _limit(right: Tensor, moved: Tensor) -> float:

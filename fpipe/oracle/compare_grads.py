@@ -23,7 +23,7 @@ from fpipe.meaning.single_device.params_and_state import check_all_state, check_
 from fpipe.meaning.single_device.result import Result
 from fpipe.model import Model, the_model
 from fpipe.models.parameters.params import join_params
-from fpipe.oracle.named_leaves import by_name, numbered_leaves
+from fpipe.oracle.named_leaves import by_name, numbered_leaves, without_wrappers
 from fpipe.oracle.verdict import Gradient, Verdict, is_sure, judge
 from fpipe.program import Value
 from fpipe.verification.cross_checks import undivided
@@ -141,7 +141,8 @@ def _checked_grads(model: Model, params: Sequence[Any], grads: Any) -> dict[str,
     if isinstance(grads, tuple | list) and len(grads) == len(params) and not isinstance(numbered, tuple | list):  # pyright: ignore[reportUnknownArgumentType]
         grads = join_params(model, grads)  # pyright: ignore[reportUnknownArgumentType]
     numbers = by_name(numbered)
-    named = {name: leaf for name, leaf in by_name(grads).items() if leaf is not None}
+    tensors = {name: leaf for name, leaf in by_name(grads).items() if leaf is not None}
+    named = without_wrappers(tensors, numbers)
     unknown = next((name for name in named if name not in numbers), None)
     if unknown is not None and not isinstance(grads, Mapping):
         kind = f"{len(grads)} in a {type(grads).__name__}" if isinstance(grads, tuple | list) else type(grads).__name__

@@ -33,7 +33,7 @@ from fpipe.meaning.single_device.result import Result
 from fpipe.model import Model, the_model
 from fpipe.oracle.after_steps import GRADIENT, AfterSteps, shaken
 from fpipe.oracle.gradient_changes import Parts
-from fpipe.oracle.named_leaves import params_by_leaf, put_together
+from fpipe.oracle.named_leaves import params_by_leaf, put_together, without_wrappers
 from fpipe.oracle.step_mistakes import Loop, clipped_by_parts
 from fpipe.transforms.update import words_of_update
 from fpipe.verification.report import (
@@ -279,7 +279,11 @@ def _wrong_values(
 ) -> list[str]:
     """Describe gradients and optimizer state that differ from the loop's."""
     right, messages = compared.values_of(compared.expected), list[str]()
+    names = [name for name, _ in compared.named.values()]
+    states = without_wrappers(states, names)
+    grads = without_wrappers(grads, names) if isinstance(grads, Mapping) else [*grads]
     if not isinstance(grads, Mapping):
+        grads = [without_wrappers(rank, names) for rank in grads]
         shapes = {name.removeprefix(GRADIENT): leaf.shape for name, leaf in right.items()}
         _refuse_unknown([GRADIENT + name for named in grads for name in named], right)
         pieces = put_together(grads, shapes)

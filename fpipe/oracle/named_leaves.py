@@ -5,7 +5,7 @@ rank 0: {"w": rows 0..3, "b": all}   rank 1: {"w": rows 4..7, "b": all}        -
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,24 @@ def by_name(pytree: Any) -> dict[str, Any]:
         place.replace("['", ".").replace("[", ".").replace("']", "").replace("]", "").removeprefix("."): leaf
         for place, leaf in tree.paths(pytree)
     }
+
+
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+"""Modules that torch.compile, FSDP and activation checkpointing put around one; DDP's `module` leads a name."""
+
+
+def without_wrappers(tensors: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Leave the names of wrapping modules out of names that are unknown with them and known without.
+
+    >>> without_wrappers({"module._orig_mod.0.weight": 1, "module.step": 2}, {"0.weight"})
+    {'0.weight': 1, 'module.step': 2}
+    """
+    named: dict[str, Any] = {}
+    for name, leaf in tensors.items():
+        inner = [part for part in name.split(".") if part not in _WRAPPERS]
+        shorter = [".".join(inner), ".".join(inner[1:] if inner[:1] == ["module"] else inner)]
+        named[next((other for other in shorter if name not in known and other in known), name)] = leaf
+    return named
 
 
 class Region(NamedTuple):
@@ -124,7 +142,8 @@ def params_by_leaf(
     leaves, numbered = numbered_leaves(model, params)
     numbers = by_name(numbered)
     if isinstance(after, tuple | list) and _are_ranks(model, after):  # pyright: ignore[reportUnknownArgumentType]
-        pieces = put_together(after, {name: leaves[number].shape for name, number in numbers.items()})  # pyright: ignore[reportUnknownArgumentType]
+        ranks = [without_wrappers(rank, numbers) for rank in after]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        pieces = put_together(ranks, {name: leaves[number].shape for name, number in numbers.items()})
         after = pieces.whole
     elif isinstance(after, tuple | list):
         after = join_params(model, [*after])  # pyright: ignore[reportUnknownArgumentType]
@@ -133,7 +152,7 @@ def params_by_leaf(
             "after is a dict by name, such as {name: p for name, p in net.named_parameters()}, or one tree for each "
             f"stage; found {type(after).__name__}."
         )
-    tensors = by_name(after)
+    tensors = without_wrappers(by_name(after), numbers)
     named: dict[int, tuple[str, Tensor]] = {}
     for name, number in numbers.items():
         if number not in named and tensors.get(name) is not None:

@@ -99,9 +99,9 @@ class Loop:
         """Return the loop with other gradients."""
         return replace(self, change=partial(change, **how))
 
-    def without_clip(self) -> Loop:
-        """Return the loop with gradients as they are."""
-        return replace(self, words=self.words._replace(clip=None))
+    def with_clip(self, clip: float | None) -> Loop:
+        """Return the loop with another clip, or none."""
+        return replace(self, words=self.words._replace(clip=clip))
 
 
 Named = Iterator[tuple[str, Loop]]
@@ -115,7 +115,8 @@ def mistakes(loop: Loop) -> Iterator[Named]:
     yield chain(_wrong_sums(loop), _wrong_clips(loop))
     yield _wrong_ties(loop)
     yield _wrong_rows(loop)
-    yield chain(_wrong_settings(loop), _other_optimizers(loop))
+    yield _wrong_settings(loop)
+    yield _other_optimizers(loop)
     yield _wrong_steps(loop)
 
 
@@ -175,14 +176,17 @@ def _wrong_rows(loop: Loop) -> Named:
 
 
 def _wrong_clips(loop: Loop) -> Named:
-    clip, unclipped = loop.words.clip, loop.without_clip()
+    clip, unclipped = loop.words.clip, loop.with_clip(None)
     if clip is None:
-        yield "gradients are clipped to 1", replace(loop, words=loop.words._replace(clip=1.0))
+        yield "gradients are clipped to 1", loop.with_clip(1.0)
         return
     yield "gradients are not clipped, or to more than their norm", unclipped
     words = "each stage is clipped by its own norm: the norm misses other ranks"
     yield words, unclipped.changed(clipped_by_stage, most=clip)
     yield from clipped_by_parts(loop)
+    for times in (2, 4, 8):  # the effect of a norm that counts everything so many times
+        other = clip / times**0.5
+        yield f"gradients are clipped to {other:.3g}, not {clip:.3g}", loop.with_clip(other)
     for words, times in _wrong_norms(loop):
         yield words, unclipped.changed(clipped_by_count, most=clip, times=times)
     if len(loop.steps[0]) > 1:
@@ -212,7 +216,7 @@ def clipped_by_parts(loop: Loop) -> Named:
     """Yield a loop whose ranks clip what they have by its own norm; nothing where none has a part of a leaf."""
     if loop.words.clip is not None and any(region for regions in loop.regions for region in regions.values()):
         words = "each rank is clipped by the norm of what it has itself: the norm misses other ranks"
-        yield words, loop.without_clip().changed(clipped_by_rank, most=loop.words.clip, regions=loop.regions)
+        yield words, loop.with_clip(None).changed(clipped_by_rank, most=loop.words.clip, regions=loop.regions)
 
 
 def _wrong_settings(loop: Loop) -> Named:

@@ -18,26 +18,30 @@ import torch
 from torch import Tensor
 
 from fpipe.model import Reduction
+from fpipe.oracle.differences import difference_in_words
 from fpipe.verification.report import distance, is_finite, largest, norm, tolerance, vanish, wide
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """A mistake: a microbatch or the use in a stage counts `times` (0 or 2), and all is scaled.
+    """A mistake in adding up gradients: microbatches, or the use in a stage, count otherwise, and all is scaled.
 
-    `even`: all microbatches count the same, although they differ in rows, or in what a loss counts.
+    Attributes:
+        counts: how often each microbatch counts; empty where all count once.
+        stage, times: the use that counts so many times (0 or 2).
+        even: all microbatches count the same, although they differ in rows, or in what a loss counts.
 
     >>> print(Mistake(microbatches=4, scale=4.0))
     4 x: summed over the 4 microbatches or 4 ranks instead of averaged?
-    >>> print(Mistake(microbatches=4, microbatch=2, times=0))
-    microbatch 2 of 4 is missing
+    >>> print(Mistake(microbatches=4, counts=(1, 0, 1, 0)))
+    microbatches 1 and 3 of 4 are missing
     >>> print(Mistake(microbatches=4, stage=3, times=2, scale=0.25))
     the use in stage 3 counts twice, and all is 1/4 x: averaged over the 4 microbatches or 4 ranks once too often?
     """
 
     microbatches: int
     scale: float = 1.0
-    microbatch: int | None = None
+    counts: tuple[int, ...] = ()
     stage: int | None = None
     times: int = 1
     even: bool = False
@@ -49,17 +53,32 @@ class Mistake:
         return plain(self.scale)
 
     def __str__(self) -> str:
-        how = "is missing" if self.times == 0 else "counts twice"
-        if self.microbatch is not None:
-            sentence = f"microbatch {self.microbatch} of {self.microbatches} {how}"
+        if self.counts:
+            sentence = self._counts_in_words()
         elif self.stage is not None:
-            sentence = f"the use in stage {self.stage} {how}"
+            sentence = f"the use in stage {self.stage} {'is missing' if self.times == 0 else 'counts twice'}"
         elif self.even:
             differ = "their counts differ" if self.reduction == "count" else "they differ in rows"
             sentence = f"each microbatch counts the same, although {differ}"
         else:
             return self._scale_in_words()
         return sentence if self.scale == 1.0 else f"{sentence}, and all is {self._scale_in_words()}"
+
+    def _counts_in_words(self) -> str:
+        if not {*self.counts} <= {0, 1, 2}:
+            return f"the {self.microbatches} microbatches count {', '.join(map(str, self.counts))} times"
+        missing, repeated = ([str(k) for k, count in enumerate(self.counts) if count == times] for times in (0, 2))
+        of, sentences = f" of {self.microbatches}", list[str]()
+        for numbers, verb, plural in (
+            (missing, "is missing", "are missing"),
+            (repeated, "counts twice", "count twice"),
+        ):
+            if len(numbers) == 1:
+                sentences.append(f"microbatch {numbers[0]}{of} {verb}")
+            elif numbers:
+                sentences.append(f"microbatches {', '.join(numbers[:-1])} and {numbers[-1]}{of} {plural}")
+            of = "" if sentences else of
+        return ", and ".join(sentences)
 
     def _scale_in_words(self) -> str:
         """Say the scale, and what often is behind it."""
@@ -153,9 +172,9 @@ def judge(gradients: Sequence[Gradient], weights: Sequence[float], reduction: Re
     4 x: summed over 4 microbatches or ranks instead of averaged?
     """
     size = norm(gradient.expected for gradient in gradients)
-    patterns = [*_patterns(gradients, len(weights), reduction)]
     equal = [_equal(gradient, size) for gradient in gradients]
     left = {k for k, gradient in enumerate(gradients) if equal[k] is None or not is_sure(gradient)}
+    patterns = [*_patterns([gradients[k] for k in left], len(weights), reduction)]
     fits = {k: _fits(gradients[k], patterns, weights, equal[k] is not None) for k in left}
     pool = dict.fromkeys(
         mistake for k in fits for mistake in fits[k] if mistake.plain or gradients[k].expected.numel() > 1
@@ -167,7 +186,10 @@ def judge(gradients: Sequence[Gradient], weights: Sequence[float], reduction: Re
         verdicts |= {k: Verdict("mistake", str(best), best) for k in explained[best]}
         left -= explained[best]
         pool.pop(best)
-    return [verdicts[k] or Verdict("unknown", _difference(gradient)) for k, gradient in enumerate(gradients)]
+    return [
+        verdicts[k] or Verdict("unknown", difference_in_words(gradient.found, gradient.expected))
+        for k, gradient in enumerate(gradients)
+    ]
 
 
 def _equal(gradient: Gradient, size: float) -> Verdict | None:
@@ -197,10 +219,39 @@ def _patterns(gradients: Sequence[Gradient], microbatches: int, reduction: Reduc
     stages_by_gradient = [{stage for _, stage in gradient.parts} for gradient in gradients]
     if microbatches > 1 and any(stages_by_gradient):
         for index in range(microbatches):
-            yield from (replace(scale_alone, microbatch=index, times=times) for times in (0, 2))
+            yield from (replace(scale_alone, counts=_one_counts(times, index, microbatches)) for times in (0, 2))
         yield replace(scale_alone, even=True)
+        fitted = dict.fromkeys(_fitted_counts(gradient, microbatches) for gradient in gradients)
+        yield from (replace(scale_alone, counts=counts) for counts in fitted if sum(count != 1 for count in counts) > 1)
     for stage in sorted({stage for stages in stages_by_gradient if len(stages) > 1 for stage in stages}):
         yield from (replace(scale_alone, stage=stage, times=times) for times in (0, 2))
+
+
+def _one_counts(times: int, index: int, microbatches: int) -> tuple[int, ...]:
+    return tuple(times if k == index else 1 for k in range(microbatches))
+
+
+def _fitted_counts(gradient: Gradient, microbatches: int) -> tuple[int, ...]:
+    """Return how often each microbatch counts in a gradient, up to a scale, by least squares; () where it is unsure.
+
+    The normal equations have one row a microbatch, however large the gradient is.
+    """
+    shares = [wide(torch.zeros_like(gradient.expected)).flatten() for _ in range(microbatches)]
+    for (index, _), part in gradient.parts.items():
+        shares[index] += wide(part).flatten()
+    found = wide(gradient.found).flatten()
+    if found.numel() < _NUMBERS_A_COUNT * microbatches or not is_finite(found):
+        return ()
+    gram = torch.stack([torch.stack([torch.vdot(a, b).real for b in shares]) for a in shares])
+    if not float(torch.linalg.cond(gram)) < _WORST_CONDITION:
+        return ()
+    counts = torch.linalg.solve(gram, torch.stack([torch.vdot(share, found).real for share in shares]))
+    least = counts[counts.abs() > 1e-2 * counts.abs().max()].abs().min()
+    return tuple(round(float(count / least)) for count in counts)
+
+
+_NUMBERS_A_COUNT = 2
+_WORST_CONDITION = 1e10
 
 
 def _applied(pattern: Mistake, gradient: Gradient, weights: Sequence[float]) -> Tensor | None:
@@ -211,13 +262,13 @@ def _applied(pattern: Mistake, gradient: Gradient, weights: Sequence[float]) -> 
         if pattern.even:
             factor = mean / weights[index] if weights[index] else 1
         else:
-            factor = pattern.times if index == pattern.microbatch or stage == pattern.stage else 1
+            factor = pattern.times if stage == pattern.stage else pattern.counts[index] if pattern.counts else 1
         if factor != 1:
             changes.append(wide(part) * (factor - 1.0))
     right = wide(gradient.expected)
     if changes:
         return sum(changes, right)
-    return right if pattern.times == 1 and not pattern.even else None
+    return right if pattern.stage is None and not pattern.counts and not pattern.even else None
 
 
 def _fits(
@@ -250,15 +301,3 @@ def _explains(mistake: Mistake, fits: Mapping[Mistake, None]) -> bool:
     """Whether a gradient fits a mistake, or the same with a scale nearby."""
     near = (fit for fit in fits if abs(fit.scale - mistake.scale) <= 1e-3 * abs(mistake.scale))
     return any(replace(fit, scale=mistake.scale) == mistake for fit in near)
-
-
-def _difference(gradient: Gradient) -> str:
-    """Say how a gradient differs that no mistake explains."""
-    if not is_finite(gradient.found):
-        return "NaN or infinite numbers"
-    found, expected = wide(gradient.found).flatten(), wide(gradient.expected).flatten()
-    size = float(found.norm() * expected.norm())
-    if not size:
-        return "zero where it should not be" if not found.count_nonzero() else "not zero where it should be"
-    cosine = float(torch.vdot(expected, found).real) / size
-    return f"of {float(found.norm() / expected.norm()):.3g} x the norm, its cosine with the right one {cosine:.3g}"
