@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from fpipe.meaning.meaning import register_meaning
     from fpipe.meaning.optimizers.optimizer_state import optimizer_state
     from fpipe.meaning.optimizers.rules import register_update
+    from fpipe.meaning.purity.fingerprint import StepChanged
     from fpipe.meaning.single_device.reference import reference
     from fpipe.meaning.single_device.result import Result
     from fpipe.meaning.stages.keys import fold_in
@@ -131,6 +132,7 @@ _LATE = {
     "meaning.optimizers.optimizer_state": ("optimizer_state",),
     "runtimes.build": ("build",),
     "meaning.meaning": ("register_meaning",),
+    "meaning.purity.fingerprint": ("StepChanged",),
     "meaning.step": ("Step",),
     "measuring.profile": ("estimate", "profile"),
     "meaning.single_device.reference": ("reference",),
@@ -173,6 +175,7 @@ __all__ = [
     "Stage",
     "Stash",
     "Step",
+    "StepChanged",
     "Style",
     "Sum",
     "Timeline",

@@ -48,13 +48,14 @@ models/cutting <- root meaning/purity timing meaning/stages torch_private graphs
 runtimes/lowering <- root meaning/purity meaning/optimizers meaning/stages meaning/single_device meaning torch_private
     graphs/language graphs/tracing graphs/compiling
 runtimes/faults <- root meaning/purity torch_private graphs/language runtimes/lowering
+runtimes/audit <- root meaning/purity meaning/single_device meaning verification graphs/language runtimes/lowering
 runtimes/in_process <- root meaning/purity meaning/optimizers transforms meaning/single_device meaning graphs/language
-    graphs/tracing runtimes/lowering
+    graphs/tracing runtimes/lowering runtimes/audit
 models <- root meaning/purity timing meaning/stages meaning/single_device meaning torch_private graphs/tracing
     models/parameters models/modules models/tracing models/cutting
 runtimes/processes <- root meaning/purity meaning/optimizers transforms meaning/single_device meaning torch_private
-    graphs/language graphs/tracing graphs/compiling runtimes/lowering runtimes/faults
-runtimes <- root meaning/optimizers transforms meaning runtimes/in_process runtimes/processes
+    graphs/language graphs/tracing graphs/compiling runtimes/lowering runtimes/faults runtimes/audit
+runtimes <- root meaning/optimizers transforms meaning runtimes/audit runtimes/in_process runtimes/processes
 measuring <- root meaning/purity meaning/optimizers transforms timing meaning/single_device meaning graphs/language
     runtimes/lowering runtimes/processes runtimes
 planning <- root transforms timing schedules meaning/single_device finding measuring

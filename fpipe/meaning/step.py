@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -76,6 +76,7 @@ class StepOptions:
         check_finite: whether a step raises at the first op that writes NaN or an infinite number.
         loss_scale: factor of the loss's cotangent.
         donate: whether UPDATE may overwrite parameters and optimizer state.
+        audit: when a part of a step runs again by its definition.
         runs: False of a program that is lowered only to read its sizes or operations.
     """
 
@@ -85,6 +86,7 @@ class StepOptions:
     check_finite: bool = False
     loss_scale: float = 1.0
     donate: bool = False
+    audit: Literal["first", "always", "never"] | int = "never"
     runs: bool = True
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from fpipe.runtimes.audit.audits import When
     from fpipe.runtimes.processes.distributed import CheckBatch
 
 
@@ -45,6 +46,7 @@ def build(
     devices: Sequence[torch.device | str] | None = None,
     donate: bool = False,
     autocast: torch.dtype | None = None,
+    audit: When = "first",
 ) -> Step:
     """Make a pure step of a program and a model.
 
@@ -91,6 +93,12 @@ def build(
         autocast: what ops compute in that may be less precise, torch.bfloat16 or torch.float16: steps are built and run
             under `torch.autocast` to it, but for backwards, as torch advises. Parameters, gradients and the optimizer's
             state stay as they are. Without it steps are as the context around them says.
+        audit: when a step proves itself: each rank takes one stage and one microbatch of the step that it just ran, and
+            runs it again by its definition, the modules and functions of now under plain autograd. Outputs and
+            gradients are compared bit by bit (of compiled code to rounding), and hooks and children of modules with the
+            cut; of a net from `from_module` or `from_loss`, in one process, the whole net on one microbatch too.
+            "first" does so in the first 3 steps of a signature and every 100th, a number n in every n-th, "always" in
+            each, "never" in none.
 
     Returns:
         `step(params, batch, *, state=None, key=None, opt=None, lr=None, scale=None) -> Result`, which changes nothing
@@ -104,6 +112,7 @@ def build(
             autocast is to no half precision. Of runtime="distributed" also: there is no group of that size, a stage can
             neither be traced nor run on zeros, or the ranks are about to do different things. Its step raises one too
             where ranks were handed different batches, or replicas different parameters or learning rates.
+        StepChanged: in a step, an audit finds something else than its trace does; what, and by how much.
 
     >>> import fpipe, torch
     >>> model = fpipe.from_functions([lambda p, x: x * p["w"]], loss=lambda y, t: ((y - t) ** 2).mean())
@@ -130,6 +139,8 @@ def build(
             raise ValueError("compile=True compiles traces; say trace=True.")
         if check_batch not in ("first", "always", "never"):
             raise ValueError(f"check_batch is 'first', 'always' or 'never'; found {check_batch!r}.")
+        if audit not in ("first", "always", "never") and (type(audit) is not int or audit < 1):
+            raise ValueError(f"audit is 'first', 'always', 'never' or a number of steps above 0; found {audit!r}.")
         if runtime != "distributed" and (
             mesh is not None or timeout is not None or broadcast or check_batch != "first"
         ):
@@ -156,7 +167,7 @@ def build(
             )
         return None if example is None else check_example(example)
 
-    options = StepOptions(trace, compile, record, check_finite, float(loss_scale))
+    options = StepOptions(trace, compile, record, check_finite, float(loss_scale), audit=audit)
     if runtime == "distributed":
         from fpipe.runtimes.processes.distributed import ProcessOptions, distributed
 

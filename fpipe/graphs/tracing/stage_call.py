@@ -57,7 +57,7 @@ class StageCall:
 
     @property
     def odd(self) -> Any:
-        """What distinguishes this call from calls that Python takes to be equal."""
+        """The part that distinguishes this call from calls that Python takes to be equal."""
         return self._parts[-2:]
 
     @cached_property

@@ -119,6 +119,10 @@ def draws_random(module: nn.Module) -> bool:
     return module.training and drops > 0
 
 
+class StepChanged(RuntimeError):
+    """A step, or a module in it, does something else now than when it was traced."""
+
+
 Home = tuple[Any, str, str]
 """Where a tensor is: the dict that has it, its name there, and what errors call it."""
 
@@ -171,15 +175,24 @@ class Fingerprint:
 
     def refuse_changed(self) -> None:
         """A ValueError if modules hold anything else than then."""
-        for who, module, known in self._known:
-            now = _content(module)
-            if now != known:
-                names = [name for name in {**known, **now} if known.get(name, _NONE) != now.get(name, _NONE)]
-                raise ValueError(
-                    f"{names[0]} of {who} has changed since the model was cut. A model is what it was then: put it "
-                    "back, or cut anew."
-                )
+        for what, _ in self.changes():
+            raise ValueError(
+                f"{what} has changed since the model was cut. A model is what it was then: put it back, or cut anew."
+            )
         self.refuse_unfrozen()
+
+    def changes(self) -> list[tuple[str, bool]]:
+        """Describe what modules hold that is not as it was, and say of each whether it is a plain attribute."""
+        changes: list[tuple[str, bool]] = []
+        for who, module, before in self._known:
+            now = _content(module)
+            for name in {**before, **now} if now != before else ():
+                old, new = before.get(name, _NONE), now.get(name, _NONE)
+                if old != new:
+                    is_plain = name.startswith("'") and not _TENSOR_WORDS & {_first(old), _first(new)}
+                    values = f", which was {old[1]} and is {new[1]}," if {_first(old), _first(new)} <= _NUMBERS else ""
+                    changes.append((f"{name} of {who}{values}", is_plain))
+        return changes
 
     def refuse_unfrozen(self) -> None:
         """A ValueError if a parameter of a net does not want a gradient as it did."""
@@ -242,6 +255,11 @@ def _interface(model: Model) -> tuple[Any, ...]:
 
 
 _NONE = object()
+_TENSOR_WORDS, _NUMBERS = {"parameter", "buffer"}, {bool, int, float}
+
+
+def _first(key: Any) -> Any:
+    return key[0] if isinstance(key, tuple) and key else None  # pyright: ignore[reportUnknownVariableType]
 
 
 def _named(path: str, module: nn.Module) -> str:

@@ -23,6 +23,7 @@ from torch.export import ExportedProgram
 from torch.utils.flop_counter import FlopCounterMode
 
 from fpipe import tree
+from fpipe.meaning.purity.fingerprint import StepChanged
 from fpipe.models.tracing.boundary import KEY
 from fpipe.models.tracing.export_net import export_net, two_rows
 from fpipe.models.tracing.module_calls import NetFunction
@@ -70,8 +71,36 @@ class OpaqueCall:
         """Call the module on tensors."""
         args, kwargs = _with_tensors(self.args, self.spec, iter(given))
         named = dict(zip(self.names, held, strict=True))
-        leaves = tree.leaves(torch.func.functional_call(self.module, named, args, kwargs))
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        results, spec = tree.flatten(torch.func.functional_call(self.module, named, args, kwargs))
+        self._refuse_other(results, spec, given)
+        return [leaf for leaf in results if isinstance(leaf, Tensor)]
+
+    def _refuse_other(self, results: Sequence[Any], spec: tree.Spec, given: Sequence[Tensor]) -> None:
+        """Raise StepChanged for another structure, size or non-tensor than the export was told: it is in the graph."""
+        pairs = zip(results, self.made, strict=False)
+        if spec != self.made_spec or not all(self._is_as_told(leaf, made, given) for leaf, made in pairs):
+            raise StepChanged(
+                f"{self.path!r} returned {_shown(results)}, and {_shown(self.made)} when the net was exported; what "
+                "follows is traced for that. Sizes are those of what it takes; return what changes as a tensor."
+            )
+
+    def _is_as_told(self, leaf: Any, made: Any, given: Sequence[Tensor]) -> bool:
+        if not isinstance(leaf, Tensor) or not isinstance(made, Tensor):
+            return repr(leaf) == repr(made)
+        examples = [example for example in self.args if isinstance(example, Tensor)]
+
+        def sizes(told: int) -> set[int]:
+            """The sizes now of whatever had that size in the example, or that size."""
+            pairs = zip(given, examples, strict=True)
+            return {tensor.shape[dim] for tensor, one in pairs for dim, n in enumerate(one.shape) if n == told} or {
+                told
+            }
+
+        same_dims = leaf.ndim == made.ndim
+        return same_dims and all(now in sizes(told) for now, told in zip(leaf.shape, made.shape, strict=True))
+
+
+_NUMBERS = (int, float, complex)
 
 
 class NotAlone(Exception):
@@ -195,6 +224,10 @@ def _standing_in(calls: Sequence[OpaqueCall]) -> Generator[None]:
 
 def _held(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _shown(leaves: Sequence[Any]) -> str:
+    return ", ".join(f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x) for x in leaves) or "nothing"
 
 
 def _without_data(values: Any) -> tuple[list[Any], tree.Spec]:

@@ -25,6 +25,7 @@ from fpipe.meaning.walk import walk
 from fpipe.model import Model
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Program, Value
+from fpipe.runtimes.audit.audits import run_audited
 from fpipe.runtimes.in_process.threads import OnThreads, Workers
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.runtimes.lowering.signature import Signatures
@@ -104,7 +105,7 @@ def local(
         if not isinstance(lowered, Prepared):
             return walked.run(inputs)
         try:
-            return lowered.run(leaves, inputs, recorded=recorded, see=see)
+            return run_audited(lowered, leaves, inputs, recorded=recorded, see=see, has_whole_net=True)
         except UnexpectedValue as error:
             result = walked.run(inputs)  # raises what the stage does
             known[signature] = None

@@ -31,7 +31,7 @@ from fpipe.runtimes.lowering.instructions import by_rule, pass_on
 from fpipe.runtimes.lowering.lane import Watch
 from fpipe.runtimes.lowering.lowered import Instruction
 from fpipe.runtimes.lowering.prepared import Prepared
-from fpipe.runtimes.lowering.rank_part import RankPart, Slots, of_rank
+from fpipe.runtimes.lowering.rank_part import RankPart, Slots, Tap, of_rank
 from fpipe.runtimes.lowering.slots import ProcessContext, ResultLeaf
 from fpipe.runtimes.lowering.stage_calls import Untraced
 from fpipe.runtimes.lowering.untraced import under_autograd
@@ -238,7 +238,12 @@ class OnThreads(Prepared):
             (rank, part.at[slot], slot) for rank, part in enumerate(self.parts) for slot in wanted if slot in part.at
         ]
 
-    def _execute(self, slots: Slots, watch: Watch | None) -> None:
+    @property
+    def rank_parts(self) -> Sequence[RankPart]:
+        """The parts of all ranks."""
+        return self.parts
+
+    def _execute(self, slots: Slots, watch: Watch | None, tap: Tap | None) -> None:
         """Run each rank's instructions on its thread, and put the results into their slots."""
         slots_by_rank = [[self._copied(slots[slot], slot) for slot in part.begins] for part in self.parts]
         watches = [watch and watch._replace(device=stream.clock) for stream in self.streams]
@@ -258,7 +263,8 @@ class OnThreads(Prepared):
             if self._under_way:
                 self.between.clear()
             self._under_way = True
-            jobs = [*map(partial, repeat(job), count(), self.parts, slots_by_rank)]
+            parts = self.parts if tap is None else [part.tapped(tap) for part in self.parts]
+            jobs = [*map(partial, repeat(job), count(), parts, slots_by_rank)]
             held = [slots[slot][:] for slot, _ in self.entrance.homes]  # until the caller waits for readers
             for stream in self.streams:
                 stream.after_caller()

@@ -27,7 +27,7 @@ from fpipe.runtimes.lowering.host_lanes import lanes_of, made_async
 from fpipe.runtimes.lowering.lane import See, Watch
 from fpipe.runtimes.lowering.lower import lower
 from fpipe.runtimes.lowering.lowered import AbstractTree, Lowered
-from fpipe.runtimes.lowering.rank_part import RankPart, Slots
+from fpipe.runtimes.lowering.rank_part import RankPart, Slots, Tap
 from fpipe.runtimes.lowering.slots import ProcessContext, entrance_of, exit_of, fact_of, handed_by, nets_of
 from fpipe.runtimes.lowering.stage_calls import Untraced
 
@@ -70,6 +70,7 @@ class Prepared:
         self.lanes = lanes_of(self.instructions, lowered.trees, process.devices)
         self.part = RankPart(made_async(self.instructions, self.lanes), model, lanes=[*self.lanes.values()])
         self.recorder: Recorder | None = None
+        self.steps = self.audits = 0  # how many have run
         held = _held_by_graphs(lowered, model)
         self.homes = [] if model.held is None else model.held.homes_of(held)
         _wait_for((*held, *_filled(lowered)))
@@ -89,6 +90,7 @@ class Prepared:
         *,
         recorded: Program | None,
         see: See | None = None,
+        tap: Tap | None = None,
     ) -> Result:
         """Run one step on the leaves of its arguments; `recorded` is the program that its timeline is about."""
         check_finite = self.options.check_finite
@@ -102,7 +104,7 @@ class Prepared:
             watch = Watch(notes, check_finite, see, device)
             self.context.overwrites = False
             try:
-                self._execute(slots, watch if notes or check_finite or see else None)
+                self._execute(slots, watch if notes or check_finite or see else None, tap)
             except BaseException as error:
                 if self.context.overwrites and self.lowered.given_up:
                     error.add_note(GONE)
@@ -121,9 +123,14 @@ class Prepared:
         held = [leaf for slot, _ in self.entrance.held for leaf in slots[slot]]
         return self.recorder.begin([*leaves, *held, *_filled(self.lowered)])
 
-    def _execute(self, slots: Slots, watch: Watch | None) -> None:
+    @property
+    def rank_parts(self) -> Sequence[RankPart]:
+        """The parts that run in this process."""
+        return [self.part]
+
+    def _execute(self, slots: Slots, watch: Watch | None, tap: Tap | None) -> None:
         """Run all instructions."""
-        self.part.run(slots, watch)
+        (self.part if tap is None else self.part.tapped(tap)).run(slots, watch)
 
     def _asked(self, program: Program) -> Program:
         """Return the program whose outputs this process wants."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from operator import itemgetter, length_hint
 from typing import Any
 
@@ -22,6 +23,8 @@ from fpipe.runtimes.lowering.lowered import Instruction
 
 Leaves = list[Any]
 Slots = list[Any]
+Tap = Callable[[Op, Callable[..., Any]], Callable[..., Any]]
+"""The function to run in the place of that of an op, for one step."""
 
 
 class RankPart:
@@ -47,6 +50,14 @@ class RankPart:
         self._waits = {row for row, i in zip(self.rows, instructions, strict=True) if i.ops[0].kind == "RECV"}
         self._code = [(i.run, _taking(i.reads, i.shared)) for i in instructions]
         self._left = iter(self._code)
+
+    def tapped(self, tap: Tap) -> RankPart:
+        """Return this part with other functions in the place of those of its instructions, for one step."""
+        part = copy(self)
+        part._code = [
+            (tap(i.ops[0], run), taken) for i, (run, taken) in zip(self.instructions, self._code, strict=True)
+        ]
+        return part
 
     def now(self) -> Instruction:
         """Return the instruction that runs, or ran last, for another thread; running them costs nothing for it."""

@@ -138,7 +138,7 @@ class KeyWatch:
 
 @dataclass(frozen=True)
 class Entrance:
-    """What is put into which slot before the first instruction.
+    """The content of slots before the first instruction.
 
     Attributes:
         start: the slots with what they hold in every step.

@@ -33,6 +33,7 @@ from fpipe.meaning.step import Keys, Step, StepInputs, StepOptions
 from fpipe.model import Model
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Output, Program, Value, parts_of
+from fpipe.runtimes.audit.audits import run_audited
 from fpipe.runtimes.faults.agreement import About, around, digest, of_batch, of_build, of_optim, of_start
 from fpipe.runtimes.faults.fault_store import RankError
 from fpipe.runtimes.faults.meeting import Meeting
@@ -165,7 +166,7 @@ def distributed(
             replicas.meeting.agree("step 1", {"key": str(key), **start})
         prepared.refuse_missing(leaves)
         prepared.step, prepared.step_key = number, hash(key) if isinstance(key, tuple) else key
-        result = prepared.run(leaves, inputs, recorded=recorded)
+        result = run_audited(prepared, leaves, inputs, recorded=recorded)
         # Whoever gets a result knows that all ranks of all replicas have theirs: when those of this replica are done,
         # and then this rank in each of the others, none is left that could fail.
         numbers = of_optim(local.optim)

@@ -33,7 +33,7 @@ from fpipe.runtimes.lowering.host_lanes import made_async
 from fpipe.runtimes.lowering.lane import Watch
 from fpipe.runtimes.lowering.lowered import AbstractTree
 from fpipe.runtimes.lowering.prepared import Prepared
-from fpipe.runtimes.lowering.rank_part import Slots, of_rank
+from fpipe.runtimes.lowering.rank_part import Slots, Tap, of_rank
 from fpipe.runtimes.lowering.shards import is_share
 from fpipe.runtimes.lowering.slots import Exit, ProcessContext, ResultLeaf
 from fpipe.runtimes.lowering.stage_calls import Untraced
@@ -228,16 +228,16 @@ class PreparedRank(Prepared):
         leaves, spec = tree.flatten(results)
         return replace(whole, containers=spec, leaves=leaves)
 
-    def _execute(self, slots: Slots, watch: Watch | None) -> None:
+    def _execute(self, slots: Slots, watch: Watch | None, tap: Tap | None) -> None:
         """Run this rank's instructions."""
         part_slots, watchdog = [slots[slot] for slot in self.part.begins], self.watchdog
         notes = watch and watch.notes
         self.transfers.start(self.step, self.number, self.step_key, keeps=notes is not None)
         if self.replicas is not None:
             self.replicas.begin(self.exchanges, watch)
-        watchdog.part = self.part
+        watchdog.part = part = self.part if tap is None else self.part.tapped(tap)
         self.lane.lane.begin(watch)
-        self.part.run(part_slots, watch)
+        part.run(part_slots, watch)
         self.lane.lane.end()
         if notes is not None:
             for row in self._sends:

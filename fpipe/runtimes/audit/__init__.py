@@ -1,0 +1,1 @@
+"""audit: run a part of a step again by its definition, and compare."""

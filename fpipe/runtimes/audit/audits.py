@@ -1,0 +1,113 @@
+"""Audit steps: now and then, run a part of the step that just ran again by its definition, and compare.
+
+    step 0  1  2  ..  100  ..        -->        step + audit of one stage a rank and one microbatch
+
+A trace repeats what Python did when it was made. An audit runs the Python of now, under plain autograd, and so sees
+whatever has changed since: numbers in closures and globals, hooks, modules, random numbers of Python; and a kernel that
+computes wrongly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.meaning.inputs_and_results import bind_inputs
+from fpipe.meaning.meaning import RULES, batch_of
+from fpipe.meaning.purity.attributes import Attributes, modules_of
+from fpipe.meaning.purity.fingerprint import StepChanged
+from fpipe.meaning.purity.sharded import is_sharded
+from fpipe.meaning.single_device.over_parts import over_parts
+from fpipe.meaning.single_device.result import Result
+from fpipe.meaning.step import StepInputs
+from fpipe.program import Program
+from fpipe.runtimes.audit.stage_audit import StageAudit, audited_ops
+from fpipe.runtimes.lowering.lane import See
+from fpipe.runtimes.lowering.prepared import Prepared
+from fpipe.verification.cross_checks import check_function
+from fpipe.verification.report import GradientMismatch
+
+When = Literal["first", "always", "never"] | int
+_FIRST, _EVERY = 3, 100
+_GO_ON = (
+    " A trace repeats what it saw: put it back, cut the model anew, hand what changes in as a tensor, or say "
+    'audit="never" to go on with the trace.'
+)
+
+
+def run_audited(
+    prepared: Prepared,
+    leaves: Sequence[Any],
+    inputs: StepInputs,
+    *,
+    recorded: Program | None,
+    see: See | None = None,
+    has_whole_net: bool = False,
+) -> Result:
+    """Run a step, and audit it if that is due; `has_whole_net` says that this process has the parameters of all stages.
+
+    Raises:
+        StepChanged: the definition gives something else now, or modules have other hooks or children than at the cut.
+    """
+    number, prepared.steps = prepared.steps, prepared.steps + 1
+    when = prepared.options.audit
+    if not _is_due(when, number) or (recorded is not None and when == "first"):  # copies would count as its work
+        return prepared.run(leaves, inputs, recorded=recorded, see=see)
+    audit, prepared.audits = prepared.audits, prepared.audits + 1
+    held = prepared.model.held
+    changes: list[tuple[str, bool]] = [] if held is None else held.changes()
+    for what, is_plain in changes:
+        if not is_plain:  # a hook that a trace does not call may change no number, and yet do nothing
+            raise StepChanged(f"{what} has changed since the model was cut.{_GO_ON}")
+    words = "".join(f" Since the model was cut, {what} has changed." for what, _ in changes[:3]) + _GO_ON
+    if has_whole_net:
+        _check_net(prepared, inputs, audit, words)
+    stages = [StageAudit(prepared, op, leaves, inputs) for op in audited_ops(prepared, audit)]
+
+    def tap(op: Any, run: Any) -> Any:
+        for stage in stages:
+            run = stage.tap(op, run)
+        return run
+
+    result = prepared.run(leaves, inputs, recorded=recorded, see=see, tap=tap)
+    for stage in stages:
+        stage.check(words)
+    return result
+
+
+def _is_due(when: When, number: int) -> bool:
+    if isinstance(when, str):
+        return when == "always" or (when == "first" and (number < _FIRST or number % _EVERY == 0))
+    return number % when == 0
+
+
+def _check_net(prepared: Prepared, inputs: StepInputs, number: int, words: str) -> None:
+    """Compare the stages of a net on one microbatch with the net itself, whose Python the stages do not have."""
+    model, program, function = prepared.model, prepared.program, prepared.model.function
+    tensors = [leaf for leaf in tree.leaves((inputs.params, inputs.state)) if isinstance(leaf, Tensor)]
+    alone = len({tensor.device for tensor in tensors}) < 2 and not any(map(is_sharded, tensors))
+    if function is None or program.slices > 1 or model.per_example or not alone:
+        return
+    values = bind_inputs(program, model, replace(inputs, batch=batch_of(program, inputs.batch)[0]))
+    part = {value.name: tensor for value, tensor in values.items() if value.name in ("inputs", "target")}
+    for op in program.ops:
+        if op.kind == "SPLIT" and op.microbatch == number % program.microbatches:
+            cut = RULES["SPLIT"](op, [values[value] for value in op.reads], prepared.context)
+            names = {"x": "inputs", "t": "target"}
+            part |= {names[value.name]: each for value, each in zip(op.writes, cut, strict=True) if value.name in names}
+    key = inputs.key if isinstance(inputs.key, int | None) else inputs.key[0]
+    parts = [((part["inputs"], part["target"]), 1)]
+    attributes = Attributes(modules_of(function.call), contents=True)
+    try:
+        result = over_parts(model, inputs.params, parts, state=inputs.state, key=key)
+        check_function(model, inputs.params, parts, result, key)
+    except GradientMismatch as error:
+        raise StepChanged(f"{error}{words}") from error
+    except Exception as error:
+        raise StepChanged(f"{function.who} does not run as it was traced: {error}{words}") from error
+    finally:
+        attributes.restore()

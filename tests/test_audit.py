@@ -1,0 +1,294 @@
+"""An audit finds what a trace cannot know: Python that moves after it was traced, and kernels that compute wrongly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fpipe
+from fpipe.runtimes.lowering import instructions
+
+BATCH = torch.linspace(-1, 1, 32).reshape(8, 4), torch.linspace(0, 1, 32).reshape(8, 4)
+LABELS = BATCH[0], torch.tensor([0, 1, 2, 3, 3, 2, 1, 0])
+
+
+class Trained:
+    """A step with its arguments: called, it runs once more."""
+
+    def __init__(
+        self, cut: Any, batch: Any = BATCH, microbatches: int = 2, audit: Any = "always", **options: Any
+    ) -> None:
+        self.model, self.params, *state = cut
+        self.state, self.batch, self.key = state[0] if state else None, batch, 0
+        stages = len(self.model.stages)
+        schedule = fpipe.schedules.one_f_one_b(stages)
+        self.program = fpipe.chain(fpipe.split(microbatches), schedule, fpipe.merge())(fpipe.program(self.model))
+        self.step = fpipe.build(self.program, self.model, audit=audit, **options)
+
+    def __call__(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.key += 1
+            result = self.step(self.params, self.batch, state=self.state, key=self.key)
+            self.state = self.state if self.state is None else result.state
+
+
+def layers(*between: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), *between, nn.Linear(4, 4), nn.ReLU())
+
+
+def in_modules(net: nn.Sequential, loss: Any = F.mse_loss) -> Any:
+    return fpipe.from_sequential(net, 2, loss=loss)
+
+
+def in_graphs(net: nn.Module, loss: Any = F.mse_loss) -> Any:
+    return fpipe.from_module(net, 1, example=BATCH, loss=loss)
+
+
+CUTS = [in_modules, in_graphs]
+
+
+class DropPath(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate, self.settings = 0.1, {"temperature": [1.0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 - self.rate) / self.settings["temperature"][0]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("runtime", ["local", "threads"])
+def test_a_step_that_does_not_change_is_not_accused(cut: Callable[..., Any], runtime: Any):
+    trained = Trained(cut(layers(nn.Dropout(0.5), nn.BatchNorm1d(4))), runtime=runtime)
+    trained(6)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_annealed_dropout_is_found_and_named(cut: Callable[..., Any]):
+    dropout = nn.Dropout(0.1)
+    trained = Trained(cut(layers(dropout)))
+    trained(2)
+    dropout.p = 0.9
+    with pytest.raises(
+        fpipe.StepChanged, match=r"'p' of module '1' \(Dropout\), which was 0\.1 and is 0\.9, has changed"
+    ):
+        trained()
+    dropout.p = 0.1
+    trained()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_annealed_drop_path_and_a_temperature_in_a_dict_are_found(cut: Callable[..., Any]):
+    path = DropPath()
+    trained = Trained(cut(layers(path)))
+    trained(2)
+    path.rate = 0.2
+    with pytest.raises(fpipe.StepChanged, match="'rate' of module '1'"):
+        trained()
+    path.rate, path.settings["temperature"][0] = 0.1, 2.0
+    with pytest.raises(fpipe.StepChanged, match="'settings' of module '1'"):
+        trained()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_label_smoothing_that_changes_is_found(cut: Callable[..., Any]):
+    loss, net = nn.CrossEntropyLoss(), layers()
+    trained = Trained(cut(net, loss=lambda y, t: loss(y, t[:, 0].long())))
+    trained(2)
+    loss.label_smoothing = 0.2
+    with pytest.raises(fpipe.StepChanged, match="'label_smoothing' of module 'loss'"):
+        trained()
+
+
+SCALES = {"loss": 1.0}
+GLOBAL_WEIGHT = 1.0
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("place", ["closure", "dict", "list", "global"])
+def test_a_loss_weight_that_moves_is_found(cut: Callable[..., Any], place: str):
+    weight, weights = 1.0, [1.0]
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        factor = {"closure": weight, "dict": SCALES["loss"], "list": weights[0], "global": GLOBAL_WEIGHT}[place]
+        return F.mse_loss(y, target) * factor
+
+    global GLOBAL_WEIGHT
+    trained = Trained(cut(layers(), loss=loss))
+    trained(2)
+    try:
+        weight = weights[0] = SCALES["loss"] = GLOBAL_WEIGHT = 2.0
+        with pytest.raises(fpipe.StepChanged, match="loss"):
+            trained()
+    finally:
+        SCALES["loss"] = GLOBAL_WEIGHT = 1.0
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("kind", ["masks the output", "logs", "masks a gradient"])
+def test_a_hook_that_is_added_later_is_found(cut: Callable[..., Any], kind: str):
+    net = layers()
+    trained = Trained(cut(net))
+    trained(2)
+    linear: Any = net[0]
+    handle = {
+        "masks the output": lambda: linear.register_forward_hook(lambda module, args, y: y * 0),
+        "logs": lambda: linear.register_forward_hook(lambda module, args, y: None),
+        "masks a gradient": lambda: linear.weight.register_hook(lambda grad: grad * 0),
+    }[kind]()
+    with pytest.raises(fpipe.StepChanged, match=r"hook|'weight' of module '0'"):
+        trained()
+    handle.remove()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_child_that_is_replaced_is_found(cut: Callable[..., Any]):
+    net = layers()
+    trained = Trained(cut(net))
+    trained(2)
+    net[2] = nn.Tanh()
+    with pytest.raises(fpipe.StepChanged, match="child '2'"):
+        trained()
+
+
+class Frozen(nn.Module):
+    """Multiplies by a number that Python draws, or counts."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.counts = kind, [0.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "counts":
+            COUNTS[0] += 1
+        return x * {"draws": random.random, "draws by numpy": np.random.rand, "counts": lambda: COUNTS[0]}[self.kind]()
+
+
+COUNTS = [1.0]
+
+
+@pytest.mark.parametrize("kind", ["draws", "draws by numpy", "counts"])
+def test_numbers_of_python_that_a_cut_net_repeats_are_found(kind: str):
+    with pytest.raises(fpipe.StepChanged, match=r"off by|by the stages"):
+        Trained(in_graphs(layers(Frozen(kind))))(2)
+
+
+def test_one_wrong_bit_of_a_gradient_is_found(monkeypatch: pytest.MonkeyPatch):
+    code_of = instructions.code_of
+
+    def corrupted(cut: Any, recipe: Any, name: str) -> Any:
+        code = code_of(cut, recipe, name)
+        if recipe.kind != "B":
+            return code
+
+        def run(*lists: Any) -> Any:
+            results = code.run(*lists)
+            leaf = results[-1][0]
+            leaf.view(torch.int32).view(-1)[0] ^= 1
+            return results
+
+        return code._replace(run=run)
+
+    monkeypatch.setattr("fpipe.runtimes.lowering.lower.code_of", corrupted)
+    with pytest.raises(fpipe.StepChanged, match=r"the gradient of params\[\d\]\['.*'\] is off by up to"):
+        Trained(in_modules(layers()))(2)
+
+
+class Counting(nn.Module):
+    """Looks at data, and hands on beside its output what it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.returns = nn.Linear(4, 4), "one"
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        if y.sum() > 1e9:
+            y = y * 2
+        return {"one": (y, "same"), "flag": (y, "other"), "more": (y, "same", y), "length": (y[:1], "same")}[
+            self.returns
+        ]
+
+
+class WithCounting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counting, self.head = Counting(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, *_ = self.counting(x)
+        return self.head(y)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the stage runs under autograd
+@pytest.mark.parametrize("returns", ["flag", "more", "length"])
+def test_a_module_that_looks_at_data_returns_what_the_export_was_told(returns: str):
+    torch.manual_seed(0)
+    net = WithCounting()
+    trained = Trained(in_graphs(net), audit="never")
+    trained(2)
+    net.counting.returns = returns
+    with pytest.raises(fpipe.StepChanged, match="'counting'"):
+        trained()
+
+
+def test_the_first_three_steps_and_every_hundredth_are_audited():
+    dropout = nn.Dropout(0.1)
+    trained = Trained(in_modules(layers(dropout)), audit="first")
+    trained(4)
+    dropout.p = 0.9
+    trained(97)
+    with pytest.raises(fpipe.StepChanged):
+        trained()
+
+
+def test_a_number_says_how_often_and_never_goes_on_with_the_trace():
+    dropout = nn.Dropout(0.1)
+    often, never = (Trained(in_modules(layers(dropout)), audit=audit) for audit in (3, "never"))
+    often(2)
+    never(2)
+    dropout.p = 0.9
+    never(5)
+    often(2)
+    with pytest.raises(fpipe.StepChanged):
+        often()
+    with pytest.raises(ValueError, match="audit is 'first', 'always', 'never' or a number of steps above 0; found 0"):
+        Trained(in_modules(layers()), audit=0)
+
+
+SCHEDULES: dict[str, Any] = {
+    "1f1b": fpipe.chain(fpipe.schedules.one_f_one_b(2), fpipe.merge()),
+    "zb": fpipe.chain(fpipe.schedules.zb_h1(2), fpipe.merge()),
+    "checkpoint": fpipe.chain(fpipe.checkpoint(), fpipe.schedules.one_f_one_b(2), fpipe.merge()),
+    "shard": fpipe.chain(fpipe.schedules.one_f_one_b(2), fpipe.merge(outputs=False), fpipe.shard("dp")),
+    "rounded": fpipe.chain(fpipe.schedules.one_f_one_b(2), fpipe.merge(), fpipe.communicate(cast=torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_right_programs_are_not_accused(name: str):
+    model, params, state = in_modules(layers(nn.Dropout(0.5), nn.LayerNorm(4)))
+    program = fpipe.chain(fpipe.split(4), SCHEDULES[name])(fpipe.program(model))
+    step = fpipe.build(program, model, audit="always")
+    for key in range(9):
+        step(params, BATCH, state=state, key=key)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_right_updates_are_not_accused(donate: bool):
+    model, params, _ = in_modules(layers())
+    update = fpipe.chain(fpipe.merge(outputs=False), fpipe.update("AdamW", clip=1.0), fpipe.steps(2))
+    program = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), update)(fpipe.program(model))
+    step, opt = fpipe.build(program, model, audit="always", donate=donate), fpipe.optimizer_state(program, params)
+    params = tuple({name: leaf.clone() for name, leaf in stage.items()} for stage in params)
+    for _ in range(6):
+        result = step(params, [BATCH, BATCH], opt=opt, lr=0.1)
+        params, opt = result.params, result.opt
