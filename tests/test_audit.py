@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fpipe
 from fpipe.runtimes.lowering import instructions
+from tests.processes import Processes
 
 BATCH = torch.linspace(-1, 1, 32).reshape(8, 4), torch.linspace(0, 1, 32).reshape(8, 4)
 LABELS = BATCH[0], torch.tensor([0, 1, 2, 3, 3, 2, 1, 0])
@@ -292,3 +293,26 @@ def test_right_updates_are_not_accused(donate: bool):
     for _ in range(6):
         result = step(params, [BATCH, BATCH], opt=opt, lr=0.1)
         params, opt = result.params, result.opt
+
+
+def one_rank(rank: int, anneals: bool) -> str:
+    dropout = nn.Dropout(0.5)
+    model, params, _ = in_modules(layers(dropout))
+    schedule = fpipe.schedules.one_f_one_b(2)
+    program = fpipe.chain(fpipe.split(2), schedule, fpipe.merge())(fpipe.program(model))
+    step = fpipe.build(program, model, runtime="distributed", example=(params, BATCH), audit="always")
+    own = fpipe.local_params(program, params, rank)
+    try:
+        for key in range(4):
+            dropout.p = 0.9 if anneals and key == 3 and rank == 0 else 0.5
+            step(own, BATCH, key=key)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no accusation"
+
+
+def test_each_rank_audits_a_stage_of_its_own_and_the_run_ends_on_all():
+    with Processes(2) as ranks:
+        assert ranks.each(one_rank, False) == ["no accusation"] * 2
+        changed, _ = ranks.each(one_rank, True)
+        assert changed.startswith("StepChanged: stage 0 (0, 1), microbatch 1: the output (y[0,1]) is off by up to")

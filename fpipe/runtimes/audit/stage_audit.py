@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -111,9 +111,11 @@ class StageAudit:
 
     def _is_repeatable(self, definition: Mapping[Value, Leaves]) -> bool:
         """Whether plain autograd gives the same bits each time, which kernels that add in any order do not."""
-        again = (self._definition() for _ in range(2))
-        pairs = ((a, b) for other in again for value in definition for a, b in zip(definition[value], other[value]))  # noqa: B905
-        return all(_same_bits(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor))
+        for again in (self._definition() for _ in range(2)):
+            pairs = chain.from_iterable(zip(definition[value], again[value], strict=True) for value in definition)
+            if not all(_same_bits(a.detach(), b.detach()) for a, b in pairs if _is_alike(a, b)):
+                return False
+        return True
 
     def _definition(self) -> dict[Value, Leaves]:
         """Run the stage under plain autograd; return what it writes, by the values that the step wrote."""
