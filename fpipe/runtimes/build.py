@@ -96,7 +96,7 @@ def build(
         audit: when a step proves itself: each rank takes one stage and one microbatch of the step that it just ran, and
             runs it again by its definition, the modules and functions of now under plain autograd. Outputs and
             gradients are compared bit by bit (of compiled code to rounding), and hooks and children of modules with the
-            cut; of a net from `from_module` or `from_loss`, in one process, the whole net on one microbatch too.
+            cut; of a net from `from_module` or `from_loss`, in one process, every other audit is of the whole net.
             "first" does so in the first 3 steps of a signature and every 100th, a number n in every n-th, "always" in
             each, "never" in none.
 

@@ -64,8 +64,9 @@ def run_audited(
         if not is_plain:  # a hook that a trace does not call may change no number, and yet do nothing
             raise StepChanged(f"{what} has changed since the model was cut.{_GO_ON}")
     words = "".join(f" Since the model was cut, {what} has changed." for what, _ in changes[:3]) + _GO_ON
-    if has_whole_net:
-        _check_net(prepared, inputs, audit, words)
+    if has_whole_net and audit % 2 == 0 and _is_cut_net(prepared, inputs):  # in turn, since each costs as much
+        _check_net(prepared, inputs, audit // 2, words)
+        return prepared.run(leaves, inputs, recorded=recorded, see=see)
     stages = [StageAudit(prepared, op, leaves, inputs) for op in audited_ops(prepared, audit)]
 
     def tap(op: Any, run: Any) -> Any:
@@ -85,13 +86,18 @@ def _is_due(when: When, number: int) -> bool:
     return number % when == 0
 
 
+def _is_cut_net(prepared: Prepared, inputs: StepInputs) -> bool:
+    """Whether the model is a net, or a function, that was cut, and this process can run it whole."""
+    tensors = [leaf for leaf in tree.leaves((inputs.params, inputs.state)) if isinstance(leaf, Tensor)]
+    is_local = len({tensor.device for tensor in tensors}) < 2 and not any(map(is_sharded, tensors))
+    model = prepared.model
+    return model.function is not None and prepared.program.slices == 1 and not model.per_example and is_local
+
+
 def _check_net(prepared: Prepared, inputs: StepInputs, number: int, words: str) -> None:
     """Compare the stages of a net on one microbatch with the net itself, whose Python the stages do not have."""
     model, program, function = prepared.model, prepared.program, prepared.model.function
-    tensors = [leaf for leaf in tree.leaves((inputs.params, inputs.state)) if isinstance(leaf, Tensor)]
-    alone = len({tensor.device for tensor in tensors}) < 2 and not any(map(is_sharded, tensors))
-    if function is None or program.slices > 1 or model.per_example or not alone:
-        return
+    assert function is not None
     values = bind_inputs(program, model, replace(inputs, batch=batch_of(program, inputs.batch)[0]))
     part = {value.name: tensor for value, tensor in values.items() if value.name in ("inputs", "target")}
     for op in program.ops:
