@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
 from property_tests.bits import is_same_gradient
+from tests.processes import Processes
 
 Rule = tuple[str, dict[str, Any]]
 
@@ -58,7 +61,9 @@ def parameters(layout: str) -> list[dict[str, Tensor]]:
     return [{"v": torch.randn(8)}, {"w": LAYOUTS[layout][1](), "b": torch.randn(5)}]
 
 
-def loop(layout: str, batch: tuple[Tensor, Tensor], rule: Rule | None) -> tuple[list[Tensor], list[Tensor], Tensor]:
+def loop(
+    layout: str, batch: tuple[Tensor, Tensor], rule: Rule | None, clip: float | None = 0.1
+) -> tuple[list[Tensor], list[Any], Tensor]:
     """Parameters after three steps of a plain loop, gradients of the last step, and its norm before the clip."""
     params = [leaf.requires_grad_() for stage in parameters(layout) for leaf in stage.values()]
     optimizer = None if rule is None else getattr(torch.optim, rule[0])(params, lr=0.1, **rule[1])
@@ -70,7 +75,7 @@ def loop(layout: str, batch: tuple[Tensor, Tensor], rule: Rule | None) -> tuple[
             y = LAYOUTS[layout][0]({"w": params[1], "b": params[2]}, (x * params[0]).tanh())
             (loss_of(y, target) * 0.5).backward()
         if optimizer is not None:
-            norm = torch.nn.utils.clip_grad_norm_(params, 0.1)
+            norm = torch.nn.utils.clip_grad_norm_(params, float("inf") if clip is None else clip)
             optimizer.step()
     return [leaf.detach() for leaf in params], [leaf.grad for leaf in params], norm
 
@@ -144,3 +149,39 @@ def test_assigned_gradients_are_read_by_a_fused_rule_as_those_of_backward(layout
         torch.nn.utils.clip_grad_norm_(leaves(params), 0.1)
         optimizer.step()
     assert all(map(torch.equal, leaves(params), expected))
+
+
+def updated_in_processes(rank: int, layout: str, kind: str) -> list[str]:
+    """Parameters of this process, and the norm, that are not those of a plain loop."""
+    rule: Rule = ("AdamW", {} if kind == "shards" else {"fused": True})
+    clip = None if kind == "shards" else 0.1  # the norm of shards is a root of squares
+    expected, _, norm = loop(layout, batch_of(layout), rule, clip=clip)
+    model, params, batch = model_of(layout), tuple(parameters(layout)), batch_of(layout)
+    ranks = 2 if kind == "pipeline" else 1
+    mesh = None if kind == "pipeline" else init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    ways = {"pipeline": fpipe.identity(), "replicas": fpipe.data_parallel(), "shards": fpipe.shard()}
+    parts = fpipe.split(ranks), fpipe.schedules.gpipe(ranks), fpipe.merge(), ways[kind]
+    program = fpipe.chain(*parts, fpipe.update(rule[0], clip=clip, **rule[1]))(fpipe.program(model))
+    rows = batch if kind == "pipeline" else tuple(half.chunk(2)[rank] for half in batch)
+    mine: Any = [None if kind == "pipeline" and number != rank else stage for number, stage in enumerate(params)]
+    mine = fpipe.shard_params(mine, mesh["dp"]) if kind == "shards" and mesh is not None else mine
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, rows))
+    opt, result = fpipe.optimizer_state(program, mine), fpipe.Result()
+    for _ in range(3):
+        result = step(mine, rows, opt=opt, lr=0.1)
+        mine, opt = result.params, result.opt
+    names = {"v": expected[0], "w": expected[1], "b": expected[2]}
+    found = {name: leaf for stage in mine for name, leaf in (stage or {}).items()}
+    if kind == "shards":
+        names = {name: leaf.chunk(2)[rank] if len(leaf) > rank else leaf[:0] for name, leaf in names.items()}
+        found = {name: leaf.to_local() for name, leaf in found.items()}
+    # Shards are gathered to a contiguous parameter, for which torch may pick another kernel than for a turned one.
+    same = partial(torch.allclose, atol=1e-6) if kind == "shards" else torch.equal
+    wrong = [name for name, leaf in found.items() if not same(leaf, names[name])]
+    return wrong + ["norm"] * (result.norm is not None and clip is not None and not torch.equal(result.norm, norm))
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "replicas", "shards"])
+@pytest.mark.parametrize("layout", ["linear", "heads", "turned parameter", "larger kernel"])
+def test_processes_update_parameters_of_every_layout_as_a_plain_loop(pair: Processes, layout: str, kind: str):
+    assert pair.each(updated_in_processes, layout, kind) == [[], []]
