@@ -77,8 +77,9 @@ if TYPE_CHECKING:
     from fpipe.models.from_module import from_module
     from fpipe.models.from_sequential import from_sequential
     from fpipe.models.modules.skips import Pop, Stash
-    from fpipe.models.parameters.checkpoints import gather_state_dict, load, save
+    from fpipe.models.parameters.checkpoints import load, save
     from fpipe.models.parameters.first_values import shard_params
+    from fpipe.models.parameters.gather import gather_state_dict
     from fpipe.models.parameters.grads import add_grads, assign_grads, clip_grads, global_norm
     from fpipe.models.parameters.load import init_params, load_params
     from fpipe.models.parameters.params import join_params, local_params, split_params
@@ -120,7 +121,8 @@ _LATE = {
     "models.from_loss": ("from_loss",),
     "models.from_module": ("from_module",),
     "models.from_sequential": ("from_sequential",),
-    "models.parameters.checkpoints": ("gather_state_dict", "load", "save"),
+    "models.parameters.checkpoints": ("load", "save"),
+    "models.parameters.gather": ("gather_state_dict",),
     "models.parameters.grads": ("add_grads", "assign_grads", "clip_grads", "global_norm"),
     "derived.jvp": ("Dual", "jvp", "make_dual", "unpack_dual"),
     "models.parameters.load": ("init_params", "load_params"),

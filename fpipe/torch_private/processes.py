@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -171,11 +170,3 @@ def group_of_two(kind: Any, store: Store, rank: int, timeout: timedelta) -> Any:
 
 
 _LONGER = timedelta(seconds=30)
-
-
-@contextmanager
-def quiet_checkpoints() -> Generator[None]:
-    """Let torch.distributed.checkpoint work without a group, and write over a folder, without its warnings (2.13)."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled|Detected an existing checkpoint", UserWarning)
-        yield

@@ -144,7 +144,7 @@ def init_params(
 
 def _warn_if_all_have_values(model: Model, leaves: Sequence[Sequence[tuple[str, ...]]]) -> None:
     """Warn if all parameters of a net, on whichever rank, have values."""
-    names = [(leaf[0], run) for run, stage in zip(_stages(model), leaves, strict=True) for leaf in stage]
+    names = [(leaf[0], run) for run, stage in zip(net_stages(model), leaves, strict=True) for leaf in stage]
     if names and not any(getattr(*run.home_of(name)).is_meta for name, run in names):
         warnings.warn(
             f"init_params copies {names[0][0]!r}{f' and {len(names) - 1} more' * (len(names) > 1)}: no parameter of "
@@ -172,7 +172,7 @@ def _make_params(
     value: Callable[[tuple[str, ...], tuple[Any, str]], Tensor],
 ) -> Params:
     """Make the leaves that live in the stages of a rank, each from its names and its home in the net."""
-    stages = [*_stages(model)]
+    stages = [*net_stages(model)]
     local = local_params(program, range(len(stages)), rank)
     return tuple(
         None if number is None else {leaf[0]: value(leaf, stages[number].home_of(leaf[0])) for leaf in leaves[number]}
@@ -180,7 +180,7 @@ def _make_params(
     )
 
 
-def _stages(model: Model) -> Iterator[PositionalStage]:
+def net_stages(model: Model) -> Iterator[PositionalStage]:
     """Yield the stages, which know where a net has their parameters."""
     for number, stage in enumerate(the_model(model).stages):
         run = of_net(stage.forward)
@@ -201,7 +201,7 @@ def _names_in_source(
     """
     names_by_leaf: dict[str, list[str]] = {}
     net_names: set[str] = set()
-    for number, run in enumerate(_stages(model)):
+    for number, run in enumerate(net_stages(model)):
         net_names.update(run.all_names())
         for leaf in leaves[number]:
             names = names_by_leaf[leaf[0]] = [name for name in leaf if name in source.known]
@@ -231,7 +231,7 @@ def _names_in_source(
 
 def _refuse_other_constants(model: Model, source: TensorSource, local: Sequence[int | None]) -> None:
     """Raise ValueError if a source has other values of what a rank's stages read of the net itself."""
-    for number, run in enumerate(_stages(model)):
+    for number, run in enumerate(net_stages(model)):
         constants = zip(run.fixed, run.constants(), strict=True) if local[number] is not None else ()
         for name, constant in constants:
             if name in source.known and not constant.is_meta and is_saved(*run.home_of(name)):

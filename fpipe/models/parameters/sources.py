@@ -13,12 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from fpipe.limits import shortened
-from fpipe.torch_private.processes import quiet_checkpoints
+from fpipe.torch_private.checkpoints import SaveReader, read_tensors
 
 # Read single tensors out of a file in the safetensors format, by the package of that name.
 
@@ -142,12 +139,12 @@ class _StateDict(TensorSource):
     moves = False
 
     def __init__(self, named: Mapping[str, Any]) -> None:
-        odd = next((name for name, one in named.items() if not isinstance(one, Tensor) or one.is_meta), None)
-        if odd is not None:
-            found = "a tensor on meta, without values" if isinstance(named[odd], Tensor) else type(named[odd]).__name__
-            raise ValueError(f"the state_dict has {found} under {odd!r}; a source has tensors.")
+        for name, leaf in named.items():
+            if not isinstance(leaf, Tensor) or leaf.is_meta:
+                found = "a tensor on meta, without values" if isinstance(leaf, Tensor) else type(leaf).__name__
+                raise ValueError(f"the state_dict has {found} under {name!r}; a source has tensors.")
         self.named = named
-        self.known = {name: SavedTensor(one.dtype, tuple(one.shape), "the state_dict") for name, one in named.items()}
+        self.known = {name: SavedTensor(x.dtype, tuple(x.shape), "the state_dict") for name, x in named.items()}
 
     def read(self, names: Collection[str]) -> dict[str, Tensor]:
         """Read some of them, by name."""
@@ -184,26 +181,20 @@ class _Checkpoint(TensorSource):
     """A folder of torch.distributed.checkpoint."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        if not (folder / ".metadata").exists():
-            raise ValueError(
-                f"{folder} has no file .metadata, as torch.distributed.checkpoint saves one, and no model.safetensors."
-            )
-        saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+        self.reader = SaveReader(folder)
+        saved = self.reader.tensors
         parts = ("params/", "state/") if any(name.startswith("params/") for name in saved) else ("",)  # of fpipe.save
         self.keys = {name.removeprefix(part): name for part in parts for name in saved if name.startswith(part)}
         self.known = {
-            name: SavedTensor(one.properties.dtype, tuple(one.size), str(folder))
+            name: SavedTensor(saved[key].properties.dtype, tuple(saved[key].size), str(folder))
             for name, key in self.keys.items()
-            if isinstance(one := saved[key], TensorStorageMetadata)
         }
 
     def read(self, names: Collection[str]) -> dict[str, Tensor]:
         """Read some of them, by this process alone."""
-        made: dict[str, Any] = {
+        tensors: dict[str, Any] = {
             self.keys[name]: torch.empty(self.known[name].shape, dtype=self.known[name].dtype) for name in names
         }
-        if made:
-            with quiet_checkpoints():
-                load(made, storage_reader=FileSystemReader(self.folder), no_dist=True)
-        return {name: made[self.keys[name]] for name in names}
+        if tensors:
+            read_tensors(self.reader, tensors, is_alone=True)
+        return {name: tensors[self.keys[name]] for name in names}

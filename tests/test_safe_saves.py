@@ -1,0 +1,341 @@
+"""A save never harms the one before it, a load never mixes two, and files are data that run no code."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.state_dict_loader import load as torch_load
+from torch.distributed.checkpoint.state_dict_saver import save as torch_save
+
+import fpipe
+from tests.processes import Processes
+
+NAME = "params/0.weight"
+ONE, TWO = fpipe.program(1), fpipe.schedules.gpipe(2)(fpipe.program(2))
+
+
+def params_of(value: float, rank: int | None = None) -> Any:
+    """Parameters of one stage, or of this rank's of two, large enough to be written in pieces."""
+    stages = tuple({name: torch.full((50, 1000), float(value))} for name in ("0.weight", "1.weight"))
+    return tuple(stage if at == rank else None for at, stage in enumerate(stages)) if rank is not None else stages[:1]
+
+
+def saved_value(folder: Path, program: fpipe.Program = ONE, rank: int | None = None) -> tuple[float, Any]:
+    """The one value of all parameters in a folder, and the step."""
+    found = fpipe.load(folder, program, params_of(0, rank))
+    stage = next(stage for stage in found.params if stage is not None)
+    (value,) = {value for leaf in stage.values() for value in leaf.unique().tolist()}
+    return value, found.numbers["step"]
+
+
+KILLED = """
+import os, signal, sys, torch, fpipe
+params = ({"0.weight": torch.full((50, 1000), float(sys.argv[2]))},)
+where, step = sys.argv[3], int(sys.argv[2])
+def kill(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+if where == "data":
+    torch.save = kill
+if where == "metadata":
+    os.fsync, count = lambda file: count.append(file) or len(count) > 1 and kill(), []
+if where == "switch":
+    import pathlib; pathlib.Path.replace = kill
+fpipe.save(sys.argv[1], fpipe.program(1), params, step=step)
+"""
+
+
+@pytest.mark.parametrize("where", ["data", "metadata", "switch"])
+def test_a_kill_in_a_second_save_leaves_the_first(tmp_path: Path, where: str):
+    """It left the parameters of one step under the number of the other, or a folder that nothing could read."""
+    fpipe.save(tmp_path, ONE, params_of(1), step=1)
+    killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path, "2", where], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert saved_value(tmp_path) == (1, 1)
+    fpipe.save(tmp_path, ONE, params_of(3), step=3)
+    assert saved_value(tmp_path) == (3, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".metadata", f"saved-{3 if where == 'switch' else 2}"]
+
+
+def save_twice(rank: int, folder: Path) -> None:
+    fpipe.save(folder, TWO, params_of(1, rank), step=1)
+    if rank == 1:
+        vars(filesystem)["_write_item"] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    fpipe.save(folder, TWO, params_of(2, rank), step=2)
+
+
+def test_a_rank_that_is_killed_in_a_second_save_leaves_the_first(tmp_path: Path):
+    """Rank 0 had written its half of step 2 over that of step 1: a load gave half of each."""
+    with Processes(2, timeout=20) as ranks:
+        ranks.start(save_twice, tmp_path)
+        ranks.results()
+    assert [saved_value(tmp_path, TWO, rank) for rank in range(2)] == [(1, 1), (1, 1)]
+
+
+def save_and_mix(rank: int, folder: Path) -> str:
+    for step in (1, 2):
+        fpipe.save(folder / str(step), TWO, params_of(step, rank), step=step)
+    dist.barrier()
+    if rank == 0:
+        (old,), (new,) = ([*(folder / step).rglob("__1_0.distcp")] for step in "12")
+        shutil.copy(old, new)
+    dist.barrier()
+    with pytest.raises(ValueError, match=r"__1_0\.distcp is of another save than .*\.metadata; load one") as refused:
+        fpipe.load(folder / "2", TWO, params_of(0, rank))
+    return str(refused.value)
+
+
+def test_files_of_two_saves_are_refused_on_all_ranks(pair: Processes, tmp_path: Path):
+    first, second = pair.each(save_and_mix, tmp_path)
+    assert first == second
+    with pytest.raises(ValueError, match="is of another save"):
+        fpipe.load(tmp_path / "2", TWO, params_of(0, 1))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_what_is_saved_and_torchs_own_folders_are_read(tmp_path: Path):
+    fpipe.save(tmp_path / "ours", ONE, params_of(3), step=3)
+    found = {NAME: torch.zeros(50, 1000)}
+    torch_load(found, checkpoint_id=tmp_path / "ours", no_dist=True)
+    torch_load(found, checkpoint_id=tmp_path / "ours" / "saved-1", no_dist=True)
+    assert torch.equal(found[NAME], torch.full((50, 1000), 3.0))
+    theirs = {NAME: torch.full((50, 1000), 4.0), "numbers/step": torch.tensor(4)}
+    torch_save(theirs, checkpoint_id=tmp_path / "torchs", no_dist=True)
+    assert saved_value(tmp_path / "torchs") == (4, 4)
+    fpipe.save(tmp_path / "torchs", ONE, params_of(5), step=5)
+    assert saved_value(tmp_path / "torchs") == (5, 5)
+    assert not [*(tmp_path / "torchs").glob("*.distcp")]
+
+
+def test_the_newest_saves_stay(tmp_path: Path):
+    for step in range(1, 6):
+        fpipe.save(tmp_path, ONE, params_of(step), step=step, keep=3)
+    assert [saved_value(path)[0] for path in sorted(tmp_path.glob("saved-*"))] == [3, 4, 5]
+    assert saved_value(tmp_path) == (5, 5)
+    fpipe.save(tmp_path, ONE, params_of(6), step=6)
+    assert [path.name for path in tmp_path.glob("saved-*")] == ["saved-6"]
+    with pytest.raises(ValueError, match="keep is a whole number, at least 1; found 0"):
+        fpipe.save(tmp_path, ONE, params_of(6), keep=0)
+
+
+def test_numbers_keep_their_bits(tmp_path: Path):
+    """A learning rate came back as the nearest float32."""
+    fpipe.save(tmp_path, ONE, params_of(0), lr=0.1, step=2**53 + 1)
+    assert fpipe.load(tmp_path, ONE, params_of(0)).numbers == {"lr": 0.1, "step": 2**53 + 1}
+
+
+@contextmanager
+def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No file is written until the event is set."""
+    event, write = threading.Event(), vars(filesystem)["_write_item"]
+    monkeypatch.setattr(filesystem, "_write_item", lambda *args, **kwargs: event.wait(20) and write(*args, **kwargs))
+    yield event
+    event.set()
+
+
+def test_a_save_in_the_background_has_the_values_of_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    params = params_of(1)
+    with held_up(monkeypatch) as event:
+        saving = fpipe.save(tmp_path, ONE, params, step=1, background=True)
+        params[0]["0.weight"].fill_(2)  # as a donated step does
+        assert not saving.done()
+        assert not (tmp_path / ".metadata").exists()
+        event.set()
+        assert saving.result(20) is None
+    assert saved_value(tmp_path) == (1, 1)
+    fpipe.save(tmp_path, ONE, params_of(2), step=2, background=True)
+    assert saved_value(tmp_path) == (2, 2)  # a load waits
+
+
+def test_a_background_save_that_fails_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(filesystem, "_write_item", full)
+    saving = fpipe.save(tmp_path, ONE, params_of(1), background=True)
+    with pytest.raises(OSError, match="No space left on device"):
+        saving.result(20)
+    again = fpipe.save(tmp_path, ONE, params_of(1), background=True)
+    assert again.exception(20) is not None
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="No space left on device"):
+        fpipe.save(tmp_path, ONE, params_of(2), step=2)
+    fpipe.save(tmp_path, ONE, params_of(2), step=2)
+    assert saved_value(tmp_path) == (2, 2)
+
+
+def save_beside_collectives(rank: int, folder: Path) -> tuple[float, Any]:
+    """Saves in the background, and collectives of the default group meanwhile, on other ranks at other times."""
+    total = torch.zeros(())
+    for step in range(1, 4):
+        saving = fpipe.save(folder, TWO, params_of(step, rank), step=step, background=True, keep=2)
+        for value in range(50):
+            number = torch.tensor(float(value))
+            dist.all_reduce(number)
+            total += number
+        if rank == step % 2:
+            saving.result()
+    assert float(total) == 3 * 2 * sum(range(50))
+    return saved_value(folder, TWO, rank)
+
+
+def test_ranks_save_in_the_background_while_they_talk(pair: Processes, tmp_path: Path):
+    assert pair.each(save_beside_collectives, tmp_path) == [(3, 3), (3, 3)]
+    assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-2", "saved-3"]
+
+
+def on_a_full_disk(rank: int, folder: Path) -> list[str]:
+    """What is refused, with files of at most 100 kB on rank 1."""
+    fpipe.save(folder, TWO, params_of(1, rank), step=1)
+    fpipe.gather_state_dict(TWO, params_of(1, rank), file=folder / "all.safetensors")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if rank == 1 else limits[0], limits[1]))
+    found: list[str] = []
+    try:
+        with pytest.raises(OSError, match="File too large") as refused:
+            fpipe.save(folder, TWO, params_of(2, rank), step=2)
+        found.append(str(refused.value))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if rank == 0 else limits[0], limits[1]))
+        with pytest.raises(OSError, match="File too large") as refused:
+            fpipe.gather_state_dict(TWO, params_of(2, rank), file=folder / "all.safetensors")
+        found.append(str(refused.value))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    return found
+
+
+def test_a_full_disk_is_told_on_all_ranks_and_leaves_what_was_there(pair: Processes, tmp_path: Path):
+    found, other = pair.each(on_a_full_disk, tmp_path)
+    assert found == other
+    assert found[0] == (
+        f"{tmp_path}/.saving/__1_0.distcp could not be written: File too large; what {tmp_path} had before is whole."
+    )
+    file = tmp_path / "all.safetensors"
+    assert found[1] == f"{file} could not be written: File too large. What it held before is whole."
+    assert saved_value(tmp_path, TWO, 0) == (1, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".metadata", "all.safetensors", "saved-1"]
+    from safetensors.torch import load_file
+
+    assert all(leaf.eq(1).all() for leaf in load_file(file).values())
+
+
+def cut_off(file: Path, size: int) -> None:
+    file.write_bytes(file.read_bytes()[:size])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no metadata": (lambda folder: (folder / ".metadata").unlink(), r"saved has no file \.metadata"),
+    "empty metadata": (lambda folder: cut_off(folder / ".metadata", 0), r"saved/\.metadata is damaged"),
+    "half metadata": (lambda folder: cut_off(folder / ".metadata", 300), r"saved/\.metadata is damaged"),
+    "text": (lambda folder: (folder / ".metadata").write_text("step: 3"), r"saved/\.metadata is damaged"),
+    "other pickle": (
+        lambda folder: (folder / ".metadata").write_bytes(pickle.dumps({})),
+        r"saved/\.metadata is damaged",
+    ),
+    "no data": (
+        lambda folder: (folder / "saved-1/__0_0.distcp").unlink(),
+        r"saved/saved-1/__0_0\.distcp is not there, which .*saved/\.metadata names\.$",
+    ),
+    "half data": (
+        lambda folder: cut_off(folder / "saved-1/__0_0.distcp", 3000),
+        r"saved/saved-1/__0_0\.distcp is damaged, or of another save than .*saved/\.metadata: ",
+    ),
+    "empty data": (lambda folder: cut_off(folder / "saved-1/__0_0.distcp", 0), r"__0_0\.distcp is damaged, or of"),
+}
+
+
+MODEL, _, _ = fpipe.from_sequential(torch.nn.Sequential(torch.nn.Linear(1000, 50, bias=False)), 1)
+READS: list[Callable[[Path], Any]] = [
+    lambda folder: fpipe.load(folder, ONE, params_of(0)),
+    lambda folder: fpipe.load_params(MODEL, ONE, folder, rank=0),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_folder_is_refused_in_one_sentence(tmp_path: Path, damage: str):
+    folder = tmp_path / "saved"
+    fpipe.save(folder, ONE, params_of(1), step=1)
+    harm, sentence = DAMAGES[damage]
+    harm(folder)
+    for read in READS:
+        with pytest.raises(ValueError, match=sentence) as refused:
+            read(folder)
+        assert len(str(refused.value).splitlines()) == 1
+
+
+class Call:
+    """Unpickled, it is what a function returns."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.call = function, args
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def hidden_in_bytes(folder: Path, call: Call) -> bytes:
+    """Metadata by which the parameter is no tensor: torch unpickles the bytes of whatever is none."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    item = next(info for index, info in metadata.storage_data.items() if index.fqn == NAME)
+    (folder / "bytes").write_bytes(pickle.dumps(call))
+    item.relative_path, item.offset, item.length = "bytes", 0, (folder / "bytes").stat().st_size
+    metadata.state_dict_metadata[NAME] = BytesStorageMetadata()
+    return pickle.dumps(metadata)
+
+
+def attribute_of_a_class(folder: Path, call: Call) -> bytes:
+    """What a class is told outlasts the load."""
+    return b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n(N}S'harmed'\nI1\nstb."
+
+
+HARMS: dict[str, Callable[[Path, Call], bytes]] = {
+    "instead": lambda folder, call: pickle.dumps(call),
+    "inside": lambda folder, call: pickle.dumps(Metadata({NAME: call})),  # type: ignore[dict-item]
+    "torch's": lambda folder, call: pickle.dumps(Call(torch.load, str(folder / "saved-1/__0_0.distcp"))),
+    "bytes": hidden_in_bytes,
+    "attributes": attribute_of_a_class,
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_folder_runs_no_code(tmp_path: Path, harm: str):
+    """Torch's .metadata is a pickle, and load and load_params ran what was in it."""
+    folder, ran = tmp_path / "saved", tmp_path / "ran"
+    fpipe.save(folder, ONE, params_of(1), step=1)
+    content = HARMS[harm](folder, Call(os.mkdir, str(ran)))
+    (folder / ".metadata").write_bytes(content)
+    for read in READS:
+        with pytest.raises(ValueError, match=r"\.metadata is damaged|saved has no params|the source lacks"):
+            read(folder)
+    assert not ran.exists()
+    assert not hasattr(Metadata, "harmed")
+
+
+def test_a_folder_names_no_file_outside(tmp_path: Path):
+    folder = tmp_path / "saved"
+    fpipe.save(folder, ONE, params_of(1), step=1)
+    file = folder / ".metadata"
+    for path in ("../secret", "/etc/passwd"):
+        metadata = pickle.loads(file.read_bytes())
+        for info in metadata.storage_data.values():
+            info.relative_path = path
+        file.write_bytes(pickle.dumps(metadata))
+        with pytest.raises(ValueError, match=f"names '{path}', which is outside of its folder"):
+            fpipe.load(folder, ONE, params_of(0))
