@@ -205,6 +205,11 @@ class StageModule(PositionalStage):
         """The parameters and buffers of its modules by their paths."""
         yield from (*self.bound.named_buffers(), *self.bound.named_parameters())
 
+    def all_names(self) -> list[str]:
+        """The names of all of them, those of a tied tensor too."""
+        named = self.bound.named_parameters(remove_duplicate=False), self.bound.named_buffers(remove_duplicate=False)
+        return [name for part in named for name, _ in part]
+
     def _by_path(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         same_keys(params, [leaf[0] for leaf in self.names], f"params of {self.who}")
         pairs = zip(self.names, self.swapped, strict=True)

@@ -129,7 +129,7 @@ def local_params(program: Program, per_stage: Sequence[Any], rank: int | None = 
 def _stays(model: Model, name: Any, leaf: Any) -> bool:
     """Whether a leaf is a tensor that stays with the modules of a stage, as they have it now."""
     runs = [stage.forward for stage in model.stages if isinstance(stage.forward, PositionalStage)]
-    held = (tensor for run in runs for held_name, tensor in run.named_tensors() if held_name == name)
+    held = (getattr(*run.home_of(name)) for run in runs if name in run.all_names())
     return isinstance(leaf, Tensor) and any(map(leaf.is_set_to, held))
 
 

@@ -1,0 +1,190 @@
+"""What is handed on is the net's whole state_dict, whatever was cut, frozen, tied or on meta."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fpipe
+from tests.processes import Processes
+from tests.refusals import refusals
+
+MSE = nn.functional.mse_loss
+WIDTH = 6
+
+
+def linear(**how: Any) -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH, **how)
+
+
+def tied() -> nn.Module:
+    first, last = linear(), linear()
+    last.weight = first.weight
+    return nn.Sequential(first, nn.Tanh(), last)
+
+
+def frozen() -> nn.Module:
+    net = nn.Sequential(linear(), linear(), linear())
+    net[0].requires_grad_(False)
+    net[2].bias.requires_grad_(False)
+    return net
+
+
+def tied_and_frozen() -> nn.Module:
+    net = tied()
+    net[0].weight.requires_grad_(False)
+    return net
+
+
+class Shifted(nn.Linear):
+    """Buffers that nothing writes; one is in no state_dict."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("shift", torch.randn(WIDTH))
+        self.register_buffer("scale", torch.randn(WIDTH), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale + self.shift
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "tied": tied,
+    "frozen": frozen,
+    "tied and frozen": tied_and_frozen,
+    "constant buffers": lambda: nn.Sequential(linear(), Shifted()),
+    "batch norm": lambda: nn.Sequential(linear(), nn.BatchNorm1d(WIDTH), linear()),
+    "one module twice": lambda: nn.Sequential(*[norm := nn.BatchNorm1d(WIDTH), linear(), norm][:2], linear()),
+    "parametrized": lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(linear()), linear()),
+}
+DOORS = ["from_sequential", "from_module"]
+
+
+def cut(net: Any, door: str, batch: Any) -> tuple[fpipe.Model, Any, Any]:
+    if door == "from_module":
+        return fpipe.from_module(net, 2, loss=MSE, example=batch)
+    return fpipe.from_sequential(net, 2, loss=MSE)
+
+
+def batch_of() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+
+
+def trained(net: Any, door: str) -> tuple[fpipe.Model, fpipe.Program, fpipe.Result]:
+    model, params, state = cut(net, door, batch_of())
+    pipeline = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge(), fpipe.update("SGD"))
+    program = pipeline(fpipe.program(model))
+    opt = fpipe.optimizer_state(program, params)
+    has_state = {"state": state} if any(state) else {}
+    return model, program, fpipe.build(program, model)(params, batch_of(), opt=opt, lr=0.1, **has_state)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("name", NETS)
+def test_a_trained_net_is_loaded_strictly(name: str, door: str, tmp_path: Path):
+    """Four of five nets lacked names: those of ties, frozen parameters, buffers, running statistics."""
+    torch.manual_seed(0)
+    net = NETS[name]()
+    expected, fresh = copy.deepcopy(net), copy.deepcopy(net)
+    model, program, result = trained(net, door)
+    optimizer = torch.optim.SGD([leaf for leaf in expected.parameters() if leaf.requires_grad], lr=0.1)
+    for x, target in zip(*(half.chunk(2) for half in batch_of()), strict=True):
+        (MSE(expected(x), target) / 2).backward()
+    optimizer.step()
+    whole: Any = fpipe.gather_state_dict(program, result.params, model=model, state=result.state)
+    for leaf in fresh.state_dict().values():
+        leaf.zero_()
+    fresh.load_state_dict(whole)  # strict
+    torch.testing.assert_close(fresh.state_dict(), expected.state_dict())  # the gradients of a tied weight round
+    file = tmp_path / "net.safetensors"
+    fpipe.gather_state_dict(program, result.params, model=model, state=result.state, file=file)
+    from safetensors.torch import load_file
+
+    read = load_file(file)
+    fresh.load_state_dict(read)
+    assert all(torch.equal(leaf, whole[name]) for name, leaf in read.items())
+
+
+class Spare(nn.Module):
+    """A parameter and a module that no forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.spare = linear(), linear(), linear()
+        self.unused = nn.Parameter(torch.randn(3))
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def test_what_no_forward_reads_is_handed_on_too():
+    net = Spare()
+    model, program, result = trained(net, "from_module")
+    whole: Any = fpipe.gather_state_dict(program, result.params, model=model)
+    assert whole.keys() == net.state_dict().keys()
+    assert all(torch.equal(whole[name], leaf) for name, leaf in net.spare.state_dict(prefix="spare.").items())
+
+
+def test_a_net_on_meta_hands_on_what_was_loaded():
+    real = nn.Sequential(linear(), Shifted(), nn.BatchNorm1d(WIDTH), linear())
+    with torch.device("meta"):
+        net = nn.Sequential(linear(), Shifted(), nn.BatchNorm1d(WIDTH), linear())
+        batch = torch.empty(8, WIDTH), torch.empty(8, WIDTH)
+    model, _, state = cut(net, "from_module", batch)
+    program = fpipe.program(model)
+    params = fpipe.load_params(model, program, real.state_dict(), rank=0, init=lambda _, leaf: leaf.zero_())
+    stats = fpipe.load_params(model, program, real.state_dict(), rank=0, of=state)
+    whole: Any = fpipe.gather_state_dict(program, params, model=model, state=stats)
+    assert whole.keys() == real.state_dict().keys()
+    assert all(torch.equal(whole[name], leaf) for name, leaf in real.state_dict().items())
+
+
+def on_two(rank: int, file: str) -> list[str] | None:
+    torch.manual_seed(0)
+    net = nn.Sequential(Shifted(), nn.BatchNorm1d(WIDTH), *tied())
+    net[0].bias.requires_grad_(False)
+    model, params, state = cut(net, "from_sequential", None)
+    program = fpipe.schedules.gpipe(2)(fpipe.program(model))
+    params, state = (fpipe.local_params(program, part, rank) for part in (params, state))
+    fpipe.gather_state_dict(program, params, model=model, state=state, file=file)
+    whole = fpipe.gather_state_dict(program, params, model=model, state=state)
+    if whole is None:
+        return None
+    net.load_state_dict(whole)
+    return [*whole]
+
+
+def test_ranks_hand_on_one_net(pair: Processes, tmp_path: Path):
+    file = tmp_path / "net.safetensors"
+    names, nothing = pair.each(on_two, str(file))
+    assert nothing is None
+    from safetensors.torch import load_file
+
+    read = load_file(file)
+    net = nn.Sequential(Shifted(), nn.BatchNorm1d(WIDTH), *tied())
+    assert sorted(read) == sorted(names)
+    net.load_state_dict(read)
+
+
+FUNCTIONS = fpipe.from_functions([lambda p, x: x * p["w"]], MSE)
+NORM, NORM_PARAMS, NORM_STATE = fpipe.from_sequential(nn.Sequential(nn.BatchNorm1d(WIDTH)), 1, loss=MSE)
+ONE = fpipe.program(1)
+test_what_is_no_whole_net_is_refused = refusals(
+    globals(),
+    """
+fpipe.gather_state_dict(ONE, ({"w": torch.ones(1)},), model=FUNCTIONS)
+    TypeError: the parameters of stage 0 are of no module that could say their names
+fpipe.gather_state_dict(ONE, NORM_PARAMS, model=NORM)
+    ValueError: stage 0 (0) has module state, which a step returns: say state=result.state.
+fpipe.gather_state_dict(ONE, NORM_PARAMS, model=NORM, state=())
+    ValueError: state has one entry for each stage, as params; found 0 and 1.
+""",
+)
