@@ -87,7 +87,8 @@ def verify(
         rtol, atol: relative and absolute tolerance. Without either every bit must agree.
         replicas: of a program with replicas, run so many in one process, in lockstep, each on its share of the batch's
             rows; loss, gradients and the first one's state are compared. Of a program with replicas along two axes a
-            pair: (2, 3) are 2 groups across, each of 3 that share parameters out.
+            pair: (2, 3) are 2 groups across, each of 3 that share parameters out. Fused rules of shards are compared to
+            rounding, and the report says so.
         opt, lr, scale: of a program with an `update`, as for its step: without them the state before the first step,
             0.01, and where the loss is scaled 2.0**16. Parameters, optimizer state and norms, scales and skipped steps
             are compared with those of a plain loop with torch.optim and torch.amp.GradScaler.
