@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, settings
 from fpipe.meaning.purity import ambient
 from fpipe.program import Program
 from tests import torch_versions
-from tests.processes import Processes
+from tests.processes import IDLE, processes
 
 torch.set_num_threads(1)
 # pytest listens to each logger that keeps to itself. Where anybody listens to torch's record of its own tracing, each
@@ -71,17 +71,6 @@ SLOW = {
 SLOW_FILES = {ROOT / folder / f"test_{name}.py" for folder, names in SLOW.items() for name in names.split()}
 
 
-def processes(size: int) -> object:
-    """A fixture: so many processes of one group, for all tests of a file."""
-
-    @pytest.fixture(scope="module")
-    def made() -> Iterator[Processes]:
-        with Processes(size) as group:
-            yield group
-
-    return made
-
-
 pair, trio, four = map(processes, (2, 3, 4))
 
 
@@ -117,7 +106,9 @@ def small_heap() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Once, where pytest would walk through all of it five times."""
+    """Collect once, where pytest would walk through all of it five times."""
+    for group in IDLE.values():
+        group.close()
     gc.collect()
     gc.freeze()
 

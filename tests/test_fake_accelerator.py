@@ -4,6 +4,7 @@ That the checker reports what is not waited for is seen where a wait is taken ou
 
 from __future__ import annotations
 
+import faulthandler
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
@@ -22,12 +23,13 @@ from tests.processes import Processes
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler"),
-    pytest.mark.timeout(func_only=True),  # a busy machine compiles the device for longer than a test may take
+    pytest.mark.timeout(func_only=True),
 ]
 
 
 @pytest.fixture(scope="module")
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    faulthandler.cancel_dump_traceback_later()  # a busy machine compiles for longer than a test may take
     cache = getattr(request.config, "cache", None)
     return built(tmp_path_factory.getbasetemp() if cache is None else cache.mkdir("fake_accelerator"))
 

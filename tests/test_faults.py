@@ -200,16 +200,18 @@ def dies_connecting(rank: int, who: int) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize(
-    ("how", "who"), [(dies, 0), pytest.param(dies, 2, marks=pytest.mark.deep), (dies_connecting, 1)]
+    "cases", [[(dies, 0), (dies_connecting, 1)], pytest.param([(dies, 2)], marks=pytest.mark.deep)]
 )
-def test_a_rank_that_is_killed_while_it_builds_is_named_soon(how: Callable[..., tuple[str, bool]], who: int):
-    what = "connect to the others in time" if how is dies_connecting else "come to building the step, after the trace"
-    said = f"RankError: rank {who} {'did not' if how is dies_connecting else 'is gone and did not'} {what}"
-    with Processes(3) as three:
-        three.start(how, who)
-        results = three.results()
-        assert results.pop(who) is None
-        assert all(told.startswith(said) and soon for told, soon in results)
+def test_a_rank_that_is_killed_while_it_builds_is_named_soon(cases: list[tuple[Callable[..., Any], int]]):
+    with beside_each_other(len(cases), 3) as groups:
+        for three, (how, who) in zip(groups, cases, strict=True):
+            three.start(how, who)
+        for three, (how, who) in zip(groups, cases, strict=True):
+            what = "is gone and did not come to building the step, after the trace"
+            what = "did not connect to the others in time" if how is dies_connecting else what
+            results = three.results()
+            assert results.pop(who) is None
+            assert all(told.startswith(f"RankError: rank {who} {what}") and soon for told, soon in results)
 
 
 def never(rank: int, how: str) -> Any:
@@ -268,14 +270,15 @@ WHY_LEFT = {
 }
 
 
-@pytest.mark.parametrize("how", WHY_LEFT)
-def test_the_rank_that_keeps_the_store_leaves_once_others_have_read_why(how: str):
+def test_the_rank_that_keeps_the_store_leaves_once_others_have_read_why():
     """Started by hand, rank 0 keeps the store: the others heard that it is gone, and not why."""
-    with Processes(2, tcp=True) as pair:
-        pair.start(leaving, how)
-        gone, told = pair.results()
-    assert gone is None
-    assert str(told).startswith(WHY_LEFT[how])
+    with beside_each_other(len(WHY_LEFT), 2, tcp=True) as groups:
+        for pair, how in zip(groups, WHY_LEFT, strict=True):
+            pair.start(leaving, how)
+        for pair, words in zip(groups, WHY_LEFT.values(), strict=True):
+            gone, told = pair.results()
+            assert gone is None
+            assert str(told).startswith(words)
 
 
 def settled(rank: int, odd: int, what: str) -> list[str]:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fpipe
-from conftest import processes
-from tests.processes import SOON, Processes, result, timed
+from tests.processes import SOON, Processes, beside_each_other, processes, result, timed
 from tests.test_distributed import MSE, own, rows
 from tests.test_shard import odd_net
 
@@ -125,14 +124,16 @@ def lost(rank: int, who: int, way: str) -> Any:
     return timed(lambda: step(shards, batch))
 
 
-@pytest.mark.parametrize(("who", "way"), [(1, "once a step"), (2, "each use")])
-def test_a_process_that_is_lost_is_named_in_both_groups(who: int, way: str):
+def test_a_process_that_is_lost_is_named_in_both_groups():
     """In a sum, and among shards that are sent."""
-    with Processes(4) as several:
-        several.start(lost, who, way)
-        for words, seconds in [result(pipe) for rank, pipe in enumerate(several.pipes) if rank != who]:
-            assert words.startswith(f"RankError: replica {who}: rank 0 is gone")
-            assert seconds < SOON
+    cases = [(1, "once a step"), (2, "each use")]
+    with beside_each_other(len(cases), 4) as groups:
+        for several, case in zip(groups, cases, strict=True):
+            several.start(lost, *case)
+        for several, (who, _) in zip(groups, cases, strict=True):
+            for words, seconds in [result(pipe) for rank, pipe in enumerate(several.pipes) if rank != who]:
+                assert words.startswith(f"RankError: replica {who}: rank 0 is gone")
+                assert seconds < SOON
 
 
 def failing(rank: int, lost: int) -> Any:
