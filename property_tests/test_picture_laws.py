@@ -110,9 +110,8 @@ def test_ops_and_waits_fill_a_rank_until_it_is_done(plan: DrawnProgram, costs: f
     shown = panel(plan, costs, transfers)
     for rank in range(shown.ranks):
         bars = shown.bars.get((rank, "main"), [])
-        pieces = [(bar.start, bar.end) for bar in bars] + [
-            (wait.start, wait.end) for wait in shown.waits if wait.rank == rank
-        ]
+        waits = [wait for wait in shown.waits if wait.rank == rank]
+        pieces = [(piece.start, piece.end) for piece in (*bars, *waits)]
         now = 0.0
         for start, end in sorted(pieces):
             assert start == pytest.approx(now, abs=1e-9)
@@ -123,13 +122,10 @@ def test_ops_and_waits_fill_a_rank_until_it_is_done(plan: DrawnProgram, costs: f
 def test_a_trace_has_every_event_and_the_peak(plan: DrawnProgram, costs: fpipe.Costs, transfers: bool):
     shown = panel(plan, costs, transfers)
     entries = json.loads(perfetto([shown]))["traceEvents"]
-    found = Counter(
-        (one["name"], one["pid"], one["ts"], one["dur"]) for one in entries if one["ph"] == "X" and one["cat"] != "wait"
-    )
-    assert found == Counter(
-        (op.cell, op.rank, start * 1e6, (end - start) * 1e6) for op, start, end in shown.timeline.events
-    )
-    held = [(one["pid"], one["args"]["microbatches"]) for one in entries if one["ph"] == "C"]
+    ops = [entry for entry in entries if entry["ph"] == "X" and entry["cat"] != "wait"]
+    events = ((op.cell, op.rank, start * 1e6, (end - start) * 1e6) for op, start, end in shown.timeline.events)
+    assert Counter((op["name"], op["pid"], op["ts"], op["dur"]) for op in ops) == Counter(events)
+    held = [(entry["pid"], entry["args"]["microbatches"]) for entry in entries if entry["ph"] == "C"]
     for rank, peak in enumerate(shown.timeline.peak):
         if costs.forward and costs.backward_input and costs.backward_weight:  # else two changes may be one moment
             assert max((amount for where, amount in held if where == rank), default=0) == pytest.approx(peak)

@@ -15,6 +15,7 @@ from fpipe.timing.lanes import Transfer, op_groups, walk
 from fpipe.timing.memory import peaks_in_order, peaks_of, residuals_stay, unit_steps
 from fpipe.timing.simulate import is_plain, walk_plain
 from fpipe.timing.timeline import Timeline
+from fpipe.transforms._rewrite import on_parts
 from property_tests.strategies import DrawnProgram, few, plans, tiny
 
 SECONDS = st.sampled_from([0, 1, 2, 3, 0.25, 5])
@@ -44,7 +45,7 @@ def costs(draw: st.DrawFn, plain: bool = False) -> fpipe.Costs:
     return fpipe.Costs(*ops, draw(st.sampled_from([None, 0, 2])), latency, **more)
 
 
-def told(timeline: Timeline) -> dict[str, Any]:
+def facts(timeline: Timeline) -> dict[str, Any]:
     """Every field of a timeline, with cells for ops: those of a program with transfers read copies."""
 
     def named(what: Any) -> Any:
@@ -65,12 +66,11 @@ def held(timeline: Timeline) -> Any:
 
 @given(plans(), costs(), st.integers(1, 3))
 def test_a_timeline_is_the_same_before_and_after_communicate(plan: DrawnProgram, costs: fpipe.Costs, iterations: int):
-    before, after = plan.program, fpipe.communicate()(plan.program)
-    one, other = (fpipe.simulate(program, costs, iterations=iterations) for program in (before, after))
-    assert told(one) == told(other)
-    assert held(one) == held(other)
-    freed = fpipe.simulate(frees(before), costs, iterations=iterations)
-    assert (one.iterations, one.transfers) == (freed.iterations, freed.transfers)
+    programs = plan.program, fpipe.communicate()(plan.program), frees(plan.program)
+    bare, sent, freed = (fpipe.simulate(program, costs, iterations=iterations) for program in programs)
+    assert facts(bare) == facts(sent)
+    assert held(bare) == held(sent)
+    assert (bare.iterations, bare.transfers) == (freed.iterations, freed.transfers)
 
 
 def one_at_a_time(found: fpipe.Timeline) -> bool:
@@ -188,30 +188,23 @@ def test_an_exchange_beside_a_ranks_work_holds_up_no_more_than_within_it(
     beside = with_exchanges(program, exchanges)
     of_stage = [seconds if stage in exchanges else 1 for stage in range(program.stages)]
     work = [0 if stage in exchanges else 1 for stage in range(program.stages)]
-    within = fpipe.Costs(
-        of_stage, of_stage, work, backward=[one + other for one, other in zip(of_stage, work, strict=True)]
-    )
+    within = fpipe.Costs(of_stage, of_stage, work, backward=list(map(sum, zip(of_stage, work, strict=True))))
     costs = fpipe.Costs(exchange=seconds)
-    found, before = fpipe.simulate(beside, costs), fpipe.simulate(program, within)
-    pairs = zip(found.events, before.events, strict=True)
-    assert all(one.end <= other.end + 1e-9 for one, other in pairs)
-    for rank in range(found.ranks):
-        row = sorted(
-            (start, end) for op, start, end in found.events if op.rank == rank and is_exchange(op) and end > start
-        )
-        assert all(one[1] <= other[0] for one, other in itertools.pairwise(row))
-    assert fpipe.bounds(beside, costs).makespan <= found.makespan + 1e-9
+    timeline, before = fpipe.simulate(beside, costs), fpipe.simulate(program, within)
+    pairs = zip(timeline.events, before.events, strict=True)
+    assert all(event.end <= other.end + 1e-9 for event, other in pairs)
+    lanes = [event for event in timeline.events if is_exchange(event.op) and event.end > event.start]
+    for rank in range(timeline.ranks):
+        row = sorted((start, end) for op, start, end in lanes if op.rank == rank)
+        assert all(first[1] <= second[0] for first, second in itertools.pairwise(row))
+    assert fpipe.bounds(beside, costs).makespan <= timeline.makespan + 1e-9
 
 
 def with_exchanges(program: Program, stages: set[int]) -> Program:
     """The program where these stages are exchanges."""
-    return Program.trusted(program.inputs, tuple(exchanging(op, stages) for op in program.ops), program.outputs)
 
+    def exchanging(op: fpipe.Op) -> fpipe.Op:
+        is_exchanged = op.kind in "FRBIW" and op.stage in stages
+        return op._replace(how=(("exchange", "ring"), ("axis", "ep"))) if is_exchanged else op
 
-def exchanging(op: fpipe.Op, stages: set[int]) -> fpipe.Op:
-    """An op, and its parts, of stages that are exchanges by now."""
-    if op.parts:
-        return fpipe.pair(*(exchanging(part, stages) for part in op.parts))
-    if op.kind not in "FRBIW" or op.stage not in stages:
-        return op
-    return op._replace(how=(("exchange", "ring"), ("axis", "ep")))
+    return Program.trusted(program.inputs, tuple(on_parts(exchanging, op) for op in program.ops), program.outputs)

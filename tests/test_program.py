@@ -12,13 +12,10 @@ from fpipe.program import Program
 from tests.refusals import refusals
 
 CHAIN = fpipe.program(2)
-PIPELINE = fpipe.chain(
-    fpipe.split(4),
-    fpipe.checkpoint("except_last"),
-    fpipe.split_backward(),
-    fpipe.schedules.one_f_one_b(2),
-    fpipe.merge(),
-)
+RECOMPUTED = fpipe.chain(fpipe.split(4), fpipe.checkpoint("except_last"), fpipe.split_backward())
+PIPELINE = fpipe.chain(RECOMPUTED, fpipe.schedules.one_f_one_b(2), fpipe.merge())
+PAIRS = fpipe.schedules.from_table([["0F0", "1F0", "(0F1;1B0)", "0B0", "1F1", "1B1", "0B1"]])
+ON_HOST = fpipe.place([0, 1], homes={0: [2], 1: [2]})
 
 PROGRAMS = {
     "a chain": CHAIN,
@@ -31,12 +28,8 @@ PROGRAMS = {
     "a spec": fpipe.split(2, fpipe.Chunk(1))(CHAIN),
     "a dict of specs": fpipe.split(2, {"ids": fpipe.Chunk(1), "scale": fpipe.Replicate()})(CHAIN),
     "two replicas": fpipe.chain(fpipe.split(4), fpipe.place("bidirectional"), fpipe.merge())(CHAIN),
-    "pairs": fpipe.chain(
-        fpipe.split(2), fpipe.schedules.from_table([["0F0", "1F0", "(0F1;1B0)", "0B0", "1F1", "1B1", "0B1"]])
-    )(CHAIN),
-    "weights that travel": fpipe.chain(
-        fpipe.place([0, 1], homes={0: [2], 1: [2]}), fpipe.communicate(again=("params",))
-    )(CHAIN),
+    "pairs": fpipe.chain(fpipe.split(2), PAIRS)(CHAIN),
+    "weights that travel": fpipe.chain(ON_HOST, fpipe.communicate(again=("params",)))(CHAIN),
 }
 
 

@@ -1,4 +1,4 @@
-"""Every public name can be read about: a docstring with a picture and an example that runs (doctest), or a page."""
+"""Docstrings name all parameters, transforms and schedules are drawn in theirs, and readings have a page."""
 
 import inspect
 import re
@@ -35,20 +35,6 @@ def said(name: str) -> str:
     return inspect.getdoc(PUBLIC[name]) or ""
 
 
-def drawn(text: str) -> bool:
-    """A rewrite, before and after, or a grid."""
-    return "-->" in text or "rank 0 |" in text
-
-
-@pytest.mark.parametrize("name", PUBLIC)
-def test_every_public_name_has_a_docstring_and_an_example(name: str):
-    """In the docstring, which doctest runs; in that of the function that gives it; or on a page, whose blocks run."""
-    word = re.compile(rf"\b{name.rpartition('.')[2]}\b")
-    assert said(name)
-    examples = [text for text in map(said, PUBLIC) if ">>>" in text and ("Returns:" in text or text == said(name))]
-    assert said(name) in examples or word.search(PAGES) or any(word.search(text) for text in examples)
-
-
 @pytest.mark.parametrize("name", [name for name, what in PUBLIC.items() if inspect.isfunction(what)])
 def test_the_docstring_of_a_function_names_its_parameters(name: str):
     parameters = [each for each in inspect.signature(PUBLIC[name]).parameters if not each.startswith("_")]
@@ -74,8 +60,7 @@ def test_a_schedule_shows_its_grid_its_source_and_its_formulas(name: str):
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transform_shows_before_and_after(name: str):
     module = inspect.getdoc(inspect.getmodule(PUBLIC[f"fpipe.{name}"])) or ""
-    assert drawn(said(f"fpipe.{name}")) or drawn(module)
-    assert ">>>" in said(f"fpipe.{name}")
+    assert re.search(r"-->|rank 0 \|", said(f"fpipe.{name}") + module)
 
 
 @pytest.mark.parametrize("name", READINGS)
