@@ -31,7 +31,7 @@ def timeline(name: str, fact: dict[str, Any], cap: float | None, **options: Any)
 
 
 # On a V whose ops all take as long, under these caps, the search ends half a tick above what is possible.
-LONGER = {("zbv", 4, 1.5): 1.012, ("zbv", 4, 2.5): 1.018, ("zbv", 4, 3.5): 1.02}
+LONGER = {("zbv", 4, 2.5): 1.018, ("zbv", 4, 3.5): 1.02}
 CAPPED = {"ZB-auto 1p": ("zb_auto", 1), "ZB-auto 1.5p": ("zb_auto", 1.5), "V-search (v_auto_schedule)": ("zbv", None)}
 
 

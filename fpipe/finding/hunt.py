@@ -9,7 +9,7 @@ from itertools import islice
 from random import Random
 
 from fpipe.finding.found import NamedRow
-from fpipe.finding.list_orders import ALL, ENTRY, OLDEST, ListOrders, rules
+from fpipe.finding.list_orders import ALL, ENTRY, OLDEST, PACED_RULES, ListOrders, rules
 from fpipe.finding.memory_limits import limits_of, tightened
 from fpipe.finding.memory_limits import room as room_of
 from fpipe.finding.named_starts import WITHOUT, named_starts
@@ -28,8 +28,6 @@ from fpipe.transforms.split_backward import split_backward
 
 RULES_TRIED = 24
 """Rules of list scheduling that are tried in each placement."""
-PACED = 10
-"""Rules that are tried in each way in which microbatches enter at a pace."""
 WAYS = ((ALL, math.inf), (OLDEST, math.inf), (OLDEST, 2), (ENTRY, 0), (ENTRY, 1), (ENTRY, 2))
 """For what list scheduling leaves room, and how many microbatches may enter ahead of their pace."""
 OTHER_PLACEMENTS = 12
@@ -189,7 +187,7 @@ class Hunt:
             orders = [
                 lists.order(rule, leaves_room, ahead)
                 for leaves_room, ahead in ways
-                for rule in islice(rules(wanted.seed), tried if ahead == math.inf else min(tried, PACED))
+                for rule in (islice(rules(wanted.seed), tried) if ahead == math.inf else PACED_RULES)
             ]
             rows = [tasks.rows, *(order for order in orders if order is not None)]
             found += entries(tasks, limits, rows, wanted.objective, self.floor(program))

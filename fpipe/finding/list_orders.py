@@ -37,9 +37,9 @@ RULES = (
     Rule((0, 0, 100), -0.1, 0.3),
     Rule((0, 0, 100), 0.1, 0.3),
     Rule((2, 0, 1), -0.01, 0.1),
-    Rule((0, 0.5, 100), 0.17, 1),
-    Rule((0, 0, 0.5), 0.17, 1),
 )
+PACED_RULES = (*RULES, Rule((0, 0.5, 100), 0.17, 1), Rule((0, 0, 0.5), 0.17, 1))
+"""Rules for microbatches that enter at a pace; the last two follow one that takes a sixth of the pace for each op."""
 
 
 def rules(seed: int) -> Iterator[Rule]:
