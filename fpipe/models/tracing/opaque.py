@@ -77,27 +77,14 @@ class OpaqueCall:
 
     def _refuse_other(self, results: Sequence[Any], spec: tree.Spec, given: Sequence[Tensor]) -> None:
         """Raise StepChanged for another structure, size or non-tensor than the export was told: it is in the graph."""
-        pairs = zip(results, self.made, strict=False)
-        if spec != self.made_spec or not all(self._is_as_told(leaf, made, given) for leaf, made in pairs):
+        examples = [example for example in self.args if isinstance(example, Tensor)]
+        tensors = zip(examples, given, strict=True)
+        sizes = {pair for example, now in tensors for pair in zip(example.shape, now.shape, strict=True)}
+        if spec != self.made_spec or not all(map(partial(_is_as_told, sizes), results, self.made)):
             raise StepChanged(
                 f"{self.path!r} returned {_shown(results)}, and {_shown(self.made)} when the net was exported; what "
                 "follows is traced for that. Sizes are those of what it takes; return what changes as a tensor."
             )
-
-    def _is_as_told(self, leaf: Any, made: Any, given: Sequence[Tensor]) -> bool:
-        if not isinstance(leaf, Tensor) or not isinstance(made, Tensor):
-            return repr(leaf) == repr(made)
-        examples = [example for example in self.args if isinstance(example, Tensor)]
-
-        def sizes(told: int) -> set[int]:
-            """The sizes now of whatever had that size in the example, or that size."""
-            pairs = zip(given, examples, strict=True)
-            return {tensor.shape[dim] for tensor, one in pairs for dim, n in enumerate(one.shape) if n == told} or {
-                told
-            }
-
-        same_dims = leaf.ndim == made.ndim
-        return same_dims and all(now in sizes(told) for now, told in zip(leaf.shape, made.shape, strict=True))
 
 
 _NUMBERS = (int, float, complex)
@@ -224,6 +211,14 @@ def _standing_in(calls: Sequence[OpaqueCall]) -> Generator[None]:
 
 def _held(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _is_as_told(sizes: set[tuple[int, int]], leaf: Any, made: Any) -> bool:
+    """Whether a result is as in the example, its sizes as those that had the same size there are now."""
+    if not isinstance(leaf, Tensor) or not isinstance(made, Tensor):
+        return repr(leaf) == repr(made)
+    pairs = zip(made.shape, leaf.shape, strict=False)
+    return leaf.ndim == made.ndim and all(told == now or (told, now) in sizes for told, now in pairs)
 
 
 def _shown(leaves: Sequence[Any]) -> str:

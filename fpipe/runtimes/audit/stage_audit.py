@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.language.graph import Fact
-from fpipe.meaning.meaning import RULES
+from fpipe.meaning.meaning import RULES, summed
 from fpipe.meaning.purity.attributes import Attributes, modules_of
 from fpipe.meaning.purity.fingerprint import StepChanged
 from fpipe.meaning.step import StepInputs
@@ -57,13 +57,12 @@ class StageAudit:
     """A stage on one microbatch (and slice) of a step: what its ops read and wrote, and the comparison afterwards."""
 
     def __init__(self, prepared: Prepared, forward: Op, leaves: Sequence[Any], inputs: StepInputs) -> None:
-        self.prepared, self.forward = prepared, forward
-        self.model, self.trees = prepared.model, prepared.lowered.trees
+        self.prepared, self.forward, lowered = prepared, forward, prepared.lowered
+        self.model, self.trees = prepared.model, lowered.trees
         self.context = replace(prepared.context, key=inputs.key, watch_saved=False)
-        instructions = prepared.lowered.instructions
-        of_stage = [i for i in instructions if i.ops[0][1:4] == forward[1:4] and i.ops[0].kind in "FBIW"]
+        of_stage = [i for i in lowered.instructions if i.ops[0][1:4] == forward[1:4] and i.ops[0].kind in "FBIW"]
         self.instructions: dict[Op, Instruction] = {i.ops[0]: i for i in of_stage}
-        self.names = {slot: name for name, slot in prepared.lowered.slots.items()}
+        self.names = {slot: name for name, slot in lowered.slots.items()}
         donated, reads = prepared.options.donate, {value for op in self.instructions for value in op.reads}
         self.read: dict[Value, Leaves] = {  # what a step is handed; other values are added as they are read
             self.names[slot]: [_copied(leaves[at]) if donated else leaves[at] for at in places]
@@ -71,6 +70,7 @@ class StageAudit:
             if self.names[slot] in reads
         }
         self.written: dict[Value, Leaves] = {}
+        self.ran = set[Op]()
 
     def tap(self, op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return what runs in the place of an instruction's function."""
@@ -80,8 +80,12 @@ class StageAudit:
         for slot, leaves in zip(instruction.reads, lists, strict=True):
             name = self.names[slot]
             if isinstance(name, Value) and name.name not in ("res", "wres", "const"):
-                self.read[name] = _kept(name, leaves)
+                self.read[name] = [*leaves] if name.name == "params" else _kept(name, leaves)
         results = run(*lists)
+        # Parameters may be in flight until `run` has waited for them, and be updated in place later.
+        names = {self.names[slot] for slot in instruction.reads}
+        self.read |= {name: [*map(_copied, self.read[name])] for name in names if name[0] == "params"}
+        self.ran.add(instruction.ops[0])
         for value, leaves in zip(instruction.written, results, strict=True):
             if value.name not in ("res", "wres"):
                 self.written[value] = _kept(value, leaves)
@@ -89,11 +93,11 @@ class StageAudit:
 
     def check(self, changes: str) -> None:
         """Raise StepChanged if the definition gives other bits, or, of compiled code, other numbers."""
-        stages = self.model.stages
-        functions = [stages[self.forward.stage or 0].forward, self.model.loss]
+        number = self.forward.stage or 0
+        functions = self.model.stages[number].forward, self.model.loss
         modules = [pair for function in functions for pair in modules_of(of_net(function) or function)]
-        attributes = Attributes(modules, contents=True)
-        place = f"{self.model.who(self.forward.stage or 0)}, microbatch {self.forward.microbatch or 0}"
+        attributes, place = Attributes(modules, contents=True), self.model.who(number)
+        place += f", microbatch {self.forward.microbatch or 0}"
         try:
             definition = self._definition()
             differences = [*self._differences(definition)]
@@ -120,15 +124,15 @@ class StageAudit:
     def _definition(self) -> dict[Value, Leaves]:
         """Run the stage under plain autograd; return what it writes, by the values that the step wrote."""
         forward, ops = self.forward, {op.kind: op for op in self.instructions}
-        backward = ops.get("B") or ops.get("I")
+        backward = ops.get("B", ops.get("I"))
+        weight = ops.get("W", backward)
         results = [value for value in forward.writes if value in self.written]
         residuals = Value("res", *forward[1:4])
         op = forward._replace(writes=(*results, residuals), how=())
         *made, kept = RULES["F"](op, [self._argument(value) for value in op.reads], self.context)
         written = {value: tree.leaves(each) for value, each in zip(results, made, strict=True)}
-        if backward is None or not all(self._has(value) for value in backward.reads if value.name != "res"):
-            return written
-        weight = ops.get("W", backward)
+        if backward is None or weight is None or not self.ran >= {backward, weight} or backward.rank != forward.rank:
+            return written  # the backward is elsewhere, perhaps on another device
         writes = [value for value in backward.writes if value.name in ("dx", "dcarry")]
         writes += [value for value in weight.writes if value.name == "g"]
         args = [kept if value.name == "res" else self._argument(value) for value in backward.reads]
@@ -136,21 +140,14 @@ class StageAudit:
         made_by_value = dict(zip(writes, gradients, strict=True))
         for instruction in (self.instructions[op] for op in {backward: None, weight: None}):
             for add in instruction.ops[1:]:  # gradients that were added to a sum where they were made
-                total, gradient = self.read[add.reads[0]], made_by_value.pop(add.reads[1])
-                pairs = zip(total, gradient, strict=True)
-                written[add.writes[0]] = [a if b is None else b if a is None else a + b for a, b in pairs]
+                written[add.writes[0]] = summed([self.read[add.reads[0]], made_by_value.pop(add.reads[1])])
         return written | {value: leaves for value, leaves in made_by_value.items() if value in self.written}
-
-    def _has(self, value: Value) -> bool:
-        facts = any(isinstance(leaf, Fact) for leaf in self.trees[value].leaves)
-        return value in self.read or not facts
 
     def _argument(self, value: Value) -> Any:
         """Return a value as the definition takes it: a leaf wants a gradient if what it was computed from does."""
         abstract = self.trees[value]
         leaves = self.read.get(value, abstract.leaves)
-        pairs = zip(abstract.leaves, leaves, strict=True)
-        return whole(abstract, [_wanting(known, leaf) for known, leaf in pairs])
+        return whole(abstract, [*map(_wanting, abstract.leaves, leaves)])
 
     def _differences(self, definition: Mapping[Value, Leaves]) -> Iterator[tuple[str, bool]]:
         """Describe each leaf that differs, and say whether rounding may explain it."""
@@ -171,18 +168,16 @@ class StageAudit:
         if value.name not in ("g", "sum"):
             words = {"y": "output", "dx": "gradient of input", "loss": "loss", "state": "state"}
             return f"the {words.get(value.name, value.name)} ({value})"
-        params = next(v for v in self.forward.reads if v.name == "params" and v.port == value.port)
+        params = [read for read in self.forward.reads if read.name == "params"][value.port]
         abstract = self.trees[params]
         path = tree.paths(whole(abstract, range(len(abstract.leaves))))[at][0]
-        return f"the gradient of params[{value.stage}]{path}"
+        return f"the gradient of params[{params.stage}]{path}"
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    a, b = a.detach(), b.detach()
-    if a.dtype is torch.float32:  # by whole numbers, without copies
-        a, b = a.view(torch.int32), b.view(torch.int32)
-        return torch.equal(a, b)
-    return _close(a, b)
+    if a.dtype is not torch.float32:
+        return _close(a.detach(), b.detach())
+    return torch.equal(a.detach().view(torch.int32), b.detach().view(torch.int32))  # without copies
 
 
 def _is_alike(a: Any, b: Any) -> bool:
