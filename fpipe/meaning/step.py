@@ -93,6 +93,9 @@ class StepOptions:
 class Step:
     """A training step that `build` has made: a pure function, which changes nothing but what is donated.
 
+    Attributes:
+        warns: whether the next call, the first one, warns of what makes a training go wrong without an error.
+
     >>> import inspect
     >>> tuple(inspect.signature(Step.__call__).parameters)[1:]
     ('params', 'batch', 'more', 'state', 'key', 'opt', 'lr', 'scale')
@@ -105,8 +108,8 @@ class Step:
         run: Callable[[StepInputs], Result],
         within: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self._program, self._model, self._within, self._is_first = program, model, within, True
-        self.run = run
+        self._program, self._model, self._within = program, model, within
+        self.run, self.warns = run, True
 
     def __call__(
         self,
@@ -136,8 +139,8 @@ class Step:
             refuse_odd_modes()
             keys = checked_key(self._program, more, key)
             tree.register_mappings(batch)
-            if self._is_first:
-                self._is_first = False
+            if self.warns:
+                self.warns = False
                 warn_of_padding(self._program, self._model, batch)
             return self.run(StepInputs(params, batch, state, checked_optim(self._program, opt, lr, scale), keys))
 

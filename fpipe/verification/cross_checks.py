@@ -84,10 +84,10 @@ def undivided(
     cause = _cause(model, sizes, divided, loss, seen.eps)
     if cause:
         return said(cause, differs=True)
-    padding = padding_words(model.loss, arguments.batch) if model.reduction == "mean" else ""
-    if padding:
-        return said(padding, differs=True)
     same = is_mean_to_rounding(divided.loss, loss, seen.eps)
+    padding = padding_words(model.loss, arguments.batch) if model.reduction == "mean" else ""
+    if reasons and alone is None and padding:
+        return said(padding, differs=True)
     if reasons and (alone is None or same):
         return said(f"The undivided batch gives others, as it may: {', '.join(reasons)}.")
     if same:

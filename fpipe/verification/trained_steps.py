@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.meaning.walk import lockstep
 from fpipe.meaning.meaning import batch_of
 from fpipe.meaning.optimizers.optimizer_state import check_optimizer_state, optimizer_state, update_of, words_of
 from fpipe.meaning.single_device.over_parts import over_parts

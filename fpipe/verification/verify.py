@@ -164,7 +164,9 @@ def _run(program: Program, model: Model, step: Callable[..., Result] | None, arg
     if step is None:
         from fpipe.runtimes.build import build  # a step that is handed in is proved without any runtime
 
-        return arguments.call(build(program, model))
+        built = build(program, model)
+        built.warns = False  # the report says it
+        return arguments.call(built)
     check_match(program, model)
     result = arguments.call(step)
     names = {end.name.name for end in program.outputs}
