@@ -49,6 +49,16 @@ def test_what_is_saved_is_read_again_in_another_cut(tmp_path: Path):
     assert all(torch.equal(leaf, joined(first)[name]) for name, leaf in joined(params).items())  # as it was handed in
 
 
+def test_a_checkpoint_of_more_blocks_than_there_are_is_refused(tmp_path: Path):
+    """Five of six blocks were read, and the training went on without the sixth."""
+    blocks = [{"w": torch.ones(2)} for _ in range(6)]
+    fpipe.save(tmp_path, fpipe.program(6), tuple(blocks), step=3)
+    with pytest.raises(ValueError, match=r"has params of 5\.w, and no stage reads it: it was saved of another net\."):
+        fpipe.load(tmp_path, fpipe.program(5), tuple(blocks[:5]))
+    params = tuple({"w": torch.zeros(2)} for _ in range(6))
+    assert alike(fpipe.load(tmp_path, fpipe.program(6), params).params, tuple(blocks))
+
+
 def test_running_statistics_are_saved_too(tmp_path: Path):
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     model, params, state = fpipe.from_sequential(net, stages=2, loss=MSE)
@@ -121,6 +131,8 @@ fpipe.save("other", ONE, ({},), step="3")
     ValueError: step= is a number
 fpipe.load("saved", ONE, ({"v": torch.ones(2)},))
     ValueError: has no params of v
+fpipe.load("saved", ONE, ({},))
+    ValueError: saved has params of w, and no stage reads it: it was saved of another net.
 fpipe.load("saved", ONE, ({"w": torch.ones(3)},))
     ValueError: shape [2], and is of shape [3]
 fpipe.gather_state_dict(ONE, ({},), file=Path("o.pt"))

@@ -110,7 +110,7 @@ def save(
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if not existing.is_dir():
         raise ValueError(f"save writes a folder, and {existing} is a file; name another.")
-    tensors, _ = _entries(program, {"params": params, "opt": opt, "state": state}, mesh)
+    tensors, *_ = _entries(program, {"params": params, "opt": opt, "state": state}, mesh)
     tensors |= {f"numbers/{word}": _as_tensor(word, number) for word, number in numbers.items()}
     _BACKGROUND.wait(reports=True)
     if not background:
@@ -230,7 +230,7 @@ def load(
 
     Raises:
         ValueError: no such folder, one that is damaged or has files of two saves, with the file; a name that was not
-            saved, another shape, or not one entry for each stage.
+            saved, or is saved and not read, another shape, or not one entry for each stage.
 
     >>> import fpipe, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -240,7 +240,7 @@ def load(
     (({'b': tensor([1.]), 'a': tensor([1., 1.])},), 3)
     """
     _BACKGROUND.wait(reports=False)
-    tensors, parts = _entries(program, {"params": params, "opt": opt, "state": state}, mesh, fresh=True)
+    tensors, parts, names = _entries(program, {"params": params, "opt": opt, "state": state}, mesh, fresh=True)
     reader = SaveReader(Path(folder))
     missing = next((name for name in tensors if name not in reader.tensors), None)
     if missing is not None:
@@ -249,6 +249,11 @@ def load(
         size = reader.tensors[name].size
         if tuple(size) != tuple(leaf.shape):
             raise ValueError(f"{name} was saved with shape {[*size]}, and is of shape {[*leaf.shape]} here.")
+    read = [word for word, part in parts.items() if part is not None]
+    extra = next((name for name in reader.tensors if name.partition("/")[0] in read and name not in names), None)
+    if extra is not None:
+        words = extra.replace("/", " of ", 1)
+        raise ValueError(f"{folder} has {words}, and no stage reads it: it was saved of another net.")
     numbers = {
         name: torch.zeros((), dtype=saved.properties.dtype)
         for name, saved in reader.tensors.items()
@@ -261,14 +266,16 @@ def load(
 
 def _entries(
     program: Program, parts: Mapping[str, Any], mesh: DeviceMesh | None, fresh: bool = False
-) -> tuple[Named, dict[str, Any]]:
-    """Return all tensors by name, and the parts that they are in; `fresh` ones take the place of those."""
-    tensors, new_parts = Named(), dict[str, Any]()
+) -> tuple[Named, dict[str, Any], set[str]]:
+    """Return all tensors by name, the parts that they are in, and the names on all ranks; `fresh` tensors take the
+    place of those."""
+    tensors, new_parts, all_names = Named(), dict[str, Any](), set[str]()
     for word, part in parts.items():
         new_parts[word] = part
         if part is None:
             continue
         names = names_by_stage(describe_leaves(program, part, mesh)[1])
+        all_names |= {f"{word}/{name}" for stage_names in names.values() for name in stage_names}
         stages: list[Any] = []
         for stage, entry in enumerate(part):
             leaves, spec = tree.flatten(entry)
@@ -278,7 +285,7 @@ def _entries(
             stages.append(None if entry is None else tree.unflatten(spec, leaves))
         new_parts[word] = tuple(stages)
         refuse_meta("fpipe.load_params or init_params gives it some, or optimizer_state of theirs", **{word: stages})
-    return tensors, new_parts
+    return tensors, new_parts, all_names
 
 
 def _fresh(leaf: Tensor) -> Tensor:
