@@ -240,6 +240,12 @@ def cut_off(file: Path, size: int) -> None:
     file.write_bytes(file.read_bytes()[:size])
 
 
+def change_byte(file: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 64
+    file.write_bytes(content)
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no metadata": (lambda folder: (folder / ".metadata").unlink(), r"saved has no file \.metadata"),
     "empty metadata": (lambda folder: cut_off(folder / ".metadata", 0), r"saved/\.metadata is damaged"),
@@ -256,6 +262,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "half data": (
         lambda folder: cut_off(folder / "saved-1/__0_0.distcp", 3000),
         r"saved/saved-1/__0_0\.distcp is damaged, or of another save than .*saved/\.metadata: ",
+    ),
+    "one byte": (
+        lambda folder: change_byte(folder / "saved-1/__0_0.distcp", 100_000),
+        r"__0_0\.distcp is damaged, .*: params/0\.weight has another checksum than it was written with\.$",
     ),
     "empty data": (lambda folder: cut_off(folder / "saved-1/__0_0.distcp", 0), r"__0_0\.distcp is damaged, or of"),
 }

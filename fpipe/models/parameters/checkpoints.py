@@ -230,7 +230,7 @@ def load(
 
     Raises:
         ValueError: no such folder, one that is damaged or has files of two saves, with the file; a name that was not
-            saved, or is saved and not read, another shape, or not one entry for each stage.
+            saved, or one that was and is not among these; another shape, or not one entry for each stage.
 
     >>> import fpipe, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -249,11 +249,11 @@ def load(
         size = reader.tensors[name].size
         if tuple(size) != tuple(leaf.shape):
             raise ValueError(f"{name} was saved with shape {[*size]}, and is of shape {[*leaf.shape]} here.")
-    read = [word for word, part in parts.items() if part is not None]
-    extra = next((name for name in reader.tensors if name.partition("/")[0] in read and name not in names), None)
-    if extra is not None:
-        words = extra.replace("/", " of ", 1)
-        raise ValueError(f"{folder} has {words}, and no stage reads it: it was saved of another net.")
+    whole_parts = {name.partition("/")[0] for name in names}
+    extra = (name for name in reader.tensors if name not in names and name.partition("/")[0] in whole_parts)
+    for name in extra:
+        who = name.replace("/", " of ", 1)
+        raise ValueError(f"{folder} has {who}, which is not among these: it was saved of another net.")
     numbers = {
         name: torch.zeros((), dtype=saved.properties.dtype)
         for name, saved in reader.tensors.items()
@@ -267,15 +267,18 @@ def load(
 def _entries(
     program: Program, parts: Mapping[str, Any], mesh: DeviceMesh | None, fresh: bool = False
 ) -> tuple[Named, dict[str, Any], set[str]]:
-    """Return all tensors by name, the parts that they are in, and the names on all ranks; `fresh` tensors take the
-    place of those."""
+    """Return the tensors of this rank by name, the parts with these, and all names of parts that the ranks have whole.
+
+    `fresh` tensors take the place of those of the parts.
+    """
     tensors, new_parts, all_names = Named(), dict[str, Any](), set[str]()
     for word, part in parts.items():
         new_parts[word] = part
         if part is None:
             continue
         names = names_by_stage(describe_leaves(program, part, mesh)[1])
-        all_names |= {f"{word}/{name}" for stage_names in names.values() for name in stage_names}
+        if len(names) == program.stages:
+            all_names.update(f"{word}/{name}" for stage_names in names.values() for name in stage_names)
         stages: list[Any] = []
         for stage, entry in enumerate(part):
             leaves, spec = tree.flatten(entry)
