@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ast
 import warnings
+from typing import TextIO
 
+LONGEST_TEXT = 2**28  # characters of a file: a program of a million ops has 10**8
 LONGEST_WORD = 1_000  # characters between spaces and commas: a cell, a value, a literal
 LARGEST_SIZE = 20_000  # ranks, stages, microbatches, slices: each alone makes a program that is slow to print
 MOST_OPS_OF_A_SHARE = 500  # of one kind, into which a schedule by name cuts a rank's share of a microbatch
@@ -29,6 +31,26 @@ def whole(word: str, found: object, *, least: int = 1, most: float = LARGEST_SIZ
     if found > most:
         raise ValueError(f"{word} is a whole number, at most {most}; found {shortened(repr(found), 30)}.")
     return found
+
+
+def refuse_too_many_ops(forwards: int, microbatches: int) -> None:
+    """Raise ValueError if forwards and backwards alone are more than the ops of a program, before any is made."""
+    ops = 2 * forwards
+    if ops * whole("microbatches", microbatches) > MOST_OPS:
+        raise ValueError(f"{microbatches} microbatches of {ops} ops are more than the {MOST_OPS} ops of a program.")
+
+
+def read_text(stream: TextIO, name: str) -> str:
+    """Read a text to its end, which a device may not have.
+
+    >>> import io
+    >>> read_text(io.StringIO("0F0 0B0"), "table.txt")
+    '0F0 0B0'
+    """
+    text = stream.read(LONGEST_TEXT + 1)
+    if len(text) > LONGEST_TEXT:
+        raise ValueError(f"{name} has more than {LONGEST_TEXT} characters, which no program or table needs.")
+    return text
 
 
 def shortened(text: str, most: int = 200) -> str:

@@ -20,6 +20,7 @@ import typer
 from fpipe.cli import costs
 from fpipe.cli.costs import TypedCosts
 from fpipe.interop import from_json, torch_pipelining
+from fpipe.limits import read_text
 from fpipe.pictures.plot import plot
 from fpipe.pictures.style import SWITCHES
 from fpipe.pictures.style import Style as PictureStyle
@@ -53,7 +54,8 @@ def is_file(what: str) -> bool:
 
 def read(file: str, *, replicated: bool = False) -> Program:
     """Read the program in a file: a program's text, JSON, a table (grid or CSV), or a table of torch's."""
-    return program_of(sys.stdin.read() if file == "-" else text_of(Path(file)), replicated=replicated)
+    text = read_text(sys.stdin, "standard input") if file == "-" else text_of(Path(file))
+    return program_of(text, replicated=replicated)
 
 
 def program_of(text: str, *, replicated: bool = False) -> Program:
@@ -127,6 +129,8 @@ def load_module(module: str) -> ModuleType:
     """Import a module, or run a file."""
     sys.path.insert(0, "")  # where `python -m` finds what is imported, and a script in a folder of programs does not
     try:
+        if module.startswith(".") and not module.endswith(".py"):
+            raise ValueError(f"{module!r} is a relative name; say package.module, or the path of a .py file.")
         if not module.endswith(".py"):
             return importlib.import_module(module)
         spec = importlib.util.spec_from_file_location(Path(module).stem, module)
@@ -311,11 +315,23 @@ Style = Annotated[
 
 def made_by(function: Callable[[], Any]) -> tuple[Model, Any, Any, Any]:
     """Call the function of --model; state is None where it returns none."""
+    from fpipe.model import the_model  # torch, which other commands start without
+
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise ValueError(f"--model is a function without arguments: {error}.") from None
+    except ValueError:
+        pass  # one of a C extension need not have a signature
     returned: Any = function()
     if not isinstance(returned, tuple) or len(returned) not in (3, 4):  # pyright: ignore[reportUnknownArgumentType]
         raise ValueError(
             f"--model returns (model, params, batch) or (model, params, batch, state), found {returned!r:.80}."
         )
+    try:
+        the_model(returned[0])  # pyright: ignore[reportUnknownArgumentType]
+    except TypeError as error:
+        raise ValueError(f"--model returns (model, params, batch): {error}") from None
     return (*returned, None)[:4]  # pyright: ignore[reportReturnType, reportUnknownVariableType]
 
 

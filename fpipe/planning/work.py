@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from fpipe.limits import whole
+from fpipe.limits import refuse_too_many_ops, whole
 from fpipe.model import Model
 from fpipe.planning.candidates import Candidates, Machine, counts_of_microbatches
 from fpipe.program import PARAMETERS, Program, ProgramError, Value
@@ -149,6 +149,7 @@ class Work:
         if named.stages is not None and stages not in (None, wanted):
             raise ProgramError(f"there are {stages} stages, and its name says {wanted}.")
         what = wanted if self.what is None else self.what
+        refuse_too_many_ops(stages or wanted, microbatches)
         options = dict(named.options)
         if "costs" in inspect.signature(named.schedule.factory).parameters:
             options = {"costs": self.costs(microbatches, (stages or wanted) / ranks)[0]} | options

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fpipe.limits import MOST_OPS_OF_A_SHARE, expression, whole
+from fpipe.limits import MOST_OPS_OF_A_SHARE, expression, refuse_too_many_ops, whole
 from fpipe.program import Program
 from fpipe.schedules.registry import Schedule, about
 from fpipe.timing.costs import Costs
@@ -35,16 +35,18 @@ class Named:
                 that orders by costs gets them, unless it has some among its options.
 
         Raises:
-            ValueError: a rank cuts its share of a microbatch into too many ops.
+            ValueError: a rank cuts its share of a microbatch into too many ops, or they are too many for a program.
         """
         stages = self.schedule.wants(ranks, self.options) if self.stages is None else self.stages
         slices = self.options.get("slices")
-        share = stages / ranks * (slices if type(slices) is int else 1)
+        slices = slices if type(slices) is int else 1
+        share = stages / ranks * slices
         if share > MOST_OPS_OF_A_SHARE:
             raise ValueError(
                 f"a rank cuts its share of a microbatch into at most {MOST_OPS_OF_A_SHARE} forwards, "
                 f"stages times slices; found {share:g}."
             )
+        refuse_too_many_ops(stages * slices, microbatches)
         told = {"costs": costs(stages / ranks)} if costs is not None and "costs" in _parameters(self.schedule) else {}
         return self.schedule.program(ranks, microbatches, stages, **(told | self.options))
 
@@ -72,13 +74,15 @@ def with_options(text: str, more: Mapping[str, Any]) -> Named:
             f"fpipe.schedules.register; found {type(text).__name__}."
         )
     name, _, said = text.partition(":")
-    schedule, known = about(name), _parameters(about(name))
+    schedule = about(name)
+    known = _parameters(schedule)
+    sizes = {next(iter(known)), "ranks", "microbatches"}  # which are said beside a name
     options = dict(option(part) for part in re.split(r",(?=[A-Za-z_]\w*=)", said) if part) | dict(more)
     stages = options.pop("stages", None)
     if stages is not None:
         whole("stages", stages)
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    odd = next((word for word in options if word not in known and not takes_any), None)
+    odd = next((word for word in options if word in sizes or (word not in known and not takes_any)), None)
     if odd is not None:
         has = ", ".join([*(word for word in list(known)[1:] if word != "costs"), "stages"])
         raise ValueError(f"{name} has no option {odd!r}; it has: {has}.")

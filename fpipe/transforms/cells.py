@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, product
 from pathlib import Path
 
-from fpipe.limits import shortened
+from fpipe.limits import read_text, shortened
 from fpipe.program import ProgramError, cell_of, kind_of, readable
 
 Key = tuple[str, int | None, int | None, int | None]
@@ -135,7 +135,8 @@ def text_of(file: Path) -> str:
         where = f" here, in {str(Path.cwd())!r}" if file.parent == Path() else ""
         raise FileNotFoundError(f"there is no file {str(file)!r}{where}.{hint}")
     try:
-        return file.read_text(encoding="utf-8-sig")
+        with file.open(encoding="utf-8-sig") as stream:
+            return read_text(stream, str(file))
     except UnicodeDecodeError as error:
         why = f"byte {error.start} is no UTF-8"
         raise ProgramError(f"this is not text: {why}. Write a program, a table, CSV or JSON.") from None
