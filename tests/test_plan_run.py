@@ -209,7 +209,7 @@ def test_ranks_of_unlike_memory_and_speed():
 
 def test_gradients_are_as_large_as_the_parameters_that_were_typed():
     """The text says that gradients are counted; typed bytes counted none, so half of what a rank keeps was missing."""
-    costs = parse("F=10,B=12,W=8,params=1MB,res=10KB").given
+    costs = parse("F=10,B=12,W=8,params=1MB,res=10KB").for_library
     found = plan_run(costs, ranks=2, microbatches=[4], schedules=["one_f_one_b"], checkpoint=["never"])
     assert found.best.memory == (2e6 + 2e4, 2e6 + 1e4)
 
@@ -219,7 +219,7 @@ def test_slices_of_a_sequence_share_residuals_and_not_parameters(typed: bool):
     """Each slice reads all the parameters of its stage; divided by four slices, they hardly weighed on seq1f1b."""
     table = {"res": 1e4, "wres": 1e4, "params": 1e6, **dict.fromkeys(("g", "sum", "y", "dx", "x", "t", "w", "loss"), 0)}
     table |= dict.fromkeys(("carry", "dcarry", "inputs", "target", "outputs", "grads"), 0)
-    costs = parse("F=10,B=12,W=8,params=1MB,res=10KB").given if typed else replace(COSTS, bytes=table)
+    costs = parse("F=10,B=12,W=8,params=1MB,res=10KB").for_library if typed else replace(COSTS, bytes=table)
     words: Any = {"schedules": ["seq1f1b:slices=4"], "checkpoint": ["never"]}
     found = plan_run(costs, ranks=2, microbatches=[4], **words).best
     kept = 2e6 if typed else 1e6
