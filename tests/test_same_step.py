@@ -88,6 +88,23 @@ def test_a_receive_of_the_callers_own_takes_no_message(pair: Processes):
     assert pair.each(beside_a_receive) == [[True] * 3] * 2
 
 
+def of_an_example(rank: int, on_meta: bool) -> str:
+    """Build with the parameters of this rank's stage alone, or with those of the other on meta."""
+    model = fpipe.from_functions([lambda p, x: (x @ p["w"]).tanh()] * 2, MSE)
+    program, params = chained(model, fpipe.schedules.gpipe(2)), tuple({"w": torch.ones(8, 8)} for _ in range(2))
+    mine = own(program, rank, params)
+    example = tuple({"w": torch.empty(8, 8, device="meta")} if one is None else one for one in mine)
+    example = example if on_meta else mine
+    return timed(lambda: fpipe.build(program, model, runtime="distributed", example=(example, rows()))(mine, rows()))[0]
+
+
+def test_an_example_has_the_parameters_of_all_stages(pair: Processes):
+    """It was said that ranks differ in their parameters, and not that these are to be whole."""
+    assert pair.each(of_an_example, True) == ["worked"] * 2
+    for said in pair.each(of_an_example, False):
+        assert said.endswith("An example has the parameters of all stages: on meta, those that a rank does not hold.")
+
+
 @torch.library.custom_op("fpipe_tests::promises", mutates_args=())
 def promises(x: Tensor, what: str) -> Tensor:
     """One whose fake kernel promises something else than it returns."""

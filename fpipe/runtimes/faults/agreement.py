@@ -157,6 +157,8 @@ def way_out(name: str) -> str:
             " Replicas start from the same numbers: make the net behind torch.manual_seed(0), load one checkpoint, or "
             "send those of replica 0 to all by torch.distributed.broadcast."
         )
+    if name == "parameters":
+        return " An example has the parameters of all stages: on meta, those that a rank does not hold."
     if not name.startswith("batch"):
         return ""
     return (
