@@ -290,3 +290,15 @@ def test_steps_are_recorded_and_watched():
     watched = fpipe.build(program, model, check_finite=True)
     with pytest.raises(FloatingPointError, match=r"UPDATE\(params\[.,3\]\) wrote params"):
         watched(params, batches(2), opt=fpipe.tree.tree_map(lambda leaf: leaf + torch.inf, opt), lr=0.1)
+
+
+def test_an_order_in_which_a_step_cannot_run_again_is_refused_by_its_transform():
+    """The program that waits for norms was made by build, which spoke of a circle in a table that has none."""
+    table = fpipe.schedules.from_table("0F0 0F1 0F2 0F3 0B2 0B0 0B1 0B3 \n 1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3")
+    validated = fpipe.update("SGD", clip=1.0, validate="after")
+    parts = fpipe.split(2), fpipe.merge(), validated, fpipe.steps(2, stale=1)
+    with pytest.raises(
+        fpipe.ProgramError, match=r"^validate='after' runs steps again .* leave validate= out, or change"
+    ):
+        fpipe.chain(fpipe.split(2), fpipe.merge(), validated, fpipe.steps(2, stale="stash"), table)(fpipe.program(2))
+    assert fpipe.chain(*parts, table)(fpipe.program(2)).ranks == 2

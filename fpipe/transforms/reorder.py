@@ -20,6 +20,7 @@ from fpipe.transforms._rewrite import Transform, keep_to_data, moved, refuse_fre
 from fpipe.transforms.cells import Cell, Key, Rows, Table, is_general, keys_of, parse_cell, read_table
 from fpipe.transforms.place import Homes, checked_homes, in_order, stage_ranks
 from fpipe.transforms.split_backward import halved
+from fpipe.transforms.update import is_post_validated, refuse_without_redo
 
 _WITHOUT_STAGE = re.compile(r"[FBIWR]\d+")
 
@@ -87,7 +88,10 @@ def by_table(program: Program, rows: Rows, *, move: bool, homes: Homes | None = 
         ops, positions, sources = *finder.without_gaps(positions), None
     if move:
         inputs, ops, outputs = keep_to_data(inputs, ops, outputs, checked_homes(program, homes))
-    return arrange(inputs, ops, outputs, scheduled_kinds() | finder.kinds, sources, positions)
+    arranged = arrange(inputs, ops, outputs, scheduled_kinds() | finder.kinds, sources, positions)
+    if is_post_validated(arranged):
+        refuse_without_redo(arranged)
+    return arranged
 
 
 def _split_where_named(program: Program, rows: Rows) -> Program:

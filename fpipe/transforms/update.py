@@ -304,3 +304,14 @@ def behind_norms(program: Program) -> Program:
 
     waiting = rebuilt(bare, [*map(read_norm, bare.ops)])
     return communicate()(waiting) if any(op.kind == "SEND" for op in program.ops) else waiting
+
+
+def refuse_without_redo(program: Program) -> None:
+    """Raise ProgramError for an order in which updates that wait for their norms would wait for themselves."""
+    try:
+        behind_norms(program)
+    except ProgramError as error:
+        raise ProgramError(
+            "validate='after' runs steps again with updates that wait for the norm of their step, and in this order a "
+            f"gradient of that norm waits for the update: leave validate= out, or change the order. {error}"
+        ) from None
