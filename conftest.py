@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, settings
 from fpipe.meaning.purity import ambient
 from fpipe.program import Program
 from tests import torch_versions
-from tests.processes import IDLE, processes
+from tests.processes import processes
 
 torch.set_num_threads(1)
 # pytest listens to each logger that keeps to itself. Where anybody listens to torch's record of its own tracing, each
@@ -106,9 +106,7 @@ def small_heap() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Collect once, where pytest would walk through all of it five times."""
-    for group in IDLE.values():
-        group.close()
+    """Once, where pytest would walk through all of it five times."""
     gc.collect()
     gc.freeze()
 

@@ -54,7 +54,7 @@ class Processes:
     """
 
     def __init__(self, size: int, timeout: float = 40, tcp: bool = False) -> None:
-        self.folder, self.is_over, self.is_asked = tempfile.TemporaryDirectory(), False, False
+        self.folder, self.is_over = tempfile.TemporaryDirectory(), False
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_NEEDED)
         self.pipes, ends = zip(*(context.Pipe() for _ in range(size)), strict=True)
@@ -76,15 +76,11 @@ class Processes:
     def start(self, function: Callable[..., Any], *args: Any) -> None:
         for pipe in self.pipes:
             pipe.send((function, args, self.is_over))
-        self.is_over, self.is_asked = False, True
+        self.is_over = False
 
     def results(self) -> list[Any]:
         """What each returned or raised; None of one that a test has killed."""
         return [result(pipe) for pipe in self.pipes]
-
-    def is_idle(self) -> bool:
-        """Whether all live, and have answered."""
-        return not self.is_asked and all(one.is_alive() for one in self.all)
 
     def each(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What each returned. One that dies is told at once, while others may wait for it; so is one that says nothing,
@@ -98,7 +94,6 @@ class Processes:
             for rank in missing:
                 if self.pipes[rank] in ready:
                     found[rank] = result(self.pipes[rank], lambda rank=rank: self.gone(rank), self)
-        self.is_asked = False
         for rank in sorted(found):
             if isinstance(found[rank], Exception):
                 raise found[rank]
@@ -130,26 +125,14 @@ class Processes:
 
 
 def processes(size: int) -> object:
-    """A fixture: so many processes of one group, for all tests of a file.
-
-    The next file that asks for as many gets them, in a new group: starting them and the first trace take seconds.
-    """
+    """A fixture: so many processes of one group, for all tests of a file."""
 
     @pytest.fixture(scope="module")
     def made() -> Iterator[Processes]:
-        group = IDLE.pop(size, None) or Processes(size)
-        yield group
-        if group.is_idle():
-            group.is_over = True
-            IDLE[size] = group
-        else:
-            group.close()
+        with Processes(size) as group:
+            yield group
 
     return made
-
-
-IDLE: dict[int, Processes] = {}
-"""Processes by their number, between two files."""
 
 
 @contextmanager
