@@ -8,6 +8,7 @@ import pytest
 from torch import Tensor
 
 import fpipe
+from fpipe.meaning.purity.sharded import local_of
 from fpipe.runtimes.lowering.slots import Exit
 from tests.processes import Processes, timed
 from tests.test_data_parallel import meshed, replicated, started
@@ -18,23 +19,28 @@ from tests.test_update import updating
 def of_seeds(rank: int, what: str) -> list[str]:
     """What a process is told that starts from another parameter, or from another state of its optimizer."""
     mesh, replica, place = meshed()
-    model, params, _ = fpipe.from_sequential(blocks(2), stages=2, loss=MSE)
+    net = blocks(2)
+    net[1][0].bias.requires_grad_(False)
+    model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
     shard = [fpipe.shard()] if what == "shards" else []
     program = replicated(model, None, *shard, fpipe.update("AdamW"))
     step, mine = started(model, params, program, rows(), mesh)
     opt = fpipe.optimizer_state(program, mine)
     if rank == 3:
-        odd = (opt if what == "optimizer" else mine)[place]["1.0.weight"]
-        (odd["exp_avg"] if what == "optimizer" else fpipe.meaning.purity.sharded.local_of(odd).detach()).add_(1e-6)
+        leaves = {"params": mine[place]["1.0.weight"], "frozen": net[1][0].bias}
+        odd = opt[place]["1.0.weight"]["exp_avg"] if what == "opt" else leaves.get(what, leaves["params"])
+        local_of(odd).detach().add_(1e-6)
     return [timed(lambda: step(mine, tuple(half + replica for half in rows()), opt=opt, lr=0.1))[0]]
 
 
-@pytest.mark.parametrize("what", ["parameters", "optimizer"])
+LEAVES = {"params": "['1.0.weight']", "opt": "['1.0.weight']['exp_avg']", "frozen": "[0]"}
+
+
+@pytest.mark.parametrize("what", LEAVES)
 def test_replicas_that_start_from_other_numbers_are_refused_by_the_leaf(four: Processes, what: str):
     """They trained apart: torch's DistributedDataParallel sends those of the first to all."""
-    name = "opt[1]['1.0.weight']['exp_avg']" if what == "optimizer" else "params[1]['1.0.weight']"
     for (said,) in four.each(of_seeds, what):
-        assert f"replica 1: rank 1 differs from replica 0: rank 1 in its {name}: float32[8, 8]: " in said
+        assert f"replica 1: rank 1 differs from replica 0: rank 1 in its {what}[1]{LEAVES[what]}: float32[8" in said
         assert "Replicas start from the same numbers" in said
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from fpipe import tree
 from fpipe.graphs.language.graph import Fact
@@ -103,20 +104,28 @@ def of_batch(batch: Any) -> dict[str, str]:
     return {f"batch{name}": line[0] for name, line in lines if line}
 
 
-def of_start(program: Program, rank: int, params: Any, optim_state: Any, share: Share | None) -> dict[str, str]:
-    """State the parameters of a rank's stages, and the state of their optimizer, by the hash of their data.
+def of_start(
+    program: Program, model: Model, rank: int, params: Any, optim_state: Any, share: Share | None
+) -> dict[str, str]:
+    """State the parameters of a rank's stages, frozen ones too, and their optimizer's state, by hashes of their data.
 
     Replicas, and ranks that have the same stage, start from the same. Of parameters that replicas share out, those
     agree that have the same part.
     """
     stages = {value.stage or 0 for value, homes in program.inputs if value.name == "params" and rank in homes}
+    leaves = dict[str, Any]()
+    for stage in sorted(stages):
+        for name, per_stage in (("params", params), ("opt", optim_state)):
+            paths = tree.paths(per_stage[stage]) if per_stage else ()
+            leaves |= {f"{name}[{stage}]{path}": leaf for path, leaf in paths if isinstance(leaf, Tensor)}
+        net = of_net(model.stages[stage].forward)
+        constants = net.constants() if net else []
+        frozen = [leaf for leaf in constants if isinstance(leaf, Parameter)]
+        leaves |= {f"frozen[{stage}][{index}]": leaf for index, leaf in enumerate(frozen)}
     facts = dict[str, str]()
-    for name, per_stage in (("params", params), ("opt", optim_state)):
-        for stage in sorted(stages) if per_stage else ():
-            for path, leaf in tree.paths(per_stage[stage]):
-                if isinstance(leaf, Tensor):
-                    suffix = f"|part {share.number}" if share is not None and is_share(leaf, share.axis) else ""
-                    facts[f"{name}[{stage}]{path}{suffix}"] = (held([leaf]) or ["no data"])[0]
+    for name, leaf in leaves.items():
+        suffix = f"|part {share.number}" if share is not None and is_share(leaf, share.axis) else ""
+        facts |= {f"{name}{suffix}": line for line in held([leaf]) or ()}
     return facts
 
 
@@ -152,7 +161,7 @@ def first_difference(lines: Sequence[str], expected: Sequence[str]) -> tuple[str
 
 def way_out(name: str) -> str:
     """Return words on how ranks come to agree on a fact; none where that is plain."""
-    if name.startswith(("params[", "opt[")):
+    if name.startswith(("params[", "opt[", "frozen[")):
         return (
             " Replicas start from the same numbers: make the net behind torch.manual_seed(0), load one checkpoint, or "
             "send those of replica 0 to all by torch.distributed.broadcast."

@@ -154,7 +154,8 @@ def distributed(
         prepared = prepared or prepare(inputs)
         batch_facts = of_batch(local.batch) if is_compared(links.check_batch, number) else {}
         facts = {**around(), **batch_facts}
-        start = of_start(program, rank, local.params, local.optim and local.optim[0], share) if number == 1 else {}
+        optim_state = local.optim and local.optim[0]
+        start = of_start(program, model, rank, local.params, optim_state, share) if number == 1 else {}
         if is_new:
             agree(f"step {number}", "arguments", prepared, key, facts | (start if replicas is None else {}))
             known[signature] = prepared
