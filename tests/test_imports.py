@@ -125,24 +125,13 @@ def test_what_is_imported_when_it_is_asked_for_is_there():
 def test_a_type_checker_sees_the_names_that_are_there():
     """Names that are imported late stand twice: for the checker, and in the table by which they are found."""
     body = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8")).body
-    late = next(node.body for node in body if isinstance(node, ast.If) and not node.orelse and _asks_checker(node.test))
-    seen = {
-        node.module.removeprefix("fpipe."): tuple(alias.name for alias in node.names)
-        for node in late
-        if isinstance(node, ast.ImportFrom) and node.module and node.module != "fpipe"
-    }
-    assert seen == fpipe._LATE
-    at_once = [
-        alias.name
-        for node in body
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("fpipe")
-        for alias in node.names
-    ]
-    assert sorted([*at_once, *fpipe._HOMES, "interop"]) == sorted(fpipe.__all__)
-
-
-def _asks_checker(test: ast.expr) -> bool:
-    return isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"
+    late = next(node.body for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    imports = [node for node in late if isinstance(node, ast.ImportFrom) and node.module and node.module != "fpipe"]
+    names = {node.module.removeprefix("fpipe."): tuple(alias.name for alias in node.names) for node in imports}
+    assert names == fpipe._LATE
+    at_once = [node for node in body if isinstance(node, ast.ImportFrom) and str(node.module).startswith("fpipe")]
+    public = [alias.name for node in at_once for alias in node.names]
+    assert sorted([*public, *fpipe._HOMES, "interop"]) == sorted(fpipe.__all__)
 
 
 def test_dir_shows_the_public_names_and_the_folders():

@@ -163,94 +163,87 @@ class _Lanes:
 
     def __init__(self, program: Program, costs: Costs, ahead: bool) -> None:
         self.program, self.costs, self.ahead = program, costs, ahead
-        ranks = program.ranks
-        self.free = [0.0] * ranks  # of main lanes
-        self.begun = [0.0] * ranks  # the last main op
-        self.beside: defaultdict[tuple[str, int], float] = defaultdict(float)  # lanes beside it
+        self.free = [0.0] * program.ranks  # when a main lane is free
+        self.last_start = [0.0] * program.ranks  # of the last main op
+        self.free_of_lane: defaultdict[tuple[str, int], float] = defaultdict(float)  # of lanes next to the main one
         self.links: defaultdict[Hashable, float] = defaultdict(float)
         self.homes = {end.value: end.homes for end in program.inputs}
-        self.receives = {sources[0]: at for at, sources in enumerate(program.sources) if program.ops[at].kind == "RECV"}
-        self.by_hand = bool(self.receives) and "SEND" in held_kinds(program)
+        sources, ops = program.sources, program.ops
+        self.receives = {sources[position][0]: position for position, op in enumerate(ops) if op.kind == "RECV"}
+        self.sends_are_placed = bool(self.receives) and "SEND" in held_kinds(program)
         self.seconds = [costs.seconds(op) for op in program.ops]
         self.rule = RULES.get(costs.messages)
         self.queued: defaultdict[tuple[int, Hashable], float] = defaultdict(float)
         self.latency = cache(costs.latency)
 
-    def run(self, given: Mapping[Value, float]) -> Iteration:
-        """One iteration, whose inputs are there at the times `given`, else from the start."""
-        program, free, begun = self.program, self.free, self.begun
+    def run(self, inputs_ready: Mapping[Value, float]) -> Iteration:
+        """Simulate one iteration, with the times at which its inputs are there, 0 by default."""
+        program, free, last_start = self.program, self.free, self.last_start
         ops = program.ops
         starts, ends = [0.0] * len(ops), [0.0] * len(ops)
-        landed: dict[tuple[Value, int], float] = {}
+        arrived: dict[tuple[Value, int], float] = {}
         transfers: list[Transfer] = []
-        arrivals: dict[int, Transfer] = {}  # of what a SEND sent
+        sent: dict[int, Transfer] = {}  # by the SEND
 
-        def at_rank(value: Value, source: int, rank: int) -> float:
+        def ready_at(value: Value, source: int, rank: int) -> float:
             """When a rank has a value."""
-            there = ends[source] if source >= 0 else given.get(value, 0.0)
+            written = ends[source] if source >= 0 else inputs_ready.get(value, 0.0)
             homes = (ops[source].rank,) if source >= 0 else self.homes[value]
             if rank in homes:
-                return there
-            if (value, rank) not in landed:
-                landed[value, rank] = there + self.latency(min(homes), rank)
-                transfers.append(Transfer(value, min(homes), rank, there, landed[value, rank]))
-            return landed[value, rank]
+                return written
+            if (value, rank) not in arrived:
+                arrived[value, rank] = written + self.latency(min(homes), rank)
+                transfers.append(Transfer(value, min(homes), rank, written, arrived[value, rank]))
+            return arrived[value, rank]
 
-        def asked(position: int) -> float:
+        def asks(position: int) -> float:
             """When a SEND asks for its link."""
             op, (source,) = ops[position], program.sources[position]
-            ready = at_rank(op.reads[0], source, op.rank)
-            return max(ready, begun[op.rank]) if self.by_hand else ready
+            ready = ready_at(op.reads[0], source, op.rank)
+            return max(ready, last_start[op.rank]) if self.sends_are_placed else ready
 
         def comes(position: int) -> None:
             """A rank comes to a SEND or a RECV of a queue."""
             op, (source,) = ops[position], program.sources[position]
-            ready = at_rank(op.reads[0], source, op.rank) if op.kind == "SEND" else 0.0
+            ready = ready_at(op.reads[0], source, op.rank) if op.kind == "SEND" else 0.0
             starts[position] = max(ready, free[op.rank])
 
         met = partial(met_order, program, self.costs.messages, comes, self.ahead)
-        for position in self._order(asked) if self.rule is None else met():
+        for position in self._order(asks) if self.rule is None else met():
             op, sources, cost = ops[position], program.sources[position], self.seconds[position]
-            kind, rank = op.kind, op.rank
+            kind, rank, lane = op.kind, op.rank, lane_of(op)
             if kind == "RECV":
-                sent = arrivals[sources[0]]
-                transfers.append(sent)
-                if self.rule is not None:
-                    ends[position] = ends[sources[0]]
-                    continue
-                starts[position] = max(sent.end, free[rank]) if cost else sent.end
-                ends[position] = starts[position] + cost
-                if cost:
-                    begun[rank], free[rank] = starts[position], ends[position]
+                transfers.append(sent[sources[0]])
+            if self.rule is not None and kind in ("SEND", "RECV"):  # `comes` has set the start
+                meets = kind == "SEND"
+                ends[position] = self._meet(op, starts, sent, position) if meets else ends[sources[0]]
                 continue
-            if kind == "SEND" and self.rule is not None:
-                ends[position] = self._meet(op, starts, arrivals, position)
-                continue
-            start = max(map(at_rank, op.reads, sources, repeat(rank)), default=0.0)
+            if kind == "RECV":
+                start = sent[sources[0]].end
+            else:
+                start = max(map(ready_at, op.reads, sources, repeat(rank)), default=0.0)
             if kind == "SEND":
-                start, end = self._send(op, start, arrivals, position)
-            elif (lane := lane_of(op)) != "main":
-                behind = free if lane == "wire" else begun  # a rank hands out collectives between its ops
-                start = max(start, behind[rank], self.beside[lane, rank] if cost else 0.0)
+                start, end = self._send(op, start, sent, position)
+            elif lane != "main" and kind != "RECV":
+                behind = free if lane == "wire" else last_start  # a rank hands out collectives between its ops
+                start = max(start, behind[rank], self.free_of_lane[lane, rank] if cost else 0.0)
                 end = start + cost
                 if cost:
-                    self.beside[lane, rank] = end
-            elif cost or is_scheduled(kind):
-                start = begun[rank] = max(start, free[rank])
+                    self.free_of_lane[lane, rank] = end
+            elif cost or (kind != "RECV" and is_scheduled(kind)):
+                start = last_start[rank] = max(start, free[rank])
                 end = free[rank] = start + cost
             else:
                 end = start
             starts[position], ends[position] = start, end
-        writer = program.writer
-        results = {
-            (end.value, home): at_rank(end.value, writer[end.value], home)
-            for end in program.outputs
-            for home in end.homes
-        }
+        results: dict[tuple[Value, int], float] = {}
+        for end in program.outputs:
+            for home in end.homes:
+                results[end.value, home] = ready_at(end.value, program.writer[end.value], home)
         return Iteration(starts, ends, transfers, results)
 
-    def _order(self, asked: Callable[[int], float]) -> Iterator[int]:
-        """The ops as they are simulated: in their order, but where links are shared, each SEND as it asks for its own.
+    def _order(self, asks: Callable[[int], float]) -> Iterator[int]:
+        """Order the ops to simulate: as they stand, but where links are shared, each SEND as it asks for its link.
 
         Each rank goes on as far as it can; then of all SENDs that wait for a link the first is served. Whatever follows
         from it asks later than it did.
@@ -271,13 +264,13 @@ class _Lanes:
                 while row:
                     position = row[0]
                     rank = ops[position].rank
-                    missing = next((at for at in sources[position] if at >= 0 and not done[at]), None)
+                    missing = next((source for source in sources[position] if source >= 0 and not done[source]), None)
                     if missing is not None:
                         sleeping[missing].append(rank)
                         break
                     row.popleft()
                     if ops[position].kind == "SEND":
-                        heappush(asking, (asked(position), position))
+                        heappush(asking, (asks(position), position))
                         if self.costs.busies:
                             sleeping[position].append(rank)
                             break
@@ -291,8 +284,8 @@ class _Lanes:
                 done[position] = True
                 todo += sleeping.pop(position, ())
 
-    def _meet(self, op: Op, came: list[float], arrivals: dict[int, Transfer], position: int) -> float:
-        """End of a SEND to which both ranks have come, as of the RECV of the other. It is noted as a transfer."""
+    def _meet(self, op: Op, came: list[float], sent: dict[int, Transfer], position: int) -> float:
+        """Note the transfer of a SEND to which both ranks have come; return its end, and so that of its RECV."""
         assert self.rule is not None
         receive = self.receives[position]
         rank, target = op.rank, self.program.ops[receive].rank
@@ -303,31 +296,31 @@ class _Lanes:
         self.queued.update(dict.fromkeys(lanes, arrival))
         if self.rule.blocking:
             for side in (rank, target):
-                self.begun[side] = self.free[side] = arrival
-        arrivals[position] = Transfer(op.reads[0], rank, target, leaves, arrival)
+                self.last_start[side] = self.free[side] = arrival
+        sent[position] = Transfer(op.reads[0], rank, target, leaves, arrival)
         return arrival
 
-    def _send(self, op: Op, ready: float, arrivals: dict[int, Transfer], position: int) -> tuple[float, float]:
-        """Start and end of a SEND, which is noted as a transfer."""
+    def _send(self, op: Op, ready: float, sent: dict[int, Transfer], position: int) -> tuple[float, float]:
+        """Note the transfer of a SEND; return its start and end."""
         rank, target, value = op.rank, self.program.ops[self.receives[position]].rank, op.reads[0]
-        own, busy = self.seconds[position], self.costs.sender == "busy"
-        start = max(ready, self.begun[rank]) if self.by_hand else ready
-        if own or busy:
+        seconds, is_busy = self.seconds[position], self.costs.sender == "busy"
+        start = max(ready, self.last_start[rank]) if self.sends_are_placed else ready
+        if seconds or is_busy:
             start = max(start, self.free[rank])
-        leaves, end = self._carry(op, target, start + own)
+        leaves, end = self._carry(op, target, start + seconds)
         arrival = end + self.latency(rank, target)
-        if not own:
+        if not seconds:
             start = leaves
-        if own or busy:
-            self.begun[rank], self.free[rank] = start, arrival if busy else start + own
-        arrivals[position] = Transfer(value, rank, target, leaves, arrival)
-        return start, arrival if busy else end
+        if seconds or is_busy:
+            self.last_start[rank], self.free[rank] = start, arrival if is_busy else start + seconds
+        sent[position] = Transfer(value, rank, target, leaves, arrival)
+        return start, arrival if is_busy else end
 
     def _carry(self, op: Op, target: int, ready: float) -> tuple[float, float]:
-        """When a value leaves and when its link is free again."""
-        taken, link = self.costs.carrying(carried(op), op.rank, target), self.costs.wire(op.rank, target)
-        if not taken:
+        """Occupy the link of a SEND; return when its value leaves and when the link is free again."""
+        seconds, link = self.costs.carrying(carried(op), op.rank, target), self.costs.wire(op.rank, target)
+        if not seconds:
             return ready, ready
         leaves = max(ready, self.links[link])
-        self.links[link] = leaves + taken
-        return leaves, leaves + taken
+        self.links[link] = leaves + seconds
+        return leaves, leaves + seconds
