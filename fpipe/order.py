@@ -230,8 +230,10 @@ class _Clock:
                     self.anchored.setdefault(reader, []).append(writer)
 
         for position in row:
-            if any(map(is_loose.__getitem__, sources[position])):
-                attach(position, position)
+            for source in sources[position]:
+                if is_loose[source]:
+                    attach(position, position)
+                    break
             full_row.append(position)
         return full_row
 
