@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
@@ -70,6 +71,37 @@ def test_a_kill_in_a_second_save_leaves_the_first(tmp_path: Path, where: str):
     fpipe.save(tmp_path, ONE, params_of(3), step=3)
     assert saved_value(tmp_path) == (3, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".metadata", f"saved-{3 if where == 'switch' else 2}"]
+
+
+FORGOTTEN = """
+import sys, torch, fpipe
+def full(*_, **__):
+    raise OSError(28, "No space left on device")
+torch.save = full
+fpipe.save(sys.argv[1], fpipe.program(1), ({"w": torch.ones(2)},), background=True)
+"""
+
+
+def test_a_failure_in_the_background_that_nobody_asks_for_is_printed(tmp_path: Path):
+    ended = subprocess.run([sys.executable, "-c", FORGOTTEN, tmp_path], capture_output=True, text=True, check=False)
+    assert "__0_0.distcp could not be written: No space left on device; what" in ended.stderr
+
+
+GATHERED = """
+import os, signal, sys, torch, fpipe
+def kill(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+os.fsync = kill
+fpipe.gather_state_dict(fpipe.program(1), ({"w": torch.zeros(3)},), file=sys.argv[1])
+"""
+
+
+def test_a_kill_in_a_second_file_leaves_the_first(tmp_path: Path):
+    file = tmp_path / "net.safetensors"
+    fpipe.gather_state_dict(ONE, ({"w": torch.ones(3)},), file=file)
+    killed = subprocess.run([sys.executable, "-c", GATHERED, file], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert load_file(file)["w"].tolist() == [1, 1, 1]
 
 
 def save_twice(rank: int, folder: Path) -> None:
@@ -231,8 +263,6 @@ def test_a_full_disk_is_told_on_all_ranks_and_leaves_what_was_there(pair: Proces
     assert found[1] == f"{file} could not be written: File too large. What it held before is whole."
     assert saved_value(tmp_path, TWO, 0) == (1, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".metadata", "all.safetensors", "saved-1"]
-    from safetensors.torch import load_file
-
     assert all(leaf.eq(1).all() for leaf in load_file(file).values())
 
 

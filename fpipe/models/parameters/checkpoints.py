@@ -5,6 +5,7 @@ save(folder, ..)   save(folder, ..)    --> folder/saved-1 whole, then folder/sav
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -91,8 +92,8 @@ def save(
         numbers: whatever else is to be known, such as step=100, position=6400.
 
     Returns:
-        Of a background save a future: `result()` waits for it, and raises what it failed with; else the next save does.
-        Wait before the process group is destroyed.
+        Of a background save a future: `result()` waits for it, and raises what it failed with; else the next save does,
+        or the end of the process prints it. Wait before the process group is destroyed.
 
     Raises:
         ValueError: a number that is none; entries that are not one for each stage, or on meta; a folder that is a file.
@@ -170,6 +171,7 @@ class _Background:
     def __init__(self) -> None:
         self.saving: _Saving | None = None
         self._groups: tuple[Any, Any] = None, None
+        self._is_registered = False
 
     def group(self) -> Any:
         """Return a group of gloo for the default group, made by the first call. All processes call it."""
@@ -181,6 +183,9 @@ class _Background:
 
     def start(self, folder: Path, tensors: Named, keep: int, group: Any) -> Future[None]:
         """Write in a thread, which the end of the process waits for."""
+        if not self._is_registered:
+            atexit.register(self.wait, reports=True)  # an error that nobody asked for is printed
+            self._is_registered = True
         saving = self.saving = _Saving()
 
         def run() -> None:
