@@ -58,9 +58,9 @@ SLOW = {
         counts cut_dtensors data_parallel demo derivatives digits distributed evaluating exchange
         experts fake_accelerator families faults fingerprint from_loss from_module grain
         hybrid_shards interop layers loss_scale memory meta module_kinds offload opaque peers
-        plan_run plot post_validation pure random readme references same_step schedules search
-        search_memory searched shard sharded shards_inside_stages signatures slices state steps
-        testing threads ties_and_skips torch_runtime traces train_gpt written_buffers
+        plan_run plot post_validation pure random readme references safe_saves same_step schedules
+        search search_memory searched shard sharded shards_inside_stages signatures slices state
+        state_dict steps testing threads ties_and_skips torch_runtime traces train_gpt written_buffers
         untraced_processes update verify
     """,
     "property_tests": """

@@ -140,6 +140,14 @@ def test_files_of_two_saves_are_refused_on_all_ranks(pair: Processes, tmp_path: 
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_folder_that_does_not_fit_is_named(tmp_path: Path):
+    torch_save({NAME: params_of(1)[0]["0.weight"], "numbers/step": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(ValueError, match=f"^{tmp_path} could not be read: .*numbers/step") as refused:
+        fpipe.load(tmp_path, ONE, params_of(0))
+    assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_reads_what_is_saved_and_torchs_own_folders_are_read(tmp_path: Path):
     fpipe.save(tmp_path / "ours", ONE, params_of(3), step=3)
     found = {NAME: torch.zeros(50, 1000)}

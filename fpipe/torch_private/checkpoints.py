@@ -77,7 +77,9 @@ def read_tensors(reader: SaveReader, tensors: dict[str, Any], is_alone: bool) ->
     try:
         _LOAD(tensors, storage_reader=reader, no_dist=is_alone)
     except CheckpointException as error:
-        raise ValueError(f"{_first_failure(error)}.") from None
+        reason = _first_failure(error)
+        where = "" if str(reader.folder) in reason else f"{reader.folder} could not be read: "
+        raise ValueError(f"{where}{reason}.") from None
 
 
 _SAVE: Callable[..., Any] = vars(state_dict_saver)["_save_state_dict"]
