@@ -165,32 +165,32 @@ def collect_results(
 
 def _gradients(model: Model, params: Sequence[Any], ends: list[Output], values: Mapping[Value, Any]) -> tuple[Any, ...]:
     """Gradients in the shape of params and in their dtypes, which a program may have cast; None where there is none."""
-    found = _by_bundle(ends, values)
+    grads_by_bundle = _by_bundle(ends, values)
     for value, bundle in _bundles(model, "params", _in_order(model, params)).items():
-        at = value.stage, value.port
-        found[at] = tree.unflatten(tree.flatten(bundle)[1], found[at])
-    made: list[Any] = []
-    for stage, grads in zip(params, _of_stages(model, params, found), strict=True):
+        place = value.stage, value.port
+        grads_by_bundle[place] = tree.unflatten(tree.flatten(bundle)[1], grads_by_bundle[place])
+    per_stage: list[Any] = []
+    for stage, grads in zip(params, _of_stages(model, params, grads_by_bundle), strict=True):
         leaves, spec = tree.flatten(stage)
         pairs = zip(tree.leaves(grads), leaves, strict=True)
         typed = [grad.to(param.dtype) if isinstance(grad, torch.Tensor) else grad for grad, param in pairs]
-        made.append(tree.unflatten(spec, typed))
-    return tuple(made)
+        per_stage.append(tree.unflatten(spec, typed))
+    return tuple(per_stage)
 
 
 def _by_bundle(ends: list[Output], values: Mapping[Value, Any]) -> dict[tuple[int | None, int], Any]:
     return {(end.name.stage, end.name.port): values[end.value] for end in ends}
 
 
-def _of_stages(model: Model, params: Sequence[Any], found: Mapping[tuple[int | None, int], Any]) -> tuple[Any, ...]:
+def _of_stages(model: Model, params: Sequence[Any], by_bundle: Mapping[tuple[int | None, int], Any]) -> tuple[Any, ...]:
     """Values of the parameters of each stage, tied ones among them, in the containers of these."""
-    made: list[Any] = []
+    per_stage: list[Any] = []
     for number, stage in enumerate(params):
-        tied = {leaf.name: found[number, leaf.port] for leaf in model.owned(number)}
-        own = found[number, 0]
-        ordered = tied or isinstance(model.stages[number].forward, PositionalStage)
-        made.append({name: tied[name] if name in tied else own[name] for name in stage} if ordered else own)
-    return tuple(made)
+        tied = {leaf.name: by_bundle[number, leaf.port] for leaf in model.owned(number)}
+        untied = by_bundle[number, 0]
+        is_named = tied or isinstance(model.stages[number].forward, PositionalStage)
+        per_stage.append({name: tied[name] if name in tied else untied[name] for name in stage} if is_named else untied)
+    return tuple(per_stage)
 
 
 # Refuse a program, a model or an example that do not belong together, before anything is made of them.

@@ -21,23 +21,22 @@ from fpipe.program import Op
 def update_params(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
     """UPDATE: each leaf that has a gradient by the rule, under the settings of its name; others stay as they are."""
     words = words_of(op.how)
-    given = {value.name: arg for value, arg in zip(op.reads, args, strict=True)}
-    params, states, grads = args[:3]
-    leaves, spec = tree.flatten(params)
-    now: list[Any] = [*leaves]
-    state: list[Any] = spec.flatten_up_to(states)
+    named = {value.name: arg for value, arg in zip(op.reads, args, strict=True)}
+    bundle, bundle_states, grads = args[:3]
+    leaves, spec = tree.flatten(bundle)
+    leaf_states: list[Any] = spec.flatten_up_to(bundle_states)
     names = names_in(op, spec, context.model)
-    at = [k for k, grad in enumerate(grads) if grad is not None]
-    before, found, states = ([one[k] for k in at] for one in (leaves, grads, state))
-    said, beside = words.of([names[k] for k in at]), (given.get("norm"), given.get("lr"), given.get("valid"))
-    made, after = updated_leaves(words, said, [False] * len(at), before, found, states, *beside)
-    for k, param, one in zip(at, made, after, strict=True):
-        now[k], state[k] = param.requires_grad_(leaves[k].requires_grad), one
-    return [tree.unflatten(spec, now), tree.unflatten(spec, state)]
+    trained = [k for k, grad in enumerate(grads) if grad is not None]
+    params, dense_grads, states = ([column[k] for k in trained] for column in (leaves, grads, leaf_states))
+    settings, numbers = words.of([names[k] for k in trained]), map(named.get, ("norm", "lr", "valid"))
+    params, states = updated_leaves(words, settings, [False] * len(trained), params, dense_grads, states, *numbers)
+    for k, param, state in zip(trained, params, states, strict=True):
+        leaves[k], leaf_states[k] = param.requires_grad_(leaves[k].requires_grad), state
+    return [tree.unflatten(spec, leaves), tree.unflatten(spec, leaf_states)]
 
 
 def names_in(op: Op, spec: tree.Spec, model: Model) -> list[str]:
-    """The names of the parameters that an UPDATE is of."""
+    """List the names of the parameters that an UPDATE is of."""
     names, port = names_of(spec), op.reads[0].port
     if not port:
         return names
@@ -58,9 +57,9 @@ def updated_leaves(
 ) -> tuple[list[Tensor], list[State]]:
     """The next parameters and states of leaves with gradients, `own` ones overwritten; if not `valid`, those before."""
     if valid is not None and not bool(valid):
-        made = [one.detach() if mine else one.detach().clone() for one, mine in zip(params, own, strict=True)]
+        kept = [param.detach() if is_own else param.detach().clone() for param, is_own in zip(params, own, strict=True)]
         pairs = zip(states, own, strict=True)
-        return made, [one if mine else {word: leaf.clone() for word, leaf in one.items()} for one, mine in pairs]
+        return kept, [state if is_own else {word: x.clone() for word, x in state.items()} for state, is_own in pairs]
     if norm is not None and words.clip is not None:
         share = _share(words.clip, norm)
         grads = [grad * share.to(grad.device) for grad in grads]

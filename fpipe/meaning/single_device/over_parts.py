@@ -161,7 +161,7 @@ def over_parts(
         for graph in reversed(graphs):
             grads, seeds, inputs = gradients(model, graph, seeds, see)
             of_slices.insert(0, inputs)
-            sums[-1] = _both(model, sums[-1], grads) if sums[-1] else grads
+            sums[-1] = _add(model, sums[-1], grads) if sums[-1] else grads
         outputs.append(join(found, weights, Chunk(sliced.dim)) if len(found) > 1 else found[0])
         of_inputs.append(of_slices[0] if len(found) == 1 else sliced.joined(part[0], of_slices))
     within = added_by.within or replicas
@@ -190,9 +190,10 @@ Sums = list[list["Tensor | None"]]
 """Per stage, for each leaf it reads, its gradient over some microbatches."""
 
 
-def _both(model: Model, one: Sums, other: Sums) -> Sums:
-    both = _one_after_the_other if model.per_example else added
-    return [list(map(both, *pair)) for pair in zip(one, other, strict=True)]
+def _add(model: Model, sums: Sums, more: Sums) -> Sums:
+    """Add gradients to sums, or put those of single rows behind them."""
+    add = _joined_rows if model.per_example else added
+    return [list(map(add, *pair)) for pair in zip(sums, more, strict=True)]
 
 
 def _over_replicas(
@@ -200,21 +201,20 @@ def _over_replicas(
 ) -> tuple[Any, ...]:
     """Gradients over replicas that add up among themselves. What several stages share is added up in a replica
     first."""
-    add, cast = partial(_both, model), partial(tree.tree_map, added_by.cast)
+    add, cast = partial(_add, model), partial(tree.tree_map, added_by.cast)
     many = microbatches if added_by.by_microbatch else 1
     collected = partial(_collected, model, params)
     whole = [cast(collected(reduce(add, sums[at : at + many]))) for at in range(0, len(sums), many)]
     grads = reduce(partial(tree.tree_map, added), whole)
     if many == 1:
         return grads
-    apart = collected(reduce(add, [reduce(add, map(cast, sums[at::many])) for at in range(many)]))
+    by_microbatch = collected(reduce(add, [reduce(add, map(cast, sums[at::many])) for at in range(many)]))
     for leaf in (uses[0] for uses in model.tied_uses):
-        apart[leaf.owner][leaf.name] = grads[leaf.owner][leaf.name]
-    return apart
+        by_microbatch[leaf.owner][leaf.name] = grads[leaf.owner][leaf.name]
+    return by_microbatch
 
 
-def _one_after_the_other(rows: Tensor | None, more: Tensor | None) -> Tensor | None:
-    """Gradients of single rows, and those of the next."""
+def _joined_rows(rows: Tensor | None, more: Tensor | None) -> Tensor | None:
     return None if rows is None or more is None else torch.cat([rows, more])
 
 
