@@ -56,7 +56,7 @@ def test_it_is_bitwise_and_holds_what_was_told(steps: str, trace: bool):
 
 def alive(model: fpipe.Model, params: Any, batch: Any, *steps: Any, m: int) -> float:
     """The most MiB alive at any time in a step, what an op makes for itself too."""
-    step = fpipe.build(program_of(model, *steps, m=m), model)
+    step = fpipe.build(program_of(model, *steps, m=m), model, audit="never")
     step(params, batch)
     with Peak([batch, params]) as peak:
         step(params, batch)
@@ -80,7 +80,7 @@ def test_a_stage_is_computed_again_once_for_each_microbatch(grain: Any, products
     model, params, _, batch = made(nn.Sequential(*blocks), 2)
 
     def flops(*steps: Any) -> int:
-        step = fpipe.build(program_of(model, *steps), model)
+        step = fpipe.build(program_of(model, *steps), model, audit="never")
         step(params, batch)
         with FlopCounterMode(display=False) as counter:
             step(params, batch)
@@ -151,7 +151,7 @@ def test_what_a_policy_saves_is_not_computed_again(save: Any):
     model, params, _, batch = made(perceptron(), 2)
     program = program_of(model, fpipe.checkpoint(grain="layer", save=save))
     step = fpipe.build(program, model, record=True)
-    plain = fpipe.build(program_of(model), model)
+    plain = fpipe.build(program_of(model), model, audit="never")
     plain(params, batch)
     with FlopCounterMode(display=False) as never:
         plain(params, batch)

@@ -162,7 +162,7 @@ def test_a_step_multiplies_as_often_as_autograd_and_a_recompute_once_more():
             squares(net(x), target).backward()
 
     found = {
-        name: flops(lambda steps=steps: fpipe.build(program(model, *steps, m=3), model)(params, batch))
+        name: flops(lambda steps=steps: fpipe.build(program(model, *steps, m=3), model, audit="never")(params, batch))
         for name, steps in {
             "B": (),
             "I W": (fpipe.split_backward(),),
@@ -232,7 +232,7 @@ def test_no_more_is_alive_inside_a_step_than_inside_autograds(net: nn.Module, x:
             F.mse_loss(net(part), wanted).backward()
     model, params, _ = fpipe.from_sequential(nn.Sequential(net), stages=1, loss=F.mse_loss)
     pipeline = fpipe.chain(fpipe.split(3), *steps, fpipe.schedules.one_f_one_b(1), fpipe.merge(outputs=False))
-    step = fpipe.build(pipeline(fpipe.program(model)), model)
+    step = fpipe.build(pipeline(fpipe.program(model)), model, audit="never")
     step(params, (x, target))
     with Peak([x, target, params]) as ours:
         step(params, (x, target))
@@ -395,7 +395,7 @@ def test_an_error_of_the_numbers_is_raised_as_it_is():
         return p["w"].gather(1, x.long())
 
     model = fpipe.from_functions([picks], loss=squares)
-    step = fpipe.build(program(model, m=1, ranks=1), model)
+    step = fpipe.build(program(model, m=1, ranks=1), model, audit="never")
     params, good = ({"w": torch.randn(4, 4)},), torch.ones(4, 4)
     right, before = step(params, (good, good)), len(ran)
     with pytest.raises(RuntimeError, match="index 9 is out of bounds"):
@@ -417,7 +417,7 @@ def test_without_traces_the_python_of_a_stage_runs_every_time():
     plain(params, batch)
     plain(params, batch)
     assert len(count) == 6
-    step = fpipe.build(program(model, m=3), model)
+    step = fpipe.build(program(model, m=3), model, audit="never")
     step(params, batch)
     count.clear()
     assert same(step(params, batch), plain(params, batch))
@@ -462,7 +462,7 @@ def test_an_operand_that_repeats_one_number_is_not_probed():
 def test_attention_that_wants_no_gradient_is_one_op_in_a_step():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval().requires_grad_(False)
     model, params, _ = fpipe.from_sequential(nn.Sequential(layer, nn.Linear(8, 8)), stages=2, loss=squares)
-    step, batch = fpipe.build(program(model, m=2), model), (torch.randn(4, 3, 8), torch.randn(4, 3, 8))
+    step, batch = fpipe.build(program(model, m=2), model, audit="never"), (torch.randn(4, 3, 8), torch.randn(4, 3, 8))
     assert same(step(params, batch), fpipe.reference(model, params, batch, microbatches=2))
     with Ops() as ops:
         step(params, batch)

@@ -164,7 +164,7 @@ def _run(program: Program, model: Model, step: Callable[..., Result] | None, arg
     if step is None:
         from fpipe.runtimes.build import build  # a step that is handed in is proved without any runtime
 
-        built = build(program, model)
+        built = build(program, model, audit="never")
         built.warns = False  # the report says it
         return arguments.call(built)
     check_match(program, model)
