@@ -28,7 +28,7 @@ from fpipe.transforms.split_backward import split_backward
 
 RULES_TRIED = 24
 """Rules of list scheduling that are tried in each placement."""
-WAYS = ((ALL, math.inf), (OLDEST, math.inf), (OLDEST, 2), (ENTRY, 0), (ENTRY, 1), (ENTRY, 2))
+WAYS = ((ALL, math.inf), (OLDEST, math.inf), (OLDEST, 2), (ENTRY, 1), (ENTRY, 2))
 """For what list scheduling leaves room, and how many microbatches may enter ahead of their pace."""
 OTHER_PLACEMENTS = 12
 """Placements that no word says which are tried."""
