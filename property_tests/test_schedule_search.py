@@ -145,7 +145,7 @@ def test_a_search_is_never_above_a_schedule_by_name_keeps_its_cap_and_is_kept_as
 
 
 NEAR = 1.015
-"""A search of 0.3 seconds may end so far above an order that a rule happens to hit."""
+"""A search of 0.6 seconds may end so far above an order that a rule happens to hit."""
 
 
 def greedy_h2(ranks: int, microbatches: int, seconds: tuple[int, ...], transfer: int, fits: float) -> float:
