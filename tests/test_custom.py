@@ -57,8 +57,8 @@ def test_the_rules_are_what_the_gradients_are():
     model = fpipe.from_functions([plain, three], loss=loss)
     found = fpipe.build(program(model, fpipe.split_backward()), model)(PARAMS, BATCH)
     expected = fpipe.reference(model, PARAMS, BATCH, microbatches=3)
+    assert found.grads[1].pop("w") is expected.grads[1].pop("w") is None
     assert all(map(torch.equal, leaves(found.grads), leaves(expected.grads)))
-    assert not found.grads[1]["w"].any()
     assert torch.equal(found.grads[1]["b"], sum([3 * PARAMS[1]["b"]] * 2, 3 * PARAMS[1]["b"]))
 
 

@@ -145,7 +145,7 @@ def proven(program: fpipe.Program, model: fpipe.Model, params: Sequence[Params],
         fpipe.compare_step(model, params, batch, params, rule="SGD", lr=0.1)
     except fpipe.GradientMismatch as wrong:
         return str(wrong.report)
-    except (fpipe.ProgramError, fpipe.RankError) as error:
+    except (fpipe.ProgramError, fpipe.RankError, fpipe.StepChanged) as error:
         return str(error)
     return f"{report.bitwise} {report.max_error} {[leaf.name for leaf in report.leaves]}"
 

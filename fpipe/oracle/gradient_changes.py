@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.meaning.single_device.reference import total_norm
 from fpipe.meaning.single_device.result import Result
+from fpipe.meaning.single_device.training_loop import total_norm
 from fpipe.model import TiedLeaf
 from fpipe.oracle.named_leaves import Region
 from fpipe.program import Value

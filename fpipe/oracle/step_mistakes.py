@@ -17,8 +17,8 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.meaning.optimizers.optimizer_state import UpdateWords, initial_states
 from fpipe.meaning.optimizers.rules import STEP
-from fpipe.meaning.single_device.reference import training_loop
 from fpipe.meaning.single_device.result import Result
+from fpipe.meaning.single_device.training_loop import training_loop
 from fpipe.model import Model
 from fpipe.oracle.gradient_changes import (
     Change,

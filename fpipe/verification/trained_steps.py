@@ -15,8 +15,9 @@ from fpipe.meaning.meaning import batch_of
 from fpipe.meaning.optimizers.optimizer_state import check_optimizer_state, optimizer_state, update_of, words_of
 from fpipe.meaning.single_device.over_parts import over_parts
 from fpipe.meaning.single_device.params_and_state import batches_of
-from fpipe.meaning.single_device.reference import Norm, of_one, parts_of_replicas, scaler_of, total_norm, training_loop
+from fpipe.meaning.single_device.reference import parts_of_replicas
 from fpipe.meaning.single_device.result import Result
+from fpipe.meaning.single_device.training_loop import Norm, of_one, scaler_of, total_norm, training_loop
 from fpipe.meaning.step import StepInputs, checked_key, checked_optim, post_validated
 from fpipe.meaning.walk import lockstep
 from fpipe.model import Model

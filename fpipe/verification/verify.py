@@ -187,13 +187,7 @@ class _ReferenceValues(dict[Value, list[Any]]):
 def _first_wrong(
     program: Program, model: Model, arguments: StepArguments, expected: _ReferenceValues, close: Close
 ) -> tuple[Result, WrongValue | None]:
-    """Walk a program beside the reference, and return its result and the first value that differs.
-
-    Args:
-        program, model, arguments: as for a step.
-        expected: the reference's values for the same microbatches.
-        close: whether two tensors of one shape and dtype agree.
-    """
+    """Walk a program beside the reference, and return its result and the first value that differs."""
     watch = _ValueWatch(program, model, expected, close)
     return arguments.call(walk(program, model, StepOptions(), see=watch.see)), watch.first
 

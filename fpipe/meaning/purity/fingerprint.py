@@ -120,7 +120,20 @@ def draws_random(module: nn.Module) -> bool:
 
 
 class StepChanged(RuntimeError):
-    """A step, or a module in it, does something else now than when it was traced."""
+    """A step, or a module in it, does something else now than when it was traced.
+
+    >>> import fpipe, torch
+    >>> strength = {"of the penalty": 1.0}
+    >>> stage = lambda p, x: x * p["w"] * strength["of the penalty"]
+    >>> model = fpipe.from_functions([stage], loss=lambda y, t: ((y - t) ** 2).mean())
+    >>> step = fpipe.build(fpipe.program(model), model, audit="always")
+    >>> arguments = ({"w": torch.tensor(2.0)},), (torch.ones(4), torch.zeros(4))
+    >>> result = step(*arguments)
+    >>> strength["of the penalty"] = 0.5  # the trace repeats the number that it saw
+    >>> step(*arguments)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    fpipe.meaning.purity.fingerprint.StepChanged: stage 0, ...
+    """
 
 
 Home = tuple[Any, str, str]
@@ -139,7 +152,7 @@ class Fingerprint:
     >>> loss.label_smoothing = 0.1
     >>> held.refuse_changed()  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ValueError: 'label_smoothing' of the loss (CrossEntropyLoss) has changed since the model was cut. ...
+    ValueError: 'label_smoothing' of the loss (CrossEntropyLoss), which was 0.0 and is 0.1, has changed since ...
     """
 
     def __init__(self, functions: Iterable[Callable[..., Any] | None], nets: Modules = ()) -> None:
