@@ -52,7 +52,8 @@ def no_leaks(mode: Any) -> Generator[None]:
     mode.made = None
     if any(reference() is not None for reference in references):
         gc.collect()  # some may be gone but for references to themselves
-    leaked = next((tensor for reference in references if (tensor := reference()) is not None), None)
+    tensors = (reference() for reference in references)
+    leaked = next((tensor for tensor in tensors if tensor is not None), None)
     if leaked is not None:
         types = {type(holder).__name__ for holder in gc.get_referrers(leaked)}
         kinds = types & {"dict", "list", "tuple", "set", "cell"}
