@@ -53,7 +53,9 @@ def test_a_checkpoint_of_more_blocks_than_there_are_is_refused(tmp_path: Path):
     """Five of six blocks were read, and the training went on without the sixth."""
     blocks = [{"w": torch.ones(2)} for _ in range(6)]
     fpipe.save(tmp_path, fpipe.program(6), tuple(blocks), step=3)
-    with pytest.raises(ValueError, match=r"has params of 5\.w, which is not among these: it was saved of another net\."):
+    with pytest.raises(
+        ValueError, match=r"has params of 5\.w, which is not among these: it was saved of another net\."
+    ):
         fpipe.load(tmp_path, fpipe.program(5), tuple(blocks[:5]))
     params = tuple({"w": torch.zeros(2)} for _ in range(6))
     assert alike(fpipe.load(tmp_path, fpipe.program(6), params).params, tuple(blocks))

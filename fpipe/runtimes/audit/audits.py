@@ -24,6 +24,7 @@ from fpipe.meaning.purity.sharded import is_sharded
 from fpipe.meaning.single_device.over_parts import over_parts
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.step import StepInputs
+from fpipe.positional_stage import of_net
 from fpipe.program import Program
 from fpipe.runtimes.audit.stage_audit import StageAudit, audited_ops
 from fpipe.runtimes.lowering.lane import See
@@ -91,6 +92,9 @@ def _is_cut_net(prepared: Prepared, inputs: StepInputs) -> bool:
     tensors = [leaf for leaf in tree.leaves((inputs.params, inputs.state)) if isinstance(leaf, Tensor)]
     is_local = len({tensor.device for tensor in tensors}) < 2 and not any(map(is_sharded, tensors))
     model = prepared.model
+    nets = [net for net in (of_net(stage.forward) for stage in model.stages) if net is not None]
+    if any(tensor.is_meta for net in nets for _, tensor in net.named_tensors()):  # its values were loaded elsewhere
+        return False
     return model.function is not None and prepared.program.slices == 1 and not model.per_example and is_local
 
 
