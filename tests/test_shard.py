@@ -106,9 +106,9 @@ def sent(rank: int) -> int:
     _, replica, _ = meshed()
     model, params, program = two_layers()
     step, shards = started(model, params, program, rows(8))
-    found, gathered = list[int](), collective_parts._gathered
+    found, gathered = list[int](), collective_parts._all_gather
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collective_parts, "_gathered", lambda *of: found.append(of[1].nbytes) or gathered(*of))
+        patch.setattr(collective_parts, "_all_gather", lambda *of: found.append(of[1].nbytes) or gathered(*of))
         step(shards, tuple(half + replica for half in rows(8)))
     return sum(found)
 

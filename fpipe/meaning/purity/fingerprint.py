@@ -123,16 +123,16 @@ class StepChanged(RuntimeError):
     """A step, or a module in it, does something else now than when it was traced.
 
     >>> import fpipe, torch
-    >>> strength = {"of the penalty": 1.0}
-    >>> stage = lambda p, x: x * p["w"] * strength["of the penalty"]
-    >>> model = fpipe.from_functions([stage], loss=lambda y, t: ((y - t) ** 2).mean())
-    >>> step = fpipe.build(fpipe.program(model), model, audit="always")
-    >>> arguments = ({"w": torch.tensor(2.0)},), (torch.ones(4), torch.zeros(4))
-    >>> result = step(*arguments)
-    >>> strength["of the penalty"] = 0.5  # the trace repeats the number that it saw
-    >>> step(*arguments)  # doctest: +ELLIPSIS
+    >>> scale = [1.0]
+    >>> model = fpipe.from_functions([lambda p, x: x * p["w"] * scale[0]], loss=lambda y, t: (y - t).square().mean())
+    >>> step, params = fpipe.build(fpipe.program(model), model), ({"w": torch.tensor(1.0)},)
+    >>> batch = torch.ones(2), torch.zeros(2)
+    >>> step(params, batch).loss
+    tensor(1.)
+    >>> scale[0] = 2.0
+    >>> step(params, batch)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    fpipe.meaning.purity.fingerprint.StepChanged: stage 0, ...
+    fpipe.meaning.purity.fingerprint.StepChanged: stage 0 (<lambda>), microbatch 0: the output (y[0,0]) is off ...
     """
 
 
@@ -152,7 +152,7 @@ class Fingerprint:
     >>> loss.label_smoothing = 0.1
     >>> held.refuse_changed()  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ValueError: 'label_smoothing' of the loss (CrossEntropyLoss), which was 0.0 and is 0.1, has changed since ...
+    ValueError: 'label_smoothing' of the loss (CrossEntropyLoss) has changed since the model was cut. ...
     """
 
     def __init__(self, functions: Iterable[Callable[..., Any] | None], nets: Modules = ()) -> None:
@@ -188,15 +188,15 @@ class Fingerprint:
 
     def refuse_changed(self) -> None:
         """A ValueError if modules hold anything else than then."""
-        for what, _ in self.changes():
+        for what, _, _ in self.changes():
             raise ValueError(
                 f"{what} has changed since the model was cut. A model is what it was then: put it back, or cut anew."
             )
         self.refuse_unfrozen()
 
-    def changes(self) -> list[tuple[str, bool]]:
-        """Describe what modules hold that is not as it was, and say of each whether it is a plain attribute."""
-        changes: list[tuple[str, bool]] = []
+    def changes(self) -> list[tuple[str, str, bool]]:
+        """Name all that modules hold otherwise than at the cut, with the numbers, and whether it is an attribute."""
+        changes: list[tuple[str, str, bool]] = []
         for who, module, before in self._known:
             now = _content(module)
             for name in {**before, **now} if now != before else ():
@@ -204,7 +204,7 @@ class Fingerprint:
                 if old != new:
                     is_plain = name.startswith("'") and not _TENSOR_WORDS & {_first(old), _first(new)}
                     values = f", which was {old[1]} and is {new[1]}," if {_first(old), _first(new)} <= _NUMBERS else ""
-                    changes.append((f"{name} of {who}{values}", is_plain))
+                    changes.append((f"{name} of {who}", values, is_plain))
         return changes
 
     def refuse_unfrozen(self) -> None:

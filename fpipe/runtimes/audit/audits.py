@@ -60,11 +60,12 @@ def run_audited(
         return prepared.run(leaves, inputs, recorded=recorded, see=see)
     audit, prepared.audits = prepared.audits, prepared.audits + 1
     held = prepared.model.held
-    changes: list[tuple[str, bool]] = [] if held is None else held.changes()
-    for what, is_plain in changes:
+    changes: list[tuple[str, str, bool]] = [] if held is None else held.changes()
+    for what, _, is_plain in changes:
         if not is_plain:  # a hook that a trace does not call may change no number, and yet do nothing
             raise StepChanged(f"{what} has changed since the model was cut.{_GO_ON}")
-    words = "".join(f" Since the model was cut, {what} has changed." for what, _ in changes[:3]) + _GO_ON
+    named = (f" Since the model was cut, {what}{values} has changed." for what, values, _ in changes[:3])
+    words = "".join(named) + _GO_ON
     if has_whole_net and audit % 2 == 0 and _is_cut_net(prepared, inputs):  # in turn, since each costs as much
         _check_net(prepared, inputs, audit // 2, words)
         return prepared.run(leaves, inputs, recorded=recorded, see=see)
