@@ -50,7 +50,13 @@ def differs_from_one_device(rank: int, run: Run) -> list[str]:
     for number, stage in enumerate(found.grads):
         pairs |= {f"{number} {name}": (grad, grads[number][name]) for name, grad in (stage or {}).items()}
     same = torch.equal if one_order else partial(torch.allclose, rtol=1e-10, atol=1e-12)
-    return [name for name, (one, other) in pairs.items() if not same(one, other)]
+    differing = []
+    for name, (grad, right) in pairs.items():
+        if grad is None or right is None:
+            differing += [name] if grad is not right else []
+        elif not same(grad, right):
+            differing.append(name)
+    return differing
 
 
 PRECISE = nets().map(lambda net: replace(net, dtype="float64"))

@@ -166,8 +166,11 @@ class Trained:
                 y = self.made.function(second, before(first, x))
             share = loss(y, target) * 0.5
             found = torch.autograd.grad(share, wanted, allow_unused=True)
-            found = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, wanted, strict=True)]
-            sums = [a + b for a, b in zip(sums, found, strict=True)] if k else found
+            sums = (
+                [b if a is None else a if b is None else a + b for a, b in zip(sums, found, strict=True)]
+                if k
+                else found
+            )
             total = total + share.detach() if k else share.detach()
         return total, sums
 

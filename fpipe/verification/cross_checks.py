@@ -180,13 +180,18 @@ _WHY = (
 
 
 def check_function(
-    model: Model, params: Sequence[Any], parts: Sequence[tuple[tuple[Any, Any], int]], result: Result, key: int | None
+    model: Model,
+    params: Sequence[Any],
+    parts: Sequence[tuple[tuple[Any, Any], int]],
+    result: Result,
+    key: int | None,
+    state: Sequence[Any] | None = None,
 ) -> None:
     """Compare what the stages give with what the function gives, microbatch after microbatch, to rounding: it may add
     up in another order.
 
     Args:
-        model, params, key: as for `reference`.
+        model, params, key, state: as for `reference`; a net writes into copies of its state.
         parts: the microbatches, each with its rows.
         result: what the stages give for them.
 
@@ -204,7 +209,9 @@ def check_function(
     divisor: Any = 0
     for index, (part, size) in enumerate(parts):
         leaves = {name: own[name].detach().requires_grad_(trains[name]) for name in names}
-        whole = tree.unflatten(model.whole[1], leaves.values()) if model.whole else leaves
+        # A net takes its buffers by name, too.
+        buffers = {name: leaf.clone() for stage in state or () for name, leaf in (stage or {}).items()}
+        whole = tree.unflatten(model.whole[1], leaves.values()) if model.whole else leaves | buffers
         with torch.enable_grad():
             made = model.function.call(whole, part, key, index)
             loss, count, _ = split_loss(made, model.reduction, model.aux, f"what {who} returns")

@@ -150,7 +150,7 @@ def verify(
         words = _first_words(program, first, _mismatch(walked, typed, close))
         raise GradientMismatch(f"{error}\n{words}", error.report, first) from None
     if len(expected.losses) == len(parts):
-        check_function(model, cast_params, parts, expected, key)
+        check_function(model, cast_params, parts, expected, key, state)
     if len(expected.losses) == 1:
         return report
     if is_presplit:

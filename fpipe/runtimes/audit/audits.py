@@ -115,7 +115,7 @@ def _check_net(prepared: Prepared, inputs: StepInputs, number: int, words: str) 
     attributes = Attributes(modules_of(function.call), contents=True)
     try:
         result = over_parts(model, inputs.params, parts, state=inputs.state, key=key)
-        check_function(model, inputs.params, parts, result, key)
+        check_function(model, inputs.params, parts, result, key, inputs.state)
     except GradientMismatch as error:
         raise StepChanged(f"{error}{words}") from error
     except Exception as error:
