@@ -6,7 +6,7 @@ import csv
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 
 from fpipe.limits import read_text, shortened
@@ -87,7 +87,8 @@ def sizes_of(keys: Sequence[Key]) -> tuple[int, int, int]:
     stages, microbatches, slices = sizes
     named = {(stage, microbatch, piece or 0) for kind, stage, microbatch, piece in keys if kind == "F"}
     if len(named) < stages * microbatches * slices:
-        places = product(range(stages), range(microbatches), range(slices))
+        # Not itertools.product, which lists its ranges before it gives the first place: the numbers may be huge.
+        places = ((s, m, q) for s in range(stages) for m in range(microbatches) for q in range(slices))
         stage, microbatch, piece = next(place for place in places if place not in named)
         cell = cell_of(("F", stage, microbatch, piece if slices > 1 else None))
         raise ProgramError(f"the table does not name {cell}; every F and every backward is named once.")
