@@ -455,3 +455,11 @@ def test_verify_says_of_padded_labels_under_dropout_too(labels: Tensor):
     notes = fpipe.verify(program, model, params, (inputs, None), key=0).notes
     words = "inputs['labels'] holds -100, a class that the loss does not count, in some rows more often than in others"
     assert [note[: len(words)] for note in notes] == [words] * (labels is SOME)
+
+
+def test_a_loss_that_ignores_no_class_is_not_searched_for_padding():
+    """Labels were compared with the class None, which ended in an AttributeError."""
+    x, labels = torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
+    model, params, _ = fpipe.from_module(nn.Linear(3, 3), 1, example=(x, labels), loss=nn.MultiMarginLoss())
+    step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model)
+    assert torch.isfinite(step(params, (x, labels)).loss)

@@ -188,3 +188,13 @@ fpipe.gather_state_dict(ONE, NORM_PARAMS, model=NORM, state=())
     ValueError: state has one entry for each stage, as params; found 0 and 1.
 """,
 )
+
+
+def test_gradients_are_gathered_without_those_that_are_none():
+    """A parameter that the loss does not read has no gradient, and the gathering of all of them was refused."""
+    program = fpipe.program(2)
+    grads = ({"w": torch.ones(2), "spare": None}, {"v": torch.zeros(1)})
+    assert {name: leaf.tolist() for name, leaf in fpipe.gather_state_dict(program, grads).items()} == {
+        "w": [1.0, 1.0],
+        "v": [0.0],
+    }

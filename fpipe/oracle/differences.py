@@ -54,6 +54,8 @@ def _order(found: Tensor, expected: Tensor, limit: float) -> str:
     """Say which rows or columns are exchanged."""
     if found.ndim == 2 and found.shape == found.T.shape and distance(found.T, expected) <= limit:
         return "transposed"
+    if found.is_complex():  # torch has no distances of complex rows
+        return ""
     for dim, word in zip(range(found.ndim), ("rows", "columns"), strict=False):
         rows, right = (x.movedim(dim, 0).flatten(1) if x.ndim > 1 else x[:, None] for x in (found, expected))
         wrong = _wrong_rows(rows, right, limit)

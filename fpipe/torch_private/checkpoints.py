@@ -16,6 +16,7 @@ import shutil
 import uuid
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -138,10 +139,12 @@ class SaveWriter(FileSystemWriter):
         earlier = [number for number in sorted(_saved(self.folder)) if number <= self.number]
         for number in earlier[: -self.keep]:
             outdated = self.folder / f"saved-{number}"
-            outdated.joinpath(".metadata").unlink(missing_ok=True)  # so that a part of it is no save
-            shutil.rmtree(outdated, ignore_errors=True)
+            with suppress(OSError):  # the new save counts, whatever becomes of earlier ones
+                outdated.joinpath(".metadata").unlink(missing_ok=True)  # so that a part of it is no save
+                shutil.rmtree(outdated, ignore_errors=True)
         for file in self.folder.glob("__*.distcp"):  # of torch's own writer
-            file.unlink(missing_ok=True)
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
 
 
 def write_whole(file: Path, content: bytes) -> None:

@@ -122,12 +122,15 @@ def _compare_to_rounding(compare: Callable[[Result, Result], Report], result: Re
     try:
         return compare(result, expected)
     except GradientMismatch as error:
-        parts = [
-            (getattr(result, part), getattr(expected, part)) for part in ("loss", "grads", "params", "opt", "norm")
-        ]
-        leaves = ((tree.leaves(found), tree.leaves(right)) for found, right in parts if found is not None)
+        names = [name for name in ("loss", "grads", "params", "opt", "norm") if getattr(result, name) is not None]
+        rounded = {name: getattr(expected, name) for name in names}
+        compare(replace(result, **rounded), expected)  # all else as asked
+        parts = ((getattr(result, name), getattr(expected, name)) for name in names)
+        leaves = ((tree.leaves(found), tree.leaves(right)) for found, right in parts)
         pairs = [pair for found, right in leaves for pair in zip(found, right, strict=True)]
-        tensors = [pair for pair in pairs if isinstance(pair[1], Tensor) and pair[1].is_floating_point()]
+        tensors = [
+            (a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor) and b.is_floating_point()
+        ]
         if error.report is None or not to_rounding(tensors):
             raise
         sentence = "Fused rules round the last numbers of each shard otherwise than in the whole: compared to rounding."

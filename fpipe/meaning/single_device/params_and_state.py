@@ -257,6 +257,8 @@ def padding_words(loss: Any, batch: Any, ignored: int | None = None) -> str:
     """
     word, half = ("inputs", 0) if loss is None else ("target", 1)
     ignored = _ignored_class(loss) if ignored is None else ignored
+    if ignored is None:  # a loss that counts all classes
+        return ""
     way_out = (
         "hand in num_items_in_batch, a tensor with the number of labels of the whole batch, and say reduction='sum'"
         if loss is None

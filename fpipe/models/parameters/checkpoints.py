@@ -201,8 +201,11 @@ class _Background:
 
     def wait(self, reports: bool) -> None:
         """Wait for the save under way; raise what it failed with if it `reports` and nobody has asked yet."""
-        saving, self.saving = self.saving, None
-        if saving is not None and saving.exception() is not None and reports and not saving.is_reported:
+        saving = self.saving
+        failed = saving is not None and saving.exception() is not None
+        if reports or not failed:
+            self.saving = None
+        if saving is not None and failed and reports and not saving.is_reported:
             saving.result()
 
 
@@ -288,8 +291,9 @@ def _entries(
         for stage, entry in enumerate(part):
             leaves, spec = tree.flatten(entry)
             if entry is not None:
-                leaves = [*map(_fresh, leaves)] if fresh else leaves
-                tensors |= {f"{word}/{name}": leaf.detach() for name, leaf in zip(names[stage], leaves, strict=True)}
+                leaves = [leaf if leaf is None else _fresh(leaf) for leaf in leaves] if fresh else leaves
+                present = [leaf for leaf in leaves if leaf is not None]
+                tensors |= {f"{word}/{name}": leaf.detach() for name, leaf in zip(names[stage], present, strict=True)}
             stages.append(None if entry is None else tree.unflatten(spec, leaves))
         new_parts[word] = tuple(stages)
         refuse_meta("fpipe.load_params or init_params gives it some, or optimizer_state of theirs", **{word: stages})

@@ -121,10 +121,12 @@ def describe_leaves(
         if entry is not None:
             leaves, spec = tree.flatten(entry)
             paths = [".".join(map(str, path)) for path in spec.paths()]
-            other = next((path for path, leaf in zip(paths, leaves, strict=True) if not isinstance(leaf, Tensor)), None)
+            # A gradient of a parameter that nobody reads is None.
+            pairs = [(path, leaf) for path, leaf in zip(paths, leaves, strict=True) if leaf is not None]
+            other = next((path for path, leaf in pairs if not isinstance(leaf, Tensor)), None)
             if other is not None:
                 raise ValueError(f"stage {stage} has no tensor at {other}; only tensors have a place in a state_dict.")
-            local[stage] = [NamedLeaf(path, tuple(x.shape), x.dtype) for path, x in zip(paths, leaves, strict=True)]
+            local[stage] = [NamedLeaf(path, tuple(x.shape), x.dtype) for path, x in pairs]
     if not (dist.is_available() and dist.is_initialized()):
         return GroupRank(), [local]
     group = dist.group.WORLD if mesh is None else mesh.get_group("pp")
@@ -171,7 +173,8 @@ def _entries(
         if owner is None:
             raise ValueError(f"no rank has handed in stage {stage}: each hands in its own, as local_params has them.")
         leaves = leaves_by_rank[owner][stage]
-        tensors = [None] * len(leaves) if per_stage[stage] is None else tree.leaves(per_stage[stage])
+        present = [leaf for leaf in tree.leaves(per_stage[stage]) if leaf is not None]
+        tensors = [None] * len(leaves) if per_stage[stage] is None else present
         for name, leaf, tensor in zip(names[stage], leaves, tensors, strict=True):
             entries.append(_Entry([name], leaf.shape, leaf.dtype, owner, tensor))
     return entries

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from fpipe import tree
@@ -59,6 +60,8 @@ def run_audited(
     if not _is_due(when, number) or (recorded is not None and when == "first"):  # copies would count as its work
         return prepared.run(leaves, inputs, recorded=recorded, see=see)
     audit, prepared.audits = prepared.audits, prepared.audits + 1
+    if {*prepared.untraced.stages} >= {*range(len(prepared.model.stages))}:  # they run the Python of now
+        return prepared.run(leaves, inputs, recorded=recorded, see=see)
     held = prepared.model.held
     changes: list[tuple[str, str, bool]] = [] if held is None else held.changes()
     for what, _, is_plain in changes:
@@ -66,10 +69,13 @@ def run_audited(
             raise StepChanged(f"{what} has changed since the model was cut.{_GO_ON}")
     named = (f" Since the model was cut, {what}{values} has changed." for what, values, _ in changes[:3])
     words = "".join(named) + _GO_ON
-    if has_whole_net and audit % 2 == 0 and _is_cut_net(prepared, inputs):  # in turn, since each costs as much
+    is_cut_net = has_whole_net and _is_cut_net(prepared, inputs)
+    if is_cut_net and audit % 2 == 0:  # in turn, since each costs as much
         _check_net(prepared, inputs, audit // 2, words)
         return prepared.run(leaves, inputs, recorded=recorded, see=see)
-    stages = [StageAudit(prepared, op, leaves, inputs) for op in audited_ops(prepared, audit)]
+    stages = [
+        StageAudit(prepared, op, leaves, inputs) for op in audited_ops(prepared, audit // 2 if is_cut_net else audit)
+    ]
 
     def tap(op: Any, run: Any) -> Any:
         for stage in stages:
@@ -77,8 +83,13 @@ def run_audited(
         return run
 
     result = prepared.run(leaves, inputs, recorded=recorded, see=see, tap=tap)
-    for stage in stages:
-        stage.check(words)
+    try:
+        for stage in stages:
+            stage.check(words)
+    except StepChanged as error:
+        if prepared.options.donate and prepared.lowered.given_up:
+            error.add_note("params and opt were donated to this step, and have been updated by its gradients.")
+        raise
     return result
 
 
@@ -96,7 +107,9 @@ def _is_cut_net(prepared: Prepared, inputs: StepInputs) -> bool:
     nets = [net for net in (of_net(stage.forward) for stage in model.stages) if net is not None]
     if any(tensor.is_meta for net in nets for _, tensor in net.named_tensors()):  # its values were loaded elsewhere
         return False
-    return model.function is not None and prepared.program.slices == 1 and not model.per_example and is_local
+    casts = any(op.kind == "GATHER" for op in prepared.program.ops)  # stages compute with other numbers than are handed
+    is_plain = prepared.program.slices == 1 and not model.per_example and not casts
+    return model.function is not None and is_plain and is_local
 
 
 def _check_net(prepared: Prepared, inputs: StepInputs, number: int, words: str) -> None:
@@ -118,6 +131,8 @@ def _check_net(prepared: Prepared, inputs: StepInputs, number: int, words: str) 
         check_function(model, inputs.params, parts, result, key, inputs.state)
     except GradientMismatch as error:
         raise StepChanged(f"{error}{words}") from error
+    except torch.OutOfMemoryError:
+        return
     except Exception as error:
         raise StepChanged(f"{function.who} does not run as it was traced: {error}{words}") from error
     finally:
