@@ -288,7 +288,8 @@ def _is_finite(number: Any) -> bool:
 def is_post_validated(program: Program) -> bool:
     """Whether updates of a program do not wait for the norm that clips them."""
     if "post_validated" not in program.__dict__:
-        readers = {op.kind for op in program.ops if any(value.name == _NORM for value in op.reads)}
+        steps = (op for op in program.ops if op.kind in ("UPDATE", "VALIDATE"))  # few, and every table is asked this
+        readers = {op.kind for op in steps if any(value.name == _NORM for value in op.reads)}
         program.__dict__["post_validated"] = "VALIDATE" in readers and "UPDATE" not in readers
     return program.__dict__["post_validated"]
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from fpipe import tree
@@ -27,7 +26,7 @@ from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.step import StepInputs
 from fpipe.positional_stage import of_net
 from fpipe.program import Program
-from fpipe.runtimes.audit.stage_audit import StageAudit, audited_ops
+from fpipe.runtimes.audit.stage_audit import StageAudit, audited_ops, running_again
 from fpipe.runtimes.lowering.lane import See
 from fpipe.runtimes.lowering.prepared import Prepared
 from fpipe.verification.cross_checks import check_function
@@ -126,14 +125,12 @@ def _check_net(prepared: Prepared, inputs: StepInputs, number: int, words: str) 
     key = inputs.key if isinstance(inputs.key, int | None) else inputs.key[0]
     parts = [((part["inputs"], part["target"]), 1)]
     attributes = Attributes(modules_of(function.call), contents=True)
-    try:
+    mismatch: GradientMismatch | None = None
+    with running_again(function.who, attributes, words):
         result = over_parts(model, inputs.params, parts, state=inputs.state, key=key)
-        check_function(model, inputs.params, parts, result, key, inputs.state)
-    except GradientMismatch as error:
-        raise StepChanged(f"{error}{words}") from error
-    except torch.OutOfMemoryError:
-        return
-    except Exception as error:
-        raise StepChanged(f"{function.who} does not run as it was traced: {error}{words}") from error
-    finally:
-        attributes.restore()
+        try:
+            check_function(model, inputs.params, parts, result, key, inputs.state)
+        except GradientMismatch as error:
+            mismatch = error
+    if mismatch is not None:
+        raise StepChanged(f"{mismatch}{words}") from mismatch

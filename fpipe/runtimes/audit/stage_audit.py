@@ -8,7 +8,8 @@ What a step writes later in place (sums, state, parameters that are updated) is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, zip_longest
@@ -51,6 +52,22 @@ def audited_ops(prepared: Prepared, number: int) -> list[Op]:
     for ops in forwards.values():
         ops.sort(key=lambda op: (op.microbatch or 0, op.slice or 0, -(op.stage or 0)))
     return [ops[number % len(ops)] for ops in forwards.values()]
+
+
+@contextmanager
+def running_again(who: str, attributes: Attributes, changes: str) -> Generator[None]:
+    """Raise StepChanged for any error of a definition that runs again; restore what its modules held before.
+
+    A lack of memory only ends the audit: a definition holds all residuals, which the step may recompute or offload.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        pass
+    except Exception as error:
+        raise StepChanged(f"{who} does not run again as it was traced: {error}{changes}") from error
+    finally:
+        attributes.restore()
 
 
 class StageAudit:
@@ -98,18 +115,13 @@ class StageAudit:
         modules = [pair for function in functions for pair in modules_of(of_net(function) or function)]
         attributes, place = Attributes(modules, contents=True), self.model.who(number)
         place += f", microbatch {self.forward.microbatch or 0}"
-        try:
+        differences: list[tuple[str, bool]] = []
+        with running_again(place, attributes, changes):
             definition = self._definition()
             differences = [*self._differences(definition)]
             rounding = all(within for _, within in differences)
             if rounding and (self.prepared.options.compile or (differences and not self._is_repeatable(definition))):
                 return
-        except torch.OutOfMemoryError:
-            return
-        except Exception as error:
-            raise StepChanged(f"{place} does not run again as it was traced: {error}{changes}") from error
-        finally:
-            attributes.restore()
         if differences:
             raise StepChanged(f"{place}: {differences[0][0]}{changes}")
 
