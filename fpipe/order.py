@@ -12,7 +12,7 @@ each rank is stuck. Equal schedules give equal lists whatever road led to them, 
 ops and of the ranks' orders alone; that is why the transforms commute.
 
 This clock is apart from those that simulate (`timing/lanes.py`, `timing/simulate.py`): they walk down a global order,
-which is made here, and need none of its rules for ops that no row names. `orders/list_scheduler.py` chooses the
+which is made here, and need none of its rules for ops that no row names. `schedules/list_scheduler.py` chooses the
 order that is given here; to replay given rows takes it 1.4-1.7 times as long (26,000 ops), and it places no such ops.
 """
 

@@ -10,9 +10,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.orders.list_scheduler import NOTHING, TaskGraph, list_schedule
-from fpipe.orders.tasks import Tasks, tasks_of
+from fpipe.finding.tasks import Tasks, tasks_of
 from fpipe.program import Op, Program
+from fpipe.schedules.list_scheduler import NOTHING, TaskGraph, list_schedule
 from fpipe.timing.costs import Ticks
 from fpipe.timing.lanes import walk
 from fpipe.timing.waiting import heads_of, waits_of

@@ -25,15 +25,14 @@ meaning/purity <- root
 meaning/optimizers <- root
 transforms <- root meaning/optimizers
 timing <- root transforms
-orders <- root transforms timing
-schedules <- root transforms timing orders
+schedules <- root transforms timing
 meaning/stages <- root meaning/purity
 meaning/single_device <- root meaning/purity meaning/optimizers transforms timing meaning/stages
 meaning <- root meaning/purity meaning/optimizers transforms timing meaning/stages meaning/single_device
 verification <- root meaning/purity meaning/optimizers transforms meaning/stages meaning/single_device meaning
 torch_private <- root
 graphs/language <- root meaning/purity
-finding <- root transforms timing orders schedules
+finding <- root transforms timing schedules
 graphs/tracing <- root meaning/purity meaning/stages torch_private graphs/language
 graphs/compiling <- root meaning/purity torch_private graphs/language graphs/tracing
 graphs <- root meaning/purity graphs/language graphs/tracing graphs/compiling
@@ -71,7 +70,7 @@ ROOMS = {
 # Rooms by storey, their subfolders with them. The core says what a program is, what it means and how long it takes; the
 # engine computes the same, fast and on many processes; the workshop searches, plans, draws and diagnoses.
 STOREYS = {
-    "core": "root transforms timing orders schedules meaning verification",
+    "core": "root transforms timing schedules meaning verification",
     "engine": "torch_private graphs models runtimes",
     "workshop": "oracle finding planning pictures derived interop measuring cli testing",
 }

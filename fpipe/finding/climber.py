@@ -10,19 +10,75 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from random import Random
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from fpipe.orders.play import Climb, Played, Value, worth
-from fpipe.orders.tasks import Rows, Tasks
+from fpipe.finding.play import Played, Value, worth
+from fpipe.finding.tasks import Rows, Tasks
 
 PATTERN = 0.1
 """How often two tracks change places wherever they follow each other."""
 
 _MEMORY = 60
 """For how many steps a worse order may stay."""
+
+
+# Climb to a better order, one small change after another.
+#
+# A change that makes it no worse stays. With a memory of some steps so does one that is no worse than what stood so
+# many steps ago (late acceptance, Burke and Bykov 2017), so that the climb leaves a dead end.
+
+
+class Valued(Protocol):
+    """An order that knows what it is worth, the less the better."""
+
+    @property
+    def value(self) -> Value:
+        """Its worth."""
+        ...
+
+
+S = TypeVar("S", bound=Valued)
+
+
+class Climb(Generic[S]):
+    """An order that is being improved: where it stands, the best so far, after how many steps, and since which.
+
+    >>> from typing import NamedTuple
+    >>> Point = NamedTuple("Point", [("value", tuple[float, float])])
+    >>> climb = Climb(Point((9.0, 0.0)))
+    >>> climb.on(50, lambda point, late: Point((abs(point.value[0] - 2.0), 0.0)), lambda value: value[0] < 1.5)
+    >>> climb.best, climb.steps
+    (Point(value=(1.0, 0.0)), 4)
+    """
+
+    def __init__(self, start: S, memory: int = 1) -> None:
+        self.now = self.best = start
+        self.seen = deque([start.value] * memory)
+        self.steps = self.since = 0
+
+    def on(self, steps: int, change: Callable[[S, Value], S | None], enough: Callable[[Value], bool]) -> None:
+        """Try so many changes, until the best value is `enough`.
+
+        The value of a change counts only if it is no more than the one that `change` is given; None is no change.
+        """
+        for _ in range(steps):
+            if enough(self.best.value):
+                break
+            self.steps += 1
+            late = max(self.now.value, self.seen[0])
+            found = change(self.now, late)
+            if found is None:
+                continue
+            if found.value <= late:
+                self.now = found
+                if found.value < self.best.value:
+                    self.best, self.since = found, self.steps
+            self.seen.popleft()
+            self.seen.append(self.now.value)
 
 
 class _Tried(NamedTuple):

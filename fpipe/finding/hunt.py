@@ -14,10 +14,10 @@ from fpipe.finding.memory_limits import limits_of, tightened
 from fpipe.finding.memory_limits import room as room_of
 from fpipe.finding.named_starts import WITHOUT, named_starts
 from fpipe.finding.op_facts import again_of, easier, full_are_cheaper, has, kinds_of, made, recomputing
+from fpipe.finding.play import Value
 from fpipe.finding.pool import Entry, entries, improve
+from fpipe.finding.tasks import tasks_of
 from fpipe.finding.wanted import Wanted
-from fpipe.orders.play import Value
-from fpipe.orders.tasks import tasks_of
 from fpipe.program import Op, Program
 from fpipe.timing.bounds import bounds
 from fpipe.timing.simulate import simulate

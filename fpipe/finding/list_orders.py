@@ -12,8 +12,8 @@ from itertools import pairwise
 from random import Random
 from typing import NamedTuple
 
-from fpipe.orders.list_scheduler import NOTHING, Scheduled, TaskGraph, list_schedule
-from fpipe.orders.tasks import Rows, Tasks
+from fpipe.finding.tasks import Rows, Tasks
+from fpipe.schedules.list_scheduler import NOTHING, Scheduled, TaskGraph, list_schedule
 
 
 class Rule(NamedTuple):

@@ -13,11 +13,11 @@ from typing import NamedTuple
 from fpipe.finding.hunt import Hunt
 from fpipe.finding.named_starts import chooses, schedule_of
 from fpipe.finding.op_facts import made
+from fpipe.finding.play import worth
 from fpipe.finding.pool import Entry
+from fpipe.finding.tasks import Rows, Steady, Tasks, later, steady_states, stretch
 from fpipe.finding.wanted import Wanted
 from fpipe.model import Source
-from fpipe.orders.play import worth
-from fpipe.orders.tasks import Rows, Steady, Tasks, later, steady_states, stretch
 from fpipe.program import Program, ProgramError, is_exchange
 from fpipe.timing.simulate import simulate
 from fpipe.training import program as base_program

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from fpipe.finding.list_orders import ListOrders, Rule
-from fpipe.orders.tasks import Rows, Tasks
+from fpipe.finding.tasks import Rows, Tasks
 from fpipe.timing.costs import Costs
 from fpipe.timing.simulate import simulate
 

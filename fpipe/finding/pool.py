@@ -8,8 +8,8 @@ from itertools import zip_longest
 
 from fpipe.finding.climber import Climber
 from fpipe.finding.op_facts import again_of
-from fpipe.orders.play import Value, worth
-from fpipe.orders.tasks import Rows, Tasks
+from fpipe.finding.play import Value, worth
+from fpipe.finding.tasks import Rows, Tasks
 
 Limits = list[float]
 """Residuals that each rank may hold."""

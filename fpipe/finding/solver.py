@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from fpipe.finding.hunt import Hunt
 from fpipe.finding.op_facts import kinds_of
 from fpipe.finding.pool import Entry, entries
+from fpipe.finding.tasks import Rows, Tasks
 from fpipe.finding.wanted import Wanted
-from fpipe.orders.tasks import Rows, Tasks
 
 SMALL = 800
 """Ops of an order beyond which the solver is asked only by name: within a minute it finds and proves nothing there."""

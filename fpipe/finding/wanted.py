@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fpipe.orders.play import Value, worth
+from fpipe.finding.play import Value, worth
 from fpipe.timing.costs import Costs
 from fpipe.timing.timeline import Timeline
 from fpipe.transforms._rewrite import Transform

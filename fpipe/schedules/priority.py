@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fpipe.limits import whole
-from fpipe.orders.list_scheduler import LATER, NOTHING, Scheduled, TaskGraph, list_schedule
 from fpipe.program import Op, Program, ProgramError, kind_of
+from fpipe.schedules.list_scheduler import LATER, NOTHING, Scheduled, TaskGraph, list_schedule
 from fpipe.schedules.tables import placed_on
 from fpipe.timing.costs import Costs, the_costs
 from fpipe.timing.waiting import named_waits

@@ -22,9 +22,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
-from fpipe.orders.list_scheduler import NOTHING, TaskGraph, list_schedule
 from fpipe.program import Program
 from fpipe.schedules.in_turn import RankContext, Unit, in_turn
+from fpipe.schedules.list_scheduler import NOTHING, TaskGraph, list_schedule
 from fpipe.timing.costs import Costs, the_costs
 from fpipe.timing.simulate import simulate
 from fpipe.transforms._rewrite import Transform

@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import NamedTuple
 
-from fpipe.orders.play import Needs, Numbers, Played, play
+from fpipe.finding.play import Needs, Numbers, Played, play
 from fpipe.program import Op, Program, Value, is_exchange, kind_of
 from fpipe.timing.costs import Costs
 from fpipe.timing.lanes import op_groups
