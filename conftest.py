@@ -89,7 +89,12 @@ def process_state() -> Iterator[None]:
 
 def process_settings() -> list[str]:
     threads = f"{torch.get_num_threads()} threads"
-    return [*ambient.settings(), threads, f"autocast {ambient.autocast()}", f"device {torch.get_default_device()}"]
+    return [
+        *ambient.describe_settings(),
+        threads,
+        f"autocast {ambient.describe_autocast()}",
+        f"device {torch.get_default_device()}",
+    ]
 
 
 def pytest_collection_finish() -> None:

@@ -265,13 +265,13 @@ def keyed_dropout(rounds: int, stages: int = 8) -> None:
         return (next(lowest) - next(lowest)) / ops * 1e6
 
     generator = generator_on("cpu")
-    seeding = min(repeat(lambda: generator.manual_seed(7), number=10_000, repeat=5)) * 100
+    seed_stages = min(repeat(lambda: generator.manual_seed(7), number=10_000, repeat=5)) * 100
     seed = seeder(2, 3)
     folding = min(repeat(lambda: seed(1), number=10_000, repeat=5)) * 100
     print(
         f"{'dropout, for each F and its B':34} eager {more('eager'):.2f} us more than none, fpipe {more('fpipe'):.2f}; "
         f"so the key costs {within(more('fpipe') - more('eager'), 3.0)} us. The generator's manual_seed alone takes "
-        f"{seeding:.2f} us, fold_in {folding:.2f} us"
+        f"{seed_stages:.2f} us, fold_in {folding:.2f} us"
     )
 
 

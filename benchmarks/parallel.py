@@ -45,7 +45,7 @@ from fpipe.meaning.step import StepOptions
 from fpipe.program import Value, parts_of
 from fpipe.runtimes.in_process.local import local
 from fpipe.runtimes.in_process.threads import HandOver
-from fpipe.runtimes.processes.message_order import messages, results_last
+from fpipe.runtimes.processes.message_order import messages_of, with_results_last
 from fpipe.runtimes.processes.transfers import Transfers
 from fpipe.transforms.communicate import with_transfers
 
@@ -156,8 +156,8 @@ def at_hand(name: str, kind: type[Any], values: dict[Value, list[Any]]) -> Any:
 def bare(rank: int, program: fpipe.Program, size: int) -> Step:
     """The transfers of a rank, each of so many bytes, and nothing else."""
     group, peer = dist.group.WORLD, 1 - rank
-    program = results_last(with_transfers(program))
-    numbers = {one.value: one.number for one in messages(program)}
+    program = with_results_last(with_transfers(program))
+    numbers = {one.value: one.number for one in messages_of(program)}
     own = [op for op in parts_of(program.ops) if op.rank == rank and op.kind in ("SEND", "RECV")]
     ways = [(op.kind, [numbers[value] for value in (op.writes if op.kind == "SEND" else op.reads)]) for op in own]
     buffers = {number: torch.zeros(size, dtype=torch.uint8) for _, each in ways for number in each}

@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
 from fpipe import tree
-from fpipe.graphs.compiling.code import compiled
-from fpipe.graphs.language.graph import Graph, Name, Node, fact
+from fpipe.graphs.compiling.code import compile_graph
+from fpipe.graphs.language.graph import Graph, Name, Node, fact_of_tensor
 
 MICROBATCHES, STAGES = 8, 4
 Step = Callable[[], Any]
@@ -146,7 +146,7 @@ class Tape(TorchDispatchMode):
         name = self.names[id(made)] = Name(f"v_{len(self.kept)}")
         self.kept.append(made)
         if isinstance(made, Tensor):
-            self.facts[name] = fact(made.detach(), {})
+            self.facts[name] = fact_of_tensor(made.detach(), {})
         return name
 
     def named(self, arg: Any) -> Any:
@@ -165,7 +165,7 @@ def floor(step: Step) -> Step:
     with Tape() as tape:
         results = step()
     written = {"results": tuple(tape.names[id(leaf)] for leaf in results)}
-    run = compiled(Graph(tuple(tape.nodes), tape.facts, tape.constants, {}, written))
+    run = compile_graph(Graph(tuple(tape.nodes), tape.facts, tape.constants, {}, written))
 
     def replay() -> list[Tensor]:
         with torch.no_grad():

@@ -14,15 +14,15 @@ from fpipe.finding.tasks import Tasks, tasks_of
 from fpipe.program import Op, Program
 from fpipe.schedules.list_scheduler import NOTHING, TaskGraph, list_schedule
 from fpipe.timing.costs import Ticks
-from fpipe.timing.lanes import walk
-from fpipe.timing.waiting import heads_of, waits_of
+from fpipe.timing.lanes import simulate_iterations
+from fpipe.timing.waiting import data_waits, earliest_starts
 from property_tests.strategies import DrawnProgram, plans
 from property_tests.test_time_laws import SECONDS, costs, with_exchanges
 
 
 def lanes(program: Program, costs: fpipe.Costs) -> dict[Op, tuple[float, float]]:
     """Start and end of each op, by the definition."""
-    made = next(walk(program, costs))
+    made = next(simulate_iterations(program, costs))
     return dict(zip(program.ops, zip(made.starts, made.ends, strict=True), strict=True))
 
 
@@ -40,19 +40,21 @@ def test_tasks_are_played_as_lanes_define(
     """With exchanges beside the work of a rank too, and from any place of each row on."""
     program, costs = with_exchanges(plan.program, exchanges), replace(costs, exchange=seconds)
     known, defined, timeline = tasks(program, costs), lanes(program, costs), fpipe.simulate(program, costs)
-    flats = [known.flat(row) for row in known.rows]
+    flats = [known.ops_of_row(row) for row in known.rows]
     played = known.play(flats)
     assert played.ends[:-1] == [defined[op][1] for op in known.ops]
     assert (played.makespan, played.span) == pytest.approx((timeline.makespan, timeline.span))
-    assert [known.held(flat) / share for flat, share in zip(flats, known.shares, strict=True)] == [*timeline.peak]
+    assert [known.peak_of(flat) / share for flat, share in zip(flats, known.residuals_per_microbatch, strict=True)] == [
+        *timeline.peak
+    ]
     done = [data.draw(st.integers(0, len(flat))) for flat in flats]
-    assert known.play(flats, known=played.ends, done=done).ends == played.ends
+    assert known.play(flats, known_ends=played.ends, known_counts=done).ends == played.ends
 
 
 @given(plans(), costs(plain=True))
 def test_a_list_schedule_of_given_rows_is_as_lanes_define(plan: DrawnProgram, costs: fpipe.Costs):
     known, defined = tasks(plan.program, costs), lanes(plan.program, costs)
-    flats = [known.flat(row)[::-1] for row in known.rows]
+    flats = [known.ops_of_row(row)[::-1] for row in known.rows]
     graph = TaskGraph.of(known.ranks, [op.rank for op in known.ops], known.seconds, [*map(dict, known.needs)])
 
     def pick(rank: int, time: float, ready: list[int]) -> int:
@@ -71,6 +73,6 @@ def test_the_global_order_is_that_of_the_lanes_in_ticks(plan: DrawnProgram):
 @given(plans(), costs())
 def test_no_op_starts_before_the_longest_path_to_it(plan: DrawnProgram, costs: fpipe.Costs):
     seconds = [0.0 if op.kind in ("SEND", "RECV", "FREE") else costs.seconds(op) for op in plan.program.ops]
-    heads = heads_of(waits_of(plan.program, costs), seconds)
+    heads = earliest_starts(data_waits(plan.program, costs), seconds)
     defined = lanes(plan.program, costs)
     assert all(head <= defined[op][0] for op, head in zip(plan.program.ops, heads, strict=True))

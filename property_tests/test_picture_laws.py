@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.pictures.box_labels import LEAST, SIZES, names_of, needs, size_in
+from fpipe.pictures.box_labels import MIN_SIZE, SIZES, label_candidates, text_size, width_needed
 from fpipe.pictures.drawn_shapes import Drawing, Rect, Text
 from fpipe.pictures.layout import SEAM, lay_out
 from fpipe.pictures.panel import Panel
@@ -57,11 +57,11 @@ def without_label(drawing: Drawing, panel: Panel, style: fpipe.Style) -> list[st
     rects = {shape.title.partition(": ")[0]: shape for shape in drawing.timed if isinstance(shape, Rect)}
     (small, beside), found = SIZES[-1], list[str]()
     for op, start, end in panel.timeline.events:
-        names = names_of(op, "main", style)
+        names = label_candidates(op, "main", style)
         if end > start and names and lane_of(op) == "main":
             box = rects[f"{op.cell}, rank {op.rank}"]
-            size = size_in(box.height)
-            if size * small >= LEAST and needs(names[-1], size * small, beside) <= box.width:
+            size = text_size(box.height)
+            if size * small >= MIN_SIZE and width_needed(names[-1], size * small, beside) <= box.width:
                 inside = [one for one in words if box.x < one.x < box.x + box.width and 0 < one.y - box.y < box.height]
                 found += [] if inside else [op.cell]
     return found

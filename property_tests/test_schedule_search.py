@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.finding.kept import Kept
+from fpipe.finding.schedule_table import ScheduleTable
 from fpipe.program import Op, ProgramError
 from fpipe.schedules.priority import Now
 from property_tests.strategies import few
@@ -136,7 +136,11 @@ def test_a_search_is_never_above_a_schedule_by_name_keeps_its_cap_and_is_kept_as
     seed finds the same."""
     found = never_worse(**case)
     kept, program = found.schedule, found.program
-    assert Kept.from_json(kept.to_json()) == Kept.from_csv(kept.to_csv(), replicated=kept.replicated) == kept
+    assert (
+        ScheduleTable.from_json(kept.to_json())
+        == ScheduleTable.from_csv(kept.to_csv(), replicated=kept.replicated)
+        == kept
+    )
     base = fpipe.chain(fpipe.split(case["microbatches"]), fpipe.merge())(fpipe.program(case["stages"]))
     assert kept(base) == program
     assert fpipe.simulate(program, case["costs"]).makespan == found.timeline.makespan

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.program import Program, is_exchange
-from fpipe.timing.lanes import Transfer, op_groups, walk
-from fpipe.timing.memory import peaks_in_order, peaks_of, residuals_stay, unit_steps
-from fpipe.timing.simulate import is_plain, walk_plain
+from fpipe.timing.lanes import Transfer, group_ops, simulate_iterations
+from fpipe.timing.memory import peaks_in_program_order, peaks_of, residual_changes, residuals_stay_on_rank
+from fpipe.timing.simulate import main_lane_times, needs_only_main_lanes
 from fpipe.timing.timeline import Timeline
-from fpipe.transforms._rewrite import on_parts
+from fpipe.transforms._rewrite import map_parts
 from property_tests.strategies import DrawnProgram, few, plans, tiny
 
 SECONDS = st.sampled_from([0, 1, 2, 3, 0.25, 5])
@@ -99,21 +99,21 @@ def test_the_bytes_told_are_those_held_before_and_after_communicate(plan: DrawnP
 @given(plans(), costs(plain=True))
 def test_the_fast_pass_is_the_plain_one(plan: DrawnProgram, costs: fpipe.Costs):
     program = plan.program
-    assert is_plain(op_groups(program.ops), costs)
-    (made,) = walk(program, costs)
-    assert walk_plain(program, costs, costs.transfer, op_groups(program.ops)) == (made.starts, made.ends)
+    assert needs_only_main_lanes(group_ops(program.ops), costs)
+    (made,) = simulate_iterations(program, costs)
+    assert main_lane_times(program, costs, costs.transfer, group_ops(program.ops)) == (made.starts, made.ends)
 
 
 @given(plans(), costs(plain=True))
 def test_peaks_in_the_order_of_ranks_are_those_in_time(plan: DrawnProgram, costs: fpipe.Costs):
     program = plan.program
-    assert residuals_stay(program, op_groups(program.ops))
-    (made,) = walk(program, costs)
+    assert residuals_stay_on_rank(program, group_ops(program.ops))
+    (made,) = simulate_iterations(program, costs)
     in_time = [
-        peaks_of(unit_steps(program, made.starts, made.ends, made.transfers, released), program.ranks)
+        peaks_of(residual_changes(program, made.starts, made.ends, made.transfers, released), program.ranks)
         for released in (0, 1)
     ]
-    assert [*peaks_in_order(program, op_groups(program.ops))] == in_time
+    assert [*peaks_in_program_order(program, group_ops(program.ops))] == in_time
 
 
 @given(plans(), costs(), st.integers(1, 3))
@@ -155,7 +155,7 @@ def test_a_link_carries_one_value_at_a_time(plan: DrawnProgram, costs: fpipe.Cos
         return
     rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for value, source, target, start, _ in fpipe.simulate(plan.program, costs).transfers:
-        rows.setdefault((source, target), []).append((start, start + costs.carrying(value, source, target)))
+        rows.setdefault((source, target), []).append((start, start + costs.link_seconds(value, source, target)))
     assert all(one[1] <= other[0] for row in rows.values() for one, other in itertools.pairwise(sorted(row)))
 
 
@@ -176,7 +176,9 @@ def test_no_order_is_below_a_bound(plan: DrawnProgram, costs: fpipe.Costs):
     found, timeline = fpipe.bounds(plan.program, costs), fpipe.simulate(plan.program, costs)
     assert timeline.makespan >= found.makespan - 1e-9
     assert timeline.span >= found.span - 1e-9
-    assert not is_plain(op_groups(plan.program.ops), costs) or found == fpipe.bounds(frees(plan.program), costs)
+    assert not needs_only_main_lanes(group_ops(plan.program.ops), costs) or found == fpipe.bounds(
+        frees(plan.program), costs
+    )
 
 
 @given(plans(), st.sets(st.integers(0, 4)), SECONDS)
@@ -207,4 +209,4 @@ def with_exchanges(program: Program, stages: set[int]) -> Program:
         is_exchanged = op.kind in "FRBIW" and op.stage in stages
         return op._replace(how=(("exchange", "ring"), ("axis", "ep"))) if is_exchanged else op
 
-    return Program.trusted(program.inputs, tuple(on_parts(exchanging, op) for op in program.ops), program.outputs)
+    return Program.trusted(program.inputs, tuple(map_parts(exchanging, op) for op in program.ops), program.outputs)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.program import Op, Program, Value, kind_of, parts_of
-from fpipe.runtimes.processes.message_order import messages, queue_of, results_last
-from fpipe.transforms.communicate import received_as_sent, with_transfers
+from fpipe.runtimes.processes.message_order import messages_of, queue_of_rank, with_results_last
+from fpipe.transforms.communicate import with_adjacent_transfers, with_transfers
 from property_tests.chains import Run, runs
 from property_tests.strategies import few
 from property_tests.test_schedule_laws import every_schedule, programs
@@ -43,11 +43,11 @@ def waits_no_less_under_a_stricter_rule(program: Program, costs: fpipe.Costs) ->
 @given(run=runs())
 def test_what_build_posts_on_nccl_is_in_the_order_of_all_sends(run: Run):
     """Which ends under the strictest rule, as the law above says of it: on each rank, one queue for all others."""
-    program = results_last(with_transfers(run.program))
-    every, asked = messages(program), received_as_sent(program)
+    program = with_results_last(with_transfers(run.program))
+    every, asked = messages_of(program), with_adjacent_transfers(program)
     for rank in range(program.ranks):
         values = [value for op in parts_of(asked.ops) if op.rank == rank for value in _sent_or_received(op)]
-        assert [one.value for one in queue_of(every, rank)[0]] == values
+        assert [one.value for one in queue_of_rank(every, rank)[0]] == values
 
 
 def _sent_or_received(op: Op) -> tuple[Value, ...]:
@@ -59,7 +59,7 @@ def _sent_or_received(op: Op) -> tuple[Value, ...]:
 def test_results_come_last_and_nothing_waits_for_ever(run: Run):
     """What takes time keeps its order on each rank."""
     program = with_transfers(run.program)
-    late = results_last(program)
+    late = with_results_last(program)
     fpipe.check(late)
     timed = [[op for op in one.ops if kind_of(op.kind).time] for one in (program, late)]
     for rank in range(program.ranks):

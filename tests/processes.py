@@ -185,7 +185,7 @@ def serve(rank: int, size: int, at: str, pipe: Connection, timeout: float, stack
         except Exception as error:
             answer = None, plain(error), traceback.format_exc()
         # Whoever fails has written why by now; a rank that only begins may read what another failed in already.
-        is_over = at.startswith("file:") and dist.is_initialized() and bool(FaultStore().fault())
+        is_over = at.startswith("file:") and dist.is_initialized() and bool(FaultStore().read_fault())
         pipe.send((*answer, is_over))
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import fpipe
 from fpipe.meaning.step import StepInputs, StepOptions
-from fpipe.runtimes.faults.agreement import as_sent, of_inputs, of_stages
-from fpipe.runtimes.lowering.prepared import Prepared
+from fpipe.runtimes.faults.agreement import claims_of_stages, describe_inputs, hash_lines
+from fpipe.runtimes.lowering.prepared_step import PreparedStep
 from fpipe.runtimes.lowering.slots import ProcessContext
-from fpipe.runtimes.lowering.stage_calls import Untraced
+from fpipe.runtimes.lowering.stage_calls import UntracedStages
 from fpipe.transforms.communicate import with_transfers
 from fpipe.tree import tree_map
 from tests.test_distributed import MSE, to_meta
@@ -77,8 +77,10 @@ def compared(model: fpipe.Model, params: Any, state: Any) -> dict[str, Any]:
     schedule = fpipe.schedules.gpipe(len(model.stages))
     program = with_transfers(fpipe.chain(fpipe.split(3), schedule, fpipe.merge())(fpipe.program(model)))
     inputs = StepInputs(*tree_map(to_meta, (params, batch, state)))
-    prepared = Prepared(program, model, inputs, Untraced(), StepOptions(), ProcessContext())
-    return as_sent(of_stages(model, prepared.lowered, torch.device("cpu"), of_inputs(program, prepared.trees)))
+    prepared = PreparedStep(program, model, inputs, UntracedStages(), StepOptions(), ProcessContext())
+    return hash_lines(
+        claims_of_stages(model, prepared.lowered, torch.device("cpu"), describe_inputs(program, prepared.trees))
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -184,7 +184,7 @@ def test_numbers_of_python_that_a_cut_net_repeats_are_found(kind: str):
 
 
 def test_one_wrong_bit_of_a_gradient_is_found(monkeypatch: pytest.MonkeyPatch):
-    code_of = instructions.code_of
+    code_of = instructions.generate_code
 
     def corrupted(cut: Any, recipe: Any, name: str) -> Any:
         code = code_of(cut, recipe, name)
@@ -199,7 +199,7 @@ def test_one_wrong_bit_of_a_gradient_is_found(monkeypatch: pytest.MonkeyPatch):
 
         return code._replace(run=run)
 
-    monkeypatch.setattr("fpipe.runtimes.lowering.lower.code_of", corrupted)
+    monkeypatch.setattr("fpipe.runtimes.lowering.lower.generate_code", corrupted)
     with pytest.raises(fpipe.StepChanged, match=r"the gradient of params\[\d\]\['.*'\] is off by up to"):
         Trained(in_modules(layers()))(2)
 

@@ -85,7 +85,7 @@ def test_bounds_of_many_stages_end():
     program = fpipe.chain(fpipe.split(4), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(1200))
     assert fpipe.bounds(program).gap(fpipe.simulate(program)) == pytest.approx(0.0)
     with pytest.MonkeyPatch.context() as patch:  # where even one of each kind is too many, two ask for nothing
-        patch.setattr("fpipe.timing.bounds._MOST_PAIRS", 0)
+        patch.setattr("fpipe.timing.bounds._MAX_OP_PAIRS", 0)
         found = fpipe.bounds(program)
     assert found.lifespan.makespan == 0.0 < found.makespan
     assert str(found).endswith("\nwarm-up and lifespan leave memory out: a microbatch has too many ops.")

@@ -15,10 +15,10 @@ from torch import nn
 from torch.profiler import profile
 
 import fpipe
-from fpipe.graphs.compiling.add import adding
-from fpipe.graphs.compiling.code import compiled
+from fpipe.graphs.compiling.add import add_into_sums
+from fpipe.graphs.compiling.code import compile_graph
 from fpipe.graphs.compiling.inductor import Kernel
-from fpipe.graphs.language.graph import Graph, Name, Node, aval, in_own_storage
+from fpipe.graphs.language.graph import Graph, Name, Node, aval_of_tensor, fact_in_own_storage
 from fpipe.tree import leaves
 from tests.processes import Processes
 
@@ -65,9 +65,9 @@ def test_a_compiled_step_gives_the_gradients_of_autograd_to_rounding(capsys: pyt
 def test_a_sum_takes_products_in_where_it_is():
     """Inductor copied the sum, added the product to that, and copied it back."""
     a, b, g, total = (Name(word) for word in ("a_0", "b_0", "g_0", "total_0"))
-    facts = {name: in_own_storage(aval(torch.ones(24, 24))) for name in (a, b, g, total)}
+    facts = {name: fact_in_own_storage(aval_of_tensor(torch.ones(24, 24))) for name in (a, b, g, total)}
     product = Node(g, torch.ops.aten.mm.default, (a, b), {})
-    graph = adding(Graph((product,), facts, {}, {"a": (a,), "b": (b,)}, {"g": (g,)}), ["g"], None, exact=False)
+    graph = add_into_sums(Graph((product,), facts, {}, {"a": (a,), "b": (b,)}, {"g": (g,)}), ["g"], None, exact=False)
     kernel = Kernel(graph, "W of stage 0")
     kernel.compile()
     one, two, held = torch.rand(24, 24), torch.rand(24, 24), torch.rand(24, 24)
@@ -164,7 +164,7 @@ def test_running_statistics_are_updated_beside_what_is_compiled(capsys: pytest.C
 def made(op: object, *numbers: float) -> Graph:
     """One op that draws from a generator, of a matrix that the graph reads."""
     x, y, rng = Name("x_0"), Name("y_0"), Name("rng_cpu")
-    facts = dict.fromkeys((x, y), in_own_storage(aval(torch.ones(2, 2))))
+    facts = dict.fromkeys((x, y), fact_in_own_storage(aval_of_tensor(torch.ones(2, 2))))
     return Graph((Node(y, op, (x, *numbers), {"generator": rng}),), facts, {}, {"x": (x,), "rng": (rng,)}, {"y": (y,)})
 
 
@@ -173,4 +173,4 @@ def test_numbers_that_depend_on_what_is_computed_are_not_compiled():
     graph = made(torch.ops.aten.bernoulli.default)
     with pytest.raises(RuntimeError, match="compile=True takes no bernoulli\\.default, whose random numbers depend"):
         Kernel(graph, "F of stage 0").compile()
-    assert compiled(graph)([torch.ones(2, 2)], [torch.Generator()])[0][0].sum() == 4
+    assert compile_graph(graph)([torch.ones(2, 2)], [torch.Generator()])[0][0].sum() == 4

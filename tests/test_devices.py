@@ -17,9 +17,9 @@ import fpipe
 from fpipe.graphs.language.graph import Fact
 from fpipe.meaning.devices import moves_of, on_devices
 from fpipe.meaning.step import StepInputs, StepOptions
-from fpipe.runtimes.lowering.prepared import Prepared
+from fpipe.runtimes.lowering.prepared_step import PreparedStep
 from fpipe.runtimes.lowering.slots import ProcessContext
-from fpipe.runtimes.lowering.stage_calls import Untraced
+from fpipe.runtimes.lowering.stage_calls import UntracedStages
 from fpipe.transforms.communicate import with_transfers
 from fpipe.tree import leaves, tree_map
 from tests.fake_accelerator.scenarios import by_autograd, squares
@@ -239,8 +239,8 @@ def test_every_value_is_on_the_device_of_its_rank(data: bool):
     params = params if data else tree_map(lambda leaf: leaf.to("meta"), params)
     devices = [torch.device("cpu"), torch.device("meta")]
     program = with_transfers(on_devices(program, devices))
-    made = Prepared(
-        program, model, StepInputs(params, batch), Untraced(), StepOptions(), ProcessContext(devices=devices)
+    made = PreparedStep(
+        program, model, StepInputs(params, batch), UntracedStages(), StepOptions(), ProcessContext(devices=devices)
     )
     values = [(op.rank, value) for op in program.ops if op.kind not in ("SEND", "MERGE") for value in op.writes]
     facts = [(devices[rank], leaf) for rank, value in values for leaf in made.trees[value].leaves]
@@ -266,11 +266,11 @@ def test_parameters_elsewhere_are_refused(made: bool):
     devices = [torch.device("meta")] * 2
     params = tree_map(lambda leaf: torch.zeros(leaf.shape), params)
     with pytest.raises(ValueError, match=r"is on cpu, and its rank computes on meta: move"):
-        Prepared(
+        PreparedStep(
             with_transfers(program),
             model,
             StepInputs(params, batch),
-            Untraced(),
+            UntracedStages(),
             StepOptions(),
             ProcessContext(devices=devices),
         )

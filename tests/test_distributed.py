@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
-from fpipe.graphs.language.graph import fact
-from fpipe.runtimes.processes.message import Layout, header
+from fpipe.graphs.language.graph import fact_of_tensor
+from fpipe.runtimes.processes.message import Layout, header_of_step
 from fpipe.runtimes.processes.prepared_rank import Elsewhere
 from fpipe.tree import leaves, tree_map
 from tests.processes import SOON, Processes, beside_each_other, counted, left, result, timed
@@ -520,9 +520,9 @@ LEAVES = {
 @pytest.mark.parametrize("room", [0, 64])
 def test_what_is_packed_is_unpacked_with_its_strides(room: int):
     """One after the other, each of another dtype and size, and in a message with more room than it needs."""
-    known = [fact(leaf, {}) for leaf in LEAVES.values()]
+    known = [fact_of_tensor(leaf, {}) for leaf in LEAVES.values()]
     layout = Layout([None, *known, 7], torch.device("cpu"))
-    message = layout.pack([None, *LEAVES.values(), 7], header(1, 1, None), layout.size + room)
+    message = layout.pack([None, *LEAVES.values(), 7], header_of_step(1, 1, None), layout.size + room)
     assert message.numel() == layout.size + room
     found = layout.unpack(message)
     assert [found[0], found[-1]] == [None, 7]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fpipe
-from fpipe.graphs.tracing.exchanged import Carrier, Exchanged, carried_by
+from fpipe.graphs.tracing.collective_stage import CollectiveRunner, CollectiveStage, run_collectives_with
 from fpipe.tree import tree_map
 from tests.processes import Processes, renew
 from tests.refusals import refusals
@@ -47,11 +47,11 @@ class Swapped(torch.autograd.Function):
 
 def test_two_threads_run_collectives_each_by_its_own_carrier():
     """The carriers were one stack: a step ran what another thread's step began."""
-    sums, both = Exchanged("all_reduce", "ep").over("a group", 2, 0), threading.Barrier(2)
+    sums, both = CollectiveStage("all_reduce", "ep").bind_group("a group", 2, 0), threading.Barrier(2)
 
     def run(number: int) -> list[int]:
         carried = list[int]()
-        with carried_by(Carrier(lambda op, x, *how: (carried.append(number), x)[1], lambda x: x)):
+        with run_collectives_with(CollectiveRunner(lambda op, x, *how: (carried.append(number), x)[1], lambda x: x)):
             both.wait()
             y = sums({}, torch.ones(2, requires_grad=True))
             both.wait()
@@ -302,8 +302,8 @@ def test_what_cannot_be_exchanged_is_refused(four: Processes):
             "stage 1 (all_to_all over ep) brings as many rows as the data say on rank 0, and stage 2 (summed) on ra"
             in (elsewhere)
         )
-        assert "all_to_all over ep is handed sizes that add up to 5 rows, and a tensor of shape (6, 6)" in odd_sizes
-        assert "all_to_all over ep is handed -1 rows for a process; sizes are whole numbers from 0." in below
+        assert "all_to_all over ep: the sizes add up to 5 rows, but dim 0 of a tensor of shape (6, 6)" in odd_sizes
+        assert "all_to_all over ep: a size is -1; sizes are whole numbers from 0." in below
         assert "takes equally many sizes for each process, 2 here; found shape (3,)." in uneven
         assert "ep 1: rank 1 differs from ep 0: rank 1 in its exchanges over ep: 1F0 (all_to_all over ep) of " in other
         assert (
@@ -316,7 +316,7 @@ def test_what_cannot_be_exchanged_is_refused(four: Processes):
         for one, by in zip(later, ("rows of [12] with sizes [2]", "rows of [6] with sizes [4]"), strict=True):
             assert (
                 f"stage 2 (all_to_all over ep) is handed {by} in 2F0, and the processes along its axis agreed on rows "
-                "of [6] with sizes [2], as a run on zeros has them; only how many rows there are may change." in one
+                "of [6] with sizes [2]; only the number of rows may change." in one
             )
         assert "all_to_all over ep cuts dim 0 into 2 parts, one for each process; found shape (3, 6)." in odd_rows
 

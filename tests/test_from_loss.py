@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe.graphs.tracing import trace_cache
-from fpipe.models.tracing.boundary import marking, seeding
+from fpipe.models.exporting.boundary import record_boundaries, seed_stages
 from property_tests.bits import is_same_gradient
 from tests.refusals import refusals
 from tests.toys import merged, scripted
@@ -361,7 +361,7 @@ refused(lambda params, batch: fpipe.boundary(3))
     ValueError: boundary() marks a pytree of tensors
 refused(of_net(SCRIPTED))
     ValueError: module 'net' (RecursiveScriptModule) is compiled by torch.jit: no trace sees into it, and it runs with
-    no parameters but its own. Take the module that it was made
+    no parameters but its own. Take the original module
 returned(lambda error: error.flatten())
     ValueError: what loss_fn returns is a 0-d tensor, found shape (4*rows,); reduce it, for
 returned(lambda error: error.square().mean().item())
@@ -395,7 +395,7 @@ fpipe.from_loss(gpt, nn.Linear(4, 4), ONES)
 fpipe.from_loss(rows_put_together, square(), (torch.ones(6, 4), torch.ones(0, 4)))
     ValueError: target has 0 rows; an example has at least one
 refused(lambda params, batch: (fpipe.boundary(batch[0] @ params["w"] * batch[1].shape[0]) @ batch[1].t()).mean())
-    ValueError: stage 0 asks for a size of the target, which only the loss has; ask the inp
+    ValueError: stage 0 reads a size of the target; read it off the inputs
 refused(simple(lambda y, w, t: (setattr(y, "data", y.detach() * 2), (y - t).square().mean())[1]))
     ValueError: loss_fn cannot be cut: it assigns the .data of a tensor, which no trace sees. Compute a new tensor
     in its
@@ -413,7 +413,7 @@ stepped(beside_a_table, beside(4), beside(4), spec=BESIDE)
     ValueError: another branch for 3 and 4 rows than for the example: len(inputs[0]) > len(inputs[1]) is false
 # One row would be taken for as many as the inputs have.
 stepped(rows_put_together, rows(), (torch.ones(12, 4), torch.ones(1, 4)), 3, TABLE)
-    ValueError: target has 1 rows, expected 4 to go with the 4 of the last stage's output: loss_fn puts the two
+    ValueError: target has 1 rows, expected 4 to go with the 4 of the last stage's output.
 stepped(shifted, beside(1), beside(2), spec=BESIDE)
     ValueError: inputs[1] was (1, 4) when loss_fn was traced, found (2, 4): it is none of those whose rows may differ
 """,
@@ -600,15 +600,15 @@ KEY = 11
 
 def test_a_function_is_marked_and_seeded_on_after_another_inside_it():
     """The inner context took the state of the outer with it: AttributeError."""
-    with marking():
-        with marking():
+    with record_boundaries():
+        with record_boundaries():
             pass
         with pytest.raises(ValueError, match="marks a pytree of tensors"):
             fpipe.boundary(3)
     assert fpipe.boundary(3) == 3
-    with seeding(KEY):
+    with seed_stages(KEY):
         first = torch.rand(2)
-        with seeding(KEY + 1):
+        with seed_stages(KEY + 1):
             fpipe.boundary(3)
         second = torch.rand(2)
         fpipe.boundary(3)

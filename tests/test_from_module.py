@@ -441,7 +441,7 @@ CHANGE = "Change the line below, or use from_loss with fpipe.boundary, or from_f
         # As some of transformers are for short sequences.
         (rebuilds, "Run it on the example once before, so that it is what it will be. " + CHANGE),
         (draws, "draws from a generator of its own (rand), which is in no key; draw without it. " + CHANGE),
-        (writes, "which is no buffer of its own; a stage is a pure function. Work on a copy."),
+        (writes, "which is no buffer of its own. Work on a copy."),
     ],
 )
 def test_what_cannot_be_exported_is_said_with_its_module_and_the_users_line(does: Any, words: str) -> None:
@@ -514,7 +514,7 @@ cut(Net(4), None, cuts=3)
 cut(Net(4), costs={"blocks.1": 1.0})
     ValueError: costs= says nothing of block 'blocks.0'; the blocks are blocks.0, blocks.1,
 cut(Net(3), costs=MEASURED)
-    ValueError: costs= has been measured for 4 stages, and the net has 3 blocks; profile the model
+    ValueError: costs= has been measured for 4 stages, and the net has 3 blocks; profile the model of
 cut(Net(4), costs=[1.0])
     ValueError: costs has a number for each block by its path, or is fpipe.Costs; found list.
 cut(Net(4), costs={**SAID, "blcks.9": 1.0})
@@ -542,7 +542,7 @@ cut([Net(2)])
 cut(around(lambda block, x: block(x) if x.sum() > 0 else x))
     ValueError: Change the line below, or use from_loss with fpipe.boundary, or from_functions. at test_from_module.py:
 cut(WritesInput(2))
-    ValueError: the net writes 'x' in place (aten.add_.Tensor), which is no buffer of its own; a stage is a pure
+    ValueError: the net writes 'x' in place (aten.add_.Tensor), which is no buffer of its own. Work on a copy.
     function. Work on a copy. at test_from_module.py:
 cut(with_one_norm())
     ValueError: in stages 0 and 1; choose cuts= that keep it in one. in module 'blocks.0.middle.0' (BatchNorm1d), at

@@ -42,5 +42,5 @@ def test_what_is_written_through_a_view_that_was_turned_in_place(turned: str):
         return h * p["v"]
 
     params = {"w": torch.randn(4, 4), "v": torch.randn(4, 4)}
-    with pytest.warns(UserWarning, match=rf"it turns a view in place \(aten\.{turned}"):
+    with pytest.warns(UserWarning, match=rf"it transposes a view in place \(aten\.{turned}"):
         assert has_autograds_bits(function, params, torch.randn(4, 4))

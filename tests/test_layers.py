@@ -57,7 +57,7 @@ def test_its_four_functions_are_plain_autograds(name: str):
     one = assert_lawful(made.function, given, right, partial(agree, case), more_memory=bool(case.more))
     cut = one.traced
     written = {node.name: node for node in cut.graph.nodes}
-    early = [written[name] for name in cut.early]
+    early = [written[name] for name in cut.gradients_made_by_input]
     ops = {written[node.args[0]].op if node.op is getitem else node.op for node in early}
     whole = {op.__name__.removesuffix(".default") for op in ops}
     assert whole == ({case.whole} if case.whole else set()), "after I no parameter has a gradient"

@@ -7,7 +7,7 @@ import pytest
 
 import fpipe
 from fpipe.interop.torch_pipelining import from_csv
-from fpipe.runtimes.processes.message_order import SMALL, messages, most_in_flight
+from fpipe.runtimes.processes.message_order import POSTED_BYTES, messages_of, peak_bytes_in_flight
 
 HALF = fpipe.Costs(transfer=0.5)
 RULES = ["eager", "nccl_directions", "nccl_pairs", "nccl", "rendezvous"]
@@ -91,7 +91,7 @@ def test_communicators_that_are_made_at_their_first_use_can_wait_in_a_circle():
     program = step(fpipe.program(6, inputs=inputs))
     assert times(program, RULES[:2]) == [4, 4]
     sentence = (
-        r'under messages="nccl_pairs" a communicator is made at its first use, .*: rank 0 makes that of y\[0,0\] 0 > '
+        r'under messages="nccl_pairs" ranks wait for one another to make communicators: rank 0 makes that of y\[0,0\] 0 > '
         r"1, rank 1 makes that of y\[1,0\] 1 > 2, rank 2 makes that of y\[2,0\] 2 > 0\."
     )
     with pytest.raises(fpipe.ProgramError, match=sentence):
@@ -102,8 +102,8 @@ def test_what_is_posted_or_not_acknowledged_is_counted():
     """GPipe of three microbatches: nothing comes back before all have gone, so rank 0 holds y[0,0] .. y[0,2] until dx
     comes, and has posted three dx: all are small. Of large ones it has posted the first and two more."""
     step = fpipe.chain(fpipe.split(5), fpipe.schedules.gpipe(2), fpipe.communicate())(fpipe.program(2))
-    every = messages(step)
-    small = most_in_flight(step, {one.number: 10 for one in every})
+    every = messages_of(step)
+    small = peak_bytes_in_flight(step, {one.number: 10 for one in every})
     assert small == [5 * 10 + 5 * 10, 5 * 10]  # rank 1 is told by nobody, and holds dx to the end
-    large = most_in_flight(step, {one.number: SMALL for one in every})
-    assert large == [(3 + 5) * SMALL, 5 * SMALL]
+    large = peak_bytes_in_flight(step, {one.number: POSTED_BYTES for one in every})
+    assert large == [(3 + 5) * POSTED_BYTES, 5 * POSTED_BYTES]

@@ -128,7 +128,7 @@ def test_sizes_on_meta_are_those_of_the_net():
     model, meta, program = on_meta()
     params = loaded(model, program, real().state_dict())
     found, expected = (fpipe.sizes(program, model, *given) for given in ((meta, ON_META), (params, ids())))
-    assert (found.bytes, found.wire, found.peak) == (expected.bytes, expected.wire, expected.peak)
+    assert (found.bytes, found.wire_bytes, found.peak) == (expected.bytes, expected.wire_bytes, expected.peak)
 
 
 class Filled(Net):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fpipe
-from fpipe.measuring.timeline_costs import kept
+from fpipe.measuring.timeline_costs import op_seconds
 from fpipe.program import is_exchange
 from tests.refusals import refusals
 
@@ -108,7 +108,7 @@ def test_a_timeline_tells_what_its_exchanges_cost():
         fpipe.chain(fpipe.split(4), shared)(fpipe.program(4)),
     ):
         timed = [op for op in program.ops if op.kind in ("F", "B", "I", "GATHER", "SCATTER")]
-        seconds = {op.writes: cost for op, cost in kept(fpipe.simulate(fpipe.communicate()(program), costs))}
+        seconds = {op.writes: cost for op, cost in op_seconds(fpipe.simulate(fpipe.communicate()(program), costs))}
         assert [seconds[op.writes] for op in timed] == pytest.approx([costs.seconds(op) for op in timed])
 
 

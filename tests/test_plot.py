@@ -411,7 +411,7 @@ def test_results_show_their_words_and_their_pictures(shown: Callable[[], Any], p
 
 
 def test_a_program_too_long_for_a_notebook_says_so(monkeypatch):
-    monkeypatch.setattr("fpipe.pictures.plot._MOST", 10)
+    monkeypatch.setattr("fpipe.pictures.plot._MAX_EVENTS", 10)
     assert GPIPE._repr_html_() == (
         "<pre>makespan 18, span 18, bubble 33.3%, peak 4\nfpipe.plot(..., file='picture.html') draws it.</pre>"
     )

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 import fpipe
-from fpipe.meaning.purity.sharded import local_of
+from fpipe.meaning.purity.sharded import local_shard
 from fpipe.runtimes.lowering.slots import Exit
 from tests.processes import Processes, timed
 from tests.test_data_parallel import meshed, replicated, started
@@ -29,7 +29,7 @@ def of_seeds(rank: int, what: str) -> list[str]:
     if rank == 3:
         leaves = {"params": mine[place]["1.0.weight"], "frozen": net[1][0].bias}
         odd = opt[place]["1.0.weight"]["exp_avg"] if what == "opt" else leaves.get(what, leaves["params"])
-        local_of(odd).detach().add_(1e-6)
+        local_shard(odd).detach().add_(1e-6)
     return [timed(lambda: step(mine, tuple(half + replica for half in rows()), opt=opt, lr=0.1))[0]]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fpipe
-from fpipe.measuring.timeline_costs import kept, moving
+from fpipe.measuring.timeline_costs import op_seconds, transfer_seconds
 from tests.toys import Toy
 
 M, ROWS, WIDTH = 4, 8, 16
@@ -160,8 +160,8 @@ def test_a_timeline_tells_what_its_ops_cost(schedule: str):
     program = fpipe.chain(fpipe.split(4), fpipe.schedules.get(schedule)(2), fpipe.merge())(fpipe.program(4))
     timeline = fpipe.simulate(fpipe.communicate()(program), COSTS)
     expected = {op.cell: COSTS.seconds(op) for op in program.ops if op.kind in "FBIW"}
-    assert {op.cell: seconds for op, seconds in kept(timeline)} == expected
-    assert moving([timeline]) == (0.25, 0.5, 0.125)
+    assert {op.cell: seconds for op, seconds in op_seconds(timeline)} == expected
+    assert transfer_seconds([timeline]) == (0.25, 0.5, 0.125)
 
 
 def test_what_a_receive_waits_for_is_no_ones_time():
@@ -173,8 +173,8 @@ def test_what_a_receive_waits_for_is_no_ones_time():
     rows += [("y[0,0]@1", 3.5, 3.5), ("1F0", 3.5, 6.5), ("t[1,1]", 6.5, 7), ("y[0,1]@1", 9.5, 9.5), ("1F1", 10, 12)]
     columns = (tuple(ops[name] for name, *_ in rows), tuple(s for _, s, _ in rows), tuple(e for *_, e in rows))
     timeline = fpipe.Timeline(*columns, 2, (0, 0), (0, 0))
-    assert {op.cell: seconds for op, seconds in kept(timeline)} == {"0F0": 2, "0F1": 5.5, "1F0": 4, "1F1": 2}
-    assert moving([timeline]) == (0.75, 0.5, 0)
+    assert {op.cell: seconds for op, seconds in op_seconds(timeline)} == {"0F0": 2, "0F1": 5.5, "1F0": 4, "1F1": 2}
+    assert transfer_seconds([timeline]) == (0.75, 0.5, 0)
 
 
 def attention(own: Any, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fpipe
-from fpipe.graphs.tracing.draws import draws
+from fpipe.graphs.tracing.random_ops import draws_random_numbers
 from tests.toys import POLICIES, Toy, merged
 
 KEY = 7
@@ -28,7 +28,7 @@ def test_dropout_is_a_draw_where_it_moves_the_generator(kind: str, p: float, tra
     op, args = getattr(torch.ops.aten, f"{kind}dropout").default, (torch.ones(3, 4), p, training)
     before = torch.get_rng_state()
     op(*args)
-    assert draws(op, args, {}) is not torch.equal(torch.get_rng_state(), before)
+    assert draws_random_numbers(op, args, {}) is not torch.equal(torch.get_rng_state(), before)
 
 
 def noise(own: Any, x: Tensor) -> Tensor:
@@ -236,19 +236,19 @@ def forked(draw: Any) -> Any:
         return draw()
 
 
-def seeding() -> Tensor:
+def seed_stages() -> Tensor:
     torch.manual_seed(3)
     return torch.rand(4)
 
 
 SEEDED = "it seeds torch's random numbers itself"
-PUT_BACK = "it draws once more from a state of torch's random numbers that it put back"
+PUT_BACK = "it restores a state of torch's random numbers and draws from it again"
 
 
 SEEDS: dict[str, tuple[Callable[[], Tensor], str]] = {
-    "seeding": (seeding, SEEDED),
-    "forking": (lambda: forked(seeding), SEEDED),
-    "seeding last": (lambda: (torch.rand(4), torch.manual_seed(3))[0], SEEDED),
+    "seed_stages": (seed_stages, SEEDED),
+    "forking": (lambda: forked(seed_stages), SEEDED),
+    "seed_stages last": (lambda: (torch.rand(4), torch.manual_seed(3))[0], SEEDED),
     "putting back": (lambda: forked(lambda: torch.rand(4)) * torch.rand(4), PUT_BACK),
 }
 

@@ -103,7 +103,7 @@ def test_a_module_that_drops_its_state_is_named():
     net = nn.Sequential(nn.Linear(4, 4), Toy(forgetful, seen=torch.zeros(())))
     model, params, state = fpipe.from_sequential(net, 2, loss=torch.dist, state={"1.seen": "ordered"})
     step = fpipe.build(merged(model, 2), model)
-    words = "stage 1 left no tensor in buffer '1.seen', which is its module state."
+    words = "stage 1 left no tensor in buffer '1.seen', which is part of its state."
     with pytest.raises(RuntimeError, match=re.escape(words)):
         step(params, BATCH, state=state)
 

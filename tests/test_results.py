@@ -283,3 +283,59 @@ def nobody_reads(rank: int, kind: str) -> list[Any]:
 @pytest.mark.parametrize("kind", ["pipeline", "replicas", "shards"])
 def test_processes_have_no_gradient_of_what_nobody_reads(pair: Processes, kind: str):
     assert pair.each(nobody_reads, kind) == [[], []]
+
+
+class Routed(nn.Module):
+    """Three experts for the rows whose first number says so: sizes depend on data, so the stage is not traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, expert in enumerate(self.experts):
+            rows = torch.where((x[:, 0].detach() * 8).long() % 4 == number)[0]
+            if len(rows):
+                x = x.index_add(0, rows, expert(x[rows]))
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:.*without a trace", "ignore:.*runs under autograd")
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_experts_that_no_row_reaches_do_not_decay(clip: float | None, donate: bool):
+    """After a step on experts 0 and 1 alone, AdamW left expert 2 alone in the first step, and decayed it later."""
+    torch.manual_seed(0)
+    net = nn.Sequential(Routed(), nn.Linear(4, 4))
+    expected_net = copy.deepcopy(net)
+    optimizer = torch.optim.AdamW(expected_net.parameters(), lr=0.1, weight_decay=0.5)
+    model, params, _ = fpipe.from_sequential(net, 2, loss=nn.functional.mse_loss)
+    words = {} if clip is None else {"clip": clip}
+    pipeline = fpipe.chain(
+        fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge(), fpipe.update("AdamW", weight_decay=0.5, **words)
+    )
+    program = pipeline(fpipe.program(model))
+    step, grads_step = (
+        fpipe.build(program, model, donate=donate),
+        fpipe.build(fpipe.merge()(fpipe.split(2)(fpipe.program(model))), model),
+    )
+    opt = fpipe.optimizer_state(program, params)
+    for number in range(4):
+        x, target = torch.rand(8, 4), torch.rand(8, 4)
+        x[:, 0] = x[:, 0] / 4 + 0.125 * (torch.arange(8) % 2)  # rows of experts 0 and 1, or of neither
+        optimizer.zero_grad()
+        for part, part_target in zip(x.split(4), target.split(4), strict=True):
+            (nn.functional.mse_loss(expected_net(part), part_target) / 2).backward()
+        expected_grads = {name: param.grad for name, param in expected_net.named_parameters()}
+        grads = {name: grad for stage in grads_step(params, (x, target)).grads for name, grad in stage.items()}
+        assert {name for name, grad in grads.items() if grad is None} == {
+            name for name, grad in expected_grads.items() if grad is None
+        }, number
+        if clip is not None:
+            nn.utils.clip_grad_norm_(expected_net.parameters(), clip)
+        optimizer.step()
+        result = step(params, (x, target), opt=opt, lr=0.1)
+        params, opt = result.params, result.opt
+        trained = {name: leaf for stage in params for name, leaf in stage.items()}
+        for name, param in expected_net.named_parameters():
+            assert torch.equal(trained[name], param), (number, name)

@@ -39,11 +39,11 @@ graphs <- root meaning/purity graphs/language graphs/tracing graphs/compiling
 models/parameters <- root meaning/purity meaning/stages meaning/single_device torch_private
 interop <- root transforms timing meaning/single_device meaning torch_private
 models/modules <- root meaning/purity meaning/stages torch_private graphs/language graphs/tracing models/parameters
-models/tracing <- root meaning/purity meaning/stages torch_private graphs/tracing models/modules
+models/exporting <- root meaning/purity meaning/stages torch_private graphs/tracing models/modules
 derived <- root meaning/purity meaning/stages torch_private graphs/language graphs/tracing models/modules
 oracle <- root meaning/purity meaning/optimizers transforms meaning/single_device verification models/parameters
 models/cutting <- root meaning/purity timing meaning/stages torch_private graphs/language graphs/tracing
-    models/parameters models/modules models/tracing
+    models/parameters models/modules models/exporting
 runtimes/lowering <- root meaning/purity meaning/optimizers meaning/stages meaning/single_device meaning torch_private
     graphs/language graphs/tracing graphs/compiling
 runtimes/faults <- root meaning/purity torch_private graphs/language runtimes/lowering
@@ -51,7 +51,7 @@ runtimes/audit <- root meaning/purity meaning/single_device meaning verification
 runtimes/in_process <- root meaning/purity meaning/optimizers transforms meaning/single_device meaning graphs/language
     graphs/tracing runtimes/lowering runtimes/audit
 models <- root meaning/purity timing meaning/stages meaning/single_device meaning torch_private graphs/tracing
-    models/parameters models/modules models/tracing models/cutting
+    models/parameters models/modules models/exporting models/cutting
 runtimes/processes <- root meaning/purity meaning/optimizers transforms meaning/single_device meaning torch_private
     graphs/language graphs/tracing graphs/compiling runtimes/lowering runtimes/faults runtimes/audit
 runtimes <- root meaning/optimizers transforms meaning runtimes/audit runtimes/in_process runtimes/processes

@@ -13,7 +13,7 @@ import torch
 import fpipe
 from fpipe.finding import search as module
 from fpipe.finding import solver
-from fpipe.finding.kept import Kept, kept_of
+from fpipe.finding.schedule_table import ScheduleTable, schedule_table_of
 from fpipe.program import Value
 from property_tests.strategies import tiny
 
@@ -155,8 +155,12 @@ def test_a_kept_schedule_is_the_schedule(name: str):
     about = fpipe.schedules.about(name)
     base = step(about.wants(4, {}), 8)
     program = about.factory(4)(base)
-    kept = kept_of(program)
-    assert Kept.from_json(kept.to_json()) == Kept.from_csv(kept.to_csv(), replicated=kept.replicated) == kept
+    kept = schedule_table_of(program)
+    assert (
+        ScheduleTable.from_json(kept.to_json())
+        == ScheduleTable.from_csv(kept.to_csv(), replicated=kept.replicated)
+        == kept
+    )
     assert fpipe.simulate(kept(base), COSTS[2]).peak == fpipe.simulate(program, COSTS[2]).peak
     if name != "pipe_offload":  # a LOAD and an OFFLOAD of one moment stand in another order there
         assert kept(base) == program
@@ -164,9 +168,9 @@ def test_a_kept_schedule_is_the_schedule(name: str):
 
 def test_what_is_recomputed_is_kept_too():
     program = fpipe.chain(fpipe.checkpoint("except_last"), fpipe.schedules.zb_h1(3))(step(3, 5))
-    kept = kept_of(program)
+    kept = schedule_table_of(program)
     assert kept(step(3, 5)) == program
-    assert Kept.from_csv(kept.to_csv())(step(3, 5)) == program
+    assert ScheduleTable.from_csv(kept.to_csv())(step(3, 5)) == program
 
 
 RUN: list[dict[str, Any]] = [
@@ -337,8 +341,8 @@ def test_without_the_solver_it_says_what_is_lost(monkeypatch: pytest.MonkeyPatch
     def absent() -> bool:
         return False
 
-    monkeypatch.setattr(module, "installed", absent)
+    monkeypatch.setattr(module, "is_installed", absent)
     with pytest.raises(ModuleNotFoundError, match=r"needs OR-tools: pip install 'fpipe\[schedules\]'.*proves less"):
         quick(2, ranks=2, microbatches=2, solver="cp-sat")
     assert quick(2, ranks=2, microbatches=2, solver="auto", placement="linear").value == 7
-    assert solver.installed()
+    assert solver.is_installed()

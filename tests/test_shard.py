@@ -352,7 +352,7 @@ NO_SHARDS = [
     "found a dict",
     "was handed a plain tensor of shape",
     "and the program shards it by rows, Shard(0), over 'dp'",
-    "in one process runs one replica, whose shard is the whole",
+    "and one process runs one replica. Hand in its .full_tensor()",
 ]
 
 

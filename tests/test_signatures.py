@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fpipe
 from fpipe.graphs.tracing import trace_cache
-from fpipe.meaning.purity.ambient import ambient
+from fpipe.meaning.purity.ambient import ambient_key
 from fpipe.runtimes.lowering import signature
 from fpipe.tree import leaves, tree_map
 
@@ -164,15 +164,15 @@ def smooth(p: dict[str, Tensor], x: Tensor) -> Tensor:
 
 def test_the_flag_of_einsum_is_seen_whichever_way_it_is_set(monkeypatch: pytest.MonkeyPatch):
     einsum: Any = torch.backends.opt_einsum
-    plain = ambient()
+    plain = ambient_key()
     monkeypatch.setattr(einsum, "enabled", not einsum.enabled)
-    assert ambient() != plain
+    assert ambient_key() != plain
     monkeypatch.undo()
     vars(einsum).pop("enabled", None)
     monkeypatch.setattr(einsum.m, "enabled", not einsum.enabled)
-    assert ambient() != plain
+    assert ambient_key() != plain
     monkeypatch.undo()
-    assert ambient() == plain
+    assert ambient_key() == plain
 
 
 PARAMS, BATCH = ({"w": torch.randn(4, 4)},), (torch.randn(4, 4), torch.randn(4, 4))

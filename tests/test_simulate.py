@@ -8,7 +8,7 @@ import pytest
 import fpipe
 from fpipe import Costs
 from fpipe.program import KINDS, Program
-from fpipe.timing.amounts import EXTRA
+from fpipe.timing.amounts import EXTRA_COSTS
 from tests.refusals import refusals
 
 TWO = fpipe.place("linear")(fpipe.program(2))
@@ -272,7 +272,7 @@ def test_a_kind_of_ones_own_costs_what_is_said_of_each_op():
     last = max(at for at, line in enumerate(lines) if " = B[" in line)
     lines[last + 1 : last + 1] = [f"paid[0,{m}] = FEE[0,{m}] g[0,{m}] @ 0" for m in range(3)]
     program = Program.parse("\n".join(lines))
-    if "FEE" not in EXTRA:
+    if "FEE" not in EXTRA_COSTS:
         with pytest.raises(ValueError, match=re.escape("FEE has no cost; say fpipe.register_cost('FEE', seconds), 0")):
             fpipe.simulate(program)
     fpipe.register_cost("FEE", 5.0)

@@ -394,7 +394,7 @@ def test_what_would_count_twice_is_refused():
 
     net = twice(lambda: Toy(again, counter=counter()))
     model, params, state = fpipe.from_sequential(net, sizes=[3, 3], loss=MSE, example=ROWS[0])
-    sentence = "stage 1 writes buffer '4.counter.count' once more as its backward computes it again: torch.utils.checkp"
+    sentence = "stage 1 writes buffer '4.counter.count' once more as its backward recomputes it with torch.utils.checkp"
     with pytest.raises(RuntimeError, match=re.escape(sentence)):
         fpipe.build(merged(model, 4), model, trace=False)(params, ROWS, state=state)
 

@@ -163,21 +163,21 @@ test_what_cannot_be_is_refused = refusals(
 Pop('a', 3)
     TypeError: the join of Pop('a') is a function f(x, value), found 3.
 Pop('a')(torch.ones(2))
-    RuntimeError: Pop('a') takes a value up inside a stage of fpipe.from_sequential; for the whole net in one,
+    RuntimeError: Pop('a') runs only inside a stage of fpipe.from_sequential. For the whole net use
 Stash('a')(torch.ones(2))
-    RuntimeError: Stash('a') puts a value aside inside a stage of fpipe.from_sequential; for the whole net in
+    RuntimeError: Stash('a') runs only inside a stage of fpipe.from_sequential. For the whole net use
 sequential(Stash('a'), Stash('a'), sizes=[2])
-    ValueError: Stash('a') stands twice; a name is put aside once.
+    ValueError: Stash('a') stands twice; give each a name of its own.
 sequential(nn.Tanh(), Pop('a'), Stash('a'), sizes=[3])
-    ValueError: Pop('a') takes up what no Stash('a') before it puts aside.
+    ValueError: Pop('a') has no Stash('a') before it.
 sequential(Stash('a'), nn.Tanh(), sizes=[1, 1])
-    ValueError: nobody takes up what Stash('a') puts aside; leave it out, or add Pop('a').
+    ValueError: Stash('a') is never popped; leave it out, or add Pop('a').
 sequential(nn.Sequential(nn.Tanh(), Stash('a')), Pop('a'), sizes=[1, 1])
-    ValueError: Stash('a') is inside '0' as '1'; it stands among the children of the Sequential itself.
+    ValueError: Stash('a') is inside '0' as '1'; make it a child of the Sequential itself.
 Pop('a', nn.Bilinear(2, 2, 2))
     TypeError: the join of Pop('a') is a function; put the module Bilinear behind it.
 unet()(torch.randn(2, 6))
-    RuntimeError: Stash('outer') puts a value aside inside a stage of fpipe.from_sequential
+    RuntimeError: Stash('outer') runs only inside a stage of fpipe.from_sequential
 fpipe.reference(fpipe.from_functions([lambda p, x: x, lambda p, x: x[0]], F.mse_loss, inputs=('batch', (0, (0, 1)))),
 ({}, {}), numbers())
     TypeError: stage 0 (<lambda>) returns a tuple of 2 outputs, which others take; found Tensor.

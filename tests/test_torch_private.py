@@ -29,19 +29,19 @@ from fpipe.torch_internals import (
 )
 from fpipe.torch_private.dispatch import (
     NAMESPACES,
+    c_function_of,
     fake_mode_class,
     fake_tensor_class,
-    functionalized,
-    handle_of,
+    functionalize,
     has_kernel,
     is_compiled,
-    kernel_instead,
-    refused_data_assignments,
-    unlogged_fake_errors,
-    unwatched,
+    override_kernel,
+    refuse_data_assignments,
+    silence_fake_errors,
+    without_any_mode,
     without_modes,
 )
-from fpipe.torch_private.fx import calls_so_far, traced_by_torch, unnoticed, without_compiled_functions
+from fpipe.torch_private.fx import count_traced_ops, hide_make_fx, refuse_compiled_functions, trace_on_fakes
 
 
 def test_errors_of_autograd_are_known_by_their_sentences():
@@ -78,12 +78,12 @@ def test_an_op_tells_what_it_takes_and_mutates():
     assert returns_of(op)[0].alias_info is not None, "ops that make tensors are not told from those that hand them on"
     assert names_of(op) == ("add_", "Tensor"), "an op in place is not replaced by its twin: traces run once more"
     x = torch.ones(2)
-    assert handle_of(op)(x, 1) is x, "graphs run, but call some ops by their slow overload"
+    assert c_function_of(op)(x, 1) is x, "graphs run, but call some ops by their slow overload"
 
 
 def test_an_op_made_of_others_is_made_of_others_for_a_while():
     labels = torch.tensor([1, 0])
-    with kernel_instead("one_hot", lambda self, num_classes=-1: self + num_classes):
+    with override_kernel("one_hot", lambda self, num_classes=-1: self + num_classes):
         assert torch.nn.functional.one_hot(labels, 2).tolist() == [3, 2], "a trace does not look at labels of one_hot"
     assert torch.nn.functional.one_hot(labels, 2).tolist() == [[0, 1], [1, 0]], "torch's own one_hot is gone"
 
@@ -137,7 +137,7 @@ def test_no_mode_is_on_for_a_while():
         def __torch_function__(self, func, types, args=(), kwargs=None):
             raise AssertionError("a mode is on: nets of DTensors are traced twice, and cannot be exported")
 
-    with Refusing(), unwatched():
+    with Refusing(), without_any_mode():
         torch.ones(2).sum()
 
 
@@ -159,7 +159,7 @@ def test_the_data_of_a_fake_tensor_is_assigned_where_nobody_refuses():
 
     with fake_mode_class()():
         fake = torch.zeros(2)
-        with refused_data_assignments(refuse), pytest.raises(ValueError, match="refused"):
+        with refuse_data_assignments(refuse), pytest.raises(ValueError, match="refused"):
             fake.data = torch.ones(2)
         fake.data = torch.ones(2)
     assert "data" not in vars(fake_tensor_class()), "threads that are gone leave torch as it was"
@@ -167,7 +167,7 @@ def test_the_data_of_a_fake_tensor_is_assigned_where_nobody_refuses():
 
 def test_errors_of_fake_tensors_are_logged_outside(caplog: pytest.LogCaptureFixture):
     logger = logging.getLogger(fake_mode_class().__module__)
-    with unlogged_fake_errors():
+    with silence_fake_errors():
         logger.warning("unheard")
     logger.warning("heard")
     assert [record.getMessage() for record in caplog.records if record.name == logger.name] == ["heard"]
@@ -175,7 +175,7 @@ def test_errors_of_fake_tensors_are_logged_outside(caplog: pytest.LogCaptureFixt
 
 def test_a_function_is_made_functional():
     x = torch.ones(2)
-    assert functionalized(lambda x: x.clone().add_(1))(x).tolist() == [2, 2], "ops in place cannot be rewritten"
+    assert functionalize(lambda x: x.clone().add_(1))(x).tolist() == [2, 2], "ops in place cannot be rewritten"
 
 
 def test_a_function_is_traced_with_the_ops_that_run_without_a_trace():
@@ -183,14 +183,14 @@ def test_a_function_is_traced_with_the_ops_that_run_without_a_trace():
     seen: list[int] = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        with unnoticed():
+        with hide_make_fx():
             y = attention(x, x, x)[0] if x.ndim == 3 else x + 1
-        seen.append(calls_so_far())
+        seen.append(count_traced_ops())
         return y
 
     with fake_mode_class()(allow_non_fake_inputs=True):
         fakes = torch.ones(2, 3, 4), torch.ones(2)
-    add, one_op = (traced_by_torch(function, [fake]) for fake in reversed(fakes))
+    add, one_op = (trace_on_fakes(function, [fake]) for fake in reversed(fakes))
     calls = [[node.target for node in made.graph.nodes if node.op == "call_function"] for made in (add, one_op)]
     assert calls[0] == [torch.ops.aten.add.Tensor], "make_fx traces something else: there are no graphs"
     assert seen[0] == 1, "make_fx no longer tells what it has traced so far: a backward that draws is not refused"
@@ -199,7 +199,7 @@ def test_a_function_is_traced_with_the_ops_that_run_without_a_trace():
 
 def test_a_compiled_function_is_not_traced_for():
     compiled = torch.compile(lambda x: x + 1, backend="eager")
-    with without_compiled_functions(), pytest.raises(RuntimeError, match="symbolically trace a dynamo-optimized"):
+    with refuse_compiled_functions(), pytest.raises(RuntimeError, match="symbolically trace a dynamo-optimized"):
         compiled(torch.ones(2))
 
 

@@ -36,30 +36,30 @@ def row_size() -> Any:
 
 
 def test_contexts_are_nodes_of_a_trace() -> None:
-    traced = {node.target for node in private.traced_above_autograd(Odd(), [torch.ones(4, 4)]).graph.nodes}
+    traced = {node.target for node in private.trace_above_autograd(Odd(), [torch.ones(4, 4)]).graph.nodes}
     wanted = {private.SET_GRAD, private.ENTER_AUTOCAST, private.EXIT_AUTOCAST}
     assert wanted <= traced, "no_grad and autocast are other nodes in a trace: cut stages would run without them"
 
 
 def test_a_branch_on_a_number_that_is_computed_ends_a_trace() -> None:
-    x = private.fake_like(private.open_mode(), torch.ones(4), rows=True)
-    with pytest.raises(private.undecided_branch()):
+    x = private.make_fake(private.open_fake_mode(), torch.ones(4), rows_are_open=True)
+    with pytest.raises(private.undecided_branch_error()):
         assert x.sum() > 0, "a trace goes on where Python branches on data: from_loss would cut one of the two"
 
 
 class Finds(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         (rows,) = torch.where(x[:, 0] > 0)
-        assert private.of_data(rows.shape[0]), "a size that depends on data is not told from an open one"
-        assert not private.of_data(x.shape[0]), "an open size is taken to depend on data"
+        assert private.depends_on_data(rows.shape[0]), "a size that depends on data is not told from an open one"
+        assert not private.depends_on_data(x.shape[0]), "an open size is taken to depend on data"
         return x if len(rows) == 0 else x * 2
 
 
 def test_an_export_says_that_it_ends_since_python_looks_at_data() -> None:
     with pytest.raises(Exception, match="data-dependent") as told:
         torch.export.export(Finds(), (torch.ones(4, 4),), strict=False, dynamic_shapes=AUTO)
-    assert private.looked_at_data(told.value), "an export ends in another error where Python looks at data"
-    assert not private.looked_at_data(ValueError())
+    assert private.is_data_dependence(told.value), "an export ends in another error where Python looks at data"
+    assert not private.is_data_dependence(ValueError())
 
 
 def test_contexts_are_calls_of_graphs_in_an_export() -> None:
@@ -91,34 +91,36 @@ def test_a_tensor_in_a_plain_attribute_is_an_error_of_an_export() -> None:
             self.kept = x + 1
             return self.kept
 
-    with pytest.raises(Exception, match="assigned during export") as error, private.quiet_export():
+    with pytest.raises(Exception, match="assigned during export") as error, private.silence_export():
         torch.export.export(Keeps(), (torch.ones(4),), strict=False)
     assert isinstance(error.value, UserWarning), "torch warns in other words of a tensor that a net keeps: none is seen"
 
 
 def test_an_open_size_has_an_expression_and_a_number() -> None:
     size = row_size()
-    assert private.expression(size).is_Symbol, "an open size has no symbol at node.expr"
+    assert private.sympy_expression(size).is_Symbol, "an open size has no symbol at node.expr"
     assert private.example_number(size) == 4, "an open size has not its number in the example at node.hint"
-    assert private.computed(2 * private.expression(size), {private.expression(size): 3}) == 6, (
+    assert private.evaluate_expression(2 * private.sympy_expression(size), {private.sympy_expression(size): 3}) == 6, (
         "sympy_interp computes no expression of sizes any more"
     )
-    assert not private.has_floor(private.expression(size)), "a symbol is taken for a quotient that is rounded"
+    assert not private.has_floor(private.sympy_expression(size)), "a symbol is taken for a quotient that is rounded"
 
 
 def test_leaves_with_as_many_rows_have_symbols_of_their_own() -> None:
-    mode = private.open_mode()
-    one, other = (private.fake_like(mode, torch.ones(4, 4), rows=True) for _ in range(2))
-    symbols = {str(private.expression(leaf.shape[0])) for leaf in (one, other)}
+    mode = private.open_fake_mode()
+    one, other = (private.make_fake(mode, torch.ones(4, 4), rows_are_open=True) for _ in range(2))
+    symbols = {str(private.sympy_expression(leaf.shape[0])) for leaf in (one, other)}
     assert len(symbols) == 2, "two leaves share a symbol: a table with as many rows as the batch would be split"
     assert one.shape[1] == 4, "sizes that are not rows are open too"
-    assert private.fake_like(mode, torch.ones(4), rows=False).shape[0] == 4, "fixed rows are open"
+    assert private.make_fake(mode, torch.ones(4), rows_are_open=False).shape[0] == 4, "fixed rows are open"
 
 
 def test_branches_on_sizes_are_guards() -> None:
     size = row_size()
-    found = {str(guard) for guard in private.guards_of(private.environment(size))}
-    assert found == {f"{private.expression(size)} > 2"}, "a function's own conditions on rows are not found by place"
+    found = {str(guard) for guard in private.guards_of(private.shape_env_of(size))}
+    assert found == {f"{private.sympy_expression(size)} > 2"}, (
+        "a function's own conditions on rows are not found by place"
+    )
 
 
 def test_a_graph_is_pickled_with_its_fake_tensors() -> None:

@@ -23,7 +23,7 @@ def test_a_norm_runs_without_its_statistics_and_shows_its_input(name: str):
     norm, seen, x = NORMS[name](), list[Tensor](), torch.randn(4, 3, 5)
     assert torch_internals.is_norm(norm), f"{name} is no _NormBase any more: what it remembers would not be found"
     assert torch_internals.is_batch_norm(norm), "_BatchNorm is not the class of all batch norms"
-    assert modules.has_torchs_forward(norm), f"{name}.forward is not torch's: its trace would mutate"
+    assert modules.has_torch_forward(norm), f"{name}.forward is not torch's: its trace would mutate"
     before = {key: held.clone() for key, held in norm.named_buffers()}
     with modules.without_statistics(norm, seen.append):
         y = norm(x)
@@ -107,7 +107,7 @@ def test_assignments_to_modules_are_told():
         told.append(name)
         assign(module, name, value)
 
-    with modules.told_of_assignments(tell):
+    with modules.intercept_assignments(tell):
         module.seen = torch.ones(2)
     module.later = torch.ones(2)
     assert told == ["seen"], "Module.__setattr__ is not asked: an export would not see what a forward keeps"

@@ -12,12 +12,12 @@ from fpipe.torch_private.dispatch import C10D, C10D_AUTOGRAD
 from fpipe.torch_private.pipelining import TableRuntime
 from fpipe.torch_private.processes import (
     backend_on,
-    coalesced,
+    clone_client,
+    coalesce,
+    create_gloo,
+    create_pair_group,
     default_store,
-    gloo_beside,
-    group_of_two,
-    is_kept_by_process,
-    own_client,
+    is_served_by_process,
     strided_shard,
     timeout_of,
     world_group,
@@ -57,13 +57,13 @@ def test_the_default_store_is_found():
 
 
 def test_a_store_has_more_clients():
-    own_client(default_store()).set("more", "there")
+    clone_client(default_store()).set("more", "there")
     assert default_store().get("more") == b"there", "a watchdog waits for a store as long as its process does"
 
 
 def test_a_store_of_tcp_is_told_from_others():
     tcp = dist.PrefixStore("more", dist.TCPStore("localhost", 0, is_master=True))
-    told = is_kept_by_process(tcp), is_kept_by_process(default_store())
+    told = is_served_by_process(tcp), is_served_by_process(default_store())
     assert told == (True, False), "nobody is named any longer when the process that keeps the store is lost"
 
 
@@ -72,7 +72,7 @@ def test_a_group_tells_its_backend_for_a_device():
 
 
 def test_collectives_go_as_one_where_a_backend_can():
-    with coalesced(world_group(), [CPU, CPU]) as joint:
+    with coalesce(world_group(), [CPU, CPU]) as joint:
         pass
     assert joint == [], "gloo is taken for a backend that starts collectives as one"
     assert {"_start_coalescing", "_end_coalescing"} <= {*dir(dist.ProcessGroup)}, "NCCL starts each part by itself"
@@ -89,12 +89,12 @@ def test_rows_are_cut_behind_another_cut_of_rows():
 
 
 def test_gloo_makes_connections_beside_those_of_a_group():
-    more = gloo_beside(backend_on(world_group(), CPU), default_store(), 0, 1, timedelta(seconds=7))
+    more = create_gloo(backend_on(world_group(), CPU), default_store(), 0, 1, timedelta(seconds=7))
     assert more.size() == 1, "gloo's connections can no longer be made by hand: what goes down shares those up"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL needs a GPU")
 def test_nccl_makes_a_group_of_two():
-    assert group_of_two(dist.ProcessGroupNCCL, default_store(), 0, timedelta(seconds=7)).size() == 2, (
+    assert create_pair_group(dist.ProcessGroupNCCL, default_store(), 0, timedelta(seconds=7)).size() == 2, (
         "NCCL's groups of two can't be made"
     )

@@ -381,7 +381,7 @@ def lending(own: Any, x: Tensor) -> Tensor:
     return y
 
 
-ONE_STORAGE = "stage 0 left buffers '1.first' and '1.second' in one storage; module state is a tensor of its own"
+ONE_STORAGE = "stage 0 left buffers '1.first' and '1.second' in one storage. Assign a .clone() to one."
 EXAMPLE = {"example": ROWS[0]}
 REFUSED: dict[str, tuple[Callable[[], Toy], dict[str, Any], str]] = {
     "by its data, without an example": (

@@ -1,7 +1,7 @@
-"""Make an order better, one small change after another, where it counts: on the path that makes it as long as it is.
+"""Improve an order by hill climbing: one small change at a time, on the critical path.
 
-    rank 1 | 1F0 1F1 1I0 [1W0 1I1] 1F2         1I1 is on the path, and waits for 1W0 alone: swap them, or move one of a
-                                               busy row of ops to its front or its end
+    rank 1 | 1F0 1F1 1I0 [1W0 1I1] 1F2         1I1 is on the critical path and waits for 1W0 alone: swap them, or move
+                                               an op of such a block to its front or its end
 
 The same seed gives the same order.
 """
@@ -16,247 +16,300 @@ from itertools import accumulate
 from random import Random
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from fpipe.finding.play import Played, Value, worth
+from fpipe.finding.play import OrderValue, PlayedTimes, order_value
 from fpipe.finding.tasks import Rows, Tasks
 
 PATTERN = 0.1
-"""How often two tracks change places wherever they follow each other."""
+"""The share of changes that swap two tracks throughout a row."""
 
-_MEMORY = 60
-"""For how many steps a worse order may stay."""
-
-
-# Climb to a better order, one small change after another.
-#
-# A change that makes it no worse stays. With a memory of some steps so does one that is no worse than what stood so
-# many steps ago (late acceptance, Burke and Bykov 2017), so that the climb leaves a dead end.
+ACCEPTANCE_MEMORY = 60
+"""How many steps back the order lies that a change must not be worse than."""
 
 
-class Valued(Protocol):
-    """An order that knows what it is worth, the less the better."""
+# Hill climbing with late acceptance (Burke and Bykov 2017): a change is accepted if it is no worse than the current
+# order, or no worse than the order that was current ACCEPTANCE_MEMORY steps ago. The second rule lets the climb leave a
+# local optimum, and needs no temperature that would have to be tuned to the costs.
+
+
+class HasValue(Protocol):
+    """An order with a value, less is better."""
 
     @property
-    def value(self) -> Value:
-        """Its worth."""
+    def value(self) -> OrderValue:
+        """The makespan and the span, the objective first."""
         ...
 
 
-S = TypeVar("S", bound=Valued)
+S = TypeVar("S", bound=HasValue)
 
 
 class Climb(Generic[S]):
-    """An order that is being improved: where it stands, the best so far, after how many steps, and since which.
+    """A climb with late acceptance: the current order, the best one, the steps taken, and the step that found it.
 
     >>> from typing import NamedTuple
     >>> Point = NamedTuple("Point", [("value", tuple[float, float])])
     >>> climb = Climb(Point((9.0, 0.0)))
-    >>> climb.on(50, lambda point, late: Point((abs(point.value[0] - 2.0), 0.0)), lambda value: value[0] < 1.5)
+    >>> climb.run(50, lambda point, threshold: Point((abs(point.value[0] - 2.0), 0.0)), lambda value: value[0] < 1.5)
     >>> climb.best, climb.steps
     (Point(value=(1.0, 0.0)), 4)
     """
 
     def __init__(self, start: S, memory: int = 1) -> None:
-        self.now = self.best = start
-        self.seen = deque([start.value] * memory)
-        self.steps = self.since = 0
+        self.current = self.best = start
+        self.recent_values = deque([start.value] * memory)
+        self.steps = self.best_step = 0
 
-    def on(self, steps: int, change: Callable[[S, Value], S | None], enough: Callable[[Value], bool]) -> None:
-        """Try so many changes, until the best value is `enough`.
+    def run(
+        self, steps: int, change: Callable[[S, OrderValue], S | None], is_enough: Callable[[OrderValue], bool]
+    ) -> None:
+        """Try up to `steps` changes; stop when the best value `is_enough`.
 
-        The value of a change counts only if it is no more than the one that `change` is given; None is no change.
+        `change` gets the current order and the threshold of acceptance, and returns a new order or None. It may give up
+        on an order above the threshold early: that value is not looked at.
         """
         for _ in range(steps):
-            if enough(self.best.value):
+            if is_enough(self.best.value):
                 break
             self.steps += 1
-            late = max(self.now.value, self.seen[0])
-            found = change(self.now, late)
-            if found is None:
+            threshold = max(self.current.value, self.recent_values[0])
+            changed = change(self.current, threshold)
+            if changed is None:
                 continue
-            if found.value <= late:
-                self.now = found
-                if found.value < self.best.value:
-                    self.best, self.since = found, self.steps
-            self.seen.popleft()
-            self.seen.append(self.now.value)
+            if changed.value <= threshold:
+                self.current = changed
+                if changed.value < self.best.value:
+                    self.best, self.best_step = changed, self.steps
+            self.recent_values.popleft()
+            self.recent_values.append(self.current.value)
 
 
-class _Tried(NamedTuple):
-    """An order, its ops, and when they end."""
+class PlayedOrder(NamedTuple):
+    """An order, its value, the ops of each rank in order, and their times."""
 
-    value: Value
+    value: OrderValue
     rows: Rows
-    flats: list[list[int]]
-    played: Played
+    ops_by_rank: list[list[int]]
+    played: PlayedTimes
 
 
 class Climber:
-    """A climb on the orders of some tasks, from one that keeps to the caps: what each rank may hold of residuals."""
+    """A climb on the orders of some tasks, under a cap of residuals on each rank that the first order keeps."""
 
     def __init__(self, tasks: Tasks, rows: Rows, caps: Sequence[float], objective: str, seed: int) -> None:
         self.tasks, self.caps, self.objective, self.random = tasks, caps, objective, Random(seed)
-        flats = [tasks.flat(row) for row in rows]
-        played = tasks.play(flats)
-        self.climb = Climb(_Tried(worth(played, objective), rows, flats, played), _MEMORY)
+        ops_by_rank = [tasks.ops_of_row(row) for row in rows]
+        played = tasks.play(ops_by_rank)
+        self.climb = Climb(PlayedOrder(order_value(played, objective), rows, ops_by_rank, played), ACCEPTANCE_MEMORY)
         self.recomputes = any(len(steps[0]) > 1 for steps in tasks.tracks)
         self.takes = [max(tasks.takes[op] for op in steps[0]) for steps in tasks.tracks]
         self.drops = [sum(tasks.drops[op] for op in steps[0]) for steps in tasks.tracks]
-        self._look(self.climb.now)
+        self._find_blocks(self.climb.current)
 
-    def on(self, steps: int, floor: float) -> None:
-        """Try so many changes, or until nothing is left to gain."""
-        self.climb.on(steps, self._changed, lambda value: value[0] <= floor)
+    def run(self, steps: int, floor: float) -> None:
+        """Try up to `steps` changes, or until the order reaches `floor`, which no order goes below."""
+        self.climb.run(steps, self._changed_order, lambda value: value[0] <= floor)
 
-    def _changed(self, now: _Tried, late: Value) -> _Tried | None:
-        """The order with one change, played as far as it may be no worse than `late`."""
-        if now is not self.looked:
-            self._look(now)
-        change = self._change(now.rows)
-        row = change and self._fitting(*change)
+    def _changed_order(self, order: PlayedOrder, threshold: OrderValue) -> PlayedOrder | None:
+        """Return the order with one change, or None; its play stops where it gets worse than `threshold`."""
+        if order is not self.inspected:
+            self._find_blocks(order)
+        change = self._propose_change(order.rows)
+        row = change and self._make_room(*change)
         if change is None or row is None:
             return None
-        rank, flat = change[0], self.tasks.flat(row)
-        if flat == now.flats[rank]:
+        rank, rank_ops = change[0], self.tasks.ops_of_row(row)
+        if rank_ops == order.ops_by_rank[rank]:
             return None
-        flats, rows = now.flats[:], now.rows[:]
-        flats[rank], rows[rank] = flat, row
-        limit = late[0] * (1 + 1e-12) if self.objective == "makespan" else math.inf
-        played = self.tasks.play(flats, limit, now.played.ends, self._done(rank, now.flats[rank], flat))
-        return _Tried(worth(played, self.objective), rows, flats, played)
+        ops_by_rank, rows = order.ops_by_rank[:], order.rows[:]
+        ops_by_rank[rank], rows[rank] = rank_ops, row
+        limit = threshold[0] * (1 + 1e-12) if self.objective == "makespan" else math.inf
+        played = self.tasks.play(
+            ops_by_rank, limit, order.played.ends, self._count_unchanged(rank, order.ops_by_rank[rank], rank_ops)
+        )
+        return PlayedOrder(order_value(played, self.objective), rows, ops_by_rank, played)
 
-    def _done(self, rank: int, before: list[int], after: list[int]) -> list[int]:
-        """How many ops of each rank end as before, where one row has changed."""
-        same = next(at for at, (one, other) in enumerate(zip(before, after, strict=True)) if one != other)
-        ends, seconds = self.looked.played.ends, self.tasks.seconds
-        since = ends[before[same - 1]] if same else 0.0
-        if self.tasks.beside:  # an exchange starts no earlier than the work before it
-            last = next((before[at] for at in reversed(range(same)) if not self.tasks.beside[before[at]]), -1)
-            since = ends[last] - seconds[last] if last >= 0 else 0.0
-        found = [bisect_left(begun, since) for begun in self.begun]
-        found[rank] = min(found[rank], same)
-        return found
+    def _count_unchanged(self, rank: int, old_ops: list[int], new_ops: list[int]) -> list[int]:
+        """Return how many ops of each rank keep their ends when one row changes.
 
-    def _fitting(self, rank: int, row: list[int]) -> list[int] | None:
-        """The row, in which what finds no room waits for the next op that makes some; None where that is no help."""
+        Nothing that starts before the earliest time of a change can notice it. Starts ascend along a row, so a
+        bisection finds the first op of each rank that starts later.
+        """
+        changed_slot = next(
+            slot for slot, (old_op, new_op) in enumerate(zip(old_ops, new_ops, strict=True)) if old_op != new_op
+        )
+        ends, seconds = self.inspected.played.ends, self.tasks.seconds
+        earliest_change = ends[old_ops[changed_slot - 1]] if changed_slot else 0.0
+        # An exchange starts no earlier than the op above it on the main lane does, which may be before that op ends.
+        if self.tasks.on_exchange_lane:
+            op_above = next(
+                (
+                    old_ops[slot]
+                    for slot in reversed(range(changed_slot))
+                    if not self.tasks.on_exchange_lane[old_ops[slot]]
+                ),
+                -1,
+            )
+            earliest_change = ends[op_above] - seconds[op_above] if op_above >= 0 else 0.0
+        known_counts = [bisect_left(starts, earliest_change) for starts in self.starts_by_rank]
+        known_counts[rank] = min(known_counts[rank], changed_slot)
+        return known_counts
+
+    def _make_room(self, rank: int, row: list[int]) -> list[int] | None:
+        """Repair a row that exceeds the cap: move an op without room behind the next op that frees some."""
         cap, takes, drops = self.caps[rank], self.takes, self.drops
         for _ in range(4):
-            now, full = 0.0, -1
-            for at, track in enumerate(row):
-                now += takes[track]
-                if now > cap:
-                    full = at
+            amount, full_slot = 0.0, -1
+            for slot, track in enumerate(row):
+                amount += takes[track]
+                if amount > cap:
+                    full_slot = slot
                     break
-                now -= drops[track]
-            if full < 0:
+                amount -= drops[track]
+            if full_slot < 0:
                 return row
-            after = next((place for place in range(full + 1, len(row)) if drops[row[place]] > takes[row[place]]), None)
-            if after is None:
+            freeing_slot = next(
+                (
+                    later_slot
+                    for later_slot in range(full_slot + 1, len(row))
+                    if drops[row[later_slot]] > takes[row[later_slot]]
+                ),
+                None,
+            )
+            if freeing_slot is None:
                 return None
-            row = [*row[:full], *row[full + 1 : after + 1], row[full], *row[after + 1 :]]
+            row = [*row[:full_slot], *row[full_slot + 1 : freeing_slot + 1], row[full_slot], *row[freeing_slot + 1 :]]
         return None
 
-    def _change(self, rows: Rows) -> tuple[int, list[int]] | None:
-        """A rank and its row with one step elsewhere."""
+    def _propose_change(self, rows: Rows) -> tuple[int, list[int]] | None:
+        """Return a rank and its row with one step moved, or None if the change would be none."""
         random = self.random
+        # Most changes move a step of a block on the critical path, to the neighbour or an end of the block. The others
+        # move any step of any rank by up to four slots.
         kind = random.random()
         if kind < PATTERN:
-            return self._everywhere(rows)
+            return self._swap_throughout(rows)
         if self.blocks and kind < 0.8:
-            rank, first, last = random.choice(self.blocks)
+            rank, block_start, block_end = random.choice(self.blocks)
             row = rows[rank]
-            take = random.randint(first, last)
+            source_slot = random.randint(block_start, block_end)
             chance = random.random()
             if chance < 0.4:
-                put = take + random.choice((-1, 1))
+                target = source_slot + random.choice((-1, 1))
             elif chance < 0.6:
-                put = first
+                target = block_start
             elif chance < 0.8:
-                put = last
+                target = block_end
             else:
-                put = random.randint(first, last)
+                target = random.randint(block_start, block_end)
         else:
             rank = random.randrange(len(rows))
             row = rows[rank]
-            take = random.randrange(len(row))
-            put = take + random.choice((-4, -3, -2, -1, 1, 2, 3, 4))
-        if not 0 <= put < len(row):
+            source_slot = random.randrange(len(row))
+            target = source_slot + random.choice((-4, -3, -2, -1, 1, 2, 3, 4))
+        if not 0 <= target < len(row):
             return None
-        if {*row[min(take, put) : max(take, put) + 1]} == {row[take]}:
+        if {*row[min(source_slot, target) : max(source_slot, target) + 1]} == {row[source_slot]}:
             return None
-        made = row[:]
-        made.insert(put, made.pop(take))
-        return rank, made
+        changed_row = row[:]
+        changed_row.insert(target, changed_row.pop(source_slot))
+        return rank, changed_row
 
-    def _everywhere(self, rows: Rows) -> tuple[int, list[int]] | None:
-        """Two tracks that follow each other change places wherever they do, in a part of a row: a steady state changes
-        all at once."""
+    def _swap_throughout(self, rows: Rows) -> tuple[int, list[int]] | None:
+        """Swap two neighbouring tracks wherever they are neighbours in a part of a row.
+
+        A steady state repeats its pattern for every microbatch, so it has to change everywhere at once.
+        """
         random = self.random
         rank = random.randrange(len(rows))
         row = rows[rank][:]
-        one = random.randrange(len(row) - 1) if len(row) > 1 else 0
-        pair = row[one : one + 2]
+        first_slot = random.randrange(len(row) - 1) if len(row) > 1 else 0
+        pair = row[first_slot : first_slot + 2]
         if len({*pair}) < 2:
             return None
-        at, last = (0, len(row) - 1) if random.random() < 0.3 else sorted((one, random.randrange(len(row))))
-        while at < last:
-            if row[at : at + 2] == pair:
-                row[at : at + 2] = pair[1], pair[0]
-                at += 1
-            at += 1
+        slot, last_slot = (
+            (0, len(row) - 1) if random.random() < 0.3 else sorted((first_slot, random.randrange(len(row))))
+        )
+        while slot < last_slot:
+            if row[slot : slot + 2] == pair:
+                row[slot : slot + 2] = pair[1], pair[0]
+                slot += 1
+            slot += 1
         return rank, row
 
-    def _look(self, order: _Tried) -> None:
-        """Find the rows of ops on the path, each of which waits for nothing but the one before on its rank."""
-        tasks, ends, flats = self.tasks, order.played.ends, order.flats
+    def _find_blocks(self, order: PlayedOrder) -> None:
+        """Find the blocks of the critical path: runs of ops of one rank, each waiting only for the one before.
+
+        As in job-shop scheduling, no change makes an order shorter that leaves the blocks of a critical path as they
+        are. So walk the path back from the last op, and note each run of at least two ops.
+        """
+        tasks, ends, ops_by_rank = self.tasks, order.played.ends, order.ops_by_rank
         seconds, needs = tasks.seconds, tasks.needs
-        self.looked = order
-        self.begun = [[ends[op] - seconds[op] for op in flat] for flat in flats]
-        if tasks.beside:
-            self.begun = [[*accumulate(row, max)] for row in self.begun]
-        work = [tasks.work_of(flat) for flat in flats]
-        lasts = [ends[flat[own[-1]]] for flat, own in zip(flats, work, strict=True)]
+        self.inspected = order
+        self.starts_by_rank = [[ends[op] - seconds[op] for op in rank_ops] for rank_ops in ops_by_rank]
+        # The starts of two lanes interleave; a running maximum makes them ascend, as the bisection needs.
+        if tasks.on_exchange_lane:
+            self.starts_by_rank = [[*accumulate(row, max)] for row in self.starts_by_rank]
+        # 1) The rank whose last op ends last, or whose span is longest.
+        main_lane_by_rank = [tasks.main_lane_places(rank_ops) for rank_ops in ops_by_rank]
+        rank_ends = [
+            ends[rank_ops[main_lane_slots[-1]]]
+            for rank_ops, main_lane_slots in zip(ops_by_rank, main_lane_by_rank, strict=True)
+        ]
         if self.objective == "makespan":
-            rank = lasts.index(max(lasts))
+            rank = rank_ends.index(max(rank_ends))
         else:
-            firsts = [flat[own[0]] for flat, own in zip(flats, work, strict=True)]
-            spans = [last - ends[first] + seconds[first] for last, first in zip(lasts, firsts, strict=True)]
+            first_ops = [
+                rank_ops[main_lane_slots[0]]
+                for rank_ops, main_lane_slots in zip(ops_by_rank, main_lane_by_rank, strict=True)
+            ]
+            spans = [
+                end - ends[first_op] + seconds[first_op] for end, first_op in zip(rank_ends, first_ops, strict=True)
+            ]
             rank = spans.index(max(spans))
+        # 2) Walk back. While the op waits for its rank, it is in the block of the op above. Else the block is closed,
+        #    and the path goes on at the writer that arrives last. `latest_end` allows for rounding.
         self.blocks: list[tuple[int, int, int]] = []
-        flat, at = flats[rank], work[rank][-1]
-        end_of_block = at
+        rank_ops, slot = ops_by_rank[rank], main_lane_by_rank[rank][-1]
+        end_of_block = slot
         while True:
-            op = flat[at]
+            op = rank_ops[slot]
             start = ends[op] - seconds[op]
-            close = start - 1e-9 * (start + 1)
-            before = self._before(flat, at, close)
-            if before >= 0:
-                at = before
+            latest_end = start - 1e-9 * (start + 1)
+            slot_above = self._slot_awaited(rank_ops, slot, latest_end)
+            if slot_above >= 0:
+                slot = slot_above
                 continue
-            if end_of_block > at:
-                first, last = at, end_of_block
+            if end_of_block > slot:
+                block_start, block_end = slot, end_of_block
+                # Blocks are in slots of rows. An R shares the slot of its reader, so ops and slots then differ.
                 if self.recomputes:
-                    place = [turn for turn, track in enumerate(order.rows[rank]) for _ in tasks.tracks[track][0]]
-                    first, last = place[at], place[end_of_block]
-                if last > first:
-                    self.blocks.append((rank, first, last))
-            source = next((one for one, way in needs[op] if ends[one] + way >= close), -1)
+                    slot_by_op_slot = [
+                        row_slot for row_slot, track in enumerate(order.rows[rank]) for _ in tasks.tracks[track][0]
+                    ]
+                    block_start, block_end = slot_by_op_slot[slot], slot_by_op_slot[end_of_block]
+                if block_end > block_start:
+                    self.blocks.append((rank, block_start, block_end))
+            source = next((source_op for source_op, delay in needs[op] if ends[source_op] + delay >= latest_end), -1)
             if source < 0:
                 return
             rank = tasks.ops[source].rank
-            flat = flats[rank]
-            at = end_of_block = flat.index(source)
+            rank_ops = ops_by_rank[rank]
+            slot = end_of_block = rank_ops.index(source)
 
-    def _before(self, flat: Sequence[int], at: int, close: float) -> int:
-        """The place in a row of the op for whose end, or whose start on another lane, the one at `at` waits; or -1."""
-        beside, ends, seconds = self.tasks.beside, self.looked.played.ends, self.tasks.seconds
-        if not beside:
-            return at - 1 if at and ends[flat[at - 1]] >= close else -1
-        own = beside[flat[at]]
-        for place in reversed(range(at)):
-            op = flat[place]
-            if beside[op] == own:
-                if ends[op] >= close and (not own or seconds[op]):
-                    return place
-            elif own and ends[op] - seconds[op] >= close:
-                return place
+    def _slot_awaited(self, rank_ops: Sequence[int], slot: int, latest_end: float) -> int:
+        """Return the slot of the op that the one at `slot` waits for on its own rank, or -1.
+
+        That is the end of the op above on its lane. An exchange also waits for the start of the main-lane op above.
+        """
+        on_exchange_lane, ends, seconds = self.tasks.on_exchange_lane, self.inspected.played.ends, self.tasks.seconds
+        if not on_exchange_lane:
+            return slot - 1 if slot and ends[rank_ops[slot - 1]] >= latest_end else -1
+        is_exchange = on_exchange_lane[rank_ops[slot]]
+        for slot_above in reversed(range(slot)):
+            op = rank_ops[slot_above]
+            if on_exchange_lane[op] == is_exchange:
+                if ends[op] >= latest_end and (not is_exchange or seconds[op]):
+                    return slot_above
+            elif is_exchange and ends[op] - seconds[op] >= latest_end:
+                return slot_above
         return -1

@@ -1,11 +1,11 @@
-"""Result of a search: the schedule, how long it takes, how good any can be, and what it beat."""
+"""The result of a search: the schedule, its times, a lower bound, and the named schedules it was compared with."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fpipe.finding.kept import Kept
+from fpipe.finding.schedule_table import ScheduleTable
 from fpipe.program import HtmlRepr, Program
 from fpipe.timing.timeline import Timeline
 
@@ -15,10 +15,10 @@ class NamedRow:
     """A named schedule under the same costs.
 
     Attributes:
-        name: what it is called, with its options.
+        name: its name, with options.
         makespan, span: in seconds.
         peak: the most that a rank holds, in the unit of `Timeline.peak`.
-        fits: whether it keeps to the cap and to what else was asked for.
+        fits: whether it keeps the cap and the other conditions of the search.
     """
 
     name: str
@@ -35,14 +35,14 @@ class Found(HtmlRepr):
     Attributes:
         schedule: a transform, kept as a table: `fpipe.chain(fpipe.split(m), found.schedule, fpipe.merge())`.
         program: the program that was searched for, in this schedule.
-        timeline: when everything happens.
-        objective: what was made short, "makespan" or "span".
+        timeline: start and end of each op.
+        objective: what was minimized, "makespan" or "span".
         bound: seconds that no order of these ops on these ranks goes below, under the cap: by the solver's proof, or by
             `fpipe.bounds`.
         gap: how far above the bound it is, as a share of it: 0 is optimal.
         beat: the best named schedule that fits, and its seconds; None where none does.
         named: all named schedules that serve the sizes, the best first.
-        complete: whether the search came to its end; False after Ctrl-C.
+        complete: whether the search ran to its end; False after Ctrl-C.
         gather: the best policy of gathering parameters, of those that were asked for; `program` and `timeline` have it,
             and a chain has `fpipe.shard(gather=found.gather)` behind `merge`.
 
@@ -52,7 +52,7 @@ class Found(HtmlRepr):
     (21.0, 21.0, ('zb_h2', 21.0))
     """
 
-    schedule: Kept
+    schedule: ScheduleTable
     program: Program = field(compare=False)
     timeline: Timeline = field(compare=False)
     objective: str
@@ -68,7 +68,7 @@ class Found(HtmlRepr):
 
     @property
     def gap(self) -> float:
-        """How far above the bound it is, as a share of it."""
+        """How far the value is above the bound, as a share of the bound."""
         return max(0.0, self.value / self.bound - 1) if self.bound else 0.0
 
     @property
@@ -78,7 +78,7 @@ class Found(HtmlRepr):
 
     @property
     def pictured(self) -> Mapping[str, Timeline]:
-        """Its timeline."""
+        """The timeline, under the name of its picture."""
         return {"found": self.timeline}
 
     def __str__(self) -> str:

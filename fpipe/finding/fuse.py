@@ -1,4 +1,4 @@
-"""Leave a backward whole where cutting it in two gains nothing.
+"""Restore full backwards where splitting them gains nothing.
 
 1I0 1W0 1F1 1I1        --> fused() -->        1B0 1F1 1I1            if it takes no longer
 """
@@ -9,18 +9,25 @@ from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
 
-from fpipe.finding.hunt import Candidate
+from fpipe.finding.local_search import Candidate
 from fpipe.program import Program, ProgramError, kind_of
 from fpipe.transforms.cells import Key
-from fpipe.transforms.reorder import by_table
+from fpipe.transforms.reorder import apply_table
 
-TRIED = 24
-"""Programs that are made at most; each takes as long as to simulate one."""
+MAX_PROGRAMS = 24
+"""The most programs to build and simulate."""
 
 
-def fused(base: Program, best: Candidate, judged: Callable[[Program], Candidate | None]) -> Candidate:
-    """The best with full backwards, as `base` has them, wherever an I stands just before its W and that is judged as
-    good."""
+def fuse_backwards(base: Program, best: Candidate, judge: Callable[[Program], Candidate | None]) -> Candidate:
+    """Return the best candidate with a full backward for each I that stands just before its W, where that is as good.
+
+    Args:
+        base: the program with its full backwards.
+        best: a candidate whose backwards are split.
+        judge: simulates a program; None if it is worse or does not fit.
+    """
+    # Bisection: try all pairs at once, and halve what is rejected: a few programs can settle hundreds of
+    # pairs. MAX_PROGRAMS bounds the time.
     rows: list[list[Key]] = [[] for _ in range(best.program.ranks)]
     for op in best.program.ops:
         if op.parts:
@@ -28,40 +35,46 @@ def fused(base: Program, best: Candidate, judged: Callable[[Program], Candidate 
         if kind_of(op.kind).place == "table":
             rows[op.rank].append(op[:4])
     pairs = [
-        (rank, one[1:])
+        (rank, key[1:])
         for rank, row in enumerate(rows)
-        for one, other in pairwise(row)
-        if one[0] == "I" and other == ("W", *one[1:])
+        for key, next_key in pairwise(row)
+        if key[0] == "I" and next_key == ("W", *key[1:])
     ]
-    whole = {op[1:4] for op in base.ops if op.kind == "B"}
-    pairs = [pair for pair in pairs if pair[1] in whole]
-    kept: set[tuple[int, tuple[int | None, ...]]] = set()
+    full_backwards = {op[1:4] for op in base.ops if op.kind == "B"}
+    pairs = [pair for pair in pairs if pair[1] in full_backwards]
+    fused_pairs: set[tuple[int, tuple[int | None, ...]]] = set()
     tried = 0
-    parts = [pairs] if pairs else []
-    while parts and tried < TRIED:
-        part = parts.pop()
+    worklist = [pairs] if pairs else []
+    while worklist and tried < MAX_PROGRAMS:
+        pairs_tried = worklist.pop()
         tried += 1
-        made = _with(base, rows, kept | {*part})
-        found = made and judged(made)
-        if found is not None:
-            kept |= {*part}
-            best = found
-        elif len(part) > 1:
-            parts += [part[: len(part) // 2], part[len(part) // 2 :]]
+        program = with_full_backwards(base, rows, fused_pairs | {*pairs_tried})
+        candidate = program and judge(program)
+        if candidate is not None:
+            fused_pairs |= {*pairs_tried}
+            best = candidate
+        elif len(pairs_tried) > 1:
+            worklist += [pairs_tried[: len(pairs_tried) // 2], pairs_tried[len(pairs_tried) // 2 :]]
     return best
 
 
-def _with(base: Program, rows: list[list[Key]], whole: set[tuple[int, tuple[int | None, ...]]]) -> Program | None:
-    made: list[list[Key]] = []
-    where: defaultdict[int, set[int]] = defaultdict(set)
+def with_full_backwards(
+    base: Program, rows: list[list[Key]], fused_pairs: set[tuple[int, tuple[int | None, ...]]]
+) -> Program | None:
+    """Return the program with B in place of I and W for these (rank, cell) pairs, or None if that deadlocks."""
+    fused_rows: list[list[Key]] = []
+    ranks_by_stage: defaultdict[int, set[int]] = defaultdict(set)
     for rank, row in enumerate(rows):
-        kept = [key for key in row if key[0] != "W" or (rank, key[1:]) not in whole]
-        made.append([("B", *key[1:]) if key[0] == "I" and (rank, key[1:]) in whole else key for key in kept])
-        for key in kept:
-            where[key[1] or 0].add(rank)
-    replicas = any(len(ranks) > 1 for ranks in where.values())
-    homes = {stage: sorted(ranks) for stage, ranks in where.items()} if replicas else None
+        kept_keys = [key for key in row if key[0] != "W" or (rank, key[1:]) not in fused_pairs]
+        fused_rows.append(
+            [("B", *key[1:]) if key[0] == "I" and (rank, key[1:]) in fused_pairs else key for key in kept_keys]
+        )
+        for key in kept_keys:
+            ranks_by_stage[key[1] or 0].add(rank)
+    is_replicated = any(len(ranks) > 1 for ranks in ranks_by_stage.values())
+    homes = {stage: sorted(ranks) for stage, ranks in ranks_by_stage.items()} if is_replicated else None
     try:
-        return by_table(base, made, move=True, homes=homes)
-    except ProgramError:  # what waits for the I alone would now wait for ever
+        return apply_table(base, fused_rows, move=True, homes=homes)
+    except ProgramError:
+        # An op between I and W on another rank needs the I, and W needs that op: B cannot stand for both.
         return None

@@ -1,4 +1,4 @@
-"""Choose when parameters that replicas share out are gathered, for an order that is searched for.
+"""Choose when sharded parameters are gathered, and search under a cap that leaves room for them.
 
 found under 4 GiB, "step": 5 GiB, "use": 4.5 GiB        --> searched again under 3.5 GiB -->        "use": 4 GiB
 """
@@ -11,49 +11,54 @@ from dataclasses import replace
 from typing import Any
 
 from fpipe.finding.found import Found
-from fpipe.finding.wanted import Wanted
+from fpipe.finding.problem import SearchProblem
 from fpipe.program import ProgramError
-from fpipe.timing.amounts import exact_amount
+from fpipe.timing.amounts import format_exact_amount
 from fpipe.timing.simulate import simulate
 from fpipe.transforms.shard import shard
 
-_TRIES = 4
-"""Searches for one policy, each under a smaller cap."""
+MAX_CAPS = 4
+"""The most searches for one policy, each under a smaller cap."""
 
 
-def gathered(search: Callable[[float], Found], policies: Sequence[Any], wanted: Wanted) -> Found:
-    """The best of what a search finds and each policy then makes of it. Where that holds too much, the search goes on
-    under a cap that is smaller by as much.
+def search_with_gathers(search: Callable[[float], Found], policies: Sequence[Any], problem: SearchProblem) -> Found:
+    """Return the best result of a search with one of the policies of gathering parameters.
+
+    Gathered parameters count under the cap, but the search does not know them. If they exceed it, the search is
+    repeated under a cap that is smaller by the excess.
 
     Raises:
         ProgramError: nothing fits.
     """
-    known: dict[float, Found] = {}
-    made: list[Found] = []
-    least = math.inf
+    found_by_cap: dict[float, Found] = {}
+    results: list[Found] = []
+    smallest_peak = math.inf
     for policy in policies:
-        cap = wanted.cap
-        for _ in range(_TRIES):
+        cap = problem.cap
+        for _ in range(MAX_CAPS):
             try:
-                found = known[cap] if cap in known else known.setdefault(cap, search(cap))
+                result = found_by_cap[cap] if cap in found_by_cap else found_by_cap.setdefault(cap, search(cap))
             except ProgramError:
-                if not known:  # it does not fit even without what is gathered
+                # If the first search fails, the program does not fit even without gathered parameters.
+                if not found_by_cap:
                     raise
                 break
-            program = shard(gather=policy)(found.program)
-            timeline = simulate(program, wanted.costs)
-            most = max(timeline.peak)
-            if most <= wanted.cap * (1 + 1e-9):
-                made.append(replace(found, program=program, timeline=timeline, gather=policy))
+            program = shard(gather=policy)(result.program)
+            timeline = simulate(program, problem.costs)
+            peak = max(timeline.peak)
+            if peak <= problem.cap * (1 + 1e-9):
+                results.append(replace(result, program=program, timeline=timeline, gather=policy))
                 break
-            least = min(least, most)
-            cap = max(found.timeline.peak) - (most - wanted.cap)
+            smallest_peak = min(smallest_peak, peak)
+            cap = max(result.timeline.peak) - (peak - problem.cap)
             if cap <= 0:
                 break
-    if not made:
-        cap, least = (exact_amount(one, wanted.costs.bytes is not None) for one in (wanted.cap, least))
-        raise ProgramError(
-            f"nothing fits memory_cap={cap} with what is gathered: the least that was found is {least}. "
-            'fpipe.shard(gather="use", lead=0) behind the order of a search without shard= holds the least.'
+    if not results:
+        cap, smallest_peak = (
+            format_exact_amount(amount, problem.costs.bytes is not None) for amount in (problem.cap, smallest_peak)
         )
-    return min(made, key=lambda one: wanted.value(one.timeline))
+        raise ProgramError(
+            f"nothing fits memory_cap={cap} with what is gathered: the least that was found is {smallest_peak}. "
+            'fpipe.shard(gather="use", lead=0) holds less.'
+        )
+    return min(results, key=lambda amount: problem.value(amount.timeline))

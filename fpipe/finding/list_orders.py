@@ -1,7 +1,8 @@
-"""First orders of tasks, by list scheduling: whenever a rank is free, the ready op that some rule likes best runs.
+"""First orders of a search, by list scheduling: whenever a rank is free, it runs the ready op with the best priority.
 
-A rule weighs kind, stage and microbatch. A forward runs only where there is room for it and for all that the oldest
-microbatch which has begun on the rank will still hold there, or for all that every one will: then no order jams.
+A rule computes the priority from kind, stage and microbatch. Under a cap, greed deadlocks: forwards
+fill the memory, and the backwards that would free it need a forward that has no room. So a forward runs only if there
+is room left for what the microbatches that have begun on the rank will still add, or the oldest of them.
 """
 
 from __future__ import annotations
@@ -17,17 +18,22 @@ from fpipe.schedules.list_scheduler import NOTHING, Scheduled, TaskGraph, list_s
 
 
 class Rule(NamedTuple):
-    """A priority: the step with the smallest sum runs first, by its kind (F, B or I, W), for each stage that its
-    microbatch has come through, and for each microbatch before it."""
+    """Weights of a priority; the ready step with the smallest sum runs first.
+
+    Args:
+        kinds: added for an F; a B or I; a W.
+        stage: added for each stage that the microbatch has passed, forward and backward.
+        microbatch: added for each microbatch before this one.
+    """
 
     kinds: tuple[float, float, float]
     stage: float
     microbatch: float
 
 
-ALL, OLDEST, ENTRY = "all", "oldest", "entry"
-"""The residuals for which a forward leaves room on its rank: the rest of all microbatches that have begun there, the
-rest of the oldest of them, or all of the oldest and what those hold that entered after it."""
+ROOM_FOR_ALL, ROOM_FOR_OLDEST, ROOM_FROM_ENTRY = "all", "oldest", "entry"
+"""What a forward leaves room for: the missing residuals of all microbatches that have begun on the rank; those of the
+oldest one; or all of the oldest one and what those hold that entered after it."""
 
 RULES = (
     Rule((1, 0, 100), 0, 0.01),
@@ -43,7 +49,7 @@ PACED_RULES = (*RULES, Rule((0, 0.5, 100), 0.17, 1), Rule((0, 0, 0.5), 0.17, 1))
 
 
 def rules(seed: int) -> Iterator[Rule]:
-    """The usual ones, then random ones."""
+    """Yield the fixed rules, then random ones."""
     yield from RULES
     random = Random(seed)
     while True:
@@ -52,129 +58,170 @@ def rules(seed: int) -> Iterator[Rule]:
 
 
 class ListOrders:
-    """Orders of tasks by rules."""
+    """A list scheduler of tasks under caps. It schedules steps: an op with its R, if it has one."""
 
     def __init__(self, tasks: Tasks, caps: Sequence[float]) -> None:
         self.tasks, self.caps = tasks, caps
         self.steps = [(track, step) for track, steps in enumerate(tasks.tracks) for step in steps]
-        number = {op: at for at, (_, step) in enumerate(self.steps) for op in step}
-        last = [tasks.ops[step[-1]] for _, step in self.steps]
-        self.rank = [op.rank for op in last]
-        self.microbatch = [op.microbatch or 0 for op in last]
-        self.kind = [0 if op.kind == "F" else 2 if op.kind == "W" else 1 for op in last]
-        self.depth = [(op.stage or 0) if op.kind == "F" else 2 * tasks.program.stages - (op.stage or 0) for op in last]
+        step_by_op = {op: step_index for step_index, (_, step) in enumerate(self.steps) for op in step}
+        last_ops = [tasks.ops[step[-1]] for _, step in self.steps]
+        self.rank = [op.rank for op in last_ops]
+        self.microbatch = [op.microbatch or 0 for op in last_ops]
+        self.kind = [0 if op.kind == "F" else 2 if op.kind == "W" else 1 for op in last_ops]
+        self.depth = [
+            (op.stage or 0) if op.kind == "F" else 2 * tasks.program.stages - (op.stage or 0) for op in last_ops
+        ]
         self.takes = [sum(tasks.takes[op] for op in step) for _, step in self.steps]
         self.drops = [sum(tasks.drops[op] for op in step) for _, step in self.steps]
         needs: list[dict[int, float]] = []
-        beside = tasks.beside or [False for _ in tasks.ops]
-        took = [one if away else 0.0 for one, away in zip(tasks.seconds, beside, strict=True)]  # not of its rank's time
-        self.first = [beside[step[-1]] for _, step in self.steps]
-        for at, (_, step) in enumerate(self.steps):
-            each = [
-                (number[source], way + took[source]) for op in step for source, way in tasks.needs[op] if source >= 0
-            ]
-            needs.append({source: way for source, way in sorted(each, key=lambda one: one[1]) if source != at})
-        for steps in tasks.tracks:  # the ops of a track keep their turn
-            for before, after in pairwise(number[step[0]] for step in steps):
-                needs[after].setdefault(before, 0.0)
-        seconds = [sum(tasks.seconds[op] - took[op] for op in step) for _, step in self.steps]
-        self.graph = TaskGraph.of(tasks.ranks, self.rank, seconds, needs)
-        self.whole = [sum(self._per_microbatch(rank)) for rank in range(tasks.ranks)]
-
-    def _per_microbatch(self, rank: int) -> list[float]:
-        """The residuals of the first microbatch that a rank takes."""
-        own = [at for at, one in enumerate(self.rank) if one == rank and self.takes[at]]
-        first = min((self.microbatch[at] for at in own), default=0)
-        return [self.takes[at] for at in own if self.microbatch[at] == first]
-
-    def order(self, rule: Rule, leaves_room: str = ALL, ahead: float = math.inf) -> Rows | None:
-        """Return the order by a rule, or None where it jams.
-
-        Microbatches enter at the pace of the busiest rank, at most so many `ahead`: those that enter as early as they
-        can hold room that others need. `leaves_room` is `ALL`, `OLDEST` or `ENTRY`; with the last an order that is not
-        paced mostly jams.
-        """
-        pace = max(self.tasks.work) / self.tasks.program.microbatches
-        enters = [max(0.0, pace * (microbatch - ahead)) for microbatch in self.microbatch]
-        key = [
-            -math.inf if first else rule.kinds[kind] + rule.stage * depth + rule.microbatch * microbatch
-            for first, kind, depth, microbatch in zip(self.first, self.kind, self.depth, self.microbatch, strict=True)
+        on_exchange_lane = tasks.on_exchange_lane or [False for _ in tasks.ops]
+        # `list_schedule` knows one lane a rank. So an exchange takes no time there, runs as soon as it is ready, and
+        # its seconds are added to the delay of whoever reads it.
+        exchange_seconds = [
+            seconds if is_exchange else 0.0
+            for seconds, is_exchange in zip(tasks.seconds, on_exchange_lane, strict=True)
         ]
-        held = [0.0] * self.tasks.ranks
-        begun: list[dict[int, float]] = [{} for _ in held]  # microbatch -> residuals that it has still to make
-        gone = [0.0] * self.tasks.ranks
+        self.runs_first = [on_exchange_lane[step[-1]] for _, step in self.steps]
+        for step_index, (_, step) in enumerate(self.steps):
+            sources = [
+                (step_by_op[source], delay + exchange_seconds[source])
+                for op in step
+                for source, delay in tasks.needs[op]
+                if source >= 0
+            ]
+            needs.append(
+                {
+                    source: delay
+                    for source, delay in sorted(sources, key=lambda source_and_delay: source_and_delay[1])
+                    if source != step_index
+                }
+            )
+        # The ops of a track run in the order of their microbatches.
+        for steps in tasks.tracks:
+            for earlier_step, later_step in pairwise(step_by_op[step[0]] for step in steps):
+                needs[later_step].setdefault(earlier_step, 0.0)
+        seconds = [sum(tasks.seconds[op] - exchange_seconds[op] for op in step) for _, step in self.steps]
+        self.graph = TaskGraph.of(tasks.ranks, self.rank, seconds, needs)
+        self.residuals_by_rank = [sum(self._takes_of_first_microbatch(rank)) for rank in range(tasks.ranks)]
+
+    def _takes_of_first_microbatch(self, rank: int) -> list[float]:
+        """Return the residuals that each forward of a rank's first microbatch adds."""
+        taking_steps = [
+            step_index for step_index, step_rank in enumerate(self.rank) if step_rank == rank and self.takes[step_index]
+        ]
+        first_microbatch = min((self.microbatch[step_index] for step_index in taking_steps), default=0)
+        return [
+            self.takes[step_index] for step_index in taking_steps if self.microbatch[step_index] == first_microbatch
+        ]
+
+    def order(self, rule: Rule, leaves_room: str = ROOM_FOR_ALL, ahead: float = math.inf) -> Rows | None:
+        """Return the order by a rule, or None if it deadlocks under the caps.
+
+        Args:
+            rule: the priorities.
+            leaves_room: `ROOM_FOR_ALL`, `ROOM_FOR_OLDEST`, or `ROOM_FROM_ENTRY`, which mostly deadlocks without a pace.
+            ahead: microbatches enter at the pace of the busiest rank, and at most so many ahead of it. One that enters
+                as early as it can holds room that others need: with 8 ranks and a tight cap on a V, paced orders began
+                at 59.5 where unpaced ones began at 65.
+        """
+        pace = max(self.tasks.work_by_rank) / self.tasks.program.microbatches
+        entry_times = [max(0.0, pace * (microbatch - ahead)) for microbatch in self.microbatch]
+        priorities = [
+            -math.inf if is_exchange else rule.kinds[kind] + rule.stage * depth + rule.microbatch * microbatch
+            for is_exchange, kind, depth, microbatch in zip(
+                self.runs_first, self.kind, self.depth, self.microbatch, strict=True
+            )
+        ]
+        held_by_rank = [0.0] * self.tasks.ranks
+        # For each rank: microbatch -> residuals that its later forwards on this rank will add.
+        missing_by_rank: list[dict[int, float]] = [{} for _ in held_by_rank]
+        # What the running step of each rank frees at its end, which is when the rank picks again.
+        freed = [0.0] * self.tasks.ranks
 
         def pick(rank: int, time: float, ready: list[int]) -> int:
-            held[rank] -= gone[rank]
-            gone[rank] = 0.0
-            best, left = NOTHING, begun[rank]
-            for at in ready:
-                more, own = self.takes[at], self.microbatch[at]
-                if more and self._needed_room(left, rank, own, more, leaves_room, held[rank]) > self.caps[rank]:
-                    continue
-                if best < 0 or (key[at], at) < (key[best], best):
-                    best = at
+            held_by_rank[rank] -= freed[rank]
+            freed[rank] = 0.0
+            best, missing = NOTHING, missing_by_rank[rank]
+            for step_index in ready:
+                amount, microbatch = self.takes[step_index], self.microbatch[step_index]
+                if amount:
+                    room = self._needed_room(missing, rank, microbatch, amount, leaves_room, held_by_rank[rank])
+                    if room > self.caps[rank]:
+                        continue
+                if best < 0 or (priorities[step_index], step_index) < (priorities[best], best):
+                    best = step_index
             if best >= 0:
-                held[rank] += self.takes[best]
-                gone[rank] = self.drops[best]
+                held_by_rank[rank] += self.takes[best]
+                freed[rank] = self.drops[best]
                 if self.takes[best]:
-                    rest = left.pop(self.microbatch[best], self.whole[rank]) - self.takes[best]
-                    if rest > 1e-9:
-                        left[self.microbatch[best]] = rest
+                    missing_residuals = (
+                        missing.pop(self.microbatch[best], self.residuals_by_rank[rank]) - self.takes[best]
+                    )
+                    if missing_residuals > 1e-9:
+                        missing[self.microbatch[best]] = missing_residuals
             return best
 
-        return self._rows_of(list_schedule(self.graph, pick, enters))
+        return self._rows_of(list_schedule(self.graph, pick, entry_times))
 
     def _needed_room(
-        self, left: dict[int, float], rank: int, microbatch: int, takes: float, leaves_room: str, held: float
+        self,
+        missing: dict[int, float],
+        rank: int,
+        microbatch: int,
+        amount: float,
+        leaves_room: str,
+        held_residuals: float,
     ) -> float:
-        """The residuals that a rank has to have room for if a forward of a microbatch takes so much now.
+        """Return the residuals that a rank needs room for if a forward of a microbatch adds this amount now.
 
-        `left` is, of each microbatch that has begun on the rank, what its other forwards will take.
+        `missing` has, for each microbatch that has begun on the rank, what its other forwards there will add.
         """
-        left = left if microbatch in left else {**left, microbatch: self.whole[rank]}
-        if leaves_room == ALL:
-            return held + sum(left.values())
-        oldest = min(left)
+        missing = missing if microbatch in missing else {**missing, microbatch: self.residuals_by_rank[rank]}
+        if leaves_room == ROOM_FOR_ALL:
+            return held_residuals + sum(missing.values())
+        oldest = min(missing)
         if microbatch == oldest:
-            return held + takes
-        if leaves_room == OLDEST:
-            return held + takes + left[oldest]
-        # Those before the oldest that is not all there need no more room, and leave theirs.
-        younger = sum(self.whole[rank] - rest for index, rest in left.items() if index != oldest)
-        return max(held, younger + self.whole[rank]) + takes
+            return held_residuals + amount
+        if leaves_room == ROOM_FOR_OLDEST:
+            return held_residuals + amount + missing[oldest]
+        # Microbatches before the oldest incomplete one need no more room, and will free theirs.
+        younger = sum(
+            self.residuals_by_rank[rank] - missing_residuals
+            for index, missing_residuals in missing.items()
+            if index != oldest
+        )
+        return max(held_residuals, younger + self.residuals_by_rank[rank]) + amount
 
     def with_weights_in_gaps(self, rows: Rows) -> Rows | None:
-        """The order of the rows with each W where its rank would wait, or has no room for what is next; None where it
-        jams.
+        """Return the order with each W moved to where its rank would wait or needs room; None if that deadlocks.
 
         Forwards and input gradients keep their order. A published order has its W where F = I = W leaves gaps; other
-        costs leave them elsewhere.
+        costs leave gaps elsewhere.
         """
         tasks, caps = self.tasks, self.caps
         is_weight = [tasks.ops[steps[0][-1]].kind == "W" for steps in tasks.tracks]
-        left = [[track for track in reversed(row) if not is_weight[track]] for row in rows]
-        held, gone = [0.0] * tasks.ranks, [0.0] * tasks.ranks
+        remaining_tracks = [[track for track in reversed(row) if not is_weight[track]] for row in rows]
+        held_by_rank, freed = [0.0] * tasks.ranks, [0.0] * tasks.ranks
 
         def pick(rank: int, time: float, ready: list[int]) -> int:
-            held[rank] -= gone[rank]
-            gone[rank] = 0.0
-            following = left[rank][-1] if left[rank] else NOTHING
-            best = next((step for step in ready if self.steps[step][0] == following), NOTHING)
-            if best >= 0 and held[rank] + self.takes[best] <= caps[rank]:
-                left[rank].pop()
+            held_by_rank[rank] -= freed[rank]
+            freed[rank] = 0.0
+            next_track = remaining_tracks[rank][-1] if remaining_tracks[rank] else NOTHING
+            best = next((step for step in ready if self.steps[step][0] == next_track), NOTHING)
+            if best >= 0 and held_by_rank[rank] + self.takes[best] <= caps[rank]:
+                remaining_tracks[rank].pop()
             else:
                 weights = [step for step in ready if is_weight[self.steps[step][0]]]
                 best = min(weights, key=self.microbatch.__getitem__, default=NOTHING)
             if best >= 0:
-                held[rank] += self.takes[best]
-                gone[rank] = self.drops[best]
+                held_by_rank[rank] += self.takes[best]
+                freed[rank] = self.drops[best]
             return best
 
         return self._rows_of(list_schedule(self.graph, pick))
 
-    def _rows_of(self, found: Scheduled) -> Rows | None:
-        """The tracks of a list schedule; None where it jams."""
-        if any(found.stuck) or sum(map(len, found.rows)) < len(self.steps):
+    def _rows_of(self, schedule: Scheduled) -> Rows | None:
+        """Return a list schedule as rows of tracks, or None if it deadlocked."""
+        if any(schedule.stuck) or sum(map(len, schedule.rows)) < len(self.steps):
             return None
-        return [[self.steps[step][0] for step in row] for row in found.rows]
+        return [[self.steps[step][0] for step in row] for row in schedule.rows]

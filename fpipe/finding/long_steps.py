@@ -1,4 +1,4 @@
-"""Search a short step, and repeat its steady state: a step of 1024 microbatches has the order of one of 32."""
+"""Search a short step and repeat its steady state: a step of 1024 microbatches has the order of one of 32."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import replace
 from itertools import count, islice
 from typing import NamedTuple
 
-from fpipe.finding.hunt import Hunt
-from fpipe.finding.named_starts import chooses, schedule_of
-from fpipe.finding.op_facts import made
-from fpipe.finding.play import worth
-from fpipe.finding.pool import Entry
-from fpipe.finding.tasks import Rows, Steady, Tasks, later, steady_states, stretch
-from fpipe.finding.wanted import Wanted
+from fpipe.finding.local_search import LocalSearch
+from fpipe.finding.named_starts import picks_order_by_costs, schedule_of
+from fpipe.finding.op_facts import apply_if_legal
+from fpipe.finding.play import order_value
+from fpipe.finding.pool import Contender
+from fpipe.finding.problem import SearchProblem
+from fpipe.finding.tasks import Rows, SteadyState, Tasks, extrapolate, steady_states, stretch
 from fpipe.model import Source
 from fpipe.program import Program, ProgramError, is_exchange
 from fpipe.timing.simulate import simulate
@@ -25,229 +25,285 @@ from fpipe.transforms._rewrite import chain, identity
 from fpipe.transforms.cells import Key
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.merge import merge
-from fpipe.transforms.reorder import by_table
+from fpipe.transforms.reorder import apply_table
 from fpipe.transforms.split import split
 from fpipe.transforms.split_backward import split_backward
 
-LONG = 4
-"""Microbatches for each rank beyond which a shorter step is searched."""
-LIKELY = 8
-"""Orders of the short step of which it is told what the long step takes, the most promising first."""
-STATES = 2
-"""Steady states of each, the fastest first."""
-NEAR = 4, 8
-"""After how many more microbatches a rank it is told: from then on, each takes as long as the one before."""
-BETWEEN = 4, 6
-"""Microbatches a rank, beside a rest, of the steps from which it is told what a named schedule takes."""
+LONG_STEP = 4
+"""A step with more microbatches for each rank is searched as a shorter one."""
+ORDERS_EXTENDED = 8
+"""How many orders of the short step are extended, the most promising first."""
+STATES_EXTENDED = 2
+"""How many steady states of each order are extended, the fastest first."""
+PROBE_EXTENSIONS = 4, 8
+"""Microbatches a rank by which an order is extended to predict its time in the long step."""
+PROBE_STEPS = 4, 6
+"""Microbatches a rank, besides the remainder, of the two steps that predict a named schedule."""
 
 
-def short_of(program: Program, wanted: Wanted) -> Program | None:
-    """A step of the same stages with 2p to 3p microbatches; None for one that is short, or not the same throughout.
+def short_program(program: Program, problem: SearchProblem) -> Program | None:
+    """Return a step of the same stages with 2p to 3p microbatches; None if the program is short or not uniform.
 
-    Its number of microbatches leaves the same rest when it is divided by p, since groups of p may be what is repeated.
+    Both numbers of microbatches have the same remainder modulo p, since a schedule may repeat groups of p.
     """
-    ranks, count = wanted.ranks, program.microbatches
+    ranks, count = problem.ranks, program.microbatches
     kinds = {op.kind for op in program.ops}
-    if count <= LONG * ranks or program.slices > 1 or wanted.costs.bytes is not None or kinds & {"R", "PAIR"}:
+    if count <= LONG_STEP * ranks or program.slices > 1 or problem.costs.bytes is not None or kinds & {"R", "PAIR"}:
         return None
     if {"B", "I"} <= kinds or any(map(is_exchange, program.ops)):
         return None
     try:
-        return _step_of(program, 2 * ranks + count % ranks)
+        return program_with_microbatches(program, 2 * ranks + count % ranks)
     except ValueError:
         return None
 
 
-def _step_of(program: Program, count: int) -> Program:
-    """A step of the same stages with so many microbatches."""
-    takes: dict[int, list[Source | tuple[int, int]]] = defaultdict(list)
+def program_with_microbatches(program: Program, count: int) -> Program:
+    """Return a step of the same stages with this number of microbatches."""
+    sources_by_stage: dict[int, list[Source | tuple[int, int]]] = defaultdict(list)
     for op in program.ops:
         if op.kind == "F" and op.microbatch == 0 and op.stage is not None:
             for value in op.reads:
                 if value.name == "y" and value.stage is not None:
-                    takes[op.stage].append((value.stage, value.port) if value.port else value.stage)
+                    sources_by_stage[op.stage].append((value.stage, value.port) if value.port else value.stage)
                 elif value.name in ("x", "inputs"):
-                    takes[op.stage].append("batch")
-    inputs = [tuple(takes[stage]) if len(takes[stage]) != 1 else takes[stage][0] for stage in range(program.stages)]
-    halves = split_backward() if any(op.kind == "I" for op in program.ops) else identity()
-    steps = chain(split(count), halves, merge())
+                    sources_by_stage[op.stage].append("batch")
+    inputs = [
+        tuple(sources_by_stage[stage]) if len(sources_by_stage[stage]) != 1 else sources_by_stage[stage][0]
+        for stage in range(program.stages)
+    ]
+    split_halves = split_backward() if any(op.kind == "I" for op in program.ops) else identity()
+    steps = chain(split(count), split_halves, merge())
     return steps(base_program(program.stages, inputs=inputs))  # pyright: ignore[reportArgumentType]
 
 
-def stretched(short: Hunt, long: Hunt) -> None:
-    """Make the most promising of what was found for the short step for the long one, and of the named schedules.
+def extend_to_long_step(short_search: LocalSearch, long_search: LocalSearch) -> None:
+    """Extend the most promising orders of the short step to the long one, and so the named schedules.
 
-    What each would take is told from a few more microbatches, so that it costs the same however long the step is.
+    Building a long program is the slow part. So the time of each in the long step is predicted first, from orders that
+    are a few microbatches longer, which costs the same for every length of the step.
     """
-    wanted = long.wanted
-    more = long.bases[0].microbatches - short.bases[0].microbatches
-    likely = sorted(short.pool, key=lambda entry: entry.value[0] + more * pace(entry.tasks, entry.rows))[:LIKELY]
-    found = [one for entry in likely for one in _of(entry, wanted, more)]
-    for one in sorted(found, key=lambda one: one.value):
-        if long.best is not None and long.best.value[0] <= one.value * (1 + 1e-9):
+    problem = long_search.problem
+    extra_microbatches = long_search.bases[0].microbatches - short_search.bases[0].microbatches
+    promising = sorted(
+        short_search.pool,
+        key=lambda contender: contender.value[0] + extra_microbatches * pace(contender.tasks, contender.rows),
+    )[:ORDERS_EXTENDED]
+    long_orders_found = [
+        long_order for contender in promising for long_order in long_orders(contender, problem, extra_microbatches)
+    ]
+    for long_order in sorted(long_orders_found, key=lambda long_order: long_order.value):
+        if long_search.best is not None and long_search.best.value[0] <= long_order.value * (1 + 1e-9):
             break
-        program = _ordered(long.bases[0], one.entry.tasks, one.rows(more))
+        program = apply_rows(long_search.bases[0], long_order.contender.tasks, long_order.rows(extra_microbatches))
         if program is not None:
-            long.consider(program, simulate(program, wanted.costs))
-    _named(short, long)
+            long_search.consider(program, simulate(program, problem.costs))
+    extend_named_schedules(short_search, long_search)
 
 
-def _named(short: Hunt, long: Hunt) -> None:
-    """Make for the long step each named schedule that may be the best of it, as told from two steps between.
+def extend_named_schedules(short_search: LocalSearch, long_search: LocalSearch) -> None:
+    """Build each named schedule that may be the best of the long step, by a prediction from two shorter steps.
 
-    In both a schedule is in its steady state, with the rest of microbatches that it has in the long one. One that takes
-    the shortest of a few orders may take another there: it is told the least that it may take.
+    In both a schedule is in its steady state, with the same remainder of microbatches as in the long step. A schedule
+    that may take another order there is predicted by a lower bound.
     """
-    wanted, count = long.wanted, long.bases[0].microbatches
-    if count <= 2 * LONG * wanted.ranks:  # no longer than those two together
-        long.names(long.bases[0], improve=False)
+    problem, count = long_search.problem, long_search.bases[0].microbatches
+    # 1) A step no longer than the two shorter ones together: build everything.
+    if count <= 2 * LONG_STEP * problem.ranks:
+        long_search.add_named_schedules(long_search.bases[0], improve=False)
         return
-    sizes = [count % (2 * wanted.ranks) + each * wanted.ranks for each in BETWEEN]
-    hunts = [Hunt([_step_of(short.bases[0], size)], wanted, short.told) for size in sizes]
-    for hunt in hunts:
-        hunt.names(hunt.bases[0], improve=False)
-    first, second = (hunt.named for hunt in hunts)
-    more = (count - sizes[1]) / (sizes[1] - sizes[0])
+    # 2) Measure every named schedule in the two shorter steps.
+    sizes = [count % (2 * problem.ranks) + multiple * problem.ranks for multiple in PROBE_STEPS]
+    probes = [
+        LocalSearch([program_with_microbatches(short_search.bases[0], size)], problem, short_search.report)
+        for size in sizes
+    ]
+    for probe in probes:
+        probe.add_named_schedules(probe.bases[0], improve=False)
+    first_rows, second_rows = (probe.named for probe in probes)
+    steps = (count - sizes[1]) / (sizes[1] - sizes[0])
 
-    def then(name: str, word: str) -> float:
-        """Extrapolate a number of a schedule: each microbatch adds as much as between the two steps."""
-        return later(getattr(first[name], word), getattr(second[name], word), more)
+    def predict(name: str, attribute: str) -> float:
+        """Extrapolate a field of `NamedRow`: each microbatch adds as much as between the two steps."""
+        return extrapolate(getattr(first_rows[name], attribute), getattr(second_rows[name], attribute), steps)
 
-    both = first.keys() & second.keys()
-    told = {name: then(name, wanted.objective) for name in both if not _anew(name, wanted.ranks)}
-    for name in sorted(told, key=lambda name: (told[name], name)):
-        if long.named and long.best is not None and long.best.value[0] <= told[name] * (1 + 1e-9):
+    # 3) Schedules with one order: build them by predicted time, until none can beat the best.
+    in_both = first_rows.keys() & second_rows.keys()
+    predicted = {name: predict(name, problem.objective) for name in in_both if not may_reorder(name, problem.ranks)}
+    for name in sorted(predicted, key=lambda name: (predicted[name], name)):
+        if (
+            long_search.named
+            and long_search.best is not None
+            and long_search.best.value[0] <= predicted[name] * (1 + 1e-9)
+        ):
             break
-        if then(name, "peak") <= wanted.cap * (1 + 1e-9) or second[name].fits:
-            long.take([(name, hunts[1].starts[name])], improve=False)
-    fits = {schedule_of(name) for hunt in hunts for name, row in hunt.named.items() if row.fits}
-    least = {name: _least(name, hunts, more) for name in both - told.keys() if schedule_of(name) in fits}
-    for name in sorted(least, key=lambda name: (least[name], name)):
-        by_name = [getattr(row, wanted.objective) for row in long.named.values() if row.fits]
-        if min(by_name, default=math.inf) <= least[name] * (1 + 1e-9):
+        if predict(name, "peak") <= problem.cap * (1 + 1e-9) or second_rows[name].fits:
+            long_search.add_starts([(name, probes[1].starts[name])], improve=False)
+    # 4) Schedules that may take another order: build them by lower bound, until a named schedule is as good.
+    fits = {schedule_of(name) for probe in probes for name, row in probe.named.items() if row.fits}
+    lower_bounds = {
+        name: lower_bound_of_named(name, probes, steps)
+        for name in in_both - predicted.keys()
+        if schedule_of(name) in fits
+    }
+    for name in sorted(lower_bounds, key=lambda name: (lower_bounds[name], name)):
+        named_values = [getattr(row, problem.objective) for row in long_search.named.values() if row.fits]
+        if min(named_values, default=math.inf) <= lower_bounds[name] * (1 + 1e-9):
             break
-        long.take([(name, hunts[1].starts[name])], improve=False)
+        long_search.add_starts([(name, probes[1].starts[name])], improve=False)
 
 
-def _anew(name: str, ranks: int) -> bool:
-    """Whether a schedule may take another order for another number of microbatches of the same rest."""
+def may_reorder(name: str, ranks: int) -> bool:
+    """Whether a schedule may take another order for another number of microbatches with the same remainder."""
     group = re.search(r"group=(\d+)", name)
-    return chooses(name) or (group is not None and 2 * ranks % int(group[1]) > 0)
+    return picks_order_by_costs(name) or (group is not None and 2 * ranks % int(group[1]) > 0)
 
 
-def _least(name: str, hunts: Sequence[Hunt], more: float) -> float:
-    """Lower bound for such a schedule: that of any order of its stages on its ranks, and its own idle time.
+def lower_bound_of_named(name: str, probes: Sequence[LocalSearch], steps: float) -> float:
+    """Return a lower bound of a schedule in the long step: the bound of its ops, plus the idle time that it must keep.
 
-    The shortest of several that all grow by as much with each microbatch idles no less in a longer step. But how a rest
-    that makes no whole round fits in may change with every microbatch.
+    Several orders that all grow by the same seconds with each microbatch: the shortest idles no less in a longer step.
+    That needs whole rounds; a remainder may fit in differently with every microbatch, so its idle time is not added.
     """
-    wanted, count = hunts[0].wanted, hunts[0].bases[0].microbatches
-    first, second = (_floor(name, hunt) for hunt in hunts)
-    then = later(first, second, more)
-    if count % wanted.ranks or wanted.objective == "span" or not chooses(name):  # they are compared by their makespan
-        return then
-    return then + min(hunts[0].named[name].makespan - first, hunts[1].named[name].makespan - second)
+    problem, count = probes[0].problem, probes[0].bases[0].microbatches
+    first_floor, second_floor = (floor_of_named(name, probe) for probe in probes)
+    predicted = extrapolate(first_floor, second_floor, steps)
+    # Such schedules choose by the makespan, so their idle time says nothing about the span.
+    if count % problem.ranks or problem.objective == "span" or not picks_order_by_costs(name):
+        return predicted
+    return predicted + min(probes[0].named[name].makespan - first_floor, probes[1].named[name].makespan - second_floor)
 
 
-def _floor(name: str, hunt: Hunt) -> float:
-    """Seconds that no order of the ops of a named schedule goes below, however much it holds."""
-    base = hunt.bases[0]
-    program = made(hunt.starts[name], base if hunt.wanted.halves is False else split_backward()(base))
-    return 0.0 if program is None else hunt.floor(program, stay=False)
+def floor_of_named(name: str, probe: LocalSearch) -> float:
+    """Return seconds that no order of a named schedule's ops goes below, without a cap."""
+    base = probe.bases[0]
+    program = apply_if_legal(
+        probe.starts[name], base if probe.problem.split_backward is False else split_backward()(base)
+    )
+    return 0.0 if program is None else probe.floor_of(program, residuals_stay=False)
 
 
-class _Long(NamedTuple):
-    """A steady state of an order, and what a long step takes that repeats it."""
+class LongOrder(NamedTuple):
+    """The n-th fastest steady state of an order, with the predicted value of the long step that repeats it."""
 
     value: float
-    entry: Entry
+    contender: Contender
     number: int
 
-    def rows(self, more: int) -> Rows:
-        """The order of so many microbatches more."""
-        return next(islice(longer(self.entry.tasks, self.entry.rows, more), self.number, None))
+    def rows(self, extra_microbatches: int) -> Rows:
+        """Return the order extended by this many microbatches."""
+        return next(
+            islice(longer_orders(self.contender.tasks, self.contender.rows, extra_microbatches), self.number, None)
+        )
 
 
-def _of(entry: Entry, wanted: Wanted, more: int) -> list[_Long]:
-    """The fastest steady states of an order."""
-    near = [min(more, more % wanted.ranks + times * wanted.ranks) for times in NEAR]
-    tried = [(lengthened(entry.tasks, size), size) for size in near]
+def long_orders(contender: Contender, problem: SearchProblem, extra_microbatches: int) -> list[LongOrder]:
+    """Return the fastest steady states of an order, with the predicted value of the long step."""
+    # Play each at two lengths and extrapolate. Both leave the remainder of the long step.
+    probe_sizes = [
+        min(extra_microbatches, extra_microbatches % problem.ranks + times * problem.ranks)
+        for times in PROBE_EXTENSIONS
+    ]
+    probes = [(lengthen_tasks(contender.tasks, size), size) for size in probe_sizes]
     values: list[list[float]] = [[], []]
-    for each, (tasks, size) in zip(values, tried, strict=True):
+    for state_values, (tasks, size) in zip(values, probes, strict=True):
         if tasks is None:
             return []
-        for rows in islice(longer(entry.tasks, entry.rows, size), STATES):
-            each.append(worth(tasks.play([tasks.flat(row) for row in rows]), wanted.objective)[0])
-    steps = (more - near[1]) / (near[1] - near[0]) if near[1] > near[0] else 0.0
+        for rows in islice(longer_orders(contender.tasks, contender.rows, size), STATES_EXTENDED):
+            state_values.append(order_value(tasks.play([tasks.ops_of_row(row) for row in rows]), problem.objective)[0])
+    steps = (
+        (extra_microbatches - probe_sizes[1]) / (probe_sizes[1] - probe_sizes[0])
+        if probe_sizes[1] > probe_sizes[0]
+        else 0.0
+    )
     pairs = enumerate(zip(*values, strict=True))
-    return [_Long(later(first, second, steps), entry, number) for number, (first, second) in pairs]
+    return [
+        LongOrder(extrapolate(first_value, second_value, steps), contender, number)
+        for number, (first_value, second_value) in pairs
+    ]
 
 
-def _ordered(base: Program, tasks: Tasks, rows: Rows) -> Program | None:
-    """The long program in the order of these tracks."""
-    again = {op.stage for op in tasks.ops if op.kind == "R"}
-    base = checkpoint(lambda stage, microbatch: stage in again)(base) if again else base
-    lasts = [tasks.ops[steps[0][-1]] for steps in tasks.tracks]
-    if any(op.parts for op in lasts) or any(len(steps) != tasks.program.microbatches for steps in tasks.tracks):
+def apply_rows(base: Program, tasks: Tasks, rows: Rows) -> Program | None:
+    """Return the long program in the order of these tracks, or None if it deadlocks or tracks are not uniform."""
+    recomputed_stages = {op.stage for op in tasks.ops if op.kind == "R"}
+    base = checkpoint(lambda stage, microbatch: stage in recomputed_stages)(base) if recomputed_stages else base
+    last_ops = [tasks.ops[steps[0][-1]] for steps in tasks.tracks]
+    if any(op.parts for op in last_ops) or any(len(steps) != tasks.program.microbatches for steps in tasks.tracks):
         return None
     cells: list[list[Key]] = []
     for row in rows:
-        turns = [count() for _ in lasts]
-        cells.append([(lasts[track].kind, lasts[track].stage, next(turns[track]), None) for track in row])
+        next_microbatch = [count() for _ in last_ops]
+        cells.append(
+            [(last_ops[track].kind, last_ops[track].stage, next(next_microbatch[track]), None) for track in row]
+        )
     try:
-        return by_table(base, cells, move=True)
+        return apply_table(base, cells, move=True)
     except ProgramError:
         return None
 
 
-def longer(tasks: Tasks, rows: Rows, more: int) -> Iterator[Rows]:
-    """Orders of `more` microbatches more, all alike, by the steady states of an order, the fastest first."""
-    return (stretch(rows, steady, more) for steady in _steady(tasks, rows))
+def longer_orders(tasks: Tasks, rows: Rows, extra_microbatches: int) -> Iterator[Rows]:
+    """Yield an order extended by this many microbatches, once for each steady state, the fastest first."""
+    return (stretch(rows, steady, extra_microbatches) for steady in steady_states_of(tasks, rows))
 
 
 def pace(tasks: Tasks, rows: Rows) -> float:
-    """Seconds for each microbatch more: of the fastest steady state, or of the busiest rank where there is none."""
-    found = _steady(tasks, rows)
-    return found[0].pace if found else max(tasks.work) / max(1, tasks.program.microbatches)
+    """Return the seconds that a further microbatch adds: by the fastest steady state, else by the busiest rank."""
+    states = steady_states_of(tasks, rows)
+    return states[0].pace if states else max(tasks.work_by_rank) / max(1, tasks.program.microbatches)
 
 
-def _steady(tasks: Tasks, rows: Rows) -> list[Steady]:
-    ends = tasks.play([tasks.flat(row) for row in rows]).ends
-    firsts = [[step[0] for step in tasks.steps(row)] for row in rows]
-    return steady_states(rows, [[ends[op] - tasks.seconds[op] for op in row] for row in firsts])
+def steady_states_of(tasks: Tasks, rows: Rows) -> list[SteadyState]:
+    """Return the steady states of an order of tasks, the fastest first."""
+    ends = tasks.play([tasks.ops_of_row(row) for row in rows]).ends
+    first_ops = [[step[0] for step in tasks.steps_of_row(row)] for row in rows]
+    return steady_states(rows, [[ends[op] - tasks.seconds[op] for op in rank_ops] for rank_ops in first_ops])
 
 
-def lengthened(tasks: Tasks, more: int) -> Tasks | None:
-    """The tasks of `more` microbatches more, each like the first; None where they are not all alike."""
+def lengthen_tasks(tasks: Tasks, extra_microbatches: int) -> Tasks | None:
+    """Return the tasks with further microbatches like the first; None if the microbatches are not all alike."""
+    # 1) Every track has one step of the same length for each microbatch, and no pairs.
     count = tasks.program.microbatches
     if any(len(steps) != count or len({*map(len, steps)}) > 1 for steps in tasks.tracks):
         return None
     if any(op.parts for op in tasks.ops):
         return None
-    tracks = sorted((op, track, at) for track, steps in enumerate(tasks.tracks) for at, op in enumerate(steps[0]))
-    each = [[tasks.tracks[track][turn][at] for _, track, at in tracks] for turn in range(count)]
-    first, many, total = each[0], len(tracks), count + more
-    place = {op: at for row in each for at, op in enumerate(row)} | {-1: -1}
+    # 2) Number the ops of each microbatch by `offset`, the same for all, and compare everything about them.
+    tracks = sorted(
+        (op, track, offset) for track, steps in enumerate(tasks.tracks) for offset, op in enumerate(steps[0])
+    )
+    ops_by_microbatch = [
+        [tasks.tracks[track][microbatch][offset] for _, track, offset in tracks] for microbatch in range(count)
+    ]
+    first_ops, op_count, microbatches = ops_by_microbatch[0], len(tracks), count + extra_microbatches
+    index_in_microbatch = {op: offset for row in ops_by_microbatch for offset, op in enumerate(row)} | {-1: -1}
 
-    def facts(at: int) -> tuple[object, ...]:
-        op, needs = tasks.ops[at], [(place[source], way) for source, way in tasks.needs[at]]
-        return op.kind, op.stage, op.rank, tasks.seconds[at], needs
+    def facts(index: int) -> tuple[object, ...]:
+        op, needs = tasks.ops[index], [(index_in_microbatch[source], delay) for source, delay in tasks.needs[index]]
+        return op.kind, op.stage, op.rank, tasks.seconds[index], needs
 
-    alike = [list(map(facts, row)) for row in each]
-    if any(row != alike[0] for row in alike[1:]):
+    facts_by_microbatch = [list(map(facts, row)) for row in ops_by_microbatch]
+    if any(row != facts_by_microbatch[0] for row in facts_by_microbatch[1:]):
         return None
-    steps = [[place[op] for op in steps[0]] for steps in tasks.tracks]
+    # 3) Op `offset` of microbatch m becomes number m * op_count + offset.
+    steps = [[index_in_microbatch[op] for op in steps[0]] for steps in tasks.tracks]
     return replace(
         tasks,
-        ops=[tasks.ops[op]._replace(microbatch=turn) for turn in range(total) for op in first],
-        seconds=[tasks.seconds[op] for op in first] * total,
+        ops=[tasks.ops[op]._replace(microbatch=microbatch) for microbatch in range(microbatches) for op in first_ops],
+        seconds=[tasks.seconds[op] for op in first_ops] * microbatches,
         needs=[
-            tuple((turn * many + place[one] if one >= 0 else -1, way) for one, way in tasks.needs[op])
-            for turn in range(total)
-            for op in first
+            tuple(
+                (microbatch * op_count + index_in_microbatch[needed_op] if needed_op >= 0 else -1, delay)
+                for needed_op, delay in tasks.needs[op]
+            )
+            for microbatch in range(microbatches)
+            for op in first_ops
         ],
-        takes=[tasks.takes[op] for op in first] * total,
-        drops=[tasks.drops[op] for op in first] * total,
-        tracks=[[tuple(turn * many + at for at in track) for turn in range(total)] for track in steps],
+        takes=[tasks.takes[op] for op in first_ops] * microbatches,
+        drops=[tasks.drops[op] for op in first_ops] * microbatches,
+        tracks=[
+            [tuple(microbatch * op_count + offset for offset in track) for microbatch in range(microbatches)]
+            for track in steps
+        ],
         rows=[[] for _ in tasks.rows],
     )

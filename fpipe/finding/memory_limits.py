@@ -1,4 +1,4 @@
-"""How much of residuals each rank may hold, so that it keeps to a cap."""
+"""Limits of residuals on each rank, derived from a cap of memory."""
 
 from __future__ import annotations
 
@@ -12,37 +12,47 @@ from fpipe.timing.simulate import simulate
 
 
 def limits_of(tasks: Tasks, cap: float, costs: Costs) -> list[float]:
-    """Residuals that each rank may hold, in the unit of `Tasks.takes`.
+    """Return the residuals that each rank may hold, in the unit of `Tasks.takes`.
 
-    Where peaks are microbatches that is a matter of counting. Where they are bytes, a rank holds more than residuals:
-    how much more is measured on two orders, one that holds as little as can be and one that holds all. The caller
-    simulates what it finds under these limits, and has them `tightened` where they were too wide.
+    If peaks are microbatches, this is counting. If they are bytes, a rank holds more than residuals: how much more is
+    measured on two orders, one that holds little and one that holds everything. The caller simulates the orders that it
+    finds under these limits, and calls `tighten_limits` if they were too wide.
     """
     if cap == math.inf:
         return [math.inf for _ in tasks.rows]
     if costs.bytes is None:
-        return [math.floor(cap * share + 1e-9) for share in tasks.shares]
-    least = tasks.rows
-    most = ListOrders(tasks, [math.inf for _ in least]).order(Rule((0, 1000, 2000), 0, 0.01)) or least
-    beside = [0.0 for _ in least]
-    for rows in (least, most):
-        for rank, amount in enumerate(simulate(tasks.ordered(rows), costs).peak):
-            beside[rank] = max(beside[rank], amount - tasks.held(tasks.flat(rows[rank])))
-    return [(cap - more) * (1 + 1e-12) for more in beside]
+        return [math.floor(cap * share + 1e-9) for share in tasks.residuals_per_microbatch]
+    # Frugal: the program's own order. Greedy: every forward before any backward, and W last.
+    frugal_rows = tasks.rows
+    greedy_rows = (
+        ListOrders(tasks, [math.inf for _ in frugal_rows]).order(Rule((0, 1000, 2000), 0, 0.01)) or frugal_rows
+    )
+    extra_by_rank = [0.0 for _ in frugal_rows]
+    for rows in (frugal_rows, greedy_rows):
+        for rank, amount in enumerate(simulate(tasks.apply(rows), costs).peak):
+            extra_by_rank[rank] = max(extra_by_rank[rank], amount - tasks.peak_of(tasks.ops_of_row(rows[rank])))
+    return [(cap - extra_amount) * (1 + 1e-12) for extra_amount in extra_by_rank]
 
 
-def tightened(tasks: Tasks, rows: Rows, limits: list[float], peak: Sequence[float], cap: float) -> list[float]:
-    """The limits, less what each rank holds too much in this order."""
-    held = [tasks.held(tasks.flat(row)) for row in rows]
+def tighten_limits(tasks: Tasks, rows: Rows, limits: list[float], peak: Sequence[float], cap: float) -> list[float]:
+    """Lower the limit of each rank whose peak exceeds the cap: to its residuals in this order less the excess."""
+    held_by_rank = [tasks.peak_of(tasks.ops_of_row(row)) for row in rows]
     return [
-        min(limit, now - (amount - cap)) if amount > cap * (1 + 1e-9) else limit
-        for limit, now, amount in zip(limits, held, peak, strict=True)
+        min(limit, held_amount - (amount - cap)) if amount > cap * (1 + 1e-9) else limit
+        for limit, held_amount, amount in zip(limits, held_by_rank, peak, strict=True)
     ]
 
 
-def room(tasks: Tasks, limits: Sequence[float]) -> float:
-    """For how many microbatches every rank has room."""
-    whole, count = [0.0] * tasks.ranks, tasks.program.microbatches
+def microbatches_that_fit(tasks: Tasks, limits: Sequence[float]) -> float:
+    """Return the number of microbatches that every rank has room for."""
+    residuals_by_rank, count = [0.0] * tasks.ranks, tasks.program.microbatches
     for op, takes in zip(tasks.ops, tasks.takes, strict=True):
-        whole[op.rank] += takes
-    return min((limit * count / held for limit, held in zip(limits, whole, strict=True) if held), default=math.inf)
+        residuals_by_rank[op.rank] += takes
+    return min(
+        (
+            limit * count / rank_residuals
+            for limit, rank_residuals in zip(limits, residuals_by_rank, strict=True)
+            if rank_residuals
+        ),
+        default=math.inf,
+    )

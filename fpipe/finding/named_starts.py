@@ -1,4 +1,4 @@
-"""The schedules people say by name, as starts of a search: each that serves a program on some ranks."""
+"""Named schedules as starts of a search: each one that fits the sizes of a program."""
 
 from __future__ import annotations
 
@@ -11,39 +11,42 @@ from fpipe.schedules.registry import about, names
 from fpipe.timing.costs import Costs
 from fpipe.transforms._rewrite import Transform
 
-WITHOUT = " without costs"
-"""Behind the name of a schedule that could be told the costs."""
+WITHOUT_COSTS = " without costs"
+"""Suffix of a schedule that takes costs and is tried without them."""
 
 
 def named_starts(
-    program: Program, ranks: int, costs: Costs, cap: float, *, most: int, without: Collection[str] = ()
+    program: Program, ranks: int, costs: Costs, cap: float, *, step_microbatches: int, excluded: Collection[str] = ()
 ) -> Iterator[tuple[str, Transform]]:
-    """Names, with options behind a colon, and what they make.
+    """Yield the name of each start, with options behind a colon, and its transform.
 
     Args:
-        cap: the microbatches that a rank may hold, for those that take a cap beside their own.
-        most: microbatches of the step that they are for; this one may be shorter.
-        without: names that are left out.
+        cap: the microbatches that a rank may hold, for schedules that have such an option.
+        step_microbatches: microbatches of the whole step; this program may be shorter.
+        excluded: names to leave out.
     """
     for name in names():
         schedule = about(name)
-        if name in without or schedule.refuses(ranks, program.stages, program.microbatches) is not None:
+        if name in excluded or schedule.refuses(ranks, program.stages, program.microbatches) is not None:
             continue
-        ways: dict[str, dict[str, Any]] = {"": {}}
-        if chooses(name):  # without costs it may hold less
-            ways = {"": {"costs": costs}, WITHOUT: {}}
-        for options in _ways(_takes(name), ranks, program.stages, cap if cap < most else None):
-            shown = ",".join(f"{word}={value:g}" for word, value in options.items())
-            for word, known in ways.items():
+        costs_by_suffix: dict[str, dict[str, Any]] = {"": {}}
+        # By costs it takes the shortest of its orders, which may exceed the cap; without costs it may hold less.
+        if picks_order_by_costs(name):
+            costs_by_suffix = {"": {"costs": costs}, WITHOUT_COSTS: {}}
+        for options in option_choices(
+            factory_parameters(name), ranks, program.stages, cap if cap < step_microbatches else None
+        ):
+            option_text = ",".join(f"{suffix}={value:g}" for suffix, value in options.items())
+            for suffix, cost_options in costs_by_suffix.items():
                 try:
-                    transform = schedule.factory(ranks, **known, **options)
+                    transform = schedule.factory(ranks, **cost_options, **options)
                 except (ProgramError, ValueError):
                     continue
-                yield name + word + (f":{shown}" if shown else ""), transform
+                yield name + suffix + (f":{option_text}" if option_text else ""), transform
 
 
 def schedule_of(start: str) -> str:
-    """The schedule of a start, without options.
+    """Return the name of the schedule that a start is made of.
 
     >>> schedule_of("interleaved without costs"), schedule_of("pipe_offload:cap=2")
     ('interleaved', 'pipe_offload')
@@ -51,25 +54,26 @@ def schedule_of(start: str) -> str:
     return start.replace(":", " ").split()[0]
 
 
-def chooses(start: str) -> bool:
-    """Whether it takes the shortest of a few orders, and so maybe another for another number of microbatches."""
-    return "costs" in _takes(start) and not about(schedule_of(start)).searches
+def picks_order_by_costs(start: str) -> bool:
+    """Whether the schedule takes the shortest of a few orders by the costs: another step may get another order."""
+    return "costs" in factory_parameters(start) and not about(schedule_of(start)).searches
 
 
-def _takes(start: str) -> Mapping[str, object]:
-    """Parameters of the schedule of a start."""
+def factory_parameters(start: str) -> Mapping[str, object]:
+    """Return the parameters of the factory of a start's schedule."""
     return inspect.signature(about(schedule_of(start)).factory).parameters
 
 
-def _ways(takes: Collection[str], ranks: int, stages: int, cap: float | None) -> list[dict[str, Any]]:
-    """The options with which a schedule is tried: as it is, and each choice that changes how much it holds."""
-    said: list[dict[str, Any]] = [{}]
-    if "waves" in takes and stages % (2 * ranks) == 0:
-        said = [{"waves": stages // (2 * ranks)}]
-    if "overlap" in takes:
-        said.append({"overlap": False})
-    if "group" in takes and ranks > 1:
-        said += [{"group": ranks}, {"group": -(-ranks // 2)}]  # all refuse one of the two, or do it unasked
-    if "cap" in takes and cap is not None:
-        said += [options | {"cap": cap} for options in said]
-    return said
+def option_choices(parameters: Collection[str], ranks: int, stages: int, cap: float | None) -> list[dict[str, Any]]:
+    """Return the options to try a schedule with: the defaults, and each choice that changes how much it holds."""
+    choices: list[dict[str, Any]] = [{}]
+    if "waves" in parameters and stages % (2 * ranks) == 0:
+        choices = [{"waves": stages // (2 * ranks)}]
+    if "overlap" in parameters:
+        choices.append({"overlap": False})
+    if "group" in parameters and ranks > 1:
+        # Each schedule refuses one of the two, or has it by default.
+        choices += [{"group": ranks}, {"group": -(-ranks // 2)}]
+    if "cap" in parameters and cap is not None:
+        choices += [options | {"cap": cap} for options in choices]
+    return choices

@@ -1,4 +1,4 @@
-"""Facts of a program's ops that a search asks for: which there are, what is recomputed, whether halves cost more."""
+"""Questions that a search asks of a program: its ops by rank, recomputed cells, cost of split backwards."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from fpipe.transforms._rewrite import Transform
 from fpipe.transforms.checkpoint import checkpoint
 
 
-def made(transform: Transform, program: Program) -> Program | None:
-    """Apply a schedule to a program; None where it does not serve it."""
+def apply_if_legal(transform: Transform, program: Program) -> Program | None:
+    """Apply a schedule to a program, or return None if it refuses the program."""
     try:
         return transform(program)
     except (ProgramError, ValueError):
         return None
 
 
-def again_of(program: Program) -> frozenset[tuple[int | None, int | None]]:
-    """Stages and microbatches that are recomputed."""
+def recomputed_cells(program: Program) -> frozenset[tuple[int | None, int | None]]:
+    """Return the (stage, microbatch) pairs that are recomputed."""
     return frozenset((op.stage, op.microbatch) for op in parts_of(program.ops) if op.kind == "R")
 
 
-def recomputing(again: Collection[tuple[int | None, int | None]]) -> Transform:
-    """Recompute these stages of these microbatches."""
-    return checkpoint(lambda stage, microbatch: (stage, microbatch) in again)
+def recompute_cells(cells: Collection[tuple[int | None, int | None]]) -> Transform:
+    """Return the transform that recomputes these (stage, microbatch) pairs."""
+    return checkpoint(lambda stage, microbatch: (stage, microbatch) in cells)
 
 
-def kinds_of(program: Program) -> Hashable:
-    """Which ops are on which ranks, whatever their order."""
+def placed_ops(program: Program) -> Hashable:
+    """Return a key that programs share if the same ops are on the same ranks, in any order."""
     return frozenset(
         (op[0], *((part[0:5]) for part in op.parts or (op,))) for op in program.ops if kind_of(op.kind).time
     )
 
 
-def has(program: Program, kind: str) -> bool:
-    """Whether a program has ops of a kind, in pairs too."""
+def has_kind(program: Program, kind: str) -> bool:
+    """Whether a program has an op of this kind, alone or in a pair."""
     return any(op.kind == kind for op in parts_of(program.ops))
 
 
-def full_are_cheaper(costs: Costs, program: Program) -> bool:
-    """Whether some full backward takes less than its halves."""
+def full_backward_is_cheaper(costs: Costs, program: Program) -> bool:
+    """Whether some full backward takes less time than its I and W together."""
     fulls = [op for op in parts_of(program.ops) if op.kind == "B"]
     return any(
         costs.seconds(op) < (costs.seconds(op._replace(kind="I")) + costs.seconds(op._replace(kind="W"))) * (1 - 1e-12)
@@ -50,14 +50,19 @@ def full_are_cheaper(costs: Costs, program: Program) -> bool:
     )
 
 
-def easier(costs: Costs, program: Program) -> Costs:
-    """Costs at which halves together take no longer than a full backward, for bounds that hold for both."""
-    seconds = replace(costs, cluster=None).seconds  # a rank's speed counts once, in the bounds
-    inputs, weights = [0.0] * program.stages, [0.0] * program.stages
+def relaxed_costs(costs: Costs, program: Program) -> Costs:
+    """Return costs at which I and W together take no longer than B, so that a bound for split backwards holds for both.
+
+    A bound is computed on the program with split backwards. An order with some full backwards may be shorter than that
+    if B costs less than I and W.
+    """
+    # Without the cluster: `bounds` divides by the speed of a rank itself.
+    seconds = replace(costs, cluster=None).seconds
+    input_seconds, weight_seconds = [0.0] * program.stages, [0.0] * program.stages
     for op in parts_of(program.ops):
         if op.kind == "B" and op.stage is not None:
             bare = op._replace(how=())
-            full, half, rest = (seconds(bare._replace(kind=kind)) for kind in "BIW")
-            inputs[op.stage] = min(full, half)
-            weights[op.stage] = min(rest, full - inputs[op.stage])
-    return replace(costs, backward_input=inputs, backward_weight=weights, backward=None)
+            full, input_half, weight = (seconds(bare._replace(kind=kind)) for kind in "BIW")
+            input_seconds[op.stage] = min(full, input_half)
+            weight_seconds[op.stage] = min(weight, full - input_seconds[op.stage])
+    return replace(costs, backward_input=input_seconds, backward_weight=weight_seconds, backward=None)

@@ -1,7 +1,10 @@
-"""Play rows of ops: each row does its ops in order, each as soon as what it needs is there.
+"""Play an order: compute when each op ends if every rank runs its ops in the given order, each as early as possible.
 
-This gives the times of `timing/lanes.py`, which defines them, on numbers alone: a search asks for a thousand orders,
-and to build and simulate a program takes twenty times as long. A law compares the two.
+These are the times of `timing/lanes.py`, which defines them, computed on numbers alone. A search plays thousands of
+orders, and building and simulating a program takes twenty times as long. A property test compares the two.
+
+    op 0: 1 s on rank 0                              rank 0 | 0 .
+    op 1: 2 s on rank 1, reads op 0       -->        rank 1 | . 1 1              ends [1, 3]
 """
 
 from __future__ import annotations
@@ -14,126 +17,147 @@ from typing import NamedTuple
 from fpipe.timing.timeline import Timeline
 
 Needs = Sequence[tuple[int, float]]
-"""Ops that an op waits for, each with the seconds on the way; -1 is the caller, who has all from the start."""
+"""The ops that an op reads, each with the delay of its transfer in seconds; -1 is the caller, ready at time 0."""
 
 
-class Played(NamedTuple):
-    """Makespan and span, and when each op ends."""
+class PlayedTimes(NamedTuple):
+    """Makespan, span and the end of each op."""
 
     makespan: float
     span: float
     ends: list[float]
 
 
-NEVER = Played(math.inf, math.inf, [])
-"""Ops that wait for each other for ever, or take longer than the limit."""
+NEVER = PlayedTimes(math.inf, math.inf, [])
+"""The times of an order that deadlocks, or that takes longer than the limit."""
 
 
-class Numbers(NamedTuple):
-    """Ops as numbers, the places in these lists.
+class NumberedOps(NamedTuple):
+    """Ops as numbers: an op is its index in these lists.
 
     Args:
-        wakes: the other rows that may wait for an op.
-        tails: seconds from its end to the end of all that needs it, at the least.
-        beside: what the ops on the exchange lane of their row wait for. In `needs` each waits for itself: there the
-            main lane, which goes on meanwhile, looks here. None starts before the main op before it in the row does.
+        seconds: duration of each op.
+        needs: what each op reads. An exchange needs itself here, and its real needs are in `exchange_needs`.
+        reader_ranks: for each op the other ranks that may wait for it.
+        tails: for each op a lower bound of the seconds from its end to the end of all its transitive readers.
+        exchange_needs: what each op on the exchange lane reads. The lane runs next to the main lane of the rank; no
+            exchange starts before the main-lane op above it does.
     """
 
     seconds: Sequence[float]
     needs: Sequence[Needs]
-    wakes: Sequence[Sequence[int]]
+    reader_ranks: Sequence[Sequence[int]]
     tails: Sequence[float]
-    beside: Mapping[int, Needs] = MappingProxyType({})
+    exchange_needs: Mapping[int, Needs] = MappingProxyType({})
 
 
 def play(
-    numbers: Numbers,
+    numbered_ops: NumberedOps,
     rows: Sequence[Sequence[int]],
     limit: float = math.inf,
-    known: Sequence[float] = (),
-    done: Sequence[int] = (),
-) -> Played:
-    """Play rows of ops; what takes longer than `limit` is `NEVER`. The ends of the first ops of each row, as many as
-    `done` says, may be `known`.
+    known_ends: Sequence[float] = (),
+    known_counts: Sequence[int] = (),
+) -> PlayedTimes:
+    """Return when each op ends if each rank runs its row in order, or `NEVER` above a makespan of `limit`.
 
-    >>> numbers = Numbers([1.0, 2.0], [[(-1, 0.5)], [(0, 0.0)]], [[1], []], [2.0, 0.0])
+    A caller that changed a row only behind some place passes the ends that it knows: the first `known_counts[rank]` ops
+    of each row keep their `known_ends`.
+
+    >>> numbers = NumberedOps([1.0, 2.0], [[(-1, 0.5)], [(0, 0.0)]], [[1], []], [2.0, 0.0])
     >>> play(numbers, [[0], [1]])
-    Played(makespan=3.5, span=2.0, ends=[1.5, 3.5, 0.0])
+    PlayedTimes(makespan=3.5, span=2.0, ends=[1.5, 3.5, 0.0])
     """
-    seconds, needs, wakes, tails, beside = numbers
-    count = range(len(rows))
-    if done:
-        ends, place = list(known), list(done)
-        free = [ends[_before(numbers, row, at)] for row, at in zip(rows, place, strict=True)]
-        for row, at in zip(rows, place, strict=True):
-            for op in row[at:]:
+    # The idea: no clock and no queue of events. Each rank advances through its row until an op reads one that has not
+    # ended, and notes which (`awaited`). Whoever ends that op puts the rank back on the worklist. Times do not depend
+    # on the order of the worklist, since each is a maximum over ends that are final once they are written.
+    seconds, needs, reader_ranks, tails, exchange_needs = numbered_ops
+    ranks = range(len(rows))
+
+    # 1) Where each rank begins, and when its main lane is free. An end below 0 is unknown. The last slot of `ends` is
+    #    the caller: `ends[-1]` is 0, so the hot loop need not ask whether a source is -1.
+    if known_counts:
+        ends, next_slot = list(known_ends), list(known_counts)
+        lane_free = [ends[last_op_before(numbered_ops, row, slot)] for row, slot in zip(rows, next_slot, strict=True)]
+        for row, slot in zip(rows, next_slot, strict=True):
+            for op in row[slot:]:
                 ends[op] = -1.0
     else:
-        ends, place, free = [-1.0] * len(seconds) + [0.0], [0 for _ in count], [0.0 for _ in count]
-    waits, todo = [-1 for _ in count], [*count]
-    while todo:
-        own = todo.pop()
-        row, now = rows[own], free[own]
-        reached = len(row)
-        for at in range(place[own], reached):
-            op = row[at]
-            for source, way in needs[op]:
-                there = ends[source]
-                if there < 0:
+        ends, next_slot, lane_free = [-1.0] * len(seconds) + [0.0], [0 for _ in ranks], [0.0 for _ in ranks]
+    awaited, worklist = [-1 for _ in ranks], [*ranks]
+
+    while worklist:
+        rank = worklist.pop()
+        row, clock = rows[rank], lane_free[rank]
+        stop_slot = len(row)
+        for slot in range(next_slot[rank], stop_slot):
+            op = row[slot]
+
+            # 2) The main lane: start when the op before has ended and everything that is read has arrived.
+            for source, delay in needs[op]:
+                source_end = ends[source]
+                if source_end < 0:
                     break
-                if there + way > now:
-                    now = there + way
+                if source_end + delay > clock:
+                    clock = source_end + delay
             else:
-                ends[op] = now = now + seconds[op]
-                if now + tails[op] > limit:
+                ends[op] = clock = clock + seconds[op]
+                if clock + tails[op] > limit:
                     return NEVER
-                for other in wakes[op]:
-                    if waits[other] == op:
-                        waits[other] = -1
-                        todo.append(other)
+                for reader_rank in reader_ranks[op]:
+                    if awaited[reader_rank] == op:
+                        awaited[reader_rank] = -1
+                        worklist.append(reader_rank)
                 continue
-            if op in beside:
-                last = _before(numbers, row, at)
-                start = ends[last] - seconds[last] if last >= 0 else 0.0
+
+            # 3) The exchange lane. An exchange needs itself, so step 2 always breaks on it: ops of the main lane pay
+            #    nothing for the second lane. The main lane's `clock` goes on unchanged.
+            if op in exchange_needs:
+                op_above = last_op_before(numbered_ops, row, slot)
+                start = ends[op_above] - seconds[op_above] if op_above >= 0 else 0.0
                 if seconds[op]:
-                    start = max(start, ends[_before(numbers, row, at, beside=True)])
-                for source, way in beside[op]:
-                    there = ends[source]
-                    if there < 0:
+                    start = max(start, ends[last_op_before(numbered_ops, row, slot, on_exchange_lane=True)])
+                for source, delay in exchange_needs[op]:
+                    source_end = ends[source]
+                    if source_end < 0:
                         break
-                    start = max(start, there + way)
+                    start = max(start, source_end + delay)
                 else:
                     ends[op] = end = start + seconds[op]
                     if end + tails[op] > limit:
                         return NEVER
-                    for other in wakes[op]:
-                        if waits[other] == op:
-                            waits[other] = -1
-                            todo.append(other)
+                    for reader_rank in reader_ranks[op]:
+                        if awaited[reader_rank] == op:
+                            awaited[reader_rank] = -1
+                            worklist.append(reader_rank)
                     continue
-            waits[own], reached = source, at
+
+            # 4) Blocked: both loops left `source` at the op that has not ended.
+            awaited[rank], stop_slot = source, slot
             break
-        place[own], free[own] = reached, now
-    if any(map(int.__lt__, place, map(len, rows))):
+        next_slot[rank], lane_free[rank] = stop_slot, clock
+
+    # 5) A rank that did not reach the end of its row waits for ever.
+    if any(map(int.__lt__, next_slot, map(len, rows))):
         return NEVER
-    firsts = (next((op for op in row if op not in beside), -1) for row in rows)
-    starts = (ends[op] - seconds[op] if op >= 0 else 0.0 for op in firsts)
-    span = max((end - start for end, start in zip(free, starts, strict=True)), default=0.0)
-    return Played(max(free, default=0.0), span, ends)
+    first_ops = (next((op for op in row if op not in exchange_needs), -1) for row in rows)
+    starts = (ends[op] - seconds[op] if op >= 0 else 0.0 for op in first_ops)
+    span = max((end - start for end, start in zip(lane_free, starts, strict=True)), default=0.0)
+    return PlayedTimes(max(lane_free, default=0.0), span, ends)
 
 
-def _before(numbers: Numbers, row: Sequence[int], at: int, beside: bool = False) -> int:
-    """The last op before a place of a row that is work, or `beside` it an exchange that takes time; -1 if none is."""
-    for op in reversed(row[:at]):
-        if (op in numbers.beside) == beside and (numbers.seconds[op] or not beside):
+def last_op_before(numbered_ops: NumberedOps, row: Sequence[int], slot: int, on_exchange_lane: bool = False) -> int:
+    """Return the last op of a lane above this place of a row, or -1: an exchange counts only if it takes time."""
+    for op in reversed(row[:slot]):
+        is_exchange = op in numbered_ops.exchange_needs
+        if is_exchange == on_exchange_lane and (numbered_ops.seconds[op] or not on_exchange_lane):
             return op
     return -1
 
 
-Value = tuple[float, float]
-"""The makespan and span of an order, or the other way round: first the one that is to be short."""
+OrderValue = tuple[float, float]
+"""What an order is worth, less is better: (makespan, span) or (span, makespan), the objective first."""
 
 
-def worth(found: Played | Timeline, objective: str) -> Value:
-    """The makespan and then the span, or the other way round."""
-    return (found.makespan, found.span) if objective == "makespan" else (found.span, found.makespan)
+def order_value(times: PlayedTimes | Timeline, objective: str) -> OrderValue:
+    """Return the makespan and the span, the objective first."""
+    return (times.makespan, times.span) if objective == "makespan" else (times.span, times.makespan)

@@ -1,4 +1,4 @@
-"""The orders that a search works on: the most promising are improved in turn, and the others fall out."""
+"""The pool of orders of a search: the most promising are improved in turn, and the weakest drop out."""
 
 from __future__ import annotations
 
@@ -7,116 +7,142 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from fpipe.finding.climber import Climber
-from fpipe.finding.op_facts import again_of
-from fpipe.finding.play import Value, worth
+from fpipe.finding.op_facts import recomputed_cells
+from fpipe.finding.play import OrderValue, order_value
 from fpipe.finding.tasks import Rows, Tasks
 
 Limits = list[float]
-"""Residuals that each rank may hold."""
+"""The residuals that each rank may hold, in the unit of `Tasks.takes`."""
 
 
 @dataclass
-class Entry:
-    """An order of some tasks under some limits, its value, and the floor that no order of these tasks goes below."""
+class Contender:
+    """An order of tasks under limits, with its value and the floor that no order of these tasks goes below."""
 
     tasks: Tasks
     limits: Limits
     rows: Rows
-    value: Value
+    value: OrderValue
     floor: float
 
 
-def entries(tasks: Tasks, limits: Limits, orders: Iterable[Rows], objective: str, floor: float) -> list[Entry]:
-    """The orders that come to an end and keep to the limits."""
-    found: list[Entry] = []
+def contenders_of(
+    tasks: Tasks, limits: Limits, orders: Iterable[Rows], objective: str, floor: float
+) -> list[Contender]:
+    """Return a contender for each order that neither deadlocks nor exceeds the limits."""
+    contenders: list[Contender] = []
     for rows in orders:
-        flats = [tasks.flat(row) for row in rows]
-        if all(tasks.held(flat) <= limit for flat, limit in zip(flats, limits, strict=True)):
-            played = tasks.play(flats)
+        ops_by_rank = [tasks.ops_of_row(row) for row in rows]
+        if all(tasks.peak_of(rank_ops) <= limit for rank_ops, limit in zip(ops_by_rank, limits, strict=True)):
+            played = tasks.play(ops_by_rank)
             if played.ends:
-                found.append(Entry(tasks, limits, rows, worth(played, objective), floor))
-    return found
+                contenders.append(Contender(tasks, limits, rows, order_value(played, objective), floor))
+    return contenders
 
 
-WIDTH = 8
-"""How many orders are improved side by side."""
-ROUND = 400
-"""Changes of an order before it is the turn of the next, at most."""
-ROUNDS = 120
-"""Rounds that the effort is enough for, at least: half of them leave two orders of the eight."""
-IDLE = 6000
-"""Changes without success after which another order takes an order's place."""
+IMPROVED_AT_ONCE = 8
+"""How many orders are improved in the same rounds."""
+CHANGES_A_TURN = 400
+"""The most changes of one order before the next order has its turn."""
+MIN_ROUNDS = 120
+"""The effort is spread over at least so many rounds; after half of them two of the eight orders are left."""
+MAX_IDLE_CHANGES = 6000
+"""After so many changes without success an order is replaced by the next start."""
+OVERHEAD_OF_A_CHANGE = 80
+"""Choosing and applying a change takes about as long as playing so many ops."""
 
 
-def improve(
-    pool: Sequence[Entry],
+def improve_pool(
+    pool: Sequence[Contender],
     objective: str,
     effort: float,
     seed: int,
-    told: Callable[[float, float], None],
-) -> tuple[list[Entry], bool]:
-    """Improve orders for so many played ops: the best ones, of which in the end only two are left.
+    report: Callable[[float, float], None],
+) -> tuple[list[Contender], bool]:
+    """Improve the best orders of a pool until `effort` ops are played; the field narrows to two.
 
-    `told` hears now and then the effort so far and the best value. Returns an entry for each order that was
-    improved, the best first; and whether Ctrl-C stopped it.
+    `report` is called with the effort so far and the best value. Returns a contender for each improved order, the best
+    first, and whether Ctrl-C stopped it.
     """
-    starts = _different(pool)
+    # Successive halving: many starts get a little effort, and the third of them that is worst drops out every third
+    # round. The effort is counted in played ops, not seconds, so that the result depends on the seed alone.
+    starts = diverse_starts(pool)
     climbers = [
-        (entry, Climber(entry.tasks, entry.rows, entry.limits, objective, seed + at))
-        for at, entry in enumerate(starts[:WIDTH])
+        (contender, Climber(contender.tasks, contender.rows, contender.limits, objective, seed + index))
+        for index, contender in enumerate(starts[:IMPROVED_AT_ONCE])
     ]
-    done: list[tuple[Entry, Climber]] = []
+    retired: list[tuple[Contender, Climber]] = []
     stopped = False
     try:
-        left, number, turn = effort, len(climbers), 0
-        while climbers and left > 0:
+        remaining_effort, number, turn = effort, len(climbers), 0
+        while climbers and remaining_effort > 0:
             turn += 1
-            for entry, climber in climbers:
-                before = climber.climb.steps
-                price = _price(entry)
-                steps = min(ROUND, 1 + int(effort / (ROUNDS * price)), 1 + int(left / price))
-                climber.on(steps, entry.floor * (1 + 1e-9))
-                left -= max(1, climber.climb.steps - before) * price
-                if left <= 0:
+
+            # 1) One turn of each order.
+            for contender, climber in climbers:
+                steps_before = climber.climb.steps
+                change_cost = cost_of_change(contender)
+                steps = min(
+                    CHANGES_A_TURN,
+                    1 + int(effort / (MIN_ROUNDS * change_cost)),
+                    1 + int(remaining_effort / change_cost),
+                )
+                climber.run(steps, contender.floor * (1 + 1e-9))
+                remaining_effort -= max(1, climber.climb.steps - steps_before) * change_cost
+                if remaining_effort <= 0:
                     break
-            climbers.sort(key=lambda one: one[1].climb.best.value)
+
+            # 2) Stop where the best order is optimal and no other placement could beat it.
+            climbers.sort(key=lambda pair: pair[1].climb.best.value)
             best, floor = climbers[0][1].climb.best.value[0], climbers[0][0].floor
-            told(effort - max(left, 0.0), best)
-            if best <= floor * (1 + 1e-9) and all(entry.floor >= best * (1 - 1e-9) for entry, _ in climbers):
+            report(effort - max(remaining_effort, 0.0), best)
+            if best <= floor * (1 + 1e-9) and all(contender.floor >= best * (1 - 1e-9) for contender, _ in climbers):
                 break
-            out = [one for one in climbers if one[0].floor >= best * (1 - 1e-9)]
-            rest = [one for one in climbers if one not in out]
-            if turn % 3 == 0 and len(rest) > 2:
-                drop = max(1, len(rest) // 3)
-                out, rest = [*out, *rest[-drop:]], rest[:-drop]
-            tired = [one for one in rest[1:] or rest if one[1].climb.steps - one[1].climb.since > IDLE]
-            done += [*out, *tired]
-            climbers[:] = [one for one in rest if one not in tired]
-            for _ in tired or ([] if climbers else out[:1]):
-                entry = starts[number % len(starts)]
-                climbers.append((entry, Climber(entry.tasks, entry.rows, entry.limits, objective, seed + number)))
+
+            # 3) Retire what cannot beat the best, the worst third of the rest, and what found nothing for long.
+            finished = [pair for pair in climbers if pair[0].floor >= best * (1 - 1e-9)]
+            running = [pair for pair in climbers if pair not in finished]
+            if turn % 3 == 0 and len(running) > 2:
+                drop = max(1, len(running) // 3)
+                finished, running = [*finished, *running[-drop:]], running[:-drop]
+            stuck = [
+                pair
+                for pair in running[1:] or running
+                if pair[1].climb.steps - pair[1].climb.best_step > MAX_IDLE_CHANGES
+            ]
+            retired += [*finished, *stuck]
+            climbers[:] = [pair for pair in running if pair not in stuck]
+
+            # 4) A new start takes the place of each stuck order; the seed differs, so a start may come again.
+            for _ in stuck or ([] if climbers else finished[:1]):
+                contender = starts[number % len(starts)]
+                climbers.append(
+                    (contender, Climber(contender.tasks, contender.rows, contender.limits, objective, seed + number))
+                )
                 number += 1
     except KeyboardInterrupt:
         stopped = True
-    found = [
-        Entry(entry.tasks, entry.limits, climber.climb.best.rows, climber.climb.best.value, entry.floor)
-        for entry, climber in [*done, *climbers]
+    improved = [
+        Contender(contender.tasks, contender.limits, climber.climb.best.rows, climber.climb.best.value, contender.floor)
+        for contender, climber in [*retired, *climbers]
     ]
-    return sorted(found, key=lambda entry: entry.value), stopped
+    return sorted(improved, key=lambda contender: contender.value), stopped
 
 
-def _different(pool: Sequence[Entry]) -> list[Entry]:
-    """The best of each placement and choice of what is recomputed, then the second best of each, and so on, without
-    those that are worth the same."""
-    groups: dict[tuple[object, ...], dict[Value, Entry]] = {}
-    for entry in sorted(pool, key=lambda entry: entry.value):
-        groups.setdefault((entry.tasks.program.placement, again_of(entry.tasks.program)), {}).setdefault(
-            entry.value, entry
-        )
-    turns = zip_longest(*(group.values() for group in groups.values()))
-    return [entry for turn in turns for entry in turn if entry is not None]
+def diverse_starts(pool: Sequence[Contender]) -> list[Contender]:
+    """Return the pool with the best of each group first, then the second best of each, and so on.
+
+    A group is a placement and a choice of what is recomputed. Of orders with the same value in a group one is kept.
+    """
+    groups: dict[tuple[object, ...], dict[OrderValue, Contender]] = {}
+    for contender in sorted(pool, key=lambda contender: contender.value):
+        groups.setdefault(
+            (contender.tasks.program.placement, recomputed_cells(contender.tasks.program)), {}
+        ).setdefault(contender.value, contender)
+    placements = zip_longest(*(group.values() for group in groups.values()))
+    return [contender for equally_placed in placements for contender in equally_placed if contender is not None]
 
 
-def _price(entry: Entry) -> float:
-    """Price of a change, in played ops: to play those it has, and as long as 80 take to make it."""
-    return len(entry.tasks.ops) * entry.tasks.price + 80
+def cost_of_change(contender: Contender) -> float:
+    """Estimate the cost of trying one change of an order, in ops played."""
+    return len(contender.tasks.ops) * contender.tasks.lanes_per_rank + OVERHEAD_OF_A_CHANGE

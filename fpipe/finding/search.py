@@ -8,27 +8,27 @@ from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from fpipe.finding.found import Found
-from fpipe.finding.fuse import fused
-from fpipe.finding.gathering import gathered
-from fpipe.finding.hunt import Candidate, Hunt
-from fpipe.finding.kept import kept_of
-from fpipe.finding.long_steps import short_of, stretched
-from fpipe.finding.op_facts import again_of, has, kinds_of, recomputing
-from fpipe.finding.solver import SMALL, ask, installed
-from fpipe.finding.wanted import Wanted
+from fpipe.finding.fuse import fuse_backwards
+from fpipe.finding.gathering import search_with_gathers
+from fpipe.finding.local_search import Candidate, LocalSearch
+from fpipe.finding.long_steps import extend_to_long_step, short_program
+from fpipe.finding.op_facts import has_kind, placed_ops, recompute_cells, recomputed_cells
+from fpipe.finding.problem import SearchProblem
+from fpipe.finding.schedule_table import schedule_table_of
+from fpipe.finding.solver import MAX_OPS_ASKED, is_installed, solve_pool
 from fpipe.limits import whole
 from fpipe.model import Model
 from fpipe.program import Program, ProgramError, kind_of
 from fpipe.schedules.registry import about
-from fpipe.timing.amounts import exact_amount
-from fpipe.timing.costs import Costs, the_costs
+from fpipe.timing.amounts import format_exact_amount
+from fpipe.timing.costs import Costs, checked_costs
 from fpipe.timing.simulate import simulate
 from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import chain
 from fpipe.transforms.checkpoint import checkpoint as recompute
 from fpipe.transforms.merge import merge
 from fpipe.transforms.place import stage_ranks
-from fpipe.transforms.shard import checked_gathers
+from fpipe.transforms.shard import checked_policies
 from fpipe.transforms.split import split
 
 Placement = Literal["any", "linear", "looped", "v"] | Sequence[int]
@@ -38,8 +38,7 @@ Policy = Literal["never", "auto", "always", "except_last"]
 Progress = Callable[[float, float, float], None]
 
 RATE = 7_500_000
-"""Ops that a second of searching plays: what one core of a usual machine does, where most changes play a part of them
-(7 to 12 million, from 36 ops to 1,152)."""
+"""Ops played in a second of search: one core of a usual machine plays 7 to 12 million (from 36 ops to 1,152)."""
 
 
 def search(
@@ -82,7 +81,7 @@ def search(
             depends on the seed alone and not on the machine. The solver is stopped by the clock; within it the result
             is the same where it proves its answer, and may differ in its last improvements where it does not.
         solver: "local" does without, "cp-sat" insists on it, "auto" uses it where it is installed and the step has at
-            most `SMALL` ops.
+            most `MAX_OPS_ASKED` ops.
         split_backward: whether backwards are cut in two: all, none, or ("auto") where it helps.
         checkpoint: what is recomputed: "never", a policy of `fpipe.checkpoint`, or ("auto") any stages and microbatches
             for which a cap makes it worth the time.
@@ -118,8 +117,9 @@ def search(
     makespan 138: none of these ops on these ranks takes less than 131, this is 5.3% above
     """
     base = _base(what, microbatches)
-    costs = the_costs(costs, base)
-    for op in base.ops:  # none is missing
+    costs = checked_costs(costs, base)
+    # Ask for the cost of every op now: a missing cost is an error here, not in the middle of the search.
+    for op in base.ops:
         costs.seconds(op)
     seconds = _number("seconds", seconds)
     if split_backward not in (True, False, "auto"):
@@ -129,54 +129,54 @@ def search(
     for name in without:
         about(name)
     cap = math.inf if memory_cap is None else _number("memory_cap", memory_cap)
-    wanted = Wanted(
+    problem = SearchProblem(
         whole("ranks", ranks),
         costs,
         cap,
         _one_of("objective", objective, Objective),
         _placements(placement, base, ranks),
-        free=placement == "any",
-        halves=None if split_backward == "auto" else bool(split_backward),
+        any_placement=placement == "any",
+        split_backward=None if split_backward == "auto" else bool(split_backward),
         seed=whole("seed", seed, least=0, most=math.inf),
-        without=frozenset(without),
-        choose=checkpoint == "auto" and cap < math.inf,
+        excluded=frozenset(without),
+        choose_recompute=checkpoint == "auto" and cap < math.inf,
         microbatches=base.microbatches,
     )
-    if _one_of("solver", solver, Solver) == "cp-sat" and not installed():
+    if _one_of("solver", solver, Solver) == "cp-sat" and not is_installed():
         raise ModuleNotFoundError(
-            'solver="cp-sat" needs OR-tools: pip install \'fpipe[schedules]\'. Without it (solver="local") the search '
-            "finds the same order nearly always, but proves less: the bound is that of fpipe.bounds."
+            'solver="cp-sat" needs OR-tools: pip install \'fpipe[schedules]\'. solver="local" searches without it, and '
+            "proves less."
         )
     if progress is not None and not callable(progress):
         raise TypeError(f"progress is a function progress(share, best, bound), found {progress!r}.")
-    policy = "never" if checkpoint == "auto" and not wanted.choose else checkpoint
-    policies = checked_gathers(shard)
+    policy = "never" if checkpoint == "auto" and not problem.choose_recompute else checkpoint
+    policies = checked_policies(shard)
 
-    def found(cap: float) -> Found:
-        return search_for(base, replace(wanted, cap=cap), seconds, solver, policy, progress)
+    def search_under_cap(cap: float) -> Found:
+        return search_for(base, replace(problem, cap=cap), seconds, solver, policy, progress)
 
-    return gathered(found, policies, wanted) if policies else found(wanted.cap)
+    return search_with_gathers(search_under_cap, policies, problem) if policies else search_under_cap(problem.cap)
 
 
 def search_for(
     base: Program,
-    wanted: Wanted,
+    problem: SearchProblem,
     seconds: float,
     solver: str = "local",
     policy: Policy | Callable[[int, int], bool] = "never",
     progress: Progress | None = None,
 ) -> Found:
-    """Search for what is wanted, whose words are checked."""
+    """Search for the schedule that a checked problem asks for."""
     bases = _recomputing(base, policy)
-    short = short_of(base, wanted) if policy in ("never", "auto") else None
-    searched = _recomputing(short, policy) if short is not None else bases
+    short_base = short_program(base, problem) if policy in ("never", "auto") else None
+    searched = _recomputing(short_base, policy) if short_base is not None else bases
     named_ops = sum(bool(kind_of(op.kind).time) for op in searched[0].ops)
-    by_solver = solver == "cp-sat" or (solver == "auto" and installed() and named_ops * 1.5 <= SMALL)
-    return _Search(base, searched, bases, wanted, seconds, by_solver, progress).found()
+    by_solver = solver == "cp-sat" or (solver == "auto" and is_installed() and named_ops * 1.5 <= MAX_OPS_ASKED)
+    return _Search(base, searched, bases, problem, seconds, by_solver, progress).run()
 
 
 def _base(what: Program | Model | int, microbatches: int | None) -> Program:
-    """The program to order, in microbatches."""
+    """Return the program to order, split into microbatches."""
     if not isinstance(what, Program):
         return chain(split(whole("microbatches", microbatches)), merge())(base_program(what))
     if microbatches is not None:
@@ -186,133 +186,162 @@ def _base(what: Program | Model | int, microbatches: int | None) -> Program:
     return what
 
 
-def _number(word: str, given: object) -> float:
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < math.inf:
-        raise ValueError(f"{word} is a number above 0, found {given!r}.")
-    return float(given)
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name} is a number above 0, found {value!r}.")
+    return float(value)
 
 
-def _one_of(word: str, given: str, kind: Any) -> str:
-    *others, last = [f'"{one}"' for one in get_args(kind)]
-    if given not in get_args(kind):
-        raise ValueError(f"{word} is {', '.join(others)} or {last}, found {given!r}.")
-    return given
+def _one_of(name: str, value: str, choices: Any) -> str:
+    *first_choices, last_choice = [f'"{choice}"' for choice in get_args(choices)]
+    if value not in get_args(choices):
+        raise ValueError(f"{name} is {', '.join(first_choices)} or {last_choice}, found {value!r}.")
+    return value
 
 
 def _placements(placement: Any, base: Program, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """The ranks of stages that are tried."""
-    words = ("linear", "looped", "v") if placement == "any" else (placement,)
+    """Return the placements to try, each as the rank of every stage."""
+    policies = ("linear", "looped", "v") if placement == "any" else (placement,)
     if isinstance(placement, str) and placement not in ("any", "linear", "looped", "v"):
         raise ValueError(f'placement is "any", "linear", "looped", "v" or the rank of each stage, found {placement!r}.')
-    listed = [tuple(stage_ranks(word, base.stages, ranks)) for word in words]
-    odd = next((where for where in listed if {*where} != {*range(ranks)}), None)
-    if odd is not None:
-        raise ValueError(f"a placement has a stage for each of the ranks 0..{ranks - 1}, and no others; found {odd}.")
+    listed = [tuple(stage_ranks(policy, base.stages, ranks)) for policy in policies]
+    unsupported = next((ranks_listed for ranks_listed in listed if {*ranks_listed} != {*range(ranks)}), None)
+    if unsupported is not None:
+        raise ValueError(
+            f"a placement has a stage for each of the ranks 0..{ranks - 1}, and no others; found {unsupported}."
+        )
     return tuple(dict.fromkeys(listed))
 
 
 def _recomputing(base: Program, policy: Any) -> list[Program]:
-    """The program for each choice of what is recomputed."""
+    """Return the program with each choice of recomputed stages that the policy allows."""
     if policy == "never":
         return [base]
     if policy != "auto":
         return [recompute(policy)(base)]
-    first = [recompute(lambda stage, microbatch, most=most: stage < most)(base) for most in range(1, base.stages + 1)]
-    return [base, *first]
+    first_stages = [
+        recompute(lambda stage, microbatch, stage_count=stage_count: stage < stage_count)(base)
+        for stage_count in range(1, base.stages + 1)
+    ]
+    return [base, *first_stages]
 
 
 class _Search:
-    """The parts of a search, one after the other; what there is when it is stopped is what is found."""
+    """A search that runs in phases: local search, solver, long step, full backwards. Ctrl-C ends the running one."""
 
     def __init__(
         self,
         plain: Program,
         searched: list[Program],
         bases: list[Program],
-        wanted: Wanted,
+        problem: SearchProblem,
         seconds: float,
         by_solver: bool,
         progress: Progress | None,
     ) -> None:
-        self.plain, self.bases, self.wanted = plain, bases, wanted
+        self.base, self.bases, self.problem = plain, bases, problem
         self.seconds, self.by_solver = seconds, by_solver
         self.progress: Progress = progress or (lambda share, best, bound: None)
-        self.local = min(2.0, seconds / 4) if by_solver else seconds
-        self.hunt = Hunt(searched, wanted, self._told)
-        self.long = None if searched[0] is bases[0] else Hunt(bases, wanted, self._told)
-        self.proven: dict[Any, float] = {}
+        self.local_seconds = min(2.0, seconds / 4) if by_solver else seconds
+        self.local_search = LocalSearch(searched, problem, self._report_local)
+        self.long_search = None if searched[0] is bases[0] else LocalSearch(bases, problem, self._report_local)
+        self.proven_floors: dict[Any, float] = {}
         self.complete = True
 
-    def found(self) -> Found:
-        """Search, and say what was found."""
+    def run(self) -> Found:
+        """Run all phases and return the result."""
         try:
-            self.hunt.gather()
-            self.hunt.improve(self.local * RATE)
-            self.complete = not self.hunt.stopped
-            if self.by_solver and self.complete and not self.hunt.optimal():
-                self.proven = ask(self.hunt, self.seconds - self.local, self._asked)
+            self.local_search.gather_orders()
+            self.local_search.improve_orders(self.local_seconds * RATE)
+            self.complete = not self.local_search.stopped
+            if self.by_solver and self.complete and not self.local_search.is_optimal():
+                self.proven_floors = solve_pool(
+                    self.local_search, self.seconds - self.local_seconds, self._report_solver
+                )
         except KeyboardInterrupt:
             self.complete = False
-            if self.hunt.best is None:
+            if self.local_search.best is None:
                 raise
-        best = self._best()
-        if self.long is None:
-            best = self._whole(best)
+        best = self._best_candidate()
+        if self.long_search is None:
+            best = self._with_full_backwards(best)
         self.progress(1.0, best.value[0], self.bound)
-        hunt = self.long or self.hunt
-        schedule, program, timeline = kept_of(best.program), best.program, best.timeline
-        if has(program, "OFFLOAD"):  # an OFFLOAD and a LOAD of one moment may change places
-            program = schedule(self.plain)
-            timeline = timeline if program == best.program else simulate(program, self.wanted.costs)
-        return Found(schedule, program, timeline, self.wanted.objective, self.bound, tuple(hunt.rows()), self.complete)
+        last_search = self.long_search or self.local_search
+        schedule, program, timeline = schedule_table_of(best.program), best.program, best.timeline
+        # The result promises program == schedule(base). An OFFLOAD and a LOAD of the same moment may be swapped by the
+        # way through the table, so such a program is made from the table and simulated again.
+        if has_kind(program, "OFFLOAD"):
+            program = schedule(self.base)
+            timeline = timeline if program == best.program else simulate(program, self.problem.costs)
+        return Found(
+            schedule,
+            program,
+            timeline,
+            self.problem.objective,
+            self.bound,
+            tuple(last_search.named_rows()),
+            self.complete,
+        )
 
-    def _told(self, played: float, best: float, bound: float) -> None:
-        whole = self.seconds / self.local if self.by_solver else 1.0
-        self.progress(min(1.0, played / (self.local * RATE)) / whole, best, bound)
+    def _report_local(self, played: float, best: float, bound: float) -> None:
+        time_share = self.seconds / self.local_seconds if self.by_solver else 1.0
+        self.progress(min(1.0, played / (self.local_seconds * RATE)) / time_share, best, bound)
 
-    def _asked(self, share: float, best: float, bound: float) -> None:
-        self.progress((self.local + share * (self.seconds - self.local)) / self.seconds, best, bound)
+    def _report_solver(self, share: float, best: float, bound: float) -> None:
+        self.progress((self.local_seconds + share * (self.seconds - self.local_seconds)) / self.seconds, best, bound)
 
-    def _best(self) -> Candidate:
-        """The best that fits; of a short step, made long. Notes the bound."""
-        hunt = self.hunt
-        if self.long is not None and hunt.best is not None:
+    def _best_candidate(self) -> Candidate:
+        """Return the best candidate that fits, extended to the long step, and set `self.bound`."""
+        search = self.local_search
+        if self.long_search is not None and search.best is not None:
             try:
-                stretched(hunt, self.long)
+                extend_to_long_step(search, self.long_search)
             except KeyboardInterrupt:
                 self.complete = False
-                if self.long.best is None:
+                if self.long_search.best is None:
                     raise
-            hunt = self.long
-        if hunt.best is None:
-            in_bytes = self.wanted.costs.bytes is not None
-            cap, least = (exact_amount(one, in_bytes) for one in (self.wanted.cap, hunt.least))
-            raise ProgramError(f"nothing fits memory_cap={cap}: the smallest cap that does is {least}.")
-        program = hunt.best.program
-        self.bound = hunt.floor(program)
-        halved = kinds_of(hunt.halved(program))
-        stay = not has(program, "OFFLOAD")  # which the solver takes for granted
-        if self.long is None and stay and halved in self.proven and hunt.easier is self.wanted.costs:
-            self.bound = max(self.bound, self.proven[halved])
-        self.bound = min(self.bound, hunt.best.value[0])  # they differ in the last bit of a sum
-        return hunt.best
+            search = self.long_search
+        if search.best is None:
+            in_bytes = self.problem.costs.bytes is not None
+            cap, smallest_peak = (
+                format_exact_amount(amount, in_bytes) for amount in (self.problem.cap, search.smallest_peak)
+            )
+            raise ProgramError(f"nothing fits memory_cap={cap}: the smallest cap that does is {smallest_peak}.")
+        program = search.best.program
+        self.bound = search.floor_of(program)
+        ops_solved = placed_ops(search.with_split_backward(program))
+        # The solver proved its bound for these ops with the true costs, for one step length, and with residuals that
+        # stay on their rank. Only where all of that holds for the best program is the proof about it.
+        stays = not has_kind(program, "OFFLOAD")
+        if (
+            self.long_search is None
+            and stays
+            and ops_solved in self.proven_floors
+            and search.relaxed_costs is self.problem.costs
+        ):
+            self.bound = max(self.bound, self.proven_floors[ops_solved])
+        # Bound and makespan may differ in the last bit of a sum: an optimal schedule must not be below its bound.
+        self.bound = min(self.bound, search.best.value[0])
+        return search.best
 
-    def _whole(self, best: Candidate) -> Candidate:
-        """The best, with full backwards wherever halves gain nothing."""
-        wanted = self.wanted
-        if wanted.halves is not None or has(best.program, "OFFLOAD"):
+    def _with_full_backwards(self, best: Candidate) -> Candidate:
+        """Return the best candidate with a full backward wherever splitting it gains nothing."""
+        problem = self.problem
+        if problem.split_backward is not None or has_kind(best.program, "OFFLOAD"):
             return best
 
-        def judged(program: Program) -> Candidate | None:
-            timeline = simulate(program, wanted.costs)
-            value = wanted.value(timeline)
-            fits = max(timeline.peak) <= wanted.cap * (1 + 1e-9)
-            good = fits and all(one <= other * (1 + 1e-12) for one, other in zip(value, best.value, strict=True))
-            return Candidate(program, timeline, value) if good else None
+        def judge(program: Program) -> Candidate | None:
+            timeline = simulate(program, problem.costs)
+            value = problem.value(timeline)
+            fits = max(timeline.peak) <= problem.cap * (1 + 1e-9)
+            is_as_good = fits and all(
+                part <= best_part * (1 + 1e-12) for part, best_part in zip(value, best.value, strict=True)
+            )
+            return Candidate(program, timeline, value) if is_as_good else None
 
-        more = again_of(best.program) - again_of(self.plain)
+        recomputed = recomputed_cells(best.program) - recomputed_cells(self.base)
         try:
-            return fused(recomputing(more)(self.plain) if more else self.plain, best, judged)
+            return fuse_backwards(recompute_cells(recomputed)(self.base) if recomputed else self.base, best, judge)
         except KeyboardInterrupt:
             self.complete = False
             return best

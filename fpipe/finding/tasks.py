@@ -1,7 +1,7 @@
-"""A placed program as numbers, on which a search tries orders: what each op takes, what it waits for, what it holds.
+"""A placed program as numbers, on which a search tries orders: duration, needs and residuals of each op.
 
-The ops of a rank that a schedule names are its *row*. Microbatches are alike, so ops of one kind and stage keep their
-turn among themselves: they are a *track*, and an order of a rank is a row of tracks and no more.
+Microbatches are alike, so the ops of one kind and stage run in the order of their microbatches. They form a *track*. A
+*row*, the order of a rank, is then a list of tracks: each occurrence of a track is its next microbatch.
 
     rank 0 | 0F0 0F1 0I0 0W0 0I1 0W1          <->          0 0 1 2 1 2
 """
@@ -16,29 +16,35 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import NamedTuple
 
-from fpipe.finding.play import Needs, Numbers, Played, play
+from fpipe.finding.play import Needs, NumberedOps, PlayedTimes, play
 from fpipe.program import Op, Program, Value, is_exchange, kind_of
 from fpipe.timing.costs import Costs
-from fpipe.timing.lanes import op_groups
-from fpipe.timing.memory import residuals_stay
-from fpipe.timing.waiting import named_waits, tails_of
+from fpipe.timing.lanes import group_ops
+from fpipe.timing.memory import residuals_stay_on_rank
+from fpipe.timing.waiting import shortest_tails, waits_between_ops
 from fpipe.transforms.cells import Key
-from fpipe.transforms.reorder import by_table
-from fpipe.transforms.shard import shares
+from fpipe.transforms.reorder import apply_table
+from fpipe.transforms.shard import forwards_per_microbatch
 
-# Stretch an order to more microbatches: find its steady state, and repeat it.
+# How an order is stretched to more microbatches: find its steady state, and repeat it.
 #
-# Between two moments at which every track has gone on by the same number of microbatches nothing but these numbers
-# has changed. What ran between them can run once more, as often as one likes: nothing waits for ever, and no rank
-# holds more. Where a steady state has three microbatches and there are to be four more, it runs twice, and the last
-# two are left out.
+# Take two moments between which every track has advanced by the same number of microbatches. At both, each track leads
+# each other by as many microbatches. So what ran between them can run again any number of times: it cannot deadlock,
+# and no rank holds more. If a steady state has three microbatches and four more are asked for, it runs twice, and the
+# last two microbatches are left out.
 
 Rows = list[list[int]]
-"""For each rank the tracks of its ops, in order: a track takes its microbatches in turn."""
+"""For each rank the tracks of its ops, in order."""
 
 
-class Steady(NamedTuple):
-    """A steady state: seconds for each microbatch, how many there are, and where each row begins and ends to repeat."""
+class SteadyState(NamedTuple):
+    """A repeatable part of an order.
+
+    Args:
+        pace: seconds for each microbatch.
+        microbatches: how many it advances each track.
+        begins, ends: its slots on each rank, the end excluded.
+    """
 
     pace: float
     microbatches: int
@@ -46,66 +52,77 @@ class Steady(NamedTuple):
     ends: list[int]
 
 
-def steady_states(rows: Rows, starts: Sequence[Sequence[float]]) -> list[Steady]:
-    """The steady states of an order whose ops start at these times, the fastest first.
+def steady_states(rows: Rows, starts: Sequence[Sequence[float]]) -> list[SteadyState]:
+    """Return the steady states of an order whose ops start at these times, the fastest first.
 
     >>> steady_states([[0, 0, 1, 0, 1, 1]], [[0, 1, 2, 3, 4, 5]])[0]
-    Steady(pace=2.0, microbatches=1, begins=[1], ends=[3])
+    SteadyState(pace=2.0, microbatches=1, begins=[1], ends=[3])
     """
     pairs = enumerate(zip(rows, starts, strict=True))
-    ops = sorted((start, rank, at, row[at]) for rank, (row, own) in pairs for at, start in enumerate(own))
+    ops = sorted(
+        (start, rank, slot, row[slot]) for rank, (row, rank_starts) in pairs for slot, start in enumerate(rank_starts)
+    )
+    # Walk over all ops by their start. `leads` says how far each track is ahead of the first one; two moments with the
+    # same leads enclose a steady state. Only the last eight such moments are paired: all pairs would be quadratic.
     counts = dict.fromkeys((track for row in rows for track in row), 0)
-    lead, reached = next(iter(counts)), [0 for _ in rows]
-    seen: defaultdict[tuple[int, ...], list[tuple[float, int, list[int]]]] = defaultdict(list)
-    found: list[Steady] = []
-    before = ops[0][0]
+    lead_track, slots_reached = next(iter(counts)), [0 for _ in rows]
+    moments_by_lead: defaultdict[tuple[int, ...], list[tuple[float, int, list[int]]]] = defaultdict(list)
+    states: list[SteadyState] = []
+    moment = ops[0][0]
     for start, rank, _, track in ops:
-        if start > before:
-            now, before = counts[lead], start
-            ahead = tuple([count - now for count in counts.values()])
-            for began, count, cut in seen[ahead][-8:]:
-                found.append(Steady((start - began) / (now - count), now - count, cut, reached[:]))
-            seen[ahead].append((start, now, reached[:]))
+        if start > moment:
+            reached_microbatch, moment = counts[lead_track], start
+            leads = tuple([count - reached_microbatch for count in counts.values()])
+            for begin_time, count, begins_at in moments_by_lead[leads][-8:]:
+                states.append(
+                    SteadyState(
+                        (start - begin_time) / (reached_microbatch - count),
+                        reached_microbatch - count,
+                        begins_at,
+                        slots_reached[:],
+                    )
+                )
+            moments_by_lead[leads].append((start, reached_microbatch, slots_reached[:]))
         counts[track] += 1
-        reached[rank] += 1
-    return sorted(found, key=lambda state: state[:2])
+        slots_reached[rank] += 1
+    return sorted(states, key=lambda state: state[:2])
 
 
-def stretch(rows: Rows, steady: Steady, more: int) -> Rows:
-    """An order of `more` microbatches more.
+def stretch(rows: Rows, steady: SteadyState, extra_microbatches: int) -> Rows:
+    """Return the order with its steady state repeated for this many more microbatches.
 
-    >>> stretch([[0, 0, 1, 0, 1, 1]], Steady(2.0, 1, [1], [3]), 2)
+    >>> stretch([[0, 0, 1, 0, 1, 1]], SteadyState(2.0, 1, [1], [3]), 2)
     [[0, 0, 1, 0, 1, 0, 1, 0, 1, 1]]
     """
-    times = -(-more // steady.microbatches)
+    repeats = -(-extra_microbatches // steady.microbatches)
     repeated = (
-        [*row[:end], *(row[begin:end] * times), *row[end:]]
+        [*row[:end], *(row[begin:end] * repeats), *row[end:]]
         for row, begin, end in zip(rows, steady.begins, steady.ends, strict=True)
     )
-    return [_without_last(row, times * steady.microbatches - more) for row in repeated]
+    return [without_last_microbatches(row, repeats * steady.microbatches - extra_microbatches) for row in repeated]
 
 
-def _without_last(row: list[int], count: int) -> list[int]:
-    """A row without the last microbatches: nobody waits for them, and nothing else is later without them."""
-    left, kept = Counter[int](), list[int]()
+def without_last_microbatches(row: list[int], count: int) -> list[int]:
+    """Drop the last `count` microbatches of each track, which no other microbatch waits for."""
+    seen_by_track, remaining = Counter[int](), list[int]()
     for track in reversed(row):
-        left[track] += 1
-        if left[track] > count:
-            kept.append(track)
-    return kept[::-1]
+        seen_by_track[track] += 1
+        if seen_by_track[track] > count:
+            remaining.append(track)
+    return remaining[::-1]
 
 
-def later(first: float, second: float, steps: float) -> float:
-    """Extrapolate from `first` and `second`, so many steps on: in a steady state each step adds the same."""
-    return second + steps * (second - first)
+def extrapolate(first_value: float, second_value: float, steps: float) -> float:
+    """Extrapolate linearly, `steps` beyond the second value: in a steady state each step adds the same."""
+    return second_value + steps * (second_value - first_value)
 
 
-Step = tuple[int, ...]
-"""Ops that a row names as one: an op, behind the R that it needs."""
+TrackStep = tuple[int, ...]
+"""The ops of one slot of a row: an op, behind its R if it has one."""
 
 
-def one_each(value: Value) -> float:
-    """Weight of a residual where costs have no bytes."""
+def count_residual(value: Value) -> float:
+    """Return 1, the weight of a residual where the costs have no bytes."""
     return 1.0
 
 
@@ -115,18 +132,18 @@ def _bytes_of(costs: Costs, value: Value) -> float:
 
 @dataclass(frozen=True)
 class Tasks:
-    """The named ops of a program on their ranks; numbers are places in the list of `ops`.
+    """The ops of a program that a schedule names; an op is known by its index in `ops`.
 
     Args:
-        needs: the ops that each waits for, each with the seconds on the way, and -1 for the caller; what is needed
-            through others is left out.
-        takes, drops: of residuals, what an op starts to hold, and what it lets go of when it ends: in bytes where costs
-            have them (an I then keeps what its W needs), else one for each.
-        tracks: for each track its steps, in turn.
-        rows: the order that the program has.
-        shares: how many residuals of a rank are one microbatch.
-        weight: what a residual counts.
-        beside: which ops are on the exchange lane of their rank; empty where none is.
+        needs: the ops that each op waits for, with the delay of each transfer; -1 is the caller. Needs that follow from
+            others are left out.
+        takes, drops: the residuals that an op adds when it starts and frees when it ends: bytes where the costs have
+            them (an I then keeps what its W needs), else a count.
+        tracks: the steps of each track, by microbatch.
+        rows: the order of the program itself.
+        residuals_per_microbatch: for each rank how many residuals make one microbatch.
+        residual_weight: bytes of a residual, or 1.
+        on_exchange_lane: for each op whether it runs on the exchange lane; empty if none does.
     """
 
     program: Program
@@ -135,175 +152,217 @@ class Tasks:
     needs: list[Needs]
     takes: list[float]
     drops: list[float]
-    tracks: list[list[Step]]
+    tracks: list[list[TrackStep]]
     rows: Rows
-    shares: list[int]
-    weight: Callable[[Value], float] = one_each
-    beside: Sequence[bool] = ()
+    residuals_per_microbatch: list[int]
+    residual_weight: Callable[[Value], float] = count_residual
+    on_exchange_lane: Sequence[bool] = ()
 
     @property
-    def price(self) -> float:
-        """Price of playing an op, in those of one lane a rank."""
-        return 2.0 if self.beside else 1.0
+    def lanes_per_rank(self) -> float:
+        """Lanes of a rank: playing an op of two lanes takes about twice as long."""
+        return 2.0 if self.on_exchange_lane else 1.0
 
     @property
     def ranks(self) -> int:
-        """How many ranks."""
+        """The number of ranks."""
         return len(self.rows)
 
     @cached_property
-    def numbers(self) -> Numbers:
-        """The ops as `play` takes them."""
-        wakes: list[set[int]] = [set() for _ in self.ops]
+    def numbered_ops(self) -> NumberedOps:
+        """The ops in the form that `play` takes."""
+        reader_ranks: list[set[int]] = [set() for _ in self.ops]
         for op, needs in zip(self.ops, self.needs, strict=True):
             for source, _ in needs:
                 if source >= 0 and self.ops[source].rank != op.rank:
-                    wakes[source].add(op.rank)
-        works = [not beside for beside in self.beside] or [True for _ in self.ops]
-        tails = tails_of(self.needs, self.seconds, works)
-        beside = {at: needs for at, needs in enumerate(self.needs) if self.beside and self.beside[at]}
-        needs = [((at, 0.0),) if at in beside else needs for at, needs in enumerate(self.needs)]
-        return Numbers(self.seconds, needs, [tuple(sorted(ranks)) for ranks in wakes], tails, beside)
+                    reader_ranks[source].add(op.rank)
+        on_main_lane = [not is_exchange for is_exchange in self.on_exchange_lane] or [True for _ in self.ops]
+        tails = shortest_tails(self.needs, self.seconds, on_main_lane)
+        exchange_needs = {
+            index: needs
+            for index, needs in enumerate(self.needs)
+            if self.on_exchange_lane and self.on_exchange_lane[index]
+        }
+        # `play` recognizes an exchange by its need of itself.
+        needs = [((index, 0.0),) if index in exchange_needs else needs for index, needs in enumerate(self.needs)]
+        return NumberedOps(self.seconds, needs, [tuple(sorted(ranks)) for ranks in reader_ranks], tails, exchange_needs)
 
     @cached_property
     def residuals(self) -> list[list[tuple[int, int, float]]]:
-        """On each rank the op that makes each residual, or a part of it, the one that drops it, and how much it is."""
-        makers: dict[tuple[object, ...], list[tuple[int, float]]] = defaultdict(list)
-        found: list[list[tuple[int, int, float]]] = [[] for _ in self.rows]
-        for at, op in enumerate(self.ops):  # a microbatch's ops are in the order in which they need each other
-            for part in op.parts or (op,):
-                takes, left = holding(part, self.weight)
-                open_ones = makers[part[1:4]]
-                while left and open_ones:
-                    maker, size = open_ones.pop()
-                    gone = min(left, size)
-                    found[op.rank].append((maker, at, gone))
-                    left -= gone
-                    if size > gone:
-                        open_ones.append((maker, size - gone))
-                if takes:
-                    open_ones.append((at, takes))
-        return found
+        """For each rank its residuals as (op that makes it, op that drops it, amount).
 
-    def follows(self, op: int, first: int) -> bool:
-        """Whether an op needs another one, itself or through others."""
-        todo = [op]
-        while todo:
-            more = [source for source, _ in self.needs[todo.pop()] if source >= 0]
-            if first in more:
+        An op may drop only a part of what another made, as an I does in bytes; the parts are separate residuals.
+        """
+        open_by_cell: dict[tuple[object, ...], list[tuple[int, float]]] = defaultdict(list)
+        residuals_by_rank: list[list[tuple[int, int, float]]] = [[] for _ in self.rows]
+        # `ops` lists each microbatch's ops with writers above readers, so whatever is dropped was opened before.
+        for index, op in enumerate(self.ops):
+            for part in op.parts or (op,):
+                takes, remaining = residual_change(part, self.residual_weight)
+                open_residuals = open_by_cell[part[1:4]]
+                while remaining and open_residuals:
+                    maker, size = open_residuals.pop()
+                    dropped = min(remaining, size)
+                    residuals_by_rank[op.rank].append((maker, index, dropped))
+                    remaining -= dropped
+                    if size > dropped:
+                        open_residuals.append((maker, size - dropped))
+                if takes:
+                    open_residuals.append((index, takes))
+        return residuals_by_rank
+
+    def follows(self, op: int, earlier_op: int) -> bool:
+        """Whether an op needs an earlier one, directly or through others."""
+        worklist = [op]
+        while worklist:
+            sources = [source for source, _ in self.needs[worklist.pop()] if source >= 0]
+            if earlier_op in sources:
                 return True
-            todo += more
+            worklist += sources
         return False
 
     @cached_property
-    def work(self) -> list[float]:
-        """Seconds that each rank works."""
-        found = [0.0] * self.ranks
+    def work_by_rank(self) -> list[float]:
+        """Seconds of work of each rank."""
+        seconds_by_rank = [0.0] * self.ranks
         for op, seconds in zip(self.ops, self.seconds, strict=True):
-            found[op.rank] += seconds
-        return found
+            seconds_by_rank[op.rank] += seconds
+        return seconds_by_rank
 
-    def steps(self, row: Sequence[int]) -> list[Step]:
-        """The steps of a row, in order."""
-        turns = {track: iter(self.tracks[track]).__next__ for track in set(row)}
-        return [turns[track]() for track in row]
+    def steps_of_row(self, row: Sequence[int]) -> list[TrackStep]:
+        """Return the steps of a row, in order."""
+        next_step = {track: iter(self.tracks[track]).__next__ for track in set(row)}
+        return [next_step[track]() for track in row]
 
-    def flat(self, row: Sequence[int]) -> list[int]:
-        """The ops of a row, in order."""
-        return list(chain.from_iterable(self.steps(row)))
+    def ops_of_row(self, row: Sequence[int]) -> list[int]:
+        """Return the ops of a row, in order."""
+        return list(chain.from_iterable(self.steps_of_row(row)))
 
-    def work_of(self, flat: Sequence[int]) -> Sequence[int]:
-        """The places in a row of ops of those on the main lane."""
-        places = range(len(flat))
-        return [at for at in places if not self.beside[flat[at]]] if self.beside else places
+    def main_lane_places(self, rank_ops: Sequence[int]) -> Sequence[int]:
+        """Return the slots of the ops on the main lane."""
+        slots = range(len(rank_ops))
+        return [slot for slot in slots if not self.on_exchange_lane[rank_ops[slot]]] if self.on_exchange_lane else slots
 
-    def held(self, flat: Sequence[int]) -> float:
-        """The most of residuals that a row of ops holds at once."""
-        now = most = 0.0
-        for op in flat:
-            now += self.takes[op]
-            if now > most:
-                most = now
-            now -= self.drops[op]
-        return most
+    def peak_of(self, rank_ops: Sequence[int]) -> float:
+        """Return the most residuals that a rank holds at once when it runs its ops in this order."""
+        amount = peak = 0.0
+        for op in rank_ops:
+            amount += self.takes[op]
+            if amount > peak:
+                peak = amount
+            amount -= self.drops[op]
+        return peak
 
     def play(
         self,
-        flats: Sequence[Sequence[int]],
+        ops_by_rank: Sequence[Sequence[int]],
         limit: float = math.inf,
-        known: Sequence[float] = (),
-        done: Sequence[int] = (),
-    ) -> Played:
-        """Play the ops of each rank, as `play` does.
+        known_ends: Sequence[float] = (),
+        known_counts: Sequence[int] = (),
+    ) -> PlayedTimes:
+        """Play the ops of each rank in order.
 
         >>> import fpipe
         >>> tasks = tasks_of(fpipe.schedules.one_f_one_b(2)(fpipe.split(4)(fpipe.program(2))), fpipe.Costs())
-        >>> tasks.play([tasks.flat(row) for row in tasks.rows])[:2]
+        >>> tasks.play([tasks.ops_of_row(row) for row in tasks.rows])[:2]
         (15.0, 15.0)
         """
-        return play(self.numbers, flats, limit, known, done)
+        return play(self.numbered_ops, ops_by_rank, limit, known_ends, known_counts)
 
-    def ordered(self, rows: Rows) -> Program:
-        """The program in another order."""
-        lasts = [[self.ops[step[-1]] for step in self.steps(row)] for row in rows]
-        cells: list[list[Key | str]] = [[op.cell if op.parts else op[:4] for op in row] for row in lasts]
-        return by_table(self.program, cells, move=False)
+    def apply(self, rows: Rows) -> Program:
+        """Return the program in another order."""
+        # An R stands before its reader by itself, so the table names the last op of each step only.
+        named_ops = [[self.ops[step[-1]] for step in self.steps_of_row(row)] for row in rows]
+        cells: list[list[Key | str]] = [[op.cell if op.parts else op[:4] for op in row] for row in named_ops]
+        return apply_table(self.program, cells, move=False)
 
 
 def tasks_of(program: Program, costs: Costs) -> Tasks | None:
-    """The named ops of a program as numbers; None where rows of named ops do not say it all: residuals leave their
-    rank, a table placed transfers, an R is away from its reader, a rank has no work."""
-    groups = op_groups(program.ops)
-    if not residuals_stay(program, groups) or any(op.kind in ("SEND", "FREE") for op in groups.samples):
+    """Return a program's named ops as numbers, or None for a program that rows of tracks cannot describe.
+
+    Those are: residuals leave their rank, a table placed transfers, an R is not next to its reader, an exchange shares
+    a step with another op, or a rank has no work.
+    """
+    groups = group_ops(program.ops)
+    if not residuals_stay_on_rank(program, groups) or any(op.kind in ("SEND", "FREE") for op in groups.samples):
         return None
-    places, needs = named_waits(program, costs, lambda op: kind_of(op.kind).place == "table" or op.kind == "R")
-    ops = [program.ops[at] for at in places]
+    positions, needs = waits_between_ops(program, costs, lambda op: kind_of(op.kind).place == "table" or op.kind == "R")
+    ops = [program.ops[index] for index in positions]
+    # An R waits in `unclaimed_by_rank` for the op behind it on its rank, and becomes a part of that op's step. The
+    # number of ops in the step belongs to the key of the track: a stage may be recomputed in some microbatches only.
     tracks: dict[tuple[object, ...], int] = {}
-    steps: list[list[Step]] = []
+    steps: list[list[TrackStep]] = []
     rows: Rows = [[] for _ in range(program.ranks)]
-    before: list[list[int]] = [[] for _ in range(program.ranks)]
-    for at, op in enumerate(ops):
-        before[op.rank].append(at)
+    unclaimed_by_rank: list[list[int]] = [[] for _ in range(program.ranks)]
+    for index, op in enumerate(ops):
+        unclaimed_by_rank[op.rank].append(index)
         if op.kind != "R":
-            key = op.rank, *((part.kind, part.stage, part.slice) for part in op.parts or (op,)), len(before[op.rank])
+            key = (
+                op.rank,
+                *((part.kind, part.stage, part.slice) for part in op.parts or (op,)),
+                len(unclaimed_by_rank[op.rank]),
+            )
             track = tracks.setdefault(key, len(tracks))
             if track == len(steps):
                 steps.append([])
-            steps[track].append(tuple(before[op.rank]))
+            steps[track].append(tuple(unclaimed_by_rank[op.rank]))
             rows[op.rank].append(track)
-            before[op.rank] = []
-    mixed = any(is_exchange(ops[at]) for each in steps for step in each if len(step) > 1 for at in step)
-    if any(before) or mixed or {op.rank for op in ops if not is_exchange(op)} != {*range(program.ranks)}:
+            unclaimed_by_rank[op.rank] = []
+    exchange_in_step = any(
+        is_exchange(ops[index]) for track_steps in steps for step in track_steps if len(step) > 1 for index in step
+    )
+    if (
+        any(unclaimed_by_rank)
+        or exchange_in_step
+        or {op.rank for op in ops if not is_exchange(op)} != {*range(program.ranks)}
+    ):
         return None
-    weight = one_each if costs.bytes is None else partial(_bytes_of, costs)
-    holds = [[holding(part, weight) for part in op.parts or (op,)] for op in ops]
-    takes, drops = ([float(sum(part[at] for part in parts)) for parts in holds] for at in (0, 1))
+    weight = count_residual if costs.bytes is None else partial(_bytes_of, costs)
+    changes_by_op = [[residual_change(part, weight) for part in op.parts or (op,)] for op in ops]
+    takes, drops = ([float(sum(part[index] for part in parts)) for parts in changes_by_op] for index in (0, 1))
     seconds = list(map(costs.seconds, ops))
-    short = _short(ops, seconds, needs)
-    beside = [*map(is_exchange, ops)]
-    lanes_beside = beside if any(beside) else ()
-    return Tasks(program, ops, seconds, short, takes, drops, steps, rows, shares(program), weight, lanes_beside)
+    reduced_needs = necessary_needs(ops, seconds, needs)
+    on_exchange_lane = [*map(is_exchange, ops)]
+    lanes = on_exchange_lane if any(on_exchange_lane) else ()
+    return Tasks(
+        program, ops, seconds, reduced_needs, takes, drops, steps, rows, forwards_per_microbatch(program), weight, lanes
+    )
 
 
-def holding(op: Op, weight: Callable[[Value], float]) -> tuple[float, float]:
-    """Residuals that an op starts to hold, and those it lets go of: an I drops what its W does not need."""
-    made = sum(weight(value) for value in op.writes if value.name in ("res", "wres"))
-    gone = sum(weight(value) for value in op.reads if value.name in ("res", "wres"))
-    return max(0.0, made - gone), max(0.0, gone - made)
+def residual_change(op: Op, weight: Callable[[Value], float]) -> tuple[float, float]:
+    """Return the residuals that an op adds to its rank and that it drops; one of the two is 0.
+
+    Where residuals have bytes, an I that reads `res` and writes the smaller `wres` drops the difference.
+    """
+    added = sum(weight(value) for value in op.writes if value.name in ("res", "wres"))
+    dropped = sum(weight(value) for value in op.reads if value.name in ("res", "wres"))
+    return max(0.0, added - dropped), max(0.0, dropped - added)
 
 
-def _short(ops: list[Op], seconds: list[float], needs: list[dict[int, float]]) -> list[Needs]:
-    """Needs of each op, without those that are long done when another of them is."""
-    found: list[Needs] = []
-    lags: list[dict[int, float]] = []  # seconds from the end of others of its microbatch to its start, at the least
-    for op, each in zip(ops, needs, strict=True):
-        inner: dict[int, float] = {}
-        for source, way in each.items():
+def necessary_needs(ops: list[Op], seconds: list[float], needs: list[dict[int, float]]) -> list[Needs]:
+    """Return the needs of each op without needs that follow from others.
+
+    A transitive reduction with delays, which makes every play faster: an I reads the residuals of its F, but it also
+    needs the I of the next stage, which needs that F. Lags are kept within a microbatch only.
+    """
+    reduced_needs: list[Needs] = []
+    # For each op: source of the same microbatch -> the least seconds from its end to the start of the op.
+    lags: list[dict[int, float]] = []
+    for op, delays in zip(ops, needs, strict=True):
+        lag_through_others: dict[int, float] = {}
+        for source, delay in delays.items():
             if source >= 0:
-                for one, lag in lags[source].items():
-                    inner[one] = max(inner.get(one, 0.0), lag + seconds[source] + way)
-        kept = [(source, way) for source, way in each.items() if inner.get(source, -1.0) < way]
-        found.append(tuple(kept))
-        own = {one: way for one, way in each.items() if one >= 0 and ops[one].microbatch == op.microbatch}
-        lags.append(inner | {one: max(way, inner.get(one, 0.0)) for one, way in own.items()})
-    return found
+                for ancestor, lag in lags[source].items():
+                    lag_through_source = lag + seconds[source] + delay
+                    lag_through_others[ancestor] = max(lag_through_others.get(ancestor, 0.0), lag_through_source)
+        # Needed only if no path through another need is at least as long as the transfer itself.
+        reduced_needs.append(
+            tuple((source, delay) for source, delay in delays.items() if lag_through_others.get(source, -1.0) < delay)
+        )
+        direct_lags = {
+            source: max(delay, lag_through_others.get(source, 0.0))
+            for source, delay in delays.items()
+            if source >= 0 and ops[source].microbatch == op.microbatch
+        }
+        lags.append(lag_through_others | direct_lags)
+    return reduced_needs
