@@ -325,7 +325,7 @@ fpipe.reference(NET.model, PARAMS, *BATCH)
 fpipe.verify(PROGRAM, NET.model, PARAMS, *BATCH)
     TypeError: a batch is one pair: verify(program, model, params, (inputs, target)); found 2 arguments after params.
 fpipe.schedules.register("qt", fpipe.schedules.gpipe(2))
-    TypeError: gives a transform; 'qt' is to be the transform itself: say lambda ranks:
+    TypeError: 'qt' is registered as a transform; a schedule is a function of ranks: use lambda ranks:
 asking("state")(({},), BATCH)
     ValueError: this program reads state[0]: hand it in as step(..., state=...).
 asking("key")(({},), BATCH)
@@ -442,7 +442,7 @@ fpipe.communicate(again={"y": 1})(fpipe.place("linear")(fpipe.program(2)))
     ValueError: again= says f(op) for each name, such as lambda op: op.kind; found {'y': 1}.
 # It was an AttributeError, or a TypeError of Python's own.
 fpipe.plan([1, 2, 3], 2)
-    TypeError: costs is an fpipe.Costs, or a list of them, one for each model; found
+    TypeError: costs is an fpipe.Costs, or a list of them; found
 fpipe.plan(fpipe.Costs(), 2, stages="3")
     ValueError: stages is a whole number, at least 1; found '3'.
 fpipe.plan([THREE], 2, stages=3)
@@ -450,22 +450,22 @@ fpipe.plan([THREE], 2, stages=3)
 fpipe.plan(THREE, 2, memory=3, limit=4)
     TypeError: memory lists the bytes of each stage, found 3.
 fpipe.plan(THREE, 2, memory=[1, 1, 1], limit="a")
-    ValueError: limit is the most bytes of a group, at least 0; found 'a'.
+    ValueError: limit is in bytes, at least 0; found 'a'.
 fpipe.balance(fpipe.Costs(), 2)
     TypeError: costs is a list with a number for each layer, found Costs.
 fpipe.balance([1, 2], 2, parameters=["a", "b"])
     ValueError: the size of the parameters of layer 0 is a number, at least 0; found 'a'.
 fpipe.balance([1, 2], 2, parameters=[1, 2], scale="a")
-    ValueError: scale is how many bytes are kept for a byte of parameters, at least 0; found 'a'.
+    ValueError: scale is in bytes for a byte of parameters, at least 0; found 'a'.
 fpipe.profile(PROGRAM, NET.model, PARAMS, BATCH, progress=3)
     TypeError: progress is called as progress(done, all), found 3.
 # It was an error of Python's own, far from where it was given.
 fpipe.checkpoint(groups=[0, 1])
     TypeError: groups lists groups of stages, such as [(0, 1), (2, 3)]; found [0, 1].
 fpipe.checkpoint(grain="layer", save="mm")
-    TypeError: save lists ops, such as [torch.ops.aten.mm.default], or is policy(ctx, op); found 'mm'.
+    TypeError: save is a list such as [torch.ops.aten.mm.default], or policy(ctx, op); found 'mm'.
 fpipe.Chunk("0")
-    TypeError: Chunk(dim) names the dimension of the rows by a whole number, found '0'.
+    TypeError: Chunk(dim) takes a dimension as a whole number, found '0'.
 fpipe.reorder(lambda program: None)(fpipe.program(2))
     TypeError: the order is a list of cells for each rank; the function gave None.
 fpipe.schedules.from_table([["0F0", "0B0"], None])
@@ -473,7 +473,7 @@ fpipe.schedules.from_table([["0F0", "0B0"], None])
 fpipe.interop.from_json(None)
     TypeError: from_json takes the text that to_json made, found NoneType.
 fpipe.plot(fpipe.program(2), file=3)
-    TypeError: file= is the name of a file, such as 'picture.svg', found 3.
+    TypeError: file= is a name, such as 'picture.svg', found 3.
 fpipe.add_grads(STEP(PARAMS, BATCH), STEP(PARAMS, BATCH))
     TypeError: gradients are tensors, as Result.grads has them; found Result.
 fpipe.sizes(None, NET.model, PARAMS, BATCH)

@@ -278,7 +278,7 @@ run(fpipe.split(3), (X[:2], T[:2]))
 fpipe.split(4, rows=3)
     ValueError: 3 rows cannot fill 4 microbatches; use at most 3, or allow_fewer=True.
 fpipe.split(3, allow_fewer=True)
-    ValueError: allow_fewer needs rows=, the rows of a batch: a program has a fixed number of ops.
+    ValueError: allow_fewer needs rows=, the number of rows of a batch.
 run(fpipe.split(size=3, rows=6), batch(7))
     ValueError: 7 rows in microbatches of 3 are 3 microbatches, not 2.
 run(fpipe.split(3, (fpipe.Chunk(2), None)), (X, T))
@@ -321,15 +321,15 @@ run(fpipe.chain(fpipe.split(2), fpipe.merge()), ({"x": X, "soft": nn.Parameter(X
 fpipe.reference(fpipe.from_functions([linear] * 2, mean), params(), (X.clone().requires_grad_(), T))
     ValueError: inputs requires a gradient, which would be lost: say input_grads=True, or hand in
 fpipe.split(3, rows=6, presplit=True)
-    ValueError: microbatches that are cut already have their own rows: say presplit=True without rows=.
+    ValueError: presplit=True goes without size= and rows=.
 fpipe.split(3, mean)
-    ValueError: a program is data, so a function in it goes by a name: fpipe.register_spec(name, mean).
+    ValueError: a function in a program needs a name: fpipe.register_spec(name, mean).
 fpipe.register_spec("rows", fpipe.Chunk(1))
-    ValueError: a function or a reducer gets a name, found Chunk(dim=1); other specs say what they are.
+    ValueError: only a function or a reducer needs a name, found Chunk(dim=1).
 fpipe.register_spec("longest", mean)
     ValueError: another spec is called 'longest' already; take another name.
 fpipe.split(2, (1, 2, 3))
-    ValueError: a spec that is a tuple says the inputs' and the target's, two of them; found (1, 2, 3).
+    ValueError: a tuple of specs has two, for inputs and target; found (1, 2, 3).
 run(fpipe.split(3, ({"a": fpipe.Chunk()}, None)), (X, T))
     ValueError: the spec has a dict with 'a' where inputs is a Tensor; a spec says one thing of all, or is built as what
     it is for.
@@ -351,7 +351,7 @@ fpipe.chain(fpipe.split(2), fpipe.merge(), fpipe.merge(losses=True))(fpipe.progr
     ProgramError: the losses are merged already; say losses=True in the first merge().
 run(lambda program: fpipe.Program.parse(str(fpipe.chain(fpipe.split(3), fpipe.merge(longest))(program))
 .replace("longest", "shortest")), (X, T))
-    ValueError: no spec is called 'shortest' here; say what it is by fpipe.register_spec.
+    ValueError: no spec is called 'shortest'; add it by fpipe.register_spec.
 run(fpipe.chain(PRESPLIT, fpipe.merge()), ragged())
     ValueError: outputs cannot be joined along dim 0: its parts have shapes (2, 5, 3), (3, 2, 3), (1, 9, 3).
 run(fpipe.chain(fpipe.split(2), fpipe.merge()), (X, T), fpipe.from_functions([linear, lambda p, x,

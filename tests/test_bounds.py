@@ -75,7 +75,7 @@ def test_a_gap_is_a_share_of_the_bound():
 def test_a_cap_is_a_number(cap: Any):
     """A text was compared with 0 ('>=' not supported between 'str' and 'int'), or taken for a list of caps."""
     found = cap[1] if isinstance(cap, list) else cap
-    expected = f"memory_cap is in microbatches, at least what one op holds; found {found!r}."
+    expected = f"memory_cap is in microbatches, at least 0; found {found!r}."
     with pytest.raises(ValueError, match=re.escape(expected)):
         fpipe.bounds(linear(2, 2, False), memory_cap=cap)
 

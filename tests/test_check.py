@@ -136,9 +136,9 @@ from_table([["(0F0;1F0)", "1B0", "0B0"]])(BASE)
 from_table({0: ["0F0", "0F1", "0B0", "0B1"], 2: ["1F0", "1B0", "1F1", "1B1"]})(TWO)
     ProgramError: rank 1 is missing: the table names ranks [0, 2]; ranks are 0..n-1.
 from_table([["0F0", "0F1", "0B0", "0B1"], []])(TWO)
-    ProgramError: rank 1 has no ops in the table: ranks are 0..n-1, and each has a row of cells.
+    ProgramError: rank 1 has no ops in the table: each rank 0..n-1 has a row.
 from_table([])(TWO)
-    ProgramError: the table is empty; give a list of cells for each rank.
+    ProgramError: the table is empty; give a row for each rank.
 from_table([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1F1", "1B1"]])(TWO)
     ProgramError: the table has 1F0 without its backward: add 1B0, or 1I0 and 1W0.
 from_table([["0F0", "0F1", "0B0", "0B1"], ["1B0", "1F1", "1B1"]])(TWO)
@@ -161,8 +161,8 @@ from_table([["0F0", "0F1", "0F2", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])(
 from_table([["0F0", "0F1", "2F0", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])(TWO)
     ProgramError: rank 0, cell 2: 2F0 names stage 2, out of range: this program has 2 stages, 0..1.
 from_table([["0F0", "0F1", "0B0", "1B1"], ["1F0", "1B0", "1F1", "0B1"]])(TWO)
-    ProgramError: stage 0 is on several ranks: 0F0 on rank 0 and 0B1 on rank 1. If they are to hold replicas of its
-    parameters, or it has none, say so by homes={0: [0, 1]} (from_table: replicated=True); if it is a slip, move one.
+    ProgramError: stage 0 is on several ranks: 0F0 on rank 0 and 0B1 on rank 1. Move one; or, to hold replicas of
+    its parameters, say homes={0: [0, 1]} (from_table: replicated=True).
 from_table([["0F0", "0F1", "0R0", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])(TWO)
     ProgramError: rank 0, cell 2: 0R0: nothing is recomputed there. Put fpipe.checkpoint() before the table.
 from_table([["0F0", "0F1", "0R0", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])(fpipe.checkpoint("always")(TWO))

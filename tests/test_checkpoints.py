@@ -140,11 +140,11 @@ fpipe.load("blocks", ONE, ({"w": torch.ones(2)},))
 fpipe.load("saved", ONE, ({"w": torch.ones(3)},))
     ValueError: shape [2], and is of shape [3]
 fpipe.gather_state_dict(ONE, ({},), file=Path("o.pt"))
-    ValueError: file= is a .safetensors file, found 'o.pt'; another format is yours to write of the dict
+    ValueError: file= is a .safetensors file, found 'o.pt'. For another format write the dict
 fpipe.gather_state_dict(fpipe.program(2), ({},))
     ValueError: 2 stages, and one entry for each
 fpipe.gather_state_dict(fpipe.program(2), ({}, None))
-    ValueError: no rank has handed in stage 1
+    ValueError: no rank has passed stage 1
 fpipe.gather_state_dict(ONE, ({"w": 3},))
     ValueError: no tensor at w
 fpipe.local_params(ONE, ({},), "0")

@@ -166,7 +166,7 @@ def test_check_reads_what_export_writes(format: str, tmp_path: Path):
 
 
 def test_a_schedule_of_ones_own_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fpipe.schedules.registry, "_SCHEDULES", dict(fpipe.schedules.registry._SCHEDULES))
+    monkeypatch.setattr(fpipe.schedules.registry, "SCHEDULE_BY_NAME", dict(fpipe.schedules.registry.SCHEDULE_BY_NAME))
     file = tmp_path / "mine.py"
     file.write_text(MINE.format(name="my_own"))
     assert "rank 1 |  .  1F0 1B0  ." in out("--import", str(file), "show", "my_own", "-p", "2", "-m", "1")
@@ -179,7 +179,7 @@ SLIPS = {
     "show chimera -p 3": "error: chimera: ",
     "export chimera -m 4": "(--format table, json and text write any program.)",
     "export gpipe -o waves=2": "error: gpipe has no option 'waves'; it has: stages.",
-    "bench gpipe --file missing/a.svg": "error: 'missing' is not a folder: make it before a picture is written there.",
+    "bench gpipe --file missing/a.svg": "error: 'missing' is not a folder: create it first.",
     "bench chimera -p 3": "error: chimera: the number of ranks is even",
     "bench gpipe --runtime distributed": "error: --runtime distributed is for processes that torchrun starts: torchrun",
     "bench gpipe --model fractions:Fraction": "error: --model returns (model, params, batch)",

@@ -122,7 +122,7 @@ test_a_text_that_is_none_is_refused_with_its_place = refusals(
     globals(),
     """
 on('')
-    ValueError: a cluster says at least how many ranks there are, as in
+    ValueError: a cluster says how many ranks it has, as in
 on('4 hosts')
     ValueError: a cluster begins with its sizes, '2 hosts x 4 ranks' or '4 ranks', at '4 hosts' (character 1 of
 on('4 ranks; within 5us')
@@ -150,7 +150,7 @@ on('4 ranks; replicas 2')
 on('4 ranks; replicas 2 1GB/s shared')
     ValueError: replicas have links of their own, which are not shared
 on('4 ranks; replicas 2 1GB/s')
-    ValueError: a cluster's bandwidths need the bytes of values; say Costs(bytes=...) too.
+    ValueError: a cluster's bandwidths need bytes of values: say Costs(bytes=...).
 on('2 ranks')
     ValueError: the program has 4 ranks, and the cluster 2.
 fpipe.Costs(cluster=4)

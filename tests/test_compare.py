@@ -60,7 +60,7 @@ def test_what_does_not_serve_the_size_is_a_row_that_says_why():
 def test_costs_of_each_stage_say_how_they_are_cut():
     found = fpipe.compare(["gpipe", "zbv"], 2, 4, fpipe.Costs(forward=[1, 2]))
     assert found["gpipe"].makespan == 19
-    assert "forward lists a cost for each stage, but here a rank cuts its share into 2 ops" in found["zbv"].refused
+    assert "forward lists a cost for each stage, but a rank cuts its share into 2 ops here" in found["zbv"].refused
     each = fpipe.compare(["gpipe", "zbv"], 2, 4, lambda parts: fpipe.Costs(forward=[1 / parts] * int(2 * parts)))
     assert not any(row.refused for row in each)
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import fpipe
 from fpipe.graphs.language.graph import Fact
-from fpipe.meaning.devices import moves_of, on_devices
+from fpipe.meaning.devices import drop_duplicate_homes, find_moves
 from fpipe.meaning.step import StepInputs, StepOptions
 from fpipe.runtimes.lowering.prepared_step import PreparedStep
 from fpipe.runtimes.lowering.slots import ProcessContext
@@ -200,7 +200,7 @@ def test_an_example_without_data_stands_for_what_is_at_home_on_each_rank(
     program, model, params, net, batch = on_ranks(devices, "dualpipe", 2, 8)
     meta = tree_map(lambda leaf: leaf.to("meta"), (params, batch))
     step = fpipe.build(program, model, runtime="threads", devices=devices, example=meta)
-    monkeypatch.setattr("fpipe.runtimes.in_process.local._first", None)  # no signature is new
+    monkeypatch.setattr("fpipe.runtimes.in_process.local._prepare_first_step", None)  # no signature is new
     assert agree(step(params, batch), grads_of(net, batch), devices, "dualpipe")
 
 
@@ -238,7 +238,7 @@ def test_every_value_is_on_the_device_of_its_rank(data: bool):
     program, model, params, _, batch = on_ranks(["cpu", "meta"], "dualpipe", 2, 8)
     params = params if data else tree_map(lambda leaf: leaf.to("meta"), params)
     devices = [torch.device("cpu"), torch.device("meta")]
-    program = with_transfers(on_devices(program, devices))
+    program = with_transfers(drop_duplicate_homes(program, devices))
     made = PreparedStep(
         program, model, StepInputs(params, batch), UntracedStages(), StepOptions(), ProcessContext(devices=devices)
     )
@@ -246,7 +246,7 @@ def test_every_value_is_on_the_device_of_its_rank(data: bool):
     facts = [(devices[rank], leaf) for rank, value in values for leaf in made.trees[value].leaves]
     assert len(facts) > 50
     assert all(leaf.aval.device == device for device, leaf in facts if isinstance(leaf, Fact))
-    assert len(moves_of(program, devices)) > 10
+    assert len(find_moves(program, devices)) > 10
 
 
 def test_what_a_rank_sends_by_hand_arrives_on_the_device_of_the_other():

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
 from fpipe.graphs.language.graph import fact_of_tensor
-from fpipe.runtimes.processes.message import Layout, header_of_step
-from fpipe.runtimes.processes.prepared_rank import Elsewhere
+from fpipe.runtimes.processes.message_layout import Layout, header_of_step
+from fpipe.runtimes.processes.rank_step import RemoteLoss
 from fpipe.tree import leaves, tree_map
 from tests.processes import SOON, Processes, beside_each_other, counted, left, result, timed
 from tests.test_profile import NAPS, napping
@@ -64,7 +64,7 @@ def differs(rank: int, program: fpipe.Program, found: fpipe.Result, whole: fpipe
     for name in ("loss", "outputs"):
         here = getattr(found, name)
         if name == "loss" and not homes[name]:  # it was None, and the first print failed on one rank alone
-            assert isinstance(here, Elsewhere)
+            assert isinstance(here, RemoteLoss)
             here = None
         pairs[name] = here, getattr(whole, name) if homes[name] else None
     return [name for name, (one, other) in pairs.items() if not alike(one, other)]

@@ -334,25 +334,24 @@ test_what_cannot_be_cut_is_refused_with_the_reason = refusals(
 refused(lambda params, batch: (fpipe.boundary(batch[0] @ params['w'] + batch[1]) @ params['w']).mean())
     ValueError: stage 0 reads the target (add); only what comes after the last boundary may
 refused(simple(lambda y, w, t: (y - t @ w).mean()))
-    ValueError: matmul_1 reads the target and the parameter 'w': a loss(y, target) has no parameters
+    ValueError: matmul_1 reads the target and the parameter 'w'. Apply the parameter before the target
 refused(lambda params, batch: (fpipe.boundary(batch[0]), (batch[0] @ params['w'] - batch[1]).mean())[1])
     ValueError: boundary 1 has nothing to compute before it; leave it out
 refused(simple(lambda y, w, t: (fpipe.boundary(y) @ w - t).mean()))
     ValueError: boundary 2 has nothing to compute before it; leave it out
 refused(simple(lambda y, w, t: (y.register_hook(lambda grad: grad * 2), (y @ w - t).square().mean())[1]))
-    ValueError: loss_fn registers a hook of a gradient, or computes in inference_mode, which no trace above autograd
+    ValueError: loss_fn registers a gradient hook or uses inference_mode, which no trace
 refused(simple(lambda y, w, t: (y - torch.inference_mode()(lambda: y @ w)() - t).square().mean()))
-    ValueError: in inference_mode, which no trace above autograd captures. Use no_grad for the last, or
+    ValueError: or uses inference_mode, which no trace captures. Use no_grad for the latter, or
 refused(simple(lambda y, w, t: (y @ w * torch.rand(y.shape, generator=torch.Generator()) - t).square().mean()))
     ValueError: loss_fn draws from a generator of its own (rand), which is in no key; draw without it.
 refused(simple(lambda y, w, t: (checkpoint(torch.tanh, y @ w, use_reentrant=True) - t).square().mean()))
-    ValueError: torch.utils.checkpoint(use_reentrant=True) has a backward that no trace above autograd captures; say
+    ValueError: torch.utils.checkpoint(use_reentrant=True) has a backward that no trace captures; set
 refused(simple(lambda y, w, t: (F.dropout(t) - F.dropout(y @ w)).square().mean()))
-    ValueError: dropout draws random numbers for the loss, and dropout_1 after it for what comes before the loss;
-    draw them
+    ValueError: dropout draws random numbers for the loss, and dropout_1 later for a stage. Draw them
 refused(simple(lambda y, w, t: (y @ w - t).sum() / len(y)))
-    ValueError: loss_fn can be traced for one number of rows only, that of the example: it compares or fixes it, as
-    len(x), int(n / 4) and functions of torch.jit do; x.shape[0] and n // 4 keep it symbolic
+    ValueError: loss_fn compares or fixes the number of rows, as len(x) and int(n / 4) do, so it can be traced for that of
+    the example only; x.shape[0] and n // 4 keep it symbolic
 refused(lambda params, batch: (fpipe.boundary(batch[0] @ params['w']), batch[1].mean())[1])
     ValueError: the loss reads nothing that loss_fn computes from params and inputs: it trains nothing.
 refused(lambda params, batch: params['loss'])
@@ -381,8 +380,7 @@ taken(lambda p, x, y: x)
 taken(nn.Linear(4, 4))
     TypeError: ; found one of (input: torch.Tensor) -> torch.Tensor.
 taken(nn.MSELoss())
-    TypeError: , which computes the loss of a whole net; found MSELoss, a function of other things. Call it on what
-    the net
+    TypeError: ; found MSELoss, a loss of an output and a target. Call it inside such a function.
 taken(torch.compile(simple(torch.add)))
     TypeError: , found one that torch.compile made; hand in the function that it
 taken(torch.nn.Sequential())

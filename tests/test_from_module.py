@@ -522,7 +522,7 @@ cut(Net(4), costs={**SAID, "blcks.9": 1.0})
 cut(Net(4), example=({"y": torch.ones(4, 8)},) * 2)
     ValueError: the example is no call of Net.forward: missing a required
 cut(Net(4), example=None)
-    ValueError: example is a batch (inputs, target), inputs a dict of keywords, a tuple of arguments
+    ValueError: example is a batch (inputs, target), its inputs a dict, a tuple or the one argument
 cut(Net(4), example=(torch.ones(4, WIDTH), None))
     ValueError: the example has no target for loss=; hand in example=(inputs,
 cut(Net(4), loss=None)

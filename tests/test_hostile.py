@@ -76,10 +76,10 @@ OPTIONS = {
     "bench gpipe --model .:step": "'.' is a relative name; say package.module, or the path of a .py file.",
     "show zb_auto:memory_cap={[]:1}": "memory_cap is a number of microbatches, found '{[]:1}'",
     "show gpipe -m 100000000": "microbatches is a whole number, at most 20000; found 100000000.",
-    "show gpipe -s 100000000": "into at most 500 forwards, stages times slices; found 2.5e+07.",
+    "show gpipe -s 100000000": "stages times slices on a rank is at most 500, found 2.5e+07.",
     "show gpipe -p 10 -s 2000 -m 20000": "are more than the 10000000 ops of a program",
-    "show seq1f1b:slices=100000000": "into at most 500 forwards, stages times slices; found 1e+08.",
-    "compare gpipe:stages=20000": "into at most 500 forwards, stages times slices; found 5000.",
+    "show seq1f1b:slices=100000000": "stages times slices on a rank is at most 500, found 1e+08.",
+    "compare gpipe:stages=20000": "stages times slices on a rank is at most 500, found 5000.",
     "compare gpipe --costs F=1e308,B=1,W=1": "forward is a time in seconds, at least 0, at most 1.84e+19; found 1e",
 }
 

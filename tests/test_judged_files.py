@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import fpipe
 from fpipe.cli.app import app
 from fpipe.cli.judge import read_tensors
-from fpipe.oracle.named_leaves import put_together
+from fpipe.oracle.named_leaves import join_ranks
 
 F = nn.functional
 MODEL = """
@@ -312,7 +312,7 @@ def test_copies_of_pieces_count_once(order: str, values: str):
     whole = torch.zeros(4, 2) if values == "zeros" else torch.arange(8.0).reshape(4, 2)
     pieces = [*whole.chunk(2)]
     each = [pieces[0], pieces[0], pieces[1], pieces[1]] if order == "neighbours" else pieces * 2
-    assert torch.equal(put_together([{"w": piece} for piece in each], {"w": (4, 2)})[0]["w"], whole)
+    assert torch.equal(join_ranks([{"w": piece} for piece in each], {"w": (4, 2)})[0]["w"], whole)
 
 
 def test_what_is_typed_wrongly_is_said(mine: str, tmp_path: Path):

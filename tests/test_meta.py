@@ -233,8 +233,8 @@ def test_a_rank_reads_the_bytes_of_its_own_stages_alone(tmp_path: Path, monkeypa
     from fpipe.models.parameters.sources import SafetensorsFile
 
     read: list[str] = []
-    of_file = SafetensorsFile.read
-    monkeypatch.setattr(SafetensorsFile, "read", lambda file, name: read.append(name) or of_file(file, name))
+    of_file = SafetensorsFile.read_tensor
+    monkeypatch.setattr(SafetensorsFile, "read_tensor", lambda file, name: read.append(name) or of_file(file, name))
     model, _, program = on_meta()
     named = dict(real().state_dict())
     del named["head.weight"]

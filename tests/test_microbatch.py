@@ -85,13 +85,13 @@ def test_registered_nodes_are_cut_and_joined():
 test_what_is_ambiguous_is_refused = refusals(
     globals(),
     """
-microbatch.rows(([torch.zeros(4)], torch.zeros(3)))
+microbatch.count_batch_rows(([torch.zeros(4)], torch.zeros(3)))
     ValueError: inputs[0] has 4 rows, target has 3.
-microbatch.rows((torch.zeros(4), {"r": torch.zeros(3)}), what=("left", "right"))
+microbatch.count_batch_rows((torch.zeros(4), {"r": torch.zeros(3)}), label=("left", "right"))
     ValueError: left has 4 rows, right['r'] has 3.
-microbatch.rows((torch.tensor(1.0), "word"))
+microbatch.count_batch_rows((torch.tensor(1.0), "word"))
     ValueError: no leaf of the batch has rows: scalars, non-tensors
-microbatch.rows(torch.zeros(3), "rows")
+microbatch.count_batch_rows(torch.zeros(3), "rows")
     ValueError: 'rows' does not say how a leaf is cut or joined
 join([[torch.tensor(1)], [torch.tensor(2)]])
     ValueError: outputs[0] is tensor(1) in microbatch 0 and tensor(2)

@@ -215,25 +215,25 @@ test_what_a_stage_cannot_be_is_refused_by_name = refusals(
 cut(lazy())
     ValueError: '0.weight' is not initialised yet (a lazy module)
 cut(hooked(lambda net: net.register_forward_hook(print)))
-    ValueError: the Sequential itself has hooks; stages call its children and never the whole, so nobody would run them.
+    ValueError: the Sequential itself has hooks, which no stage would run. Remove them, or register them on the children.
 cut(hooked(lambda net: net[2].weight.register_hook(print)))
     ValueError: parameter '2.weight' has a gradient hook; stages differentiate detached aliases of parameters, which no
     hook
 cut(hooked(lambda net: net[2].weight.register_post_accumulate_grad_hook(print)))
     ValueError: parameter '2.weight' has a gradient hook
 cut(shared(lambda weight: nn.Parameter(weight.detach().T)))
-    ValueError: '2.weight' in stage 0 and '5.weight' in stage 1 share a storage, but are two parameters; make them one
+    ValueError: '2.weight' in stage 0 and '5.weight' in stage 1 share a storage, but are two parameters;
 cut(Odd(nn.Tanh(), nn.Tanh()))
     ValueError: from_sequential cuts an nn.Sequential with its own forward, found Odd.
 cut(nn.Linear(2, 2))
-    ValueError: found Linear. Write it as nn.Sequential(...) of its parts; or hand from_loss a function that
+    ValueError: found Linear. Write it as nn.Sequential(...) of its parts, or use fpipe.from_module, from_loss
 cut([nn.Tanh(), nn.Tanh()])
     ValueError: found list. Put the modules into one: nn.Sequential(*modules).
 # It was an AttributeError.
 cut(SCRIPTED)
     ValueError: module '1' (RecursiveScriptModule) is compiled by torch.jit: no trace sees into it, and it runs
 cut(Owner(nn.Tanh(), nn.Tanh()))
-    ValueError: 'scale' belongs to the Sequential itself and to none of its children
+    ValueError: 'scale' belongs to the Sequential itself; move it into one of its children
 cut(mlp(), stages=6)
     ValueError: 5 children make at most 5 stages and at least one, found stages=6.
 cut(mlp(), sizes=[5, 0])

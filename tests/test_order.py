@@ -5,7 +5,7 @@ import random
 import pytest
 
 import fpipe
-from fpipe.order import arrange, by_rank
+from fpipe.order import arrange, ops_by_rank
 from fpipe.program import Program, ProgramError
 
 PIPELINE = fpipe.chain(fpipe.split(4), fpipe.split_backward(), fpipe.schedules.one_f_one_b(3), fpipe.merge())
@@ -13,7 +13,7 @@ PIPELINE = fpipe.chain(fpipe.split(4), fpipe.split_backward(), fpipe.schedules.o
 
 def shuffled(program: Program, seed: int) -> list:
     """The same ops, the ranks' rows mixed another way, those that no row names anywhere."""
-    rows = {rank: [op for op in ops if op.kind in "FBIW"] for rank, ops in by_rank(program.ops).items()}
+    rows = {rank: [op for op in ops if op.kind in "FBIW"] for rank, ops in ops_by_rank(program.ops).items()}
     loose = [op for op in program.ops if op.kind not in "FBIW"]
     chance = random.Random(seed)
     made = []

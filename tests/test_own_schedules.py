@@ -55,7 +55,7 @@ def test_what_now_says():
 @pytest.mark.parametrize(
     ("key", "options", "sentence"),
     [
-        (lambda op, now: None, {}, "key gave None for 0F0, on rank 0 at time 0; a key is a number or a tuple"),
+        (lambda op, now: None, {}, "key gave None for 0F0, on rank 0 at time 0; a key is a number, a tuple"),
         (lambda op, now: math.nan, {}, "key gave nan for 0F0"),
         (lambda op, now: op.cell if op.microbatch else 1, {}, "the keys do not compare, on rank 0 at time 0 ('<' not"),
         (
@@ -63,10 +63,10 @@ def test_what_now_says():
             {},
             "a dead end: after 0 of 8 ops nothing can go on.\n  rank 0 may go on, but the k",
         ),
-        (forwards_first, {"cap": [2, 0]}, "cap is 0 on rank 1, below the minimum"),
+        (forwards_first, {"cap": [2, 0]}, "cap is 0 on rank 1, but one microbatch holds 1"),
         (forwards_first, {"cap": [2]}, "cap lists 1 numbers for 2 ranks"),
-        (forwards_first, {"cap": "2"}, "cap is a number of microbatches, or one for each rank; found '2'"),
-        ("F first", {}, "a key is a function of an op and of now"),
+        (forwards_first, {"cap": "2"}, "cap is a number, or one for each rank; found '2'"),
+        ("F first", {}, "key is a function key(op, now)"),
     ],
 )
 def test_a_priority_that_cannot_be_followed_is_refused(key: Any, options: dict[str, Any], sentence: str):
@@ -108,7 +108,7 @@ def test_cells_may_be_keys_or_idle_and_stages_lie_as_the_placement_says():
         ),
         (
             lambda r, p, m: [(r, "F", 0)],
-            "rank 0: (0, 'F', 0, None) is no cell; cells read '2F0', '(0F7;7B3)' or ('F', ",
+            "rank 0: (0, 'F', 0, None) is not a cell, such as '2F0', '(0F7;7B3)' or ('F', ",
         ),
         (lambda r, p, m: gpipe_cells(1 - r, p, m), "rank 0, cell 0: 1F0 is on rank 1 in this program."),
         (lambda r, p, m: gpipe_cells(r, p, m) if r else [], "rank 0 has no ops in the table"),

@@ -116,26 +116,26 @@ test_refusals = refusals(
     globals(),
     """
 fpipe.plan(fpipe.Costs(), 0)
-    ValueError: ranks is how many take groups in turn, at least 1; found 0.
+    ValueError: ranks is a number, at least 1; found 0.
 fpipe.plan(fpipe.Costs(), 1, run="both")
     ValueError: run is "fused", "train" or "infer", found 'both'.
 fpipe.plan(fpipe.Costs(), 1, threshold=0.9)
-    ValueError: threshold is how many times the largest layer a group may cost, from 1; found 0.9.
+    ValueError: threshold is a multiple of the largest layer, from 1; found 0.9.
 fpipe.plan(fpipe.Costs(), 1)
     ValueError: these costs have one number for all stages: say how many there are by stages=, at least 1.
 fpipe.plan(fpipe.Costs([1, 2], [1, 2, 3]), 1)
     ValueError: how many stages are there? The costs list [2, 3]. Give one cost a stage, or say stages=
 fpipe.plan(fpipe.Costs(), 1, stages=2, memory=[1, 2])
-    ValueError: memory= says the bytes of each stage and limit= the most of a group: say both, or neither.
+    ValueError: memory= and limit= go together: say both, or neither.
 fpipe.plan(fpipe.Costs(), 1, stages=2, memory=[1], limit=3)
-    ValueError: memory lists 1 stages, there are 2; give the bytes of each.
+    ValueError: memory lists 1 stages, there are 2.
 fpipe.plan(fpipe.Costs(), 1, stages=2, memory=[1, -1], limit=3)
     ValueError: the memory of stage 1 is in bytes, at least 0; found -1.
 fpipe.plan(fpipe.Costs(), 1, stages=2, memory=[1, 4], limit=3)
-    ValueError: stage 1 takes 4 bytes, more than the limit of 3: cut it in two.
+    ValueError: stage 1 takes 4 bytes, and the limit is 3: cut it.
 fpipe.plan(fpipe.Costs(), 4, stages=2)
     ValueError: these layers make 3 groups at most, for 4 ranks; use fewer ranks.
 fpipe.plan([fpipe.Costs()] * 2, 1, stages=[2])
-    ValueError: stages and memory are lists with an entry for each model; there are 2 models.
+    ValueError: stages and memory have an entry for each of 2 models.
 """,
 )

@@ -283,7 +283,7 @@ planned(checkpoint=["sometimes"])
 planned(schedules=["zbw"])
     ValueError: there is no schedule 'zbw'; did you mean zbv
 planned(schedules=[fpipe.schedules.gpipe(2)])
-    ValueError: a schedule is named here, as in 'gpipe' or 'hanayo:waves=2', and
+    ValueError: a schedule is given by name, such as 'hanayo:waves=2', found
 planned(memory=-1)
     ValueError: memory is the most that a rank may hold, above 0; found -1.
 planned(search=-1)
@@ -291,11 +291,11 @@ planned(search=-1)
 planned(cluster="1 rank")
     ValueError: there are 2 ranks, and the cluster has 1.
 planned(fpipe.Costs(), cluster="2 ranks; each rank memory 1GB")
-    ValueError: a cluster's memory is in bytes: say the bytes of values
+    ValueError: a cluster's memory needs bytes of values
 planned(rows=16, microbatches=[4, 8])
-    ValueError: microbatches of 4, 2 rows cost different times: say {rows: costs}
+    ValueError: microbatches of 4, 2 rows need {rows: costs}
 planned({2: COSTS, 8: WEIGHED}, rows=16, microbatches=[2, 8])
-    ValueError: costs of several sizes all say bytes, or none do; those of 2 rows say none.
+    ValueError: all costs say bytes, or none do; those of 2 rows say none.
 planned({2: COSTS, 8: COSTS}, rows=16, microbatches=[2, 16])
     ValueError: a microbatch has 1 rows, and costs are given for 2, 8 rows;
 planned(rows=0)
@@ -303,9 +303,9 @@ planned(rows=0)
 planned(stages=0)
     ValueError: stages is a whole number, at least 1; found 0.
 planned(replicas=2)
-    ValueError: replicas= share parameters out: say how in shard=, some of step, run, use
+    ValueError: replicas= needs shard=, some of step, run, use
 planned(shard=["use"])
-    ValueError: shard= needs replicas that share parameters out: say replicas=2
+    ValueError: shard= needs replicas: say replicas=2
 planned(shard=["each"], replicas=2)
     ValueError: shard lists some of step, run, use, never; found 'each'.
 planned(shard="use", replicas=2)
@@ -333,13 +333,13 @@ planned(with_bytes(dict.fromkeys(["y", "dx", "res", "params", "g", "sum", "x", "
 planned(with_bytes(dict.fromkeys(NAMES, 4.0)), search=0.01)
     ValueError: the bytes of wres
 planned(None)
-    TypeError: what is planned is an fpipe.Model, fpipe.Costs, {rows: costs} or f(parts) -> costs; found
+    TypeError: plan_run takes an fpipe.Model, fpipe.Costs, {rows: costs} or f(parts) -> costs; found
 planned({4: COSTS})
-    ValueError: costs by the rows of a microbatch need rows=, how many the batch has.
+    ValueError: {rows: costs} needs rows=, how many the batch has.
 planned(MODEL)
-    ValueError: a model comes with example=(params, batch)
+    ValueError: a model needs example=(params, batch)
 planned(MODEL, *GIVEN, profiled=[2])
-    ValueError: costs at 4 microbatches are not between those at 2, which
+    ValueError: costs are profiled at 2 microbatches: add a number beyond 4
 planned(SEQUENTIAL)
     TypeError: with a Model; found Sequential. A Sequential goes through fpipe.from_seq
 """,

@@ -432,20 +432,20 @@ fpipe.Style(memory='no')
 fpipe.Style(window=(4, 2))
     ValueError: window= is (start, end) in seconds, 0 <= start < end; found (4, 2)
 fpipe.Style(colours={'F': 'blue'})
-    ValueError: six hexadecimal digits, such as '#2a66be'; found 'blue' for F
+    ValueError: a colour is written as '#2a66be'; found 'blue' for F
 fpipe.Style(colours={'G': '#2a66be'})
     ValueError: 'G' is not a kind of op
 fpipe.Style(ranks='ab')
-    ValueError: ranks= is a list of names, one for each rank; found 'ab'
+    ValueError: ranks= lists a name for each rank; found 'ab'
 fpipe.plot(GPIPE, file='a.svg', style=fpipe.Style(ranks=['a']))
-    ValueError: one name for each of the 3 ranks; found 1
+    ValueError: a name for each of 3 ranks; found 1
 fpipe.plot(GPIPE, file='a.svg', style=fpipe.Style(window=(18, 20)))
     ValueError: window= starts at 18, when all is done: the end is 18
 fpipe.plot(GPIPE, file='a.svg', style=fpipe.Style(width_mm=20))
-    ValueError: the picture is too narrow: beside the names of ranks 0 of at least 80 pixels are left for the ops.
+    ValueError: the picture is too narrow: 0 of at least 80 pixels are left for ops.
     Give it more width, or a smaller font.
 fpipe.plot(GPIPE, file='a.svg', style=fpipe.Style(width_mm=84), width=800)
-    ValueError: width= is in pixels: leave it out
+    ValueError: leave width= out
 fpipe.plot(GPIPE, style=fpipe.Style(memory=False))
     ValueError: text has no memory=; of a style it takes figures, window, ranks
 fpipe.plot(GPIPE, file='a.html', style=fpipe.Style(font_pt=7))
@@ -459,13 +459,13 @@ fpipe.plot(GPIPE, ax='here')
 fpipe.plot(GPIPE, file='a.gif')
     ValueError: ends in .svg, .png, .pdf, .html, .json; found 'a.gif'
 fpipe.plot(GPIPE, file='none/a.svg')
-    FileNotFoundError: is not a folder: make it before a picture is written there
+    FileNotFoundError: is not a folder: create it first
 fpipe.plot('1F1B')
     TypeError: plot draws a Program or a Timeline; found str
 fpipe.plot(GPIPE, GPIPE, names=['one'])
-    ValueError: one name for each of the 2 schedules; found 1
+    ValueError: a name for each of 2 schedules; found 1
 fpipe.plot(fpipe.simulate(GPIPE), costs=SLOW)
-    ValueError: a Timeline has its times already: leave costs out
+    ValueError: a Timeline has its times already
 fpipe.plot(GPIPE, width=3)
     ValueError: at least 40; found 3
 """,

@@ -43,7 +43,7 @@ def rstripped(text: str) -> list[str]:
 def test_code_blocks_run_and_print_what_the_page_shows(page, tmp_path, monkeypatch):
     text = page.read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)  # blocks may write files, and register schedules
-    monkeypatch.setattr(registry, "_SCHEDULES", dict(registry._SCHEDULES))
+    monkeypatch.setattr(registry, "SCHEDULE_BY_NAME", dict(registry.SCHEDULE_BY_NAME))
     namespace = {"__name__": "__main__"}
     for block in BLOCK.finditer(text):
         # Empty lines in front keep the page's line numbers, so a traceback shows the line of the page.
@@ -62,7 +62,7 @@ def test_a_notebook_runs_and_prints_what_its_page_shows(name, tmp_path, monkeypa
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # a shell has one of its own
     monkeypatch.setattr(sys, "displayhook", sys.displayhook)
-    monkeypatch.setattr(registry, "_SCHEDULES", dict(registry._SCHEDULES))
+    monkeypatch.setattr(registry, "SCHEDULE_BY_NAME", dict(registry.SCHEDULE_BY_NAME))
     shell = interactive.InteractiveShell()
     shell.history_manager.enabled = False
     cells = [

@@ -162,28 +162,27 @@ fpipe.chain(fpipe.split(2), 3)
 fpipe.chain(lambda program: 3)(TWO)
     TypeError: number 0 of the chain gave a int, no Program; a transform is made by a call, such as fpipe.schedules.
 fpipe.chain(fpipe.split(4), schedules.chimera(2), fpipe.communicate(), fpipe.merge())(TWO)
-    ProgramError: results of this program travel to several homes already; merge before communicate().
+    ProgramError: results travel to several homes already; merge before communicate().
 fpipe.place([0, 1], ranks=2)
-    ValueError: ranks= goes with a named placement (linear, looped, v, bidirectional); a list or a function says them
-    itself.
+    ValueError: ranks= goes with a named placement only (linear, looped, v, bidirectional).
 fpipe.place(3)
-    TypeError: a placement is a name, a list with each stage's rank, or a function; found 3.
+    TypeError: a placement is a name, a list of ranks or a function; found 3.
 fpipe.place("zigzag")
     ValueError: 'zigzag' is not a placement; known: linear,
 fpipe.place([0, -1])(TWO)
-    ProgramError: the placement puts 1F0 on rank -1; a rank is a whole number from 0.
+    ProgramError: 1F0 would be on rank -1; ranks are whole numbers from 0.
 fpipe.place(lambda kind, stage, microbatch: "a")(TWO)
-    ProgramError: the placement puts 0F0 on rank 'a'; a rank is a whole number from 0.
+    ProgramError: 0F0 would be on rank 'a'; ranks are whole numbers from 0.
 fpipe.reorder([["0F0", "1F0", "1B0", "0B0", "ADD(sum[0,1])"]])(TWO)
     ProgramError: rank 0, cell 4: the program has no op ADD(sum[0,1]).
 schedules.from_table("own.csv")
-    ProgramError: 'own.csv' is the name of a file, it seems; hand in pathlib.Path('own.csv').
+    ProgramError: 'own.csv' names a file; pass pathlib.Path('own.csv').
 schedules.from_table(3)
-    TypeError: a table is a list of rows, {rank: row}, text or a path; found int.
+    TypeError: a table is rows, {rank: row}, text or a path; found int.
 schedules.from_table([[3]])
     TypeError: a cell is text such as '2F0', or (kind, stage, microbatch, slice); found 3.
 schedules.from_table("\n")
-    ProgramError: the table is empty; write a line of cells for each rank.
+    ProgramError: the table is empty; write a row for each rank.
 fpipe.interop.torch_pipelining.from_csv(3)
     TypeError: a table is CSV text or the path of a CSV file, found int.
 schedules.from_generator(lambda rank, ranks, microbatches: [], 2, placement=[0, 0])(TWO)
@@ -211,9 +210,9 @@ fpipe.from_loss(lambda p, b: fpipe.boundary((b[0] @ p["w"] - b[1]).mean()), EYE,
 fpipe.chain(fpipe.split(2), fpipe.merge)
     TypeError: number 1 of the chain is merge itself, which makes a transform: say merge(...).
 fpipe.schedules.gpipe(HALVES)
-    TypeError: gpipe makes a transform of a number of ranks: say gpipe(4), and hand that the program.
+    TypeError: gpipe takes a number of ranks, found a Program: use gpipe(4)(program).
 fpipe.schedules.gpipe(rank=4)
-    TypeError: gpipe() missing a required argument: 'ranks'; it takes the number of ranks, as gpipe(4).
+    TypeError: gpipe() missing a required argument: 'ranks'; use gpipe(4).
 fpipe.schedules.from_table(ZERO_BUBBLE)(HALVES)
     ProgramError: 0W0 stands twice, or as B and as I and W; an op is named once. In the letters of the zero-bubble
     papers B is our I: from_table(..., notation='zb').
@@ -226,11 +225,11 @@ fpipe.testing.check_schedule("gpip")
 fpipe.bounds(fpipe.place("looped", ranks=2)(FOUR), memory_cap=0.4)
     ValueError: memory_cap is 0.4 microbatches on rank 0, where one op alone holds 0.5
 fpipe.bounds(fpipe.place("linear")(FOUR), memory_cap=[1, 2])
-    ValueError: memory_cap lists 2 caps for 4 ranks; give one a rank
+    ValueError: memory_cap lists 2 caps for 4 ranks
 fpipe.balance([1, 2, 3], 2, parameters=[1])
     ValueError: parameters lists 1 layers, costs 3; give one number a layer.
 fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False), fpipe.data_parallel("a"), fpipe.data_parallel("b"))(TWO)
-    ProgramError: one axis of fpipe.data_parallel(), and one of fpipe.shard
+    ProgramError: data_parallel() and shard() have one axis each
 fpipe.update("SGD", clip=1.0, validate="after", loss_scale="dynamic")
     ValueError: leave validate= out
 fpipe.interop.torch_pipelining.from_csv("0F0,0SEND_F0", format="compute_only")
@@ -262,7 +261,7 @@ fpipe.compare(["gpipe", "hanoyo:waves=2"], 4, 8)
 fpipe.compare(["gpipe", "hanayo:wave=2"], 4, 8)
     ValueError: hanayo has no option 'wave'; it has: waves, stages
 fpipe.compare(["gpipe"], 2, 2)["zbv"]
-    KeyError: there is no row 'zbv'; there are gpipe
+    KeyError: no row 'zbv'; there are gpipe
 schedules.from_table([["0F0", "0B0"], ["1F0", "0F"]])(TWO)
     ProgramError: rank 1, cell 1: '0F' is not a cell:
 schedules.from_table("0F0 0B0\n1F0 . 0F1garbage")
@@ -274,15 +273,15 @@ schedules.about("zb_auto").program(2, 4, stages=4)
 schedules.about("v_min").program(2, 4, stages=2)
     ProgramError: v_min: a V over 2 ranks has 4 stages, down and up; this program has 2
 schedules.about("roundpipe").program(2, 3, 4, backward=[3, 2, 1, 0])
-    TypeError: a group is a list or range of stages, such as range(0, 3); found 3.
+    TypeError: a group is a range of stages, such as range(0, 3); found 3.
 schedules.roundpipe(1, [range(2)], [range(2)])(fpipe.chain(fpipe.split(2), fpipe.forward_only())(TWO))
-    ProgramError: this program has no backward, and so no backward plan
+    ProgramError: this program has no backward; leave backward= out.
 schedules.roundpipe(1, [range(1)])(fpipe.chain(fpipe.split(2), fpipe.forward_only())(TWO))
-    ProgramError: the forward plan misses the last stage, 1; nothing else runs it.
+    ProgramError: the forward plan misses the last stage, 1.
 schedules.get(["gpipe"])
     ValueError: there is no schedule
 fpipe.forward_only()(Program(ONE.inputs, (), (fpipe.Output(Value("grads", 0), Value("params", 0), (0,)),)))
-    ProgramError: neither outputs nor a loss; without gradients nothing is left
+    ProgramError: neither outputs nor a loss to keep
 fpipe.search(fpipe.chain(fpipe.split(3), schedules.gpipe(2))(TWO), ranks=2, microbatches=3)
     ValueError: a program is split already
 fpipe.search(fpipe.split(2, slices=2)(TWO), ranks=2)
@@ -294,8 +293,8 @@ fpipe.sizes(ONE, fpipe.from_functions([by_sign], lambda y, target: y[0].sum()), 
 fpipe.simulate(SENT, fpipe.Costs(transfer=1), cluster="2 ranks; inside 1us")
     ValueError: leave out transfer= and bandwidth=
 fpipe.simulate(SENT, fpipe.Costs(bytes=lambda value: 1), cluster="2 ranks; inside 1GB/s shared", iterations=2)
-    ValueError: shared links is simulated for one iteration, found iterations=2
+    ValueError: shared links are simulated for one iteration, found iterations=2
 fpipe.simulate(ONE).lacking
-    ValueError: a timeline lacks memory on a cluster, in bytes
+    ValueError: lacking memory needs a cluster and bytes
 """,
 )

@@ -62,35 +62,31 @@ def test_balanced_groups_leave_the_ranks_idle_for_p_less_1_of_them_at_most(stage
 
 WRONG = """
 of(4, forward=[[0], [2]])
-    ProgramError: roundpipe: a gap in the forward plan: stage 1, before [2], is in no group.
+    ProgramError: roundpipe: the forward plan misses stage 1, before [2].
 of(4, forward=[[1, 2]])
-    ProgramError: roundpipe: a gap in the forward plan: stage 0, before [1-2], is in no group.
+    ProgramError: roundpipe: the forward plan misses stage 0, before [1-2].
 of(4, backward=[[3], [2], [0]])
-    ProgramError: roundpipe: a gap in the backward plan: stage 1, before [2], is in no group.
+    ProgramError: roundpipe: the backward plan misses stage 1, before [2].
 of(4, backward=[[2, 3], [1, 2], [0]])
     ProgramError: roundpipe: the backward plan has stage 2 twice, or out of order, in [2-3].
 of(4, backward=[[0], [1], [2], [3]])
-    ProgramError: roundpipe: the backward plan misses the last stage, 3: its groups go from the last stage down, and the
-    first ends with stage 0.
+    ProgramError: roundpipe: the backward plan goes down from stage 3, but starts with stage 0.
 of(4, backward=[])
-    ProgramError: roundpipe: the backward plan misses the last stage, 3: its groups go from the last stage down, and
-    there is none.
+    ProgramError: roundpipe: the backward plan goes down from stage 3, but is empty.
 of(4, forward=[range(2), range(2, 2)])
-    ProgramError: roundpipe: forward group 1 is empty; a group has at least one stage.
+    ProgramError: roundpipe: forward group 1 is empty.
 of(4, backward=[[3, 1]])
-    ProgramError: roundpipe: backward group 0 is [3, 1]; the stages of a group are adjacent, in order.
+    ProgramError: roundpipe: backward group 0 is [3, 1]; its stages are adjacent, in order.
 of(4, forward=[[0, 1]], backward=[[3], [2], [1], [0]])
-    ProgramError: roundpipe: the plans do not meet. The first backward group runs forward and backward together, so it
-    starts with stage 2, where the forward plan ends; found [3].
+    ProgramError: roundpipe: the first backward group starts with stage 2, where the forward plan ends; found [3].
 of(4, forward=[[0, 1, 2]], backward=[[2, 3], [1], [0]])
-    ProgramError: it starts with stage 3, where the forward plan ends; found [2-3].
+    ProgramError: the first backward group starts with stage 3, where the forward plan ends; found [2-3].
 of(4, forward=[range(4)])
-    ProgramError: roundpipe: the forward plan ends with the last stage, 3. The first backward group runs forward and
-    backward together: leave at least the last stage to it.
+    ProgramError: roundpipe: the forward plan ends with the last stage, 3. Leave that to the first backward group.
 of(4, forward=[range(5)])
-    ProgramError: roundpipe: forward group 0 is [0-4]; this program has stages 0..3.
+    ProgramError: roundpipe: forward group 0 is [0-4]; the stages are 0..3.
 of(4, backward=[range(4)])
-    ProgramError: roundpipe: groups: 1, ranks: 2; each rank runs a group. Use fewer ranks, or say smaller groups
+    ProgramError: roundpipe: groups: 1, ranks: 2; each rank runs a group. Use smaller groups or fewer ranks.
 of(4, forward=[[0], [True]])
     TypeError: roundpipe: forward group 1 is [True]; stages are whole numbers.
 """

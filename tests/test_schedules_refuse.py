@@ -56,7 +56,7 @@ on(S.dualpipe(2), 2, 5)
 on(S.dualpipe(4), 4, 6)
     ProgramError: dualpipe: the number of microbatches is at least twice that of ranks, 8 for 4, found 6
 S.dualpipe(2, overlap=3)
-    ValueError: overlap is True or False, whether a forward and a backward are one
+    ValueError: overlap is True or False, found
 on(S.dualpipev(2), 3)
     ProgramError: dualpipev: each rank has an early and a late stage, 4 for 2 ranks; this
 on(S.hanayo(1), 2)
@@ -68,20 +68,20 @@ on(S.hanayo(2, waves=2), 4)
 S.hanayo(2, waves=1.5)
     ValueError: waves is a whole number, at least 1; found 1.5.
 on(S.pipedream(2, steps=2), 2)
-    ProgramError: steps follow each other by the parameters that one leaves: put fpipe.update() before.
+    ProgramError: steps hand on updated parameters: put fpipe.update() before.
 S.get("pipedream")
     ValueError: there is no schedule 'pipedream'; fpipe.schedules.pipedream(ranks, steps=k) behind fpipe.update() orders
     several training steps; fpipe.schedules.names() lists them all.
 S.pipedream_2bw(2, steps=0)
     ValueError: steps is a whole number, at least 1; found 0.
 on(S.roundpipe(2, forward=3), 4)
-    TypeError: roundpipe: forward is a list of groups of stages, such as
+    TypeError: roundpipe: forward lists groups of stages, such as
 on(S.roundpipe(2, homes="host"), 4)
     TypeError: homes is {stage: rank}, {stage: ranks} or f(stage)
 on(S.roundpipe(2, homes=lambda s: "host"), 4)
     ProgramError: homes gives stage 0 'host'; a home is a rank
 on(S.zb_auto(2, memory_cap=0.5), 2)
-    ProgramError: memory_cap is 0.5, below the minimum: one microbatch by
+    ProgramError: memory_cap is 0.5, below one microbatch
 on(S.zbv(2), 2)
     ProgramError: zbv: a V over 2 ranks has 4 stages, down and up; this program has 2. Cut the model into 4.
 on(S.v_min(2, memory_cap=True), 4)
@@ -93,7 +93,7 @@ S.zb_auto(2, objective="time")
 S.v_half(2, costs={"F": 1})
     TypeError: costs is an fpipe.Costs, such as fpipe.Costs(forward=2); found dict
 S.v_min(2, kept=2)
-    ValueError: kept is the share of an activation that W needs after I, from 0 to 1; found 2.
+    ValueError: kept is the share that W needs after I, from 0 to 1; found 2.
 on(S.from_table("0F0,0B0\n1F0,1Bx"), 2, 1)
     ProgramError: line 2, column 2: '1Bx' is not a cell: it does not
 on(S.from_table("0F0,0B0\n1F0"), 2, 1)
@@ -105,7 +105,7 @@ S.from_priority(first_free, 0)
 S.from_generator(None, 2)
     TypeError: from_generator takes f(rank, ranks, microbatches), which yields
 on(S.from_priority(first_free, 2, cap=0.2), 2)
-    ProgramError: cap is 0.2 on rank 0, below the minimum
+    ProgramError: cap is 0.2 on rank 0, but one microbatch holds
 S.register("gpipe", S.gpipe)
     ValueError: 'gpipe' is taken; known schedules: gpipe, one_f_one_b, eager_1f1b
 S.register("nothing_to_do", S.gpipe, stages_per_rank=0)

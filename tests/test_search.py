@@ -304,7 +304,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"placement": "zigzag"},
         'placement is "any", "linear", "looped", "v" or the rank of each stage, found \'zigzag\'.',
     ),
-    ({"placement": [0, 0, 0, 0]}, "a placement has a stage for each of the ranks 0..1, and no others"),
+    ({"placement": [0, 0, 0, 0]}, "a placement uses each of the ranks 0..1, found"),
     ({"placement": [0, 1]}, "the placement lists 2 ranks for 4 stages"),
     ({"objective": "time"}, 'objective is "makespan" or "span", found \'time\'.'),
     ({"solver": "gurobi"}, 'solver is "auto", "local" or "cp-sat", found \'gurobi\'.'),

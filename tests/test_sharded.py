@@ -314,7 +314,7 @@ REFUSED = {
     "whole": "module '' (FSDPSequential) is wrapped by fully_shard, whose hooks gather the module's own parameters",
     "whole, exported": "module '' (FSDPSequential) is wrapped by fully_shard, whose hooks gather the module's own",
     "whole, called": "module 'net' (FSDPSequential) is wrapped by fully_shard, whose hooks gather the module's own",
-    "exported": "buffer '1.table' is a DTensor, and from_module takes only parameters that are. Keep it whole on each",
+    "exported": "buffer '1.table' is a DTensor, which from_module takes only as a parameter. Keep it whole, or use",
     "ddp": "module '0' (DistributedDataParallel) is wrapped by DistributedDataParallel, whose hooks gather",
 }
 

@@ -207,13 +207,13 @@ Costs(bandwidth={1: 1}, bytes=size)
 Costs(host_bandwidth={(0, 1): 1}, bytes=size)
     ValueError: host_bandwidth is in bytes a second, more than 0; found {(0, 1): 1}, which is no number.
 Costs(bandwidth=1)
-    ValueError: a bandwidth needs the bytes of values; say bytes= too, such as fpipe.sizes(...).
+    ValueError: a bandwidth needs bytes of values: say bytes=, such as fpipe.sizes(...).
 Costs(sender='blocking')
     ValueError: a sender is "free" or "busy", found 'blocking'.
 Costs(send=-1)
     ValueError: send is a time in seconds, at least 0; found -1.
 Costs(pair='mean')
-    ValueError: a pair costs the "sum" or the "max" of its parts, or f(op); found 'mean'.
+    ValueError: a pair costs "sum", "max" or f(op); found 'mean'.
 Costs(bytes={'y': -4})
     ValueError: the bytes of 'y' are a number, at least 0; found -4.
 Costs(bytes=4)

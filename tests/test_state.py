@@ -407,7 +407,7 @@ test_what_a_stage_remembers_has_one_home = refusals(
 fpipe.from_sequential(nn.Sequential(ONE, nn.Tanh(), ONE), sizes=[1, 2], example=ROWS[0])
     ValueError: module '2' (Centred) stands in stages 0 and 1, and what it remembers
 fpipe.from_sequential(nn.Sequential(ONE, nn.Tanh(), LENT), sizes=[1, 2], example=ROWS[0])
-    ValueError: buffers '2.mean' and '0.mean' are one tensor, which the first's module writes; give each its own.
+    ValueError: buffers '2.mean' and '0.mean' are one tensor, and the first is written; give each its own.
 """,
 )
 

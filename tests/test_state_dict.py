@@ -181,7 +181,7 @@ test_what_is_no_whole_net_is_refused = refusals(
     globals(),
     """
 fpipe.gather_state_dict(ONE, ({"w": torch.ones(1)},), model=FUNCTIONS)
-    TypeError: the parameters of stage 0 are of no module that could say their names
+    TypeError: stage 0 is of no module, so its parameters have no names
 fpipe.gather_state_dict(ONE, NORM_PARAMS, model=NORM)
     ValueError: stage 0 (0) has module state, which a step returns: say state=result.state.
 fpipe.gather_state_dict(ONE, NORM_PARAMS, model=NORM, state=())

@@ -15,7 +15,7 @@ Transform = Callable[[Program], Program]
 def test_a_registered_name_is_checked_at_the_sizes_it_serves(monkeypatch: pytest.MonkeyPatch):
     about = fpipe.schedules.about("gpipe")
     odd = fpipe.schedules.Schedule("odd", about.factory, 2, refuses=lambda p, s, m: "too few" if m < 2 * p else None)
-    monkeypatch.setitem(fpipe.schedules.registry._SCHEDULES, "odd", odd)
+    monkeypatch.setitem(fpipe.schedules.registry.SCHEDULE_BY_NAME, "odd", odd)
     found = check_schedule("odd", ranks=(1, 2), microbatches=(2, 3, 4), examples=2)
     assert [tuple(size) for size in found.sizes] == [(1, 2, 2), (1, 3, 2), (1, 4, 2), (2, 4, 4)]
 

@@ -186,7 +186,7 @@ fpipe.program(2, inputs=('batch', ((0, 1), 'batch')))
 fpipe.program(2, inputs=('batch', (0, (1, 0))))
     ValueError: stage 1 takes (1, 0); it can take a stage from 0 to 0, or 'batch'.
 twice(nn.BatchNorm1d(6))
-    ValueError: module '1' (BatchNorm1d) stands in stages 0 and 1, and what it remembers would be in both
+    ValueError: module '1' (BatchNorm1d) with state stands in stages 0 and 1
 two_views()
     ValueError: '0.weight' in stage 0 and '1.weight' in stage 1 share a storage, but are two parameters
 """,

@@ -196,7 +196,7 @@ fpipe.schedules.gpipe(1)(MODEL)
     TypeError: a Program is wanted here, such as fpipe.program(model); found Model.
 # It was a serial order, in silence: each microbatch waited for the one before.
 fpipe.chain(fpipe.schedules.gpipe(3), fpipe.split(4), fpipe.merge())(CHAIN)
-    ProgramError: this program has an order of its own already, on 3 ranks: its microbatches would follow each other
+    ProgramError: this program has an order of its own already, on 3 ranks. Put fpipe.split() before
 fpipe.split(2)(SPLIT)
     ProgramError: this program is split into 4 microbatches already; split it once.
 fpipe.merge(order="random")
@@ -204,9 +204,9 @@ fpipe.merge(order="random")
 fpipe.checkpoint("sometimes")
     ValueError: policy is 'always', 'except_last', 'never' or f(stage, microbatch) -> bool, found 'sometimes'.
 fpipe.checkpoint(groups=[(0, 2)])
-    ValueError: a group is of adjacent stages in order, such as (1, 2, 3); found (0, 2).
+    ValueError: a group lists adjacent stages, such as (1, 2, 3); found (0, 2).
 fpipe.checkpoint(groups=[()])
-    ValueError: a group is of adjacent stages in order, such as (1, 2, 3); found ().
+    ValueError: a group lists adjacent stages, such as (1, 2, 3); found ().
 fpipe.checkpoint(groups=[(0, 1), (1, 2)])
     ValueError: a stage is in one group at most; found [(0, 1), (1, 2)].
 fpipe.place([0, 1])(CHAIN)

@@ -177,8 +177,8 @@ cut(nn.DataParallel(Chain()))
 # It ended in torch's own error about .grad(), which names neither the net nor what to do in it.
 cut(RECOMPUTED)
     ValueError: Toy cannot be exported, so there is nothing to cut: ValueError:
-    torch.utils.checkpoint(use_reentrant=True) has a backward that no trace above autograd captures; say
-    use_reentrant=False, or leave it out
+    torch.utils.checkpoint(use_reentrant=True) has a backward that no trace captures; set
+    use_reentrant=False, or use fpipe.checkpoint()
 # LongT5 ended in "'NoneType' object has no attribute 'shape'", and a mask helps.
 cut(Masked())
     ValueError: ; the example has no attention_mask, with which it may. Change the

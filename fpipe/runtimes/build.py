@@ -1,7 +1,7 @@
 """Bind a program to a model: the step that trains.
 
-Each runtime is imported when it is asked for: `trace=False` needs the definition alone, and a torch that is built
-without processes has the others.
+Each runtime is imported when it is asked for: `trace=False` needs the definition alone, and the runtimes of one process
+work on a torch that is built without torch.distributed.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
-from fpipe.meaning.devices import devices_of
-from fpipe.meaning.inputs_and_results import check_example, check_match, refuse_lost_constants
+from fpipe.meaning.devices import check_devices
+from fpipe.meaning.inputs_and_results import check_example, check_match, refuse_meta_constants
 from fpipe.meaning.optimizers.optimizer_state import update_of
-from fpipe.meaning.step import Step, StepOptions, post_validated, refuse_no_autocast, under_autocast
+from fpipe.meaning.step import Step, StepOptions, check_autocast_dtype, post_validated, under_autocast
 from fpipe.meaning.walk import walk
 from fpipe.model import Model, in_mode
 from fpipe.program import Program, Value, the_program
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fpipe.runtimes.audit.audits import When
+    from fpipe.runtimes.audit.audits import AuditSchedule
     from fpipe.runtimes.processes.distributed import CheckBatch
 
 
@@ -46,9 +46,9 @@ def build(
     devices: Sequence[torch.device | str] | None = None,
     donate: bool = False,
     autocast: torch.dtype | None = None,
-    audit: When = "first",
+    audit: AuditSchedule = "first",
 ) -> Step:
-    """Make a pure step of a program and a model.
+    """Build a pure step from a program and a model.
 
     Args:
         program: what to do, in which order.
@@ -124,15 +124,16 @@ def build(
     """
     if runtime not in ("local", "threads", "distributed"):
         raise ValueError(f"runtime {runtime!r} is not known; there are 'local', 'threads' and 'distributed'.")
-    limited = timeout is None or (isinstance(timeout, int | float) and timeout > 0)  # pyright: ignore[reportUnnecessaryIsInstance]
+    is_timeout_valid = timeout is None or (isinstance(timeout, int | float) and timeout > 0)  # pyright: ignore[reportUnnecessaryIsInstance]
 
     model = in_mode(model)
 
-    def checked() -> Any:
-        said = {"compile": compile, "trace": trace, "record": record, "check_finite": check_finite}
-        for word, found in (said | {"broadcast": broadcast, "donate": donate}).items():
-            if not isinstance(found, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise ValueError(f"{word} is True or False; found {found!r}.")
+    # In processes this runs inside of the runtime, which reports an error to the other ranks.
+    def check_arguments() -> Any:
+        switches = {"compile": compile, "trace": trace, "record": record, "check_finite": check_finite}
+        for switch, setting in (switches | {"broadcast": broadcast, "donate": donate}).items():
+            if not isinstance(setting, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ValueError(f"{switch} is True or False; found {setting!r}.")
         if runtime == "threads" and not trace:
             raise ValueError("without traces stages run one after the other: say runtime='local' with trace=False.")
         if compile and not trace:
@@ -145,19 +146,19 @@ def build(
             mesh is not None or timeout is not None or broadcast or check_batch != "first"
         ):
             raise ValueError("mesh=, timeout=, broadcast= and check_batch= are of runtime='distributed'.")
-        if not limited:
+        if not is_timeout_valid:
             raise ValueError(f"timeout is a number of seconds above 0; found {timeout!r}.")
         if devices is not None and runtime != "threads":
             raise ValueError("devices= is of runtime='threads'; elsewhere a rank computes where its tensors are.")
         if not isinstance(loss_scale, int | float) or not isfinite(loss_scale) or loss_scale <= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"loss_scale is a finite number above 0, such as 2.0**16; found {loss_scale!r}.")
-        refuse_no_autocast(autocast)
+        check_autocast_dtype(autocast)
         if loss_scale != 1.0 and any(value == Value("scale") for value, _ in the_program(program).inputs):
             raise ValueError("this program is handed its loss scale in each step: leave loss_scale= out.")
         if donate and update_of(program) is None:
             raise ValueError("donate= is of a program that updates its parameters: put fpipe.update() into it.")
         check_match(program, model)
-        refuse_lost_constants(model)
+        refuse_meta_constants(model)
         if model.held is not None:
             model.held.refuse_changed()
         if example is None and runtime == "distributed":
@@ -171,24 +172,25 @@ def build(
     if runtime == "distributed":
         from fpipe.runtimes.processes.distributed import ProcessOptions, distributed
 
-        links = ProcessOptions(mesh, example, timeout if limited else None, broadcast, check_batch)
+        process_options = ProcessOptions(mesh, example, timeout if is_timeout_valid else None, broadcast, check_batch)
 
-        def make(program: Program, donate: bool) -> Step:
-            return distributed(program, model, checked, replace(options, donate=donate), links)
+        def build_step(program: Program, donate: bool) -> Step:
+            return distributed(program, model, check_arguments, replace(options, donate=donate), process_options)
 
     else:
-        example = checked()
-        rank_devices = () if devices is None else devices_of(devices, program.ranks)
+        example = check_arguments()
+        rank_devices = () if devices is None else check_devices(devices, program.ranks)
 
-        def make(program: Program, donate: bool) -> Step:
+        def build_step(program: Program, donate: bool) -> Step:
             if not trace:
-                sent = with_transfers(program) if record else program  # a timeline shows what travels
-                return walk(sent, model, options, recorded=program if record else None)
+                # A timeline shows transfers too.
+                transferred = with_transfers(program) if record else program
+                return walk(transferred, model, options, recorded=program if record else None)
             from fpipe.runtimes.in_process.local import local
             from fpipe.runtimes.in_process.threads import Workers
 
             workers = Workers(program.ranks) if runtime == "threads" else None
-            chosen = replace(options, donate=donate)
-            return local(program, model, chosen, example=example, workers=workers, devices=rank_devices)
+            step_options = replace(options, donate=donate)
+            return local(program, model, step_options, example=example, workers=workers, devices=rank_devices)
 
-    return under_autocast(autocast, lambda: post_validated(the_program(program), make, donate))
+    return under_autocast(autocast, lambda: post_validated(the_program(program), build_step, donate))

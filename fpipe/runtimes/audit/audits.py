@@ -1,10 +1,10 @@
-"""Audit steps: now and then, run a part of the step that just ran again by its definition, and compare.
+"""Audit steps: run a part of some steps again by its definition, and compare.
 
     step 0  1  2  ..  100  ..        -->        step + audit of one stage a rank and one microbatch
 
-A trace repeats what Python did when it was made. An audit runs the Python of now, under plain autograd, and so sees
-whatever has changed since: numbers in closures and globals, hooks, modules, random numbers of Python; and a kernel that
-computes wrongly.
+A trace repeats what Python did when it was traced. An audit runs the user's Python of now, under plain autograd, and so
+notices whatever has changed since: numbers in closures and globals, hooks, modules, random numbers of Python; and a
+kernel that computes wrongly.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.meaning.inputs_and_results import bind_inputs
-from fpipe.meaning.meaning import RULES, batch_of
-from fpipe.meaning.purity.attributes import Attributes, modules_of
+from fpipe.meaning.meaning import RULES, check_and_measure_batch
+from fpipe.meaning.purity.attributes import AttributeSnapshot, modules_of
 from fpipe.meaning.purity.fingerprint import StepChanged
 from fpipe.meaning.purity.sharded import is_sharded
-from fpipe.meaning.single_device.over_parts import over_parts
+from fpipe.meaning.single_device.microbatch_sums import sum_over_microbatches
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.step import StepInputs
 from fpipe.positional_stage import of_net
 from fpipe.program import Program
-from fpipe.runtimes.audit.stage_audit import StageAudit, audited_ops, running_again
+from fpipe.runtimes.audit.stage_audit import StageAudit, choose_forwards, refuse_failed_rerun
 from fpipe.runtimes.lowering.lane import See
-from fpipe.runtimes.lowering.prepared import Prepared
+from fpipe.runtimes.lowering.prepared_step import PreparedStep
 from fpipe.verification.cross_checks import check_function
 from fpipe.verification.report import GradientMismatch
 
-When = Literal["first", "always", "never"] | int
-_FIRST, _EVERY = 3, 100
-_GO_ON = (
+AuditSchedule = Literal["first", "always", "never"] | int
+_FIRST_STEPS, _INTERVAL = 3, 100
+_ADVICE = (
     " A trace repeats what it saw: put it back, cut the model anew, hand what changes in as a tensor, or say "
     'audit="never" to go on with the trace.'
 )
 
 
 def run_audited(
-    prepared: Prepared,
+    prepared: PreparedStep,
     leaves: Sequence[Any],
     inputs: StepInputs,
     *,
@@ -49,88 +49,106 @@ def run_audited(
     see: See | None = None,
     has_whole_net: bool = False,
 ) -> Result:
-    """Run a step, and audit it if that is due; `has_whole_net` says that this process has the parameters of all stages.
+    """Run a step, and audit it if that is due.
+
+    Args:
+        prepared, leaves, inputs, recorded, see: as of `PreparedStep.run`.
+        has_whole_net: whether this process has the parameters of all stages.
 
     Raises:
-        StepChanged: the definition gives something else now, or modules have other hooks or children than at the cut.
+        StepChanged: the definition now gives other numbers, or modules have other hooks or children than at the cut.
     """
-    number, prepared.steps = prepared.steps, prepared.steps + 1
-    when = prepared.options.audit
-    if not _is_due(when, number) or (recorded is not None and when == "first"):  # copies would count as its work
+    # 1. Decide whether to audit. A recorded step counts its own work, and copies for an audit would count too.
+    step_number, prepared.steps = prepared.steps, prepared.steps + 1
+    schedule = prepared.options.audit
+    counts_work = recorded is not None and schedule == "first"
+    if counts_work or not _is_due(schedule, step_number):
         return prepared.run(leaves, inputs, recorded=recorded, see=see)
-    audit, prepared.audits = prepared.audits, prepared.audits + 1
-    if {*prepared.untraced.stages} >= {*range(len(prepared.model.stages))}:  # they run the Python of now
+    audit_number, prepared.audits = prepared.audits, prepared.audits + 1
+    # Without any trace the step ran the Python of now itself.
+    if {*prepared.untraced.stages} >= {*range(len(prepared.model.stages))}:
         return prepared.run(leaves, inputs, recorded=recorded, see=see)
-    held = prepared.model.held
-    changes: list[tuple[str, str, bool]] = [] if held is None else held.changes()
-    for what, _, is_plain in changes:
-        if not is_plain:  # a hook that a trace does not call may change no number, and yet do nothing
-            raise StepChanged(f"{what} has changed since the model was cut.{_GO_ON}")
-    named = (f" Since the model was cut, {what}{values} has changed." for what, values, _ in changes[:3])
-    words = "".join(named) + _GO_ON
+    # 2. Compare hooks and children of modules with the cut. A new hook that a trace does not call may change no number,
+    # and still not do its work, so it is refused at once; other changes explain numbers that differ.
+    model_snapshot = prepared.model.held
+    changes: list[tuple[str, str, bool]] = [] if model_snapshot is None else model_snapshot.changes()
+    for attribute, _, is_plain in changes:
+        if not is_plain:
+            raise StepChanged(f"{attribute} has changed since the model was cut.{_ADVICE}")
+    named = (f" Since the model was cut, {attribute}{values} has changed." for attribute, values, _ in changes[:3])
+    explanation = "".join(named) + _ADVICE
     is_cut_net = has_whole_net and _is_cut_net(prepared, inputs)
-    if is_cut_net and audit % 2 == 0:  # in turn, since each costs as much
-        _check_net(prepared, inputs, audit // 2, words)
+    # 3. Audit the whole net and single stages in turn, since each costs as much as the other.
+    if is_cut_net and audit_number % 2 == 0:
+        _check_net(prepared, inputs, audit_number // 2, explanation)
         return prepared.run(leaves, inputs, recorded=recorded, see=see)
-    stages = [
-        StageAudit(prepared, op, leaves, inputs) for op in audited_ops(prepared, audit // 2 if is_cut_net else audit)
-    ]
+    stage_audit_number = audit_number // 2 if is_cut_net else audit_number
+    stage_audits = [StageAudit(prepared, op, leaves, inputs) for op in choose_forwards(prepared, stage_audit_number)]
 
     def tap(op: Any, run: Any) -> Any:
-        for stage in stages:
-            run = stage.tap(op, run)
+        for stage_audit in stage_audits:
+            run = stage_audit.tap(op, run)
         return run
 
     result = prepared.run(leaves, inputs, recorded=recorded, see=see, tap=tap)
     try:
-        for stage in stages:
-            stage.check(words)
+        for stage_audit in stage_audits:
+            stage_audit.check(explanation)
     except StepChanged as error:
-        if prepared.options.donate and prepared.lowered.given_up:
+        if prepared.options.donate and prepared.lowered.donated_storages:
             error.add_note("params and opt were donated to this step, and have been updated by its gradients.")
         raise
     return result
 
 
-def _is_due(when: When, number: int) -> bool:
-    if isinstance(when, str):
-        return when == "always" or (when == "first" and (number < _FIRST or number % _EVERY == 0))
-    return number % when == 0
+def _is_due(schedule: AuditSchedule, step_number: int) -> bool:
+    if isinstance(schedule, str):
+        is_first = step_number < _FIRST_STEPS or step_number % _INTERVAL == 0
+        return schedule == "always" or (schedule == "first" and is_first)
+    return step_number % schedule == 0
 
 
-def _is_cut_net(prepared: Prepared, inputs: StepInputs) -> bool:
-    """Whether the model is a net, or a function, that was cut, and this process can run it whole."""
+def _is_cut_net(prepared: PreparedStep, inputs: StepInputs) -> bool:
+    """Return whether the model was cut from a net or a function that this process can run whole."""
     tensors = [leaf for leaf in tree.leaves((inputs.params, inputs.state)) if isinstance(leaf, Tensor)]
     is_local = len({tensor.device for tensor in tensors}) < 2 and not any(map(is_sharded, tensors))
     model = prepared.model
     nets = [net for net in (of_net(stage.forward) for stage in model.stages) if net is not None]
-    if any(tensor.is_meta for net in nets for _, tensor in net.named_tensors()):  # its values were loaded elsewhere
+    # A net on the meta device has no values: these were loaded into params only.
+    if any(tensor.is_meta for net in nets for _, tensor in net.named_tensors()):
         return False
-    casts = any(op.kind == "GATHER" for op in prepared.program.ops)  # stages compute with other numbers than are handed
+    # A GATHER may round, so that stages compute with other numbers than the parameters that are handed in.
+    casts = any(op.kind == "GATHER" for op in prepared.program.ops)
     is_plain = prepared.program.slices == 1 and not model.per_example and not casts
     return model.function is not None and is_plain and is_local
 
 
-def _check_net(prepared: Prepared, inputs: StepInputs, number: int, words: str) -> None:
-    """Compare the stages of a net on one microbatch with the net itself, whose Python the stages do not have."""
+def _check_net(prepared: PreparedStep, inputs: StepInputs, audit_number: int, explanation: str) -> None:
+    """Compare the stages of a net, on one microbatch, with the net that they were cut from."""
+    # The stages are graphs, and do not run the net's Python again.
     model, program, function = prepared.model, prepared.program, prepared.model.function
     assert function is not None
-    values = bind_inputs(program, model, replace(inputs, batch=batch_of(program, inputs.batch)[0]))
-    part = {value.name: tensor for value, tensor in values.items() if value.name in ("inputs", "target")}
+    values = bind_inputs(program, model, replace(inputs, batch=check_and_measure_batch(program, inputs.batch)[0]))
+    microbatch_values = {value.name: tensor for value, tensor in values.items() if value.name in ("inputs", "target")}
     for op in program.ops:
-        if op.kind == "SPLIT" and op.microbatch == number % program.microbatches:
-            cut = RULES["SPLIT"](op, [values[value] for value in op.reads], prepared.context)
+        if op.kind == "SPLIT" and op.microbatch == audit_number % program.microbatches:
+            split_values = RULES["SPLIT"](op, [values[value] for value in op.reads], prepared.context)
             names = {"x": "inputs", "t": "target"}
-            part |= {names[value.name]: each for value, each in zip(op.writes, cut, strict=True) if value.name in names}
+            microbatch_values |= {
+                names[value.name]: leaves
+                for value, leaves in zip(op.writes, split_values, strict=True)
+                if value.name in names
+            }
     key = inputs.key if isinstance(inputs.key, int | None) else inputs.key[0]
-    parts = [((part["inputs"], part["target"]), 1)]
-    attributes = Attributes(modules_of(function.call), contents=True)
+    microbatches = [((microbatch_values["inputs"], microbatch_values["target"]), 1)]
+    attributes = AttributeSnapshot(modules_of(function.call), with_containers=True)
+    # A mismatch is raised outside of the rerun, which would report it as an error of the net.
     mismatch: GradientMismatch | None = None
-    with running_again(function.who, attributes, words):
-        result = over_parts(model, inputs.params, parts, state=inputs.state, key=key)
+    with refuse_failed_rerun(function.who, attributes, explanation):
+        result = sum_over_microbatches(model, inputs.params, microbatches, state=inputs.state, key=key)
         try:
-            check_function(model, inputs.params, parts, result, key, inputs.state)
+            check_function(model, inputs.params, microbatches, result, key, inputs.state)
         except GradientMismatch as error:
             mismatch = error
     if mismatch is not None:
-        raise StepChanged(f"{mismatch}{words}") from mismatch
+        raise StepChanged(f"{mismatch}{explanation}") from mismatch

@@ -3,7 +3,7 @@
     step         F reads x, writes y       B reads dy and sum, writes dx, adds g to sum
     afterwards   y' = stage(params, x)     dx', g' = autograd(y', dy)      y = y'?  dx = dx'?  sum = sum before + g'?
 
-What a step writes later in place (sums, state, parameters that are updated) is copied as it is read and written.
+Values that a step overwrites later (sums, state, updated parameters) are copied when they are read and written.
 """
 
 from __future__ import annotations
@@ -20,52 +20,51 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.language.graph import Fact
-from fpipe.meaning.meaning import RULES, summed
-from fpipe.meaning.purity.attributes import Attributes, modules_of
+from fpipe.meaning.meaning import RULES, sum_gradients
+from fpipe.meaning.purity.attributes import AttributeSnapshot, modules_of
 from fpipe.meaning.purity.fingerprint import StepChanged
 from fpipe.meaning.step import StepInputs
 from fpipe.positional_stage import of_net
 from fpipe.program import Op, Value
-from fpipe.runtimes.lowering.lowered import Instruction, Leaves, whole
-from fpipe.runtimes.lowering.prepared import Prepared
-from fpipe.runtimes.lowering.untraced import zeros
-from fpipe.verification.report import Close, largest
+from fpipe.runtimes.lowering.lowered import Instruction, Leaves, unflatten_value
+from fpipe.runtimes.lowering.prepared_step import PreparedStep
+from fpipe.runtimes.lowering.untraced_stages import zeros
+from fpipe.verification.report import Close, largest_difference
 
+# Values that no op writes in place, so that an audit need not copy them.
 _NEVER_OVERWRITTEN = frozenset(("x", "inputs", "t", "target", "y", "again", "carry", "dx", "dcarry", "loss", "count"))
 _close = Close()
 
 
-def audited_ops(prepared: Prepared, number: int) -> list[Op]:
+def choose_forwards(prepared: PreparedStep, audit_number: int) -> list[Op]:
     """Choose a forward for each rank of this process: all stages in turn, from the last one, then other microbatches.
 
-    Not audited are stages that run under autograd, which is the definition, and those that talk to other processes.
+    Stages that run under autograd, which is the definition, are not audited, nor are stages with collectives.
     """
     lowered = prepared.lowered
-    skipped = {stage for stage, graphs in lowered.graphs.items() if any(graph.collective for graph in graphs)}
+    skipped = {stage for stage, graphs in lowered.graphs.items() if any(graph.is_collective for graph in graphs)}
     skipped |= {*prepared.untraced.stages}
     forwards: dict[int, list[Op]] = {}
     for part in prepared.rank_parts:
         for op in (instruction.ops[0] for instruction in part.instructions):
-            facts = (leaf for value in op.reads for leaf in lowered.trees[value].leaves if isinstance(leaf, Fact))
-            if op.kind == "F" and op.stage not in skipped and not any(leaf.aval.sharding for leaf in facts):
+            read_facts = (leaf for value in op.reads for leaf in lowered.trees[value].leaves if isinstance(leaf, Fact))
+            if op.kind == "F" and op.stage not in skipped and not any(leaf.aval.sharding for leaf in read_facts):
                 forwards.setdefault(op.rank, []).append(op)
     for ops in forwards.values():
         ops.sort(key=lambda op: (op.microbatch or 0, op.slice or 0, -(op.stage or 0)))
-    return [ops[number % len(ops)] for ops in forwards.values()]
+    return [ops[audit_number % len(ops)] for ops in forwards.values()]
 
 
 @contextmanager
-def running_again(who: str, attributes: Attributes, changes: str) -> Generator[None]:
-    """Raise StepChanged for any error of a definition that runs again; restore what its modules held before.
-
-    A lack of memory only ends the audit: a definition holds all residuals, which the step may recompute or offload.
-    """
+def refuse_failed_rerun(subject: str, attributes: AttributeSnapshot, explanation: str) -> Generator[None]:
+    """Raise StepChanged for any error of a definition that runs again, and restore what its modules held before."""
+    # Running out of memory only ends the audit: a definition holds all residuals, which the step may recompute.
     try:
         yield
     except torch.OutOfMemoryError:
         pass
     except Exception as error:
-        raise StepChanged(f"{who} does not run again as it was traced: {error}{changes}") from error
+        raise StepChanged(f"{subject} does not run again as it was traced: {error}{explanation}") from error
     finally:
         attributes.restore()
 
@@ -73,145 +72,172 @@ def running_again(who: str, attributes: Attributes, changes: str) -> Generator[N
 class StageAudit:
     """A stage on one microbatch (and slice) of a step: what its ops read and wrote, and the comparison afterwards."""
 
-    def __init__(self, prepared: Prepared, forward: Op, leaves: Sequence[Any], inputs: StepInputs) -> None:
+    def __init__(self, prepared: PreparedStep, forward: Op, leaves: Sequence[Any], inputs: StepInputs) -> None:
         self.prepared, self.forward, lowered = prepared, forward, prepared.lowered
         self.model, self.trees = prepared.model, lowered.trees
+        # `op[1:4]` are stage, microbatch and slice: these are the ops of one cell, in all their kinds.
         self.context = replace(prepared.context, key=inputs.key, watch_saved=False)
-        of_stage = [i for i in lowered.instructions if i.ops[0][1:4] == forward[1:4] and i.ops[0].kind in "FBIW"]
-        self.instructions: dict[Op, Instruction] = {i.ops[0]: i for i in of_stage}
-        self.names = {slot: name for name, slot in lowered.slots.items()}
-        donated, reads = prepared.options.donate, {value for op in self.instructions for value in op.reads}
-        self.read: dict[Value, Leaves] = {  # what a step is handed; other values are added as they are read
-            self.names[slot]: [_copied(leaves[at]) if donated else leaves[at] for at in places]
-            for slot, places in prepared.entrance.inputs
-            if self.names[slot] in reads
-        }
-        self.written: dict[Value, Leaves] = {}
-        self.ran = set[Op]()
+        stage_instructions = [
+            i for i in lowered.instructions if i.ops[0][1:4] == forward[1:4] and i.ops[0].kind in "FBIW"
+        ]
+        self.instructions: dict[Op, Instruction] = {i.ops[0]: i for i in stage_instructions}
+        self.value_by_slot = {slot: name for name, slot in lowered.slots.items()}
+        is_donated, reads = prepared.options.donate, {value for op in self.instructions for value in op.reads}
+        # Begin with the arguments of the step; other values are added as they are read. Donated ones are overwritten.
+        self.read_leaves: dict[Value, Leaves] = {}
+        for slot, positions in prepared.entrance.inputs:
+            if (value := self.value_by_slot[slot]) in reads:
+                value_leaves = [leaves[position] for position in positions]
+                self.read_leaves[value] = [*map(_copy_leaf, value_leaves)] if is_donated else value_leaves
+        self.written_leaves: dict[Value, Leaves] = {}
+        self.ops_that_ran = set[Op]()
 
     def tap(self, op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what runs in the place of an instruction's function."""
+        """Return a function that runs an instruction's `run` and records its values; `run` itself for other stages."""
         return partial(self._record, self.instructions[op], run) if op in self.instructions else run
 
-    def _record(self, instruction: Instruction, run: Callable[..., Any], *lists: Any) -> Any:
-        for slot, leaves in zip(instruction.reads, lists, strict=True):
-            name = self.names[slot]
+    def _record(self, instruction: Instruction, run: Callable[..., Any], *operands: Any) -> Any:
+        for slot, leaves in zip(instruction.reads, operands, strict=True):
+            name = self.value_by_slot[slot]
             if isinstance(name, Value) and name.name not in ("res", "wres", "const"):
-                self.read[name] = [*leaves] if name.name == "params" else _kept(name, leaves)
-        results = run(*lists)
+                self.read_leaves[name] = [*leaves] if name.name == "params" else _copy_if_overwritten(name, leaves)
+        results = run(*operands)
         # Parameters may be in flight until `run` has waited for them, and be updated in place later.
-        names = {self.names[slot] for slot in instruction.reads}
-        self.read |= {name: [*map(_copied, self.read[name])] for name in names if name[0] == "params"}
-        self.ran.add(instruction.ops[0])
-        for value, leaves in zip(instruction.written, results, strict=True):
+        names = {self.value_by_slot[slot] for slot in instruction.reads}
+        self.read_leaves |= {name: [*map(_copy_leaf, self.read_leaves[name])] for name in names if name[0] == "params"}
+        self.ops_that_ran.add(instruction.ops[0])
+        for value, leaves in zip(instruction.written_values, results, strict=True):
             if value.name not in ("res", "wres"):
-                self.written[value] = _kept(value, leaves)
+                self.written_leaves[value] = _copy_if_overwritten(value, leaves)
         return results
 
-    def check(self, changes: str) -> None:
+    def check(self, explanation: str) -> None:
         """Raise StepChanged if the definition gives other bits, or, of compiled code, other numbers."""
-        number = self.forward.stage or 0
-        functions = self.model.stages[number].forward, self.model.loss
+        stage = self.forward.stage or 0
+        functions = self.model.stages[stage].forward, self.model.loss
         modules = [pair for function in functions for pair in modules_of(of_net(function) or function)]
-        attributes, place = Attributes(modules, contents=True), self.model.who(number)
-        place += f", microbatch {self.forward.microbatch or 0}"
+        attributes, location = AttributeSnapshot(modules, with_containers=True), self.model.who(stage)
+        location += f", microbatch {self.forward.microbatch or 0}"
         differences: list[tuple[str, bool]] = []
-        with running_again(place, attributes, changes):
-            definition = self._definition()
-            differences = [*self._differences(definition)]
-            rounding = all(within for _, within in differences)
-            if rounding and (self.prepared.options.compile or (differences and not self._is_repeatable(definition))):
+        with refuse_failed_rerun(location, attributes, explanation):
+            definition = self._run_definition()
+            differences = [*self._find_differences(definition)]
+            # Compiled code may round otherwise, and so may kernels that add in any order.
+            may_be_rounding = all(is_rounding for _, is_rounding in differences)
+            is_compiled = self.prepared.options.compile
+            if may_be_rounding and (is_compiled or (differences and not self._is_repeatable(definition))):
                 return
         if differences:
-            raise StepChanged(f"{place}: {differences[0][0]}{changes}")
+            raise StepChanged(f"{location}: {differences[0][0]}{explanation}")
 
     def _is_repeatable(self, definition: Mapping[Value, Leaves]) -> bool:
-        """Whether plain autograd gives the same bits each time, which kernels that add in any order do not."""
-        for again in (self._definition() for _ in range(2)):
-            pairs = chain.from_iterable(zip(definition[value], again[value], strict=True) for value in definition)
-            if not all(_same_bits(a, b) for a, b in pairs if _is_alike(a, b)):
+        """Return whether plain autograd gives equal bits each time; kernels that add in any order do not."""
+        for repetition in (self._run_definition() for _ in range(2)):
+            pairs = chain.from_iterable(zip(definition[value], repetition[value], strict=True) for value in definition)
+            if not all(_same_bits(*leaf_pair) for leaf_pair in pairs if _are_same_shape(*leaf_pair)):
                 return False
         return True
 
-    def _definition(self) -> dict[Value, Leaves]:
-        """Run the stage under plain autograd; return what it writes, by the values that the step wrote."""
+    def _run_definition(self) -> dict[Value, Leaves]:
+        """Run the stage under plain autograd, and return the leaves of each value that the step wrote."""
+        # 1. The forward, with all residuals.
         forward, ops = self.forward, {op.kind: op for op in self.instructions}
         backward = ops.get("B", ops.get("I"))
         weight = ops.get("W", backward)
-        results = [value for value in forward.writes if value in self.written]
+        results = [value for value in forward.writes if value in self.written_leaves]
         residuals = Value("res", *forward[1:4])
         op = forward._replace(writes=(*results, residuals), how=())
-        *made, kept = RULES["F"](op, [self._argument(value) for value in op.reads], self.context)
-        written = {value: tree.leaves(each) for value, each in zip(results, made, strict=True)}
-        if backward is None or weight is None or not self.ran >= {backward, weight} or backward.rank != forward.rank:
-            return written  # the backward is elsewhere, perhaps on another device
+        operands = [self._definition_operand(value) for value in op.reads]
+        *forward_results, forward_residuals = RULES["F"](op, operands, self.context)
+        written_leaves = {value: tree.leaves(subtree) for value, subtree in zip(results, forward_results, strict=True)}
+        # 2. The backward, if it ran in this process and on the forward's rank: another one may have another device.
+        if backward is None or weight is None or backward.rank != forward.rank:
+            return written_leaves
+        if not self.ops_that_ran >= {backward, weight}:
+            return written_leaves
         writes = [value for value in backward.writes if value.name in ("dx", "dcarry")]
         writes += [value for value in weight.writes if value.name == "g"]
-        args = [kept if value.name == "res" else self._argument(value) for value in backward.reads]
-        gradients = RULES["B"](backward._replace(kind="B", writes=tuple(writes)), args, self.context)
-        made_by_value = dict(zip(writes, gradients, strict=True))
+        operands = [
+            forward_residuals if value.name == "res" else self._definition_operand(value) for value in backward.reads
+        ]
+        gradients = RULES["B"](backward._replace(kind="B", writes=tuple(writes)), operands, self.context)
+        gradient_by_value = dict(zip(writes, gradients, strict=True))
         for instruction in (self.instructions[op] for op in {backward: None, weight: None}):
-            for add in instruction.ops[1:]:  # gradients that were added to a sum where they were made
-                written[add.writes[0]] = summed([self.read[add.reads[0]], made_by_value.pop(add.reads[1])])
-        return written | {value: leaves for value, leaves in made_by_value.items() if value in self.written}
+            # An ADD may be fused into the op that computes its gradient: add what the sum was before.
+            for addition in instruction.ops[1:]:
+                addends = [self.read_leaves[addition.reads[0]], gradient_by_value.pop(addition.reads[1])]
+                written_leaves[addition.writes[0]] = sum_gradients(addends)
+        return written_leaves | {
+            value: leaves for value, leaves in gradient_by_value.items() if value in self.written_leaves
+        }
 
-    def _argument(self, value: Value) -> Any:
-        """Return a value as the definition takes it: a leaf wants a gradient if what it was computed from does."""
+    def _definition_operand(self, value: Value) -> Any:
+        """Return a value as an operand of the definition, whose leaves want gradients as in the step."""
         abstract = self.trees[value]
-        leaves = self.read.get(value, abstract.leaves)
-        return whole(abstract, [*map(_wanting, abstract.leaves, leaves)])
+        leaves = self.read_leaves.get(value, abstract.leaves)
+        return unflatten_value(abstract, [*map(_with_wanted_grad, abstract.leaves, leaves)])
 
-    def _differences(self, definition: Mapping[Value, Leaves]) -> Iterator[tuple[str, bool]]:
+    def _find_differences(self, definition: Mapping[Value, Leaves]) -> Iterator[tuple[str, bool]]:
         """Describe each leaf that differs, and say whether rounding may explain it."""
         for value, expected in definition.items():
-            for at, (a, b) in enumerate(zip_longest(self.written[value], expected)):
-                if _is_alike(a, b):
-                    if not _same_bits(a, b):
-                        error, eps = largest(a, b), torch.finfo(a.dtype).eps if _has_numbers(a) else 0.0
-                        scale = max((float(x.detach().abs().max()) for x in expected if _has_numbers(x)), default=0.0)
-                        off = f"is off by up to {error:.3g} from what its definition gives now."
-                        yield f"{self._what(value, at)} {off}", error <= eps**0.5 * scale
-                elif isinstance(a, Tensor) or isinstance(b, Tensor) or repr(a) != repr(b):
-                    shown = (f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x) for x in (a, b))
-                    yield "{} is {}, and its definition gives {} now.".format(self._what(value, at), *shown), False
+            for index, (actual, defined) in enumerate(zip_longest(self.written_leaves[value], expected)):
+                if _are_same_shape(actual, defined):
+                    if not _same_bits(actual, defined):
+                        error, eps = largest_difference(actual, defined), 0.0
+                        if _has_numbers(actual):
+                            eps = torch.finfo(actual.dtype).eps
+                        magnitudes = [float(leaf.detach().abs().max()) for leaf in expected if _has_numbers(leaf)]
+                        # Sums in another order differ by far less than sqrt(eps) of the largest number.
+                        scale = max(magnitudes, default=0.0)
+                        difference = f"is off by up to {error:.3g} from what its definition gives now."
+                        yield f"{self._describe_leaf(value, index)} {difference}", error <= eps**0.5 * scale
+                elif isinstance(actual, Tensor) or isinstance(defined, Tensor) or repr(actual) != repr(defined):
+                    shown, defined_shown = (
+                        f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+                        for leaf in (actual, defined)
+                    )
+                    name = self._describe_leaf(value, index)
+                    yield f"{name} is {shown}, and its definition gives {defined_shown} now.", False
 
-    def _what(self, value: Value, at: int) -> str:
-        """Say what a leaf is in the user's words."""
+    def _describe_leaf(self, value: Value, index: int) -> str:
+        """Name a leaf in the user's words."""
         if value.name not in ("g", "sum"):
-            words = {"y": "output", "dx": "gradient of input", "loss": "loss", "state": "state"}
-            return f"the {words.get(value.name, value.name)} ({value})"
-        params = [read for read in self.forward.reads if read.name == "params"][value.port]
+            noun_by_name = {"y": "output", "dx": "gradient of input", "loss": "loss", "state": "state"}
+            return f"the {noun_by_name.get(value.name, value.name)} ({value})"
+        params = [read_value for read_value in self.forward.reads if read_value.name == "params"][value.port]
         abstract = self.trees[params]
-        path = tree.paths(whole(abstract, range(len(abstract.leaves))))[at][0]
+        path = tree.paths(unflatten_value(abstract, range(len(abstract.leaves))))[index][0]
         return f"the gradient of params[{params.stage}]{path}"
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.dtype is not torch.float32:
-        return _close(a.detach(), b.detach())
-    return torch.equal(a.detach().view(torch.int32), b.detach().view(torch.int32))  # without copies
+def _same_bits(actual: Tensor, defined: Tensor) -> bool:
+    if actual.dtype is not torch.float32:
+        return _close(actual.detach(), defined.detach())
+    # As integers: NaN equals itself, 0.0 and -0.0 differ, and nothing is copied.
+    return torch.equal(actual.detach().view(torch.int32), defined.detach().view(torch.int32))
 
 
-def _is_alike(a: Any, b: Any) -> bool:
-    tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
-    return tensors and (a.shape, a.dtype) == (b.shape, b.dtype)
+def _are_same_shape(actual: Any, defined: Any) -> bool:
+    are_tensors = isinstance(actual, Tensor) and isinstance(defined, Tensor)
+    return are_tensors and (actual.shape, actual.dtype) == (defined.shape, defined.dtype)
 
 
 def _has_numbers(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.numel() > 0 and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def _wanting(known: Any, leaf: Any) -> Any:
-    if not isinstance(known, Fact):
+def _with_wanted_grad(abstract_leaf: Any, leaf: Any) -> Any:
+    if not isinstance(abstract_leaf, Fact):
         return leaf
-    leaf = zeros(known.aval._replace(wants=False)) if leaf is None else leaf  # it was not gathered: no op reads it
-    return leaf.detach().requires_grad_() if known.aval.wants else leaf
+    # A parameter that was not gathered is None: no op reads it, so zeros do.
+    leaf = zeros(abstract_leaf.aval._replace(wants_grad=False)) if leaf is None else leaf
+    return leaf.detach().requires_grad_() if abstract_leaf.aval.wants_grad else leaf
 
 
-def _kept(value: Value, leaves: Sequence[Any]) -> Leaves:
-    """The leaves of a value, copied if a later op may overwrite them."""
-    return [*leaves] if value.name in _NEVER_OVERWRITTEN else [*map(_copied, leaves)]
+def _copy_if_overwritten(value: Value, leaves: Sequence[Any]) -> Leaves:
+    """Return the leaves of a value, copied if a later op may overwrite them."""
+    return [*leaves] if value.name in _NEVER_OVERWRITTEN else [*map(_copy_leaf, leaves)]
 
 
-def _copied(leaf: Any) -> Any:
+def _copy_leaf(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf

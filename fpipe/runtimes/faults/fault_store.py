@@ -1,8 +1,8 @@
-"""Keep in the store of a run where each process is and why the run has ended, for the others to read.
+"""Share through the store of a run what each process does and why the run has ended.
 
     process 1 writes "rank 1 failed in 1F3: .."        -->        processes 0 and 2 read it, and raise RankError
 
-The fault that is written first is that of the run: whoever fails because of it reads it in place of its own.
+The fault that is written first is the run's: a process that fails because of it reports it instead of its own error.
 """
 
 from __future__ import annotations
@@ -18,76 +18,78 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from fpipe.torch_private.processes import default_store, is_kept_by_process, own_client, world_group
+from fpipe.torch_private.processes import clone_client, default_store, is_served_by_process, world_group
 
 T = TypeVar("T")
-FAULT = "fault"
-MOST = 2048
-"""Characters of a fault."""
-_BRIEFLY, _LINGER, _TICK = 1.0, 1.0, 0.02
+FAULT_KEY = "fault"
+MAX_FAULT_LENGTH = 2048
+_ANSWER_SECONDS, _READING_SECONDS, _POLL_SECONDS = 1.0, 1.0, 0.02
 
 
-class Place(NamedTuple):
-    """Where a process is.
+class ProcessStatus(NamedTuple):
+    """The status of a process, for the others to read.
 
     Attributes:
-        words: such as "in its 1F2 of step 9".
-        group, build, step: the processes that run the step, which of their steps it is, and how often it was called.
-        met: how often they have agreed on that step.
-        meets: whether they do so now.
-        is_past: whether the process has agreed with the others on this step, as far as it wants to.
+        description: such as "in its 1F2 of step 9".
+        group, build, step: the processes that run the step, the number of its build among theirs, and of its call.
+        agreements: how often they have agreed on this build.
+        is_agreeing: whether the process waits for the others to agree.
+        has_agreed: whether the process has agreed with the others on this step, or needs not.
         waits_for: the processes that this one waits for.
-        missing: what those have not done, such as "did not send what its 1F3 writes".
-        beat: grows as long as it waits and lives.
+        omission: what those have not done, such as "did not send what its 1F3 writes".
+        heartbeat: a number that grows as long as the process waits and lives.
     """
 
-    words: str
+    description: str
     group: str = ""
     build: int = 0
     step: int = 0
-    met: int = 0
-    meets: bool = False
-    is_past: bool = False
+    agreements: int = 0
+    is_agreeing: bool = False
+    has_agreed: bool = False
     waits_for: tuple[int, ...] = ()
-    missing: str = ""
-    beat: int = 0
+    omission: str = ""
+    heartbeat: int = 0
 
 
 class FaultStore:
-    """The store of the default process group, as far as faults are written there.
-
-    The process that keeps a store may be the one that is dead or hangs, so nothing waits long for an answer.
+    """The names, statuses and fault of a run's processes, in the store of the default process group.
 
     Attributes:
-        process: this one, as torch.distributed numbers it.
-        names: by process how errors call it.
+        process: the rank of this process in the default group.
+        names: how errors call a process.
     """
 
     def __init__(self) -> None:
         default = default_store()
         self.process, self.names = dist.get_rank(), dict[int, str]()
-        # A connection of its own: a client answers one call at a time, and the caller's may block in a rendezvous.
-        self.store = PrefixStore(f"fpipe/{world_group().group_name}", own_client(default))
-        self._is_kept = is_kept_by_process(default) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        self._is_silent = self._has_read = False
+        # A connection of its own: a client serves one call at a time, and the caller's may block in a rendezvous.
+        self.store = PrefixStore(f"fpipe/{world_group().group_name}", clone_client(default))
+        # Under torchrun the agent keeps the store, which outlives the processes of the run.
+        self._is_kept_by_process = (
+            is_served_by_process(default) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        )
+        self._is_unresponsive = self._has_read = False
 
-    def ask(self, question: Callable[[], T], seconds: float = _BRIEFLY) -> T | None:
+    def ask(self, question: Callable[[], T], seconds: float = _ANSWER_SECONDS) -> T | None:
         """Return the answer of the store; None if that fails or takes longer, and from then on."""
+        # The process that keeps the store may be the one that is dead or hangs, and calls of a TCPStore then block for
+        # its own timeout of minutes. So ask in a thread, which is left behind, and never ask again.
         answers: list[T] = []
 
-        def asking() -> None:
+        def ask_store() -> None:
             with suppress(RuntimeError):
                 answers.append(question())
 
-        if not self._is_silent:
-            thread = threading.Thread(target=asking, daemon=True)
+        if not self._is_unresponsive:
+            thread = threading.Thread(target=ask_store, daemon=True)
             thread.start()
             thread.join(seconds)
-            self._is_silent = not answers
+            self._is_unresponsive = not answers
         return answers[0] if answers else None
 
     def name_of(self, process: int) -> str:
-        """Return how errors call a process: by its own word where this one knows no name of it."""
+        """Return how errors call a process: by the name that it wrote where this process knows none."""
         key = f"name/{process}"
         return (
             self.names.get(process)
@@ -96,60 +98,62 @@ class FaultStore:
         )
 
     def write_name(self) -> None:
-        """Write how errors call this process, for those that wait for it over others."""
+        """Write how errors call this process, for processes that wait for it only through others."""
         name = self.name_of(self.process)
         self.ask(lambda: self.store.set(f"name/{self.process}", name))
 
-    def fault(self) -> str:
-        """Return why the run is over; nothing if it is not, or nobody knows."""
-        return self.ask(lambda: self.store.get(FAULT).decode() if self.store.check([FAULT]) else "") or ""
+    def read_fault(self) -> str:
+        """Return why the run is over; empty if it is not, or the store does not answer."""
+        return self.ask(lambda: self.store.get(FAULT_KEY).decode() if self.store.check([FAULT_KEY]) else "") or ""
 
-    def write_fault(self, words: str) -> str:
-        """Write why the run is over, and return the first such words."""
-        words = words[:MOST]
-        return self.ask(lambda: self.store.compare_set(FAULT, "", words).decode()) or words
+    def write_fault(self, fault: str) -> str:
+        """Write why the run is over, unless it is written already, and return the fault of the run."""
+        fault = fault[:MAX_FAULT_LENGTH]
+        # Atomic: of processes that fail at once one is first, and all return its fault.
+        return self.ask(lambda: self.store.compare_set(FAULT_KEY, "", fault).decode()) or fault
 
-    def write_place(self, place: Place | None) -> None:
-        """Write where this process is; None if it goes on."""
-        self.ask(lambda: self.store.set(f"place/{self.process}", json.dumps(place)))
+    def write_status(self, status: ProcessStatus | None) -> None:
+        """Write the status of this process; None if it goes on."""
+        self.ask(lambda: self.store.set(f"status/{self.process}", json.dumps(status)))
 
-    def place_of(self, process: int) -> Place | None:
-        """Return where a process is, if it has stayed there."""
-        key = f"place/{process}"
-        written = self.ask(lambda: json.loads(self.store.get(key)) if self.store.check([key]) else None)
-        return None if written is None else Place(*written)
+    def status_of(self, process: int) -> ProcessStatus | None:
+        """Return the status of a process; None if it changes too quickly to be written."""
+        key = f"status/{process}"
+        fields = self.ask(lambda: json.loads(self.store.get(key)) if self.store.check([key]) else None)
+        return None if fields is None else ProcessStatus(*fields)
 
-    def as_read_here(self, fault: str) -> str:
-        """Return a fault as this process says it: the others may have given up on this one."""
+    def reword_fault(self, fault: str) -> str:
+        """Return a fault as this process reports it: it may be the one that the others gave up on."""
         name = self.name_of(self.process)
-        is_own = fault.startswith((f"{name} did not ", f"{name} is gone "))
-        return f"the others gave up on this rank: {fault}" if is_own else fault
+        is_about_self = fault.startswith((f"{name} did not ", f"{name} is gone "))
+        return f"the others gave up on this rank: {fault}" if is_about_self else fault
 
-    def unanswered(self, words: str) -> str:
-        """Return words, behind who keeps the store if that does not answer."""
-        if not self._is_silent or not self._is_kept:
-            return words
+    def blame_store(self, message: str) -> str:
+        """Return a message, behind the process that keeps the store if that does not answer."""
+        if not self._is_unresponsive or not self._is_kept_by_process:
+            return message
         return (
             f"{self.name_of(0)} keeps the store of the process group, which does not answer: it may be the first that "
-            f"was lost; {words}"
+            f"was lost; {message}"
         )
 
     def mark_read(self) -> None:
-        """Count this process among those that know why the run is over."""
+        """Count this process as one that knows why the run is over."""
         if not self._has_read:
             self._has_read = True
             self.ask(lambda: self.store.add("read", 1))
 
-    def linger(self) -> None:
-        """Wait a moment until the others know why the run is over, if this process keeps the store."""
+    def wait_for_readers(self) -> None:
+        """Give the others a moment to read the fault, if this process keeps the store."""
 
+        # The store ends with this process: the others would find it gone, and not why.
         def wait() -> None:
-            ends = time.monotonic() + _LINGER
-            while self.store.add("read", 0) < len(self.names) and time.monotonic() < ends:
-                time.sleep(_TICK)
+            deadline = time.monotonic() + _READING_SECONDS
+            while self.store.add("read", 0) < len(self.names) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
 
-        if self._is_kept and self.process == 0:
-            self.ask(wait, _LINGER + _BRIEFLY)
+        if self._is_kept_by_process and self.process == 0:
+            self.ask(wait, _READING_SECONDS + _ANSWER_SECONDS)
 
 
 class RankError(RuntimeError):

@@ -1,9 +1,9 @@
-"""Let the processes of a step agree on what they are about to do: by a hash, and if that differs line by line.
+"""Compare the claims of the processes of a step: by one hash, and if that differs, line by line.
 
     rank 0: program a     rank 1: program b        -->        both: rank 1 differs from rank 0 in its program: .. and ..
 
-Where gloo connects them, hashes travel there, and whoever dies meanwhile is noticed at once. Before that, and where
-nothing does, they are written to the store.
+Where gloo connects the processes, the hashes travel there, and a peer that dies is noticed at once. Before that, and
+where gloo connects none, they are written to the store.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
-from fpipe.runtimes.faults.agreement import About, as_sent, first_difference, way_out
+from fpipe.runtimes.faults.agreement import Claims, advice_on, first_difference, hash_lines
 from fpipe.runtimes.faults.fault_store import RankError
 from fpipe.runtimes.faults.watchdog import PeerWait, Watchdog
 
 T = TypeVar("T")
-_TICKS = 0.001, 0.02
-_LINES = 0.5
-"""Seconds in which the lines that differ are to be there: all have come."""
+# The first interval between two looks at the store, and the longest.
+_POLL_SECONDS = 0.001, 0.02
+# How long to wait for the lines that differ: both processes have come already, and write them at once.
+_LINES_SECONDS = 0.5
 
 
 class Meeting:
-    """Where processes agree on one build of a step.
+    """The processes of one build of a step, which compare their claims before they run it.
 
     Args:
         watchdog: of this process.
-        processes: as torch.distributed numbers them.
+        processes: their ranks in the default group.
         names: how errors call them.
 
     Attributes:
-        key: the processes in words, and the number of this build among theirs.
-        carrier: a backend of gloo that connects exactly them, in their order, once there is one.
+        key: the processes as text, and the number of this build among theirs.
+        gloo_backend: a backend of gloo that connects exactly them, in their order, once there is one.
     """
 
     def __init__(self, watchdog: Watchdog, processes: Sequence[int], names: Sequence[str]) -> None:
@@ -47,101 +48,110 @@ class Meeting:
         group = ",".join(map(str, processes))
         build = self._ask(lambda: faults.store.add(f"built/{group}/{process}", 1))
         self.key = group, build
-        self.carrier: Any = None
+        self.gloo_backend: Any = None
         self._store, self._keys = PrefixStore(f"meet/{group}/{build}", faults.store), list[str]()
 
-    def agree(self, where: str, about: About, patience: float = 0.0) -> None:
-        """Wait until all processes come to a place, such as "building the step", about to do the same there.
+    def agree(self, sync_point: str, claims: Claims, patience: float = 0.0) -> None:
+        """Wait until all processes come to a point, such as "building the step", and compare their claims there.
 
         Args:
-            about: what is to be the same, by name, as far as another process says it too.
+            sync_point: the point, as errors call it.
+            claims: what must be the same, by name, on all processes that make a claim of that name.
             patience: seconds to wait for the others beyond the timeout.
 
         Raises:
-            ValueError: it is not; who differs from which other, and where first.
+            ValueError: two claims differ; the message says whose, and where first.
             RankError: the run is over.
         """
-        watchdog, sent = self._watchdog, as_sent(about)
-        # Replicas, and processes along an axis, meet in their own time: who is past that is not ahead.
-        meets = self.key == watchdog.key
-        wait = PeerWait(
-            tuple(self._processes), f"did not come to {where}", f"at {where}", meets, patience, self.carrier
-        )
+        watchdog, hashed_claims = self._watchdog, hash_lines(claims)
+        # Only the ranks of the step itself go through its agreements in lockstep. Replicas, and processes along an
+        # axis, have meetings of their own, and one that is past its own is not in another step.
+        is_agreeing = self.key == watchdog.key
+        omission, phase = f"did not come to {sync_point}", f"at {sync_point}"
+        wait = PeerWait(tuple(self._processes), omission, phase, is_agreeing, patience, self.gloo_backend)
         if len(self._processes) == 1:
             return
-        if self.carrier is None or not self._have_one_hash([self.key, where, sent], wait):
-            before, watchdog.wait = watchdog.wait, wait
-            self._refuse_difference(where, self._gathered(where, sent), about)
-            watchdog.wait = before
-        watchdog.met[self.key] += 1
+        if self.gloo_backend is None or not self._hashes_are_equal([self.key, sync_point, hashed_claims], wait):
+            outer_wait, watchdog.wait = watchdog.wait, wait
+            self._refuse_difference(sync_point, self._gather_claims(sync_point, hashed_claims), claims)
+            watchdog.wait = outer_wait
+        watchdog.agreement_counts[self.key] += 1
 
-    def _have_one_hash(self, sent: Sequence[Any], wait: PeerWait) -> bool:
-        digest = hashlib.sha256(json.dumps(sent, sort_keys=True).encode()).digest()
-        own_hash = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    def _hashes_are_equal(self, statement: Sequence[Any], wait: PeerWait) -> bool:
+        # 32 bytes from each process, whatever the number of claims.
+        hash_bytes = hashlib.sha256(json.dumps(statement, sort_keys=True).encode()).digest()
+        own_hash = torch.frombuffer(bytearray(hash_bytes), dtype=torch.uint8)
         hashes = own_hash.new_empty(len(self._processes), len(own_hash))
         try:
-            work = self.carrier.allgather([[*hashes]], [own_hash])
+            work = self.gloo_backend.allgather([[*hashes]], [own_hash])
         except RuntimeError as error:
-            raise self._watchdog.lost(error, wait) from error
+            raise self._watchdog.as_rank_error(error, wait) from error
         self._watchdog.wait_for(work, wait)
         return bool((hashes == own_hash).all())
 
-    def _gathered(self, where: str, sent: Any) -> list[Any]:
-        """Return the facts of each process, once all have written them."""
-        store, keys, tick = self._store, [f"{where}/{process}" for process in self._processes], _TICKS[0]
+    def _gather_claims(self, sync_point: str, hashed_claims: Any) -> list[Any]:
+        """Return the claims of each process through the store, once all have written them."""
+        store, keys = self._store, [f"{sync_point}/{process}" for process in self._processes]
+        poll_seconds, longest_poll = _POLL_SECONDS
 
+        # Write first, then count: a process that reads the full count finds all claims.
         def write() -> int:
-            store.set(keys[self._index], json.dumps(sent))
-            return store.add(f"{where}/come", 1)
+            store.set(keys[self._index], json.dumps(hashed_claims))
+            return store.add(f"{sync_point}/come", 1)
 
         count = self._ask(write)
         while count < len(keys):
             self._watchdog.refuse_ended()
-            time.sleep(tick)
-            tick = min(tick * 1.5, _TICKS[1])
-            count = self._ask(lambda: store.add(f"{where}/come", 0))
-        # All have come here, so all have read what was written before.
-        old_keys, self._keys = self._keys, [keys[self._index], *([f"{where}/come"] * (self._index == 0))]
+            time.sleep(poll_seconds)
+            poll_seconds = min(poll_seconds * 1.5, longest_poll)
+            count = self._ask(lambda: store.add(f"{sync_point}/come", 0))
+        # Keys are deleted one meeting late: all processes have come here, so all have read those of the one before.
+        old_keys, self._keys = self._keys, [keys[self._index], *([f"{sync_point}/come"] * (self._index == 0))]
         self._ask(lambda: [store.delete_key(key) for key in old_keys])
         return [json.loads(text) for text in self._ask(lambda: store.multi_get(keys))]
 
-    def _refuse_difference(self, where: str, facts_by_process: Sequence[Any], about: About) -> None:
-        """Raise ValueError for the first process of which a fact differs from that of an earlier one."""
-        first_with = dict[str, int]()
-        for index, facts in enumerate(facts_by_process):
-            for name, fact in facts.items():
-                earlier = first_with.setdefault(name, index)
-                expected = facts_by_process[earlier][name]
-                if fact != expected:
-                    difference = self._difference(where, (index, earlier), (fact, expected), about.get(name, ""))
+    def _refuse_difference(self, sync_point: str, claims_by_process: Sequence[Any], claims: Claims) -> None:
+        """Raise ValueError for the first process with a claim that differs from an earlier process's."""
+        first_index_by_name = dict[str, int]()
+        for index, process_claims in enumerate(claims_by_process):
+            for name, claim in process_claims.items():
+                first_index = first_index_by_name.setdefault(name, index)
+                expected = claims_by_process[first_index][name]
+                if claim != expected:
+                    pair, own_claim = (index, first_index), claims.get(name, "")
+                    difference = self._describe_difference(sync_point, pair, (claim, expected), own_claim)
+                    member, first_member = self._names[index], self._names[first_index]
                     raise ValueError(
-                        f"{self._names[index]} differs from {self._names[earlier]} in its {name.partition('|')[0]}"
-                        f"{difference}. This is {self._names[self._index]}; all ranks come to {where} with the same."
-                        f"{way_out(name)}"
+                        f"{member} differs from {first_member} in its {name.partition('|')[0]}{difference}. This is "
+                        f"{self._names[self._index]}; all ranks come to {sync_point} with the same.{advice_on(name)}"
                     )
 
-    def _difference(self, where: str, pair: tuple[int, int], facts: tuple[Any, Any], lines: str | Sequence[str]) -> str:
-        """Return where two differ first. Where these facts are hashes, the two write their lines, for all to read."""
-        if isinstance(facts[0], str):
-            return f": {facts[0]} instead of {facts[1]}"
-        store, keys = self._store, [f"{where}/{index}/lines" for index in pair]
+    def _describe_difference(
+        self, sync_point: str, pair: tuple[int, int], pair_of_claims: tuple[Any, Any], lines: str | Sequence[str]
+    ) -> str:
+        """Describe where the claims of two processes differ first."""
+        if isinstance(pair_of_claims[0], str):
+            return f": {pair_of_claims[0]} instead of {pair_of_claims[1]}"
+        # These claims are hashes of many lines. Only now that they differ do the two write the lines, for all to read.
+        store, keys = self._store, [f"{sync_point}/{index}/lines" for index in pair]
 
         def exchange() -> str:
             if self._index in pair:
                 store.set(keys[pair.index(self._index)], json.dumps(lines))
-            deadline = time.monotonic() + _LINES
+            deadline = time.monotonic() + _LINES_SECONDS
             while not store.check(keys):
                 if time.monotonic() > deadline:
                     return ""
-                time.sleep(_TICKS[0])
+                time.sleep(_POLL_SECONDS[0])
             line, expected = first_difference(*(json.loads(store.get(key)) for key in keys))
             return f": {line} instead of {expected}"
 
-        return self._watchdog.faults.ask(exchange, 2 * _LINES) or ""
+        return self._watchdog.faults.ask(exchange, 2 * _LINES_SECONDS) or ""
 
     def _ask(self, question: Callable[[], T]) -> T:
         answer = self._watchdog.faults.ask(question)
         if answer is None:
-            self._watchdog.refuse_ended()  # who keeps the store may leave once the fault is read
-            raise RankError(self._watchdog.faults.unanswered("the ranks cannot meet"))
+            # The process that keeps the store may have left since the fault was read.
+            self._watchdog.refuse_ended()
+            raise RankError(self._watchdog.faults.blame_store("the ranks cannot meet"))
         return answer

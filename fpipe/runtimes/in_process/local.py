@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.graphs.tracing.trace_cache import LRUCache
-from fpipe.meaning.devices import on_devices
+from fpipe.meaning.devices import drop_duplicate_homes
 from fpipe.meaning.optimizers.optimizer_state import example_optim
 from fpipe.meaning.purity.ambient import Untraceable, dispatch_modes, in_fake_mode
 from fpipe.meaning.single_device.params_and_state import check_params
@@ -26,12 +26,12 @@ from fpipe.model import Model
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Program, Value
 from fpipe.runtimes.audit.audits import run_audited
-from fpipe.runtimes.in_process.threads import OnThreads, Workers
-from fpipe.runtimes.lowering.prepared import Prepared
+from fpipe.runtimes.in_process.threads import ThreadedStep, Workers
+from fpipe.runtimes.lowering.prepared_step import PreparedStep
 from fpipe.runtimes.lowering.signature import Signatures
 from fpipe.runtimes.lowering.slots import ProcessContext
-from fpipe.runtimes.lowering.stage_calls import UNDER_AUTOGRAD, Untraced
-from fpipe.runtimes.lowering.untraced import UnexpectedValue
+from fpipe.runtimes.lowering.stage_calls import UNDER_AUTOGRAD, UntracedStages
+from fpipe.runtimes.lowering.untraced_stages import UnexpectedValue
 from fpipe.transforms.communicate import with_transfers
 
 
@@ -45,29 +45,40 @@ def local(
     devices: Sequence[torch.device] = (),
     see: Callable[[Value, Any], None] | None = None,
 ) -> Step:
-    """Make a pure step that runs in this thread, or on workers of the ranks; `see` is called with each value."""
+    """Build a pure step that runs in this thread, or with workers in a thread for each rank.
+
+    Args:
+        program, model, options: as of `build`.
+        example: params, batch and state to trace for at once.
+        workers: threads of the ranks.
+        devices: the device of each rank.
+        see: is called with each value and its leaves.
+    """
+    # 1. Bring the program into the form that runs. `walk` is the definition, for what cannot be traced.
     recorded = program if options.record else None
-    program = on_devices(program, devices) if devices else program
+    program = drop_duplicate_homes(program, devices) if devices else program
     program = with_transfers(program) if options.record or workers else program
-    walked = walk(program, model, options, recorded=recorded, see=see, devices=devices)
-    prepared_class = Prepared if workers is None else partial(OnThreads, workers)
+    reference_step = walk(program, model, options, recorded=recorded, see=see, devices=devices)
+    prepared_class = PreparedStep if workers is None else partial(ThreadedStep, workers)
     process = ProcessContext(devices=devices)
 
-    def prepare(inputs: StepInputs, untraced: Untraced) -> Prepared:
+    def prepare(inputs: StepInputs, untraced: UntracedStages) -> PreparedStep:
         return prepared_class(program, model, inputs, untraced, options, process)
 
     signatures = Signatures(model)
-    of_nets = [stage.forward for stage in model.stages if isinstance(stage.forward, PositionalStage)]
-    graphs = model.loss is None and sum(not stage.modules for stage in of_nets) == len(model.stages)
-    known: LRUCache[Any, Prepared | None] = LRUCache(_MOST)
+    # 2. Keep a lowered step for each signature; None for one that runs by the definition.
+    net_stages = [stage.forward for stage in model.stages if isinstance(stage.forward, PositionalStage)]
+    has_only_graphs = model.loss is None and sum(not stage.modules for stage in net_stages) == len(model.stages)
+    step_by_signature: LRUCache[Any, PreparedStep | None] = LRUCache(_MAX_SIGNATURES)
 
     if example is not None:
-        with _TRACING, suppress(Untraceable):  # the first step will say so
+        # What cannot be traced is no error yet: the first step will warn of it.
+        with _TRACE_LOCK, suppress(Untraceable):
             params, batch, state = example
             inputs = StepInputs(params, batch, state, example_optim(program, params))
-            prepared = prepare(inputs, Untraced())
+            prepared = prepare(inputs, UntracedStages())
             prepared.compile()
-            known[signatures.of(*tree.flatten(inputs.trees), homes=prepared.at_home)] = prepared
+            step_by_signature[signatures.of(*tree.flatten(inputs.trees), homes=prepared.leaf_devices)] = prepared
 
     def run(inputs: StepInputs) -> Result:
         for mode in dispatch_modes() if workers else ():
@@ -75,74 +86,82 @@ def local(
                 f"a TorchDispatchMode is on ({type(mode).__name__}), which sees the ops of one thread alone; say "
                 "runtime='local' for a step under it."
             )
-        if in_fake_mode():  # what is made for tensors of one mode does for no others
-            return walked.run(inputs)
-        if any(stage.moved() for stage in of_nets):
+        # A trace that was made under one FakeTensorMode has tensors of that mode, which no other step can use.
+        if in_fake_mode():
+            return reference_step.run(inputs)
+        if any(stage.moved() for stage in net_stages):
             check_params(model, inputs.params)
         leaves, containers = tree.flatten(inputs.trees)
         try:
             signature = signatures.of(leaves, containers)
-            lowered = known.get(signature, _NEW)
+            prepared = step_by_signature.get(signature, _UNKNOWN)
         except (TypeError, Untraceable) as error:
-            result = walked.run(inputs)
-            why = f"a leaf cannot be compared ({error})" if isinstance(error, TypeError) else str(error)
-            warnings.warn(f"this step runs every stage under autograd: {why}", stacklevel=3)
+            result = reference_step.run(inputs)
+            reason = f"a leaf cannot be compared ({error})" if isinstance(error, TypeError) else str(error)
+            warnings.warn(f"this step runs every stage under autograd: {reason}", stacklevel=3)
             return result
-        if lowered is _NEW:
-            with _TRACING:
-                lowered = known.get(signature, _NEW)  # another thread may have come first
-                if lowered is _NEW and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
-                    lowered = known[signature] = None  # a step without data has nothing to win
-                if lowered is _NEW:
-                    began = time.perf_counter()
-                    result, lowered = _first(partial(walked.run, inputs), partial(prepare, inputs), graphs)
-                    if lowered is not None:
-                        lowered.compile()
-                    known[signature] = lowered
-                    signatures.count(signature, inputs.trees, time.perf_counter() - began)
+        if prepared is _UNKNOWN:
+            with _TRACE_LOCK:
+                # Another thread may have traced it while this one waited for the lock.
+                prepared = step_by_signature.get(signature, _UNKNOWN)
+                # A step on the meta device computes nothing, so a trace would not pay.
+                if prepared is _UNKNOWN and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
+                    prepared = step_by_signature[signature] = None
+                if prepared is _UNKNOWN:
+                    start_time = time.perf_counter()
+                    run_reference, lower = partial(reference_step.run, inputs), partial(prepare, inputs)
+                    result, prepared = _prepare_first_step(run_reference, lower, has_only_graphs)
+                    if prepared is not None:
+                        prepared.compile()
+                    step_by_signature[signature] = prepared
+                    signatures.note_trace(signature, inputs.trees, time.perf_counter() - start_time)
                     if result is not None:
                         return result
-        if not isinstance(lowered, Prepared):
-            return walked.run(inputs)
+        if not isinstance(prepared, PreparedStep):
+            return reference_step.run(inputs)
         try:
-            return run_audited(lowered, leaves, inputs, recorded=recorded, see=see, has_whole_net=True)
+            return run_audited(prepared, leaves, inputs, recorded=recorded, see=see, has_whole_net=True)
         except UnexpectedValue as error:
-            result = walked.run(inputs)  # raises what the stage does
-            known[signature] = None
+            # The definition raises the stage's own error, if it has one.
+            result = reference_step.run(inputs)
+            step_by_signature[signature] = None
             warnings.warn(f"steps run every stage under autograd from now on: {error}", stacklevel=3)
             return result
 
     return Step(program, model, run)
 
 
-_MOST = 128
-_NEW = object()
-_TRACING = threading.RLock()
+_MAX_SIGNATURES = 128
+_UNKNOWN = object()
+_TRACE_LOCK = threading.RLock()
 
 
-def _first(
-    walked: Callable[[], Result], prepare: Callable[[Untraced], Prepared], graphs: bool
-) -> tuple[Result | None, Prepared | None]:
-    """Lower the program of a first step; where a stage cannot be traced, return the result of that step too.
+def _prepare_first_step(
+    run_reference: Callable[[], Result], prepare: Callable[[UntracedStages], PreparedStep], has_only_graphs: bool
+) -> tuple[Result | None, PreparedStep | None]:
+    """Lower the program of a first step, and run it by the definition first if its stages are new.
 
-    Where all stages are `graphs`, no Python of a user runs that could be wrong, or cache something.
+    Returns:
+        The result of the step if it has run, and the lowered step; None for what there is not.
     """
+    # If all stages are graphs, or traced before, no Python of a user runs that could be wrong, or fill a cache.
     with suppress(Untraceable):
-        return None, prepare(Untraced(known_only=not graphs))
-    untraced = Untraced()
-    # By hand first: it knows best what is wrong, if something is, and what stages cache is real before they are traced.
-    result, wanted = walked(), None
+        return None, prepare(UntracedStages(existing_traces_only=not has_only_graphs))
+    untraced = UntracedStages()
+    # Run the definition first: its errors are the clearest, and what stages cache is real before they are traced.
+    result, reference_result = run_reference(), None
+    # Each round finds one more stage that cannot be traced, and lets it run under autograd in the next.
     while True:
         try:
             prepared = prepare(untraced)
             break
         except Untraceable as error:
-            wanted = result
+            reference_result = result
             if error.stage is None or error.stage in untraced.stages:
-                why = "; ".join([*untraced.stages.values(), str(error)])
-                warnings.warn(f"this step runs every stage under autograd, without a trace: {why}", stacklevel=5)
+                reason = "; ".join([*untraced.stages.values(), str(error)])
+                warnings.warn(f"this step runs every stage under autograd, without a trace: {reason}", stacklevel=5)
                 return result, None
             untraced.stages[error.stage] = str(error)
-    for _, why in untraced.surprises():
-        warnings.warn(f"{UNDER_AUTOGRAD}: {why}", stacklevel=5)
-    return wanted, prepared
+    for _, reason in untraced.unexpected_reasons():
+        warnings.warn(f"{UNDER_AUTOGRAD}: {reason}", stacklevel=5)
+    return reference_result, prepared

@@ -1,9 +1,9 @@
-"""Compute each rank on a stream of its own, and copy between devices on others, while they compute.
+"""Compute each rank on a stream of its own, and copy between devices on further streams, while they compute.
 
     rank 0 on cuda:0: 0F0 SEND(y)       -- y, and an event -->        rank 1 on cuda:1: RECV(y) 1F0
 
-Threads only queue work: what one stream makes and another reads, that one waits for by an event, and the allocator is
-told (`record_stream`), so that the memory is not used again before.
+Threads only queue work. A stream that reads what another one writes waits for an event, and `record_stream` tells the
+allocator, which would otherwise give the memory to new tensors before the read.
 """
 
 from __future__ import annotations
@@ -16,89 +16,94 @@ import torch
 from torch import Tensor
 
 from fpipe.graphs.language.graph import Fact
-from fpipe.meaning.devices import moved
+from fpipe.meaning.devices import move_tensor
 from fpipe.runtimes.lowering.lowered import AbstractTree
 
 Leaves = list[Any]
 
 
 class ComputeStream:
-    """Where a rank computes: on a device, and there on a stream of its own; on a CPU the thread itself does."""
+    """The device of a rank, and a stream of its own there; None on a CPU, where the thread computes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = None if device.type == "cpu" else torch.Stream(device)
 
     @property
-    def clock(self) -> torch.device | None:
-        """The device whose clock says when something ran; None where that is the host's."""
+    def clock_device(self) -> torch.device | None:
+        """The device whose clock times the ops of this stream; None where the host's does."""
         return None if self.stream is None else self.device
 
-    def entered(self) -> AbstractContextManager[Any]:
-        """Queue on this stream inside; one thread at a time may enter it."""
+    def queue_here(self) -> AbstractContextManager[Any]:
+        """Return a context manager that queues work on this stream, for one thread at a time."""
         return nullcontext() if self.stream is None else self.stream
 
-    def after_caller(self) -> None:
-        """Wait for what the caller has queued on its device."""
+    def wait_for_caller(self) -> None:
+        """Make this stream wait for the work that the caller has queued on its device."""
         if self.stream is not None:
             self.stream.wait_stream(torch.accelerator.current_stream(self.device))
 
-    def before_caller(self) -> None:
-        """Make the caller's stream wait for this one, from now on."""
+    def make_caller_wait(self) -> None:
+        """Make the caller's stream wait for this one."""
         if self.stream is not None:
             torch.accelerator.current_stream(self.device).wait_stream(self.stream)
 
-    def hand_out(self, leaves: Leaves) -> None:
-        """Keep results until the caller's stream has read them, which may be later than the caller drops them."""
+    def keep_for_caller(self, leaves: Leaves) -> None:
+        """Keep the memory of results until the caller's stream has read them, even if the caller drops them before."""
         if self.stream is not None:
-            _record(leaves, self.device, torch.accelerator.current_stream(self.device))
+            _record_stream(leaves, self.device, torch.accelerator.current_stream(self.device))
 
 
 class Channel:
-    """The way from one rank to another: tensors are handed over on a device, or copied between two on their streams."""
+    """A channel from one rank to another, which hands tensors over on one device, or copies them between two."""
 
     def __init__(self, sender: ComputeStream, receiver: ComputeStream) -> None:
         self.sender, self.receiver = sender, receiver
-        ends = [] if sender.device == receiver.device else [sender.device, receiver.device]
-        self._streams = [torch.Stream(device) for device in ends if device.type != "cpu"]
+        copying_devices = [] if sender.device == receiver.device else [sender.device, receiver.device]
+        # A copy between devices occupies a stream on each side, so that neither rank's own stream waits for it.
+        self._streams = [torch.Stream(device) for device in copying_devices if device.type != "cpu"]
 
-    def before_caller(self) -> None:
-        """Make the caller's stream wait for the copies, from now on: they may read what the caller handed in."""
+    def make_caller_wait(self) -> None:
+        """Make the caller's stream wait for the copies, which may read tensors that the caller handed in."""
         for stream in self._streams:
             torch.accelerator.current_stream(stream.device).wait_stream(stream)
 
     def send(self, leaves: Leaves) -> tuple[Leaves, Any]:
-        """Return the leaves on the receiver's device, and the event that it has to wait for; on the sender's thread."""
-        made = None if self.sender.stream is None else self.sender.stream.record_event()
-        if not self._streams or made is None:
-            return leaves, made
-        with ExitStack() as entered:
+        """Return the leaves on the receiver's device, and the event to wait for; called on the sender's thread."""
+        computed_event = None if self.sender.stream is None else self.sender.stream.record_event()
+        if not self._streams or computed_event is None:
+            return leaves, computed_event
+        with ExitStack() as stack:
             for stream in self._streams:
-                stream.wait_event(made)
-                entered.enter_context(stream)
-            there = [moved(leaf, self.sender.device, self.receiver.device, queued=True) for leaf in leaves]
-        _record(leaves, self.sender.device, self._streams[0])
+                stream.wait_event(computed_event)
+                stack.enter_context(stream)
+            copied_leaves = [
+                move_tensor(leaf, self.sender.device, self.receiver.device, is_queued=True) for leaf in leaves
+            ]
+        _record_stream(leaves, self.sender.device, self._streams[0])
+        # The sender's memory is free once the copy, recorded above, has read it.
         leaves.clear()
-        return there, self._streams[-1].record_event()
+        return copied_leaves, self._streams[-1].record_event()
 
-    def receive(self, leaves: Leaves, made: Any) -> Leaves:
-        """Return the leaves, which the receiver's stream reads once they are there; on the receiver's thread."""
+    def receive(self, leaves: Leaves, sent_event: Any) -> Leaves:
+        """Return the leaves, for the receiver's stream to read after the event; called on the receiver's thread."""
         stream = self.receiver.stream
-        if stream is not None and made is not None:
-            stream.wait_event(made)
-            _record(leaves, self.receiver.device, stream)
-        elif made is not None:  # a CPU computes at once
-            made.synchronize()
+        if stream is not None and sent_event is not None:
+            stream.wait_event(sent_event)
+            _record_stream(leaves, self.receiver.device, stream)
+        # A CPU computes at once, so its thread waits itself.
+        elif sent_event is not None:
+            sent_event.synchronize()
         return leaves
 
 
 def accelerator_of(trees: Iterable[AbstractTree]) -> torch.device | None:
-    """Return the device that values are on and that is no CPU, if there is one."""
+    """Return the accelerator that values are on; None if all are on the CPU."""
     devices = (leaf.aval.device for tree in trees for leaf in tree.leaves if isinstance(leaf, Fact))
     return next((device for device in devices if device.type not in ("cpu", "meta")), None)
 
 
-def _record(leaves: Leaves, device: torch.device, stream: torch.Stream) -> None:
+def _record_stream(leaves: Leaves, device: torch.device, stream: torch.Stream) -> None:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.device == device:
             leaf.record_stream(stream)

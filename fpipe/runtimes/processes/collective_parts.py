@@ -1,8 +1,8 @@
-"""Divide a collective over replicas into parts: each a large leaf by itself, or small ones in one buffer.
+"""Divide a collective over replicas into parts: one for each large leaf, and buffers that small leaves share.
 
     GATHER params[0]: w [1024, 1024], b [1024]        -->        all_gather of w's rows into w,  of a buffer with b
 
-Rows that replicas have not equally many of travel in the buffer, with padding.
+A leaf whose rows cannot be divided equally among the replicas travels in a buffer, with padding.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from fpipe.graphs.language.graph import Aval, Fact
 from fpipe.program import Op
 from fpipe.runtimes.faults.watchdog import PeerWait, Watchdog
 from fpipe.runtimes.lowering.lane import Lane, Launched
-from fpipe.runtimes.lowering.shards import Shared
+from fpipe.runtimes.lowering.shard_shapes import SharedValue
 from fpipe.torch_private.processes import all_gather, backend_on, reduce_scatter
 
-_ALIGNED = 64
-_LARGE, _LARGE_ON_DEVICES = 2**18, 2**25
-"""Bytes of a leaf that is worth a collective of its own: on a GPU to copy costs less than to launch one."""
+_ALIGNMENT = 64
+# A leaf of this many bytes gets a collective of its own. On a GPU a copy into a buffer costs less than a launch.
+_LARGE_BYTES, _LARGE_BYTES_ON_DEVICES = 2**18, 2**25
 
+# The tag of messages that are parts of a collective: a receive of the caller's own, under tag 0, takes none of them.
 _TAG = 1
-"""Of messages that are parts of a collective: a receive of the caller's own under tag 0 takes none."""
 
-Read = Sequence[Any]
+ReadLeaves = Sequence[Any]
 """The leaves that an op reads."""
 
 
@@ -39,27 +39,27 @@ class PlacedLeaf(NamedTuple):
     """A leaf in a buffer.
 
     Attributes:
-        place: its index among the leaves of its op.
-        start: where it begins in the buffer.
-        most: how many of its numbers the first replica has, which has the most.
-        local, whole: its avals as this replica has it, and as all have it together.
+        index: its index among the leaves of its op.
+        start: the position of its first element in the buffer.
+        largest_count: the number of elements that the first replica has: none has more.
+        local, whole: the avals of this replica's shard, and of the whole leaf.
     """
 
-    place: int
+    index: int
     start: int
-    most: int
+    largest_count: int
     local: Aval
     whole: Aval
 
-    def of(self, number: int) -> tuple[int, int]:
-        """Return the range of the whole's numbers that a replica has."""
-        size = _count(self.whole)
-        return min(self.most * number, size), min(self.most * (number + 1), size)
+    def range_of_replica(self, replica: int) -> tuple[int, int]:
+        """Return the range of the whole leaf's elements that a replica has."""
+        count = _element_count(self.whole)
+        return min(self.largest_count * replica, count), min(self.largest_count * (replica + 1), count)
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory for leaves of one dtype and device, which take so many numbers in it."""
+    """Memory of `size` elements for leaves of one dtype and device."""
 
     dtype: torch.dtype
     device: torch.device
@@ -67,217 +67,241 @@ class Buffer:
     size: int
 
     def empty(self, *replicas: int) -> Tensor:
-        """Allocate it, or one for each replica."""
+        """Allocate the buffer, or with a count of replicas one row for each."""
         return torch.empty((*replicas, self.size), dtype=self.dtype, device=self.device)
 
 
 class SumPart(NamedTuple):
-    """Sum of a buffer over all replicas, in place."""
+    """A sum of a buffer over all replicas, in place."""
 
     buffer: Buffer
 
-    def post(self, group: ProcessGroup, read: Read) -> Launched:
+    def post(self, group: ProcessGroup, read_leaves: ReadLeaves) -> Launched:
         """Start an all_reduce."""
-        sent = self.buffer.empty()
+        send_buffer = self.buffer.empty()
         sums: dict[int, Tensor] = {}
-        for index, start, most, local, _ in self.buffer.leaves:
-            part = sums[index] = sent[start : start + most].as_strided(local.shape, local.stride)
-            part.copy_(read[index]) if isinstance(read[index], Tensor) else part.fill_(read[index])
-        return Launched(dist.all_reduce(sent, group=group, async_op=True), sent, sums)
+        for index, start, count, local, _ in self.buffer.leaves:
+            leaf = read_leaves[index]
+            # The view has the strides of the leaf, so the sum that it becomes has them too.
+            view = sums[index] = send_buffer[start : start + count].as_strided(local.shape, local.stride)
+            view.copy_(leaf) if isinstance(leaf, Tensor) else view.fill_(leaf)
+        return Launched(dist.all_reduce(send_buffer, group=group, async_op=True), send_buffer, sums)
 
 
 class GatherPart(NamedTuple):
-    """Gather of the leaves of a buffer from all replicas, or of a large leaf `alone`, without a buffer."""
+    """A gather of the leaves of a buffer from all replicas, or of one large leaf `alone`, without a buffer."""
 
     buffer: Buffer
     replicas: int
     alone: bool
 
-    def post(self, group: ProcessGroup, read: Read) -> Launched:
+    def post(self, group: ProcessGroup, read_leaves: ReadLeaves) -> Launched:
         """Start an all_gather."""
         buffer, leaves = self.buffer, self.buffer.leaves
-        wholes = {
-            leaf.place: torch.empty(leaf.whole.shape, dtype=buffer.dtype, device=buffer.device) for leaf in leaves
+        whole_by_index = {
+            leaf.index: torch.empty(leaf.whole.shape, dtype=buffer.dtype, device=buffer.device) for leaf in leaves
         }
         if self.alone:
             (leaf,) = leaves
-            sent = read[leaf.place].to(buffer.dtype).contiguous()
-            return Launched(_all_gather(wholes[leaf.place], sent, group), sent, wholes)
-        sent, received = buffer.empty(), buffer.empty(self.replicas)
+            send_buffer = read_leaves[leaf.index].to(buffer.dtype).contiguous()
+            return Launched(_all_gather(whole_by_index[leaf.index], send_buffer, group), send_buffer, whole_by_index)
+        send_buffer, recv_buffer = buffer.empty(), buffer.empty(self.replicas)
         for index, start, _, local, _ in leaves:
-            sent[start : start + _count(local)].view(local.shape).copy_(read[index])
+            send_buffer[start : start + _element_count(local)].view(local.shape).copy_(read_leaves[index])
 
+        # The received buffer has a row for each replica, and each row the shards of all leaves.
         def unpack() -> None:
             for leaf in leaves:
-                whole = wholes[leaf.place].view(-1)
-                for number in range(self.replicas):
-                    low, high = leaf.of(number)
-                    whole[low:high] = received[number, leaf.start : leaf.start + high - low]
+                whole = whole_by_index[leaf.index].view(-1)
+                for replica in range(self.replicas):
+                    first, last = leaf.range_of_replica(replica)
+                    whole[first:last] = recv_buffer[replica, leaf.start : leaf.start + last - first]
 
-        return Launched(_all_gather(received, sent, group), sent, wholes, unpack)
+        return Launched(_all_gather(recv_buffer, send_buffer, group), send_buffer, whole_by_index, unpack)
 
 
 class ScatterPart(NamedTuple):
-    """This replica's part of the sum of the leaves of a buffer, or of a large leaf `alone`, without a buffer."""
+    """This replica's shard of a sum over replicas, of the leaves of a buffer or of one large leaf `alone`."""
 
     buffer: Buffer
     replicas: int
     alone: bool
 
-    def post(self, group: ProcessGroup, read: Read) -> Launched:
+    def post(self, group: ProcessGroup, read_leaves: ReadLeaves) -> Launched:
         """Start a reduce_scatter."""
         buffer, leaves = self.buffer, self.buffer.leaves
         if self.alone:
             (leaf,) = leaves
             shard = torch.empty(leaf.local.shape, dtype=buffer.dtype, device=buffer.device)
-            sent = read[leaf.place].to(buffer.dtype).contiguous()
-            work, add_up = _reduce_scatter(shard, sent, group)
-            return Launched(work, sent, {leaf.place: shard}, add_up)
-        sent, received = buffer.empty(self.replicas), buffer.empty()
+            send_buffer = read_leaves[leaf.index].to(buffer.dtype).contiguous()
+            work, finish = _reduce_scatter(shard, send_buffer, group)
+            return Launched(work, send_buffer, {leaf.index: shard}, finish)
+        send_buffer, recv_buffer = buffer.empty(self.replicas), buffer.empty()
+        # Row `replica` of the buffer has what that replica is to sum.
         for leaf in leaves:
-            whole = read[leaf.place].reshape(-1)
-            for number in range(self.replicas):
-                low, high = leaf.of(number)
-                sent[number, leaf.start : leaf.start + high - low] = whole[low:high]
-        shards = dict[int, Tensor]()
+            whole = read_leaves[leaf.index].reshape(-1)
+            for replica in range(self.replicas):
+                first, last = leaf.range_of_replica(replica)
+                send_buffer[replica, leaf.start : leaf.start + last - first] = whole[first:last]
+        shard_by_index = dict[int, Tensor]()
         for leaf in leaves:
-            shards[leaf.place] = received[leaf.start : leaf.start + _count(leaf.local)].view(leaf.local.shape)
-        work, add_up = _reduce_scatter(received, sent, group)
-        return Launched(work, sent, shards, add_up)
+            end = leaf.start + _element_count(leaf.local)
+            shard_by_index[leaf.index] = recv_buffer[leaf.start : end].view(leaf.local.shape)
+        work, finish = _reduce_scatter(recv_buffer, send_buffer, group)
+        return Launched(work, send_buffer, shard_by_index, finish)
 
 
 CollectivePart = SumPart | GatherPart | ScatterPart
-"""A part of a collective, which takes one call: `post` starts it, or raises RuntimeError if a process is dead."""
+"""One call of a backend: `post` starts it, or raises RuntimeError if a process is dead."""
 
 
-def _all_gather(whole: Tensor, local: Tensor, group: ProcessGroup) -> Any:
-    """Start to gather the parts of all processes, one behind the other."""
-    if not _is_on_gloo(group, local.device):
-        return all_gather(whole.view(-1), local.view(-1), group)
-    parts = whole.view(group.size(), *local.shape)
-    parts[group.rank()] = local
-    return _exchange([local] * group.size(), [*parts], group)
+def _all_gather(gathered: Tensor, own_part: Tensor, group: ProcessGroup) -> Any:
+    """Start to concatenate the parts of all processes."""
+    if not _is_on_gloo(group, own_part.device):
+        return all_gather(gathered.view(-1), own_part.view(-1), group)
+    parts = gathered.view(group.size(), *own_part.shape)
+    parts[group.rank()] = own_part
+    return _exchange_parts([own_part] * group.size(), [*parts], group)
 
 
 def _is_on_gloo(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether gloo carries parts, as messages between two processes: it has these on the host alone."""
+    """Return whether parts travel as messages of gloo between two processes, which it has on the host alone."""
     return device.type == "cpu" and backend_on(group, device).name() == "gloo"
 
 
-def _exchange(parts: Sequence[Tensor], received: Sequence[Tensor], group: ProcessGroup) -> Works:
+def _exchange_parts(parts: Sequence[Tensor], received: Sequence[Tensor], group: ProcessGroup) -> CombinedWork:
     """Send each part to its process, and receive the parts of all."""
     peers = [peer for peer in range(group.size()) if peer != group.rank()]
     works: list[Any] = [dist.isend(parts[peer], group=group, group_dst=peer, tag=_TAG) for peer in peers]
-    return Works([*works, *(dist.irecv(received[peer], group=group, group_src=peer, tag=_TAG) for peer in peers)])
+    return CombinedWork(
+        [*works, *(dist.irecv(received[peer], group=group, group_src=peer, tag=_TAG) for peer in peers)]
+    )
 
 
-def _reduce_scatter(local: Tensor, sent: Tensor, group: ProcessGroup) -> tuple[Any, Callable[[], object] | None]:
-    """Start this process's part of a sum, and return how to finish it once the work is over."""
-    if not _is_on_gloo(group, local.device):
-        return reduce_scatter(local.view(-1), sent.view(-1), group), None
-    # Gloo's reduce_scatter adds up the whole on all processes. Here each part goes to its process, which adds the
-    # replicas' in their order.
-    parts = [*sent.view(group.size(), *local.shape)]
-    received = [part if index == group.rank() else torch.empty_like(local) for index, part in enumerate(parts)]
+def _reduce_scatter(own_sum: Tensor, addends: Tensor, group: ProcessGroup) -> tuple[Any, Callable[[], object] | None]:
+    """Start this process's part of a sum, and return the work and a function that finishes it."""
+    if not _is_on_gloo(group, own_sum.device):
+        return reduce_scatter(own_sum.view(-1), addends.view(-1), group), None
+    # Gloo's reduce_scatter adds up the whole on all processes. Instead, send each part to its process, which adds the
+    # replicas' parts in ascending order.
+    parts = [*addends.view(group.size(), *own_sum.shape)]
+    replica_parts = [part if index == group.rank() else torch.empty_like(own_sum) for index, part in enumerate(parts)]
 
-    def add_up() -> None:
-        first, *rest = received
-        for part in rest:
-            first = torch.add(first, part, out=local)
-        if not rest:
-            local.copy_(first)
+    def add_received() -> None:
+        total, *later_parts = replica_parts
+        for part in later_parts:
+            total = torch.add(total, part, out=own_sum)
+        if not later_parts:
+            own_sum.copy_(total)
 
-    return _exchange(parts, received, group), add_up
+    return _exchange_parts(parts, replica_parts, group), add_received
 
 
-class Works(NamedTuple):
-    """Transfers of gloo as one work; whether one is over is known only once it was awaited."""
+class CombinedWork(NamedTuple):
+    """Several transfers of gloo as one work. Gloo tells that a transfer is over only to a caller that waits for it."""
 
     works: Sequence[Any]
 
     def wait(self, timeout: timedelta) -> None:
-        """Wait for all."""
+        """Wait for all transfers."""
         for work in self.works:
             work.wait(timeout)
 
 
 def parts_of_op(
-    op: Op, written: Sequence[Any], shared: Shared | None, replicas: int, wanted: Collection[int] | None = None
+    op: Op,
+    written_leaves: Sequence[Any],
+    shared: SharedValue | None,
+    replicas: int,
+    wanted_indices: Collection[int] | None = None,
 ) -> list[CollectivePart]:
-    """Divide a REDUCE, GATHER or SCATTER over so many replicas; a GATHER has only the leaves that are `wanted`."""
-    facts = [(index, leaf) for index, leaf in enumerate(written) if isinstance(leaf, Fact)]
+    """Divide a REDUCE, GATHER or SCATTER into parts; a GATHER brings only the leaves at `wanted_indices`."""
+    facts = [(index, leaf) for index, leaf in enumerate(written_leaves) if isinstance(leaf, Fact)]
     if op.kind == "REDUCE" or shared is None:
-        return [SumPart(buffer) for buffer in _buffers(_unshared(index, leaf) for index, leaf in facts)]
-    kind = GatherPart if op.kind == "GATHER" else ScatterPart
-    numbers, large, small = list[PlacedLeaf](), list[PlacedLeaf](), list[PlacedLeaf]()
+        return [SumPart(buffer) for buffer in _fill_buffers(_unsharded_leaf(index, leaf) for index, leaf in facts)]
+    part_class = GatherPart if op.kind == "GATHER" else ScatterPart
+    unsharded, large_leaves, small_leaves = list[PlacedLeaf](), list[PlacedLeaf](), list[PlacedLeaf]()
     for index, leaf in facts:
         local, whole = (side.leaves[index].aval._replace(dtype=leaf.aval.dtype) for side in shared)
+        # A number has no rows to divide: each replica has it whole, and a SCATTER sums it everywhere.
         if not whole.shape:
-            numbers.append(_unshared(index, leaf))
+            unsharded.append(_unsharded_leaf(index, leaf))
             continue
-        rows = -(-whole.shape[0] // replicas)
-        placed = PlacedLeaf(index, 0, rows * _count(whole._replace(shape=whole.shape[1:])), local, whole)
-        worth = _LARGE if whole.device.type == "cpu" else _LARGE_ON_DEVICES
-        even = rows * replicas == whole.shape[0] and _count(whole) * whole.dtype.itemsize >= worth
-        if _count(whole) and (wanted is None or index in wanted):
-            (large if even else small).append(placed)
-    parts: list[CollectivePart] = [kind(buffer, replicas, alone=True) for leaf in large for buffer in _buffers([leaf])]
-    parts += [kind(buffer, replicas, alone=False) for buffer in _buffers(small)]
-    return parts + [SumPart(buffer) for buffer in _buffers(numbers) if kind is ScatterPart]
+        rows_per_replica = -(-whole.shape[0] // replicas)
+        largest_count = rows_per_replica * _element_count(whole._replace(shape=whole.shape[1:]))
+        placed_leaf = PlacedLeaf(index, 0, largest_count, local, whole)
+        large_bytes = _LARGE_BYTES if whole.device.type == "cpu" else _LARGE_BYTES_ON_DEVICES
+        is_large = _element_count(whole) * whole.dtype.itemsize >= large_bytes
+        is_even_and_large = is_large and rows_per_replica * replicas == whole.shape[0]
+        if _element_count(whole) and (wanted_indices is None or index in wanted_indices):
+            (large_leaves if is_even_and_large else small_leaves).append(placed_leaf)
+    parts: list[CollectivePart] = [
+        part_class(buffer, replicas, alone=True) for leaf in large_leaves for buffer in _fill_buffers([leaf])
+    ]
+    parts += [part_class(buffer, replicas, alone=False) for buffer in _fill_buffers(small_leaves)]
+    return parts + [SumPart(buffer) for buffer in _fill_buffers(unsharded) if part_class is ScatterPart]
 
 
-def _unshared(index: int, leaf: Fact) -> PlacedLeaf:
-    return PlacedLeaf(index, 0, _count(leaf.aval), leaf.aval, leaf.aval)
+def _unsharded_leaf(index: int, leaf: Fact) -> PlacedLeaf:
+    return PlacedLeaf(index, 0, _element_count(leaf.aval), leaf.aval, leaf.aval)
 
 
-def _buffers(leaves: Iterable[PlacedLeaf]) -> list[Buffer]:
-    """Place leaves of one dtype and device in one buffer, until it is large: alike on all replicas."""
+def _fill_buffers(leaves: Iterable[PlacedLeaf]) -> list[Buffer]:
+    """Pack the leaves of each dtype and device into buffers of limited size, equally on all replicas."""
     buffers_by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[list[PlacedLeaf], int]]] = {}
     for leaf in leaves:
         itemsize = leaf.local.dtype.itemsize
-        step = max(1, _ALIGNED // itemsize)
+        alignment = max(1, _ALIGNMENT // itemsize)
         buffers = buffers_by_kind.setdefault((leaf.local.dtype, leaf.local.device), [([], 0)])
-        if buffers[-1][1] * itemsize >= _LARGE_ON_DEVICES:
+        if buffers[-1][1] * itemsize >= _LARGE_BYTES_ON_DEVICES:
             buffers.append(([], 0))
-        placed, start = buffers[-1]
-        buffers[-1] = [*placed, leaf._replace(start=start)], -(-(start + leaf.most) // step) * step
+        leaves_in_buffer, start = buffers[-1]
+        # Each leaf starts at an aligned element, as a tensor of its own would.
+        end = -(-(start + leaf.largest_count) // alignment) * alignment
+        buffers[-1] = [*leaves_in_buffer, leaf._replace(start=start)], end
     return [
-        Buffer(*kind, placed, size) for kind, buffers in buffers_by_kind.items() for placed, size in buffers if size
+        Buffer(*kind, leaves_in_buffer, size)
+        for kind, buffers in buffers_by_kind.items()
+        for leaves_in_buffer, size in buffers
+        if size
     ]
 
 
-def _count(aval: Aval) -> int:
+def _element_count(aval: Aval) -> int:
     return torch.Size(aval.shape).numel()
 
 
-# Wait for collectives of a lane, on the host or by streams, and name the process that does not take part in one.
 class CollectiveLane(Lane):
-    """The collectives of a rank, over groups by their names."""
+    """The lane of a rank's collectives, over groups by their names.
+
+    It waits on the host or by streams, and its waits name the process that does not take part in a collective.
+    """
 
     def __init__(self, watchdog: Watchdog, groups: Mapping[str, ProcessGroup], on_streams: bool) -> None:
         super().__init__(self.wait_on, on_streams)
         self.watchdog, self.on_streams = watchdog, on_streams
         self._groups, self._waits = groups, dict[tuple[str, str], PeerWait]()
 
-    def wait_on(self, launched: Launched, what: str) -> None:
-        """Wait for a collective; with NCCL the current stream does."""
-        self.watchdog.wait_for(launched.work, self.wait_of(launched.group, what), self.on_streams)
+    def wait_on(self, launched: Launched, label: str) -> None:
+        """Wait for a collective; with NCCL only the current stream waits."""
+        self.watchdog.wait_for(launched.work, self.wait_of(launched.group, label), self.on_streams)
 
-    def wait_of(self, name: str, what: str) -> PeerWait:
-        """Return the wait for the processes of a group."""
-        wait = self._waits.get((name, what))
+    def wait_of(self, group_name: str, label: str) -> PeerWait:
+        """Return the wait for the other processes of a group, whose label says what they do not take part in."""
+        wait = self._waits.get((group_name, label))
         if wait is None:
-            group = self._groups[name]
+            group = self._groups[group_name]
             processes = tuple(dist.get_process_group_ranks(group))
-            wait = self._waits[name, what] = PeerWait(processes, f"did not take part in {what}", group=group)
+            wait = self._waits[group_name, label] = PeerWait(processes, f"did not take part in {label}", group=group)
         return wait
 
-    def end(self, posted: Collection[int] = ()) -> None:
+    def end(self, launch_rows: Collection[int] = ()) -> None:
         """Wait for all results that nobody has read, with NCCL on the host too, and note when all was over.
 
-        Collectives `posted` by this rank, at these places, began when its rank had come to them.
+        Args:
+            launch_rows: the instructions that launch collectives, which began when this rank came to them.
         """
         self.wait_for_all()
-        for name, (work, what) in self.last_by_group.items():
-            self.watchdog.settle(work, self.wait_of(name, what))
-        self.notes.add(posted)
+        for group_name, (work, label) in self.last_by_group.items():
+            self.watchdog.wait_on_host(work, self.wait_of(group_name, label))
+        self.notes.write_to_notes(launch_rows)

@@ -2,7 +2,7 @@
 
     process 0: 0F0 SEND(y)        -- gloo -->        process 1: RECV(y) 1F0
 
-Each process has the whole program and knows the shapes of all of it, so nothing is asked while a step runs.
+Each process has the whole program and knows the shapes of all values, so no rank asks another while a step runs.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from fpipe import tree
 from fpipe.graphs.tracing.trace_cache import LRUCache
 from fpipe.meaning.optimizers.optimizer_state import example_optim
 from fpipe.meaning.purity.ambient import Untraceable
-from fpipe.meaning.purity.attributes import line_of
-from fpipe.meaning.purity.own_memory import is_strided
+from fpipe.meaning.purity.attributes import quote_user_line
 from fpipe.meaning.purity.sharded import is_sharded
+from fpipe.meaning.purity.write_guard import is_strided
 from fpipe.meaning.single_device.params_and_state import check_params
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.step import Keys, Step, StepInputs, StepOptions
@@ -34,32 +34,40 @@ from fpipe.model import Model
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import Output, Program, Value, parts_of
 from fpipe.runtimes.audit.audits import run_audited
-from fpipe.runtimes.faults.agreement import About, around, digest, of_batch, of_build, of_optim, of_start
+from fpipe.runtimes.faults.agreement import (
+    Claims,
+    claims_of_batch,
+    claims_of_build,
+    claims_of_settings,
+    claims_of_start,
+    claims_of_update,
+    digest_claims,
+)
 from fpipe.runtimes.faults.fault_store import RankError
 from fpipe.runtimes.faults.meeting import Meeting
-from fpipe.runtimes.faults.watchdog import Watchdog, watchdog_of_run
-from fpipe.runtimes.lowering.prepared import GONE
+from fpipe.runtimes.faults.watchdog import Watchdog, watchdog_of_process
+from fpipe.runtimes.lowering.prepared_step import DONATED_PARAMS_OVERWRITTEN
 from fpipe.runtimes.lowering.signature import Signatures
-from fpipe.runtimes.lowering.stage_calls import UNDER_AUTOGRAD, Untraced
-from fpipe.runtimes.processes.exchange_lane import ExchangeLane, over_mesh
-from fpipe.runtimes.processes.message_order import messages, results_last
-from fpipe.runtimes.processes.prepared_rank import Elsewhere, PreparedRank, RankLinks
-from fpipe.runtimes.processes.replicas import Voters, group_of, reduced_last, refuse_other_size, replicas_of
+from fpipe.runtimes.lowering.stage_calls import UNDER_AUTOGRAD, UntracedStages
+from fpipe.runtimes.processes.exchange_lane import ExchangeLane, bind_exchanges
+from fpipe.runtimes.processes.message_order import messages_of, with_results_last
+from fpipe.runtimes.processes.rank_step import RankLinks, RankStep, RemoteLoss
+from fpipe.runtimes.processes.replicas import Voters, group_of, refuse_wrong_size, replicas_of, with_reduced_last
 from fpipe.runtimes.processes.transfers import Transfers
 from fpipe.torch_private.processes import timeout_of
 from fpipe.transforms.communicate import with_transfers
 
 CheckBatch = Literal["first", "always", "never"]
-_FIRST, _EVERY = 10, 100
+_FIRST_STEPS, _INTERVAL = 10, 100
 
 
-def is_compared(check: CheckBatch, step: int) -> bool:
-    """Whether ranks compare the batches that they are handed in this step.
+def is_compared(check_batch: CheckBatch, step: int) -> bool:
+    """Return whether ranks compare the batches that they are handed in this step.
 
     >>> [step for step in range(1, 301) if is_compared("first", step)]
     [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 100, 200, 300]
     """
-    return check == "always" or (check == "first" and (step <= _FIRST or step % _EVERY == 0))
+    return check_batch == "always" or (check_batch == "first" and (step <= _FIRST_STEPS or step % _INTERVAL == 0))
 
 
 @dataclass(frozen=True)
@@ -67,11 +75,11 @@ class ProcessOptions:
     """Options of `build` that only processes have.
 
     Attributes:
-        mesh: the processes, by the names of their dimensions; None for the default group.
-        example: params, batch and state, of which the shapes are known everywhere.
+        mesh: the processes, in named dimensions; None for the default group.
+        example: params, batch and state, whose shapes all ranks know.
         timeout: seconds to wait for another rank; None for the group's.
         broadcast: whether every rank gets the loss.
-        check_batch: when the ranks of a replica compare what they were handed.
+        check_batch: when the ranks of a replica compare their batches.
     """
 
     mesh: DeviceMesh | None
@@ -84,158 +92,188 @@ class ProcessOptions:
 def distributed(
     program: Program,
     model: Model,
-    checked: Callable[[], tuple[Any, Any, Any]],
+    check_arguments: Callable[[], tuple[Any, Any, Any]],
     step_options: StepOptions,
-    links: ProcessOptions,
+    process_options: ProcessOptions,
 ) -> Step:
-    """Make the step of one rank, which all ranks call alike.
+    """Build the step of one rank; all ranks call it with the same program and model.
 
-    `checked` refuses the arguments of `build`, or returns the example. It is called once there is a way to report an
-    error to the other ranks.
+    Args:
+        program, model: of all ranks.
+        check_arguments: returns the checked example, or raises. It is called once errors reach the other ranks.
+        step_options: options of every runtime.
+        process_options: options of this runtime.
     """
-    mesh, compile, record, donate = links.mesh, step_options.compile, step_options.record, step_options.donate
+    # 1. Find this process's rank, and start to watch, so that an error from here on reaches the other ranks.
+    mesh, compile, record, donate = process_options.mesh, step_options.compile, step_options.record, step_options.donate
     group = group_of(program, mesh)
     rank, processes = group.rank(), dist.get_process_group_ranks(group)
     device = next(
-        (leaf.device for leaf in tree.leaves(links.example) if isinstance(leaf, Tensor) and not leaf.is_meta),
+        (leaf.device for leaf in tree.leaves(process_options.example) if isinstance(leaf, Tensor) and not leaf.is_meta),
         torch.get_default_device(),
     )
-    watchdog = watchdog_of_run()
-    refuse_over(watchdog)
+    watchdog = watchdog_of_process()
+    refuse_ended_run(watchdog)
     names = [f"rank {number}" for number in range(len(processes))]
     meeting = Meeting(watchdog, processes, names)
-    seconds = timeout_of(group).total_seconds() if links.timeout is None else links.timeout
+    seconds = timeout_of(group).total_seconds() if process_options.timeout is None else process_options.timeout
     groups: list[Any] = [group, *(mesh.get_all_groups() if mesh is not None else ())]
     watchdog.faults.names = dict(zip(processes, names, strict=True))
     watchdog.begin(meeting.key, 0, seconds, groups)
-    known, steps_begun = LRUCache[Any, PreparedRank](_MOST), 0
+    step_by_signature, steps_begun = LRUCache[Any, RankStep](_MAX_SIGNATURES), 0
 
-    def prepare(inputs: StepInputs) -> PreparedRank:
-        untraced = Untraced({} if step_options.trace else dict.fromkeys(range(len(model.stages)), "trace=False"))
+    # 2. The parts of a step. They read names that the build assigns below.
+    def prepare(inputs: StepInputs) -> RankStep:
+        all_untraced = dict.fromkeys(range(len(model.stages)), "trace=False")
+        untraced = UntracedStages({} if step_options.trace else all_untraced)
         links = RankLinks(rank, group, watchdog, transfers, replicas, lane)
+        # Each round finds one more stage that cannot be traced, and runs it on zeros in the next.
         while True:
             try:
-                prepared = PreparedRank(links, program, model, inputs, untraced, step_options)
+                prepared = RankStep(links, program, model, inputs, untraced, step_options)
                 break
             except Untraceable as error:
-                if error.stage is None and isinstance(error.__cause__, ValueError):  # refused, whoever runs it
+                # A ValueError is about the call itself, and every runtime raises it.
+                if error.stage is None and isinstance(error.__cause__, ValueError):
                     raise error.__cause__ from None
                 if error.stage is None or error.stage in untraced.stages:
-                    why = untraced.with_words(error)
-                    place = f"\n  {line}" if (line := line_of(error)) else ""
+                    reason = untraced.with_reasons(error)
+                    line_note = f"\n  {line}" if (line := quote_user_line(error)) else ""
                     raise ValueError(
-                        f"{why}. In processes a stage is traced, or runs on zeros first: write it so that one of the "
-                        f"two works, or say runtime='threads' or 'local'.{place}"
+                        f"{reason}. In processes a stage is traced, or runs on zeros first: write it so that one of "
+                        f"the two works, or say runtime='threads' or 'local'.{line_note}"
                     ) from error
                 untraced.stages[error.stage] = str(error)
-        here = {op.stage for op in parts_of(program.ops) if op.kind == "F" and op.rank == rank}
-        for stage, why in untraced.surprises() if step_options.trace else ():
-            if stage in here:
-                warnings.warn(f"{UNDER_AUTOGRAD}: {why}", stacklevel=4)
+        local_stages = {op.stage for op in parts_of(program.ops) if op.kind == "F" and op.rank == rank}
+        for stage, reason in untraced.unexpected_reasons() if step_options.trace else ():
+            if stage in local_stages:
+                warnings.warn(f"{UNDER_AUTOGRAD}: {reason}", stacklevel=4)
         return prepared
 
-    def agree(where: str, what: str, prepared: PreparedRank, key: Keys, more: About) -> None:
-        about = {what: prepared.given_as, **more, "key": str(key), **prepared.stages, "messages": prepared.messages}
-        meeting.agree(where, about)
+    def agree(sync_point: str, input_name: str, prepared: RankStep, key: Keys, more_claims: Claims) -> None:
+        claims = {
+            input_name: prepared.input_lines,
+            **more_claims,
+            "key": str(key),
+            **prepared.stage_claims,
+            "messages": prepared.message_lines,
+        }
+        meeting.agree(sync_point, claims)
+        # Compilers take minutes, and longer on some ranks: the second agreement waits with more patience.
         if compile:
             prepared.compile()
-            meeting.agree(f"{where}, compiled", {}, patience=_COMPILING)
-        prepared.number = prepared.number or transfers.know(prepared.layouts)
+            meeting.agree(f"{sync_point}, compiled", {}, patience=_COMPILE_SECONDS)
+        prepared.signature_number = prepared.signature_number or transfers.add_signature(prepared.layouts)
 
-    def run(local: StepInputs) -> Result:
-        number, key = steps_begun, local.key
-        inputs = _with_shapes(local, shapes)
-        if any(stage.moved() for stage in of_nets):
+    def run(local_inputs: StepInputs) -> Result:
+        # a. Find the lowered step of this signature, or lower it.
+        step_number, random_key = steps_begun, local_inputs.key
+        inputs = _with_example_shapes(local_inputs, shapes)
+        if any(stage.moved() for stage in net_stages):
             check_params(model, inputs.params)
         leaves, containers = tree.flatten(inputs.trees)
         signature = signatures.of(leaves, containers, homes=repeat(device))
-        prepared = known.get(signature)
-        is_new = prepared is None or number == 1  # at the first step the key is new
+        prepared = step_by_signature.get(signature)
+        # At the first step the key is new to the other ranks.
+        is_new = prepared is None or step_number == 1
         prepared = prepared or prepare(inputs)
-        batch_facts = of_batch(local.batch) if is_compared(links.check_batch, number) else {}
-        facts = {**around(), **batch_facts}
-        optim_state = local.optim and local.optim[0]
-        start = of_start(program, model, rank, local.params, optim_state, share) if number == 1 else {}
+        # b. Compare with the other ranks what is new: a signature, settings, batches, and where training starts.
+        compares_batch = is_compared(process_options.check_batch, step_number)
+        batch_claims = claims_of_batch(local_inputs.batch) if compares_batch else {}
+        claims = {**claims_of_settings(), **batch_claims}
+        optim_state = local_inputs.optim and local_inputs.optim[0]
+        start_claims = dict[str, str]()
+        if step_number == 1:
+            start_claims = claims_of_start(program, model, rank, local_inputs.params, optim_state, share)
         if is_new:
-            agree(f"step {number}", "arguments", prepared, key, facts | (start if replicas is None else {}))
-            known[signature] = prepared
-        elif is_compared(links.check_batch, number):
-            meeting.agree(f"step {number}", facts)
-        if number == 1:
-            lane.agree("step 1", prepared.exchanged)
-        if number == 1 and replicas is not None:
-            replicas.meeting.agree("step 1", {"key": str(key), **start})
+            first_claims = start_claims if replicas is None else {}
+            agree(f"step {step_number}", "arguments", prepared, random_key, claims | first_claims)
+            step_by_signature[signature] = prepared
+        elif compares_batch:
+            meeting.agree(f"step {step_number}", claims)
+        if step_number == 1:
+            lane.agree("step 1", prepared.exchange_lines)
+        if step_number == 1 and replicas is not None:
+            replicas.meeting.agree("step 1", {"key": str(random_key), **start_claims})
         prepared.refuse_missing(leaves)
-        prepared.step, prepared.step_key = number, hash(key) if isinstance(key, tuple) else key
+        # c. Run the instructions.
+        prepared.step = step_number
+        prepared.key_number = hash(random_key) if isinstance(random_key, tuple) else random_key
         result = run_audited(prepared, leaves, inputs, recorded=recorded)
-        # Whoever gets a result knows that all ranks of all replicas have theirs: when those of this replica are done,
-        # and then this rank in each of the others, none is left that could fail.
-        numbers = of_optim(local.optim)
-        if local.optim is not None and group.size() > 1:
-            voters.vote((), numbers)
+        # d. Vote twice: the ranks of this replica, then this rank of all replicas. Only ranks whose replica is done
+        # come to the second vote, so a process that passes both knows that no process can fail any more.
+        update_claims = claims_of_update(local_inputs.optim)
+        if local_inputs.optim is not None and group.size() > 1:
+            voters.vote((), update_claims)
         if replicas is not None:
-            replicas.vote(prepared.step_key, digest(batch_facts), numbers)
+            replicas.vote(prepared.key_number, digest_claims(batch_claims), update_claims)
         if result.loss is None and loss_ranks:
-            result = replace(result, loss=Elsewhere(loss_ranks[0]))
-        return result if local.state is None else replace(result, state=_local_state(result.state, local.state))
+            result = replace(result, loss=RemoteLoss(loss_ranks[0]))
+        if local_inputs.state is None:
+            return result
+        return replace(result, state=_local_state(result.state, local_inputs.state))
 
     @contextmanager
-    def reported() -> Generator[None]:
+    def report_errors() -> Generator[None]:
         nonlocal steps_begun
-        refuse_over(watchdog)
+        refuse_ended_run(watchdog)
         steps_begun += 1
         watchdog.begin(meeting.key, steps_begun, seconds, groups)
         try:
             yield
         except BaseException as error:
-            raised = watchdog.end_run(error)
+            error_to_raise = watchdog.end_run(error)
             if donate:
-                raised.add_note(GONE)
-            if raised is error:
+                error_to_raise.add_note(DONATED_PARAMS_OVERWRITTEN)
+            if error_to_raise is error:
                 raise
-            raise raised from error
+            raise error_to_raise from error
         finally:
             watchdog.finish()
 
+    # 3. Build: connect, check the arguments, transform the program, and lower it for the example's signature.
     try:
         replicas = replicas_of(program, mesh, group, device, watchdog)
-        model, axes = over_mesh(model, mesh)
+        model, axes = bind_exchanges(model, mesh)
         lane, signatures = ExchangeLane(axes, device, watchdog), Signatures(model)
         watchdog.faults.write_name()
-        params, *more = checked()
+        params, *more = check_arguments()
         groups += [*lane.groups.values(), *([] if replicas is None else replicas.groups)]
-        shapes = StepInputs(*tree.tree_map(_without_data, (_params_of_all(model, params), *more)))
+        shapes = StepInputs(*tree.tree_map(_on_meta, (_fill_params(model, params), *more)))
         shapes = replace(shapes, optim=example_optim(program, shapes.params))
         recorded = program if record else None
-        refuse_other_size(group, program, mesh)
-        program = reduced_last(results_last(with_transfers(_with_results_for_all(program, links.broadcast))))
-        loss_ranks = [rank for end in program.outputs if end.name == Value("loss") for rank in end.homes]
-        of_nets = [stage.forward for stage in model.stages if isinstance(stage.forward, PositionalStage)]
-        options = vars(step_options) | {"check_batch": links.check_batch}
-        del options["runs"]  # always true here
-        everyone = meeting if replicas is None else replicas.meeting
+        refuse_wrong_size(group, program, mesh)
+        program = with_transfers(_with_loss_ranks(program, process_options.broadcast))
+        program = with_reduced_last(with_results_last(program))
+        loss_ranks = [home for output in program.outputs if output.name == Value("loss") for home in output.homes]
+        net_stages = [stage.forward for stage in model.stages if isinstance(stage.forward, PositionalStage)]
+        options = vars(step_options) | {"check_batch": process_options.check_batch}
+        # A step in processes always runs.
+        del options["runs"]
+        all_ranks = meeting if replicas is None else replicas.meeting
         share = None if replicas is None else replicas.share
-        everyone.agree(_BUILDING, of_build(program, shapes.params, options))
-        transfers = Transfers(messages(program), rank, group, watchdog, meeting, device, timedelta(seconds=seconds))
+        # Compare programs before any connection is made: ranks of other programs would wait for different messages.
+        all_ranks.agree(_BUILDING, claims_of_build(program, shapes.params, options))
+        transfers = Transfers(messages_of(program), rank, group, watchdog, meeting, device, timedelta(seconds=seconds))
         groups += transfers.groups
-        voters = Voters(group, "rank", watchdog, transfers.carried)
-        first = prepare(shapes)
-        lane.agree(_TRACED, first.exchanged)
-        agree(_TRACED, "example", first, None, {})
+        voters = Voters(group, "rank", watchdog, transfers.carrier_device)
+        example_step = prepare(shapes)
+        lane.agree(_TRACED, example_step.exchange_lines)
+        agree(_TRACED, "example", example_step, None, {})
         if replicas is not None:
-            everyone.agree(_TRACED, first.stages, patience=_COMPILING * compile)
+            all_ranks.agree(_TRACED, example_step.stage_claims, patience=_COMPILE_SECONDS * compile)
     except BaseException as error:
-        raised = watchdog.end_run(error)
-        if raised is error:
+        error_to_raise = watchdog.end_run(error)
+        if error_to_raise is error:
             raise
-        raise raised from error
+        raise error_to_raise from error
     finally:
         watchdog.finish()
-    known[signatures.of(*tree.flatten(shapes.trees), homes=repeat(device))] = first
-    return Step(program, model, run, reported)
+    step_by_signature[signatures.of(*tree.flatten(shapes.trees), homes=repeat(device))] = example_step
+    return Step(program, model, run, report_errors)
 
 
-def refuse_over(watchdog: Watchdog) -> None:
+def refuse_ended_run(watchdog: Watchdog) -> None:
     """Raise RankError if the run is over."""
     if watchdog.ended:
         raise RankError(f"the run is over, start all ranks again from a checkpoint: {watchdog.ended}")
@@ -243,59 +281,66 @@ def refuse_over(watchdog: Watchdog) -> None:
 
 _BUILDING = "building the step"
 _TRACED = "building the step, after the trace"
-_COMPILING = 1800.0
-_MOST = 128
+_COMPILE_SECONDS = 1800.0
+_MAX_SIGNATURES = 128
 
 
-def _with_results_for_all(program: Program, broadcast: bool) -> Program:
-    """Hand the loss to rank 0 too, or with `broadcast` to every rank, and to all whether their step is valid."""
+def _with_loss_ranks(program: Program, broadcast: bool) -> Program:
+    """Return the program with the loss at home on rank 0 too, or on every rank if `broadcast`.
+
+    Whether a step is valid, and its loss scale, all ranks get.
+    """
     ranks = tuple(range(program.ranks))
-    merged = sum(end.name.name == "loss" for end in program.outputs) <= program.steps
+    is_merged = sum(output.name.name == "loss" for output in program.outputs) <= program.steps
 
-    def homes(end: Output) -> tuple[int, ...]:
-        if end.name.name in ("valid", "scale") or (broadcast and end.name.name in ("loss", "aux")):
+    def homes(output: Output) -> tuple[int, ...]:
+        if output.name.name in ("valid", "scale") or (broadcast and output.name.name in ("loss", "aux")):
             return ranks
-        return tuple(sorted({0, *end.homes})) if end.name.name == "loss" and merged else end.homes
+        return tuple(sorted({0, *output.homes})) if output.name.name == "loss" and is_merged else output.homes
 
-    ends = tuple(end._replace(homes=homes(end)) for end in program.outputs)
-    return Program.trusted(program.inputs, program.ops, ends)
+    outputs = tuple(output._replace(homes=homes(output)) for output in program.outputs)
+    return Program.trusted(program.inputs, program.ops, outputs)
 
 
-def _without_data(leaf: Any) -> Any:
+def _on_meta(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or is_sharded(leaf) or not is_strided(leaf):
         return leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")  # a shard may be a view
+    # `.to("meta")` makes a view with gaps, such as a shard, contiguous, and the signature has strides.
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
-def _params_of_all(model: Model, params: Any) -> Any:
-    """Return an example's parameters, with those of the net in place of None: of stages at home on other ranks."""
+def _fill_params(model: Model, params: Any) -> Any:
+    """Return an example's parameters, with the net's own in place of None, for stages at home on other ranks."""
     if not isinstance(params, tuple | list) or len(params) != len(model.stages):
         return params
     nets = [stage.forward if isinstance(stage.forward, PositionalStage) else None for stage in model.stages]
     return tuple(
-        {names[0]: getattr(*net.home_of(names[0])) for names in model.living(stage)}
-        if params_of is None and net
-        else params_of
-        for stage, (params_of, net) in enumerate(zip(params, nets, strict=True))
+        {param_names[0]: getattr(*net.home_of(param_names[0])) for param_names in model.living(stage)}
+        if stage_params is None and net
+        else stage_params
+        for stage, (stage_params, net) in enumerate(zip(params, nets, strict=True))
     )
 
 
-def _with_shapes(local: StepInputs, shapes: StepInputs) -> StepInputs:
-    """Put the example's shapes in place of None: arguments that are at home on other ranks."""
+def _with_example_shapes(local_inputs: StepInputs, shapes: StepInputs) -> StepInputs:
+    """Put the example's shapes in place of None, for arguments that are at home on other ranks."""
 
-    def filled(per_stage: Any, example: Any) -> Any:
-        if per_stage is None or not isinstance(per_stage, tuple | list) or len(per_stage) != len(example or ()):
-            return example if per_stage is None else per_stage
-        pairs = zip(per_stage, example, strict=True)
-        return type(example)(shape if stage is None else stage for stage, shape in pairs)
+    def fill(per_stage: Any, example_stages: Any) -> Any:
+        if per_stage is None or not isinstance(per_stage, tuple | list) or len(per_stage) != len(example_stages or ()):
+            return example_stages if per_stage is None else per_stage
+        pairs = zip(per_stage, example_stages, strict=True)
+        return type(example_stages)(shape if stage is None else stage for stage, shape in pairs)
 
-    optim = local.optim
+    optim = local_inputs.optim
     if optim is not None and shapes.optim is not None:
-        optim = (filled(optim[0], shapes.optim[0]), *optim[1:])
-    params, batch = filled(local.params, shapes.params), filled(local.batch, shapes.batch)
-    return StepInputs(params, batch, filled(local.state, shapes.state), optim, local.key)
+        optim = (fill(optim[0], shapes.optim[0]), *optim[1:])
+    params, batch = fill(local_inputs.params, shapes.params), fill(local_inputs.batch, shapes.batch)
+    return StepInputs(params, batch, fill(local_inputs.state, shapes.state), optim, local_inputs.key)
 
 
-def _local_state(state: Any, local: Sequence[Any]) -> Any:
-    """Return the state, with None where this rank was handed none."""
-    return None if state is None else tuple(a if b is not None else None for a, b in zip(state, local, strict=True))
+def _local_state(state: Any, local_state: Sequence[Any]) -> Any:
+    """Return the state, with None for stages of which this rank was handed none."""
+    if state is None:
+        return None
+    pairs = zip(state, local_state, strict=True)
+    return tuple(None if given_state is None else stage_state for stage_state, given_state in pairs)

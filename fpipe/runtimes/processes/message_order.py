@@ -2,9 +2,9 @@
 
     rank 0: SEND(y0) SEND(y1) RECV(dx0)      rank 1: RECV(y0) RECV(y1) SEND(dx0)        in the order of all SENDs
 
-A program has one global order, so it ends where a value is simply there once it is sent. What carries values may ask
-for more: NCCL starts a transfer only when both sides have come to it, and those that share a communicator one after
-the other (`simulate(.., messages="nccl")`). In one order on all ranks that ends too.
+A program has one global order, so it ends wherever a value is available once it is sent. NCCL asks for more: a transfer
+starts when both ranks have come to it, and transfers that share a communicator run one after the other
+(`simulate(.., messages="nccl")`). With one order of messages on all ranks a program ends there too.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 from fpipe.program import Op, Program, Value, kind_of, parts_of
-from fpipe.transforms.communicate import AHEAD, queued_until
+from fpipe.transforms.communicate import AHEAD, queued_transfers
 
-SMALL = 2**20
-"""Bytes of what is posted from one rank, whatever their number."""
+# Receives of up to this many bytes from one rank are posted at once, whatever their number.
+POSTED_BYTES = 2**20
 
 
 class Message(NamedTuple):
@@ -26,8 +26,8 @@ class Message(NamedTuple):
     Attributes:
         number: its index among all messages.
         cell: the op that wrote the value.
-        place: its index among the messages from its source to its target.
-        heard: how many messages from its target its source has received before it sends this one.
+        place_in_direction: its index among the messages from its source to its target.
+        heard_count: how many messages from its target its source has received before it sends this one.
     """
 
     number: int
@@ -35,131 +35,161 @@ class Message(NamedTuple):
     cell: str
     source: int
     target: int
-    place: int
-    heard: int
+    place_in_direction: int
+    heard_count: int
 
 
-def messages(program: Program) -> list[Message]:
-    """Return all messages of a step of a program with transfers, in its order: the same on each rank."""
+def messages_of(program: Program) -> list[Message]:
+    """Return the messages of one step of a program with transfers, in the order of its SENDs, equal on all ranks."""
     ops = parts_of(program.ops)
     cells = {value: op.cell for op in ops for value in op.writes}
     targets = {value: op.rank for op in ops if op.kind == "RECV" for value in op.reads}
     sent_by_direction = defaultdict[tuple[int, int], list[Value]](list)
-    heard, received = defaultdict[tuple[int, int], int](int), set[Value]()
-    ordered: list[Message] = []
+    heard_counts, received = defaultdict[tuple[int, int], int](int), set[Value]()
+    messages_in_order: list[Message] = []
     for op in ops:
         for read, value in zip(op.reads, op.writes, strict=True) if op.kind == "SEND" else ():
             direction = (op.rank, targets[value])
-            sent, answers = sent_by_direction[direction], sent_by_direction[targets[value], op.rank]
-            while heard[direction] < len(answers) and answers[heard[direction]] in received:
-                heard[direction] += 1
+            # Count the answers that the sender has received by now. Its message acknowledges them: the receiver then
+            # knows that these buffers have arrived, and frees them without waiting.
+            direction_values, reverse_values = sent_by_direction[direction], sent_by_direction[targets[value], op.rank]
+            while heard_counts[direction] < len(reverse_values) and reverse_values[heard_counts[direction]] in received:
+                heard_counts[direction] += 1
             cell = cells.get(read, op.cell)
-            ordered.append(Message(len(ordered), value, cell, *direction, len(sent), heard[direction]))
-            sent.append(value)
+            number, place = len(messages_in_order), len(direction_values)
+            messages_in_order.append(Message(number, value, cell, *direction, place, heard_counts[direction]))
+            direction_values.append(value)
         received.update(op.reads if op.kind == "RECV" else ())
-    return ordered
+    return messages_in_order
 
 
-def results_last(program: Program) -> Program:
-    """Reorder a program with transfers so that ranks wait later. A MERGE and its readers go to the end of their step,
-    unless replicas add them up. A RECV goes behind ops that take no time before its first reader.
+def with_results_last(program: Program) -> Program:
+    """Reorder a program with transfers so that ranks wait later.
+
+    A MERGE and its readers go to the end of their step, unless replicas add them up. A RECV goes behind the ops without
+    duration that stand before its first reader.
 
     >>> import fpipe
     >>> step = fpipe.chain(fpipe.split(1), fpipe.schedules.gpipe(2), fpipe.merge(outputs=False), fpipe.communicate())
     >>> program = step(fpipe.program(2))
-    >>> for ops in (program.ops, results_last(program).ops):
+    >>> for ops in (program.ops, with_results_last(program).ops):
     ...     print(*(op.cell for op in ops if op.rank == 1))
     RECV(y[0,0]@1) SPLIT(t[1,0]) 1F0 MERGE(loss) 1B0 SEND(dx[1,0]>0)
     SPLIT(t[1,0]) RECV(y[0,0]@1) 1F0 1B0 SEND(dx[1,0]>0) MERGE(loss)
     """
-    reduced = {value for op in program.ops if op.kind in ("REDUCE", "SCATTER") for value in op.reads}
-    late, ops, last = set[Value](), list[Op](), list[Op]()
-    received = defaultdict[int, list[Op]](list)
+    reduced_values = {value for op in program.ops if op.kind in ("REDUCE", "SCATTER") for value in op.reads}
+    # Four groups of ops: those in `ops` have their places, a MERGE and its readers wait in `late_ops`, and RECVs in
+    # `pending_recvs`, by rank.
+    late_values, ops, late_ops = set[Value](), list[Op](), list[Op]()
+    pending_recvs = defaultdict[int, list[Op]](list)
 
-    def receive(rank: int, reads: Set[Value] | None = None) -> None:
-        due = [op for op in received[rank] if reads is None or not reads.isdisjoint(op.writes)]
-        ops.extend(due)
-        received[rank] = [op for op in received[rank] if op not in due]
+    def place_recvs(rank: int, reads: Set[Value] | None = None) -> None:
+        due_ops = [op for op in pending_recvs[rank] if reads is None or not reads.isdisjoint(op.writes)]
+        ops.extend(due_ops)
+        pending_recvs[rank] = [op for op in pending_recvs[rank] if op not in due_ops]
 
-    def finish() -> None:
-        for rank in [*received]:
-            receive(rank)
-        ops.extend(last)
-        late.clear()
-        last.clear()
+    def place_late_ops() -> None:
+        for rank in [*pending_recvs]:
+            place_recvs(rank)
+        ops.extend(late_ops)
+        late_values.clear()
+        late_ops.clear()
 
     for op in program.ops:
-        waits, timed = not late.isdisjoint(op.reads), kind_of(op.kind).time
-        if (waits and timed) or (op.kind == "F" and any(message.rank == op.rank for message in last)):
-            finish()
-        if (waits and not timed) or (op.kind == "MERGE" and reduced.isdisjoint(op.writes)):
-            late.update(op.writes)
-            last.append(op)
+        reads_late_value, takes_time = not late_values.isdisjoint(op.reads), kind_of(op.kind).time
+        # The next training step begins on a rank with its next F, and an op with a duration needs its operands now.
+        begins_step = op.kind == "F" and any(late_op.rank == op.rank for late_op in late_ops)
+        if begins_step or (reads_late_value and takes_time):
+            place_late_ops()
+        if (reads_late_value and not takes_time) or (op.kind == "MERGE" and reduced_values.isdisjoint(op.writes)):
+            late_values.update(op.writes)
+            late_ops.append(op)
         elif op.kind == "RECV":
-            received[op.rank].append(op)
+            pending_recvs[op.rank].append(op)
         else:
-            receive(op.rank, None if timed else {*op.reads})
+            # An op with a duration keeps all RECVs that stand before it; any other op only those that it reads.
+            place_recvs(op.rank, None if takes_time else {*op.reads})
             ops.append(op)
-    finish()
+    place_late_ops()
     return Program.trusted(program.inputs, tuple(ops), program.outputs)
 
 
-def posted_until(row: Sequence[Message], room: Mapping[int, int]) -> dict[int, int]:
-    """Return for each message from a rank how many of its messages are received or posted when it is awaited: `AHEAD`
-    more, and as many as are small together."""
-    posted, until, held = dict[int, int](), 0, 0
-    for message in row:
-        while until < len(row) and (until <= message.place + AHEAD or held + room[row[until].number] <= SMALL):
-            held += room[row[until].number]
-            until += 1
-        posted[message.number] = until
-        held -= room[message.number]
-    return posted
+def posted_counts(messages: Sequence[Message], bytes_by_number: Mapping[int, int]) -> dict[int, int]:
+    """Count, for each message from one rank to another, how many of these are posted once it is awaited.
+
+    Those are `AHEAD` more than the awaited one, and as many as are small together.
+    """
+    count_by_number, posted_count, posted_bytes = dict[int, int](), 0, 0
+    # Two pointers: `posted_count` runs ahead of `message`, and `posted_bytes` are those of the messages between them.
+    for message in messages:
+        while posted_count < len(messages):
+            next_bytes = bytes_by_number[messages[posted_count].number]
+            if posted_count > message.place_in_direction + AHEAD and posted_bytes + next_bytes > POSTED_BYTES:
+                break
+            posted_bytes += next_bytes
+            posted_count += 1
+        count_by_number[message.number] = posted_count
+        posted_bytes -= bytes_by_number[message.number]
+    return count_by_number
 
 
-def most_in_flight(program: Program, room: Mapping[int, int]) -> list[int]:
-    """Return for each rank the most bytes of messages that no other count has: receives that are posted ahead, and send
-    buffers whose receipt the sender has not heard of. `room` has the bytes of each message by its number."""
-    every = messages(program)
-    known, ways = {message.value: message for message in every}, defaultdict[tuple[int, int], list[Message]](list)
-    for message in every:
-        ways[message.source, message.target].append(message)
-    until = {way: posted_until(row, room) for way, row in ways.items()}
-    posted, freed, now = dict.fromkeys(ways, 0), dict.fromkeys(ways, 0), [0] * program.ranks
+def peak_bytes_in_flight(program: Program, bytes_by_number: Mapping[int, int]) -> list[int]:
+    """Return for each rank the most bytes of messages that no other count includes.
 
-    def post(way: tuple[int, int], until: int) -> None:
-        now[way[1]] += sum(room[message.number] for message in ways[way][posted[way] : until])
-        posted[way] = max(posted[way], until)
+    Those are receives that are posted ahead, and send buffers that no later message has acknowledged yet.
+    """
+    messages = messages_of(program)
+    message_by_value = {message.value: message for message in messages}
+    messages_by_direction = defaultdict[tuple[int, int], list[Message]](list)
+    for message in messages:
+        messages_by_direction[message.source, message.target].append(message)
+    counts_by_direction = {
+        direction: posted_counts(in_direction, bytes_by_number)
+        for direction, in_direction in messages_by_direction.items()
+    }
+    posted_by_direction = dict.fromkeys(messages_by_direction, 0)
+    freed_by_direction = dict.fromkeys(messages_by_direction, 0)
+    bytes_by_rank = [0] * program.ranks
 
-    for way, row in ways.items():
-        post(way, until[way][row[0].number])
-    most = [*now]
+    def post(direction: tuple[int, int], count: int) -> None:
+        newly_posted = messages_by_direction[direction][posted_by_direction[direction] : count]
+        bytes_by_rank[direction[1]] += sum(bytes_by_number[message.number] for message in newly_posted)
+        posted_by_direction[direction] = max(posted_by_direction[direction], count)
+
+    # As `Transfers` does: post the first receives before the step, and more whenever a message is awaited.
+    for direction, in_direction in messages_by_direction.items():
+        post(direction, counts_by_direction[direction][in_direction[0].number])
+    peak_by_rank = [*bytes_by_rank]
     for op in parts_of(program.ops):
-        for message in [known[value] for value in op.reads] if op.kind == "RECV" else ():
-            way, back = (message.source, message.target), (message.target, message.source)
-            now[message.target] -= room[message.number]
-            now[message.source] += room[message.number]
-            post(way, until[way][message.number])
-            for heard in ways[back][freed[back] : message.heard] if back in ways else ():
-                now[message.target] -= room[heard.number]
-                freed[back] += 1
-            most = [*map(max, most, now)]
-    return most
+        for message in [message_by_value[value] for value in op.reads] if op.kind == "RECV" else ():
+            direction, reverse = (message.source, message.target), (message.target, message.source)
+            # The received value now counts as a value of the program; its send buffer stays until it is acknowledged.
+            bytes_by_rank[message.target] -= bytes_by_number[message.number]
+            bytes_by_rank[message.source] += bytes_by_number[message.number]
+            post(direction, counts_by_direction[direction][message.number])
+            first_unfreed = freed_by_direction.get(reverse, 0)
+            for acknowledged in messages_by_direction.get(reverse, ())[first_unfreed : message.heard_count]:
+                bytes_by_rank[message.target] -= bytes_by_number[acknowledged.number]
+                freed_by_direction[reverse] += 1
+            peak_by_rank = [*map(max, peak_by_rank, bytes_by_rank)]
+    return peak_by_rank
 
 
-def queue_of(every: Sequence[Message], rank: int) -> tuple[list[Message], dict[int, int]]:
-    """Arrange the messages of a rank as NCCL gets them, in the order of all SENDs: no two ranks come to those between
-    them in different orders, so that of all that wait the first waits for nobody.
+def queue_of_rank(all_messages: Sequence[Message], rank: int) -> tuple[list[Message], dict[int, int]]:
+    """Arrange the messages of a rank in the order in which NCCL gets them, that of all SENDs.
+
+    No two ranks then come to their common messages in different orders, so the first of all messages that wait never
+    waits for another one.
 
     Returns:
-        The rank's own messages, and for the number of each how many are `queued_until` it.
+        The rank's messages, and by number how many of them are queued once the rank comes to that message.
 
     >>> import fpipe
     >>> step = fpipe.chain(fpipe.split(3), fpipe.schedules.one_f_one_b(2), fpipe.communicate())
-    >>> row, behind = queue_of(messages(step(fpipe.program(2))), 1)
-    >>> [(str(one.value), behind[one.number]) for one in row][:4]
+    >>> queue, count_by_number = queue_of_rank(messages_of(step(fpipe.program(2))), 1)
+    >>> [(str(message.value), count_by_number[message.number]) for message in queue][:4]
     [('y[0,0]>1', 2), ('y[0,1]>1', 2), ('dx[1,0]>0', 4), ('y[0,2]>1', 4)]
     """
-    row = [message for message in every if rank in (message.source, message.target)]
-    queued = queued_until([message.target == rank for message in row])
-    return row, {message.number: until for message, until in zip(row, queued, strict=True)}
+    rank_messages = [message for message in all_messages if rank in (message.source, message.target)]
+    counts = queued_transfers([message.target == rank for message in rank_messages])
+    return rank_messages, {message.number: count for message, count in zip(rank_messages, counts, strict=True)}

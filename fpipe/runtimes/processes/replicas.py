@@ -4,8 +4,8 @@
                               | all_reduce          | all_reduce   | all_gather
     replica 1, rank 1:  3B1 REDUCE(all[3]) .. 1B1 REDUCE(all[1]) vote
 
-A REDUCE, GATHER or SCATTER only starts: who reads its result waits, else the end of the step does. At the end the
-processes of each rank vote: they are done, and have equally many rows, one key and the same numbers for their update.
+A REDUCE, GATHER or SCATTER only starts: the first reader of its result waits, else the end of the step does. At the end
+the processes of each rank vote: that they are done, and have equal counts of rows, keys and numbers for their update.
 """
 
 from __future__ import annotations
@@ -22,94 +22,108 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe.meaning.purity.sharded import dimensions
+from fpipe.meaning.purity.sharded import mesh_dim_names
 from fpipe.program import Op, Program, Value, kind_of
-from fpipe.runtimes.faults.agreement import digest
+from fpipe.runtimes.faults.agreement import digest_claims
 from fpipe.runtimes.faults.meeting import Meeting
 from fpipe.runtimes.faults.watchdog import PeerWait, Watchdog
 from fpipe.runtimes.lowering.lane import Launch, Launched, Watch
 from fpipe.runtimes.lowering.lowered import Instruction, Lowered
-from fpipe.runtimes.lowering.shards import Share, Shared, shard_of
-from fpipe.runtimes.processes.collective_parts import CollectiveLane, CollectivePart, Works, parts_of_op
-from fpipe.torch_private.processes import coalesced, is_on_streams, timeout_of, world_group
-from fpipe.transforms.data_parallel import axes_of
+from fpipe.runtimes.lowering.shard_shapes import Share, SharedValue, shard_of
+from fpipe.runtimes.processes.collective_parts import CollectiveLane, CollectivePart, CombinedWork, parts_of_op
+from fpipe.torch_private.processes import coalesce, is_on_streams, timeout_of, world_group
+from fpipe.transforms.data_parallel import replica_axes
 
 Leaves = list[Any]
-_NO_KEY, _LARGE = -(2**63), 2**62
+_NO_KEY_NUMBER, _LARGE_KEY = -(2**63), 2**62
 
 
 class Exchanges(NamedTuple):
-    """Collectives of a rank over replicas in a step, in the order of the program: their parts, ops and places among
-    the instructions by the value that they write, and the rows of the batch."""
+    """The collectives of a rank over replicas in a step, by the value that each writes, in the order of the program.
+
+    Attributes:
+        parts, ops, instruction_rows: the parts of each collective, its op, and its index among the instructions.
+        batch_rows: the number of rows of the batch.
+    """
 
     parts: dict[Value, list[CollectivePart]]
     ops: dict[Value, Op]
-    at: dict[Value, int]
-    rows: int
+    instruction_rows: dict[Value, int]
+    batch_rows: int
 
 
 NO_EXCHANGES = Exchanges({}, {}, {}, 0)
-EXCHANGED = ("REDUCE", "GATHER", "SCATTER")
+EXCHANGED_KINDS = ("REDUCE", "GATHER", "SCATTER")
 
 
 class Voters:
-    """The processes of a group, which say at the end of a step that they are done.
+    """The processes of a group, which vote at the end of a step that they are done.
 
     Args:
         group: the processes.
-        word: how errors call one, with its number: "rank" or "replica".
+        member_word: how errors call a process, with its number: "rank" or "replica".
         watchdog: of this process.
         device: of the votes: the host, or with NCCL the GPU.
     """
 
-    def __init__(self, group: ProcessGroup, word: str, watchdog: Watchdog, device: torch.device) -> None:
+    def __init__(self, group: ProcessGroup, member_word: str, watchdog: Watchdog, device: torch.device) -> None:
         processes = tuple(dist.get_process_group_ranks(group))
-        self._group, self._word, self._watchdog, self._device = group, word, watchdog, device
+        self._group, self._member_word, self._watchdog, self._device = group, member_word, watchdog, device
         self._wait = PeerWait(processes, "did not take part in the end of the step", group=group)
 
-    def vote(self, facts: Sequence[int], numbers: Mapping[str, str]) -> list[list[int]]:
-        """Wait until all are done, and return each fact of all; raise ValueError if their numbers differ."""
-        own = torch.tensor([*facts, digest(numbers)], device=self._device)
-        votes = own.new_empty(self._group.size(), len(own))
+    def vote(self, claims: Sequence[int], update_claims: Mapping[str, str]) -> list[list[int]]:
+        """Wait until all processes are done, and compare the numbers of their updates.
+
+        Returns:
+            A list for each claim, with the claim of each process.
+
+        Raises:
+            ValueError: the numbers for the update differ.
+        """
+        # A process that gets the votes knows that all others have their results, and that none can fail any more.
+        own_vote = torch.tensor([*claims, digest_claims(update_claims)], device=self._device)
+        votes = own_vote.new_empty(self._group.size(), len(own_vote))
         try:
-            work = dist.all_gather([*votes], own, group=self._group, async_op=True)
+            work = dist.all_gather([*votes], own_vote, group=self._group, async_op=True)
         except RuntimeError as error:
-            raise self._watchdog.lost(error, self._wait) from error
+            raise self._watchdog.as_rank_error(error, self._wait) from error
         on_streams = self._device.type != "cpu"
         self._watchdog.wait_for(work, self._wait, on_streams)
         if on_streams:
-            self._watchdog.settle(work, self._wait)
-        *columns, digests = votes.T.tolist()
-        if len({*digests}) > 1:
-            self._refuse_other(numbers)
-        return columns
+            self._watchdog.wait_on_host(work, self._wait)
+        *claims_by_column, update_digests = votes.T.tolist()
+        if len({*update_digests}) > 1:
+            self._refuse_different_updates(update_claims)
+        return claims_by_column
 
-    def _refuse_other(self, numbers: Mapping[str, str]) -> None:
-        """Raise ValueError for the first number that differs; all of the group come here."""
-        gathered: list[Any] = [None] * self._group.size()
+    def _refuse_different_updates(self, update_claims: Mapping[str, str]) -> None:
+        """Raise ValueError for the first number that differs."""
+        # All processes of the group have the same votes, so all come to this collective.
+        claims_by_member: list[Any] = [None] * self._group.size()
         self._watchdog.wait = self._wait
-        dist.all_gather_object(gathered, dict(numbers), group=self._group)
-        for member, numbers in enumerate(gathered):
-            for name, expected in gathered[0].items():
-                if numbers.get(name) != expected:
+        dist.all_gather_object(claims_by_member, dict(update_claims), group=self._group)
+        word = self._member_word
+        for member, member_claims in enumerate(claims_by_member):
+            for name, expected in claims_by_member[0].items():
+                if (number := member_claims.get(name)) != expected:
                     raise ValueError(
-                        f"{self._word} {member} differs from {self._word} 0 in its {name}: {numbers.get(name)} instead "
-                        f"of {expected}. All pass the same in each step."
+                        f"{word} {member} differs from {word} 0 in its {name}: {number} instead of {expected}. All "
+                        "pass the same in each step."
                     )
-        raise ValueError(f"the {self._word}s were handed other numbers for their update; all pass the same.")
+        raise ValueError(f"the {self._member_word}s were handed other numbers for their update; all pass the same.")
 
 
 class Replicas:
-    """The processes that do what this one does in other replicas.
+    """The processes that run the same rank in all replicas.
 
     Args:
-        group: they and this one, by replica.
-        groups: those of them along each dimension of the mesh that has replicas.
-        share: which of those along the last of these this one is, of how many: they share parameters out.
-        rank: which rank of its replica this is.
+        group: these processes, by replica.
+        groups: the ones along each dimension of the mesh that has replicas.
+        share: the index of this process, and the count, along the last of these dimensions, which shards parameters.
+        rank: the rank that they run.
         watchdog: of this process.
-        meeting: where all ranks of all replicas agree.
-        device: where votes are: on the host, or with NCCL on the GPU.
+        meeting: the ranks of all replicas.
+        device: of the votes: the host, or with NCCL the GPU.
     """
 
     def __init__(
@@ -123,8 +137,8 @@ class Replicas:
         device: torch.device,
     ) -> None:
         self.group, self.number, self.count, self._rank = group, group.rank(), group.size(), rank
-        self._by_axis, self.share, self.groups = groups, share, [*dict.fromkeys((group, *groups.values()))]
-        self.meeting, self._warned = meeting, False
+        self._group_by_axis, self.share, self.groups = groups, share, [*dict.fromkeys((group, *groups.values()))]
+        self.meeting, self._has_warned = meeting, False
         self.lane = CollectiveLane(watchdog, groups, device.type != "cpu")
         self._voters = Voters(group, "replica", watchdog, device)
         self._exchanges = NO_EXCHANGES
@@ -135,113 +149,122 @@ class Replicas:
         self._exchanges = exchanges
 
     def made_async(
-        self, lowered: Lowered, shared: Mapping[Value, Shared], rows: int
+        self, lowered: Lowered, shared: Mapping[Value, SharedValue], rows: int
     ) -> tuple[list[Instruction], Exchanges]:
-        """Replace each collective of this rank by its launch, and each first reader by a wait and the read: a REDUCE
-        across, too, that adds up what was scattered within."""
+        """Replace each collective of this rank by its launch, and each first reader by a wait and the read.
+
+        A REDUCE across hosts, which reads what a SCATTER within a host has summed, is both.
+        """
         exchanges, launches = Exchanges({}, {}, {}, rows), dict[int, Launch]()
         for row, instruction in enumerate(lowered.instructions):
             op = instruction.ops[0]
-            if op.rank == self._rank and op.kind in EXCHANGED:
+            if op.rank == self._rank and op.kind in EXCHANGED_KINDS:
                 (value,) = op.writes
-                wanted = lowered.gathered.get(value)
-                of = None if op.kind == "REDUCE" else shared[shard_of(op)]
-                parts = parts_of_op(op, lowered.trees[value].leaves, of, self.share.replicas, wanted)
-                exchanges.parts[value], exchanges.ops[value], exchanges.at[value] = parts, op, row
+                wanted_indices = lowered.read_leaves.get(value)
+                shared_value = None if op.kind == "REDUCE" else shared[shard_of(op)]
+                parts = parts_of_op(op, lowered.trees[value].leaves, shared_value, self.share.replicas, wanted_indices)
+                exchanges.parts[value], exchanges.ops[value], exchanges.instruction_rows[value] = parts, op, row
                 launches[row] = Launch(partial(self._launch, value), (value,))
         return self.lane.made_async(lowered.instructions, self._rank, launches), exchanges
 
     def _launch(self, value: Value, works: list[Launched], leaves: Leaves) -> Sequence[Leaves]:
-        """Start the parts of a collective, where it can be as one."""
-        self._let_go()
-        read, made = [*leaves], [*leaves]
+        """Start the parts of a collective, as one launch where the backend can."""
+        self._free_finished()
+        read_leaves, written_leaves = [*leaves], [*leaves]
+        # The caller's list would keep the whole gradients alive until the end of the collective.
         leaves.clear()
         op, parts = self._exchanges.ops[value], self._exchanges.parts[value]
         axis = dict(op.how)["axis"]
         try:
-            with coalesced(self._by_axis[axis], [part.buffer.device for part in parts]) as joint:
-                works += [part.post(self._by_axis[axis], read)._replace(group=axis) for part in parts]
+            with coalesce(self._group_by_axis[axis], [part.buffer.device for part in parts]) as joint_works:
+                works += [part.post(self._group_by_axis[axis], read_leaves)._replace(group=axis) for part in parts]
         except RuntimeError as error:
-            raise self.lane.watchdog.lost(error, self.lane.wait_of(axis, op.cell)) from error
+            raise self.lane.watchdog.as_rank_error(error, self.lane.wait_of(axis, op.cell)) from error
         for launched in works:
-            for place, leaf in launched.written.items():
-                made[place] = leaf
-        works[:] = [launched._replace(work=work) for work in joint for launched in works] or works
-        return [made]
+            for index, leaf in launched.outputs.items():
+                written_leaves[index] = leaf
+        works[:] = [launched._replace(work=work) for work in joint_works for launched in works] or works
+        return [written_leaves]
 
-    def _let_go(self) -> None:
-        """Let go of what is over, such as the whole gradients of a SCATTER; where gloo cannot say whether it is, or the
-        host is ahead of a GPU, of all but the last one: then no more than two are under way."""
+    def _free_finished(self) -> None:
+        """Free the memory of collectives that are over, such as the whole gradients of a SCATTER."""
+        # Where gloo cannot tell whether a collective is over, or the host is ahead of a GPU, wait for all SCATTERs but
+        # the last one: no more than two are in flight then.
         flights = {value: flight for value, flight in self.lane.flights.items() if flight.works}
-        scattered = [value for value in flights if self._exchanges.ops[value].kind == "SCATTER"][:-1]
+        older_scatters = [value for value in flights if self._exchanges.ops[value].kind == "SCATTER"][:-1]
         for value, flight in flights.items():
             works = [launched.work for launched in flight.works]
-            is_unknown = self.lane.on_streams or any(isinstance(work, Works) for work in works)
-            if value in scattered if is_unknown else all(work.is_completed() for work in works):
+            cannot_poll = self.lane.on_streams or any(isinstance(work, CombinedWork) for work in works)
+            if value in older_scatters if cannot_poll else all(work.is_completed() for work in works):
                 self.lane.wait_for(value)
 
     def end(self) -> None:
-        """Wait until all sums are there."""
-        self.lane.end(self._exchanges.at.values())
+        """Wait until all collectives of the step are over."""
+        self.lane.end(self._exchanges.instruction_rows.values())
 
-    def vote(self, key: int | None, batch_digest: int, numbers: Mapping[str, str]) -> None:
-        """Wait until all replicas are done with the step, and compare what they were handed.
+    def vote(self, key: int | None, batch_digest: int, update_claims: Mapping[str, str]) -> None:
+        """Wait until all replicas are done with the step, and compare their arguments.
 
         Raises:
-            ValueError: their batches have not equally many rows, or they have other keys, or other numbers for their
-                update.
+            ValueError: the replicas have different counts of rows, keys, or numbers for their update.
         """
-        number = _NO_KEY if key is None else key if abs(key) < _LARGE else hash(key)
-        facts = self._exchanges.rows, number, batch_digest
-        rows, keys, batches = self._voters.vote(facts, numbers)
-        if len({*rows}) > 1:
+        # Votes are int64: a larger key votes by its hash.
+        key_number = _NO_KEY_NUMBER if key is None else key if abs(key) < _LARGE_KEY else hash(key)
+        claims = self._exchanges.batch_rows, key_number, batch_digest
+        row_counts, keys, batch_digests = self._voters.vote(claims, update_claims)
+        if len({*row_counts}) > 1:
             raise ValueError(
-                f"the batches of the replicas have {', '.join(map(str, rows))} rows; their losses are means, so all "
-                "have equally many. DistributedSampler pads to that, drop_last=True leaves a smaller last batch out, "
-                'and a loss that returns (total, count), with reduction="count", takes any.'
+                f"the batches of the replicas have {', '.join(map(str, row_counts))} rows; their losses are means, so "
+                "all have equally many. DistributedSampler pads to that, drop_last=True leaves a smaller last batch "
+                'out, and a loss that returns (total, count), with reduction="count", takes any.'
             )
         if len({*keys}) > 1:
-            words = ", ".join("None" if key == _NO_KEY else str(key) for key in keys)
-            raise ValueError(f"the replicas have keys {words} in this step; all pass the same.")
-        self._warn_of_same(batches)
+            key_list = ", ".join("None" if key == _NO_KEY_NUMBER else str(key) for key in keys)
+            raise ValueError(f"the replicas have keys {key_list} in this step; all pass the same.")
+        self._warn_of_equal_batches(batch_digests)
 
-    def _warn_of_same(self, batches: Sequence[int]) -> None:
+    def _warn_of_equal_batches(self, batch_digests: Sequence[int]) -> None:
         """Warn once that replicas were handed the same rows."""
-        repeated = next((n for n, batch in enumerate(batches) if batch and batches.index(batch) < n), None)
-        if repeated is not None and not self._warned:
-            self._warned = True
-            first = batches.index(batches[repeated])
+        # A digest of 0 stands for a batch that was not compared.
+        repeats = [n for n, digest in enumerate(batch_digests) if digest and batch_digests.index(digest) < n]
+        replica = next(iter(repeats), None)
+        if replica is not None and not self._has_warned:
+            self._has_warned = True
+            first_replica = batch_digests.index(batch_digests[replica])
             warnings.warn(
-                f"replica {first} and replica {repeated} were handed the same rows: their sum says "
+                f"replica {first_replica} and replica {replica} were handed the same rows: their sum says "
                 "no more than one of them. DistributedSampler(dataset, replicas, replica) gives each its own.",
                 stacklevel=8,
             )
 
 
-def reduced_last(program: Program) -> Program:
-    """Move ops that read a sum over replicas as late as they may be, so that nothing else waits for it: to the end, or
-    before the first op of a stage that needs them, which is of the next training step. An ADD of scattered sums stands
-    before the next SCATTER of its stage, so that no more than two of them are in memory."""
-    late, behind = set[Value](), set[Value]()
-    last, rest = list[Op](), list[Op]()
-    adds: dict[tuple[int | None, int], list[Op]] = {}
+def with_reduced_last(program: Program) -> Program:
+    """Move ops that read a sum over replicas as late as they may be, so that nothing else waits for it.
+
+    They go to the end, or before the first op of the next training step that needs them.
+    """
+    # ADDs of scattered sums stand before the next SCATTER of their stage and rank instead, so that no more than two of
+    # these sums are in memory. `late_non_adds` are values of the other late ops, which an ADD may not overtake.
+    late_values, late_non_adds = set[Value](), set[Value]()
+    late_ops, ops_in_place = list[Op](), list[Op]()
+    late_adds_by_place: dict[tuple[int | None, int], list[Op]] = {}
     for op in program.ops:
-        sums, place = op.kind in ("REDUCE", "SCATTER"), (op.stage, op.rank)
-        if not late.isdisjoint(op.reads) and kind_of(op.kind).time:
-            rest += [*chain.from_iterable(adds.values()), *last]
-            late, behind, last, adds = set(), set(), [], {}
-        waits = not late.isdisjoint(op.reads)
-        late.update(op.writes if waits or sums else ())
+        starts_sum, place = op.kind in ("REDUCE", "SCATTER"), (op.stage, op.rank)
+        if not late_values.isdisjoint(op.reads) and kind_of(op.kind).time:
+            ops_in_place += [*chain.from_iterable(late_adds_by_place.values()), *late_ops]
+            late_values, late_non_adds, late_ops, late_adds_by_place = set(), set(), [], {}
+        reads_late_value = not late_values.isdisjoint(op.reads)
+        late_values.update(op.writes if reads_late_value or starts_sum else ())
         if op.kind == "SCATTER":
-            rest += adds.pop(place, ())
-        if waits and op.kind == "ADD" and op.microbatch is not None and behind.isdisjoint(op.reads):
-            adds.setdefault(place, []).append(op)
-        elif waits:
-            behind.update(op.writes)
-            last.append(op)
+            ops_in_place += late_adds_by_place.pop(place, ())
+        if reads_late_value and op.kind == "ADD" and op.microbatch is not None and late_non_adds.isdisjoint(op.reads):
+            late_adds_by_place.setdefault(place, []).append(op)
+        elif reads_late_value:
+            late_non_adds.update(op.writes)
+            late_ops.append(op)
         else:
-            rest.append(op)
-    ops = (*rest, *chain.from_iterable(adds.values()), *last)
+            ops_in_place.append(op)
+    ops = (*ops_in_place, *chain.from_iterable(late_adds_by_place.values()), *late_ops)
     return Program.trusted(program.inputs, ops, program.outputs)
 
 
@@ -252,11 +275,11 @@ def reduced_last(program: Program) -> Program:
 
 
 def group_of(program: Program, mesh: DeviceMesh | None) -> ProcessGroup:
-    """Return the processes that run the ranks of a program; warn if the mesh has replicas that the program lacks."""
-    axes = axes_of(program)
+    """Return the group of processes that run the ranks of a program; warn of replicas that the program lacks."""
+    axes = replica_axes(program)
     if isinstance(mesh, DeviceMesh | None) and not dist.is_initialized():  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError("runtime='distributed' is for processes that torch.distributed.init_process_group has joined.")
-    names = dimensions(mesh, dict.fromkeys(axes, "replicas") | {"pp": program.ranks})
+    names = mesh_dim_names(mesh, dict.fromkeys(axes, "replicas") | {"pp": program.ranks})
     if mesh is None:
         return world_group()
     for name in names:
@@ -270,7 +293,7 @@ def group_of(program: Program, mesh: DeviceMesh | None) -> ProcessGroup:
     return mesh.get_group("pp")
 
 
-def refuse_other_size(group: ProcessGroup, program: Program, mesh: DeviceMesh | None) -> None:
+def refuse_wrong_size(group: ProcessGroup, program: Program, mesh: DeviceMesh | None) -> None:
     """Raise ValueError unless there is a process for each rank."""
     if group.size() != program.ranks:
         where = "the process group" if mesh is None else "dimension 'pp' of the mesh"
@@ -284,8 +307,8 @@ def refuse_other_size(group: ProcessGroup, program: Program, mesh: DeviceMesh | 
 def replicas_of(
     program: Program, mesh: DeviceMesh | None, ranks: ProcessGroup, device: torch.device, watchdog: Watchdog
 ) -> Replicas | None:
-    """Return the replicas of a program that has them; the mesh has a dimension, or two, for them."""
-    axes = axes_of(program)
+    """Return the replicas of this rank, along one or two dimensions of the mesh; None if the program has none."""
+    axes = replica_axes(program)
     if not axes:
         return None
     assert mesh is not None
@@ -293,26 +316,29 @@ def replicas_of(
     dims = [name for name in names if name in (*axes, "pp")]
     coordinate = zip(names, mesh.get_coordinate() or (), strict=True)
     submesh = mesh.mesh[tuple(slice(None) if name in dims else index for name, index in coordinate)]
-    order = [dims.index(name) for name in (*axes, "pp")]
-    processes = sorted(submesh.permute(order).reshape(-1, ranks.size()).tolist())  # as a group sorts its own
+    # One row for each replica, with its processes by rank. Sorted, as a process group sorts its ranks.
+    dims_in_order = [dims.index(name) for name in (*axes, "pp")]
+    processes_by_replica = sorted(submesh.permute(dims_in_order).reshape(-1, ranks.size()).tolist())
     groups = {axis: mesh.get_group(axis) for axis in axes}
-    inner = groups[axes[-1]]
-    group = inner if len(axes) == 1 else _group_of_all([replica[ranks.rank()] for replica in processes], inner)
-    names = [f"replica {replica}: rank {rank}" for replica in range(len(processes)) for rank in range(ranks.size())]
-    everyone = [process for replica in processes for process in replica]
-    meeting = Meeting(watchdog, everyone, names)
-    watchdog.faults.names.update(zip(everyone, names, strict=True))
-    share = Share(inner.rank(), inner.size(), axes[-1])
+    inner_group = groups[axes[-1]]
+    same_rank = [processes[ranks.rank()] for processes in processes_by_replica]
+    group = inner_group if len(axes) == 1 else _group_of_replicas(same_rank, inner_group)
+    replica_numbers = range(len(processes_by_replica))
+    names = [f"replica {replica}: rank {rank}" for replica in replica_numbers for rank in range(ranks.size())]
+    all_processes = [process for replica in processes_by_replica for process in replica]
+    meeting = Meeting(watchdog, all_processes, names)
+    watchdog.faults.names.update(zip(all_processes, names, strict=True))
+    share = Share(inner_group.rank(), inner_group.size(), axes[-1])
     vote_device = device if is_on_streams(group, device) else torch.device("cpu")
     return Replicas(group, groups, share, ranks.rank(), watchdog, meeting, vote_device)
 
 
-def _group_of_all(processes: Sequence[int], inner: ProcessGroup) -> ProcessGroup:
-    """Return the group of the replicas along two axes, where they vote; it is created once for their inner group."""
-    groups = _GROUPS_BY_INNER.setdefault(inner, {})
+def _group_of_replicas(processes: Sequence[int], inner_group: ProcessGroup) -> ProcessGroup:
+    """Return the group in which replicas along two axes vote, created once for each inner group."""
+    groups = _GROUPS_BY_INNER.setdefault(inner_group, {})
     key = tuple(processes)
     if key not in groups:
-        options: Any = {"timeout": timeout_of(inner), "backend": dist.get_backend(inner)}
+        options: Any = {"timeout": timeout_of(inner_group), "backend": dist.get_backend(inner_group)}
         groups[key] = dist.new_group([*processes], use_local_synchronization=True, **options)
     return groups[key]
 

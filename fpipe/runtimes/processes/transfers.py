@@ -3,9 +3,9 @@
     rank 0: SEND(y[0,0]) SEND(y[0,1])        -- messages 0, 1 -->        rank 1: RECV(y[0,0]) .. RECV(y[0,1])
 
 No send blocks. A send buffer is freed once a later message acknowledges it, or NCCL says that it has left, else at the
-end of the step. Receives from a rank are posted in the order in which that rank sends, ahead of the one that it waits
-for: a few, or as many as are small; with NCCL in the order of the SENDs of all ranks. Each message has a header that
-tells its step from others: a rank that was handed another key, or arguments of other sizes, is found by it.
+end of the step. Receives from a rank are posted in the order in which that rank sends, a few ahead of the awaited one,
+or as many as are small; with NCCL in the order of the SENDs of all ranks. Each message has a header that names its
+step, which reveals a rank that was handed another key, or arguments of other sizes.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from fpipe.program import Op, Value
 from fpipe.runtimes.faults.fault_store import RankError
 from fpipe.runtimes.faults.meeting import Meeting
-from fpipe.runtimes.faults.watchdog import NOT_THE_SAME_STEP, PeerWait, Watchdog
-from fpipe.runtimes.processes.message import HEADER, Layout, header, mark_of, step_of
-from fpipe.runtimes.processes.message_order import Message, posted_until, queue_of
-from fpipe.torch_private.processes import backend_on, default_store, gloo_beside, group_of_two, is_on_streams
+from fpipe.runtimes.faults.watchdog import NOT_SAME_STEP, PeerWait, Watchdog
+from fpipe.runtimes.processes.message_layout import HEADER, Layout, header_of_step, mark_of, step_of
+from fpipe.runtimes.processes.message_order import Message, posted_counts, queue_of_rank
+from fpipe.torch_private.processes import backend_on, create_gloo, create_pair_group, default_store, is_on_streams
 
-# Choose what carries values between ranks: what goes one way shares nothing with what comes back.
+# Each direction between two ranks has a connection of its own.
 #
-# A send of gloo waits for nobody, but it locks its connection while it writes, and gloo's own thread does not sleep
-# until it can read there: with few cores it takes that of whoever holds the lock. One of NCCL begins when both sides
-# have come to it, and holds up all that follows on its communicator. With one for each direction it only holds up
-# what goes the same way: `simulate(.., messages=)` says how much longer one for both, or for all ranks, makes a step.
+# A send of gloo waits for nobody, but it locks its connection while it writes, and gloo's own thread spins until it can
+# read there: with few cores it takes the core of the thread that holds the lock. A send of NCCL begins when both sides
+# have come to it, and blocks all that follows on its communicator. With a communicator for each direction it blocks
+# only messages of that direction: `simulate(.., messages=)` tells how much longer a step takes with one for both
+# directions, or for all ranks.
 #
 #     gloo: 0 > 1 > 2 in one group, 0 < 1 < 2 in another         NCCL: 0 > 1, 1 > 0, 1 > 2, 2 > 1, each a group of two
 
@@ -50,37 +51,45 @@ class DirectedGroup(NamedTuple):
 
 
 class GlooConnections:
-    """Connections of gloo that carry the messages of all steps of a process group, and nothing else: a receive of the
-    caller's own on that group takes none of them.
+    """Connections of gloo that carry the messages of all steps of a process group, and nothing else.
 
-    They stay as long as the group: a rank that throws its step away may have sent what is still on its way.
+    A receive of the caller's own on that group takes none of these messages. The connections live as long as the group:
+    a rank that throws its step away may have sent messages that are still in flight.
 
     Attributes:
-        carriers: by name a backend of gloo.
+        backend_by_name: a backend of gloo for messages "up" to higher ranks, and one for "down".
     """
 
     def __init__(self) -> None:
         self._next_tag = 0
-        self.carriers: dict[str, Any] = {}
+        self.backend_by_name: dict[str, Any] = {}
 
     def take_tags(self, count: int) -> int:
-        """Return the first of so many tags that messages of a new step have to themselves."""
+        """Reserve tags for the messages of a new step, and return the first."""
         first, self._next_tag = self._next_tag, self._next_tag + count
         return first
 
     def connect(
         self, group: ProcessGroup, directions: Iterable[Direction], rank: int, store: Store, timeout: timedelta
     ) -> dict[Direction, DirectedGroup]:
-        """Return what carries each direction that a rank takes part in: connections for messages to higher ranks, and
-        others for those to lower. A backend other than gloo carries both itself."""
+        """Return the group that carries each direction that this rank takes part in.
+
+        Messages to higher and to lower ranks have separate connections. A backend other than gloo carries both itself.
+        """
         backend = backend_on(group, torch.device("cpu"))
-        name_by_direction = {way: "up" if way[0] < way[1] else "down" for way in sorted(directions)}
+        name_by_direction = {
+            direction: "up" if direction[0] < direction[1] else "down" for direction in sorted(directions)
+        }
         is_gloo = backend.name() == "gloo"
-        for name in sorted({*name_by_direction.values()} - {*self.carriers}) if is_gloo else ():
-            self.carriers[name] = gloo_beside(backend, PrefixStore(name, store), rank, group.size(), timeout)
+        for group_name in sorted({*name_by_direction.values()} - {*self.backend_by_name}) if is_gloo else ():
+            self.backend_by_name[group_name] = create_gloo(
+                backend, PrefixStore(group_name, store), rank, group.size(), timeout
+            )
         return {
-            (sender, receiver): DirectedGroup(self.carriers.get(name, backend), receiver if sender == rank else sender)
-            for (sender, receiver), name in name_by_direction.items()
+            (sender, receiver): DirectedGroup(
+                self.backend_by_name.get(group_name, backend), receiver if sender == rank else sender
+            )
+            for (sender, receiver), group_name in name_by_direction.items()
             if rank in (sender, receiver)
         }
 
@@ -116,7 +125,7 @@ def create_directed_groups(
         is_receiver = rank == receiver
         peer = 0 if is_receiver else 1  # ranks inside the group: the sender is 0, the receiver 1
         pair_store = PrefixStore(f"direction/{sender}>{receiver}", store)
-        pair_group = group_of_two(backend_class, pair_store, int(is_receiver), timeout)
+        pair_group = create_pair_group(backend_class, pair_store, int(is_receiver), timeout)
         # Backends create their communicator at the first transfer. Pay for it here, not inside the first step.
         probe = torch.zeros(1, dtype=torch.uint8, device=device)
         (pair_group.recv if is_receiver else pair_group.send)([probe], peer, 0).wait()
@@ -125,21 +134,26 @@ def create_directed_groups(
 
 
 Leaves = list[Any]
-_LONG = 10**30
-"""The least key of which the hash is compared: a header has no room for more digits."""
+# Of keys from here on the hash is compared: a header has no room for more digits.
+_LARGE_KEY = 10**30
 
 
 class Transfers:
-    """Messages that one rank sends and receives in a step, of those of all ranks, for values on its device; a
-    RankError if another rank does not connect in time.
+    """The messages that one rank sends and receives in a step, for values on its device.
 
-    They are `carried` on the host, or with NCCL on the GPU. Nobody looks at those there before the step is over: that
-    would wait for the GPU.
+    They are carried on the host, or with NCCL on the GPU. The host does not read headers on a GPU before the step is
+    over, since that would wait for the GPU.
+
+    Raises:
+        RankError: another rank does not connect in time.
+
+    Attributes:
+        carrier_device: where messages are when they are sent.
     """
 
     def __init__(
         self,
-        every: Sequence[Message],
+        messages: Sequence[Message],
         rank: int,
         group: ProcessGroup,
         watchdog: Watchdog,
@@ -149,183 +163,196 @@ class Transfers:
     ) -> None:
         self.device, self._watchdog = device, watchdog
         self._on_streams = is_on_streams(group, device)
-        self.carried = device if self._on_streams else torch.device("cpu")
-        self._is_near = self.carried == device
+        self.carrier_device = device if self._on_streams else torch.device("cpu")
+        self._is_carried_on_device = self.carrier_device == device
         processes, connections = dist.get_process_group_ranks(group), connections_of(group)
-        directions = {(message.source, message.target) for message in every}
+        directions = {(message.source, message.target) for message in messages}
         connecting = PeerWait(tuple(processes), "did not connect to the others", "at building the step")
         store = PrefixStore("fpipe/connections/" + "/".join(map(str, meeting.key)), default_store())
+        # Connecting blocks until the peers connect: the watchdog ends that wait if one is dead.
         watchdog.wait, self._first_tag = connecting, 0
         try:
             if self._on_streams:
-                self._carriers = create_directed_groups(group, directions, rank, store, device, timeout)
+                self._group_by_direction = create_directed_groups(group, directions, rank, store, device, timeout)
             else:
-                self._carriers = connections.connect(group, directions, rank, store, timeout)
-                self._first_tag = connections.take_tags(len(every))
+                self._group_by_direction = connections.connect(group, directions, rank, store, timeout)
+                self._first_tag = connections.take_tags(len(messages))
         except RuntimeError as error:
-            raise watchdog.lost(error, connecting) from error
-        watchdog.wait, meeting.carrier = None, next(iter(connections.carriers.values()), None)
-        self._by_value = {message.value: message for message in every}
-        self._incoming: defaultdict[int, list[Message]] = defaultdict(list)
-        self._outgoing_to: defaultdict[int, list[Message]] = defaultdict(list)
-        self._waits = dict[int, PeerWait]()
-        for message in every:
+            raise watchdog.as_rank_error(error, connecting) from error
+        watchdog.wait, meeting.gloo_backend = None, next(iter(connections.backend_by_name.values()), None)
+        self._message_by_value = {message.value: message for message in messages}
+        self._incoming_by_source: defaultdict[int, list[Message]] = defaultdict(list)
+        self._outgoing_by_target: defaultdict[int, list[Message]] = defaultdict(list)
+        self._wait_by_number = dict[int, PeerWait]()
+        for message in messages:
             if message.target == rank:
-                self._incoming[message.source].append(message)
-                missing = f"did not send what its {message.cell} writes"
-                self._waits[message.number] = PeerWait((processes[message.source],), missing)
+                self._incoming_by_source[message.source].append(message)
+                omission = f"did not send what its {message.cell} writes"
+                self._wait_by_number[message.number] = PeerWait((processes[message.source],), omission)
             if message.source == rank:
-                self._outgoing_to[message.target].append(message)
-                missing = f"did not receive what {message.cell} of rank {rank} writes"
-                self._waits[message.number] = PeerWait((processes[message.target],), missing, "at the end of")
-        self._row, self._behind = queue_of(every, rank)
-        self._place = {message.number: place for place, message in enumerate(self._row)}
-        self._room = {message.number: HEADER for message in every}
-        self._until = dict[int, int]()
-        self._rank, self._signatures = rank, 0
-        self.start(0, 0, None, keeps=False)
+                self._outgoing_by_target[message.target].append(message)
+                omission = f"did not receive what {message.cell} of rank {rank} writes"
+                self._wait_by_number[message.number] = PeerWait((processes[message.target],), omission, "at the end of")
+        self._queue_order, self._queued_counts = queue_of_rank(messages, rank)
+        self._place_by_number = {message.number: place for place, message in enumerate(self._queue_order)}
+        self._bytes_by_number = {message.number: HEADER for message in messages}
+        self._posted_until = dict[int, int]()
+        self._rank, self._signature_count = rank, 0
+        self.begin_step(0, 0, None, keeps=False)
 
     @property
     def groups(self) -> list[Any]:
-        """Groups that carry messages."""
-        return list({id(group): group for group, _ in self._carriers.values()}.values())
+        """The groups that carry messages."""
+        return list({id(group): group for group, _ in self._group_by_direction.values()}.values())
 
-    def know(self, layouts: Mapping[Value, Layout]) -> int:
-        """Make room for the messages of a signature, and return its number. A rank that is handed other arguments than
-        the rest then learns of it: a message that is too large for its memory would end the process."""
+    def add_signature(self, layouts: Mapping[Value, Layout]) -> int:
+        """Make room for the messages of a signature, and return its number."""
+        # A receive has room for the largest message of all signatures. Gloo ends the process when a message is larger
+        # than its memory, so a rank that is handed other arguments could not be named.
         for value, layout in layouts.items():
-            number = self._by_value[value].number
-            self._room[number] = max(self._room[number], layout.size)
-        for row in self._incoming.values():
-            self._until |= posted_until(row, self._room)
-        self._signatures += 1
-        return self._signatures
+            number = self._message_by_value[value].number
+            self._bytes_by_number[number] = max(self._bytes_by_number[number], layout.size)
+        for incoming in self._incoming_by_source.values():
+            self._posted_until |= posted_counts(incoming, self._bytes_by_number)
+        self._signature_count += 1
+        return self._signature_count
 
-    def start(self, step: int, signature: int, key: int | None, keeps: bool) -> None:
-        """Start a step, whose header tells it from others and from other keys; for its notes it `keeps` messages."""
-        head = header(step, signature, key if key is None or abs(key) < _LONG else hash(key))
-        self._mark, self._step = int(mark_of(head)), step_of(head)
-        self._head, self._keeps = head.to(self.device), keeps
-        self._dropped = dict.fromkeys(self._outgoing_to, 0)
-        self._arrived_late: list[tuple[Message, Any]] = []
-        self._posted, self._queued = dict.fromkeys(self._incoming, 0), 0
-        self._arriving: dict[int, tuple[Tensor, Any]] = {}
-        self._sent: dict[int, tuple[Tensor | None, Any]] = {}
+    def begin_step(self, step: int, signature: int, key: int | None, keeps: bool) -> None:
+        """Begin a step.
+
+        Args:
+            step, signature, key: what the header of its messages names.
+            keeps: whether buffers are kept until the end of the step, for its notes.
+        """
+        step_header = header_of_step(step, signature, key if key is None or abs(key) < _LARGE_KEY else hash(key))
+        self._step_mark, self._step = int(mark_of(step_header)), step_of(step_header)
+        self._header, self._keeps_messages = step_header.to(self.device), keeps
+        self._freed_counts = dict.fromkeys(self._outgoing_by_target, 0)
+        self._unsettled_receives: list[tuple[Message, Any]] = []
+        self._posted_counts, self._queued_count = dict.fromkeys(self._incoming_by_source, 0), 0
+        self._receives_in_flight: dict[int, tuple[Tensor, Any]] = {}
+        self._sends: dict[int, tuple[Tensor | None, Any]] = {}
         if not self._on_streams and signature:
-            # Before anything comes in: gloo's thread polls in vain while a receive is posted on the same connection, as
-            # long as the one that posts it waits for a core.
-            for source, row in self._incoming.items():
-                self._post(source, self._until[row[0].number])
+            # Post before any message comes in: gloo's thread polls in vain while another thread posts a receive on the
+            # same connection and waits for a core.
+            for source, incoming in self._incoming_by_source.items():
+                self._post_receives(source, self._posted_until[incoming[0].number])
 
-    def send(self, layouts: Mapping[Value, Layout], op: Op, made_of: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function of a SEND."""
-        known = [(self._by_value[value], layouts[value]) for value in op.writes]
+    def send(self, layouts: Mapping[Value, Layout], op: Op, compute_leaves: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function that runs a SEND, whose `compute_leaves` makes the leaves that are sent."""
+        sent_messages = [(self._message_by_value[value], layouts[value]) for value in op.writes]
 
-        def send(*lists: Leaves) -> Sequence[Leaves]:
-            for (message, layout), leaves in zip(known, made_of(*lists), strict=True):
-                size = self._room[message.number] if self._on_streams else layout.size
-                buffer = layout.pack(leaves, self._head, size)
-                self._queue(self._place[message.number])
-                self._put(message, buffer if self._is_near else buffer.to(self.carried))
-                self._queue(self._behind[message.number])
+        def send(*operands: Leaves) -> Sequence[Leaves]:
+            for (message, layout), leaves in zip(sent_messages, compute_leaves(*operands), strict=True):
+                # Both sides of an NCCL transfer must name the same size; a receive of gloo takes shorter messages.
+                size = self._bytes_by_number[message.number] if self._on_streams else layout.size
+                buffer = layout.pack(leaves, self._header, size)
+                self._advance_queue(self._place_by_number[message.number])
+                self._start_send(message, buffer if self._is_carried_on_device else buffer.to(self.carrier_device))
+                self._advance_queue(self._queued_counts[message.number])
             return ()
 
         return send
 
     def receive(self, layouts: Mapping[Value, Layout], op: Op) -> Callable[..., Any]:
-        """Return the function of a RECV."""
-        known = [(self._by_value[value], layouts[value]) for value in op.reads]
-        return lambda: [layout.unpack(self._receive(message)) for message, layout in known]
+        """Return the function that runs a RECV."""
+        received_messages = [(self._message_by_value[value], layouts[value]) for value in op.reads]
+        return lambda: [layout.unpack(self._receive(message)) for message, layout in received_messages]
 
-    def sent(self, value: Value) -> Tensor | None:
-        """Return the message of a value that this step has sent, if it keeps that."""
-        return self._sent[self._by_value[value].number][0]
+    def sent_message(self, value: Value) -> Tensor | None:
+        """Return the message of a value that this step has sent; None if its buffer is freed."""
+        return self._sends[self._message_by_value[value].number][0]
 
-    def end(self) -> None:
-        """Wait until all that was sent has arrived."""
-        for number in self._sent:
-            self._over_at(number)
-        for message, work in self._arrived_late:  # the streams know it, the host does not
-            self._watchdog.settle(work, self._waits[message.number])
-        if self._on_streams and int(mark_of(self._head)) != self._mark:
-            raise self._other_step(self._head, "another rank")
-        self._arrived_late, self._sent = [], {}
+    def wait_for_sends(self) -> None:
+        """Wait until all messages of the step have arrived."""
+        for number in self._sends:
+            self._wait_for_send(number)
+        # The streams waited for these receives. The host must too: only a wait of the host notices a dead peer.
+        for message, work in self._unsettled_receives:
+            self._watchdog.wait_on_host(work, self._wait_by_number[message.number])
+        if self._on_streams and int(mark_of(self._header)) != self._step_mark:
+            raise self._end_run_for_step(self._header, "another rank")
+        self._unsettled_receives, self._sends = [], {}
 
-    def _put(self, message: Message, buffer: Tensor) -> None:
-        group, peer = self._carriers[message.source, message.target]
+    def _start_send(self, message: Message, buffer: Tensor) -> None:
+        group, peer = self._group_by_direction[message.source, message.target]
         try:
-            self._sent[message.number] = buffer, group.send([buffer], peer, self._first_tag + message.number)
+            self._sends[message.number] = buffer, group.send([buffer], peer, self._first_tag + message.number)
         except RuntimeError as error:
-            raise self._watchdog.lost(error, self._waits[message.number]) from error
+            raise self._watchdog.as_rank_error(error, self._wait_by_number[message.number]) from error
 
-    def _queue(self, until: int) -> None:
-        """With NCCL: post the receives among the first of this rank's messages, and free what has left meanwhile."""
+    def _advance_queue(self, count: int) -> None:
+        """With NCCL, post the receives among this rank's first `count` messages, and free buffers that have left."""
         if not self._on_streams:
             return
-        for message in self._row[self._queued : until]:
+        for message in self._queue_order[self._queued_count : count]:
             if message.target == self._rank:
-                self._post(message.source, message.place + 1)
-        self._queued = max(self._queued, until)
-        for target, row in self._outgoing_to.items() if not self._keeps else ():
-            for message in row[self._dropped[target] :]:
-                work = self._sent[message.number][1] if message.number in self._sent else None
-                if work is None or not work.is_completed():
+                self._post_receives(message.source, message.place_in_direction + 1)
+        self._queued_count = max(self._queued_count, count)
+        for target, outgoing in self._outgoing_by_target.items() if not self._keeps_messages else ():
+            for message in outgoing[self._freed_counts[target] :]:
+                send_work = self._sends[message.number][1] if message.number in self._sends else None
+                if send_work is None or not send_work.is_completed():
                     break
                 self._free(message)
 
     def _receive(self, message: Message) -> Tensor:
         if self._on_streams:
-            self._queue(self._behind[message.number])
+            self._advance_queue(self._queued_counts[message.number])
         else:
-            self._post(message.source, self._until[message.number])
-        buffer, work = self._arriving.pop(message.number)
-        self._watchdog.wait_for(work, self._waits[message.number], self._on_streams)
+            self._post_receives(message.source, self._posted_until[message.number])
+        buffer, work = self._receives_in_flight.pop(message.number)
+        self._watchdog.wait_for(work, self._wait_by_number[message.number], self._on_streams)
         if self._on_streams:
-            self._arrived_late.append((message, work))
-            # The first header that is another stays until the host looks, at the end.
-            self._head = torch.where(mark_of(buffer) == self._mark, self._head, buffer[:HEADER])
-        elif mark_of(buffer).item() != self._mark:
-            raise self._other_step(buffer, f"rank {message.source}")
-        if not self._keeps:
-            self._drop(message)
-        return buffer if self._is_near else buffer.to(self.device)
+            self._unsettled_receives.append((message, work))
+            # On the GPU: keep the first header that differs, for the host to read at the end of the step.
+            self._header = torch.where(mark_of(buffer) == self._step_mark, self._header, buffer[:HEADER])
+        elif mark_of(buffer).item() != self._step_mark:
+            raise self._end_run_for_step(buffer, f"rank {message.source}")
+        if not self._keeps_messages:
+            self._free_acknowledged(message)
+        return buffer if self._is_carried_on_device else buffer.to(self.device)
 
-    def _other_step(self, buffer: Tensor, who: str) -> RankError:
-        """Return the error for a message of another step."""
+    def _end_run_for_step(self, buffer: Tensor, sender: str) -> RankError:
+        """End the run for a message of another step, and return the error to raise."""
         (step, signature, key), (own_step, own_signature, own_key) = step_of(buffer), self._step
         if (step, signature) == (own_step, own_signature) and key != own_key:
-            return self._watchdog.fail(
-                f"{who} has key {key} in this step and rank {self._rank} has key {own_key}. All ranks pass the same."
+            return self._watchdog.end_run_because(
+                f"{sender} has key {key} in this step and rank {self._rank} has key {own_key}. All ranks pass the same."
             )
-        return self._watchdog.fail(NOT_THE_SAME_STEP.format(who, f"rank {self._rank}"))
+        return self._watchdog.end_run_because(NOT_SAME_STEP.format(sender, f"rank {self._rank}"))
 
-    def _drop(self, heard: Message) -> None:
-        """Free the send buffers that this message acknowledges: the other rank had received them before it sent it."""
-        row, at = self._outgoing_to.get(heard.source, ()), self._dropped.get(heard.source, 0)
-        for place in range(at, heard.heard):
-            self._free(row[place])
+    def _free_acknowledged(self, received: Message) -> None:
+        """Free the send buffers that a received message acknowledges."""
+        # Its sender had received these messages before it sent this one, so waiting for their sends takes no time.
+        outgoing = self._outgoing_by_target.get(received.source, ())
+        for index in range(self._freed_counts.get(received.source, 0), received.heard_count):
+            self._free(outgoing[index])
 
     def _free(self, message: Message) -> None:
-        """Let go of a send buffer."""
-        self._over_at(message.number)
-        self._sent[message.number] = None, None
-        self._dropped[message.target] = message.place + 1
+        self._wait_for_send(message.number)
+        self._sends[message.number] = None, None
+        self._freed_counts[message.target] = message.place_in_direction + 1
 
-    def _over_at(self, number: int) -> None:
-        buffer, work = self._sent[number]
-        if work is not None:  # waited for twice, it would never come
-            self._watchdog.wait_for(work, self._waits[number], self._on_streams)
-            self._sent[number] = buffer, None
+    def _wait_for_send(self, number: int) -> None:
+        buffer, work = self._sends[number]
+        # A second wait for the same work of gloo would never return.
+        if work is not None:
+            self._watchdog.wait_for(work, self._wait_by_number[number], self._on_streams)
+            self._sends[number] = buffer, None
 
-    def _post(self, source: int, until: int) -> None:
-        first = self._posted[source]
-        if first >= until:
+    def _post_receives(self, source: int, count: int) -> None:
+        posted_count = self._posted_counts[source]
+        if posted_count >= count:
             return
-        row, (group, peer) = self._incoming[source], self._carriers[source, self._rank]
-        for message in row[first:until]:
-            buffer = torch.empty(self._room[message.number], dtype=torch.uint8, device=self.carried)
+        incoming, (group, peer) = self._incoming_by_source[source], self._group_by_direction[source, self._rank]
+        for message in incoming[posted_count:count]:
+            buffer = torch.empty(self._bytes_by_number[message.number], dtype=torch.uint8, device=self.carrier_device)
             try:
-                self._arriving[message.number] = buffer, group.recv([buffer], peer, self._first_tag + message.number)
+                self._receives_in_flight[message.number] = (
+                    buffer,
+                    group.recv([buffer], peer, self._first_tag + message.number),
+                )
             except RuntimeError as error:
-                raise self._watchdog.lost(error, self._waits[message.number]) from error
-            self._posted[source] += 1
+                raise self._watchdog.as_rank_error(error, self._wait_by_number[message.number]) from error
+            self._posted_counts[source] += 1
