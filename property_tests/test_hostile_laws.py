@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.cli.options import read
+from fpipe.cli.options import read_program
 from fpipe.interop import to_json, torch_pipelining
 from fpipe.program import Program
 from property_tests.strategies import few
@@ -56,7 +56,7 @@ def test_a_file_is_a_program_that_its_text_says_or_is_refused_in_a_sentence(cont
     with tempfile.NamedTemporaryFile(suffix=".txt") as file:
         Path(file.name).write_bytes(content)
         try:
-            program = read(file.name)
+            program = read_program(file.name)
         except ValueError:
             return
     assert Program.parse(str(program)) == program

@@ -311,7 +311,7 @@ judged(without_bias())
 judged(without_bias() | {"2.bias": torch.ones(3)})
     ValueError: the gradient of '2.bias' has the shape (3,), the parameter (5,)
 judged(without_bias() | {"2.bias": 1.0})
-    ValueError: the gradient of '2.bias' is a float; wanted is a tensor
+    ValueError: the gradient of '2.bias' is a float; expected a tensor
 judged(without_bias() | {"2.bias": torch.ones(5) * 1j})
     ValueError: the gradient of '2.bias' is a tensor of torch.complex64
 judged(without_bias() | {"2.bias": torch.arange(5)})

@@ -211,7 +211,7 @@ cut(nn.Embedding(4, 4, max_norm=1.0))
     ValueError: module '1' (Embedding): max_norm rewrites the weight as it runs, which a pure function cannot; leave it
     out.
 fpipe.deferred_batch_norm(cut(Scaled(4), X))
-    ValueError: batch norm '1' (Scaled) has a forward of its own, which may read what it writes; only torch's own batch
+    ValueError: batch norm '1' (Scaled) has a forward of its own; only torch's batch
     norms can be deferred.
 """,
 )

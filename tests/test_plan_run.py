@@ -88,7 +88,7 @@ def test_costs_between_two_sizes_are_straight_between_and_beyond_them_refused():
     more = replace(COSTS, forward=40, transfer=2.0, send=4, receive=2, bytes={"y": 8})
     sizes = {2: replace(COSTS, send=1, bytes={"y": 2}), 8: more}
     curve: Any = {rows: (lambda parts, slices, one=one: one) for rows, one in sizes.items()}
-    mixed, word = fpipe.planning.work.CostCurve(curve, "given").at(4, 1)
+    mixed, word = fpipe.planning.work.CostCurve(curve, "given").costs_at(4, 1)
     assert (mixed.forward, mixed.transfer, mixed.bytes, word) == (20, 1.0, {"y": 4}, "interpolated")
     assert (mixed.send, mixed.receive) == pytest.approx((2, 2 / 3))  # they were those of the smaller microbatch
     found = plan_run(

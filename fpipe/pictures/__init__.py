@@ -1,1 +1,1 @@
-"""Pictures of timelines: what they show (`panel`), where it goes (`layout`), and one file for each form it takes."""
+"""Pictures of timelines: content (`panel`), positions (`layout`), and one file for each format."""

@@ -1,4 +1,4 @@
-"""Boxes, strokes, outlines, words and time axis of a picture, in units of a pixel, for each format to write down."""
+"""Shapes of a picture, in units of a pixel, which each format writes in its way; units and ticks of its time axis."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ EDGE = 12.0
 
 
 class Rect(NamedTuple):
-    """A filled box. `paint`: a colour, or a role of `colours.ROLES`; `edge`: the width of a stroke in the colour of the
-    paper, which parts it from its neighbours. `title`: what hovering says. `grid`: part of the time axis."""
+    """A filled box.
+
+    `paint`: a colour, or a role of `style.ROLES`; `edge`: the width of a stroke in the colour of the paper, which parts
+    it from its neighbours; `title`: the text on hovering; `grid`: whether it is part of the time axis.
+    """
 
     x: float
     y: float
@@ -27,7 +30,7 @@ class Rect(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A stroke through points; `arrow`: with a head at its end; `behind`: below the boxes, so through no words."""
+    """A stroke through points; `arrow`: with a head at its end; `is_behind`: drawn below the boxes."""
 
     points: tuple[tuple[float, float], ...]
     paint: str
@@ -35,7 +38,7 @@ class Line(NamedTuple):
     arrow: bool = False
     title: str = ""
     grid: bool = False
-    behind: bool = False
+    is_behind: bool = False
 
 
 class Area(NamedTuple):
@@ -48,12 +51,14 @@ class Area(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Words whose baseline is at y. `room`: the width they must fit into, and `short` what else would do, where a page
-    may give them more."""
+    """A text whose baseline is at y.
+
+    On a page that can be zoomed, `room` is the width it must fit into, and `short` the text where it does not.
+    """
 
     x: float
     y: float
-    words: str
+    text: str
     paint: str = "ink"
     size: float = 12.0
     anchor: str = "start"
@@ -63,31 +68,37 @@ class Text(NamedTuple):
     grid: bool = False
 
 
-def heads(line: Line) -> list[tuple[tuple[float, float], ...]]:
-    """The head of an arrow: two short strokes that meet at its end."""
+def arrow_head(line: Line) -> list[tuple[tuple[float, float], ...]]:
+    """Return the head of an arrow: two short strokes that meet at its end."""
+    # From the end go back 4 pixels along the line, and 2.4 to either side of it.
     (x0, y0), (x1, y1) = line.points[-2:]
     length = max(1e-9, ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5)
-    back, aside = ((x0 - x1) / length * 4, (y0 - y1) / length * 4), ((y0 - y1) / length * 2.4, (x1 - x0) / length * 2.4)
-    return [((x1 + back[0] + side * aside[0], y1 + back[1] + side * aside[1]), (x1, y1)) for side in (-1, 1)]
+    backwards, sideways = (
+        ((x0 - x1) / length * 4, (y0 - y1) / length * 4),
+        ((y0 - y1) / length * 2.4, (x1 - x0) / length * 2.4),
+    )
+    return [
+        ((x1 + backwards[0] + sign * sideways[0], y1 + backwards[1] + sign * sideways[1]), (x1, y1)) for sign in (-1, 1)
+    ]
 
 
 class Clock(NamedTuple):
-    """The unit that a picture counts time in, and how many of it are a second."""
+    """A unit of time for a picture, and how many of it are a second."""
 
     unit: str
     per_second: float
 
     def __call__(self, seconds: float) -> str:
-        """A time without its unit."""
+        """Write a time without its unit."""
         return f"{seconds * self.per_second:.5g}"
 
     def full(self, seconds: float) -> str:
-        """A time with its unit, if it has one to say: plain numbers are seconds."""
+        """Write a time with its unit; plain numbers are seconds."""
         return f"{self(seconds)} {self.unit}".rstrip()
 
 
 def clock(end: float) -> Clock:
-    """The clock for times up to `end` seconds.
+    """Return the clock for times up to `end` seconds.
 
     >>> clock(18).full(18), clock(0.0123).full(0.004)
     ('18', '4 ms')
@@ -98,8 +109,8 @@ def clock(end: float) -> Clock:
     return Clock("ns", 1e9)
 
 
-def ticks(start: float, end: float, most: int) -> list[float]:
-    """Round times from start to end, at most so many: the step is 1, 2 or 5 times a power of ten.
+def ticks(start: float, end: float, max_count: int) -> list[float]:
+    """Return at most `max_count` round times from start to end, in steps of 1, 2 or 5 times a power of ten.
 
     >>> ticks(0, 18, 10)
     [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0, 18.0]
@@ -108,10 +119,10 @@ def ticks(start: float, end: float, most: int) -> list[float]:
     """
     if end <= start:
         return [start]
-    least = (end - start) / max(1, most)
-    power = 10.0 ** math.floor(math.log10(least))
-    step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if step >= least * (1 - 1e-9))
-    return [at * step for at in range(math.ceil(start / step - 1e-9), math.floor(end / step * (1 + 1e-9)) + 1)]
+    min_step = (end - start) / max(1, max_count)
+    power = 10.0 ** math.floor(math.log10(min_step))
+    step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if step >= min_step * (1 - 1e-9))
+    return [index * step for index in range(math.ceil(start / step - 1e-9), math.floor(end / step * (1 + 1e-9)) + 1)]
 
 
 Shape = Rect | Line | Area | Text
@@ -119,9 +130,11 @@ Shape = Rect | Line | Area | Text
 
 @dataclass
 class Drawing:
-    """A picture as shapes: those that stand still, and those that stand for a time, within `left` and `left + span`.
-    The times are those from `start` to `end`, in seconds. `unit`: inches on paper of what is called a pixel here.
-    `bands`: from where to where the lines of the axis go; `bottom`: where its numbers stand below."""
+    """A picture as shapes: `fixed` ones, and `timed` ones, whose x stands for a time.
+
+    Times from `start` to `end`, in seconds, go from `left` to `left + span`. `unit`: inches on paper of a pixel.
+    `bands`: (top, bottom) of each part of the lines of the time axis; `bottom`: where its numbers stand below.
+    """
 
     width: float
     height: float
@@ -131,7 +144,7 @@ class Drawing:
     end: float
     clock: Clock
     unit: float
-    still: list[Shape] = field(default_factory=list)
+    fixed: list[Shape] = field(default_factory=list)
     timed: list[Shape] = field(default_factory=list)
     bottom: float = 0.0
     bands: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])

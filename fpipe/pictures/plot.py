@@ -1,4 +1,9 @@
-"""Look at programs and timelines: as text, or as a picture in a file."""
+"""Draw programs, timelines and plans: as text, as a picture in a file, or on Axes.
+
+Program --simulate--> Timeline --make_panels--> Panel --lay_out--> Drawing --> .svg .png .pdf .html
+                                                      --> text, .json
+RunPlan --draw_chart--> Drawing --> .svg .png .pdf
+"""
 
 from __future__ import annotations
 
@@ -11,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from fpipe.pictures.box_labels import GLYPH
-from fpipe.pictures.chart import chart
-from fpipe.pictures.drawn_shapes import PIXEL, Area, Drawing, Line, Rect, Shape, Text, heads
+from fpipe.pictures.chart import draw_chart
+from fpipe.pictures.drawn_shapes import PIXEL, Area, Drawing, Line, Rect, Shape, Text, arrow_head
 from fpipe.pictures.layout import ARROW_ROOM, lay_out, typical_length
-from fpipe.pictures.panel import Panel, panels_of
+from fpipe.pictures.panel import Panel, make_panels
 from fpipe.pictures.perfetto import perfetto
-from fpipe.pictures.png import draw_onto, raster
+from fpipe.pictures.png import draw_onto, render_raster
 from fpipe.pictures.style import PLAIN, ROLES, SWITCHES, Style
-from fpipe.pictures.text import Picture, grid, to_scale
+from fpipe.pictures.text import Picture, draw_grid, draw_to_scale
 from fpipe.planning.run_plan import RunPlan
 from fpipe.program import HtmlRepr, Program
 from fpipe.timing.costs import Costs, Ticks
@@ -85,142 +90,150 @@ def plot(
         FileNotFoundError: the file's folder is not there.
         ModuleNotFoundError: no matplotlib.
     """
+    # 1. Check the options.
     if width is not None and (not isinstance(width, int) or width < 40):
-        raise ValueError(f"width= is a number of characters, or of pixels in a picture, at least 40; found {width!r}.")
+        raise ValueError(f"width= is in characters or pixels, at least 40; found {width!r}.")
     if file is not None and not isinstance(file, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"file= is the name of a file, such as 'picture.svg', found {file!r}.")
+        raise TypeError(f"file= is a name, such as 'picture.svg', found {file!r}.")
     if not isinstance(style, Style):
         raise TypeError(f"style= is a fpipe.Style, such as fpipe.Style(memory=False); found {style!r}.")
     if width is not None and (style.width_mm is not None or ax is not None):
-        raise ValueError("width= is in pixels: leave it out where width_mm= or the Axes say how wide the picture is.")
+        raise ValueError("leave width= out: width_mm= or the Axes say it.")
+    # 2. A chart of a plan; panels on Axes, or into a file.
     if isinstance(what, RunPlan):
-        return _chart(what, file, width, style, {"more": more, "costs": costs, "names": names, "ax": ax})
+        return _draw_run_plan(what, file, width, style, {"more": more, "costs": costs, "names": names, "ax": ax})
     drawn = (what, *more)
     if ax is not None:
         if file is not None:
-            raise ValueError("ax= is drawn onto and file= is written: say one of the two; ax.figure.savefig writes it.")
+            raise ValueError("say ax= or file=, not both; ax.figure.savefig writes a file.")
         if style.width_mm is not None:
-            raise ValueError("the Axes say how wide the picture is: leave width_mm= out.")
-        panels = panels_of(drawn, names, costs, style.window, style.ranks)
+            raise ValueError("leave width_mm= out: the Axes say it.")
+        panels = make_panels(drawn, names, costs, style.window, style.ranks)
         draw_onto(panels, style, ax)
         return "\n".join(panel.caption for panel in panels)
     if file is not None:
-        return _write(Path(file), panels_of(drawn, names, costs, style.window, style.ranks), width, style)
-    style.only("text", "figures", "window", "ranks")
+        return _write_file(Path(file), make_panels(drawn, names, costs, style.window, style.ranks), width, style)
+    # 3. Text: a grid of ticks for one program without times, else to scale.
+    style.refuse_others("text", "figures", "window", "ranks")
     if len(drawn) == 1 and isinstance(what, Program) and costs is None and names is None and style.window is None:
-        (panel,) = panels_of([simulate(what, Ticks())], ranks=style.ranks)
-        return grid(panel, colour, width, style)
-    return to_scale(panels_of(drawn, names, costs, style.window, style.ranks), width or 120, colour, style)
+        (panel,) = make_panels([simulate(what, Ticks())], ranks=style.ranks)
+        return draw_grid(panel, colour, width, style)
+    return draw_to_scale(make_panels(drawn, names, costs, style.window, style.ranks), width or 120, colour, style)
 
 
-def _chart(what: RunPlan, file: Any, width: int | None, style: Style, others: dict[str, Any]) -> str:
-    for word, argument in others.items():
+def _draw_run_plan(run_plan: RunPlan, file: Any, width: int | None, style: Style, options: dict[str, Any]) -> str:
+    for name, argument in options.items():
         if argument:
-            raise ValueError(f"a {type(what).__name__} is drawn alone, into a file: leave out {word}.")
-    return str(what) if file is None else _write(Path(file), what, width, style)
+            raise ValueError(f"a {type(run_plan).__name__} is drawn alone, into a file: leave out {name}.")
+    return str(run_plan) if file is None else _write_file(Path(file), run_plan, width, style)
 
 
-def _write(file: Path, what: RunPlan | Sequence[Panel], width: float | None, style: Style) -> str:
-    ending, endings, kind = file.suffix, (".svg", ".png", ".pdf", ".html", ".json"), "picture"
-    if isinstance(what, RunPlan):
-        endings, kind = endings[:3], "chart"
+def _write_file(file: Path, subject: RunPlan | Sequence[Panel], width: float | None, style: Style) -> str:
+    ending, endings, noun = file.suffix, (".svg", ".png", ".pdf", ".html", ".json"), "picture"
+    if isinstance(subject, RunPlan):
+        endings, noun = endings[:3], "chart"
     if ending not in endings:
-        raise ValueError(f"a {kind}'s file ends in {', '.join(endings)}; found {file.name!r}.")
+        raise ValueError(f"a {noun}'s file ends in {', '.join(endings)}; found {file.name!r}.")
     if not file.parent.is_dir():
-        raise FileNotFoundError(f"{str(file.parent)!r} is not a folder: make it before a picture is written there.")
-    if ending == ".html" and not isinstance(what, RunPlan):
-        content = _page(what, width, style)
-    elif ending == ".json" and not isinstance(what, RunPlan):
-        content = perfetto(what, style)
+        raise FileNotFoundError(f"{str(file.parent)!r} is not a folder: create it first.")
+    if ending == ".html" and not isinstance(subject, RunPlan):
+        picture = _html_page(subject, width, style)
+    elif ending == ".json" and not isinstance(subject, RunPlan):
+        picture = perfetto(subject, style)
     else:
-        is_chart = isinstance(what, RunPlan)
-        drawing = chart(what, width, style) if is_chart else lay_out(what, width, style)
-        words = str(what) if is_chart else _words(what)
-        content = _svg(drawing, words, style) if ending == ".svg" else raster(drawing, style, ending[1:])
-    file.write_bytes(content.encode() if isinstance(content, str) else content)
+        is_chart = isinstance(subject, RunPlan)
+        drawing = draw_chart(subject, width, style) if is_chart else lay_out(subject, width, style)
+        title = str(subject) if is_chart else _captions(subject)
+        is_svg = ending == ".svg"
+        picture = _svg_document(drawing, title, style) if is_svg else render_raster(drawing, style, ending[1:])
+    file.write_bytes(picture.encode() if isinstance(picture, str) else picture)
     return str(file)
 
 
-def _words(panels: Sequence[Panel]) -> str:
+def _captions(panels: Sequence[Panel]) -> str:
     return "; ".join(panel.caption for panel in panels)
 
 
-def _paint(what: HtmlRepr) -> str:
-    """The HTML for a notebook; text instead where a picture would choke it."""
-    if isinstance(what, Program | Timeline):
-        return _pictured(panels_of([what]), PLAIN)
-    if isinstance(what, Picture):
-        return _pictured(what.panels, what.style)
-    words = f"<pre>{escape(str(what))}</pre>"
-    if isinstance(what, RunPlan):
-        return words + _svg(chart(what, None, PLAIN), str(what), PLAIN)
-    timelines = what.pictured
-    return words + _pictured(panels_of([*timelines.values()], [*timelines]), PLAIN) if timelines else words
+def _notebook_html(subject: HtmlRepr) -> str:
+    """Return the HTML for a notebook, with text in place of a picture that would choke it."""
+    if isinstance(subject, Program | Timeline):
+        return _picture_html(make_panels([subject]), PLAIN)
+    if isinstance(subject, Picture):
+        return _picture_html(subject.panels, subject.style)
+    text = f"<pre>{escape(str(subject))}</pre>"
+    if isinstance(subject, RunPlan):
+        return text + _svg_document(draw_chart(subject, None, PLAIN), str(subject), PLAIN)
+    timelines = subject.pictured
+    return text + _picture_html(make_panels([*timelines.values()], [*timelines]), PLAIN) if timelines else text
 
 
-def _pictured(panels: Sequence[Panel], style: Style) -> str:
-    if sum(len(panel.timeline.events) for panel in panels) > _MOST:
+def _picture_html(panels: Sequence[Panel], style: Style) -> str:
+    if sum(len(panel.timeline.events) for panel in panels) > _MAX_EVENTS:
         facts = "\n".join(panel.caption for panel in panels)
         return f"<pre>{facts}\nfpipe.plot(..., file='picture.html') draws it.</pre>"
-    return f'<div style="overflow-x:auto">{_svg(lay_out(panels, None, style), _words(panels), style)}</div>'
+    return f'<div style="overflow-x:auto">{_svg_document(lay_out(panels, None, style), _captions(panels), style)}</div>'
 
 
-_MOST = 10_000
+_MAX_EVENTS = 10_000
+"""Ops that a picture in a notebook has at most."""
 
-HtmlRepr.painter = _paint
+# A program's `_repr_html_` is defined in the core, which imports no pictures, and calls what is put here.
+HtmlRepr.painter = _notebook_html
 
 
-def _page(panels: Sequence[Panel], width: float | None = None, style: Style = PLAIN) -> str:
-    """The panels as one HTML file that needs no other.
+def _html_page(panels: Sequence[Panel], width: float | None = None, style: Style = PLAIN) -> str:
+    """Write panels as one HTML file that needs no other, to zoom into.
 
-    What stands for a time is stretched by the viewBox of a picture inside the picture. Words must not be stretched and
-    the axis needs other ticks: the page's script sets both.
+    Shapes that stand for a time are in an svg of their own, and its viewBox stretches them. Texts must not be
+    stretched, and the axis needs other ticks: the page's script sets both.
     """
-    style.only("a page", "labels", *SWITCHES, "window", "colours", "ranks")
-    drawing = lay_out(panels, width or 1400, style, every=True)
-    left, span, height = _number(drawing.left), _number(drawing.span), _number(drawing.height)
+    style.refuse_others("a page", "labels", *SWITCHES, "window", "colours", "ranks")
+    drawing = lay_out(panels, width or 1400, style, keep_all=True)
+    left, span, height = map(_format_coordinate, (drawing.left, drawing.span, drawing.height))
+    # 1. Shapes: the grid is the script's; an arrow's head would be stretched; texts stand apart.
     timed = [shape for shape in drawing.timed if not shape.grid]
-    words = [shape for shape in timed if isinstance(shape, Text)]
-    # An arrow's head would be stretched.
+    texts = [shape for shape in timed if isinstance(shape, Text)]
     stretched = [shape._replace(arrow=False) if isinstance(shape, Line) else shape for shape in timed]
     stretched = [shape for shape in stretched if not isinstance(shape, Text)]
-    place = f'x="{left}" y="0" width="{span}" height="{height}"'
+    box = f'x="{left}" y="0" width="{span}" height="{height}"'
     body = (
-        *_groups(drawing.still),
-        f'<svg id="axis" {place} viewBox="0 0 {span} {height}" overflow="visible" font-size="11" text-anchor="middle">',
-        f'</svg><svg id="time" {place} viewBox="{left} 0 {span} {height}" preserveAspectRatio="none">',
+        *_svg_groups(drawing.fixed),
+        f'<svg id="axis" {box} viewBox="0 0 {span} {height}" overflow="visible" font-size="11" text-anchor="middle">',
+        f'</svg><svg id="time" {box} viewBox="{left} 0 {span} {height}" preserveAspectRatio="none">',
         f'<rect x="{left}" width="{span}" height="{height}" fill="transparent"/>',
-        *_groups(stretched),
-        f'</svg><svg id="words" {place} viewBox="0 0 {span} {height}">',
-        *_groups(words),
+        *_svg_groups(stretched),
+        f'</svg><svg id="words" {box} viewBox="0 0 {span} {height}">',
+        *_svg_groups(texts),
         "</svg>",
     )
+    # 2. Numbers for the script, such as the zoom from which on arrows have room.
     seconds = drawing.end - drawing.start or 1.0
-    wide = typical_length(panels) * drawing.span / seconds
+    op_width = typical_length(panels) * drawing.span / seconds
     facts = {
         "left": drawing.left,
         "span": drawing.span,
         "height": drawing.height,
-        "arrows": ARROW_ROOM / wide if wide and style.arrows is None else 0.0,
+        "arrows": ARROW_ROOM / op_width if op_width and style.arrows is None else 0.0,
         "start": drawing.start * drawing.clock.per_second,
         "seconds": seconds * drawing.clock.per_second,
         "bands": drawing.bands,
         "bottom": drawing.bottom,
     }
+    # 3. Fill the placeholders of the page. The picture comes last: its texts may contain any word.
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     for role in ("wait", "rule", "faint", "ink"):
         for paper, colour in zip(("LIGHT", "DARK"), ROLES[role], strict=True):
             page = page.replace(f"{paper}_{role.upper()}", colour)
-    for word, text in {
+    for placeholder, text in {
         "LIGHT": ROLES["paper"][0],
         "DARK": ROLES["paper"][1],
         "FONT": _FONT,
         "GLYPH": str(GLYPH),
         "FACTS": json.dumps(facts),
         "TITLE": escape(", ".join(panel.name for panel in panels if panel.name) or "fpipe"),
-        "PICTURE": _frame(drawing, "\n".join(body)),
+        "PICTURE": _svg_frame(drawing, "\n".join(body)),
     }.items():
-        page = page.replace(word, text)
+        page = page.replace(placeholder, text)
     return page
 
 
@@ -237,46 +250,52 @@ _HATCHING = (
 )
 
 
-def _svg(drawing: Drawing, words: str, style: Style) -> str:
-    body = "\n".join([*_groups(drawing.still), *_groups(drawing.timed)])
-    title = f"<title>{escape(words, quote=False)}</title>"
-    return _frame(drawing, f"{title}\n{body}", "mm" if style.width_mm is not None else "")
+def _svg_document(drawing: Drawing, title_text: str, style: Style) -> str:
+    body = "\n".join([*_svg_groups(drawing.fixed), *_svg_groups(drawing.timed)])
+    title = f"<title>{escape(title_text, quote=False)}</title>"
+    return _svg_frame(drawing, f"{title}\n{body}", "mm" if style.width_mm is not None else "")
 
 
-def _frame(drawing: Drawing, body: str, size_in: str = "") -> str:
-    """Put an svg element with paper, dark colours and hatching around shapes; its size is in "mm", or pixels."""
-    width, height = _number(drawing.width), _number(drawing.height)
-    inch = 25.4 if size_in == "mm" else 1 / PIXEL
-    wide, high = (f"{_number(size * drawing.unit * inch)}{size_in}" for size in (drawing.width, drawing.height))
+def _svg_frame(drawing: Drawing, body: str, size_unit: str = "") -> str:
+    """Wrap shapes into an svg element with paper, dark colours and hatching; its size is in "mm", or pixels."""
+    width, height = _format_coordinate(drawing.width), _format_coordinate(drawing.height)
+    units_per_inch = 25.4 if size_unit == "mm" else 1 / PIXEL
+    outer_width, outer_height = (
+        f"{_format_coordinate(size * drawing.unit * units_per_inch)}{size_unit}"
+        for size in (drawing.width, drawing.height)
+    )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" viewBox="0 0 {width} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{outer_width}" height="{outer_height}" '
+        f'viewBox="0 0 {width} {height}" '
         f'font-family="{_FONT}">\n<style>{_CSS}</style>\n{_HATCHING}\n'
         f'<rect class="fpipe-paper" width="{width}" height="{height}" rx="6" fill="{ROLES["paper"][0]}"/>\n'
         f"{body}\n</svg>\n"
     )
 
 
-def _groups(shapes: Iterable[Shape]) -> list[str]:
-    """Write shapes, those in a row that look alike in one group."""
+def _svg_groups(shapes: Iterable[Shape]) -> list[str]:
+    """Write shapes, with neighbours that look alike in one group."""
     lines: list[str] = []
-    for look, group in groupby(shapes, _look):
-        lines += [f"<g {look}>", *map(_element, group), "</g>"]
+    for look, group in groupby(shapes, _shared_attributes):
+        lines += [f"<g {look}>", *map(_svg_element, group), "</g>"]
     return lines
 
 
-def _look(shape: Shape) -> str:
-    """The attributes that shapes may share."""
+def _shared_attributes(shape: Shape) -> str:
+    """Write the attributes that shapes of a group share."""
     if isinstance(shape, Line):
-        return f'fill="none" {_painted(shape.paint, "stroke")} stroke-width="{_number(shape.width)}"'
+        return f'fill="none" {_paint_attribute(shape.paint, "stroke")} stroke-width="{_format_coordinate(shape.width)}"'
     if isinstance(shape, Text):
         bold = ' font-weight="600"' if shape.bold else ""
         anchor = "" if shape.anchor == "start" else f' text-anchor="{shape.anchor}"'
-        return f'{_painted(shape.paint)} font-size="{_number(shape.size)}"{anchor}{bold}'
+        return f'{_paint_attribute(shape.paint)} font-size="{_format_coordinate(shape.size)}"{anchor}{bold}'
     edge = shape.edge if isinstance(shape, Rect) else 0
-    return _painted(shape.paint) + (f' {_painted("paper", "stroke")} stroke-width="{_number(edge)}"' if edge else "")
+    return _paint_attribute(shape.paint) + (
+        f' {_paint_attribute("paper", "stroke")} stroke-width="{_format_coordinate(edge)}"' if edge else ""
+    )
 
 
-def _painted(paint: str, attribute: str = "fill") -> str:
+def _paint_attribute(paint: str, attribute: str = "fill") -> str:
     if paint == "hatched":
         return f'{attribute}="url(#fpipe-hatch)"'
     if paint not in ROLES:
@@ -284,28 +303,31 @@ def _painted(paint: str, attribute: str = "fill") -> str:
     return f'class="fpipe-{"l-" if attribute == "stroke" else ""}{paint}" {attribute}="{ROLES[paint][0]}"'
 
 
-def _element(shape: Shape) -> str:
-    """Write one shape, without what its group says."""
+def _svg_element(shape: Shape) -> str:
+    """Write a shape, without the attributes of its group."""
     if isinstance(shape, Text):
         short = escape(shape.short, quote=False)
-        room = f' data-room="{_number(shape.room)}" data-short="{short}"' if shape.room else ""
-        words = escape(shape.words, quote=False)
-        return f'<text x="{_number(shape.x)}" y="{_number(shape.y)}"{room}>{words}</text>'
+        room = f' data-room="{_format_coordinate(shape.room)}" data-short="{short}"' if shape.room else ""
+        text = escape(shape.text, quote=False)
+        return f'<text x="{_format_coordinate(shape.x)}" y="{_format_coordinate(shape.y)}"{room}>{text}</text>'
     if isinstance(shape, Rect):
         name = "rect"
-        attributes = " ".join(f'{word}="{_number(getattr(shape, word))}"' for word in ("x", "y", "width", "height"))
+        attributes = " ".join(
+            f'{attribute}="{_format_coordinate(getattr(shape, attribute))}"'
+            for attribute in ("x", "y", "width", "height")
+        )
     else:
         name, tail = "path", "Z" if isinstance(shape, Area) else ""
-        arrow = "".join(map(_path, heads(shape))) if isinstance(shape, Line) and shape.arrow else ""
-        attributes = f'd="{_path(shape.points)}{tail}{arrow}"'
+        arrow = "".join(map(_svg_path, arrow_head(shape))) if isinstance(shape, Line) and shape.arrow else ""
+        attributes = f'd="{_svg_path(shape.points)}{tail}{arrow}"'
     title = f"<title>{escape(shape.title, quote=False)}</title>" if shape.title else ""
     return f"<{name} {attributes}>{title}</{name}>" if title else f"<{name} {attributes}/>"
 
 
-def _path(points: Sequence[tuple[float, float]]) -> str:
-    return "M" + " ".join(f"{_number(x)},{_number(y)}" for x, y in points)
+def _svg_path(points: Sequence[tuple[float, float]]) -> str:
+    return "M" + " ".join(f"{_format_coordinate(x)},{_format_coordinate(y)}" for x, y in points)
 
 
-def _number(coordinate: float) -> str:
-    """A coordinate to a hundredth of a pixel."""
+def _format_coordinate(coordinate: float) -> str:
+    """Write a coordinate to a hundredth of a pixel."""
     return f"{coordinate:.2f}".rstrip("0").rstrip(".")

@@ -1,4 +1,4 @@
-"""How a picture looks: its size, its words, what it shows and what it leaves out."""
+"""Style of pictures: colours of kinds and roles, and the options of `fpipe.Style`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from fpipe.pictures.drawn_shapes import PIXEL
 from fpipe.program import Op, kind_of
 
-# The colours of kinds: those of the zero-bubble papers, apart for the colour-blind too.
+# Colours of kinds as in the zero-bubble papers, and distinct to the colour-blind too.
 #
 # F is blue, I cyan, W green and B, which is both, lies between. In CIELAB any two of F, B, I, W and R are at least 25
 # apart to most eyes and at least 20 to each kind of colour-blind ones. A second direction or chunk is lighter.
@@ -26,8 +26,8 @@ FILLS = {
     **dict.fromkeys(("SEND", "RECV", "OFFLOAD", "REDUCE", "SCATTER"), "#c58ad6"),
     "LOAD": "#7d4ba6",
 }
-OTHER = "#59616e"
-WORDS = {
+OTHER_FILL = "#59616e"
+KIND_NAMES = {
     "F": "forward",
     "B": "backward",
     "I": "input gradient",
@@ -47,42 +47,43 @@ ROLES = {
     "curve": ("#5b7fb8", "#7ea6e0"),
     "arrow": ("#4d5663", "#aeb8c4"),
 }
-"""Everything but the ops, on light paper and on dark."""
+"""Colours of all but ops, by their role: on light paper, on dark paper."""
 
 
 @cache
-def lighter(colour: str, shade: float = 0.0) -> str:
-    """A colour as it is at shade 0, and 40 % nearer to white at shade 1."""
-    parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    return "#" + "".join(f"{round(part + (255 - part) * 0.4 * shade):02x}" for part in parts)
+def lighten(colour: str, shade: float = 0.0) -> str:
+    """Lighten a colour: not at all at shade 0, 40 % towards white at shade 1."""
+    channels = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * 0.4 * shade):02x}" for part in channels)
 
 
 @cache
 def ink_on(paper: str) -> str:
-    """Black or white, whichever reads better on a colour."""
-    red, green, blue = ((int(paper[at : at + 2], 16) / 255) ** 2.2 for at in (1, 3, 5))
+    """Return black or white, whichever reads better on a colour."""
+    # The relative luminance of sRGB (Rec. 709 weights), with 2.2 for its gamma.
+    red, green, blue = ((int(paper[index : index + 2], 16) / 255) ** 2.2 for index in (1, 3, 5))
     return "#ffffff" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.3 else "#10151b"
 
 
-def terminal(kind: str, shade: float, text: str) -> str:
-    """Text on the colour of a kind, for a terminal that knows 256 colours."""
-    paper = lighter(FILLS.get(kind, OTHER), shade)
-    return f"\x1b[38;5;{_of_256(ink_on(paper))};48;5;{_of_256(paper)}m{text}\x1b[0m"
+def on_terminal(kind: str, shade: float, text: str) -> str:
+    """Write a text on the colour of a kind, for a terminal with 256 colours."""
+    paper = lighten(FILLS.get(kind, OTHER_FILL), shade)
+    return f"\x1b[38;5;{_nearest_of_256(ink_on(paper))};48;5;{_nearest_of_256(paper)}m{text}\x1b[0m"
 
 
 _LEVELS = (0, 95, 135, 175, 215, 255)
 
 
-def _of_256(colour: str) -> int:
-    """The nearest of the 6 x 6 x 6 colours."""
-    parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    red, green, blue = (min(range(6), key=lambda level: abs(_LEVELS[level] - part)) for part in parts)
+def _nearest_of_256(colour: str) -> int:
+    """Return the number of the nearest colour in the 6 x 6 x 6 cube of a terminal, which starts at 16."""
+    channels = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
+    red, green, blue = (min(range(6), key=lambda level: abs(_LEVELS[level] - part)) for part in channels)
     return 16 + 36 * red + 6 * green + blue
 
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """How `fpipe.plot` draws, to be said once for all pictures of a paper.
+    """Options of `fpipe.plot` on size, labels, colours and parts, to be set once for all pictures of a paper.
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(4), fpipe.schedules.gpipe(2))(fpipe.program(2))
@@ -126,74 +127,74 @@ class Style:
     ranks: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        for word in ("width_mm", "font_pt"):
-            size = getattr(self, word)
+        for option in ("width_mm", "font_pt"):
+            size = getattr(self, option)
             if size is not None and not (_is_number(size) and 0 < size < inf):
-                raise ValueError(f"{word}= is a positive number; found {size!r}.")
+                raise ValueError(f"{option}= is a positive number; found {size!r}.")
         if self.labels not in ("all", "microbatch", "none"):
             raise ValueError(f"labels= is 'all', 'microbatch' or 'none'; found {self.labels!r}.")
-        for word in SWITCHES:
-            switch = getattr(self, word)
-            if not isinstance(switch, bool) and (word, switch) != ("arrows", None):
-                raise ValueError(f"{word}= is True or False; found {switch!r}.")
+        for option in SWITCHES:
+            switch = getattr(self, option)
+            if not isinstance(switch, bool) and (option, switch) != ("arrows", None):
+                raise ValueError(f"{option}= is True or False; found {switch!r}.")
         if self.window is not None and not _is_window(self.window):
             raise ValueError(f"window= is (start, end) in seconds, 0 <= start < end; found {self.window!r}.")
         if isinstance(self.colours, Mapping):
             for kind, colour in self.colours.items():
                 kind_of(kind)
-                _the_colour(colour, kind)
+                _checked_colour(colour, kind)
         elif not callable(self.colours):
-            raise ValueError(f"colours= is a dict from kind to colour, or a function of an Op; found {self.colours!r}.")
+            raise ValueError(f"colours= is {{kind: colour}} or a function of an Op; found {self.colours!r}.")
         if self.ranks is not None and (
             isinstance(self.ranks, str) or not all(isinstance(name, str) for name in self.ranks)
         ):
-            raise ValueError(f"ranks= is a list of names, one for each rank; found {self.ranks!r}.")
+            raise ValueError(f"ranks= lists a name for each rank; found {self.ranks!r}.")
 
     @property
     def unit(self) -> float:
-        """Inches of what is called a pixel in a picture: names of ranks are 12 of them."""
+        """Inches of a pixel of the picture; names of ranks are 12 pixels high."""
         return PIXEL if self.font_pt is None else self.font_pt / 12 / 72
 
-    def fill(self, op: Op, shade: float = 0.0) -> str:
-        """The colour of an op; shade 0 is the first direction or chunk, 1 the last and lightest."""
+    def colour_of(self, op: Op, shade: float = 0.0) -> str:
+        """Return the colour of an op; shade 0 is the first direction or chunk, 1 the last and lightest."""
         if callable(self.colours):
-            return _the_colour(self.colours(op), op.cell)
-        return self.of_kind(op.kind, shade)
+            return _checked_colour(self.colours(op), op.cell)
+        return self.colour_of_kind(op.kind, shade)
 
-    def of_kind(self, kind: str, shade: float = 0.0) -> str:
-        """The colour of a kind."""
-        said = self.colours if isinstance(self.colours, Mapping) else {}
-        return lighter(said.get(kind, FILLS.get(kind, OTHER)), shade)
+    def colour_of_kind(self, kind: str, shade: float = 0.0) -> str:
+        """Return the colour of a kind."""
+        colours = self.colours if isinstance(self.colours, Mapping) else {}
+        return lighten(colours.get(kind, FILLS.get(kind, OTHER_FILL)), shade)
 
-    def only(self, what: str, *taken: str) -> None:
-        """Refuse what a form of picture cannot show."""
+    def refuse_others(self, form: str, *accepted: str) -> None:
+        """Raise a ValueError if an option is set that a form of picture does not take."""
         for option in (option.name for option in fields(self)):
-            if option not in taken and getattr(self, option) != getattr(PLAIN, option):
-                more = "The others are for .svg, .png, .pdf and ax=."
-                raise ValueError(f"{what} has no {option}=; of a style it takes {', '.join(taken)}. {more}")
+            if option not in accepted and getattr(self, option) != getattr(PLAIN, option):
+                hint = "The others are for .svg, .png, .pdf and ax=."
+                raise ValueError(f"{form} has no {option}=; of a style it takes {', '.join(accepted)}. {hint}")
 
 
 SWITCHES = ("memory", "waits", "arrows", "figures", "legend", "critical_path")
 """Parts of a picture that may be drawn or not."""
 
 
-def _is_number(given: Any) -> bool:
-    return isinstance(given, int | float) and not isinstance(given, bool)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_window(given: Any) -> bool:
+def _is_window(value: Any) -> bool:
     return (
-        isinstance(given, Sequence)
-        and len(given) == 2
-        and all(map(_is_number, given))
-        and 0 <= given[0] < given[1] < inf
+        isinstance(value, Sequence)
+        and len(value) == 2
+        and all(map(_is_number, value))
+        and 0 <= value[0] < value[1] < inf
     )
 
 
-def _the_colour(given: Any, of: str) -> str:
-    if not isinstance(given, str) or not re.fullmatch("#[0-9a-fA-F]{6}", given):
-        raise ValueError(f"a colour is '#' and six hexadecimal digits, such as '#2a66be'; found {given!r} for {of}.")
-    return given
+def _checked_colour(colour: Any, subject: str) -> str:
+    if not isinstance(colour, str) or not re.fullmatch("#[0-9a-fA-F]{6}", colour):
+        raise ValueError(f"a colour is written as '#2a66be'; found {colour!r} for {subject}.")
+    return colour
 
 
 PLAIN = Style()

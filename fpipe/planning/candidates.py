@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import Any, cast
 
 from fpipe.limits import whole
-from fpipe.schedules.named import Named, parse
+from fpipe.schedules.named import NamedSchedule, parse
 from fpipe.schedules.registry import names
 from fpipe.timing.cluster import Cluster
-from fpipe.transforms.shard import GATHERS, WHOLE, checked_gathers
+from fpipe.transforms.shard import GATHERS, NEVER, checked_policies
 
 POLICIES = ("never", "except_last", "always")
 
@@ -43,7 +43,8 @@ class Machine:
     def __post_init__(self) -> None:
         whole("ranks", self.ranks)
         if self.memory is not None:
-            _refuse_amount("memory", self.memory, "the most that a rank may hold, above 0")
+            _check_amount("memory", self.memory, "the most that a rank may hold, above 0")
+        # A cluster says ranks and replicas too. It may have ranks to spare, but not another number of replicas.
         links = self.links
         if links is not None and len(links.speed) < self.ranks:
             raise ValueError(f"there are {self.ranks} ranks, and the cluster has {len(links.speed)}.")
@@ -59,20 +60,20 @@ class Machine:
 
     @property
     def replica_count(self) -> int:
-        """How many replicas there are."""
+        """Number of replicas."""
         return self.replicas or (1 if self.links is None else self.links.replicas)
 
     @property
     def limits(self) -> tuple[float, ...]:
-        """The most that each rank may hold."""
-        most = math.inf if self.memory is None else float(self.memory)
+        """The most that each rank may hold: the smaller of `memory` and its memory on the cluster."""
+        memory_limit = math.inf if self.memory is None else float(self.memory)
         limits = [math.inf] * self.ranks if self.links is None else self.links.memory[: self.ranks]
-        return tuple(min(most, limit) for limit in limits)
+        return tuple(min(memory_limit, limit) for limit in limits)
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The ways to run a step that a plan tries: each number of microbatches with each of all else.
+    """Ways to run a step that a plan tries: all combinations of numbers of microbatches, schedules and policies.
 
     Args:
         microbatches: numbers of them.
@@ -86,7 +87,7 @@ class Candidates:
             the number of stages is open, it is two a rank.
         seed: of the random choices of a search.
 
-    >>> len(Candidates(microbatches=[8, 16], schedules=["gpipe", "zb_h1"]).ways)
+    >>> len(Candidates(microbatches=[8, 16], schedules=["gpipe", "zb_h1"]).combinations)
     12
     """
 
@@ -98,20 +99,22 @@ class Candidates:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        counts_of_microbatches("microbatches", self.microbatches)
-        for word in listed("checkpoint", self.checkpoint, f"some of {', '.join(POLICIES)}"):
-            policy(word)
+        checked_microbatch_counts("microbatches", self.microbatches)
+        for policy_name in checked_list("checkpoint", self.checkpoint, f"some of {', '.join(POLICIES)}"):
+            checked_policy(policy_name)
         if self.schedules is not None:
-            listed("schedules", self.schedules, "names, such as ['zbv']")
+            checked_list("schedules", self.schedules, "names, such as ['zbv']")
         if self.shard is not None:
-            checked_gathers(listed("shard", self.shard, f"some of {', '.join((*GATHERS, WHOLE))}"), (*GATHERS, WHOLE))
+            checked_policies(
+                checked_list("shard", self.shard, f"some of {', '.join((*GATHERS, NEVER))}"), (*GATHERS, NEVER)
+            )
         if self.search != 0:
-            _refuse_amount("search", self.search, "seconds, from 0")
-        _ = self.named
+            _check_amount("search", self.search, "seconds, from 0")
+        _ = self.named  # names are parsed here, so that a wrong one is refused where it enters
 
     @cached_property
-    def named(self) -> Mapping[str, Named]:
-        """The schedules by what they are called."""
+    def named(self) -> Mapping[str, NamedSchedule]:
+        """The schedules by their names, parsed."""
         return {name: parse(name) for name in (names() if self.schedules is None else self.schedules)}
 
     @property
@@ -120,49 +123,49 @@ class Candidates:
         return ("",) if self.shard is None else tuple(dict.fromkeys(self.shard))
 
     @property
-    def ways(self) -> list[tuple[int, str, str, str]]:
-        """Each number of microbatches, policy of recomputing, schedule and policy of gathering."""
+    def combinations(self) -> list[tuple[int, str, str, str]]:
+        """All (number of microbatches, policy of recomputing, schedule, policy of gathering)."""
         return [
-            (count, policy, name, gather)
+            (count, checkpoint, name, gather)
             for count in dict.fromkeys(self.microbatches)
-            for policy in dict.fromkeys(self.checkpoint)
+            for checkpoint in dict.fromkeys(self.checkpoint)
             for name in self.named
             for gather in self.gathers
         ]
 
 
-def refuse_unshared(machine: Machine, candidates: Candidates) -> None:
-    """Raise ValueError for replicas without a policy of sharing parameters out, or a policy without replicas."""
+def check_shard_policies(machine: Machine, candidates: Candidates) -> None:
+    """Raise a ValueError for replicas without a policy of sharding, or a policy without replicas."""
     if candidates.shard is None and machine.replicas is not None:
-        known = ", ".join((*GATHERS, WHOLE))
-        raise ValueError(f"replicas= share parameters out: say how in shard=, some of {known}.")
+        policies = ", ".join((*GATHERS, NEVER))
+        raise ValueError(f"replicas= needs shard=, some of {policies}.")
     if candidates.shard is not None and machine.replica_count < 2:
-        raise ValueError("shard= needs replicas that share parameters out: say replicas=2, or those of the cluster.")
+        raise ValueError("shard= needs replicas: say replicas=2, or those of the cluster.")
 
 
-def policy(word: Any) -> str:
-    """Return a policy of recomputing, or refuse it."""
-    if word not in POLICIES:
-        raise ValueError(f"checkpoint lists some of {', '.join(POLICIES)}; found {word!r}.")
-    return word
+def checked_policy(name: Any) -> str:
+    """Return a policy of recomputing, or raise a ValueError."""
+    if name not in POLICIES:
+        raise ValueError(f"checkpoint lists some of {', '.join(POLICIES)}; found {name!r}.")
+    return name
 
 
-def counts_of_microbatches(word: str, counts: object) -> tuple[int, ...]:
-    """Return the numbers of an argument that lists numbers of microbatches, each at least 1."""
-    numbers = listed(word, counts, "numbers of microbatches, such as [8, 16]")
-    wrong = next((count for count in numbers if type(count) is not int or count < 1), None)
-    if wrong is not None:
-        raise ValueError(f"{word} lists whole numbers, at least 1; found {wrong!r}.")
+def checked_microbatch_counts(name: str, counts: object) -> tuple[int, ...]:
+    """Return the numbers of microbatches that an argument lists, each at least 1."""
+    numbers = checked_list(name, counts, "numbers of microbatches, such as [8, 16]")
+    bad_count = next((count for count in numbers if type(count) is not int or count < 1), None)
+    if bad_count is not None:
+        raise ValueError(f"{name} lists whole numbers, at least 1; found {bad_count!r}.")
     return numbers
 
 
-def listed(word: str, values: object, wanted: str) -> tuple[Any, ...]:
-    """Return the values of an argument that lists some."""
+def checked_list(name: str, values: object, expected: str) -> tuple[Any, ...]:
+    """Return the values of an argument that is a list of at least one."""
     if isinstance(values, str) or not isinstance(values, Collection) or not values:
-        raise ValueError(f"{word} lists {wanted}; found {values!r}.")
+        raise ValueError(f"{name} lists {expected}; found {values!r}.")
     return tuple(cast("Collection[Any]", values))
 
 
-def _refuse_amount(word: str, amount: object, wanted: str) -> None:
-    if not isinstance(amount, int | float) or isinstance(amount, bool) or not 0 < amount < math.inf:
-        raise ValueError(f"{word} is {wanted}; found {amount!r}.")
+def _check_amount(name: str, number: object, expected: str) -> None:
+    if not isinstance(number, int | float) or isinstance(number, bool) or not 0 < number < math.inf:
+        raise ValueError(f"{name} is {expected}; found {number!r}.")

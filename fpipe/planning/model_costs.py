@@ -1,4 +1,8 @@
-"""A model's costs, measured here for microbatches of some sizes, and the bytes that each of its programs holds."""
+"""Measure a model's costs for microbatches of some sizes, and count the bytes that each of its programs holds.
+
+seconds   depend on the rows of a microbatch:   profiled or estimated once for each size
+bytes     depend on the program too:            counted for each program, by `fpipe.sizes`
+"""
 
 from __future__ import annotations
 
@@ -23,8 +27,8 @@ from fpipe.transforms.split import split
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A model, and what its step takes."""
+class MeasuredModel:
+    """A model with the arguments of its step, from which its costs are measured, or estimated by `flops`."""
 
     model: Model
     params: Sequence[Any]
@@ -34,20 +38,20 @@ class Measured:
 
     @property
     def rows(self) -> int:
-        """How many the batch has."""
+        """Number of rows of the batch."""
         leaves = (leaf for leaf in tree.leaves(self.batch) if isinstance(leaf, torch.Tensor) and leaf.ndim)
-        first = next(leaves, None)
-        if first is None:
+        first_leaf = next(leaves, None)
+        if first_leaf is None:
             raise ValueError("the batch has no tensor with rows to split into microbatches.")
-        return first.shape[0]
+        return first_leaf.shape[0]
 
     def costs(
         self, microbatches: Iterable[int], repeats: int, progress: Callable[[int, int, str], None]
     ) -> dict[float, Costs]:
-        """Return the costs by the rows of a microbatch: profiled, one op at a time, or by `flops` estimated."""
+        """Return the costs by the rows of a microbatch: profiled one op at a time, or estimated by `flops`."""
         if self.flops is None:
-            way_out = "say flops=, operations a second of a rank, and costs are estimated"
-            refuse_meta(way_out, params=self.params, batch=self.batch, state=self.state)
+            remedy = "say flops=, operations a second of a rank, and costs are estimated"
+            refuse_meta(remedy, params=self.params, batch=self.batch, state=self.state)
         counts, costs_by_rows = [*microbatches], dict[float, Costs]()
         for done, count in enumerate(counts):
             program = chain(split(count), merge())(base_program(self.model))
@@ -56,7 +60,7 @@ class Measured:
                 costs = profile(
                     *example,
                     state=self.state,
-                    key=0,  # of dropout; its value changes no time
+                    key=0,  # the random key of dropout: its value changes no time
                     repeats=repeats,
                     progress=lambda done, total, count=count: progress(done, total, f"profiling m={count}"),
                 )
@@ -67,25 +71,26 @@ class Measured:
         return costs_by_rows
 
     def with_bytes(self, costs: Costs, program: Program, replicas: int = 1) -> Costs:
-        """Add the bytes of a program's values, and of parameters that travel or are gathered."""
-        shares = is_sharded(program)
-        count = replicas if shares else 1
-        byte_sizes = sizes(program, self.model, self.params, self.batch, state=self.state, replicas=count)
-        return replace(costs, bytes=byte_sizes if shares else _WithParams(byte_sizes))
+        """Add the bytes of a program's values to its costs, with parameters that travel or are gathered."""
+        # In a sharded program `sizes` counts gathered parameters itself.
+        has_shards = is_sharded(program)
+        replica_count = replicas if has_shards else 1
+        byte_sizes = sizes(program, self.model, self.params, self.batch, state=self.state, replicas=replica_count)
+        return replace(costs, bytes=byte_sizes if has_shards else _SizesWithParams(byte_sizes))
 
 
 @dataclass(frozen=True)
-class _WithParams:
-    """Sizes of values, where parameters that have travelled count too."""
+class _SizesWithParams:
+    """Sizes of values in which parameters that have travelled to another rank count too."""
 
     sizes: Sizes
 
     def storages(self, value: Value) -> Storages:
-        """The storages of a value."""
+        """Return the storages of a value."""
         if value.name == "params":
             return {value._replace(at=""): self.sizes.size(value)}
         return self.sizes.storages(value)
 
     def size(self, value: Value) -> float:
-        """The bytes of a value when it travels."""
+        """Return the bytes of a value when it travels."""
         return self.sizes.size(value)

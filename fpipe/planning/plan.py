@@ -1,4 +1,4 @@
-"""Group layers for ranks that take groups in turn: which go forward together, which backward, which both at once.
+"""Group layers for ranks that take groups in turn, forward, backward, and both at once.
 
     costs of 4 layers: F 1, R + B 3        --> plan(costs, ranks=2) -->        forward [0-2]    backward [3] [2] [1] [0]
 
@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, cast, overload
 
 from fpipe.limits import whole
 from fpipe.program import Op
-from fpipe.timing.balance import balance, whole_numbers
+from fpipe.timing.balance import balance, scale_to_integers
 from fpipe.timing.costs import Costs
 
 RunMode = Literal["fused", "train", "infer"]
@@ -25,8 +25,7 @@ Groups = list[range]
 
 
 class Plan(NamedTuple):
-    """Groups of layers as `fpipe.schedules.roundpipe(ranks, *plan)` takes them: forward, and from the last one down
-    backward.
+    """Groups of layers for `fpipe.schedules.roundpipe(ranks, *plan)`: forward, and backward from the last layer.
 
     >>> import fpipe
     >>> fpipe.plan(fpipe.Costs(forward=[1, 1, 2, 2], backward=[2, 2, 4, 4]), 2)
@@ -69,7 +68,7 @@ def plan(
     memory: Any = None,
     limit: float | None = None,
 ) -> Plan | tuple[Plan, ...]:
-    """Group the layers of a model, or of several that run one after the other, each layer one stage.
+    """Group the layers of a model, or of several models that run in a row; each layer is a stage.
 
     Args:
         costs: of each stage, as `fpipe.profile` measures them; a list for several models.
@@ -92,219 +91,234 @@ def plan(
     Source: RoundPipe, Luo et al. 2026, arXiv 2604.27085.
 
     >>> import fpipe
-    >>> found = fpipe.plan(fpipe.Costs(forward=1, backward_input=1, backward_weight=1), ranks=2, stages=4)
-    >>> found.forward, found.backward
+    >>> grouped = fpipe.plan(fpipe.Costs(forward=1, backward_input=1, backward_weight=1), ranks=2, stages=4)
+    >>> grouped.forward, grouped.backward
     ((range(0, 3),), (range(3, 4), range(2, 3), range(1, 2), range(0, 1)))
-    >>> program = fpipe.chain(fpipe.split(2), fpipe.schedules.roundpipe(2, *found))(fpipe.program(4))
+    >>> program = fpipe.chain(fpipe.split(2), fpipe.schedules.roundpipe(2, *grouped))(fpipe.program(4))
     """
+    # 1. Check the options.
     if type(ranks) is not int or ranks < 1:
-        raise ValueError(f"ranks is how many take groups in turn, at least 1; found {ranks!r}.")
+        raise ValueError(f"ranks is a number, at least 1; found {ranks!r}.")
     if run not in ("fused", "train", "infer"):
         raise ValueError(f'run is "fused", "train" or "infer", found {run!r}.')
     if threshold is not None and not (isinstance(threshold, int | float) and threshold >= 1):
-        raise ValueError(
-            f"threshold is how many times the largest layer a group may cost, from 1; found {threshold!r}."
-        )
+        raise ValueError(f"threshold is a multiple of the largest layer, from 1; found {threshold!r}.")
     if (limit is None) != (memory is None):
-        raise ValueError("memory= says the bytes of each stage and limit= the most of a group: say both, or neither.")
+        raise ValueError("memory= and limit= go together: say both, or neither.")
     if limit is not None and not (isinstance(limit, int | float) and limit >= 0):
-        raise ValueError(f"limit is the most bytes of a group, at least 0; found {limit!r}.")
+        raise ValueError(f"limit is in bytes, at least 0; found {limit!r}.")
     given_costs: Any = costs
     if not isinstance(given_costs, Costs) and not (
         isinstance(given_costs, Collection)
         and all(isinstance(model, Costs) for model in cast("Collection[object]", given_costs))
     ):
-        raise TypeError(
-            f"costs is an fpipe.Costs, or a list of them, one for each model; found {type(given_costs).__name__}."
-        )
+        raise TypeError(f"costs is an fpipe.Costs, or a list of them; found {type(given_costs).__name__}.")
     several = not isinstance(costs, Costs)
-    for word, values in (("stages", stages), ("memory", memory)):
+    for name, values in (("stages", stages), ("memory", memory)):
         if several and values is not None and not isinstance(values, Collection):
-            raise TypeError(f"{word} is a list with an entry for each model, found {values!r}.")
+            raise TypeError(f"{name} is a list with an entry for each model, found {values!r}.")
+    # 2. One of each for each model. Only the last model can run forward and backward together: its loss is at its end.
     models = list(costs) if several else [costs]
     counts = list(stages) if several and stages is not None else [stages] * len(models)
     sizes = list(memory) if several and memory is not None else [memory] * len(models)
     if not len(models) == len(counts) == len(sizes) or not models:
-        raise ValueError(f"stages and memory are lists with an entry for each model; there are {len(models)} models.")
-    earlier: list[RunMode] = ["train"] if run == "fused" else [run]
-    runs: list[RunMode] = [*earlier * (len(models) - 1), run]
-    most = inf if limit is None else limit
+        raise ValueError(f"stages and memory have an entry for each of {len(models)} models.")
+    earlier_runs: list[RunMode] = ["train"] if run == "fused" else [run]
+    runs: list[RunMode] = [*earlier_runs * (len(models) - 1), run]
+    # 3. Group, exactly: in integers.
+    byte_limit = inf if limit is None else limit
     arguments = zip(models, counts, runs, sizes, strict=True)
-    layers = _exact([_layers(*model_arguments, most) for model_arguments in arguments])
-    plans = _fill_ranks(_fewest_turns(layers, ranks, threshold), layers, ranks)
+    layers = _scale_models([_make_layers(*model_arguments, byte_limit) for model_arguments in arguments])
+    plans = _fill_ranks(_plan_fewest_turns(layers, ranks, threshold), layers, ranks)
     return tuple(plans) if several else plans[0]
 
 
 class _Layers(NamedTuple):
-    """The layers of a model: what each costs forward; recomputed and backward; and forward and backward together."""
+    """Costs of each layer of a model: forward; recomputed and backward; and fused, which is forward and backward."""
 
     run: RunMode
-    ahead: Sequence[float]
-    back: Sequence[float]
-    both: Sequence[float]
+    forward: Sequence[float]
+    recomputed: Sequence[float]
+    fused: Sequence[float]
     memory: Sequence[float]
     limit: float
 
-    def rows(self) -> list[Sequence[float]]:
-        """Return the costs that count in this run."""
-        return [self.ahead] if self.run == "infer" else [self.ahead, self.back]
+    def cost_lists(self) -> list[Sequence[float]]:
+        """Return the lists of costs that this run pays."""
+        return [self.forward] if self.run == "infer" else [self.forward, self.recomputed]
 
 
-def _layers(costs: Costs, stages: Any, run: RunMode, memory: Any, limit: float) -> _Layers:
+def _make_layers(costs: Costs, stages: Any, run: RunMode, memory: Any, limit: float) -> _Layers:
+    # How many stages there are follows from the lists among the fields of costs, or is said.
     if stages is not None:
         whole("stages", stages)
     if memory is not None and (not isinstance(memory, Collection) or isinstance(memory, str)):
         raise TypeError(f"memory lists the bytes of each stage, found {memory!r}.")
-    listed = {len(row) for row in vars(costs).values() if isinstance(row, Sequence) and not isinstance(row, str)}
-    listed |= set() if stages is None else {stages}
-    if len(listed) != 1 or 0 in listed:
+    lengths = {len(row) for row in vars(costs).values() if isinstance(row, Sequence) and not isinstance(row, str)}
+    lengths |= set() if stages is None else {stages}
+    if len(lengths) != 1 or 0 in lengths:
         raise ValueError(
-            f"how many stages are there? The costs list {sorted(listed)}. Give one cost a stage, or say stages="
-            if listed
+            f"how many stages are there? The costs list {sorted(lengths)}. Give one cost a stage, or say stages="
+            if lengths
             else "these costs have one number for all stages: say how many there are by stages=, at least 1."
         )
-    count = listed.pop()
-    ops = [Op(kind, stage, 0, None, 0, (), ()) for kind in "FRB" for stage in range(count)]
+    stage_count = lengths.pop()
+    ops = [Op(kind, stage, 0, None, 0, (), ()) for kind in "FRB" for stage in range(stage_count)]
     seconds = [costs.seconds(op) for op in ops]
-    ahead, again, back = (seconds[start : start + count] for start in range(0, 3 * count, count))
-    weights = [0.0] * count if memory is None else list(memory)
-    if len(weights) != count:
-        raise ValueError(f"memory lists {len(weights)} stages, there are {count}; give the bytes of each.")
+    forward, recompute, backward = (seconds[i * stage_count : (i + 1) * stage_count] for i in range(3))
+    weights = [0.0] * stage_count if memory is None else list(memory)
+    if len(weights) != stage_count:
+        raise ValueError(f"memory lists {len(weights)} stages, there are {stage_count}.")
     for stage, size in enumerate(weights):
         if not isinstance(size, int | float) or not isfinite(size) or size < 0:
             raise ValueError(f"the memory of stage {stage} is in bytes, at least 0; found {size!r}.")
         if size > limit:
-            raise ValueError(f"stage {stage} takes {size:g} bytes, more than the limit of {limit:g}: cut it in two.")
-    backs, boths = ([first + second for first, second in zip(row, back, strict=True)] for row in (again, ahead))
-    return _Layers(run, ahead, backs, boths, weights, limit)
+            raise ValueError(f"stage {stage} takes {size:g} bytes, and the limit is {limit:g}: cut it.")
+    recomputed, fused = ([a + b for a, b in zip(row, backward, strict=True)] for row in (recompute, forward))
+    return _Layers(run, forward, recomputed, fused, weights, limit)
 
 
-def _exact(models: list[_Layers]) -> list[_Layers]:
-    """Write all costs as whole numbers of one unit, so that no sum rounds."""
-    numbers = iter(whole_numbers([cost for model in models for row in model[1:4] for cost in row]))
+def _scale_models(models: list[_Layers]) -> list[_Layers]:
+    """Scale the costs of all models to integers of one unit, so that no sum rounds."""
+    integers = iter(scale_to_integers([cost for model in models for costs in model[1:4] for cost in costs]))
+
+    def scaled(costs: Sequence[float]) -> list[int]:
+        return [next(integers) for _ in costs]
+
     return [
-        model._replace(**{word: [next(numbers) for _ in getattr(model, word)] for word in ("ahead", "back", "both")})
+        model._replace(forward=scaled(model.forward), recomputed=scaled(model.recomputed), fused=scaled(model.fused))
         for model in models
     ]
 
 
-def _fewest_turns(models: list[_Layers], ranks: int, threshold: float | None) -> list[Plan]:
-    """Return the plans with the least product of turns and largest group; turns are groups, but at least the ranks."""
-    largest = max(max(map(max, model.rows())) for model in models)
-    if models[-1].run == "fused":
-        largest = max(largest, models[-1].both[-1])
-    bound = inf if threshold is None else largest * threshold
-    rows = [row for model in models for row in model.rows()]
-    rows += [models[-1].both] if models[-1].run == "fused" else []
-    caps = sorted({cost for row in rows for cost in _sums(row, bound)})
+def _plan_fewest_turns(models: list[_Layers], ranks: int, threshold: float | None) -> list[Plan]:
+    """Return the plans with the least product of turns and largest group; turns are groups, but at least the ranks.
 
-    def groups(cap: float) -> float:
-        plans = [_filled(model, cap) for model in models]
-        return inf if None in plans else sum(map(_size, cast("list[Plan]", plans)))
+    The largest group is a sum of neighbouring layers, so only these sums, called caps, are tried. Fewer groups need a
+    larger cap, so for each number of groups, from few to many, the least cap that gives it is found by bisection.
+    """
+    largest = max(max(map(max, model.cost_lists())) for model in models)
+    if models[-1].run == "fused":
+        largest = max(largest, models[-1].fused[-1])
+    # The largest layer, or the last one fused, is in some group whole, so nothing below it is possible.
+    bound = inf if threshold is None else largest * threshold
+    cost_lists = [costs for model in models for costs in model.cost_lists()]
+    cost_lists += [models[-1].fused] if models[-1].run == "fused" else []
+    caps = sorted({cost for costs in cost_lists for cost in _range_costs(costs, bound)})
+
+    def group_count(cap: float) -> float:
+        plans = [_fill_model(model, cap) for model in models]
+        return inf if None in plans else sum(map(_count_groups, cast("list[Plan]", plans)))
 
     best, best_cap, index = inf, 0.0, len(caps) - 1
-    while index >= 0 and (count := groups(caps[index])) < inf:  # for each number of groups the least cap that gives it
-        index = bisect_left(caps, True, hi=index, key=lambda cap, count=count: groups(cap) <= count)
-        if max(ranks, count) * caps[index] <= best:
-            best, best_cap = max(ranks, count) * caps[index], caps[index]
+    while index >= 0 and (total := group_count(caps[index])) < inf:
+        index = bisect_left(caps, True, hi=index, key=lambda cap, total=total: group_count(cap) <= total)
+        # Of equal products the one with the smaller groups wins, which holds fewer layers at once on a rank.
+        if max(ranks, total) * caps[index] <= best:
+            best, best_cap = max(ranks, total) * caps[index], caps[index]
         index -= 1
-    return [_evened(model, plan, best_cap) for model in models if (plan := _filled(model, best_cap))]
+    return [_even_out(model, plan, best_cap) for model in models if (plan := _fill_model(model, best_cap))]
 
 
-def _size(plan: Plan) -> int:
+def _count_groups(plan: Plan) -> int:
     return len(plan.forward) + len(plan.backward)
 
 
-def _sums(row: Sequence[float], bound: float) -> set[float]:
-    """Return the sums of neighbouring layers' costs, up to a bound."""
-    return {cost for start in range(len(row)) for cost in takewhile(lambda c: c <= bound, accumulate(row[start:]))}
+def _range_costs(costs: Sequence[float], bound: float) -> set[float]:
+    """Return the costs of all ranges of neighbouring layers, up to a bound."""
+    return {cost for start in range(len(costs)) for cost in takewhile(lambda c: c <= bound, accumulate(costs[start:]))}
 
 
-def _filled(model: _Layers, cap: float) -> Plan | None:
-    """Return the fewest groups that cost at most `cap` each: a larger fused group leaves less to the others."""
-    cut = len(model.ahead)
+def _fill_model(model: _Layers, cap: float) -> Plan | None:
+    """Return the fewest groups of a model that cost at most `cap` each; None if there are none."""
+    # The fused group is filled first, from the last layer back: the larger it is, the less is left to the others.
+    cut = len(model.forward)
     if model.run == "fused":
-        last = _groups(model.both[::-1], model.memory[::-1], cap, model.limit, most=1)
-        if not last:
+        fused_groups = _fill_groups(model.fused[::-1], model.memory[::-1], cap, model.limit, max_groups=1)
+        if not fused_groups:
             return None
-        cut -= len(last[0])
-    ahead = _groups(model.ahead[:cut], model.memory, cap, model.limit)
-    back = [] if model.run == "infer" else _groups(model.back[:cut], model.memory, cap, model.limit)
-    return None if ahead is None or back is None else _plan(model, cut, ahead, back)
+        cut -= len(fused_groups[0])
+    forward = _fill_groups(model.forward[:cut], model.memory, cap, model.limit)
+    backward = [] if model.run == "infer" else _fill_groups(model.recomputed[:cut], model.memory, cap, model.limit)
+    return None if forward is None or backward is None else _as_plan(model, cut, forward, backward)
 
 
-def _plan(model: _Layers, cut: int, ahead: Groups, back: Groups) -> Plan:
-    fused = [range(cut, len(model.ahead))] if model.run == "fused" else []
-    return Plan(tuple(ahead), (*fused, *back[::-1]))
+def _as_plan(model: _Layers, cut: int, forward: Groups, backward: Groups) -> Plan:
+    fused = [range(cut, len(model.forward))] if model.run == "fused" else []
+    return Plan(tuple(forward), (*fused, *backward[::-1]))
 
 
-def _groups(
-    row: Sequence[float], memory: Sequence[float], cap: float, limit: float, most: int | None = None
+def _fill_groups(
+    costs: Sequence[float], memory: Sequence[float], cap: float, limit: float, max_groups: int | None = None
 ) -> Groups | None:
-    """Fill groups one after the other, at most so many; None where a layer alone costs more than `cap`."""
+    """Fill groups in order, at most `max_groups`; None if a layer alone costs more than `cap`."""
     groups: Groups = []
-    cost = size = inf
-    for layer, (seconds, held) in enumerate(zip(row, memory, strict=False)):
-        cost, size = cost + seconds, size + held
+    cost = size = inf  # more than any cap, so the first layer opens a group
+    for layer, (seconds, layer_bytes) in enumerate(zip(costs, memory, strict=False)):
+        cost, size = cost + seconds, size + layer_bytes
         if cost > cap or size > limit or not groups:
-            if len(groups) == most:
+            if len(groups) == max_groups:
                 break
             if seconds > cap:
                 return None
             groups.append(range(layer, layer))
-            cost, size = seconds, held
+            cost, size = seconds, layer_bytes
         groups[-1] = range(groups[-1].start, layer + 1)
     return groups
 
 
-def _evened(model: _Layers, plan: Plan, cap: float) -> Plan:
-    """Make the largest group forward and the largest backward as small as can be, with as many groups."""
-    cut = plan.backward[0].start if model.run == "fused" else len(model.ahead)
+def _even_out(model: _Layers, plan: Plan, cap: float) -> Plan:
+    """Make the largest group of each pass as small as possible, with as many groups as before."""
+    cut = plan.backward[0].start if model.run == "fused" else len(model.forward)
 
-    def evened(row: Sequence[float], count: int) -> Groups:
-        caps = sorted(_sums(row[:cut], cap))
+    def even_groups(costs: Sequence[float], count: int) -> Groups:
+        # The least cap that still needs no more groups than now.
+        caps = sorted(_range_costs(costs[:cut], cap))
 
-        def enough(less: float) -> bool:
-            groups = _groups(row[:cut], model.memory, less, model.limit)
+        def is_enough(lower_cap: float) -> bool:
+            groups = _fill_groups(costs[:cut], model.memory, lower_cap, model.limit)
             return groups is not None and len(groups) <= count
 
-        index = bisect_left(caps, True, key=enough)
-        return _groups(row[:cut], model.memory, caps[index], model.limit) or [] if caps else []
+        index = bisect_left(caps, True, key=is_enough)
+        return _fill_groups(costs[:cut], model.memory, caps[index], model.limit) or [] if caps else []
 
-    back = [] if model.run == "infer" else evened(model.back, len(plan.backward) - (model.run == "fused"))
-    return _plan(model, cut, evened(model.ahead, len(plan.forward)), back)
+    count = len(plan.backward) - (model.run == "fused")
+    backward = [] if model.run == "infer" else even_groups(model.recomputed, count)
+    return _as_plan(model, cut, even_groups(model.forward, len(plan.forward)), backward)
 
 
 def _fill_ranks(plans: list[Plan], models: list[_Layers], ranks: int) -> list[Plan]:
-    """Cut the group that costs most in two, while there are fewer groups than ranks."""
-    while sum(map(_size, plans)) < ranks:
-        options: list[tuple[float, int, int, int]] = []  # cost, model, pass, group
-        for number, (plan, model) in enumerate(zip(plans, models, strict=True)):
-            for direction, row in enumerate((model.ahead, model.back)):
+    """Cut the most expensive group in two, while there are fewer groups than ranks: a rank without one would idle."""
+    while sum(map(_count_groups, plans)) < ranks:
+        # A group can be cut if it has two layers and is not the fused one, which is both passes at once.
+        options: list[tuple[float, int, int, int]] = []  # cost, model, pass (0 forward, 1 backward), group
+        for model_index, (plan, model) in enumerate(zip(plans, models, strict=True)):
+            for pass_index, costs in enumerate((model.forward, model.recomputed)):
                 options += [
-                    (sum(row[layer] for layer in group), number, direction, index)
-                    for index, group in enumerate(plan[direction])
-                    if len(group) > 1 and not (direction and index == 0 and model.run == "fused")
+                    (sum(costs[layer] for layer in group), model_index, pass_index, index)
+                    for index, group in enumerate(plan[pass_index])
+                    if len(group) > 1 and not (pass_index and index == 0 and model.run == "fused")
                 ]
         if options:
-            _, number, direction, index = max(options)
-            row = (models[number].ahead, models[number].back)[direction]
-            plans[number] = _halved(plans[number], direction, index, row)
+            _, model_index, pass_index, index = max(options)
+            costs = (models[model_index].forward, models[model_index].recomputed)[pass_index]
+            plans[model_index] = _split_group(plans[model_index], pass_index, index, costs)
+        # Else the fused group gives up its first layer, which then goes forward and backward as groups of its own.
         elif models[-1].run == "fused" and len(plans[-1].backward[0]) > 1:
             fused = plans[-1].backward[0]
-            first, rest = fused[:1], fused[1:]
-            plans[-1] = Plan((*plans[-1].forward, first), (rest, first, *plans[-1].backward[1:]))
+            front, back = fused[:1], fused[1:]
+            plans[-1] = Plan((*plans[-1].forward, front), (back, front, *plans[-1].backward[1:]))
         else:
-            raise ValueError(
-                f"these layers make {sum(map(_size, plans))} groups at most, for {ranks} ranks; use fewer ranks."
-            )
+            count = sum(map(_count_groups, plans))
+            raise ValueError(f"these layers make {count} groups at most, for {ranks} ranks; use fewer ranks.")
     return plans
 
 
-def _halved(plan: Plan, direction: int, index: int, row: Sequence[float]) -> Plan:
+def _split_group(plan: Plan, pass_index: int, index: int, costs: Sequence[float]) -> Plan:
     """Cut a group of the forward (0) or backward (1) pass in two."""
-    group = plan[direction][index]
-    first = group.start + balance([row[layer] for layer in group], 2)[0]
-    halves = range(group.start, first), range(first, group.stop)
-    groups = (*plan[direction][:index], *(halves[::-1] if direction else halves), *plan[direction][index + 1 :])
-    return plan._replace(**{("forward", "backward")[direction]: groups})
+    group = plan[pass_index][index]
+    middle = group.start + balance([costs[layer] for layer in group], 2)[0]
+    # Backward groups run from the last layers to the first.
+    halves = range(group.start, middle), range(middle, group.stop)
+    groups = (*plan[pass_index][:index], *(halves[::-1] if pass_index else halves), *plan[pass_index][index + 1 :])
+    return plan._replace(**{("forward", "backward")[pass_index]: groups})

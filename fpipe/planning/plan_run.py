@@ -1,4 +1,10 @@
-"""Plan a run: every schedule, number of microbatches and checkpoint policy, timed and weighed, the best first."""
+"""Plan a run: time every schedule, number of microbatches and checkpoint policy, and sort them, the best first.
+
+    Candidates --Work.scheduled_program--> Program --simulate--> seconds, memory of each rank --> PlanRow --> RunPlan
+                                          and one search for each number of microbatches, if asked
+
+Schedules that do not serve the sizes are listed with their reason, and Ctrl-C returns what has been tried.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +15,12 @@ from typing import Any
 
 from fpipe.finding.search import search as find
 from fpipe.model import Model, the_model
-from fpipe.planning.candidates import Candidates, Machine, refuse_unshared
+from fpipe.planning.candidates import Candidates, Machine, check_shard_policies
 from fpipe.planning.run_plan import PlanRow, RunPlan
-from fpipe.planning.work import CostsOfParts, Work, at_home, work_of_costs, work_of_model
+from fpipe.planning.work import CostsOfParts, Work, home_bytes, work_of_costs, work_of_model
 from fpipe.program import Program, ProgramError
-from fpipe.timing.amounts import amount
-from fpipe.timing.costs import Costs, computing
+from fpipe.timing.amounts import format_amount
+from fpipe.timing.costs import Costs, compute_ranks
 from fpipe.timing.simulate import simulate
 from fpipe.transforms._rewrite import chain
 from fpipe.transforms.place import place
@@ -36,7 +42,7 @@ def plan_run(
     repeats: int = 3,
     progress: Progress | None = None,
 ) -> RunPlan:
-    """Try every schedule, number of microbatches and checkpoint policy: how long a step takes, and what it holds.
+    """Try every schedule, number of microbatches and checkpoint policy, for the time and memory of a step.
 
     Args:
         what: a `Model`, which is profiled here, or costs of one microbatch: of a whole rank, as for `fpipe.compare`, or
@@ -72,32 +78,34 @@ def plan_run(
     for value, kind in ((machine, Machine), (candidates, Candidates)):
         if not isinstance(value, kind):
             raise TypeError(f"plan_run(what, machine, candidates) takes an fpipe.{kind.__name__}; found {value!r:.80}.")
-    refuse_unshared(machine, candidates)
-    report = progress or _quiet
+    check_shard_policies(machine, candidates)
+    # With example=, or if it looks like a net, `what` must be a Model: say so, rather than that it is no costs.
+    report = progress or _report_nothing
     if not isinstance(what, Costs | Mapping) and (example is not None or hasattr(what, "state_dict")):
         what = the_model(what, "example= goes with a Model;")
     if isinstance(what, Model):
         if example is None or len(example) not in (2, 3) or rows is not None or stages is not None:
-            raise ValueError("a model comes with example=(params, batch), and without rows= and stages=, which it has.")
-        from fpipe.planning.model_costs import Measured  # torch, which costs that are given do without
+            raise ValueError("a model needs example=(params, batch), and takes no rows= or stages=.")
+        # Imported here since it needs torch, which a plan from given costs does without.
+        from fpipe.planning.model_costs import MeasuredModel
 
         params, batch, *state = example
-        measured = Measured(what, params, batch, state[0] if state else None, machine.flops)
+        measured = MeasuredModel(what, params, batch, state[0] if state else None, machine.flops)
         work = work_of_model(measured, machine, candidates, profiled, repeats, report)
     else:
-        if any(given is not None for given in (example, profiled, machine.flops)):
+        if any(option is not None for option in (example, profiled, machine.flops)):
             raise ValueError("example=, profiled= and flops= go with a Model; costs are given, not measured.")
         work = work_of_costs(what, machine, candidates, rows, stages)
     return _Planner(work, machine, candidates, report).plan()
 
 
-def _quiet(done: int, total: int, what: str) -> None:
+def _report_nothing(done: int, total: int, subject: str) -> None:
     """Report nothing."""
 
 
 @dataclass
 class _Planner:
-    """Tries ways to run, one after the other; what there is when it is stopped is the plan."""
+    """Planner that tries ways to run one by one, so that the rows so far are a plan if it is interrupted."""
 
     work: Work
     machine: Machine
@@ -108,55 +116,58 @@ class _Planner:
     in_bytes: bool = False
 
     def plan(self) -> RunPlan:
-        """Try all ways, and return them with the best first."""
-        complete = True
+        """Try all ways, and return them, the best first."""
+        is_complete = True
         try:
             self._try_all()
         except KeyboardInterrupt:
             if not any(row.fits for row in self.rows):
                 raise
-            complete = False
+            is_complete = False
         if not self.rows:
-            reasons = "; ".join(f"{name}: {why}" for name, why in self.refused.items())
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.refused.items())
             raise ValueError(f"no schedule serves {self.machine.ranks} ranks and these microbatches. {reasons}")
         if not any(row.fits for row in self.rows):
-            rank, held, closest = min(map(self._fullest, self.rows), key=lambda full: full[1] / self._limit(full[0]))
+            fullest_ranks = map(self._fullest_rank, self.rows)
+            rank, amount, closest = min(fullest_ranks, key=lambda fullest: fullest[1] / self._limit(fullest[0]))
+            needed, limit = self._format_amount(amount), self._format_amount(self._limit(rank))
             raise ValueError(
-                f"nothing fits: rank {rank} must hold {self._amount(held)} at least, by {closest.name}, and may hold "
-                f"{self._amount(self._limit(rank))}."
+                f"nothing fits: rank {rank} must hold {needed} at least, by {closest.name}, and may hold {limit}."
             )
+        # Ways are compared by seconds a row, since numbers of microbatches may make batches of different size.
         rows = sorted(self.rows, key=lambda row: (not row.fits, row.seconds_per_row, row.most))
         served = {row.schedule for row in rows}
-        refused = tuple((name, why) for name, why in self.refused.items() if name not in served)
-        return RunPlan(tuple(rows), refused, "bytes" if self.in_bytes else "rows", self.machine.limits, complete)
+        refused = tuple((name, reason) for name, reason in self.refused.items() if name not in served)
+        return RunPlan(tuple(rows), refused, "bytes" if self.in_bytes else "rows", self.machine.limits, is_complete)
 
     def _limit(self, rank: int) -> float:
         return self.machine.limits[min(rank, self.machine.ranks - 1)]
 
-    def _fullest(self, row: PlanRow) -> tuple[int, float, PlanRow]:
-        """Return the rank that holds the most of what it may, and what it holds."""
-        by_rank = zip(sorted(computing(row.program)), row.memory, strict=True)
+    def _fullest_rank(self, row: PlanRow) -> tuple[int, float, PlanRow]:
+        """Return the rank that is closest to its limit, and how much it holds."""
+        by_rank = zip(sorted(compute_ranks(row.program)), row.memory, strict=True)
         return *max(by_rank, key=lambda pair: pair[1] / self._limit(pair[0])), row
 
-    def _amount(self, held: float) -> str:
-        return amount(held, self.in_bytes) + " rows" * (not self.in_bytes)
+    def _format_amount(self, amount: float) -> str:
+        return format_amount(amount, self.in_bytes) + " rows" * (not self.in_bytes)
 
     def _try_all(self) -> None:
-        ways = self.candidates.ways
-        searched = [*dict.fromkeys(self.candidates.microbatches)] if self.candidates.search else []
-        total = len(ways) + len(searched)
-        for done, (count, policy, name, gather) in enumerate(ways):
-            self.progress(done, total, self._best_so_far())
+        combinations = self.candidates.combinations
+        searched_counts = [*dict.fromkeys(self.candidates.microbatches)] if self.candidates.search else []
+        # A search counts as one step of progress, like a way that is only simulated.
+        total = len(combinations) + len(searched_counts)
+        for tried, (count, policy, name, gather) in enumerate(combinations):
+            self.progress(tried, total, self._best_so_far())
             try:
-                program = self.work.program(self.candidates.named[name], self.machine.ranks, count, policy)
-                program = self.work.sharded(program, gather)
-                costs, word = self.work.costs_of(program)
-            except ValueError as error:
+                program = self.work.scheduled_program(self.candidates.named[name], self.machine.ranks, count, policy)
+                program = self.work.with_replicas(program, gather)
+                costs, source = self.work.costs_of(program)
+            except ValueError as error:  # the schedule does not serve these sizes
                 self.refused.setdefault(name, str(error).removeprefix(f"{name.partition(':')[0]}: "))
                 continue
-            self._add(name, policy, gather, program, costs, word)
-        for done, count in enumerate(searched, len(ways)):
-            self.progress(done, total, f"searching m={count}")
+            self._add_row(name, policy, gather, program, costs, source)
+        for tried, count in enumerate(searched_counts, len(combinations)):
+            self.progress(tried, total, f"searching m={count}")
             self._search(count)
         self.progress(total, total, self._best_so_far())
 
@@ -164,30 +175,31 @@ class _Planner:
         best = min((row for row in self.rows if row.fits), key=lambda row: row.seconds_per_row, default=None)
         return "nothing fits yet" if best is None else f"best {best.name}: {best.makespan:.4g} s"
 
-    def _add(self, shown: str, policy: str, gather: str, program: Program, costs: Costs, word: str) -> None:
-        """Add a way: its time, and what each rank holds."""
+    def _add_row(self, name: str, policy: str, gather: str, program: Program, costs: Costs, source: str) -> None:
+        """Simulate a way to run, and add its time and the memory of each rank as a row."""
+        # With replicas a step ends when the last gradient is summed over them, on whichever lane that runs.
         timeline = simulate(program, costs)
         self.in_bytes = costs.bytes is not None
         seconds = max(timeline.makespan, timeline.delivered) if gather else timeline.makespan
         rows = self.work.rows_of(program.microbatches)
-        ranks = sorted(computing(program))
+        ranks = sorted(compute_ranks(program))
         if self.in_bytes:
-            held = [timeline.peak[rank] + at_home(program, costs, rank) for rank in ranks]
+            memory = [timeline.peak[rank] + home_bytes(program, costs, rank) for rank in ranks]
         else:
-            held = [timeline.peak[rank] * rows for rank in ranks]
+            memory = [timeline.peak[rank] * rows for rank in ranks]
         limits = [self._limit(rank) for rank in ranks]
         self.rows.append(
             PlanRow(
-                shown,
+                name,
                 program.microbatches,
                 rows,
                 policy,
-                word,
+                source,
                 seconds,
                 rows * program.microbatches / seconds if seconds else math.inf,
                 timeline.bubble,
-                tuple(held),
-                all(most <= limit * (1 + 1e-9) for most, limit in zip(held, limits, strict=True)),
+                tuple(memory),
+                all(peak <= limit * (1 + 1e-9) for peak, limit in zip(memory, limits, strict=True)),
                 gather=gather,
                 program=program,
                 timeline=timeline,
@@ -195,25 +207,31 @@ class _Planner:
         )
 
     def _search(self, count: int) -> None:
-        """Add the schedule that a search finds; what it holds is weighed as for the others."""
+        """Search a schedule for a number of microbatches, and add it as a row.
+
+        The search gets the memory that is left after parameters; the row is then timed and weighed like any other.
+        """
         work, ranks, policies = self.work, self.machine.ranks, {*self.candidates.checkpoint}
-        base = work.base(2 * ranks, count)
+        base = work.unscheduled_program(2 * ranks, count)
         try:
-            placed = chain(split_backward(), place("linear", ranks=ranks))(base)  # bytes of halves and wholes
+            # Placed and split, so that costs know bytes for backwards of both sorts.
+            placed = chain(split_backward(), place("linear", ranks=ranks))(base)
         except ProgramError as error:
             self.refused.setdefault("found", str(error))
             return
         costs, _ = work.costs_of(placed)
-        least = min(self.machine.limits)
-        params = 0.0 if costs.bytes is None else max(at_home(placed, costs, rank) for rank in range(ranks))
-        if params >= least:
-            reason = f"parameters alone are {amount(params, True)} on a rank, and it may hold {amount(least, True)}."
+        smallest_limit = min(self.machine.limits)
+        params = 0.0 if costs.bytes is None else max(home_bytes(placed, costs, rank) for rank in range(ranks))
+        if params >= smallest_limit:
+            needed, limit = format_amount(params, True), format_amount(smallest_limit, True)
+            reason = f"parameters alone are {needed} on a rank, and it may hold {limit}."
             self.refused.setdefault("found", reason)
             return
-        cap = least / work.rows_of(count) if costs.bytes is None else least - params
+        cap = smallest_limit / work.rows_of(count) if costs.bytes is None else smallest_limit - params
+        # With several policies of recomputing the search chooses what to recompute; with one it keeps to that.
         policy: Any = policies.pop() if len(policies) == 1 else "auto"
         try:
-            found = find(
+            result = find(
                 base,
                 costs,
                 ranks=ranks,
@@ -223,11 +241,13 @@ class _Planner:
                 without=() if cap == math.inf else REPLICATED,
                 seed=self.candidates.seed,
             )
-        except ProgramError as error:  # a mistake in costs is a ValueError, and none of the search
+        # Nothing found is a ProgramError; a mistake in costs is another ValueError, which the caller must see.
+        except ProgramError as error:
             self.refused.setdefault("found", str(error))
             return
         for gather in self.candidates.gathers:
-            program = work.sharded(found.program, gather)
-            self._add("found", policy, gather, program, *work.costs_of(program))
-        if not found.complete:
+            program = work.with_replicas(result.program, gather)
+            self._add_row("found", policy, gather, program, *work.costs_of(program))
+        # The search takes Ctrl-C for itself and returns its best: hand the interruption on.
+        if not result.complete:
             raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""A plan of a run: ways to run it, each with its time and memory, the best first, and the front that nothing beats."""
+"""Ways to run a step, each with its time and memory, the best first, and the front that nothing beats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from fpipe.program import HtmlRepr, Program
-from fpipe.timing.amounts import aligned, amount
+from fpipe.timing.amounts import align_columns, format_amount
 from fpipe.timing.timeline import Timeline
 
 Unit = Literal["bytes", "rows"]
@@ -16,7 +16,7 @@ Unit = Literal["bytes", "rows"]
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One way to run a step.
+    """A way to run a step, with its time and memory.
 
     Attributes:
         schedule: its name, with options behind a colon; `found` for one that a search found.
@@ -51,7 +51,7 @@ class PlanRow:
 
     @property
     def name(self) -> str:
-        """The words that tell it from the others."""
+        """The words that identify this way among the others."""
         recompute = "" if self.checkpoint == "never" else f", recompute {self.checkpoint}"
         gather = f", gather {self.gather}" if self.gather else ""
         return f"{self.schedule}, m={self.microbatches}{recompute}{gather}"
@@ -69,7 +69,7 @@ class PlanRow:
 
 @dataclass(frozen=True, repr=False)
 class RunPlan(HtmlRepr):
-    """Ways to run a step, those that fit first, the shortest first. Prints as a table; `fpipe.plot` draws it.
+    """Ways to run a step, sorted: first all that fit, by seconds a row. Prints as a table; `fpipe.plot` draws it.
 
     Attributes:
         rows: the ways.
@@ -80,8 +80,8 @@ class RunPlan(HtmlRepr):
 
     >>> import fpipe
     >>> tried = fpipe.Candidates(microbatches=[4], schedules=["gpipe", "one_f_one_b"])
-    >>> found = fpipe.plan_run(fpipe.Costs(2, 2, 2), fpipe.Machine(ranks=2), tried)
-    >>> [(row.name, row.makespan, row.most) for row in found.front]
+    >>> plan = fpipe.plan_run(fpipe.Costs(2, 2, 2), fpipe.Machine(ranks=2), tried)
+    >>> [(row.name, row.makespan, row.most) for row in plan.front]
     [('one_f_one_b, m=4', 30.0, 2.0), ('gpipe, m=4, recompute always', 38.0, 1.0)]
     """
 
@@ -104,7 +104,8 @@ class RunPlan(HtmlRepr):
 
     @cached_property
     def front(self) -> tuple[PlanRow, ...]:
-        """The ways than which none is both shorter and smaller, the shortest first: time against memory, fit or not."""
+        """The Pareto front of time against memory, the shortest first: nothing is both shorter and smaller."""
+        # In order of time, a way is on the front if it takes less memory than all before it.
         front: list[PlanRow] = []
         for row in sorted(self.rows, key=lambda row: (row.seconds_per_row, row.most)):
             if not front or row.most < front[-1].most:
@@ -112,36 +113,39 @@ class RunPlan(HtmlRepr):
         return tuple(front)
 
     def records(self) -> list[dict[str, Any]]:
-        """The rows as dicts of numbers and words, for `json` or a data frame."""
-        words = [field.name for field in fields(PlanRow) if field.name not in ("program", "timeline", "memory")]
+        """Return the rows as dicts of numbers and words, for `json` or a data frame."""
+        field_names = [field.name for field in fields(PlanRow) if field.name not in ("program", "timeline", "memory")]
         return [
-            {word: getattr(row, word) for word in words} | {"memory": list(row.memory), "front": row in self.front}
+            {field_name: getattr(row, field_name) for field_name in field_names}
+            | {"memory": list(row.memory), "front": row in self.front}
             for row in self.rows
         ]
 
-    def shown(self, most: int = 12) -> tuple[PlanRow, ...]:
-        """The rows to look at: so many of the best, and the front."""
-        return tuple(row for index, row in enumerate(self.rows) if index < most or row in self.front)
+    def rows_to_show(self, count: int = 12) -> tuple[PlanRow, ...]:
+        """Return the rows worth printing: the best `count`, and the front."""
+        return tuple(row for index, row in enumerate(self.rows) if index < count or row in self.front)
 
     def cells(self, rows: Iterable[PlanRow]) -> list[list[str]]:
-        """Rows of the table as text, its heading first. A star marks the front."""
-        shards = any(row.gather for row in self.rows)
-        words = ["recompute", *(["gather"] if shards else []), "seconds"]
+        """Return rows of the table as text, its heading first. A star marks the front."""
+        has_shards = any(row.gather for row in self.rows)
+        words = ["recompute", *(["gather"] if has_shards else []), "seconds"]
         heading = ["schedule", "m", "rows", *words, "bubble"]
         table = [[*heading, "held" if self.unit == "bytes" else "rows held", "rows/s", "costs", ""]]
         for row in rows:
-            held = amount(row.most, self.unit == "bytes")
+            memory = format_amount(row.most, self.unit == "bytes")
             words = [row.schedule, str(row.microbatches), f"{row.rows:g}", row.checkpoint]
-            words += [*([row.gather] if shards else []), f"{row.makespan:.5g}"]
-            rest = [f"{row.bubble:.1%}", held, f"{row.throughput:.5g}", row.costs]
+            words += [*([row.gather] if has_shards else []), f"{row.makespan:.5g}"]
+            figures = [f"{row.bubble:.1%}", memory, f"{row.throughput:.5g}", row.costs]
             marks = "*" * (row in self.front), "" if row.fits else "too much"
-            table.append([*words, *rest, " ".join(filter(None, marks))])
+            table.append([*words, *figures, " ".join(filter(None, marks))])
         return table
 
     def __str__(self) -> str:
-        cells = self.cells(self.shown())
-        lines = aligned(cells, [word in ("schedule", "recompute", "gather", "costs", "") for word in cells[0]])
-        return "\n".join([*lines, *(f"{name}: {why}" for name, why in self.refused)])
+        cells = self.cells(self.rows_to_show())
+        lines = align_columns(
+            cells, [column in ("schedule", "recompute", "gather", "costs", "") for column in cells[0]]
+        )
+        return "\n".join([*lines, *(f"{name}: {reason}" for name, reason in self.refused)])
 
     def __repr__(self) -> str:
         return f"<RunPlan: {len(self.rows)} ways, best {self.best.name} ({self.best.makespan:.5g} s)>"

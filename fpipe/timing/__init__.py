@@ -1,1 +1,1 @@
-"""(Program, Costs) -> Timeline, Bounds: what a program costs in time and memory."""
+"""(Program, Costs) -> Timeline, Bounds: the time and memory that a program takes."""

@@ -11,13 +11,13 @@ from fpipe.limits import LARGEST_NUMBER
 from fpipe.program import Op, Value, kind_of
 
 
-def listed(field: Any) -> Iterable[Any]:
-    """The numbers of a field: one, or one for each stage."""
+def stage_numbers(field: Any) -> Iterable[Any]:
+    """Return the numbers of a field that has one for all stages, or one for each."""
     return field if isinstance(field, Sequence) and not isinstance(field, str) else (field,)
 
 
-def of_links(word: str, unit: str, field: Any) -> Iterable[Any]:
-    """The numbers of a field: one, or one for each link; of a function none yet."""
+def link_numbers(name: str, unit: str, field: Any) -> Iterable[Any]:
+    """Return the numbers of a field that has one for all links, or a table; none of a function, not yet called."""
     if callable(field):
         return ()
     if not isinstance(field, Mapping):
@@ -26,169 +26,172 @@ def of_links(word: str, unit: str, field: Any) -> Iterable[Any]:
     for link in table:
         if not isinstance(link, tuple) or [type(rank) for rank in cast("tuple[object, ...]", link)] != [int, int]:
             forms = f"a number, or a table {{(from, to): {unit}}} with the numbers of two ranks"
-            raise ValueError(f"{word} is {forms}; found the key {link!r}.")
+            raise ValueError(f"{name} is {forms}; found the key {link!r}.")
         if min(cast("tuple[int, int]", link)) < 0:
-            raise ValueError(f"{word} has a link {link!r}; ranks are numbers from 0 on.")
+            raise ValueError(f"{name} has a link {link!r}; ranks are numbers from 0 on.")
     return table.values()
 
 
-def checked_seconds(word: str, cost: object) -> float:
-    """A time."""
-    return _number(f"{word} is a time in seconds, at least 0", cost)
+def checked_seconds(name: str, cost: object) -> float:
+    """Check a time."""
+    return _checked_number(f"{name} is a time in seconds, at least 0", cost)
 
 
-def checked_rate(word: str, rate: object) -> float:
-    """Bytes a second."""
+def checked_rate(name: str, rate: object) -> float:
+    """Check a rate in bytes a second: its inverse must be a number too, since it divides."""
     if rate == 0:
-        raise ValueError(f"{word} is in bytes a second, more than 0; found {rate!r}.")
-    found = _number(f"{word} is in bytes a second, more than 0", rate)
-    if found * LARGEST_NUMBER < 1:
-        raise ValueError(f"{word} is in bytes a second, at least {1 / LARGEST_NUMBER:.1g}; found {rate!r}.")
-    return found
+        raise ValueError(f"{name} is in bytes a second, more than 0; found {rate!r}.")
+    bytes_per_second = _checked_number(f"{name} is in bytes a second, more than 0", rate)
+    if bytes_per_second * LARGEST_NUMBER < 1:
+        raise ValueError(f"{name} is in bytes a second, at least {1 / LARGEST_NUMBER:.1g}; found {rate!r}.")
+    return bytes_per_second
 
 
-def checked_count(word: str, size: object) -> float:
-    """An amount, such as bytes."""
-    return _number(f"{word} are a number, at least 0", size)
+def checked_count(name: str, size: object) -> float:
+    """Check an amount, such as bytes."""
+    return _checked_number(f"{name} are a number, at least 0", size)
 
 
-def on_link(cost: Any, source: int, target: int, word: str) -> float:
-    """The number of one link."""
+def on_link(cost: Any, source: int, target: int, name: str) -> float:
+    """Return the number of one link, from any of the three forms of a field of links."""
     if callable(cost):
         return cast("Callable[[int, int], float]", cost)(source, target)
     if not isinstance(cost, Mapping):
         return cost
     if (source, target) not in cost:
         link = f"the link from rank {source} to rank {target}, over which a value travels"
-        raise ValueError(f"{word} says nothing of {link}; add ({source}, {target}).")
+        raise ValueError(f"{name} says nothing of {link}; add ({source}, {target}).")
     return cost[source, target]
 
 
-def at_stage(cost: Any, stage: int, word: str) -> float:
-    """The number of one stage."""
+def at_stage(cost: Any, stage: int, name: str) -> float:
+    """Return the number of one stage."""
     if not isinstance(cost, Sequence):
         return cost
     if stage >= len(cost):
-        raise ValueError(f"{word} lists {len(cost)} costs, but the program has a stage {stage}; give one a stage.")
+        raise ValueError(f"{name} lists {len(cost)} costs, but the program has a stage {stage}; give one a stage.")
     return cost[stage]
 
 
-def between(word: str, low: Any, high: Any, weight: float) -> Any:
+def interpolate(name: str, low: Any, high: Any, weight: float) -> Any:
     """Interpolate one field of costs: a number, one for each stage, or nothing."""
     if low is None or high is None:
         return high
     lengths = {len(cost) for cost in (low, high) if isinstance(cost, Sequence)}
     if len(lengths) > 1:
-        raise ValueError(f"{word} lists {len(low)} stages for one size and {len(high)} for another; list as many.")
+        raise ValueError(f"{name} lists {len(low)} stages for one size and {len(high)} for another; list as many.")
     if not lengths:
         return (1 - weight) * low + weight * high
-    rows = [cost if isinstance(cost, Sequence) else [cost] * max(lengths) for cost in (low, high)]
-    return [(1 - weight) * of_low + weight * of_high for of_low, of_high in zip(*rows, strict=True)]
+    lists = [cost if isinstance(cost, Sequence) else [cost] * max(lengths) for cost in (low, high)]
+    return [(1 - weight) * low_cost + weight * high_cost for low_cost, high_cost in zip(*lists, strict=True)]
 
 
-def _number(expected: str, found: object) -> float:
-    """Check a number from 0 on whose sums are finite. A truth value is none, though Python counts with it."""
-    if not isinstance(found, int | float) or isinstance(found, bool):
-        raise ValueError(f"{expected}; found {found!r}, which is no number.")
-    if not (found >= 0 and math.isfinite(found)):
-        raise ValueError(f"{expected}; found {found!r}.")
-    if found > LARGEST_NUMBER:
-        raise ValueError(f"{expected}, at most {LARGEST_NUMBER:.3g}; found {found:.3g}.")
-    return found
+def _checked_number(expected: str, number: object) -> float:
+    """Check a number from 0 on."""
+    # A bool is an int in Python, but costs=True is a mistake.
+    if not isinstance(number, int | float) or isinstance(number, bool):
+        raise ValueError(f"{expected}; found {number!r}, which is no number.")
+    if not (number >= 0 and math.isfinite(number)):
+        raise ValueError(f"{expected}; found {number!r}.")
+    # Costs near 1e308 are finite, and their sums are not: tables of nan.
+    if number > LARGEST_NUMBER:
+        raise ValueError(f"{expected}, at most {LARGEST_NUMBER:.3g}; found {number:.3g}.")
+    return number
 
 
-def amount(held: float, in_bytes: bool, digits: int = 6) -> str:
+def format_amount(quantity: float, in_bytes: bool, digits: int = 6) -> str:
     """Write an amount held, in microbatches or bytes.
 
-    >>> amount(2.5, False), amount(3 << 20, True), amount(1020 << 20, True)
+    >>> format_amount(2.5, False), format_amount(3 << 20, True), format_amount(1020 << 20, True)
     ('2.5', '3 MiB', '0.996 GiB')
     """
     if not in_bytes:
-        return f"{held:.{digits}g}"
-    unit, size = byte_unit(held)
-    return f"{held:.0f} B" if unit == "B" else f"{held / size:.3g} {unit}"
+        return f"{quantity:.{digits}g}"
+    unit, size = byte_unit(quantity)
+    return f"{quantity:.0f} B" if unit == "B" else f"{quantity / size:.3g} {unit}"
 
 
-def exact_amount(held: float, in_bytes: bool) -> str:
-    """Write an amount held so that it can be handed in again: bytes are rounded in their unit alone.
+def format_exact_amount(quantity: float, in_bytes: bool) -> str:
+    """Write an amount held so that it can be typed again: all digits of bytes, and then their rounded unit.
 
-    >>> exact_amount(2.5, False), exact_amount(3 << 20, True)
+    >>> format_exact_amount(2.5, False), format_exact_amount(3 << 20, True)
     ('2.5', '3145728 (3 MiB)')
     """
-    return f"{held:.0f} ({amount(held, True)})" if in_bytes else amount(held, False)
+    return f"{quantity:.0f} ({format_amount(quantity, True)})" if in_bytes else format_amount(quantity, False)
 
 
-def byte_unit(held: float) -> tuple[str, float]:
-    """The binary unit that suits some bytes, and how many bytes it has."""
-    power = next((power for power in range(4) if held < (999.5 if power else 1024) * 1024**power), 4)
+def byte_unit(byte_count: float) -> tuple[str, float]:
+    """Return the binary unit for a number of bytes, and how many bytes the unit has."""
+    # Three digits of 999.5 and more would read 1e+03, so from there on the next unit is used.
+    power = next((power for power in range(4) if byte_count < (999.5 if power else 1024) * 1024**power), 4)
     return ("B", "KiB", "MiB", "GiB", "TiB")[power], 1024.0**power
 
 
-def aligned(table: Sequence[Sequence[str]], left: Sequence[bool]) -> list[str]:
-    """The lines of a table, each column to the left or to the right."""
+def align_columns(table: Sequence[Sequence[str]], left_aligned: Sequence[bool]) -> list[str]:
+    """Write the lines of a table, with each column aligned to the left or to the right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if to_left else cell.rjust(width)
-            for cell, width, to_left in zip(row, widths, left, strict=True)
+            cell.ljust(width) if is_left else cell.rjust(width)
+            for cell, width, is_left in zip(row, widths, left_aligned, strict=True)
         ).rstrip()
         for row in table
     ]
 
 
-EXTRA: dict[str, float | Callable[[Op], float]] = dict.fromkeys(
+EXTRA_COSTS: dict[str, float | Callable[[Op], float]] = dict.fromkeys(
     ("SPLIT", "ADD", "SCALE", "MERGE", "FREE", "NORM", "VALIDATE", "UNSCALE"), 0.0
 )
 """Costs of kinds that are no fields of `Costs`."""
-_FIELDS = (*"FBIWR", "PAIR", "OFFLOAD", "LOAD", "SEND", "RECV", "UPDATE", "REDUCE", "GATHER", "SCATTER")
+_KINDS_IN_COSTS = (*"FBIWR", "PAIR", "OFFLOAD", "LOAD", "SEND", "RECV", "UPDATE", "REDUCE", "GATHER", "SCATTER")
 
 
 def register_cost(kind: str, seconds: float | Callable[[Op], float]) -> None:
-    """Say what an op of a kind of your own costs, in seconds or as `f(op) -> seconds`.
+    """Register the cost of a kind of op, in seconds or as `f(op) -> seconds`.
 
     The costs of F, B, I, W, R, OFFLOAD, LOAD, SEND, RECV, REDUCE, GATHER, SCATTER and UPDATE are fields of `Costs`.
 
     >>> register_cost("SCALE", 0.0)
     """
     kind_of(kind)
-    if kind in _FIELDS:
+    if kind in _KINDS_IN_COSTS:
         raise ValueError(f"the cost of {kind} is a field of Costs.")
-    EXTRA[kind] = seconds if callable(seconds) else checked_seconds(f"the cost of {kind}", seconds)
+    EXTRA_COSTS[kind] = seconds if callable(seconds) else checked_seconds(f"the cost of {kind}", seconds)
 
 
-def varies(kind: str) -> bool:
-    """Whether ops of a kind cost what a function says of each."""
-    return callable(EXTRA.get(kind))
+def has_varying_cost(kind: str) -> bool:
+    """Whether a registered function tells the cost of each op of a kind."""
+    return callable(EXTRA_COSTS.get(kind))
 
 
-# Bytes of values and the storages they lie in: told by name, by a function, or as `fpipe.sizes` counts them.
+# Bytes of values and the storages they lie in: by name, by a function, or as `fpipe.sizes` counts them.
 
 Storages = Mapping[Hashable, int]
-"""Bytes of the storages that a value lies in, each under what tells it from the others."""
+"""Bytes of the storages that a value lies in, each under a key that identifies the storage."""
 
 
 class HasStorages(Protocol):
-    """Knows in which storages each value lies, as `fpipe.Sizes` does."""
+    """Bytes that know in which storages each value lies, as `fpipe.Sizes` does."""
 
     def storages(self, value: Value) -> Storages:
-        """The storages of a value."""
+        """Return the storages of a value."""
         ...
 
     def size(self, value: Value) -> float:
-        """Its bytes when it travels."""
+        """Return the bytes of a value when it travels."""
         ...
 
 
 Bytes = Mapping[str, float | Sequence[float]] | Callable[[Value], float] | HasStorages
 
 
-def carried(send: Op) -> Value:
-    """The value that a SEND puts on its link: its own, or what a cast makes of it."""
+def sent_value(send: Op) -> Value:
+    """Return the value that a SEND puts on its link: its argument, or the cast of it."""
     return send.writes[0] if send.how else send.reads[0]
 
 
-def scattered(op: Op) -> Value:
-    """The value that a SCATTER or REDUCE puts on its links: its own, or what a cast makes of it."""
+def scattered_value(op: Op) -> Value:
+    """Return the value that a SCATTER or REDUCE puts on its links: its argument, or the cast of it."""
     (value,) = op.reads
     return value._replace(at=f"{value.at}>{dict(op.how)['axis']}") if "cast" in dict(op.how) else value
 
@@ -198,35 +201,38 @@ def check_bytes(sizes: Any) -> None:
     if sizes is not None and not (isinstance(sizes, Mapping) or callable(sizes) or hasattr(sizes, "storages")):
         raise TypeError(f"bytes are {{name: bytes}}, f(value) or fpipe.sizes(...), found {type(sizes).__name__}.")
     if isinstance(sizes, Mapping):
-        for name, of_name in cast("Mapping[str, Any]", sizes).items():
-            for size in listed(of_name):
+        for name, stage_sizes in cast("Mapping[str, Any]", sizes).items():
+            for size in stage_numbers(stage_sizes):
                 checked_count(f"the bytes of {name!r}", size)
 
 
 def storages_of(sizes: Any, value: Value) -> Storages:
-    """The storages of a value. Where only its bytes are known, it lies alone, with its copies, in one."""
+    """Return the storages of a value. If only bytes are known, it has one storage, which its copies share."""
     if hasattr(sizes, "storages"):
         return sizes.storages(value)
     if isinstance(sizes, Mapping):
         if value.name not in sizes:
-            known, mend = ", ".join(map(str, sizes)) or "no names", f"add {value.name!r}, 0 if it does not count"
-            raise ValueError(f"the bytes of {value} are not known: bytes= has {known}; {mend}.")
+            known_names = ", ".join(map(str, sizes)) or "no names"
+            remedy = f"add {value.name!r}, 0 if it does not count"
+            raise ValueError(f"the bytes of {value} are not known: bytes= has {known_names}; {remedy}.")
         size = at_stage(sizes[value.name], value.stage or 0, f"bytes of {value.name!r}")
     else:
         size = checked_count(f"the bytes of {value}", sizes(value))
     return {value._replace(at=""): cast("int", size)}
 
 
-_PARTS = ("shard", "cut", "all")
-NAMES = ("y", "dx", "res", "wres", "params")
+_SHARDED_NAMES = ("shard", "cut", "all")
+BYTE_NAMES = ("y", "dx", "res", "wres", "params")
 
 
 @dataclass(frozen=True)
 class NamedBytes:
-    """Bytes by name: an output `y`, its gradient `dx`, residuals `res`, what a W keeps of them `wres`, and `params`,
-    what a stage's rank has all the time. Unsaid, dx is as large as y and wres as res. Gradients of parameters are as
-    large as these, and those of a stage are added up in one place; nothing else counts. Of `replicas` that share
-    parameters out, each has so small a part of them, and of their added gradients; others add up in place.
+    """Bytes by name, for tables of papers and the command line; other names count 0.
+
+    Names are an output `y`, its gradient `dx`, residuals `res`, the part of them that a W needs `wres`, and `params`,
+    which a stage's rank has all the time. By default dx is as large as y, and wres as res. Gradients of parameters are
+    as large as these, and those of a stage are added in place. With `replicas` that shard parameters, each holds its
+    part of them and of their added gradients.
 
     >>> sizes = NamedBytes({"y": 8, "res": 40, "wres": 24})
     >>> sizes.size(Value("dx", 1, 0)), sizes.size(Value("loss", 1, 0))
@@ -235,31 +241,33 @@ class NamedBytes:
     ([24, 16], [24])
     """
 
-    said: Mapping[str, float]
+    bytes_by_name: Mapping[str, float]
     replicas: int = 1
 
     def size(self, value: Value) -> float:
-        """Bytes of a value when it travels."""
-        if value.name in _PARTS:
-            return self.said.get("params", 0) / self.replicas
-        unsaid = {"dx": "y", "wres": "res", "g": "params", "sum": "params"}
-        return self.said.get(value.name, self.said.get(unsaid.get(value.name, ""), 0))
+        """Return the bytes of a value when it travels."""
+        if value.name in _SHARDED_NAMES:
+            return self.bytes_by_name.get("params", 0) / self.replicas
+        substitute_by_name = {"dx": "y", "wres": "res", "g": "params", "sum": "params"}
+        return self.bytes_by_name.get(value.name, self.bytes_by_name.get(substitute_by_name.get(value.name, ""), 0))
 
     def storages(self, value: Value) -> Mapping[tuple[Value, str], int]:
-        """The storages of a value; wres lies in its res, and gradients are added in place."""
+        """Return the storages of a value; wres lies in its res, and gradients are added in place."""
         if value.name in ("g", "sum") or (value.name in ("cut", "all") and self.replicas == 1):
             return {(Value("sum", value.stage, at=value.at), ""): int(self.size(value))}
-        whole = value if value.name == "params" else value._replace(at="")  # each gathered copy has memory of its own
+        # Copies share a storage, but for gathered parameters: each gather fills memory of its own.
+        storage = value if value.name == "params" else value._replace(at="")
         if value.name not in ("res", "wres"):
-            return {(whole, ""): int(self.size(value))}
+            return {(storage, ""): int(self.size(value))}
+        # Residuals are two storages: the part that stays until W, and the rest, which I frees.
         res = value._replace(name="res", at="")
-        kept = min(self.size(res), self.size(res._replace(name="wres")))
-        rest = self.size(res) - kept if value.name == "res" else 0
-        return {(res, part): int(size) for part, size in (("kept", kept), ("rest", rest)) if size}
+        wres_size = min(self.size(res), self.size(res._replace(name="wres")))
+        other_size = self.size(res) - wres_size if value.name == "res" else 0
+        return {(res, part_name): int(size) for part_name, size in (("kept", wres_size), ("rest", other_size)) if size}
 
-    def until(self, high: NamedBytes, share: float) -> NamedBytes:
-        """Interpolate from these bytes to others."""
-        values = [Value(name) for name in dict.fromkeys((*self.said, *high.said))]
+    def interpolate(self, high: NamedBytes, weight: float) -> NamedBytes:
+        """Interpolate from these bytes to the bytes of a larger microbatch, for all names in either."""
+        values = [Value(name) for name in dict.fromkeys((*self.bytes_by_name, *high.bytes_by_name))]
         sizes = {value.name: (self.size(value), high.size(value)) for value in values}
-        said = {name: between(f"bytes of {name}", *both, share) for name, both in sizes.items()}
-        return NamedBytes(said, self.replicas)
+        bytes_by_name = {name: interpolate(f"bytes of {name}", *ends, weight) for name, ends in sizes.items()}
+        return NamedBytes(bytes_by_name, self.replicas)

@@ -17,7 +17,7 @@ from math import isfinite
 def balance(
     costs: Sequence[float], parts: int, *, parameters: Sequence[float] | None = None, scale: float = 4.0
 ) -> list[int]:
-    """How many neighbouring layers each part gets.
+    """Divide a row of layers into parts, and return how many layers each has.
 
     Args:
         costs: what each layer costs: seconds, or bytes; at least 0.
@@ -36,9 +36,9 @@ def balance(
     >>> balance([4, 4, 1, 1], 2, parameters=[0, 0, 3, 3], scale=4)
     [3, 1]
     """
-    for word, row in (("costs", costs), ("parameters", [] if parameters is None else parameters)):
-        if not isinstance(row, Collection) or isinstance(row, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"{word} is a list with a number for each layer, found {type(row).__name__}.")
+    for name, numbers in (("costs", costs), ("parameters", [] if parameters is None else parameters)):
+        if not isinstance(numbers, Collection) or isinstance(numbers, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"{name} is a list with a number for each layer, found {type(numbers).__name__}.")
     if type(parts) is not int or not 1 <= parts <= len(costs):
         raise ValueError(f"{len(costs)} layers make 1 to {len(costs)} parts, found parts={parts!r}.")
     _check_numbers("cost", costs)
@@ -47,53 +47,61 @@ def balance(
             raise ValueError(f"parameters lists {len(parameters)} layers, costs {len(costs)}; give one number a layer.")
         _check_numbers("size of the parameters", parameters)
         if not isinstance(scale, int | float) or not isfinite(scale) or scale < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"scale is how many bytes are kept for a byte of parameters, at least 0; found {scale!r}.")
-        costs = [cost + scale * more for cost, more in zip(costs, parameters, strict=True)]
-    sums = [0, *accumulate(whole_numbers(costs))]
-    return _most_even(sums, parts, _least_largest(sums, parts))
+            raise ValueError(f"scale is in bytes for a byte of parameters, at least 0; found {scale!r}.")
+        costs = [cost + scale * size for cost, size in zip(costs, parameters, strict=True)]
+    sums = [0, *accumulate(scale_to_integers(costs))]
+    return _most_even_partition(sums, parts, _smallest_maximum(sums, parts))
 
 
-def _check_numbers(word: str, row: Sequence[float]) -> None:
-    for layer, number in enumerate(row):
+def _check_numbers(name: str, numbers: Sequence[float]) -> None:
+    for layer, number in enumerate(numbers):
         if not isinstance(number, int | float) or not isfinite(number) or number < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"the {word} of layer {layer} is a number, at least 0; found {number!r}.")
+            raise ValueError(f"the {name} of layer {layer} is a number, at least 0; found {number!r}.")
 
 
-def whole_numbers(costs: Sequence[float]) -> list[int]:
-    """Costs as whole numbers of one unit, so that no sum rounds."""
+def scale_to_integers(costs: Sequence[float]) -> list[int]:
+    """Scale costs to integers of one unit, exactly, so that no sum rounds and equal parts compare as equal."""
     ratios = [cost.as_integer_ratio() for cost in costs]
-    unit = max(below for _, below in ratios)  # a float's denominator is a power of two, so the largest fits all
-    return [above * (unit // below) for above, below in ratios]
+    # Denominators of floats are powers of two, so the largest is a multiple of all.
+    unit = max(denominator for _, denominator in ratios)
+    return [numerator * (unit // denominator) for numerator, denominator in ratios]
 
 
-def _least_largest(sums: Sequence[int], parts: int) -> int:
-    """Find the least cost of the largest part, by bisection: parts filled up to a cost are as few as it allows."""
-    low, high = max(after - before for before, after in pairwise(sums)), sums[-1]
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _fewest_parts(sums, middle) <= parts else (middle + 1, high)
-    return low
+def _smallest_maximum(sums: Sequence[int], parts: int) -> int:
+    """Find the least cost of the largest part, by bisection over it.
+
+    `sums` are prefix sums: layers i to j cost sums[j] - sums[i]. Filling each part up to a cost gives the fewest parts.
+    """
+    lower, upper = max(end - start for start, end in pairwise(sums)), sums[-1]
+    while lower < upper:
+        middle = (lower + upper) // 2
+        lower, upper = (lower, middle) if _count_parts(sums, middle) <= parts else (middle + 1, upper)
+    return lower
 
 
-def _fewest_parts(sums: Sequence[int], largest: int) -> int:
+def _count_parts(sums: Sequence[int], largest: int) -> int:
     count = start = 0
     while start < len(sums) - 1:
         count, start = count + 1, bisect_right(sums, sums[start] + largest) - 1
     return count
 
 
-def _most_even(sums: Sequence[int], parts: int, largest: int) -> list[int]:
-    """Sizes of parts that cost at most `largest`, with the least sum of squared costs, then of squared sizes, larger
-    parts first."""
+def _most_even_partition(sums: Sequence[int], parts: int, largest: int) -> list[int]:
+    """Find the most even sizes of parts that cost at most `largest`.
+
+    The least sum of squared costs wins, then of squared sizes, then the partition with larger parts first.
+    """
+    # Dynamic programming over the number of parts: for each end, the best partition of the layers before it. Negated
+    # sizes, so that of equal sums `min` takes the larger first part.
     best: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {0: ((0, 0), ())}
     for _ in range(parts):
         with_one_more: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {}
-        for start, ((squares, counts), cut) in best.items():
+        for start, ((squares, counts), negated_sizes) in best.items():
             for end in range(start + 1, len(sums)):
                 cost, size = sums[end] - sums[start], end - start
                 if cost > largest:
                     break
-                way = ((squares + cost * cost, counts + size * size), (*cut, -size))
-                with_one_more[end] = min(way, with_one_more.get(end, way))
+                partition = ((squares + cost * cost, counts + size * size), (*negated_sizes, -size))
+                with_one_more[end] = min(partition, with_one_more.get(end, partition))
         best = with_one_more
     return [-size for size in best[len(sums) - 1][1]]

@@ -1,7 +1,7 @@
-"""How short can it be: lower bounds on the time of any order of a program's ops on their ranks.
+"""Lower bounds on the time of any order of a program's ops on their ranks.
 
-Each looks through the window of one rank: when the first of its ops can start at the earliest, what it has to work,
-and what is left to do, at the least, when it is done with that.
+Each looks through the window of one rank: the earliest start of its first op, its work, and the shortest tail, which is
+what others still have to do once it is done.
 
     rank r   | earliest first start |   work of the rank, in any order   | shortest tail |
                                                                          |<- elsewhere ->|
@@ -16,156 +16,178 @@ from itertools import pairwise
 from numbers import Real
 from typing import Any, Literal, NamedTuple
 
-from fpipe.program import Op, Program, building, parts_of, the_program
-from fpipe.timing.costs import Costs, the_costs
-from fpipe.timing.lanes import is_work, op_groups, walk
-from fpipe.timing.memory import known_shares, residuals_stay, units_held
+from fpipe.program import Op, Program, building, parts_of, require_program
+from fpipe.timing.costs import Costs, checked_costs
+from fpipe.timing.lanes import group_ops, is_work, simulate_iterations
+from fpipe.timing.memory import microbatches_held, residuals_stay_on_rank, shares_of_groups
 from fpipe.timing.timeline import Timeline
 from fpipe.timing.waiting import DataGraph
 
-# Bounds from memory: how long a rank waits, and a microbatch is held, where only so many residuals fit.
+# Bounds from memory: a rank of which only k residuals fit waits for its first backward, and holds m microbatches of
+# life L in at least L m/k seconds.
 #
-# rank r | forwards that fit | nothing to do | first backward ... at most k microbatches of life L: L m/k
+# rank r | k forwards | nothing to do | first backward ..
+#
+# Both follow from the ops of one microbatch. Most microbatches of a program look alike, so times are computed once for
+# each shape of a microbatch: its ops, with indices among themselves in place of positions in the program.
 
 
 def makes_residuals(op: Op) -> bool:
-    """Whether an op makes residuals."""
+    """Whether an op writes residuals: an F, or the R that repeats it."""
     return op.kind in "FR" and any(value.name == "res" for value in op.writes)
 
 
-def bounds_of_memory(graph: DataGraph, most: Sequence[int]) -> tuple[list[float], list[float]] | None:
-    """For each rank what holding at most so many residuals asks for: of its span, and of the makespan. None where that
-    takes too long."""
+def memory_bounds(graph: DataGraph, caps: Sequence[int]) -> tuple[list[float], list[float]] | None:
+    """Return bounds on each rank's span, and on the makespan, if each rank holds at most its cap of residuals.
+
+    None if microbatches have too many ops to compare all pairs of them.
+    """
+    # 1. Group ops by microbatch, and microbatches by shape.
     positions: defaultdict[int | None, list[int]] = defaultdict(list)
     for position, op in enumerate(graph.ops):
         positions[op.microbatch].append(position)
-    first_backward = [float("inf")] * len(most)
-    lives: list[list[tuple[float, float, float]]] = [[] for _ in most]
-    shapes = [_shape(graph, group) for group in positions.values()]
-    if sum(len(shape) ** 2 for shape in {*shapes}) > _MOST_PAIRS:
+    shapes = [_microbatch_shape(graph, group) for group in positions.values()]
+    if sum(len(shape) ** 2 for shape in {*shapes}) > _MAX_OP_PAIRS:
         return None
-    times = {shape: _times(shape) for shape in {*shapes}}
+    times_by_shape = {shape: _backward_times(shape) for shape in {*shapes}}
+    # 2. Collect, by rank, the earliest first backward, and (life, earliest start, shortest tail) of all residuals.
+    first_backward = [float("inf")] * len(caps)
+    lives_by_rank: list[list[tuple[float, float, float]]] = [[] for _ in caps]
     for group, shape in zip(positions.values(), shapes, strict=True):
-        earliest_backwards, life_of_residuals = times[shape]
-        for place, seconds in earliest_backwards.items():
-            rank = shape[place].rank
+        earliest_backwards, life_of_residuals = times_by_shape[shape]
+        for index, seconds in earliest_backwards.items():
+            rank = shape[index].rank
             first_backward[rank] = min(first_backward[rank], seconds)
-        for place, seconds in life_of_residuals.items():
-            tail = min(graph.tails[group[user]] for user in shape[place].users)
-            lives[shape[place].rank].append((seconds, graph.starts[group[place]], tail))
-    spans = [_span(graph, rank, most[rank], first) for rank, first in enumerate(first_backward)]
-    return spans, [_lifespan(row, most[rank]) for rank, row in enumerate(lives)]
+        for index, life in life_of_residuals.items():
+            tail = min(graph.tails[group[holder]] for holder in shape[index].holders)
+            lives_by_rank[shape[index].rank].append((life, graph.starts[group[index]], tail))
+    # 3. One bound of each sort for each rank.
+    spans = [_span_bound(graph, rank, caps[rank], seconds) for rank, seconds in enumerate(first_backward)]
+    return spans, [_lifespan_bound(lives, caps[rank]) for rank, lives in enumerate(lives_by_rank)]
 
 
-_MOST_PAIRS = 20_000_000  # of ops of a microbatch; a million take .2 s
+_MAX_OP_PAIRS = 20_000_000
+"""Pairs of ops of a microbatch that are compared at most; a million take 0.2 s."""
 
 
 class _ShapeOp(NamedTuple):
-    """An op of a microbatch, whose others it names by their place among them."""
+    """An op of a microbatch, which refers to the others by their index among them."""
 
     rank: int
     seconds: float
     is_backward: bool
     is_work: bool
-    needs: tuple[tuple[int, float], ...]
-    users: tuple[int, ...]
+    waits: tuple[tuple[int, float], ...]  # what it reads from, with the seconds on the way
+    holders: tuple[int, ...]  # the ops that hold its residuals to their end
 
 
 _Shape = tuple[_ShapeOp, ...]
 
 
-def _shape(graph: DataGraph, group: Sequence[int]) -> _Shape:
-    """The ops of a microbatch, equal for microbatches that are alike."""
-    places = {position: place for place, position in enumerate(group)}
-    users = _users(graph, group)
+def _microbatch_shape(graph: DataGraph, positions: Sequence[int]) -> _Shape:
+    """Return the ops of a microbatch as a shape, which is equal for microbatches that are alike."""
+    index_by_position = {position: index for index, position in enumerate(positions)}
+    holders_by_position = _residual_holders(graph, positions)
     shape: list[_ShapeOp] = []
-    for position in group:
+    for position in positions:
         op, seconds = graph.ops[position], graph.seconds[position]
         is_backward = any(part.kind in "BI" for part in op.parts or (op,))
-        needs = tuple((places[source], way) for source, way in graph.needs[position] if source in places)
-        users_of_op = tuple(places[user] for user in users.get(position, ()))
-        shape.append(_ShapeOp(op.rank, seconds, is_backward, seconds > 0 and is_work(op, seconds), needs, users_of_op))
+        inside = [(source, travel) for source, travel in graph.waits[position] if source in index_by_position]
+        waits = tuple((index_by_position[source], travel) for source, travel in inside)
+        holders = tuple(index_by_position[holder] for holder in holders_by_position.get(position, ()))
+        shape.append(_ShapeOp(op.rank, seconds, is_backward, seconds > 0 and is_work(op, seconds), waits, holders))
     return tuple(shape)
 
 
-def _times(shape: _Shape) -> tuple[dict[int, float], dict[int, float]]:
-    """For each backward how long after the first op of its rank that it needs it can start, and for each op that makes
-    residuals how long they live."""
-    earliest = {place: 0.0 for place, op in enumerate(shape) if op.is_backward}
+def _backward_times(shape: _Shape) -> tuple[dict[int, float], dict[int, float]]:
+    """Return the earliest start of each backward, and the life of each op's residuals, by index.
+
+    A backward's start counts from the first op of its own rank that it depends on.
+    """
+    earliest = {index: 0.0 for index, op in enumerate(shape) if op.is_backward}
     lives: dict[int, float] = {}
-    for place, op in enumerate(shape):
+    for index, op in enumerate(shape):
         if op.is_work:
-            delays = _delays(shape, place)
+            delays = _delays_after(shape, index)
             for backward in earliest:
                 if shape[backward].rank == op.rank and backward in delays:
                     earliest[backward] = max(earliest[backward], delays[backward])
-            ends = [delays[user] + shape[user].seconds for user in op.users if user in delays]
+            ends = [delays[holder] + shape[holder].seconds for holder in op.holders if holder in delays]
             if ends:
-                lives[place] = max(ends)
+                lives[index] = max(ends)
     return earliest, lives
 
 
-def _delays(shape: _Shape, start: int) -> dict[int, float]:
-    """How long after the start of one op each op of its microbatch that needs it can start."""
+def _delays_after(shape: _Shape, start: int) -> dict[int, float]:
+    """Return how long after the start of one op each op that depends on it can start, in its microbatch."""
     delays = {start: 0.0}
-    for place in range(start + 1, len(shape)):
-        ways = [delays[source] + shape[source].seconds + way for source, way in shape[place].needs if source in delays]
-        if ways:
-            delays[place] = max(ways)
+    for index in range(start + 1, len(shape)):
+        waits = [(source, travel) for source, travel in shape[index].waits if source in delays]
+        if waits:
+            delays[index] = max(delays[source] + shape[source].seconds + travel for source, travel in waits)
     return delays
 
 
-def _users(graph: DataGraph, group: Sequence[int]) -> dict[int, list[int]]:
-    """For each op that makes residuals, the ops that hold them to their end: B, or the W of an I."""
-    parts = _parts(graph, group)
+def _residual_holders(graph: DataGraph, positions: Sequence[int]) -> dict[int, list[int]]:
+    """Map each op that makes residuals to the ops that hold them to their end: B, or the W of an I."""
+    # Indices 1 to 3 of an op are stage, microbatch and slice, which an I shares with its W.
+    parts = _parts_at(graph, positions)
     weights = {part[1:4]: position for part, position in parts if part.kind == "W"}
     makers = {value: position for part, position in parts if makes_residuals(part) for value in part.writes}
-    users: defaultdict[int, list[int]] = defaultdict(list)
+    holders: defaultdict[int, list[int]] = defaultdict(list)
     for part, position in parts:
         if part.kind in "BI":
-            user = weights.get(part[1:4], position) if part.kind == "I" else position
+            holder = weights.get(part[1:4], position) if part.kind == "I" else position
             for value in part.reads:
                 if value.name == "res" and value in makers:
-                    users[makers[value]].append(user)
-    return users
+                    holders[makers[value]].append(holder)
+    return holders
 
 
-def _parts(graph: DataGraph, positions: Sequence[int]) -> list[tuple[Op, int]]:
-    """The ops at some positions, a PAIR as its parts, each with its position."""
+def _parts_at(graph: DataGraph, positions: Sequence[int]) -> list[tuple[Op, int]]:
+    """Return the ops at some positions, a PAIR as its parts, each with its position."""
     return [(part, position) for position in positions for part in graph.ops[position].parts or (graph.ops[position],)]
 
 
-def _span(graph: DataGraph, rank: int, most: int, first_backward: float) -> float:
-    """The work of a rank, and how long it has nothing to do before its first backward can start."""
-    ops, seconds, row = graph.ops, graph.seconds, graph.rows[rank]
+def _span_bound(graph: DataGraph, rank: int, cap: int, first_backward: float) -> float:
+    """Return the work of a rank plus the time that it idles at least before its first backward can start.
+
+    Until then it can only run `cap` of the ops that make residuals, at best the longest, and ops that are no backwards.
+    """
+    ops, seconds, row = graph.ops, graph.seconds, graph.rank_ops[rank]
     work = sum(seconds[position] for position in row)
     if first_backward == float("inf"):
         return work
-    parts = _parts(graph, row)
-    halved = {part[1:4] for part, _ in parts if part.kind == "I"}
-    behind = {at for part, at in parts if part.kind in "BI" or (part.kind == "W" and part[1:4] in halved)}
-    holding = sorted((seconds[position] for position in row if makes_residuals(ops[position])), reverse=True)
-    rest = (position for position in row if position not in behind and not makes_residuals(ops[position]))
-    return work + max(0.0, first_backward - sum(holding[:most]) - sum(seconds[position] for position in rest))
+    parts = _parts_at(graph, row)
+    with_input_gradient = {part[1:4] for part, _ in parts if part.kind == "I"}
+    is_backward = {
+        position
+        for part, position in parts
+        if part.kind in "BI" or (part.kind == "W" and part[1:4] in with_input_gradient)
+    }
+    forwards = sorted((seconds[position] for position in row if makes_residuals(ops[position])), reverse=True)
+    free = (position for position in row if position not in is_backward and not makes_residuals(ops[position]))
+    return work + max(0.0, first_backward - sum(forwards[:cap]) - sum(seconds[position] for position in free))
 
 
-def _lifespan(lives: list[tuple[float, float, float]], most: int) -> float:
-    """How long it takes to hold so many residuals for so long, if only `most` fit at once.
+def _lifespan_bound(lives: list[tuple[float, float, float]], cap: int) -> float:
+    """Return the makespan that holding all residuals of a rank asks for, if only `cap` fit at once.
 
-    Of any n that live L seconds or more, ceil(n/most) follow each other; and all together fill `most` places.
+    Of any n that live L seconds or more, ceil(n/cap) follow one another; and all together fill `cap` places in time.
     """
     if not lives:
         return 0.0
     head, tail = min(start for _, start, _ in lives), min(tail for _, _, tail in lives)
-    longest = sorted((life for life, _, _ in lives), reverse=True)
-    last = [n for n, (life, shorter) in enumerate(pairwise([*longest, -1.0]), 1) if life > shorter]
-    rows = max(longest[n - 1] * -(-n // most) for n in last)
-    return head + max(rows, sum(longest) / most) + tail
+    sorted_lives = sorted((life for life, _, _ in lives), reverse=True)
+    # n runs over the counts of lives that are at least L, for each L that occurs.
+    counts = [n for n, (life, shorter) in enumerate(pairwise([*sorted_lives, -1.0]), 1) if life > shorter]
+    sequential = max(sorted_lives[n - 1] * -(-n // cap) for n in counts)
+    return head + max(sequential, sum(sorted_lives) / cap) + tail
 
 
 @dataclass(frozen=True)
 class Bound:
-    """One lower bound, by rank.
+    """A lower bound of one sort, for each rank.
 
     Attributes:
         name: "head", "fused", "drain", "warm-up" or "lifespan".
@@ -179,7 +201,7 @@ class Bound:
 
     @property
     def makespan(self) -> float:
-        """Seconds that the makespan has at least."""
+        """The bound on the makespan, in seconds: the largest over all ranks."""
         return max(self.ranks, default=0.0)
 
     @property
@@ -190,7 +212,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Lower bounds on any order of a program's ops, and which of them binds.
+    """Five lower bounds on the time of any order of a program's ops; the largest one binds.
 
     Attributes:
         head, fused, drain, warm_up, lifespan: the five.
@@ -198,15 +220,15 @@ class Bounds:
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(8), fpipe.schedules.one_f_one_b(4))(fpipe.program(4))
-    >>> found = fpipe.bounds(program)
-    >>> print(found)
+    >>> lower_bounds = fpipe.bounds(program)
+    >>> print(lower_bounds)
     bound     makespan  rank
     head            27     3
     fused           33     3  binds
     drain           33     3
     warm-up         33     3
     lifespan        33     3
-    >>> found.gap(fpipe.simulate(program))
+    >>> lower_bounds.gap(fpipe.simulate(program))
     0.0
     """
 
@@ -222,12 +244,12 @@ class Bounds:
 
     @property
     def all(self) -> tuple[Bound, ...]:
-        """The five, in the order in which they are printed."""
+        """The five bounds, in the order in which they are printed."""
         return self.head, self.fused, self.drain, self.warm_up, self.lifespan
 
     @property
     def binding(self) -> Bound:
-        """The one that asks for most; of equal ones the first."""
+        """The bound that asks for most; of equal ones the first."""
         return max(self.all, key=lambda bound: bound.makespan)
 
     @property
@@ -243,9 +265,9 @@ class Bounds:
     def gap(self, timeline: Timeline, of: Literal["makespan", "span"] = "makespan") -> float:
         """How far above the bound a timeline is, as a share of the bound: 0 is optimal, 0.1 takes a tenth longer."""
         if of not in ("makespan", "span"):
-            raise ValueError(f'a gap is of the "makespan" or the "span", found {of!r}.')
-        least, found = getattr(self, of), getattr(timeline, of)
-        return found / least - 1 if least else 0.0
+            raise ValueError(f'a gap is of "makespan" or "span", found {of!r}.')
+        bound, seconds = getattr(self, of), getattr(timeline, of)
+        return seconds / bound - 1 if bound else 0.0
 
     def __str__(self) -> str:
         rows = [f"{'bound':9} {'makespan':>8} {'rank':>5}"]
@@ -258,7 +280,7 @@ class Bounds:
 def bounds(
     program: Program, costs: Costs | None = None, *, memory_cap: float | Sequence[float] | None = None
 ) -> Bounds:
-    """Lower bounds on makespan and span over all orders of a program's ops, where each stays on its rank.
+    """Compute lower bounds on makespan and span over all orders of a program's ops, where each stays on its rank.
 
     With p ranks, m microbatches, T = F+B+W and equal stages in a row (B is the input gradient here), they are:
 
@@ -287,53 +309,57 @@ def bounds(
     Source: each follows from one rank's window; head and drain for linear placement are in Qi et al. 2024, section 2.
 
     >>> import fpipe
-    >>> found = fpipe.bounds(fpipe.chain(fpipe.split(8), fpipe.schedules.zb_h1(4))(fpipe.program(4)))
-    >>> found.makespan, found.span
+    >>> lower_bounds = fpipe.bounds(fpipe.chain(fpipe.split(8), fpipe.schedules.zb_h1(4))(fpipe.program(4)))
+    >>> lower_bounds.makespan, lower_bounds.span
     (27.0, 27.0)
     """
-    program = the_program(program)
-    costs = the_costs(costs, program)
+    program = require_program(program)
+    costs = checked_costs(costs, program)
     with building():
+        # 1. From data alone: the window of each rank's ops, and of those that no W delays.
         graph = DataGraph(program, costs)
         ranks = range(program.ranks)
         windows = [graph.window(rank) for rank in ranks]
         without_weights = [graph.window(rank, without_weights=True) for rank in ranks]
-        most = _caps(program, costs, memory_cap)
-        memory = bounds_of_memory(graph, most) if most else None
+        # 2. From memory. Without it warm-up is the work of a rank, and lifespan 0.
+        caps = _residual_caps(program, costs, memory_cap)
+        memory = memory_bounds(graph, caps) if caps else None
         spans, lives = memory or ([window[1] for window in windows], [0.0 for _ in ranks])
-        why = "a microbatch has too many ops" if most else "residuals leave their rank"
+        reason = "a microbatch has too many ops" if caps else "residuals leave their rank"
         return Bounds(
-            Bound("head", tuple(first + work for first, work, _ in windows)),
+            Bound("head", tuple(first_start + work for first_start, work, _ in windows)),
             Bound("fused", tuple(map(sum, windows))),
             Bound("drain", tuple(map(sum, without_weights))),
-            Bound("warm-up", tuple(span + graph.around(rank) for rank, span in enumerate(spans)), tuple(spans)),
+            Bound("warm-up", tuple(span + graph.idle_around(rank) for rank, span in enumerate(spans)), tuple(spans)),
             Bound("lifespan", tuple(lives)),
-            "" if memory else f"warm-up and lifespan leave memory out: {why}.",
+            "" if memory else f"warm-up and lifespan leave memory out: {reason}.",
         )
 
 
-def _caps(program: Program, costs: Costs, memory_cap: Any) -> list[int]:
-    """The bundles of residuals that each rank may hold; nothing if they do not stay where they are made."""
-    groups = op_groups(program.ops)
-    share = known_shares(program, groups)
-    if not residuals_stay(program, groups):
+def _residual_caps(program: Program, costs: Costs, memory_cap: Any) -> list[int]:
+    """Return how many ops' residuals each rank may hold; an empty list if residuals leave their rank."""
+    groups = group_ops(program.ops)
+    shares = shares_of_groups(program, groups)
+    if not residuals_stay_on_rank(program, groups):
         return []
-    held: Sequence[Any]
+    caps_in_microbatches: Sequence[Any]
     if memory_cap is None:
-        starts, ends, *_ = next(walk(program, costs))
-        held, _ = units_held(program, starts, ends, list, groups)
+        starts, ends, *_ = next(simulate_iterations(program, costs))
+        caps_in_microbatches, _ = microbatches_held(program, starts, ends, list, groups)
     elif isinstance(memory_cap, Sequence) and not isinstance(memory_cap, str):
         if len(memory_cap) != program.ranks:
-            raise ValueError(f"memory_cap lists {len(memory_cap)} caps for {program.ranks} ranks; give one a rank.")
-        held = memory_cap
+            raise ValueError(f"memory_cap lists {len(memory_cap)} caps for {program.ranks} ranks.")
+        caps_in_microbatches = memory_cap
     else:
-        held = [memory_cap] * program.ranks
-    for most in held:
-        if not (isinstance(most, Real) and float(most) >= 0):
-            raise ValueError(f"memory_cap is in microbatches, at least what one op holds; found {most!r}.")
-    caps = [int(min(most * count + 1e-9, len(program.ops))) for most, count in zip(held, share, strict=True)]
+        caps_in_microbatches = [memory_cap] * program.ranks
+    for cap in caps_in_microbatches:
+        if not (isinstance(cap, Real) and float(cap) >= 0):
+            raise ValueError(f"memory_cap is in microbatches, at least 0; found {cap!r}.")
+    # A cap may be a peak, which was divided by the share: 1e-9 keeps the product from rounding below an integer.
+    pairs = zip(caps_in_microbatches, shares, strict=True)
+    caps = [int(min(cap * share + 1e-9, len(program.ops))) for cap, share in pairs]
     for rank in {op.rank for op in parts_of(program.ops) if makes_residuals(op)}:
         if caps[rank] < 1:
-            least = f"where one op alone holds {1 / share[rank]:g}; give it at least that"
-            raise ValueError(f"memory_cap is {held[rank]!r} microbatches on rank {rank}, {least}.")
+            remedy = f"where one op alone holds {1 / shares[rank]:g}; give it at least that"
+            raise ValueError(f"memory_cap is {caps_in_microbatches[rank]!r} microbatches on rank {rank}, {remedy}.")
     return caps

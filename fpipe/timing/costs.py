@@ -1,4 +1,11 @@
-"""Costs: seconds for an op of each kind and stage, seconds from rank to rank, bytes of a value."""
+"""Costs: seconds for an op of each kind and stage, seconds from rank to rank, bytes of a value.
+
+    op     --seconds-->       on its lane, on its rank's speed
+    value  --link_seconds-->  on a link, which it keeps from other values   --latency-->  until it arrives
+    value  --size-->          bytes when it travels      --storages-->     bytes while it is held
+
+All checks of numbers are here and in `amounts.py`, where costs enter; simulation trusts them.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +18,17 @@ from typing import Any, Literal
 from fpipe.limits import whole
 from fpipe.program import Op, Program, Value, is_exchange, kind_of, lane_of
 from fpipe.timing.amounts import (
-    EXTRA,
+    EXTRA_COSTS,
     Bytes,
     Storages,
     at_stage,
     check_bytes,
     checked_rate,
     checked_seconds,
-    listed,
-    of_links,
+    link_numbers,
     on_link,
-    scattered,
+    scattered_value,
+    stage_numbers,
     storages_of,
 )
 from fpipe.timing.cluster import Cluster
@@ -74,7 +81,7 @@ class Costs:
 
     >>> Costs(forward=2, backward_weight=[1, 3]).forward
     2
-    >>> Costs(transfer={(0, 1): 0.5}, bandwidth=4.0, bytes={"y": 8}).carrying(Value("y", 0, 0), 0, 1)
+    >>> Costs(transfer={(0, 1): 0.5}, bandwidth=4.0, bytes={"y": 8}).link_seconds(Value("y", 0, 0), 0, 1)
     2.0
     """
 
@@ -102,13 +109,13 @@ class Costs:
     send: float = 0
     receive: float = 0
 
-    def __new__(cls, *given: Any, **named: Any) -> Costs:
-        """Say what letters are for: the papers' are of a whole rank."""
-        letters = [letter for letter in _LETTERS if letter in named]
+    def __new__(cls, *args: Any, **kwargs: Any) -> Costs:
+        """Refuse the letters of papers, which are costs of a whole rank."""
+        letters = [letter for letter in _LETTERS if letter in kwargs]
         if letters:
             raise TypeError(
                 f"{' and '.join(letters)} are seconds of a whole rank: Costs.per_rank({letters[0]}=...). Costs are of "
-                "one stage's op, by forward=, backward_input=, backward_weight=, recompute= and transfer=."
+                "one stage's op: forward=, backward_input=, backward_weight=, ..."
             )
         return super().__new__(cls)
 
@@ -116,7 +123,7 @@ class Costs:
     def per_rank(
         cls, F: float, B: float, W: float, *, stages: int = 1, slices: int = 1, R: float | None = None, c: float = 0
     ) -> Costs:
-        """Costs as papers tell them: of a whole rank's share of a microbatch, in the letters that they use.
+        """Make costs from the letters of papers, which are for a whole rank's share of a microbatch.
 
         Args:
             F, B, W: seconds of the forward, the input gradient and the weight gradient of all stages of a rank.
@@ -128,206 +135,226 @@ class Costs:
         >>> Costs.per_rank(F=10, B=12, W=8, stages=2, c=1)
         Costs(forward=5.0, backward_input=6.0, backward_weight=4.0, recompute=None, transfer=1)
         """
-        for word, parts in (("stages", stages), ("slices", slices)):
-            whole(word, parts)
+        for name, count in (("stages", stages), ("slices", slices)):
+            whole(name, count)
+        # Each stage and slice of a rank takes an equal part of its seconds.
         share = stages * slices
         return cls(F / share, B / share, W / share, None if R is None else R / share, c)
 
     def __repr__(self) -> str:
         """Show the first five fields, and others where they are not the default."""
-        shown = [f"{field.name}={getattr(self, field.name)!r}" for field in fields(self)[:5]]
+        field_texts = [f"{field.name}={getattr(self, field.name)!r}" for field in fields(self)[:5]]
         for field in fields(self)[5:]:
             value = getattr(self, field.name)
             if value != field.default:
                 text = repr(value)  # bytes of a step may be thousands of numbers
-                shown.append(f"{field.name}={text if len(text) <= 60 else f'<{type(value).__name__}>'}")
-        return f"Costs({', '.join(shown)})"
+                field_texts.append(f"{field.name}={text if len(text) <= 60 else f'<{type(value).__name__}>'}")
+        return f"Costs({', '.join(field_texts)})"
 
     def __post_init__(self) -> None:
-        for word in _PER_STAGE:
-            field = getattr(self, word)
-            if field is not None or word not in ("recompute", "load", "backward"):
-                for cost in listed(field):
-                    checked_seconds(word, cost)
-        for word in ("send", "receive"):
-            checked_seconds(word, getattr(self, word))
-        for cost in of_links("transfer", "seconds", self.transfer):
+        # 1. Numbers: seconds, then rates.
+        for field_name in _PER_STAGE_FIELDS:
+            field_costs = getattr(self, field_name)
+            if field_costs is not None or field_name not in ("recompute", "load", "backward"):
+                for cost in stage_numbers(field_costs):
+                    checked_seconds(field_name, cost)
+        for field_name in ("send", "receive"):
+            checked_seconds(field_name, getattr(self, field_name))
+        for cost in link_numbers("transfer", "seconds", self.transfer):
             checked_seconds("transfer", cost)
-        on_links = () if self.bandwidth is None else of_links("bandwidth", "bytes a second", self.bandwidth)
-        of_host = () if self.host_bandwidth is None else (self.host_bandwidth,)
-        for word, rates in (("bandwidth", on_links), ("host_bandwidth", of_host)):
+        link_bandwidths = () if self.bandwidth is None else link_numbers("bandwidth", "bytes a second", self.bandwidth)
+        host_bandwidths = () if self.host_bandwidth is None else (self.host_bandwidth,)
+        for field_name, rates in (("bandwidth", link_bandwidths), ("host_bandwidth", host_bandwidths)):
             for rate in rates:
-                checked_rate(word, rate)
-            if getattr(self, word) is not None and self.bytes is None:
-                raise ValueError(f"a {word} needs the bytes of values; say bytes= too, such as fpipe.sizes(...).")
-        text: object = self.cluster
-        if isinstance(text, str):
-            object.__setattr__(self, "cluster", Cluster.parse(text))
+                checked_rate(field_name, rate)
+            if getattr(self, field_name) is not None and self.bytes is None:
+                raise ValueError(f"a {field_name} needs bytes of values: say bytes=, such as fpipe.sizes(...).")
+        # 2. The cluster, which says alone how long transfers take.
+        cluster_text: object = self.cluster
+        if isinstance(cluster_text, str):
+            object.__setattr__(self, "cluster", Cluster.parse(cluster_text))
         if self.cluster is not None:
             if not isinstance(self.cluster, Cluster):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise TypeError(f"a cluster is an fpipe.Cluster or its text, found {self.cluster!r}.")
             if self.transfer != 0 or self.bandwidth is not None:
-                raise ValueError("a cluster says how long transfers take; leave out transfer= and bandwidth=.")
+                raise ValueError("a cluster has links of its own: leave out transfer= and bandwidth=.")
             if self.cluster.has_bandwidth and self.bytes is None:
-                raise ValueError("a cluster's bandwidths need the bytes of values; say Costs(bytes=...) too.")
+                raise ValueError("a cluster's bandwidths need bytes of values: say Costs(bytes=...).")
+        # 3. Words.
         if self.sender not in ("free", "busy"):
             raise ValueError(f'a sender is "free" or "busy", found {self.sender!r}.')
         if self.messages not in MESSAGES:
             raise ValueError(f"messages is one of {', '.join(map(repr, MESSAGES))}; found {self.messages!r}.")
         if self.messages != "eager" and (self.sender == "busy" or self.send or self.receive):
-            mend = "leave out sender=, send= and receive=."
-            raise ValueError(f'messages="{self.messages}" says how long ranks stay with a transfer; {mend}')
+            remedy = "leave out sender=, send= and receive=."
+            raise ValueError(f'messages="{self.messages}" says how long ranks stay with a transfer; {remedy}')
         if not callable(self.pair) and self.pair not in ("sum", "max"):
-            raise ValueError(f'a pair costs the "sum" or the "max" of its parts, or f(op); found {self.pair!r}.')
+            raise ValueError(f'a pair costs "sum", "max" or f(op); found {self.pair!r}.')
         check_bytes(self.bytes)
 
     @property
-    def busies(self) -> bool:
-        """Whether what travels keeps ranks from other work, or waits for them."""
+    def occupies_ranks(self) -> bool:
+        """Whether transfers keep ranks from other work, or wait for them."""
         return self.sender == "busy" or self.send > 0 or self.receive > 0 or self.messages != "eager"
 
     def seconds(self, op: Op) -> float:
-        """How long an op takes on its lane; what keeps to its data takes nothing."""
-        seconds = self._seconds(op)
+        """Return the seconds of an op on its lane."""
+        # A slow rank computes slowly; copies and collectives on other lanes depend on links.
+        seconds = self._seconds_at_unit_speed(op)
         if self.cluster is None or not seconds or lane_of(op) != "main":
             return seconds
         return seconds / self.cluster.speed_of(op.rank)
 
-    def _seconds(self, op: Op) -> float:
+    def _seconds_at_unit_speed(self, op: Op) -> float:
         """Seconds of an op on a rank of speed 1."""
         if op.parts:
             if callable(self.pair):
                 return checked_seconds(f"pair({op.cell})", self.pair(op))
-            exchanges = sum(self._seconds(part) for part in op.parts if is_exchange(part))
-            parts = [self._seconds(part) for part in op.parts if not is_exchange(part)]
-            return max(exchanges, (sum if self.pair == "sum" else max)(parts) if parts else 0.0)
+            # An exchange is on a lane of its own, and so always runs at the same time as the computing parts.
+            exchange_seconds = sum(self._seconds_at_unit_speed(part) for part in op.parts if is_exchange(part))
+            computing = [self._seconds_at_unit_speed(part) for part in op.parts if not is_exchange(part)]
+            return max(exchange_seconds, (sum if self.pair == "sum" else max)(computing) if computing else 0.0)
         kind, stage = op.kind, op.stage or 0
         if is_exchange(op):
-            free = kind in _FREE.get(dict(op.how)["exchange"], "W")
-            return 0.0 if free else self._of("exchange", stage) + self._exchanged(op)
-        if op.how and kind in "BI":  # it computes its stage again itself
-            return self._seconds(op._replace(how=())) + self._seconds(op._replace(kind="R"))
+            is_free = kind in _FREE_KINDS_BY_EXCHANGE.get(dict(op.how)["exchange"], "W")
+            return 0.0 if is_free else self._field_at_stage("exchange", stage) + self._exchange_seconds(op)
+        # A B or I with a `how` recomputes its stage itself: it costs an R more.
+        if op.how and kind in "BI":
+            return self._seconds_at_unit_speed(op._replace(how=())) + self._seconds_at_unit_speed(op._replace(kind="R"))
         if kind == "B" and self.backward is None:
-            return self._of("backward_input", stage) + self._of("backward_weight", stage)
-        if (word := _OF_KIND.get(kind)) is not None:
-            return at_stage(getattr(self, word), stage, word)
+            return self._field_at_stage("backward_input", stage) + self._field_at_stage("backward_weight", stage)
+        if (field_name := _FIELD_BY_KIND.get(kind)) is not None:
+            return at_stage(getattr(self, field_name), stage, field_name)
         if kind == "R":
-            return self._of("forward" if self.recompute is None else "recompute", stage)
+            return self._field_at_stage("forward" if self.recompute is None else "recompute", stage)
         if kind in ("OFFLOAD", "LOAD"):
-            fixed = self._of("offload" if kind == "OFFLOAD" or self.load is None else "load", stage)
-            moved = sum(map(self.size, op.reads)) / self.host_bandwidth if self.host_bandwidth else 0.0
-            return fixed + moved
+            fixed = self._field_at_stage("offload" if kind == "OFFLOAD" or self.load is None else "load", stage)
+            copying = sum(map(self.size, op.reads)) / self.host_bandwidth if self.host_bandwidth else 0.0
+            return fixed + copying
         if kind in ("REDUCE", "GATHER", "SCATTER"):
-            fixed = self._of(kind.lower(), stage) if kind != "REDUCE" or adds_gradients(op) else 0.0
-            return fixed + self._around(op)
+            fixed = self._field_at_stage(kind.lower(), stage) if kind != "REDUCE" or adds_gradients(op) else 0.0
+            return fixed + self._ring_seconds(op)
         if kind in ("SEND", "RECV"):
             return self.send if kind == "SEND" else self.receive
-        if kind not in EXTRA:
-            raise ValueError(f"{kind} has no cost; say fpipe.register_cost({kind!r}, seconds), 0 if it takes no time.")
-        cost = EXTRA[kind]
+        if kind not in EXTRA_COSTS:
+            raise ValueError(f"{kind} has no cost; say fpipe.register_cost({kind!r}, seconds).")
+        cost = EXTRA_COSTS[kind]
         return checked_seconds(f"the cost of {op.cell}", cost(op)) if callable(cost) else cost
 
-    def _of(self, word: str, stage: int) -> float:
-        return at_stage(getattr(self, word), stage, word)
+    def _field_at_stage(self, field_name: str, stage: int) -> float:
+        return at_stage(getattr(self, field_name), stage, field_name)
 
-    def _around(self, op: Op) -> float:
-        """Seconds that a collective over replicas takes on their links; a REDUCE scatters and gathers."""
+    def _ring_seconds(self, op: Op) -> float:
+        """Return the seconds that a collective over replicas takes on the links between them."""
         if self.cluster is None or self.cluster.replicas == 1:
             return 0.0
+        # A ring all-reduce is a reduce-scatter and an all-gather, each once around the ring.
         rounds = 2 if op.kind == "REDUCE" else 1
         has_storages = hasattr(self.bytes, "storages")
         if not has_storages and self.cluster.across.bandwidth == math.inf:
-            return self.cluster.around(0.0) * rounds
-        sent = op.writes[0] if op.kind == "GATHER" else scattered(op) if has_storages else op.reads[0]
-        size = self.size(sent)
+            return self.cluster.ring_seconds(0.0) * rounds
+        # The ring carries the whole value: what a GATHER makes, and what others start from, after a cast.
+        value = op.writes[0] if op.kind == "GATHER" else scattered_value(op) if has_storages else op.reads[0]
+        size = self.size(value)
         if has_storages and not size:  # nobody reads what would be gathered
             return 0.0
-        return self.cluster.around(size) * rounds
+        return self.cluster.ring_seconds(size) * rounds
 
-    def _exchanged(self, op: Op) -> float:
-        """Seconds that the collective of a stage takes on the links between replicas."""
+    def _exchange_seconds(self, op: Op) -> float:
+        """Return the seconds that the collective of a stage takes on the links between replicas."""
         if self.cluster is None or self.cluster.replicas == 1:
             return 0.0
         has_bandwidth = self.cluster.across.bandwidth < math.inf
-        flows = [[value for value in values if value.name in _FLOWS] for values in (op.reads, op.writes)]
-        read, written = (sum(map(self.size, values)) if has_bandwidth else 0.0 for values in flows)
-        how = dict(op.how)["exchange"]
-        if how == "ring":
-            return self.cluster.across.latency + read / self.cluster.across.bandwidth
-        return self.cluster.around(max(read, written)) * (2 if how in ("all_reduce", "copy", "reduce") else 1)
+        activations = [[value for value in values if value.name in _ACTIVATIONS] for values in (op.reads, op.writes)]
+        bytes_read, bytes_written = (sum(map(self.size, values)) if has_bandwidth else 0.0 for values in activations)
+        exchange_kind = dict(op.how)["exchange"]
+        # A ring passes its input to the next replica once. Others go around with the whole value, which is the larger
+        # of what they read and write; those that sum and give all the result go around twice.
+        if exchange_kind == "ring":
+            return self.cluster.across.latency + bytes_read / self.cluster.across.bandwidth
+        return self.cluster.ring_seconds(max(bytes_read, bytes_written)) * (
+            2 if exchange_kind in ("all_reduce", "copy", "reduce") else 1
+        )
 
     def latency(self, source: int, target: int) -> float:
-        """Seconds on the way from one rank to another."""
+        """Return the latency from one rank to another, in seconds."""
         if self.cluster is not None:
             return self.cluster.link(source, target).latency
         return checked_seconds("transfer", on_link(self.transfer, source, target, "transfer"))
 
-    def carrying(self, value: Value, source: int, target: int) -> float:
-        """Seconds for which a value keeps its link from other values."""
+    def link_seconds(self, value: Value, source: int, target: int) -> float:
+        """Return the seconds for which a value keeps its link from other values."""
         if self.cluster is not None:
-            hosted = max(source, target) >= len(self.cluster.speed)
-            rate = (self.host_bandwidth or math.inf) if hosted else self.cluster.link(source, target).bandwidth
-            return self.size(value) / rate if rate < math.inf else 0.0
+            is_on_host = max(source, target) >= len(self.cluster.speed)  # ranks beyond the cluster's are host memory
+            bandwidth = (self.host_bandwidth or math.inf) if is_on_host else self.cluster.link(source, target).bandwidth
+            return self.size(value) / bandwidth if bandwidth < math.inf else 0.0
         if self.bandwidth is None:
             return 0.0
         return self.size(value) / checked_rate("bandwidth", on_link(self.bandwidth, source, target, "bandwidth"))
 
     def wire(self, source: int, target: int) -> Hashable:
-        """The wire from one rank to another, which carries one value at a time."""
+        """Return the wire from one rank to another, which carries one value at a time."""
         return (source, target) if self.cluster is None else self.cluster.wire(source, target)
 
     def size(self, value: Value) -> float:
-        """Bytes of a value when it travels."""
+        """Return the bytes of a value when it travels."""
         sizes: Any = self.bytes
         return sizes.size(value) if hasattr(sizes, "storages") else sum(self.storages(value).values())
 
     def storages(self, value: Value) -> Storages:
-        """The storages of a value. Where only its bytes are known, it lies alone, with its copies, in one."""
+        """Return the storages of a value, as `storages_of`."""
         return storages_of(self.bytes, value)
 
 
 # `help` and notebooks show the fields, and not the `__new__` that explains letters.
-_FIELDS = [*signature(Costs.__init__).parameters.values()][1:]
-Costs.__signature__ = Signature(_FIELDS)  # pyright: ignore[reportAttributeAccessIssue] # one that inspect reads
+_PARAMETERS = [*signature(Costs.__init__).parameters.values()][1:]
+Costs.__signature__ = Signature(_PARAMETERS)  # pyright: ignore[reportAttributeAccessIssue] # one that inspect reads
 
 
-_FLOWS = ("y", "again", "dx", "dy")
-_FREE = {"copy": "FRW", "scatter": "FRW", "reduce": "BIW", "gather": "BIW"}
-"""The ops of an exchange, of one that has a collective in one direction only, that take no time; by default W."""
+_ACTIVATIONS = ("y", "again", "dx", "dy")
+"""Values that the collective of a stage sends: its input and output, forward and backward."""
+_FREE_KINDS_BY_EXCHANGE = {"copy": "FRW", "scatter": "FRW", "reduce": "BIW", "gather": "BIW"}
+"""Kinds of op that take no time, for exchanges that communicate only forward or only backward; for others W alone."""
 _LETTERS = ("F", "B", "I", "W", "R", "c")
-_PER_STAGE = (
+_PER_STAGE_FIELDS = (
     *("forward", "backward_input", "backward_weight", "recompute", "offload", "load", "backward"),
     *("reduce", "gather", "scatter", "update", "exchange"),
 )
-_OF_KIND = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight", "UPDATE": "update"}
+_FIELD_BY_KIND = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight", "UPDATE": "update"}
 
 
 def adds_gradients(op: Op) -> bool:
-    """Whether a REDUCE adds up gradients of a stage over replicas, and not a number."""
+    """Whether a REDUCE sums gradients of a stage over replicas, rather than a number such as the loss."""
     return op.writes[0].name == "all"
 
 
-def computing(program: Program) -> set[int]:
-    """The ranks that compute; a host only keeps what travels."""
+def compute_ranks(program: Program) -> set[int]:
+    """Return the ranks that run stages; a host only stores copies."""
     return {rank for ranks in program.placement for rank in (ranks if isinstance(ranks, tuple) else (ranks,))}
 
 
-def the_costs(costs: object, program: Program | None = None) -> Costs:
-    """Check costs, by default one second for each F, I and W, and whether their lists are long enough for a program."""
+def checked_costs(costs: object, program: Program | None = None) -> Costs:
+    """Return costs that fit a program, or the default: one second for each F, I and W.
+
+    Raises:
+        TypeError: these are no costs.
+        ValueError: a list has fewer numbers than the program stages, or the cluster fewer ranks.
+    """
     if costs is None:
         return Costs()
     if not isinstance(costs, Costs):
         raise TypeError(f"costs is an fpipe.Costs, such as fpipe.Costs(forward=2); found {type(costs).__name__}.")
     if program is None:
         return costs
-    most = math.inf if costs.cluster is None else len(costs.cluster.speed)
-    if program.ranks > most and max(computing(program)) >= most:
-        raise ValueError(f"the program has {program.ranks} ranks, and the cluster {most}.")
-    for word in _PER_STAGE:
-        length = len([*listed(getattr(costs, word))])
-        if isinstance(getattr(costs, word), Sequence) and length < program.stages:
-            found = f"{word} lists {length} costs, but the program has a stage {length}"
-            raise ValueError(f"{found}; give one for each of its {program.stages} stages.")
+    # Ranks beyond the cluster are allowed if they only store copies: host memory.
+    cluster_ranks = math.inf if costs.cluster is None else len(costs.cluster.speed)
+    if program.ranks > cluster_ranks and max(compute_ranks(program)) >= cluster_ranks:
+        raise ValueError(f"the program has {program.ranks} ranks, and the cluster {cluster_ranks}.")
+    for field_name in _PER_STAGE_FIELDS:
+        length = len([*stage_numbers(getattr(costs, field_name))])
+        if isinstance(getattr(costs, field_name), Sequence) and length < program.stages:
+            problem = f"{field_name} lists {length} costs, but the program has a stage {length}"
+            raise ValueError(f"{problem}; give one for each of its {program.stages} stages.")
     return costs
 
 
@@ -335,5 +362,5 @@ class Ticks(Costs):
     """The clock that fixes a program's global order: F, B, I, W and R take one tick each."""
 
     def seconds(self, op: Op) -> float:
-        """One tick, or none for what keeps to its data."""
+        """Return one tick, or 0 for kinds that no schedule names."""
         return kind_of(op.kind).time

@@ -1,4 +1,12 @@
-"""Memory of each rank: bytes of distinct storages, or microbatches whose residuals are there."""
+"""Memory of each rank over time: bytes of distinct storages, or microbatches whose residuals it holds.
+
+    costs have bytes?   yes --> bytes_held           each storage from its first value written to its last value read
+                        no  --> microbatches_held    residuals only, in units of one microbatch of all the rank's stages
+                                  they stay on their rank --> peaks_in_program_order    its order is enough
+                                  they travel             --> residual_changes          needs the times
+
+A change is (seconds, order, rank, amount). The order breaks ties between changes of one moment: that of the program.
+"""
 
 from __future__ import annotations
 
@@ -8,136 +16,148 @@ from itertools import accumulate, groupby
 from operator import itemgetter
 
 from fpipe.program import Program, Value, kind_of, lane_of, memory_of, parts_of
-from fpipe.timing.lanes import OpGroups, Transfer, op_groups
-from fpipe.transforms.shard import shares
+from fpipe.timing.lanes import OpGroups, Transfer, group_ops
+from fpipe.transforms.shard import forwards_per_microbatch
 
-HeldChanges = list[tuple[float, float, int, float]]
-"""Changes of what is held: when, in which order where that is one moment, on which rank, and by how much."""
+MemoryChanges = list[tuple[float, float, int, float]]
+"""Changes of what is held: (seconds, order among changes of one moment, rank, amount)."""
 
 
 class Account:
-    """Bytes held now and at most, on each rank: from where a value is written to where it is read last.
+    """Current and peak bytes of each rank, where a value is held from its write to its last read.
 
-    Storages of the caller (`given`) do not count, nor does what is offloaded to the host.
+    Several values may lie in one storage, such as views; it counts once, until none of them is left. `caller_storages`
+    do not count, nor does what is offloaded to the host.
     """
 
-    def __init__(self, ranks: int, given: Iterable[Hashable] = ()) -> None:
-        self.given = frozenset(given)
-        self.held: list[Counter[Hashable]] = [Counter() for _ in range(ranks)]
-        self.now, self.peak = [0] * ranks, [0] * ranks
+    def __init__(self, ranks: int, caller_storages: Iterable[Hashable] = ()) -> None:
+        self.caller_storages = frozenset(caller_storages)
+        self.count_by_storage: list[Counter[Hashable]] = [Counter() for _ in range(ranks)]
+        self.current_bytes, self.peak = [0] * ranks, [0] * ranks
         self.storages: dict[Value, tuple[int, Mapping[Hashable, int]]] = {}
 
-    def note(
-        self, rank: int, written: Iterable[tuple[Value, Mapping[Hashable, int]]], dead: Iterable[Value]
+    def record_op(
+        self, rank: int, written_values: Iterable[tuple[Value, Mapping[Hashable, int]]], dead_values: Iterable[Value]
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Account for an op, whose writes are there before what it reads last is gone; return (rank, bytes) of what it
-        adds and of what goes."""
-        added, gone = list[tuple[int, int]](), list[tuple[int, int]]()
-        for value, storages in written:
+        """Account for an op, and return (rank, bytes) of each storage that it adds and of each that it frees.
+
+        What it writes is there before what it reads for the last time is freed.
+        """
+        added, freed = list[tuple[int, int]](), list[tuple[int, int]]()
+        for value, storages in written_values:
             memory = memory_of(value, rank)
             if memory is None:
                 continue
-            counted = {storage: size for storage, size in storages.items() if storage not in self.given}
+            counted = {storage: size for storage, size in storages.items() if storage not in self.caller_storages}
             self.storages[value] = (memory, counted)
             for storage, size in counted.items():
-                self.held[memory][storage] += 1
-                if self.held[memory][storage] == 1:
-                    self.now[memory] += size
+                self.count_by_storage[memory][storage] += 1
+                if self.count_by_storage[memory][storage] == 1:
+                    self.current_bytes[memory] += size
                     added.append((memory, size))
         for memory, _ in added:
-            self.peak[memory] = max(self.peak[memory], self.now[memory])
-        for value in dead:
+            self.peak[memory] = max(self.peak[memory], self.current_bytes[memory])
+        for value in dead_values:
             memory, counted = self.storages.pop(value, (0, {}))
             for storage, size in counted.items():
-                self.held[memory][storage] -= 1
-                if not self.held[memory][storage]:
-                    self.now[memory] -= size
-                    gone.append((memory, size))
-        return added, gone
+                self.count_by_storage[memory][storage] -= 1
+                if not self.count_by_storage[memory][storage]:
+                    self.current_bytes[memory] -= size
+                    freed.append((memory, size))
+        return added, freed
 
 
 def bytes_held(
     program: Program, storages: Callable[[Value], Mapping[Hashable, int]], starts: list[float], ends: list[float]
-) -> tuple[tuple[float, ...], HeldChanges]:
-    """Return the most bytes on each rank, and how they change in time, in a walk down a program `with_transfers`.
+) -> tuple[tuple[float, ...], MemoryChanges]:
+    """Return the peak bytes of each rank, and their changes over time, of a program whose transfers are ops.
 
-    A copy is there from just before its first reader on its rank until after the last.
+    A copy is there from just before its first reader on its rank until after the last. The peak is that of a walk down
+    the list, which a rank's ops follow one by one.
     """
-    rows = [(part, at) for at, op in enumerate(program.ops) for part in op.parts or (op,)]
-    kept = {end.value for end in program.outputs}
-    last = {value: row for row, (op, _) in enumerate(rows) for value in (*op.writes, *op.reads)}
-    dead: defaultdict[int, list[Value]] = defaultdict(list)
-    for value, row in last.items():
-        if value not in kept:
-            dead[row].append(value)
-    account, steps = Account(program.ranks), HeldChanges()
-    for row, (op, at) in enumerate(rows):
-        added, gone = account.note(op.rank, [(value, storages(value)) for value in op.writes], dead.get(row, ()))
-        steps += [(starts[at], row, rank, size) for rank, size in added]
-        steps += [(ends[at], row + 0.5, rank, -size) for rank, size in gone]
+    parts = [(part, position) for position, op in enumerate(program.ops) for part in op.parts or (op,)]
+    output_values = {end.value for end in program.outputs}
+    last_row_by_value = {value: index for index, (op, _) in enumerate(parts) for value in (*op.writes, *op.reads)}
+    dead_by_index: defaultdict[int, list[Value]] = defaultdict(list)
+    for value, index in last_row_by_value.items():
+        if value not in output_values:
+            dead_by_index[index].append(value)
+    # What is freed at the end of an op comes after what the op adds, and before the next op: hence the half.
+    account, steps = Account(program.ranks), MemoryChanges()
+    for index, (op, position) in enumerate(parts):
+        written = [(value, storages(value)) for value in op.writes]
+        added, freed = account.record_op(op.rank, written, dead_by_index.get(index, ()))
+        steps += [(starts[position], index, rank, size) for rank, size in added]
+        steps += [(ends[position], index + 0.5, rank, -size) for rank, size in freed]
     return tuple(map(float, account.peak)), steps
 
 
-def known_shares(program: Program, groups: OpGroups) -> list[int]:
-    """Return `shares` of a program, without a look at each op where every microbatch has all forwards."""
+def shares_of_groups(program: Program, groups: OpGroups) -> list[int]:
+    """Return `forwards_per_microbatch` of a program, read off its groups of ops if every microbatch has all forwards.
+
+    A share is how many forwards of one microbatch a rank runs: what is held is counted in units of it.
+    """
     if not any(op.parts or op.kind == "R" for op in groups.samples):
         sizes = Counter(groups.numbers)
         forwards = [(op.rank, sizes[number]) for number, op in enumerate(groups.samples) if op.kind == "F"]
         if {size for _, size in forwards} == {program.microbatches * program.slices}:
             stages = Counter(rank for rank, _ in forwards)
             return [max(1, stages[rank] * program.slices) for rank in range(program.ranks)]
-    return shares(program)
+    return forwards_per_microbatch(program)
 
 
-def units_held(
+def microbatches_held(
     program: Program,
     starts: list[float],
     ends: list[float],
     transfers: Callable[[], Iterable[Transfer]],
     groups: OpGroups,
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """The most microbatches held at once on each rank: to the end of W, and to the end of I."""
-    share = known_shares(program, groups)
-    if residuals_stay(program, groups):
-        both = peaks_in_order(program, groups)
+    """Return the peak microbatches of each rank, held until the end of W, and until the end of I."""
+    share = shares_of_groups(program, groups)
+    if residuals_stay_on_rank(program, groups):
+        peaks_by_release = peaks_in_program_order(program, groups)
     else:
         moved = list(transfers())
-        both = tuple(peaks_of(unit_steps(program, starts, ends, moved, released), program.ranks) for released in (0, 1))
-    held, released = ([most / count for most, count in zip(peak, share, strict=True)] for peak in both)
-    return tuple(held), tuple(released)
+        changes = [residual_changes(program, starts, ends, moved, released) for released in (0, 1)]
+        peaks_by_release = peaks_of(changes[0], program.ranks), peaks_of(changes[1], program.ranks)
+    to_w, to_i = ([units / count for units, count in zip(peak, share, strict=True)] for peak in peaks_by_release)
+    return tuple(to_w), tuple(to_i)
 
 
-def curves(steps: HeldChanges, share: Sequence[float]) -> list[list[tuple[float, float]]]:
-    """Memory of each rank from each change on: (seconds, amount), in units of the rank's share."""
+def memory_curves(steps: MemoryChanges, share: Sequence[float]) -> list[list[tuple[float, float]]]:
+    """Return (seconds, amount) from each change on, for each rank and in units of its share."""
     changes_by_rank: list[list[tuple[float, float, float]]] = [[] for _ in share]
-    for when, order, rank, change in steps:
+    for seconds, order, rank, change in steps:
         if change:
-            changes_by_rank[rank].append((when, order, change))
-    return [_curve(sorted(changes), unit) for changes, unit in zip(changes_by_rank, share, strict=True)]
+            changes_by_rank[rank].append((seconds, order, change))
+    return [_memory_curve(sorted(changes), unit) for changes, unit in zip(changes_by_rank, share, strict=True)]
 
 
-def _curve(changes: Sequence[tuple[float, float, float]], unit: float) -> list[tuple[float, float]]:
-    amounts = (held / unit for held in accumulate(change for _, _, change in changes))
-    moments = groupby(zip((when for when, _, _ in changes), amounts, strict=True), key=itemgetter(0))
-    # Within one moment the most that is held is shown too, so that the curve's maximum is the peak.
+def _memory_curve(changes: Sequence[tuple[float, float, float]], unit: float) -> list[tuple[float, float]]:
+    amounts = (quantity / unit for quantity in accumulate(change for _, _, change in changes))
+    moments = groupby(zip((seconds for seconds, _, _ in changes), amounts, strict=True), key=itemgetter(0))
+    # A moment has a point for the most held within it, and one for what is left, so that the curve's top is the peak.
     points: list[tuple[float, float]] = []
-    for when, group in moments:
-        values = [amount for _, amount in group]
-        points += [(when, amount) for amount in dict.fromkeys((max(values), values[-1]))]
-    return [point for point, before in zip(points, [(0.0, 0.0), *points], strict=False) if point[1] != before[1]]
+    for seconds, group in moments:
+        amounts_of_moment = [amount for _, amount in group]
+        points += [(seconds, amount) for amount in dict.fromkeys((max(amounts_of_moment), amounts_of_moment[-1]))]
+    return [point for point, previous in zip(points, [(0.0, 0.0), *points], strict=False) if point[1] != previous[1]]
 
 
-def peaks_of(steps: HeldChanges, ranks: int) -> list[float]:
-    """The most that each rank holds."""
+def peaks_of(steps: MemoryChanges, ranks: int) -> list[float]:
+    """Return the most that each rank holds at once."""
     steps = sorted(steps)
-    return _peaks([rank for _, _, rank, _ in steps], [change for *_, change in steps], ranks)
+    return _running_peaks([rank for _, _, rank, _ in steps], [change for *_, change in steps], ranks)
 
 
-def residuals_stay(program: Program, groups: OpGroups) -> bool:
-    """Whether residuals are only read where they are made, by backwards."""
-    places = {(op.stage, op.rank) for op in groups.samples if kind_of(op.kind).time}
-    alone = len({stage for stage, _ in places}) == len(places)
-    if alone and all(lane_of(op) == "main" for op in groups.samples):
+def residuals_stay_on_rank(program: Program, groups: OpGroups) -> bool:
+    """Whether residuals are only read on the rank that makes them, and never offloaded."""
+    # Placement alone often tells: each stage on one rank, and no copy lanes. Else look at all reads; an op has its kind
+    # at index 0, its rank at 4 and its reads at 5, which is faster than attributes over a million ops.
+    stage_ranks = {(op.stage, op.rank) for op in groups.samples if kind_of(op.kind).time}
+    is_stage_on_one_rank = len({stage for stage, _ in stage_ranks}) == len(stage_ranks)
+    if is_stage_on_one_rank and all(lane_of(op) == "main" for op in groups.samples):
         return True
     ops = program.ops
     return not any(
@@ -147,76 +167,85 @@ def residuals_stay(program: Program, groups: OpGroups) -> bool:
     )
 
 
-def peaks_in_order(program: Program, groups: OpGroups) -> tuple[list[float], list[float]]:
-    """Peaks where residuals stay on their rank, which does one op at a time: its order is enough."""
+def peaks_in_program_order(program: Program, groups: OpGroups) -> tuple[list[float], list[float]]:
+    """Return the peaks to the end of W and of I where residuals stay on their rank.
+
+    A rank runs one op at a time, so the order of its ops is enough: F adds a microbatch, B or W takes one.
+    """
     ops = parts_of(program.ops)
     if ops is not program.ops:
-        groups = op_groups(ops)
+        groups = group_ops(ops)
     kinds = [op.kind for op in groups.samples]
     change_by_kind = {"F": 1, "R": 1, "B": -1, "W": -1}
     ranks = groups.spread(op.rank for op in groups.samples)
     changes = groups.spread(change_by_kind.get(kind, 0) for kind in kinds)
-    if sum(changes):  # some F, being recomputed, leave no residuals
+    # If each F has its backward, the changes cancel. If not, some F are recomputed, and leave no residuals.
+    if sum(changes):
         pairs = zip(changes, ops, strict=True)
         changes = [int(any(value[0] == "res" for value in op[6])) if change > 0 else change for change, op in pairs]
-    held = _peaks(ranks, changes, program.ranks)
+    peaks = _running_peaks(ranks, changes, program.ranks)
     if "I" not in kinds:
-        return held, held
-    sooner = {"I": -1, "W": 0}
-    return held, _peaks(ranks, list(map(sooner.get, groups.spread(kinds), changes)), program.ranks)
+        return peaks, peaks
+    change_at_i = {"I": -1, "W": 0}
+    changes = list(map(change_at_i.get, groups.spread(kinds), changes))
+    return peaks, _running_peaks(ranks, changes, program.ranks)
 
 
-def _peaks(at: Sequence[int], changes: Sequence[float], ranks: int) -> list[float]:
-    held, peak = list[float]([0] * ranks), list[float]([0] * ranks)  # whole microbatches are added faster
-    for rank, change in zip(at, changes, strict=True):
-        held[rank] = now = held[rank] + change
-        if now > peak[rank]:
-            peak[rank] = now
+def _running_peaks(rank_by_change: Sequence[int], changes: Sequence[float], ranks: int) -> list[float]:
+    # Starting from the integer 0 keeps whole microbatches integers, which are added faster.
+    current, peak = list[float]([0] * ranks), list[float]([0] * ranks)
+    for rank, change in zip(rank_by_change, changes, strict=True):
+        current[rank] = units = current[rank] + change
+        if units > peak[rank]:
+            peak[rank] = units
     return list(map(float, peak))
 
 
-def unit_steps(
+def residual_changes(
     program: Program, starts: Sequence[float], ends: Sequence[float], transfers: Iterable[Transfer], released: int = 0
-) -> HeldChanges:
-    """How the number of residuals on each rank changes in time, wherever they go.
+) -> MemoryChanges:
+    """Return how the residuals on each rank change over time, wherever they travel.
 
     A copy is held from the start of the op that makes it (F, R, LOAD), or from its arrival, to the end of the last op
     that reads it there (a full backward, OFFLOAD, a transfer), and where that is an I, of its W; of I with `released`.
     """
-    rows = [(part, at) for at, op in enumerate(program.ops) for part in op.parts or (op,)]
-    weights = {op[1:4]: at for op, at in rows if op.kind == "W"}
-    landed = {
+    # A copy is (value, rank). The order of changes in one moment is the position of the op; a quarter more at the end
+    # of a read, half more at the end of a transfer, and half less than the first reader's at an arrival.
+    parts = [(part, position) for position, op in enumerate(program.ops) for part in op.parts or (op,)]
+    # Indices 1 to 3 of an op are stage, microbatch and slice, which an I shares with its W.
+    weight_position = {op[1:4]: position for op, position in parts if op.kind == "W"}
+    sent_copy_by_received = {
         op.writes[0]: (program.ops[sources[0]].reads[0], op.rank)
         for op, sources in zip(program.ops, program.sources, strict=True)
         if op.kind == "RECV"
     }
-    begins: dict[tuple[Value, int], tuple[float, float]] = {}
-    uses: defaultdict[tuple[Value, int], list[tuple[float, float]]] = defaultdict(list)
-    made: dict[Value, int] = {}
-    first: dict[tuple[Value, int], int] = {}
-    for op, at in rows:
+    begin_by_copy: dict[tuple[Value, int], tuple[float, float]] = {}
+    uses_by_copy: defaultdict[tuple[Value, int], list[tuple[float, float]]] = defaultdict(list)
+    writer: dict[Value, int] = {}
+    first_reader: dict[tuple[Value, int], int] = {}
+    for op, position in parts:
         for value in _residuals(op.writes):
-            made[value] = at
-            there = memory_of(value, op.rank)
-            if op.kind not in ("RECV", "SEND") and there is not None:
-                begins[value, there] = (starts[at], at)
+            writer[value] = position
+            memory = memory_of(value, op.rank)
+            if op.kind not in ("RECV", "SEND") and memory is not None:
+                begin_by_copy[value, memory] = (starts[position], position)
         for value in _residuals(op.reads):
-            key = landed.get(value, (value, memory_of(value, op.rank) or 0))
-            first.setdefault(key, at)
+            copy = sent_copy_by_received.get(value, (value, memory_of(value, op.rank) or 0))
+            first_reader.setdefault(copy, position)
             if op.kind in ("SEND", "RECV", "FREE"):
                 continue
-            until = weights.get(op[1:4], at) if op.kind == "I" and not released else at
-            uses[key].append((ends[until], until + 0.25))
+            last_position = weight_position.get(op[1:4], position) if op.kind == "I" and not released else position
+            uses_by_copy[copy].append((ends[last_position], last_position + 0.25))
     for value, source, target, _, end in transfers:
         if value.name == "res":
-            from_key = landed.get(value, (value, source))
-            uses[from_key].append((end, made[value] + 0.5))
-            begins[value, target] = (end, first.get((value, target), len(program.ops)) - 0.5)
-    steps = HeldChanges()
-    for key, (when, order) in begins.items():
-        steps.append((when, order, key[1], 1))
-        if key in uses:
-            steps.append((*max(uses[key]), key[1], -1))
+            sent_copy = sent_copy_by_received.get(value, (value, source))
+            uses_by_copy[sent_copy].append((end, writer[value] + 0.5))
+            begin_by_copy[value, target] = (end, first_reader.get((value, target), len(program.ops)) - 0.5)
+    steps = MemoryChanges()
+    for copy, (seconds, order) in begin_by_copy.items():
+        steps.append((seconds, order, copy[1], 1))
+        if copy in uses_by_copy:
+            steps.append((*max(uses_by_copy[copy]), copy[1], -1))
     return steps
 
 

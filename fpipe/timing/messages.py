@@ -19,163 +19,181 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Literal, NamedTuple
 
 from fpipe.program import Program, ProgramError
-from fpipe.transforms.communicate import queued_until
+from fpipe.transforms.communicate import queued_transfers
 
 
 class MessageRule(NamedTuple):
-    """How messages wait.
+    """A rule by which messages wait.
 
     Attributes:
-        carrier: which messages share a communicator: all, those between two ranks, or those of one direction.
-        blocking: whether a rank goes on only when what it sends has arrived.
-        lazily: whether communicators are made at their first use, where both ranks wait for each other.
+        sharing: which messages share a communicator: all, those between two ranks, or those of one direction.
+        is_blocking: whether a rank goes on only when what it sends has arrived.
+        is_lazy: whether communicators are created at their first use, where both ranks wait for each other.
     """
 
-    carrier: Literal["all", "pair", "direction"]
-    blocking: bool = False
-    lazily: bool = False
+    sharing: Literal["all", "pair", "direction"]
+    is_blocking: bool = False
+    is_lazy: bool = False
 
     def communicator(self, source: int, target: int) -> Hashable:
-        """The communicator of two ranks; of the messages that are queued on it a rank has one under way."""
-        if self.carrier == "direction":
+        """Return the communicator of two ranks, which carries one message of a rank at a time."""
+        if self.sharing == "direction":
             return source, target
-        return frozenset((source, target)) if self.carrier == "pair" else "all"
+        return frozenset((source, target)) if self.sharing == "pair" else "all"
 
 
-RULES: dict[str, MessageRule] = {
-    "rendezvous": MessageRule("all", blocking=True),
+MESSAGE_RULES: dict[str, MessageRule] = {
+    "rendezvous": MessageRule("all", is_blocking=True),
     "nccl": MessageRule("all"),
-    "nccl_pairs": MessageRule("pair", lazily=True),
+    "nccl_pairs": MessageRule("pair", is_lazy=True),
     "nccl_directions": MessageRule("direction"),
 }
-"""By name, beside "eager", which is none."""
-MESSAGES = ("eager", *RULES)
-_WAY_OUT = (
+"""The rules by name. "eager" has no rule: messages wait for nobody."""
+MESSAGES = ("eager", *MESSAGE_RULES)
+_REMEDY = (
     "Leave SEND and RECV out of the program (no communicate(), a table of compute alone): what is received in the "
     "order in which it is sent ends under every rule."
 )
 
 
-def met_order(program: Program, name: str, comes: Callable[[int], None], ahead: bool) -> Iterator[int]:
-    """The ops of a program with transfers as they come to pass under a rule: each SEND, and its RECV behind it, when
-    both ranks have come to it and all that either has queued before on the same communicator is over.
+def order_messages(
+    program: Program, name: str, note_arrival: Callable[[int], None], receives_are_posted_ahead: bool
+) -> Iterator[int]:
+    """Yield the positions of a program's ops in the order in which they happen under a rule of messages.
+
+    A SEND, and its RECV right after it, happens when both ranks have reached it and all that either has queued before
+    on the same communicator is over.
 
     Args:
-        comes: is told when a rank comes to a SEND or a RECV, in the middle of what is yielded.
-        ahead: whether ranks post receives ahead, as `build` does; not where a program says itself when they come.
+        note_arrival: called when a rank reaches a SEND or a RECV, between the positions that are yielded.
+        receives_are_posted_ahead: whether ranks post receives ahead, as `build` does if a program has no RECVs.
+
+    Raises:
+        ProgramError: ranks wait for one another.
     """
-    rule, ops, sources = RULES[name], program.ops, program.sources
-    receives = {sources[at][0]: at for at, op in enumerate(ops) if op.kind == "RECV"}
-    rows: list[deque[int]] = [deque() for _ in range(program.ranks)]
+    # Each rank runs its ops until one must wait, and is woken by the op that it waits for. `queues` holds, for a rank
+    # and a communicator, the SENDs (a RECV stands as its SEND) in the order in which the rank has queued them.
+    rule, ops, sources = MESSAGE_RULES[name], program.ops, program.sources
+    receives = {sources[position][0]: position for position, op in enumerate(ops) if op.kind == "RECV"}  # by SEND
+    rank_ops: list[deque[int]] = [deque() for _ in range(program.ranks)]
     for position, op in enumerate(ops):
-        rows[op.rank].append(position)
-    if rule.lazily:
-        _refuse_circle(program, name, receives)
-    posted = _posted_behind(program) if ahead and not rule.blocking else {}
-    done, queued = [False] * len(ops), [False] * len(ops)
-    sleeping = defaultdict[int, list[int]](list)  # ranks, by the op that they wait for
+        rank_ops[op.rank].append(position)
+    if rule.is_lazy:
+        _refuse_communicator_deadlock(program, name, receives)
+    # A rank that blocks in each message cannot post others ahead.
+    posted_behind = _receives_posted_behind(program) if receives_are_posted_ahead and not rule.is_blocking else {}
+    is_done, is_queued = [False] * len(ops), [False] * len(ops)
+    ranks_waiting_for = defaultdict[int, list[int]](list)
     queues = defaultdict[tuple[int, Hashable], deque[int]](deque)
 
-    def finish(position: int) -> None:
-        done[position] = True
-        todo.extend(sleeping.pop(position, ()))
+    def mark_done(position: int) -> None:
+        is_done[position] = True
+        runnable_ranks.extend(ranks_waiting_for.pop(position, ()))
 
-    def carry(send: int) -> Iterator[int]:
-        """Carry whatever is first in both queues, from this transfer on."""
+    def deliver(send: int) -> Iterator[int]:
+        """Yield transfers that are first in the queues of both ranks, from this one on."""
         heads = [send]
         while heads:
             send = heads.pop()
             ranks = ops[send].rank, ops[receives[send]].rank
-            both = [queues[rank, rule.communicator(*ranks)] for rank in ranks]
-            if all(queue and queue[0] == send for queue in both):
+            rank_queues = [queues[rank, rule.communicator(*ranks)] for rank in ranks]
+            if all(queue and queue[0] == send for queue in rank_queues):
                 yield from (send, receives[send])
-                finish(send)
-                finish(receives[send])
-                for queue in both:
+                mark_done(send)
+                mark_done(receives[send])
+                for queue in rank_queues:
                     queue.popleft()
-                heads += [queue[0] for queue in both if queue]
+                # Whatever stood behind it may be first in both queues now.
+                heads += [queue[0] for queue in rank_queues if queue]
 
-    def enqueue(position: int) -> Iterator[int]:
-        """Let a rank come to a transfer, and to the receives that it posts behind it."""
-        for end in (position, *posted.get(position, ())):
+    def queue_transfer(position: int) -> Iterator[int]:
+        """Queue a transfer that a rank has reached, and the receives that it posts with it."""
+        for end in (position, *posted_behind.get(position, ())):
             send = end if ops[end].kind == "SEND" else sources[end][0]
-            if not queued[end]:
-                queued[end] = True
-                comes(end)
+            if not is_queued[end]:
+                is_queued[end] = True
+                note_arrival(end)
                 queues[ops[end].rank, rule.communicator(ops[send].rank, ops[receives[send]].rank)].append(send)
-                yield from carry(send)
+                yield from deliver(send)
 
-    todo = [*range(len(rows))]
-    while todo:
-        rank = todo.pop()
-        row = rows[rank]
-        while row:
-            position = row[0]
+    runnable_ranks = [*range(len(rank_ops))]
+    while runnable_ranks:
+        rank = runnable_ranks.pop()
+        ops_left = rank_ops[rank]
+        while ops_left:
+            position = ops_left[0]
             kind = ops[position].kind
+            # A RECV may be queued before its value is sent, so it waits for nothing that it reads.
             missing = None
             if kind != "RECV":
-                missing = next((source for source in sources[position] if source >= 0 and not done[source]), None)
+                missing = next((source for source in sources[position] if source >= 0 and not is_done[source]), None)
             if missing is None and kind in ("SEND", "RECV"):
-                yield from enqueue(position)
+                yield from queue_transfer(position)
                 send = position if kind == "SEND" else sources[position][0]
-                missing = send if rule.blocking and not done[send] else None
+                missing = send if rule.is_blocking and not is_done[send] else None
             if missing is not None:
-                sleeping[missing].append(rank)
+                ranks_waiting_for[missing].append(rank)
                 break
-            row.popleft()
-            if not queued[position]:
+            ops_left.popleft()
+            if not is_queued[position]:  # `deliver` yields what is queued
                 yield position
-                finish(position)
-    if any(rows) or any(queues.values()):
-        heads = sorted((rank, _in_words(program, queue[0], receives)) for (rank, _), queue in queues.items() if queue)
+                mark_done(position)
+    # No rank can run, and some have ops or messages left: they wait for one another.
+    if any(rank_ops) or any(queues.values()):
+        first_in_queues = [(rank, queue[0]) for (rank, _), queue in queues.items() if queue]
+        heads = sorted((rank, _describe_transfer(program, send, receives)) for rank, send in first_in_queues)
         waiting = ", ".join(f"rank {rank} in that of {transfer}" for rank, transfer in heads)
-        raise ProgramError(f'under messages="{name}" ranks wait for one another: {waiting}.\n{_WAY_OUT}')
+        raise ProgramError(f'under messages="{name}" ranks wait for one another: {waiting}.\n{_REMEDY}')
 
 
-def _posted_behind(program: Program) -> dict[int, list[int]]:
-    """For each SEND and RECV the receives that its rank posts behind it."""
-    rows = defaultdict[int, list[int]](list)
+def _receives_posted_behind(program: Program) -> dict[int, list[int]]:
+    """Map each SEND and RECV to the receives that its rank posts with it, ahead of their readers."""
+    messages_by_rank = defaultdict[int, list[int]](list)
     for position, op in enumerate(program.ops):
         if op.kind in ("SEND", "RECV"):
-            rows[op.rank].append(position)
-    posted: dict[int, list[int]] = {}
-    for row in rows.values():
-        ends = queued_until([program.ops[position].kind == "RECV" for position in row])
-        posted |= {position: row[place + 1 : ends[place]] for place, position in enumerate(row)}
-    return posted
+            messages_by_rank[op.rank].append(position)
+    receives_by_message: dict[int, list[int]] = {}
+    for messages in messages_by_rank.values():
+        stops = queued_transfers([program.ops[position].kind == "RECV" for position in messages])
+        receives_by_message |= {position: messages[index + 1 : stops[index]] for index, position in enumerate(messages)}
+    return receives_by_message
 
 
-def _in_words(program: Program, send: int, receives: dict[int, int]) -> str:
+def _describe_transfer(program: Program, send: int, receives: dict[int, int]) -> str:
     op = program.ops[send]
     return f"{op.reads[0]} {op.rank} > {program.ops[receives[send]].rank}"
 
 
-def _refuse_circle(program: Program, name: str, receives: dict[int, int]) -> None:
-    """Walk the first uses of communicators: a rank goes on when the other has come to the same."""
-    first_uses = [dict[Hashable, int]() for _ in range(program.ranks)]  # in the order of the rank
+def _refuse_communicator_deadlock(program: Program, name: str, receives: dict[int, int]) -> None:
+    """Raise a ProgramError if ranks wait in a circle to create communicators.
+
+    Each rank creates its communicators in the order of their first use, and blocks in each until the peer does too.
+    """
+    first_uses = [dict[Hashable, int]() for _ in range(program.ranks)]  # communicator to SEND, in the rank's order
     for position, op in enumerate(program.ops):
         if op.kind in ("SEND", "RECV"):
             send = position if op.kind == "SEND" else program.sources[position][0]
-            communicator = RULES[name].communicator(program.ops[send].rank, program.ops[receives[send]].rank)
+            communicator = MESSAGE_RULES[name].communicator(program.ops[send].rank, program.ops[receives[send]].rank)
             first_uses[op.rank].setdefault(communicator, send)
-    rows = [deque(uses.items()) for uses in first_uses]
-    waits: dict[Hashable, int] = {}
-    todo = [*range(program.ranks)]
-    while todo:
-        rank = todo.pop()
-        if rows[rank]:
-            communicator, _ = rows[rank][0]
-            if communicator in waits:
-                partner = waits.pop(communicator)
-                rows[rank].popleft()
-                rows[partner].popleft()
-                todo += [rank, partner]
+    uses_left = [deque(uses.items()) for uses in first_uses]
+    # Meet ranks two by two: a rank that finds its peer in the same creation goes on, and so does the peer.
+    waiting_rank: dict[Hashable, int] = {}
+    runnable_ranks = [*range(program.ranks)]
+    while runnable_ranks:
+        rank = runnable_ranks.pop()
+        if uses_left[rank]:
+            communicator, _ = uses_left[rank][0]
+            if communicator in waiting_rank:
+                peer = waiting_rank.pop(communicator)
+                uses_left[rank].popleft()
+                uses_left[peer].popleft()
+                runnable_ranks += [rank, peer]
             else:
-                waits[communicator] = rank
-    if waits:
-        transfers = sorted((rank, _in_words(program, rows[rank][0][1], receives)) for rank in waits.values())
+                waiting_rank[communicator] = rank
+    if waiting_rank:
+        sends = [(rank, uses_left[rank][0][1]) for rank in waiting_rank.values()]
+        transfers = sorted((rank, _describe_transfer(program, send, receives)) for rank, send in sends)
         waiting = ", ".join(f"rank {rank} makes that of {transfer}" for rank, transfer in transfers)
         raise ProgramError(
-            f'under messages="{name}" a communicator is made at its first use, for which both ranks wait, and here '
-            f"they wait for one another: {waiting}.\n{_WAY_OUT}"
+            f'under messages="{name}" ranks wait for one another to make communicators: {waiting}.\n{_REMEDY}'
         )

@@ -1,8 +1,11 @@
-"""Read a program as time: when does each op start, what waits, and how much is held.
+"""Simulate a program under costs: when each op runs, and how much each rank holds.
 
-Where nothing but the main lanes matters, `walk_plain` looks facts up once for each of a few thousand groups of ops. It
-stands beside `lanes.walk`, which looks at each read and notes each transfer and takes 11-17 times as long (26,000 ops):
-a million ops would take 5 s instead of less than one.
+    program, costs --> only main lanes matter?  yes --> main_lane_times      0.5 us an op
+                                                no  --> lanes.run_lanes      lanes, links, queues, several iterations
+
+`lanes.py` is the definition, and looks at each read and notes each transfer. `main_lane_times` looks facts up once for
+each of a few thousand groups of ops, and takes 1/11 to 1/17 of the time (26,000 ops): less than a second for a million
+ops, in place of 5 s. Both give the same times, which property_tests/test_time_laws.py compares.
 """
 
 from __future__ import annotations
@@ -11,12 +14,21 @@ from dataclasses import replace
 from itertools import chain
 
 from fpipe.limits import whole
-from fpipe.program import Program, building, lane_of, the_program
-from fpipe.timing.amounts import varies
+from fpipe.program import Program, building, lane_of, require_program
+from fpipe.timing.amounts import has_varying_cost
 from fpipe.timing.cluster import Cluster
-from fpipe.timing.costs import Costs, Messages, the_costs
-from fpipe.timing.lanes import OpGroups, as_before, is_work, op_groups, posts_ahead, program_of_lanes, run_lanes, walk
-from fpipe.timing.memory import bytes_held, units_held
+from fpipe.timing.costs import Costs, Messages, checked_costs
+from fpipe.timing.lanes import (
+    OpGroups,
+    group_ops,
+    is_work,
+    posts_receives_ahead,
+    run_lanes,
+    simulate_iterations,
+    times_of_program,
+    with_timed_transfers,
+)
+from fpipe.timing.memory import bytes_held, microbatches_held
 from fpipe.timing.timeline import Timeline
 
 
@@ -28,7 +40,7 @@ def simulate(
     cluster: Cluster | str | None = None,
     messages: Messages | None = None,
 ) -> Timeline:
-    """Run a program against costs: each rank does its ops in order, each as soon as what it reads is there.
+    """Simulate a program: each rank runs its ops in order, each as soon as all its reads have arrived.
 
     Args:
         program: any program; transfers need not be ops: a value read on another rank travels there by itself, once.
@@ -61,96 +73,110 @@ def simulate(
     >>> [fpipe.simulate(program, fpipe.Costs(transfer=0.5), messages=rule).makespan for rule in ("eager", "nccl")]
     [17.0, 18.0]
     """
-    program = the_program(program)
-    costs = the_costs(costs)
+    # Options replace fields of costs one by one, so that each new value is checked where it enters.
+    program = require_program(program)
+    costs = checked_costs(costs)
     if cluster is not None:
         costs = replace(costs, cluster=cluster)
     if messages is not None:
         costs = replace(costs, messages=messages)
-    costs = the_costs(costs, program)
+    costs = checked_costs(costs, program)
     whole("iterations", iterations)
     if iterations > 1 and costs.cluster is not None and costs.cluster.has_queues:
-        raise ValueError(f"a cluster with shared links is simulated for one iteration, found iterations={iterations}.")
+        raise ValueError(f"shared links are simulated for one iteration, found iterations={iterations}.")
     if costs.messages != "eager" and costs.cluster is not None and costs.cluster.has_queues:
         raise ValueError(f'on shared links messages are "eager"; found messages={costs.messages!r}.')
     with building():
-        groups = op_groups(program.ops)
-        if iterations == 1 and is_plain(groups, costs):
-            return _simulate_plain(program, costs, groups)
+        groups = group_ops(program.ops)
+        if iterations == 1 and needs_only_main_lanes(groups, costs):
+            return _simulate_main_lanes(program, costs, groups)
         return _simulate_lanes(program, costs, groups, iterations)
 
 
-def is_plain(groups: OpGroups, costs: Costs) -> bool:
+def needs_only_main_lanes(groups: OpGroups, costs: Costs) -> bool:
     """Whether only main lanes and one latency for all links matter, and all ops of a group cost the same."""
-    constant = isinstance(costs.transfer, int | float) and not costs.busies and costs.bytes is None
-    constant = constant and costs.cluster is None  # a bandwidth has bytes
-    return constant and all(lane_of(op) == "main" and not varies(op.kind) for op in groups.samples)
+    # A bandwidth needs no check of its own: it comes with bytes.
+    has_one_latency = isinstance(costs.transfer, int | float) and costs.cluster is None
+    moves_freely = has_one_latency and not costs.occupies_ranks and costs.bytes is None
+    return moves_freely and all(lane_of(op) == "main" and not has_varying_cost(op.kind) for op in groups.samples)
 
 
-def _simulate_plain(program: Program, costs: Costs, groups: OpGroups) -> Timeline:
+def _simulate_main_lanes(program: Program, costs: Costs, groups: OpGroups) -> Timeline:
     transfer = costs.transfer
     assert isinstance(transfer, int | float)
-    starts, ends = walk_plain(program, costs, transfer, groups)
-    peaks = units_held(program, starts, ends, lambda: next(walk(program, costs)).transfers, groups)
+    starts, ends = main_lane_times(program, costs, transfer, groups)
+    # Transfers are only needed, and so only simulated, where residuals leave their rank.
+    peaks = microbatches_held(
+        program, starts, ends, lambda: next(simulate_iterations(program, costs)).transfers, groups
+    )
     return Timeline(program.ops, tuple(starts), tuple(ends), program.ranks, *peaks, program=program, costs=costs)
 
 
 def _simulate_lanes(program: Program, costs: Costs, groups: OpGroups, iterations: int) -> Timeline:
     """Simulate transfers, shared links and copy lanes, which the fast path cannot."""
-    with_moves = program_of_lanes(program, costs)
-    walked = list(run_lanes(with_moves, costs, iterations, posts_ahead(program)))
-    rounds = [as_before(program, with_moves, iteration) for iteration in walked]
-    steps = None
+    timed_program = with_timed_transfers(program, costs)
+    timed_rounds = list(run_lanes(timed_program, costs, iterations, posts_receives_ahead(program)))
+    rounds = [times_of_program(program, timed_program, iteration) for iteration in timed_rounds]
+    # Memory is that of the first iteration. Bytes count copies that are in transit too, so they need the transfers.
+    changes = None
     if costs.bytes is not None:
-        peak, steps = bytes_held(with_moves, costs.storages, walked[0].starts, walked[0].ends)
+        peak, changes = bytes_held(timed_program, costs.storages, timed_rounds[0].starts, timed_rounds[0].ends)
         peaks = peak, peak
     else:
-        peaks = units_held(program, rounds[0].starts, rounds[0].ends, lambda: rounds[0].transfers, groups)
+        peaks = microbatches_held(program, rounds[0].starts, rounds[0].ends, lambda: rounds[0].transfers, groups)
     starts = tuple(chain.from_iterable(iteration.starts for iteration in rounds))
     ends = tuple(chain.from_iterable(iteration.ends for iteration in rounds))
     transfers = tuple(tuple(iteration.transfers) for iteration in rounds)
-    more = (iterations, program, costs, transfers, steps, rounds[-1].results)
-    return Timeline(program.ops * iterations, starts, ends, program.ranks, *peaks, *more)
+    optional_fields = (iterations, program, costs, transfers, changes, rounds[-1].results)
+    return Timeline(program.ops * iterations, starts, ends, program.ranks, *peaks, *optional_fields)
 
 
-def walk_plain(program: Program, costs: Costs, transfer: float, groups: OpGroups) -> tuple[list[float], list[float]]:
-    """The starts and ends of ops where `is_plain` says so: what `lanes.walk` gives, in 0.5 us an op."""
-    ops, seconds_of_groups = program.ops, [costs.seconds(op) for op in groups.samples]
-    seconds, ranks = groups.spread(seconds_of_groups), groups.spread(op.rank for op in groups.samples)
-    pairs = zip(groups.samples, seconds_of_groups, strict=True)
+def main_lane_times(
+    program: Program, costs: Costs, transfer: float, groups: OpGroups
+) -> tuple[list[float], list[float]]:
+    """Return the starts and ends of ops where only main lanes matter: `needs_only_main_lanes`.
+
+    One pass down the list is enough: an op starts when its lane is free and the last value that it reads has arrived.
+    """
+    # 1. Spread the facts of groups over ops. Lane -1 is that of ops that occupy no lane.
+    ops, group_seconds = program.ops, [costs.seconds(op) for op in groups.samples]
+    seconds, ranks = groups.spread(group_seconds), groups.spread(op.rank for op in groups.samples)
+    pairs = zip(groups.samples, group_seconds, strict=True)
     lanes = groups.spread(op.rank if is_work(op, cost) else -1 for op, cost in pairs)
-    free = [0.0] * program.ranks
+    free_at = [0.0] * program.ranks
     starts: list[float] = []
-    ends = [0.0] * (len(ops) + 1)  # the last is for inputs, which are at -1
-    note = starts.append
+    ends = [0.0] * (len(ops) + 1)  # inputs have position -1, and so the last of these ends
+    append_start = starts.append
     rows = enumerate(zip(program.sources, lanes, seconds, strict=True))
+    # 2. Walk the list. The loops use locals and no `max`, and one without latency stands apart: this is the hot path.
     if not transfer:
         for position, (sources, lane, cost) in rows:
-            start = free[lane] if lane >= 0 else 0.0
+            start = free_at[lane] if lane >= 0 else 0.0
             for source in sources:
                 ready = ends[source]
                 if ready > start:
                     start = ready
-            note(start)
+            append_start(start)
             ends[position] = end = start + cost
             if lane >= 0:
-                free[lane] = end
+                free_at[lane] = end
     else:
-        homes_of_inputs = {end.value: end.homes for end in program.inputs if len(end.homes) < program.ranks}
+        homes_by_input = {end.value: end.homes for end in program.inputs if len(end.homes) < program.ranks}
         for position, (sources, lane, cost) in rows:
             rank = ranks[position]
-            start = free[lane] if lane >= 0 else 0.0
+            start = free_at[lane] if lane >= 0 else 0.0
             for source in sources:
                 ready = ends[source]
                 if source >= 0 and ranks[source] != rank:
                     ready += transfer
                 if ready > start:
                     start = ready
-            if start < transfer and any(rank not in homes_of_inputs.get(value, (rank,)) for value in ops[position][5]):
+            # An input that is not at home on this rank arrives after one latency; index 5 of an op is its reads.
+            if start < transfer and any(rank not in homes_by_input.get(value, (rank,)) for value in ops[position][5]):
                 start = transfer
-            note(start)
+            append_start(start)
             ends[position] = end = start + cost
             if lane >= 0:
-                free[lane] = end
+                free_at[lane] = end
     ends.pop()
     return starts, ends

@@ -1,4 +1,7 @@
-"""When everything happens: starts, ends, idle times, what is held, and why it takes as long as it does."""
+"""Timelines: starts and ends of all ops, and what follows from them: idle times, memory, the critical path.
+
+A timeline stores what simulating has found, and computes all else when asked: most callers want a few numbers of many.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,28 @@ from itertools import chain, repeat
 from operator import itemgetter
 
 from fpipe.program import HtmlRepr, Op, Program, Value, building
-from fpipe.timing.amounts import amount
+from fpipe.timing.amounts import format_amount
 from fpipe.timing.costs import Costs
-from fpipe.timing.lanes import Transfer, is_work, posts_ahead, program_of_lanes, run_lanes, updated_by, walk
-from fpipe.timing.memory import HeldChanges, curves, unit_steps
-from fpipe.timing.waiting import Event, PathStep, Wait, Waiting, in_order
-from fpipe.transforms.shard import shares
-from fpipe.transforms.update import behind_norms, is_post_validated
+from fpipe.timing.lanes import (
+    Transfer,
+    is_work,
+    posts_receives_ahead,
+    run_lanes,
+    simulate_iterations,
+    updates_by_input,
+    with_timed_transfers,
+)
+from fpipe.timing.memory import MemoryChanges, memory_curves, residual_changes
+from fpipe.timing.waiting import CauseFinder, Event, PathStep, Wait, sorted_transfers
+from fpipe.transforms.shard import forwards_per_microbatch
+from fpipe.transforms.update import is_post_validated, with_waiting_updates
 
 _new = tuple.__new__
 
 
 @dataclass(frozen=True)
 class Timeline(HtmlRepr):
-    """When everything happens. Seconds throughout; ranks by number.
+    """A step in time: when each op runs, in seconds from the first.
 
     `makespan` is the last end of work; `span` the longest any rank takes from its first start to its last end (what the
     zero-bubble papers report). `bubble` and `bubble_span` are the idle share of each. `peak` is, per rank, the most
@@ -55,7 +66,7 @@ class Timeline(HtmlRepr):
     program: Program | None = field(default=None, repr=False, compare=False)
     costs: Costs | None = field(default=None, repr=False, compare=False)
     moved: tuple[tuple[Transfer, ...], ...] | None = field(default=None, repr=False, compare=False)
-    steps: HeldChanges | None = field(default=None, repr=False, compare=False)
+    steps: MemoryChanges | None = field(default=None, repr=False, compare=False)
     results: Mapping[tuple[Value, int], float] | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
@@ -80,29 +91,30 @@ class Timeline(HtmlRepr):
             return max(self.results.values(), default=0.0)
         if self.program is None or self.costs is None:
             return 0.0
-        latency = self.costs.latency(0, 0)  # one for all links: others were simulated with results
+        # Without results this was simulated on main lanes alone, where all links have one latency.
+        latency = self.costs.latency(0, 0)
         arrivals: list[float] = []
-        for end in self.program.outputs:
-            writer = self.program.writer[end.value]
+        for output in self.program.outputs:
+            writer = self.program.writer[output.value]
             if writer >= 0:
-                travels = any(rank != self.ops[writer].rank for rank in end.homes)
+                travels = any(rank != self.ops[writer].rank for rank in output.homes)
                 arrivals.append(self.ends[writer] + latency * travels)
         return max(arrivals, default=0.0)
 
     @cached_property
     def _busy(self) -> list[tuple[float, float, float]]:
-        """Per rank: work, first start, last end."""
-        return _work_of(self.ops, self.starts, self.ends, self.ranks)
+        """Work, first start and last end of each rank."""
+        return _work_by_rank(self.ops, self.starts, self.ends, self.ranks)
 
     @cached_property
     def makespan(self) -> float:
         """Last end of work over all ranks, in seconds."""
-        return max((last for _, _, last in self._busy), default=0.0)
+        return max((last_end for _, _, last_end in self._busy), default=0.0)
 
     @cached_property
     def span(self) -> float:
         """Longest time of a rank from its first start to its last end, in seconds."""
-        return max((last - first for _, first, last in self._busy), default=0.0)
+        return max((last_end - first_start for _, first_start, last_end in self._busy), default=0.0)
 
     @cached_property
     def idle(self) -> float:
@@ -121,8 +133,9 @@ class Timeline(HtmlRepr):
 
     @cached_property
     def _work(self) -> float:
-        working = [work for work, _, _ in self._busy if work]
-        return sum(working) / len(working) if working else 0.0
+        """Mean work of the ranks that work at all, which a host that only keeps copies does not."""
+        work = [seconds for seconds, _, _ in self._busy if seconds]
+        return sum(work) / len(work) if work else 0.0
 
     @cached_property
     def iterations(self) -> tuple[float, ...]:
@@ -133,8 +146,9 @@ class Timeline(HtmlRepr):
 
     @cached_property
     def steady(self) -> float:
-        """Seconds from the end of the last iteration but one to the end of the last: what an iteration takes in a long
-        row of them. Of one iteration alone, its makespan.
+        """Seconds that an iteration takes in a long row: from the last but one end to the last end.
+
+        Of one iteration alone, its makespan.
 
         >>> import fpipe
         >>> rows = ["0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2".split(), "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2".split()]
@@ -146,9 +160,10 @@ class Timeline(HtmlRepr):
 
     @cached_property
     def redone(self) -> float | None:
-        """Makespan of all steps of a call with updates that wait for their norms, in seconds: what doing them again,
-        those before the first wrong one too, takes beside this, where `update(validate="after")` has checked a norm
-        that clips. None where nothing is checked.
+        """Makespan of all steps of a call if updates wait for their norms, in seconds; None if no norm is checked.
+
+        With `update(validate="after")`, a norm that turns out to clip costs this in addition: all steps of the call are
+        run again.
 
         >>> import fpipe
         >>> step = fpipe.chain(fpipe.split(8), fpipe.schedules.zb_h2(4), fpipe.merge(outputs=False))(fpipe.program(4))
@@ -159,9 +174,9 @@ class Timeline(HtmlRepr):
         """
         if self.program is None or self.costs is None or not is_post_validated(self.program):
             return None
-        program = behind_norms(self.program)
-        rounds = [*walk(program, self.costs, self.rounds)]
-        return max(makespan_of(program.ops, made.starts, made.ends, self.ranks) for made in rounds)
+        program = with_waiting_updates(self.program)
+        iterations = [*simulate_iterations(program, self.costs, self.rounds)]
+        return max(makespan_of(program.ops, iteration.starts, iteration.ends, self.ranks) for iteration in iterations)
 
     @property
     def pays(self) -> float | None:
@@ -176,25 +191,30 @@ class Timeline(HtmlRepr):
         >>> fpipe.simulate(fpipe.place("linear")(fpipe.program(2)), fpipe.Costs(transfer=0.5)).transfers[0]
         Transfer(value=y[0,0], source=0, target=1, start=1.0, end=1.5)
         """
-        return in_order(chain.from_iterable(self._moved))
+        return sorted_transfers(chain.from_iterable(self._moved))
 
     @cached_property
     def _moved(self) -> tuple[tuple[Transfer, ...], ...]:
         if self.moved is not None or self.program is None or self.costs is None:
             return self.moved or ()
-        return tuple(tuple(made.transfers) for made in walk(self.program, self.costs, self.rounds))
+        iterations = simulate_iterations(self.program, self.costs, self.rounds)
+        return tuple(tuple(iteration.transfers) for iteration in iterations)
 
     @cached_property
-    def _waiting(self) -> Waiting:
+    def _waiting(self) -> CauseFinder:
         if self.costs is None or self.program is None:
-            return Waiting(self.events, self._moved, {}, Costs())
+            return CauseFinder(self.events, self._moved, {}, Costs())
         events, transfers, program = self.events, self._moved, self.program
-        if self.costs.send or self.costs.receive:  # who does that waits for nobody: these are ops like others
-            ahead, program = posts_ahead(program), program_of_lanes(program, self.costs)
-            rounds = [*run_lanes(program, self.costs, self.rounds, ahead)]
-            rows = chain.from_iterable(zip(program.ops, each.starts, each.ends, strict=True) for each in rounds)
-            events, transfers = [Event(*row) for row in rows], [each.transfers for each in rounds]
-        return Waiting(events, transfers, updated_by(program), self.costs)
+        # SENDs and RECVs that take time are work of their ranks, on which others wait. This timeline has no events for
+        # those that the program does not name, so it is simulated again with all of them.
+        if self.costs.send or self.costs.receive:
+            are_ahead, program = posts_receives_ahead(program), with_timed_transfers(program, self.costs)
+            iterations = [*run_lanes(program, self.costs, self.rounds, are_ahead)]
+            events = [
+                Event(*times) for run in iterations for times in zip(program.ops, run.starts, run.ends, strict=True)
+            ]
+            transfers = [iteration.transfers for iteration in iterations]
+        return CauseFinder(events, transfers, updates_by_input(program), self.costs)
 
     @cached_property
     def critical_path(self) -> tuple[PathStep, ...]:
@@ -214,7 +234,7 @@ class Timeline(HtmlRepr):
 
     @cached_property
     def waits(self) -> tuple[Wait, ...]:
-        """Each time that a rank does nothing, rank by rank, and which op of which rank it waits for.
+        """Idle times, rank by rank, and for each the op of another rank that it waits for.
 
         >>> import fpipe
         >>> timeline = fpipe.simulate(fpipe.place("linear")(fpipe.program(2)))
@@ -225,11 +245,11 @@ class Timeline(HtmlRepr):
 
     @property
     def in_bytes(self) -> bool:
-        """Whether what is held is counted in bytes, and not in microbatches."""
+        """Whether memory is counted in bytes, rather than microbatches."""
         return self.steps is not None
 
     def held(self, rank: int) -> list[tuple[float, float]]:
-        """Memory of a rank, as (seconds, amount) from each change on: in the unit of `peak`, over the first iteration.
+        """Return the memory of a rank in the first iteration: (seconds, amount) from each change on, as `peak` counts.
 
         >>> import fpipe
         >>> program = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(1))(fpipe.program(1))
@@ -242,7 +262,7 @@ class Timeline(HtmlRepr):
 
     @property
     def lacking(self) -> dict[int, float]:
-        """The ranks that hold more bytes than a cluster gives them, and how many more; parameters do not count.
+        """Bytes that each rank lacks on its cluster, for ranks that hold too many; parameters do not count.
 
         >>> import fpipe
         >>> costs = fpipe.Costs(bytes={name: 8e9 * (name == "res") for name in "x t w y dx g loss res".split()})
@@ -251,46 +271,50 @@ class Timeline(HtmlRepr):
         {0: 12000000000.0}
         """
         if self.costs is None or self.costs.cluster is None or self.costs.bytes is None:
-            raise ValueError("a timeline lacks memory on a cluster, in bytes: simulate(cluster=) and Costs(bytes=).")
+            raise ValueError("lacking memory needs a cluster and bytes: simulate(cluster=), Costs(bytes=).")
         pairs = enumerate(zip(self.peak, self.costs.cluster.memory, strict=False))
-        return {rank: held - memory for rank, (held, memory) in pairs if held > memory}
+        return {rank: peak - memory for rank, (peak, memory) in pairs if peak > memory}
 
     @cached_property
     def _held(self) -> list[list[tuple[float, float]]]:
-        """Memory of all ranks: one walk over the ops finds every rank's changes."""
+        # One walk over the ops finds the changes of all ranks; a walk for each made 3/4 of the time of a large picture.
         if self.steps is not None:
-            return curves(self.steps, [1] * self.ranks)
+            return memory_curves(self.steps, [1] * self.ranks)
         if self.program is None:
             return [[] for _ in range(self.ranks)]
-        steps = unit_steps(self.program, self.starts, self.ends, self._moved[0])
-        return curves(steps, shares(self.program))
+        changes = residual_changes(self.program, self.starts, self.ends, self._moved[0])
+        return memory_curves(changes, forwards_per_microbatch(self.program))
 
     def __str__(self) -> str:
-        peaks = ", ".join(amount(peak, self.in_bytes) for peak in self.peak)
-        row = f"{self.rounds} iterations, each {self.steady:g}, " if self.rounds > 1 else ""
-        again = "" if self.redone is None else f" ({self.redone:g} to do it again: pays below {self.pays:.1%} of calls)"
-        times = f"makespan {self.makespan:g}{again}, span {self.span:g}, bubble {self.bubble:.1%}"
-        return f"{row}{times}, peak per rank [{peaks}]"
+        peaks = ", ".join(format_amount(peak, self.in_bytes) for peak in self.peak)
+        rounds_text = f"{self.rounds} iterations, each {self.steady:g}, " if self.rounds > 1 else ""
+        redone = self.redone
+        redo_text = "" if redone is None else f" ({redone:g} to do it again: pays below {self.pays:.1%} of calls)"
+        times = f"makespan {self.makespan:g}{redo_text}, span {self.span:g}, bubble {self.bubble:.1%}"
+        return f"{rounds_text}{times}, peak per rank [{peaks}]"
 
 
 def makespan_of(ops: Sequence[Op], starts: Sequence[float], ends: Sequence[float], ranks: int) -> float:
-    """The last end of work, in seconds."""
-    return max((last for _, _, last in _work_of(ops, starts, ends, ranks)), default=0.0)
+    """Return the last end of work over all ranks, in seconds."""
+    return max((last_end for _, _, last_end in _work_by_rank(ops, starts, ends, ranks)), default=0.0)
 
 
-def _work_of(
+def _work_by_rank(
     ops: Sequence[Op], starts: Sequence[float], ends: Sequence[float], ranks: int
 ) -> list[tuple[float, float, float]]:
-    """Per rank: work, first start, last end."""
-    rows = [[0.0, float("inf"), 0.0] for _ in range(ranks)]
+    """Return the work, first start and last end of each rank."""
+    totals_by_rank = [[0.0, float("inf"), 0.0] for _ in range(ranks)]
     kind_and_how = itemgetter(0, 8)
-    works = {kind_and_how(op): (is_work(op, 0), is_work(op, 1)) for op in {kind_and_how(op): op for op in ops}.values()}
+    # Whether an op is work follows from its kind, its `how` and whether it takes time. So it is asked once for each
+    # kind and `how`, without time and with some, and not for each of a million ops.
+    samples = {kind_and_how(op): op for op in ops}
+    is_work_by_kind = {kind: (is_work(op, 0), is_work(op, 1)) for kind, op in samples.items()}
     for op, start, end in zip(ops, starts, ends, strict=True):
-        if works[kind_and_how(op)][end > start]:
-            row = rows[op[4]]
-            row[0] += end - start
-            if start < row[1]:
-                row[1] = start
-            if end > row[2]:
-                row[2] = end
-    return [(work, min(first, last), last) for work, first, last in rows]
+        if is_work_by_kind[kind_and_how(op)][end > start]:
+            totals = totals_by_rank[op[4]]  # index 4 of an op is its rank
+            totals[0] += end - start
+            if start < totals[1]:
+                totals[1] = start
+            if end > totals[2]:
+                totals[2] = end
+    return [(work, min(first_start, last_end), last_end) for work, first_start, last_end in totals_by_rank]
