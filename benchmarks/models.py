@@ -28,7 +28,7 @@ from torch.nn import functional as F
 import fpipe
 from examples import demo, seq2seq
 from fpipe import tree
-from fpipe.meaning.stages.keys import generator_on, seeder
+from fpipe.meaning.stages.keys import make_seeder, thread_generator
 
 MICROBATCHES = 8
 Params = dict[str, Tensor]
@@ -264,9 +264,9 @@ def keyed_dropout(rounds: int, stages: int = 8) -> None:
         lowest = (min(took[f"{who} {what}"] for took in found) for what in ("dropout", "none"))
         return (next(lowest) - next(lowest)) / ops * 1e6
 
-    generator = generator_on("cpu")
+    generator = thread_generator("cpu")
     seed_stages = min(repeat(lambda: generator.manual_seed(7), number=10_000, repeat=5)) * 100
-    seed = seeder(2, 3)
+    seed = make_seeder(2, 3)
     folding = min(repeat(lambda: seed(1), number=10_000, repeat=5)) * 100
     print(
         f"{'dropout, for each F and its B':34} eager {more('eager'):.2f} us more than none, fpipe {more('fpipe'):.2f}; "

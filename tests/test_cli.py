@@ -120,7 +120,7 @@ def test_bench_runs_a_model_of_ones_own(tmp_path: Path):
     assert out("bench", "gpipe", "-p", "3", "-m", "2", *own).splitlines()[1].startswith("gpipe")
     code, _, complaint = run("bench", "gpipe", "-p", "2", "-m", "2", *own)
     assert code == 1
-    assert "error: --model returns a model of 3 stages, and a schedule wants 2; say behind its name" in complaint
+    assert "error: --model returns a model of 3 stages, and a schedule wants 2. Say NAME:stages=3" in complaint
 
 
 def as_of_torchrun(rank: int, port: int, typed: list[str]) -> tuple[int, str, str]:
@@ -184,10 +184,10 @@ SLIPS = {
     "bench gpipe --runtime distributed": "error: --runtime distributed is for processes that torchrun starts: torchrun",
     "bench gpipe --model fractions:Fraction": "error: --model returns (model, params, batch)",
     "search -p 2 -m 2 --memory-cap 0.5": "error: nothing fits memory_cap=0.5: the smallest cap that does is 1.",
-    "search -p 2 -m 2 --memory-cap 1GB": "error: a rank's memory was said in bytes, and the bytes of values were not",
+    "search -p 2 -m 2 --memory-cap 1GB": "error: the memory of a rank is in bytes, so --costs need bytes too",
     "search --placement zigzag": 'error: placement is "any", "linear", "looped", "v" or the rank of each stage',
     "plan run gpipe --memory 0.5": "error: nothing fits: rank 0 must hold 1 rows at least, by gpipe, m=8",
-    "plan run gpipe -c y=8MiB --memory 3": "error: what a rank may hold was said without a unit (3), and what values",
+    "plan run gpipe -c y=8MiB --memory 3": "error: --costs are in bytes, and the memory of a rank (3) has no unit",
     "plan run gpipe -c res=8GiB --memory 3GiB": "rank 0 must hold 8 GiB at least, by gpipe, m=8, recompute always",
     "plan run gpipe -c 8:F=1,B=1,W=1 -c F=1,B=1,W=1": "each size once; found them once without its rows.",
     "plan run --cluster '4 ranks; inside 1GB/s'": "error: a cluster's bandwidths need the bytes of values: add them to",
@@ -211,7 +211,7 @@ SLIPS = {
     "show gpipe --costs G=1": "costs have no 'G'. Of a whole rank: F, B, W, R, c; of a stage: forward,",
     "show gpipe --costs forwrad=1": "did you mean forward?",
     "show gpipe --costs F=nan": "F is a time in seconds, at least 0",
-    "show gpipe --costs F=x": "F is a time, in seconds (0.5) or with a unit (10ms), or one for each",
+    "show gpipe --costs F=x": "F is a time (0.5 or 10ms), or one for each",
     "show gpipe --costs F=1/2": "F is of a whole rank, one number; one for each stage is forward=1/2.",
     "show gpipe --costs F": "'F' says no cost; costs read F=1,B=1,W=1,c=0.1",
     "show gpipe --costs F=1,forward=2": "forward is said twice.",

@@ -58,7 +58,7 @@ def search_with_gathers(search: Callable[[float], Found], policies: Sequence[Any
             format_exact_amount(amount, problem.costs.bytes is not None) for amount in (problem.cap, smallest_peak)
         )
         raise ProgramError(
-            f"nothing fits memory_cap={cap} with what is gathered: the least that was found is {smallest_peak}. "
+            f"nothing fits memory_cap={cap} with what is gathered: the least that was found is {smallest_peak}; "
             'fpipe.shard(gather="use", lead=0) holds less.'
         )
     return min(results, key=lambda amount: problem.value(amount.timeline))

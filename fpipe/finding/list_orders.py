@@ -14,7 +14,7 @@ from random import Random
 from typing import NamedTuple
 
 from fpipe.finding.tasks import Rows, Tasks
-from fpipe.schedules.list_scheduler import NOTHING, Scheduled, TaskGraph, list_schedule
+from fpipe.schedules.list_scheduler import NOTHING, ListSchedule, TaskGraph, list_schedule
 
 
 class Rule(NamedTuple):
@@ -32,7 +32,7 @@ class Rule(NamedTuple):
 
 
 ROOM_FOR_ALL, ROOM_FOR_OLDEST, ROOM_FROM_ENTRY = "all", "oldest", "entry"
-"""What a forward leaves room for: the missing residuals of all microbatches that have begun on the rank; those of the
+"""The room that a forward leaves: the missing residuals of all microbatches that have begun on the rank; those of the
 oldest one; or all of the oldest one and what those hold that entered after it."""
 
 RULES = (
@@ -220,7 +220,7 @@ class ListOrders:
 
         return self._rows_of(list_schedule(self.graph, pick))
 
-    def _rows_of(self, schedule: Scheduled) -> Rows | None:
+    def _rows_of(self, schedule: ListSchedule) -> Rows | None:
         """Return a list schedule as rows of tracks, or None if it deadlocked."""
         if any(schedule.stuck) or sum(map(len, schedule.rows)) < len(self.steps):
             return None

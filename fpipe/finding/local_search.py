@@ -43,7 +43,7 @@ ROOM_AND_LEAD = (
     (ROOM_FROM_ENTRY, 1),
     (ROOM_FROM_ENTRY, 2),
 )
-"""What a list schedule leaves room for, and how many microbatches may enter ahead of the pace.
+"""The room that list schedules leave, and how many microbatches may enter ahead of the pace.
 
 A lead of 0 is left out: with it a search of 0.1 seconds on a V under a cap of 2 ended at 335, without it at 330."""
 PLACEMENTS_TRIED = 12

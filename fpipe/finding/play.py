@@ -155,7 +155,7 @@ def last_op_before(numbered_ops: NumberedOps, row: Sequence[int], slot: int, on_
 
 
 OrderValue = tuple[float, float]
-"""What an order is worth, less is better: (makespan, span) or (span, makespan), the objective first."""
+"""The value of an order, less is better: (makespan, span) or (span, makespan), the objective first."""
 
 
 def order_value(times: PlayedTimes | Timeline, objective: str) -> OrderValue:

@@ -144,7 +144,7 @@ def search(
     )
     if _one_of("solver", solver, Solver) == "cp-sat" and not is_installed():
         raise ModuleNotFoundError(
-            'solver="cp-sat" needs OR-tools: pip install \'fpipe[schedules]\'. solver="local" searches without it, and '
+            'solver="cp-sat" needs OR-tools: pip install \'fpipe[schedules]\'. solver="local" needs none, but '
             "proves less."
         )
     if progress is not None and not callable(progress):
@@ -180,7 +180,7 @@ def _base(what: Program | Model | int, microbatches: int | None) -> Program:
     if not isinstance(what, Program):
         return chain(split(whole("microbatches", microbatches)), merge())(base_program(what))
     if microbatches is not None:
-        raise ValueError("microbatches= goes with a Model or a number of stages; a program is split already.")
+        raise ValueError("a program is split already; leave microbatches= out.")
     if what.slices > 1:
         raise ProgramError("search orders whole microbatches; for slices of a sequence use fpipe.schedules.seq1f1b.")
     return what
@@ -207,9 +207,7 @@ def _placements(placement: Any, base: Program, ranks: int) -> tuple[tuple[int, .
     listed = [tuple(stage_ranks(policy, base.stages, ranks)) for policy in policies]
     unsupported = next((ranks_listed for ranks_listed in listed if {*ranks_listed} != {*range(ranks)}), None)
     if unsupported is not None:
-        raise ValueError(
-            f"a placement has a stage for each of the ranks 0..{ranks - 1}, and no others; found {unsupported}."
-        )
+        raise ValueError(f"a placement uses each of the ranks 0..{ranks - 1}, found {unsupported}.")
     return tuple(dict.fromkeys(listed))
 
 

@@ -1,11 +1,11 @@
-"""The three schedules of one chunk a rank and full backwards: GPipe, 1F1B and eager 1F1B."""
+"""GPipe, 1F1B and eager 1F1B: schedules with one chunk a rank and full backwards."""
 
 from __future__ import annotations
 
 from fpipe.schedules.in_turn import in_turn
 from fpipe.schedules.registry import published
 from fpipe.transforms._rewrite import Transform
-from fpipe.transforms.reorder import in_rows
+from fpipe.transforms.reorder import from_rows
 
 
 @published(
@@ -26,7 +26,8 @@ def gpipe(ranks: int) -> Transform:
     rank 1 |  .  1F0 1F1 1F2 1F3  .   .  1B0 1B1 1B2 1B3  .
     rank 2 |  .   .  2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3  .   .
     """
-    return in_rows("linear", ranks, in_turn(lambda context: context.forwards))
+    # Every forward belongs to the warm-up.
+    return from_rows("linear", ranks, in_turn(lambda context: context.forwards))
 
 
 @published(
@@ -48,7 +49,8 @@ def one_f_one_b(ranks: int) -> Transform:
     rank 1 |  .  1F0 1F1  .  1B0 1F2 1B1 1F3 1B2  .  1B3  .
     rank 2 |  .   .  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3  .   .
     """
-    return in_rows("linear", ranks, in_turn(lambda context: context.later_ranks))
+    # The first gradient comes back after a forward on each later rank: so many forwards fill the wait.
+    return from_rows("linear", ranks, in_turn(lambda context: context.later_ranks))
 
 
 @published(
@@ -70,4 +72,5 @@ def eager_1f1b(ranks: int) -> Transform:
     rank 1 |  .  1F0 1F1 1F2 1B0 1F3 1B1  .  1B2  .  1B3  .
     rank 2 |  .   .  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3  .   .
     """
-    return in_rows("linear", ranks, in_turn(lambda context: 2 * context.later_ranks))
+    # A second forward for each hop hides the transfers there and back.
+    return from_rows("linear", ranks, in_turn(lambda context: 2 * context.later_ranks))

@@ -1,4 +1,4 @@
-"""Put schedules side by side: the time each takes, what it holds, and how far it is from the shortest there can be."""
+"""Compare schedules side by side: time, idle time, memory, and distance from the lower bound."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, cast
 from fpipe.limits import whole
 from fpipe.program import HtmlRepr, Program, Value
 from fpipe.schedules.named import parse
-from fpipe.timing.amounts import NamedBytes, aligned, amount, checked_count
+from fpipe.timing.amounts import NamedBytes, align_columns, checked_count, format_amount
 from fpipe.timing.bounds import bounds
-from fpipe.timing.costs import Costs, PerStage, computing, the_costs
+from fpipe.timing.costs import Costs, PerStage, checked_costs, compute_ranks
 from fpipe.timing.simulate import simulate
 from fpipe.timing.timeline import Timeline
 from fpipe.training import program as base_program
@@ -22,15 +22,15 @@ from fpipe.transforms.merge import merge
 from fpipe.transforms.split import split
 
 Compared = str | Transform | Program | tuple[str, Transform | Program]
-_NONE = float("nan")
+UNKNOWN = float("nan")
 
 
 @dataclass(frozen=True)
 class ScheduleRow:
-    """A schedule and its numbers; NaN where it was refused.
+    """A schedule and its numbers, which are NaN if it was refused.
 
     Attributes:
-        name: what it is called.
+        name: the name that was given.
         ranks, microbatches: its sizes.
         makespan: seconds from the first start to the last end.
         span: the longest that any rank takes from its first op to its last, in seconds.
@@ -38,29 +38,29 @@ class ScheduleRow:
         idle: makespan less the mean work of a rank, in seconds.
         peak: the most microbatches held on a rank, where a whole rank's share is 1.
         bound: seconds that no order in this placement and memory goes below (`fpipe.bounds`).
-        above: how far above it the makespan is, as a share of it.
-        refused: why it does not serve these sizes, or "".
-        timeline: when everything happens.
+        above: how far the makespan is above the bound, as a share of the bound.
+        refused: why it refuses these sizes, or "".
+        timeline: start and end of each op.
     """
 
     name: str
     ranks: int = 0
     microbatches: int = 0
-    makespan: float = _NONE
-    span: float = _NONE
-    bubble: float = _NONE
-    bubble_span: float = _NONE
-    idle: float = _NONE
-    peak: float = _NONE
-    bound: float = _NONE
-    above: float = _NONE
+    makespan: float = UNKNOWN
+    span: float = UNKNOWN
+    bubble: float = UNKNOWN
+    bubble_span: float = UNKNOWN
+    idle: float = UNKNOWN
+    peak: float = UNKNOWN
+    bound: float = UNKNOWN
+    above: float = UNKNOWN
     refused: str = ""
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, repr=False)
 class Comparison(HtmlRepr):
-    """Schedules side by side, in the order in which they were named. Prints as a table.
+    """Schedules side by side, in the given order. Prints as a table.
 
     >>> found = compare(["gpipe", "zbv", "chimera"], 3, 4)
     >>> found["zbv"].peak, found["chimera"].refused[:27]
@@ -80,40 +80,40 @@ class Comparison(HtmlRepr):
         return len(self.rows)
 
     def __getitem__(self, which: int | str) -> ScheduleRow:
-        """A row by its number from 0 on, or by its name."""
+        """Return a row by its index or by its name."""
         if isinstance(which, int):
             return self.rows[which]
-        found = next((row for row in self.rows if row.name == which), None)
-        if found is None:
-            raise KeyError(f"there is no row {which!r}; there are {', '.join(row.name for row in self.rows)}.")
-        return found
+        row_found = next((row for row in self.rows if row.name == which), None)
+        if row_found is None:
+            raise KeyError(f"no row {which!r}; there are {', '.join(row.name for row in self.rows)}.")
+        return row_found
 
     def records(self) -> list[dict[str, str | float]]:
-        """The rows as dicts, without their timelines: for `json`, or for a data frame."""
-        words = [one.name for one in fields(ScheduleRow) if one.name != "timeline"]
-        return [{word: getattr(row, word) for word in words} for row in self.rows]
+        """Return the rows as dicts without timelines, for `json` or a data frame."""
+        names = [row_field.name for row_field in fields(ScheduleRow) if row_field.name != "timeline"]
+        return [{name: getattr(row, name) for name in names} for row in self.rows]
 
     @property
     def pictured(self) -> Mapping[str, Timeline]:
-        """The timelines of at most the first four that are served."""
+        """The timelines of the first four schedules that were not refused."""
         return dict([(row.name, row.timeline) for row in self.rows if row.timeline is not None][:4])
 
     @property
     def cells(self) -> list[list[str]]:
-        """The table of what was not refused, as text: its heading, then row by row."""
+        """The table as text, heading first, without refused schedules."""
         served = [row for row in self.rows if row.timeline is not None]
-        sized = len({(row.ranks, row.microbatches) for row in served}) > 1  # a program has sizes of its own
+        sizes_differ = len({(row.ranks, row.microbatches) for row in served}) > 1
         heading = ["makespan", "span", "bubble", "bubble of span", "idle", "peak", "bound", "above"]
-        return [["schedule", *(["ranks", "microbatches"] if sized else []), *heading]] + [
+        return [["schedule", *(["ranks", "microbatches"] if sizes_differ else []), *heading]] + [
             [
                 row.name,
-                *([str(row.ranks), str(row.microbatches)] if sized else []),
+                *([str(row.ranks), str(row.microbatches)] if sizes_differ else []),
                 f"{row.makespan:.6g}",
                 f"{row.span:.6g}",
                 f"{row.bubble:.1%}",
                 f"{row.bubble_span:.1%}",
                 f"{row.idle:.6g}",
-                amount(row.peak, row.timeline is not None and row.timeline.in_bytes),
+                format_amount(row.peak, row.timeline is not None and row.timeline.in_bytes),
                 f"{row.bound:.6g}",
                 f"{row.above:.1%}",
             ]
@@ -121,10 +121,11 @@ class Comparison(HtmlRepr):
         ]
 
     def __str__(self) -> str:
-        lines = aligned(self.cells, [word == "schedule" for word in self.cells[0]])
+        lines = align_columns(self.cells, [heading == "schedule" for heading in self.cells[0]])
         refused = [f"{row.name}: {row.refused}" for row in self.rows if row.refused]
         return "\n".join(
-            (lines if len(lines) > 1 else []) + [textwrap.fill(one, 100, subsequent_indent="  ") for one in refused]
+            (lines if len(lines) > 1 else [])
+            + [textwrap.fill(refusal, 100, subsequent_indent="  ") for refusal in refused]
         )
 
     def __repr__(self) -> str:
@@ -168,18 +169,22 @@ def compare(
     hanayo:waves=2         7     7   14.3%           14.3%     1     2      7   0.0%
     mine                   9     9   33.3%           33.3%     3     2      9   0.0%
     """
-    for word, size in (("ranks", ranks), ("microbatches", microbatches)):
-        whole(word, size)
-    said = costs if callable(costs) else the_costs(costs)
-    given: Sequence[Compared] = [schedules] if isinstance(schedules, str) else list(schedules)
-    told = None if costs is None else said if callable(said) else partial(shared, said)
-    entries = [_entry(one, at, ranks, microbatches, told, stages) for at, one in enumerate(given, 1)]
+    for size_name, size in (("ranks", ranks), ("microbatches", microbatches)):
+        whole(size_name, size)
+    checked = costs if callable(costs) else checked_costs(costs)
+    named_or_made: Sequence[Compared] = [schedules] if isinstance(schedules, str) else list(schedules)
+    costs_of_parts = None if costs is None else checked if callable(checked) else partial(share_costs, checked)
+    makers = [
+        named_program_maker(schedule, number, ranks, microbatches, costs_of_parts, stages)
+        for number, schedule in enumerate(named_or_made, 1)
+    ]
+    # A schedule that refuses the sizes is a row of the table, but alone it is an error.
     rows: list[ScheduleRow] = []
-    for name, make in entries:
+    for name, make in makers:
         try:
-            rows.append(_row(name, make(), said))
+            rows.append(_measured_row(name, make(), checked))
         except ValueError as error:
-            if len(entries) == 1:
+            if len(makers) == 1:
                 raise
             rows.append(
                 ScheduleRow(name, ranks, microbatches, refused=str(error).removeprefix(f"{name.partition(':')[0]}: "))
@@ -188,84 +193,101 @@ def compare(
 
 
 def parts_of_a_rank(program: Program) -> float:
-    """Into how many ops a rank cuts its share of a microbatch; a rank that computes nothing, as a host, has none."""
-    return program.stages / max(1, len(computing(program))) * program.slices
+    """Return how many ops a rank cuts its share of a microbatch into, on ranks that compute."""
+    return program.stages / max(1, len(compute_ranks(program))) * program.slices
 
 
-def _entry(
-    given: Compared, at: int, ranks: int, microbatches: int, told: Callable[[float], Costs] | None, stages: int | None
+def named_program_maker(
+    schedule: Compared,
+    number: int,
+    ranks: int,
+    microbatches: int,
+    costs_of_parts: Callable[[float], Costs] | None,
+    stages: int | None,
 ) -> tuple[str, Callable[[], Program]]:
-    """Name of a schedule, and how its program is made. A name that is none is refused at once."""
-    if isinstance(given, str):
-        named = parse(given)
-        return given, lambda: named.program(ranks, microbatches, told)
-    name, what = cast("tuple[str, Transform | Program]", given) if isinstance(given, tuple) else (str(at), given)
-    if isinstance(what, Program):
-        return name, lambda: what
-    steps = chain(split(microbatches), what, merge())
+    """Return the name of a schedule and a function that builds its program; an unknown name is refused at once."""
+    if isinstance(schedule, str):
+        named = parse(schedule)
+        return schedule, lambda: named.program(ranks, microbatches, costs_of_parts)
+    name, made = (
+        cast("tuple[str, Transform | Program]", schedule) if isinstance(schedule, tuple) else (str(number), schedule)
+    )
+    if isinstance(made, Program):
+        return name, lambda: made
+    steps = chain(split(microbatches), made, merge())
     return name, lambda: steps(base_program(ranks if stages is None else stages))
 
 
-def _row(name: str, program: Program, said: Costs | Callable[[float], Costs]) -> ScheduleRow:
+def _measured_row(name: str, program: Program, costs_or_rule: Costs | Callable[[float], Costs]) -> ScheduleRow:
     parts = parts_of_a_rank(program)
-    costs = said(parts) if callable(said) else shared(said, parts, program.slices)
-    found, least = simulate(program, costs), bounds(program, costs)
+    # `Costs` are those of a whole rank, and are divided; a function gives the costs of an op itself.
+    costs = costs_or_rule(parts) if callable(costs_or_rule) else share_costs(costs_or_rule, parts, program.slices)
+    timeline, lower_bounds = simulate(program, costs), bounds(program, costs)
     return ScheduleRow(
         name,
         program.ranks,
         program.microbatches,
-        found.makespan,
-        found.span,
-        found.bubble,
-        found.bubble_span,
-        found.idle,
-        max(found.peak),
-        least.makespan,
-        least.gap(found),
-        timeline=found,
+        timeline.makespan,
+        timeline.span,
+        timeline.bubble,
+        timeline.bubble_span,
+        timeline.idle,
+        max(timeline.peak),
+        lower_bounds.makespan,
+        lower_bounds.gap(timeline),
+        timeline=timeline,
     )
 
 
-def shared(costs: Costs, parts: float, slices: int = 1) -> Costs:
-    """The costs of one op of a rank that cuts its share into some parts: stages times slices of a microbatch.
+def share_costs(costs: Costs, parts: float, slices: int = 1) -> Costs:
+    """Return the costs of one op if a rank cuts its share into this many parts, stages times slices.
 
     Bytes of what stays with a stage are shared too, those of parameters and gradients among the stages alone, whether
     they are said by name or by a function; `fpipe.sizes` has those of each value.
 
-    >>> shared(Costs(4, 4, 4, bytes={"y": 8, "res": 40, "params": 40}), 4, slices=2).bytes
+    >>> share_costs(Costs(4, 4, 4, bytes={"y": 8, "res": 40, "params": 40}), 4, slices=2).bytes
     {'y': 8, 'res': 10.0, 'params': 20.0}
-    >>> of_all = shared(Costs(4, 4, 4, bytes=lambda value: 40), 4, slices=2)
+    >>> of_all = share_costs(Costs(4, 4, 4, bytes=lambda value: 40), 4, slices=2)
     >>> [of_all.size(Value(name, 0)) for name in ("y", "res", "params")]
     [40.0, 10.0, 20.0]
     """
     if parts == 1:
         return costs
-    said = {word: getattr(costs, word) for word in _OF_OPS}
-    table = costs.bytes.said if isinstance(costs.bytes, NamedBytes) else costs.bytes
-    sizes = cast("Mapping[str, PerStage]", table) if isinstance(table, Mapping) else {}
-    listed = next((word for word, each in [*said.items(), *sizes.items()] if isinstance(each, Sequence)), None)
-    if listed is not None:
+    # Seconds and residuals belong to an op, so they are divided by all parts. Parameters and gradients belong to a
+    # stage, whatever its slices. Other values, such as what is sent, have their size for every cut.
+    costs_by_field = {field_name: getattr(costs, field_name) for field_name in SHARED_SECONDS}
+    bytes_table = costs.bytes.bytes_by_name if isinstance(costs.bytes, NamedBytes) else costs.bytes
+    sizes = cast("Mapping[str, PerStage]", bytes_table) if isinstance(bytes_table, Mapping) else {}
+    listed_field = next(
+        (name for name, amount in [*costs_by_field.items(), *sizes.items()] if isinstance(amount, Sequence)), None
+    )
+    # A list has the costs of each stage, which says nothing about another number of stages.
+    if listed_field is not None:
         raise ValueError(
-            f"{listed} lists a cost for each stage, but here a rank cuts its share into {parts:g} ops. Say "
-            "costs=lambda parts: ..., which gives the costs of an op for each number of parts."
+            f"{listed_field} lists a cost for each stage, but a rank cuts its share into {parts:g} ops here. "
+            "Use costs=lambda parts: Costs(...)."
         )
-    seconds: dict[str, Any] = {word: each / parts for word, each in said.items() if each is not None}
-    among = dict[str, float](dict.fromkeys(_OF_MICROBATCHES, parts)) | dict.fromkeys(_OF_PARAMETERS, parts / slices)
+    seconds: dict[str, Any] = {name: amount / parts for name, amount in costs_by_field.items() if amount is not None}
+    parts_by_value = dict[str, float](dict.fromkeys(SHARED_BY_PARTS, parts)) | dict.fromkeys(
+        SHARED_BY_STAGES, parts / slices
+    )
     if sizes:
-        own: dict[str, Any] = {
-            name: cast("float", size) / among[name] if name in among else size for name, size in sizes.items()
+        own_sizes: dict[str, Any] = {
+            name: cast("float", size) / parts_by_value[name] if name in parts_by_value else size
+            for name, size in sizes.items()
         }
-        seconds["bytes"] = replace(costs.bytes, said=own) if isinstance(costs.bytes, NamedBytes) else own
+        is_named = isinstance(costs.bytes, NamedBytes)
+        seconds["bytes"] = replace(costs.bytes, bytes_by_name=own_sizes) if is_named else own_sizes
     elif callable(costs.bytes) and not hasattr(costs.bytes, "storages"):
-        seconds["bytes"] = partial(_part_of, costs.bytes, among)
+        seconds["bytes"] = partial(share_of_bytes, costs.bytes, parts_by_value)
     return replace(costs, **seconds)
 
 
-def _part_of(whole: Callable[[Value], float], among: Mapping[str, float], value: Value) -> float:
-    """The bytes of a value, of which a rank has so many."""
-    return checked_count(f"the bytes of {value}", whole(value)) / among.get(value.name, 1)
+def share_of_bytes(size_of: Callable[[Value], float], parts_by_value: Mapping[str, float], value: Value) -> float:
+    """Return the bytes of a value divided by the parts that its rank has of it."""
+    return checked_count(f"the bytes of {value}", size_of(value)) / parts_by_value.get(value.name, 1)
 
 
-_OF_OPS = ("forward", "backward_input", "backward_weight", "recompute", "backward", "offload", "load")
-_OF_MICROBATCHES = ("res", "wres")
-_OF_PARAMETERS = ("params", "g", "sum", "shard", "cut", "all")
+SHARED_SECONDS = ("forward", "backward_input", "backward_weight", "recompute", "backward", "offload", "load")
+SHARED_BY_PARTS = ("res", "wres")
+SHARED_BY_STAGES = ("params", "g", "sum", "shard", "cut", "all")

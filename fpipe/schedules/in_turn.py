@@ -30,12 +30,12 @@ class RankContext(NamedTuple):
 
     @property
     def later_ranks(self) -> int:
-        """Ranks between this one and the last: how many forwards come before the first backward can be there."""
+        """The number of ranks behind this one: so many forwards run before the first backward can arrive."""
         return self.ranks - 1 - self.rank
 
     @property
     def forwards(self) -> int:
-        """How many forwards the rank has."""
+        """The number of forwards of the rank."""
         return self.chunks * self.microbatches
 
 
@@ -44,9 +44,9 @@ def in_turn(
     *,
     units: Callable[[RankContext], Sequence[Unit]] | None = None,
     lag: Callable[[RankContext], int] | None = None,
-    last_first: bool = False,
+    reverse_backwards: bool = False,
 ) -> Callable[[Program, list[int]], list[list[Key]]]:
-    """The rows of this pattern for a program whose stages are placed.
+    """Return a function that orders a placed program in this pattern.
 
     Args:
         warm_up: how many forwards a rank does before it takes turns.
@@ -54,22 +54,24 @@ def in_turn(
             and go microbatch by microbatch. Its backwards keep that order, with the last chunk first. A unit of a
             microbatch that the program does not have holds a place and is left out.
         lag: splits the backwards: how many I's a W stays behind its own.
-        last_first: backwards take the forwards in reverse instead, the last microbatch first.
+        reverse_backwards: backwards take the forwards in reverse instead, the last microbatch first.
     """
 
     def rows(program: Program, placed: list[int]) -> list[list[Key]]:
-        count, ranks = program.microbatches, 1 + max(placed)
-        made: list[list[Key]] = []
+        microbatches, ranks = program.microbatches, 1 + max(placed)
+        table: list[list[Key]] = []
         for rank in range(ranks):
-            own = [stage for stage, at in enumerate(placed) if at == rank]
-            chunks = [own] if units is None else [[stage] for stage in own]
-            context = RankContext(rank, ranks, len(chunks), count)
-            forwards = [(0, index) for index in range(count)] if units is None else units(context)
-            mirrored = [(len(chunks) - 1 - chunk, index) for chunk, index in forwards]
-            backwards = forwards[::-1] if last_first else mirrored
+            rank_stages = [stage for stage, stage_rank in enumerate(placed) if stage_rank == rank]
+            chunks = [rank_stages] if units is None else [[stage] for stage in rank_stages]
+            context = RankContext(rank, ranks, len(chunks), microbatches)
+            forwards = [(0, microbatch) for microbatch in range(microbatches)] if units is None else units(context)
+            # The gradient reaches the last chunk first.
+            mirrored = [(len(chunks) - 1 - chunk, microbatch) for chunk, microbatch in forwards]
+            backwards = forwards[::-1] if reverse_backwards else mirrored
             row = _row(chunks, forwards, backwards, warm_up(context), lag and lag(context))
-            made.append([cell for cell in row if cell[2] < count])
-        return made
+            # Padded units have microbatches beyond the last; they keep the turn but run nothing.
+            table.append([cell for cell in row if cell[2] < microbatches])
+        return table
 
     return rows
 
@@ -77,27 +79,30 @@ def in_turn(
 def _row(
     chunks: list[list[int]], forwards: Sequence[Unit], backwards: Sequence[Unit], warm_up: int, lag: int | None
 ) -> list[tuple[str, int, int, None]]:
-    """The cells of a rank: a forward goes up through the stages of a chunk, a backward comes back down."""
+    """Return the cells of a rank; a forward goes up through the stages of a chunk, a backward comes back down."""
 
     def cells(kind: str, unit: Unit) -> list[tuple[str, int, int, None]]:
         stages = chunks[unit[0]]
         return [(kind, stage, unit[1], None) for stage in (stages if kind == "F" else stages[::-1])]
 
+    # After the warm-up the next forward stands before each backward, until the forwards run out: the drain.
     row = [cell for unit in forwards[:warm_up] for cell in cells("F", unit)]
-    ahead = len(forwards) - warm_up
+    paired_forwards = len(forwards) - warm_up
     for turn, unit in enumerate(backwards):
-        if turn < ahead:
+        if turn < paired_forwards:
             row += cells("F", forwards[warm_up + turn])
         row += cells("B" if lag is None else "I", unit)
+        # The W of `lag` backwards ago: so many `wres` are held at most.
         if lag is not None and turn >= lag:
             row += cells("W", backwards[turn - lag])
+    # The W's that still lag when the last backward has run.
     if lag:
         row += [cell for unit in backwards[max(0, len(backwards) - lag) :] for cell in cells("W", unit)]
     return row
 
 
 def even_chunks(ranks: int, stages: int, microbatches: int) -> str | None:
-    """Why sizes are refused by the schedules that need as many chunks on every rank, or None."""
+    """Return why a schedule refuses sizes with unequal numbers of chunks, or None."""
     if stages % ranks == 0:
         return None
     return (
@@ -107,7 +112,7 @@ def even_chunks(ranks: int, stages: int, microbatches: int) -> str | None:
 
 
 def two_stages(ranks: int, stages: int, microbatches: int) -> str | None:
-    """Why sizes are refused by schedules that need two stages on every rank, or None."""
+    """Return why a schedule on a V refuses these sizes, or None."""
     if stages == 2 * ranks:
         return None
     return (

@@ -1,4 +1,4 @@
-"""Several chunks of stages a rank, looped: a microbatch goes round the ranks more than once, and the bubble shrinks."""
+"""Interleaved schedules: several chunks a rank, which a microbatch visits in a loop, for a smaller bubble."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from fpipe.schedules.in_turn import RankContext, Unit, even_chunks, in_turn
 from fpipe.schedules.registry import published
 from fpipe.schedules.rounds import in_rounds
 from fpipe.timing.costs import Costs
-from fpipe.transforms._rewrite import Transform, transforming
+from fpipe.transforms._rewrite import Transform, as_transform
 from fpipe.transforms.cells import Key
-from fpipe.transforms.reorder import in_rows
+from fpipe.transforms.reorder import from_rows
 from fpipe.transforms.slice_sequence import slice_sequence
 
 
@@ -53,7 +53,9 @@ def interleaved(ranks: int, group: int | None = None, *, costs: Costs | None = N
     """
     return in_rounds(
         ranks,
-        _group(ranks, group, ranks, None),
+        checked_group(ranks, group, ranks, None),
+        # A group through each chunk but the last. Then the first microbatch goes down to the last rank and comes back,
+        # a forward of this rank for each hop.
         warm_up=lambda context, size: 2 * context.later_ranks + (context.chunks - 1) * size,
         costs=costs,
     )
@@ -81,6 +83,7 @@ def kimi_k2(ranks: int) -> Transform:
     rank 1 |  .  1F0 1F1 1F2 4F0 4F1 4F2  .  4B0  .  4B1 4B2 1B0 1B1 1B2  .
     rank 2 |  .   .  2F0 2F1 2F2 5F0 5F1 5B0 5F2 5B1 5B2 2B0 2B1 2B2  .   .
     """
+    # One forward more than `interleaved`, so that each backward meets a forward of another microbatch.
     return in_rounds(
         ranks, ranks, warm_up=lambda context, size: 2 * context.later_ranks + (context.chunks - 1) * size + 1
     )
@@ -112,7 +115,8 @@ def looped_bfs(ranks: int) -> Transform:
     def by_chunk(context: RankContext) -> list[Unit]:
         return [(chunk, index) for chunk in range(context.chunks) for index in range(context.microbatches)]
 
-    return in_rows("looped", ranks, in_turn(lambda context: context.forwards, units=by_chunk, last_first=True))
+    # All forwards are warm-up; the backwards are the forwards in reverse, so the last chunk turns round at once.
+    return from_rows("looped", ranks, in_turn(lambda context: context.forwards, units=by_chunk, reverse_backwards=True))
 
 
 @published(
@@ -146,8 +150,9 @@ def interleaved_zb(ranks: int, group: int | None = None, *, costs: Costs | None 
     """
     return in_rounds(
         ranks,
-        _group(ranks, group, ranks, None),
+        checked_group(ranks, group, ranks, None),
         warm_up=lambda context, size: context.later_ranks + (context.chunks - 1) * size,
+        # Rank r warms up with r forwards fewer than the first, and holds the `wres` of r more W's: all hold p.
         lag=lambda context: context.rank,
         costs=costs,
     )
@@ -184,21 +189,22 @@ def group_interleaved(ranks: int, group: int | None = None) -> Transform:
     """
     return in_rounds(
         ranks,
-        _group(ranks, group, -(-ranks // 2), ranks) or ranks,
+        checked_group(ranks, group, -(-ranks // 2), ranks) or ranks,
         warm_up=lambda context, size: context.later_ranks + (context.chunks - 1) * size,
+        # Each W right after its I, whose gradient is on its way by then.
         lag=lambda context: 0,
     )
 
 
-def _group(ranks: int, group: int | None, least: int, most: int | None) -> int | None:
-    """The group that was asked for, None if none was, or a sentence on what it must be."""
+def checked_group(ranks: int, group: int | None, minimum: int, maximum: int | None) -> int | None:
+    """Return the group if it is within the limits or None, else raise ValueError."""
     if group is None:
         return None
-    if type(group) is int and least <= group and (most is None or group <= most):
+    if type(group) is int and minimum <= group and (maximum is None or group <= maximum):
         return group
-    limits = f"at least {least}" if most is None else f"from {least} to {most}"
-    why = "with fewer, the ranks wait for each other for ever" + ("; more hold more for nothing" if most else "")
-    raise ValueError(f"group is a number of microbatches, {limits} for {ranks} ranks ({why}); found {group!r}.")
+    limits = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+    reason = "with fewer, the ranks wait for each other for ever" + ("; more hold more for nothing" if maximum else "")
+    raise ValueError(f"group is {limits} for {ranks} ranks ({reason}); found {group!r}.")
 
 
 # 1F1B over slices of sequences, so that a rank warms up and drains by slices instead of whole microbatches.
@@ -233,9 +239,9 @@ def seq1f1b(ranks: int, *, slices: int | None = None) -> Transform:
     rank 0 | 0F0.0 0F0.1 0F1.0   .   0B0.1 0F1.1 0B0.0   .   0B1.1 0B1.0
     rank 1 |   .   1F0.0 1F0.1 1B0.1 1F1.0 1B0.0 1F1.1 1B1.1 1B1.0   .
     """
-    ordered = in_rows("linear", ranks, _rows)
+    ordered = from_rows("linear", ranks, _rows)
 
-    @transforming
+    @as_transform
     def transform(program: Program) -> Program:
         if program.slices == 1:
             program = slice_sequence(4 if slices is None else slices)(program)
@@ -247,13 +253,15 @@ def seq1f1b(ranks: int, *, slices: int | None = None) -> Transform:
 
 
 def _rows(program: Program, placement: list[int]) -> list[list[Key]]:
+    # The last slice of a microbatch turns round first: forwards run up the slices, backwards run down. The unit of the
+    # warm-up is a slice, and `slices` forwards pass before the first one can turn round.
     ranks, slices, microbatches = 1 + max(placement), program.slices, program.microbatches
-    each = [None] if slices == 1 else list(range(slices))
-    forwards = [(index, piece) for index in range(microbatches) for piece in each]
-    backwards = [(index, piece) for index in range(microbatches) for piece in reversed(each)]
+    slice_indices = [None] if slices == 1 else list(range(slices))
+    forwards = [(index, piece) for index in range(microbatches) for piece in slice_indices]
+    backwards = [(index, piece) for index in range(microbatches) for piece in reversed(slice_indices)]
 
     def row(rank: int) -> Iterator[Key]:
-        stages = [stage for stage, own in enumerate(placement) if own == rank]
+        stages = [stage for stage, stage_rank in enumerate(placement) if stage_rank == rank]
         warm_up = min(len(forwards), ranks - rank - 2 + slices)
         for turn in range(len(forwards) + warm_up):
             if turn < len(forwards):

@@ -1,4 +1,4 @@
-"""A schedule as it is typed: its name, and behind a colon its options, as in hanayo:waves=2."""
+"""Schedules as text: a name, with options behind a colon, such as hanayo:waves=2."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fpipe.timing.costs import Costs
 
 
 @dataclass(frozen=True)
-class Named:
-    """A schedule of the registry with options of its own, and how many stages, if not as many as it wants.
+class NamedSchedule:
+    """A schedule of the registry with options, and a number of stages if not its default.
 
     >>> parse("hanayo:waves=2").program(2, 4)
     <Program: 8 stages, 4 microbatches, 2 ranks, 97 ops>
@@ -28,11 +28,11 @@ class Named:
     stages: int | None = None
 
     def program(self, ranks: int, microbatches: int, costs: Callable[[float], Costs] | None = None) -> Program:
-        """Its program at a size.
+        """Return the program of a step at this size.
 
         Args:
-            costs: `f(parts)`, the costs where each rank cuts its share of a microbatch into so many ops; a schedule
-                that orders by costs gets them, unless it has some among its options.
+            costs: `f(parts)`, the costs of an op if each rank cuts its share of a microbatch into this many; a schedule
+                that orders by costs gets them, unless its options have some.
 
         Raises:
             ValueError: a rank cuts its share of a microbatch into too many ops, or they are too many for a program.
@@ -40,18 +40,17 @@ class Named:
         stages = self.schedule.wants(ranks, self.options) if self.stages is None else self.stages
         slices = self.options.get("slices")
         slices = slices if type(slices) is int else 1
-        share = stages / ranks * slices
-        if share > MOST_OPS_OF_A_SHARE:
-            raise ValueError(
-                f"a rank cuts its share of a microbatch into at most {MOST_OPS_OF_A_SHARE} forwards, "
-                f"stages times slices; found {share:g}."
-            )
+        ops_per_rank = stages / ranks * slices
+        if ops_per_rank > MOST_OPS_OF_A_SHARE:
+            raise ValueError(f"stages times slices on a rank is at most {MOST_OPS_OF_A_SHARE}, found {ops_per_rank:g}.")
         refuse_too_many_ops(stages * slices, microbatches)
-        told = {"costs": costs(stages / ranks)} if costs is not None and "costs" in _parameters(self.schedule) else {}
-        return self.schedule.program(ranks, microbatches, stages, **(told | self.options))
+        costs_option = (
+            {"costs": costs(stages / ranks)} if costs is not None and "costs" in _parameters(self.schedule) else {}
+        )
+        return self.schedule.program(ranks, microbatches, stages, **(costs_option | self.options))
 
 
-def parse(text: str) -> Named:
+def parse(text: str) -> NamedSchedule:
     """Read a name and its options; `stages` is the number of stages, whatever the schedule.
 
     Raises:
@@ -66,31 +65,40 @@ def parse(text: str) -> Named:
     return with_options(text, {})
 
 
-def with_options(text: str, more: Mapping[str, Any]) -> Named:
-    """A name and its options, and options that were said beside it."""
+def with_options(text: str, more_options: Mapping[str, Any]) -> NamedSchedule:
+    """Read a name and its options, and add further options."""
     if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(
-            "a schedule is named here, as in 'gpipe' or 'hanayo:waves=2', and one of your own by "
-            f"fpipe.schedules.register; found {type(text).__name__}."
+            f"a schedule is given by name, such as 'hanayo:waves=2', found {type(text).__name__}. Name your own by "
+            "fpipe.schedules.register."
         )
-    name, _, said = text.partition(":")
+    name, _, option_text = text.partition(":")
     schedule = about(name)
-    known = _parameters(schedule)
-    sizes = {next(iter(known)), "ranks", "microbatches"}  # which are said beside a name
-    options = dict(option(part) for part in re.split(r",(?=[A-Za-z_]\w*=)", said) if part) | dict(more)
+    parameters = _parameters(schedule)
+    size_names = {next(iter(parameters)), "ranks", "microbatches"}
+    # A comma separates options only in front of the next `name=`: a value may be a list with commas.
+    options = dict(option(part) for part in re.split(r",(?=[A-Za-z_]\w*=)", option_text) if part) | dict(more_options)
     stages = options.pop("stages", None)
     if stages is not None:
         whole("stages", stages)
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    odd = next((word for word in options if word in sizes or (word not in known and not takes_any)), None)
-    if odd is not None:
-        has = ", ".join([*(word for word in list(known)[1:] if word != "costs"), "stages"])
-        raise ValueError(f"{name} has no option {odd!r}; it has: {has}.")
-    return Named(schedule, options, stages)
+    # A factory with **options checks its own.
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    unknown_option = next(
+        (
+            name_given
+            for name_given in options
+            if name_given in size_names or (name_given not in parameters and not takes_any)
+        ),
+        None,
+    )
+    if unknown_option is not None:
+        option_names = ", ".join([*(parameter for parameter in list(parameters)[1:] if parameter != "costs"), "stages"])
+        raise ValueError(f"{name} has no option {unknown_option!r}; it has: {option_names}.")
+    return NamedSchedule(schedule, options, stages)
 
 
 def option(text: str) -> tuple[str, Any]:
-    """An option of a schedule.
+    """Read one option as its name and value; a value that is no literal stays text.
 
     >>> option("waves=2"), option("placement=v")
     (('waves', 2), ('placement', 'v'))

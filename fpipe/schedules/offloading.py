@@ -1,4 +1,4 @@
-"""Schedules that hold less: what waits long for its backward waits in another rank's memory, or on the host."""
+"""Schedules that hold less: residuals wait for their backward in another rank's memory, or on the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fpipe.transforms.offload import offload
     peak="min(m, p-r), ceil((p+2)/2) at most",
 )
 def bpipe(ranks: int) -> Transform:
-    """1F1B in which rank r lends memory to rank p-1-r, so that all hold about half of what the first held (ICML 2023).
+    """1F1B in which rank p-1-r lends memory to rank r, so that all hold about half the first one's peak (ICML 2023).
 
     In 1F1B rank r holds p-r microbatches, so ranks r and p-1-r together hold p+1. A rank that would hold more than
     ceil((p+2)/2) evicts to its partner what it wants last, as soon as that is written, and has it loaded just before
@@ -39,6 +39,7 @@ def bpipe(ranks: int) -> Transform:
     >>> print(*(cell for cell in program.table(comms=True)[0][3:15] if "SPLIT" not in cell))
     0F1 OFFLOAD(res[0,1]@3) 0F2 0F3 OFFLOAD(res[0,3]@3) 0B0 0F4 LOAD(res[0,1]@3@0) 0B1
     """
+    # (p+3)//2 is ceil((p+2)/2), the paper's cap.
     return chain(one_f_one_b(ranks), offload(cap=(ranks + 3) // 2, to=lambda rank: ranks - 1 - rank))
 
 
@@ -81,4 +82,5 @@ def pipe_offload(ranks: int, *, group: int | None = None, cap: float | None = No
     >>> print(*three.table(comms=True)[0][11:18])
     3F1 OFFLOAD(res[3,1]@host) 3F2 OFFLOAD(res[3,2]@host) LOAD(res[3,0]@host@0) 3I0 3W0
     """
+    # "worthwhile": every residual that would be away for at least one op of its rank.
     return chain(group_interleaved(ranks, group), offload("worthwhile", cap=cap, lead=lead))

@@ -1,12 +1,12 @@
-"""Run a forward of one microbatch together with a backward of another, whose exchanges hide behind each other's work.
+"""Overlap a forward of one microbatch with a backward of another, so that exchanges hide behind computation.
 
-Stages that compute go in turn, and a stage that exchanges starts as soon as its data are there. One block of experts a
+Stages that compute alternate, and a stage that exchanges starts as soon as its data are ready. One block of experts a
 chunk, as in DeepSeek-V3's figure 4 (attention a, dispatch, experts e, combine; its period begins in another place):
 
     main       aF      eI  eW      eF      aI  aW            published:  MLP(B) MLP(W) MLP(F) ATTN(B) ATTN(W) ATTN(F)
     exchange   comb B  disp F      disp B  comb F                        DISPATCH(F) DISPATCH(B) COMBINE(F) COMBINE(B)
 
-Where no stage exchanges, the two are PAIRs.
+If no stage exchanges, the two are PAIRs.
 """
 
 from __future__ import annotations
@@ -20,87 +20,117 @@ from fpipe.program import Program, cell_of, is_exchange, parts_of
 from fpipe.schedules.in_turn import RankContext, Unit, even_chunks
 from fpipe.schedules.registry import published
 from fpipe.schedules.rounds import in_groups
-from fpipe.transforms._rewrite import Transform, transforming
+from fpipe.transforms._rewrite import Transform, as_transform
 from fpipe.transforms.cells import Cell, Key
-from fpipe.transforms.place import in_order, stage_ranks
-from fpipe.transforms.reorder import by_table
+from fpipe.transforms.place import ascending_ranks, stage_ranks
+from fpipe.transforms.reorder import apply_table
 
 
 def exchanges_of(program: Program) -> frozenset[int]:
-    """The stages that are collectives."""
+    """Return the stages that are exchanges."""
     return frozenset(op.stage for op in parts_of(program.ops) if op.stage is not None and is_exchange(op))
 
 
-def together(
-    forwards: Sequence[int], number: int, backwards: Sequence[int], other: int, over: Collection[int]
+def overlapped_cells(
+    forwards: Sequence[int],
+    forward_microbatch: int,
+    backwards: Sequence[int],
+    backward_microbatch: int,
+    exchange_stages: Collection[int],
 ) -> Iterator[Cell]:
-    """The cells of a forward through some stages and a backward of another microbatch through others, in its order, of
-    which some stages are exchanges (`over`).
+    """Yield the cells of a forward of one microbatch, overlapped with a backward of another.
 
-    >>> [cell if isinstance(cell, str) else cell_of(cell) for cell in together([0, 1], 3, [1, 0], 2, ())]
+    `forwards` and `backwards` are the stages of each, in the order in which they run.
+
+    >>> [cell if isinstance(cell, str) else cell_of(cell) for cell in overlapped_cells([0, 1], 3, [1, 0], 2, ())]
     ['(0F3;1B2)', '(1F3;0B2)']
-    >>> print(*map(cell_of, together([0, 1, 2, 3], 1, [3, 2, 1, 0], 0, {1, 3})))
+    >>> print(*map(cell_of, overlapped_cells([0, 1, 2, 3], 1, [3, 2, 1, 0], 0, {1, 3})))
     3B0 0F1 1F1 2I0 1B0 2W0 2F1 3F1 0I0 0W0
     """
-    if not any(stage in over for stage in (*forwards, *backwards)):
-        pairs = zip_longest((("F", at, number, None) for at in forwards), (("B", at, other, None) for at in backwards))
-        for one, two in pairs:
-            yield f"({cell_of(one)};{cell_of(two)})" if one and two else one or two
+    if not any(stage in exchange_stages for stage in (*forwards, *backwards)):
+        # Without exchanges: pair the stages as they come; what is left of the longer direction runs alone.
+        pairs = zip_longest(
+            (("F", stage, forward_microbatch, None) for stage in forwards),
+            (("B", stage, backward_microbatch, None) for stage in backwards),
+        )
+        for forward, backward in pairs:
+            yield f"({cell_of(forward)};{cell_of(backward)})" if forward and backward else forward or backward
         return
-    ahead, back = deque(forwards), deque(backwards)
+    # One compute stage of each direction in turn. Exchanges that have become ready follow at once, so that they are
+    # under way while the opposite direction computes. W comes after the backward's exchange, which needs only the I.
+    remaining_forwards, remaining_backwards = deque(forwards), deque(backwards)
 
-    def started(queue: deque[int], kind: str, microbatch: int) -> Iterator[Key]:
-        while queue and queue[0] in over:
-            yield kind, queue.popleft(), microbatch, None
+    def started(stages: deque[int], kind: str, microbatch: int) -> Iterator[Key]:
+        while stages and stages[0] in exchange_stages:
+            yield kind, stages.popleft(), microbatch, None
 
-    yield from started(back, "B", other)
-    yield from started(ahead, "F", number)
-    while ahead or back:
-        if ahead:
-            yield "F", ahead.popleft(), number, None
-            yield from started(ahead, "F", number)
-        if back:
-            stage = back.popleft()
-            yield "I", stage, other, None
-            yield from started(back, "B", other)
-            yield "W", stage, other, None
+    yield from started(remaining_backwards, "B", backward_microbatch)
+    yield from started(remaining_forwards, "F", forward_microbatch)
+    while remaining_forwards or remaining_backwards:
+        if remaining_forwards:
+            yield "F", remaining_forwards.popleft(), forward_microbatch, None
+            yield from started(remaining_forwards, "F", forward_microbatch)
+        if remaining_backwards:
+            stage = remaining_backwards.popleft()
+            yield "I", stage, backward_microbatch, None
+            yield from started(remaining_backwards, "B", backward_microbatch)
+            yield "W", stage, backward_microbatch, None
 
 
 def _overlapping(ranks: int, chunks: int | None) -> Transform:
-    """Warm up with a forward more than interleaved 1F1B, then each backward together with a forward.
+    """Return a schedule that warms up with one forward more than interleaved 1F1B, then overlaps F and B.
 
-    A rank has so many chunks of neighbouring stages, or (None) each of its stages is one.
+    Each rank has `chunks` chunks of neighbouring stages; with None each of its stages is a chunk.
     """
 
-    @transforming
+    @as_transform
     def transform(program: Program) -> Program:
-        stages, over = program.stages, exchanges_of(program)
+        stages, exchange_stages = program.stages, exchanges_of(program)
+        # One chunk: an ascending placement of the user is kept. Otherwise chunk c is on rank c mod p.
         if chunks == 1:
-            placed = in_order(program, ranks)
-            parts = [[[stage for stage, at in enumerate(placed) if at == rank]] for rank in range(ranks)]
+            placement = ascending_ranks(program, ranks)
+            chunks_by_rank = [
+                [[stage for stage, stage_rank in enumerate(placement) if stage_rank == rank]] for rank in range(ranks)
+            ]
         else:
-            many = stages if chunks is None else ranks * chunks
-            chunk_of = stage_ranks("linear", stages, many)
-            shares = [[stage for stage, chunk in enumerate(chunk_of) if chunk == own] for own in range(many)]
-            parts = [shares[rank::ranks] for rank in range(ranks)]
-        count = program.microbatches
-        rows = [[*_row(RankContext(rank, ranks, len(own), count), own, over)] for rank, own in enumerate(parts)]
-        return by_table(program, rows, move=True)
+            chunk_count = stages if chunks is None else ranks * chunks
+            chunk_of = stage_ranks("linear", stages, chunk_count)
+            stages_by_chunk = [
+                [stage for stage, chunk in enumerate(chunk_of) if chunk == own_chunk]
+                for own_chunk in range(chunk_count)
+            ]
+            chunks_by_rank = [stages_by_chunk[rank::ranks] for rank in range(ranks)]
+        microbatches = program.microbatches
+        rows = [
+            [*_row_of_rank(RankContext(rank, ranks, len(rank_chunks), microbatches), rank_chunks, exchange_stages)]
+            for rank, rank_chunks in enumerate(chunks_by_rank)
+        ]
+        return apply_table(program, rows, move=True)
 
     return transform
 
 
-def _row(context: RankContext, own: list[list[int]], over: Collection[int]) -> Iterator[Cell]:
-    """The cells of a rank that has these chunks."""
+def _row_of_rank(
+    context: RankContext, chunk_stages: list[list[int]], exchange_stages: Collection[int]
+) -> Iterator[Cell]:
+    """Yield the cells of a rank with these chunks."""
+    # The extra forward of the warm-up makes each pair one of two microbatches, on the last rank too.
     units: Sequence[Unit] = in_groups(context, context.ranks)
-    ahead = min(2 * context.later_ranks + (context.chunks - 1) * context.ranks + 1, len(units))
-    for chunk, index in units[:ahead]:
-        yield from (("F", stage, index, None) for stage in own[chunk] if index < context.microbatches)
-    for turn, (chunk, other) in enumerate(units):
-        following, number = units[ahead + turn] if ahead + turn < len(units) else (0, context.microbatches)
-        forwards = own[following] if number < context.microbatches else []
-        backwards = own[len(own) - 1 - chunk][::-1] if other < context.microbatches else []
-        yield from together(forwards, number, backwards, other, over)
+    warm_up = min(2 * context.later_ranks + (context.chunks - 1) * context.ranks + 1, len(units))
+    for chunk, microbatch in units[:warm_up]:
+        yield from (
+            ("F", stage, microbatch, None) for stage in chunk_stages[chunk] if microbatch < context.microbatches
+        )
+    # A missing partner, in the drain or of a padded group, leaves its side of the pair empty.
+    for turn, (chunk, backward_microbatch) in enumerate(units):
+        forward_chunk, forward_microbatch = (
+            units[warm_up + turn] if warm_up + turn < len(units) else (0, context.microbatches)
+        )
+        forwards = chunk_stages[forward_chunk] if forward_microbatch < context.microbatches else []
+        backwards = (
+            chunk_stages[len(chunk_stages) - 1 - chunk][::-1] if backward_microbatch < context.microbatches else []
+        )
+        yield from overlapped_cells(forwards, forward_microbatch, backwards, backward_microbatch, exchange_stages)
 
 
 @published(

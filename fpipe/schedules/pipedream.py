@@ -1,7 +1,7 @@
-"""Schedules of several training steps, which read parameters from before: PipeDream and PipeDream-2BW.
+"""PipeDream and PipeDream-2BW: several training steps in one pipeline, with parameters of earlier steps.
 
 Both run the microbatches of all steps as one 1F1B, so that the pipeline fills once and drains once. They differ in
-which version of its parameters a stage reads, and so in how many it holds.
+which version of its parameters a stage reads, and so in how many versions it holds.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from fpipe.transforms.steps import steps as several
 
 
 def pipedream(ranks: int, *, steps: int) -> Transform:
-    """1F1B with weight stashing (PipeDream, Narayanan et al. 2019, section 3.3): stage s of S reads the parameters of
-    S-1-s steps before, forward and backward the same. The paper's steps have one microbatch each: `split(1)`.
+    """1F1B with weight stashing (PipeDream, Narayanan et al. 2019, section 3.3).
+
+    Stage s of S reads the parameters of S-1-s steps before, the same ones forward and backward. The paper's steps have
+    one microbatch each: `split(1)`.
 
     >>> import fpipe
     >>> parts = fpipe.split(1), fpipe.merge(outputs=False), fpipe.update("SGD"), fpipe.schedules.pipedream(3, steps=5)
@@ -26,8 +28,10 @@ def pipedream(ranks: int, *, steps: int) -> Transform:
 
 
 def pipedream_2bw(ranks: int, *, steps: int) -> Transform:
-    """1F1B with double-buffered weights (PipeDream-2BW, Narayanan et al. 2021, section 3.1): each step reads the
-    parameters of one step before, so that two versions do; steps have at least as many microbatches as ranks.
+    """1F1B with double-buffered weights (PipeDream-2BW, Narayanan et al. 2021, section 3.1).
+
+    Each step reads the parameters of one step before, so two versions suffice. A step has at least as many microbatches
+    as there are ranks.
 
     >>> import fpipe
     >>> parts = fpipe.split(2), fpipe.merge(outputs=False), fpipe.update("SGD")

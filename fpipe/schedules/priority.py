@@ -1,4 +1,4 @@
-"""A schedule of your own, as a priority: of the ops that could run on a free rank, which one does."""
+"""Your own schedule as a priority: a rule that picks one of the ready ops of a free rank."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any, NamedTuple
 
 from fpipe.limits import whole
 from fpipe.program import Op, Program, ProgramError, kind_of
-from fpipe.schedules.list_scheduler import LATER, NOTHING, Scheduled, TaskGraph, list_schedule
+from fpipe.schedules.list_scheduler import LATER, NOTHING, ListSchedule, TaskGraph, list_schedule
 from fpipe.schedules.tables import placed_on
-from fpipe.timing.costs import Costs, the_costs
-from fpipe.timing.waiting import named_waits
-from fpipe.transforms._rewrite import Transform, transforming
-from fpipe.transforms.place import Rule
-from fpipe.transforms.reorder import by_table
-from fpipe.transforms.shard import shares
+from fpipe.timing.costs import Costs, checked_costs
+from fpipe.timing.waiting import waits_between_ops
+from fpipe.transforms._rewrite import Transform, as_transform
+from fpipe.transforms.place import RankRule
+from fpipe.transforms.reorder import apply_table
+from fpipe.transforms.shard import forwards_per_microbatch
 
 
 class Now(NamedTuple):
-    """Facts that a key may look at besides the op: the moment, the free rank and what it holds, and the sizes.
+    """The state of the free rank that a key may look at: time, rank, residuals, sizes.
 
     Args:
-        time: seconds from the start.
+        time: seconds since the start of the step.
         rank: the free rank.
-        held: microbatches whose activations it holds; one microbatch of all its stages is 1.
+        held: microbatches that the rank holds; one microbatch of all its stages is 1.
         microbatches, stages: of the whole program.
 
     >>> Now(time=2.0, rank=0, held=1.0, microbatches=4, stages=2).held
@@ -47,20 +47,20 @@ def from_priority(
     key: Key,
     ranks: int,
     *,
-    placement: str | Sequence[int] | Rule = "linear",
+    placement: str | Sequence[int] | RankRule = "linear",
     cap: Cap | None = None,
     costs: Costs | None = None,
 ) -> Transform:
-    """Order a program by a rule: of the ops that are ready on a free rank, the one with the smallest key runs.
+    """Order a program by a rule: a free rank runs its ready op with the smallest key.
 
     Args:
-        key: `key(op, now)`, a number or anything that compares. An op whose key is `math.inf` waits; it is asked for
-            again when anything has happened.
+        key: `key(op, now)`, a number or anything that compares. An op whose key is `math.inf` waits; the key is
+            asked again when anything has happened.
         ranks: how many.
         placement: what `fpipe.place` takes.
         cap: the most microbatches that a rank may hold, one number or one for each rank; one microbatch of all the
             rank's stages is 1, counted as `simulate` counts `peak`. A forward for which there is no room waits.
-        costs: seconds per op, by which the clock runs that tells what is ready; by default one for each F, I and W.
+        costs: seconds of each op on the clock of the schedule; by default one for each F, I and W.
 
     Raises:
         ProgramError: a cap below what one microbatch needs; a dead end, in which every op waits for room or for
@@ -77,142 +77,172 @@ def from_priority(
     rank 2 |  .   .  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3  .   .
     """
     if not callable(key):
-        raise TypeError(f"a key is a function of an op and of now, `key(op, now)`; found {key!r}.")
+        raise TypeError(f"key is a function key(op, now), found {key!r}.")
     whole("ranks", ranks)
-    limits = _limits(cap, ranks)
-    costs = the_costs(costs)
+    limits = checked_caps(cap, ranks)
+    costs = checked_costs(costs)
 
-    @transforming
+    @as_transform
     def transform(program: Program) -> Program:
         program = placed_on(program, placement, ranks, "from_priority")
         ready = _ReadyOps(program, key, limits, costs)
-        found = list_schedule(ready.work, ready.pick)
-        if sum(map(len, found.rows)) < len(ready.ops):
-            raise ProgramError(ready.dead_end(found))
-        rows = [[ready.ops[at].cell if ready.ops[at].parts else ready.ops[at][:4] for at in row] for row in found.rows]
-        return by_table(program, rows, move=False)
+        list_order = list_schedule(ready.graph, ready.pick)
+        if sum(map(len, list_order.rows)) < len(ready.ops):
+            raise ProgramError(ready.explain_dead_end(list_order))
+        rows = [
+            [ready.ops[op_index].cell if ready.ops[op_index].parts else ready.ops[op_index][:4] for op_index in row]
+            for row in list_order.rows
+        ]
+        return apply_table(program, rows, move=False)
 
     return transform
 
 
-def _limits(cap: object, ranks: int) -> list[float]:
-    """The cap of each rank."""
+def checked_caps(cap: object, ranks: int) -> list[float]:
+    """Return the cap of each rank, infinite without one."""
     if cap is None:
         return [math.inf] * ranks
-    found: list[Any] = list(cap) if isinstance(cap, Sequence) and not isinstance(cap, str) else [cap] * ranks  # pyright: ignore[reportUnknownArgumentType]
-    if len(found) != ranks:
-        raise ValueError(f"cap lists {len(found)} numbers for {ranks} ranks; give one number, or one for each rank.")
-    for one in found:
-        if isinstance(one, bool) or not isinstance(one, int | float) or math.isnan(one):
-            raise ValueError(f"cap is a number of microbatches, or one for each rank; found {one!r}.")
-    return found
+    caps: list[Any] = list(cap) if isinstance(cap, Sequence) and not isinstance(cap, str) else [cap] * ranks  # pyright: ignore[reportUnknownArgumentType]
+    if len(caps) != ranks:
+        raise ValueError(f"cap lists {len(caps)} numbers for {ranks} ranks; give one for each rank.")
+    for limit in caps:
+        if isinstance(limit, bool) or not isinstance(limit, int | float) or math.isnan(limit):
+            raise ValueError(f"cap is a number, or one for each rank; found {limit!r}.")
+    return caps
 
 
 class _ReadyOps:
-    """Where ops wait to be picked: the scheduled ops of a program as numbers, and what each rank holds."""
+    """The scheduled ops of a program as numbers, and the residuals that each rank holds while they are picked."""
 
     def __init__(self, program: Program, key: Key, limits: list[float], costs: Costs) -> None:
         self.key, self.limits = key, limits
         self.sizes = (program.microbatches, program.stages)
         self.ops: list[Op] = []
-        self.takes: list[int] = []  # activations that an op starts to hold
-        self.drops: list[int] = []  # and those that it has let go when it ends
-        self.work = self._read(program, costs)
-        self.share = shares(program)
+        # Residuals that an op adds when it starts, and that it has freed when it ends, as `simulate` counts peaks.
+        self.takes: list[int] = []
+        self.drops: list[int] = []
+        self.graph = self._read_program(program, costs)
+        self.residuals_per_microbatch = forwards_per_microbatch(program)
         self.held = [0] * program.ranks
-        self.last: list[int | None] = [None] * program.ranks  # the op whose end frees what it drops
-        for rank, (limit, least) in enumerate(zip(limits, self._least(), strict=True)):
-            if limit < least - 1e-9:
+        # The op that runs on each rank: its drops are freed at its end, which is when the rank picks again.
+        self.running_op: list[int | None] = [None] * program.ranks
+        for rank, (limit, minimum) in enumerate(zip(limits, self._minimum_caps(), strict=True)):
+            if limit < minimum - 1e-9:
                 raise ProgramError(
-                    f"cap is {limit:g} on rank {rank}, below the minimum: one microbatch by itself holds {least:g} "
-                    f"there. Say a cap of at least {least:g}."
+                    f"cap is {limit:g} on rank {rank}, but one microbatch holds {minimum:g}; raise the cap to that."
                 )
 
-    def _read(self, program: Program, costs: Costs) -> TaskGraph:
-        """The scheduled ops as numbers; what no table names is looked through, and an R is part of its reader."""
-        places, needs = named_waits(program, costs, _is_named)
-        before: dict[int, list[int]] = {}  # op that no table names -> the R that stand before it and no reader has yet
+    def _read_program(self, program: Program, costs: Costs) -> TaskGraph:
+        """Build the task graph of the ops that a table names; others are looked through, and an R joins its reader."""
+        positions, needs = waits_between_ops(program, costs, _is_named)
+        # An unnamed op -> every R that its data come from, directly or through other unnamed ops. The first named op of
+        # the same rank that reads them claims them.
+        unclaimed_recomputes: dict[int, list[int]] = {}
         claimed: set[int] = set()
         seconds: list[float] = []
-        for at, (op, sources) in enumerate(zip(program.ops, program.sources, strict=True)):
-            found = [one for source in sources for one in before.get(source, ())]
+        for position, (op, sources) in enumerate(zip(program.ops, program.sources, strict=True)):
+            recomputes = [recompute for source in sources for recompute in unclaimed_recomputes.get(source, ())]
             if not _is_named(op):
-                before[at] = [*found, at] if op.kind == "R" else found
+                unclaimed_recomputes[position] = [*recomputes, position] if op.kind == "R" else recomputes
                 continue
-            own = [one for one in dict.fromkeys(found) if one not in claimed and program.ops[one].rank == op.rank]
-            claimed.update(own)
-            parts = [*(op.parts or (op,)), *(program.ops[one] for one in own)]
+            own_recomputes = [
+                recompute
+                for recompute in dict.fromkeys(recomputes)
+                if recompute not in claimed and program.ops[recompute].rank == op.rank
+            ]
+            claimed.update(own_recomputes)
+            parts = [*(op.parts or (op,)), *(program.ops[recompute] for recompute in own_recomputes)]
             self.takes.append(sum(part.kind in "FR" and any(v.name == "res" for v in part.writes) for part in parts))
             self.drops.append(sum(part.kind in "BW" for part in parts))
-            seconds.append(costs.seconds(op) + sum(costs.seconds(program.ops[one]) for one in own))
-        self.ops += [program.ops[at] for at in places]
+            seconds.append(
+                costs.seconds(op) + sum(costs.seconds(program.ops[recompute]) for recompute in own_recomputes)
+            )
+        self.ops += [program.ops[position] for position in positions]
         return TaskGraph.of(program.ranks, [op.rank for op in self.ops], seconds, needs)
 
-    def _least(self) -> list[float]:
-        """Residuals that one microbatch by itself holds on each rank."""
-        held: Counter[tuple[int, int | None]] = Counter()
-        most: Counter[tuple[int, int | None]] = Counter()
+    def _minimum_caps(self) -> list[float]:
+        """Return the smallest possible cap of each rank: the peak of one microbatch that runs alone."""
+        held_residuals: Counter[tuple[int, int | None]] = Counter()
+        peaks: Counter[tuple[int, int | None]] = Counter()
         for op, takes, drops in zip(self.ops, self.takes, self.drops, strict=True):
-            place = (op.rank, op.microbatch)
-            held[place] += takes
-            most[place] = max(most[place], held[place])
-            held[place] -= drops
-        counts = ([count for (own, _), count in most.items() if own == rank] for rank in range(len(self.share)))
-        return [max(each, default=0) / share for each, share in zip(counts, self.share, strict=True)]
+            rank_and_microbatch = (op.rank, op.microbatch)
+            held_residuals[rank_and_microbatch] += takes
+            peaks[rank_and_microbatch] = max(peaks[rank_and_microbatch], held_residuals[rank_and_microbatch])
+            held_residuals[rank_and_microbatch] -= drops
+        counts = (
+            [count for (op_rank, _), count in peaks.items() if op_rank == rank]
+            for rank in range(len(self.residuals_per_microbatch))
+        )
+        return [
+            max(peaks_of_rank, default=0) / per_microbatch
+            for peaks_of_rank, per_microbatch in zip(counts, self.residuals_per_microbatch, strict=True)
+        ]
 
     def pick(self, rank: int, time: float, ready: list[int]) -> int:
-        """The ready op with the smallest key that there is room for."""
-        self._settle(rank)
-        share = self.share[rank]
-        room = self.limits[rank] * share - self.held[rank] + 1e-9
-        now = Now(time, rank, self.held[rank] / share, *self.sizes)
-        given = {at: self.key(self.ops[at], now) for at in ready if self.takes[at] <= room}
-        keys = {at: found for at, found in given.items() if not _waits(found)}
+        """Return the ready op with the smallest key that the rank has room for; the earlier op wins a tie."""
+        self._free_residuals(rank)
+        per_microbatch = self.residuals_per_microbatch[rank]
+        # Residuals are counted as whole numbers, a cap in microbatches may be any fraction: allow for its rounding.
+        room = self.limits[rank] * per_microbatch - self.held[rank] + 1e-9
+        facts = Now(time, rank, self.held[rank] / per_microbatch, *self.sizes)
+        key_by_op = {
+            op_index: self.key(self.ops[op_index], facts) for op_index in ready if self.takes[op_index] <= room
+        }
+        keys = {op_index: value for op_index, value in key_by_op.items() if not _waits(value)}
+        # An infinite key may change with anything that happens, but a lack of room only with an op of this rank.
         if not keys:
-            return LATER if given else NOTHING
-        where = f"on rank {rank} at time {time:g}"
+            return LATER if key_by_op else NOTHING
+        place_in_time = f"on rank {rank} at time {time:g}"
         try:
-            odd = next((at for at, found in keys.items() if found is None or found != found), None)
-            op = min(keys, key=lambda at: (keys[at], at))
+            # `value != value` is NaN, with which `min` would return any op without an error.
+            invalid_op = next((op_index for op_index, value in keys.items() if value is None or value != value), None)
+            op = min(keys, key=lambda op_index: (keys[op_index], op_index))
         except (TypeError, ValueError) as error:
-            sentence = f"the keys do not compare, {where} ({error}). Give numbers, or tuples of numbers."
+            sentence = f"the keys do not compare, {place_in_time} ({error}). Give numbers, or tuples of numbers."
             raise ProgramError(sentence) from None
-        if odd is not None:
+        if invalid_op is not None:
             raise ProgramError(
-                f"key gave {keys[odd]!r} for {self.ops[odd].cell}, {where}; a key is a number or a tuple of numbers, "
-                "and math.inf for an op that waits."
+                f"key gave {keys[invalid_op]!r} for {self.ops[invalid_op].cell}, {place_in_time}; a key is a number, a "
+                "tuple of numbers, or math.inf to wait."
             )
         self.held[rank] += self.takes[op]
-        self.last[rank] = op
+        self.running_op[rank] = op
         return op
 
-    def _settle(self, rank: int) -> None:
-        """Let go of what the op before has dropped, by the time the next one is picked."""
-        before = self.last[rank]
-        if before is not None:
-            self.held[rank] -= self.drops[before]
-            self.last[rank] = None
+    def _free_residuals(self, rank: int) -> None:
+        """Free the drops of the op that has ended on a rank."""
+        ended_op = self.running_op[rank]
+        if ended_op is not None:
+            self.held[rank] -= self.drops[ended_op]
+            self.running_op[rank] = None
 
-    def dead_end(self, found: Scheduled) -> str:
-        """Why nothing can go on, rank by rank."""
+    def explain_dead_end(self, list_order: ListSchedule) -> str:
+        """Return the sentences of the error: why each rank cannot go on."""
         lines: list[str] = []
-        done = [set(row) for row in found.rows]
-        for rank, stuck in enumerate(found.stuck):
-            self._settle(rank)
-            holding = f"holds {self.held[rank] / self.share[rank]:g} of {self.limits[rank]:g}"
-            room = self.limits[rank] * self.share[rank] - self.held[rank] + 1e-9
-            full = [self.ops[at].cell for at in stuck if self.takes[at] > room]
-            late = [self.ops[at].cell for at in stuck if self.takes[at] <= room]
-            if full:
-                lines.append(f"rank {rank} {holding} microbatches and has no room for {_few(full)}")
-            if late:
-                lines.append(f"rank {rank} may go on, but the key is inf for {_few(late)}")
-            left = [at for at, op in enumerate(self.ops) if op.rank == rank and at not in done[rank]]
-            if left and not stuck:
-                lines.append(f"rank {rank} waits for what {_few([self.ops[at].cell for at in left])} reads")
-        ran = sum(map(len, found.rows))
+        done_by_rank = [set(row) for row in list_order.rows]
+        for rank, stuck in enumerate(list_order.stuck):
+            self._free_residuals(rank)
+            held_text = f"holds {self.held[rank] / self.residuals_per_microbatch[rank]:g} of {self.limits[rank]:g}"
+            room = self.limits[rank] * self.residuals_per_microbatch[rank] - self.held[rank] + 1e-9
+            cells_without_room = [self.ops[op_index].cell for op_index in stuck if self.takes[op_index] > room]
+            waiting_cells = [self.ops[op_index].cell for op_index in stuck if self.takes[op_index] <= room]
+            if cells_without_room:
+                lines.append(
+                    f"rank {rank} {held_text} microbatches and has no room for {_first_cells(cells_without_room)}"
+                )
+            if waiting_cells:
+                lines.append(f"rank {rank} may go on, but the key is inf for {_first_cells(waiting_cells)}")
+            remaining_ops = [
+                op_index
+                for op_index, op in enumerate(self.ops)
+                if op.rank == rank and op_index not in done_by_rank[rank]
+            ]
+            if remaining_ops and not stuck:
+                cells = _first_cells([self.ops[op_index].cell for op_index in remaining_ops])
+                lines.append(f"rank {rank} waits for what {cells} reads")
+        ops_run = sum(map(len, list_order.rows))
         return (
-            f"a dead end: after {ran} of {len(self.ops)} ops nothing can go on.\n  " + ".\n  ".join(lines) + ".\n"
+            f"a dead end: after {ops_run} of {len(self.ops)} ops nothing can go on.\n  " + ".\n  ".join(lines) + ".\n"
             "Keep room for what is further on: let the key be math.inf for the forward of an early stage while "
             "now.held is near the cap, prefer older microbatches, or raise the cap."
         )
@@ -226,5 +256,5 @@ def _waits(key: object) -> bool:
     return isinstance(key, float) and key == math.inf
 
 
-def _few(cells: Sequence[str]) -> str:
+def _first_cells(cells: Sequence[str]) -> str:
     return ", ".join(cells[:3]) + (f" and {len(cells) - 3} more" if len(cells) > 3 else "")

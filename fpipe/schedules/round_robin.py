@@ -1,7 +1,7 @@
-"""Ranks without weights of their own: groups of stages go round them in turn, and the weights travel to where they are.
+"""RoundPipe: groups of stages go round ranks that own no weights, and the weights travel to them.
 
-A step is a row of groups: those of the forward plan, then those of the backward plan. Group number g runs on rank
-g mod p, all microbatches one after the other. The two plans need not cut the model alike: a backward with its
+A step is a list of groups: those of the forward plan, then those of the backward plan. Group number g runs on rank
+g mod p, all microbatches one after the other. The two plans may cut the model differently: a backward with its
 recomputation takes three times as long as a forward, so three stages forward balance one stage backward:
 
     forward [0-2]                     0F 1F 2F        rank 0
@@ -16,15 +16,15 @@ from collections.abc import Iterable, Sequence
 
 from fpipe.program import Program, ProgramError, building, parts_of
 from fpipe.schedules.registry import published
-from fpipe.transforms._rewrite import Transform, transforming
+from fpipe.transforms._rewrite import Transform, as_transform
 from fpipe.transforms.cells import Key
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.place import Homes
-from fpipe.transforms.reorder import by_table
+from fpipe.transforms.reorder import apply_table
 
 Group = tuple[int, ...]
-RECOMPUTED = 3
-"""How many forwards a backward with its recomputation takes, if a full backward takes two."""
+FORWARDS_PER_BACKWARD = 3
+"""A backward with its recomputation takes as long as three forwards, if a full backward takes two."""
 
 
 @published(
@@ -75,127 +75,137 @@ def roundpipe(
     params[0] @ 2
     """
 
-    @transforming
+    @as_transform
     def transform(program: Program) -> Program:
         if any(op.kind in "BIW" for op in parts_of(program.ops)):
-            ahead, back = _plans(program.stages, forward, backward)
+            forward_plan, backward_plan = checked_plans(program.stages, forward, backward)
         else:
-            ahead, back = _forward_only(program.stages, ranks, forward, backward), []
-        groups = [*ahead, *back]
-        fused = len(ahead) if ahead == [] or ahead[-1][-1] < program.stages - 1 else None
+            forward_plan, backward_plan = forward_groups(program.stages, ranks, forward, backward), []
+        groups = [*forward_plan, *backward_plan]
+        fused_group = len(forward_plan) if forward_plan == [] or forward_plan[-1][-1] < program.stages - 1 else None
         if len(groups) < ranks:
             raise ProgramError(
-                f"roundpipe: groups: {len(groups)}, ranks: {ranks}; each rank runs a group. Use fewer ranks, or say "
-                "smaller groups by forward= and backward=."
+                f"roundpipe: groups: {len(groups)}, ranks: {ranks}; each rank runs a group. Use smaller groups "
+                "or fewer ranks."
             )
+        # Groups go round the ranks. The fused group runs F and B of a microbatch together: it recomputes nothing.
         rows: list[list[Key]] = [[] for _ in range(ranks)]
         for number, group in enumerate(groups):
-            kinds = "F" if number < len(ahead) else "FB" if number == fused else "B"
+            kinds = "F" if number < len(forward_plan) else "FB" if number == fused_group else "B"
             rows[number % ranks] += [
                 (kind, stage, microbatch, None)
                 for microbatch in range(program.microbatches)
                 for kind in kinds
                 for stage in (group if kind == "F" else group[::-1])
             ]
+        # Parameters live on the host, one rank above those that compute; `communicate` brings them where a group runs.
         with building():
-            kept = program.stages if fused is None else back[0][0]
-            again = back if fused is None else back[1:]
-            recomputing = checkpoint(lambda stage, microbatch: stage < kept, groups=again)(program)
-            host = dict.fromkeys(range(program.stages), ranks)
-            return by_table(recomputing, rows, move=True, homes=host if homes is None else homes)
+            first_kept_stage = program.stages if fused_group is None else backward_plan[0][0]
+            recomputed_groups = backward_plan if fused_group is None else backward_plan[1:]
+            recomputed = checkpoint(lambda stage, microbatch: stage < first_kept_stage, groups=recomputed_groups)(
+                program
+            )
+            host_homes = dict.fromkeys(range(program.stages), ranks)
+            return apply_table(recomputed, rows, move=True, homes=host_homes if homes is None else homes)
 
     return transform
 
 
-def _plans(
+def checked_plans(
     stages: int, forward: Sequence[Iterable[int]] | None, backward: Sequence[Iterable[int]] | None
 ) -> tuple[list[Group], list[Group]]:
-    """The groups of both plans, which together run each stage forward and backward once."""
-    ahead = None if forward is None else _groups("forward", forward, stages)
-    back = None if backward is None else _groups("backward", backward, stages)
-    if back is None:
-        cut = stages - 1 if ahead is None else ahead[-1][-1] + 1 if ahead else 0
-        if cut == stages:
+    """Return both plans after checking that they run each stage forward and backward once."""
+    # 1) The default backward plan: the stages that `forward` leaves in its first group, the others one each.
+    forward_plan = None if forward is None else checked_groups("forward", forward, stages)
+    backward_plan = None if backward is None else checked_groups("backward", backward, stages)
+    if backward_plan is None:
+        forward_stages = stages - 1 if forward_plan is None else forward_plan[-1][-1] + 1 if forward_plan else 0
+        if forward_stages == stages:
             raise ProgramError(
-                f"roundpipe: the forward plan ends with the last stage, {stages - 1}. The first backward group runs "
-                "forward and backward together: leave at least the last stage to it."
+                f"roundpipe: the forward plan ends with the last stage, {stages - 1}. Leave that to the first backward "
+                "group."
             )
-        back = [tuple(range(cut, stages)), *((stage,) for stage in reversed(range(cut)))]
-    if ahead is None:
-        cut, most = back[0][0] if back else 0, RECOMPUTED * max(map(len, back), default=1)
-        count = -(-cut // most)
-        ahead = [tuple(range(cut * n // count, cut * (n + 1) // count)) for n in range(count)]
-    _cover("forward", ahead)
-    if not back or back[0][-1] != stages - 1:
-        found = f"the first ends with stage {back[0][-1]}" if back else "there is none"
-        raise ProgramError(
-            f"roundpipe: the backward plan misses the last stage, {stages - 1}: its groups go from the last stage "
-            f"down, and {found}."
+        backward_plan = [tuple(range(forward_stages, stages)), *((stage,) for stage in reversed(range(forward_stages)))]
+    if forward_plan is None:
+        # 2) The default forward plan: as few even groups as hold at most three times the largest backward group.
+        forward_stages, largest_group = (
+            backward_plan[0][0] if backward_plan else 0,
+            FORWARDS_PER_BACKWARD * max(map(len, backward_plan), default=1),
         )
-    _cover("backward", back[::-1])
-    seam = ahead[-1][-1] + 1 if ahead else 0
-    if seam not in (back[0][0], stages):
+        count = -(-forward_stages // largest_group)
+        forward_plan = [
+            tuple(range(forward_stages * n // count, forward_stages * (n + 1) // count)) for n in range(count)
+        ]
+    # 3) Each plan covers its stages without a gap, and they meet where the first backward group begins. Only a forward
+    #    plan through the last stage needs no seam: then every backward recomputes.
+    check_coverage("forward", forward_plan)
+    if not backward_plan or backward_plan[0][-1] != stages - 1:
+        problem = f"starts with stage {backward_plan[0][-1]}" if backward_plan else "is empty"
+        raise ProgramError(f"roundpipe: the backward plan goes down from stage {stages - 1}, but {problem}.")
+    check_coverage("backward", backward_plan[::-1])
+    seam = forward_plan[-1][-1] + 1 if forward_plan else 0
+    if seam not in (backward_plan[0][0], stages):
         raise ProgramError(
-            f"roundpipe: the plans do not meet. The first backward group runs forward and backward together, so it "
-            f"starts with stage {seam}, where the forward plan ends; found {_shown(back[0])}."
+            f"roundpipe: the first backward group starts with stage {seam}, where the forward plan ends; found "
+            f"{_group_text(backward_plan[0])}."
         )
-    return ahead, back
+    return forward_plan, backward_plan
 
 
-def _forward_only(
+def forward_groups(
     stages: int, ranks: int, forward: Sequence[Iterable[int]] | None, backward: Sequence[Iterable[int]] | None
 ) -> list[Group]:
-    """The groups of a program without a backward: by default one for each rank, as even as can be."""
+    """Return the forward plan of a program without a backward: by default an even group for each rank."""
     if backward:
-        raise ProgramError("roundpipe: this program has no backward, and so no backward plan; leave backward= out.")
+        raise ProgramError("roundpipe: this program has no backward; leave backward= out.")
     count = min(stages, ranks)
     even = [range(stages * n // count, stages * (n + 1) // count) for n in range(count)]
-    groups = _groups("forward", even if forward is None else forward, stages)
-    _cover("forward", groups)
+    groups = checked_groups("forward", even if forward is None else forward, stages)
+    check_coverage("forward", groups)
     if not groups or groups[-1][-1] != stages - 1:
-        raise ProgramError(f"roundpipe: the forward plan misses the last stage, {stages - 1}; nothing else runs it.")
+        raise ProgramError(f"roundpipe: the forward plan misses the last stage, {stages - 1}.")
     return groups
 
 
-def _groups(word: str, plan: Sequence[Iterable[int]], stages: int) -> list[Group]:
-    """The groups of a plan, each of adjacent stages of the program."""
+def checked_groups(direction: str, plan: Sequence[Iterable[int]], stages: int) -> list[Group]:
+    """Return the groups of a plan after checking that each has adjacent stages of the program."""
     if not isinstance(plan, Sequence) or isinstance(plan, str):
-        raise TypeError(f"roundpipe: {word} is a list of groups of stages, such as [range(0, 3)]; found {plan!r}.")
+        raise TypeError(f"roundpipe: {direction} lists groups of stages, such as [range(0, 3)]; found {plan!r}.")
     groups: list[Group] = []
-    for number, given in enumerate(plan):
-        if not isinstance(given, Iterable) or isinstance(given, str):
-            raise TypeError(f"a group is a list or range of stages, such as range(0, 3); found {given!r}.")
-        group = tuple(given)
+    for index, stage_range in enumerate(plan):
+        if not isinstance(stage_range, Iterable) or isinstance(stage_range, str):
+            raise TypeError(f"a group is a range of stages, such as range(0, 3); found {stage_range!r}.")
+        group = tuple(stage_range)
         if not group:
-            raise ProgramError(f"roundpipe: {word} group {number} is empty; a group has at least one stage.")
+            raise ProgramError(f"roundpipe: {direction} group {index} is empty.")
         if any(type(stage) is not int for stage in group):
-            raise TypeError(f"roundpipe: {word} group {number} is {list(group)}; stages are whole numbers.")
+            raise TypeError(f"roundpipe: {direction} group {index} is {list(group)}; stages are whole numbers.")
         if group != tuple(range(group[0], group[0] + len(group))):
             raise ProgramError(
-                f"roundpipe: {word} group {number} is {list(group)}; the stages of a group are adjacent, in order."
+                f"roundpipe: {direction} group {index} is {list(group)}; its stages are adjacent, in order."
             )
         if group[0] < 0 or group[-1] >= stages:
             raise ProgramError(
-                f"roundpipe: {word} group {number} is {_shown(group)}; this program has stages 0..{stages - 1}."
+                f"roundpipe: {direction} group {index} is {_group_text(group)}; the stages are 0..{stages - 1}."
             )
         groups.append(group)
     return groups
 
 
-def _cover(word: str, groups: Sequence[Group]) -> None:
-    """Refuse groups, in the order of their stages, that leave a stage out or run one twice."""
-    wanted = 0
+def check_coverage(direction: str, groups: Sequence[Group]) -> None:
+    """Raise ProgramError if groups, in ascending order, leave a stage out or run one twice."""
+    next_stage = 0
     for group in groups:
-        if group[0] > wanted:
+        if group[0] > next_stage:
             raise ProgramError(
-                f"roundpipe: a gap in the {word} plan: stage {wanted}, before {_shown(group)}, is in no group."
+                f"roundpipe: the {direction} plan misses stage {next_stage}, before {_group_text(group)}."
             )
-        if group[0] < wanted:
+        if group[0] < next_stage:
             raise ProgramError(
-                f"roundpipe: the {word} plan has stage {group[0]} twice, or out of order, in {_shown(group)}."
+                f"roundpipe: the {direction} plan has stage {group[0]} twice, or out of order, in {_group_text(group)}."
             )
-        wanted = group[-1] + 1
+        next_stage = group[-1] + 1
 
 
-def _shown(group: Group) -> str:
+def _group_text(group: Group) -> str:
     return f"[{group[0]}]" if len(group) == 1 else f"[{group[0]}-{group[-1]}]"

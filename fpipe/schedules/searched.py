@@ -1,6 +1,6 @@
-"""The zero-bubble schedules that papers order by cost: ZB-auto, ZB-V, V-Half and V-Min.
+"""Zero-bubble schedules that papers order by cost: ZB-auto, ZB-V, V-Half and V-Min.
 
-Each draws its published order, which is for F = I = W and no transfers. Told costs or a memory cap, it asks a search.
+Each makes its published order, which is for F = I = W and no transfers. With costs or a memory cap, it asks a search.
 """
 
 from __future__ import annotations
@@ -8,18 +8,25 @@ from __future__ import annotations
 from collections import deque
 
 from fpipe.program import Program
-from fpipe.schedules.blocks import BlockTicks, in_blocks, repeated, v_half_block, v_min_block, with_weights
+from fpipe.schedules.blocks import (
+    BlockTicks,
+    fill_gaps_with_weights,
+    repeated_block_rows,
+    tightened_block_rows,
+    v_half_block,
+    v_min_block,
+)
 from fpipe.schedules.in_turn import two_stages
 from fpipe.schedules.registry import published
-from fpipe.schedules.search_request import Objective, searched
+from fpipe.schedules.search_request import Objective, search_order
 from fpipe.schedules.zero_bubble import zb_h2
-from fpipe.timing.costs import Costs, the_costs
+from fpipe.timing.costs import Costs, checked_costs
 from fpipe.transforms._rewrite import Transform
 from fpipe.transforms.cells import Key
-from fpipe.transforms.reorder import in_rows
+from fpipe.transforms.reorder import from_rows
 
 
-def _one_stage(ranks: int, stages: int, microbatches: int) -> str | None:
+def _refuse_unless_one_stage(ranks: int, stages: int, microbatches: int) -> str | None:
     if stages == ranks:
         return None
     return f"one stage on each rank, so {ranks} stages for {ranks} ranks; found {stages}. Cut the model into {ranks}."
@@ -31,7 +38,7 @@ def _one_stage(ranks: int, stages: int, microbatches: int) -> str | None:
     idle="searched; with F = I = W and a cap of 2p: makespan (p-1)F, span 0",
     peak="<= memory_cap",
     accepts="any m; one stage a rank",
-    refuses=_one_stage,
+    refuses=_refuse_unless_one_stage,
     searches=True,
 )
 def zb_auto(
@@ -62,11 +69,17 @@ def zb_auto(
     rank 1 |  .  1F0 1F1 1F2 1I0 1F3 1I1 1W0 1I2 1W1 1I3 1W2 1W3  .
     rank 2 |  .   .  2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2W0 2W1 2W2 2W3
     """
-    if _is_untold(costs, memory_cap, kept, objective):
+    if wants_published_order(costs, memory_cap, kept, objective):
         return zb_h2(ranks)
+    # 2p microbatches fill the wait for the first gradient, which takes p hops down and p back (ZB-2p).
     cap = 2 * ranks if memory_cap is None else memory_cap
-    starts = tuple(_ahead(ranks, hop, more, cap, kept) for hop in (1.0, 1.5, 2.0, 3.0) for more in (0, 1))
-    return searched("zb_auto", "linear", ranks, costs, cap, kept, objective, starts=starts)
+    # Further starts: from the warm-up of 1F1B, one forward for each hop, to three. The best one depends on F : I : W.
+    starts = tuple(
+        forwards_ahead(ranks, forwards_per_hop, extra_forwards, cap, kept)
+        for forwards_per_hop in (1.0, 1.5, 2.0, 3.0)
+        for extra_forwards in (0, 1)
+    )
+    return search_order("zb_auto", "linear", ranks, costs, cap, kept, objective, starts=starts)
 
 
 @published(
@@ -103,12 +116,12 @@ def zbv(
     rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3  .
     rank 1 |  .  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
     """
-    if _is_untold(costs, memory_cap, kept, objective):
-        return in_rows(
-            "v", ranks, lambda program, _: [_zbv_row(rank, ranks, program.microbatches) for rank in range(ranks)]
+    if wants_published_order(costs, memory_cap, kept, objective):
+        return from_rows(
+            "v", ranks, lambda program, _: [zbv_row(rank, ranks, program.microbatches) for rank in range(ranks)]
         )
     cap = ranks if memory_cap is None else memory_cap
-    return searched("zbv", "v", ranks, costs, cap, kept, objective)
+    return search_order("zbv", "v", ranks, costs, cap, kept, objective)
 
 
 @published(
@@ -145,10 +158,10 @@ def v_half(
     rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 3W1 0F3 0W0 3F2 3I2 0I1 3W2 0W1 3F3 3I3 0I2 3W3 0I3 0W2 0W3  .
     rank 1 |  .  1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2W1 1F3 1W1 2F3 2I2 1I2 2I3 1I3 2W2 1W2 2W3 1W3
     """
-    if _is_untold(costs, memory_cap, kept, objective):
-        return _repeated(v_half_block(ranks), ranks, (ranks + 2) // 2, tight=True)
+    if wants_published_order(costs, memory_cap, kept, objective):
+        return repeated_block(v_half_block(ranks), ranks, (ranks + 2) // 2, is_tight=True)
     cap = (ranks + 2) // 2 if memory_cap is None else memory_cap
-    return searched("v_half", "v", ranks, costs, cap, kept, objective)
+    return search_order("v_half", "v", ranks, costs, cap, kept, objective)
 
 
 @published(
@@ -185,64 +198,96 @@ def v_min(
     rank 0 | 0F0  .   .  3F0 3I0 0F1 3W0 0I0 0W0 3F1 3I1 0F2 3W1 0I1 0W1 3F2 3I2 0F3 3W2 0I2 0W2 3F3 3I3 3W3  .  0I3 0W3
     rank 1 |  .  1F0 2F0  .   .  2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 1F2 2F2 2W1 1W1 2I2 1I2 1F3 2F3 2W2 1W2 2I3 1I3 2W3 1W3
     """
-    if _is_untold(costs, memory_cap, kept, objective):
-        return _repeated(v_min_block(ranks), ranks, (ranks + 4) // 3, tight=False)
+    if wants_published_order(costs, memory_cap, kept, objective):
+        return repeated_block(v_min_block(ranks), ranks, (ranks + 4) // 3, is_tight=False)
     cap = (ranks + 4) // 3 if memory_cap is None else memory_cap
-    return searched("v_min", "v", ranks, costs, cap, kept, objective)
+    return search_order("v_min", "v", ranks, costs, cap, kept, objective)
 
 
-def _is_untold(costs: Costs | None, memory_cap: float | None, kept: float, objective: str) -> bool:
-    """Whether nothing is said by which to search, so that the published order is asked for."""
-    the_costs(costs)
-    return costs is None and memory_cap is None and (kept, objective) == (1.0, "makespan")
+def wants_published_order(costs: Costs | None, memory_cap: float | None, kept_share: float, objective: str) -> bool:
+    """Whether all options have their defaults, which ask for the published order."""
+    checked_costs(costs)
+    return costs is None and memory_cap is None and (kept_share, objective) == (1.0, "makespan")
 
 
-def _ahead(ranks: int, per_hop: float, more: int, cap: float, kept: float) -> Transform:
-    """Each rank runs some forwards ahead for every rank behind it, and then takes I and F in turn; each W where its
-    rank would wait a tick."""
+def forwards_ahead(
+    ranks: int, forwards_per_hop: float, extra_forwards: int, cap: float, kept_share: float
+) -> Transform:
+    """Return an order to start a search from, which runs more or fewer forwards ahead.
 
-    def rows(program: Program, placement: list[int]) -> list[list[Key]]:
-        count, table = program.microbatches, list[list[Key]]()
-        for rank in placement:  # where each stage has a rank of its own
-            ahead = max(1, min(count, int(cap), int((ranks - 1 - rank) * per_hop + 1 + more)))
-            forwards, backwards = ([(kind, rank, index, None) for index in range(count)] for kind in "FB")
-            turns = [key for pair in zip(backwards, forwards[ahead:], strict=False) for key in pair]
-            table.append([*forwards[:ahead], *turns, *backwards[count - ahead :]])
-        return with_weights(table, placement, cap, kept)
-
-    return in_rows("linear", ranks, rows)
-
-
-def _repeated(block: BlockTicks, ranks: int, cap: int, *, tight: bool) -> Transform:
-    """A block on a V, repeated, and pulled tight or not; each W where its rank would wait a tick."""
+    A rank runs `forwards_per_hop` forwards ahead for each rank behind it, then I and F in turn, and each W where it
+    would wait a tick.
+    """
 
     def rows(program: Program, placement: list[int]) -> list[list[Key]]:
-        count = program.microbatches
-        drawn = in_blocks(block, 6, (1, 1), placement, count) if tight else repeated(block, 6, placement, count)
-        return with_weights(drawn, placement, 2 * cap)
+        microbatches, table = program.microbatches, list[list[Key]]()
+        # One stage a rank: the rank is also the number of its stage.
+        for rank in placement:
+            forward_count = max(
+                1, min(microbatches, int(cap), int((ranks - 1 - rank) * forwards_per_hop + 1 + extra_forwards))
+            )
+            forwards, backwards = (
+                [(kind, rank, microbatch, None) for microbatch in range(microbatches)] for kind in "FB"
+            )
+            paired_ops = [key for pair in zip(backwards, forwards[forward_count:], strict=False) for key in pair]
+            table.append([*forwards[:forward_count], *paired_ops, *backwards[microbatches - forward_count :]])
+        return fill_gaps_with_weights(table, placement, cap, kept_share)
 
-    return in_rows("v", ranks, rows)
+    return from_rows("linear", ranks, rows)
 
 
-def _zbv_row(rank: int, ranks: int, count: int) -> list[Key]:
-    """The row of a rank in ZB-V: first chunks until the first second chunk is back, then each forward with a whole
-    backward, and in the end input gradients first."""
-    down, up = ("F", rank), ("F", 2 * ranks - 1 - rank)
-    back, home = ("I", up[1]), ("I", rank)
-    weight = ("W", -1)  # of the I that has waited longest
-    turns = [down] * (2 * (ranks - rank) - 1) + [up, down] * rank + [up, back, weight] * (ranks - rank)
-    turns += [down, home, weight, up, back, weight] * max(0, count - ranks)
-    turns += [up] * count + [home, back] * rank + [home, weight] * (ranks - rank) + [back, home] * count
+def repeated_block(block: BlockTicks, ranks: int, cap: int, *, is_tight: bool) -> Transform:
+    """Return a repeated block on a V, pulled tight or not, with each W where its rank would wait a tick."""
+
+    def rows(program: Program, placement: list[int]) -> list[list[Key]]:
+        microbatches = program.microbatches
+        # The interval is 6 ticks: F, I and W of two chunks. A cap in microbatches is twice as many chunks.
+        block_rows = (
+            tightened_block_rows(block, 6, (1, 1), placement, microbatches)
+            if is_tight
+            else repeated_block_rows(block, 6, placement, microbatches)
+        )
+        return fill_gaps_with_weights(block_rows, placement, 2 * cap)
+
+    return from_rows("v", ranks, rows)
+
+
+def zbv_row(rank: int, ranks: int, count: int) -> list[Key]:
+    """Return the row of a rank in ZB-V (Qi et al. 2024, section 6).
+
+    A list of turns, longer than the row: a turn of an op that has no microbatch left is skipped.
+    """
+    first_forward, second_forward = ("F", rank), ("F", 2 * ranks - 1 - rank)
+    second_input_grad, first_input_grad = ("I", second_forward[1]), ("I", rank)
+    # The W of the I that has waited longest, of either chunk.
+    weight = ("W", -1)
+    # 1) Warm-up: forwards of the first chunk until the first microbatch is back at the second one, then both in turn.
+    # 2) F, I and W of the second chunk, until the first chunk gets its first gradient.
+    turns = (
+        [first_forward] * (2 * (ranks - rank) - 1)
+        + [second_forward, first_forward] * rank
+        + [second_forward, second_input_grad, weight] * (ranks - rank)
+    )
+    # 3) Steady state: F, I and W of both chunks. 4) Drain: input gradients first, which others wait for, W last.
+    turns += [first_forward, first_input_grad, weight, second_forward, second_input_grad, weight] * max(
+        0, count - ranks
+    )
+    turns += (
+        [second_forward] * count
+        + [first_input_grad, second_input_grad] * rank
+        + [first_input_grad, weight] * (ranks - rank)
+        + [second_input_grad, first_input_grad] * count
+    )
     turns += [weight] * (2 * count)
-    taken = dict.fromkeys((down, up, back, home), 0)
-    waiting = deque[Key]()
+    next_microbatch = dict.fromkeys((first_forward, second_forward, second_input_grad, first_input_grad), 0)
+    waiting_weights = deque[Key]()
     row: list[Key] = []
     for turn in turns:
         if turn == weight:
-            row += [waiting.popleft()] if waiting else []
-        elif taken[turn] < count:
-            row.append((*turn, taken[turn], None))
-            taken[turn] += 1
+            row += [waiting_weights.popleft()] if waiting_weights else []
+        elif next_microbatch[turn] < count:
+            row.append((*turn, next_microbatch[turn], None))
+            next_microbatch[turn] += 1
             if turn[0] == "I":
-                waiting.append(("W", *row[-1][1:]))
+                waiting_weights.append(("W", *row[-1][1:]))
     return row

@@ -1,4 +1,4 @@
-"""A schedule of your own, as a table or as a loop that yields one: which op each rank does after which."""
+"""Your own schedule as a table, or as a generator of its cells: the order of ops on each rank."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 from fpipe.limits import whole
 from fpipe.program import Program, ProgramError
-from fpipe.transforms._rewrite import Transform, transforming
-from fpipe.transforms.cells import Cell, Table, in_our_letters, keys_of, read_table
-from fpipe.transforms.place import Rule, in_order, place
-from fpipe.transforms.reorder import by_table
+from fpipe.transforms._rewrite import Transform, as_transform
+from fpipe.transforms.cells import Cell, Table, from_zero_bubble_letters, keys_of, read_table
+from fpipe.transforms.place import RankRule, ascending_ranks, place
+from fpipe.transforms.reorder import apply_table
 
 
 def from_table(rows: Table, *, replicated: bool = False, notation: Literal["fpipe", "zb"] = "fpipe") -> Transform:
-    """Place and order a program as a table says.
+    """Place and order a program by a table.
 
     Args:
         rows: a list of cells for each rank, `{rank: cells}`, a grid or CSV text with one line a rank (a grid's lines
@@ -43,19 +43,20 @@ def from_table(rows: Table, *, replicated: bool = False, notation: Literal["fpip
     if notation not in ("fpipe", "zb"):
         raise ValueError(f"notation is 'fpipe' or 'zb', found {notation!r}.")
     cells = read_table(rows)
-    cells = in_our_letters(cells) if notation == "zb" else cells
+    cells = from_zero_bubble_letters(cells) if notation == "zb" else cells
 
-    @transforming
+    @as_transform
     def transform(program: Program) -> Program:
+        # A stage in the rows of several ranks has its parameters on each of them.
         homes = None
         if replicated:
-            where: dict[int, set[int]] = {stage: set() for stage in range(program.stages)}
+            ranks_by_stage: dict[int, set[int]] = {stage: set() for stage in range(program.stages)}
             for rank, row in enumerate(cells):
                 for cell in row:
                     for key in keys_of(cell):
-                        where.setdefault(key[1] or 0, set()).add(rank)
-            homes = {stage: sorted(found) for stage, found in where.items()}
-        return by_table(program, cells, move=True, homes=homes)
+                        ranks_by_stage.setdefault(key[1] or 0, set()).add(rank)
+            homes = {stage: sorted(ranks) for stage, ranks in ranks_by_stage.items()}
+        return apply_table(program, cells, move=True, homes=homes)
 
     return transform
 
@@ -63,7 +64,7 @@ def from_table(rows: Table, *, replicated: bool = False, notation: Literal["fpip
 def from_generator(
     f: Callable[[int, int, int], Iterable[Cell | None]], ranks: int, placement: str | Sequence[int] = "linear"
 ) -> Transform:
-    """Order a program as a loop says: `f(rank, ranks, microbatches)` yields the cells of one rank.
+    """Order a program by a generator: `f(rank, ranks, microbatches)` yields the cells of one rank.
 
     Args:
         f: gives the cells of a rank in order, each as text ("2F0", "(0F7;7B3)") or as `(kind, stage, microbatch,
@@ -88,33 +89,34 @@ def from_generator(
         raise TypeError(f"from_generator takes f(rank, ranks, microbatches), which yields cells; found {f!r}.")
     whole("ranks", ranks)
 
-    @transforming
+    @as_transform
     def transform(program: Program) -> Program:
         program = placed_on(program, placement, ranks, "from_generator")
-        rows = [_row(rank, f(rank, ranks, program.microbatches), 4 * len(program.ops)) for rank in range(ranks)]
-        return by_table(program, read_table(rows), move=False)
+        rows = [checked_row(rank, f(rank, ranks, program.microbatches), 4 * len(program.ops)) for rank in range(ranks)]
+        return apply_table(program, read_table(rows), move=False)
 
     return transform
 
 
-def placed_on(program: Program, placement: str | Sequence[int] | Rule, ranks: int, name: str) -> Program:
-    """The program in the placement that a schedule was told with its ranks."""
-    where = in_order(program, ranks) if placement == "linear" else placement
-    program = place(where, ranks=ranks if isinstance(where, str) else None)(program)
+def placed_on(program: Program, placement: str | Sequence[int] | RankRule, ranks: int, name: str) -> Program:
+    """Return the program placed on this many ranks, which a placement has to name all."""
+    resolved = ascending_ranks(program, ranks) if placement == "linear" else placement
+    program = place(resolved, ranks=ranks if isinstance(resolved, str) else None)(program)
     if program.ranks != ranks:
         raise ProgramError(f"the placement names {program.ranks} ranks; {name} was told {ranks}.")
     return program
 
 
-def _row(rank: int, given: Any, most: int) -> list[Any]:
-    """Cells that a generator yields, as a list; a key without a slice gets None for it."""
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise ProgramError(f"rank {rank}: the generator gave {given!r}; it yields cells such as '{rank}F0'.")
-    row: list[Any] = [*islice(given, most + 1)]  # pyright: ignore[reportUnknownArgumentType]
-    if len(row) > most:
-        raise ProgramError(f"rank {rank}: {most} cells and no end; a generator stops after its last op.")
+def checked_row(rank: int, cells: Any, limit: int) -> list[Any]:
+    """Return the cells that a generator yields; a key without a slice gets None for it."""
+    # A generator may never stop. No row has more cells than four times the ops, idle ones included.
+    if isinstance(cells, str) or not isinstance(cells, Iterable):
+        raise ProgramError(f"rank {rank}: the generator gave {cells!r}; it yields cells such as '{rank}F0'.")
+    row: list[Any] = [*islice(cells, limit + 1)]  # pyright: ignore[reportUnknownArgumentType]
+    if len(row) > limit:
+        raise ProgramError(f"rank {rank}: {limit} cells and no end; a generator stops after its last op.")
     row = [(*cell, None) if isinstance(cell, tuple) and len(cell) == 3 else cell for cell in row]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     for cell in row:
         if isinstance(cell, tuple) and [*map(type, cell)][:2] != [str, int]:  # pyright: ignore[reportUnknownArgumentType]
-            raise ProgramError(f"rank {rank}: {cell!r} is no cell; cells read '2F0', '(0F7;7B3)' or ('F', 2, 0, None).")
+            raise ProgramError(f"rank {rank}: {cell!r} is not a cell, such as '2F0', '(0F7;7B3)' or ('F', 2, 0, None).")
     return row

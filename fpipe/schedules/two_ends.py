@@ -1,8 +1,8 @@
-"""Both ends feed the pipeline, and each rank runs a forward of one end together with a backward of the other.
+"""DualPipe and DualPipeV: both ends feed the pipeline; a forward of one runs with a backward of the opposite one.
 
 DualPipe is its own mirror image: ranks r and p-1-r do the same with the two directions exchanged. So the turns of one
-half describe it, and those turns on ranks of which each has an early and a late stage are DualPipeV. For a rank, way 0
-is the one that comes from its own end, way 1 the one that has been through the middle.
+half describe it. The same turns on ranks that each have an early and a late stage are DualPipeV. For a rank,
+direction 0 comes from its own end, direction 1 has been through the middle.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import count
 
 from fpipe.program import Program, building
-from fpipe.schedules.overlap import exchanges_of, together
+from fpipe.schedules.overlap import exchanges_of, overlapped_cells
 from fpipe.schedules.registry import published
-from fpipe.transforms._rewrite import Transform, transforming
+from fpipe.transforms._rewrite import Transform, as_transform
 from fpipe.transforms.cells import Cell, Key
-from fpipe.transforms.place import stage_ranks, two_ways
-from fpipe.transforms.reorder import by_table
+from fpipe.transforms.place import bidirectional_ranks, stage_ranks
+from fpipe.transforms.reorder import apply_table
 
-Way = tuple[Sequence[int], int]
-"""The stages that a rank runs of one way, and the first microbatch that comes that way."""
+Direction = tuple[Sequence[int], int]
+"""The stages that a rank runs for one direction, and the first microbatch of that direction."""
 
 
-def _enough(ranks: int, microbatches: int) -> str | None:
+def _refuse_few_microbatches(ranks: int, microbatches: int) -> str | None:
     if microbatches < 2 * ranks:
         return (
             f"the number of microbatches is at least twice that of ranks, {2 * ranks} for {ranks}, found "
@@ -32,11 +32,11 @@ def _enough(ranks: int, microbatches: int) -> str | None:
     return None
 
 
-def _both_even(ranks: int, stages: int, microbatches: int) -> str | None:
-    for word, found in (("ranks", ranks), ("microbatches", microbatches)):
-        if found % 2:
-            return f"the number of {word} is even, found {found}: each direction has one half of them."
-    return _enough(ranks, microbatches)
+def _refuse_odd_sizes(ranks: int, stages: int, microbatches: int) -> str | None:
+    for name, size in (("ranks", ranks), ("microbatches", microbatches)):
+        if size % 2:
+            return f"the number of {name} is even, found {size}: each direction has one half of them."
+    return _refuse_few_microbatches(ranks, microbatches)
 
 
 @published(
@@ -45,10 +45,10 @@ def _both_even(ranks: int, stages: int, microbatches: int) -> str | None:
     idle="(p/2-1)(F+2B-W) for F=B, where a pair takes F+B+W",
     peak="p+1",
     accepts="p and m even, m >= 2p",
-    refuses=_both_even,
+    refuses=_refuse_odd_sizes,
 )
 def dualpipe(ranks: int, *, overlap: bool = True) -> Transform:
-    """Two directions, and a forward of one runs together with a backward of the other (DualPipe, DeepSeek-V3).
+    """Two directions; a forward of one runs together with a backward of the opposite one (DualPipe, DeepSeek-V3).
 
     Stage s is on ranks s and p-1-s; its gradients meet in an ADD. The first half of the microbatches goes down, the
     second up. Weight gradients that can wait fill the start and the end. With F&B for the time of a pair the bubble is
@@ -66,29 +66,38 @@ def dualpipe(ranks: int, *, overlap: bool = True) -> Transform:
     rank 1 |    0F2       1F0       0F3       1B0    (1F1;0B2)    1B1       0I3       0W3
     """
 
-    _said(overlap)
+    _check_overlap(overlap)
 
-    @transforming
+    @as_transform
     def transform(program: Program) -> Program:
         with building():
-            down, homes = two_ways(program.stages, ranks)
-            shares = [[stage for stage, rank in enumerate(down) if rank == own] for own in range(ranks)]
-            half, over = program.microbatches // 2, exchanges_of(program)
+            rank_by_stage, homes = bidirectional_ranks(program.stages, ranks)
+            stages_by_rank = [
+                [stage for stage, rank in enumerate(rank_by_stage) if rank == share_rank] for share_rank in range(ranks)
+            ]
+            half, exchange_stages = program.microbatches // 2, exchanges_of(program)
             rows: list[list[Cell]] = []
             for rank in range(ranks):
-                ways = ((shares[rank], 0), (shares[ranks - 1 - rank], half))
-                outer = min(rank, ranks - 1 - rank)
-                turns = _turns(outer, ranks // 2, half, overlap)
-                rows.append([*_cells(turns, ways if rank == outer else ways[::-1], over)])
-            return by_table(program, rows, move=True, homes=homes)
+                directions = ((stages_by_rank[rank], 0), (stages_by_rank[ranks - 1 - rank], half))
+                # Ranks r and p-1-r do the same from their own ends, with the two directions exchanged.
+                distance_from_end = min(rank, ranks - 1 - rank)
+                turns = rank_turns(distance_from_end, ranks // 2, half, overlap)
+                rows.append(
+                    [
+                        *cells_of_turns(
+                            turns, directions if rank == distance_from_end else directions[::-1], exchange_stages
+                        )
+                    ]
+                )
+            return apply_table(program, rows, move=True, homes=homes)
 
     return transform
 
 
-def _two_stages(ranks: int, stages: int, microbatches: int) -> str | None:
+def _refuse_few_stages(ranks: int, stages: int, microbatches: int) -> str | None:
     if stages < 2 * ranks:
         return f"each rank has an early and a late stage, {2 * ranks} for {ranks} ranks; this program has {stages}."
-    return _enough(ranks, microbatches)
+    return _refuse_few_microbatches(ranks, microbatches)
 
 
 @published(
@@ -98,7 +107,7 @@ def _two_stages(ranks: int, stages: int, microbatches: int) -> str | None:
     peak="p+1/2 for two chunks of one size a rank",
     accepts="m >= 2p; at least 2 stages a rank",
     stages_per_rank=2,
-    refuses=_two_stages,
+    refuses=_refuse_few_stages,
 )
 def dualpipev(ranks: int, *, overlap: bool = True) -> Transform:
     """DualPipe cut in half: one copy of the parameters, placed in a V (0 1 .. p-1 p-1 .. 1 0).
@@ -120,71 +129,94 @@ def dualpipev(ranks: int, *, overlap: bool = True) -> Transform:
     rank 1 | 1F0 2F0 1F1 2F1 1F2 2B0 (2F2;1B0) (1F3;2B1) (2F3;1B1) 2B2 1B2 2I3 1I3 2W3 1W3
     """
 
-    _said(overlap)
+    _check_overlap(overlap)
 
-    @transforming
+    @as_transform
     def transform(program: Program) -> Program:
         with building():
             chunks = stage_ranks("linear", program.stages, 2 * ranks)
-            shares = [[stage for stage, chunk in enumerate(chunks) if chunk == own] for own in range(2 * ranks)]
-            over, count = exchanges_of(program), program.microbatches
+            stages_by_chunk = [
+                [stage for stage, chunk in enumerate(chunks) if chunk == own_chunk] for own_chunk in range(2 * ranks)
+            ]
+            exchange_stages, microbatches = exchanges_of(program), program.microbatches
             rows = [
-                [*_cells(_turns(rank, ranks, count, overlap), ((shares[rank], 0), (shares[~rank], 0)), over)]
+                [
+                    *cells_of_turns(
+                        rank_turns(rank, ranks, microbatches, overlap),
+                        ((stages_by_chunk[rank], 0), (stages_by_chunk[~rank], 0)),
+                        exchange_stages,
+                    )
+                ]
                 for rank in range(ranks)
             ]
-            return by_table(program, rows, move=True)
+            return apply_table(program, rows, move=True)
 
     return transform
 
 
-def _said(overlap: bool) -> None:
+def _check_overlap(overlap: bool) -> None:
     if not isinstance(overlap, bool):
-        raise ValueError(f"overlap is True or False, whether a forward and a backward are one PAIR; found {overlap!r}.")
+        raise ValueError(f"overlap is True or False, found {overlap!r}.")
 
 
-def _turns(rank: int, ranks: int, microbatches: int, overlap: bool) -> Iterator[tuple[str, int]]:
-    """Turns of a rank: F, B, I of a way, "FB" (F of the way, B of the other), W of the oldest I without one.
+def rank_turns(rank: int, ranks: int, microbatches: int, overlap: bool) -> Iterator[tuple[str, int]]:
+    """Yield the turns of a rank as (kind, direction); ranks count from the outer end.
 
-    Ranks count from the outer end; `microbatches` come each way. The phases are those of figure 5.
+    "FB" is an F of the direction with a B of the opposite one; "W" the weight gradient of the oldest I without one.
+    `microbatches` come from each direction. The phases are those of figure 5.
     """
-    further = ranks - 1 - rank
+    ranks_further_in = ranks - 1 - rank
 
-    def both(way: int) -> list[tuple[str, int]]:
-        return [("FB", way)] if overlap else [("F", way), ("I", 1 - way), ("W", 1 - way)]
+    def forward_and_backward(direction: int) -> list[tuple[str, int]]:
+        return [("FB", direction)] if overlap else [("F", direction), ("I", 1 - direction), ("W", 1 - direction)]
 
-    yield from [("F", 0)] * (2 * further)
+    # 1) Warm-up: forwards of direction 0, then of both, then split backwards of direction 1 with their W in the gaps.
+    yield from [("F", 0)] * (2 * ranks_further_in)
     yield from [("F", 0), ("F", 1)] * (rank + 1)
-    yield from [("I", 1), ("W", 1), ("F", 1)] * further
+    yield from [("I", 1), ("W", 1), ("F", 1)] * ranks_further_in
+    # 2) Steady state: a forward of each direction with a backward of the opposite one.
     for index in range(microbatches - 2 * ranks + rank + 1):
-        if index == 0 and not further:  # in the middle the backward is of the forward just before: not at once
+        # In the middle the first backward is of the forward just before it, so they cannot run together.
+        if index == 0 and not ranks_further_in:
             yield from [("F", 0), ("B", 1)]
         else:
-            yield from both(0)
-        yield from both(1)
-    yield from [("B", 1), *both(1)] * further
-    for index in range(2 * (rank + 1)):  # from the middle of the drain on, weight gradients wait
+            yield from forward_and_backward(0)
+        yield from forward_and_backward(1)
+    # 3) Drain: direction 0 has no forwards left.
+    yield from [("B", 1), *forward_and_backward(1)] * ranks_further_in
+    # 4) From the middle of the drain on, backwards are split, and the last W's fill what would be idle.
+    for index in range(2 * (rank + 1)):
         yield ("B" if index <= rank else "I"), 1 - index % 2
-    yield from [("W", 0), ("I", 0)] * further
+    yield from [("W", 0), ("I", 0)] * ranks_further_in
     yield from [("W", 0)] * (rank + 1)
 
 
-def _cells(turns: Iterator[tuple[str, int]], ways: tuple[Way, ...], over: Collection[int]) -> Iterator[Cell]:
-    """The cells of a rank's turns: each way counts its forwards and its backwards; stages `over` are exchanges."""
-    forwards, backwards = ([count(first) for _, first in ways] for _ in range(2))
-    owed: deque[tuple[int, int]] = deque()
+def cells_of_turns(
+    turns: Iterator[tuple[str, int]], directions: tuple[Direction, ...], exchange_stages: Collection[int]
+) -> Iterator[Cell]:
+    """Yield the cells of a rank's turns, with the next microbatch of each direction and kind."""
+    forwards, backwards = ([count(first_microbatch) for _, first_microbatch in directions] for _ in range(2))
+    # I's whose W has not run yet, the oldest first.
+    waiting_weights: deque[tuple[int, int]] = deque()
 
-    def keys(kind: str, way: int, microbatch: int) -> list[Key]:
-        stages = ways[way][0] if kind == "F" else ways[way][0][::-1]
+    def keys(kind: str, direction: int, microbatch: int) -> list[Key]:
+        stages = directions[direction][0] if kind == "F" else directions[direction][0][::-1]
         return [(kind, stage, microbatch, None) for stage in stages]
 
-    for kind, way in turns:
+    for kind, direction in turns:
         if kind == "W":
-            yield from keys("W", *owed.popleft())
+            yield from keys("W", *waiting_weights.popleft())
         elif kind == "FB":
-            one, other = next(forwards[way]), next(backwards[1 - way])
-            yield from together(ways[way][0], one, ways[1 - way][0][::-1], other, over)
+            forward_microbatch, backward_microbatch = next(forwards[direction]), next(backwards[1 - direction])
+            yield from overlapped_cells(
+                directions[direction][0],
+                forward_microbatch,
+                directions[1 - direction][0][::-1],
+                backward_microbatch,
+                exchange_stages,
+            )
         else:
-            microbatch = next((forwards if kind == "F" else backwards)[way])
+            microbatch = next((forwards if kind == "F" else backwards)[direction])
             if kind == "I":
-                owed.append((way, microbatch))
-            yield from keys(kind, way, microbatch)
+                waiting_weights.append((direction, microbatch))
+            yield from keys(kind, direction, microbatch)

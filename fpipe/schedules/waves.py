@@ -1,8 +1,8 @@
-"""Microbatches that go down the ranks and back, two slots apart, so that no two of them ever meet on a rank.
+"""Waves: microbatches go down the ranks and back, two slots apart, so that no two ever meet on a rank.
 
-Number what a microbatch does from 0: its forwards, one after the other, then its backwards. Number q of the i-th
-microbatch gets slot q + 2i. On one rank, numbers of one parity are 2p apart, so p microbatches (p/2 in each of two
-directions) fill every other slot, and those of the other parity the slots between:
+Number the ops of a microbatch from 0: its forwards in order, then its backwards. Op q of the i-th microbatch gets slot
+q + 2i. On one rank, ops of the same parity are 2p apart, so p microbatches (p/2 in each of two directions) fill every
+other slot, and those of the other parity the slots between:
 
     slot      0   1   2   3   4   5   6   7   8   9
     rank 0 | 0F0  .  0F1  .   .   .   .  0B0  .  0B1        down: number q is on rank q, then back
@@ -17,21 +17,21 @@ from collections.abc import Iterable, Sequence
 
 from fpipe.limits import whole
 from fpipe.program import Program, ProgramError, building
-from fpipe.schedules.blocks import BlockTicks, in_blocks
+from fpipe.schedules.blocks import BlockTicks, tightened_block_rows
 from fpipe.schedules.in_turn import two_stages
 from fpipe.schedules.registry import published
-from fpipe.schedules.search_request import searched
-from fpipe.timing.costs import Costs, the_costs
-from fpipe.transforms._rewrite import Transform, transforming
+from fpipe.schedules.search_request import search_order
+from fpipe.timing.costs import Costs, checked_costs
+from fpipe.transforms._rewrite import Transform, as_transform
 from fpipe.transforms.cells import Key
-from fpipe.transforms.place import stage_ranks, two_ways
-from fpipe.transforms.reorder import by_table, in_rows
+from fpipe.transforms.place import bidirectional_ranks, stage_ranks
+from fpipe.transforms.reorder import apply_table, from_rows
 
-Way = tuple[Iterable[int], Sequence[tuple[int, Sequence[int]]]]
-"""Microbatches, and the ranks they visit, each with the stages it runs then."""
+Route = tuple[Iterable[int], Sequence[tuple[int, Sequence[int]]]]
+"""Microbatches, and the ranks that they visit, each with the stages to run there."""
 
 
-def _even(ranks: int, stages: int, microbatches: int) -> str | None:
+def _refuse_odd_sizes(ranks: int, stages: int, microbatches: int) -> str | None:
     if ranks % 2:
         return (
             f"the number of ranks is even, found {ranks}: on an odd number the two directions meet in the same slot of "
@@ -48,10 +48,10 @@ def _even(ranks: int, stages: int, microbatches: int) -> str | None:
     idle="(p-2)(m/p+1)F for B+W=2F and p | m; at m=p bubble (p-2)/(3p/2+p-2)",
     peak="min(p/2, p-r, m/2) + min(p/2, r+1, m/2)",
     accepts="p and m even",
-    refuses=_even,
+    refuses=_refuse_odd_sizes,
 )
 def chimera(ranks: int) -> Transform:
-    """Two pipelines in opposite directions, each in the bubbles of the other (Chimera, SC 2021, figure 3).
+    """Two pipelines in opposite directions, which fill each other's bubbles (Chimera, SC 2021, figure 3).
 
     Every stage is on two ranks, r and p-1-r; its gradients meet in an ADD. The first half of the microbatches goes
     down, the second up, p/2 of each at a time: a unit. With more microbatches units follow each other, and fewer leave
@@ -66,22 +66,25 @@ def chimera(ranks: int) -> Transform:
     rank 3 | 0F2 0F3  .  3F0 3B0 3F1 3B1 0B2  .  0B3
     """
 
-    @transforming
+    @as_transform
     def transform(program: Program) -> Program:
         with building():
-            down, homes = two_ways(program.stages, ranks)
-            shares = [[stage for stage, rank in enumerate(down) if rank == own] for own in range(ranks)]
-            half = program.microbatches // 2
-            ways = [
-                (range(half), [*enumerate(shares)]),
-                (range(half, 2 * half), [(ranks - 1 - rank, share) for rank, share in enumerate(shares)]),
+            rank_by_stage, homes = bidirectional_ranks(program.stages, ranks)
+            stages_by_rank = [
+                [stage for stage, rank in enumerate(rank_by_stage) if rank == share_rank] for share_rank in range(ranks)
             ]
-            return by_table(program, _in_slots(ways, ranks, unit=ranks // 2), move=True, homes=homes)
+            # The second half visits the ranks in the opposite order, with the stages of the mirrored rank.
+            half = program.microbatches // 2
+            routes = [
+                (range(half), [*enumerate(stages_by_rank)]),
+                (range(half, 2 * half), [(ranks - 1 - rank, share) for rank, share in enumerate(stages_by_rank)]),
+            ]
+            return apply_table(program, rows_by_slot(routes, ranks, unit=ranks // 2), move=True, homes=homes)
 
     return transform
 
 
-def _turns(ranks: int, stages: int, microbatches: int) -> str | None:
+def _refuse_without_turn(ranks: int, stages: int, microbatches: int) -> str | None:
     if ranks < 2:
         return "a wave turns at the first and the last of at least 2 ranks, found 1. Use fpipe.schedules.one_f_one_b."
     if stages < 2 * ranks:
@@ -99,7 +102,7 @@ def _turns(ranks: int, stages: int, microbatches: int) -> str | None:
     peak="min(m, p - (p-1-r)/v) for v=2w",
     accepts="p >= 2; at least 2 stages a rank, 2w for w waves",
     stages_per_rank=2,
-    refuses=_turns,
+    refuses=_refuse_without_turn,
     stages_per={"waves": 2},
 )
 def hanayo(ranks: int, waves: int | None = None) -> Transform:
@@ -126,43 +129,55 @@ def hanayo(ranks: int, waves: int | None = None) -> Transform:
     if waves is not None:
         whole("waves", waves)
 
-    @transforming
+    @as_transform
     def transform(program: Program) -> Program:
-        most = program.stages // (2 * ranks)
-        if waves is not None and waves > most:
+        max_waves = program.stages // (2 * ranks)
+        if waves is not None and waves > max_waves:
             raise ProgramError(
                 f"hanayo: waves={waves} on {ranks} ranks passes {2 * ranks * waves} stages, found {program.stages}. "
-                "Cut the model finer, or use fewer waves or ranks."
+                "Use more stages or fewer waves."
             )
-        turning = [*range(ranks), *reversed(range(ranks))] * (waves or most)
-        chunks = stage_ranks("linear", program.stages, len(turning))
-        shares = [[stage for stage, chunk in enumerate(chunks) if chunk == own] for own in range(len(turning))]
-        rows = _in_slots([(range(program.microbatches), [*zip(turning, shares, strict=True)])], ranks, unit=ranks)
-        return in_rows([turning[chunk] for chunk in chunks], None, lambda program, placement: rows)(program)
+        # A chunk for each visit: down the ranks and back up, once for each wave.
+        rank_by_chunk = [*range(ranks), *reversed(range(ranks))] * (waves or max_waves)
+        chunks = stage_ranks("linear", program.stages, len(rank_by_chunk))
+        stages_by_chunk = [
+            [stage for stage, chunk in enumerate(chunks) if chunk == own_chunk]
+            for own_chunk in range(len(rank_by_chunk))
+        ]
+        rows = rows_by_slot(
+            [(range(program.microbatches), [*zip(rank_by_chunk, stages_by_chunk, strict=True)])], ranks, unit=ranks
+        )
+        return from_rows([rank_by_chunk[chunk] for chunk in chunks], None, lambda program, placement: rows)(program)
 
     return transform
 
 
-def _in_slots(ways: Iterable[Way], ranks: int, *, unit: int) -> list[list[Key]]:
-    """The cells of each rank by their slots; units of microbatches follow each other without a gap."""
+def rows_by_slot(routes: Iterable[Route], ranks: int, *, unit: int) -> list[list[Key]]:
+    """Return the cells of each rank in the order of their slots.
+
+    `unit` microbatches are two slots apart; the next unit starts when the first microbatch of this one has come back.
+    """
     slots: list[list[tuple[int, str, int, Sequence[int]]]] = [[] for _ in range(ranks)]
-    for microbatches, visits in ways:
-        turn = 2 * len(visits)
-        for count, microbatch in enumerate(microbatches):
-            start = count // unit * turn + 2 * (count % unit)
-            for number, (rank, stages) in enumerate(visits):
-                slots[rank].append((start + number, "F", microbatch, stages))
-                slots[rank].append((start + turn - 1 - number, "B", microbatch, stages[::-1]))
+    for microbatches, visits in routes:
+        slots_per_microbatch = 2 * len(visits)
+        for index, microbatch in enumerate(microbatches):
+            first_slot = index // unit * slots_per_microbatch + 2 * (index % unit)
+            for position_on_route, (rank, stages) in enumerate(visits):
+                slots[rank].append((first_slot + position_on_route, "F", microbatch, stages))
+                slots[rank].append(
+                    (first_slot + slots_per_microbatch - 1 - position_on_route, "B", microbatch, stages[::-1])
+                )
     return [
         [(kind, stage, microbatch, None) for _, kind, microbatch, stages in sorted(row) for stage in stages]
         for row in slots
     ]
 
 
-# Down the ranks and back up: the first and the last stage share a rank, so the longest life and the shortest do.
+# A V: down the ranks and back up. The first and the last stage share a rank, and so do the chunks that are held longest
+# and shortest: all ranks hold about the same.
 
-_FORWARD, _BACKWARD = 1, 2
-_INTERVAL = 2 * (_FORWARD + _BACKWARD)  # a rank's work on one microbatch: two stages
+FORWARD_TICKS, BACKWARD_TICKS = 1, 2
+INTERVAL = 2 * (FORWARD_TICKS + BACKWARD_TICKS)
 
 
 @published(
@@ -200,43 +215,48 @@ def one_f_one_b_v(ranks: int, *, costs: Costs | None = None) -> Transform:
 
     def drawn(wait: int) -> Transform:
         def rows(program: Program, placement: list[int]) -> list[list[Key]]:
-            mirror = wait > 0  # where nothing waits, a tighter end gains no tick, and loses some with transfers
-            ticks = (_FORWARD, _BACKWARD)
-            return in_blocks(_block(ranks, wait), _INTERVAL, ticks, placement, program.microbatches, mirror=mirror)
+            # Without a wait a tighter end gains no tick, and loses some with transfers.
+            mirror = wait > 0
+            ticks = (FORWARD_TICKS, BACKWARD_TICKS)
+            return tightened_block_rows(
+                v_block(ranks, wait), INTERVAL, ticks, placement, program.microbatches, mirror=mirror
+            )
 
-        return in_rows("v", ranks, rows)
+        return from_rows("v", ranks, rows)
 
     if costs is None:
-        return drawn(0 if ranks % 3 else 2)  # the places come round with every third rank, soonest after this wait
+        # Places in the interval repeat with every third rank: for a multiple of three, two ticks of wait are the least.
+        return drawn(0 if ranks % 3 else 2)
+    # The published order holds floor(4(p+1)/3) chunks, half as many microbatches; multiples of three one chunk more.
     cap = (4 * (ranks + 1) // 3 + (ranks % 3 == 0)) / 2
     starts = drawn(0), drawn(2)
-    return searched("one_f_one_b_v", "v", ranks, the_costs(costs), cap, split_backward=False, starts=starts)
+    return search_order("one_f_one_b_v", "v", ranks, checked_costs(costs), cap, split_backward=False, starts=starts)
 
 
-def _block(ranks: int, wait: int) -> BlockTicks:
-    """One microbatch through the V, which may wait an even number of ticks where it turns: each op at the first tick
-    whose place in the interval is free.
+def v_block(ranks: int, wait: int) -> BlockTicks:
+    """Return the block of a V: each op at the first tick that is free modulo the interval.
 
-    Rank r has its forwards at the places r and 2p-1-r (or two later) of the interval: an odd distance apart, so that
-    the two backwards fit into what is left.
+    The microbatch waits `wait` ticks, an even number, where it turns. Rank r has its forwards at the places r and
+    2p-1-r (or two later) of the interval: an odd distance apart, so that the two backwards fit into the rest.
     """
-    last = 2 * ranks - 1
+    last_stage = 2 * ranks - 1
     block = {("F", stage): stage + (wait if stage >= ranks else 0) for stage in range(2 * ranks)}
-    now = block["F", last] + _FORWARD
+    tick_now = block["F", last_stage] + FORWARD_TICKS
     for stage in reversed(range(2 * ranks)):
-        rank = min(stage, last - stage)
-        down, up = block["F", rank] % _INTERVAL, block["F", last - rank] % _INTERVAL
-        places: list[int] = []
-        tick = down
-        while len(places) < 2:
-            tick += _FORWARD
-            if tick % _INTERVAL == up:
-                tick += _FORWARD
-            places.append(tick % _INTERVAL)
-            tick += _BACKWARD - _FORWARD
+        rank = min(stage, last_stage - stage)
+        down_offset, up_offset = block["F", rank] % INTERVAL, block["F", last_stage - rank] % INTERVAL
+        # The two places that are left for the backwards of this rank: behind each forward, skipping the other one.
+        free_places: list[int] = []
+        tick = down_offset
+        while len(free_places) < 2:
+            tick += FORWARD_TICKS
+            if tick % INTERVAL == up_offset:
+                tick += FORWARD_TICKS
+            free_places.append(tick % INTERVAL)
+            tick += BACKWARD_TICKS - FORWARD_TICKS
         if stage < ranks:
-            places.remove(block["B", last - rank] % _INTERVAL)
-        now += min((place - now) % _INTERVAL for place in places)
-        block["B", stage] = now
-        now += _BACKWARD
+            free_places.remove(block["B", last_stage - rank] % INTERVAL)
+        tick_now += min((tick - tick_now) % INTERVAL for tick in free_places)
+        block["B", stage] = tick_now
+        tick_now += BACKWARD_TICKS
     return block

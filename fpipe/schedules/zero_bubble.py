@@ -1,15 +1,15 @@
-"""The two handcrafted zero-bubble schedules: the backward in two halves, of which only one is waited for."""
+"""The two handcrafted zero-bubble schedules: other stages wait for the I of a split backward, and W fills gaps."""
 
 from __future__ import annotations
 
 from fpipe.program import Program
 from fpipe.schedules.in_turn import RankContext, in_turn
 from fpipe.schedules.registry import published
-from fpipe.schedules.search_request import searched
-from fpipe.timing.costs import Costs, the_costs
-from fpipe.transforms._rewrite import Transform, transforming
+from fpipe.schedules.search_request import search_order
+from fpipe.timing.costs import Costs, checked_costs
+from fpipe.transforms._rewrite import Transform, as_transform
 from fpipe.transforms.cells import Key
-from fpipe.transforms.reorder import in_rows
+from fpipe.transforms.reorder import from_rows
 
 
 @published(
@@ -30,7 +30,8 @@ def zb_h1(ranks: int) -> Transform:
     rank 1 |  .  1F0 1F1  .  1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
     rank 2 |  .   .  2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
     """
-    return in_rows("linear", ranks, in_turn(lambda context: context.later_ranks, lag=lambda context: context.rank))
+    # Rank r holds p-r microbatches in F, as in 1F1B, and r more until their W: all ranks hold p.
+    return from_rows("linear", ranks, in_turn(lambda context: context.later_ranks, lag=lambda context: context.rank))
 
 
 @published(
@@ -61,15 +62,21 @@ def zb_h2(ranks: int, *, costs: Costs | None = None) -> Transform:
     rank 1 |  .  1F0 1F1 1F2 1I0 1F3 1I1 1F4 1I2 1W0 1I3 1W1 1I4 1W2 1W3 1W4  .
     rank 2 |  .   .  2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2F4 2I4 2W0 2W1 2W2 2W3 2W4
     """
-    most = 2 * ranks - 1
+    max_held = 2 * ranks - 1
 
-    def rows(program: Program, placed: list[int]) -> list[list[Key]]:
-        held = max(ranks, min(program.microbatches, most))
+    def rows(program: Program, placement: list[int]) -> list[list[Key]]:
+        held_microbatches = max(ranks, min(program.microbatches, max_held))
 
         def warm_up(context: RankContext) -> int:
-            return context.later_ranks + min(context.later_ranks, held - ranks)
+            # Beyond the warm-up of ZB-H1, up to twice as much; W's then lag so that the rank holds so many.
+            return context.later_ranks + min(context.later_ranks, held_microbatches - ranks)
 
-        return in_turn(warm_up, lag=lambda context: held - 1 - warm_up(context))(program, placed)
+        return in_turn(warm_up, lag=lambda context: held_microbatches - 1 - warm_up(context))(program, placement)
 
-    drawn, told = in_rows("linear", ranks, rows), searched("zb_h2", "linear", ranks, the_costs(costs), most)
-    return transforming(lambda program: (drawn if costs is None or program.microbatches >= most else told)(program))
+    published_order, searched = (
+        from_rows("linear", ranks, rows),
+        search_order("zb_h2", "linear", ranks, checked_costs(costs), max_held),
+    )
+    return as_transform(
+        lambda program: (published_order if costs is None or program.microbatches >= max_held else searched)(program)
+    )
