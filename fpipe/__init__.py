@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from fpipe.finding.found import Found
     from fpipe.finding.search import search
     from fpipe.graphs.linearize import Linearized, linearize
-    from fpipe.graphs.tracing.keep import keep
+    from fpipe.graphs.tracing.keep_marks import keep
     from fpipe.meaning.from_functions import from_functions
     from fpipe.meaning.meaning import register_meaning
     from fpipe.meaning.optimizers.optimizer_state import optimizer_state
@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from fpipe.measuring.profile import estimate, profile
     from fpipe.measuring.sizes import Sizes, sizes
     from fpipe.models.exchange import exchange
+    from fpipe.models.exporting.boundary import boundary
     from fpipe.models.from_loss import from_loss
     from fpipe.models.from_module import from_module
     from fpipe.models.from_sequential import from_sequential
@@ -83,7 +84,6 @@ if TYPE_CHECKING:
     from fpipe.models.parameters.grads import add_grads, assign_grads, clip_grads, global_norm
     from fpipe.models.parameters.load import init_params, load_params
     from fpipe.models.parameters.params import join_params, local_params, split_params
-    from fpipe.models.tracing.boundary import boundary
     from fpipe.oracle.compare_grads import compare_grads
     from fpipe.oracle.compare_step import compare_step
     from fpipe.pictures.plot import plot
@@ -109,10 +109,10 @@ _LATE = {
     "planning.plan": ("Plan", "plan"),
     "planning.plan_run": ("plan_run",),
     "planning.run_plan": ("RunPlan",),
-    "graphs.tracing.keep": ("keep",),
+    "graphs.tracing.keep_marks": ("keep",),
     "meaning.stages.keys": ("fold_in",),
     "graphs.linearize": ("Linearized", "linearize"),
-    "models.tracing.boundary": ("boundary",),
+    "models.exporting.boundary": ("boundary",),
     "derived.custom_stage": ("custom_stage",),
     "derived.deferred_batch_norm": ("deferred_batch_norm",),
     "derived.freeze": ("evaluating", "freeze"),

@@ -1,4 +1,4 @@
-"""Ops and values, the kinds of op, and the text of them all: what a program is made of.
+"""Define ops, values and kinds of op, and parse and print them.
 
 y[2,0] = F[2,0] params[2] y[1,0] @ 1        reads and writes are values: names of what flows; F is a kind
 """
@@ -26,7 +26,7 @@ class ProgramError(ValueError):
 
 
 class Value(NamedTuple):
-    """The name of one thing that flows: `y[2,0]` is the output of stage 2 for microbatch 0.
+    """The name of a value: `y[2,0]` is the output of stage 2 for microbatch 0.
 
     >>> Value("y", 2, 0), Value("params", 1, port=1), Value("res", 0, 3, 1), Value("y", 2, 0, at="@1")
     (y[2,0], params[1]:1, res[0,3.1], y[2,0]@1)
@@ -41,13 +41,13 @@ class Value(NamedTuple):
 
     def __str__(self) -> str:
         port = f":{self.port}" if self.port else ""
-        return f"{self.name}{_bracket(self.stage, self.microbatch, self.slice)}{port}{self.at}"
+        return f"{self.name}{_bracketed_indices(self.stage, self.microbatch, self.slice)}{port}{self.at}"
 
     __repr__ = __str__
 
 
 class Op(NamedTuple):
-    """One thing that happens: its kind, which stage and microbatch (and slice) it is for, what it reads and writes.
+    """One operation: its kind, its stage, microbatch and slice, its rank, and the values that it reads and writes.
 
     >>> Op("B", 0, 3, None, 1, (Value("params", 0), Value("res", 0, 3)), (Value("g", 0, 3),))
     g[0,3] = B[0,3] params[0] res[0,3] @ 1
@@ -82,14 +82,14 @@ class Op(NamedTuple):
         """The op's text without its rank."""
         if self.parts:
             return f"{{ {' ; '.join(part.equation for part in self.parts)} }}"
-        how = [f"{{{', '.join(f'{name}={value!r}' for name, value in self.how)}}}"] if self.how else []
-        left = " ".join(map(str, self.writes)) or "_"
-        name = self.kind + (_bracket(self.stage, self.microbatch, self.slice) or "[]")
-        return " ".join((left, "=", name, *map(str, self.reads), *how))
+        options = [f"{{{', '.join(f'{name}={value!r}' for name, value in self.how)}}}"] if self.how else []
+        writes = " ".join(map(str, self.writes)) or "_"
+        name = self.kind + (_bracketed_indices(self.stage, self.microbatch, self.slice) or "[]")
+        return " ".join((writes, "=", name, *map(str, self.reads), *options))
 
 
 class Input(NamedTuple):
-    """A value the caller hands in, and the ranks where it does.
+    """A value that the caller passes in, and the ranks where it does.
 
     >>> print(Input(Value("params", 0), (0, 3)))
     params[0] @ 0,3
@@ -103,7 +103,7 @@ class Input(NamedTuple):
 
 
 class Output(NamedTuple):
-    """A result: the name the caller asks by, the value it is, and the ranks that want it.
+    """A result: its name, its value, and the ranks where it is wanted.
 
     >>> print(Output(Value("grads", 0), Value("sum", 0, 7), (0,)))
     grads[0] = sum[0,7] @ 0
@@ -122,8 +122,8 @@ class Kind:
     """A kind of op: who places it, whether it takes time on the clock, which lane it uses.
 
     `place`: "table" (a schedule names it), "before" (just before its first reader), "after" (as soon as its inputs
-    are there). `time`: ticks on the clock that fixes the global order. `lane`: "main", or beside it "copy", of
-    transfers between ranks and memories, and "wire", of collectives over replicas; see also `lane_of`.
+    are there). `time`: ticks on the clock that fixes the global order. `lane`: "main", or next to it "copy", for
+    transfers between ranks and memories, and "wire", for collectives over replicas; see also `lane_of`.
 
     >>> KINDS["F"], KINDS["RECV"].lane
     (Kind(place='table', time=1, lane='main'), 'copy')
@@ -150,7 +150,7 @@ PARAMETERS = frozenset(("params", "shard"))  # inputs that are at home where the
 
 
 def register_kind(name: str, kind: Kind) -> None:
-    """Add a kind of op to the language; `register_meaning` and `register_cost` say what it does and takes.
+    """Add a kind of op to the language; `register_meaning` defines what it does, `register_cost` how long it takes.
 
     >>> register_kind("PRUNE", Kind("after"))
     >>> import fpipe
@@ -172,20 +172,20 @@ def register_kind(name: str, kind: Kind) -> None:
 
 
 def kind_of(name: str) -> Kind:
-    """Look a kind up by name, or say how to add it."""
+    """Return a kind by its name; the error for an unknown one says how to add it."""
     if name not in KINDS:
-        known = ", ".join(KINDS)
-        raise ProgramError(f"{name!r} is not a kind of op; known: {known}. Add your own by fpipe.register_kind.")
+        kind_names = ", ".join(KINDS)
+        raise ProgramError(f"{name!r} is not a kind of op; known: {kind_names}. Add your own by fpipe.register_kind.")
     return KINDS[name]
 
 
 def is_exchange(op: Op) -> bool:
-    """Whether an op is of a stage that is a collective over a dimension of a mesh."""
+    """Whether an op belongs to a stage that is a collective over a dimension of a mesh."""
     return bool(op[8]) and op[8][0][0] == "exchange"
 
 
 def lane_of(op: Op) -> str:
-    """The lane that an op occupies while it takes time: that of its kind, or "exchange" where it is a collective.
+    """Return the lane that an op occupies while it takes time: "exchange" for a collective stage, else its kind's.
 
     >>> op = Op("F", 1, 0, None, 0, (), (), how=(("exchange", "all_to_all"), ("axis", "ep")))
     >>> lane_of(op), lane_of(op._replace(how=()))
@@ -195,32 +195,32 @@ def lane_of(op: Op) -> str:
 
 
 def cell_of(key: tuple[str, int | None, int | None, int | None]) -> str:
-    """The cell of an op by its kind, stage, microbatch and slice."""
-    kind, stage, microbatch, piece = key
-    return f"{stage}{kind}{microbatch}" + ("" if piece is None else f".{piece}")
+    """Return the cell that names an op of this kind, stage, microbatch and slice."""
+    kind, stage, microbatch, slice_index = key
+    return f"{stage}{kind}{microbatch}" + ("" if slice_index is None else f".{slice_index}")
 
 
-def _bracket(stage: int | None, microbatch: int | None, piece: int | None) -> str:
-    if microbatch is None and piece is None:
+def _bracketed_indices(stage: int | None, microbatch: int | None, slice_index: int | None) -> str:
+    if microbatch is None and slice_index is None:
         return "" if stage is None else f"[{stage}]"
-    tail = "" if piece is None else f".{piece}"
+    tail = "" if slice_index is None else f".{slice_index}"
     return f"[{'' if stage is None else stage},{'' if microbatch is None else microbatch}{tail}]"
 
 
 def memory_of(value: Value, rank: int) -> int | None:
-    """The rank in whose memory a value is that an op on `rank` wrote; None if it is on the host.
+    """Return the rank whose memory holds a value that an op on `rank` wrote; None for the host.
 
     >>> memory_of(Value("y", 0, 0), 2), memory_of(Value("y", 0, 0, at="@1"), 0), memory_of(Value("y", at="@host"), 0)
     (2, 1, None)
     """
-    place = value.at.rpartition("@")[2]
-    if not place or ">" in place:
+    last_place = value.at.rpartition("@")[2]
+    if not last_place or ">" in last_place:
         return rank
-    return None if place == "host" else int(place.partition(".")[0])
+    return None if last_place == "host" else int(last_place.partition(".")[0])
 
 
 def pair(*parts: Op) -> Op:
-    """Join two ops of one rank in one op of kind PAIR, which overlaps them; they may not read each other.
+    """Join two ops of one rank in one op of kind PAIR, which overlaps them; neither may read what the other writes.
 
     >>> forward, backward = (Op(kind, 0, number, None, 0, (), ()) for number, kind in enumerate("FB"))
     >>> pair(forward, backward).cell
@@ -233,59 +233,63 @@ def pair(*parts: Op) -> Op:
             raise TypeError(f"pair() takes ops, as a program has them; found {type(part).__name__}.")
     reads = tuple(dict.fromkeys(value for part in parts for value in part.reads))
     writes = tuple(value for part in parts for value in part.writes)
-    paired = Op("PAIR", *parts[0][1:5], reads, writes, parts)
+    pair_op = Op("PAIR", *parts[0][1:5], reads, writes, parts)
     writer = {value: part for part in parts for value in part.writes}
     for part in parts:
         for value in part.reads:
             if writer.get(value, part) is not part:
-                why = f"{part.cell} reads {value} of {writer[value].cell}; pair ops that do not need each other."
-                raise ProgramError(f"inside the PAIR {paired.cell}, {why}")
-    return paired
+                reason = f"{part.cell} reads {value} of {writer[value].cell}; pair ops that do not need each other."
+                raise ProgramError(f"inside the PAIR {pair_op.cell}, {reason}")
+    return pair_op
 
 
 def parts_of(ops: Sequence[Op]) -> Sequence[Op]:
-    """All ops, a PAIR as its parts."""
+    """Return all ops, with the parts of a PAIR in its place."""
+    # Most programs have no PAIR; any(map(itemgetter)) runs in C, and the same sequence comes back uncopied.
     if not any(map(itemgetter(7), ops)):
         return ops
     return [part for op in ops for part in op.parts or (op,)]
 
 
-def parsed(text: str) -> tuple[list[Input], list[Op], list[Output]]:
-    """The inputs, ops and outputs of a program's text, one a line."""
+def parse_lines(text: str) -> tuple[list[Input], list[Op], list[Output]]:
+    """Parse the text of a program, which has one input, op or output a line."""
     inputs: list[Input] = []
     ops: list[Op] = []
     outputs: list[Output] = []
-    for number, line in enumerate(readable(text).splitlines(), 1):
+    for line_number, line in enumerate(refuse_long_words(text).splitlines(), 1):
         if not line.strip():
             continue
         try:
-            body, at, ranks = line.rpartition(" @ ")
-            homes = tuple(map(int, ranks.split(","))) if re.fullmatch(rf" *{_N}(,{_N})* *", ranks) else ()
-            if not at or not homes:
+            body, separator, ranks = line.rpartition(" @ ")
+            homes = tuple(map(int, ranks.split(","))) if re.fullmatch(rf" *{_NUMBER}(,{_NUMBER})* *", ranks) else ()
+            if not separator or not homes:
                 raise ProgramError("a line ends in ' @ ' and the ranks, as in 'params[0] @ 0'")
-            left, equals, right = body.partition(" = ")
+            left_side, equals_sign, right_side = body.partition(" = ")
             if body.lstrip().startswith("{"):
                 ops.append(_parse_pair(body.strip(), homes[0]))
-            elif right.lstrip()[:1].isupper():
+            elif right_side.lstrip()[:1].isupper():
                 ops.append(_parse_op(body, homes[0]))
-            elif equals:
-                outputs.append(Output(_parse_value(left), _parse_value(right), homes))
+            elif equals_sign:
+                outputs.append(Output(_parse_value(left_side), _parse_value(right_side), homes))
             else:
                 inputs.append(Input(_parse_value(body), homes))
         except ProgramError as error:
-            raise ProgramError(f"line {number}: {error}\n    {shortened(line)}") from None
+            raise ProgramError(f"line {line_number}: {error}\n    {shortened(line)}") from None
     return inputs, ops, outputs
 
 
-_N = r"(?:0|[1-9][0-9]{0,8})"
-_PLACE = rf"(?:\[({_N})?(?:,(?=[0-9.])({_N})?(?:\.({_N}))?)?\])?"
-_VALUE = re.compile(rf"([a-z_]+){_PLACE}(?::({_N}))?((?:@(?:{_N}|host)(?:\.{_N})?|>{_N}(?:\.{_N})?)*)")
-_HEAD = re.compile(r"([A-Z]+)" + _PLACE)
+# At most nine digits: a longer number is no index, and int() of a very long text would take quadratic time.
+_NUMBER = r"(?:0|[1-9][0-9]{0,8})"
+_INDICES = rf"(?:\[({_NUMBER})?(?:,(?=[0-9.])({_NUMBER})?(?:\.({_NUMBER}))?)?\])?"
+_VALUE = re.compile(
+    rf"([a-z_]+){_INDICES}(?::({_NUMBER}))?((?:@(?:{_NUMBER}|host)(?:\.{_NUMBER})?|>{_NUMBER}(?:\.{_NUMBER})?)*)"
+)
+_HEAD = re.compile(r"([A-Z]+)" + _INDICES)
 
 
-def _place(*texts: str | None) -> tuple[int | None, int | None, int | None]:
-    stage, microbatch, piece = (None if text is None else int(text) for text in texts)
-    return stage, microbatch, piece
+def _parse_indices(*texts: str | None) -> tuple[int | None, int | None, int | None]:
+    stage, microbatch, slice_index = (None if text is None else int(text) for text in texts)
+    return stage, microbatch, slice_index
 
 
 def _parse_value(text: str) -> Value:
@@ -293,8 +297,8 @@ def _parse_value(text: str) -> Value:
     if not match:
         example = "y[2,0], params[1]:1, res[0,3.1] or y[2,0]@1"
         raise ProgramError(f"{text.strip()!r} is not a value; a value reads like {example}")
-    name, *place, port, at = match.groups()
-    return Value(name, *_place(*place), int(port or 0), at)
+    name, *indices, port, place = match.groups()
+    return Value(name, *_parse_indices(*indices), int(port or 0), place)
 
 
 def _parse_pair(text: str, rank: int) -> Op:
@@ -305,41 +309,51 @@ def _parse_pair(text: str, rank: int) -> Op:
 
 def _parse_op(text: str, rank: int) -> Op:
     text = text.strip()
-    left, _, right = text.partition(" = ")
-    right, has_how, how = right.partition(" {")
-    head, *reads = right.split() or [text]
+    left_side, _, right_side = text.partition(" = ")
+    right_side, has_options, options = right_side.partition(" {")
+    head, *read_texts = right_side.split() or [text]
     match = _HEAD.fullmatch(head)
     if not match:
         raise ProgramError(f"{head!r} is not an op; an op reads like y[2,0] = F[2,0] params[2] y[1,0]")
-    kind, *place = match.groups()
+    kind, *indices = match.groups()
     kind_of(kind)
-    read = tuple(map(_parse_value, reads))
-    writes = () if left.strip() == "_" else tuple(map(_parse_value, left.split()))
-    return Op(kind, *_place(*place), rank, read, writes, (), _parse_how(how.rstrip()) if has_how else ())
+    reads = tuple(map(_parse_value, read_texts))
+    writes = () if left_side.strip() == "_" else tuple(map(_parse_value, left_side.split()))
+    return Op(
+        kind,
+        *_parse_indices(*indices),
+        rank,
+        reads,
+        writes,
+        (),
+        _parse_options(options.rstrip()) if has_options else (),
+    )
 
 
-def _parse_how(text: str) -> tuple[tuple[str, Any], ...]:
+def _parse_options(text: str) -> tuple[tuple[str, Any], ...]:
     try:
+        # Parse "how(index=0, count=2)" as a Python call, and take only keywords with literal values: nothing is
+        # evaluated. The end column proves that the text did not close the call early and go on behind it.
         assert text.endswith("}")
         call = expression(f"how({text[:-1]})")
         assert isinstance(call, ast.Call)
         assert isinstance(call.func, ast.Name)
         assert (call.end_col_offset, call.args) == (len(text.encode()) + 4, [])
-        how = tuple((word.arg or "", ast.literal_eval(word.value)) for word in call.keywords)
-        assert all(name for name, _ in how)
-        assert len({name for name, _ in how}) == len(how)
-        hash(how)
+        options = tuple((keyword.arg or "", ast.literal_eval(keyword.value)) for keyword in call.keywords)
+        assert all(name for name, _ in options)
+        assert len({name for name, _ in options}) == len(options)
+        hash(options)
     except (ValueError, AssertionError, TypeError):
         rule = "is not a list of name=literal, each of a value that can be hashed"
         raise ProgramError(f"{{{shortened(text)} {rule}") from None
-    return how
+    return options
 
 
-def readable(text: str) -> str:
-    """Refuse a text with a word over the limit, so that errors may quote words."""
-    for number, line in enumerate(text.splitlines(), 1):
+def refuse_long_words(text: str) -> str:
+    """Return the text, or raise ProgramError for a word over the limit, so that errors may quote words."""
+    for line_number, line in enumerate(text.splitlines(), 1):
         longest = max(line.replace(",", " ").split(), key=len, default="")
         if len(longest) > LONGEST_WORD:
-            found = f"{shortened(longest, 20)!r} is a word of {len(longest)} characters"
-            raise ProgramError(f"line {number}: {found}; the longest that are read have {LONGEST_WORD}.")
+            quotation = f"{shortened(longest, 20)!r} is a word of {len(longest)} characters"
+            raise ProgramError(f"line {line_number}: {quotation}; the longest that are read have {LONGEST_WORD}.")
     return text

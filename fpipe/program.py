@@ -70,9 +70,9 @@ from fpipe.ops import kind_of as kind_of
 from fpipe.ops import lane_of as lane_of
 from fpipe.ops import memory_of as memory_of
 from fpipe.ops import pair as pair
-from fpipe.ops import parsed
+from fpipe.ops import parse_lines
 from fpipe.ops import parts_of as parts_of
-from fpipe.ops import readable as readable
+from fpipe.ops import refuse_long_words as refuse_long_words
 from fpipe.ops import register_kind as register_kind
 
 Sources = tuple[int, ...]
@@ -82,9 +82,9 @@ ALL_BUT = "all but"  # {saved=..} opens with it where it names the ops that are 
 
 
 class HtmlRepr:
-    """Mixin of values that a notebook shows: `fpipe.pictures` puts the painter here.
+    """Mixin for values that a notebook draws; `fpipe.pictures` sets the painter.
 
-    A program, timeline or chart is drawn; of others those timelines that `pictured` names, below what they print.
+    A program, timeline or chart is drawn itself. Others print their text, with the timelines of `pictured` below it.
 
     >>> import fpipe
     >>> fpipe.program(2)._repr_html_()[:27]
@@ -103,7 +103,7 @@ class HtmlRepr:
 
 
 ENTRY_RULES: list[Callable[[Program], None]] = []
-"""The checks of a program where it enters the library; check.py, one floor up, puts its rules here."""
+"""The checks of a program where it enters the library; check.py, which imports this module, adds its rules here."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -138,6 +138,7 @@ class Program(HtmlRepr):
         sources: list[Sources] | None = None,
     ) -> Program:
         """Build a program from the parts that a rewrite has made, without checking it again."""
+        # Past the dataclass's __init__, which would run the ENTRY_RULES: 3.5 s for a million ops, built in 11 s.
         program = object.__new__(Program)
         program.__dict__.update(inputs=inputs, ops=ops, outputs=outputs)
         if sources is not None:
@@ -146,8 +147,8 @@ class Program(HtmlRepr):
 
     @cached_property
     def sources(self) -> list[Sources]:
-        """For each op where its reads were written: the one index that check, order and simulate share."""
-        return sources_of(self.inputs, self.ops)
+        """For each op the positions of the writers of its reads: the index that check, order and simulate share."""
+        return find_ordered_sources(self.inputs, self.ops)
 
     @cached_property
     def writer(self) -> dict[Value, int]:
@@ -182,7 +183,7 @@ class Program(HtmlRepr):
 
     @cached_property
     def ranks(self) -> int:
-        """Number of ranks, those that are only homes included."""
+        """Number of ranks, including those that are only homes."""
         homes = (rank for end in (*self.inputs, *self.outputs) for rank in end.homes)
         return 1 + max((*homes, *set(map(itemgetter(4), self.ops))), default=-1)
 
@@ -199,10 +200,10 @@ class Program(HtmlRepr):
             for part in op.parts or (op,):
                 if part.stage is not None and kind_of(part.kind).place == "table":
                     ranks[part.stage].add(op.rank)
-        return tuple(min(each) if len(each) == 1 else tuple(sorted(each)) for each in ranks)
+        return tuple(min(stage_ranks) if len(stage_ranks) == 1 else tuple(sorted(stage_ranks)) for stage_ranks in ranks)
 
     def table(self, comms: bool = False) -> list[list[str]]:
-        """The cells of each rank in order, without idle ones; with `comms` those of every op, transfers included.
+        """Return the cells of each rank in order, without idle ones; with `comms` the cells of every op.
 
         >>> import fpipe
         >>> fpipe.program(2).table()
@@ -215,7 +216,7 @@ class Program(HtmlRepr):
         return rows
 
     def to_csv(self, comms: bool = False) -> str:
-        """The table as CSV, one line a rank; `schedules.from_table` reads it back onto a base program."""
+        """Return the table as CSV, one line a rank; `schedules.from_table` reads it back onto a base program."""
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(self.table(comms))
         return text.getvalue()
@@ -231,22 +232,22 @@ class Program(HtmlRepr):
         """
         if not isinstance(text, str):
             raise TypeError(f"parse() reads the text of a program, str(program); found {type(text).__name__}.")
-        inputs, ops, outputs = parsed(text)
+        inputs, ops, outputs = parse_lines(text)
         return Program(tuple(inputs), tuple(ops), tuple(outputs))
 
     @property
-    def _content(self) -> tuple[object, ...]:
+    def _fields(self) -> tuple[object, ...]:
         return (self.inputs, self.ops, self.outputs)
 
     @cached_property
     def _hash(self) -> int:
-        return hash(self._content)
+        return hash(self._fields)
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, value: object) -> bool:
-        return isinstance(value, Program) and (self is value or self._content == value._content)
+        return isinstance(value, Program) and (self is value or self._fields == value._fields)
 
     def __repr__(self) -> str:
         sizes = (self.stages, self.microbatches, self.ranks, len(self.ops))
@@ -256,15 +257,16 @@ class Program(HtmlRepr):
         return "\n".join(map(str, (*self.inputs, *self.ops, *self.outputs)))
 
 
-def naming_buffers(program: Program, buffers: Mapping[int, Sequence[str]]) -> Program:
-    """Let the errors of a program name the buffers in the module state of its stages; the program stays equal."""
+def with_buffer_names(program: Program, buffers: Mapping[int, Sequence[str]]) -> Program:
+    """Note the names of buffers in the module state of stages, which errors quote; return the program itself."""
+    # In __dict__ and not a field: the names are no part of a program's value, and equal programs stay equal.
     if buffers and isinstance(program, Program):  # pyright: ignore[reportUnnecessaryIsInstance]
         program.__dict__["_buffers"] = buffers
     return program
 
 
-def the_program(argument: object) -> Program:
-    """The argument of a transform or a reading, if it is a program."""
+def require_program(argument: object) -> Program:
+    """Return the argument of a transform or a reading if it is a program, else raise TypeError."""
     if isinstance(argument, Program):
         return argument
     raise TypeError(f"a Program is wanted here, such as fpipe.program(model); found {type(argument).__name__}.")
@@ -275,36 +277,40 @@ class _Writers(dict[Value, int]):
         return NOWHERE
 
 
-def sources_of(inputs: tuple[Input, ...], ops: Sequence[Op]) -> list[Sources]:
-    """The sources of ops in the order of a list; a read that stands above its writer finds it nowhere."""
-    writer = _Writers({end.value: -1 for end in inputs})
+def find_ordered_sources(inputs: tuple[Input, ...], ops: Sequence[Op]) -> list[Sources]:
+    """Return the sources of ops that stand in order; a read above its writer has the source NOWHERE."""
+    # `writer` grows with the walk, so that it knows only the ops above. NOWHERE is larger than any position, and the
+    # check finds a missing writer and a late one by the same comparison.
+    writer = _Writers({program_input.value: -1 for program_input in inputs})
     sources: list[Sources] = []
-    find, note = writer.__getitem__, sources.append
+    position_of, append = writer.__getitem__, sources.append
     with building():
         for position, op in enumerate(ops):
-            note(tuple(map(find, op[5])))
+            append(tuple(map(position_of, op[5])))
             for value in op[6]:
                 writer[value] = position
     return sources
 
 
-_MANY = 5_000
+_MANY_NEW_OBJECTS = 5_000
 
 
 @contextmanager
 def building() -> Generator[None]:
-    """Keep the cyclic garbage collector out while a program is built, or many modules are imported.
+    """Disable the cyclic garbage collector while a program is built, or many modules are imported.
 
-    A program is millions of tuples without a cycle: stamping out 10^5 ops takes 2 us an op without the collector, and
-    8 with. Many new ones join the oldest generation unwalked, by freezing and unfreezing; one walk takes 3 us an op.
+    A program is millions of tuples without a cycle: copying 10^5 ops takes 2 us an op without the collector, 8 with.
     """
+    # On leaving, the collector would walk all the new objects once, at 3 us an op. gc.freeze moves them to the
+    # permanent generation and gc.unfreeze from there to the oldest, both without a walk. Objects that someone else has
+    # frozen would be unfrozen as well, so then it is left alone.
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_on:
-            if gc.get_count()[0] > _MANY and not gc.get_freeze_count():
+            if gc.get_count()[0] > _MANY_NEW_OBJECTS and not gc.get_freeze_count():
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

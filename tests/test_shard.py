@@ -388,15 +388,15 @@ fpipe.shard_params(({},), 2)
 fpipe.Program.parse(str(sharded(2)).replace("GATHER[0] shard[0]", "GATHER[0] shard[1]"))
     ProgramError: does not make a stage's params from its shard
 fpipe.data_parallel()(fpipe.program(2))
-    ProgramError: SPLIT writes it, which is missing: put fpipe.split() (at least split(1)) and fpipe.merge() before
+    ProgramError: replicas need the weights that SPLIT writes: put fpipe.split() (at least split(1)) and fpipe.merge() before
 fpipe.chain(fpipe.split(2), fpipe.data_parallel(), fpipe.merge())(fpipe.program(2))
-    ProgramError: and loss[1,0] is of one microbatch: put fpipe.split() (at least split(1)) and fpipe.merge() before
+    ProgramError: loss[1,0] is of one microbatch, not merged: put fpipe.split() (at least split(1)) and fpipe.merge() before
 after(fpipe.place("linear"), fpipe.merge(), fpipe.communicate(), fpipe.data_parallel())
     ProgramError: put fpipe.data_parallel() before fpipe.communicate().
 fpipe.data_parallel("b")(replicated(2))
     ProgramError: replicas along 'dp' already
 fpipe.shard("pp")
-    ValueError: 'pp' of the mesh has the ranks of a program
+    ValueError: mesh dimension 'pp' has the program's ranks
 fpipe.data_parallel(2)
     ValueError: such as 'dp'; found 2.
 fpipe.Program.parse(str(replicated(2)).replace("REDUCE[0] sum[0,1] {axis='dp'}", "REDUCE[0] sum[0,1]"))

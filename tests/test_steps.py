@@ -184,11 +184,11 @@ updated(fpipe.identity())
 updated(fpipe.split(2, presplit=True))
     ProgramError: each step cuts its own batch
 updated(fpipe.split(2), input_grads=True)
-    ProgramError: leave input_grads=, or fpipe.steps(), out
+    ProgramError: input_grads= is for a single step
 stepping(2, fpipe.place("linear"), fpipe.communicate(), fpipe.steps(2))
     ProgramError: put fpipe.steps() before fpipe.communicate
 stepping(2, fpipe.schedules.gpipe(2), fpipe.steps(2, stale=1))
-    ProgramError: put the schedule behind fpipe.steps
+    ProgramError: Put the schedule behind fpipe.steps
 stepping(2, fpipe.steps(3, stale=1), fpipe.schedules.gpipe(2))
     ProgramError: waits here for parameters that a backward behind it updates
 stepped(ONE, lr=0.1)
@@ -243,7 +243,7 @@ def test_verify_compares_steps_with_a_loop_and_finds_what_is_wrong():
     assert report.bitwise
     assert {leaf.name.partition("[")[0] for leaf in report.leaves} == {"loss", "params", "opt", "norm"}
     text = str(program)
-    with pytest.raises(fpipe.ProgramError, match=r"0B5 reads params\[0\], and 0F5 read params\[0,3\]"):
+    with pytest.raises(fpipe.ProgramError, match=r"0B5 reads params\[0\], 0F5 params\[0,3\]"):
         fpipe.Program.parse(text.replace("B[0,5] params[0,3]", "B[0,5] params[0]"))
     for right, wrong, where in (
         ("sum[1,7] norm[,7] lr:1", "sum[1,7] norm[,3] lr:1", r"params\[1\]"),

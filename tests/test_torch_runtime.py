@@ -220,20 +220,19 @@ by_one(PLAIN, WEIGHTS[:1])
 by_one(PLAIN, (*WEIGHTS[:1], None))
     ValueError: params of stage 1 is None, and this process runs the stage: hand them in.
 torch_pipelining.stages(in_two(PLAIN, schedule=ONE), PLAIN, WEIGHTS, device="meta")
-    ValueError: 'w' of stage 0 is on cpu, and the stages run on meta: move the net there before it is cut, or the params
+    ValueError: 'w' of stage 0 is on cpu, and the stages run on meta: move the net, or the params, there
 torch_pipelining.stages(in_two(NET, schedule=ONE), NET, (OF_NET, {}))
     ValueError: params of stage 1 must have '1.0.weight', which is missing.
 # Torch would receive the second microbatch into the buffer of the first.
 stepped(5, torch.ones(4, WIDTH))
-    ValueError: 5 rows make uneven microbatches, 2 of them; torch's runtime has buffers of one size. Hand in a multiple
-    of 2 rows, or run the program on fpipe.build(runtime="distributed").
+    ValueError: torch's runtime needs equal microbatches; found 5 rows for 2. Hand in a multiple
+    of 2 rows, or use fpipe.build(runtime="distributed").
 stepped(4, {"t": torch.ones(4, WIDTH)})
     ValueError: torch's runtime cuts a target that is one tensor; found dict on the last stage's rank.
 stepped(4, torch.ones(4, WIDTH), chain_of(lambda p, x: {}, plain))
-    TypeError: stage 0 (<lambda>) returns one dict; torch's runtime hands on a tensor, or a tuple of two or more. Return
-    these, and put them together in the stage after.
+    TypeError: stage 0 (<lambda>) returns one dict; torch's runtime passes on a tensor or a tuple of two or more.
 stepped(4, torch.ones(4, WIDTH), chain_of(lambda p, x: (x, 3), plain))
-    TypeError: stage 0 (<lambda>) returns a tuple of Tensor, int; torch's runtime hands on a tensor
+    TypeError: stage 0 (<lambda>) returns a tuple of Tensor, int; torch's runtime passes on a tensor
 """,
     )
 )
@@ -300,63 +299,60 @@ test_refusals = refusals(
     globals(),
     r"""
 of_model(chain_of(plain, plain, lambda p, x: x[0] + x[1], inputs=("batch", 0, (1, 0))))
-    ValueError: stage 2 (<lambda>) takes (1, 0); torch's runtime hands a stage what the one before it returns, and the
-    first the batch. Let the stages between hand on what a later one reads, in a tuple, or run the program on
-    fpipe.build(runtime="distributed").
+    ValueError: stage 2 (<lambda>) takes (1, 0); torch's runtime passes it the output of the stage before. Pass values on in
+    tuples, or use fpipe.build(runtime="distributed").
 of_model(chain_of(plain, plain, ties=[((0, "w"), (1, "w"))]))
-    ValueError: leaf 'w' of stage 0 is tied to 'w' of stage 1; torch's runtime adds up no gradients of two stages. Cut
-    the model so that one stage has both uses, or run the program on fpipe.build(runtime="distributed").
+    ValueError: leaf 'w' of stage 0 is tied to 'w' of stage 1; torch's runtime does not sum their gradients. Put both
+    into one stage, or use fpipe.build(runtime="distributed").
 of_model(layered(nn.BatchNorm1d(WIDTH)))
-    ValueError: stage 1 (1) has module state; torch's runtime runs a stage once more than a step does, to learn shapes,
-    and that would be in it. Call eval() on what remembers before the net is cut, or run the program on
-    fpipe.build(runtime="distributed").
+    ValueError: stage 1 (1) has module state; torch's runtime would update it once more, to learn shapes. Call eval() on
+    it before the net is cut, or use fpipe.build(runtime="distributed").
 of_model(chain_of(plain, asking))
-    ValueError: stage 1 (asking) asks for 'microbatch'; torch's runtime hands a stage its input and nothing else. Write
-    it without, or run the program on fpipe.build(runtime="distributed").
+    ValueError: stage 1 (asking) asks for 'microbatch'; torch's runtime passes a stage only its input. Write
+    it without, or use fpipe.build(runtime="distributed").
 of_model(layered(nn.Dropout(0.5)))
-    ValueError: stage 1 (1): '1' (Dropout) draws random numbers; torch's runtime has no key to draw them with. Set its
-    probability to 0 or call eval() on it, or run the program on fpipe.build(runtime="distributed").
+    ValueError: stage 1 (1): '1' (Dropout) draws random numbers; torch's runtime has no key. Call eval() on it,
+    or use fpipe.build(runtime="distributed").
 of_model(chain_of(lambda p, x: (x, x.sum()), plain, aux_losses=[0]))
-    ValueError: stage 0 (<lambda>) returns a loss of its own; torch's runtime has the loss of the last stage only. Hand
-    it on in a tuple and add it there, or run the program on fpipe.build(runtime="distributed").
+    ValueError: stage 0 (<lambda>) returns a loss of its own; torch's runtime has the last stage's only. Pass it on in
+    a tuple, or use fpipe.build(runtime="distributed").
 of_model(chain_of(plain, plain, loss=None))
-    ValueError: this model has no loss=, and torch's runtime computes one from the last output and a target. Say
-    loss=lambda y, target: y where the last stage returns the loss, or run the program on
-    fpipe.build(runtime="distributed").
+    ValueError: this model has no loss=, which torch's runtime computes. Say loss=lambda y, target: y,
+    or use fpipe.build(runtime="distributed").
 of_model(chain_of(plain, plain, loss=lambda y, t: (y.sum(), len(t)), reduction="count"))
-    ValueError: the loss returns a count, which all gradients are divided by at the end, beside it; torch's runtime
-    takes a loss alone. Write one that returns no more, or run the program on fpipe.build(runtime="distributed").
+    ValueError: the loss also returns a count; torch's runtime takes a loss alone. Return
+    no more, or use fpipe.build(runtime="distributed").
 of_model(chain_of(plain, plain, loss=lambda y, t: (y.sum(), y), aux=True))
-    ValueError: the loss returns auxiliary results beside it; torch's runtime takes a loss alone.
+    ValueError: the loss also returns auxiliary results; torch's runtime takes a loss alone.
 of_program(in_two(PLAIN, fpipe.checkpoint("always")))
-    ProgramError: 0R0: torch's tables have no recompute. Write the program without fpipe.checkpoint(), and wrap the
-    stages' modules in torch.utils.checkpoint.
+    ProgramError: 0R0: torch's tables have no recompute. Wrap the stages' modules in
+    torch.utils.checkpoint instead of fpipe.checkpoint().
 of_program(in_two(PLAIN, split=fpipe.split(2, slices=2), schedule=fpipe.place([0, 1])))
     ProgramError: SPLIT(x[0,0.0]) is of a sequence slice; torch's tables have microbatches only.
 torch_pipelining.to_csv(fpipe.place([0, 1, 2])(fpipe.program(3, inputs=("batch", 0, (1, 0)))), format="compute_comms")
-    ProgramError: 2F0 reads y[0,0], which 0F0 makes on rank 0; torch's runtime sends from a stage to the ones next to it
+    ProgramError: 2F0 reads y[0,0] of 0F0 on rank 0; torch's runtime sends to adjacent stages only.
 of_program(in_two(PLAIN, schedule=BOTH_WAYS))
     ProgramError: stage 0 is on ranks (0, 1); torch's runtime has each stage on one rank.
 of_program(in_two(PLAIN, schedule=fpipe.place([0, 1], homes={0: [1]})))
-    ProgramError: params[0] has its home on ranks (1,) and its stage on rank 0; torch's runtime moves no parameters.
-    Leave out place(homes=), or run the program on fpipe.build(runtime="distributed").
+    ProgramError: params[0] has its home on ranks (1,) and its stage on rank 0. Leave out place(homes=),
+    or use fpipe.build(runtime="distributed").
 of_program(in_two(PLAIN, fpipe.offload(lambda stage, microbatch: True)))
     ProgramError: torch's tables have no OFFLOAD; they know F, B, I, W and transfers.
 of_program(in_two(PLAIN, split=fpipe.split(size=4, rows=8)))
-    ProgramError: SPLIT(x[0,0]) has size=4; torch's runtime cuts rows of dim 0 into equal microbatches. Say
-    fpipe.split(2) and no more, or run the program on fpipe.build(runtime="distributed").
+    ProgramError: SPLIT(x[0,0]) has size=4; torch's runtime cuts equal microbatches of rows. Say
+    fpipe.split(2), or use fpipe.build(runtime="distributed").
 of_program(in_two(PLAIN, fpipe.communicate(cast=torch.bfloat16)))
-    ProgramError: SEND(y[0,0]>1) casts to bfloat16 on the way; torch's runtime sends what there is. Leave out
-    communicate(cast=), or run the program on fpipe.build(runtime="distributed").
+    ProgramError: SEND(y[0,0]>1) casts to bfloat16, and torch's runtime does not. Leave out
+    communicate(cast=), or use fpipe.build(runtime="distributed").
 of_program(fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2))(fpipe.program(PLAIN)))
-    ProgramError: this program does not add its gradients up over microbatches, as torch's runtime does; put
+    ProgramError: this program does not sum gradients over microbatches, as torch's runtime does; put
     fpipe.merge() behind the schedule.
 of_program(fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(PLAIN, input_grads=True)))
-    ProgramError: this program also gives input_grads; torch's runtime gives losses, outputs and gradients. Write it
-    without, or run the program on fpipe.build(runtime="distributed").
+    ProgramError: this program also gives input_grads; torch's runtime does not. Leave it out,
+    or use fpipe.build(runtime="distributed").
 of_program(in_two(PLAIN, schedule=fpipe.schedules.from_table("0F1 0F0 0B1 0B0\n1F1 1B1 1F0 1B0")))
-    ProgramError: 1F0 comes after a later microbatch's; torch's runtime takes the losses of the last stage for those of
-    microbatches 0, 1, 2. Put its forwards in this order, or run the program on fpipe.build(runtime="distributed").
+    ProgramError: 1F0 comes after a later microbatch's forward; torch's runtime needs ascending losses. Reorder them,
+    or use fpipe.build(runtime="distributed").
 torch_pipelining.runtime(in_two(PLAIN), chain_of(plain), WEIGHTS[:1])
     ValueError: the program has 2 stages and the model 1
 torch_pipelining.runtime(in_two(PLAIN), PLAIN, WEIGHTS)

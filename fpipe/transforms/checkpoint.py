@@ -1,16 +1,16 @@
-"""Trade time for memory: drop what the forward keeps, and compute it once more just before it is used.
+"""Trade time for memory: recompute residuals just before the backward, instead of keeping them from the forward.
 
     0F0 1F0 1B0 0B0        --> checkpoint("always") -->        0F0 1F0 1R0 1B0 0R0 0B0
 
-F writes no residuals then; an R of its own, which reads what F read, does. R keeps to its data: it stands just before
+F writes no residuals then. An op R reads what F read, and writes them. R is placed by its data: it stands just before
 the op that reads the residuals, wherever a schedule puts that.
 
     res[0,0] = F[0,0]   B[0,0] res[0,0]
         --> checkpoint("always", grain="layer") -->
     res[0,0] = F[0,0] {saved=()}   B[0,0] res[0,0] {saved=()}
 
-There is no R then: F keeps what enters each layer of its stage, and B or I computes one layer after the other again,
-from the last one back, so that the residuals of one layer are there at a time.
+Here no R is needed: F keeps the inputs of each layer of its stage, and B or I recomputes one layer after the other,
+from the last one back, so that only one layer's residuals exist at a time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from fpipe.program import ALL_BUT, Op, Program, ProgramError, Value, parts_of
-from fpipe.transforms._rewrite import Transform, on_parts, settled, transforming
+from fpipe.transforms._rewrite import Transform, as_transform, map_parts, place_and_rebuild
 
-Place = tuple[int | None, int | None, int | None]
+_Coordinates = tuple[int | None, int | None, int | None]
 Policy = Literal["always", "except_last", "never"] | Callable[[int, int], bool]
 
 
@@ -68,40 +68,45 @@ def checkpoint(
     """
     groups = _checked_groups(list(groups))
     saved = _names_of_saved(save)
-    _refuse(policy, grain, groups, saved)
-    group_of = {stage: number for number, group in enumerate(groups) for stage in group}
+    _check_arguments(policy, grain, groups, saved)
+    group_by_stage = {stage: number for number, group in enumerate(groups) for stage in group}
 
-    @transforming
+    @as_transform
     def transform(program: Program) -> Program:
         if policy == "except_last" and not any(op.kind == "SPLIT" for op in program.ops):
             raise ProgramError('"except_last" is about microbatches: put fpipe.split() before fpipe.checkpoint().')
-        last = program.microbatches - 1
-        if group_of and max(group_of) >= program.stages:
-            raise ProgramError(f"groups name stage {max(group_of)}; this program has stages 0..{program.stages - 1}.")
+        last_microbatch = program.microbatches - 1
+        if group_by_stage and max(group_by_stage) >= program.stages:
+            raise ProgramError(
+                f"groups name stage {max(group_by_stage)}; this program has stages 0..{program.stages - 1}."
+            )
 
         def is_chosen(op: Op) -> bool:
             if op.kind != "F":
                 return False
             if callable(policy):
                 return policy(op.stage or 0, op.microbatch or 0)
-            return policy == "always" or (policy == "except_last" and op.microbatch != last)
+            return policy == "always" or (policy == "except_last" and op.microbatch != last_microbatch)
 
         if grain == "layer":
-            return _mark_layers(program, is_chosen, saved)
+            return _mark_layer_recompute(program, is_chosen, saved)
         recomputes: list[Op] = []
 
+        # Each chosen F hands its residuals over to an R, which reads what that F reads.
         def drop_residuals(op: Op) -> Op:
             residuals = tuple(value for value in op.writes if value.name == "res")
-            if not is_chosen(op) or not residuals or op.how:  # an exchange keeps nothing
+            # op.how marks two forwards that get no R: an exchange has no residuals worth it, and grain="layer" is
+            # recomputed inside its backward already.
+            if not is_chosen(op) or not residuals or op.how:
                 return op
             recomputes.append(op._replace(kind="R", writes=residuals))
             return op._replace(writes=tuple(value for value in op.writes if value.name != "res"))
 
-        ops = [on_parts(drop_residuals, op) for op in program.ops]
+        ops = [map_parts(drop_residuals, op) for op in program.ops]
         if not recomputes:
             return program
-        ops = _drop_moves(ops, {value for op in recomputes for value in op.writes})
-        return settled(program, [*ops, *_read_in_groups(recomputes, group_of)])
+        ops = _drop_offloads(ops, {value for op in recomputes for value in op.writes})
+        return place_and_rebuild(program, [*ops, *_chain_groups(recomputes, group_by_stage)])
 
     return transform
 
@@ -112,14 +117,14 @@ def _checked_groups(argument: list[Any]) -> list[tuple[int, ...]]:
     groups: list[tuple[int, ...]] = [tuple(group) for group in argument]
     for group in groups:
         if not group or list(group) != list(range(group[0], group[0] + len(group))):
-            raise ValueError(f"a group is of adjacent stages in order, such as (1, 2, 3); found {group}.")
+            raise ValueError(f"a group lists adjacent stages, such as (1, 2, 3); found {group}.")
     if len({stage for group in groups for stage in group}) < sum(map(len, groups)):
         raise ValueError(f"a stage is in one group at most; found {groups}.")
     return groups
 
 
 def _names_of_saved(save: Iterable[Any] | Callable[..., Any]) -> tuple[str, ...]:
-    """List the ops whose results are saved by name; or "all but", and those that are not saved, if these are fewer.
+    """Return the names of the ops whose results are saved, or "all but" and the dropped ones if these are fewer.
 
     >>> import torch
     >>> _names_of_saved([torch.ops.aten.mm.default])
@@ -128,9 +133,10 @@ def _names_of_saved(save: Iterable[Any] | Callable[..., Any]) -> tuple[str, ...]
     ('all but', 'aten.tanh.default')
     """
     if isinstance(save, str) or not (callable(save) or isinstance(save, Iterable)):
-        raise TypeError(f"save lists ops, such as [torch.ops.aten.mm.default], or is policy(ctx, op); found {save!r}.")
+        raise TypeError(f"save is a list such as [torch.ops.aten.mm.default], or policy(ctx, op); found {save!r}.")
     if callable(save):
-        from fpipe.torch_internals import selective_checkpoint_answers  # imports torch, as the policy has
+        # Programs are built without torch. Whoever hands in a policy over its ops has imported it anyway.
+        from fpipe.torch_internals import selective_checkpoint_answers
 
         answers = selective_checkpoint_answers(save)
         saved = tuple(name for name, is_saved in answers.items() if is_saved)
@@ -142,7 +148,7 @@ def _names_of_saved(save: Iterable[Any] | Callable[..., Any]) -> tuple[str, ...]
     return tuple(sorted({str(op) for op in save}))
 
 
-def _refuse(policy: Policy, grain: str, groups: Sequence[Iterable[int]], saved: tuple[str, ...]) -> None:
+def _check_arguments(policy: Policy, grain: str, groups: Sequence[Iterable[int]], saved: tuple[str, ...]) -> None:
     if grain not in ("stage", "layer"):
         raise ValueError(f"grain is 'stage' or 'layer', found {grain!r}.")
     if grain == "stage" and saved:
@@ -154,47 +160,48 @@ def _refuse(policy: Policy, grain: str, groups: Sequence[Iterable[int]], saved: 
         raise ValueError(f"policy is {policies}, found {policy!r}.")
 
 
-def _mark_layers(program: Program, is_chosen: Callable[[Op], bool], saved: tuple[str, ...]) -> Program:
-    """Mark the forwards that keep only what enters their layers, and the backwards that compute them again."""
-    forwards = [op for op in parts_of(program.ops) if not op.how and any(v.name == "res" for v in op.writes)]
-    places = {op[1:4] for op in forwards if is_chosen(op)}
+def _mark_layer_recompute(program: Program, is_chosen: Callable[[Op], bool], saved: tuple[str, ...]) -> Program:
+    """Mark the chosen forwards, which keep only the inputs of their layers, and their backwards, which recompute."""
+    forwards = [op for op in parts_of(program.ops) if not op.how and any(value.name == "res" for value in op.writes)]
+    chosen = {op[1:4] for op in forwards if is_chosen(op)}
 
     def mark(op: Op) -> Op:
-        return op._replace(how=(("saved", saved),)) if op.kind in "FBI" and op[1:4] in places else op
+        return op._replace(how=(("saved", saved),)) if op.kind in "FBI" and op[1:4] in chosen else op
 
-    ops = tuple(on_parts(mark, op) for op in program.ops)
-    return Program.trusted(program.inputs, ops, program.outputs, program.sources) if places else program
+    ops = tuple(map_parts(mark, op) for op in program.ops)
+    # Marks change neither reads nor writes, so the order and the sources still hold.
+    return Program.trusted(program.inputs, ops, program.outputs, program.sources) if chosen else program
 
 
-def _drop_moves(ops: list[Op], residuals: set[Value]) -> list[Op]:
-    """Drop OFFLOAD and LOAD of values that are computed again: readers of the copy read the value itself."""
+def _drop_offloads(ops: list[Op], residuals: set[Value]) -> list[Op]:
+    """Drop OFFLOAD and LOAD of recomputed values; readers of the copy read the value itself."""
     original_by_copy: dict[Value, Value] = {}
 
     def read_original(op: Op) -> Op:
         return op._replace(reads=tuple(original_by_copy.get(value, value) for value in op.reads))
 
-    rest: list[Op] = []
+    kept_ops: list[Op] = []
     for op in ops:
-        op = on_parts(read_original, op) if original_by_copy else op
+        op = map_parts(read_original, op) if original_by_copy else op
         if op.kind in ("OFFLOAD", "LOAD") and op.reads[0] in residuals:
             original_by_copy[op.writes[0]] = op.reads[0]
         else:
-            rest.append(op)
-    return rest
+            kept_ops.append(op)
+    return kept_ops
 
 
-def _read_in_groups(recomputes: list[Op], group_of: dict[int, int]) -> list[Op]:
-    """Let an R read what the R before it in its group recomputes, so that only what enters the group is kept."""
+def _chain_groups(recomputes: list[Op], group_by_stage: dict[int, int]) -> list[Op]:
+    """Let each R read the recomputed output of the R before it in its group, so that only the group's input is kept."""
     outputs = {Value("y", *op[1:4]) for op in recomputes}
-    again_by_place: defaultdict[Place, set[Value]] = defaultdict(set)
+    passed_outputs: defaultdict[_Coordinates, set[Value]] = defaultdict(set)
 
-    def recomputed(op: Op, value: Value) -> Value:
-        group = group_of.get(op.stage or 0)
-        if group is None or group_of.get(value.stage or 0) != group or value._replace(port=0) not in outputs:
+    def read_recomputed(op: Op, value: Value) -> Value:
+        group = group_by_stage.get(op.stage or 0)
+        if group is None or group_by_stage.get(value.stage or 0) != group or value._replace(port=0) not in outputs:
             return value
-        again = value._replace(name="again")
-        again_by_place[value[1:4]].add(again)
-        return again
+        output = value._replace(name="again")
+        passed_outputs[value[1:4]].add(output)
+        return output
 
-    recomputes = [op._replace(reads=tuple(recomputed(op, value) for value in op.reads)) for op in recomputes]
-    return [op._replace(writes=(*sorted(again_by_place[op[1:4]]), *op.writes)) for op in recomputes]
+    recomputes = [op._replace(reads=tuple(read_recomputed(op, value) for value in op.reads)) for op in recomputes]
+    return [op._replace(writes=(*sorted(passed_outputs[op[1:4]]), *op.writes)) for op in recomputes]

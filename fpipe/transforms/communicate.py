@@ -1,11 +1,10 @@
-"""Send values: a SEND and a RECV for each value that is read on a rank where it is not. And free them.
+"""Make transfers and frees explicit: a SEND and a RECV for each value read on a rank that does not have it.
 
     1F0 reads y[0,0] of rank 0        -->        y[0,0]>1 = SEND y[0,0] @ 0,  y[0,0]@1 = RECV y[0,0]>1 @ 1,
                                                  1F0 reads y[0,0]@1
 
-SEND goes as soon as the value is there, RECV stands just before the first reader. A value goes to a rank once, whoever
-reads it there, and through nobody between. FREE drops a value after its last read, and makes memory a part of the
-program.
+SEND stands right behind the writer, RECV just before the first reader. A value goes to a rank once, for all readers
+there, and directly from its writer. FREE drops a value after its last read, and so makes memory a part of the program.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from fpipe.order import arrange, held_kinds
+from fpipe.order import arrange, fixed_kinds
 from fpipe.program import Op, Output, Program, ProgramError, Value
-from fpipe.transforms._rewrite import Transform, on_parts, refuse_freed, transforming
+from fpipe.transforms._rewrite import Transform, as_transform, map_parts, refuse_freed
 
-_FLOW = ("y", "dx", "carry", "dcarry")
+_FLOW_NAMES = ("y", "dx", "carry", "dcarry")
 """Values that flow from stage to stage, and may be rounded on their way."""
 AHEAD = 2
 """Receives that a rank posts beyond the one that it comes to."""
@@ -65,163 +64,178 @@ def communicate(*, again: Iterable[str] | Mapping[str, Callable[[Op], object]] =
     y[0,0]>1 = SEND[0,0] y[0,0] {cast='bfloat16'} @ 0
     dx[1,0]>0 = SEND[1,0] dx[1,0] @ 1
     """
-    casts = _casts(cast)
+    dtype_by_name = _dtype_by_name(cast)
     if isinstance(again, Mapping):
-        trips = dict(again)
-        names_of("again", trips)
-        for name, share in trips.items():
-            if not callable(share):
+        trip_by_name = dict(again)
+        listed_names("again", trip_by_name)
+        for name, trip_of in trip_by_name.items():
+            if not callable(trip_of):
                 example = "such as lambda op: op.kind"
-                raise ValueError(f"again= says f(op) for each name, {example}; found {{{name!r}: {share!r}}}.")
+                raise ValueError(f"again= says f(op) for each name, {example}; found {{{name!r}: {trip_of!r}}}.")
     else:
-        trips = dict.fromkeys(names_of("again", again), _itself)
+        trip_by_name = dict.fromkeys(listed_names("again", again), _itself)
 
-    @transforming
+    @as_transform
     def transform(program: Program) -> Program:
         refuse_freed(program)
-        check_names("again", trips, program)
-        sender = _Sender(program, trips, casts)
-        ops = [on_parts(sender.read_locally, op) for op in program.ops]
-        outputs = tuple(delivered for end in program.outputs for delivered in sender.deliver(end))
+        check_names("again", trip_by_name, program)
+        sender = _Sender(program, trip_by_name, dtype_by_name)
+        ops = [map_parts(sender.read_locally, op) for op in program.ops]
+        outputs = tuple(output_copy for output in program.outputs for output_copy in sender.deliver_output(output))
         if not sender.transfers:
             return program
-        return arrange(program.inputs, [*ops, *sender.transfers], outputs, held_kinds(program))
+        return arrange(program.inputs, [*ops, *sender.transfers], outputs, fixed_kinds(program))
 
     return transform
 
 
 def with_transfers(program: Program) -> Program:
-    """Make every transfer an op and drop FREE: the form in which bytes are counted."""
+    """Make every transfer an op and drop every FREE: the form in which bytes are counted."""
     return communicate()(without_frees(program))
 
 
-def received_as_sent(program: Program) -> Program:
-    """A program with transfers whose RECVs stand right behind their SENDs: all ranks come to them in one order.
+def with_adjacent_transfers(program: Program) -> Program:
+    """Move each RECV right behind its SEND, so that all ranks meet the transfers in one order.
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.communicate())(fpipe.program(2))
-    >>> [row[3:6] for row in received_as_sent(program).table(comms=True)][1]
+    >>> [row[3:6] for row in with_adjacent_transfers(program).table(comms=True)][1]
     ['RECV(y[0,1]@1)', '1B0', 'SEND(dx[1,0]>0)']
     """
-    received = {op.reads: op for op in program.ops if op.kind == "RECV"}
-    rest = [op for op in program.ops if op.kind != "RECV"]
-    ops = [next_op for op in rest for next_op in (op, received.get(op.writes)) if next_op is not None]
+    receive_by_flight = {op.reads: op for op in program.ops if op.kind == "RECV"}
+    other_ops = [op for op in program.ops if op.kind != "RECV"]
+    ops = [next_op for op in other_ops for next_op in (op, receive_by_flight.get(op.writes)) if next_op is not None]
     return Program.trusted(program.inputs, tuple(ops), program.outputs)
 
 
-def queued_until(receives: Sequence[bool]) -> list[int]:
-    """How many of a rank's transfers are queued once it has come to each: the next receives, `AHEAD` at most, are too.
+def queued_transfers(receives: Sequence[bool]) -> list[int]:
+    """Count, for each transfer of a rank, the transfers that are queued once the rank comes to it.
 
-    >>> queued_until([False, True, True, True, False, True])
+    Up to `AHEAD` receives that follow are queued early, so that a sender need not wait for this rank to reach them. A
+    send in between ends the run: its value may not exist yet.
+
+    >>> queued_transfers([False, True, True, True, False, True])
     [3, 4, 4, 4, 6, 6]
     """
-    behind = range(1, len(receives) + 1)
-    return [place + sum(takewhile(bool, receives[place : place + AHEAD])) for place in behind]
+    positions = range(1, len(receives) + 1)
+    return [position + sum(takewhile(bool, receives[position : position + AHEAD])) for position in positions]
 
 
 def without_frees(program: Program) -> Program:
-    """Drop FREE, which takes no time and writes nothing."""
+    """Drop every FREE, which takes no time and writes nothing."""
     ops = tuple(op for op in program.ops if op.kind != "FREE")
     return program if len(ops) == len(program.ops) else Program.trusted(program.inputs, ops, program.outputs)
 
 
-def names_of(word: str, argument: Any) -> tuple[str, ...]:
-    """The names in an argument: one, or several."""
+def listed_names(argument_name: str, argument: Any) -> tuple[str, ...]:
+    """Return the names in an argument that is one name or several."""
     is_single = isinstance(argument, str) or not isinstance(argument, Iterable)
     names: tuple[Any, ...] = (argument,) if is_single else tuple(argument)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     for name in names:
         if not isinstance(name, str):
-            raise ValueError(f"{word}= takes names of values, such as ('res',); found {name!r}.")
+            raise ValueError(f"{argument_name}= takes names of values, such as ('res',); found {name!r}.")
     return names
 
 
-def check_names(word: str, names: Iterable[str], program: Program, also: Iterable[str] = ()) -> None:
-    """Refuse a name that no value of the program has; those in `also` some programs have, and need not."""
-    known = {end.value.name for end in program.inputs} | {value.name for op in program.ops for value in op.writes}
+def check_names(argument_name: str, names: Iterable[str], program: Program, optional_names: Iterable[str] = ()) -> None:
+    """Raise ProgramError for a name that no value of the program has and that is not in `optional_names`."""
+    value_names = {program_input.value.name for program_input in program.inputs} | {
+        value.name for op in program.ops for value in op.writes
+    }
     for name in names:
-        if name not in known and name not in also:
-            raise ProgramError(f"{word}= names {name!r}, this program has values named {', '.join(sorted(known))}.")
+        if name not in value_names and name not in optional_names:
+            raise ProgramError(
+                f"{argument_name}= names {name!r}, this program has values named {', '.join(sorted(value_names))}."
+            )
 
 
-def _casts(cast: object) -> dict[str, str]:
-    """The dtypes of rounded values, by name; a program is data, so dtypes are words in it."""
+def _dtype_by_name(cast: object) -> dict[str, str]:
+    """Return the dtypes that values are rounded to, by value name, as text: a program contains no torch object."""
     dtypes: Mapping[Any, Any] = {}
     if cast is not None:
-        dtypes = cast if isinstance(cast, Mapping) else dict.fromkeys(_FLOW, cast)  # pyright: ignore[reportUnknownVariableType]
-    casts = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
-    for name in casts:
-        if name not in _FLOW:
-            raise ValueError(f"cast= is of what flows between stages, {', '.join(map(repr, _FLOW))}; found {name!r}.")
-    for name, word in casts.items():
-        if word not in NARROW:
+        dtypes = cast if isinstance(cast, Mapping) else dict.fromkeys(_FLOW_NAMES, cast)  # pyright: ignore[reportUnknownVariableType]
+    dtype_names = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
+    for name in dtype_names:
+        if name not in _FLOW_NAMES:
+            raise ValueError(
+                f"cast= is of what flows between stages, {', '.join(map(repr, _FLOW_NAMES))}; found {name!r}."
+            )
+    for name, dtype_name in dtype_names.items():
+        if dtype_name not in NARROW:
             raise ValueError(f"cast= is a floating dtype, torch.{', torch.'.join(NARROW)}; found {dtypes[name]!r}.")
-    return casts
+    return dtype_names
 
 
 def _itself(op: Op) -> object:
     return op
 
 
-def _results(program: Program) -> Iterator[tuple[Value, int]]:
-    """Results, and the rank where each is handed out or joined: rounded on the way, some rows would be, others not."""
+def _exact_values(program: Program) -> Iterator[tuple[Value, int]]:
+    """Yield each value that must arrive exactly, with its rank: results, and parts that are joined to results."""
+    # A result is joined from the parts of several ranks. Rounding those that travel, and not those that are there
+    # already, would make its rows differ by the placement. dy is a cotangent and no result: a backward reads it.
     for op in program.ops:
-        if op.kind == "MERGE" or (op.kind == "ADD" and op.writes[0].name != "dy"):  # dy is what a backward takes
+        if op.kind == "MERGE" or (op.kind == "ADD" and op.writes[0].name != "dy"):
             yield from ((value, op.rank) for value in op.reads)
-    for end in program.outputs:
-        yield from ((end.value, rank) for rank in end.homes)
+    for output in program.outputs:
+        yield from ((output.value, rank) for rank in output.homes)
 
 
 class _Sender:
-    """The ranks where each value is, and the transfers to those where it is not."""
+    """The ranks that have each value, and the transfers to those that need it."""
 
-    def __init__(self, program: Program, again: dict[str, Callable[[Op], object]], casts: dict[str, str]) -> None:
-        self.again, self.casts = again, casts
-        self.exact = set(_results(program)) if casts else set[tuple[Value, int]]()
+    def __init__(
+        self, program: Program, trip_by_name: dict[str, Callable[[Op], object]], dtype_by_name: dict[str, str]
+    ) -> None:
+        self.trip_by_name, self.dtype_by_name = trip_by_name, dtype_by_name
+        self.exact = set(_exact_values(program)) if dtype_by_name else set[tuple[Value, int]]()
         self.transfers: list[Op] = []
-        self.ranks: dict[Value, set[int]] = {end.value: set(end.homes) for end in program.inputs}
-        self.ranks |= {value: {op.rank} for op in program.ops for value in op.writes}
-        self.copies: dict[tuple[Value, int, object], Value] = {}  # a value on a rank, for a trip
-        self.trips: Counter[tuple[Value, int]] = Counter()
-        sent = {op.writes[0]: op.reads[0] for op in program.ops if op.kind == "SEND"}
+        self.ranks_by_value: dict[Value, set[int]] = {value: set(homes) for value, homes in program.inputs}
+        self.ranks_by_value |= {value: {op.rank} for op in program.ops for value in op.writes}
+        self.copy_by_trip: dict[tuple[Value, int, object], Value] = {}  # a value on a rank, for a trip
+        self.trip_counts: Counter[tuple[Value, int]] = Counter()
+        value_by_flight = {op.writes[0]: op.reads[0] for op in program.ops if op.kind == "SEND"}
         for op in program.ops:
-            if op.kind == "RECV" and op.reads[0] in sent:
-                value = sent[op.reads[0]]
-                self.copies[value, op.rank, None] = op.writes[0]
-                self.trips[value, op.rank] += 1
+            if op.kind == "RECV" and op.reads[0] in value_by_flight:
+                value = value_by_flight[op.reads[0]]
+                self.copy_by_trip[value, op.rank, None] = op.writes[0]
+                self.trip_counts[value, op.rank] += 1
 
     def read_locally(self, op: Op) -> Op:
-        if op.kind == "RECV" or all(op.rank in self.ranks[value] for value in op.reads):
+        if op.kind == "RECV" or all(op.rank in self.ranks_by_value[value] for value in op.reads):
             return op
-        return op._replace(reads=tuple(self.copy(value, op.rank, op) for value in op.reads))
+        return op._replace(reads=tuple(self.copy_on(value, op.rank, op) for value in op.reads))
 
-    def copy(self, value: Value, rank: int, reader: Op | None = None) -> Value:
-        """Return the value as it is read on a rank; send it there if it is not."""
-        if rank in self.ranks[value]:
+    def copy_on(self, value: Value, rank: int, reader: Op | None = None) -> Value:
+        """Return the name of a value on a rank; add its transfer where the rank has no copy."""
+        if rank in self.ranks_by_value[value]:
             return value
-        purpose = self.again[value.name](reader) if reader and value.name in self.again else None
-        if (value, rank, purpose) in self.copies:
-            return self.copies[value, rank, purpose]
-        trip = self.trips[value, rank]
-        self.trips[value, rank] += 1
-        tail = f"{rank}.{trip}" if trip else f"{rank}"
-        flight, copy = value._replace(at=f"{value.at}>{tail}"), value._replace(at=f"{value.at}@{tail}")
-        is_rounded = value.name in self.casts and (value, rank) not in self.exact
-        how = (("cast", self.casts[value.name]),) if is_rounded else ()
-        self.transfers.append(Op("SEND", *value[1:4], min(self.ranks[value]), (value,), (flight,), (), how))
+        trip = self.trip_by_name[value.name](reader) if reader and value.name in self.trip_by_name else None
+        if (value, rank, trip) in self.copy_by_trip:
+            return self.copy_by_trip[value, rank, trip]
+        # The first trip makes y[0,0]@1, the next y[0,0]@1.1: each copy is a value, and is written once.
+        number = self.trip_counts[value, rank]
+        self.trip_counts[value, rank] += 1
+        place = f"{rank}.{number}" if number else f"{rank}"
+        flight, copy = value._replace(at=f"{value.at}>{place}"), value._replace(at=f"{value.at}@{place}")
+        is_rounded = value.name in self.dtype_by_name and (value, rank) not in self.exact
+        options = (("cast", self.dtype_by_name[value.name]),) if is_rounded else ()
+        sender = min(self.ranks_by_value[value])
+        self.transfers.append(Op("SEND", *value[1:4], sender, (value,), (flight,), (), options))
         self.transfers.append(Op("RECV", *value[1:4], rank, (flight,), (copy,)))
-        self.copies[value, rank, purpose] = copy
+        self.copy_by_trip[value, rank, trip] = copy
         return copy
 
-    def deliver(self, end: Output) -> list[Output]:
-        """Send an output to the homes where it is not; it is an output there too."""
-        homes: dict[Value, list[int]] = {}
-        for rank in end.homes:
-            homes.setdefault(self.copy(end.value, rank), []).append(rank)
-        return [Output(end.name, value, tuple(ranks)) for value, ranks in homes.items()]
+    def deliver_output(self, output: Output) -> list[Output]:
+        """Send an output to each of its homes; return one output for each copy."""
+        homes_by_value: dict[Value, list[int]] = {}
+        for rank in output.homes:
+            homes_by_value.setdefault(self.copy_on(output.value, rank), []).append(rank)
+        return [Output(output.name, value, tuple(ranks)) for value, ranks in homes_by_value.items()]
 
 
 def free() -> Transform:
-    """Add a FREE behind the last reader of each value that an op wrote and that is no output, as the last transform.
+    """Add a FREE behind the last reader of each value that an op writes and that is no output; apply it last.
 
     >>> import fpipe
     >>> program = fpipe.program(2)
@@ -236,19 +250,19 @@ def free() -> Transform:
     _ = FREE[0,0] res[0,0] dx[1,0] @ 0
     """
 
-    @transforming
+    @as_transform
     def transform(program: Program) -> Program:
         refuse_freed(program)
-        ends = {end.value for end in (*program.inputs, *program.outputs)}
-        dead: defaultdict[int, list[Value]] = defaultdict(list)
+        kept_values = {program_input.value for program_input in (*program.inputs, *program.outputs)}
+        dead_by_position: defaultdict[int, list[Value]] = defaultdict(list)
         for value, position in last_uses(program).items():
-            if value not in ends and ">" not in value.at:
-                dead[position].append(value)
+            if value not in kept_values and ">" not in value.at:
+                dead_by_position[position].append(value)
         ops: list[Op] = []
         for position, op in enumerate(program.ops):
             ops.append(op)
             values_by_rank: defaultdict[int, list[Value]] = defaultdict(list)
-            for value in dead.get(position, ()):
+            for value in dead_by_position.get(position, ()):
                 values_by_rank[program.ops[program.writer[value]].rank].append(value)
             ops.extend(Op("FREE", *op[1:4], rank, tuple(values), ()) for rank, values in sorted(values_by_rank.items()))
         return Program.trusted(program.inputs, tuple(ops), program.outputs)
@@ -257,5 +271,5 @@ def free() -> Transform:
 
 
 def last_uses(program: Program) -> dict[Value, int]:
-    """The position of the last op that reads each value, or of its writer where nobody does."""
+    """Return the position of the last op that reads each value, or of its writer where none does."""
     return {value: position for position, op in enumerate(program.ops) for value in (*op.writes, *op.reads)}

@@ -1,11 +1,12 @@
-"""Train on several copies of a pipeline at once: each takes rows of its own, and all add their gradients up.
+"""Add up gradients and losses over replicas of a pipeline, each of which trains on its share of the rows.
 
     replica 0: grads[0] = sum[0,1]        -->        all[0] = REDUCE sum[0,1] {axis='dp'}, grads[0] = all[0]
     replica 1: grads[0] = sum[0,1]                   the same, and so the same gradients
 
-The program stays that of one replica. SPLIT then weighs a microbatch among those of all replicas, so gradients and
-losses are only added; what counts its rows (`reduction="count"`) is divided once, by the count over all. With `shard`
-along another axis those within a group add up first: cut[0] = SCATTER sum[0,1], all[0] = REDUCE cut[0].
+The program stays that of one replica. SPLIT then weighs a microbatch by its share of the rows of all replicas, so
+gradients and losses need only be added. Losses that are totals (`reduction="count"`) are divided once, by the count
+over all replicas. With `shard` along another axis there are two sums, the one within a group first:
+cut[0] = SCATTER sum[0,1], all[0] = REDUCE cut[0].
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from fpipe.program import Op, Output, Program, ProgramError, Value
-from fpipe.transforms._rewrite import Transform, refuse_sent, refuse_updated, settled, transforming
+from fpipe.transforms._rewrite import Transform, as_transform, place_and_rebuild, refuse_transfers, refuse_updated
 
 
 def data_parallel(axis: str = "dp") -> Transform:
-    """Add up gradients and losses over replicas of the program, each of which has rows of its own.
+    """Add up gradients and losses over replicas of the program, each with its share of the rows.
 
     A REDUCE stands behind the last addition of its stage, on its stage's home, and runs while others still compute.
     Outputs, auxiliary results, `losses` and module state stay those of one replica, as DistributedDataParallel leaves
@@ -51,82 +52,87 @@ def data_parallel(axis: str = "dp") -> Transform:
     grads[0] = all[0] @ 0
     """
     if not isinstance(axis, str) or not re.fullmatch(r"\w+", axis):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"an axis is the name of a dimension of the mesh, such as 'dp'; found {axis!r}.")
+        raise ValueError(f"an axis is a mesh dimension's name, such as 'dp'; found {axis!r}.")
     if axis == "pp":
-        raise ValueError("dimension 'pp' of the mesh has the ranks of a program; replicas need one of their own.")
+        raise ValueError("mesh dimension 'pp' has the program's ranks; name another for replicas.")
 
-    @transforming
+    @as_transform
     def transform(program: Program) -> Program:
-        known = axes_of(program)
-        if axis in known:
+        axes = replica_axes(program)
+        if axis in axes:
             return program
         refuse_updated(program, "data_parallel")
-        if known and (len(known) > 1 or not any(op.kind == "SCATTER" for op in program.ops)):
-            refuse_more(known, axis)
-        return settled(program, *(nested(program, axis, *known) if known else reduced(program, axis)))
+        if axes and (len(axes) > 1 or not any(op.kind == "SCATTER" for op in program.ops)):
+            refuse_third_axis(axes, axis)
+        return place_and_rebuild(
+            program, *(reduce_nested(program, axis, *axes) if axes else reduce_results(program, axis))
+        )
 
     return transform
 
 
-def reduced(program: Program, axis: str) -> tuple[list[Op], list[Output]]:
-    """Return the ops and results over replicas along an axis, in no order yet."""
-    before = "put fpipe.split() (at least split(1)) and fpipe.merge() before fpipe.data_parallel()."
+def reduce_results(program: Program, axis: str) -> tuple[list[Op], list[Output]]:
+    """Return the ops and outputs with a REDUCE for each result, in no order yet."""
+    mend = "put fpipe.split() (at least split(1)) and fpipe.merge() before fpipe.data_parallel()."
     if not any(op.kind == "SPLIT" for op in program.ops):
-        raise ProgramError(f"replicas share the weight of a batch as SPLIT writes it, which is missing: {before}")
+        raise ProgramError(f"replicas need the weights that SPLIT writes: {mend}")
     for name, value, _ in program.outputs:
         if name.name in ("loss", "grads") and name.microbatch is not None:
-            raise ProgramError(f"replicas add up what is merged, and {value} is of one microbatch: {before}")
-    refuse_sent(program, "data_parallel")
+            raise ProgramError(f"{value} is of one microbatch, not merged: {mend}")
+    refuse_transfers(program, "data_parallel")
     reducer = _Reducer(program, axis)
-    ends = [end._replace(value=reducer.result_of_all(end.name, end.value)) for end in program.outputs]
-    return [*map(reducer.over_all, program.ops), *reducer.reduces], ends
+    outputs = [output._replace(value=reducer.reduce_result(output.name, output.value)) for output in program.outputs]
+    return [*map(reducer.rewrite_op, program.ops), *reducer.reduces], outputs
 
 
-def axes_of(program: Program) -> tuple[str, ...]:
-    """The axes of replicas, as SPLITs say them; of two, the replicas along the second add up first."""
-    how = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
-    return tuple(how["axis"].split("+")) if "axis" in how else ()
+def replica_axes(program: Program) -> tuple[str, ...]:
+    """Return the axes of the program's replicas; of two axes, sums along the second are made first."""
+    # A SPLIT carries the axes, joined by "+", since it weighs a microbatch among all replicas.
+    options = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
+    return tuple(options["axis"].split("+")) if "axis" in options else ()
 
 
-def refuse_more(known: Sequence[str], axis: str) -> NoReturn:
-    """Refuse replicas along one more axis."""
+def refuse_third_axis(axes: Sequence[str], axis: str) -> NoReturn:
+    """Raise ProgramError for one axis of replicas too many."""
     raise ProgramError(
-        f"this program has replicas along {' and '.join(map(repr, known))} already, and so none along {axis!r}: there "
-        "is one axis of fpipe.data_parallel(), and one of fpipe.shard()."
+        f"this program has replicas along {' and '.join(map(repr, axes))} already, and so none along {axis!r}: "
+        "data_parallel() and shard() have one axis each."
     )
 
 
-def nested(program: Program, outer: str, inner: str) -> tuple[list[Op], list[Output]]:
-    """Put an outer axis around the axis of a program: each sum is made along `inner`, then along `outer`."""
-    ops, totals = list[Op](), dict[Value, Value]()  # the sum over both axes by that over one
+def reduce_nested(program: Program, outer_axis: str, inner_axis: str) -> tuple[list[Op], list[Output]]:
+    """Put an outer axis around the axis of a program: each sum is made along the inner axis, then along the outer."""
+    ops, total_by_sum = list[Op](), dict[Value, Value]()  # sum over the inner axis -> sum over both
 
-    def reduce_outer(op: Op, part: Value, total: Value) -> Op:
-        return op._replace(kind="REDUCE", reads=(part,), writes=(total,), how=(("axis", outer),))
+    def reduce_outer(op: Op, inner_sum: Value, total: Value) -> Op:
+        return op._replace(kind="REDUCE", reads=(inner_sum,), writes=(total,), how=(("axis", outer_axis),))
 
     for op in program.ops:
         if op.kind == "SPLIT":
-            ops.append(_along(op, f"{outer}+{inner}"))
+            ops.append(_with_axis(op, f"{outer_axis}+{inner_axis}"))
         elif op.kind in ("REDUCE", "SCATTER") and op.writes[0].name.startswith("all"):
             (total,) = op.writes
-            part = total._replace(name=total.name.replace("all", "cut", 1))
-            ops += [_along(op, inner)._replace(writes=(part,)), reduce_outer(op, part, total)]
+            inner_sum = total._replace(name=total.name.replace("all", "cut", 1))
+            ops += [_with_axis(op, inner_axis)._replace(writes=(inner_sum,)), reduce_outer(op, inner_sum, total)]
         else:
             ops.append(op)
-    for end in program.outputs:  # each microbatch's gradients were added up over the inner axis, and their sum is not
-        op = program.ops[program.writer[end.value]]
-        part = op.reads[0] if op.kind == "SCALE" else end.value
-        if end.name.name == "grads" and part.name != "all":
-            totals[part] = end.name._replace(name="all")
-            ops.append(reduce_outer(op, part, totals[part])._replace(microbatch=None, slice=None))
-    ops = [op._replace(reads=_renamed(op.reads, totals)) if op.kind == "SCALE" else op for op in ops]
-    return ops, [end._replace(value=totals.get(end.value, end.value)) for end in program.outputs]
+    # With scatter="microbatch" each microbatch's gradient is summed over the inner axis, before they are added. Then no
+    # REDUCE or SCATTER wrote the result, and the outer sum is added here, behind the last addition.
+    for output in program.outputs:
+        op = program.ops[program.writer[output.value]]
+        inner_sum = op.reads[0] if op.kind == "SCALE" else output.value
+        if output.name.name == "grads" and inner_sum.name != "all":
+            total_by_sum[inner_sum] = output.name._replace(name="all")
+            ops.append(reduce_outer(op, inner_sum, total_by_sum[inner_sum])._replace(microbatch=None, slice=None))
+    ops = [op._replace(reads=_rename_values(op.reads, total_by_sum)) if op.kind == "SCALE" else op for op in ops]
+    return ops, [output._replace(value=total_by_sum.get(output.value, output.value)) for output in program.outputs]
 
 
-def _along(op: Op, axis: str) -> Op:
+def _with_axis(op: Op, axis: str) -> Op:
     return op._replace(how=tuple((dict(op.how) | {"axis": axis}).items()))
 
 
-def _renamed(values: Sequence[Value], names: Mapping[Value, Value]) -> tuple[Value, ...]:
+def _rename_values(values: Sequence[Value], names: Mapping[Value, Value]) -> tuple[Value, ...]:
     return tuple(names.get(value, value) for value in values)
 
 
@@ -134,36 +140,36 @@ _COUNT, _COUNT_OF_ALL, _LOSS = Value("count"), Value("all_count"), Value("loss")
 
 
 class _Reducer:
-    """Makes a REDUCE for each result that is a sum over microbatches."""
+    """Rewriter of ops and results that adds a REDUCE for each sum over microbatches."""
 
     def __init__(self, program: Program, axis: str) -> None:
-        self.program, self.how = program, (("axis", axis),)
-        self.has_count = any(end.name == _COUNT for end in program.outputs)
+        self.program, self.axis_options = program, (("axis", axis),)
+        self.has_count = any(output.name == _COUNT for output in program.outputs)
         self.reduces: list[Op] = []
-        self.totals: dict[Value, Value] = {_COUNT: _COUNT_OF_ALL}  # by the sum of this replica
+        self.total_by_sum: dict[Value, Value] = {_COUNT: _COUNT_OF_ALL}  # sum of this replica -> sum of all
 
-    def result_of_all(self, name: Value, value: Value) -> Value:
+    def reduce_result(self, name: Value, value: Value) -> Value:
         op = self.program.ops[self.program.writer[value]]
         if name.name == "grads":
-            part = op.reads[0] if op.kind == "SCALE" else value
-            self.totals[part] = self.reduce(op, part, name._replace(name="all"))
-            return value if op.kind == "SCALE" else self.totals[part]
+            replica_sum = op.reads[0] if op.kind == "SCALE" else value
+            self.total_by_sum[replica_sum] = self.add_reduce(op, replica_sum, name._replace(name="all"))
+            return value if op.kind == "SCALE" else self.total_by_sum[replica_sum]
         if name == _LOSS and self.has_count:
-            total = self.reduce(op, Value("total"), Value("all_total"))
+            total = self.add_reduce(op, Value("total"), Value("all_total"))
             self.reduces.append(Op("SCALE", op.stage, None, None, 0, (total, _COUNT_OF_ALL), (value,)))
             return value
-        return self.reduce(op, value, Value(f"all_{name.name}")) if name in (_LOSS, _COUNT) else value
+        return self.add_reduce(op, value, Value(f"all_{name.name}")) if name in (_LOSS, _COUNT) else value
 
-    def reduce(self, op: Op, value: Value, total: Value) -> Value:
-        self.reduces.append(Op("REDUCE", op.stage, None, None, 0, (value,), (total,), (), self.how))
+    def add_reduce(self, op: Op, value: Value, total: Value) -> Value:
+        self.reduces.append(Op("REDUCE", op.stage, None, None, 0, (value,), (total,), (), self.axis_options))
         return total
 
-    def over_all(self, op: Op) -> Op:
-        """Weigh a part of the batch among all replicas, or divide what was added up over all."""
+    def rewrite_op(self, op: Op) -> Op:
+        """Weigh microbatches among those of all replicas, and divide sums over replicas instead of local ones."""
         if op.kind == "SPLIT":
-            return op._replace(how=(*op.how, *self.how))
+            return op._replace(how=(*op.how, *self.axis_options))
         if op.kind == "SCALE":
-            return op._replace(reads=_renamed(op.reads, self.totals))
+            return op._replace(reads=_rename_values(op.reads, self.total_by_sum))
         if op.kind == "MERGE" and self.has_count and _LOSS in op.writes:
             return op._replace(writes=tuple(Value("total") if value == _LOSS else value for value in op.writes))
         return op

@@ -1,10 +1,10 @@
-"""Join what `split` cut: add gradients, reduce the loss, put the outputs together again.
+"""Join the results of microbatches: add gradients, average the loss, concatenate outputs.
 
     g[0,0]  g[0,1]  g[0,2]        --> merge() -->        sum[0,1] = g[0,0] + g[0,1],  sum[0,2] = sum[0,1] + g[0,2]
 
-The order of additions is part of the result's bits, so it is fixed: microbatches ascending (of a sliced sequence the
-last slice first, as its backward goes), and after that the uses of a tied leaf by stage. A schedule may compute
-gradients in any order; the sums wait for their turn.
+Floating-point addition is not associative, so the order of additions is part of the result's bits. It is fixed:
+microbatches ascending (within a microbatch the last slice first, as its backward goes), then the uses of a tied leaf
+by stage. A schedule may compute gradients in any order; an early gradient waits for its place in the sum.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from fpipe.program import Op, Output, Program, ProgramError, Value
-from fpipe.transforms._rewrite import Transform, on_parts, settled, transforming
+from fpipe.transforms._rewrite import Transform, as_transform, map_parts, place_and_rebuild
 from fpipe.transforms.specs import spec_text
 
 _new = tuple.__new__
@@ -64,128 +64,137 @@ def merge(
         raise ValueError(f"outputs is True, False or 'stream', found {outputs!r}.")
     if grads not in ("sum", "rows"):
         raise ValueError(f"grads is 'sum' or 'rows', found {grads!r}.")
-    how = () if spec is None else (("spec", spec_text(spec)),)
-    how += () if aux is None or aux == "stream" else (("aux", spec_text(aux)),)
+    options = () if spec is None else (("spec", spec_text(spec)),)
+    options += () if aux is None or aux == "stream" else (("aux", spec_text(aux)),)
     streams = {"losses"} | {name for name, option in (("outputs", outputs), ("aux", aux)) if option == "stream"}
 
-    @transforming
+    @as_transform
     def transform(program: Program) -> Program:
-        parts: defaultdict[Value, list[Output]] = defaultdict(list)  # result name -> its part of each microbatch
-        ends: list[Output] = []
-        for end in program.outputs:
-            name = end.name
+        parts_by_result: defaultdict[Value, list[Output]] = defaultdict(list)  # of each microbatch one
+        results: list[Output] = []
+        for output in program.outputs:
+            name = output.name
             if name.name == "outputs" and not outputs:
                 continue
             if name.microbatch is None or name.name in streams:
-                ends.append(end)
+                results.append(output)
             else:
-                parts[_new(Value, (*name[:2], None, None, *name[4:]))].append(end)
+                parts_by_result[_new(Value, (*name[:2], None, None, *name[4:]))].append(output)
         sequences: list[Op] = []
         if "outputs" in streams and program.slices > 1:
-            ends, sequences = _join_slices(program, ends)
-        if losses and not parts and not any(end.name.name == "losses" for end in ends):
+            results, sequences = _join_slices(program, results)
+        if losses and not parts_by_result and not any(output.name.name == "losses" for output in results):
             raise ProgramError("the losses are merged already; say losses=True in the first merge().")
-        if Value("loss") not in parts:  # merged already
-            ends += [end for name in (Value("outputs"), Value("aux")) for end in parts.pop(name, [])]
+        # A merged loss means that merge() was called before, and whatever is still per microbatch stays so.
+        if Value("loss") not in parts_by_result:
+            results += [part for name in ("outputs", "aux") for part in parts_by_result.pop(Value(name), [])]
         if losses:
-            ends += [end._replace(name=end.name._replace(name="losses")) for end in parts.get(Value("loss"), [])]
-        if any(len({end.name for end in part}) < len(part) for part in parts.values()):
-            raise ProgramError("results of this program travel to several homes already; merge before communicate().")
+            loss_parts = parts_by_result.get(Value("loss"), [])
+            results += [part._replace(name=part.name._replace(name="losses")) for part in loss_parts]
+        if any(len({part.name for part in parts}) < len(parts) for parts in parts_by_result.values()):
+            raise ProgramError("results travel to several homes already; merge before communicate().")
         adder = _Adder(program, order)
-        means = [name for name in parts if name.name not in ("grads", "input_grads")]
-        how_aux = how if Value("aux") in parts else tuple(word for word in how if word[0] != "aux")
-        merges = _join_microbatches(means, parts, (*how_aux, *_how_of_sequences(program)))
-        count = Value("count") if Value("count") in parts else None
-        for name, part in parts.items():
-            values = [end.value for end in part]
+        means = [name for name in parts_by_result if name.name not in ("grads", "input_grads")]
+        has_aux = Value("aux") in parts_by_result
+        merge_options = options if has_aux else tuple(option for option in options if option[0] != "aux")
+        merges = _join_microbatches(means, parts_by_result, (*merge_options, *_sequence_options(program)))
+        count = Value("count") if Value("count") in parts_by_result else None
+        for name, parts in parts_by_result.items():
+            values = [output.value for output in parts]
             if name.name == "grads":
                 value = adder.add_up(name, values, count) if grads == "sum" else adder.join_rows(name, values)
             else:
                 value = adder.join_input_grads(values, count) if name.name == "input_grads" else name
-            ends.append(Output(name, value, part[0].homes))
-        rest = (op for op in program.ops if op.kind != "ADD" or op.writes[0] not in adder.replaced)
+            results.append(Output(name, value, parts[0].homes))
+        other_ops = (op for op in program.ops if op.kind != "ADD" or op.writes[0] not in adder.replaced_sums)
         merges += sequences
-        ops = [*_with_weights(rest, merges), *adder.ops, *merges]
-        return settled(program, ops if outputs else _without_unread(ops, ends), ends)
+        ops = [*_with_weights_written(other_ops, merges), *adder.ops, *merges]
+        return place_and_rebuild(program, ops if outputs else _drop_unread_outputs(ops, results), results)
 
     return transform
 
 
 def _join_microbatches(
-    names: Sequence[Value], parts: dict[Value, list[Output]], how: tuple[tuple[str, object], ...]
+    names: Sequence[Value], outputs_by_result: dict[Value, list[Output]], options: tuple[tuple[str, object], ...]
 ) -> list[Op]:
-    """Make one MERGE for the loss (by weight), the counts and the outputs, on the stage that writes the loss."""
+    """Return one MERGE for the loss (by weight), the counts and the outputs, on the stage that writes the loss."""
     if not names:
         return []
-    losses = [end.value for end in parts[Value("loss")]]
+    losses = [output.value for output in outputs_by_result[Value("loss")]]
     weights = [Value("w", *loss[1:4]) for loss in losses]
-    rest = [end.value for name in names if name != Value("loss") for end in parts[name]]
-    return [Op("MERGE", losses[0].stage, None, None, 0, (*losses, *weights, *rest), tuple(names), (), how)]
+    other_values = [output.value for name in names if name != Value("loss") for output in outputs_by_result[name]]
+    return [Op("MERGE", losses[0].stage, None, None, 0, (*losses, *weights, *other_values), tuple(names), (), options)]
 
 
-def _join_slices(program: Program, ends: Iterable[Output]) -> tuple[list[Output], list[Op]]:
-    """Join the outputs of slices to those of microbatches, by a MERGE for each."""
-    slices: defaultdict[Value, list[Output]] = defaultdict(list)
-    rest: list[Output] = []
-    for end in ends:
-        if end.name.name == "outputs" and end.name.slice is not None:
-            slices[end.name._replace(slice=None)].append(end)
+def _join_slices(program: Program, outputs: Iterable[Output]) -> tuple[list[Output], list[Op]]:
+    """Join the outputs of slices to one output a microbatch, each by a MERGE."""
+    outputs_by_name: defaultdict[Value, list[Output]] = defaultdict(list)
+    other_outputs: list[Output] = []
+    for output in outputs:
+        if output.name.name == "outputs" and output.name.slice is not None:
+            outputs_by_name[output.name._replace(slice=None)].append(output)
         else:
-            rest.append(end)
+            other_outputs.append(output)
     merges: list[Op] = []
-    for name, of_slices in slices.items():
-        parts = [end.value for end in sorted(of_slices, key=lambda end: end.name.slice or 0)]
-        reads = (*(Value("w", *value[1:4]) for value in parts), *parts)
-        how = _how_of_sequences(program)
-        merges.append(Op("MERGE", parts[0].stage, name.microbatch, None, 0, reads, (name,), (), how))
-    return [*rest, *(Output(name, name, of_slices[0].homes) for name, of_slices in slices.items())], merges
+    for name, slice_outputs in outputs_by_name.items():
+        slice_values = [output.value for output in sorted(slice_outputs, key=lambda output: output.name.slice or 0)]
+        reads = (*(Value("w", *value[1:4]) for value in slice_values), *slice_values)
+        options = _sequence_options(program)
+        merges.append(Op("MERGE", slice_values[0].stage, name.microbatch, None, 0, reads, (name,), (), options))
+    return [
+        *other_outputs,
+        *(Output(name, name, slice_outputs[0].homes) for name, slice_outputs in outputs_by_name.items()),
+    ], merges
 
 
-def _how_of_sequences(program: Program) -> tuple[tuple[str, object], ...]:
-    """How the slices of a sequence are joined: as SPLIT cuts them."""
-    how = next((op.how for op in program.ops if op.kind == "SPLIT" and op.slice is not None), ())
-    return tuple((word, value) for word, value in how if word in ("slices", "dim"))
+def _sequence_options(program: Program) -> tuple[tuple[str, object], ...]:
+    """Return the options by which SPLIT cuts sequences into slices, which join them too; none where there are none."""
+    options = next((op.how for op in program.ops if op.kind == "SPLIT" and op.slice is not None), ())
+    return tuple((option, value) for option, value in options if option in ("slices", "dim"))
 
 
-def _with_weights(ops: Iterable[Op], merges: Sequence[Op]) -> Iterator[Op]:
-    """Let each SPLIT write the weight that a MERGE reads: without gradients no op did so far."""
-    wanted = {value for op in merges for value in op.reads if value.name == "w"}
+def _with_weights_written(ops: Iterable[Op], merges: Sequence[Op]) -> Iterator[Op]:
+    """Let each SPLIT write the weight that a MERGE reads."""
+    # In a program without gradients no backward has read a weight, so `forward_only` dropped it from its SPLIT.
+    read_weights = {value for op in merges for value in op.reads if value.name == "w"}
     for op in ops:
-        if op[0] == "SPLIT" and (weight := Value("w", *op[1:4])) in wanted and weight not in op.writes:
+        if op[0] == "SPLIT" and (weight := Value("w", *op[1:4])) in read_weights and weight not in op.writes:
             op = op._replace(writes=(*op.writes, weight))
         yield op
 
 
-def _without_unread(ops: Sequence[Op], ends: Iterable[Output]) -> list[Op]:
-    wanted = {end.value for end in ends}
+def _drop_unread_outputs(ops: Sequence[Op], results: Iterable[Output]) -> list[Op]:
+    read_values = {output.value for output in results}
 
     def without_outputs(op: Op) -> Op:
         reads = tuple(value for value in op.reads if value.name != "y")
         return op._replace(reads=reads, writes=tuple(value for value in op.writes if value.name != "outputs"))
 
-    if Value("outputs") not in wanted:
+    if Value("outputs") not in read_values:
         ops = [without_outputs(op) if op.kind == "MERGE" and op.microbatch is None else op for op in ops]
-    wanted.update(value for op in ops for value in op.reads if value.name == "y")
+    read_values.update(value for op in ops for value in op.reads if value.name == "y")
 
     def without_unread(op: Op) -> Op:
-        return op._replace(writes=tuple(value for value in op.writes if value.name != "y" or value in wanted))
+        return op._replace(writes=tuple(value for value in op.writes if value.name != "y" or value in read_values))
 
-    return [on_parts(without_unread, op) if op.kind in ("F", "PAIR") else op for op in ops]
+    return [map_parts(without_unread, op) if op.kind in ("F", "PAIR") else op for op in ops]
 
 
 class _Adder:
-    """Makes the ADD (and SCALE) ops of gradients, in the order asked for."""
+    """Maker of the ADD, SCALE and MERGE ops of gradients, which adds in microbatch or in schedule order."""
 
     def __init__(self, program: Program, order: str) -> None:
         self.program, self.order = program, order
         self.ops: list[Op] = []
-        self.replaced: set[Value] = set()  # the sums per microbatch of a tied leaf's uses
+        self.replaced_sums: set[Value] = set()  # per microbatch, the sum over the uses of a tied leaf
 
     def add_up(self, name: Value, values: list[Value], count: Value | None) -> Value:
         """Sum a parameter bundle's gradient over uses and microbatches; divide by the count if there is one."""
-        uses = zip(*(self._uses(value) for value in values), strict=True)
+        # Uses are summed last: microbatch after microbatch for each use, then over the uses. So the sums of a use can
+        # be made on its own rank, and only one sum of each use travels to the home of the tied leaf.
+        uses = zip(*(self._gradients_of_uses(value) for value in values), strict=True)
         sums = [self._add_microbatches(list(use)) for use in uses]
-        total = self._add(name._replace(name="sum"), sums)
+        total = self._add_values(name._replace(name="sum"), sums)
         if count is None:
             return total
         scaled = name._replace(name="scaled")
@@ -193,46 +202,48 @@ class _Adder:
         return scaled
 
     def join_rows(self, name: Value, values: list[Value]) -> Value:
-        """Put the gradients of single rows one behind the other, microbatch after microbatch."""
-        rows = name._replace(name="rows")
+        """Concatenate the gradients of single rows, in microbatch order."""
+        joined_rows = name._replace(name="rows")
         values = sorted(values, key=lambda value: value.microbatch or 0)
-        self.ops.append(Op("MERGE", name.stage, None, None, 0, tuple(values), (rows,)))
-        return rows
+        self.ops.append(Op("MERGE", name.stage, None, None, 0, tuple(values), (joined_rows,)))
+        return joined_rows
 
     def join_input_grads(self, values: list[Value], count: Value | None) -> Value:
         """Join the gradients of the inputs as the batch was cut; divide by the count if there is one."""
-        cut = next((op.how for op in self.program.ops if op.kind == "SPLIT"), ())
-        how = tuple(word for word in cut if word[0] in ("spec", "presplit", "slices", "dim", "sequence"))
+        split_options = next((op.how for op in self.program.ops if op.kind == "SPLIT"), ())
+        options = tuple(
+            option for option in split_options if option[0] in ("spec", "presplit", "slices", "dim", "sequence")
+        )
         values = sorted(values, key=lambda value: (value.microbatch or 0, value.slice or 0))
         stage, joined = values[0].stage, Value("dinputs" if count else "input_grads")
-        self.ops.append(Op("MERGE", stage, None, None, 0, (Value("inputs"), *values), (joined,), (), how))
+        self.ops.append(Op("MERGE", stage, None, None, 0, (Value("inputs"), *values), (joined,), (), options))
         if count is not None:
             self.ops.append(Op("SCALE", stage, None, None, 0, (joined, count), (Value("input_grads"),)))
         return Value("input_grads")
 
-    def _uses(self, value: Value) -> tuple[Value, ...]:
+    def _gradients_of_uses(self, value: Value) -> tuple[Value, ...]:
         if value.name != "sum":
             return (value,)
-        self.replaced.add(value)
+        self.replaced_sums.add(value)
         return self.program.ops[self.program.writer[value]].reads
 
     def _add_microbatches(self, values: list[Value]) -> Value:
         if self.order == "microbatch":
-            return self._add_in_turn(sorted(values, key=lambda value: (value.microbatch or 0, -(value.slice or 0))))
+            return self._add_in_sequence(sorted(values, key=lambda value: (value.microbatch or 0, -(value.slice or 0))))
         writer, ops = self.program.writer, self.program.ops
         replicas: defaultdict[int, list[Value]] = defaultdict(list)
         for value in sorted(values, key=writer.__getitem__):
             replicas[ops[writer[value]].rank].append(value)
-        sums = [self._add_in_turn(replicas[rank]) for rank in sorted(replicas)]
-        return self._add(values[0]._replace(name="replicas", microbatch=None, slice=None), sums)
+        sums = [self._add_in_sequence(replicas[rank]) for rank in sorted(replicas)]
+        return self._add_values(values[0]._replace(name="replicas", microbatch=None, slice=None), sums)
 
-    def _add_in_turn(self, values: list[Value]) -> Value:
+    def _add_in_sequence(self, values: list[Value]) -> Value:
         total = values[0]
         for value in values[1:]:
-            total = self._add(_new(Value, ("sum", *value[1:])), (total, value))
+            total = self._add_values(_new(Value, ("sum", *value[1:])), (total, value))
         return total
 
-    def _add(self, total: Value, values: Sequence[Value]) -> Value:
+    def _add_values(self, total: Value, values: Sequence[Value]) -> Value:
         if len(values) == 1:
             return values[0]
         self.ops.append(_new(Op, ("ADD", *total[1:4], 0, tuple(values), (total,), (), ())))

@@ -1,9 +1,9 @@
-"""Move what waits for its backward out of a rank's memory, and bring it back before it is read.
+"""Move residuals out of a rank's memory between forward and backward, and load them before they are read.
 
     0F0 1F0 1B0 0B0      --> offload() -->      0F0 OFFLOAD(res[0,0]) 1F0 .. 1B0 LOAD(res[0,0]) 0B0
 
-OFFLOAD and LOAD run beside the main work, in a lane of their own. OFFLOAD goes as soon as its value is there, LOAD
-stands just before its reader, so that it runs beside the op before that; or some ops earlier.
+OFFLOAD and LOAD run on a copy lane, next to the rank's main work. OFFLOAD stands right behind its writer. LOAD stands
+just before its reader, so that it overlaps with the op before that, or `lead` ops earlier.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from math import ceil
 from typing import Literal, NamedTuple
 
 from fpipe.limits import whole
-from fpipe.order import arrange, held_kinds
+from fpipe.order import arrange, fixed_kinds
 from fpipe.program import Op, Program, ProgramError, Value, kind_of
-from fpipe.transforms._rewrite import Transform, on_parts, rebuilt, refuse_freed, transforming
-from fpipe.transforms.communicate import check_names, names_of
-from fpipe.transforms.shard import shares
+from fpipe.transforms._rewrite import Transform, as_transform, map_parts, rebuild, refuse_freed
+from fpipe.transforms.communicate import check_names, listed_names
+from fpipe.transforms.shard import forwards_per_microbatch
 
 Policy = Literal["always", "worthwhile"] | Callable[[int, int], bool]
-Where = Literal["host"] | Callable[[int], int]
-_LATE = frozenset("BIWR")
+Destination = Literal["host"] | Callable[[int], int]
+_LATE_KINDS = frozenset("BIWR")
 
 
 def offload(
@@ -31,7 +31,7 @@ def offload(
     *,
     cap: float | None = None,
     lead: int = 0,
-    to: Where = "host",
+    to: Destination = "host",
     values: Sequence[str] = ("res",),
 ) -> Transform:
     """Keep residuals on the host, or in another rank's memory, from their forward to their backward.
@@ -67,79 +67,94 @@ def offload(
     whole("lead", lead, least=0)
     if to != "host" and not callable(to):
         raise ValueError(f"to is 'host' or f(rank) -> rank, found {to!r}.")
-    names = frozenset(names_of("values", values))
+    names = frozenset(listed_names("values", values))
     if cap is not None and names != {"res"}:
         raise ValueError(f'a cap counts residuals: values=("res",) goes with it, found {values!r}.')
 
-    @transforming
+    @as_transform
     def transform(program: Program) -> Program:
         refuse_freed(program)
-        check_names("values", names, program, also=("res", "wres", "y"))
-        stays_by_rank = _stays(program, names, lead, policy)
+        check_names("values", names, program, optional_names=("res", "wres", "y"))
+        residences_by_rank = _residences_by_rank(program, names, lead, policy)
         if cap is None:
-            leaving = [stay for stays in stays_by_rank.values() for stay in stays if stay.may_leave]
+            leaving = [
+                residence
+                for residences in residences_by_rank.values()
+                for residence in residences
+                if residence.may_leave
+            ]
         else:
-            leaving = _fewest_leaving(program, stays_by_rank, cap)
+            leaving = _choose_fewest_leaving(program, residences_by_rank, cap)
         if not leaving:
             return program
-        ops = _with_moves(program, leaving, to)
+        ops = _add_moves(program, leaving, to)
         if lead:
-            return arrange(program.inputs, ops, program.outputs, held_kinds(program) | {"LOAD"})
-        return rebuilt(program, ops)
+            return arrange(program.inputs, ops, program.outputs, fixed_kinds(program) | {"LOAD"})
+        return rebuild(program, ops)
 
     return transform
 
 
-class _Stay(NamedTuple):
-    """A value that waits on its rank for a late reader, in steps of the rank's main lane.
+class _Residence(NamedTuple):
+    """The time that a value spends on its rank waiting for a late reader, in steps of the rank's main lane.
 
         steps of a rank     0F0 0F1 0F2 0B0 0B1 0B2
-        res[0,2]                    |---------------|        left behind 0F2, back for 0B2, and away in between
+        res[0,2]                    |---------------|        last used by 0F2, back for 0B2, and away in between
 
-    Its OFFLOAD runs beside the step after `left`; it is `back` when the step before its LOAD starts, and held `until`
-    its last reader. `load`: the position in the program before which its LOAD stands.
+    Its OFFLOAD runs next to the step after `last_use`. It is `back` when the step before its LOAD starts, and leaves
+    memory at the step `release` of its last reader. `load_position`: the position in the program of the LOAD.
     """
 
     value: Value
-    left: int
+    last_use: int
     back: int
-    until: int
-    load: int
+    release: int
+    load_position: int
     may_leave: bool
 
 
-def _stays(program: Program, names: frozenset[str], lead: int, policy: Policy) -> dict[int, list[_Stay]]:
-    """For each rank the values of these names that wait there for a backward or a recompute."""
-    timed: defaultdict[int, list[int]] = defaultdict(list)  # the positions of a rank's timed ops
-    steps: list[int] = []
+def _residences_by_rank(
+    program: Program, names: frozenset[str], lead: int, policy: Policy
+) -> dict[int, list[_Residence]]:
+    """Return, for each rank, the residences of values of these names that wait for a backward or a recompute."""
+    timed_positions: defaultdict[int, list[int]] = defaultdict(list)  # the positions of a rank's timed ops
+    step_by_position: list[int] = []
     step_of_w: dict[tuple[int | None, ...], int] = {}
-    readers_of: defaultdict[Value, list[tuple[int, Op]]] = defaultdict(list)
+    readers_by_value: defaultdict[Value, list[tuple[int, Op]]] = defaultdict(list)
     for position, op in enumerate(program.ops):
-        steps.append(len(timed[op.rank]))
+        step_by_position.append(len(timed_positions[op.rank]))
         if kind_of(op.kind).time:
-            timed[op.rank].append(position)
+            timed_positions[op.rank].append(position)
         for part in op.parts or (op,):
             if part.kind == "W":
-                step_of_w[part[1:4]] = steps[-1]
+                step_of_w[part[1:4]] = step_by_position[-1]
             for value in part.reads:
                 if value.name in names:
-                    readers_of[value].append((position, part))
-    stays: defaultdict[int, list[_Stay]] = defaultdict(list)
+                    readers_by_value[value].append((position, part))
+    residences_by_rank: defaultdict[int, list[_Residence]] = defaultdict(list)
     for position, op in enumerate(program.ops):
         for value in op.writes if op.kind not in ("OFFLOAD", "LOAD") else ():
-            late = [(place, reader) for place, reader in readers_of.get(value, ()) if reader.kind in _LATE]
-            early = [(place, reader) for place, reader in readers_of.get(value, ()) if reader.kind not in _LATE]
-            if not late or any(reader.rank != op.rank for _, reader in late):
+            readers = readers_by_value.get(value, ())
+            late_readers = [(p, reader) for p, reader in readers if reader.kind in _LATE_KINDS]
+            early_readers = [(p, reader) for p, reader in readers if reader.kind not in _LATE_KINDS]
+            # A reader on another rank has its copy from a SEND, which an offloaded value could not serve.
+            if not late_readers or any(reader.rank != op.rank for _, reader in late_readers):
                 continue
-            place, reader = late[0]
-            left = max([steps[position], *(steps[place] for place, reader in early if reader.rank == op.rank)])
-            load = max(left + 1, steps[place] - lead)
-            back = max(left, load - 1)
-            until = step_of_w.get(reader[1:4], steps[place]) if reader.kind == "I" else steps[late[-1][0]]
-            is_fixed = op.kind == "R" or any(reader.kind == "OFFLOAD" for _, reader in early)
-            may_leave = not is_fixed and _is_chosen(value, back - left - 1, policy)
-            stays[op.rank].append(_Stay(value, left, back, until, timed[op.rank][load], may_leave))
-    return stays
+            reader_position, reader = late_readers[0]
+            local_uses = [p for p, reader in early_readers if reader.rank == op.rank]
+            last_use = max(step_by_position[p] for p in (position, *local_uses))
+            load_step = max(last_use + 1, step_by_position[reader_position] - lead)
+            back = max(last_use, load_step - 1)
+            # What I reads counts until its W has run, as `Timeline.peak` counts it: I keeps it, in parts, as wres.
+            release = step_by_position[late_readers[-1][0]]
+            if reader.kind == "I":
+                release = step_of_w.get(reader[1:4], step_by_position[reader_position])
+            # A recomputed value is written just before its reader, and an offloaded one leaves already.
+            is_fixed = op.kind == "R" or any(reader.kind == "OFFLOAD" for _, reader in early_readers)
+            may_leave = not is_fixed and _is_chosen(value, back - last_use - 1, policy)
+            load_position = timed_positions[op.rank][load_step]
+            residences_by_rank[op.rank].append(_Residence(value, last_use, back, release, load_position, may_leave))
+    return residences_by_rank
 
 
 def _is_chosen(value: Value, steps_away: int, policy: Policy) -> bool:
@@ -148,83 +163,107 @@ def _is_chosen(value: Value, steps_away: int, policy: Policy) -> bool:
     return policy == "always" or steps_away > 0
 
 
-def _fewest_leaving(program: Program, stays_by_rank: Mapping[int, list[_Stay]], cap: float) -> list[_Stay]:
-    """Choose as few values as keep every rank at `cap`."""
-    units = shares(program)
-    leaving = {rank: _leaving_for(stays, int(cap * units[rank] + 1e-9)) for rank, stays in stays_by_rank.items()}
+def _choose_fewest_leaving(
+    program: Program, residences_by_rank: Mapping[int, list[_Residence]], cap: float
+) -> list[_Residence]:
+    """Choose the fewest values whose offload keeps every rank within `cap`."""
+    values_per_microbatch = forwards_per_microbatch(program)
+    # 1e-9: a cap such as 7/3 of 3 values is 7 values, whatever the last bit of the product.
+    limits = {rank: int(cap * values_per_microbatch[rank] + 1e-9) for rank in residences_by_rank}
+    leaving = {rank: _choose_leaving(residences, limits[rank]) for rank, residences in residences_by_rank.items()}
     if None in leaving.values():
-        least = {
-            rank: next(room for room in count(1) if _leaving_for(stays, room) is not None) / units[rank]
-            for rank, stays in stays_by_rank.items()
-        }
-        worst = max(least, key=least.__getitem__)
+
+        def least_cap(rank: int) -> float:
+            residences = residences_by_rank[rank]
+            fitting = next(limit for limit in count(1) if _choose_leaving(residences, limit) is not None)
+            return fitting / values_per_microbatch[rank]
+
+        fullest_rank = max(residences_by_rank, key=least_cap)
+        least = ceil(least_cap(fullest_rank) * 1000) / 1000
         raise ProgramError(
-            f"cap={cap:g} is less than rank {worst} can keep to in this order: the least is "
-            f"{ceil(least[worst] * 1000) / 1000:g} microbatches."
+            f"cap={cap:g} is less than rank {fullest_rank} can keep to in this order: the least is {least:g} "
+            "microbatches."
         )
-    return [stay for stays in leaving.values() for stay in stays or ()]
+    return [residence for residences in leaving.values() for residence in residences or ()]
 
 
-def _leaving_for(stays: list[_Stay], room: int) -> list[_Stay] | None:
-    """Choose what leaves for `room`: the value that is back last, or two that pass each other; None if none do."""
-    leaving: set[_Stay] = set()
-    present: list[_Stay] = []
-    coming = sorted(stays, key=lambda stay: stay.left, reverse=True)
-    for step in sorted({step for stay in stays for step in (stay.left, stay.left + 1, stay.back)}):
-        while coming and coming[-1].left <= step:
-            present.append(coming.pop())
-        present = [stay for stay in present if stay.until >= step]
-        free = sorted((stay for stay in present if stay.may_leave and stay not in leaving), key=lambda stay: -stay.back)
-        held = _held(present, leaving, step)
-        for more in (*((stay,) for stay in free), *combinations(free, 2)) if held > room else ():
-            if held > room and leaving.isdisjoint(more) and (less := _held(present, leaving.union(more), step)) < held:
-                leaving.update(more)
-                held = less
-        if held > room:
+def _choose_leaving(residences: list[_Residence], limit: int) -> list[_Residence] | None:
+    """Choose the values of a rank that leave so that it never holds more than `limit`; None if no choice does."""
+    # Belady's rule, step by step: where too many are held, the value leaves that is needed again last. Only the steps
+    # count at which a value arrives, has left or is back; in between the number that is held stays.
+    leaving: set[_Residence] = set()
+    present: list[_Residence] = []
+    arriving = sorted(residences, key=lambda residence: residence.last_use, reverse=True)
+    steps = {step for stay in residences for step in (stay.last_use, stay.last_use + 1, stay.back)}
+    for step in sorted(steps):
+        while arriving and arriving[-1].last_use <= step:
+            present.append(arriving.pop())
+        present = [residence for residence in present if residence.release >= step]
+        candidates = [residence for residence in present if residence.may_leave and residence not in leaving]
+        candidates.sort(key=lambda residence: -residence.back)
+        # One value at a time; where none alone helps, since it leaves in the very step in which another comes back,
+        # two that pass each other in the copy lane.
+        held_count = _held_count(present, leaving, step)
+        single, pairs = ((residence,) for residence in candidates), combinations(candidates, 2)
+        for additions in (*single, *pairs) if held_count > limit else ():
+            if held_count <= limit:
+                break
+            if leaving.isdisjoint(additions):
+                smaller_count = _held_count(present, leaving.union(additions), step)
+                if smaller_count < held_count:
+                    leaving.update(additions)
+                    held_count = smaller_count
+        if held_count > limit:
             return None
-    return [stay for stay in stays if stay in leaving]
+    return [residence for residence in residences if residence in leaving]
 
 
-def _held(present: Iterable[_Stay], leaving: set[_Stay], step: int) -> int:
-    """Count the values that a rank holds in a step; the lane moves one at a time, so that none leaves as one comes."""
-    held = out = back = 0
-    for stay in present:
-        if stay not in leaving or stay.left == step or step > stay.back:
-            held += 1
-        elif step == stay.left + 1:
-            out += 1
-        elif step == stay.back:
-            back += 1
-    return held + max(out, back)
+def _held_count(present: Iterable[_Residence], leaving: set[_Residence], step: int) -> int:
+    """Count the values that a rank holds in a step."""
+    # One that leaves and one that comes back in a step share one place: the copy lane moves one value at a time, and
+    # frees the first before it brings the second. So the larger of the two numbers counts.
+    held_count = outgoing = returning = 0
+    for residence in present:
+        if residence not in leaving or residence.last_use == step or step > residence.back:
+            held_count += 1
+        elif step == residence.last_use + 1:
+            outgoing += 1
+        elif step == residence.back:
+            returning += 1
+    return held_count + max(outgoing, returning)
 
 
-def _with_moves(program: Program, leaving: list[_Stay], to: Where) -> list[Op]:
-    """The ops, with an OFFLOAD behind each writer, a LOAD where it is to stand, and late readers that read the copy."""
-    loads: defaultdict[int, list[Op]] = defaultdict(list)
-    copies: dict[Value, Value] = {}
-    offloads: dict[Value, Op] = {}
-    for value, stay in {stay.value: stay for stay in leaving}.items():
+def _add_moves(program: Program, leaving: list[_Residence], destination: Destination) -> list[Op]:
+    """Return the ops with an OFFLOAD behind each writer, each LOAD in its place, and late readers reading the copy."""
+    loads_by_position: defaultdict[int, list[Op]] = defaultdict(list)
+    copy_by_value: dict[Value, Value] = {}
+    offload_by_value: dict[Value, Op] = {}
+    for value, residence in {residence.value: residence for residence in leaving}.items():
         rank = program.ops[program.writer[value]].rank
-        away = value._replace(at=f"{value.at}@{'host' if to == 'host' else _partner(to, rank, program.ranks)}")
-        copies[value] = away._replace(at=f"{away.at}@{rank}")
-        offloads[value] = Op("OFFLOAD", *value[1:4], rank, (value,), (away,))
-        loads[stay.load].append(Op("LOAD", *value[1:4], rank, (away,), (copies[value],)))
+        moved_value = value._replace(
+            at=f"{value.at}@{'host' if destination == 'host' else _destination_rank(destination, rank, program.ranks)}"
+        )
+        copy_by_value[value] = moved_value._replace(at=f"{moved_value.at}@{rank}")
+        offload_by_value[value] = Op("OFFLOAD", *value[1:4], rank, (value,), (moved_value,))
+        loads_by_position[residence.load_position].append(
+            Op("LOAD", *value[1:4], rank, (moved_value,), (copy_by_value[value],))
+        )
 
     def read_copies(op: Op) -> Op:
-        if op.kind not in _LATE or copies.keys().isdisjoint(op.reads):
+        if op.kind not in _LATE_KINDS or copy_by_value.keys().isdisjoint(op.reads):
             return op
-        return op._replace(reads=tuple(copies.get(value, value) for value in op.reads))
+        return op._replace(reads=tuple(copy_by_value.get(value, value) for value in op.reads))
 
     ops: list[Op] = []
     for position, op in enumerate(program.ops):
-        ops += loads.get(position, ())
-        ops.append(on_parts(read_copies, op))
-        ops += [offloads[value] for value in op.writes if value in offloads]
+        ops += loads_by_position.get(position, ())
+        ops.append(map_parts(read_copies, op))
+        ops += [offload_by_value[value] for value in op.writes if value in offload_by_value]
     return ops
 
 
-def _partner(to: Callable[[int], int], rank: int, ranks: int) -> int:
-    partner = to(rank)
+def _destination_rank(destination: Callable[[int], int], rank: int, ranks: int) -> int:
+    partner = destination(rank)
     if type(partner) is not int or not 0 <= partner < ranks or partner == rank:
         raise ProgramError(f"to({rank}) is another rank that takes what rank {rank} offloads, found {partner!r}.")
     return partner

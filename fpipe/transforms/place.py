@@ -1,29 +1,29 @@
-"""Say where: the rank of every op.
+"""Assign a rank to every op.
 
     0F0 1F0 1B0 0B0        --> place("linear") -->        rank 0 | 0F0  .   .  0B0
                                                           rank 1 |  .  1F0 1B0  .
 
 Ops that no schedule names follow their data, and a stage's parameters live where its ops are. A stage on two ranks is
-an error unless `homes` says so: two homes are replicas whose gradients meet, a home elsewhere means weights that
-travel.
+an error unless `homes` allows it. Two homes hold replicas of the parameters, whose gradients are added; a home on a
+rank that does not compute the stage means that its weights travel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from fpipe.check import ranks_are_whole
+from fpipe.check import check_ranks
 from fpipe.limits import whole
 from fpipe.program import Op, Program, ProgramError, kind_of
-from fpipe.transforms._rewrite import Transform, is_move, keep_to_data, moved, rebuilt, transforming
+from fpipe.transforms._rewrite import Transform, as_transform, is_move, place_by_data, rebuild, with_rank
 
-Rule = Callable[[str, int, int], int]
+RankRule = Callable[[str, int, int], int]
 Homes = Mapping[int, Iterable[int] | int] | Callable[[int], Iterable[int] | int]
-_NAMED = ("linear", "looped", "v", "bidirectional")
+_PLACEMENT_NAMES = ("linear", "looped", "v", "bidirectional")
 
 
 def place(
-    policy: str | Sequence[int] | Rule = "linear", homes: Homes | None = None, *, ranks: int | None = None
+    policy: str | Sequence[int] | RankRule = "linear", homes: Homes | None = None, *, ranks: int | None = None
 ) -> Transform:
     """Put each stage on a rank.
 
@@ -52,80 +52,84 @@ def place(
     >>> fpipe.place("looped", ranks=2)(program).placement
     (0, 1, 0, 1)
     """
-    names = ", ".join(_NAMED)
+    names = ", ".join(_PLACEMENT_NAMES)
     if ranks is not None and not isinstance(policy, str):
-        raise ValueError(f"ranks= goes with a named placement ({names}); a list or a function says them itself.")
+        raise ValueError(f"ranks= goes with a named placement only ({names}).")
     if not isinstance(policy, str | Sequence) and not callable(policy):
-        raise TypeError(f"a placement is a name, a list with each stage's rank, or a function; found {policy!r}.")
-    if isinstance(policy, str) and policy not in _NAMED:
-        known = f"{names}, a list, or f(kind, stage, microbatch) -> rank"
-        raise ValueError(f"{policy!r} is not a placement; known: {known}.")
+        raise TypeError(f"a placement is a name, a list of ranks or a function; found {policy!r}.")
+    if isinstance(policy, str) and policy not in _PLACEMENT_NAMES:
+        alternatives = f"{names}, a list, or f(kind, stage, microbatch) -> rank"
+        raise ValueError(f"{policy!r} is not a placement; known: {alternatives}.")
 
-    @transforming
+    @as_transform
     def transform(program: Program) -> Program:
-        rule, all_homes = _rule(policy, program, ranks), homes
+        rule, homes_by_stage = _rule_of(policy, program, ranks), homes
         if policy == "bidirectional" and homes is None:
-            all_homes = two_ways(program.stages, ranks)[1]
-        return rebuilt_at(program, [_place(op, rule) for op in program.ops], all_homes)
+            homes_by_stage = bidirectional_ranks(program.stages, ranks)[1]
+        return rebuild_at(program, [_place_op(op, rule) for op in program.ops], homes_by_stage)
 
     return transform
 
 
-def rebuilt_at(program: Program, ops: Sequence[Op], homes: Homes | None) -> Program:
-    """Rebuild a program whose scheduled ops have new ranks: the rest follows, and each stage has a home."""
-    inputs, placed, outputs = keep_to_data(program.inputs, ops, program.outputs, checked_homes(program, homes))
-    if any(is_move(op.kind) for op in ops) and any(a.rank != b.rank for a, b in zip(program.ops, placed, strict=True)):
+def rebuild_at(program: Program, ops: Sequence[Op], homes: Homes | None) -> Program:
+    """Rebuild a program whose scheduled ops have new ranks, and let all other ops follow."""
+    inputs, placed_ops, outputs = place_by_data(program.inputs, ops, program.outputs, checked_homes(program, homes))
+    # The names of copies contain ranks, so a program with transfers keeps its placement.
+    old_ranks, new_ranks = [op.rank for op in program.ops], [op.rank for op in placed_ops]
+    if old_ranks != new_ranks and any(is_move(op.kind) for op in ops):
         raise ProgramError("this program has its transfers already; place it before fpipe.communicate().")
-    rebuilt_program = rebuilt(program, placed, inputs=inputs, outputs=outputs)
-    ranks_are_whole(rebuilt_program)
+    rebuilt_program = rebuild(program, placed_ops, inputs=inputs, outputs=outputs)
+    check_ranks(rebuilt_program)
     return rebuilt_program
 
 
 def checked_homes(program: Program, homes: Homes | None) -> dict[int, tuple[int, ...]]:
-    """The homes of stages that the argument names."""
+    """Return the homes of stages that `homes` gives, checked and sorted."""
     if homes is None:
         return {}
     if not callable(homes) and not isinstance(homes, Mapping):
-        raise TypeError(f"homes is {{stage: rank}}, {{stage: ranks}} or f(stage) -> rank or ranks; found {homes!r}.")
-    argument = {stage: homes(stage) for stage in range(program.stages)} if callable(homes) else homes
-    for stage in argument:
+        raise TypeError(f"homes is {{stage: ranks}} or f(stage) -> ranks; found {homes!r}.")
+    homes_argument = {stage: homes(stage) for stage in range(program.stages)} if callable(homes) else homes
+    for stage in homes_argument:
         if type(stage) is not int or not 0 <= stage < program.stages:
             raise ProgramError(f"homes names stage {stage!r}; this program has stages 0..{program.stages - 1}.")
-    checked = {stage: tuple(home) if isinstance(home, Iterable) else (home,) for stage, home in argument.items()}
-    for stage, ranks in checked.items():
+    ranks_by_stage = {
+        stage: tuple(home) if isinstance(home, Iterable) else (home,) for stage, home in homes_argument.items()
+    }
+    for stage, ranks in ranks_by_stage.items():
         if not ranks or any(type(rank) is not int or rank < 0 for rank in ranks):
             rule = "a home is a rank from 0, or several of them"
-            raise ProgramError(f"homes gives stage {stage} {argument[stage]!r}; {rule}.")
-    return {stage: tuple(sorted(ranks)) for stage, ranks in checked.items()}
+            raise ProgramError(f"homes gives stage {stage} {homes_argument[stage]!r}; {rule}.")
+    return {stage: tuple(sorted(ranks)) for stage, ranks in ranks_by_stage.items()}
 
 
-def _place(op: Op, rule: Rule) -> Op:
+def _place_op(op: Op, rule: RankRule) -> Op:
     if kind_of(op.kind).place != "table" or op.stage is None:
         return op
     if op.parts:
-        ranks = {_place(part, rule).rank for part in op.parts}
+        ranks = {_place_op(part, rule).rank for part in op.parts}
         if len(ranks) > 1:
             raise ProgramError(f"the parts of {op.cell} would be on ranks {sorted(ranks)}; a PAIR is on one rank.")
-        return moved(op, ranks.pop())
+        return with_rank(op, ranks.pop())
     rank = rule(op.kind, op.stage, op.microbatch or 0)
     if type(rank) is not int or rank < 0:
-        raise ProgramError(f"the placement puts {op.cell} on rank {rank!r}; a rank is a whole number from 0.")
-    return moved(op, rank)
+        raise ProgramError(f"{op.cell} would be on rank {rank!r}; ranks are whole numbers from 0.")
+    return with_rank(op, rank)
 
 
-def _rule(policy: str | Sequence[int] | Rule, program: Program, ranks: int | None) -> Rule:
+def _rule_of(policy: str | Sequence[int] | RankRule, program: Program, ranks: int | None) -> RankRule:
     if callable(policy):
         return policy
     if policy == "bidirectional":
         half, p = (program.microbatches + 1) // 2, ranks or program.stages
-        down = stage_ranks("linear", program.stages, ranks)
-        return lambda kind, stage, microbatch: down[stage] if microbatch < half else p - 1 - down[stage]
-    listed = stage_ranks(policy, program.stages, ranks)
-    return lambda kind, stage, microbatch: listed[stage]
+        ranks_down = stage_ranks("linear", program.stages, ranks)
+        return lambda kind, stage, microbatch: ranks_down[stage] if microbatch < half else p - 1 - ranks_down[stage]
+    ranks_of_stages = stage_ranks(policy, program.stages, ranks)
+    return lambda kind, stage, microbatch: ranks_of_stages[stage]
 
 
 def stage_ranks(policy: str | Sequence[int], stages: int, ranks: int | None = None) -> list[int]:
-    """The rank of each stage, for the placements that need not know the microbatch.
+    """Return the rank of each stage, for placements that are the same for every microbatch.
 
     >>> stage_ranks("v", 12, 4)
     [0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3]
@@ -136,8 +140,8 @@ def stage_ranks(policy: str | Sequence[int], stages: int, ranks: int | None = No
         return list(policy)
     p = whole("ranks", stages if ranks is None else ranks)
     if p > stages:
-        mend = "Cut the model finer, or use fewer ranks."
-        raise ProgramError(f"{p} ranks for {stages} stages: each rank needs a stage. {mend}")
+        remedy = "Cut the model finer, or use fewer ranks."
+        raise ProgramError(f"{p} ranks for {stages} stages: each rank needs a stage. {remedy}")
     if policy == "looped":
         return [stage % p for stage in range(stages)]
     if policy == "v":
@@ -146,28 +150,32 @@ def stage_ranks(policy: str | Sequence[int], stages: int, ranks: int | None = No
     return [stage * p // stages for stage in range(stages)]
 
 
-def in_order(program: Program, ranks: int | None) -> list[int]:
-    """The rank of each stage with one chunk a rank: as placed if that goes up over all ranks, or in equal shares.
+def ascending_ranks(program: Program, ranks: int | None) -> list[int]:
+    """Return the rank of each stage, one chunk a rank: as placed if that ascends over all ranks, else in equal shares.
 
     >>> import fpipe
-    >>> in_order(fpipe.place([0, 0, 0, 1])(fpipe.program(4)), 2)
+    >>> ascending_ranks(fpipe.place([0, 0, 0, 1])(fpipe.program(4)), 2)
     [0, 0, 0, 1]
-    >>> in_order(fpipe.place([0, 1, 0, 1])(fpipe.program(4)), 2)
+    >>> ascending_ranks(fpipe.place([0, 1, 0, 1])(fpipe.program(4)), 2)
     [0, 0, 1, 1]
     """
     placement = program.placement if ranks is not None and program.ranks == ranks else ()
-    listed = [rank for rank in placement if isinstance(rank, int)]
-    if len(listed) == len(placement) and listed == sorted(listed) and len({*listed}) == ranks:
-        return listed
+    ranks_of_stages = [rank for rank in placement if isinstance(rank, int)]
+    if (
+        len(ranks_of_stages) == len(placement)
+        and ranks_of_stages == sorted(ranks_of_stages)
+        and len({*ranks_of_stages}) == ranks
+    ):
+        return ranks_of_stages
     return stage_ranks("linear", program.stages, ranks)
 
 
-def two_ways(stages: int, ranks: int | None = None) -> tuple[list[int], dict[int, set[int]]]:
-    """The rank of each stage on the way down, and the homes of each: there, and where it is on the way up.
+def bidirectional_ranks(stages: int, ranks: int | None = None) -> tuple[list[int], dict[int, set[int]]]:
+    """Return each stage's rank on the way down, and its two homes: that rank and the one on the way up.
 
-    >>> two_ways(3)
+    >>> bidirectional_ranks(3)
     ([0, 1, 2], {0: {0, 2}, 1: {1}, 2: {0, 2}})
     """
-    down = stage_ranks("linear", stages, ranks)
-    last = (stages if ranks is None else ranks) - 1
-    return down, {stage: {rank, last - rank} for stage, rank in enumerate(down)}
+    ranks_down = stage_ranks("linear", stages, ranks)
+    last_rank = (stages if ranks is None else ranks) - 1
+    return ranks_down, {stage: {rank, last_rank - rank} for stage, rank in enumerate(ranks_down)}

@@ -1,4 +1,4 @@
-"""Cut every sequence: an op of a microbatch becomes one for each slice of it (Seq1F1B, TeraPipe).
+"""Cut sequences into slices: each op of a microbatch becomes one op a slice (Seq1F1B, TeraPipe).
 
     0F0 1F0 1B0 0B0        --> slice_sequence(2) -->        0F0.0 0F0.1 1F0.0 1F0.1 1B0.1 1B0.0 0B0.1 0B0.0
 
@@ -12,15 +12,15 @@ from collections.abc import Iterator
 
 from fpipe.limits import whole
 from fpipe.program import Op, Output, Program, ProgramError, Value
-from fpipe.transforms._rewrite import Transform, rebuilt, refuse_freed, refuse_sent, refuse_updated, transforming
+from fpipe.transforms._rewrite import Transform, as_transform, rebuild, refuse_freed, refuse_transfers, refuse_updated
 from fpipe.transforms.specs import batch_spec_text
 
 
 def slice_sequence(slices: int, *, dim: int = 1, spec: object = None) -> Transform:
     """Cut the sequences of every microbatch into slices that follow each other through the pipeline.
 
-    Results are there per microbatch and slice until `merge` joins them; gradients of inputs it puts together along the
-    sequence. In a mean a slice weighs what it has of the sequence's length.
+    Results stay per microbatch and slice until `merge` joins them; it concatenates gradients of inputs along the
+    sequence. In a mean a slice weighs its share of the sequence's length.
 
     Args:
         slices: how many. Of n positions in Q slices the first n mod Q get one more.
@@ -53,18 +53,18 @@ def slice_sequence(slices: int, *, dim: int = 1, spec: object = None) -> Transfo
     whole("slices", slices)
     if type(dim) is not int:
         raise ValueError(f"dim is the dimension of sequences, a whole number; found {dim!r}.")
-    how: tuple[tuple[str, object], ...] = (("slices", slices),)
-    how += (("dim", dim),) if dim != 1 else ()
-    how += (("sequence", batch_spec_text(spec)),) if spec is not None else ()
+    options: tuple[tuple[str, object], ...] = (("slices", slices),)
+    options += (("dim", dim),) if dim != 1 else ()
+    options += (("sequence", batch_spec_text(spec)),) if spec is not None else ()
 
-    @transforming
+    @as_transform
     def transform(program: Program) -> Program:
         if slices == 1:
             return program
         _refuse(program)
-        ops = [of_slice for op in program.ops for of_slice in _slice_op(op, slices, how)]
-        outputs = tuple(of_slice for end in program.outputs for of_slice in _slice_output(end, slices))
-        return rebuilt(program, ops, outputs=outputs)
+        ops = [slice_op for op in program.ops for slice_op in _slice_op(op, slices, options)]
+        outputs = tuple(slice_op for end in program.outputs for slice_op in _slice_output(end, slices))
+        return rebuild(program, ops, outputs=outputs)
 
     return transform
 
@@ -76,53 +76,58 @@ def _refuse(program: Program) -> None:
     if program.slices > 1:
         raise ProgramError(f"this program has {program.slices} slices already; slice it once.")
     if "SPLIT" not in kinds:
-        raise ProgramError("slices are parts of microbatches: put fpipe.split() before, if only split(1).")
+        raise ProgramError("put fpipe.split(), at least split(1), before slices.")
     if "PAIR" in kinds:
-        raise ProgramError("this program has pairs, which are of whole microbatches; slice it before it is paired.")
-    refuse_sent(program, "slice_sequence")
-    if any(end.name.microbatch is None and end.name.name != "state" for end in program.outputs):
+        raise ProgramError("this program has pairs already; slice it before it is paired.")
+    refuse_transfers(program, "slice_sequence")
+    if any(output.name.microbatch is None and output.name.name != "state" for output in program.outputs):
         raise ProgramError(
-            "this program is merged already, and what is added in which order is fixed: slice it before "
-            "fpipe.merge(), as by fpipe.split(8, slices=4)."
+            "this program is merged already: slice it before fpipe.merge(), as by fpipe.split(8, slices=4)."
         )
 
 
-def _slice_op(op: Op, slices: int, how: tuple[tuple[str, object], ...]) -> Iterator[Op]:
-    """Copy an op for each slice: forwards up, backwards down."""
+def _slice_op(op: Op, slices: int, options: tuple[tuple[str, object], ...]) -> Iterator[Op]:
+    """Yield an op for each slice: forwards ascending, backwards descending."""
+    # Slice k attends to the keys and values of slices 0..k, its carry. So the gradient of that carry comes from the
+    # backward of slice k+1, and the last slice's backward runs first.
     for k in reversed(range(slices)) if op.kind in "BIW" else range(slices):
-        reads = [_of_slice(value, k) if value.name != "state" else _state(value, op, k, slices) for value in op.reads]
-        writes = [_of_slice(value, k) for value in op.writes]
+        reads = [
+            _value_of_slice(value, k) if value.name != "state" else _state_of_slice(value, op, k, slices)
+            for value in op.reads
+        ]
+        writes = [_value_of_slice(value, k) for value in op.writes]
         if op.kind in "FR" and k:
             reads.append(Value("carry", op.stage, op.microbatch, k - 1))
         if op.kind in "BI" and k < slices - 1:
             reads.append(Value("dcarry", op.stage, op.microbatch, k + 1))
         if op.kind == "F" and k < slices - 1:
-            _insert(writes, Value("carry", op.stage, op.microbatch, k), "res")
+            _insert_before(writes, Value("carry", op.stage, op.microbatch, k), "res")
         if op.kind in "BI" and k:
-            _insert(writes, Value("dcarry", op.stage, op.microbatch, k), "g", "wres")
-        how_of_op = (*op.how, *how) if op.kind == "SPLIT" else op.how
-        yield Op(*op[:3], k, op.rank, tuple(reads), tuple(writes), (), how_of_op)
+            _insert_before(writes, Value("dcarry", op.stage, op.microbatch, k), "g", "wres")
+        op_options = (*op.how, *options) if op.kind == "SPLIT" else op.how
+        yield Op(*op[:3], k, op.rank, tuple(reads), tuple(writes), (), op_options)
 
 
-def _of_slice(value: Value, k: int) -> Value:
+def _value_of_slice(value: Value, k: int) -> Value:
     return value if value.microbatch is None else value._replace(slice=k)
 
 
-def _state(value: Value, op: Op, k: int, slices: int) -> Value:
-    """The module state that a slice reads: that of the slice before, or of the last one of the microbatch before."""
-    return value._replace(microbatch=op.microbatch, slice=k - 1) if k else _of_slice(value, slices - 1)
+def _state_of_slice(value: Value, op: Op, k: int, slices: int) -> Value:
+    """Return the module state that a slice reads: of the previous slice, or microbatch."""
+    return value._replace(microbatch=op.microbatch, slice=k - 1) if k else _value_of_slice(value, slices - 1)
 
 
-def _insert(writes: list[Value], value: Value, *before: str) -> None:
-    """Insert a value in front of the first that has one of these names, or at the end."""
-    place = next((place for place, written in enumerate(writes) if written.name in before), len(writes))
-    writes.insert(place, value)
+def _insert_before(writes: list[Value], value: Value, *names: str) -> None:
+    """Insert a value before the first write that has one of these names, or at the end."""
+    # The order of an op's writes is its signature: residuals and gradients come last.
+    index = next((index for index, other in enumerate(writes) if other.name in names), len(writes))
+    writes.insert(index, value)
 
 
-def _slice_output(end: Output, slices: int) -> Iterator[Output]:
-    """Copy a result for each slice; of a module state only the last."""
-    if end.name.microbatch is None:
-        yield end._replace(value=_of_slice(end.value, slices - 1))
+def _slice_output(output: Output, slices: int) -> Iterator[Output]:
+    """Yield a result for each slice; of a module state only the last."""
+    if output.name.microbatch is None:
+        yield output._replace(value=_value_of_slice(output.value, slices - 1))
     else:
         for k in range(slices):
-            yield end._replace(name=_of_slice(end.name, k), value=_of_slice(end.value, k))
+            yield output._replace(name=_value_of_slice(output.name, k), value=_value_of_slice(output.value, k))

@@ -1,9 +1,10 @@
-"""Say how the leaves of a batch are cut, and those of the results joined, in words that a program can carry.
+"""Specs of how to cut the leaves of a batch and join those of results, as objects and as text.
 
-    {"x": Chunk(1), "table": Replicate()}        --> spec_text, spec_of -->        the same, out of a program's text
+    {"x": Chunk(1)}        --> spec_text -->        "{'x': Chunk(dim=1)}"        --> spec_of -->        {"x": Chunk(1)}
 
-A spec is one of these, a function that has a name, a prefix tree of them, or what torch.distributed.pipelining has for
-it.
+A program carries a spec as text, so that it stays hashable and its own text can be parsed. A spec is a Chunk,
+Replicate or Sum, a registered function, torch.distributed.pipelining's TensorChunkSpec or _Replicate, or a prefix tree
+of them.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from fpipe.limits import expression
 
 @dataclass(frozen=True)
 class Chunk:
-    """The rows of a tensor are along this dimension.
+    """A leaf is cut into rows along this dimension.
 
     >>> import torch
-    >>> from fpipe.meaning.single_device.microbatch import cut_along
-    >>> cut_along({"x": torch.zeros(3, 8), "scale": 2.0}, Chunk(1))
+    >>> from fpipe.meaning.single_device.microbatch import cut_dims
+    >>> cut_dims({"x": torch.zeros(3, 8), "scale": 2.0}, Chunk(1))
     [1, None]
     """
 
@@ -30,24 +31,24 @@ class Chunk:
 
     def __post_init__(self) -> None:
         if type(self.dim) is not int:
-            raise TypeError(f"Chunk(dim) names the dimension of the rows by a whole number, found {self.dim!r}.")
+            raise TypeError(f"Chunk(dim) takes a dimension as a whole number, found {self.dim!r}.")
 
 
 @dataclass(frozen=True)
 class Replicate:
-    """A leaf goes whole to every microbatch, and comes back the same from each.
+    """A leaf goes whole to every microbatch, and comes back equal from each.
 
     >>> import torch
-    >>> from fpipe.meaning.single_device.microbatch import cut_along
+    >>> from fpipe.meaning.single_device.microbatch import cut_dims
     >>> batch = {"x": torch.zeros(4, 2), "table": torch.zeros(9)}
-    >>> cut_along(batch, {"x": Chunk(), "table": Replicate()})
+    >>> cut_dims(batch, {"x": Chunk(), "table": Replicate()})
     [0, None]
     """
 
 
 @dataclass(frozen=True)
 class Sum:
-    """How to join what is counted: the parts of all microbatches are added.
+    """A leaf of a result is the sum of the leaves of all microbatches, as for counts.
 
     >>> from fpipe.meaning.single_device.microbatch import join
     >>> join([{"right": 3}, {"right": 4}], spec=Sum())
@@ -55,8 +56,8 @@ class Sum:
     """
 
 
-def in_our_words(spec: Any) -> Chunk | Replicate | Sum:
-    """Translate a spec; torch's TensorChunkSpec and _Replicate are known by their looks."""
+def as_spec(spec: Any) -> Chunk | Replicate | Sum:
+    """Return a spec as one of this library; those of torch are known by their attributes, without importing torch."""
     instance = spec() if isinstance(spec, type) else spec
     if instance is None or isinstance(instance, Chunk | Replicate | Sum):
         return instance or Chunk()
@@ -71,7 +72,7 @@ _REGISTERED: dict[str, Any] = {}
 
 
 def register_spec(name: str, spec: Any) -> Any:
-    """Give a function a name, under which a program can carry it as a spec; a program itself is data.
+    """Give a function a name by which a program, which is data, can carry it as a spec.
 
     Args:
         name: under which it stands in the program's text.
@@ -91,7 +92,7 @@ def register_spec(name: str, spec: Any) -> Any:
     loss outputs = MERGE[0] loss[0,0] loss[0,1] w[0,0] w[0,1] y[0,0] y[0,1] {spec="Named('first')"} @ 0
     """
     if not _is_function(spec):
-        raise ValueError(f"a function or a reducer gets a name, found {spec!r}; other specs say what they are.")
+        raise ValueError(f"only a function or a reducer needs a name, found {spec!r}.")
     if _REGISTERED.setdefault(name, spec) is not spec:
         raise ValueError(f"another spec is called {name!r} already; take another name.")
     return spec
@@ -109,7 +110,7 @@ class _Named(str):
 
 
 def spec_text(spec: Any) -> str:
-    """A spec as a program carries it: text, so that the program stays hashable and its own text round-trips.
+    """Return a spec as text, which keeps a program hashable and its own text parseable.
 
     >>> spec_text({"x": Chunk(1), "n": Replicate()})
     "{'x': Chunk(dim=1), 'n': Replicate()}"
@@ -128,15 +129,15 @@ def spec_text(spec: Any) -> str:
             case _ if _is_function(part):
                 return _name_of(part)
             case _:
-                return in_our_words(part)
+                return as_spec(part)
 
     return repr(translate(spec))
 
 
 def batch_spec_text(spec: Any) -> str:
-    """The text of a spec for the batch: a tuple is the inputs' and the target's."""
+    """Return the text of a spec for the batch; a tuple has one spec for the inputs and one for the target."""
     if isinstance(spec, tuple) and len(spec) != 2:  # pyright: ignore[reportUnknownArgumentType]
-        raise ValueError(f"a spec that is a tuple says the inputs' and the target's, two of them; found {spec!r}.")
+        raise ValueError(f"a tuple of specs has two, for inputs and target; found {spec!r}.")
     return spec_text(spec)
 
 
@@ -144,33 +145,35 @@ def _name_of(function: Any) -> _Named:
     for name, registered in _REGISTERED.items():
         if registered is function:
             return _Named(name)
-    word = getattr(function, "__name__", type(function).__name__)
-    raise ValueError(f"a program is data, so a function in it goes by a name: fpipe.register_spec(name, {word}).")
+    function_name = getattr(function, "__name__", type(function).__name__)
+    raise ValueError(f"a function in a program needs a name: fpipe.register_spec(name, {function_name}).")
 
 
 @functools.lru_cache
 def spec_of(text: str | None) -> Any:
-    """The spec that a text says.
+    """Return the spec that a text describes; it reads literals and these names alone, and evaluates nothing.
 
     >>> spec_of("(Chunk(dim=1), Replicate())")
     (Chunk(dim=1), Replicate())
     """
 
-    def read(node: ast.expr) -> Any:
+    def parse_node(node: ast.expr) -> Any:
         match node:
             case ast.Tuple(elts=parts):
-                return tuple(map(read, parts))
+                return tuple(map(parse_node, parts))
             case ast.List(elts=parts):
-                return list(map(read, parts))
+                return list(map(parse_node, parts))
             case ast.Dict(keys=keys, values=values):
-                return {ast.literal_eval(key): read(value) for key, value in zip(keys, values, strict=True) if key}
+                return {
+                    ast.literal_eval(key): parse_node(value) for key, value in zip(keys, values, strict=True) if key
+                }
             case ast.Call(func=ast.Name(id="Chunk"), keywords=[ast.keyword(arg="dim", value=dim)]):
                 return Chunk(ast.literal_eval(dim))
-            case ast.Call(func=ast.Name(id="Replicate" | "Sum" as word)):
-                return Sum() if word == "Sum" else Replicate()
+            case ast.Call(func=ast.Name(id="Replicate" | "Sum" as class_name)):
+                return Sum() if class_name == "Sum" else Replicate()
             case ast.Call(func=ast.Name(id="Named"), args=[ast.Constant(value=name)]):
                 if name not in _REGISTERED:
-                    raise ValueError(f"no spec is called {name!r} here; say what it is by fpipe.register_spec.")
+                    raise ValueError(f"no spec is called {name!r}; add it by fpipe.register_spec.")
                 return _REGISTERED[str(name)]
             case ast.Constant(value=None):
                 return None
@@ -178,6 +181,6 @@ def spec_of(text: str | None) -> Any:
                 raise ValueError(f"{text!r} is not a spec of Chunk(dim=0) and Replicate().")
 
     try:
-        return None if text is None else read(expression(text))
-    except TypeError:  # a key that cannot be one, a dimension that is none
+        return None if text is None else parse_node(expression(text))
+    except TypeError:  # an unhashable key, a dimension that is no whole number
         raise ValueError(f"{text!r} is not a spec of Chunk(dim=0) and Replicate().") from None

@@ -1,10 +1,10 @@
-"""Cut the batch: one training step becomes one for each microbatch.
+"""Cut the batch into microbatches: the ops of one step are copied for each.
 
     0F0 1F0 1B0 0B0        --> split(2) -->        0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1
 
-Each stage that takes from the batch gets a SPLIT of its own, which writes its slice; where there is a loss, it also
-writes the microbatch's weight in the mean. Sizes are fixed only when a step sees a batch: the first n mod m of n rows
-in m microbatches are one larger. Nothing is joined: every result is there per microbatch until `merge` joins it.
+Each stage that reads the batch gets a SPLIT of its own, which writes the stage's slice; where there is a loss, it also
+writes the microbatch's weight in the mean. Sizes are fixed only when a step sees a batch: of n rows in m microbatches
+the first n mod m have one row more. Nothing is joined: every result stays per microbatch until `merge` joins it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import TypeVar
 
 from fpipe.limits import LARGEST_SIZE, MOST_OPS, whole
 from fpipe.program import Op, Output, Program, ProgramError, Sources, Value, kind_of
-from fpipe.transforms._rewrite import Transform, rebuilt, refuse_updated, transforming
+from fpipe.transforms._rewrite import Transform, as_transform, rebuild, refuse_updated
 from fpipe.transforms.slice_sequence import slice_sequence
 from fpipe.transforms.specs import batch_spec_text
 
-_How = tuple[tuple[str, object], ...]
+_Options = tuple[tuple[str, object], ...]
 
 
 def split(
@@ -59,48 +59,51 @@ def split(
     >>> print(fpipe.plot(fpipe.split(2)(program)))
     rank 0 | 0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1
     """
-    count, how = _sizes(microbatches, size, rows, allow_fewer)
+    microbatch_count, options = _check_sizes(microbatches, size, rows, allow_fewer)
     slice_sequences = slice_sequence(slices)
     if spec is not None:
-        how = (*how, ("spec", batch_spec_text(spec)))
+        options = (*options, ("spec", batch_spec_text(spec)))
     if presplit:
         if size is not None or rows is not None:
-            raise ValueError("microbatches that are cut already have their own rows: say presplit=True without rows=.")
-        how = (*how, ("presplit", True))
+            raise ValueError("presplit=True goes without size= and rows=.")
+        options = (*options, ("presplit", True))
 
-    @transforming
+    @as_transform
     def transform(program: Program) -> Program:
         refuse_updated(program, "split")
         if any(op.kind == "SPLIT" for op in program.ops) or program.microbatches > 1:
-            found = f"{program.microbatches} microbatches already"
-            raise ProgramError(f"this program is split into {found}; split it once.")
+            state = f"{program.microbatches} microbatches already"
+            raise ProgramError(f"this program is split into {state}; split it once.")
         if any(kind_of(op.kind).lane != "main" for op in program.ops):
             raise ProgramError("this program has its transfers already; put fpipe.split() before fpipe.communicate().")
         if program.ranks > 1 or any(op.parts for op in program.ops):
             raise ProgramError(
-                f"this program has an order of its own already, on {program.ranks} ranks: its microbatches would "
-                "follow each other and overlap nowhere. Put fpipe.split() before fpipe.place() and the schedule."
+                f"this program has an order of its own already, on {program.ranks} ranks. Put fpipe.split() before "
+                "fpipe.place() and the schedule."
             )
-        size = len(program.ops) * slices
-        if count * size > MOST_OPS:
-            raise ProgramError(f"{count} microbatches of {size} ops are more than the {MOST_OPS} ops of a program.")
-        ops, outputs, sources = _copies(program, count, how)
-        if all(kind_of(op.kind).time for op in program.ops):  # each copy is in order, and they follow each other
+        op_count = len(program.ops) * slices
+        if microbatch_count * op_count > MOST_OPS:
+            raise ProgramError(
+                f"{microbatch_count} microbatches of {op_count} ops are more than the {MOST_OPS} ops of a program."
+            )
+        ops, outputs, sources = _copy_microbatches(program, microbatch_count, options)
+        # Without ops that are placed by their data, the copies one behind the other are in the one order already.
+        if all(kind_of(op.kind).time for op in program.ops):
             return slice_sequences(Program.trusted(program.inputs, tuple(ops), outputs, sources))
-        return slice_sequences(rebuilt(program, ops, outputs=outputs, sources=sources))
+        return slice_sequences(rebuild(program, ops, outputs=outputs, sources=sources))
 
     return transform
 
 
-def _sizes(count: int | None, size: int | None, rows: int | None, allow_fewer: bool) -> tuple[int, _How]:
+def _check_sizes(count: int | None, size: int | None, rows: int | None, allow_fewer: bool) -> tuple[int, _Options]:
     if (count is None) == (size is None):
-        raise ValueError("say either the number of microbatches, split(8), or their size, split(size=4, rows=32).")
-    for word, number in (("microbatches", count), ("size", size), ("rows", rows)):
+        raise ValueError("say either split(8) or split(size=4, rows=32).")
+    for argument_name, number in (("microbatches", count), ("size", size), ("rows", rows)):
         if number is not None:
-            whole(word, number, most=LARGEST_SIZE if word == "microbatches" else math.inf)
+            whole(argument_name, number, most=LARGEST_SIZE if argument_name == "microbatches" else math.inf)
     if rows is None and (allow_fewer or size is not None):
         option = "allow_fewer" if size is None else f"split(size={size})"
-        raise ValueError(f"{option} needs rows=, the rows of a batch: a program has a fixed number of ops.")
+        raise ValueError(f"{option} needs rows=, the number of rows of a batch.")
     if size is not None:
         assert rows is not None
         return -(-rows // size), (("size", size),)
@@ -113,65 +116,69 @@ def _sizes(count: int | None, size: int | None, rows: int | None, allow_fewer: b
 
 
 _new = tuple.__new__
-_BATCH = {"inputs": "x", "target": "t"}
+_SLICE_NAME_BY_BATCH = {"inputs": "x", "target": "t"}
 _T = TypeVar("_T")
 
 
-def _copies(program: Program, count: int, how: _How) -> tuple[list[Op], tuple[Output, ...], list[Sources]]:
-    """Copy the ops of one microbatch for all, with the SPLITs that they need: ops, results and sources.
+def _copy_microbatches(
+    program: Program, count: int, options: _Options
+) -> tuple[list[Op], tuple[Output, ...], list[Sources]]:
+    """Copy the ops of one microbatch for all, with the SPLITs that they need; return ops, outputs and sources.
 
-    Copies are made a column at a time: what one name or one op becomes in each microbatch. A program of a million ops
-    is made here; to rename its values one by one would take 9 us an op, columns take 1. SCALE is left out: gradients
-    per microbatch are of totals; `merge` divides once, by the count of them all.
+    Copies are made a column at a time; a column is what one value or one op becomes in each microbatch. Programs of a
+    million ops are made here: to rename values one by one takes 9 us an op, columns take 1. SCALE is left out, since
+    gradients per microbatch are those of totals; `merge` divides once, by the count of all microbatches.
     """
-    weighed = {op.stage for op in program.ops if any(value.name == "loss" for value in op.writes)}
-    base = [op for old in program.ops if old.kind != "SCALE" for op in _with_split(old, weighed)]
-    columns = _Columns(base, count, how)
+    stages_with_loss = {op.stage for op in program.ops if any(value.name == "loss" for value in op.writes)}
+    base_ops = [op for old_op in program.ops if old_op.kind != "SCALE" for op in _add_split(old_op, stages_with_loss)]
+    columns = _Columns(base_ops, count, options)
     return (
-        list(_by_microbatch(map(columns.ops, base))),
-        tuple(chain.from_iterable(map(columns.results, _unscaled(program)))),
-        list(_by_microbatch(map(columns.sources, base))),
+        list(_by_microbatch(map(columns.ops, base_ops))),
+        tuple(chain.from_iterable(map(columns.outputs, _unscaled_outputs(program)))),
+        list(_by_microbatch(map(columns.sources, base_ops))),
     )
 
 
 def _by_microbatch(columns: Iterable[Iterable[_T]]) -> Iterator[_T]:
-    """The ops of all columns; each is made whole first, and so lies together in memory: 1.0 us an op, not 1.6."""
+    """Yield row after row of all columns: all ops of microbatch 0, then all of microbatch 1."""
+    # list: a column is made whole first, and so lies together in memory. That takes 1.0 us an op, not 1.6.
     return chain.from_iterable(zip(*map(list, columns), strict=True))
 
 
 class _Columns:
-    """Names and ops of the base program in each microbatch, by iterators of C: no Python runs for each op."""
+    """Columns of the values, ops and sources of a base program, made by iterators of C: no Python runs for each op."""
 
-    def __init__(self, base: Sequence[Op], count: int, how: _How) -> None:
+    def __init__(self, base: Sequence[Op], count: int, options: _Options) -> None:
         self.count, self.size = count, len(base)
         self.microbatches = list(range(count))
-        self.how_of_splits = [(("index", index), ("count", count), *how) for index in range(count)]
+        self.split_options = [(("index", index), ("count", count), *options) for index in range(count)]
         self.writer = {value: position for position, op in enumerate(base) for value in op.writes}
         self.columns: dict[Value, tuple[list[Value], list[int]]] = {}
 
     def ops(self, op: Op) -> Iterable[Op]:
-        """An op in each microbatch."""
-        kind, stage, microbatch, piece, rank, reads, writes, _, how = op
+        """Return the column of an op: the op in each microbatch."""
+        kind, stage, microbatch, slice_index, rank, reads, writes, _, options = op
         microbatches = repeat(None) if microbatch is None else self.microbatches
-        hows = self.how_of_splits if kind == "SPLIT" else repeat(how, self.count)
-        values = [self._rows([self.column(value)[0] for value in row]) for row in (reads, writes)]
-        place = (repeat(kind), repeat(stage), microbatches, repeat(piece), repeat(rank))
-        return map(_new, repeat(Op), zip(*place, *values, repeat(()), hows, strict=False))
+        options_column = self.split_options if kind == "SPLIT" else repeat(options, self.count)
+        value_columns = [self._rows([self.column(value)[0] for value in row]) for row in (reads, writes)]
+        op_fields = (repeat(kind), repeat(stage), microbatches, repeat(slice_index), repeat(rank))
+        return map(_new, repeat(Op), zip(*op_fields, *value_columns, repeat(()), options_column, strict=False))
 
     def column(self, value: Value) -> tuple[list[Value], list[int]]:
-        """A value in each microbatch, and where each is written: -1 for an input."""
+        """Return the column of a value, and the position of the writer of each: -1 for an input."""
         if value not in self.columns:
-            name, stage, microbatch, *rest = value
-            state, writer = value._replace(microbatch=0), self.writer.get(value)
-            values, places = [value] * self.count, [-1] * self.count
+            name, stage, microbatch, *other_fields = value
+            first_state, writer = value._replace(microbatch=0), self.writer.get(value)
+            values, positions = [value] * self.count, [-1] * self.count
             if microbatch is not None:
-                fields = zip(repeat(name), repeat(stage), self.microbatches, *map(repeat, rest), strict=False)
+                fields = zip(repeat(name), repeat(stage), self.microbatches, *map(repeat, other_fields), strict=False)
                 values = list(map(_new, repeat(Value), fields))
-                places = places if writer is None else list(range(writer, self.size * self.count, self.size))
-            elif name == "state" and state in self.writer:  # what the microbatch before left
-                states, writers = self.column(state)
-                values, places = [value, *states[:-1]], [-1, *writers[:-1]]
-            self.columns[value] = values, places
+                # Copies follow each other, `size` ops each, so the writer stands at the same place in each.
+                positions = positions if writer is None else list(range(writer, self.size * self.count, self.size))
+            elif name == "state" and first_state in self.writer:  # as the previous microbatch left it
+                states, writers = self.column(first_state)
+                values, positions = [value, *states[:-1]], [-1, *writers[:-1]]
+            self.columns[value] = values, positions
         return self.columns[value]
 
     def sources(self, op: Op) -> Iterable[Sources]:
@@ -180,9 +187,9 @@ class _Columns:
     def _rows(self, columns: Sequence[Sequence[_T]]) -> Iterable[tuple[_T, ...]]:
         return zip(*columns, strict=True) if columns else repeat((), self.count)
 
-    def results(self, end: Output) -> Iterable[Output]:
-        """A result in each microbatch; of a state only the last."""
-        (name, stage, _, _, port, _), value, homes = end
+    def outputs(self, output: Output) -> Iterable[Output]:
+        """Return the column of an output; of a state only the last."""
+        (name, stage, _, _, port, _), value, homes = output
         values, _ = self.column(value)
         if name == "state":
             return [Output(Value(name, stage, port=port), values[-1], homes)]
@@ -190,20 +197,20 @@ class _Columns:
         return map(_new, repeat(Output), zip(names, values, repeat(homes), strict=False))
 
 
-def _unscaled(program: Program) -> Iterator[Output]:
-    """The results, a gradient as it is before it is scaled."""
-    for end in program.outputs:
-        writer = program.ops[program.writer[end.value]]
-        yield end._replace(value=writer.reads[0]) if writer.kind == "SCALE" else end
+def _unscaled_outputs(program: Program) -> Iterator[Output]:
+    """Yield the outputs, with gradients as they are before SCALE."""
+    for output in program.outputs:
+        writer = program.ops[program.writer[output.value]]
+        yield output._replace(value=writer.reads[0]) if writer.kind == "SCALE" else output
 
 
-def _with_split(op: Op, weighed: set[int | None]) -> Iterator[Op]:
-    """An op that takes from the batch, and before it the SPLIT that it needs."""
-    batch = [value for value in op.reads if value.name in _BATCH]
-    slices = {value: Value(_BATCH[value.name], op.stage, 0, op.slice) for value in batch}
-    weight = [Value("w", op.stage, 0)] if op.stage in weighed else []
-    if (batch or weight) and op.kind == "F":
-        reads = [*batch, *([Value("target")] if weight and Value("target") not in batch else [])]
-        yield Op("SPLIT", op.stage, 0, op.slice, op.rank, tuple(reads), (*slices.values(), *weight))
-    reads = [slices.get(value, value) for value in op.reads] + (weight if op.kind in "BI" else [])
+def _add_split(op: Op, stages_with_loss: set[int | None]) -> Iterator[Op]:
+    """Yield an op that reads its slice of the batch, and before a forward the SPLIT that writes the slice."""
+    batch_values = [value for value in op.reads if value.name in _SLICE_NAME_BY_BATCH]
+    slice_by_value = {value: Value(_SLICE_NAME_BY_BATCH[value.name], op.stage, 0, op.slice) for value in batch_values}
+    weight = [Value("w", op.stage, 0)] if op.stage in stages_with_loss else []
+    if (batch_values or weight) and op.kind == "F":
+        reads = [*batch_values, *([Value("target")] if weight and Value("target") not in batch_values else [])]
+        yield Op("SPLIT", op.stage, 0, op.slice, op.rank, tuple(reads), (*slice_by_value.values(), *weight))
+    reads = [slice_by_value.get(value, value) for value in op.reads] + (weight if op.kind in "BI" else [])
     yield op._replace(reads=tuple(reads))

@@ -1,11 +1,12 @@
-"""Cut the backward in two, where I gives the stage before what it waits for and W can wait; or drop it.
+"""Split the backward B into an input gradient I and a weight gradient W, merge them again, or drop gradients.
 
     2B0        --> split_backward() -->        2I0 2W0
     2I0 2W0    --> merge_backward() -->        2B0
     2F0 2B0    --> forward_only()   -->        2F0
 
-I reads what B read and writes the input gradient and what the weight gradient still needs; W turns that into gradients.
-The first stage has an I too: it writes what its W reads.
+The previous stage waits for I, and nothing waits for W, which a schedule may put into a bubble. I reads what B read. It
+writes the input gradient, and `wres`, from which W computes the weight gradients. The first stage has an I too: it
+writes what its W reads.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from fpipe.program import Op, Output, Program, ProgramError, Value, is_exchange, kind_of, pair
-from fpipe.transforms._rewrite import Transform, rebuilt, transforming
+from fpipe.transforms._rewrite import Transform, as_transform, rebuild
 
-Where = Callable[[int, int], bool]
+Choice = Callable[[int, int], bool]
 
 _new = tuple.__new__
 
 
-def split_backward(where: Where | None = None) -> Transform:
+def split_backward(where: Choice | None = None) -> Transform:
     """Turn each full backward B into an input gradient I and a weight gradient W.
 
     Args:
@@ -36,15 +37,15 @@ def split_backward(where: Where | None = None) -> Transform:
 
     if where is not None and not callable(where):
         raise TypeError(f"where is f(stage, microbatch) -> bool or None, found {where!r}.")
-    return transforming(lambda program: rebuilt(program, halved(program.ops, where)))
+    return as_transform(lambda program: rebuild(program, split_backwards(program.ops, where)))
 
 
-def halved(ops: Iterable[Op], where: Where | None) -> list[Op]:
-    """Put I and W in the places of full backwards; the I of a paired one stays in the pair."""
+def split_backwards(ops: Iterable[Op], where: Choice | None) -> list[Op]:
+    """Replace each chosen B by I and W; of a B in a PAIR the I stays in the pair, and W stands behind it."""
     halves: list[Op] = []
     for op in ops:
         if op.parts:
-            parts = halved(op.parts, where)
+            parts = split_backwards(op.parts, where)
             if len(parts) == len(op.parts):
                 halves.append(op)
             else:
@@ -56,15 +57,15 @@ def halved(ops: Iterable[Op], where: Where | None) -> list[Op]:
             halves.append(_new(Op, ("I", *op[1:6], (*cotangents, wres), *op[7:])))
             params = [value for value in op.reads if value.name == "params"]
             gradients = tuple([value for value in op.writes if value.name == "g"])
-            how = op.how if is_exchange(op) else ()
-            halves.append(_new(Op, ("W", *op[1:5], (*params, wres), gradients, (), how)))
+            options = op.how if is_exchange(op) else ()
+            halves.append(_new(Op, ("W", *op[1:5], (*params, wres), gradients, (), options)))
         else:
             halves.append(op)
     return halves
 
 
 def merge_backward() -> Transform:
-    """Put I and W back together where nothing that a schedule names stands between them on their rank.
+    """Merge I and W into B where no other op of the schedule stands between them on their rank.
 
     >>> import fpipe
     >>> program = fpipe.split_backward()(fpipe.program(2))
@@ -74,31 +75,33 @@ def merge_backward() -> Transform:
     rank 0 | 0F0 1F0 1B0 0B0
     """
 
-    @transforming
+    @as_transform
     def transform(program: Program) -> Program:
-        merged: dict[int, Op | None] = {}
-        open_at: dict[int, int] = {}  # rank -> position of an I that its next scheduled op may close
+        op_by_position: dict[int, Op | None] = {}
+        open_position_by_rank: dict[int, int] = {}  # rank -> position of an I that its next scheduled op may close
         for position, op in enumerate(program.ops):
             if not kind_of(op.kind).time:
                 continue
-            before = open_at.pop(op.rank, None)
+            open_position = open_position_by_rank.pop(op.rank, None)
             if op.kind == "I":
-                open_at[op.rank] = position
-            elif op.kind == "W" and before is not None and program.ops[before].writes[-1] in op.reads:
-                first = program.ops[before]
-                merged[before] = first._replace(kind="B", writes=(*first.writes[:-1], *op.writes))
-                merged[position] = None
-        ops = (merged.get(position, op) for position, op in enumerate(program.ops))
-        return rebuilt(program, [op for op in ops if op is not None])
+                open_position_by_rank[op.rank] = position
+            elif op.kind == "W" and open_position is not None and program.ops[open_position].writes[-1] in op.reads:
+                input_half = program.ops[open_position]
+                op_by_position[open_position] = input_half._replace(
+                    kind="B", writes=(*input_half.writes[:-1], *op.writes)
+                )
+                op_by_position[position] = None
+        ops = (op_by_position.get(position, op) for position, op in enumerate(program.ops))
+        return rebuild(program, [op for op in ops if op is not None])
 
     return transform
 
 
 def forward_only() -> Transform:
-    """Evaluate: drop gradients, and all ops and values that only they need: backwards, recomputes, sums, residuals.
+    """Drop gradients, and all ops and values that only they need: backwards, recomputes, sums and residuals.
 
-    Module state is not written. Before or after a schedule, the program is the same. The forwards that are left run the
-    same graphs as in training, so their bits are those of the training step.
+    For evaluation: module state is not written. The program is the same whether this stands before or after a schedule.
+    The forwards that are left run the graphs of training, so their bits are those of the training step.
 
     Raises:
         ProgramError: the program has no outputs and no loss, so that nothing would be left.
@@ -112,36 +115,37 @@ def forward_only() -> Transform:
     y[0,0] loss[0,0] = F[0,0] params[0] inputs target @ 0
     """
 
-    @transforming
+    @as_transform
     def transform(program: Program) -> Program:
-        ends = tuple(end for end in program.outputs if end.name.name not in _OF_TRAINING)
-        if not ends:
-            raise ProgramError("this program has neither outputs nor a loss; without gradients nothing is left of it.")
-        if ends == program.outputs and not any(value.name == "res" for op in program.ops for value in op.writes):
+        outputs = tuple(output for output in program.outputs if output.name.name not in _TRAINING_RESULTS)
+        if not outputs:
+            raise ProgramError("this program has neither outputs nor a loss to keep.")
+        if outputs == program.outputs and not any(value.name == "res" for op in program.ops for value in op.writes):
             return program
-        return _needed_for(program, ends)
+        return _keep_needed(program, outputs)
 
     return transform
 
 
-_OF_TRAINING = frozenset(("grads", "input_grads", "state", "params", "opt", "norm", "valid", "scale"))
+_TRAINING_RESULTS = frozenset(("grads", "input_grads", "state", "params", "opt", "norm", "valid", "scale"))
 
 
-def _needed_for(program: Program, ends: tuple[Output, ...]) -> Program:
-    """Walk from the end up and keep the ops some of whose writes a result needs."""
-    wanted = {end.value for end in ends}
+def _keep_needed(program: Program, outputs: tuple[Output, ...]) -> Program:
+    """Keep the ops and values from which the outputs are computed."""
+    # Dead code elimination: walk from the last op up, and keep an op if a kept op or an output reads a write of it.
+    needed_values = {program_input.value for program_input in outputs}
 
-    def needed(op: Op) -> Op | None:
-        writes = tuple(value for value in op.writes if value in wanted)
-        how = () if op.kind == "F" and not is_exchange(op) else op.how  # of F: how it was to be computed again
-        return op._replace(writes=writes, how=how) if writes else None
+    def keep_writes(op: Op) -> Op | None:
+        writes = tuple(value for value in op.writes if value in needed_values)
+        options = () if op.kind == "F" and not is_exchange(op) else op.how  # of F: how it was to be computed again
+        return op._replace(writes=writes, how=options) if writes else None
 
     ops: list[Op] = []
     for op in reversed(program.ops):
-        parts = [part for part in map(needed, op.parts or (op,)) if part]
+        parts = [part for part in map(keep_writes, op.parts or (op,)) if part]
         if parts:
             op = pair(*parts) if len(parts) > 1 else parts[0]
-            wanted.update(op.reads)
+            needed_values.update(op.reads)
             ops.append(op)
-    inputs = tuple(end for end in program.inputs if end.value in wanted)
-    return rebuilt(program, ops[::-1], inputs=inputs, outputs=ends)
+    inputs = tuple(program_input for program_input in program.inputs if program_input.value in needed_values)
+    return rebuild(program, ops[::-1], inputs=inputs, outputs=outputs)

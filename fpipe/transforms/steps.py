@@ -1,11 +1,10 @@
-"""Write several training steps as one program: each reads the parameters that the one before has made.
+"""Chain several training steps into one program: each reads the parameters that the previous one wrote.
 
     params[0,1] = UPDATE params[0] ..        --> steps(2) -->        params[0,1] = UPDATE params[0] ..
                                                                      params[0,3] = UPDATE params[0,1] ..
 
-Microbatches go on counting, and the batch, the learning rate and the loss of step t are inputs:t, target:t, lr:t and
-loss[,last]. A rank goes on with the next step when it is done with its part of this one: no rank waits for others but
-for what it reads.
+Microbatches are numbered across all steps. Step t reads the batch inputs:t, target:t and the learning rate lr:t. A
+rank starts the next step when it has finished its part of this one: it waits only for values that it reads.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from collections.abc import Iterator
 from typing import Literal
 
 from fpipe.limits import whole
-from fpipe.order import in_order
+from fpipe.order import sort_outputs
 from fpipe.program import PARAMETERS, Input, Op, Output, Program, ProgramError, Value
-from fpipe.transforms._rewrite import Transform, on_parts, rebuilt, refuse_freed, refuse_sent, transforming
+from fpipe.transforms._rewrite import Transform, as_transform, map_parts, rebuild, refuse_freed, refuse_transfers
 
-_EACH_STEP = frozenset(("inputs", "target", "lr"))
-_LAST_ALONE = frozenset(("params", "opt", "state", "scale"))
+_INPUTS_OF_EACH_STEP = frozenset(("inputs", "target", "lr"))
+_RESULTS_OF_LAST_STEP = frozenset(("params", "opt", "state", "scale"))
 
 
 def steps(count: int, *, stale: int | Literal["stash"] = 0) -> Transform:
-    """Make one program of several training steps, without a flush between them where their data allow it.
+    """Chain several training steps into one program, without a flush between them where their data allow it.
 
     A step is then handed a list with the batch of each, and one learning rate or a list of them. `Result.loss` and
     `.norm` are tuples with one for each; parameters and states are those after the last.
@@ -58,22 +57,22 @@ def steps(count: int, *, stale: int | Literal["stash"] = 0) -> Transform:
     if stale != "stash" and (type(stale) is not int or stale < 0):
         raise ValueError(f"stale is a number of steps from 0, or 'stash'; found {stale!r}.")
 
-    @transforming
+    @as_transform
     def transform(program: Program) -> Program:
-        _refuse(program, stale)
+        _refuse_unsuitable(program, stale)
         if count == 1:
             return program
-        copies = [_Step(program, number, stale) for number in range(count)]
-        inputs = (*program.inputs, *(end for step in copies[1:] for end in step.inputs()))
-        ops = [on_parts(step.op, op) for step in copies for op in program.ops]
-        outputs = in_order(end for step in copies for end in step.outputs(step is copies[-1]))
-        return rebuilt(program, ops, inputs=inputs, outputs=outputs)
+        renamers = [_StepRenamer(program, number, stale) for number in range(count)]
+        inputs = (*program.inputs, *(end for renamer in renamers[1:] for end in renamer.inputs()))
+        ops = [map_parts(renamer.op, op) for renamer in renamers for op in program.ops]
+        outputs = sort_outputs(end for renamer in renamers for end in renamer.outputs(renamer is renamers[-1]))
+        return rebuild(program, ops, inputs=inputs, outputs=outputs)
 
     return transform
 
 
-class _Step:
-    """The names of one step's values."""
+class _StepRenamer:
+    """Renamer of a program's values, ops and outputs to those of one of several steps."""
 
     def __init__(self, program: Program, number: int, stale: int | Literal["stash"]) -> None:
         self.program, self.number, self.stale = program, number, stale
@@ -82,67 +81,70 @@ class _Step:
 
     def inputs(self) -> Iterator[Input]:
         for end in self.program.inputs:
-            if end.value.name in _EACH_STEP:
+            if end.value.name in _INPUTS_OF_EACH_STEP:
                 yield end._replace(value=end.value._replace(port=self.number))
 
     def outputs(self, is_last: bool) -> Iterator[Output]:
-        """The results of this step; parameters and states are those of the last."""
+        """Yield the outputs of this step; parameters and states only for the last step."""
         for end in self.program.outputs:
             name = end.name
-            if name.name not in _LAST_ALONE:
+            if name.name not in _RESULTS_OF_LAST_STEP:
                 microbatch = self.size - 1 if name.microbatch is None else name.microbatch
                 yield end._replace(name=name._replace(microbatch=self.count(microbatch)), value=self.rename(end.value))
             elif is_last:
                 yield end._replace(value=self.rename(end.value))
 
     def op(self, op: Op) -> Op:
-        """An op in this step; only updates read the latest parameters where others are stale."""
+        """Rename an op to this step."""
+        # Stale parameters are for gradients alone: an update is always of the latest version.
         delays = [0 if op.kind == "UPDATE" else self.delay(value.stage or 0) for value in op.reads]
         reads = tuple(map(self.rename, op.reads, delays))
         microbatch = None if op.microbatch is None else self.count(op.microbatch)
         return op._replace(microbatch=microbatch, reads=reads, writes=tuple(map(self.rename, op.writes)))
 
     def delay(self, stage: int) -> int:
-        """By how many steps the parameters of a stage are behind, wherever they are read."""
+        """Return by how many steps the parameters of a stage are behind where they are read."""
+        # "stash" is PipeDream's rule: stage s of S is S-1-s steps behind.
         return self.stale if isinstance(self.stale, int) else self.program.stages - 1 - stage
 
     def count(self, microbatch: int) -> int:
-        """The number of a microbatch among those of all steps."""
+        """Return the number of a microbatch across all steps."""
         return self.number * self.size + microbatch
 
     def rename(self, value: Value, delay: int = 0) -> Value:
-        """A value in this step; of parameters the version before so many steps."""
+        """Rename a value to this step; parameters to the version of `delay` steps before."""
         if value.microbatch is not None:
             return value._replace(microbatch=self.count(value.microbatch))
         is_input = value in self.inputs_of_call
-        if is_input and value.name in _EACH_STEP:
+        if is_input and value.name in _INPUTS_OF_EACH_STEP:
             return value._replace(port=self.number)
-        if is_input or value.name in PARAMETERS:  # a gathered copy is named by the step
+        # Version v of params[s] is named by the last microbatch of step v-1, params[s,v*m-1]; version 0 is the input
+        # itself. The parameters that a GATHER writes are no input, and are named by the step that gathers them.
+        if is_input or value.name in PARAMETERS:
             version = max(self.number - (delay if is_input and value.name in PARAMETERS else 0), 0)
             return value._replace(microbatch=version * self.size - 1) if version else value
         return value._replace(microbatch=self.count(self.size - 1))
 
 
-def _refuse(program: Program, stale: object) -> None:
+def _refuse_unsuitable(program: Program, stale: object) -> None:
     refuse_freed(program)
     if not any(op.kind == "UPDATE" for op in program.ops):
-        raise ProgramError("steps follow each other by the parameters that one leaves: put fpipe.update() before.")
+        raise ProgramError("steps hand on updated parameters: put fpipe.update() before.")
     if program.steps > 1:
         raise ProgramError(f"this program is {program.steps} training steps already; say fpipe.steps() once.")
-    refuse_sent(program, "steps")
+    refuse_transfers(program, "steps")
     splits = [dict(op.how) for op in program.ops if op.kind == "SPLIT"]
     if not splits or "presplit" in splits[0]:
         mend = "put fpipe.split() before, if only split(1), without presplit."
         raise ProgramError(f"each step cuts its own batch: {mend}")
     if any(end.value.name == "key" for end in program.inputs):
-        raise ProgramError("a step that asks for its random key has one of its own; leave fpipe.steps() out.")
+        raise ProgramError("a program that reads its random key is a single step; leave fpipe.steps() out.")
     if any(end.name.name == "input_grads" for end in program.outputs):
-        raise ProgramError("gradients of the inputs are of one batch; leave input_grads=, or fpipe.steps(), out.")
+        raise ProgramError("input_grads= is for a single step; leave fpipe.steps() out.")
     computing = {op.rank for op in program.ops if op.kind in "FRBIW" or op.parts}
     host_updates = computing.isdisjoint(op.rank for op in program.ops if op.kind == "UPDATE")
     if stale and program.ranks > 1 and not host_updates:
         raise ProgramError(
-            "the rows of one step flush before the next, and stale parameters gain nothing: put the schedule behind "
-            "fpipe.steps(), so that it runs the microbatches of all steps as one stream; or let weights live on a rank "
-            "that computes nothing else, as schedules.roundpipe() does."
+            "stale parameters gain nothing where each step flushes. Put the schedule behind fpipe.steps(), or update "
+            "on a rank that computes nothing else, as roundpipe() does."
         )

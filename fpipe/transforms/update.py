@@ -1,10 +1,10 @@
-"""Put the optimizer into the program: parameters and optimizer state in, the next ones out.
+"""Add the optimizer to the program: it reads parameters and optimizer state, and writes the next ones.
 
     grads[0] = sum[0,1]        --> update("AdamW") -->        params[0,1] opt[0,1] = UPDATE params[0] opt[0] sum[0,1] lr
 
-A version of parameters is named by the microbatch after which it stands. With a clip the norm of all gradients is a
-value that travels: norms[s,i] = NORM of a stage's gradients, norm[,i] = NORM of all these. UPDATE reads it, or does not
-wait for it, and valid[,i] = VALIDATE norm[,i] tells afterwards whether it would have scaled anything.
+A version of parameters is named by the microbatch after which it is written. With a clip the norm of all gradients is a
+value that travels: norms[s,i] = NORM of a stage's gradients, norm[,i] = NORM of all these. UPDATE reads it. Or it does
+not wait for the norm, and valid[,i] = VALIDATE norm[,i] says afterwards whether the clip would have scaled anything.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any, Literal
 
-from fpipe.meaning.optimizers.rule_names import TORCHS, check_rule, check_settings
-from fpipe.order import in_order
+from fpipe.meaning.optimizers.rule_names import TORCH_RULES, check_rule, check_settings
+from fpipe.order import sort_outputs
 from fpipe.program import PARAMETERS, Input, Op, Output, Program, ProgramError, Value, parts_of
 from fpipe.transforms._rewrite import (
     Transform,
+    as_transform,
     homes_of,
-    keep_to_data,
-    on_parts,
-    rebuilt,
+    map_parts,
+    place_by_data,
+    rebuild,
     refuse_freed,
-    refuse_sent,
+    refuse_transfers,
     refuse_updated,
-    transforming,
 )
 from fpipe.transforms.communicate import communicate, without_frees
 
-_Words = tuple[tuple[str, Any], ...]
+_Options = tuple[tuple[str, Any], ...]
 _SCALE_SETTINGS = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 _REFUSED = {
     "LBFGS": "calls the loss again and again within a step",
     "SparseAdam": "is of sparse gradients",
 }
-_OWN_WORDS = ("by", "clip", "groups")
+_RESERVED_SETTINGS = ("by", "clip", "groups")
 _LR, _SCALE, _NORM = Value("lr"), Value("scale"), "norm"
 
 
@@ -105,180 +105,189 @@ def update(
     params[0] = params[0,1] @ 0
     params[1] = params[1,1] @ 1
     """
-    how = words_of_update(rule, clip, groups, settings)
+    options = update_options(rule, clip, groups, settings)
     if validate not in ("before", "after"):
         raise ValueError(f"validate is 'before' or 'after'; found {validate!r}.")
     clips = clip is not None and isfinite(clip)
     if validate == "after" and not clips:
-        raise ValueError("validate='after' asks whether a norm was above its clip: say one, such as clip=1.0.")
+        raise ValueError("validate='after' needs a clip, such as clip=1.0.")
     if validate == "after" and loss_scale is not None:
-        raise ValueError("an update waits for whether gradients are finite under a loss scale: leave validate= out.")
-    how_of_scale = None if loss_scale is None else _words_of_scale(loss_scale)
+        raise ValueError("under a loss scale updates always wait: leave validate= out.")
+    scale_options = None if loss_scale is None else _scale_options(loss_scale)
 
-    @transforming
+    @as_transform
     def transform(program: Program) -> Program:
         refuse_freed(program)
         gradients = [end for end in program.outputs if end.name.name == "grads"]
-        _refuse(program, gradients)
-        after = program.microbatches - 1
-        parameters = {end.value[1:5]: end.value for end in program.inputs if end.value.name in PARAMETERS}
+        _refuse_unsuitable(program, gradients)
+        last_microbatch = program.microbatches - 1
+        params_by_key = {end.value[1:5]: end.value for end in program.inputs if end.value.name in PARAMETERS}
         inputs, ops = [*program.inputs], [*program.ops]
-        ends = [end for end in program.outputs if end.name.name != "grads"]
-        norm, valid = Value(_NORM, None, after), Value("valid", None, after)
+        outputs_so_far = [end for end in program.outputs if end.name.name != "grads"]
+        norm, valid = Value(_NORM, None, last_microbatch), Value("valid", None, last_microbatch)
         waits = clips and validate == "before"
-        more_reads = [*([norm] if waits else []), *([] if "lr" in settings else [_LR])]
-        if how_of_scale is not None:
-            unscale, gradients = _unscale(gradients, valid, _axis(program), how_of_scale)
+        shared_reads = [*([norm] if waits else []), *([] if "lr" in settings else [_LR])]
+        if scale_options is not None:
+            unscale, gradients = _unscale_ops(gradients, valid, _shard_axis_option(program), scale_options)
             ops = [*_scale_backwards(program), *unscale]
             inputs.append(Input(_SCALE, (0,)))
-            ends += [Output(_SCALE, unscale[-1].writes[1], (0,)), Output(Value("valid"), valid, (0,))]
-            more_reads.append(valid)
+            outputs_so_far += [Output(_SCALE, unscale[-1].writes[1], (0,)), Output(Value("valid"), valid, (0,))]
+            shared_reads.append(valid)
         if clip is not None:
-            ops += _norms(gradients, norm, _axis(program))
-            ends.append(Output(Value(_NORM), norm, (0,)))
+            ops += _norm_ops(gradients, norm, _shard_axis_option(program))
+            outputs_so_far.append(Output(Value(_NORM), norm, (0,)))
         if validate == "after":
-            ops.append(Op("VALIDATE", ops[-1].stage, after, None, 0, (norm,), (valid,), (), (("clip", clip),)))
-            ends.append(Output(Value("valid"), valid, (0,)))
+            clip_option = (("clip", clip),)
+            ops.append(Op("VALIDATE", ops[-1].stage, last_microbatch, None, 0, (norm,), (valid,), (), clip_option))
+            outputs_so_far.append(Output(Value("valid"), valid, (0,)))
         for name, gradient, homes in gradients:
-            parameter, state = parameters[name.stage, None, None, name.port], Value("opt", name.stage, port=name.port)
-            writes = tuple(value._replace(microbatch=after) for value in (parameter, state))
+            parameter = params_by_key[name.stage, None, None, name.port]
+            state = Value("opt", name.stage, port=name.port)
+            writes = tuple(value._replace(microbatch=last_microbatch) for value in (parameter, state))
             inputs.append(Input(state, homes))
-            reads = (parameter, state, gradient, *more_reads)
-            ops.append(Op("UPDATE", name.stage, after, None, 0, reads, writes, (), how))
-            ends += [Output(name._replace(name="params"), writes[0], homes), Output(state, writes[1], homes)]
+            reads = (parameter, state, gradient, *shared_reads)
+            ops.append(Op("UPDATE", name.stage, last_microbatch, None, 0, reads, writes, (), options))
+            outputs_so_far += [Output(name._replace(name="params"), writes[0], homes), Output(state, writes[1], homes)]
         inputs += [] if "lr" in settings else [Input(_LR, (0,))]
-        outputs = in_order((*ends, *(gradients if grads else [])))
-        placed_inputs, placed, outputs = keep_to_data(tuple(inputs), ops, outputs, homes_of(program))
-        return rebuilt(program, placed, inputs=placed_inputs, outputs=outputs)
+        outputs = sort_outputs((*outputs_so_far, *(gradients if grads else [])))
+        placed_inputs, placed_ops, outputs = place_by_data(tuple(inputs), ops, outputs, homes_of(program))
+        return rebuild(program, placed_ops, inputs=placed_inputs, outputs=outputs)
 
     return transform
 
 
-def _words_of_scale(loss_scale: Literal["dynamic"] | Mapping[str, float]) -> _Words:
+def _scale_options(loss_scale: Literal["dynamic"] | Mapping[str, float]) -> _Options:
     settings = {} if loss_scale == "dynamic" else loss_scale
     if not isinstance(settings, Mapping) or not {*settings} <= {*_SCALE_SETTINGS}:  # pyright: ignore[reportUnnecessaryIsInstance]
-        known = ", ".join(_SCALE_SETTINGS)
-        raise ValueError(f"loss_scale is 'dynamic', or a dict with some of {known}; found {loss_scale!r}.")
-    for word, value in settings.items():
+        known_settings = ", ".join(_SCALE_SETTINGS)
+        raise ValueError(f"loss_scale is 'dynamic', or a dict with some of {known_settings}; found {loss_scale!r}.")
+    for setting, value in settings.items():
         if isinstance(value, bool) or not value > 0:
-            raise ValueError(f"{word} of loss_scale= is a number above 0; found {value!r}.")
+            raise ValueError(f"{setting} of loss_scale= is a number above 0; found {value!r}.")
     return tuple((_SCALE_SETTINGS | dict(settings)).items())
 
 
 def _scale_backwards(program: Program) -> list[Op]:
-    """Let the backwards in which a gradient of a loss begins read the scale."""
+    """Let the backwards of stages that compute a loss read the scale, with which they start the gradient."""
     starts = {op.stage for op in parts_of(program.ops) if op.kind == "F" and any(v.name == "loss" for v in op.writes)}
 
     def scale(op: Op) -> Op:
         return op._replace(reads=(*op.reads, _SCALE)) if op.kind in "BI" and op.stage in starts else op
 
-    return [on_parts(scale, op) for op in program.ops]
+    return [map_parts(scale, op) for op in program.ops]
 
 
-def _unscale(gradients: Sequence[Output], valid: Value, axis: _Words, how: _Words) -> tuple[list[Op], list[Output]]:
-    """Divide gradients by the scale, and find out whether all are finite, over replicas too."""
-    ops, ends, flags = list[Op](), list[Output](), list[Value]()
-    for end in gradients:
-        unscaled = Value("real", end.name.stage, valid.microbatch, port=end.name.port)
-        flag, place = unscaled._replace(name="found"), (*unscaled[1:4], 0)
-        ops.append(Op("UNSCALE", *place, (end.value, _SCALE), (unscaled, flag)))
-        if axis:
-            ops.append(Op("REDUCE", *place, (flag,), (flag._replace(name="all_found"),), (), axis))
+def _unscale_ops(
+    gradients: Sequence[Output], valid: Value, axis_option: _Options, options: _Options
+) -> tuple[list[Op], list[Output]]:
+    """Return ops that divide gradients by the scale and check that all are finite, and the unscaled gradients."""
+    # As in GradScaler each gradient has a flag, 1.0 where it has an infinite or NaN element. Of shards each replica
+    # sees a part, so their flags are added over the replicas before VALIDATE reads them.
+    ops, outputs, flags = list[Op](), list[Output](), list[Value]()
+    for output in gradients:
+        unscaled = Value("real", output.name.stage, valid.microbatch, port=output.name.port)
+        flag, op_fields = unscaled._replace(name="found"), (*unscaled[1:4], 0)
+        ops.append(Op("UNSCALE", *op_fields, (output.value, _SCALE), (unscaled, flag)))
+        if axis_option:
+            ops.append(Op("REDUCE", *op_fields, (flag,), (flag._replace(name="all_found"),), (), axis_option))
         flags.append(ops[-1].writes[-1])
-        ends.append(end._replace(value=unscaled))
-    home = min(end.name.stage or 0 for end in gradients)
+        outputs.append(output._replace(value=unscaled))
+    home = min(output.name.stage or 0 for output in gradients)
     writes = (valid, _SCALE._replace(microbatch=valid.microbatch))
-    ops.append(Op("VALIDATE", home, valid.microbatch, None, 0, (*flags, _SCALE), writes, (), how))
-    return ops, ends
+    ops.append(Op("VALIDATE", home, valid.microbatch, None, 0, (*flags, _SCALE), writes, (), options))
+    return ops, outputs
 
 
-def _axis(program: Program) -> _Words:
-    """The axis along which gradients are shards, as an op says it; nothing where they are whole."""
+def _shard_axis_option(program: Program) -> _Options:
+    """Return the option with the axis along which gradients are sharded; none where they are whole."""
     scatter = next((op for op in program.ops if op.kind == "SCATTER"), None)
     return () if scatter is None else (("axis", dict(scatter.how)["axis"]),)
 
 
-def _norms(gradients: Sequence[Output], norm: Value, axis: _Words) -> list[Op]:
-    """Compute the norms of each stage's gradients, and the norm of all.
+def _norm_ops(gradients: Sequence[Output], norm: Value, axis_option: _Options) -> list[Op]:
+    """Return the ops that compute the norms of each stage's gradients, and the norm of all.
 
-    Of shards the squares are added up first, along their axis; those of numbers, which are whole everywhere, are not.
+    Squares of shards are added over replicas first. Gradients of 0-d parameters are not sharded, and every replica has
+    them whole, so their norms are separate and are not added.
     """
     gradients_by_stage: dict[int, list[Value]] = {}
-    for end in gradients:
-        gradients_by_stage.setdefault(end.name.stage or 0, []).append(end.value)
-    ops, parts = list[Op](), list[Value]()
+    for output in gradients:
+        gradients_by_stage.setdefault(output.name.stage or 0, []).append(output.value)
+    ops, norms_of_parts = list[Op](), list[Value]()
     for stage, reads in gradients_by_stage.items():
         norms = Value("norms", stage, norm.microbatch)
-        place = (stage, norm.microbatch, None, 0)
-        if axis:
+        op_fields = (stage, norm.microbatch, None, 0)
+        if axis_option:
             squares, of_numbers = norms._replace(name="squares"), norms._replace(port=1)
-            ops.append(Op("NORM", *place, tuple(reads), (squares, of_numbers)))
-            ops.append(Op("REDUCE", *place, (squares,), (norms,), (), axis))
-            parts += [norms, of_numbers]
+            ops.append(Op("NORM", *op_fields, tuple(reads), (squares, of_numbers)))
+            ops.append(Op("REDUCE", *op_fields, (squares,), (norms,), (), axis_option))
+            norms_of_parts += [norms, of_numbers]
         else:
-            ops.append(Op("NORM", *place, tuple(reads), (norms,)))
-            parts.append(norms)
-    return [*ops, Op("NORM", min(gradients_by_stage), norm.microbatch, None, 0, tuple(parts), (norm,))]
+            ops.append(Op("NORM", *op_fields, tuple(reads), (norms,)))
+            norms_of_parts.append(norms)
+    return [*ops, Op("NORM", min(gradients_by_stage), norm.microbatch, None, 0, tuple(norms_of_parts), (norm,))]
 
 
-def _refuse(program: Program, gradients: Sequence[Output]) -> None:
+def _refuse_unsuitable(program: Program, gradients: Sequence[Output]) -> None:
     refuse_updated(program)
-    refuse_sent(program, "update")
+    refuse_transfers(program, "update")
     if not gradients:
         raise ProgramError("this program has no gradients to update by; fpipe.program(model) has them.")
-    if any(end.name.microbatch is not None for end in gradients):
+    if any(output.name.microbatch is not None for output in gradients):
         raise ProgramError("gradients are those of single microbatches: put fpipe.merge() before fpipe.update().")
-    if any(program.ops[program.writer[end.value]].writes[0].name == "rows" for end in gradients):
-        raise ProgramError("gradients of single rows update nothing; clip and add them up, and leave update() out.")
+    if any(program.ops[program.writer[output.value]].writes[0].name == "rows" for output in gradients):
+        raise ProgramError("update() needs summed gradients, not those of single rows; leave it out.")
 
 
-def words_of_update(
+def update_options(
     rule: str | type[Any], clip: float | None, groups: Mapping[str, Mapping[str, Any]] | None, settings: dict[str, Any]
-) -> _Words:
-    """The words of an UPDATE; a program is data, so a rule is its name."""
+) -> _Options:
+    """Return the checked options of an UPDATE; a program is data, so it names the rule."""
     name = rule.__name__ if isinstance(rule, type) else rule
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         hint = " fpipe.register_update gives a function a name." if callable(rule) else ""
         hint = " An optimizer of parameters stays outside of a program." if hasattr(rule, "param_groups") else hint
-        found = f"{type(rule).__name__}.{hint}"
-        raise TypeError(f"a rule is the name or class of an optimizer, such as 'AdamW'; found {found}")
+        type_and_hint = f"{type(rule).__name__}.{hint}"
+        raise TypeError(f"a rule is the name or class of an optimizer, such as 'AdamW'; found {type_and_hint}")
     if name in _REFUSED:
         raise ValueError(f"{name} {_REFUSED[name]}, and no op of a program does: use it outside, on Result.grads.")
     check_rule(name)
-    if isinstance(rule, type) and name in TORCHS and not rule.__module__.startswith("torch.optim"):
+    if isinstance(rule, type) and name in TORCH_RULES and not rule.__module__.startswith("torch.optim"):
         raise ValueError(
             f"{rule.__module__}.{name} is another optimizer than torch.optim.{name}: fpipe.register_update gives its "
             "rule a name of its own."
         )
     if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"clip is a norm, a number above 0; found {clip!r}.")
-    how: dict[str, Any] = {"by": name} | ({} if clip is None else {"clip": float(clip) if isfinite(clip) else "inf"})
+    options: dict[str, Any] = {"by": name}
+    if clip is not None:
+        options["clip"] = float(clip) if isfinite(clip) else "inf"  # text: an infinite float is no literal
     if groups is not None:
         if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):  # pyright: ignore[reportUnnecessaryIsInstance]
             example = '{"*bias": {"weight_decay": 0.0}}'
             raise ValueError(f"groups is {{pattern: settings}}, such as {example}; found {groups!r}.")
-        how["groups"] = tuple((pattern, _literals(group)) for pattern, group in groups.items())
-    check_settings(name, [*settings, *(word for group in (groups or {}).values() for word in group)])
-    words = _literals(settings)
-    if name in TORCHS and (words or groups):
-        from fpipe.meaning.optimizers.rules import check_together  # only settings need torch
+        options["groups"] = tuple((pattern, _literal_settings(group)) for pattern, group in groups.items())
+    check_settings(name, [*settings, *(setting for group in (groups or {}).values() for setting in group)])
+    rule_settings = _literal_settings(settings)
+    if name in TORCH_RULES and (rule_settings or groups):
+        from fpipe.meaning.optimizers.rules import check_torch_settings  # only settings need torch
 
-        for group in ((), *(words for _, words in how.get("groups", ()))):
-            check_together(name, tuple((dict(words) | dict(group)).items()))
-    return (*how.items(), *words)
+        for group in ((), *(group_settings for _, group_settings in options.get("groups", ()))):
+            check_torch_settings(name, tuple((dict(rule_settings) | dict(group)).items()))
+    return (*options.items(), *rule_settings)
 
 
-def _literals(settings: Mapping[str, Any]) -> _Words:
-    """Settings as a program has them, in one order."""
-    words: list[tuple[str, Any]] = []
-    for word, value in sorted(settings.items()):
+def _literal_settings(settings: Mapping[str, Any]) -> _Options:
+    """Return settings as sorted pairs of literals, so that equal settings give equal programs."""
+    pairs: list[tuple[str, Any]] = []
+    for setting, value in sorted(settings.items()):
         value = tuple(value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType]
         parts: Sequence[Any] = value if isinstance(value, tuple) else (value,)
         is_literal = all(isinstance(part, bool | int | str | None) or _is_finite(part) for part in parts)
-        if not is_literal or word in _OWN_WORDS:
-            raise ValueError(f"a setting is a number, a word or a tuple of them; found {word}={value!r}.")
-        words.append((word, value))
-    return tuple(words)
+        if not is_literal or setting in _RESERVED_SETTINGS:
+            raise ValueError(f"a setting is a number, a text or a tuple; found {setting}={value!r}.")
+        pairs.append((setting, value))
+    return tuple(pairs)
 
 
 def _is_finite(number: Any) -> bool:
@@ -286,16 +295,17 @@ def _is_finite(number: Any) -> bool:
 
 
 def is_post_validated(program: Program) -> bool:
-    """Whether updates of a program do not wait for the norm that clips them."""
+    """Whether updates run before the norm that would clip them is known (validate="after")."""
+    # Every table asks this of its program, so the answer is kept with the program.
     if "post_validated" not in program.__dict__:
-        steps = (op for op in program.ops if op.kind in ("UPDATE", "VALIDATE"))  # few, and every table is asked this
+        steps = (op for op in program.ops if op.kind in ("UPDATE", "VALIDATE"))
         readers = {op.kind for op in steps if any(value.name == _NORM for value in op.reads)}
         program.__dict__["post_validated"] = "VALIDATE" in readers and "UPDATE" not in readers
     return program.__dict__["post_validated"]
 
 
-def behind_norms(program: Program) -> Program:
-    """Let the updates of a program wait for their norms."""
+def with_waiting_updates(program: Program) -> Program:
+    """Return the program with updates that wait for their norms: the one that redoes an invalid step."""
     bare = without_frees(program)
 
     def read_norm(op: Op) -> Op:
@@ -303,16 +313,16 @@ def behind_norms(program: Program) -> Program:
             return op
         return op._replace(reads=(*op.reads[:3], Value(_NORM, None, op.microbatch), *op.reads[3:]))
 
-    waiting = rebuilt(bare, [*map(read_norm, bare.ops)])
+    waiting = rebuild(bare, [*map(read_norm, bare.ops)])
     return communicate()(waiting) if any(op.kind == "SEND" for op in program.ops) else waiting
 
 
 def refuse_without_redo(program: Program) -> None:
-    """Raise ProgramError for an order in which updates that wait for their norms would wait for themselves."""
+    """Raise ProgramError for an order in which steps could not be redone, since an update would wait for itself."""
     try:
-        behind_norms(program)
+        with_waiting_updates(program)
     except ProgramError as error:
         raise ProgramError(
-            "validate='after' runs steps again with updates that wait for the norm of their step, and in this order a "
-            f"gradient of that norm waits for the update: leave validate= out, or change the order. {error}"
+            "validate='after' runs steps again with updates that wait for their norm, which this order forbids: "
+            f"leave validate= out, or change the order. {error}"
         ) from None
