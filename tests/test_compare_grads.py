@@ -317,11 +317,9 @@ judged(without_bias() | {"2.bias": torch.ones(5) * 1j})
 judged(without_bias() | {"2.bias": torch.arange(5)})
     ValueError: the gradient of '2.bias' is a tensor of torch.int64
 judged([*loop().values()])
-    ValueError: grads is a dict by name, such as {name: p.grad for name, p in net.named_parameters()}, or one tree for
-    each of the 3 stages; found 6 in a list.
+    ValueError: grads is a dict of p.grad by name, or one tree for each of the 3 stages; found 6 in a list.
 judged(nn.Linear(1, 1))
-    ValueError: grads is a dict by name, such as {name: p.grad for name, p in net.named_parameters()}, or one tree for
-    each of the 3 stages; found Linear.
+    ValueError: grads is a dict of p.grad by name, or one tree for each of the 3 stages; found Linear.
 judged(loop(), microbatches=0)
     ValueError: microbatches is a whole number, at least 1; found 0.
 with_norm()

@@ -132,7 +132,7 @@ def test_what_modules_hold_is_read_as_it_is_then(rows: bool):
     """A trace of a function around a stage of modules has their buffers and their mode inside."""
 
     by = torch.ones(4, dtype=torch.float64)
-    shifted = Toy(lambda own, x: x * own.rule if own.training else x, by=by)
+    shifted = Toy(lambda own, x: x * own.by if own.training else x, by=by)
     net = nn.Sequential(nn.Linear(4, 4).double(), shifted)
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=F.mse_loss)
     transformed, merge = (fpipe.per_example(model), "rows") if rows else (fpipe.jvp(model), "sum")
@@ -144,7 +144,7 @@ def test_what_modules_hold_is_read_as_it_is_then(rows: bool):
         return all(map(torch.equal, tree.leaves(run(given, NUMBERS).grads), tree.leaves(plain.grads)))
 
     assert again()
-    net[1].rule = torch.full((4,), 3.0, dtype=torch.float64)
+    net[1].by = torch.full((4,), 3.0, dtype=torch.float64)
     assert again()
     net.eval()
     assert again()

@@ -350,8 +350,8 @@ refused(simple(lambda y, w, t: (checkpoint(torch.tanh, y @ w, use_reentrant=True
 refused(simple(lambda y, w, t: (F.dropout(t) - F.dropout(y @ w)).square().mean()))
     ValueError: dropout draws random numbers for the loss, and dropout_1 later for a stage. Draw them
 refused(simple(lambda y, w, t: (y @ w - t).sum() / len(y)))
-    ValueError: loss_fn compares or fixes the number of rows, as len(x) and int(n / 4) do, so it can be traced for that of
-    the example only; x.shape[0] and n // 4 keep it symbolic
+    ValueError: loss_fn compares or fixes the number of rows, as len(x) and int(n / 4) do; x.shape[0] and n // 4 keep it
+    symbolic
 refused(lambda params, batch: (fpipe.boundary(batch[0] @ params['w']), batch[1].mean())[1])
     ValueError: the loss reads nothing that loss_fn computes from params and inputs: it trains nothing.
 refused(lambda params, batch: params['loss'])
@@ -398,9 +398,9 @@ refused(simple(lambda y, w, t: (setattr(y, "data", y.detach() * 2), (y - t).squa
     ValueError: loss_fn cannot be cut: it assigns the .data of a tensor, which no trace sees. Compute a new tensor
     in its
 refused(gradient_inside)
-    Exception: a tensor of shape (rows, 4) is computed where no trace sees it: by torch.autograd.grad, torch.
+    Exception: a tensor of shape (rows, 4) is computed where no trace sees it, as by torch.autograd.grad, torch.
 refused(simple(lambda y, w, t: (torch.vmap(lambda x: torch.tanh(x @ w))(y) - t).square().mean()))
-    Exception: a tensor of shape (rows, 4) is computed where no trace sees it: by torch.autograd.grad, torch.
+    Exception: a tensor of shape (rows, 4) is computed where no trace sees it, as by torch.autograd.grad, torch.
 (lambda model, own, whole, batch: fpipe.build(fpipe.program(model), model)(whole, batch))(*cut_gpt())
     ValueError: found dict. fpipe.split_params(model, whole) makes it of the whole py
 (lambda model, own, whole, batch: fpipe.reference(model, own, tuple(torch.cat([h, h], 1) for h in batch)))(*cut_gpt())
@@ -432,7 +432,7 @@ def test_a_refusal_names_the_module_and_the_users_line(decides: bool) -> None:
         y = fpipe.boundary(torch.func.functional_call(net, params, (sum(batch),)))
         return (y @ y.T - batch[1].sum()).square().mean()
 
-    words = "loss_fn branches on a number that it computes (if" if decides else "stage 0 reads the ta"
+    words = "loss_fn branches on a number that it computes, as in" if decides else "stage 0 reads the ta"
     with pytest.raises(ValueError, match=re.escape(words)) as error:
         fpipe.from_loss(loss_fn, dict(net.named_parameters()), rows())
     code = (Decides.forward if decides else loss_fn).__code__

@@ -548,7 +548,7 @@ cut(with_one_norm())
     ValueError: in stages 0 and 1; choose cuts= that keep it in one. in module 'blocks.0.middle.0' (BatchNorm1d), at
     toys.py:
 cut(Net(2, lambda: statistics(momentum=None)))
-    ValueError: (momentum=None), a number that it reads from a buffer, which an export cannot; give it
+    ValueError: has momentum=None, which no export supports; give it a momentum, or
 # A stage mutates a copy of what it is handed; what is between is read as it was.
 cut(reads_mutated(), None, cuts=["first", "middle"])
     ValueError: stage 2 reads what stage 0 computes (linear) and stage 1 writes in place (aten.relu_.default). Compute a

@@ -164,7 +164,7 @@ def test_on_meta_it_is_refused_by_name(all_on_meta: bool):
     """Of a net on meta beside a real example the run that tells what it makes ended in torch's words for a device."""
     net = net_of(Experts).to("meta")
     example: Any = tuple(part.to("meta") for part in tokens()) if all_on_meta else tokens()
-    with pytest.raises(ValueError, match=r"The Python of 'blocks.1.inner' looks at data, which .* on meta lacks: cut"):
+    with pytest.raises(ValueError, match=r"The Python of 'blocks.1.inner' looks at data, which .* on meta lack: cut"):
         fpipe.from_module(net, 3, loss=cross_entropy, example=example)
 
 

@@ -299,8 +299,8 @@ test_refusals = refusals(
     globals(),
     r"""
 of_model(chain_of(plain, plain, lambda p, x: x[0] + x[1], inputs=("batch", 0, (1, 0))))
-    ValueError: stage 2 (<lambda>) takes (1, 0); torch's runtime passes it the output of the stage before. Pass values on in
-    tuples, or use fpipe.build(runtime="distributed").
+    ValueError: stage 2 (<lambda>) takes (1, 0); torch's runtime passes it the output of the stage before. Pass values
+    on in tuples, or use fpipe.build(runtime="distributed").
 of_model(chain_of(plain, plain, ties=[((0, "w"), (1, "w"))]))
     ValueError: leaf 'w' of stage 0 is tied to 'w' of stage 1; torch's runtime does not sum their gradients. Put both
     into one stage, or use fpipe.build(runtime="distributed").

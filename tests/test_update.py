@@ -437,7 +437,7 @@ def on_four(rank: int, gather: str, clip: float | None, steps: int) -> list[str]
     where they are clipped by more than rounding, since norms are added in another order."""
     _, replica, _ = meshed()
     net, batches = net_of(), [tuple(half.chunk(2)[one] for half in rows(16)) for one in range(2)]
-    net[1].append(Toy(lambda own, x: x * own.rule, by=nn.Parameter(torch.tensor(1.5))))  # which all replicas have whole
+    net[1].append(Toy(lambda own, x: x * own.by, by=nn.Parameter(torch.tensor(1.5))))  # which all replicas have whole
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=4, loss=MSE)
     more = [fpipe.shard(gather=gather)]  # type: ignore[arg-type]
     program = fpipe.steps(steps)(updating(model, fpipe.schedules.interleaved(2), "AdamW", clip, *more))

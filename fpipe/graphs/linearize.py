@@ -1,13 +1,13 @@
-"""Turn a stage into four functions with everything between them in the open: forward, backward, and its two halves.
+"""Turn a stage into four functions of explicit values: forward, backward, and the two halves of the backward.
 
     y = f(params, x)    --> linearize -->    y, res = forward(params, x)
                                              dx, dparams = backward(params, res, dy)
                                              dx, wres = backward_input(params, res, dy)
                                              dparams = backward_weight(params, wres)
 
-The four do what plain autograd does, op by op, so their bits are its bits. `res` and `wres` are lists of the tensors
-that the next function reads and no others. Who reads one for the last time hands it over: with `last=True` the list is
-emptied, so that each tensor is gone right after the op that reads it last, as inside autograd.
+The four do what plain autograd does, op by op, so their bits are its bits. `res` and `wres` are lists of exactly the
+tensors that the next function reads. With `last=True` a function empties the list that it reads, so that each tensor is
+gone right after the op that reads it last, as inside autograd.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from fpipe import tree
-from fpipe.graphs.compiling.code import compiled, source
+from fpipe.graphs.compiling.code import compile_graph, source
 from fpipe.graphs.compiling.cut import Cut
-from fpipe.graphs.language.graph import Graph, Name, aval
-from fpipe.graphs.tracing.stage_call import Spec, StageCall, wanting, wants
+from fpipe.graphs.language.graph import Graph, Name, aval_of_tensor
+from fpipe.graphs.tracing.stage_call import Spec, StageCall, aval_with_grad, wants_grad
 from fpipe.graphs.tracing.trace_cache import Traces
 from fpipe.meaning.purity.ambient import Untraceable, raw_ops
-from fpipe.meaning.purity.sharded import local_of, sharded_as
+from fpipe.meaning.purity.sharded import as_dtensor_like, local_shard
 from fpipe.model import Model, Stage
 from fpipe.positional_stage import PositionalStage
 
@@ -37,10 +37,11 @@ class Linearized:
 
     Attributes:
         traced: the stage and its gradient as a graph, and how it is cut.
+        specs: the containers of params, x and y.
 
     >>> import fpipe, torch
-    >>> one = fpipe.linearize(lambda params, x: x * params, torch.ones(2), torch.ones(2))
-    >>> print(str(one).split("\\n\\n")[0])
+    >>> scale = fpipe.linearize(lambda params, x: x * params, torch.ones(2), torch.ones(2))
+    >>> print(str(scale).split("\\n\\n")[0])
     def forward(params, x):
         [params_0] = params
         [x_0] = x
@@ -53,75 +54,79 @@ class Linearized:
     specs: Mapping[str, Spec]
 
     def forward(self, params: Any, x: Any) -> tuple[Any, list[Tensor]]:
-        """The output, and what the backward reads: `y, res`."""
+        """Return the output, and the tensors that the backward reads: `y, res`."""
         y, res = self._run("forward", params, x=x)
         return tree.unflatten(self.specs["y"], y), res
 
     def backward(self, params: Any, res: list[Tensor], dy: Any, *, last: bool = False) -> tuple[Any, Any]:
-        """The gradients of the input and of the parameters: `dx, dparams`. None where there is none.
+        """Return the gradients of the input and of the parameters: `dx, dparams`. None where there is none.
 
         Args:
             params: as `forward` was handed them.
-            res: what `forward` left.
+            res: the residuals that `forward` returned.
             dy: the gradient of the output.
             last: whether nobody reads `res` again. Then the list is emptied, and no tensor in it outlives the op that
-                reads it last, unless somebody else has it; the most that is alive meanwhile is what autograd has alive
-                inside its own backward. Otherwise `res` stays as it is, and may be read again.
+                reads it last, unless somebody else has it; the peak is that of autograd's own backward. Otherwise `res`
+                stays as it is, and may be read again.
         """
-        dx, dparams = self._run("backward", params, dy=dy, res=_handed(res, "res", last))
-        return tree.unflatten(self.specs["x"], dx), self._of_params(params, dparams)
+        dx, dparams = self._run("backward", params, dy=dy, res=_consumable(res, "res", last))
+        return tree.unflatten(self.specs["x"], dx), self._like_params(params, dparams)
 
     def backward_input(
         self, params: Any, res: list[Tensor], dy: Any, *, last: bool = False
     ) -> tuple[Any, list[Tensor]]:
-        """The gradient of the input, and what is left for the parameters': `dx, wres`. `last` as in `backward`: then
-        only what is in `wres` is alive afterwards."""
-        dx, wres = self._run("backward_input", params, dy=dy, res=_handed(res, "res", last))
+        """Return the gradient of the input, and the tensors that `backward_weight` reads: `dx, wres`.
+
+        `last` as in `backward`: afterwards only the tensors in `wres` are alive.
+        """
+        dx, wres = self._run("backward_input", params, dy=dy, res=_consumable(res, "res", last))
         return tree.unflatten(self.specs["x"], dx), wres
 
     def backward_weight(self, params: Any, wres: list[Tensor], *, last: bool = False) -> Any:
-        """The gradients of the parameters. `last`: nobody reads `wres` again, and it is emptied."""
-        (dparams,) = self._run("backward_weight", params, wres=_handed(wres, "wres", last))
-        return self._of_params(params, dparams)
+        """Return the gradients of the parameters. `last`: nobody reads `wres` again, and it is emptied."""
+        (dparams,) = self._run("backward_weight", params, wres=_consumable(wres, "wres", last))
+        return self._like_params(params, dparams)
 
-    def _of_params(self, params: Any, found: Sequence[Any]) -> Any:
-        """Gradients in the containers of the parameters, sharded as these are."""
-        return tree.unflatten(self.specs["params"], map(sharded_as, tree.leaves(params), found))
+    def _like_params(self, params: Any, gradients: Sequence[Any]) -> Any:
+        """Return gradients in the containers of the parameters, sharded as these are."""
+        return tree.unflatten(self.specs["params"], map(as_dtensor_like, tree.leaves(params), gradients))
 
-    def _run(self, name: str, params: Any, **given: Any) -> Any:
-        kept = ("res", "wres")  # lists already, and perhaps to be emptied
+    def _run(self, name: str, params: Any, **arguments: Any) -> Any:
+        # Residuals are lists already, and the very lists: they may have to be emptied.
+        list_labels = ("res", "wres")
         lists = {"params": tree.leaves(params)}
-        lists |= {label: value if label in kept else tree.leaves(value) for label, value in given.items()}
+        lists |= {label: value if label in list_labels else tree.leaves(value) for label, value in arguments.items()}
         for label, names in self.graphs[name].reads.items():
             if label in ("params", "x", "dy"):
                 self._check(name, label, names, lists[label])
         with raw_ops():
-            lists["params"] = [*map(local_of, lists["params"])]
+            lists["params"] = [*map(local_shard, lists["params"])]
             return self._functions[name](*lists.values())
 
     def _check(self, name: str, label: str, names: Sequence[Name | None], leaves: Sequence[Any]) -> None:
-        """A ValueError for tensors that the graph is not for: its views and sizes are those it was traced with."""
+        """Raise ValueError for tensors that the graph was not traced for, since it has their sizes and views."""
+        # A cotangent may have other strides: autograd takes those too.
         if len(leaves) != len(names):
             raise ValueError(f"{name} takes {len(names)} leaves as {label}, found {len(leaves)}.")
-        for place, (wanted, leaf) in enumerate(zip(names, leaves, strict=True)):
-            if wanted is None:
+        for leaf_index, (leaf_name, leaf) in enumerate(zip(names, leaves, strict=True)):
+            if leaf_name is None:
                 continue
-            known = self.traced.graph.facts[wanted].aval
-            found = aval(leaf) if isinstance(leaf, Tensor) else None
+            expected = self.traced.graph.facts[leaf_name].aval
+            actual = aval_of_tensor(leaf) if isinstance(leaf, Tensor) else None
             if (
-                found is None
-                or found[:3:2] != known[:3:2]
-                or (label in ("params", "x") and found.stride != known.stride)
+                actual is None
+                or actual[:3:2] != expected[:3:2]
+                or (label in ("params", "x") and actual.stride != expected.stride)
             ):
-                shown = type(leaf).__name__ if found is None else f"{found} with strides {found.stride}"
+                actual_text = type(leaf).__name__ if actual is None else f"{actual} with strides {actual.stride}"
                 raise ValueError(
-                    f"{name} was traced for {known} with strides {known.stride} as leaf {place} of {label}, found "
-                    f"{shown}. Linearize the function for these tensors too."
+                    f"{name} was traced for {expected} with strides {expected.stride} as leaf {leaf_index} of {label}, "
+                    f"found {actual_text}. Linearize the function for these tensors too."
                 )
 
     @cached_property
     def graphs(self) -> dict[str, Graph]:
-        """The graph of each function, by its name."""
+        """Return the graph of each function, by its name."""
         cut = self.traced
         return {
             "forward": cut.forward(["y", "res"]),
@@ -132,21 +137,21 @@ class Linearized:
 
     @cached_property
     def _functions(self) -> dict[str, Callable[..., Any]]:
-        return {name: compiled(graph, name) for name, graph in self.graphs.items()}
+        return {name: compile_graph(graph, name) for name, graph in self.graphs.items()}
 
     def __str__(self) -> str:
         return "\n\n".join(source(graph, name) for name, graph in self.graphs.items())
 
 
-def _handed(tensors: list[Tensor], what: str, last: bool) -> list[Tensor]:
-    """The list itself if it may be emptied."""
+def _consumable(tensors: list[Tensor], label: str, last: bool) -> list[Tensor]:
+    """Return the list itself if it may be emptied, else a copy."""
     if last and not isinstance(tensors, list):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"last=True empties {what}: hand in the list itself, found {type(tensors).__name__}.")
+        raise TypeError(f"last=True empties {label}: hand in the list itself, found {type(tensors).__name__}.")
     return tensors if last else [*tensors]
 
 
 def linearize(function: Callable[[Any, Any], Any], params: Any, x: Any) -> Linearized:
-    """Forward, backward, input gradient and weight gradient of a stage function, each a list of torch ops.
+    """Write a stage function as four lists of torch ops: forward, backward, input gradient and weight gradient.
 
     Args:
         function: `f(params, x) -> y`.
@@ -162,14 +167,14 @@ def linearize(function: Callable[[Any, Any], Any], params: Any, x: Any) -> Linea
 
     >>> import fpipe, torch
     >>> params, x = {"w": torch.ones(3, 2)}, torch.ones(4, 3)
-    >>> one = fpipe.linearize(lambda params, x: (x @ params["w"]).relu(), params, x)
-    >>> y, res = one.forward(params, x)
-    >>> dx, wres = one.backward_input(params, res, torch.ones(4, 2))
-    >>> one.backward_weight(params, wres)
+    >>> layer = fpipe.linearize(lambda params, x: (x @ params["w"]).relu(), params, x)
+    >>> y, res = layer.forward(params, x)
+    >>> dx, wres = layer.backward_input(params, res, torch.ones(4, 2))
+    >>> layer.backward_weight(params, wres)
     {'w': tensor([[4., 4.],
             [4., 4.],
             [4., 4.]])}
-    >>> print(str(one).split("\\n\\n")[3])
+    >>> print(str(layer).split("\\n\\n")[3])
     def backward_weight(params, wres):
         [x_0, threshold_backward] = wres
         wres.clear()
@@ -182,20 +187,21 @@ def linearize(function: Callable[[Any, Any], Any], params: Any, x: Any) -> Linea
             f"linearize takes a function f(params, x), found a module ({type(function).__name__}). Hand in "
             "`lambda params, x: torch.func.functional_call(module, params, (x,))` and its named parameters."
         )
-    by_name = partial(function) if isinstance(function, PositionalStage) else function
-    model = Model((Stage(by_name),), None, ("batch",))
+    # Wrapped, a stage of a net is a plain function of its named parameters.
+    stage_function = partial(function) if isinstance(function, PositionalStage) else function
+    model = Model((Stage(stage_function),), None, ("batch",))
     traces = Traces(model)
     leaves = {"params": tree.flatten(params), "x": tree.flatten(x)}
-    reads = tuple((label, tuple(map(wanting, found))) for label, (found, _) in leaves.items())
+    reads = tuple((label, tuple(map(aval_with_grad, label_leaves))) for label, (label_leaves, _) in leaves.items())
     specs = {label: spec for label, (_, spec) in leaves.items()}
     call = StageCall(0, reads, tuple(specs.items()), starts=("x",))
     try:
         outline = traces.outline(call)
-        dy = tuple(leaf._replace(wants=False) if wants(leaf) else None for leaf in outline.avals("y"))
-        every = tuple(range(len(dict(reads)["x"])))
+        dy = tuple(leaf._replace(wants_grad=False) if wants_grad(leaf) else None for leaf in outline.avals("y"))
+        all_leaves = tuple(range(len(dict(reads)["x"])))
         graph = traces.graph(call, {"dy": dy})
-        if graph.drawn_on:
+        if graph.generator_devices:
             raise Untraceable("it draws random numbers, for which only a step has a key")
-        return Linearized(Cut(graph, (("dx", every),)), {**specs, **outline.specs})
+        return Linearized(Cut(graph, (("dx", all_leaves),)), {**specs, **outline.specs})
     except Untraceable as error:
         raise ValueError(f"this function cannot be written down as torch ops: {error}") from error

@@ -1,9 +1,9 @@
-"""Measure what a program's ops cost: seconds for each stage and kind, and the bytes of its values.
+"""Measure the costs of a program's ops: seconds for each stage and kind, and the bytes of its values.
 
-The ops run one after the other in this process, as often as asked; of each the least time counts, since whatever else
-the machine does can only add to it. Or the ranks run together, as they will: then the typical run counts, since what
-they take from one another is part of it. What the program has no op of is measured all the same: its backward whole and
-cut in two, its residuals recomputed. So the costs serve schedules that it was not made with.
+The ops run one after the other in this process, several times, and the least time of each counts, since anything else
+on the machine can only add to it. Or the ranks run together, as in training: then the typical run counts, since ranks
+do slow each other down. Kinds that the program lacks are measured too: its backward whole and cut in two, its residuals
+recomputed. So the costs serve other schedules.
 """
 
 from __future__ import annotations
@@ -20,13 +20,22 @@ from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.meaning.single_device.params_and_state import refuse_meta
 from fpipe.meaning.step import StepInputs, StepOptions
 from fpipe.measuring.sizes import sizes
-from fpipe.measuring.timeline_costs import Moving, Runs, kept, moving, note, seconds_of, variants_of, with_halves
+from fpipe.measuring.timeline_costs import (
+    Runs,
+    TransferSeconds,
+    add_run,
+    mean_seconds,
+    op_seconds,
+    transfer_seconds,
+    variants_of,
+    with_halves,
+)
 from fpipe.model import Model
-from fpipe.program import Program, the_program
+from fpipe.program import Program, require_program
 from fpipe.runtimes.build import build
-from fpipe.runtimes.lowering.prepared import Prepared
+from fpipe.runtimes.lowering.prepared_step import PreparedStep
 from fpipe.runtimes.lowering.slots import ProcessContext
-from fpipe.runtimes.lowering.stage_calls import Untraced
+from fpipe.runtimes.lowering.stage_calls import UntracedStages
 from fpipe.timing.costs import Costs
 from fpipe.timing.timeline import Timeline
 from fpipe.transforms.communicate import communicate
@@ -48,7 +57,7 @@ def profile(
     runtime: Literal["local", "threads", "distributed"] = "local",
     mesh: DeviceMesh | None = None,
 ) -> Costs:
-    """Seconds of a program's ops, measured here, and bytes of its values.
+    """Measure the seconds of a program's ops on this machine, and compute the bytes of its values.
 
     Parameters, buffers, random numbers and modes are as they were afterwards.
 
@@ -97,42 +106,46 @@ def profile(
         raise TypeError(f"progress is called as progress(done, all), found {progress!r}.")
     if runtime != "distributed":
         refuse_meta("fpipe.estimate counts operations where none can be timed", params=params, batch=batch, state=state)
-    alone = runtime == "local"
-    halves = with_halves(the_program(program), alone)
+    is_serial = runtime == "local"
+    halves = with_halves(require_program(program), is_serial)
     variants = variants_of(halves)
     opt, rates, scale = example_optim(halves, params) or (None, [], None)
     lr: Any = [float(rate) for rate in rates] or None
-    example = None if alone else (params, batch) if state is None else (params, batch, state)
+    example = None if is_serial else (params, batch) if state is None else (params, batch, state)
+    # Each variant of the program runs `repeats` times after a first run, which traces, compiles and warms up.
     runs: Runs = {}
     timelines: list[Timeline] = []
     done, total = 0, len(variants) * (repeats + 1)
     if progress:
         progress(done, total)
     for variant in variants:
-        placed = variant if alone else communicate()(variant)
-        step = build(placed, model, record=True, runtime=runtime, mesh=mesh, example=example)
+        communicated = variant if is_serial else communicate()(variant)
+        step = build(communicated, model, record=True, runtime=runtime, mesh=mesh, example=example)
         runs_of_variant: Runs = {}
         for repeat in range(repeats + 1):
             timeline = step(params, batch, state=state, key=key, opt=opt, lr=lr, scale=scale).timeline
             if repeat:
                 timelines.append(timeline)
-                events = [(op, end - start) for op, start, end in timeline.events] if alone else kept(timeline)
+                events = (
+                    [(op, end - start) for op, start, end in timeline.events] if is_serial else op_seconds(timeline)
+                )
                 for op, seconds in events:
-                    note(runs_of_variant, op, seconds)
+                    add_run(runs_of_variant, op, seconds)
             done += 1
             if progress:
                 progress(done, total)
-        runs = {**runs_of_variant, **runs}  # a forward that leaves residuals comes before one that does not
+        # Both variants have forwards. Those of the first one count: they leave residuals, as most schedules' do.
+        runs = {**runs_of_variant, **runs}
     try:
         byte_sizes = sizes(halves, model, params, batch, state=state)
     except ValueError as error:
         warnings.warn(f"these costs have no bytes: {error}", stacklevel=2)
         byte_sizes = None
-    moved = Moving(0, 0, 0) if alone else moving(timelines)
-    return Costs(**seconds_of(program, runs, alone), **moved._asdict(), bytes=byte_sizes)
+    transfer_costs = TransferSeconds(0, 0, 0) if is_serial else transfer_seconds(timelines)
+    return Costs(**mean_seconds(program, runs, is_serial), **transfer_costs._asdict(), bytes=byte_sizes)
 
 
-# Count what a program's ops cost by their shapes, where nothing can run: a model on meta, or for another machine.
+# Estimate the costs of a program's ops by their shapes, where nothing can run: a model on meta, or another machine.
 
 
 def estimate(
@@ -144,7 +157,9 @@ def estimate(
     flops: float,
     state: Sequence[Any] | None = None,
 ) -> Costs:
-    """Seconds of a program's ops by their floating-point operations, and bytes of its values. Nothing is computed.
+    """Estimate the seconds of a program's ops by their floating-point operations, and the bytes of its values.
+
+    Nothing is computed.
 
     The operations are those of products, convolutions and attention, as torch's `FlopCounterMode` counts them, in the
     graphs that a step would run. What only reads and writes memory, such as a norm or an embedding, takes no time here:
@@ -172,19 +187,19 @@ def estimate(
     """
     if isinstance(flops, bool) or not isinstance(flops, int | float) or not 0 < flops < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"flops is how many operations a rank does a second, such as 400e12; found {flops!r}.")
-    halves = with_halves(the_program(program))
+    halves = with_halves(require_program(program))
     check_match(halves, model)
-    counted: dict[Any, int] = {}
+    flops_by_call: dict[Any, int] = {}
     runs: Runs = {}
     for variant in variants_of(halves):
         try:
             inputs = StepInputs(params, batch, state, example_optim(variant, params))
             options = StepOptions(runs=False)
-            parts = Prepared(variant, model, inputs, Untraced(), options, ProcessContext()).lowered.parts
+            parts = PreparedStep(variant, model, inputs, UntracedStages(), options, ProcessContext()).lowered.parts
         except Untraceable as error:
             raise ValueError(f"the operations of this program are not known before it runs: {error}") from error
         runs_of_variant: Runs = {}
         for op, graph in parts.items():
-            note(runs_of_variant, op, flops_of(graph, counted) / flops)
+            add_run(runs_of_variant, op, flops_of(graph, flops_by_call) / flops)
         runs = {**runs_of_variant, **runs}
-    return Costs(**seconds_of(program, runs, alone=True), bytes=sizes(halves, model, params, batch, state=state))
+    return Costs(**mean_seconds(program, runs, is_serial=True), bytes=sizes(halves, model, params, batch, state=state))

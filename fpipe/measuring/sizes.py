@@ -1,4 +1,4 @@
-"""Read a program as memory: the bytes of every value, and the most each rank holds, before anything runs."""
+"""Compute the memory of a program before it runs: the bytes of every value, and the peak of each rank."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fpipe.meaning.step import StepInputs, StepOptions
 from fpipe.model import Model
 from fpipe.program import Op, Program, Value
 from fpipe.runtimes.lowering.lowered import AbstractTree
-from fpipe.runtimes.lowering.prepared import Prepared
-from fpipe.runtimes.lowering.shards import Share
+from fpipe.runtimes.lowering.prepared_step import PreparedStep
+from fpipe.runtimes.lowering.shard_shapes import Share
 from fpipe.runtimes.lowering.slots import ProcessContext
-from fpipe.runtimes.lowering.stage_calls import Untraced
-from fpipe.runtimes.processes.message import Layout
-from fpipe.runtimes.processes.message_order import messages, most_in_flight, results_last
-from fpipe.timing.amounts import scattered
+from fpipe.runtimes.lowering.stage_calls import UntracedStages
+from fpipe.runtimes.processes.message_layout import Layout
+from fpipe.runtimes.processes.message_order import messages_of, peak_bytes_in_flight, with_results_last
+from fpipe.timing.amounts import scattered_value
 from fpipe.timing.memory import Account
 from fpipe.transforms.communicate import with_transfers
 from fpipe.transforms.update import is_post_validated
@@ -36,48 +36,52 @@ class Sizes:
     """Bytes of a program's values for one model and one batch.
 
     Attributes:
-        bytes: for each value the bytes of the distinct storages it lies in, those of params and batch aside.
-        peak: for each rank the most bytes it holds: values from where they are written to where they are read last,
-            copies of other ranks' from just before they are read first, whether their transfers are ops or not.
-        in_flight: for each rank the most bytes of messages beside these, where runtime="distributed" and gloo carries
-            them: receives that it has posted ahead, and what it has sent and nothing has acknowledged yet.
+        bytes: for each value the bytes of the distinct storages that it lies in, without those of params and batch.
+        peak: for each rank the most bytes that it holds: values from their writer to their last reader, copies of other
+            ranks' values from just before their first reader, whether the program has transfers as ops or not.
+        storages_by_value: for each value its storages, with the bytes of each.
+        wire_bytes: for each value the bytes of its message.
+        in_flight: for each rank the most bytes of messages next to these, with runtime="distributed" over gloo:
+            receives that it has posted ahead, and sends that nobody has acknowledged yet.
 
     >>> import fpipe, torch
     >>> model = fpipe.from_functions([lambda p, x: x @ p, lambda p, x: x * p], torch.nn.functional.mse_loss)
     >>> params, x = (torch.ones(4, 4), torch.ones(4)), torch.ones(2, 4)
-    >>> found = fpipe.sizes(fpipe.place("linear")(fpipe.program(model)), model, params, (x, x))
-    >>> found.size(fpipe.Value("y", 0, 0)), found.peak
+    >>> sizes = fpipe.sizes(fpipe.place("linear")(fpipe.program(model)), model, params, (x, x))
+    >>> sizes.size(fpipe.Value("y", 0, 0)), sizes.peak
     (32, (96, 116))
     """
 
     bytes: Mapping[Value, int]
     peak: tuple[int, ...]
-    where: Mapping[Value, Storages] = field(default_factory=dict[Value, Storages], repr=False)
-    wire: Mapping[Value, int] = field(default_factory=dict[Value, int], repr=False)
+    storages_by_value: Mapping[Value, Storages] = field(default_factory=dict[Value, Storages], repr=False)
+    wire_bytes: Mapping[Value, int] = field(default_factory=dict[Value, int], repr=False)
     in_flight: tuple[int, ...] = ()
 
     def storages(self, value: Value) -> Storages:
-        """The storages that a value lies in, params and batch aside. Values that share memory share a storage; a
-        gradient that its backward adds in place to a sum is in none of its own."""
-        return self.where[self._known(value)]
+        """Return the storages of a value, with the bytes of each; storages of params and batch do not count.
+
+        Values that share memory share a storage. A gradient that its backward adds in place to a sum has none.
+        """
+        return self.storages_by_value[self._original(value)]
 
     def size(self, value: Value) -> int:
-        """Bytes of a value's tensors when they travel, those of params and batch too."""
-        return self.wire[self._known(value)]
+        """Return the bytes of a value's tensors in a message, also of params and batch."""
+        return self.wire_bytes[self._original(value)]
 
-    def _known(self, value: Value) -> Value:
-        """Return the value, or the one that it is a copy of in another program."""
-        original = value if value in self.wire else value._replace(at="")
-        if original not in self.wire:
+    def _original(self, value: Value) -> Value:
+        """Return the value itself if these sizes know it, else the value that it is a copy of."""
+        original = value if value in self.wire_bytes else value._replace(at="")
+        if original not in self.wire_bytes:
             raise ValueError(
-                f"the bytes of {value} are not known: these are the sizes of a program without it. Call "
-                "fpipe.sizes (or fpipe.profile) with the program that is simulated."
+                f"the bytes of {value} are not known: these are the sizes of another program. Call fpipe.sizes or "
+                "fpipe.profile with the program that is simulated."
             )
         return original
 
     def __str__(self) -> str:
         lines = [f"rank {rank}: {size / 2**20:.2f} MiB at most" for rank, size in enumerate(self.peak)]
-        largest = sorted(self.bytes.items(), key=lambda item: -item[1])[:8]
+        largest = sorted(self.bytes.items(), key=lambda pair: -pair[1])[:8]
         return "\n".join([*lines, *(f"{value}: {size / 2**20:.2f} MiB" for value, size in largest)])
 
 
@@ -92,7 +96,7 @@ def sizes(
     replicas: int = 1,
     donate: bool = False,
 ) -> Sizes:
-    """Bytes that a step would hold, from shapes alone: nothing is computed.
+    """Compute the bytes that a step would hold, from shapes alone.
 
     Args:
         program: what to do, in which order.
@@ -118,78 +122,91 @@ def sizes(
     >>> model, params, _ = fpipe.from_sequential(net, stages=2, loss=torch.nn.functional.mse_loss)
     >>> batch = torch.empty(1024, 256, device="meta"), torch.empty(1024, 1, device="meta")
     >>> program = fpipe.chain(fpipe.split(4), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model))
-    >>> found = fpipe.sizes(program, model, params, batch)
-    >>> found.bytes[fpipe.Value("y", 0, 0)]  # 256 rows, 256 wide, 4 bytes each
+    >>> sizes = fpipe.sizes(program, model, params, batch)
+    >>> sizes.bytes[fpipe.Value("y", 0, 0)]  # 256 rows, 256 wide, 4 bytes each
     262144
     """
     if runtime not in ("local", "threads", "distributed"):
         raise ValueError(f"runtime {runtime!r} is not known; there are 'local', 'threads' and 'distributed'.")
     check_match(program, model)
+    # 1. Lower the program as a step would, which tells the storages of every value.
     try:
         inputs = StepInputs(params, batch, state, example_optim(program, params))
         share = Share(0, whole("replicas", replicas)) if replicas > 1 else None
         options = StepOptions(donate=donate and not is_post_validated(program), runs=False)
-        sent = with_transfers(program)
-        sent = results_last(sent) if runtime == "distributed" else sent
-        lowered = Prepared(sent, model, inputs, Untraced(), options, ProcessContext(share=share))
+        transferred = with_transfers(program)
+        transferred = with_results_last(transferred) if runtime == "distributed" else transferred
+        lowered = PreparedStep(transferred, model, inputs, UntracedStages(), options, ProcessContext(share=share))
     except Untraceable as error:
         raise ValueError(f"the sizes of this program's values are not known before it runs: {error}") from error
-    trees = _without_unread(program, lowered) if share else lowered.trees
-    owned = _storages_by_value(trees, lowered.lowered.given)
-    account, message_bytes = Account(program.ranks), dict[Value, int]()
-    where: dict[Value, Storages] = {value: {} for value in (*program.writer, *trees)}
+    trees = _without_unread_leaves(program, lowered) if share else lowered.trees
+    storages_by_value = _storages_by_value(trees, lowered.lowered.external_storages)
+    # 2. Follow the instructions: each rank holds a value from its writer to its last reader.
+    memory_account, message_bytes = Account(program.ranks), dict[Value, int]()
+    local_storages: dict[Value, Storages] = {value: {} for value in (*program.writer, *trees)}
     receipts = _Receipts() if runtime == "distributed" else None
     for instruction in lowered.instructions:
-        op, written = instruction.ops[0], {value: owned[value] for value in instruction.written}
-        where.update(written)
+        op = instruction.ops[0]
+        written_storages = {value: storages_by_value[value] for value in instruction.written_values}
+        local_storages.update(written_storages)
         if receipts:
-            written = {value: receipts.storages(op, trees[value].leaves, owned[value]) for value in written}
+            written_storages = {
+                value: receipts.storages(op, trees[value].leaves, storages_by_value[value])
+                for value in written_storages
+            }
             if op.kind == "SEND":
-                message_bytes.update((value, sum(storages.values())) for value, storages in written.items())
-        account.note(op.rank, written.items(), instruction.dead)
-    byte_sizes = {value: sum(storages.values()) for value, storages in owned.items() if value in program.writer}
-    wire = dict.fromkeys(where, 0)  # what has no leaves, too
+                message_bytes.update((value, sum(storages.values())) for value, storages in written_storages.items())
+        memory_account.record_op(op.rank, written_storages.items(), instruction.dead)
+    byte_sizes = {
+        value: sum(storages.values()) for value, storages in storages_by_value.items() if value in program.writer
+    }
+    # 3. Bytes of messages. Values without leaves have 0; a transfer that casts sends fewer bytes than its value has.
+    wire = dict.fromkeys(local_storages, 0)
     wire.update((value, sum(map(_bytes_on_wire, abstract.leaves))) for value, abstract in trees.items())
     for op in program.ops:
         if op.kind in ("SEND", "SCATTER") and "cast" in dict(op.how):
-            message = op.writes[0] if op.kind == "SEND" else scattered(op)
+            message = op.writes[0] if op.kind == "SEND" else scattered_value(op)
             cast = getattr(torch, dict(op.how)["cast"]).itemsize
             leaves = trees[op.reads[0]].leaves
             wire[message] = sum(_bytes_on_wire(leaf, cast, op.kind == "SCATTER") for leaf in leaves)
-    by_number = {message.number: message_bytes[message.value] for message in messages(sent)} if receipts else {}
-    in_flight = tuple(most_in_flight(sent, by_number)) if receipts else ()
-    return Sizes(byte_sizes, tuple(account.peak), where, wire, in_flight)
+    messages = messages_of(transferred) if receipts else ()
+    by_number = {message.number: message_bytes[message.value] for message in messages}
+    in_flight = tuple(peak_bytes_in_flight(transferred, by_number)) if receipts else ()
+    return Sizes(byte_sizes, tuple(memory_account.peak), local_storages, wire, in_flight)
 
 
-def _without_unread(program: Program, lowered: Prepared) -> Mapping[Value, AbstractTree]:
-    """Return the facts of each value; leaves of gathered parameters that nobody reads are not sent, and left out."""
-    trees, read = dict(lowered.trees), lowered.lowered.gathered
-    for value in (op.writes[0] for op in program.ops if op.kind == "GATHER" and op.writes[0] in read):
-        leaves = [leaf if index in read[value] else None for index, leaf in enumerate(trees[value].leaves)]
+def _without_unread_leaves(program: Program, lowered: PreparedStep) -> Mapping[Value, AbstractTree]:
+    """Return the trees of all values, without the leaves of gathered parameters that nobody reads or sends."""
+    trees, read_leaves = dict(lowered.trees), lowered.lowered.read_leaves
+    for value in (op.writes[0] for op in program.ops if op.kind == "GATHER" and op.writes[0] in read_leaves):
+        leaves = [leaf if index in read_leaves[value] else None for index, leaf in enumerate(trees[value].leaves)]
         trees[value] = trees[value]._replace(leaves=tuple(leaves))
     return trees
 
 
 class _Receipts:
-    """Where the values that a process has received lie: in their message, or in a copy if they cannot lie there."""
+    """The memory of values that a process has received: their message, or a copy of leaves that cannot lie in it."""
 
     def __init__(self) -> None:
         self.received: dict[tuple[int, Hashable], tuple[Hashable, int]] = {}
 
     def storages(self, op: Op, leaves: Sequence[Any], owned: Storages) -> Storages:
-        """Return the storages on its rank of a value that an op writes."""
+        """Return the storages that a value has on the rank of its writer; `owned` are its storages in one process."""
+        # A SEND packs its value into a message.
         if op.kind == "SEND":
             return {op.writes: _layout(leaves).size}
         facts = [leaf for leaf in leaves if isinstance(leaf, Fact)]
+        # All leaves that lie in a message are one storage, of its size. Later values that are views of a received one
+        # find it here, by the storage that it would have in one process.
         if op.kind == "RECV":
             layout = _layout(leaves)
             for leaf in facts:
-                copied = layout.copied(leaf)
-                place = (op.writes, leaf.storage) if copied else op.writes
-                self.received[op.rank, leaf.storage] = place, copied or layout.size
+                copied_bytes = layout.copied(leaf)
+                storage = (op.writes, leaf.storage) if copied_bytes else op.writes
+                self.received[op.rank, leaf.storage] = storage, copied_bytes or layout.size
         received = [self.received[op.rank, leaf.storage] for leaf in facts if (op.rank, leaf.storage) in self.received]
-        local = {storage: size for storage, size in owned.items() if (op.rank, storage) not in self.received}
-        return local | dict(received)
+        unreceived = {storage: size for storage, size in owned.items() if (op.rank, storage) not in self.received}
+        return unreceived | dict(received)
 
 
 def _layout(leaves: Sequence[Any]) -> Layout:
@@ -197,22 +214,25 @@ def _layout(leaves: Sequence[Any]) -> Layout:
     return Layout(leaves, device)
 
 
-def _storages_by_value(trees: Mapping[Value, AbstractTree], given: Collection[int]) -> dict[Value, Storages]:
-    """Return the storages of each value, without those that the caller gave."""
-    largest: Storages = {}  # a reader knows of a storage only the part that it sees
+def _storages_by_value(
+    trees: Mapping[Value, AbstractTree], external_storages: Collection[int]
+) -> dict[Value, Storages]:
+    """Return the storages of each value, without external ones."""
+    # The fact of a view of a received value knows only the part of the storage that it sees: take the largest.
+    largest: Storages = {}
     facts = {value: [leaf for leaf in tree.leaves if isinstance(leaf, Fact)] for value, tree in trees.items()}
     for leaf in (leaf for leaves in facts.values() for leaf in leaves):
         largest[leaf.storage] = max(leaf.bytes, largest.get(leaf.storage, 0))
     return {
-        value: {leaf.storage: largest[leaf.storage] for leaf in leaves if leaf.storage not in given}
+        value: {leaf.storage: largest[leaf.storage] for leaf in leaves if leaf.storage not in external_storages}
         for value, leaves in facts.items()
     }
 
 
-def _bytes_on_wire(leaf: Any, cast: float = math.inf, widens: bool = False) -> int:
-    """Return the bytes of a leaf in a message; floating numbers are cast to `cast` bytes, wider only if it `widens`."""
+def _bytes_on_wire(leaf: Any, cast_bytes: float = math.inf, widens: bool = False) -> int:
+    """Return the bytes of a leaf in a message, whose floats are cast to `cast_bytes`, wider only if it `widens`."""
     if not isinstance(leaf, Fact):
         return 0
     dtype = leaf.aval.dtype
-    size = cast if widens else min(dtype.itemsize, cast)
+    size = cast_bytes if widens else min(dtype.itemsize, cast_bytes)
     return math.prod(leaf.aval.shape) * int(size if dtype.is_floating_point else dtype.itemsize)

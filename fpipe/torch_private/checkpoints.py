@@ -1,9 +1,9 @@
-"""Write and read folders of torch.distributed.checkpoint: a save counts when it is whole, and a load runs no code.
+"""Write and read folders of torch.distributed.checkpoint: saves are atomic, and loads run no code.
 
     folder/.metadata --names--> saved-3/__0_0.distcp, saved-3/__1_0.distcp        folder/saved-3/.metadata names its own
 
-A save fills a folder beside the earlier ones. It counts from the moment its `.metadata` takes the place of the one
-before it, which the file system does at once. So whatever ends a save early, the folder has the save before it.
+A save fills a folder next to the earlier ones. It counts from the moment when its `.metadata` replaces the one before,
+which a file system does atomically. So if a save is cut off, the folder still has the save before it.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType
 
 SAVING = ".saving"
-"""The folder of a save that is not yet whole."""
+"""The name of the folder of a save that is not complete yet."""
 SAVE_ID = "save_id/"
-"""The id of its save, which each rank writes into its file: this, and the rank."""
-_SAVED = re.compile(r"saved-([0-9]{1,9})")
+"""The name, followed by the rank, of the tensor with the save's id, which each rank writes into its file."""
+_SAVE_FOLDER = re.compile(r"saved-([0-9]{1,9})")
 
 
 def start_save(folder: Path) -> tuple[int, str]:
-    """Return the number and the id of a new save, in a folder that is cleared of a save that was cut off."""
+    """Clear a folder of a save that was cut off, and return the number and the id of a new save."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder / SAVING, ignore_errors=True)
-    return max(_saved(folder), default=0) + 1, uuid.uuid4().hex
+    return max(_save_numbers(folder), default=0) + 1, uuid.uuid4().hex
 
 
 def write_tensors(writer: SaveWriter, tensors: Mapping[str, Tensor], rank: int, group: Any, is_alone: bool) -> None:
-    """Write the tensors of this rank; all ranks call it, of which one is `is_alone` without the others.
+    """Write the tensors of this rank. All ranks call it; `is_alone` if there is only one.
 
     2.13: `_save_state_dict`, which gives no warning where there is no group.
 
@@ -66,11 +66,11 @@ def write_tensors(writer: SaveWriter, tensors: Mapping[str, Tensor], rank: int, 
     except CheckpointException as error:
         if rank == 0:
             shutil.rmtree(writer.path, ignore_errors=True)
-        raise OSError(f"{_first_failure(error)}; what {writer.folder} had before is whole.") from None
+        raise OSError(f"{_first_failure_text(error)}; what {writer.folder} had before is whole.") from None
 
 
 def read_tensors(reader: SaveReader, tensors: dict[str, Any], is_alone: bool) -> None:
-    """Read into these tensors (2.13: `_load_state_dict`, as above).
+    """Read a save into these tensors (2.13: `_load_state_dict`).
 
     Raises:
         ValueError: a file that is damaged or of another save, on all ranks.
@@ -78,40 +78,40 @@ def read_tensors(reader: SaveReader, tensors: dict[str, Any], is_alone: bool) ->
     try:
         _LOAD(tensors, storage_reader=reader, no_dist=is_alone)
     except CheckpointException as error:
-        reason = _first_failure(error)
-        where = "" if str(reader.folder) in reason else f"{reader.folder} could not be read: "
-        raise ValueError(f"{where}{reason}.") from None
+        reason = _first_failure_text(error)
+        prefix = "" if str(reader.folder) in reason else f"{reader.folder} could not be read: "
+        raise ValueError(f"{prefix}{reason}.") from None
 
 
 _SAVE: Callable[..., Any] = vars(state_dict_saver)["_save_state_dict"]
 _LOAD: Callable[..., Any] = vars(state_dict_loader)["_load_state_dict"]
 
 
-def _first_failure(error: CheckpointException) -> str:
-    """Return the sentence of the first rank that failed."""
+def _first_failure_text(error: CheckpointException) -> str:
+    """Return the message of the error on the first rank that failed."""
     failure = error.failures[min(error.failures)][0]
     return str(failure).rstrip(".")
 
 
 def _reason(error: BaseException | None) -> str:
-    """Return what the system says, else the first line of an error: torch hides the one in the other."""
-    first = error
+    """Return the operating system's reason in the chain of an error, else the first line of the error."""
+    original = error
     while error is not None:
         if isinstance(error, OSError) and error.strerror:
             return error.strerror
         error = error.__cause__ or error.__context__
-    return (str(first).splitlines() or [type(first).__name__])[0]
+    return (str(original).splitlines() or [type(original).__name__])[0]
 
 
 class SaveWriter(FileSystemWriter):
-    """Writes a save into a folder beside the earlier ones, of which the newest `keep` stay."""
+    """Writes a save next to the earlier ones, and deletes all but the newest `keep` when it is complete."""
 
     def __init__(self, folder: Path, number: int, save_id: str, keep: int) -> None:
         super().__init__(folder / SAVING)
         self.folder, self.number, self.save_id, self.keep = folder, number, save_id, keep
 
     def storage_meta(self) -> StorageMeta:
-        """Return the facts of the save that its metadata has."""
+        """Return the ids that the metadata of the save has."""
         return StorageMeta(checkpoint_id=str(self.folder), save_id=self.save_id)
 
     def write_data(self, plan: Any, planner: Any) -> Any:
@@ -123,43 +123,48 @@ class SaveWriter(FileSystemWriter):
             raise OSError(f"{file} could not be written: {_reason(error)}") from error
 
     def finish(self, metadata: Metadata, results: Any) -> None:
-        """Write what was saved where, when all ranks are done: from then on the save counts. One rank calls it."""
+        """Make the save count: write its metadata, when all ranks are done. One rank calls it."""
+        # 1. Rename the folder, and let its own metadata, which torch has written there, name the files in it.
         final, saving = self.folder / f"saved-{self.number}", Path(self.path)
         try:
             super().finish(metadata, results)
             saving.rename(final)
-            moved = {
-                index: replace(info, relative_path=f"{final.name}/{info.relative_path}")
-                for index, info in metadata.storage_data.items()
+            # 2. Replace the metadata of the folder above, with the paths from there: from now on the save counts.
+            relocated = {
+                index: replace(storage_info, relative_path=f"{final.name}/{storage_info.relative_path}")
+                for index, storage_info in metadata.storage_data.items()
             }
-            write_whole(self.folder / ".metadata", pickle.dumps(replace(metadata, storage_data=moved)))
+            write_atomically(self.folder / ".metadata", pickle.dumps(replace(metadata, storage_data=relocated)))
         except Exception as error:
             shutil.rmtree(final, ignore_errors=True)
             raise OSError(f"{self.folder / '.metadata'} could not be written: {_reason(error)}") from error
-        earlier = [number for number in sorted(_saved(self.folder)) if number <= self.number]
+        # 3. Delete older saves. The new one counts, whatever becomes of them. Their metadata goes first, so that no
+        #    half of a save looks like one.
+        earlier = [number for number in sorted(_save_numbers(self.folder)) if number <= self.number]
         for number in earlier[: -self.keep]:
             outdated = self.folder / f"saved-{number}"
-            with suppress(OSError):  # the new save counts, whatever becomes of earlier ones
-                outdated.joinpath(".metadata").unlink(missing_ok=True)  # so that a part of it is no save
+            with suppress(OSError):
+                outdated.joinpath(".metadata").unlink(missing_ok=True)
                 shutil.rmtree(outdated, ignore_errors=True)
-        for file in self.folder.glob("__*.distcp"):  # of torch's own writer
+        # Files of torch's own writer, which has no folders.
+        for file in self.folder.glob("__*.distcp"):
             with suppress(OSError):
                 file.unlink(missing_ok=True)
 
 
-def write_whole(file: Path, content: bytes) -> None:
-    """Write a file so that at any time it has its old content or the new one."""
+def write_atomically(file: Path, file_bytes: bytes) -> None:
+    """Write a file so that at any time it has its old or its new content, never a part."""
     part = file.with_name(f"{file.name}{SAVING}")
-    with part.open("wb") as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
+    with part.open("wb") as stream:
+        stream.write(file_bytes)
+        stream.flush()
+        os.fsync(stream.fileno())
     part.replace(file)
 
 
-def _saved(folder: Path) -> list[int]:
-    """Return the numbers of the saves in a folder."""
-    return [int(match[1]) for path in folder.iterdir() if (match := _SAVED.fullmatch(path.name))]
+def _save_numbers(folder: Path) -> list[int]:
+    """Return the numbers of the saves in a folder, in no order."""
+    return [int(match[1]) for path in folder.iterdir() if (match := _SAVE_FOLDER.fullmatch(path.name))]
 
 
 class SaveReader(FileSystemReader):
@@ -171,7 +176,7 @@ class SaveReader(FileSystemReader):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.folder, self.metadata = folder, _metadata_of(folder)
+        self.folder, self.metadata = folder, _read_metadata(folder)
         self.tensors = {
             name: saved
             for name, saved in self.metadata.state_dict_metadata.items()
@@ -179,33 +184,37 @@ class SaveReader(FileSystemReader):
         }
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what was saved where."""
+        """Return the metadata: which tensor is in which file."""
         return self.metadata
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         """Read the tensors of a plan, file by file."""
-        items_by_file: dict[str, list[Any]] = {}
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:  # torch would unpickle it
-                raise ValueError(f"{self.folder} has no tensor under {item.storage_index.fqn!r}")
-            items_by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        done: Any = super().read_data(replace(plan, items=[]), planner)
-        for file, items in items_by_file.items():
+        requests_by_file: dict[str, list[Any]] = {}
+        for read_request in plan.items:
+            # Torch would unpickle it, which runs code.
+            if read_request.type == LoadItemType.BYTE_IO:
+                raise ValueError(f"{self.folder} has no tensor under {read_request.storage_index.fqn!r}")
+            requests_by_file.setdefault(self.storage_data[read_request.storage_index].relative_path, []).append(
+                read_request
+            )
+        future: Any = super().read_data(replace(plan, items=[]), planner)
+        for file, read_requests in requests_by_file.items():
             path = Path(self.folder, file)
+            # All of a file is checked before any error is told: that it is missing, damaged, or of another save.
             try:
-                is_alike = self._has_id(path, file)
-                self._check_sums(path, {item.storage_index for item in items})
-                done = super().read_data(replace(plan, items=items), planner)
+                has_save_id = self._has_id(path, file)
+                self._check_sums(path, {read_request.storage_index for read_request in read_requests})
+                future = super().read_data(replace(plan, items=read_requests), planner)
             except Exception as error:
                 missing = f"{path} is not there, which {self.folder / '.metadata'} names"
                 damaged = f"{path} is damaged, or of another save than {self.folder / '.metadata'}: {_reason(error)}"
                 raise ValueError(damaged if path.exists() else missing) from error
-            if not is_alike:
+            if not has_save_id:
                 raise ValueError(f"{path} is of another save than {self.folder / '.metadata'}; load one of them whole")
-        return done
+        return future
 
     def _check_sums(self, path: Path, indices: Iterable[Any]) -> None:
-        """Read tensors, each a zip archive, and raise if their checksums differ: torch does not look at them."""
+        """Raise ValueError if the checksum of a tensor differs: each is a zip archive, and torch checks no sums."""
         with path.open("rb") as stream:
             for index in indices:
                 stream.seek(self.storage_data[index].offset)
@@ -216,31 +225,32 @@ class SaveReader(FileSystemReader):
                     raise ValueError(f"{index.fqn} has another checksum than it was written with")
 
     def _has_id(self, path: Path, file: str) -> bool:
-        """Whether a file has the id of the metadata; of other writers neither has one."""
-        saved = self.metadata.storage_meta and self.metadata.storage_meta.save_id
-        for index, info in self.metadata.storage_data.items():
-            if index.fqn.startswith(SAVE_ID) and info.relative_path == file:
+        """Whether a file has the save id of the metadata, or no id at all, as files of other writers."""
+        save_id = self.metadata.storage_meta and self.metadata.storage_meta.save_id
+        for index, storage_info in self.metadata.storage_data.items():
+            if index.fqn.startswith(SAVE_ID) and storage_info.relative_path == file:
                 with path.open("rb") as stream:
-                    found = torch.load(self._slice_file(stream, info), weights_only=True)
-                return bytes(found.tolist()).decode() == saved
+                    id_tensor = torch.load(self._slice_file(stream, storage_info), weights_only=True)
+                return bytes(id_tensor.tolist()).decode() == save_id
         return True
 
 
-def _metadata_of(folder: Path) -> Metadata:
-    """Read the `.metadata` of a folder, of which nothing runs."""
+def _read_metadata(folder: Path) -> Metadata:
+    """Read and check the `.metadata` of a folder, without running code from it."""
     file = folder / ".metadata"
     if not file.is_file():
         raise ValueError(f"{folder} has no file .metadata: nothing was saved there, or not to its end.")
     try:
         with file.open("rb") as stream:
             metadata: Any = _MetadataUnpickler(stream).load()
-        paths = [PurePath(info.relative_path) for info in metadata.storage_data.values()]
+        paths = [PurePath(storage_info.relative_path) for storage_info in metadata.storage_data.values()]
         names = [*metadata.state_dict_metadata, *(index.fqn for index in metadata.storage_data)]
         tensors = [saved for saved in metadata.state_dict_metadata.values() if isinstance(saved, TensorStorageMetadata)]
         is_sound = isinstance(metadata, Metadata) and all(isinstance(name, str) for name in names)
-        is_sound &= all(isinstance(x.size, torch.Size) for x in tensors)
-        is_sound &= all(isinstance(x.properties.dtype, torch.dtype) for x in tensors)
-    except Exception as error:  # whatever a stream of bytes can do to an unpickler
+        is_sound &= all(isinstance(tensor.size, torch.Size) for tensor in tensors)
+        is_sound &= all(isinstance(tensor.properties.dtype, torch.dtype) for tensor in tensors)
+    # Any exception: a damaged stream of bytes can do anything to an unpickler.
+    except Exception as error:
         raise ValueError(f"{file} is damaged, or no metadata of a checkpoint: {_reason(error)}.") from error
     if not is_sound:
         raise ValueError(f"{file} is no metadata of a checkpoint.")
@@ -250,14 +260,15 @@ def _metadata_of(folder: Path) -> Metadata:
     return metadata
 
 
-_UNPICKLER: Any = vars(pickle)["_Unpickler"]  # in Python: the one in C does not ask before it sets attributes
+# The unpickler in Python: the one in C sets attributes without a hook to refuse it.
+_UNPICKLER: Any = vars(pickle)["_Unpickler"]
 
 
 class _MetadataUnpickler(_UNPICKLER):
-    """Unpickles what the metadata of checkpoints consist of, and nothing else (2.11 to 2.15: the names below)."""
+    """Unpickles only the classes that metadata of checkpoints consist of (2.11 to 2.15: the names below)."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class or dtype that metadata have."""
+        """Return a class or dtype that metadata may name; raise UnpicklingError for any other."""
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         if name not in _CLASSES.get(module, ()):
@@ -265,7 +276,7 @@ class _MetadataUnpickler(_UNPICKLER):
         return super().find_class(module, name)
 
     def build(self) -> None:
-        """Set the attributes of a dataclass: those of classes and functions would outlast the metadata."""
+        """Set the attributes of a dataclass, and of nothing else: a class or function would keep them."""
         if type(self.stack[-2]) not in _DATACLASSES:
             raise pickle.UnpicklingError(f"it sets attributes of a {type(self.stack[-2]).__name__}")
         super().load_build()

@@ -1,4 +1,4 @@
-"""Trace, write, measure and store graphs of torch's operations, as they run or above autograd."""
+"""Trace functions to graphs of torch's ops, store graphs, and read symbolic sizes and exported programs."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ EXIT_AUTOCAST: Any = _AMP._exit_autocast
 """The target of a node that leaves the autocast which its argument entered (2.13)."""
 
 
-def traced_above_autograd(function: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.GraphModule:
-    """Trace a function with the ops that autograd sees (2.13: `make_fx`, whose module takes long to import)."""
+def trace_above_autograd(function: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.GraphModule:
+    """Trace a function to the ops that autograd sees (2.13: `make_fx`, whose module takes long to import)."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     return make_fx(function, pre_dispatch=True)(*tensors)
 
 
-def traced_by_torch(function: Callable[..., Any], fakes: Sequence[Tensor]) -> fx.GraphModule:
-    """Trace a function of tensors on fake ones; it may hold on to real ones (2.13: `make_fx`)."""
+def trace_on_fakes(function: Callable[..., Any], fakes: Sequence[Tensor]) -> fx.GraphModule:
+    """Trace a function on fake tensors; it may hold on to real ones (2.13: `make_fx`)."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
 
 
-def calls_so_far() -> int:
-    """How many ops the trace that is going on has seen (2.13: `get_proxy_mode`)."""
+def count_traced_ops() -> int:
+    """Return how many ops the current trace has seen so far (2.13: `get_proxy_mode`)."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     mode: Any = get_proxy_mode()
@@ -50,58 +50,58 @@ def calls_so_far() -> int:
 
 
 @contextmanager
-def unnoticed() -> Generator[None]:
-    """Without what tells Python that make_fx watches: attention that wants no gradient runs as one op of its own, and
-    would write its steps out instead (2.13: `_is_make_fx_tracing`). What make_fx's mode for functions notes is only for
-    people to read (2.13: `_temp_remove_metadata_torch_function_mode`)."""
+def hide_make_fx() -> Generator[None]:
+    """Hide from Python that make_fx traces, so that modules do the same as without it (2.13)."""
+    # Attention without gradients runs as one fused op, and in parts if `_is_make_fx_tracing` says so. The other is
+    # make_fx's mode for torch functions, whose notes are only for people to read.
     from torch.fx.experimental import proxy_tensor
     from torch.nn.modules import activation
 
-    watching: Any = proxy_tensor
+    proxy_module: Any = proxy_tensor
     attention: Any = activation
-    before, attention._is_make_fx_tracing = attention._is_make_fx_tracing, lambda: False
+    original, attention._is_make_fx_tracing = attention._is_make_fx_tracing, lambda: False
     try:
-        with watching._temp_remove_metadata_torch_function_mode():
+        with proxy_module._temp_remove_metadata_torch_function_mode():
             yield
     finally:
-        attention._is_make_fx_tracing = before
+        attention._is_make_fx_tracing = original
 
 
 @contextmanager
-def without_compiled_functions() -> Generator[None]:
-    """A function of torch.compile refuses to run, as in make_fx: its kernels would read memory that is not there (a
-    flag of a module up to 2.13, of a thread in 2.15)."""
+def refuse_compiled_functions() -> Generator[None]:
+    """Let functions of torch.compile refuse to run: their kernels would read the memory of fake tensors."""
+    # The flag is of a module up to 2.13, of a thread in 2.15.
     from torch.fx import _symbolic_trace
 
-    place = getattr(_symbolic_trace, "_is_fx_tracing_tls", _symbolic_trace)
-    name = "_is_fx_tracing_flag" if place is _symbolic_trace else "flag"
-    before = getattr(place, name, False)
-    setattr(place, name, True)
+    flag_owner = getattr(_symbolic_trace, "_is_fx_tracing_tls", _symbolic_trace)
+    name = "_is_fx_tracing_flag" if flag_owner is _symbolic_trace else "flag"
+    original = getattr(flag_owner, name, False)
+    setattr(flag_owner, name, True)
     try:
         yield
     finally:
-        setattr(place, name, before)
+        setattr(flag_owner, name, original)
 
 
-def undecided_branch() -> type[Exception]:
-    """The error of a trace where Python branches on a number that it computes (2.13: `GuardOnDataDependentSymNode`)."""
+def undecided_branch_error() -> type[Exception]:
+    """Return the error of a trace whose Python branches on computed data (2.13: `GuardOnDataDependentSymNode`)."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     return GuardOnDataDependentSymNode
 
 
-def looked_at_data(error: BaseException) -> bool:
-    """Whether a trace has ended since it cannot know a number or a shape (2.13: errors of fake tensors)."""
+def is_data_dependence(error: BaseException) -> bool:
+    """Whether an error of a trace comes from a number or shape that depends on data (2.13: errors of fake tensors)."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-    kinds = (undecided_branch(), DataDependentOutputException, DynamicOutputShapeException)
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, kinds):
-        found = found.__cause__ or found.__context__
-    return found is not None
+    kinds = (undecided_branch_error(), DataDependentOutputException, DynamicOutputShapeException)
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, kinds):
+        cause = cause.__cause__ or cause.__context__
+    return cause is not None
 
 
-def of_data(size: Any) -> bool:
+def depends_on_data(size: Any) -> bool:
     """Whether a size depends on data (2.13: `free_unbacked_symbols`)."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -116,21 +116,21 @@ def dump_graph(module: fx.GraphModule) -> bytes:
     return graphs.GraphPickler.dumps(module, graphs.Options(ops_filter=None))
 
 
-def load_graph(data: bytes) -> fx.GraphModule:
-    """Load a graph that `dump_graph` has pickled, with fake tensors of a mode of its own (2.13)."""
+def load_graph(pickled: bytes) -> fx.GraphModule:
+    """Load a graph that `dump_graph` has pickled, with a new mode for its fake tensors (2.13)."""
     from torch._subclasses import FakeTensorMode
     from torch.fx import _graph_pickler as pickler
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     graphs: Any = pickler
-    module = graphs.GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))
+    module = graphs.GraphPickler.loads(pickled, FakeTensorMode(shape_env=ShapeEnv()))
     module.recompile()
     return module
 
 
-def open_mode() -> Any:
-    """Make tensors without data whose open sizes have a symbol each: as many rows in the example are no reason to be as
-    many in a step (2.13: `FakeTensorMode` with a `ShapeEnv`)."""
+def open_fake_mode() -> Any:
+    """Return a mode for fake tensors with open sizes (2.13: `FakeTensorMode` with a `ShapeEnv`)."""
+    # No duck shapes: two sizes that are equal in the example need not be equal in a step. No specialisation of 0 and 1.
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -138,23 +138,23 @@ def open_mode() -> Any:
     return FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=True)
 
 
-def fake_like(mode: Any, tensor: Tensor, rows: bool) -> Tensor:
-    """A tensor without data in the place of one, its number of rows open or not (2.13: symbolic contexts)."""
+def make_fake(mode: Any, tensor: Tensor, rows_are_open: bool) -> Tensor:
+    """Return a fake tensor like a tensor, whose number of rows is open or fixed (2.13: symbolic contexts)."""
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
-    each = [DimDynamic.STATIC] * tensor.ndim
-    if rows:
-        each[0] = DimDynamic.DYNAMIC
-    return mode.from_tensor(tensor.detach(), symbolic_context=StatelessSymbolicContext(dynamic_sizes=each))
+    dynamic_sizes = [DimDynamic.STATIC] * tensor.ndim
+    if rows_are_open:
+        dynamic_sizes[0] = DimDynamic.DYNAMIC
+    return mode.from_tensor(tensor.detach(), symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic_sizes))
 
 
-def expression(size: Any) -> Any:
-    """The expression of an open size, in sympy (2.13: `SymInt.node.expr`)."""
+def sympy_expression(size: Any) -> Any:
+    """Return the sympy expression of an open size (2.13: `SymInt.node.expr`)."""
     return size.node.expr
 
 
 def example_number(size: Any) -> int:
-    """An open size as it was in the example of its trace (2.13: `SymInt.node.hint`)."""
+    """Return the number that an open size has in the example of its trace (2.13: `SymInt.node.hint`)."""
     return size if isinstance(size, int) else int(size.node.hint or 1)
 
 
@@ -165,39 +165,38 @@ def has_floor(expr: Any) -> bool:
     return expr.has(CeilToInt, FloorToInt)
 
 
-def computed(expr: Any, known: dict[Any, Any]) -> Any:
-    """Compute an expression of symbols as Python does, on proxies of a graph (2.13: `sympy_interp`)."""
+def evaluate_expression(expr: Any, value_by_symbol: dict[Any, Any]) -> Any:
+    """Evaluate an expression with a value, or a proxy of a graph, for each symbol (2.13: `sympy_interp`)."""
     from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-    return sympy_interp(PythonReferenceAnalysis, known, expr)
+    return sympy_interp(PythonReferenceAnalysis, value_by_symbol, expr)
 
 
-def environment(size: Any) -> Any:
-    """The ShapeEnv of the trace that an open size is of (2.13: `SymInt.node.shape_env`)."""
+def shape_env_of(size: Any) -> Any:
+    """Return the ShapeEnv of the trace that made an open size (2.13: `SymInt.node.shape_env`)."""
     return size.node.shape_env
 
 
 def guards_of(sizes: Any) -> tuple[Any, ...]:
-    """The conditions on open sizes by which a traced function has decided, not torch, from the ShapeEnv of its trace
-    (2.13: `ShapeEnv.guards`, and of each its `sloc.framework_loc`, the innermost line that is not torch's).
+    """Return the conditions on open sizes that the traced function, not torch, has branched on (2.13).
 
-    Sizes that the function compared as equal have one symbol from then on, and no condition.
+    Sizes that the function compared as equal have one symbol from then on, and no condition. `sizes` is the ShapeEnv of
+    the trace; `sloc.framework_loc` of a guard is the innermost line that is not torch's.
     """
-    asked = (sizes.replace(guard.expr) for guard in sizes.guards if _is_functions(guard.sloc.framework_loc))
-    return tuple(expr for expr in dict.fromkeys(asked) if expr.free_symbols)
+    guard_exprs = (sizes.replace(guard.expr) for guard in sizes.guards if _is_functions(guard.sloc.framework_loc))
+    return tuple(expr for expr in dict.fromkeys(guard_exprs) if expr.free_symbols)
 
 
-def _is_functions(where: Any) -> bool:
-    return where is None or not Path(where.filename).is_relative_to(Path(torch.__file__).parent)
+def _is_functions(frame: Any) -> bool:
+    return frame is None or not Path(frame.filename).is_relative_to(Path(torch.__file__).parent)
 
 
-# Read what `torch.export` writes into a graph: calls of graphs in other contexts, vmap, paths of modules.
+# Read graphs of `torch.export`: calls of graphs in other contexts, vmap, paths of modules.
 
 _HIGHER: Any = torch.ops.higher_order
 GRAPH_CALLS: dict[Any, int] = {_HIGHER.wrap_with_set_grad_enabled: 1, _HIGHER.wrap_with_autocast: 4}
-"""The ops that call a graph with gradients off, say, or under autocast, each with the number of its settings, which
-come before the graph (2.13)."""
+"""The ops that call a graph with gradients on or off, or under autocast, and how many settings come first (2.13)."""
 NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
 """The path in `nn_module_stack` of a node whose module is not known (2.13)."""
 
@@ -207,24 +206,24 @@ def is_of_vmap(node: fx.Node) -> bool:
     return getattr(node.target, "__module__", None) == "torch._functorch.predispatch"
 
 
-def call_trees(exported: ExportedProgram, given: Sequence[Any], results: Sequence[Any]) -> tuple[Any, Any]:
-    """The arguments and the result of a call, as trees of these leaves (2.13: of `torch.utils._pytree`)."""
+def call_trees(exported: ExportedProgram, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Any, Any]:
+    """Return the arguments and the result of an exported call, built of these leaves (2.13: `torch.utils._pytree`)."""
     in_spec: Any = exported.call_spec.in_spec
     out_spec: Any = exported.call_spec.out_spec
-    return _pytree.tree_unflatten(given, in_spec), _pytree.tree_unflatten(results, out_spec)
+    return _pytree.tree_unflatten(arguments, in_spec), _pytree.tree_unflatten(results, out_spec)
 
 
 def import_export() -> None:
-    """Import what `torch.export` imports when it is first called, 1,300 modules (2.13)."""
+    """Import the 1,300 modules that `torch.export` needs at its first call (2.13)."""
     importlib.import_module("torch.export._trace")
 
 
 @contextmanager
-def quiet_export() -> Generator[None]:
-    """Without the graph that torch prints where an export ends in an error. A tensor that a module remembers in a plain
-    attribute is an error, but for the lists that an RNN has of its weights (2.13: the words of a warning)."""
+def silence_export() -> Generator[None]:
+    """Export without the graph that torch prints on an error; an assigned tensor attribute is an error (2.13)."""
+    # Torch only warns of a module that keeps a tensor in a plain attribute. RNNs do so with lists of their weights.
     log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    before = log.disabled
+    was_disabled = log.disabled
     log.disabled = True
     try:
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
@@ -232,4 +231,4 @@ def quiet_export() -> Generator[None]:
             warnings.filterwarnings("ignore", r"The tensor attributes? \S*_flat_weights", UserWarning)
             yield
     finally:
-        log.disabled = before
+        log.disabled = was_disabled

@@ -1,4 +1,4 @@
-"""Recognise torch's own modules by class, and run them without a trace in their attributes."""
+"""Recognise torch's own modules by class, and read and replace their hidden attributes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.nn.utils.parametrizations import _SpectralNorm  # pyright: ignore[rep
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from fpipe.torch_internals import WEIGHT_LISTS
-from fpipe.torch_private.dispatch import without_deprecations
+from fpipe.torch_private.dispatch import without_jit_deprecations
 
 
-def has_torchs_forward(norm: nn.Module) -> bool:
-    """Whether a norm's forward is torch's, and not one of somebody's own (2.13: three classes have one)."""
+def has_torch_forward(norm: nn.Module) -> bool:
+    """Whether a norm has torch's forward, and no override (2.13: three classes have one)."""
     return "forward" not in vars(norm) and type(norm).forward in _FORWARDS
 
 
@@ -26,15 +26,15 @@ _FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward
 
 
 @contextmanager
-def without_statistics(norm: Any, see: Callable[[Tensor], None]) -> Generator[None]:
-    """While it lasts a batch norm in training neither reads nor writes running statistics, and shows its inputs.
+def without_statistics(norm: Any, on_input: Callable[[Tensor], None]) -> Generator[None]:
+    """Run a batch norm in training without its running statistics, and call `on_input` with each input.
 
-    2.13: every norm's forward, that of a subclass too, hands its input to `_check_input_dim`.
+    2.13: the forward of every norm, of subclasses too, hands its input to `_check_input_dim`.
     """
 
     def check(x: Tensor) -> None:
         type(norm)._check_input_dim(norm, x)
-        see(x)
+        on_input(x)
 
     tracked = norm.track_running_stats
     try:
@@ -47,53 +47,54 @@ def without_statistics(norm: Any, see: Callable[[Tensor], None]) -> Generator[No
 
 
 def spectral_buffers(module: nn.Module) -> list[str]:
-    """The buffers that torch's spectral norm of a module writes in training, new style and old (2.13: the
-    parametrization `_SpectralNorm`, and a hook that has `_u` and `_v` behind the name of its weight)."""
+    """Return the buffers that torch's spectral norm of a module writes in training (2.13)."""
+    # New style a parametrization, `_SpectralNorm`; old style a hook with `_u` and `_v` behind the name of its weight.
     if isinstance(module, _SpectralNorm):
         return [name for name, _ in module.named_buffers(recurse=False)]
     hooks = [hook for hook in vars(module)["_forward_pre_hooks"].values() if isinstance(hook, SpectralNorm)]
-    return [f"{hook.name}{end}" for hook in hooks for end in ("_u", "_v")]
+    return [f"{hook.name}{suffix}" for hook in hooks for suffix in ("_u", "_v")]
 
 
 def caches_weights(module: nn.Module) -> bool:
-    """Whether a module may keep tensors made of its parameters as plain attributes (2.13: RNNs a list of their
-    weights; pruning and the old weight norm, which are hooks, the weight)."""
+    """Whether a module may keep tensors made of its parameters in plain attributes (2.13)."""
+    # RNNs keep a list of their weights; the hooks of pruning and of the old weight norm keep the weight.
     return isinstance(module, nn.RNNBase) or bool(vars(module)["_forward_pre_hooks"])
 
 
 def cached_weights(module: nn.Module) -> dict[str, Any]:
-    """The attributes of such a module that functional_call leaves changed, as they are (2.13: tensors, and an
-    RNN's lists)."""
+    """Return the attributes of such a module that functional_call leaves changed: tensors, lists of an RNN (2.13)."""
     attributes = vars(module).items()
     tensors = {name: value for name, value in attributes if isinstance(value, Tensor)}
     return tensors | {name: list(value) for name, value in attributes if name in WEIGHT_LISTS}
 
 
-def hold(
+def set_module_dicts(
     module: nn.Module,
     children: dict[str, Any],
     parameters: dict[str, Any] | None = None,
     buffers: dict[str, Any] | None = None,
 ) -> None:
-    """Give a module these very dicts as its own: what is bound in them is bound in it (2.13: three dicts)."""
+    """Make these very dicts the dicts of a module, so that tensors bound in them are bound in it (2.13)."""
     vars(module).update(_modules=children, _parameters=parameters or {}, _buffers=buffers or {})
 
 
-def is_saved(module: object, name: str) -> bool:
-    """Whether a tensor of a module is in its state_dict (2.13: a set of the names that are not)."""
+def is_in_state_dict(module: object, name: str) -> bool:
+    """Whether a tensor of a module is in its state_dict (2.13: a set has the names that are not)."""
     return name not in getattr(module, "_non_persistent_buffers_set", ())
 
 
 @contextmanager
-def told_of_assignments(told: Callable[[nn.Module, str, Any, Callable[..., None]], None]) -> Generator[None]:
-    """Meanwhile `told(module, name, value, assign)` is called in place of each assignment to a module's attribute, of
-    all threads (2.13: `Module.__setattr__`)."""
+def intercept_assignments(on_assignment: Callable[[nn.Module, str, Any, Callable[..., None]], None]) -> Generator[None]:
+    """Call `on_assignment(module, name, value, assign)` instead of each assignment to an attribute of a module.
+
+    It holds for all threads (2.13: `Module.__setattr__`).
+    """
     assign: Any = nn.Module.__setattr__
 
-    def asked(module: nn.Module, name: str, value: Any) -> None:
-        told(module, name, value, assign)
+    def intercept(module: nn.Module, name: str, value: Any) -> None:
+        on_assignment(module, name, value, assign)
 
-    nn.Module.__setattr__ = asked  # pyright: ignore[reportAttributeAccessIssue]
+    nn.Module.__setattr__ = intercept  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
@@ -101,7 +102,9 @@ def told_of_assignments(told: Callable[[nn.Module, str, Any, Callable[..., None]
 
 
 def load_forward_mode() -> None:
-    """Import the derivatives of torch's forward mode without the warning of torch.jit.script in them (2.13, 2.15:
-    `torch._decomp.decompositions_for_jvp`, imported when first needed)."""
-    with without_deprecations():
+    """Import the derivatives of torch's forward mode without their warning of torch.jit.script.
+
+    2.13, 2.15: `torch._decomp.decompositions_for_jvp`, which torch imports when it is first needed.
+    """
+    with without_jit_deprecations():
         importlib.import_module("torch._decomp.decompositions_for_jvp")

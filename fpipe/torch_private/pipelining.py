@@ -1,4 +1,4 @@
-"""Torch's own pipeline runtime: the class that carries out a table, and how it is handed one."""
+"""Torch's own pipeline runtime: the class that runs a table, and how it takes one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from torch.distributed.pipelining.schedules import (
 )
 
 TableRuntime = _PipelineScheduleRuntime
-"""The runtime, to be handed tables (2.11, 2.13, 2.15)."""
+"""The runtime that runs tables (2.11, 2.13, 2.15)."""
 
 
-def hand_tables(runtime: Any, compute: str, comms: str) -> None:
-    """Let a runtime carry out a table with transfers, of which it also wants the computation alone (2.11, 2.13, 2.15:
-    `pipeline_order`, `_prepare_schedule_with_comms`)."""
+def load_tables(runtime: Any, compute: str, comms: str) -> None:
+    """Let a runtime run a table with transfers, `comms`; it also wants the table without them (2.11, 2.13, 2.15)."""
     runtime.pipeline_order = _actions(compute)
     runtime._prepare_schedule_with_comms(_actions(comms), format="compute_comms")
 

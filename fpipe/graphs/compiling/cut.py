@@ -1,12 +1,12 @@
-"""Cut a stage and its gradient into F, I and W: each result takes what it needs, and nothing is computed twice.
+"""Cut a stage and its gradient into F, I and W: each result takes the ops it needs, and nothing is computed twice.
 
     y, loss     need these ops:                                        F
     dx          needs these beyond F:                                  I       F -> res -> I
     g           needs these beyond F and I:                            W       I -> wres -> W
     dx and g    need these beyond F:                                   B       F -> res -> B
 
-What crosses a cut are tensors as they are, parameters aside, which every part is given. A view of a parameter is made
-again on the other side, since it costs nothing and holds nothing.
+Residuals are the tensors that cross a cut. Parameters do not cross it, since each part reads them directly; nor do
+views of parameters, which are made again on the other side, as they cost nothing and hold no memory.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from fpipe.graphs.language.graph import Graph, Name, Node, checks
+from fpipe.graphs.language.graph import Graph, Name, Node, checks_by_direction
 from fpipe.graphs.language.labels import is_cotangent, is_gradient, is_parameter, is_result
-from fpipe.graphs.tracing.draws import drawn
+from fpipe.graphs.tracing.random_ops import random_nodes_of
 from fpipe.program import ALL_BUT
 from fpipe.torch_internals import OpOverload
 
@@ -32,15 +32,15 @@ class Cut:
 
     Args:
         graph: the stage and its gradient.
-        wanted: the labels of the cotangents that somebody reads (`dx`, `dx:1`, `dcarry`), and the places of the leaves
-            that have one; the others are not computed.
-        saved: None, or the names of ops whose results F keeps, beside what it was given, what is marked and what is
-            drawn at random. The backward computes the rest again, each op just before it is needed: layer by layer.
+        wanted_cotangents: the labels of the cotangents that somebody reads (`dx`, `dx:1`, `dcarry`), with the indices
+            of their leaves; others are not computed.
+        saved_ops: None to keep all residuals. Otherwise the names of ops whose results F keeps, next to its inputs,
+            marked values and random numbers; the backward computes the rest again, layer by layer.
     """
 
     graph: Graph
-    wanted: tuple[tuple[str, tuple[int, ...]], ...]
-    saved: tuple[str, ...] | None = None
+    wanted_cotangents: tuple[tuple[str, tuple[int, ...]], ...]
+    saved_ops: tuple[str, ...] | None = None
 
     def forward(self, writes: Sequence[str]) -> Graph:
         """Return F or R; `writes` are among y, loss, count, aux, state, carry and res."""
@@ -48,39 +48,40 @@ class Cut:
 
     def backward(self) -> Graph:
         """Return B, which computes all gradients."""
-        return self._part([*self._params, *self._cotangents, "res"], [*dict(self.wanted), *self._gradients])
+        return self._part([*self._params, *self._cotangents, "res"], [*dict(self.wanted_cotangents), *self._gradients])
 
     def backward_input(self) -> Graph:
-        """Return I, which computes the cotangents of the stage's inputs, and what W reads."""
-        return self._part([*self._params, *self._cotangents, "res"], [*dict(self.wanted), "wres"])
+        """Return I, which computes the cotangents of the stage's inputs, and the residuals of W."""
+        return self._part([*self._params, *self._cotangents, "res"], [*dict(self.wanted_cotangents), "wres"])
 
     def backward_weight(self) -> Graph:
         """Return W, which computes the gradients of parameters."""
         return self._part([*self._params, "wres"], self._gradients)
 
     @property
-    def early(self) -> list[Name]:
-        """Return the gradients of parameters that I cannot leave to W, since their op also makes what I needs."""
-        return [name for name in self._leaves(self._gradients) if name in self._input_ops]
+    def gradients_made_by_input(self) -> list[Name]:
+        """Return the gradients of parameters that I cannot leave to W, since one op makes them and a cotangent."""
+        return [name for name in self._names_under(self._gradients) if name in self._input_ops]
 
     def _part(self, reads: Sequence[str], writes: Sequence[str]) -> Graph:
         graph = self.graph
         crossing = {"res": tuple(self.residuals), "wres": tuple(self.weight_residuals)}
         inputs = {label: graph.reads[label] if label in graph.reads else crossing[label] for label in reads}
-        outputs = {label: crossing[label] if label in crossing else self.written(label) for label in writes}
-        known = {name for leaves in inputs.values() for name in leaves if name is not None}
+        outputs = {label: crossing[label] if label in crossing else self.leaves_under(label) for label in writes}
+        # The results, and ops without readers that eager runs too: random numbers and checks.
+        given_names = {name for leaves in inputs.values() for name in leaves if name is not None}
         is_forward, is_backward = {*inputs}.isdisjoint(crossing), any(map(is_cotangent, inputs))
-        effects = self._forward_effects if is_forward else checks(graph)[1] if is_backward else []
-        ops = graph.behind((*(leaf for leaves in outputs.values() for leaf in leaves), *effects), known)
-        nodes = _narrowed([node for node in graph.nodes if node.name in ops], graph)
-        if self.saved is not None and any(map(is_cotangent, reads)):
-            nodes = _when_needed(nodes, self._forward_ops)
+        effects = self._forward_effects if is_forward else checks_by_direction(graph)[1] if is_backward else []
+        ops = graph.ops_needed_by((*(leaf for leaves in outputs.values() for leaf in leaves), *effects), given_names)
+        nodes = _narrow_masks([node for node in graph.nodes if node.name in ops], graph)
+        if self.saved_ops is not None and any(map(is_cotangent, reads)):
+            nodes = _delay_recomputed(nodes, self._forward_ops)
         return replace(graph, nodes=tuple(nodes), reads=inputs, writes=outputs)
 
     @cached_property
     def _forward_effects(self) -> list[Name]:
-        """The ops that a forward runs though nobody reads them: it draws all its numbers, and makes all its checks."""
-        return [*(node.name for node in drawn(self.graph)), *checks(self.graph)[0]]
+        """Return the ops that a forward runs even without readers, as eager does: all its draws and all its checks."""
+        return [*(node.name for node in random_nodes_of(self.graph)), *checks_by_direction(self.graph)[0]]
 
     @cached_property
     def _params(self) -> list[str]:
@@ -94,112 +95,123 @@ class Cut:
     def _gradients(self) -> list[str]:
         return [label for label in self.graph.writes if is_gradient(label)]
 
-    def written(self, label: str) -> tuple[Any, ...]:
-        """Return the leaves under a label, of cotangents only those that are wanted."""
-        leaves, places = self.graph.writes[label], dict(self.wanted).get(label)
-        return leaves if places is None else tuple(leaf if k in places else None for k, leaf in enumerate(leaves))
+    def leaves_under(self, label: str) -> tuple[Any, ...]:
+        """Return the leaves that the stage writes under a label, with None for cotangents that nobody wants."""
+        leaves, wanted_indices = self.graph.writes[label], dict(self.wanted_cotangents).get(label)
+        if wanted_indices is None:
+            return leaves
+        return tuple(leaf if index in wanted_indices else None for index, leaf in enumerate(leaves))
 
-    def _leaves(self, labels: Iterable[str]) -> list[Name]:
-        return [leaf for label in labels for leaf in self.written(label) if isinstance(leaf, Name)]
+    def _names_under(self, labels: Iterable[str]) -> list[Name]:
+        return [leaf for label in labels for leaf in self.leaves_under(label) if isinstance(leaf, Name)]
 
     @cached_property
     def _forward_ops(self) -> set[Name]:
         outputs = [label for label in self.graph.writes if is_result(label)]
-        return self._with_parts(self.graph.behind([*self._leaves(outputs), *self._forward_effects]))
+        return self._with_parts(self.graph.ops_needed_by([*self._names_under(outputs), *self._forward_effects]))
 
     @cached_property
     def _input_ops(self) -> set[Name]:
-        wanted = [*self._leaves(dict(self.wanted)), *checks(self.graph)[1]]
-        return self._with_parts(self.graph.behind(wanted, self._forward_ops))
+        roots = [*self._names_under(dict(self.wanted_cotangents)), *checks_by_direction(self.graph)[1]]
+        return self._with_parts(self.graph.ops_needed_by(roots, self._forward_ops))
 
     def _with_parts(self, ops: set[Name]) -> set[Name]:
-        """Add the parts of what ops write: a tensor of a tuple crosses a cut alone, not the tuple.
-
-        The parts of an op that can run again for the rest are left to their readers.
-        """
-        written = {node.name: node for node in self.graph.nodes}
+        """Add the `getitem`s of ops that write a tuple, so that its tensors cross a cut, and not the tuple."""
+        # An op with a mask of its results can run again, for other results, on the other side: leave its parts there.
+        node_by_name = {node.name: node for node in self.graph.nodes}
         for node in self.graph.nodes:
-            if node.op is getitem and node.args[0] in ops and _mask_of(written[node.args[0]], self.graph) is None:
+            is_part = node.op is getitem and node.args[0] in ops
+            if is_part and _mask_index(node_by_name[node.args[0]], self.graph) is None:
                 ops.add(node.name)
         return ops
 
     @cached_property
     def _weight_ops(self) -> set[Name]:
-        """The ops that g needs beyond F and I. An op that can make one of its results alone runs again for others."""
-        known = self._forward_ops | self._input_ops
-        ops = self.graph.behind(self._leaves(self._gradients), known)
-        written = {node.name: node for node in self.graph.nodes}
+        """Return the ops that g needs beyond F and I."""
+        # An op with a mask, such as convolution_backward, runs in I for the cotangent and in W for the gradients.
+        earlier_ops = self._forward_ops | self._input_ops
+        ops = self.graph.ops_needed_by(self._names_under(self._gradients), earlier_ops)
+        node_by_name = {node.name: node for node in self.graph.nodes}
         for name in [*ops]:
-            node = written[name]
-            if node.op is getitem and _mask_of(written[node.args[0]], self.graph) is not None:
+            node = node_by_name[name]
+            if node.op is getitem and _mask_index(node_by_name[node.args[0]], self.graph) is not None:
                 ops |= {node.args[0]}
         return ops
 
     @cached_property
     def residuals(self) -> list[Name]:
-        """The values that F leaves for the backward."""
-        backward = self._input_ops | self._weight_ops
-        made = self._leaves([*dict(self.wanted), *self._gradients])
-        if self.saved is not None:
-            return self._crossing(self.graph.behind(made, self._kept), made, self._kept)
-        return self._crossing(backward, made, self._forward_ops | self._held)
+        """Return the values that F leaves for the backward."""
+        gradients = self._names_under([*dict(self.wanted_cotangents), *self._gradients])
+        if self.saved_ops is not None:
+            recomputing_ops = self.graph.ops_needed_by(gradients, self._saved_values)
+            return self._crossing(recomputing_ops, gradients, self._saved_values)
+        backward_ops = self._input_ops | self._weight_ops
+        return self._crossing(backward_ops, gradients, self._forward_ops | self._forward_inputs)
 
     @cached_property
     def weight_residuals(self) -> list[Name]:
-        """The values that I leaves for W."""
+        """Return the values that I leaves for W."""
         cotangents = {name for label in self._cotangents for name in self.graph.reads[label] if name is not None}
-        known = self._forward_ops | self._input_ops | self._held | cotangents
-        return self._crossing(self._weight_ops, self._leaves(self._gradients), known)
+        available = self._forward_ops | self._input_ops | self._forward_inputs | cotangents
+        return self._crossing(self._weight_ops, self._names_under(self._gradients), available)
 
     @cached_property
-    def _kept(self) -> set[Name]:
-        known = {node.name for node in self.graph.nodes if _is_saved(node, self.saved or ())}
-        known |= {node.name for node in self.graph.nodes if node.op is getitem and node.args[0] in known}
-        known |= {leaf for leaf in self.graph.writes.get("kept", ()) if isinstance(leaf, Name)}
-        return self._held | {name for name in known & self._forward_ops if name in self.graph.facts}
+    def _saved_values(self) -> set[Name]:
+        # The results of the named ops and the tensors of their tuples, and values that a checkpoint's policy marked.
+        saved = {node.name for node in self.graph.nodes if _is_saved(node, self.saved_ops or ())}
+        saved |= {node.name for node in self.graph.nodes if node.op is getitem and node.args[0] in saved}
+        saved |= {leaf for leaf in self.graph.writes.get("kept", ()) if isinstance(leaf, Name)}
+        return self._forward_inputs | {name for name in saved & self._forward_ops if name in self.graph.facts}
 
     @cached_property
-    def _held(self) -> set[Name]:
+    def _forward_inputs(self) -> set[Name]:
         labels = [label for label in self.graph.reads if label not in (*self._params, *self._cotangents)]
         return {name for label in labels for name in self.graph.reads[label] if name is not None}
 
-    def _crossing(self, ops: set[Name], made: Iterable[Name], known: set[Name]) -> list[Name]:
-        """Return the `known` values that `ops` and results read, in the order of the graph."""
-        read = {name for node in self.graph.nodes if node.name in ops for name in node.reads} | {*made}
-        crossing = (read & known) - ops - views_of_params(self.graph)
+    def _crossing(self, ops: set[Name], results: Iterable[Name], available: set[Name]) -> list[Name]:
+        """Return the values that are `available` before a cut and are read by `ops`, or returned, behind it."""
+        read_names = {name for node in self.graph.nodes if node.name in ops for name in node.reads} | {*results}
+        crossing = (read_names & available) - ops - views_of_params(self.graph)
         return [name for name in (*self.graph.inputs(), *(node.name for node in self.graph.nodes)) if name in crossing]
 
 
 def views_of_params(graph: Graph) -> set[Name]:
-    """Return the views of parameters and of buffers, and views of views."""
-    known = {name for label in graph.reads if is_parameter(label) for name in graph.reads[label]}
-    storages = {graph.facts[name].storage for name in known if name is not None}
+    """Return the views of parameters and buffers, and the views of such views."""
+    params = {name for label in graph.reads if is_parameter(label) for name in graph.reads[label]}
+    storages = {graph.facts[name].storage for name in params if name is not None}
     views: set[Name] = set()
     for node in graph.nodes:
         fact = graph.facts.get(node.name)
-        if fact is not None and fact.storage in storages and {*node.reads} <= known | views:
+        if fact is not None and fact.storage in storages and {*node.reads} <= params | views:
             views.add(node.name)
     return views
 
 
-def prepared(graph: Graph) -> tuple[Graph, Graph]:
-    """Split off the views of parameters, which a step makes once for all microbatches."""
+def split_param_views(graph: Graph) -> tuple[Graph, Graph]:
+    """Split a graph into (views of parameters, the rest): a step makes the views once for all microbatches.
+
+    params, x -> y        -->        params -> ready        ready, x -> y
+    """
     views = views_of_params(graph)
     labels = [label for label in graph.reads if is_parameter(label)]
-    rest = [node for node in graph.nodes if node.name not in views]
-    read = {name for node in rest for name in node.reads}
-    read |= {leaf for leaves in graph.writes.values() for leaf in leaves if isinstance(leaf, Name)}
-    given = [name for label in labels for name in graph.reads[label] if name is not None]
-    ready = tuple(name for name in (*given, *(node.name for node in graph.nodes)) if name in read & {*given, *views})
-    needed = graph.behind(ready)
-    first = replace(
+    other_nodes = [node for node in graph.nodes if node.name not in views]
+    read_names = {name for node in other_nodes for name in node.reads}
+    read_names |= {leaf for leaves in graph.writes.values() for leaf in leaves if isinstance(leaf, Name)}
+    param_names = [name for label in labels for name in graph.reads[label] if name is not None]
+    ready = tuple(
+        name
+        for name in (*param_names, *(node.name for node in graph.nodes))
+        if name in read_names & {*param_names, *views}
+    )
+    needed = graph.ops_needed_by(ready)
+    preparation = replace(
         graph,
         nodes=tuple(node for node in graph.nodes if node.name in needed),
         reads={label: graph.reads[label] for label in labels},
         writes={"ready": ready},
     )
     reads = {label: leaves for label, leaves in graph.reads.items() if label not in labels}
-    return first, replace(graph, nodes=tuple(rest), reads={"ready": ready, **reads})
+    return preparation, replace(graph, nodes=tuple(other_nodes), reads={"ready": ready, **reads})
 
 
 def _is_saved(node: Node, saved: Sequence[str]) -> bool:
@@ -210,59 +222,62 @@ def _is_saved(node: Node, saved: Sequence[str]) -> bool:
     return str(node.op) in saved
 
 
-def _when_needed(nodes: list[Node], recomputed: set[Name]) -> list[Node]:
-    """Move recomputed ops to just before the first op that reads what they write."""
-    waiting = {node.name: node for node in nodes if node.name in recomputed}
+def _delay_recomputed(nodes: list[Node], recomputed: set[Name]) -> list[Node]:
+    """Move each recomputed op to just before its first reader, so that only one layer's values live at a time."""
+    unscheduled = {node.name: node for node in nodes if node.name in recomputed}
     order: list[Node] = []
 
-    def bring(names: Iterable[Name]) -> None:
-        todo = [*names]
-        while todo:
-            node = waiting.get(todo[-1])
-            missing = [name for name in node.reads if name in waiting] if node else []
-            todo += missing
+    # Depth first without recursion, since a chain of ops may be longer than Python's stack: an op is scheduled when all
+    # recomputed ops that it reads are, and stays on the stack until then.
+    def schedule(names: Iterable[Name]) -> None:
+        pending = [*names]
+        while pending:
+            node = unscheduled.get(pending[-1])
+            missing = [name for name in node.reads if name in unscheduled] if node else []
+            pending += missing
             if node and not missing:
-                order.append(waiting.pop(node.name))
+                order.append(unscheduled.pop(node.name))
             if not missing:
-                todo.pop()
+                pending.pop()
 
     for node in nodes:
         if node.name not in recomputed:
-            bring(node.reads)
+            schedule(node.reads)
             order.append(node)
-    bring([*waiting])
+    schedule([*unscheduled])
     return order
 
 
-def _narrowed(nodes: list[Node], graph: Graph) -> list[Node]:
-    """Let ops that take a mask of their results make only those that somebody reads."""
+def _narrow_masks(nodes: list[Node], graph: Graph) -> list[Node]:
+    """Clear in the masks of ops the results that nobody reads, so that they are not computed."""
     used: dict[Name, set[int]] = {}
     for node in nodes:
         if node.op is getitem:
             used.setdefault(node.args[0], set()).add(node.args[1])
     narrowed: list[Node] = []
     for node in nodes:
-        at = _mask_of(node, graph)
-        if at is not None and node.name in used:
-            mask = [wanted and place in used[node.name] for place, wanted in enumerate(node.args[at])]
-            node = node._replace(args=(*node.args[:at], mask, *node.args[at + 1 :]))
+        mask_index = _mask_index(node, graph)
+        if mask_index is not None and node.name in used:
+            mask = [is_wanted and index in used[node.name] for index, is_wanted in enumerate(node.args[mask_index])]
+            node = node._replace(args=(*node.args[:mask_index], mask, *node.args[mask_index + 1 :]))
         narrowed.append(node)
     return narrowed
 
 
-def _mask_of(node: Node, graph: Graph) -> int | None:
-    """Return the place of an op's mask of results among its arguments, if the op computes each result alone."""
+def _mask_index(node: Node, graph: Graph) -> int | None:
+    """Return the index of an op's mask of results among its arguments, if it computes each result separately."""
     if not isinstance(node.op, OpOverload) or node.op not in _SEPARABLE or not isinstance(node.args[-1], list):
         return None
-    if node.op is _GROUP_NORM:  # of channels-last data it writes out of bounds (torch 2.13)
-        known = graph.facts[node.args[1]].aval
-        if known.stride != torch.empty(known.shape, device="meta").stride():
+    # With a mask and channels-last data this op writes out of bounds (torch 2.13).
+    if node.op is _GROUP_NORM:
+        input_aval = graph.facts[node.args[1]].aval
+        if input_aval.stride != torch.empty(input_aval.shape, device="meta").stride():
             return None
     return len(node.args) - 1
 
 
 _aten: Any = torch.ops.aten
-# With a mask these compute each result alone, to the same bits; tests/test_layers.py looks.
+# With a mask these ops compute each result separately, to the same bits, as tests/test_layers.py checks.
 _SEPARABLE = tuple(
     getattr(_aten, name).default
     for name in (

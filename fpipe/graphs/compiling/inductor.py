@@ -1,8 +1,8 @@
-"""Let torch's inductor make machine code of a graph, for the shapes, strides and dtypes that it was traced for.
+"""Compile a graph with torch's inductor, for the shapes, strides and dtypes that it was traced for.
 
     graph  --> Kernel -->  rng --> masks (drawn by torch, one op after the other);  masks, x --> inductor's code --> y
 
-Inductor fuses what autograd runs op by op. It computes the same to rounding, and not the same bits.
+Inductor fuses ops that autograd runs one by one. It computes the same up to rounding, not the same bits.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fpipe.graphs.compiling.code import compiled
-from fpipe.graphs.language.graph import Graph, Name, Node, aval, renamed
-from fpipe.graphs.language.labels import GENERATORS, is_lasting
-from fpipe.graphs.tracing.draws import fill
+from fpipe.graphs.compiling.code import compile_graph
+from fpipe.graphs.language.graph import Graph, Name, Node, aval_of_tensor, substitute_names
+from fpipe.graphs.language.labels import GENERATORS, is_kept_all_step
+from fpipe.graphs.tracing.random_ops import fill
 from fpipe.meaning.purity.ambient import raw_ops
-from fpipe.torch_private.dispatch import compiled_by_inductor
+from fpipe.torch_private.dispatch import compile_with_inductor
 
 _aten: Any = torch.ops.aten
 _DRAWN = "drawn"
 
-# Of a product that is added to a sum in place, inductor makes a copy of the sum, a product added to that, and a copy of
-# it back. What a library's op writes in place stays in place: 4 percent of a W.
+# For a product that is added to a sum in place, inductor copies the sum, adds the product to the copy and copies it
+# back. An op of a library that mutates an argument stays in place, which saves 4 percent of a W.
 _OPS = torch.library.Library("fpipe", "FRAGMENT")
-_OPS.define("add_product(Tensor(a!) total, Tensor one, Tensor two) -> ()")
+_OPS.define("add_product(Tensor(a!) total, Tensor left, Tensor right) -> ()")
 
 
-def _add_product(total: Tensor, one: Tensor, two: Tensor) -> None:
-    total.addmm_(one, two)
+def _add_product(total: Tensor, lhs: Tensor, rhs: Tensor) -> None:
+    total.addmm_(lhs, rhs)
 
 
 _OPS.impl("add_product", _add_product, "CompositeExplicitAutograd")
@@ -42,58 +42,64 @@ _ADD_PRODUCT: Any = torch.ops.fpipe.add_product.default
 
 
 class Kernel:
-    """A graph that inductor compiles at `compile()`; called as `compiled(graph)` is."""
+    """The function of a graph, as `compile_graph` returns one, which inductor compiles at `compile()`."""
 
     def __init__(self, graph: Graph, name: str) -> None:
         self.graph, self.name = graph, name
         self._run: Callable[..., Any] | None = None
 
     def __call__(self, *lists: Any) -> Any:
-        """Run the compiled code."""
+        """Run the compiled code on lists of leaves."""
         assert self._run is not None, f"{self.name} was not compiled"
         return self._run(*lists)
 
     def compile(self) -> None:
-        """Compile it, unless it is compiled already."""
+        """Compile the graph, unless it is compiled already."""
         if self._run is None:
-            draws, rest = _drawn_apart(self.graph)
-            run = _by_inductor(rest, self.name)
-            self._run = run if draws is None else _after(compiled(draws, "draw"), [*rest.reads].index(_DRAWN), run)
+            draws, compiled_part = _split_draws(self.graph)
+            run = _compile_by_inductor(compiled_part, self.name)
+            if draws is not None:
+                run = _with_draws_first(compile_graph(draws, "draw"), [*compiled_part.reads].index(_DRAWN), run)
+            self._run = run
 
 
 def compile_all(kernels: Iterable[Kernel]) -> None:
     """Compile kernels that are not compiled yet, with a line of progress on stderr that ends in how long it took."""
-    waiting = [kernel for kernel in dict.fromkeys(kernels) if kernel._run is None]  # pyright: ignore[reportPrivateUsage]
-    began, live = time.perf_counter(), sys.stderr.isatty()
-    for at, kernel in enumerate(waiting):
-        if live:
-            print(f"\rfpipe compiles {kernel.name}: {at + 1} of {len(waiting)}", end="", file=sys.stderr, flush=True)
+    uncompiled = [kernel for kernel in dict.fromkeys(kernels) if kernel._run is None]  # pyright: ignore[reportPrivateUsage]
+    start, is_terminal = time.perf_counter(), sys.stderr.isatty()
+    count = len(uncompiled)
+    for number, kernel in enumerate(uncompiled, start=1):
+        if is_terminal:
+            print(f"\rfpipe compiles {kernel.name}: {number} of {count}", end="", file=sys.stderr, flush=True)
         kernel.compile()
-    if waiting:
-        seconds = time.perf_counter() - began
-        print(f"{chr(13) * live}fpipe compiled {len(waiting)} graphs in {seconds:.1f} s", file=sys.stderr, flush=True)
+    if uncompiled:
+        seconds, carriage_return = time.perf_counter() - start, "\r" * is_terminal
+        print(f"{carriage_return}fpipe compiled {count} graphs in {seconds:.1f} s", file=sys.stderr, flush=True)
 
 
-def _drawn_apart(graph: Graph) -> tuple[Graph | None, Graph]:
-    """Split off the ops that draw random numbers, from generators that no compiled code takes; the rest reads them."""
+def _split_draws(graph: Graph) -> tuple[Graph | None, Graph]:
+    """Split a graph into its draws of random numbers (None without any) and the rest, which reads these.
+
+    Compiled code takes no generators.
+    """
     if not graph.reads.get(GENERATORS):
         return None, graph
-    drawing: list[Node] = []
+    draw_nodes: list[Node] = []
     for node in graph.nodes:
         if isinstance(node.kwargs.get("generator"), Name):
-            drawing += _from_shape(node, graph)
-    made = [node.name for node in drawing if "generator" in node.kwargs]
+            draw_nodes += _draw_from_shape(node, graph)
+    drawn_names = [node.name for node in draw_nodes if "generator" in node.kwargs]
     draws = replace(
-        graph, nodes=tuple(drawing), reads={GENERATORS: graph.reads[GENERATORS]}, writes={_DRAWN: tuple(made)}
+        graph, nodes=tuple(draw_nodes), reads={GENERATORS: graph.reads[GENERATORS]}, writes={_DRAWN: tuple(drawn_names)}
     )
-    reads = {**graph.reads, GENERATORS: tuple(made)}
+    reads = {**graph.reads, GENERATORS: tuple(drawn_names)}
     reads = {_DRAWN if label == GENERATORS else label: leaves for label, leaves in reads.items()}
-    nodes = tuple(node for node in graph.nodes if node.name not in made)
-    return draws, replace(graph, nodes=nodes, reads=reads, drawn_on=())
+    nodes = tuple(node for node in graph.nodes if node.name not in drawn_names)
+    return draws, replace(graph, nodes=nodes, reads=reads, generator_devices=())
 
 
-def _from_shape(node: Node, graph: Graph) -> list[Node]:
-    """Let an op that draws run before everything else: of the tensor that it fills it needs only the shape."""
+def _draw_from_shape(node: Node, graph: Graph) -> list[Node]:
+    """Return a draw as ops that can run first: it needs only the shape of the tensor that it fills."""
     if node.op is fill:
         (shape, stride, dtype, device, *_), name = graph.facts[node.name].aval, Name(f"{node.name}_empty")
         options = {"dtype": dtype, "device": device}
@@ -102,87 +108,91 @@ def _from_shape(node: Node, graph: Graph) -> list[Node]:
     if any(name not in graph.reads[GENERATORS] for name in node.reads):
         raise RuntimeError(
             f"compile=True takes no {node.op.__name__}, whose random numbers depend on what is computed; say "
-            "compile=False, or draw by torch.rand_like and its like."
+            "compile=False, or draw by torch.rand_like."
         )
     return [node]
 
 
-def _after(draw: Callable[..., Any], at: int, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that draws first; `run` reads what is drawn in the place `at` of the generators."""
-    return lambda *lists: run(*lists[:at], *draw(lists[at]), *lists[at + 1 :])
+def _with_draws_first(draw: Callable[..., Any], index: int, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that draws first, and hands the numbers to `run` instead of the generators at `index`."""
+    return lambda *lists: run(*lists[:index], *draw(lists[index]), *lists[index + 1 :])
 
 
-def _by_inductor(graph: Graph, name: str) -> Callable[..., Any]:
+def _compile_by_inductor(graph: Graph, name: str) -> Callable[..., Any]:
     inputs = [leaf for leaves in graph.reads.values() for leaf in leaves if leaf is not None]
     example: list[Any] = [*(graph.facts[leaf].aval.empty().zero_() for leaf in inputs), *graph.constants.values()]
     try:
         with raw_ops():
-            run = compiled_by_inductor(_as_fx(graph, inputs), example)
-            _check(graph, name, run(*example))
+            run = compile_with_inductor(_as_fx(graph, inputs), example)
+            _check_results(graph, name, run(*example))
     except Exception as error:
         raise RuntimeError(
             f"compile=True: torch's inductor cannot compile {name} ({type(error).__name__}: {str(error)[:300]}). On "
-            "the CPU it needs a C++ compiler, such as g++; say compile=False to run it uncompiled."
+            "the CPU it needs a C++ compiler, such as g++."
         ) from error
-    return _in_lists(graph, run)
+    return _on_lists(graph, run)
 
 
 def _as_fx(graph: Graph, inputs: Sequence[Name]) -> fx.GraphModule:
-    """Return a graph as torch's tools know it: tensors in, tensors out."""
-    torchs = fx.Graph()
-    node_by_name: dict[Name, fx.Node] = {leaf: torchs.placeholder(str(leaf)) for leaf in (*inputs, *graph.constants)}
+    """Return a graph as an fx module of tensors to tensors, which inductor takes."""
+    fx_graph = fx.Graph()
+    node_by_name: dict[Name, fx.Node] = {leaf: fx_graph.placeholder(str(leaf)) for leaf in (*inputs, *graph.constants)}
     for node in graph.nodes:
-        args = renamed(node.args, node_by_name)
-        if node.op is _aten.addmm.out and node.kwargs == {"out": node.args[0]}:  # as `adding` writes it
-            torchs.call_function(_ADD_PRODUCT, args)
+        args = substitute_names(node.args, node_by_name)
+        # A product that `add_into_sums` adds to a sum.
+        if node.op is _aten.addmm.out and node.kwargs == {"out": node.args[0]}:
+            fx_graph.call_function(_ADD_PRODUCT, args)
             node_by_name[node.name] = node_by_name[node.args[0]]
-        elif node.op is _aten._assert_async.default:  # inductor leaves out the one without a message
-            torchs.call_function(_aten._assert_async.msg, (*args, _NOT_TRUE))
+        # Inductor leaves out the assert without a message.
+        elif node.op is _aten._assert_async.default:
+            fx_graph.call_function(_aten._assert_async.msg, (*args, _ASSERT_MESSAGE))
         else:
-            kwargs = {word: renamed(arg, node_by_name) for word, arg in node.kwargs.items()}
-            node_by_name[node.name] = torchs.call_function(node.op, args, kwargs)
-    torchs.output(tuple(node_by_name[leaf] for leaf in _results(graph)))
-    return fx.GraphModule(torch.nn.Module(), torchs)
+            kwargs = {keyword: substitute_names(argument, node_by_name) for keyword, argument in node.kwargs.items()}
+            node_by_name[node.name] = fx_graph.call_function(node.op, args, kwargs)
+    fx_graph.output(tuple(node_by_name[leaf] for leaf in _results(graph)))
+    return fx.GraphModule(torch.nn.Module(), fx_graph)
 
 
-_NOT_TRUE = "Expected Tensor with single nonzero value, but got zero"
+_ASSERT_MESSAGE = "Expected Tensor with single nonzero value, but got zero"
 
 
 def _results(graph: Graph) -> list[Name]:
     return [leaf for leaves in graph.writes.values() for leaf in leaves if isinstance(leaf, Name)]
 
 
-def _check(graph: Graph, name: str, found: Sequence[Tensor]) -> None:
-    """Raise unless results are as traced and share no other memory: instructions rely on that."""
-    wanted = [graph.facts[leaf] for leaf in _results(graph)]
-    for known, tensor in zip(wanted, found, strict=True):
-        if aval(tensor) != known.aval._replace(wants=False):
-            raise RuntimeError(f"it gives {aval(tensor)} with strides {tensor.stride()} for {known.aval}")
-    storages = [tensor.untyped_storage().data_ptr() for tensor in found]
-    for one, other in combinations(range(len(found)), 2):
-        if storages[one] == storages[other] != 0 and wanted[one].storage != wanted[other].storage:
+def _check_results(graph: Graph, name: str, tensors: Sequence[Tensor]) -> None:
+    """Raise unless results have the traced avals, and share memory only where the trace does."""
+    facts = [graph.facts[leaf] for leaf in _results(graph)]
+    for fact, tensor in zip(facts, tensors, strict=True):
+        if aval_of_tensor(tensor) != fact.aval._replace(wants_grad=False):
+            raise RuntimeError(f"it gives {aval_of_tensor(tensor)} with strides {tensor.stride()} for {fact.aval}")
+    storages = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    for i, j in combinations(range(len(tensors)), 2):
+        if storages[i] == storages[j] != 0 and facts[i].storage != facts[j].storage:
             raise RuntimeError("two of its results share memory that autograd's do not share")
 
 
-def _in_lists(graph: Graph, run: Callable[..., Any]) -> Callable[..., Any]:
+def _on_lists(graph: Graph, run: Callable[..., Any]) -> Callable[..., Any]:
+    # Compiled code takes and returns flat tensors. What is known now is kept out of the call: which leaves of each list
+    # it reads (mostly all), which lists it empties, and whether results have leaves that are no tensors.
     constants = [*graph.constants.values()]
-    reads = [[at for at, leaf in enumerate(leaves) if leaf is not None] for leaves in graph.reads.values()]
-    whole = [len(places) == len(leaves) for places, leaves in zip(reads, graph.reads.values(), strict=True)]
-    kept = [is_lasting(label) for label in graph.reads]
-    plan = [*zip(reads, whole, kept, strict=True)]
+    reads = [[index for index, leaf in enumerate(leaves) if leaf is not None] for leaves in graph.reads.values()]
+    reads_all = [len(indices) == len(leaves) for indices, leaves in zip(reads, graph.reads.values(), strict=True)]
+    is_kept = [is_kept_all_step(label) for label in graph.reads]
+    plan = [*zip(reads, reads_all, is_kept, strict=True)]
     writes = [[*leaves] for leaves in graph.writes.values()]
-    plain = all(isinstance(leaf, Name) for leaves in writes for leaf in leaves)
+    writes_only_tensors = all(isinstance(leaf, Name) for leaves in writes for leaf in leaves)
     sizes = [len(leaves) for leaves in writes]
 
-    def called(*lists: Any) -> Any:
-        given: list[Any] = []
-        for leaves, (places, every, lasting) in zip(lists, plan, strict=True):
-            given += leaves if every else [leaves[at] for at in places]
-            if not lasting:
+    def run_on_lists(*lists: Any) -> Any:
+        inputs: list[Any] = []
+        for leaves, (indices, reads_whole_list, keeps_list) in zip(lists, plan, strict=True):
+            inputs += leaves if reads_whole_list else [leaves[index] for index in indices]
+            if not keeps_list:
                 leaves.clear()
-        made = iter(run(*given, *constants))
-        if plain:
-            return tuple([next(made) for _ in range(size)] for size in sizes)
-        return tuple([next(made) if isinstance(leaf, Name) else leaf for leaf in leaves] for leaves in writes)
+        results = iter(run(*inputs, *constants))
+        if writes_only_tensors:
+            return tuple([next(results) for _ in range(size)] for size in sizes)
+        return tuple([next(results) if isinstance(leaf, Name) else leaf for leaf in leaves] for leaves in writes)
 
-    return called
+    return run_on_lists

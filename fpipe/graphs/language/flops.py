@@ -12,48 +12,50 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from fpipe.graphs.language.graph import Graph, on_meta
+from fpipe.graphs.language.graph import Graph, meta_arguments
 from fpipe.torch_internals import OpOverload
 
 
-def multiplies(op: Any) -> bool:
+def may_multiply(op: Any) -> bool:
     """Whether an op may have more operations than it reads numbers, as products have."""
-    return isinstance(op, OpOverload) and op.namespace == "aten" and not _FREE.intersection(op.tags)
+    return isinstance(op, OpOverload) and op.namespace == "aten" and not _TAGS_WITHOUT_PRODUCTS.intersection(op.tags)
 
 
-_FREE = {torch.Tag.pointwise, torch.Tag.dynamic_output_shape}
+_TAGS_WITHOUT_PRODUCTS = {torch.Tag.pointwise, torch.Tag.dynamic_output_shape}
 
 
-def flops_of_call(op: Any, args: Any, kwargs: Any, known: dict[Any, int]) -> int:
-    """The multiplications and additions of one call, on tensors without data; `known` keeps those of equal calls."""
+def flops_of_call(op: Any, args: Any, kwargs: Any, flops_by_call: dict[Any, int]) -> int:
+    """Count the multiplications and additions of a call on meta tensors; `flops_by_call` caches equal calls."""
     key = op, repr((args, kwargs))
-    if key not in known:
-        with FlopCounterMode(display=False, custom_mapping=_MORE) as counter, torch.no_grad():
+    if key not in flops_by_call:
+        with FlopCounterMode(display=False, custom_mapping=_CPU_FORMULAS) as counter, torch.no_grad():
             op(*args, **kwargs)
-        known[key] = counter.get_total_flops()
-    return known[key]
+        flops_by_call[key] = counter.get_total_flops()
+    return flops_by_call[key]
 
 
 def _attention(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
+    # Shapes are (batch, heads, length, width): scores are q @ k.T, outputs are scores @ v.
     return 2 * math.prod(q[:3]) * k[2] * (q[3] + v[3])
 
 
 def _attention_backward(dy: Any, q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
-    return 2 * math.prod(q[:3]) * k[2] * (3 * q[3] + 2 * v[3])  # scores once more, and those of q, k and v
+    # The scores again, then the gradients of the scores, q, k and v.
+    return 2 * math.prod(q[:3]) * k[2] * (3 * q[3] + 2 * v[3])
 
 
 # What torch's own table lacks: the kernels of a CPU.
-_MORE: dict[Any, Any] = {
+_CPU_FORMULAS: dict[Any, Any] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
-_COUNTED: set[Any] = {*flop_registry, *_MORE}
+_COUNTED: set[Any] = {*flop_registry, *_CPU_FORMULAS}
 
 
-def flops_of(graph: Graph, known: dict[Any, int]) -> int:
-    """The multiplications and additions of a graph, whose ops are those that kernels are for."""
+def flops_of(graph: Graph, flops_by_call: dict[Any, int]) -> int:
+    """Count the multiplications and additions of a graph's products, convolutions and attention."""
     total = 0
     for node in graph.nodes:
         if getattr(node.op, "overloadpacket", None) in _COUNTED:
-            total += flops_of_call(node.op, *on_meta(node, graph), known)
+            total += flops_of_call(node.op, *meta_arguments(node, graph), flops_by_call)
     return total

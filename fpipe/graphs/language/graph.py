@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fpipe.graphs.language.labels import GENERATORS, is_cotangent
-from fpipe.meaning.purity.own_memory import is_check, span
-from fpipe.meaning.purity.sharded import Sharding, is_collective, local_of, sharding_of
+from fpipe.meaning.purity.sharded import Sharding, is_collective, local_shard, sharding_of
+from fpipe.meaning.purity.write_guard import is_check, storage_span
 from fpipe.torch_internals import storage_of
 
 
@@ -28,18 +28,20 @@ class Name(str):
 
 
 class Aval(NamedTuple):
-    """An abstract value: a tensor without data, and whether a gradient of it is wanted; of a DTensor that of
-    the shard, and how it is put together."""
+    """An abstract tensor: everything but its data, and whether its gradient is wanted.
+
+    Of a DTensor these are the properties of the local shard, and `sharding` says how shards make up the whole.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    wants: bool = False
+    wants_grad: bool = False
     sharding: Sharding | None = None
 
     def empty(self, device: torch.device | str | None = None) -> Tensor:
-        """A tensor like this, there or on another device."""
+        """Return a tensor like this, with any data, here or on another device."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device or self.device)
 
     def __str__(self) -> str:
@@ -47,9 +49,14 @@ class Aval(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """A tensor's aval, and the storage it is in: tensors of one number share it; `bytes` is its size.
+    """An abstract tensor and its memory.
 
-    `lazy`: whether it is to be conjugated, or negated, by whoever reads it.
+    Attributes:
+        aval: the abstract tensor.
+        storage: the number of its storage; tensors with one number share memory.
+        bytes: the size of the storage.
+        offset: where in the storage it begins, in elements.
+        lazy: whether readers must conjugate it, and whether they must negate it (torch's lazy bits).
     """
 
     aval: Aval
@@ -67,26 +74,27 @@ class _NodeFields(NamedTuple):
 
 
 class Node(_NodeFields):
-    """One call of a torch op, or the k-th part of a list: `name = op(*args, **kwargs)`."""
+    """A call of a torch op, or `getitem` of an op's list of results: `name = op(*args, **kwargs)`."""
 
     @cached_property
     def reads(self) -> list[Name]:
-        """The values it reads, in order."""
-        return [*_names(self.args), *_names(self.kwargs.values())]
+        """Return the names that it reads, in order."""
+        return [*_names_in(self.args), *_names_in(self.kwargs.values())]
 
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """Ops in an order that can be run, and what a traced function reads and writes, label by label.
+    """A traced function: its ops in an order that can be run, and the names of its arguments and results.
 
     Attributes:
         nodes: the ops; none writes what it reads.
-        facts: of each tensor, what is known of it.
+        facts: the fact of each tensor.
         constants: tensors that the function holds on to.
-        reads: `params`, `params:1`, `x`, `target`, `dy` and so on: the leaves' names, None where a leaf is no tensor.
-        writes: `y`, `loss`, `g`, `dx` and so on: a name, or a leaf that is no tensor.
-        ran: the ops as they were traced, by name.
-        drawn_on: the devices of the generators that it reads under the label `rng`.
+        reads: for a label (`params`, `params:1`, `x`, `target`, `dy`), a name for each leaf, None for one that is no
+            tensor.
+        writes: for a label (`y`, `loss`, `g`, `dx`), a name for each leaf, or the leaf itself if it is no tensor.
+        ran: the names of the ops as they were traced.
+        generator_devices: the devices of the generators that it reads under the label `rng`.
     """
 
     nodes: tuple[Node, ...]
@@ -95,194 +103,213 @@ class Graph:
     reads: Mapping[str, tuple[Any, ...]]
     writes: Mapping[str, tuple[Any, ...]]
     ran: tuple[str, ...] = ()
-    drawn_on: tuple[str, ...] = ()
-    _made: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False)
+    generator_devices: tuple[str, ...] = ()
+    _cache: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False)
 
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Call `make` once for this key, and keep its result for as long as the graph lives."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+    def compute_once(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """Call `compute` once for this key, and keep its result for as long as the graph lives."""
+        if key not in self._cache:
+            self._cache[key] = compute()
+        return self._cache[key]
 
     @cached_property
-    def collective(self) -> bool:
-        """Whether other processes have to run it too."""
+    def is_collective(self) -> bool:
+        """Whether it has collectives, so that other processes must run it too."""
         return any(is_collective(node.op) for node in self.nodes)
 
     def inputs(self) -> Iterator[Name]:
-        """The names of all that it reads."""
+        """Yield the names of all tensors that it reads."""
         return (name for names in self.reads.values() for name in names if name is not None)
 
-    def behind(self, roots: Iterable[Any], known: Collection[Name] = ()) -> set[Name]:
-        """The ops that `roots` need, directly or through others, those `known` aside."""
-        written = {node.name: node for node in self.nodes}
-        found: set[Name] = set()
-        todo = [name for name in roots if isinstance(name, Name)]
-        while todo:
-            name = todo.pop()
-            if name in written and name not in found and name not in known:
-                found.add(name)
-                todo.extend(written[name].reads)
-        return found
+    def ops_needed_by(self, roots: Iterable[Any], excluded: Collection[Name] = ()) -> set[Name]:
+        """Return the ops that `roots` need, directly or through others; the search stops at `excluded` ones."""
+        node_by_name = {node.name: node for node in self.nodes}
+        needed: set[Name] = set()
+        pending = [name for name in roots if isinstance(name, Name)]
+        while pending:
+            name = pending.pop()
+            if name in node_by_name and name not in needed and name not in excluded:
+                needed.add(name)
+                pending.extend(node_by_name[name].reads)
+        return needed
 
 
 @dataclass(frozen=True)
 class Outline:
-    """The outline of a function: what it reads and writes, and what it ran.
+    """A function seen from outside: the facts of its arguments and results, and the ops that it ran.
 
     Attributes:
-        reads, writes: a fact for each tensor leaf, by label; other leaves as they are. Facts of one storage number
-            share their memory.
-        ran, numbers: the ops, by name, and the numbers that they were handed.
-        python: whether its gradient is partly Python, which may ask what is wanted of it.
-        specs: the containers around what it writes.
+        reads, writes: by label, a fact for each tensor leaf, or the leaf itself. Facts with one storage number share
+            memory.
+        ran, numbers: the names of its ops, and the numbers that they were handed.
+        has_python_gradient: whether part of its gradient is Python, which may ask which gradients are wanted.
+        specs: by label, the containers around its results.
     """
 
     reads: Mapping[str, Sequence[Any]]
     writes: Mapping[str, Sequence[Any]]
     ran: tuple[str, ...]
     numbers: tuple[Any, ...]
-    python: bool
+    has_python_gradient: bool
     specs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def avals(self, label: str) -> tuple[Any, ...]:
-        """The avals of what is written under a label, other leaves as they are."""
+        """Return the avals of the results under a label; leaves that are no tensors are themselves."""
         return tuple(leaf.aval if isinstance(leaf, Fact) else leaf for leaf in self.writes[label])
 
 
-def checks(graph: Graph) -> tuple[list[Name], list[Name]]:
-    """The ops that are there for the error that they may raise: those of the forward, and those of the way back."""
+def checks_by_direction(graph: Graph) -> tuple[list[Name], list[Name]]:
+    """Return the ops that only check their arguments: (of the forward, of the backward)."""
+    # Nodes are in the order in which they ran: the backward begins with the first reader of a cotangent.
     seeds = {name for label, leaves in graph.reads.items() if is_cotangent(label) for name in leaves}
-    found: tuple[list[Name], list[Name]] = [], []
-    back = False
+    names_by_direction: tuple[list[Name], list[Name]] = [], []
+    is_backward = False
     for node in graph.nodes:
-        back = back or not seeds.isdisjoint(node.reads)
+        is_backward = is_backward or not seeds.isdisjoint(node.reads)
         if is_check(node.op):
-            found[back].append(node.name)
-    return found
+            names_by_direction[is_backward].append(node.name)
+    return names_by_direction
 
 
-def aval(tensor: Tensor) -> Aval:
-    """The abstract value of a tensor."""
-    own = local_of(tensor)
-    return Aval(tuple(own.shape), own.stride(), own.dtype, own.device, tensor.requires_grad, sharding_of(tensor))
+def aval_of_tensor(tensor: Tensor) -> Aval:
+    """Return the abstract tensor of a tensor."""
+    local = local_shard(tensor)
+    return Aval(
+        tuple(local.shape), local.stride(), local.dtype, local.device, tensor.requires_grad, sharding_of(tensor)
+    )
 
 
-def fact(tensor: Tensor, numbers: dict[int, int]) -> Fact:
-    """The fact of a tensor; `numbers` are those given to storages so far."""
-    own, known = local_of(tensor), aval(tensor)
-    size, offset = own.untyped_storage().nbytes(), int(own.storage_offset())
-    number = numbers.setdefault(storage_of(own), fresh_storage())
-    return Fact(known, number, size, offset, (own.is_conj(), own.is_neg()))
+def fact_of_tensor(tensor: Tensor, number_by_storage: dict[int, int]) -> Fact:
+    """Return the fact of a tensor. `number_by_storage` has the storage numbers by address so far, and is extended."""
+    local, tensor_aval = local_shard(tensor), aval_of_tensor(tensor)
+    size, offset = local.untyped_storage().nbytes(), int(local.storage_offset())
+    number = number_by_storage.setdefault(storage_of(local), fresh_storage())
+    return Fact(tensor_aval, number, size, offset, (local.is_conj(), local.is_neg()))
 
 
-def in_own_storage(known: Aval) -> Fact:
-    """The fact of a tensor in a storage of its own."""
-    return Fact(known, fresh_storage(), span(known.shape, known.stride) * known.dtype.itemsize)
+def fact_in_own_storage(aval: Aval) -> Fact:
+    """Return the fact of a tensor that is alone in its storage."""
+    return Fact(aval, fresh_storage(), storage_span(aval.shape, aval.stride) * aval.dtype.itemsize)
 
 
-def renamed(args: Any, names: Mapping[Name, Any]) -> Any:
-    """Arguments of an op with other names in them."""
-    if isinstance(args, Name):
-        return names.get(args, args)
-    if isinstance(args, list | tuple):
-        return type(args)(renamed(arg, names) for arg in args)
-    return args
+def substitute_names(arguments: Any, replacements: Mapping[Name, Any]) -> Any:
+    """Replace names in the arguments of an op, by other names or by values."""
+    if isinstance(arguments, Name):
+        return replacements.get(arguments, arguments)
+    if isinstance(arguments, list | tuple):
+        return type(arguments)(substitute_names(argument, replacements) for argument in arguments)
+    return arguments
 
 
-def on_meta(node: Node, graph: Graph) -> tuple[Any, dict[str, Any]]:
-    """The arguments of an op, tensors without data, and None for what is none."""
-    tensors = {name: graph.facts[name].aval.empty("meta") if name in graph.facts else None for name in node.reads}
-    return renamed(node.args, tensors), {word: renamed(arg, tensors) for word, arg in node.kwargs.items()}
+def meta_arguments(node: Node, graph: Graph) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of an op with meta tensors for names, and None for names of other things."""
+    meta_tensors = {name: graph.facts[name].aval.empty("meta") if name in graph.facts else None for name in node.reads}
+    kwargs = {keyword: substitute_names(argument, meta_tensors) for keyword, argument in node.kwargs.items()}
+    return substitute_names(node.args, meta_tensors), kwargs
 
 
-def rewritten(node: Node, names: Mapping[Name, Any], name: Name | None = None) -> Node:
-    """A node that reads (and if asked, writes) other names."""
-    kwargs = {word: renamed(arg, names) for word, arg in node.kwargs.items()}
-    return Node(node.name if name is None else name, node.op, renamed(node.args, names), kwargs)
+def rewire_node(node: Node, replacements: Mapping[Name, Any], name: Name | None = None) -> Node:
+    """Return a node that reads other names, and writes `name` if it is given."""
+    kwargs = {keyword: substitute_names(argument, replacements) for keyword, argument in node.kwargs.items()}
+    return Node(node.name if name is None else name, node.op, substitute_names(node.args, replacements), kwargs)
 
 
 _FRESH = count()
 
 
 def fresh_storage() -> int:
-    """A number that no storage has yet."""
+    """Return a number that no storage has yet."""
     return next(_FRESH)
 
 
 def without_repeated_views(graph: Graph) -> Graph:
-    """Each view of a tensor once: `t(t(w))` is w. A view computes nothing, so the bits are the same."""
-    first: dict[Any, Name] = {}
+    """Read each view of a tensor under one name: `t(t(w))` is w. A view computes nothing, so the bits stay."""
+    # Two tensors with one storage, offset, lazy bits, shape, strides, dtype and device are the same tensor.
+    name_by_memory: dict[Any, Name] = {}
     names: dict[Name, Name] = {}
-    kept: list[Node] = []
-    for name in (one for one in graph.inputs() if one in graph.facts):  # a generator is no tensor
-        first.setdefault(_place(graph.facts[name]), name)
+    distinct_nodes: list[Node] = []
+    # Generators are inputs without a fact.
+    for name in (input_name for input_name in graph.inputs() if input_name in graph.facts):
+        name_by_memory.setdefault(_memory_key(graph.facts[name]), name)
     for node in graph.nodes:
-        new = rewritten(node, names)
+        rewired = rewire_node(node, names)
         fact = graph.facts.get(node.name)
-        known = first.setdefault(_place(fact), node.name) if fact is not None else node.name
-        if known is node.name:
-            kept.append(new)
+        equal_name = node.name if fact is None else name_by_memory.setdefault(_memory_key(fact), node.name)
+        if equal_name is node.name:
+            distinct_nodes.append(rewired)
         else:
-            names[node.name] = known
-    writes = {label: renamed(leaves, names) for label, leaves in graph.writes.items()}
-    return replace(graph, nodes=tuple(kept), writes=writes)
+            names[node.name] = equal_name
+    writes = {label: substitute_names(leaves, names) for label, leaves in graph.writes.items()}
+    return replace(graph, nodes=tuple(distinct_nodes), writes=writes)
 
 
-def _place(fact: Fact) -> Any:
+def _memory_key(fact: Fact) -> Any:
     return fact.storage, fact.offset, fact.lazy, fact.aval[:4]
 
 
-def inlined(first: Graph, then: Graph) -> Graph:
-    """`then(first)` as one graph: what `first` writes as `y` is what `then` reads as `x`; on the way back `dx` is `dy`.
+def inline_loss(stage: Graph, loss: Graph) -> Graph:
+    """Join a stage and the loss behind it, with their gradients, to one graph.
 
-    x -> first -> y -> then -> loss     dloss -> then -> dx = dy -> first -> dx, g
+    x -> stage -> y -> loss     dloss -> loss -> dx = dy -> stage -> dx, g
     """
-    back = dict(zip(first.reads["dy"], then.writes["dx"], strict=True))
-    names: dict[Name, Any] = {name: Name(f"loss_{name}") for name in (*then.inputs(), *(n.name for n in then.nodes))}
-    names |= {name: Name(f"loss_{name}") for name in then.constants}
-    names |= {name: name for name in then.reads.get(GENERATORS, ())}  # the loss draws on from where the stage ended
-    handed = {name: y for name, y in zip(then.reads["x"], first.writes["y"], strict=True) if name is not None}
-    names |= handed
-    up = {seed: renamed(dx, names) for seed, dx in back.items() if seed is not None}
-    # A tensor that one graph hands to the other has one storage in both.
-    same = {then.facts[name].storage: first.facts[y].storage for name, y in handed.items()}
-    facts = {names.get(name, name): _moved(fact, same) for name, fact in then.facts.items() if name in names}
-    same = {first.facts[seed].storage: facts[dx].storage for seed, dx in up.items()}
-    facts |= {name: _moved(fact, same) for name, fact in first.facts.items() if name not in up}
-    end = forward_end(first)
-    own = [rewritten(node, up) for node in first.nodes]
-    others = [rewritten(node, names, names[node.name]) for node in then.nodes]
-    reads = {label: renamed(leaves, names) for label, leaves in then.reads.items() if label != "x"}
-    drawn_on = tuple(dict.fromkeys((*first.drawn_on, *then.drawn_on)))
-    if drawn_on:
-        reads[GENERATORS] = tuple(dict.fromkeys((*first.reads.get(GENERATORS, ()), *reads.get(GENERATORS, ()))))
-    writes = {label: renamed(leaves, names) for label, leaves in then.writes.items() if label != "dx"}
+    # 1. New names. The output of the stage takes the place of the input of the loss; the gradient that the loss
+    #    computes for its input takes the place of the stage's cotangent; the rest of the loss gets a prefix.
+    cotangent_by_seed = dict(zip(stage.reads["dy"], loss.writes["dx"], strict=True))
+    names: dict[Name, Any] = {name: Name(f"loss_{name}") for name in (*loss.inputs(), *(n.name for n in loss.nodes))}
+    names |= {name: Name(f"loss_{name}") for name in loss.constants}
+    # The loss draws from the generators of the stage, and goes on where that ended.
+    names |= {name: name for name in loss.reads.get(GENERATORS, ())}
+    output_by_input = {name: y for name, y in zip(loss.reads["x"], stage.writes["y"], strict=True) if name is not None}
+    names |= output_by_input
+    gradient_by_seed = {seed: substitute_names(dx, names) for seed, dx in cotangent_by_seed.items() if seed is not None}
+    # 2. Facts. A tensor that one graph hands to the other has one storage in both.
+    storage_map = {loss.facts[name].storage: stage.facts[y].storage for name, y in output_by_input.items()}
+    facts = {
+        names.get(name, name): _with_mapped_storage(fact, storage_map)
+        for name, fact in loss.facts.items()
+        if name in names
+    }
+    storage_map = {stage.facts[seed].storage: facts[dx].storage for seed, dx in gradient_by_seed.items()}
+    facts |= {
+        name: _with_mapped_storage(fact, storage_map)
+        for name, fact in stage.facts.items()
+        if name not in gradient_by_seed
+    }
+    # 3. Order: forward of the stage, all of the loss, backward of the stage.
+    forward_count = forward_end(stage)
+    stage_nodes = [rewire_node(node, gradient_by_seed) for node in stage.nodes]
+    loss_nodes = [rewire_node(node, names, names[node.name]) for node in loss.nodes]
+    reads = {label: substitute_names(leaves, names) for label, leaves in loss.reads.items() if label != "x"}
+    generator_devices = tuple(dict.fromkeys((*stage.generator_devices, *loss.generator_devices)))
+    if generator_devices:
+        reads[GENERATORS] = tuple(dict.fromkeys((*stage.reads.get(GENERATORS, ()), *reads.get(GENERATORS, ()))))
+    writes = {label: substitute_names(leaves, names) for label, leaves in loss.writes.items() if label != "dx"}
     return Graph(
-        (*own[:end], *others, *own[end:]),
+        (*stage_nodes[:forward_count], *loss_nodes, *stage_nodes[forward_count:]),
         facts,
-        {**first.constants, **{names[name]: tensor for name, tensor in then.constants.items()}},
-        {label: leaves for label, leaves in first.reads.items() if label != "dy"} | reads,
-        {label: renamed(leaves, up) for label, leaves in first.writes.items()} | writes,
-        drawn_on=drawn_on,
+        {**stage.constants, **{names[name]: tensor for name, tensor in loss.constants.items()}},
+        {label: leaves for label, leaves in stage.reads.items() if label != "dy"} | reads,
+        {label: substitute_names(leaves, gradient_by_seed) for label, leaves in stage.writes.items()} | writes,
+        generator_devices=generator_devices,
     )
 
 
 def forward_end(graph: Graph) -> int:
-    """The place behind the last op that a forward needs; numbers that nobody reads are drawn too, and checks made."""
-    needed = graph.behind(leaf for label in ("y", "carry", "state") for leaf in graph.writes.get(label, ()))
+    """Return how many of the first nodes are the forward: up to the last one that its results need."""
+    # Like eager, a forward draws numbers that nobody reads, and makes all its checks.
+    needed = graph.ops_needed_by(leaf for label in ("y", "carry", "state") for leaf in graph.writes.get(label, ()))
     needed |= {node.name for node in graph.nodes if node.kwargs.get("generator") in graph.reads.get(GENERATORS, ())}
-    needed |= {*checks(graph)[0]}
-    return 1 + max((at for at, node in enumerate(graph.nodes) if node.name in needed), default=-1)
+    needed |= {*checks_by_direction(graph)[0]}
+    return 1 + max((index for index, node in enumerate(graph.nodes) if node.name in needed), default=-1)
 
 
-def _moved(fact: Fact, storages: Mapping[int, int]) -> Fact:
-    return fact._replace(storage=storages.get(fact.storage, fact.storage))
+def _with_mapped_storage(fact: Fact, storage_map: Mapping[int, int]) -> Fact:
+    return fact._replace(storage=storage_map.get(fact.storage, fact.storage))
 
 
-def _names(args: Iterable[Any]) -> Iterator[Name]:
-    for arg in args:
-        if isinstance(arg, Name):
-            yield arg
-        elif isinstance(arg, list | tuple):
-            yield from _names(arg)
+def _names_in(arguments: Iterable[Any]) -> Iterator[Name]:
+    for argument in arguments:
+        if isinstance(argument, Name):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _names_in(argument)

@@ -1,9 +1,9 @@
-"""Name what a graph reads and writes: a label is a word, and from the second on a port, such as `x:1`.
+"""Name the arguments and results of graphs by labels: a base name, with a port from the second on, such as `x:1`.
 
-    what a part reads       params params:1 const    x x:1 carry state target rng    res    dy dy:1 dcarry dloss
-    what it writes          y y:1 carry state loss count aux res                            g g:1 dx dx:1 dcarry wres
+    a part reads       params params:1 const    x x:1 carry state target rng    res    dy dy:1 dcarry dloss
+    and writes         y y:1 carry state loss count aux res                            g g:1 dx dx:1 dcarry wres
 
-This is the one place that knows which word means what, and what graphs call a program's values.
+Only this file knows the meaning of each label, and the labels of a program's values.
 """
 
 from __future__ import annotations
@@ -15,116 +15,118 @@ from fpipe.program import Op, Value
 GENERATORS = "rng"
 """The label of generators, one for each device, which a graph that draws random numbers reads."""
 
+# Base names by meaning.
 _PARAMETERS = ("params", "const")
 _COTANGENTS = ("dy", "dcarry", "dloss")
 _RESULTS = ("y", "loss", "count", "aux", "state", "carry")
-_LASTING = ("ready", *_PARAMETERS, "dloss")
-_GRADIENTS = {"params": "g", "x": "dx", "carry": "dcarry"}
-_DIFFERENTIATED = {gradient: word for word, gradient in _GRADIENTS.items()}
+_KEPT_ALL_STEP = ("ready", *_PARAMETERS, "dloss")
+_GRADIENT_OF_INPUT = {"params": "g", "x": "dx", "carry": "dcarry"}
+_INPUT_OF_GRADIENT = {gradient: base for base, gradient in _GRADIENT_OF_INPUT.items()}
+# The base name for a value that a forward or a backward reads; a value without one, such as a weight, no graph reads.
 _FORWARD = {"inputs": "x", "y": "x", "again": "x", "t": "target"}
 _BACKWARD = {"params": "params", "res": "res", "wres": "wres", "dy": "dy", "dx": "dy", "dcarry": "dcarry"}
-_NUMBERED = ("params", "x", "dy")
+_BASES_WITH_PORTS = ("params", "x", "dy")
 
 
 @cache
-def label_at(word: str, port: int = 0) -> str:
-    """The label of a port.
+def label_at(base: str, port: int = 0) -> str:
+    """Return the label of a port of a base name.
 
     >>> label_at("x"), label_at("x", 1)
     ('x', 'x:1')
     """
-    return f"{word}:{port}" if port else word
+    return f"{base}:{port}" if port else base
 
 
 @cache
-def _parts(of: str) -> tuple[str, int]:
-    word, _, port = of.partition(":")
-    return word, int(port or 0)
+def _split_label(label: str) -> tuple[str, int]:
+    base, _, port = label.partition(":")
+    return base, int(port or 0)
 
 
-def port_of(of: str) -> int:
-    """Which it is of those with its word, the first 0."""
-    return _parts(of)[1]
+def port_of(label: str) -> int:
+    """Return the port of a label, 0 for the first with its base name."""
+    return _split_label(label)[1]
 
 
-def variable(of: str, place: int | None = None) -> str:
-    """The label, or a leaf in a place under it, as a name in Python.
+def variable_name(label: str, leaf_index: int | None = None) -> str:
+    """Return a label, or a leaf under it, as a name in Python.
 
     >>> variable("x:1"), variable("x:1", 0)
     ('x1', 'x1_0')
     """
-    word = of.replace(":", "")
-    return word if place is None else f"{word}_{place}"
+    base = label.replace(":", "")
+    return base if leaf_index is None else f"{base}_{leaf_index}"
 
 
-def is_parameter(of: str) -> bool:
-    """Whether it is of parameters or constants, which every part of a cut is given anew."""
-    return _parts(of)[0] in _PARAMETERS
+def is_parameter(label: str) -> bool:
+    """Whether a label is of parameters or constants, which each part of a cut reads directly."""
+    return _split_label(label)[0] in _PARAMETERS
 
 
-def is_input(of: str) -> bool:
-    """Whether it is of one of a stage's inputs."""
-    return _parts(of)[0] == "x"
+def is_input(label: str) -> bool:
+    """Whether a label is of an input of the stage."""
+    return _split_label(label)[0] == "x"
 
 
-def is_output(of: str) -> bool:
-    """Whether it is of one of a stage's outputs."""
-    return _parts(of)[0] == "y"
+def is_output(label: str) -> bool:
+    """Whether a label is of an output of the stage."""
+    return _split_label(label)[0] == "y"
 
 
-def is_result(of: str) -> bool:
-    """Whether it is of what a forward gives: outputs, and all beside them."""
-    return _parts(of)[0] in _RESULTS
+def is_result(label: str) -> bool:
+    """Whether a label is of a result of a forward: an output, the loss, state and so on."""
+    return _split_label(label)[0] in _RESULTS
 
 
-def is_cotangent(of: str) -> bool:
-    """Whether it is of a cotangent that a backward is given."""
-    return _parts(of)[0] in _COTANGENTS
+def is_cotangent(label: str) -> bool:
+    """Whether a label is of a cotangent that a backward reads."""
+    return _split_label(label)[0] in _COTANGENTS
 
 
-def is_gradient(of: str) -> bool:
-    """Whether it is of gradients of parameters."""
-    return _parts(of)[0] == "g"
+def is_gradient(label: str) -> bool:
+    """Whether a label is of gradients of parameters."""
+    return _split_label(label)[0] == "g"
 
 
-def is_lasting(of: str) -> bool:
-    """Whether the lists under it are for all calls of a step; those under others are emptied by their last reader."""
-    return _parts(of)[0] in _LASTING
+def is_kept_all_step(label: str) -> bool:
+    """Whether the lists under a label serve all calls of a step; functions empty all other lists that they read."""
+    return _split_label(label)[0] in _KEPT_ALL_STEP
 
 
-def cotangent_of(of: str) -> str:
-    """The cotangent of a result, which a backward is given: `dy:1` of `y:1`."""
-    return "d" + of
+def cotangent_of(label: str) -> str:
+    """Return the cotangent of a result, which a backward reads: `dy:1` of `y:1`."""
+    return "d" + label
 
 
-def result_of(of: str) -> str:
-    """The result of which this is the cotangent."""
-    return of.removeprefix("d")
+def result_of(label: str) -> str:
+    """Return the result that a cotangent belongs to."""
+    return label.removeprefix("d")
 
 
-def gradient_of(of: str) -> str | None:
-    """The gradient, or cotangent, that a backward makes of what a forward reads; None where it makes none.
+def gradient_of(label: str) -> str | None:
+    """Return the gradient or cotangent that a backward writes for an input of the forward; None if it writes none.
 
     >>> gradient_of("params:1"), gradient_of("x"), gradient_of("target")
     ('g:1', 'dx', None)
     """
-    word, port = _parts(of)
-    return label_at(_GRADIENTS[word], port) if word in _GRADIENTS else None
+    base, port = _split_label(label)
+    return label_at(_GRADIENT_OF_INPUT[base], port) if base in _GRADIENT_OF_INPUT else None
 
 
-def differentiated(of: str) -> str:
-    """The label of a forward's input of which a backward makes this gradient."""
-    word, port = _parts(of)
-    return label_at(_DIFFERENTIATED[word], port)
+def differentiated_label(label: str) -> str:
+    """Return the input of the forward that a gradient or cotangent is of."""
+    base, port = _split_label(label)
+    return label_at(_INPUT_OF_GRADIENT[base], port)
 
 
-def total_of(of: str) -> str:
-    """The sum that gradients are added to."""
-    return label_at("total", _parts(of)[1])
+def total_of(label: str) -> str:
+    """Return the label of the sum that gradients are added to."""
+    return label_at("total", _split_label(label)[1])
 
 
 def label_of(value: Value) -> str:
-    """The label that graphs have for a value of a stage's op.
+    """Return the label that graphs have for a value of a stage's op.
 
     >>> label_of(Value("y", 0, 0)), label_of(Value("g", 0, 0, port=1))
     ('y', 'g:1')
@@ -132,19 +134,19 @@ def label_of(value: Value) -> str:
     return label_at("y" if value.name == "again" else value.name, value.port)
 
 
-def reads_of(op: Op) -> dict[str, Value]:
-    """The values that an op of a stage reads, by label.
+def reads_by_label(op: Op) -> dict[str, Value]:
+    """Return the values that an op of a stage reads, by label.
 
-    >>> reads_of(Op("F", 1, 0, None, 0, (Value("params", 1), Value("y", 0, 0), Value("t", 1, 0)), ()))
+    >>> reads_by_label(Op("F", 1, 0, None, 0, (Value("params", 1), Value("y", 0, 0), Value("t", 1, 0)), ()))
     {'params': params[1], 'x': y[0,0], 'target': t[1,0]}
     """
-    found: dict[str, Value] = {}
-    counts: dict[str, int] = {}
+    value_by_label: dict[str, Value] = {}
+    last_port_by_base: dict[str, int] = {}
     for value in op.reads:
-        word = _FORWARD.get(value.name, value.name) if op.kind in "FR" else _BACKWARD.get(value.name)
-        if word is None or word == "w":  # no graph reads a weight
+        base = _FORWARD.get(value.name, value.name) if op.kind in "FR" else _BACKWARD.get(value.name)
+        if base is None or base == "w":
             continue
-        if word in _NUMBERED:
-            counts[word] = counts.get(word, -1) + 1
-        found[label_at(word, counts.get(word, 0))] = value
-    return found
+        if base in _BASES_WITH_PORTS:
+            last_port_by_base[base] = last_port_by_base.get(base, -1) + 1
+        value_by_label[label_at(base, last_port_by_base.get(base, 0))] = value
+    return value_by_label

@@ -1,4 +1,4 @@
-"""Write a graph down as lines that are the same wherever the same function was traced, so that processes compare them.
+"""Write a graph as text that is equal wherever one function was traced, so that processes can compare it.
 
     y = tanh(x @ w)        -->        op 0: aten.mm.default(x[0], params[0])   op 1: aten.tanh.default(%0)   y: %1
 
@@ -15,67 +15,69 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.graphs.language.graph import Graph, Name, aval
-from fpipe.meaning.purity.sharded import is_collective, local_of
+from fpipe.graphs.language.graph import Graph, Name, aval_of_tensor
+from fpipe.meaning.purity.sharded import is_collective, local_shard
 from fpipe.torch_internals import OpOverload, arguments_of
 
 
 def listing(graph: Graph) -> Iterator[str]:
-    """The ops with their arguments, and what it writes.
+    """Yield a line for each op of a graph, and for each label that it writes.
 
-    Tensors that it reads go by their label and place, those that its code holds on to by their number (`held`
-    describes them), and what an op writes by the op's number.
+    Tensors that it reads are named by label and index, constants by number (`describe_constants` describes them), and
+    the result of an op by the number of the op.
     """
     names: dict[Any, str] = {
-        name: f"{label}[{at}]" for label, leaves in graph.reads.items() for at, name in enumerate(leaves)
+        name: f"{label}[{index}]" for label, leaves in graph.reads.items() for index, name in enumerate(leaves)
     }
-    names |= {name: f"held[{at}]" for at, name in enumerate(graph.constants)}
-    names |= {node.name: f"%{at}" for at, node in enumerate(graph.nodes)}
-    yield from (f"op {at}: {_call(*node[1:], names)}" for at, node in enumerate(graph.nodes))
+    names |= {name: f"held[{index}]" for index, name in enumerate(graph.constants)}
+    names |= {node.name: f"%{index}" for index, node in enumerate(graph.nodes)}
+    yield from (f"op {index}: {_call(*node[1:], names)}" for index, node in enumerate(graph.nodes))
     for label, leaves in graph.writes.items():
         yield f"{label}: {', '.join(_text(leaf, names) for leaf in leaves)}"
 
 
-def held(tensors: Iterable[Any]) -> list[str] | None:
-    """Tensors with their data, in a line each; None where one of them has no data here.
+def describe_constants(tensors: Iterable[Any]) -> list[str] | None:
+    """Return a line for each tensor, with its first numbers and a hash; None if a tensor has no data here.
 
     >>> held([torch.ones(2)])
     ['float32[2]: 1.0, 1.0 (hash 80b8fd6d)']
     """
-    found: list[str] = []
-    for tensor in map(local_of, tensors):
+    lines: list[str] = []
+    for tensor in map(local_shard, tensors):
         if tensor.is_meta:
             return None
         flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
-        data = hashlib.sha256(memoryview(flat.view(torch.uint8).numpy())).hexdigest()[:8]
-        first = ", ".join(str(number) for number in flat[:_SHOWN].tolist()) + ", .." * (len(flat) > _SHOWN)
-        found.append(f"{aval(tensor)}: {first} (hash {data})")
-    return found
+        digest = hashlib.sha256(memoryview(flat.view(torch.uint8).numpy())).hexdigest()[:8]
+        start_text = ", ".join(str(number) for number in flat[:_NUMBERS_SHOWN].tolist()) + ", .." * (
+            len(flat) > _NUMBERS_SHOWN
+        )
+        lines.append(f"{aval_of_tensor(tensor)}: {start_text} (hash {digest})")
+    return lines
 
 
-_SHOWN = 4
+_NUMBERS_SHOWN = 4
 
 
 def _call(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], names: Mapping[Any, str]) -> str:
-    """An op with its arguments. A group of processes is called otherwise in each of them."""
-    given = [("", arg) for arg in args] + [(f"{word}=", arg) for word, arg in kwargs.items()]
+    """Write an op with its arguments. Process groups are left out: each process names them otherwise."""
+    named_args = [("", value) for value in args] + [(f"{keyword}=", value) for keyword, value in kwargs.items()]
     if is_collective(op):
-        known = zip((one.name for one in arguments_of(op)), given, strict=False)
-        given = [one for name, one in known if name not in ("group_name", "src")]
-    what = str(op) if isinstance(op, OpOverload) else str(getattr(op, "__name__", type(op).__name__))
-    return f"{what}({', '.join(word + _text(arg, names) for word, arg in given)})"
+        schema_pairs = zip((argument.name for argument in arguments_of(op)), named_args, strict=False)
+        named_args = [named_arg for name, named_arg in schema_pairs if name not in ("group_name", "src")]
+    op_name = str(op) if isinstance(op, OpOverload) else str(getattr(op, "__name__", type(op).__name__))
+    return f"{op_name}({', '.join(prefix + _text(value, names) for prefix, value in named_args)})"
 
 
-def _text(arg: Any, names: Mapping[Any, str]) -> str:
-    if isinstance(arg, Name):
-        return names.get(arg, "?")
-    if isinstance(arg, list | tuple):
-        return f"[{', '.join(_text(one, names) for one in arg)}]"
-    if isinstance(arg, torch.device):
+def _text(argument: Any, names: Mapping[Any, str]) -> str:
+    if isinstance(argument, Name):
+        return names.get(argument, "?")
+    if isinstance(argument, list | tuple):
+        return f"[{', '.join(_text(child, names) for child in argument)}]"
+    if isinstance(argument, torch.device):
         return "device"
-    if isinstance(arg, Tensor):
-        return str(aval(arg))
-    return repr(arg) if isinstance(arg, _PLAIN) else type(arg).__name__
+    if isinstance(argument, Tensor):
+        return str(aval_of_tensor(argument))
+    return repr(argument) if isinstance(argument, _PLAIN) else type(argument).__name__
 
 
 _PLAIN = bool | int | float | complex | str | bytes | torch.dtype | torch.layout | torch.memory_format | Enum | None

@@ -194,7 +194,7 @@ class Watchdog:
         if wait is not None and wait.phase:
             description = f"{wait.phase} step {self._step}" if wait.phase.endswith(" of") else wait.phase
         elif part is not None and part.instructions:
-            description = f"in its {part.now().ops[0].cell} of step {self._step}"
+            description = f"in its {part.current_instruction().ops[0].cell} of step {self._step}"
         elif not self._is_running:
             description = f"after step {self._step}" if self._step else "after building the step"
         agreements, has_agreed = self.agreement_counts[self.key], part is not None or not self._is_running

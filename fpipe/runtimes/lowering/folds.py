@@ -1,10 +1,10 @@
-"""Fold sums into backwards, and let forwards overwrite module state that the step has made.
+"""Find the ADDs that backwards can do themselves, and the module state that forwards can overwrite.
 
     g[0,0] = B ..  g[0,1] = B ..  sum[0,1] = ADD g[0,0] g[0,1]    -->    g[0,0] = B ..  sum[0,1] = B .. g[0,0]
 
-A backward adds its gradients in place onto a sum that the step owns. The program keeps its ADDs; this only says which
-of them need no call of their own. A forward may write the next running statistics over those before, if nobody else
-reads these, from the second microbatch on.
+A backward that adds its gradients in place to a sum of the step saves one gradient of memory and one pass over it. The
+program keeps its ADDs: `Folds` only says which of them need no call. From the second microbatch on, a forward may write
+running statistics over the previous ones, if nobody else reads those.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import NamedTuple
 import torch
 
 from fpipe.graphs.compiling.cut import Cut
-from fpipe.graphs.compiling.one_pass_norms import in_one_pass, overwritten
-from fpipe.graphs.language.graph import Fact, in_own_storage
+from fpipe.graphs.compiling.one_pass_norms import fuse_statistics, overwritten_state
+from fpipe.graphs.language.graph import Fact, fact_in_own_storage
 from fpipe.graphs.language.labels import label_of
 from fpipe.program import Op, Value
-from fpipe.runtimes.lowering.lowered import AbstractTree, dense
+from fpipe.runtimes.lowering.lowered import AbstractTree, is_dense_fact
 from fpipe.runtimes.lowering.stage_calls import Shapes
 
 
 class Sums(NamedTuple):
-    """The ADDs that a backward makes itself, and those of the others that add in place.
+    """How each ADD runs: inside a backward, in place, or (if it is in neither mapping) into new memory.
 
     Attributes:
         adds: for the position of a backward, its gradients that go into a sum, and the position of the ADD.
         in_place: the positions of ADDs whose first operand the step owns, and nobody reads after them.
-        copied: for the first gradient of a sum, the places of its leaves that lie in memory that something else lies in
-            too, and so are copied before something is added to them.
+        copied: for the first gradient of a sum, the indices of leaves that share their memory with another tensor. They
+            are copied before anything is added to them.
         trees: the abstract tree of every value, each sum in the memory of its first gradient.
     """
 
@@ -45,145 +45,168 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class Folds:
-    """The ops that are folded into others, and who reads what last then.
+    """The ops that run inside others, and the last reader of each value with these folds.
 
     Attributes:
-        ops: of the program.
-        kept: its outputs.
-        sums: by the position of the op that makes them.
-        overwrites: for the position of a forward the leaves of its module state that it writes in place.
-        folded: the positions of those that are made by others.
+        ops: the ops of the program, which positions count.
+        outputs: the outputs of the program.
+        sums: how each ADD runs.
+        overwrites: for the position of a forward, the indices of state leaves that it writes in place.
+        folded: the positions of ops that run inside another op.
         trees: the abstract tree of every value.
-        dead: of each position the values that nobody reads after it, its outputs aside.
+        dead: for a position, the values that nobody reads after it; outputs of the program never die.
     """
 
     ops: Sequence[Op]
-    kept: Collection[Value]
+    outputs: Collection[Value]
     sums: Sums
     overwrites: Mapping[int, tuple[int, ...]]
     folded: Collection[int]
     trees: Mapping[Value, AbstractTree]
     dead: Mapping[int, tuple[Value, ...]]
 
-    def adds_of(self, at: int) -> list[int]:
+    def adds_of(self, position: int) -> list[int]:
         """Return the positions of the ADDs that are folded into an op."""
-        return [*self.sums.adds.get(at, {}).values()]
+        return [*self.sums.adds.get(position, {}).values()]
 
-    def own_writes(self, at: int) -> list[Value]:
-        """Return the values that an op writes itself, without gradients that it adds to sums."""
-        adds = self.sums.adds.get(at, {})
-        return [value for value in self.ops[at].writes if value not in adds]
+    def direct_writes(self, position: int) -> list[Value]:
+        """Return the values that an op writes itself, without the gradients that it adds to sums."""
+        adds = self.sums.adds.get(position, {})
+        return [value for value in self.ops[position].writes if value not in adds]
 
 
-def folds_of(
-    ops: Sequence[Op], kept: Collection[Value], shapes: Shapes, given: Collection[int], compile: bool
+def find_folds(
+    ops: Sequence[Op], outputs: Collection[Value], shapes: Shapes, external_storages: Collection[int], compile: bool
 ) -> Folds:
-    """Return the folds of a program; `kept` are its outputs, `given` the storages that are not the step's own."""
-    sums = _sums_of(ops, kept, shapes, given)
-    overwrites, trees = ({}, sums.trees) if compile else _overwrites_of(ops, kept, shapes, sums.trees, given)
+    """Return the folds of a program; `external_storages` belong to the caller or to stages, not to the step."""
+    sums = _find_sums(ops, outputs, shapes, external_storages)
+    overwrites: Mapping[int, tuple[int, ...]] = {}
+    trees = sums.trees
+    # Inductor makes its own code of a batch norm, which does not write over its input.
+    if not compile:
+        overwrites, trees = _find_state_overwrites(ops, outputs, shapes, trees, external_storages)
     folded = {add for adds in sums.adds.values() for add in adds.values()}
     dead = dict[int, tuple[Value, ...]]()
-    folds = Folds(ops, kept, sums, overwrites, folded, trees, dead)
-    last = {value: at for at in range(len(ops)) for value in _touched(folds, at)}
-    for value, at in last.items():
-        if value not in kept:
-            dead[at] = (*dead.get(at, ()), value)
+    folds = Folds(ops, outputs, sums, overwrites, folded, trees, dead)
+    # The last access counts, a write too: what nobody reads dies at its writer.
+    accesses = ((value, position) for position in range(len(ops)) for value in _accessed_values(folds, position))
+    last_position_by_value = dict(accesses)
+    for value, position in last_position_by_value.items():
+        if value not in outputs:
+            dead[position] = (*dead.get(position, ()), value)
     return folds
 
 
-def _touched(folds: Folds, at: int) -> Iterator[Value]:
-    """Yield the values that an op writes and reads, and those of the ADDs that are folded into it."""
-    if at not in folds.folded:
-        adds = [folds.ops[add] for add in folds.adds_of(at)]
-        yield from folds.own_writes(at)
+def _accessed_values(folds: Folds, position: int) -> Iterator[Value]:
+    """Yield the values that an op and the ADDs folded into it write and read."""
+    if position not in folds.folded:
+        adds = [folds.ops[add] for add in folds.adds_of(position)]
+        yield from folds.direct_writes(position)
         yield from (op.writes[0] for op in adds)
-        yield from folds.ops[at].reads
+        yield from folds.ops[position].reads
         yield from (op.reads[0] for op in adds)
 
 
-def _sums_of(ops: Sequence[Op], kept: Collection[Value], shapes: Shapes, given: Collection[int]) -> Sums:
+def _find_sums(
+    ops: Sequence[Op], outputs: Collection[Value], shapes: Shapes, external_storages: Collection[int]
+) -> Sums:
+    # Sums of gradients are chains: sum[0,1] = ADD g[0,0] g[0,1], sum[0,2] = ADD sum[0,1] g[0,2], and so on. A chain
+    # owns the memory of its first gradient (or a copy of it), and every further gradient is added there in place: by
+    # its own backward, if that runs on the rank of the sum and after it, or else by an ADD.
     adds, in_place = dict[int, dict[Value, int]](), set[int]()
     copied, trees = dict[Value, Sequence[int]](), {**shapes.trees}
-    written = {value: at for at, op in enumerate(ops) for value in op.writes}
+    position_by_value = {value: position for position, op in enumerate(ops) for value in op.writes}
     readers = Counter(value for op in ops for value in op.reads)
     owned: set[Value] = set()
-    sent: set[Value] = set()  # owned sums in flight and on other ranks
+    sent_sums: set[Value] = set()
 
     def is_traced(value: Value) -> bool:
-        writer = ops[written.get(value, -1)]
+        writer = ops[position_by_value.get(value, -1)]
         return value.name == "g" and writer.kind in "BW" and writer.stage not in shapes.untraced.stages
 
-    for at, op in enumerate(ops):
-        if op.kind in ("SEND", "RECV") and (op.reads[0] in owned or op.reads[0] in sent):
+    for position, op in enumerate(ops):
+        # A sum on its way to another rank lies in the memory of its chain; what arrives is not the step's to add to.
+        if op.kind in ("SEND", "RECV") and (op.reads[0] in owned or op.reads[0] in sent_sums):
             trees[op.writes[0]] = shapes.copies.as_received(op.writes[0], trees[op.reads[0]])
-            sent.add(op.writes[0])
+            sent_sums.add(op.writes[0])
         if op.kind != "ADD" or len(op.reads) != 2:
             continue
         total, gradient = op.reads
-        start, writer = written.get(total, -1), written.get(gradient, -1)
-        if start < 0 or total in kept or readers[total] > 1 or not (total in owned or is_traced(total)):
+        total_writer, gradient_writer = position_by_value.get(total, -1), position_by_value.get(gradient, -1)
+        # Nobody else may see the total change. A first gradient of a stage without a trace is in memory of autograd's.
+        if total_writer < 0 or total in outputs or readers[total] > 1 or not (total in owned or is_traced(total)):
             continue
         pairs = zip(trees[total].leaves, trees[gradient].leaves, strict=True)
         if any((a is None) != (b is None) for a, b in pairs):
             continue
         if total not in owned:
-            uses = Counter([*given] * 2)  # of each storage; what is not the step's own is as if used twice
-            values = {*ops[start].reads, *ops[start].writes}
+            # The chain begins here. Count the uses of each storage; external ones count as used twice from the start.
+            uses = Counter([*external_storages] * 2)
+            values = {*ops[total_writer].reads, *ops[total_writer].writes}
             uses.update(leaf.storage for v in values for leaf in trees[v].leaves if isinstance(leaf, Fact))
             copied[total], trees[total] = _owned_sum(trees[total], uses)
         owned.add(op.writes[0])
         trees[op.writes[0]] = trees[total]
-        is_local = start < writer and ops[start].rank == ops[writer].rank == op.rank
-        if is_traced(gradient) and is_local and gradient not in kept and readers[gradient] == 1:
-            adds.setdefault(writer, {})[gradient] = at
+        is_local = total_writer < gradient_writer and ops[total_writer].rank == ops[gradient_writer].rank == op.rank
+        if is_traced(gradient) and is_local and gradient not in outputs and readers[gradient] == 1:
+            adds.setdefault(gradient_writer, {})[gradient] = position
         else:
-            in_place.add(at)
+            in_place.add(position)
     return Sums(adds, in_place, copied, trees)
 
 
-def _owned_sum(first: AbstractTree, uses: Mapping[int, int]) -> tuple[tuple[int, ...], AbstractTree]:
-    """Return which leaves of a first gradient need a copy, and the sum in storages that nothing else uses."""
-    leaves = list(first.leaves)
-    copied = tuple(k for k, leaf in enumerate(leaves) if leaf and (uses[leaf.storage] > 1 or not dense(leaf)))
+def _owned_sum(gradient: AbstractTree, uses: Mapping[int, int]) -> tuple[tuple[int, ...], AbstractTree]:
+    """Return the indices of leaves of a first gradient that need a copy, and the sum in storages of its own."""
+    leaves = list(gradient.leaves)
+    copied = tuple(k for k, leaf in enumerate(leaves) if leaf and (uses[leaf.storage] > 1 or not is_dense_fact(leaf)))
     for k in copied:
-        known = leaves[k].aval
-        leaves[k] = in_own_storage(known._replace(stride=torch.empty(known.shape, device="meta").stride()))
+        aval = leaves[k].aval
+        leaves[k] = fact_in_own_storage(aval._replace(stride=torch.empty(aval.shape, device="meta").stride()))
     return copied, AbstractTree(tuple(leaves))
 
 
-def _overwrites_of(
+def _find_state_overwrites(
     ops: Sequence[Op],
-    kept: Collection[Value],
+    outputs: Collection[Value],
     shapes: Shapes,
     trees: Mapping[Value, AbstractTree],
-    given: Collection[int],
+    external_storages: Collection[int],
 ) -> tuple[Mapping[int, tuple[int, ...]], Mapping[Value, AbstractTree]]:
-    """Find the state that forwards may overwrite, since nobody else reads it; and the trees with it in place."""
+    """Return, by position of a forward, the state leaves that it may overwrite, and the trees that this makes."""
+    # The first forward of a stage reads the caller's state and writes a new one, which the step owns: its leaves are
+    # dense and alone in their memory. The next forward may write over those, if it is their only reader.
     overwrites, trees = dict[int, tuple[int, ...]](), {**trees}
     readers = Counter(value for op in ops for value in op.reads)
     owned: dict[Value, tuple[int, ...]] = {}
-    for at, op in enumerate(ops):
-        before, after = (next((v for v in values if v.name == "state"), None) for values in (op.reads, op.writes))
-        if op.kind != "F" or before is None or after is None or shapes.is_untraced(op):
+    for position, op in enumerate(ops):
+        old_state, new_state = (
+            next((v for v in values if v.name == "state"), None) for values in (op.reads, op.writes)
+        )
+        if op.kind != "F" or old_state is None or new_state is None or shapes.is_untraced(op):
             continue
-        free = owned.get(before, ()) if readers[before] == 1 and before not in kept else ()
-        if free:
+        owned_leaves = owned.get(old_state, ()) if readers[old_state] == 1 and old_state not in outputs else ()
+        if owned_leaves:
             cut, labels = shapes.cuts[op[1:4]], tuple(map(label_of, op.writes))
-            places = cut.graph.once(("overwritten", cut, labels, free), partial(_overwritten_by, cut, labels, free))
-            overwrites[at] = tuple(places.values())
-            leaves = [*trees[after].leaves]
-            for k, place in places.items():
-                leaves[k] = trees[before].leaves[place]
-            trees[after] = trees[after]._replace(leaves=tuple(leaves))
-        values = {*op.reads, *op.writes} - {before} if free else {*op.reads, *op.writes}
+            state_indices = cut.graph.compute_once(
+                ("overwritten", cut, labels, owned_leaves), partial(_overwritten_state, cut, labels, owned_leaves)
+            )
+            overwrites[position] = tuple(state_indices.values())
+            leaves = [*trees[new_state].leaves]
+            for k, state_index in state_indices.items():
+                leaves[k] = trees[old_state].leaves[state_index]
+            trees[new_state] = trees[new_state]._replace(leaves=tuple(leaves))
+        values = {*op.reads, *op.writes} - {old_state} if owned_leaves else {*op.reads, *op.writes}
         storages = Counter(leaf.storage for value in values for leaf in trees[value].leaves if isinstance(leaf, Fact))
-        owned[after] = tuple(
+        owned[new_state] = tuple(
             k
-            for k, leaf in enumerate(trees[after].leaves)
-            if isinstance(leaf, Fact) and dense(leaf) and storages[leaf.storage] == 1 and leaf.storage not in given
+            for k, leaf in enumerate(trees[new_state].leaves)
+            if isinstance(leaf, Fact)
+            and is_dense_fact(leaf)
+            and storages[leaf.storage] == 1
+            and leaf.storage not in external_storages
         )
     return overwrites, trees
 
 
-def _overwritten_by(cut: Cut, labels: Sequence[str], free: Collection[int]) -> Mapping[int, int]:
-    return overwritten(in_one_pass(cut.forward(labels), free))
+def _overwritten_state(cut: Cut, labels: Sequence[str], owned_leaves: Collection[int]) -> Mapping[int, int]:
+    return overwritten_state(fuse_statistics(cut.forward(labels), owned_leaves))

@@ -1,10 +1,11 @@
-"""Copy values between a device and the host, or a partner, next to a rank's work: on a stream of its own.
+"""Copy values between a device and the host, or another rank's device, on a stream next to the computation.
 
-    compute    0F0                  1B0              0B0        it waits for the LOAD
+    compute    0F0                  1B0              0B0        0B0 waits for the LOAD
     copies         OFFLOAD(res[0,0])    LOAD(res[0,0])
 
-An OFFLOAD keeps its source until the copy is over, of one at a time: where copies are slow, the next one waits. What
-comes back has memory of the rank's own stream, and starts on its way next to the op before its place in the list.
+An OFFLOAD keeps its source alive until the copy is done. At most two sources wait: where copies are slow, the next
+OFFLOAD waits for the one before the last. A LOAD starts next to the op before it in the rank's order, and writes into
+memory of the compute stream, so that only its reader waits.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fpipe.graphs.language.graph import Fact
-from fpipe.meaning.devices import copied, to_host
+from fpipe.meaning.devices import copy_tensors, copy_to_pinned
 from fpipe.program import Value, kind_of
 from fpipe.runtimes.lowering.lane import Lane, Launch, Launched, Watch
 from fpipe.runtimes.lowering.lowered import AbstractTree, Instruction
@@ -32,34 +33,34 @@ NOT_NOTED = -1
 
 
 class Parked(NamedTuple):
-    """Leaves that wait elsewhere for a device, and the device that those are on which are to go there."""
+    """Leaves that are parked on the host or on another device, and that device."""
 
     leaves: Leaves
-    on: torch.device
+    device: torch.device
 
 
 Source = Callable[[bool], Parked | None]
-"""Gives a value that is to come to a device; None if it is not there yet, unless it is told to wait."""
+"""Returns a parked value, or None if it has not arrived yet; with True as argument it waits for it instead."""
 
 
-class Leaving(NamedTuple):
-    """Leaves that are being copied, the event behind the copy, and how many left before."""
+class OutgoingCopy(NamedTuple):
+    """Sources of a copy away from the device, the event behind the copy, and its number among the offloads."""
 
     leaves: Leaves
-    over: torch.Event
+    done_event: torch.Event
     number: int
 
 
-class Arriving(NamedTuple):
-    """Leaves that are being copied to the device, the event behind the copy, and how many had left before it."""
+class IncomingCopy(NamedTuple):
+    """Leaves of a copy to the device, the event behind the copy, and how many offloads were queued before it."""
 
     leaves: Leaves
-    over: torch.Event
-    left: int
+    done_event: torch.Event
+    offload_count: int
 
 
 class HostLane(Lane):
-    """Copies from and to the device of a rank; those of each thread are on streams of their own."""
+    """The lane of a rank's copies from and to its device, with copy streams for each thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -67,42 +68,46 @@ class HostLane(Lane):
         super().__init__(self._make_stream_wait, on_streams=False)
 
     def begin(self, watch: Watch | None) -> None:
-        """Start a step; one before may have ended with an error."""
+        """Start a step."""
         super().begin(watch)
+        # A step before this one may have ended with an error, and left copies behind.
         for stream in self._stream_by_device.values():
             torch.accelerator.current_stream(stream.device).wait_stream(stream)
-        self._parked, self._arriving = dict[Value, Parked](), dict[Value, Arriving]()
-        self._leaving, self._left = list[Leaving](), 0
+        self._parked, self._incoming = dict[Value, Parked](), dict[Value, IncomingCopy]()
+        self._outgoing, self._offload_count = list[OutgoingCopy](), 0
 
-    def offload(self, row: int, values: Sequence[Value], there: torch.device, *lists: Leaves) -> Sequence[Leaves]:
-        """Start copies to another device, and return the leaves there."""
-        made = list[Leaves]()
+    def offload(self, row: int, values: Sequence[Value], target: torch.device, *lists: Leaves) -> Sequence[Leaves]:
+        """Start copying values to another device, and return their leaves there."""
+        results = list[Leaves]()
         for value, leaves in zip(values, lists, strict=True):
-            self._release_sources(self._left - 1)
-            with self._copying(there, row) as events:
-                copy = to_host if there == CPU else partial(torch.Tensor.to, device=there, non_blocking=True)
-                made.append(copied(leaves, self.device, copy))
-            self._left += 1
-            self._leaving.append(Leaving(leaves[:], events[1], self._left))
-            self._parked[value] = Parked(made[-1][:], there)
+            # A source lives until its copy is done. Wait for the one before the last: then two are alive at most, and
+            # the copy that is queued now can start as soon as the one before it is done.
+            self._release_sources(self._offload_count - 1)
+            with self._copying(target, row) as events:
+                copy = copy_to_pinned if target == CPU else partial(torch.Tensor.to, device=target, non_blocking=True)
+                results.append(copy_tensors(leaves, self.device, copy))
+            self._offload_count += 1
+            self._outgoing.append(OutgoingCopy(leaves[:], events[1], self._offload_count))
+            self._parked[value] = Parked(results[-1][:], target)
             leaves.clear()
-        return made
+        return results
 
     def start(self, row: int, value: Value, source: Source, wait: bool = False) -> None:
-        """Start to copy a value to the device, if it is there to start."""
-        parked = None if value in self._arriving else source(wait)
+        """Start copying a value to the device, if it is parked already or `wait` says to wait for it."""
+        parked = None if value in self._incoming else source(wait)
         if parked is None:
             return
         stream = torch.accelerator.current_stream(self.device)
 
-        def landing(flat: Tensor) -> Tensor:
-            with stream:  # memory of the reader's stream, which hands it out again
-                place = torch.empty_like(flat, device=self.device)
-            return place.copy_(flat, non_blocking=True)
+        def copy_to_device(flat: Tensor) -> Tensor:
+            # The allocator gives memory back to the stream that it was taken on: take it on the reader's.
+            with stream:
+                target = torch.empty_like(flat, device=self.device)
+            return target.copy_(flat, non_blocking=True)
 
-        with self._copying(parked.on, row) as events:
-            leaves = copied(parked.leaves, parked.on, landing)
-        self._arriving[value] = Arriving(leaves, events[1], self._left)
+        with self._copying(parked.device, row) as events:
+            leaves = copy_tensors(parked.leaves, parked.device, copy_to_device)
+        self._incoming[value] = IncomingCopy(leaves, events[1], self._offload_count)
 
     def load(
         self, row: int, values: Sequence[Value], sources: Sequence[Source], works: list[Launched], *lists: Leaves
@@ -112,34 +117,36 @@ class HostLane(Lane):
             self.start(row, value, source, wait=True)
         for leaves in lists:
             leaves.clear()
-        arriving = [self._arriving.pop(value) for value in values]
-        works += [Launched(over, None, leaves, partial(self._release_sources, left)) for leaves, over, left in arriving]
-        return [leaves for leaves, _, _ in arriving]
+        incoming = [self._incoming.pop(value) for value in values]
+        works += [
+            Launched(done_event, None, leaves, partial(self._release_sources, offload_count))
+            for leaves, done_event, offload_count in incoming
+        ]
+        return [leaves for leaves, _, _ in incoming]
 
     def receive(self, values: Sequence[Value], sources: Sequence[Source]) -> Sequence[Leaves]:
-        """Return the leaves of a RECV from a rank on the host, for which the rank's stream waits."""
+        """Return the leaves of a RECV from a rank on the host; the compute stream waits for the copy."""
         works = list[Launched]()
-        made = self.load(NOT_NOTED, values, sources, works)
+        results = self.load(NOT_NOTED, values, sources, works)
         for launched in works:
             self._make_stream_wait(launched, "")
             assert launched.finish is not None
             launched.finish()
-        return made
+        return results
 
     def parked(self, value: Value) -> Source:
-        """Return the source of a LOAD of a value that went away."""
+        """Return the source of a LOAD: the value that an OFFLOAD parked."""
         return lambda wait: self._parked.pop(value, None)
 
     def _make_stream_wait(self, launched: Launched, cell: str) -> None:
         torch.accelerator.current_stream(self.device).wait_event(launched.work)
 
     @contextmanager
-    def _copying(self, there: torch.device, row: int) -> Generator[list[torch.Event]]:
-        """Queue copies to or from there, behind what the rank has queued; then the events before and behind them are
-        in the list."""
+    def _copying(self, remote: torch.device, row: int) -> Generator[list[torch.Event]]:
+        """Queue copies to or from a device behind the rank's work; yields a list for the events before and after."""
         computed, events = torch.accelerator.current_stream(self.device).record_event(), list[torch.Event]()
         with ExitStack() as entered:
-            for device in (there, self.device):
+            for device in (remote, self.device):
                 if device != CPU:
                     entered.enter_context(self._stream_by_device.setdefault(device, torch.Stream(device)))
             stream = self._stream_by_device[self.device]
@@ -148,19 +155,19 @@ class HostLane(Lane):
             yield events
             events.append(stream.record_event(torch.Event(self.device, enable_timing=True)))
             if row != NOT_NOTED:
-                self.notes.copied(row, *events)
+                self.notes.note_copy(row, *events)
 
     def _release_sources(self, number: int) -> None:
-        """Release the sources that left up to this one, once their copies are over."""
-        while self._leaving and self._leaving[0].number <= number:
-            torch.accelerator.current_stream(self.device).wait_event(self._leaving[0].over)
-            del self._leaving[0]
+        """Let go of the sources of offloads up to this number, behind their copies on the compute stream."""
+        while self._outgoing and self._outgoing[0].number <= number:
+            torch.accelerator.current_stream(self.device).wait_event(self._outgoing[0].done_event)
+            del self._outgoing[0]
 
 
 def lanes_of(
     instructions: Iterable[Instruction], trees: Mapping[Value, AbstractTree], devices: Sequence[torch.device]
 ) -> dict[int, HostLane]:
-    """Return a lane for each rank on an accelerator: one among `devices`, or the one that it offloads from."""
+    """Return a copy lane for each rank on an accelerator, which `devices` name, or the values that it offloads."""
     device_by_rank = {rank: device for rank, device in enumerate(devices) if _is_accelerator(device)}
     for op in (instruction.ops[0] for instruction in instructions):
         facts = (leaf for value in op.reads for leaf in trees[value].leaves if isinstance(leaf, Fact))
@@ -177,52 +184,70 @@ def made_async(
     sources: Mapping[Value, tuple[int, Source]] | None = None,
     rows: Sequence[int] = (),
 ) -> list[Instruction]:
-    """Replace OFFLOADs by the start of a copy, and start LOADs, and RECVs from `sources`, at the op before them."""
+    """Replace OFFLOADs by asynchronous copies, and start LOADs, and RECVs from `sources`, one op early.
+
+    Args:
+        instructions: the instructions of a program or of one rank.
+        lane_by_rank: the copy lane of each rank that has one.
+        devices: the device of each rank, if build was told.
+        sources: for a value that a thread receives from a host rank: the row that writes it, and its source.
+        rows: the row of each instruction in the program, where these are not all of it.
+    """
     replaced = [*instructions]
-    # A value that is parked is there already: nobody waits for it.
-    source_by_value, last = dict(sources or {}), dict[int, int]()
-    starts: dict[int, list[Callable[[], None]]] = {}
+    # For a value on its way to a device: the row that writes it, and its source. A value that this rank has parked is
+    # there whenever its LOAD may run, so nobody waits for it: its row comes after all others.
+    source_by_value, last_index_by_rank = dict(sources or {}), dict[int, int]()
+    starters_by_index: dict[int, list[Callable[[], None]]] = {}
     launches: dict[int, dict[int, Launch]] = {rank: {} for rank in lane_by_rank}
-    for at, instruction in enumerate(replaced):
+    for index, instruction in enumerate(replaced):
         op = instruction.ops[0]
-        lane, row = lane_by_rank.get(op.rank), rows[at] if rows else at
+        lane, row = lane_by_rank.get(op.rank), rows[index] if rows else index
         if lane is None:
             continue
-        there = _place(op.writes[0], lane.device, devices) if op.kind == "OFFLOAD" and not op.how else lane.device
-        if there != lane.device:
-            replaced[at] = instruction._replace(run=partial(lane.offload, row, op.writes, there))
+        # 1. An OFFLOAD becomes the start of a copy. One that casts computes, and stays as it is.
+        is_plain_offload = op.kind == "OFFLOAD" and not op.how
+        target = _parking_device(op.writes[0], lane.device, devices) if is_plain_offload else lane.device
+        if target != lane.device:
+            replaced[index] = instruction._replace(run=partial(lane.offload, row, op.writes, target))
             source_by_value |= {value: (NEVER, lane.parked(value)) for value in op.writes}
+        # 2. A LOAD, or a RECV from a host rank, waits for a copy that has started next to the op before it.
         if op.kind in ("LOAD", "RECV") and op.reads[0] in source_by_value:
-            from_ = [source_by_value[value][1] for value in op.reads]
+            op_sources = [source_by_value[value][1] for value in op.reads]
             if op.kind == "LOAD":
-                launches[op.rank][at] = Launch(partial(lane.load, row, op.writes, from_), op.writes)
+                launches[op.rank][index] = Launch(partial(lane.load, row, op.writes, op_sources), op.writes)
             else:
-                replaced[at] = instruction._replace(run=partial(lane.receive, op.writes, from_))
-            before = last.get(op.rank, at)
-            for value, read, source in zip(op.writes, op.reads, from_, strict=True):
-                waits = bool(rows) and source_by_value[read][0] < rows[before]
-                noted = row if op.kind == "LOAD" else NOT_NOTED
-                starts.setdefault(before, []).append(partial(lane.start, noted, value, source, waits))
+                replaced[index] = instruction._replace(run=partial(lane.receive, op.writes, op_sources))
+            preceding = last_index_by_rank.get(op.rank, index)
+            for value, source_value, source in zip(op.writes, op.reads, op_sources, strict=True):
+                # Between threads the early start may come before the value is there. It may wait for it only if the
+                # program writes the value before this op: then no circle of waits can come up.
+                waits = bool(rows) and source_by_value[source_value][0] < rows[preceding]
+                record_row = row if op.kind == "LOAD" else NOT_NOTED
+                starters_by_index.setdefault(preceding, []).append(
+                    partial(lane.start, record_row, value, source, waits)
+                )
         if kind_of(op.kind).time:
-            last[op.rank] = at
-    for at, early in starts.items():
-        if at not in launches[replaced[at].ops[0].rank]:  # a LOAD that no op stands before starts at its own place
-            replaced[at] = replaced[at]._replace(run=partial(_after, early, replaced[at].run))
+            last_index_by_rank[op.rank] = index
+    # 3. Let the op before each copy start it. A LOAD without an op before it starts in its own place.
+    for index, starters in starters_by_index.items():
+        if index not in launches[replaced[index].ops[0].rank]:
+            replaced[index] = replaced[index]._replace(run=partial(_run_after_starters, starters, replaced[index].run))
+    # 4. Let readers wait.
     for rank, lane in lane_by_rank.items():
         replaced = lane.made_async(replaced, rank, launches[rank], rows)
     return replaced
 
 
-def _after(starts: Sequence[Callable[[], None]], run: Callable[..., Any], *lists: Leaves) -> Any:
-    for start in starts:
+def _run_after_starters(starters: Sequence[Callable[[], None]], run: Callable[..., Any], *lists: Leaves) -> Any:
+    for start in starters:
         start()
     return run(*lists)
 
 
-def _place(parked: Value, local: torch.device, devices: Sequence[torch.device]) -> torch.device:
-    """Return where a value waits: on the host, or on the device of another rank."""
-    where = parked.at.rpartition("@")[2]
-    return CPU if where == "host" else devices[int(where)] if devices else local
+def _parking_device(parked: Value, local: torch.device, devices: Sequence[torch.device]) -> torch.device:
+    """Return the device on which an offloaded value is parked: the host, or another rank's device."""
+    location = parked.at.rpartition("@")[2]
+    return CPU if location == "host" else devices[int(location)] if devices else local
 
 
 def _is_accelerator(device: torch.device) -> bool:

@@ -2,10 +2,9 @@
 
     params[0,1] = UPDATE params[0] sum[0,1]        -->        in place, where nobody reads params[0] any more
 
-Ranks elsewhere that read params[0] are known to have done so where the sum is made of what they computed.
-
-The memory of a version that the step has made is its own; that of what it is handed is the caller's, who may give it
-up.
+Two questions decide. Does the step own the memory? It owns the versions that it has made; what it is handed belongs to
+the caller, unless the caller donates it. And has everybody read it? Later ops of the program must not, and other ranks,
+which run at their own pace, must be known to be done: the sum is made of what they computed from it.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from typing import Any, NamedTuple
 from fpipe import tree
 from fpipe.graphs.language.graph import Fact
 from fpipe.meaning.by_autograd import StepContext
-from fpipe.meaning.optimizers.optimizer_state import words_of
-from fpipe.meaning.updates import names_in, updated_leaves
+from fpipe.meaning.optimizers.optimizer_state import update_settings
+from fpipe.meaning.updates import names_of_update, update_leaves
 from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.lowered import AbstractTree, Leaves
 
@@ -28,86 +27,100 @@ Trees = Mapping[Value, AbstractTree]
 
 
 class Overwritten(NamedTuple):
-    """The parameters that UPDATEs overwrite, with their state.
+    """The parameters and optimizer state that UPDATEs overwrite.
 
     Attributes:
-        places: of the position of an UPDATE, the places of these leaves among its parameters.
-        trees: what is known of every value, new versions in the memory of the old ones.
-        given_up: storages of the caller that results lie in.
+        leaf_indices: for the position of an UPDATE, the indices of these leaves among its parameters.
+        trees: the abstract tree of every value, new versions in the memory of the old ones.
+        donated_storages: storages of the caller that results lie in.
     """
 
-    places: Mapping[int, Collection[int]]
+    leaf_indices: Mapping[int, Collection[int]]
     trees: Trees
-    given_up: frozenset[int]
+    donated_storages: frozenset[int]
 
 
-def overwritten_by(
-    ops: Sequence[Op], kept: Collection[Value], trees: Trees, given: Collection[int], donate: bool
+def find_overwritten(
+    ops: Sequence[Op], outputs: Collection[Value], trees: Trees, external_storages: Collection[int], donate: bool
 ) -> Overwritten:
-    """Find the leaves that UPDATEs may overwrite, since nobody reads them again: the step's own, and donated ones."""
+    """Find the leaves that UPDATEs may overwrite: nobody reads them again, and the step owns or was donated them.
+
+    Args:
+        ops: the ops of the program.
+        outputs: its outputs, which live on.
+        trees: the abstract tree of every value.
+        external_storages: storages of the caller and of stages.
+        donate: whether the caller gives its parameters and optimizer state away.
+    """
     if not any(op.kind == "UPDATE" for op in ops):
         return Overwritten({}, trees, frozenset())
-    places, old_storages = dict[int, Collection[int]](), dict[int, int]()
-    remote_reads, writers = _remote_reads(ops, trees), {value: at for at, op in enumerate(ops) for value in op.writes}
-    live = {storage for value in kept for storage in _storages(trees[value])}
-    given_up = set[int]()
-    for at in range(len(ops) - 1, -1, -1):
-        op = ops[at]
+    leaf_indices, old_storages = dict[int, Collection[int]](), dict[int, int]()
+    remote_reads = _remote_reads(ops, trees)
+    writers = {value: position for position, op in enumerate(ops) for value in op.writes}
+    # Walk backwards: `live` has the storages that a later op reads, or that are returned.
+    live = {storage for value in outputs for storage in _storages(trees[value])}
+    donated = set[int]()
+    for position in range(len(ops) - 1, -1, -1):
+        op = ops[position]
         if op.kind == "UPDATE":
-            (params, state, grads), (now, after) = (
-                [trees[value] for value in some] for some in (op.reads[:3], op.writes)
+            (params, state, grads), (new_params, new_state) = (
+                [trees[value] for value in values] for values in (op.reads[:3], op.writes)
             )
-            overwritten, waited = list[int](), _Waited(ops, writers, at)
-            for k, state_places in enumerate(places_by_leaf(params, state)):
-                olds = [params.leaves[k], *(state.leaves[place] for place in state_places)]
-                news = [now.leaves[k], *(after.leaves[place] for place in state_places)]
-                storages = [leaf.storage for leaf in olds if isinstance(leaf, Fact)]
-                foreign = not donate and any(storage in given for storage in storages)
-                late = any(not waited.covers(remote_reads.get(storage, ())) for storage in storages)
-                if foreign or late or len({*storages}) < len(storages) or not live.isdisjoint(storages):
+            overwritten, awaited = list[int](), _AwaitedOps(ops, writers, position)
+            for k, state_indices in enumerate(nested_indices_by_leaf(params, state)):
+                old_leaves = [params.leaves[k], *(state.leaves[state_index] for state_index in state_indices)]
+                new_leaves = [new_params.leaves[k], *(new_state.leaves[state_index] for state_index in state_indices)]
+                storages = [leaf.storage for leaf in old_leaves if isinstance(leaf, Fact)]
+                is_external = not donate and any(storage in external_storages for storage in storages)
+                is_read_late = any(not awaited.covers(remote_reads.get(storage, ())) for storage in storages)
+                # A parameter and its state go together, and none of them may share memory with another.
+                if is_external or is_read_late or len({*storages}) < len(storages) or not live.isdisjoint(storages):
                     continue
-                given_up.update(storages)
+                donated.update(storages)
                 if grads.leaves[k] is not None:
                     overwritten.append(k)
-                    pairs = zip(olds, news, strict=True)
+                    pairs = zip(old_leaves, new_leaves, strict=True)
                     old_storages.update((new.storage, old.storage) for old, new in pairs if isinstance(old, Fact))
-            places[at] = frozenset(overwritten)
+            leaf_indices[position] = frozenset(overwritten)
         live.update(storage for value in op.reads for storage in _storages(trees[value]))
-    renamed = {value: _renamed(known, old_storages) for value, known in trees.items()} if old_storages else trees
-    return Overwritten(places, renamed, frozenset(given_up & {*given}))
+    if old_storages:
+        trees = {value: _in_old_storages(abstract, old_storages) for value, abstract in trees.items()}
+    return Overwritten(leaf_indices, trees, frozenset(donated & {*external_storages}))
 
 
-def places_by_leaf(abstract: AbstractTree, deeper: AbstractTree) -> list[list[int]]:
-    """Return for each leaf the places of the leaves that the deeper value, such as a state, has under it."""
-    places = tree.unflatten(deeper.spec, range(len(deeper.leaves)))
-    return [tree.leaves(subtree) for subtree in abstract.spec.flatten_up_to(places)]
+def nested_indices_by_leaf(abstract: AbstractTree, nested: AbstractTree) -> list[list[int]]:
+    """Return, for each leaf of a value, the indices of the leaves under it in a `nested` one, such as Adam's state."""
+    nested_indices = tree.unflatten(nested.spec, range(len(nested.leaves)))
+    return [tree.leaves(subtree) for subtree in abstract.spec.flatten_up_to(nested_indices)]
 
 
 def _remote_reads(ops: Sequence[Op], trees: Trees) -> Mapping[int, Collection[int]]:
-    """Find by storage the ops of other ranks than the one that updates it that read it, and its transfers."""
-    homes = {value: op.rank for op in ops if op.kind == "UPDATE" for value in op.reads[:2]}
-    at_home = {storage: rank for value, rank in homes.items() for storage in _storages(trees[value])}
+    """Return, for each storage that is updated, the positions of its transfers and of its readers on other ranks."""
+    rank_by_value = {value: op.rank for op in ops if op.kind == "UPDATE" for value in op.reads[:2]}
+    rank_by_storage = {storage: rank for value, rank in rank_by_value.items() for storage in _storages(trees[value])}
     positions = defaultdict[int, set[int]](set)
-    for at, op in enumerate(ops):
-        sends = op.kind in ("SEND", "RECV")
-        for value in (*op.reads, *op.writes) if sends else op.reads:
+    for position, op in enumerate(ops):
+        is_transfer = op.kind in ("SEND", "RECV")
+        for value in (*op.reads, *op.writes) if is_transfer else op.reads:
             for storage in _storages(trees[value]):
-                if storage in at_home and (sends or at_home[storage] != op.rank):
-                    positions[storage].add(at)
+                if storage in rank_by_storage and (is_transfer or rank_by_storage[storage] != op.rank):
+                    positions[storage].add(position)
     return positions
 
 
-class _Waited:
-    """Ops that an op waits for, directly or through others: they are done when it runs, on whatever rank they are."""
+class _AwaitedOps:
+    """The ops that one op waits for, directly or through others, on whatever ranks: they are done when it runs."""
 
-    def __init__(self, ops: Sequence[Op], writers: Mapping[Value, int], at: int) -> None:
+    def __init__(self, ops: Sequence[Op], writers: Mapping[Value, int], position: int) -> None:
         self.ops, self.writers = ops, writers
-        self.reached, self.heap = {at}, [-at]  # the last op first
+        # Positions as negative numbers, so that the heap yields the last op first: the search goes back only as far as
+        # the earliest position that it is asked for, and goes on from there the next time.
+        self.reached, self.heap = {position}, [-position]
 
     def covers(self, positions: Collection[int]) -> bool:
-        """Whether it waits for all ops in these positions."""
-        first = min(positions, default=len(self.ops))
-        while self.heap and -self.heap[0] >= first:
+        """Whether the op waits for all ops at these positions."""
+        earliest = min(positions, default=len(self.ops))
+        while self.heap and -self.heap[0] >= earliest:
             for value in self.ops[-heappop(self.heap)].reads:
                 writer = self.writers.get(value)
                 if writer is not None and writer not in self.reached:
@@ -116,46 +129,77 @@ class _Waited:
         return self.reached.issuperset(positions)
 
 
-def _storages(known: AbstractTree) -> list[int]:
-    return [leaf.storage for leaf in known.leaves if isinstance(leaf, Fact)]
+def _storages(abstract: AbstractTree) -> list[int]:
+    return [leaf.storage for leaf in abstract.leaves if isinstance(leaf, Fact)]
 
 
-def _renamed(known: AbstractTree, old_storages: Mapping[int, int]) -> AbstractTree:
-    leaves = [*known.leaves]
+def _in_old_storages(abstract: AbstractTree, old_storages: Mapping[int, int]) -> AbstractTree:
+    leaves = [*abstract.leaves]
     for k, leaf in enumerate(leaves):
         if isinstance(leaf, Fact) and leaf.storage in old_storages:
+            # Versions form chains: the third lies where the second lies, which lies where the first does.
             storage = leaf.storage
             while storage in old_storages:
                 storage = old_storages[storage]
             leaves[k] = leaf._replace(storage=storage)
-    return known._replace(leaves=tuple(leaves))
+    return abstract._replace(leaves=tuple(leaves))
 
 
-def updating(op: Op, context: StepContext, trees: Trees, places: Collection[int]) -> Callable[..., Sequence[Leaves]]:
-    """Return the function of an UPDATE, which overwrites the parameters in these places, and their state."""
+def make_update(
+    op: Op, context: StepContext, trees: Trees, overwritten: Collection[int]
+) -> Callable[..., Sequence[Leaves]]:
+    """Return the function of an UPDATE, which overwrites the parameters with these indices, and their state."""
     params, state, grads = (trees[value] for value in op.reads[:3])
-    words = words_of(op.how)
-    names = names_in(op, params.spec, context.model)
-    at = [k for k, grad in enumerate(grads.leaves) if grad is not None]
+    rule = update_settings(op.how)
+    names = names_of_update(op, params.spec, context.model)
+    with_grad = [k for k, grad in enumerate(grads.leaves) if grad is not None]
     states: Any = tree.unflatten(state.spec, range(len(state.leaves)))
     named: list[Any] = params.spec.flatten_up_to(states)
-    state_places = [{word: tree.leaves(place)[0] for word, place in named[k].items()} for k in at]
-    rest_specs = [(value.name, trees[value].spec) for value in op.reads[3:]]
-    run = partial(updated_leaves, words, words.of([names[k] for k in at]), [k in places for k in at])
+    indices_by_leaf = [
+        {state_name: tree.leaves(state_index)[0] for state_name, state_index in named[k].items()} for k in with_grad
+    ]
+    extra_specs = [(value.name, trees[value].spec) for value in op.reads[3:]]
+
+    def updater_of(trained: Sequence[int]) -> Callable[..., Any]:
+        return partial(update_leaves, rule, rule.of([names[k] for k in trained]), [k in overwritten for k in trained])
+
+    run = updater_of(with_grad)
 
     def update(*lists: Leaves) -> Sequence[Leaves]:
-        context.overwrites = context.overwrites or bool(places)
+        context.overwrites = context.overwrites or bool(overwritten)
         params, states, grads = ([*leaves] for leaves in lists[:3])
-        rest = {name: tree.unflatten(spec, more) for (name, spec), more in zip(rest_specs, lists[3:], strict=True)}
+        extra_values = {
+            name: tree.unflatten(spec, extra_leaves)
+            for (name, spec), extra_leaves in zip(extra_specs, lists[3:], strict=True)
+        }
         for leaves in lists:
             leaves.clear()
-        before = [{word: states[place] for word, place in by_word.items()} for by_word in state_places]
-        numbers = [rest.get(name) for name in ("norm", "lr", "valid")]
-        next_params, after = run([params[k] for k in at], [grads[k] for k in at], before, *numbers)
-        for k, place_by_word, param, state in zip(at, state_places, next_params, after, strict=True):
+        rule_inputs = [extra_values.get(name) for name in ("norm", "lr", "valid")]
+        trained, update_trained, trained_indices = with_grad, run, indices_by_leaf
+        # The data of a stage without a trace may have reached fewer parameters than its run on zeros.
+        if any(grads[k] is None for k in with_grad):
+            trained = [k for k in with_grad if grads[k] is not None]
+            update_trained = updater_of(trained)
+            trained_indices = [
+                index_by_name for k, index_by_name in zip(with_grad, indices_by_leaf, strict=True) if k in trained
+            ]
+            # A later op may overwrite what this one writes, and so may not get the tensors of the caller.
+            for k, index_by_name in zip(with_grad, indices_by_leaf, strict=True):
+                if k not in trained and k not in overwritten:
+                    params[k] = params[k].detach().clone().requires_grad_(params[k].requires_grad)
+                    for state_index in index_by_name.values():
+                        states[state_index] = states[state_index].clone()
+        old_states = [
+            {state_name: states[state_index] for state_name, state_index in index_by_name.items()}
+            for index_by_name in trained_indices
+        ]
+        next_params, new_states = update_trained(
+            [params[k] for k in trained], [grads[k] for k in trained], old_states, *rule_inputs
+        )
+        for k, index_by_name, param, state in zip(trained, trained_indices, next_params, new_states, strict=True):
             params[k] = param
-            for word, place in place_by_word.items():
-                states[place] = state[word]
+            for state_name, state_index in index_by_name.items():
+                states[state_index] = state[state_name]
         return [params, states]
 
     return update

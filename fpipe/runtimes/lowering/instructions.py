@@ -2,7 +2,8 @@
 
     F, B, I, W  code of a stage's graph      SPLIT  views of the batch      ADD  leaf by leaf      RECV  the leaves
 
-An instruction empties the lists it is handed, so that each tensor is gone after its last read.
+A function owns the lists that it is called with, and empties them: the last reference to a tensor is in one of them, so
+its memory is free again inside the function, after the last read, and not when the function returns.
 """
 
 from __future__ import annotations
@@ -17,141 +18,151 @@ from typing import Any, NamedTuple
 import torch
 
 from fpipe import tree
-from fpipe.graphs.compiling.add import adding, owned
-from fpipe.graphs.compiling.code import compiled
-from fpipe.graphs.compiling.cut import Cut, prepared
+from fpipe.graphs.compiling.add import add_into_sums, copy_results
+from fpipe.graphs.compiling.code import compile_graph
+from fpipe.graphs.compiling.cut import Cut, split_param_views
 from fpipe.graphs.compiling.inductor import Kernel
-from fpipe.graphs.compiling.one_pass_norms import in_one_pass
+from fpipe.graphs.compiling.one_pass_norms import fuse_statistics
 from fpipe.graphs.language.graph import Fact, Graph, Name
 from fpipe.graphs.language.labels import is_parameter
-from fpipe.meaning.by_autograd import StepContext, detached, times
-from fpipe.meaning.meaning import RULES, summed
-from fpipe.meaning.purity.ambient import Casts, casting
-from fpipe.meaning.stages.keys import generator_on, seeder
+from fpipe.meaning.by_autograd import StepContext, detach_leaf, scale_cotangent
+from fpipe.meaning.meaning import RULES, sum_gradients
+from fpipe.meaning.purity.ambient import AutocastSettings, autocast_as
+from fpipe.meaning.stages.keys import make_seeder, thread_generator
 from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.abstract_walk import is_list
 from fpipe.runtimes.lowering.lowered import AbstractTree, Leaves
 
 
-def slicing(op: Op, trees: Mapping[Value, AbstractTree]) -> Callable[..., Sequence[Leaves]] | None:
-    """Function of a SPLIT that takes the slices that its rule took of shapes alone, or None where these are no slices.
+def make_split(op: Op, trees: Mapping[Value, AbstractTree]) -> Callable[..., Sequence[Leaves]] | None:
+    """Return the function of a SPLIT as plain slices, or None if a leaf that it writes is no slice.
 
-    Looking for the rows of each leaf again takes 20 times as long as the slice.
+    The rule of SPLIT has run on shapes alone, so the range of each slice is known. To look for the rows of each leaf in
+    every step would take 20 times as long as the slice.
     """
     parts: list[Callable[[Sequence[Leaves]], Leaves]] = []
     for value in op.writes:
         leaves = trees[value].leaves
-        if not any(isinstance(leaf, Fact) for leaf in leaves):  # the weight, or a batch without tensors
+        # The weight of a microbatch, or a batch without tensors: the same in each step.
+        if not any(isinstance(leaf, Fact) for leaf in leaves):
             parts.append(partial(_repeat, leaves))
             continue
-        place = next(k for k, read in enumerate(op.reads) if (read.name == "target") == (value.name == "t"))
-        found = [*map(_range_of, leaves, trees[op.reads[place]].leaves)]
-        ranges = [range_ for range_ in found if range_ is not None]
-        if len(ranges) < len(found):
+        is_target = value.name == "t"
+        read_index = next(k for k, read_value in enumerate(op.reads) if (read_value.name == "target") == is_target)
+        leaf_ranges = [*map(_range_of, leaves, trees[op.reads[read_index]].leaves)]
+        ranges = [range_ for range_ in leaf_ranges if range_ is not None]
+        if len(ranges) < len(leaf_ranges):
             return None
-        parts.append(partial(_narrow, place, ranges))
+        parts.append(partial(_narrow, read_index, ranges))
     return lambda *lists: [part(lists) for part in parts]
 
 
 def _range_of(leaf: Any, whole_leaf: Any) -> tuple[int, ...] | None:
-    """Return dim, start and length of a leaf as a slice of the whole one: () if it is all of it, None if it is none."""
+    """Return (dim, start, length) of a leaf as a slice of a whole leaf: () for all of it, None if it is no slice."""
     if not isinstance(leaf, Fact):
         return ()
-    (shape, stride, *_), (full, steps, *_) = leaf.aval, whole_leaf.aval
-    dims = [dim for dim, (size, all_) in enumerate(zip(shape, full, strict=False)) if size != all_]
-    if leaf.storage != whole_leaf.storage or stride != steps or len(dims) > 1 or (dims and not steps[dims[0]]):
+    (shape, stride, *_), (whole_shape, whole_stride, *_) = leaf.aval, whole_leaf.aval
+    # A slice along one dim lies in the storage of the whole and has its strides; the offset tells where it starts. With
+    # a stride of 0 (an expanded tensor) the offset tells nothing.
+    dims = [dim for dim, (size, whole_size) in enumerate(zip(shape, whole_shape, strict=False)) if size != whole_size]
+    is_view = leaf.storage == whole_leaf.storage and stride == whole_stride
+    if not is_view or len(dims) > 1 or (dims and not whole_stride[dims[0]]):
         return None
-    return (dims[0], leaf.offset // steps[dims[0]], shape[dims[0]]) if dims else ()
+    return (dims[0], leaf.offset // whole_stride[dims[0]], shape[dims[0]]) if dims else ()
 
 
 def _repeat(leaves: Sequence[Any], lists: Sequence[Leaves]) -> Leaves:
     return [*leaves]
 
 
-def _narrow(place: int, ranges: Sequence[tuple[int, ...]], lists: Sequence[Leaves]) -> Leaves:
-    return [leaf.narrow(*range_) if range_ else leaf for leaf, range_ in zip(lists[place], ranges, strict=True)]
+def _narrow(read_index: int, ranges: Sequence[tuple[int, ...]], lists: Sequence[Leaves]) -> Leaves:
+    return [leaf.narrow(*range_) if range_ else leaf for leaf, range_ in zip(lists[read_index], ranges, strict=True)]
 
 
 def with_generators(
-    run: Callable[..., Any], at: int, devices: Sequence[str], place: tuple[int, int, int | None], step: int
+    run: Callable[..., Any], index: int, devices: Sequence[str], coordinates: tuple[int, int, int | None], step: int
 ) -> Callable[..., Any]:
-    """Let a forward that draws read generators, seeded for its stage and microbatch, where it is handed the key."""
-    seed_from = seeder(*place)
+    """Replace the key, at `index` among a forward's lists, by generators seeded for its stage and microbatch.
+
+    `coordinates` are stage, microbatch and slice. A program of several steps may have a key for each: `step` is its
+    index.
+    """
+    seed_from = make_seeder(*coordinates)
 
     def forward(*lists: Any) -> Any:
-        key = lists[at]
+        key = lists[index]
         seed = seed_from(key[step] if isinstance(key, tuple) else key)
-        generators = [generator_on(device).manual_seed(seed) for device in devices]
-        return run(*lists[:at], generators, *lists[at + 1 :])
+        generators = [thread_generator(device).manual_seed(seed) for device in devices]
+        return run(*lists[:index], generators, *lists[index + 1 :])
 
     return forward
 
 
-def with_scale(run: Callable[..., Any], at: int, weight: torch.Tensor) -> Callable[..., Any]:
-    """Let a backward of the loss read the cotangent of the loss where it is handed the loss scale."""
+def with_scale(run: Callable[..., Any], index: int, weight: torch.Tensor) -> Callable[..., Any]:
+    """Replace the loss scale, at `index` among a backward's lists, by the loss's cotangent: weight times scale."""
 
     def backward(*lists: Any) -> Any:
-        return run(*lists[:at], [times(weight, lists[at][0])], *lists[at + 1 :])
+        return run(*lists[:index], [scale_cotangent(weight, lists[index][0])], *lists[index + 1 :])
 
     return backward
 
 
-def pass_on(*lists: Leaves) -> Sequence[Leaves]:
-    """SEND within one process: the leaves in new lists."""
+def send_locally(*lists: Leaves) -> Sequence[Leaves]:
+    """Run a SEND within one process: the leaves in new lists."""
     copies = [leaves[:] for leaves in lists]
     _empty(lists)
     return copies
 
 
-def arrive(*lists: Leaves) -> Sequence[Leaves]:
-    """RECV within one process: the lists, which only it reads."""
+def receive_locally(*lists: Leaves) -> Sequence[Leaves]:
+    """Run a RECV within one process: the very lists, which nobody else reads."""
     return lists
 
 
-def rounded(cast: Callable[[Any], Any], *lists: Leaves) -> Sequence[Leaves]:
-    """Transfer that casts on the wire."""
+def cast_transfer(cast: Callable[[Any], Any], *lists: Leaves) -> Sequence[Leaves]:
+    """Run a transfer that casts floating-point leaves on the wire."""
     results = [[*map(cast, leaves)] for leaves in lists]
     _empty(lists)
     return results
 
 
 def add(*lists: Leaves) -> Sequence[Leaves]:
-    """ADD into new memory."""
-    total = summed(lists)
+    """Run an ADD into new memory."""
+    total = sum_gradients(lists)
     _empty(lists)
     return [total]
 
 
-def add_to(total: Leaves, gradient: Leaves) -> Sequence[Leaves]:
-    """ADD into the memory of the total."""
-    leaves = [a if a is None else a.add_(b) for a, b in zip(total, gradient, strict=True)]
+def add_in_place(total: Leaves, gradient: Leaves) -> Sequence[Leaves]:
+    """Run an ADD into the memory of the total, which the step owns."""
+    leaves = [a if a is None or b is None else a.add_(b) for a, b in zip(total, gradient, strict=True)]
     _empty((total, gradient))
     return [leaves]
 
 
-def dropping(run: Callable[..., Any], count: int, places: Sequence[int]) -> Callable[..., Any]:
-    """Drop received parameters after their last read: the lists in these places, of which `run` reads `count`."""
+def with_drops(run: Callable[..., Any], count: int, indices: Sequence[int]) -> Callable[..., Any]:
+    """Empty the lists at `indices` after `run`, which reads the first `count` lists and does not empty parameters."""
 
-    def last(*lists: Leaves) -> Any:
+    def run_and_drop(*lists: Leaves) -> Any:
         results = run(*lists[:count])
-        _empty([lists[k] for k in places])
+        _empty([lists[k] for k in indices])
         return results
 
-    return last
+    return run_and_drop
 
 
-def container(abstract: AbstractTree) -> Callable[[Leaves], Any]:
-    """Function that puts the leaves of a value into its containers."""
+def make_unflatten(abstract: AbstractTree) -> Callable[[Leaves], Any]:
+    """Return the function that puts the leaves of a value into its containers."""
     if abstract.spec is None:
         return list
     return itemgetter(0) if abstract.spec.is_leaf() else partial(tree.unflatten, abstract.spec)
 
 
-def by_rule(
-    op: Op, containers: Sequence[Callable[[Leaves], Any]], context: StepContext, casts: Casts, *lists: Leaves
+def run_rule(
+    op: Op, containers: Sequence[Callable[[Leaves], Any]], context: StepContext, casts: AutocastSettings, *lists: Leaves
 ) -> Sequence[Leaves]:
-    """Run the walk's rule under the casts of the step that it was lowered for, as a graph holds its casts."""
-    with casting(casts) if casts else nullcontext():
+    """Run the rule by which the walk computes an op, under the autocast settings of the step's signature."""
+    with autocast_as(casts) if casts else nullcontext():
         args = [contain(leaves) for contain, leaves in zip(containers, lists, strict=True)]
         results = RULES[op.kind](op, args, context)
     _empty(lists)
@@ -160,9 +171,9 @@ def by_rule(
     return [list(value) if is_list(op, value) else tree.leaves(value) for value in results]
 
 
-def distinct(leaves: Leaves) -> Leaves:
-    """Leaves as distinct objects: an object that all microbatches share would be taken whole, not averaged."""
-    return [*map(detached, leaves)]
+def as_distinct(leaves: Leaves) -> Leaves:
+    """Return the leaves as distinct objects: MERGE takes an object that all microbatches share for a constant."""
+    return [*map(detach_leaf, leaves)]
 
 
 def _empty(lists: Sequence[Leaves]) -> None:
@@ -171,17 +182,17 @@ def _empty(lists: Sequence[Leaves]) -> None:
 
 
 class Recipe(NamedTuple):
-    """A function of a stage's graph that ops ask for; those that ask for the same share it.
+    """The properties of an op that decide its code: ops of one stage with equal recipes share one function.
 
     Attributes:
         kind: F, B, I or W.
-        labels: of what it writes.
-        adds: of the gradients that it adds to a sum.
-        copied: by label the places of leaves that it writes into memory of their own.
-        overwrites: the leaves of its module state that it may write in place.
-        params_are_received: whether an op writes its parameters, such as a RECV: they are not there when a step
-            starts, so nothing is prepared of them.
-        kernels: the flags that choose kernels; None of what never runs, whose sums are not tried.
+        labels: the labels that it writes.
+        adds: the labels of gradients that it adds to a sum.
+        copied: the leaves, by label and index, that it writes into memory of their own.
+        overwrites: the indices of state leaves that it may write in place.
+        params_are_received: whether an op, such as a RECV, writes its parameters. They are not there when a step
+            starts, so no views of them are prepared.
+        kernels: the flags that choose kernels; None for code that never runs, whose sums are not tried.
         compile: whether inductor compiles it.
     """
 
@@ -196,46 +207,57 @@ class Recipe(NamedTuple):
 
 
 class Code(NamedTuple):
-    """A function and its graph, and the function and graph that prepare the views of parameters that it reads."""
+    """A part of a stage as a function, with the function that prepares the views of parameters that it reads.
+
+    Attributes:
+        run, graph: the function, and the graph that it was generated from.
+        prepare, prepare_graph: the same of the preparation, which runs once a step.
+    """
 
     run: Callable[..., Any]
     graph: Graph
     prepare: Callable[..., Any]
-    prepares: Graph
+    prepare_graph: Graph
 
 
-def code_of(cut: Cut, recipe: Recipe, name: str) -> Code:
-    """Return the code of a recipe."""
+def generate_code(cut: Cut, recipe: Recipe, name: str) -> Code:
+    """Generate the code of a part of a stage: cut, fold sums in, split the preparation off, compile."""
     kind, labels, adds, copied, overwrites, params_are_received, flags, compile = recipe
+    # 1. The part of the graph.
     if kind == "F":
         graph = cut.forward(labels)
-        if "loss" in labels:  # F.mse_loss and its like leave the loss in memory of their input's size
+        # F.mse_loss and its like leave the loss, one number, in memory of their input's size.
+        if "loss" in labels:
             copied = (*copied, ("loss", 0))
-        graph = graph if compile else in_one_pass(graph, overwrites)
+        graph = graph if compile else fuse_statistics(graph, overwrites)
     else:
         graph = {"B": cut.backward, "I": cut.backward_input, "W": cut.backward_weight}[kind]()
-    graph = owned(graph, copied) if copied else graph
-    graph = adding(graph, adds, flags, exact=not compile) if adds else graph
-    first, rest = (_without_unread(graph),) * 2 if params_are_received else prepared(graph)
-    run = Kernel(rest, name) if compile and rest.nodes else compiled(rest, name[0])
+    # 2. First gradients of sums get memory of their own, and further ones are added to the sums.
+    graph = copy_results(graph, copied) if copied else graph
+    graph = add_into_sums(graph, adds, flags, exact=not compile) if adds else graph
+    # 3. Views of parameters, such as transposed weights, are made once a step, if the parameters are there by then.
+    preparation, remainder = (_without_unread_params(graph),) * 2 if params_are_received else split_param_views(graph)
+    run = Kernel(remainder, name) if compile and remainder.nodes else compile_graph(remainder, name[0])
     if params_are_received:
-        return Code(run, rest, run, rest)
-    return Code(run, rest, compiled(first, "prepare") if first.nodes else _picked(first), first)
+        return Code(run, remainder, run, remainder)
+    prepare = compile_graph(preparation, "prepare") if preparation.nodes else _selection_of(preparation)
+    return Code(run, remainder, prepare, preparation)
 
 
-def _without_unread(graph: Graph) -> Graph:
-    """Put None for each parameter that no op of the graph reads, so that it need not be received."""
-    read = {name for node in graph.nodes for name in node.reads}
-    read |= {leaf for leaves in graph.writes.values() for leaf in leaves if isinstance(leaf, Name)}
+def _without_unread_params(graph: Graph) -> Graph:
+    """Read None for each parameter that no op of the graph reads, so that it need not be received."""
+    read_names = {name for node in graph.nodes for name in node.reads}
+    read_names |= {leaf for leaves in graph.writes.values() for leaf in leaves if isinstance(leaf, Name)}
     reads = {
-        label: tuple(name if name in read else None for name in leaves) if is_parameter(label) else leaves
+        label: tuple(name if name in read_names else None for name in leaves) if is_parameter(label) else leaves
         for label, leaves in graph.reads.items()
     }
     return replace(graph, reads=reads)
 
 
-def _picked(graph: Graph) -> Callable[..., Sequence[list[Any]]]:
-    """Return the function of a graph without ops, which hands on what it reads."""
-    places = {name: (k, at) for k, leaves in enumerate(graph.reads.values()) for at, name in enumerate(leaves)}
-    picked = [places[name] for name in graph.writes["ready"]]
-    return lambda *lists: ([lists[k][at] for k, at in picked],)
+def _selection_of(graph: Graph) -> Callable[..., Sequence[list[Any]]]:
+    """Return the function of a graph without ops, which selects some of the leaves that it reads."""
+    # (which list, which leaf of it) for each name that the graph reads
+    indices_by_name = {name: (k, i) for k, leaves in enumerate(graph.reads.values()) for i, name in enumerate(leaves)}
+    indices = [indices_by_name[name] for name in graph.writes["ready"]]
+    return lambda *lists: ([lists[k][i] for k, i in indices],)

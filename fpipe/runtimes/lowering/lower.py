@@ -2,9 +2,10 @@
 
     1F0 1B0 ADD(sum[1,0])        --> lower -->        y, res = forward(x); dx, sum = backward_adding(res, dy, sum)
 
-Values live in numbered slots, as lists of their leaves: first what is there when the first instruction starts, then
-what these write, in their order, so that each only adds to the end. An instruction that reads a value last is given the
-list itself, which it empties, so that each tensor is gone after its last read.
+Values live in numbered slots, as lists of their leaves. The slots that are full before the first instruction come
+first, then those that instructions write, in their order: so an instruction appends its results to the list of slots
+and needs no indices for them. The last reader of a value gets the list itself and empties it, so that each tensor is
+gone after its last read; earlier readers get copies of the list.
 """
 
 from __future__ import annotations
@@ -19,115 +20,152 @@ from torch import Tensor
 
 from fpipe.graphs.compiling.inductor import Kernel
 from fpipe.graphs.language.graph import Aval, Fact, Graph
-from fpipe.graphs.language.labels import GENERATORS, label_of, reads_of, total_of
-from fpipe.graphs.tracing.exchanged import Exchanged
+from fpipe.graphs.language.labels import GENERATORS, label_of, reads_by_label, total_of
+from fpipe.graphs.tracing.collective_stage import CollectiveStage
 from fpipe.meaning.by_autograd import StepContext
-from fpipe.meaning.meaning import cast_of, rounding
-from fpipe.meaning.purity.ambient import casts, kernels
-from fpipe.meaning.stages.outputs import scaled
+from fpipe.meaning.meaning import make_cast, make_rounding
+from fpipe.meaning.purity.ambient import autocast_settings, kernel_settings
+from fpipe.meaning.stages.outputs import scaled_weight
 from fpipe.meaning.step import StepOptions
 from fpipe.program import Op, Program, Value, building
-from fpipe.runtimes.lowering.abstract_walk import shapes_of
-from fpipe.runtimes.lowering.folds import Folds, folds_of
-from fpipe.runtimes.lowering.in_place import Overwritten, overwritten_by, updating
+from fpipe.runtimes.lowering.abstract_walk import infer_shapes
+from fpipe.runtimes.lowering.folds import Folds, find_folds
+from fpipe.runtimes.lowering.in_place import Overwritten, find_overwritten, make_update
 from fpipe.runtimes.lowering.instructions import (
     Code,
     Recipe,
     add,
-    add_to,
-    arrive,
-    by_rule,
-    code_of,
-    container,
-    distinct,
-    dropping,
-    pass_on,
-    rounded,
-    slicing,
+    add_in_place,
+    as_distinct,
+    cast_transfer,
+    generate_code,
+    make_split,
+    make_unflatten,
+    receive_locally,
+    run_rule,
+    send_locally,
+    with_drops,
     with_generators,
     with_scale,
 )
 from fpipe.runtimes.lowering.lowered import KEY, AbstractTree, Instruction, Leaves, Lowered
-from fpipe.runtimes.lowering.stage_calls import TRANSFERS, Shapes, Untraced, by_sizes, ops_of, refuse_unknown_rows
-from fpipe.runtimes.lowering.untraced import under_autograd
+from fpipe.runtimes.lowering.stage_calls import (
+    TRANSFERS,
+    Shapes,
+    UntracedStages,
+    ops_to_lower,
+    refuse_unknown_rows,
+    stages_with_data_sizes,
+)
+from fpipe.runtimes.lowering.untraced_stages import partial_gradients, under_autograd, with_zero_gradients
 
-_STEADY = ("ready", "weight")  # no instruction empties these
+# Slots of prepared views and of the loss's cotangent serve all microbatches: no instruction empties their lists.
+_KEPT_ALL_STEP = ("ready", "weight")
 
 
 def lower(
     program: Program,
     context: StepContext,
-    given: Mapping[Value, AbstractTree],
-    untraced: Untraced,
+    inputs: Mapping[Value, AbstractTree],
+    untraced: UntracedStages,
     options: StepOptions,
 ) -> Lowered:
-    """Lower a program, whose inputs are as `given`, to instructions; some of its stages run under plain autograd.
+    """Lower a program to instructions.
+
+    Args:
+        program: the program.
+        context: the facts of a step that rules need.
+        inputs: the abstract trees of its inputs.
+        untraced: the stages to run under plain autograd; those whose shapes depend on data are added.
+        options: how the step was built.
 
     Raises:
         Untraceable: something in it cannot be known before it runs.
     """
-    untraced.stages |= {**by_sizes(context.model), **untraced.stages}
-    ops = ops_of(program, context)
+    untraced.stages |= {**stages_with_data_sizes(context.model), **untraced.stages}
+    ops = ops_to_lower(program, context)
     refuse_unknown_rows(program, context.model)
     with building():
-        shapes = shapes_of(ops, context, given, untraced)
-        mine = {leaf.storage for abstract in given.values() for leaf in abstract.leaves if isinstance(leaf, Fact)}
-        held = {cut.graph.facts[name].storage for cut in shapes.cuts.values() for name in cut.graph.constants}
-        mine |= held | {shapes.loss_storage}
-        kept = {end.value for end in program.outputs}
-        folds = folds_of(ops, kept, shapes, mine, options.compile)
-        overwritten = overwritten_by(ops, kept, folds.trees, mine, options.donate)
-        return _Lowering(ops, shapes, folds, mine, overwritten, options).lowered(program, given)
+        # 1. Shapes and memory of every value; stages are traced and cut on the way.
+        shapes = infer_shapes(ops, context, inputs, untraced)
+        # 2. Memory that no instruction may write: arguments, constants of stages, and the loss's cotangent, which all
+        #    microbatches of one weight share.
+        leaves = chain.from_iterable(abstract.leaves for abstract in inputs.values())
+        external_storages = {leaf.storage for leaf in leaves if isinstance(leaf, Fact)}
+        external_storages |= {
+            cut.graph.facts[name].storage for cut in shapes.cuts.values() for name in cut.graph.constants
+        }
+        external_storages.add(shapes.loss_storage)
+        # 3. What may happen in place. Updates come last: they look at sums in the memory that folds give them.
+        outputs = {end.value for end in program.outputs}
+        folds = find_folds(ops, outputs, shapes, external_storages, options.compile)
+        overwritten = find_overwritten(ops, outputs, folds.trees, external_storages, options.donate)
+        # 4. The instructions, and then the numbers of their slots.
+        return _Lowering(ops, shapes, folds, external_storages, overwritten, options).assemble(program, inputs)
 
 
-class _Unnumbered(NamedTuple):
-    """An instruction whose slots still have names: values, and what a step makes before its first instruction."""
+class _NamedInstruction(NamedTuple):
+    """An instruction that still names its slots: by values, constants and prepared views."""
 
     run: Callable[..., Any]
     reads: Sequence[Any]
     shared: tuple[int, ...]
     ops: tuple[Op, ...]
-    written: tuple[Value, ...]
+    written_values: tuple[Value, ...]
     dead: tuple[Value, ...]
 
 
 class _Lowering:
-    """The instructions of a program whose shapes are known, and then the numbers of their slots."""
+    """Makes the instructions of a program whose shapes are known, and then numbers their slots."""
 
     def __init__(
         self,
         ops: Sequence[Op],
         shapes: Shapes,
         folds: Folds,
-        given: Collection[int],
+        external_storages: Collection[int],
         overwritten: Overwritten,
         options: StepOptions,
     ) -> None:
-        self.ops, self.shapes, self.folds, self.given, self.compile = ops, shapes, folds, given, options.compile
+        self.ops, self.shapes, self.folds = ops, shapes, folds
+        self.external_storages, self.compile = external_storages, options.compile
         self.trees, self.overwritten = overwritten.trees, overwritten
         self.written_params = {value for op in ops for value in op.writes if value.name == "params"}
-        self.moved = {*self.written_params, *shapes.copies.origin}
-        self.kernels, self.casts = kernels() if options.runs else None, casts()
+        self.transferred = {*self.written_params, *shapes.copies.source_by_copy}
+        self.kernels, self.casts = kernel_settings() if options.runs else None, autocast_settings()
         self.constants: dict[Any, Leaves] = {}
         self.prepare: dict[Any, tuple[Callable[..., Any], Sequence[Any]]] = {}
-        self.drawing: int | None = None
+        self.first_drawing_stage: int | None = None
         self.to_compile: dict[Op, Kernel] = {}
         self.parts: dict[Op, Graph] = {}
-        whole = {value for op in ops if op.kind in TRANSFERS or shapes.is_untraced(op) for value in op.reads}
-        traced = {value for op in ops if not shapes.is_untraced(op) for value in op.reads}
-        free = {value for op in ops if shapes.is_untraced(op) for value in op.writes}
-        self.free = frozenset(free - traced).difference(folds.kept)  # nobody relies on the shapes of these
-        self.read_leaves: dict[Value, set[int]] = {value: set() for value in self.written_params - whole}
+        fully_read = {value for op in ops if op.kind in TRANSFERS or shapes.is_untraced(op) for value in op.reads}
+        traced_reads = {value for op in ops if not shapes.is_untraced(op) for value in op.reads}
+        untraced_writes = {value for op in ops if shapes.is_untraced(op) for value in op.writes}
+        # A value that only stages without a trace read may have another shape in each step: no code relies on it.
+        self.unconstrained = frozenset(untraced_writes - traced_reads).difference(folds.outputs)
+        self.partial_gradients = partial_gradients(ops, shapes.untraced.stages)
+        # Of parameters that a GATHER or RECV writes, graphs may read a few leaves only, and the others need not travel.
+        # Whoever reads a value whole (a transfer, a stage without a trace) needs all of them.
+        self.read_leaves: dict[Value, set[int]] = {value: set() for value in self.written_params - fully_read}
 
-    def lowered(self, program: Program, given: Mapping[Value, AbstractTree]) -> Lowered:
-        """Return the instructions, with their slots in the order in which they are filled."""
-        unnumbered = [self.instruction_of(at, op) for at, op in enumerate(self.ops) if at not in self.folds.folded]
-        written = dict.fromkeys(chain.from_iterable(instruction.written for instruction in unnumbered))
-        prepared = chain.from_iterable(reads for _, reads in self.prepare.values())
-        read = chain.from_iterable(instruction.reads for instruction in unnumbered)
-        inputs = (end.value for end in program.inputs)
-        names = dict.fromkeys(chain(inputs, self.constants, self.prepare, prepared, read))
-        slots = {name: slot for slot, name in enumerate((*(name for name in names if name not in written), *written))}
+    def assemble(self, program: Program, inputs: Mapping[Value, AbstractTree]) -> Lowered:
+        """Make all instructions, and number the slots in the order in which they are filled."""
+        unnumbered = [
+            self.instruction_of(position, op)
+            for position, op in enumerate(self.ops)
+            if position not in self.folds.folded
+        ]
+        written_names = dict.fromkeys(chain.from_iterable(instruction.written_values for instruction in unnumbered))
+        prepare_reads = chain.from_iterable(reads for _, reads in self.prepare.values())
+        instruction_reads = chain.from_iterable(instruction.reads for instruction in unnumbered)
+        input_values = (program_input.value for program_input in program.inputs)
+        # Names that no instruction writes come first: they are full when the first one starts. Then what instructions
+        # write, in their order, so that appending to the slots puts each result where its readers look.
+        names = dict.fromkeys(chain(input_values, self.constants, self.prepare, prepare_reads, instruction_reads))
+        slots = {
+            name: slot
+            for slot, name in enumerate((*(name for name in names if name not in written_names), *written_names))
+        }
 
         def slots_of(names: Iterable[Any]) -> tuple[int, ...]:
             return tuple(map(slots.__getitem__, names))
@@ -137,145 +175,176 @@ class _Lowering:
             constants={slots[name]: leaves for name, leaves in self.constants.items()},
             prepare=[(run, slots_of(reads), slots[name]) for name, (run, reads) in self.prepare.items()],
             instructions=[
-                Instruction(run, slots_of(reads), shared, slots_of(written), ops, written, dead)
-                for run, reads, shared, ops, written, dead in unnumbered
+                Instruction(run, slots_of(reads), shared, slots_of(written_names), ops, written_names, dead)
+                for run, reads, shared, ops, written_names, dead in unnumbered
             ],
             trees=self.trees,
-            given=frozenset(self.given),
-            given_up=self.overwritten.given_up,
-            drawing=self.drawing,
+            external_storages=frozenset(self.external_storages),
+            donated_storages=self.overwritten.donated_storages,
+            first_drawing_stage=self.first_drawing_stage,
             kernels=self.to_compile,
-            collective=self.is_collective(given),
+            is_collective=self.is_collective(inputs),
             graphs=self.shapes.calls.traces.graphs(),
             parts=self.parts,
-            gathered=self.read_leaves,
+            read_leaves=self.read_leaves,
         )
 
-    def is_collective(self, given: Mapping[Value, AbstractTree]) -> bool:
+    def is_collective(self, inputs: Mapping[Value, AbstractTree]) -> bool:
         """Whether stages talk to other processes: in a trace, by DTensors, or as an exchange without a trace."""
         functions = [self.shapes.context.model.stages[n].forward for n in self.shapes.untraced.stages]
-        leaves = chain.from_iterable(abstract.leaves for abstract in given.values())
+        leaves = chain.from_iterable(abstract.leaves for abstract in inputs.values())
         return (
-            any(graph.collective for graphs in self.shapes.calls.traces.graphs().values() for graph in graphs)
+            any(graph.is_collective for graphs in self.shapes.calls.traces.graphs().values() for graph in graphs)
             or any(isinstance(leaf, Fact) and leaf.aval.sharding for leaf in leaves)
-            or any(isinstance(function, Exchanged) and function.size > 1 for function in functions)
+            or any(isinstance(function, CollectiveStage) and function.size > 1 for function in functions)
         )
 
-    def instruction_of(self, at: int, op: Op) -> _Unnumbered:
-        """Return the instruction of an op, and of those that are folded into it."""
+    def instruction_of(self, position: int, op: Op) -> _NamedInstruction:
+        """Return the instruction of an op and of the ADDs that are folded into it."""
         if self.shapes.is_untraced(op):
             trees = [[self.trees[value] for value in values] for values in (op.reads, op.writes)]
             keyed = (KEY,) if op.kind in "FRBI" else ()  # a backward may run the forward once more
-            run = partial(under_autograd, op, *trees, self.free, self.shapes.context, self.casts)
-            return self.instruction(at, run, (*op.reads, *keyed), op.writes)
+            run = partial(under_autograd, op, *trees, self.unconstrained, self.shapes.context, self.casts)
+            return self.named_instruction(position, run, (*op.reads, *keyed), op.writes)
         if op.kind in ("F", "R", "B", "I", "W"):
-            return self.traced(at, op)
-        return self.instruction(at, self.rule_of(at, op), op.reads, op.writes)
+            return self.graph_instruction(position, op)
+        run = self.rule_of(position, op)
+        if op.kind not in ("ADD", "SCALE", "UPDATE") and not self.partial_gradients.isdisjoint(op.reads):
+            run = with_zero_gradients(run, op.reads, self.trees, self.partial_gradients)
+        return self.named_instruction(position, run, op.reads, op.writes)
 
-    def instruction(
-        self, at: int, run: Callable[..., Any], reads: Sequence[Any], writes: Sequence[Value], extra: Sequence[Op] = ()
-    ) -> _Unnumbered:
-        dead = self.folds.dead.get(at, ())
-        shared = tuple(k for k, name in enumerate(reads) if name not in dead and name[0] not in _STEADY)
-        return _Unnumbered(run, reads, shared, (self.ops[at], *extra), tuple(writes), dead)
+    def named_instruction(
+        self,
+        position: int,
+        run: Callable[..., Any],
+        reads: Sequence[Any],
+        writes: Sequence[Value],
+        extra: Sequence[Op] = (),
+    ) -> _NamedInstruction:
+        dead = self.folds.dead.get(position, ())
+        # The last reader of a list empties it. Earlier readers empty a copy of the list, not of its tensors.
+        shared = tuple(k for k, name in enumerate(reads) if name not in dead and name[0] not in _KEPT_ALL_STEP)
+        return _NamedInstruction(run, reads, shared, (self.ops[position], *extra), tuple(writes), dead)
 
-    def traced(self, at: int, op: Op) -> _Unnumbered:
+    def graph_instruction(self, position: int, op: Op) -> _NamedInstruction:
         """Return the instruction that runs a part of a stage's graph."""
-        sums = self.folds.sums
-        cut, adds = self.shapes.cuts[op[1:4]], sums.adds.get(at, {})
-        recipe = Recipe(
-            kind=op.kind if op.kind in "BIW" else "F",
-            labels=tuple(map(label_of, op.writes)),
-            adds=tuple(map(label_of, adds)),
-            copied=tuple(
-                (label_of(value), place) for value in op.writes for place in self.folds.sums.copied.get(value, ())
-            ),
-            overwrites=self.folds.overwrites.get(at, ()),
-            params_are_received=any(value in self.written_params for value in op.reads),
-            kernels=self.kernels,
-            compile=self.compile,
+        cut, adds = self.shapes.cuts[op[1:4]], self.folds.sums.adds.get(position, {})
+        recipe = self.recipe_of(position, op)
+        # 1. The code. Ops with one cut and recipe, such as the microbatches of a stage, share it.
+        code = cut.graph.compute_once(
+            (cut, recipe), lambda: generate_code(cut, recipe, f"{op.kind} of stage {op.stage}")
         )
-        code = cut.graph.once((cut, recipe), lambda: code_of(cut, recipe, f"{op.kind} of stage {op.stage}"))
         graph, run = code.graph, code.run
         self.parts[op] = graph
         if isinstance(run, Kernel):
             self.to_compile[op] = run
-        totals = {total_of(label_of(gradient)): self.ops[add] for gradient, add in adds.items()}
-        named: dict[str, Any] = {**reads_of(op)} | {label: add.reads[0] for label, add in totals.items()}
+        # 2. What the labels of the graph stand for in this microbatch. A folded ADD reads and writes "total".
+        add_by_label = {total_of(label_of(gradient)): self.ops[add] for gradient, add in adds.items()}
+        name_by_label: dict[str, Any] = {**reads_by_label(op)}
+        name_by_label |= {label: add.reads[0] for label, add in add_by_label.items()}
         if "dloss" in graph.reads:
             scale = next((value for value in op.reads if value.name == "scale"), None)
-            named |= {"dloss": self.weight(op) if scale is None else scale}
-            run = run if scale is None else with_scale(run, [*graph.reads].index("dloss"), _filled(*self.cotangent(op)))
-        named |= {"const": Value("const", op.stage)} if recipe.params_are_received else {}
-        values = {label_of(value): value for value in self.folds.own_writes(at)}
-        values |= {label: add.writes[0] for label, add in totals.items()}
+            name_by_label["dloss"] = self.weight_constant(op) if scale is None else scale
+            if scale is not None:
+                run = with_scale(run, [*graph.reads].index("dloss"), _full_tensor(*self.loss_cotangent(op)))
+        if recipe.params_are_received:
+            name_by_label["const"] = Value("const", op.stage)
         if GENERATORS in graph.reads:
-            named |= {GENERATORS: KEY}
+            name_by_label[GENERATORS] = KEY
             context, stage = self.shapes.context, op.stage or 0
-            self.drawing = stage if self.drawing is None else self.drawing
-            place = (stage, context.number(op), op.slice)
-            run = with_generators(run, [*graph.reads].index(GENERATORS), graph.drawn_on, place, context.step_of(op))
+            self.first_drawing_stage = stage if self.first_drawing_stage is None else self.first_drawing_stage
+            coordinates = (stage, context.number(op), op.slice)
+            key_index = [*graph.reads].index(GENERATORS)
+            run = with_generators(run, key_index, graph.generator_devices, coordinates, context.step_of(op))
         if "ready" in graph.reads:
-            named |= {"ready": self.ready(op, code)}
-        reads = [named[label] for label in graph.reads]
+            name_by_label["ready"] = self.prepared_views(op, code)
+        reads = [name_by_label[label] for label in graph.reads]
         for value, names in zip(reads, graph.reads.values(), strict=True):
             if value in self.read_leaves:
                 self.read_leaves[value].update(k for k, name in enumerate(names) if name is not None)
-        if recipe.params_are_received:  # what came from another rank, or a version, is gone after its last read
-            count, last = len(reads), {*self.folds.dead.get(at, ())}
-            reads += [value for value in op.reads if value in last & self.written_params and value not in reads]
-            dropped = [k for k, value in enumerate(reads) if value in last & self.moved]
-            run = dropping(run, count, dropped) if dropped else run
-        extra = [self.ops[add] for add in self.folds.adds_of(at)]
-        return self.instruction(at, run, reads, [values[label] for label in graph.writes], extra)
+        # 3. Code leaves parameters as they are, as it has to where a step's own are read again. Parameters that a RECV,
+        #    a GATHER or an UPDATE has written are dropped by whoever reads them last, even if its graph does not.
+        if recipe.params_are_received:
+            read_count, last_reads = len(reads), {*self.folds.dead.get(position, ())}
+            reads += [value for value in op.reads if value in last_reads & self.written_params and value not in reads]
+            dropped = [k for k, value in enumerate(reads) if value in last_reads & self.transferred]
+            run = with_drops(run, read_count, dropped) if dropped else run
+        value_by_label = {label_of(value): value for value in self.folds.direct_writes(position)}
+        value_by_label |= {label: add.writes[0] for label, add in add_by_label.items()}
+        writes = [value_by_label[label] for label in graph.writes]
+        return self.named_instruction(position, run, reads, writes, [self.ops[add] for add in adds.values()])
 
-    def ready(self, op: Op, code: Code) -> Any:
-        """Return the name of the views of parameters that code reads; they are made once a step."""
-        origin, forward = self.shapes.copies.origin, self.shapes.runs[op[1:4]].first
-        named = {**reads_of(forward)} | {"const": Value("const", op.stage)}
-        values = [origin.get(named[label], named[label]) for label in code.prepares.reads]
+    def recipe_of(self, position: int, op: Op) -> Recipe:
+        """Return the properties of an op that decide its code."""
+        copied_leaves = self.folds.sums.copied
+        return Recipe(
+            kind=op.kind if op.kind in "BIW" else "F",
+            labels=tuple(map(label_of, op.writes)),
+            adds=tuple(map(label_of, self.folds.sums.adds.get(position, {}))),
+            copied=tuple((label_of(value), index) for value in op.writes for index in copied_leaves.get(value, ())),
+            overwrites=self.folds.overwrites.get(position, ()),
+            params_are_received=any(value in self.written_params for value in op.reads),
+            kernels=self.kernels,
+            compile=self.compile,
+        )
+
+    def prepared_views(self, op: Op, code: Code) -> Any:
+        """Return the slot name of the views of parameters that code reads, which a step makes once."""
+        # A backward reads the parameters of its forward, and a copy of them on its rank is as good: take the original,
+        # so that all ops of a stage share one set of views.
+        source_by_copy, forward = self.shapes.copies.source_by_copy, self.shapes.runs[op[1:4]].residual_op
+        value_by_label = {**reads_by_label(forward)} | {"const": Value("const", op.stage)}
+        values = [value_by_label[label] for label in code.prepare_graph.reads]
+        values = [source_by_copy.get(value, value) for value in values]
         name = ("ready", code.prepare, *values)
         self.prepare.setdefault(name, (code.prepare, values))
         return name
 
-    def weight(self, op: Op) -> Any:
-        """Return the name of the loss's cotangent."""
-        name = ("weight", *self.cotangent(op))
+    def weight_constant(self, op: Op) -> Any:
+        """Return the slot name of the loss's cotangent, a constant for each weight of a microbatch."""
+        name = ("weight", *self.loss_cotangent(op))
         if name not in self.constants:
-            self.constants[name] = [_filled(*name[1:])]
+            self.constants[name] = [_full_tensor(*name[1:])]
         return name
 
-    def cotangent(self, op: Op) -> tuple[float, Aval]:
-        """Return the loss's cotangent: the microbatch's weight in the mean, and the aval of the loss."""
+    def loss_cotangent(self, op: Op) -> tuple[float, Aval]:
+        """Return the number that fills the loss's cotangent, and the aval of the loss.
+
+        The number is the microbatch's weight in the mean, times a static loss scale.
+        """
         weight = 1.0
         if self.shapes.context.model.reduction == "mean":
             weight = next((self.trees[value].leaves[0] for value in op.reads if value.name == "w"), 1.0)
-        known = self.shapes.calls.loss_aval(self.shapes.runs[op[1:4]])
-        return scaled(weight, self.shapes.context.loss_scale, known.dtype), known
+        loss_aval = self.shapes.calls.loss_aval(self.shapes.runs[op[1:4]])
+        return scaled_weight(weight, self.shapes.context.loss_scale, loss_aval.dtype), loss_aval
 
-    def rule_of(self, at: int, op: Op) -> Callable[..., Sequence[Leaves]]:
-        """Return the function that does what the walk would, on values in their containers."""
+    def rule_of(self, position: int, op: Op) -> Callable[..., Sequence[Leaves]]:
+        """Return the function of an op that runs no graph: a fast form where there is one, else the walk's rule."""
         context, trees = self.shapes.context, [self.trees[value] for value in op.reads]
         if op.kind == "GATHER":
-            return partial(rounded, cast_of(op))
+            return partial(cast_transfer, make_cast(op))
         if op.kind in TRANSFERS:
-            return partial(rounded, rounding(op)) if op.how else arrive if op.kind == "RECV" else pass_on
+            if op.how:
+                return partial(cast_transfer, make_rounding(op))
+            return receive_locally if op.kind == "RECV" else send_locally
         if op.kind == "UPDATE":
-            return updating(op, context, self.trees, self.overwritten.places[at])
+            return make_update(op, context, self.trees, self.overwritten.leaf_indices[position])
         if op.kind == "ADD":
-            return add_to if at in self.folds.sums.in_place else add
+            return add_in_place if position in self.folds.sums.in_place else add
         if op.kind == "SPLIT" and "presplit" not in dict(op.how):
-            slices = slicing(op, self.trees)
+            slices = make_split(op, self.trees)
             if slices is not None:
                 return slices
-        containers = [*map(container, trees)]
-        run = partial(by_rule, op, containers, context, self.casts)
+        containers = [*map(make_unflatten, trees)]
+        run = partial(run_rule, op, containers, context, self.casts)
+        # MERGE takes a leaf that is one object in all microbatches for a constant. A number of the caller that a stage
+        # hands on would be one, so hand in distinct objects.
         if op.kind == "MERGE":
-            facts = (leaf for known in trees for leaf in known.leaves if isinstance(leaf, Fact))
-            if any(leaf.storage in self.given for leaf in facts if not leaf.aval.shape):
-                return lambda *lists: run(*map(distinct, lists))
+            facts = (leaf for abstract in trees for leaf in abstract.leaves if isinstance(leaf, Fact))
+            if any(leaf.storage in self.external_storages for leaf in facts if not leaf.aval.shape):
+                return lambda *lists: run(*map(as_distinct, lists))
         return run
 
 
-def _filled(weight: float, known: Aval) -> Tensor:
-    return torch.full(known.shape, weight, dtype=known.dtype, device=known.device)
+def _full_tensor(weight: float, aval: Aval) -> Tensor:
+    return torch.full(aval.shape, weight, dtype=aval.dtype, device=aval.device)

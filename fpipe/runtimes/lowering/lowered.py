@@ -1,4 +1,4 @@
-"""Hold a program that is lowered for one signature: what is known of its values, and instructions over slots.
+"""A program lowered for one signature: abstract trees of its values, and instructions over numbered slots.
 
 forward: slots 0 4 -> 7, 8        add: slots 8 11 -> 12        slots: params[0] is 0, x[0,0] is 4, y[0,0] is 7, ...
 """
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from fpipe import tree
 from fpipe.graphs.compiling.inductor import Kernel
 from fpipe.graphs.language.graph import Fact, Graph, fresh_storage
-from fpipe.meaning.purity.own_memory import fills
+from fpipe.meaning.purity.write_guard import is_dense
 from fpipe.program import Op, Value
 
 Leaves = list[Any]
@@ -30,60 +30,69 @@ class AbstractTree(NamedTuple):
 
 
 OPAQUE = AbstractTree((None,), tree.flatten(None)[1])
-"""Residuals of plain autograd, for a backward or an update: one object."""
+"""The abstract tree of residuals of plain autograd: one object, which only its backward understands."""
 
 
-def whole(abstract: AbstractTree, leaves: Sequence[Any]) -> Any:
-    """Put leaves into their containers."""
+def unflatten_value(abstract: AbstractTree, leaves: Sequence[Any]) -> Any:
+    """Put the leaves of a value into its containers."""
     return list(leaves) if abstract.spec is None else tree.unflatten(abstract.spec, leaves)
 
 
-def wanting_fact(leaf: Any) -> Any:
-    """Return the fact of a tensor whose gradient is wanted, if it can have one; other leaves as they are."""
+def fact_wanting_grad(leaf: Any) -> Any:
+    """Mark the fact of a floating-point or complex tensor as wanting a gradient; return any other leaf unchanged."""
     if not isinstance(leaf, Fact) or not (leaf.aval.dtype.is_floating_point or leaf.aval.dtype.is_complex):
         return leaf
-    return leaf._replace(aval=leaf.aval._replace(wants=True))
+    return leaf._replace(aval=leaf.aval._replace(wants_grad=True))
 
 
-def aval_of(leaf: Any) -> Any:
-    """Return the aval of a tensor, without its place in memory; any other leaf as it is."""
+def aval_of_leaf(leaf: Any) -> Any:
+    """Return the aval of a fact, without its memory; return any other leaf unchanged."""
     return leaf.aval if isinstance(leaf, Fact) else leaf
 
 
-def described(groups: Mapping[str, AbstractTree]) -> tuple[Any, Any]:
-    """Return the avals of leaves, and the containers around them, label by label."""
-    reads = tuple((label, tuple(map(aval_of, abstract.leaves))) for label, abstract in groups.items())
+def describe_leaves(groups: Mapping[str, AbstractTree]) -> tuple[Any, Any]:
+    """Return the avals of leaves and the containers around them, both as hashable pairs with a label."""
+    reads = tuple((label, tuple(map(aval_of_leaf, abstract.leaves))) for label, abstract in groups.items())
     return reads, tuple((label, abstract.spec) for label, abstract in groups.items())
 
 
 class StorageMap(dict[int, int]):
-    """The storage of a step for each storage of a trace; a new one for a storage that it has not met yet."""
+    """The storage number of a step for each storage number of a trace; unknown ones get a fresh number."""
 
     def __missing__(self, storage: int) -> int:
-        new = self[storage] = fresh_storage()
-        return new
+        step_storage = self[storage] = fresh_storage()
+        return step_storage
 
-    def moved(self, fact: Fact) -> Fact:
-        """Return a fact of the trace in the memory of the step."""
+    def translate(self, fact: Fact) -> Fact:
+        """Return a fact of the trace, in the memory of the step."""
         aval, storage, size, offset, lazy = fact
         return Fact(aval, self[storage], size, offset, lazy)
 
 
-def dense(fact: Fact) -> bool:
-    """Whether a tensor fills its memory, each place once."""
-    return fills(fact.aval.shape, fact.aval.stride)
+def is_dense_fact(fact: Fact) -> bool:
+    """Whether a tensor fills its memory: no gaps, and no two indices at one address."""
+    return is_dense(fact.aval.shape, fact.aval.stride)
 
 
 class Instruction(NamedTuple):
-    """A function to call: the slots it reads, which of these are read again later, the slots it writes; the ops it
-    stands for, the values it writes, and those that nobody reads after it."""
+    """A function to call, and where its arguments and results are.
+
+    Attributes:
+        run: the function, of a list of leaves for each slot that it reads; returns a list for each that it writes.
+        reads: the slots that it reads.
+        shared: the indices among `reads` of slots that are read again later, so that it gets copies of their lists.
+        writes: the slots that it writes, which follow those of the instruction before it.
+        ops: the op that it runs, and the ADDs that are folded into it.
+        written_values: the values in the slots that it writes.
+        dead: the values that nobody reads after it.
+    """
 
     run: Callable[..., Sequence[Leaves]]
     reads: tuple[int, ...]
     shared: tuple[int, ...]
     writes: tuple[int, ...]
     ops: tuple[Op, ...]
-    written: tuple[Value, ...]
+    written_values: tuple[Value, ...]
     dead: tuple[Value, ...]
 
 
@@ -92,19 +101,20 @@ class Lowered:
     """A program as instructions, for one signature.
 
     Attributes:
-        slots: where each value lives; those that no instruction writes come first.
-        constants: what some slots hold from the start.
-        prepare: what a step calls first, once for all microbatches: views of parameters.
+        slots: the slot of each value; slots that no instruction writes come first.
+        constants: the content of slots that is the same in each step.
+        prepare: functions that a step calls first, once for all microbatches: they make views of parameters. Each with
+            the slots that it reads and the slot that it fills.
         instructions: the instructions, in the order of the program.
-        trees: what is known of every value.
-        given: storages that are not the step's own: of the caller, and of what stages hold on to.
-        given_up: those of them that results may lie in.
-        drawing: the first stage that draws random numbers.
-        kernels: by their first op, the instructions that are to be compiled before they run.
-        collective: whether stages talk to other processes, which run the same program.
-        graphs: of each stage, and of the loss under None.
-        parts: by their first op, the instructions that run a part of a stage's graph: that part.
-        gathered: of parameters that an op writes, the places of the leaves that graphs read; of others all are read.
+        trees: the abstract tree of every value.
+        external_storages: storages of the caller, and of constants that stages hold.
+        donated_storages: the external storages that results may lie in.
+        first_drawing_stage: the first stage that draws random numbers.
+        kernels: the kernels to compile before the first step, by the first op of their instruction.
+        is_collective: whether stages talk to other processes, which run the same program.
+        graphs: the graphs of each stage, and of the loss under None.
+        parts: the part of a stage's graph that an instruction runs, by its first op.
+        read_leaves: for parameters that an op writes, the indices of leaves that graphs read; of others all are read.
     """
 
     slots: Mapping[Any, int]
@@ -112,11 +122,11 @@ class Lowered:
     prepare: Sequence[tuple[Callable[..., Any], tuple[int, ...], int]]
     instructions: Sequence[Instruction]
     trees: Mapping[Value, AbstractTree]
-    given: frozenset[int]
-    given_up: frozenset[int]
-    drawing: int | None
+    external_storages: frozenset[int]
+    donated_storages: frozenset[int]
+    first_drawing_stage: int | None
     kernels: Mapping[Op, Kernel]
-    collective: bool
+    is_collective: bool
     graphs: Mapping[int | None, Sequence[Graph]]
     parts: Mapping[Op, Graph]
-    gathered: Mapping[Value, Collection[int]]
+    read_leaves: Mapping[Value, Collection[int]]

@@ -1,9 +1,9 @@
-"""Say what a replica has of each sharded parameter, and what that is once it is gathered.
+"""Compute the shapes of a replica's shard of each parameter, and of the parameter once it is gathered.
 
-w: float32[5, 8] over 2 replicas        --> own --> float32[3, 8] of replica 0        --> whole -->        float32[5, 8]
+w: float32[5, 8] over 2 replicas     --> shard --> float32[3, 8] of replica 0     --> whole --> float32[5, 8]
 
-Rows are cut as DTensor's Shard(0) cuts them: equal parts, the last ones shorter or empty. What is gathered may be a
-part still, over dimensions of the mesh that share a stage ("tp"): the stage reads it as a DTensor over those.
+Rows are cut as DTensor's Shard(0) cuts them: equal parts, the last ones shorter or empty. A gathered parameter may
+still be a shard over further dimensions of the mesh, such as "tp": the stage then reads it as a DTensor over those.
 """
 
 from __future__ import annotations
@@ -14,41 +14,42 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fpipe.graphs.language.graph import Aval, Fact, in_own_storage
-from fpipe.meaning.purity.sharded import Sharding, is_by_rows, is_sharded
+from fpipe.graphs.language.graph import Aval, Fact, fact_in_own_storage
+from fpipe.meaning.purity.sharded import Sharding, is_sharded, shards_rows
 from fpipe.program import Op, Value
-from fpipe.runtimes.lowering.in_place import places_by_leaf
+from fpipe.runtimes.lowering.in_place import nested_indices_by_leaf
 from fpipe.runtimes.lowering.lowered import AbstractTree
 
 
 class Share(NamedTuple):
-    """The number of a replica among how many, along which axis of a mesh."""
+    """The number of this replica, how many replicas there are, and the axis of the mesh that they are along."""
 
     number: int
     replicas: int
     axis: str = "dp"
 
 
-class Shared(NamedTuple):
-    """A value that replicas share out: a replica's own part, and the whole."""
+class SharedValue(NamedTuple):
+    """The abstract trees of a value that replicas share out: this replica's shard, and the whole."""
 
-    own: AbstractTree
+    shard: AbstractTree
     whole: AbstractTree
 
-    def scattered(self, op: Op, total: AbstractTree) -> AbstractTree:
-        """Return a replica's part of a gradient, as that of its parameter."""
-        pairs = zip(self.own.leaves, total.leaves, strict=True)
-        parts = (None if grad is None else _cast(op, own.aval, grad.aval) for own, grad in pairs)
+    def scatter_shapes(self, op: Op, total: AbstractTree) -> AbstractTree:
+        """Return the result of a SCATTER: this replica's rows of a gradient."""
+        pairs = zip(self.shard.leaves, total.leaves, strict=True)
+        parts = (None if grad is None else _cast_fact(op, shard.aval, grad.aval) for shard, grad in pairs)
         return total._replace(leaves=tuple(parts))
 
 
-def state_of(shared: Shared, state: AbstractTree) -> AbstractTree:
-    """Return a replica's part of an optimizer's state: what is as large as a parameter has its rows."""
+def shard_state(shared: SharedValue, state: AbstractTree) -> AbstractTree:
+    """Return this replica's part of an optimizer's state: its rows of each tensor that is as large as a parameter."""
     leaves = [*state.leaves]
-    for own, places in zip(shared.own.leaves, places_by_leaf(shared.own, state), strict=True):
-        for at in places:
-            if leaves[at].aval.shape:
-                leaves[at] = _plain(own.aval, leaves[at].aval, own.aval.shape)
+    # Adam's exp_avg is as large as its parameter and is sharded with it; its step is a number, which all replicas keep.
+    for shard_leaf, indices in zip(shared.shard.leaves, nested_indices_by_leaf(shared.shard, state), strict=True):
+        for index in indices:
+            if leaves[index].aval.shape:
+                leaves[index] = _contiguous_fact(shard_leaf.aval, leaves[index].aval, shard_leaf.aval.shape)
     return state._replace(leaves=tuple(leaves))
 
 
@@ -57,19 +58,22 @@ def shard_of(op: Op) -> Value:
     return Value("shard", op.stage, port=op.reads[0].port)
 
 
-def gathered(op: Op, known: AbstractTree, shared: Shared | None) -> AbstractTree:
-    """Return the parameters that a GATHER makes: in new memory, unless it hands on what it reads."""
+def gather_shapes(op: Op, abstract: AbstractTree, shared: SharedValue | None) -> AbstractTree:
+    """Return the result of a GATHER: parameters in new memory, or its operand if it neither gathers nor casts."""
     if shared is None and "cast" not in dict(op.how):
-        return known
+        return abstract
     leaves = (
-        _cast(op, leaf.aval, leaf.aval, leaf.aval.sharding) if isinstance(leaf, Fact) else leaf for leaf in known.leaves
+        _cast_fact(op, leaf.aval, leaf.aval, leaf.aval.sharding) if isinstance(leaf, Fact) else leaf
+        for leaf in abstract.leaves
     )
-    return known._replace(leaves=tuple(leaves))
+    return abstract._replace(leaves=tuple(leaves))
 
 
-def _cast(op: Op, like: Aval, other: Aval, sharding: Sharding | None = None) -> Fact:
-    dtype = dict(op.how).get("cast") if other.dtype.is_floating_point else None
-    return _plain(like, other if dtype is None else other._replace(dtype=getattr(torch, dtype)), None, sharding)
+def _cast_fact(op: Op, layout: Aval, dtype_source: Aval, sharding: Sharding | None = None) -> Fact:
+    dtype = dict(op.how).get("cast") if dtype_source.dtype.is_floating_point else None
+    if dtype is not None:
+        dtype_source = dtype_source._replace(dtype=getattr(torch, dtype))
+    return _contiguous_fact(layout, dtype_source, None, sharding)
 
 
 def rows_of_share(rows: int, share: Share) -> int:
@@ -78,38 +82,46 @@ def rows_of_share(rows: int, share: Share) -> int:
     >>> [rows_of_share(5, Share(number, 4)) for number in range(4)]
     [2, 2, 1, 0]
     """
-    most = -(-rows // share.replicas)
-    return max(0, min(most, rows - most * share.number))
+    full_part = -(-rows // share.replicas)
+    return max(0, min(full_part, rows - full_part * share.number))
 
 
-def shared_of(abstract: AbstractTree, share: Share, who: str, paths: Sequence[str]) -> Shared:
-    """Return both sides of a value that a step is handed as DTensors, or whole; ValueError for other placements."""
-    own, whole = list[Any](), list[Any]()
+def share_out(abstract: AbstractTree, share: Share, name: str, paths: Sequence[str]) -> SharedValue:
+    """Return the shard and the whole of a value that a step is handed, as DTensors or whole tensors.
+
+    Raises:
+        ValueError: a DTensor that is not placed by rows over the axis of the replicas.
+    """
+    shards, wholes = list[Any](), list[Any]()
     for path, leaf in zip(paths, abstract.leaves, strict=True):
         if not isinstance(leaf, Fact):
-            own.append(leaf)
-            whole.append(leaf)
+            shards.append(leaf)
+            wholes.append(leaf)
             continue
         aval, sharding = leaf.aval, leaf.aval.sharding
         shape = aval.shape
+        # A DTensor over the replicas: the stage sees the dimensions of the mesh behind them, such as "tp", and a shape
+        # that is whole over the replicas and local over those.
         if sharding is not None and share.axis in (sharding.mesh.mesh_dim_names or ()):
-            _refuse_other_placement(sharding, share, f"{who}{path}")
-            sharding = _inside(sharding)
+            _refuse_other_placement(sharding, share, f"{name}{path}")
+            sharding = _inner_sharding(sharding)
             shape = _local_shape(sharding)
         rows = (rows_of_share(shape[0], share), *shape[1:]) if shape else shape
-        own.append(_plain(aval, aval, rows))
-        whole.append(_plain(aval, aval, shape, sharding if sharding is not None and sharding.placements else None))
-    return Shared(abstract._replace(leaves=tuple(own)), abstract._replace(leaves=tuple(whole)))
+        shards.append(_contiguous_fact(aval, aval, rows))
+        inner_sharding = sharding if sharding is not None and sharding.placements else None
+        wholes.append(_contiguous_fact(aval, aval, shape, inner_sharding))
+    return SharedValue(abstract._replace(leaves=tuple(shards)), abstract._replace(leaves=tuple(wholes)))
 
 
-def refuse_shards(abstract: AbstractTree, who: str, paths: Sequence[str]) -> None:
+def refuse_shards(abstract: AbstractTree, name: str, paths: Sequence[str]) -> None:
     """Raise ValueError for shards that are handed to a step of one replica."""
-    facts = zip(paths, abstract.leaves, strict=True)
-    place = next((path for path, leaf in facts if isinstance(leaf, Fact) and leaf.aval.sharding is not None), None)
-    if place is not None:
+    pairs = zip(paths, abstract.leaves, strict=True)
+    sharded_paths = (path for path, leaf in pairs if isinstance(leaf, Fact) and leaf.aval.sharding is not None)
+    sharded_path = next(sharded_paths, None)
+    if sharded_path is not None:
         raise ValueError(
-            f"{who}{place} is a DTensor, and a program in one process runs one replica, whose shard is the whole: hand "
-            "in plain tensors, .full_tensor(), or say runtime='distributed'."
+            f"{name}{sharded_path} is a DTensor, and one process runs one replica. Hand in its .full_tensor(), or say "
+            "runtime='distributed'."
         )
 
 
@@ -118,7 +130,7 @@ def is_share(leaf: Any, axis: str) -> bool:
     return is_sharded(leaf) and axis in (leaf.device_mesh.mesh_dim_names or ())
 
 
-def _inside(sharding: Sharding) -> Sharding:
+def _inner_sharding(sharding: Sharding) -> Sharding:
     """Return the sharding inside a stage: over all but the first dimension of the mesh."""
     _, *names = sharding.mesh.mesh_dim_names
     return sharding._replace(mesh=sharding.mesh[tuple(names)] if names else None, placements=sharding.placements[1:])
@@ -126,28 +138,32 @@ def _inside(sharding: Sharding) -> Sharding:
 
 def _local_shape(sharding: Sharding) -> tuple[int, ...]:
     shape = [*sharding.shape]
-    for at, placement in enumerate(sharding.placements):
+    for mesh_dim, placement in enumerate(sharding.placements):
         if placement.is_shard():
-            share = Share(sharding.mesh.get_local_rank(at), sharding.mesh.size(at))
+            share = Share(sharding.mesh.get_local_rank(mesh_dim), sharding.mesh.size(mesh_dim))
             shape[placement.dim] = rows_of_share(shape[placement.dim], share)
     return tuple(shape)
 
 
-def _refuse_other_placement(sharding: Sharding, share: Share, who: str) -> None:
-    names: tuple[str, ...] = sharding.mesh.mesh_dim_names or ()
-    placement, *inside = sharding.placements
-    fits = is_by_rows(placement) if sharding.shape else placement.is_replicate()
-    if names.index(share.axis) or not fits or not all(one.is_shard() or one.is_replicate() for one in inside):
+def _refuse_other_placement(sharding: Sharding, share: Share, name: str) -> None:
+    mesh_dims: tuple[str, ...] = sharding.mesh.mesh_dim_names or ()
+    placement, *inner_placements = sharding.placements
+    fits = shards_rows(placement) if sharding.shape else placement.is_replicate()
+    fits_inside = all(x.is_shard() or x.is_replicate() for x in inner_placements)
+    is_first_dim = mesh_dims.index(share.axis) == 0
+    if not (is_first_dim and fits and fits_inside):
         placed = ", ".join(map(str, sharding.placements))
         raise ValueError(
-            f"{who} is a DTensor placed ({placed}) over dimension {', '.join(map(repr, names))} of a mesh, and the "
-            f"program shards it by rows, Shard(0), over {share.axis!r}: fpipe.shard_params(params, "
-            f"mesh[{share.axis!r}]) makes such, of numbers Replicate(); dimensions inside a stage come behind it."
+            f"{name} is placed ({placed}) over {', '.join(map(repr, mesh_dims))}, and the program shards it by rows, "
+            f"Shard(0), over {share.axis!r} first. fpipe.shard_params(params, mesh[{share.axis!r}]) does that."
         )
 
 
-def _plain(like: Aval, other: Aval, shape: tuple[int, ...] | None = None, sharding: Sharding | None = None) -> Fact:
-    """Return a contiguous tensor of the shape of one aval and the dtype of another, in new memory."""
-    shape = like.shape if shape is None else shape
-    steps = tuple([*accumulate(reversed(shape[1:]), lambda a, b: a * max(b, 1), initial=1)][::-1]) if shape else ()
-    return in_own_storage(other._replace(shape=shape, stride=steps, sharding=sharding))
+def _contiguous_fact(
+    layout: Aval, dtype_source: Aval, shape: tuple[int, ...] | None = None, sharding: Sharding | None = None
+) -> Fact:
+    """Return a contiguous tensor of the shape of `layout` and the dtype and device of `dtype_source`, in new memory."""
+    # Strides from the last dim to the first: 1, then products of the sizes behind. A size of 0 counts as 1 (torch).
+    shape = layout.shape if shape is None else shape
+    stride = tuple([*accumulate(reversed(shape[1:]), lambda a, b: a * max(b, 1), initial=1)][::-1]) if shape else ()
+    return fact_in_own_storage(dtype_source._replace(shape=shape, stride=stride, sharding=sharding))

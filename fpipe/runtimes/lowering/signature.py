@@ -1,4 +1,4 @@
-"""Describe all that a step's instructions depend on as one value to compare and look up.
+"""Describe everything that a step's instructions depend on as one hashable value.
 
 step(params, batch, state)    -->    containers, shapes, dtypes, strides, devices, modes, autocast, flags, threads
 """
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.meaning.purity.ambient import Untraceable, ambient
-from fpipe.meaning.purity.own_memory import layout_of
-from fpipe.meaning.purity.sharded import local_of, sharding_of
+from fpipe.meaning.purity.ambient import Untraceable, ambient_key
+from fpipe.meaning.purity.sharded import local_shard, sharding_of
+from fpipe.meaning.purity.write_guard import layout_of
 from fpipe.model import Model
 from fpipe.positional_stage import of_net
-from fpipe.torch_private.dispatch import has_own_functions
+from fpipe.torch_private.dispatch import overrides_torch_functions
 
 
 class Signature(tuple[Any, ...]):
-    """The parts of a signature, which hashes them once."""
+    """The parts of a signature, as a tuple that computes its hash once."""
 
     def __hash__(self) -> int:
         if not hasattr(self, "_hash"):
@@ -33,15 +33,15 @@ class Signature(tuple[Any, ...]):
 
 
 class Signatures:
-    """The signatures of a step's arguments."""
+    """Computes the signatures of a step's arguments, and warns if they change too often."""
 
     def __init__(self, model: Model) -> None:
         pairs = [(stage.forward, of_net(stage.forward)) for stage in model.stages]
-        self._stages = [inner for _, inner in pairs if inner is not None]
-        self._wrapped = [inner for outer, inner in pairs if inner is not None and inner is not outer]
-        self._new, self._said, self._held = 0, False, model.held
-        self._last: Any = None
-        self._now = Signature()
+        self._stages = [net for _, net in pairs if net is not None]
+        self._wrapped = [net for function, net in pairs if net is not None and net is not function]
+        self._trace_count, self._has_warned, self._held = 0, False, model.held
+        self._last_traced: Any = None
+        self._current = Signature()
 
     def of(
         self, leaves: Sequence[Any], containers: tree.Spec, homes: Iterable[torch.device] | None = None
@@ -56,91 +56,95 @@ class Signatures:
             TypeError: a leaf cannot be compared.
             Untraceable: nothing can be traced under these modes.
         """
-        modes, now = [mode for stage in self._stages for mode in stage.modes()], self._now
+        modes, signature = [mode for stage in self._stages for mode in stage.modes()], self._current
         if self._held is not None:
-            self._held.refuse_unfrozen()
+            self._held.refuse_changed_requires_grad()
             modes += self._held.modes()
         constants = [leaf for stage in self._stages for leaf in stage.constants()]
-        at_home = repeat(None) if homes is None else chain(homes, repeat(torch.get_default_device()))
-        known = [*map(_known, chain(leaves, constants), at_home)]
-        inside = tuple(id(leaf) for stage in self._wrapped for leaf in stage.constants())  # of their traces
-        parts = (ambient(), tuple(modes), inside, containers, tree.odd_keys(containers), *known)
-        if parts != now:
-            now = Signature(parts)
-            hash(now)  # a TypeError for what cannot be hashed
-            self._now = now
-        return now
+        device_by_leaf = repeat(None) if homes is None else chain(homes, repeat(torch.get_default_device()))
+        leaf_properties = [*map(_leaf_properties, chain(leaves, constants), device_by_leaf)]
+        # Stages that wrap a net, such as a jvp, keep the constants of the net in their traces: compare identities.
+        constant_ids = tuple(id(leaf) for stage in self._wrapped for leaf in stage.constants())
+        parts = (ambient_key(), tuple(modes), constant_ids, containers, tree.odd_keys(containers), *leaf_properties)
+        # Most steps have the signature of the step before them: one comparison, and no hash.
+        if parts != signature:
+            signature = Signature(parts)
+            # Raises TypeError here, in front of the caller, if a leaf cannot be hashed.
+            hash(signature)
+            self._current = signature
+        return signature
 
-    def count(self, signature: Any, given: Any, seconds: float) -> None:
-        """Note that a step was traced for a signature; warn of what changed the first time that this takes long, and
-        when it happens often."""
-        self._new += 1
-        if self._new > 1 and seconds > _LONG and not self._said:
-            self._said = True
+    def note_trace(self, signature: Any, arguments: Any, seconds: float) -> None:
+        """Note that a step was traced for a signature, and say what changed if that is slow or happens often."""
+        self._trace_count += 1
+        if self._trace_count > 1 and seconds > _SLOW_TRACE and not self._has_warned:
+            self._has_warned = True
             _LOG.warning(
-                "this step was traced again, which took %.1f s: %s. For what was handed in before it is not traced "
-                "again; a last batch with fewer rows is best dropped (DataLoader(..., drop_last=True)) or padded.",
+                "this step was traced again, which took %.1f s: %s. A last batch with fewer rows is best dropped "
+                "(DataLoader(..., drop_last=True)) or padded.",
                 seconds,
-                _changed(self._last, signature, given),
+                _describe_change(self._last_traced, signature, arguments),
             )
-        if self._new == _OFTEN + 1:
+        if self._trace_count == _MAX_TRACES + 1:
+            change = _describe_change(self._last_traced, signature, arguments)
             warnings.warn(
-                f"this step was traced again {_OFTEN} times, since each step was handed something else: last time "
-                f"{_changed(self._last, signature, given)}. Hand in a number that changes as a 0-d tensor, cut or pad "
-                "batches to few sizes, or build with trace=False.",
+                f"this step was traced again {_MAX_TRACES} times, since each step was handed something else: last time "
+                f"{change}. Hand in a number that changes as a 0-d tensor, pad batches to few sizes, or build with "
+                "trace=False.",
                 stacklevel=3,
             )
-        self._last = signature
+        self._last_traced = signature
 
 
-_OFTEN = 8
-_LONG = 0.5
-"""Seconds."""
+_MAX_TRACES = 8
+_SLOW_TRACE = 0.5
+"""Seconds after which a second trace is worth a line in the log."""
 _LOG = logging.getLogger("fpipe")
 
 
 _TENSORS = (Tensor, torch.nn.Parameter)
 
 
-def _known(leaf: Any, home: torch.device | None) -> Any:
+def _leaf_properties(leaf: Any, home: torch.device | None) -> Any:
     """Return the properties of a leaf on which traces depend; a leaf without data stands for one on `home`."""
     if isinstance(leaf, Tensor):
         try:
-            local = local_of(leaf)
+            local = local_shard(leaf)
             device = home if home is not None and local.is_meta else local.device
-            known = local.stride(), local.shape, local.dtype, device
-            known = known if local is leaf else (*known, sharding_of(leaf))
+            properties = local.stride(), local.shape, local.dtype, device
+            properties = properties if local is leaf else (*properties, sharding_of(leaf))
         except RuntimeError:
             raise Untraceable(f"it is handed a {layout_of(leaf)}") from None
-        if type(leaf) not in _TENSORS and not leaf.is_nested and has_own_functions(type(leaf)):
+        if type(leaf) not in _TENSORS and not leaf.is_nested and overrides_torch_functions(type(leaf)):
             raise Untraceable(f"it is handed a {type(leaf).__name__}, whose __torch_function__ a trace would not call")
-        return known
-    return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf  # -0.0 is not 0.0
+        return properties
+    # By its text, since 0.0 == -0.0 and nan != nan.
+    return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf
 
 
-def _changed(before: Any, now: Any, given: Any) -> str:
-    """Describe the first difference of two signatures."""
-    words = (
+def _describe_change(previous: Any, current: Any, arguments: Any) -> str:
+    """Describe the first difference between two signatures, for people."""
+    part_names = (
         "autocast, a flag or the number of threads",
         "the mode of a module",
         "a buffer or a frozen parameter of a module",
         "the containers",
         "the keys of a dict",
     )
-    for word, old, new in zip(words, before, now, strict=False):
+    for part, old, new in zip(part_names, previous, current, strict=False):
         if old != new:
-            return f"{word} changed"
-    names = [name for name, _ in tree.paths(dict(zip(("params", "batch", "state", "opt"), given, strict=True)))]
-    pairs = zip(before[len(words) :], now[len(words) :], strict=True)
-    at, old, new = next((at, *pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
-    if at >= len(names):
+            return f"{part} changed"
+    paths = [name for name, _ in tree.paths(dict(zip(("params", "batch", "state", "opt"), arguments, strict=True)))]
+    pairs = zip(previous[len(part_names) :], current[len(part_names) :], strict=True)
+    index, old, new = next((index, *pair) for index, pair in enumerate(pairs) if pair[0] != pair[1])
+    if index >= len(paths):
         return "a buffer or a frozen parameter changed its shape, dtype or strides"
-    root, _, rest = names[at].removeprefix("['").partition("']")
-    return f"{root}{rest} was {_shown(old)} and is {_shown(new)}"
+    root, _, leaf_path = paths[index].removeprefix("['").partition("']")
+    return f"{root}{leaf_path} was {_describe_properties(old)} and is {_describe_properties(new)}"
 
 
-def _shown(known: Any) -> str:
-    if len(known) == 2:
-        return str(known[1])
-    stride, shape, dtype, device, *_ = known
+def _describe_properties(properties: Any) -> str:
+    if len(properties) == 2:
+        return str(properties[1])
+    stride, shape, dtype, device, *_ = properties
     return f"{str(dtype).removeprefix('torch.')}{[*shape]} with strides {[*stride]} on {device}"

@@ -1,4 +1,4 @@
-"""Fill the slots of a step from what it is handed, and read its results out of them.
+"""Fill the slots of a step from its arguments, and read its results from the slots.
 
 params, batch, state        --> Entrance --> slots --> Exit -->        loss, grads, outputs, state
 """
@@ -15,31 +15,31 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.language.graph import Fact, fact, in_own_storage
-from fpipe.meaning.devices import BATCH, brought, check_at_home, home_of
+from fpipe.graphs.language.graph import Fact, fact_in_own_storage, fact_of_tensor
+from fpipe.meaning.devices import BATCH, bring_batch_leaf, check_at_home, leaf_home
 from fpipe.meaning.inputs_and_results import bind_inputs, collect_results
-from fpipe.meaning.meaning import batch_of
+from fpipe.meaning.meaning import check_and_measure_batch
 from fpipe.meaning.purity.ambient import Untraceable
-from fpipe.meaning.purity.own_memory import is_strided, layout_of
-from fpipe.meaning.purity.sharded import Sharding, local_of, sharding_of
-from fpipe.meaning.single_device.params_and_state import streams, trained
-from fpipe.meaning.stages.keys import needs_key
+from fpipe.meaning.purity.sharded import Sharding, local_shard, sharding_of
+from fpipe.meaning.purity.write_guard import is_strided, layout_of
+from fpipe.meaning.single_device.params_and_state import as_streams, trainable_bundle_leaves
+from fpipe.meaning.stages.keys import missing_key_message
 from fpipe.meaning.step import NO_KEY, Keys, StepInputs
 from fpipe.model import Model, who_draws
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import PARAMETERS, Program, Value
-from fpipe.runtimes.lowering.lowered import KEY, AbstractTree, Lowered, dense
+from fpipe.runtimes.lowering.lowered import KEY, AbstractTree, Lowered, is_dense_fact
 from fpipe.runtimes.lowering.rank_part import Slots
-from fpipe.runtimes.lowering.shards import Share, Shared, refuse_shards, shared_of, state_of
+from fpipe.runtimes.lowering.shard_shapes import Share, SharedValue, refuse_shards, shard_state, share_out
 
 
 @dataclass(frozen=True)
 class ProcessContext:
-    """Devices and replicas around the step of one process.
+    """The devices and replicas that the step of one process runs on.
 
     Attributes:
-        home: where leaves without data would be; None for the default device.
-        devices: one for each rank, or none where ranks compute where their tensors are.
+        home: the device for leaves without data; None for the default device.
+        devices: the device of each rank; none if ranks compute where their tensors are.
         replica: the number of this replica, and how many there are.
         share: which part of each sharded parameter this process has.
     """
@@ -52,22 +52,22 @@ class ProcessContext:
 
 @dataclass(frozen=True)
 class InputLeaves:
-    """The leaves that a step is handed, by the values of its program.
+    """The leaves of a step's arguments, by the input values of its program.
 
     Attributes:
-        trees: what is known of each value.
-        places: of each, where its leaves are among all.
-        at_home: for each leaf the device where it would be if it had data.
-        shared: what replicas share out.
+        trees: the abstract tree of each input value.
+        leaf_indices: for each input value, the indices of its leaves among the leaves of all arguments.
+        leaf_devices: for each leaf, the device where it is, or would be if it had data.
+        shared: the values that replicas share out.
     """
 
     trees: Mapping[Value, AbstractTree]
-    places: Mapping[Value, Sequence[int]]
-    at_home: Sequence[torch.device]
-    shared: Mapping[Value, Shared]
+    leaf_indices: Mapping[Value, Sequence[int]]
+    leaf_devices: Sequence[torch.device]
+    shared: Mapping[Value, SharedValue]
 
 
-def handed_by(
+def input_leaves_of(
     program: Program,
     model: Model,
     inputs: StepInputs,
@@ -75,48 +75,59 @@ def handed_by(
     homes: Mapping[Value, torch.device],
     storages: dict[int, int],
 ) -> InputLeaves:
-    """Find the leaves of a step's arguments; `homes` are the devices of the ranks that read them."""
+    """Bind the leaves of a step's arguments to the input values of its program.
+
+    Args:
+        program, model, inputs, process: as a step has them.
+        homes: for an input value, the device of the rank that reads it.
+        storages: the storage numbers by address so far; those of the leaves are added.
+    """
+    # 1. Bind indices instead of tensors to the inputs of the program: only the structure of the arguments counts.
     leaves, containers = tree.flatten(inputs.trees)
     params, batch, state, optim = tree.unflatten(containers, range(len(leaves)))
-    whole, sizes = batch_of(program, inputs.batch)
-    batch = batch if whole is inputs.batch else streams(batch, len(sizes))
+    whole_batch, sizes = check_and_measure_batch(program, inputs.batch)
+    batch = batch if whole_batch is inputs.batch else as_streams(batch, len(sizes))
     state = None if inputs.state is None else state
     optim = None if inputs.optim is None else optim
     places_of = bind_inputs(program, model, StepInputs(params, batch, state, optim, inputs.key))
-    trees, places, shared = dict[Value, AbstractTree](), dict[Value, Sequence[int]](), dict[Value, Shared]()
-    at_home = [process.home or torch.get_default_device()] * len(leaves)
-    if places_of.pop(Value("key"), None) is not None:  # each stage and microbatch folds its number into it
+    trees, leaf_indices, shared = dict[Value, AbstractTree](), dict[Value, Sequence[int]](), dict[Value, SharedValue]()
+    leaf_devices = [process.home or torch.get_default_device()] * len(leaves)
+    # The key is no tensor. Each stage and microbatch folds its number into it.
+    if places_of.pop(Value("key"), None) is not None:
         trees[Value("key")] = AbstractTree((inputs.key,), tree.flatten(inputs.key)[1])
     for value, subtree in places_of.items():
-        places[value], spec = tree.flatten(subtree)
-        found = [leaves[at] for at in places[value]]
-        moved = {at: home_of(value, leaves[at], homes.get(value)) for at in places[value]}
+        leaf_indices[value], spec = tree.flatten(subtree)
+        value_leaves = [leaves[index] for index in leaf_indices[value]]
+        # 2. Devices: the batch is copied to the rank that reads it; everything else has to be there.
+        device_by_index = {index: leaf_home(value, leaves[index], homes.get(value)) for index in leaf_indices[value]}
         if value.name not in BATCH:
-            for at, device in moved.items():
+            for index, device in device_by_index.items():
                 if device is not None:
-                    check_at_home(value, [leaves[at]], device, example=True)
-                    at_home[at] = device
-        train = [False] * len(found)
+                    check_at_home(value, [leaves[index]], device, example=True)
+                    leaf_devices[index] = device
+        # 3. Facts: parameters that train want a gradient.
+        train = [False] * len(value_leaves)
         if value.name in PARAMETERS:
-            train = trained(model, value.stage or 0, value.port, tree.unflatten(spec, found))
-        rows = zip(found, train, places[value], strict=True)
-        facts = (fact_of(leaf, storages, trains, at_home[at]) for leaf, trains, at in rows)
-        trees[value] = AbstractTree(tuple(map(_moved_home, facts, moved.values())), spec)
+            train = trainable_bundle_leaves(model, value.stage or 0, value.port, tree.unflatten(spec, value_leaves))
+        rows = zip(value_leaves, train, leaf_indices[value], strict=True)
+        facts = (fact_of_input(leaf, storages, trains, leaf_devices[index]) for leaf, trains, index in rows)
+        trees[value] = AbstractTree(tuple(map(_fact_at_home, facts, device_by_index.values())), spec)
+        # 4. Of parameters and optimizer state that replicas share out, this process has its rows.
         if value.name == "shard":
-            who, paths = f"params[{value.stage}]", [path for path, _ in tree.paths(subtree)]
+            name, paths = f"params[{value.stage}]", [path for path, _ in tree.paths(subtree)]
             if process.share is None:
-                refuse_shards(trees[value], who, paths)
+                refuse_shards(trees[value], name, paths)
             else:
-                shared[value] = shared_of(trees[value], process.share, who, paths)
-                trees[value] = shared[value].own
+                shared[value] = share_out(trees[value], process.share, name, paths)
+                trees[value] = shared[value].shard
         shard = shared.get(value._replace(name="shard")) if value.name == "opt" else None
         if shard is not None:
-            trees[value] = state_of(shard, trees[value])
-    return InputLeaves(trees, places, at_home, shared)
+            trees[value] = shard_state(shard, trees[value])
+    return InputLeaves(trees, leaf_indices, leaf_devices, shared)
 
 
 class KeyWatch:
-    """Warns if the first two steps of a training draw the same random numbers: one key, and parameters that changed."""
+    """Warns if two steps of a training draw the same random numbers: the key is the same, the parameters changed."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[Keys, list[tuple[int, int]]]] = []
@@ -125,96 +136,106 @@ class KeyWatch:
         """Note the key and the parameters of a step that draws."""
         if len(self._steps) == 2:
             return
+        # Parameters have changed if they are other tensors, or were written in place. One key for the same parameters
+        # is a call that is made again, and no second step of a training.
         versions = [(leaf.data_ptr(), leaf._version) for leaf in params if isinstance(leaf, torch.Tensor)]
         self._steps.append((key, versions))
-        (first, before), (last, after) = self._steps[0], self._steps[-1]
-        if before != after and first == last:
+        (first_key, first_versions), (last_key, last_versions) = self._steps[0], self._steps[-1]
+        if first_versions != last_versions and first_key == last_key:
             warnings.warn(
-                f"two steps of a training were handed key={key!r}, so that they dropped the same units: hand in "
-                "another in each step, such as fpipe.fold_in(key, step).",
+                f"two steps of a training were handed key={key!r}, so that they dropped the same units. Hand in a new "
+                "one each step, such as fpipe.fold_in(key, step).",
                 stacklevel=5,
             )
 
 
 @dataclass(frozen=True)
 class Entrance:
-    """The content of slots before the first instruction.
+    """How the slots are filled before the first instruction.
 
     Attributes:
         start: the slots with what they hold in every step.
-        inputs: a slot, and the places of its leaves among those that the step is handed; `homes`, the device of it.
-        held: a slot, and how a stage gives what is in it: its constants.
-        key, asked: the slots of the step's key, for stages that draw and for those that ask for it.
-        drawing: a stage that draws, and `draws`, the watch over its keys.
-        params: the places of the parameters among the leaves that the step is handed.
-        prepare: a function that reads slots, and the one that it fills: views of parameters.
+        inputs: slots of input values, each with the indices of its leaves among the leaves of all arguments.
+        homes: slots of the batch whose leaves are copied to a device, with the device.
+        constants: slots of a stage's constants, each with the function that returns them.
+        draw_key_slot: the slot of the step's key for stages that draw.
+        requested_key_slot: the slot of the key for stages that ask for it as an argument.
+        drawing_stage: the name of a stage that draws, for errors.
+        key_watch: warns if two steps draw with one key.
+        params: the indices of the parameters among the leaves of all arguments.
+        prepare: functions that make views of parameters, with the slots they read and the slot they fill.
     """
 
     start: Slots
     inputs: Sequence[tuple[int, Sequence[int]]]
     homes: Sequence[tuple[int, torch.device]]
-    held: Sequence[tuple[int, Callable[[], list[Any]]]]
-    key: int | None
-    asked: int | None
-    drawing: Any
-    draws: KeyWatch
+    constants: Sequence[tuple[int, Callable[[], list[Any]]]]
+    draw_key_slot: int | None
+    requested_key_slot: int | None
+    drawing_stage: Any
+    key_watch: KeyWatch
     params: Sequence[int]
     prepare: Sequence[tuple[Callable[..., Any], tuple[int, ...], int]]
 
-    def filled(self, leaves: Sequence[Any], key: Keys) -> Slots:
-        """Return the slots of a step."""
+    def fill(self, leaves: Sequence[Any], key: Keys) -> Slots:
+        """Return the slots of a step, filled for its first instruction."""
         slots = self.start[:]
-        if self.key is not None:
-            if key is None and self.drawing is not None:
-                raise ValueError(needs_key(self.drawing))
-            if self.drawing is not None:
-                self.draws.note(key, [leaves[place] for place in self.params])
-            slots[self.key] = key
-        if self.asked is not None:
+        if self.draw_key_slot is not None:
+            if key is None and self.drawing_stage is not None:
+                raise ValueError(missing_key_message(self.drawing_stage))
+            if self.drawing_stage is not None:
+                self.key_watch.note(key, [leaves[index] for index in self.params])
+            slots[self.draw_key_slot] = key
+        if self.requested_key_slot is not None:
             if key is None:
                 raise ValueError(NO_KEY)
-            slots[self.asked] = [None]  # its last reader empties this list
-        for slot, places in self.inputs:
-            slots[slot] = [leaves[at] for at in places]
-        for slot, leaves_of in self.held:
-            slots[slot] = [*map(local_of, leaves_of())]
+            # Stages without a trace get the key from the other slot. The last reader of this list empties it.
+            slots[self.requested_key_slot] = [None]
+        for slot, indices in self.inputs:
+            slots[slot] = [leaves[index] for index in indices]
+        for slot, leaves_of in self.constants:
+            slots[slot] = [*map(local_shard, leaves_of())]
         for slot, home in self.homes:
-            slots[slot] = [brought(leaf, home) for leaf in slots[slot]]
+            slots[slot] = [bring_batch_leaf(leaf, home) for leaf in slots[slot]]
         for function, reads, slot in self.prepare:
             slots[slot] = function(*[slots[k] for k in reads])[0]
         return slots
 
 
-def entrance_of(lowered: Lowered, model: Model, handed: InputLeaves, homes: Mapping[Value, torch.device]) -> Entrance:
-    """Return what a lowered program finds in its slots before its first instruction."""
-    slots, held = lowered.slots, dict[Any, Callable[[], list[Any]]]()
+def build_entrance(
+    lowered: Lowered, model: Model, inputs: InputLeaves, homes: Mapping[Value, torch.device]
+) -> Entrance:
+    """Return the entrance to a lowered program: how its arguments get into slots."""
+    slots, constants_by_value = lowered.slots, dict[Any, Callable[[], list[Any]]]()
     for n, net in nets_of(model).items():
-        held |= {Value("const", n): net.constants}
+        constants_by_value |= {Value("const", n): net.constants}
     count = len(slots) - sum(len(instruction.writes) for instruction in lowered.instructions)
     return Entrance(
         start=[lowered.constants.get(slot) for slot in range(count)],
-        inputs=[(slots[value], places) for value, places in handed.places.items()],
-        homes=[(slots[value], homes[value]) for value in handed.places if value in homes and value.name in BATCH],
-        held=[(slots[name], leaves_of) for name, leaves_of in held.items() if name in slots],
-        key=slots.get(KEY),
-        asked=slots.get(Value("key")),
-        drawing=None if lowered.drawing is None else who_draws(model, lowered.drawing),
-        draws=KeyWatch(),
-        params=[place for value, places in handed.places.items() if value.name in PARAMETERS for place in places],
+        inputs=[(slots[value], indices) for value, indices in inputs.leaf_indices.items()],
+        homes=[(slots[value], homes[value]) for value in inputs.leaf_indices if value in homes and value.name in BATCH],
+        constants=[(slots[name], leaves_of) for name, leaves_of in constants_by_value.items() if name in slots],
+        draw_key_slot=slots.get(KEY),
+        requested_key_slot=slots.get(Value("key")),
+        drawing_stage=None if lowered.first_drawing_stage is None else who_draws(model, lowered.first_drawing_stage),
+        key_watch=KeyWatch(),
+        params=[
+            index for value, indices in inputs.leaf_indices.items() if value.name in PARAMETERS for index in indices
+        ],
         prepare=lowered.prepare,
     )
 
 
 def nets_of(model: Model) -> dict[int, PositionalStage]:
-    """Return the stages that are cut out of a net, by number."""
+    """Return the functions of stages that are cut from a net, by stage number."""
     return {n: stage.forward for n, stage in enumerate(model.stages) if isinstance(stage.forward, PositionalStage)}
 
 
 @dataclass(frozen=True)
 class ResultLeaf:
-    """The place of a leaf of the results in a slot, and how it leaves: copied, as a DTensor, in another dtype."""
+    """Where a leaf of the results lies in the slots, and how it is returned: copied, as a DTensor, in another dtype."""
 
-    at: int
+    leaf_index: int
     slot: int
     copied: bool = False
     sharding: Sharding | None = None
@@ -223,83 +244,99 @@ class ResultLeaf:
 
 @dataclass(frozen=True)
 class Exit:
-    """Where results are in the slots, their containers, and the stages whose state stays the caller's."""
+    """How results are read from the slots.
+
+    Attributes:
+        containers: the containers of all results.
+        leaves: the leaves of the results: a `ResultLeaf`, or the leaf itself.
+        kept_stages: the stages whose state no op writes, so that the caller's is returned.
+    """
 
     containers: Any
     leaves: Sequence[Any]
-    untouched: frozenset[int]
+    kept_stages: frozenset[int]
 
     def results(self, slots: Sequence[Any], state: Any) -> dict[str, Any]:
         """Return the results by name."""
-        results = tree.unflatten(self.containers, [_result(leaf, slots) for leaf in self.leaves])
-        if self.untouched:
+        results = tree.unflatten(self.containers, [_read_result(leaf, slots) for leaf in self.leaves])
+        if self.kept_stages:
             pairs = enumerate(results["state"])
-            results["state"] = tuple(state[n] if n in self.untouched else written for n, written in pairs)
+            results["state"] = tuple(state[n] if n in self.kept_stages else new_state for n, new_state in pairs)
         return results
 
 
-def exit_of(
+def build_exit(
     program: Program,
     model: Model,
     lowered: Lowered,
     inputs: StepInputs,
-    own: bool,
+    owns_memory: bool,
 ) -> Exit:
-    """Return the way out to the outputs of a program; what shares memory, or is not the step's `own`, is copied."""
+    """Return the exit from a lowered program: where its outputs are in the slots.
+
+    Results that share memory with arguments or other results are copied; all are, unless the step `owns_memory`.
+    """
+    # 1. Each leaf of an output, with whether it needs a copy: the caller may write into a result, and nothing else may
+    #    change by that.
     state = inputs.state
-    taken, values = {*lowered.given} - lowered.given_up, dict[Value, Any]()
+    used_storages, values = {*lowered.external_storages} - lowered.donated_storages, dict[Value, Any]()
     for end in program.outputs:
         abstract = lowered.trees[end.value]
-        places: list[Any] = []
-        for at, leaf in enumerate(abstract.leaves):
-            copied = isinstance(leaf, Fact) and (not own or leaf.storage in taken or not dense(leaf))
-            places.append(None if leaf is None else ResultLeaf(at, lowered.slots[end.value], copied))
-            taken.update([leaf.storage] if isinstance(leaf, Fact) else [])
-        values[end.value] = places if abstract.spec is None else tree.unflatten(abstract.spec, places)
-    written = {end.name.stage for end in program.outputs if end.name.name == "state"}
-    untouched = frozenset(n for n in range(len(model.stages)) if written and n not in written)
-    state = [None if n in untouched else tensors for n, tensors in enumerate(state)] if written else None
+        result_leaves: list[Any] = []
+        for leaf_index, leaf in enumerate(abstract.leaves):
+            is_shared = isinstance(leaf, Fact) and (leaf.storage in used_storages or not is_dense_fact(leaf))
+            copied = isinstance(leaf, Fact) and (is_shared or not owns_memory)
+            result_leaves.append(None if leaf is None else ResultLeaf(leaf_index, lowered.slots[end.value], copied))
+            used_storages.update([leaf.storage] if isinstance(leaf, Fact) else [])
+        values[end.value] = result_leaves if abstract.spec is None else tree.unflatten(abstract.spec, result_leaves)
+    # 2. Results in the structure that callers know. State that no op writes is returned as it was handed in.
+    written_stages = {end.name.stage for end in program.outputs if end.name.name == "state"}
+    untouched = frozenset(n for n in range(len(model.stages)) if written_stages and n not in written_stages)
+    state = [None if n in untouched else tensors for n, tensors in enumerate(state)] if written_stages else None
     results = collect_results(program, model, replace(inputs, state=state), values, lambda leaf: leaf)
+    # 3. Gradients, parameters and state are sharded, and of a dtype, as the arguments that they belong to. `cycle`:
+    #    gradients come once, or once for each microbatch.
     of_params, of_state = tree.leaves(inputs.params), tree.leaves(None if inputs.optim is None else inputs.optim[0])
-    for name, given_as in (("grads", of_params), ("params", of_params), ("opt", of_state)):
-        if name in results:  # in the containers of what is handed in; gradients once or for each microbatch
-            places, spec = tree.flatten(results[name])
-            pairs = zip(places, cycle(given_as), strict=False)
-            results[name] = tree.unflatten(spec, [_as_given(*pair) for pair in pairs])
+    for name, originals in (("grads", of_params), ("params", of_params), ("opt", of_state)):
+        if name in results:
+            result_leaves, spec = tree.flatten(results[name])
+            pairs = zip(result_leaves, cycle(originals), strict=False)
+            results[name] = tree.unflatten(spec, [_like_input(*pair) for pair in pairs])
     leaves, containers = tree.flatten(results)
     return Exit(containers, leaves, untouched)
 
 
-def _as_given(leaf: Any, given: Any) -> Any:
-    """Let a gradient, or a leaf of the next parameters or state, be sharded and of a dtype as what is handed in."""
+def _like_input(leaf: Any, original: Any) -> Any:
+    """Return a leaf of gradients, parameters or state with the sharding and dtype of the argument it belongs to."""
     if not isinstance(leaf, ResultLeaf):
         return leaf
-    return replace(leaf, sharding=sharding_of(given), dtype=getattr(given, "dtype", None))
+    return replace(leaf, sharding=sharding_of(original), dtype=getattr(original, "dtype", None))
 
 
-def fact_of(leaf: Any, storages: dict[int, int], trains: bool = False, home: torch.device | None = None) -> Any:
-    """Return the fact of a leaf that a step is handed; `trains` says whether it gets a gradient."""
+def fact_of_input(leaf: Any, storages: dict[int, int], trains: bool = False, home: torch.device | None = None) -> Any:
+    """Return the fact of a leaf of a step's arguments; `trains` says whether it gets a gradient."""
     if not isinstance(leaf, Tensor):
         return leaf
     if not is_strided(leaf):
         raise Untraceable(f"it is handed a {layout_of(leaf)}")
-    known = fact(leaf, storages)
-    device = (home or torch.get_default_device()) if leaf.is_meta else known.aval.device  # an example without data
-    return known._replace(aval=known.aval._replace(wants=trains, device=device))
+    fact = fact_of_tensor(leaf, storages)
+    # An example without data, on meta, stands for a tensor on the device where steps will have it.
+    device = (home or torch.get_default_device()) if leaf.is_meta else fact.aval.device
+    return fact._replace(aval=fact.aval._replace(wants_grad=trains, device=device))
 
 
-def _moved_home(known: Any, home: torch.device | None) -> Any:
-    """Return the fact of a leaf of the batch on the device of the rank that reads it."""
-    if home is None or not isinstance(known, Fact) or known.aval.device == home:
-        return known
-    return in_own_storage(known.aval._replace(device=home))
+def _fact_at_home(fact: Any, home: torch.device | None) -> Any:
+    """Return the fact of a leaf after its copy to the device of the rank that reads it."""
+    if home is None or not isinstance(fact, Fact) or fact.aval.device == home:
+        return fact
+    return fact_in_own_storage(fact.aval._replace(device=home))
 
 
-def _result(leaf: Any, slots: Sequence[Any]) -> Any:
-    """Return a leaf of the results: from its slot, or itself."""
+def _read_result(leaf: Any, slots: Sequence[Any]) -> Any:
+    """Return a leaf of the results, read from its slot if it is in one."""
     if not isinstance(leaf, ResultLeaf):
         return leaf
-    tensor = slots[leaf.slot][leaf.at]
+    tensor = slots[leaf.slot][leaf.leaf_index]
     tensor = tensor.clone() if leaf.copied else tensor
     tensor = tensor if leaf.dtype is None or tensor.dtype is leaf.dtype else tensor.to(leaf.dtype)
-    return tensor if leaf.sharding is None else leaf.sharding.whole(tensor)
+    return tensor if leaf.sharding is None else leaf.sharding.to_dtensor(tensor)

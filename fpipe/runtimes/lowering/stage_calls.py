@@ -1,4 +1,4 @@
-"""Call each stage as its microbatch does, trace it with its gradient, and cut it: once for all that do so alike.
+"""Describe how each microbatch calls its stage, and trace and cut the stage once for all equal calls.
 
 1F0 params[1] y[0,0]        -->        StageCall(1, params, x)        -->        Graph        -->        Cut
 """
@@ -12,190 +12,214 @@ from typing import Any, NamedTuple
 import torch
 
 from fpipe.graphs.compiling.cut import Cut
-from fpipe.graphs.language.graph import Aval, Fact, Graph, Outline, in_own_storage
-from fpipe.graphs.language.labels import cotangent_of, differentiated, is_output, label_of, port_of
-from fpipe.graphs.tracing.exchanged import Exchanged
-from fpipe.graphs.tracing.stage_call import StageCall, wants
+from fpipe.graphs.language.graph import Aval, Fact, Graph, Outline, fact_in_own_storage
+from fpipe.graphs.language.labels import cotangent_of, differentiated_label, is_output, label_of, port_of
+from fpipe.graphs.tracing.collective_stage import CollectiveStage
+from fpipe.graphs.tracing.stage_call import StageCall, wants_grad
 from fpipe.graphs.tracing.trace_cache import Traces
 from fpipe.meaning.by_autograd import StepContext
 from fpipe.meaning.devices import Moves
 from fpipe.meaning.purity.ambient import Untraceable
 from fpipe.model import Model
 from fpipe.program import Op, Program, Value, parts_of
-from fpipe.runtimes.lowering.lowered import OPAQUE, AbstractTree, StorageMap, aval_of, described, wanting_fact
+from fpipe.runtimes.lowering.lowered import (
+    OPAQUE,
+    AbstractTree,
+    StorageMap,
+    aval_of_leaf,
+    describe_leaves,
+    fact_wanting_grad,
+)
 
 
 class StageRun(NamedTuple):
-    """A stage on one microbatch (and slice).
+    """How a stage runs on one microbatch (and slice).
 
     Attributes:
-        call, loss: of the stage, and of the loss if that follows.
-        first: the forward whose residuals its backward reads: its F, or its R.
-        forward: its F.
+        call: the call of the stage.
+        loss: the call of the loss, if that follows.
+        residual_op: the op whose residuals the backward reads: the F, or the R where there is one.
+        forward_op: the F.
     """
 
     call: StageCall
     loss: StageCall | None
-    first: Op
-    forward: Op
+    residual_op: Op
+    forward_op: Op
 
 
 class StageCalls:
-    """The calls of a model's stages, and the graphs behind them."""
+    """The calls of a model's stages, with their outlines, graphs and cuts."""
 
-    def __init__(self, context: StepContext, known_only: bool) -> None:
+    def __init__(self, context: StepContext, existing_traces_only: bool) -> None:
         self.context, self.model = context, context.model
-        self.traces = Traces(self.model, known_only)
-        self._first: dict[StageCall, StageCall] = {}
+        self.traces = Traces(self.model, existing_traces_only)
+        self._canonical_call: dict[StageCall, StageCall] = {}
 
-    def call(self, op: Op, labels: Mapping[str, Value], given: Mapping[str, AbstractTree]) -> StageCall:
-        """The call of an F or R; a gradient that is wanted of the batch is wanted in its avals too."""
+    def call(self, op: Op, labels: Mapping[str, Value], inputs: Mapping[str, AbstractTree]) -> StageCall:
+        """Return the call of an F or R, whose avals say which leaves of the batch want a gradient."""
         assert op.stage is not None
-        of_batch = {label: value.stage for label, value in labels.items() if value.name in ("x", "inputs")}
-        wanted = self.context.input_grads
-        starts = tuple(label for label, stage in of_batch.items() if (stage, port_of(label)) in wanted)
-        groups = {label: known for label, known in given.items() if label not in ("target", "key")}
-        for label in starts:
-            groups[label] = groups[label]._replace(leaves=tuple(map(wanting_fact, groups[label].leaves)))
-        reads, specs = described(groups)
+        stage_by_batch_label = {label: value.stage for label, value in labels.items() if value.name in ("x", "inputs")}
+        input_grads = self.context.input_grads
+        grad_labels = tuple(
+            label for label, stage in stage_by_batch_label.items() if (stage, port_of(label)) in input_grads
+        )
+        groups = {label: abstract for label, abstract in inputs.items() if label not in ("target", "key")}
+        for label in grad_labels:
+            groups[label] = groups[label]._replace(leaves=tuple(map(fact_wanting_grad, groups[label].leaves)))
+        reads, specs = describe_leaves(groups)
         asks = self.model.stages[op.stage].asks
         microbatch = self.context.number(op) if "microbatch" in asks else None
         turn = self.context.turn(op) if "turn" in asks else None
-        return self.known(StageCall(op.stage, reads, specs, microbatch, starts, turn))
+        return self.canonical(StageCall(op.stage, reads, specs, microbatch, grad_labels, turn))
 
-    def known(self, call: StageCall) -> StageCall:
-        """The first of calls that are equal: what is found by it is found without comparing much."""
+    def canonical(self, call: StageCall) -> StageCall:
+        """Return the first of equal calls, so that later look-ups compare by identity."""
         try:
-            return self._first.setdefault(call, call)
+            return self._canonical_call.setdefault(call, call)
         except TypeError as error:
             raise Untraceable(f"it is handed something that cannot be compared ({error})") from error
 
-    def outlined(self, call: StageCall, given: Mapping[str, AbstractTree]) -> dict[str, AbstractTree]:
-        """The results of a call, each tensor in memory of its own or in that of what is given."""
+    def outline_results(self, call: StageCall, inputs: Mapping[str, AbstractTree]) -> dict[str, AbstractTree]:
+        """Return the abstract results of a call, whose tensors lie in new memory or in memory of its inputs."""
         outline = self.traces.outline(call)
         storages = StorageMap(
-            (known.storage, leaf.storage)
+            (traced_fact.storage, leaf.storage)
             for label, leaves in outline.reads.items()
-            for known, leaf in zip(leaves, given[label].leaves, strict=True)
+            for traced_fact, leaf in zip(leaves, inputs[label].leaves, strict=True)
             if isinstance(leaf, Fact)
         )
 
-        def moved(leaf: Any) -> Any:
-            return storages.moved(leaf) if isinstance(leaf, Fact) else leaf
+        def in_step_memory(leaf: Any) -> Any:
+            return storages.translate(leaf) if isinstance(leaf, Fact) else leaf
 
-        written = outline.writes.items()
-        return {label: AbstractTree(tuple(map(moved, leaves)), outline.specs[label]) for label, leaves in written}
+        return {
+            label: AbstractTree(tuple(map(in_step_memory, leaves)), outline.specs[label])
+            for label, leaves in outline.writes.items()
+        }
 
     def loss_aval(self, run: StageRun) -> Aval:
-        """The aval of the loss that a stage writes."""
-        return self.traces.outline(run.loss or run.call).avals("loss")[0]._replace(wants=False)
+        """Return the aval of the loss that a stage writes."""
+        return self.traces.outline(run.loss or run.call).avals("loss")[0]._replace(wants_grad=False)
 
     def cut(self, op: Op, run: StageRun, labels: Mapping[str, Value], trees: Mapping[Value, AbstractTree]) -> Cut:
-        """Cut a stage for the microbatch of a backward, which reads cotangents under these labels."""
+        """Cut a stage for a backward, which reads the values that `labels` name, cotangents among them."""
 
         def avals(value: Value, leaves: Sequence[Any]) -> tuple[Any, ...]:
             pairs = zip(leaves, trees[value].leaves, strict=True)
-            return tuple(aval_of(known) if wants(leaf) else None for leaf, known in pairs)
+            return tuple(aval_of_leaf(cotangent) if wants_grad(leaf) else None for leaf, cotangent in pairs)
 
+        # 1. The cotangents that arrive, None for leaves without one: they decide what the trace computes. An output
+        #    behind which the loss stands has none of its own.
         outline, cotangents = self.traces.outline(run.call), dict[str, tuple[Any, ...]]()
-        for label in _outputs(outline) if run.loss is None else ():
+        for label in _output_labels(outline) if run.loss is None else ():
             value, leaves = labels.get(cotangent_of(label)), outline.avals(label)
             cotangents[cotangent_of(label)] = (None,) * len(leaves) if value is None else avals(value, leaves)
         if "dcarry" in labels:
             cotangents["dcarry"] = avals(labels["dcarry"], outline.avals("carry"))
-        if "loss" in outline.writes:  # a loss of the stage's own
+        # A stage may compute the loss itself.
+        if "loss" in outline.writes:
             cotangents["dloss"] = (self.loss_aval(run),)
+        # 2. The cotangents that the backward writes, for the inputs that want a gradient: they decide the cut.
         reads = dict(run.call.reads)
-        written = [label_of(value) for value in op.writes if value.name in ("dx", "dcarry")]
-        wanted = tuple(
-            (label, tuple(place for place, leaf in enumerate(reads[differentiated(label)]) if wants(leaf)))
-            for label in written
+        cotangent_labels = [label_of(value) for value in op.writes if value.name in ("dx", "dcarry")]
+        wanted_cotangents = tuple(
+            (label, tuple(i for i, leaf in enumerate(reads[differentiated_label(label)]) if wants_grad(leaf)))
+            for label in cotangent_labels
         )
-        return self._cut(op.stage or 0, self._graph(run, cotangents), wanted, dict(run.first.how).get("saved"))
+        saved = dict(run.residual_op.how).get("saved")
+        return self._cut(op.stage or 0, self._graph(run, cotangents), wanted_cotangents, saved)
 
     def forward_cut(self, stage: int, run: StageRun) -> Cut:
-        """Cut a stage that no backward follows: nothing reads its outputs."""
+        """Cut a stage that no backward follows: its outputs have no cotangents."""
         outline = self.traces.outline(run.call)
-        cotangents = {cotangent_of(label): (None,) * len(outline.writes[label]) for label in _outputs(outline)}
+        cotangents = {cotangent_of(label): (None,) * len(outline.writes[label]) for label in _output_labels(outline)}
         return self._cut(stage, self._graph(run, cotangents), (), None)
 
     def _graph(self, run: StageRun, cotangents: Mapping[str, tuple[Any, ...]]) -> Graph:
         call = self.traces.shared(run.call)
         if run.loss is None:
             return self.traces.graph(call, cotangents)
-        return self.traces.with_loss(call, {**cotangents}, run.loss, self.loss_aval(run))
+        return self.traces.graph_with_loss(call, {**cotangents}, run.loss, self.loss_aval(run))
 
-    def _cut(self, stage: int, graph: Graph, wanted: Any, saved: Any) -> Cut:
-        return graph.once(("cut", wanted, saved), lambda: Cut(graph, wanted, saved))
+    def _cut(self, stage: int, graph: Graph, wanted_cotangents: Any, saved: Any) -> Cut:
+        return graph.compute_once(("cut", wanted_cotangents, saved), lambda: Cut(graph, wanted_cotangents, saved))
 
 
-def _outputs(outline: Outline) -> list[str]:
+def _output_labels(outline: Outline) -> list[str]:
     return [label for label in outline.writes if is_output(label)]
 
 
 @dataclass
-class Untraced:
+class UntracedStages:
     """The stages that run under autograd, each with the reason; `known_only` uses only traces that exist."""
 
     stages: dict[int, str] = field(default_factory=dict[int, str])
-    known_only: bool = False
+    existing_traces_only: bool = False
 
-    def has(self, op: Op) -> bool:
-        """Whether an op is of one of them."""
+    def runs(self, op: Op) -> bool:
+        """Whether an op runs under autograd, since its stage does."""
         return op.stage in self.stages and op.kind in "FRBIW"
 
-    def surprises(self) -> list[tuple[int, str]]:
-        """Return the stages whose user does not know yet that they cannot be traced."""
-        return [(stage, why) for stage, why in self.stages.items() if why != BY_SIZES]
+    def unexpected_reasons(self) -> list[tuple[int, str]]:
+        """Return the stages, with reasons, whose user has not asked for a run without a trace."""
+        return [(stage, reason) for stage, reason in self.stages.items() if reason != SIZES_ARE_DATA]
 
-    def with_words(self, error: Exception) -> str:
-        """Put the reasons why stages run without a trace before an error, each once."""
-        return "; ".join(dict.fromkeys([*(why for _, why in self.surprises()), str(error).rstrip(".")]))
+    def with_reasons(self, error: Exception) -> str:
+        """Return the text of an error behind the reasons why stages run without a trace, each once."""
+        return "; ".join(dict.fromkeys([*(reason for _, reason in self.unexpected_reasons()), str(error).rstrip(".")]))
 
 
-def is_sized(model: Model, stage: int | None) -> bool:
+def has_data_sizes(model: Model, stage: int | None) -> bool:
     """Whether a stage is an exchange whose sizes are data."""
     function = model.stages[stage or 0].forward
-    return isinstance(function, Exchanged) and function.sizes
+    return isinstance(function, CollectiveStage) and function.has_sizes
 
 
-def by_sizes(model: Model) -> dict[int, str]:
-    """Return the stages whose shapes depend on data: exchanges whose sizes are data, and readers of what they bring."""
-    every = range(len(model.stages))
-    sized = {stage for stage in every if is_sized(model, stage)}
-    return dict.fromkeys((stage for stage in every if stage in sized or sized & _sources(model, stage)), BY_SIZES)
+def stages_with_data_sizes(model: Model) -> dict[int, str]:
+    """Return the stages whose shapes depend on data: exchanges whose sizes are data, and the readers of their rows."""
+    stages = range(len(model.stages))
+    sized_stages = {stage for stage in stages if has_data_sizes(model, stage)}
+    return dict.fromkeys(
+        (stage for stage in stages if stage in sized_stages or sized_stages & _sources(model, stage)), SIZES_ARE_DATA
+    )
 
 
 def refuse_unknown_rows(program: Program, model: Model) -> None:
-    """Raise ValueError if rows that an exchange with sizes brings go to another rank, or are a result."""
-    every = range(len(model.stages))
+    """Raise ValueError if the rows of an exchange whose sizes are data go to another rank, or are a result."""
+    stages = range(len(model.stages))
     functions: list[Any] = [stage.forward for stage in model.stages]
-    sized = [stage for stage in every if is_sized(model, stage) and functions[stage].size > 1]
-    ops = [op for op in parts_of(program.ops) if op.kind == "F" and op.stage in sized] if sized else []
-    brought = {value: op for op in ops for value in op.writes if value.name == "y"}
-    away = {value for op in program.ops if op.kind == "SEND" for value in op.reads if value in brought}
-    for value, op in brought.items():
-        who = f"{model.who(op.stage or 0)} brings as many rows as the data say"
-        if value in away:
-            readers = [at for at in every if op.stage in _sources(model, at)]
-            where = dict(enumerate(program.placement))
-            others = " and ".join(f"{model.who(at)} on rank {where[at]}" for at in readers if where[at] != op.rank)
+    exchanges = [stage for stage in stages if has_data_sizes(model, stage) and functions[stage].size > 1]
+    ops = [op for op in parts_of(program.ops) if op.kind == "F" and op.stage in exchanges] if exchanges else []
+    exchange_by_output = {value: op for op in ops for value in op.writes if value.name == "y"}
+    sends = [op for op in program.ops if op.kind == "SEND"] if exchange_by_output else []
+    sent_values = {value for op in sends for value in op.reads if value in exchange_by_output}
+    for value, op in exchange_by_output.items():
+        subject = f"{model.who(op.stage or 0)} brings as many rows as the data say"
+        if value in sent_values:
+            readers = [stage for stage in stages if op.stage in _sources(model, stage)]
+            rank_by_stage = dict(enumerate(program.placement))
+            remote_readers = " and ".join(
+                f"{model.who(stage)} on rank {rank_by_stage[stage]}"
+                for stage in readers
+                if rank_by_stage[stage] != op.rank
+            )
             raise ValueError(
-                f"{who} on rank {op.rank}, and {others} would read them; a message has a shape that is known before. "
+                f"{subject} on rank {op.rank}, and {remote_readers} would read them; a message has a fixed shape. "
                 f"{WHOLE_BLOCKS}"
             )
         if any(end.value == value for end in program.outputs):
-            raise ValueError(f"{who}, and {value} is a result, which has a shape that is known before: leave it out.")
+            raise ValueError(f"{subject}, and {value} is a result, which has a fixed shape: leave it out.")
 
 
 def _sources(model: Model, stage: int) -> set[Any]:
     return {source[0] if isinstance(source, tuple) else source for source in model.sources(stage)}
 
 
-BY_SIZES = "the data say how many rows its exchange brings"
+SIZES_ARE_DATA = "the data say how many rows its exchange brings"
 WHOLE_BLOCKS = (
-    "Place dispatch, experts, combine and what reads that on one rank: by a list such as fpipe.place([0, 1, 1, 1, 1]) "
-    "in front of a schedule of one chunk a rank, which keeps it, or by chunks that begin with a dispatch."
+    "Place dispatch, experts, combine and its reader on one rank, such as by fpipe.place([0, 1, 1, 1, 1]) in front of "
+    "the schedule."
 )
 UNDER_AUTOGRAD = "a stage runs under autograd, without a trace, and its I computes what W hands over"
 
@@ -206,59 +230,66 @@ TRANSFERS = ("SEND", "RECV", "OFFLOAD", "LOAD")
 
 
 class Copies(NamedTuple):
-    """The copies of a program's values: `origin` of a copy, copies `of` a value, and `moves` between two devices."""
+    """The copies of a program's values that its transfers make.
 
-    origin: Mapping[Value, Value]
-    of: Mapping[Value, Sequence[Value]]
+    Attributes:
+        source_by_copy: the value that a copy is of, in the end.
+        copies_by_source: all copies of a value.
+        moves: for a copy on another device than its value, both devices: from, to.
+    """
+
+    source_by_copy: Mapping[Value, Value]
+    copies_by_source: Mapping[Value, Sequence[Value]]
     moves: Moves
 
-    def as_received(self, value: Value, known: AbstractTree) -> AbstractTree:
-        """Return the abstract tree of a value as it arrives: on another device it is in memory of its own."""
-        home, there = self.moves.get(value, (None, None))
-        if there is None or known is OPAQUE:
-            return known
+    def as_received(self, value: Value, abstract: AbstractTree) -> AbstractTree:
+        """Return the abstract tree of a received value: on another device it is in memory of its own."""
+        home, target = self.moves.get(value, (None, None))
+        if target is None or abstract is OPAQUE:
+            return abstract
         leaves = (
-            in_own_storage(leaf.aval._replace(device=there))
+            fact_in_own_storage(leaf.aval._replace(device=target))
             if isinstance(leaf, Fact) and leaf.aval.device == home
             else leaf
-            for leaf in known.leaves
+            for leaf in abstract.leaves
         )
-        return known._replace(leaves=tuple(leaves))
+        return abstract._replace(leaves=tuple(leaves))
 
-    def each(self, value: Value) -> list[Value]:
-        """Return the value that this is a copy of, and all its copies."""
-        source = self.origin.get(value, value)
-        return [source, *self.of.get(source, ())]
+    def all_copies(self, value: Value) -> list[Value]:
+        """Return a value and all its copies, of which `value` is any."""
+        source = self.source_by_copy.get(value, value)
+        return [source, *self.copies_by_source.get(source, ())]
 
 
 def copies_of(ops: Iterable[Op], moves: Moves) -> Copies:
-    """Return the copies that transfers make, where `moves` has those between two devices."""
-    origin, of = dict[Value, Value](), dict[Value, list[Value]]()
-    landing = dict[Value, tuple[torch.device, torch.device]]()
+    """Return the copies that transfers make; `moves` has the values that change their device."""
+    source_by_copy, copies_by_source = dict[Value, Value](), dict[Value, list[Value]]()
+    moves_by_copy = dict[Value, tuple[torch.device, torch.device]]()
     for op in ops:
-        for read, written in zip(op.reads, op.writes, strict=True) if op.kind in TRANSFERS else ():
-            source = origin[written] = origin.get(read, read)
-            of.setdefault(source, []).append(written)
-            if op.kind == "RECV" and read in moves:
-                landing[written] = moves[read]
-    return Copies(origin, of, landing)
+        for read_value, copy in zip(op.reads, op.writes, strict=True) if op.kind in TRANSFERS else ():
+            # A copy of a copy, as a RECV makes of what a SEND wrote, is a copy of the first value.
+            source = source_by_copy[copy] = source_by_copy.get(read_value, read_value)
+            copies_by_source.setdefault(source, []).append(copy)
+            if op.kind == "RECV" and read_value in moves:
+                moves_by_copy[copy] = moves[read_value]
+    return Copies(source_by_copy, copies_by_source, moves_by_copy)
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """A program as it is known before it runs.
+    """All that is known of a program before it runs.
 
     Attributes:
-        context, untraced: of the step.
-        copies: what travels.
-        calls: of its stages.
+        context, untraced: the context of the step, and its stages that run under autograd.
+        copies: the copies that transfers make.
+        calls: the calls of its stages.
         trees: the abstract tree of every value.
-        runs: each stage on each microbatch, and `cuts` how it is cut for that.
+        runs, cuts: for each stage, microbatch and slice, how the stage runs and how it is cut.
         loss_storage: the storage of the loss's cotangent.
     """
 
     context: StepContext
-    untraced: Untraced
+    untraced: UntracedStages
     copies: Copies
     calls: StageCalls
     trees: Mapping[Value, AbstractTree]
@@ -267,12 +298,12 @@ class Shapes:
     loss_storage: int
 
     def is_untraced(self, op: Op) -> bool:
-        """Whether an op is of a stage that runs under autograd."""
-        return self.untraced.has(op)
+        """Whether an op's stage runs under autograd."""
+        return self.untraced.runs(op)
 
 
-def ops_of(program: Program, context: StepContext) -> list[Op]:
-    """Return the ops to lower: pairs as their parts, without FREEs, and without carries that nobody asks for."""
+def ops_to_lower(program: Program, context: StepContext) -> list[Op]:
+    """Return the ops to lower: without FREEs, joint ops as their parts, and no carries for stages without them."""
     ops = [part for op in program.ops for part in op.parts or (op,) if part.kind != "FREE"]
     if program.slices == 1:
         return ops

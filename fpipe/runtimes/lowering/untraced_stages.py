@@ -1,15 +1,16 @@
-"""Run a stage that cannot be traced: once on zeros, to know what it will write, and in each step under autograd.
+"""Run a stage that cannot be traced: once on zeros, to learn the shapes, and in each step under autograd.
 
     1F0: y[0,0] float32[8, 512]        --> F on zeros -->        y[1,0] float32[8, 512]   loss[1,0] float32[]
 
-So each rank knows what others will send it. Shapes may not depend on data, so any data do. Which leaves get a gradient
-may depend on data, as in an expert that no row is sent to; so each leaf that wants a gradient gets one, zeros if need
-be.
+A rank must know the shapes that others will send it. They may not depend on data, so any data will do; zeros end most
+loops at once, and every rank can make them, without the parameters of another. Which leaves get a gradient
+may depend on data, as in an expert that no row is sent to. A parameter without one stays without one, as in autograd,
+for sums, updates and results; every other reader, such as a SEND, reads zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -18,52 +19,61 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.language.graph import Aval, Fact, aval, in_own_storage
-from fpipe.graphs.tracing.exchanged import Exchanged
+from fpipe.graphs.language.graph import Aval, Fact, aval_of_tensor, fact_in_own_storage
+from fpipe.graphs.tracing.collective_stage import CollectiveStage
 from fpipe.meaning.by_autograd import StepContext, forward
 from fpipe.meaning.meaning import RULES
-from fpipe.meaning.purity.ambient import Casts, Untraceable, casting
-from fpipe.meaning.purity.attributes import Attributes, modules_of
-from fpipe.meaning.purity.own_memory import is_strided, layout_of, span
+from fpipe.meaning.purity.ambient import AutocastSettings, Untraceable, autocast_as
+from fpipe.meaning.purity.attributes import AttributeSnapshot, modules_of
+from fpipe.meaning.purity.write_guard import is_strided, layout_of, storage_span
 from fpipe.model import Model, Stage
 from fpipe.positional_stage import of_net
 from fpipe.program import Op, Value
-from fpipe.runtimes.lowering.lowered import OPAQUE, AbstractTree, Leaves, aval_of, dense, wanting_fact, whole
-from fpipe.runtimes.lowering.stage_calls import WHOLE_BLOCKS, by_sizes, is_sized
+from fpipe.runtimes.lowering.lowered import (
+    OPAQUE,
+    AbstractTree,
+    Leaves,
+    aval_of_leaf,
+    fact_wanting_grad,
+    is_dense_fact,
+    unflatten_value,
+)
+from fpipe.runtimes.lowering.stage_calls import WHOLE_BLOCKS, has_data_sizes, stages_with_data_sizes
 
-KEPT = ("res", "wres")
+RESIDUALS = ("res", "wres")
 """Values that autograd keeps for a later op of their stage."""
 Results = Mapping[tuple[str, int], AbstractTree]
 
 
 class DryRuns:
-    """Runs of a program's stages on zeros, one for all microbatches that are alike."""
+    """Runs of a program's stages on zeros, one for all microbatches with equal shapes."""
 
     def __init__(self, context: StepContext) -> None:
-        alone = replace(context.model, stages=tuple(map(_alone, context.model.stages)))
+        alone = replace(context.model, stages=tuple(map(_without_exchange, context.model.stages)))
         self._context = replace(context, model=alone, key=context.key or 0, watch_saved=False)
         self._sizes: dict[Value, Tensor] = {}
         self._forwards: dict[Any, tuple[Op, Sequence[AbstractTree]]] = {}
         self._gradients: dict[Any, Results] = {}
         self._results: dict[Any, Results] = {}
 
-    def written(self, op: Op, trees: Mapping[Value, AbstractTree]) -> list[AbstractTree]:
+    def infer_writes(self, op: Op, trees: Mapping[Value, AbstractTree]) -> list[AbstractTree]:
         """Return the abstract values that an op writes, each in its own memory.
 
         Raises Untraceable if the stage does not run on zeros.
         """
-        place, reads = op[1:4], [trees[value] for value in op.reads]
+        # One run of forward and backward tells the gradients of a B, or of an I and its W: the W finds them here.
+        coordinates, reads = op[1:4], [trees[value] for value in op.reads]
         if op.kind in "FR":
-            self._forwards.setdefault(place, (op, reads))
+            self._forwards.setdefault(coordinates, (op, reads))
         results: Results = {}
         if op.kind in "BI":
-            results = self._gradients[place] = self._once(op, reads)
+            results = self._gradients[coordinates] = self._cached_run(op, reads)
         elif op.kind == "F":
-            results = self._once(op, reads)
+            results = self._cached_run(op, reads)
         elif op.kind == "W":
-            results = self._gradients[place]
-        abstracts = [OPAQUE if v.name in KEPT else _in_own_storages(results[v.name, v.port]) for v in op.writes]
-        if op.kind == "F" and is_sized(self._context.model, op.stage):
+            results = self._gradients[coordinates]
+        abstracts = [OPAQUE if v.name in RESIDUALS else _in_own_storages(results[v.name, v.port]) for v in op.writes]
+        if op.kind == "F" and has_data_sizes(self._context.model, op.stage):
             self._note_sizes([pair for pair in zip(op.writes, abstracts, strict=True) if pair[0].name == "y"])
         return abstracts
 
@@ -77,93 +87,127 @@ class DryRuns:
         leaves = [zeros(leaf.aval) if isinstance(leaf, Fact) else leaf for leaf in abstract.leaves]
         if value in self._sizes:
             leaves[-1] = self._sizes[value].clone()
-        return whole(abstract, leaves)
+        return unflatten_value(abstract, leaves)
 
-    def _once(self, op: Op, reads: Sequence[AbstractTree]) -> Results:
-        first, first_reads = self._forwards[op[1:4]]
+    def _cached_run(self, op: Op, reads: Sequence[AbstractTree]) -> Results:
+        # The key of a run: everything that its results depend on. Microbatches with equal shapes share one.
+        forward_op, forward_reads = self._forwards[op[1:4]]
         model = self._context.model
-        names = [(o.kind, [(v.name, v.stage, v.port) for v in (*o.reads, *o.writes)]) for o in (op, first)]
-        avals = [(abstract.spec, *map(aval_of, abstract.leaves)) for abstract in (*reads, *first_reads)]
+        value_names = [(o.kind, [(v.name, v.stage, v.port) for v in (*o.reads, *o.writes)]) for o in (op, forward_op)]
+        avals = [(abstract.spec, *map(aval_of_leaf, abstract.leaves)) for abstract in (*reads, *forward_reads)]
         asks = model.stages[op.stage or 0].asks
         number = op.microbatch if "microbatch" in asks else self._context.turn(op) if "turn" in asks else None
-        sizes = [self._sizes[value] for value in first.reads if value in self._sizes]
-        key = op.stage, number, op.slice, repr((names, avals, sizes))
+        sizes = [self._sizes[value] for value in forward_op.reads if value in self._sizes]
+        key = op.stage, number, op.slice, repr((value_names, avals, sizes))
         if key not in self._results:
-            function, who = model.stages[op.stage or 0].forward, model.who(op.stage or 0)
-            attributes = Attributes(modules_of(of_net(function) or function), contents=True)
+            function, stage_name = model.stages[op.stage or 0].forward, model.who(op.stage or 0)
+            # A run on zeros must leave no trace in a module, such as a counter of calls.
+            attributes = AttributeSnapshot(modules_of(of_net(function) or function), with_containers=True)
             try:
-                args = [*map(self._zeros, first.reads, first_reads)]
-                self._results[key] = self._run(op, reads, first._replace(how=()), args)
+                args = [*map(self._zeros, forward_op.reads, forward_reads)]
+                self._results[key] = self._run(op, reads, forward_op._replace(how=()), args)
             except Exception as error:
-                why = f"a run on zeros, to know what it writes, ended in {type(error).__name__}: {error}"
-                raise Untraceable(why).of(op.stage or 0, who) from error
+                reason = f"a run on zeros, to know what it writes, ended in {type(error).__name__}: {error}"
+                raise Untraceable(reason).for_stage(op.stage or 0, stage_name) from error
             finally:
                 attributes.restore()
         return self._results[key]
 
-    def _run(self, op: Op, reads: Sequence[AbstractTree], first: Op, args: Sequence[Any]) -> Results:
-        """Return the abstract values that an op writes, by name and port; of a backward also those of its W."""
+    def _run(self, op: Op, reads: Sequence[AbstractTree], forward_op: Op, args: Sequence[Any]) -> Results:
+        """Return the abstract values that an op (and the W of a backward) writes, by name and port."""
         if op.kind == "F":
-            writes = [value for value in op.writes if value.name not in KEPT]
-            results = forward(first._replace(writes=tuple(writes)), args, self._context)
+            writes = [value for value in op.writes if value.name not in RESIDUALS]
+            results = forward(forward_op._replace(writes=tuple(writes)), args, self._context)
             flows = [value.name in ("y", "again", "carry") for value in writes]
-            return {(v.name, v.port): _abstract(*pair) for v, *pair in zip(writes, results, flows, strict=True)}
-        (residuals,) = forward(first._replace(writes=(Value("res", *op[1:4]),)), args, self._context)
+            return {(v.name, v.port): _abstract_tree(*pair) for v, *pair in zip(writes, results, flows, strict=True)}
+        (residuals,) = forward(forward_op._replace(writes=(Value("res", *op[1:4]),)), args, self._context)
         pairs = zip(op.reads, reads, strict=True)
-        args = [residuals if value.name in KEPT else self._zeros(value, abstract) for value, abstract in pairs]
+        args = [residuals if value.name in RESIDUALS else self._zeros(value, abstract) for value, abstract in pairs]
         leaves = {("dx", port): inputs for port, inputs in enumerate(residuals.inputs)}
         leaves |= {("dcarry", 0): residuals.carry}
         leaves |= {("g", port): params for port, params in enumerate(residuals.params)}
         writes = tuple(Value(name, *op[1:4], port) for name, port in leaves)
         gradients = RULES["B"](op._replace(kind="B", writes=writes), args, self._context)
         return {
-            name: AbstractTree(tuple(map(_gradient, leaves[name], grads)))
+            name: AbstractTree(tuple(map(_gradient_fact, leaves[name], grads)))
             for name, grads in zip(leaves, gradients, strict=True)
         }
 
 
-def _alone(stage: Stage) -> Stage:
-    """A stage as it is where it has nobody to exchange rows with whose sizes are data."""
+def _without_exchange(stage: Stage) -> Stage:
+    """Return a stage whose exchange, if its sizes are data, is with nobody: a run on zeros has no partners."""
     function: Any = stage.forward
-    sized = isinstance(function, Exchanged) and function.sizes
-    return replace(stage, forward=function.over("", 0, 0)) if sized else stage
+    has_sizes = isinstance(function, CollectiveStage) and function.has_sizes
+    return replace(stage, forward=function.bind_group("", 0, 0)) if has_sizes else stage
 
 
-def zeros(known: Aval) -> Tensor:
-    """Zeros of a shape, dtype and strides."""
-    if known.sharding is not None:
+def partial_gradients(ops: Sequence[Op], untraced: Collection[int]) -> frozenset[Value]:
+    """Return the gradients of parameters, and their sums, in which leaves may be missing, whatever the trace says."""
+    # ADD and SCALE hand a missing leaf on as missing.
+    partial_values: set[Value] = set()
+    for op in ops:
+        if op.kind in ("B", "W") and op.stage in untraced:
+            partial_values.update(value for value in op.writes if value.name == "g")
+        elif op.kind in ("ADD", "SCALE") and not partial_values.isdisjoint(op.reads):
+            partial_values.update(op.writes)
+    return frozenset(partial_values)
+
+
+def with_zero_gradients(
+    run: Callable[..., Any],
+    reads: Sequence[Value],
+    trees: Mapping[Value, AbstractTree],
+    partial_values: Collection[Value],
+) -> Callable[..., Any]:
+    """Replace missing gradients by zeros in the lists that an instruction reads."""
+    leaves_by_index = {index: trees[value].leaves for index, value in enumerate(reads) if value in partial_values}
+
+    def run_with_zeros(*lists: Leaves) -> Any:
+        for index, expected in leaves_by_index.items():
+            lists[index][:] = map(_lay_out, expected, lists[index])
+        return run(*lists)
+
+    return run_with_zeros
+
+
+def zeros(aval: Aval) -> Tensor:
+    """Return zeros of an aval's shape, dtype, strides and device."""
+    if aval.sharding is not None:
         raise TypeError("it reads a DTensor, of which other processes have parts")
-    memory = torch.zeros(span(known.shape, known.stride), dtype=known.dtype, device=known.device)
-    return memory.as_strided(known.shape, known.stride).requires_grad_(known.wants)
+    memory = torch.zeros(storage_span(aval.shape, aval.stride), dtype=aval.dtype, device=aval.device)
+    return memory.as_strided(aval.shape, aval.stride).requires_grad_(aval.wants_grad)
 
 
-def _abstract(value: Any, flows: bool) -> AbstractTree:
-    """The abstract value; what flows to other stages may want a gradient for other data than zeros."""
+def _abstract_tree(value: Any, flows: bool) -> AbstractTree:
+    """Return the abstract tree of a value; leaves that flow to other stages count as wanting a gradient.
+
+    With other data than zeros they may want one, even if they do not here.
+    """
     leaves, spec = tree.flatten(value)
     facts = map(_fact, leaves)
-    return AbstractTree(tuple(map(wanting_fact, facts) if flows else facts), spec)
+    return AbstractTree(tuple(map(fact_wanting_grad, facts) if flows else facts), spec)
 
 
 def _fact(leaf: Any) -> Any:
     if isinstance(leaf, Tensor) and not is_strided(leaf):
         raise TypeError(f"it writes a {layout_of(leaf)}")
-    return in_own_storage(aval(leaf)) if isinstance(leaf, Tensor) else leaf
+    return fact_in_own_storage(aval_of_tensor(leaf)) if isinstance(leaf, Tensor) else leaf
 
 
-def _gradient(leaf: Any, grad: Tensor | None) -> Any:
-    """The fact of a leaf's gradient, laid out as the leaf where zeros lead to none."""
+def _gradient_fact(leaf: Any, grad: Tensor | None) -> Any:
+    """Return the fact of a leaf's gradient; laid out as the leaf, if zeros gave it none."""
     if not isinstance(leaf, Tensor) or not leaf.requires_grad:
         return None
     return _fact(torch.empty_like(leaf.detach()) if grad is None else grad)
 
 
 def _in_own_storages(abstract: AbstractTree) -> AbstractTree:
-    leaves = (in_own_storage(leaf.aval) if isinstance(leaf, Fact) else leaf for leaf in abstract.leaves)
+    leaves = (fact_in_own_storage(leaf.aval) if isinstance(leaf, Fact) else leaf for leaf in abstract.leaves)
     return abstract._replace(leaves=tuple(leaves))
 
 
 class UnexpectedValue(ValueError):
-    """A stage under autograd wrote tensors of other shapes or dtypes than for zeros."""
+    """A stage under autograd wrote other shapes or dtypes than in its run on zeros."""
 
 
 def under_autograd(
@@ -172,92 +216,116 @@ def under_autograd(
     writes: Sequence[AbstractTree],
     free: Collection[Value],
     context: StepContext,
-    casts: Casts,
+    casts: AutocastSettings,
     *lists: Any,
 ) -> Sequence[Leaves]:
-    """Run an op of a stage that is not traced; nobody relies on the shapes of the values that are `free`."""
+    """Run an op of a stage that is not traced, by the walk's rule.
+
+    Args:
+        op: the op.
+        reads, writes: the abstract trees of its values.
+        free: the values whose shapes nobody relies on, as only stages without a trace read them.
+        context: the facts of the step; its key comes as the last of `lists`.
+        casts: the autocast settings of the step's signature.
+        lists: the leaves of what it reads.
+    """
+    # A backward runs its forward again where nothing was saved, so it needs the key too.
     if op.kind in "FRBI":
         lists, context = lists[:-1], replace(context, key=lists[-1])
-    if op.kind == "F" and is_sized(context.model, op.stage):
-        _check_as_agreed(op, reads, lists, context.model)
+    if op.kind == "F" and has_data_sizes(context.model, op.stage):
+        _refuse_other_rows(op, reads, lists, context.model)
     args = [
-        whole(abstract, [*map(_wanting, abstract.leaves, leaves)])
+        unflatten_value(abstract, [*map(_requiring_grad, abstract.leaves, leaves)])
         for abstract, leaves in zip(reads, lists, strict=True)
     ]
-    with casting(casts) if casts else nullcontext():
+    with autocast_as(casts) if casts else nullcontext():
         results = RULES[op.kind](op, args, context)
     for leaves in lists:
         leaves.clear()
     return [
-        [result] if abstract is OPAQUE else _conformed(op, value, abstract, result, value in free, context.model)
+        [result] if abstract is OPAQUE else _conform(op, value, abstract, result, value in free, context.model)
         for value, abstract, result in zip(op.writes, writes, results, strict=True)
     ]
 
 
-def _check_as_agreed(op: Op, reads: Sequence[AbstractTree], lists: Sequence[Leaves], model: Model) -> None:
-    """Raise UnexpectedValue if an exchange is handed other rows than processes agreed on; their number may change."""
+def _refuse_other_rows(op: Op, reads: Sequence[AbstractTree], lists: Sequence[Leaves], model: Model) -> None:
+    """Raise UnexpectedValue unless an exchange is handed rows of the shape that processes agreed on."""
     exchange: Any = model.stages[op.stage or 0].forward
     if exchange.size < 2:
         return
-    flowing = [at for at, value in enumerate(op.reads) if value.name != "params"]
-    *agreed, sizes = (aval_of(leaf).shape for at in flowing for leaf in reads[at].leaves)
-    *rows, length = (tuple(getattr(leaf, "shape", ())) for at in flowing for leaf in lists[at])
+    flowing = [index for index, value in enumerate(op.reads) if value.name != "params"]
+    *agreed, sizes = (aval_of_leaf(leaf).shape for index in flowing for leaf in reads[index].leaves)
+    *rows, length = (tuple(getattr(leaf, "shape", ())) for index in flowing for leaf in lists[index])
     if [shape[1:] for shape in rows] != [shape[1:] for shape in agreed] or length != sizes:
-        found, expected = (
-            f"{' and '.join(f'rows of {[*shape[1:]]}' for shape in shapes)} with sizes {[*last]}"
-            for shapes, last in ((rows, length), (agreed, sizes))
+        actual, expected = (
+            f"{' and '.join(f'rows of {[*shape[1:]]}' for shape in shapes)} with sizes {[*sizes_shape]}"
+            for shapes, sizes_shape in ((rows, length), (agreed, sizes))
         )
         raise UnexpectedValue(
-            f"{model.who(op.stage or 0)} is handed {found} in {op.cell}, and the processes along its axis agreed on "
-            f"{expected}, as a run on zeros has them; only how many rows there are may change."
+            f"{model.who(op.stage or 0)} is handed {actual} in {op.cell}, and the processes along its axis agreed on "
+            f"{expected}; only the number of rows may change."
         )
 
 
-def _wanting(known: Any, leaf: Any) -> Any:
-    """A leaf that asks for its gradient, as what it was computed from does."""
-    return leaf.detach().requires_grad_() if isinstance(known, Fact) and known.aval.wants else leaf
+def _requiring_grad(expected: Any, leaf: Any) -> Any:
+    """Return a leaf as the input of an autograd graph, which requires a gradient if its fact wants one."""
+    return leaf.detach().requires_grad_() if isinstance(expected, Fact) and expected.aval.wants_grad else leaf
 
 
-def _conformed(op: Op, value: Value, expected: AbstractTree, result: Any, free: bool, model: Model) -> Leaves:
-    """The leaves of a value in the strides that others know, zeros for no gradient; where `free`, of any shape."""
+def _conform(op: Op, value: Value, expected: AbstractTree, result: Any, free: bool, model: Model) -> Leaves:
+    """Return the leaves of a value in the strides that its readers expect; where `free`, of any shape."""
     leaves, spec = ([*result], None) if expected.spec is None else tree.flatten(result)
     pairs = zip(expected.leaves, leaves, strict=True)
-    if spec == expected.spec and all(_is_as_known(known, leaf, free) for known, leaf in pairs):
-        return leaves if free else [*map(_laid_out, expected.leaves, leaves)]
-    now, before = (", ".join(map(_shown, each)) or "nothing" for each in (leaves, expected.leaves))
-    who = model.who(op.stage or 0)
-    if op.stage in by_sizes(model):
+    if spec == expected.spec and all(_matches(expected_leaf, leaf, free) for expected_leaf, leaf in pairs):
+        # A missing gradient of a parameter stays missing, and then no optimizer touches the parameter.
+        may_lack = value.name == "g"
+        if free:
+            return leaves
+        return [
+            leaf if may_lack and leaf is None else _lay_out(expected_leaf, leaf)
+            for expected_leaf, leaf in zip(expected.leaves, leaves, strict=True)
+        ]
+    actual_text, expected_text = (
+        ", ".join(map(_describe_leaf, value_leaves)) or "nothing" for value_leaves in (leaves, expected.leaves)
+    )
+    subject = model.who(op.stage or 0)
+    difference = f"{op.cell} wrote {value} as {actual_text}, and for zeros as {expected_text}"
+    if op.stage in stages_with_data_sizes(model):
         raise UnexpectedValue(
-            f"{who} reads as many rows as the data say, and {op.cell} wrote {value} as {now}, and for zeros as "
-            f"{before}; what goes to another rank, to a stage with a trace or is a result has one shape. {WHOLE_BLOCKS}"
+            f"{subject} reads as many rows as the data say, and {difference}. What other ranks and traced stages read, "
+            f"and results, have one shape. {WHOLE_BLOCKS}"
         )
     raise UnexpectedValue(
-        f"{who} runs without a trace, and {op.cell} wrote {value} as {now}, and for zeros as {before}; what it hands "
-        "on has one structure and shape, whatever the data: fill it up to a fixed size, with a mask beside, or place "
-        "the stages that read it on this rank and let them run without a trace, too."
+        f"{subject} runs without a trace, and {difference}. What it hands on must have one shape: pad it, or place its "
+        "readers on this rank too, without a trace."
     )
 
 
-def _is_as_known(known: Any, leaf: Any, free: bool) -> bool:
-    if not isinstance(known, Fact):
-        return (type(known), repr(known)) == (type(leaf), repr(leaf))
+def _matches(expected: Any, leaf: Any, free: bool) -> bool:
+    if not isinstance(expected, Fact):
+        return (type(expected), repr(expected)) == (type(leaf), repr(leaf))
     if not isinstance(leaf, Tensor) or not is_strided(leaf):
-        return leaf is None and not known.aval.wants
-    now = aval(leaf)
-    now = now._replace(shape=known.aval.shape, stride=known.aval.stride) if free else now
-    alike = now._replace(stride=known.aval.stride, wants=known.aval.wants) == known.aval
-    return alike and (known.aval.wants or not now.wants) and (now.stride == known.aval.stride or dense(known))
+        return leaf is None and not expected.aval.wants_grad
+    # Strides may differ, since `_lay_out` copies; and a gradient may be wanted that this run has none for.
+    actual = aval_of_tensor(leaf)
+    actual = actual._replace(shape=expected.aval.shape, stride=expected.aval.stride) if free else actual
+    is_equal = actual._replace(stride=expected.aval.stride, wants_grad=expected.aval.wants_grad) == expected.aval
+    return (
+        is_equal
+        and (expected.aval.wants_grad or not actual.wants_grad)
+        and (actual.stride == expected.aval.stride or is_dense_fact(expected))
+    )
 
 
-def _laid_out(known: Any, leaf: Any) -> Any:
-    if not isinstance(known, Fact) or (leaf is not None and leaf.stride() == known.aval.stride):
+def _lay_out(expected: Any, leaf: Any) -> Any:
+    if not isinstance(expected, Fact) or (leaf is not None and leaf.stride() == expected.aval.stride):
         return leaf
-    tensor = zeros(known.aval._replace(wants=False))
+    tensor = zeros(expected.aval._replace(wants_grad=False))
     return tensor if leaf is None else tensor.copy_(leaf.detach())
 
 
-def _shown(leaf: Any) -> str:
-    known = aval(leaf) if isinstance(leaf, Tensor) else leaf.aval if isinstance(leaf, Fact) else None
-    if known is None:
+def _describe_leaf(leaf: Any) -> str:
+    aval = aval_of_tensor(leaf) if isinstance(leaf, Tensor) else leaf.aval if isinstance(leaf, Fact) else None
+    if aval is None:
         return repr(leaf)
-    return f"{known} with strides {[*known.stride]} on {known.device}{', which wants a gradient' * known.wants}"
+    return f"{aval} with strides {[*aval.stride]} on {aval.device}{', which wants a gradient' * aval.wants_grad}"
