@@ -71,7 +71,7 @@ def work(rank: int, file: str, layers: int, way: str, found: Any) -> None:
         own = sum(leaf.nbytes for leaf in fpipe.tree.leaves(mine) if isinstance(leaf, Tensor)) / 2**20
     elif way == "torch.load":
         whole = torch.load(Path(file).with_suffix(".pt"), mmap=True)
-        names = {name for names in model.living(rank) for name in names}
+        names = {name for names in model.owned_param_names(rank) for name in names}
         mine = {name: one.clone() for name, one in whole.items() if name in names}
     found[rank] = peak(), own, time.perf_counter() - start
 

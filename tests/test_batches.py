@@ -303,7 +303,7 @@ run(PRESPLIT, [(X, T), X, (X, T)])
 # What is no pytree went whole to each microbatch, and nobody said so.
 run(fpipe.split(3), ({"x": X, "more": ATTRIBUTES}, T))
     TypeError: inputs['more'] is a SimpleNamespace, no pytree, and holds a tensor (.mask), which no microbatch would get
-    its rows of. Hand in a dict of its entries, or register the class by torch.utils._pytree.register_pytree_node.
+    its rows of. Hand in a dict, or call register_pytree_node.
 run(fpipe.split(3), ((X, Masks([{"left": X}])), T))
     TypeError: inputs[1] is a Masks, no pytree, and holds a tensor (.layers[0]['left']), which no
 run(fpipe.split(3), (X, OwnDict(t=T)))

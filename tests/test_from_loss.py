@@ -586,7 +586,7 @@ def test_stages_that_differ_share_none(monkeypatch: pytest.MonkeyPatch):
 
         batch = torch.randn(4, 4), torch.randn(4, 4)
         model, own = fpipe.from_loss(loss_fn, [torch.randn(4, 4) for _ in range(3)], batch)
-        twins = [stage.forward.twin() for stage in model.stages[1:4]]
+        twins = [stage.forward.sharing_key() for stage in model.stages[1:4]]
         assert twins[0] == twins[2] != twins[1]
     assert traces_of(model, own, batch, monkeypatch) == 5
 

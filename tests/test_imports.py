@@ -116,7 +116,7 @@ def test_the_commands_about_schedules_need_no_torch(tmp_path: Path):
 
 
 def test_what_is_imported_when_it_is_asked_for_is_there():
-    for name, home in fpipe._HOMES.items():
+    for name, home in fpipe._MODULE_BY_NAME.items():
         fpipe.__dict__.pop(name, None)
         assert getattr(fpipe, name) is getattr(sys.modules[f"fpipe.{home}"], name)
         assert name in fpipe.__dict__
@@ -128,10 +128,10 @@ def test_a_type_checker_sees_the_names_that_are_there():
     late = next(node.body for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     imports = [node for node in late if isinstance(node, ast.ImportFrom) and node.module and node.module != "fpipe"]
     names = {node.module.removeprefix("fpipe."): tuple(alias.name for alias in node.names) for node in imports}
-    assert names == fpipe._LATE
+    assert names == fpipe._LAZY_NAMES
     at_once = [node for node in body if isinstance(node, ast.ImportFrom) and str(node.module).startswith("fpipe")]
     public = [alias.name for node in at_once for alias in node.names]
-    assert sorted([*public, *fpipe._HOMES, "interop"]) == sorted(fpipe.__all__)
+    assert sorted([*public, *fpipe._MODULE_BY_NAME, "interop"]) == sorted(fpipe.__all__)
 
 
 def test_dir_shows_the_public_names_and_the_folders():

@@ -294,12 +294,14 @@ def hidden_names() -> set[str]:
         importlib.import_module(f"fpipe.{name}")
     found = {name: getattr(fpipe, name) for name in both}
     return {
-        name for name in found if name in fpipe._HOMES or (inspect.ismodule(found[name]) and hasattr(found[name], name))
+        name
+        for name in found
+        if name in fpipe._MODULE_BY_NAME or (inspect.ismodule(found[name]) and hasattr(found[name], name))
     }
 
 
 def test_public_names_survive_the_import_of_every_module_of_the_root(monkeypatch: pytest.MonkeyPatch):
     assert not hidden_names()
     monkeypatch.setattr(fpipe, "check", sys.modules["fpipe.check"])
-    monkeypatch.setitem(fpipe._HOMES, "program", "program")
+    monkeypatch.setitem(fpipe._MODULE_BY_NAME, "program", "program")
     assert hidden_names() == {"check", "program"}

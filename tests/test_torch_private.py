@@ -15,24 +15,24 @@ from fpipe.torch_internals import (
     StorageWeakRef,
     TorchDispatchMode,
     all_ops,
-    arguments_of,
-    each_times,
-    forbids_saved_tensors_hooks,
     function_behind,
     in_fake_mode,
+    is_hooks_forbidden_error,
+    is_leaf_write_error,
     is_view,
-    is_write_to_leaf,
-    names_of,
+    op_and_overload_names,
     returns_of,
+    scale_each,
+    schema_arguments,
     selective_checkpoint_answers,
     storage_of,
 )
 from fpipe.torch_private.dispatch import (
     NAMESPACES,
+    as_functional,
     c_function_of,
     fake_mode_class,
     fake_tensor_class,
-    functionalize,
     has_kernel,
     is_compiled,
     override_kernel,
@@ -47,13 +47,11 @@ from fpipe.torch_private.fx import count_traced_ops, hide_make_fx, refuse_compil
 def test_errors_of_autograd_are_known_by_their_sentences():
     with pytest.raises(RuntimeError) as error:
         torch.ones(2, requires_grad=True).add_(1)
-    assert is_write_to_leaf(error.value), "a write to a leaf has another sentence: stages that write are not named"
+    assert is_leaf_write_error(error.value), "a write to a leaf has another sentence: stages that write are not named"
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     with hooks, pytest.raises(RuntimeError) as error:
         torch.func.grad(torch.sin)(torch.ones(()))
-    assert forbids_saved_tensors_hooks(error.value), (
-        "torch.func refuses hooks in another sentence: record= is not named"
-    )
+    assert is_hooks_forbidden_error(error.value), "torch.func refuses hooks in another sentence: record= is not named"
 
 
 def test_torch_lists_the_ops_it_knows():
@@ -73,10 +71,12 @@ def test_an_op_is_an_overload_with_a_kernel():
 
 def test_an_op_tells_what_it_takes_and_mutates():
     op = torch.ops.aten.add_.Tensor
-    first, *_ = arguments_of(op)
+    first, *_ = schema_arguments(op)
     assert [first.name, first.alias_info.is_write] == ["self", True], "ops in place are not seen: traces are wrong"
     assert returns_of(op)[0].alias_info is not None, "ops that make tensors are not told from those that hand them on"
-    assert names_of(op) == ("add_", "Tensor"), "an op in place is not replaced by its twin: traces run once more"
+    assert op_and_overload_names(op) == ("add_", "Tensor"), (
+        "an op in place is not replaced by its twin: traces run once more"
+    )
     x = torch.ones(2)
     assert c_function_of(op)(x, 1) is x, "graphs run, but call some ops by their slow overload"
 
@@ -114,7 +114,7 @@ def test_a_function_of_torch_compile_is_told():
 
 
 def test_tensors_are_multiplied_in_one_call():
-    made = each_times([torch.ones(2), torch.ones(())], [2.0, 3.0])
+    made = scale_each([torch.ones(2), torch.ones(())], [2.0, 3.0])
     assert [one.tolist() for one in made] == [[2, 2], 3], "losses cannot be weighed"
 
 
@@ -175,7 +175,7 @@ def test_errors_of_fake_tensors_are_logged_outside(caplog: pytest.LogCaptureFixt
 
 def test_a_function_is_made_functional():
     x = torch.ones(2)
-    assert functionalize(lambda x: x.clone().add_(1))(x).tolist() == [2, 2], "ops in place cannot be rewritten"
+    assert as_functional(lambda x: x.clone().add_(1))(x).tolist() == [2, 2], "ops in place cannot be rewritten"
 
 
 def test_a_function_is_traced_with_the_ops_that_run_without_a_trace():

@@ -83,7 +83,7 @@ def test_forward_mode_loads_without_a_warning():
 
 def test_what_a_module_holds_is_in_three_dicts_that_bind():
     norm = nn.Sequential(nn.BatchNorm1d(2))
-    own, whole = torch_internals.held_by(norm[0]), torch_internals.held_by(norm)
+    own, whole = torch_internals.direct_members(norm[0]), torch_internals.direct_members(norm)
     assert [*own.parameters] == ["weight", "bias"], "parameters are elsewhere: a frozen one would go unseen"
     assert whole.children == {"0": norm[0]}, "children are elsewhere: one that was exchanged would go unseen"
     own.buffers["running_mean"] = torch.ones(2)
@@ -92,7 +92,7 @@ def test_what_a_module_holds_is_in_three_dicts_that_bind():
 
 def test_tensors_bound_to_modules_are_told():
     told = list[str]()
-    with torch_internals.told_of_bindings(lambda module, name: told.append(name)):
+    with torch_internals.watch_bindings(lambda module, name: told.append(name)):
         norm = nn.BatchNorm1d(2)
         norm.running_mean = torch.ones(2)
     norm.running_mean = torch.zeros(2)

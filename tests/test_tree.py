@@ -41,14 +41,14 @@ def test_registered_classes_are_containers_and_others_are_leaves():
 def test_dicts_of_another_order_meet_by_key():
     one, other = {"a": 1, "b": 2}, {"b": 20, "a": 10}
     assert tree.tree_map(lambda x, y: (x, y), one, other) == {"a": (1, 10), "b": (2, 20)}
-    assert list(tree.like(one, other).items()) == [("a", 10), ("b", 20)]
-    assert tree.difference(one, other) is None
+    assert list(tree.in_order_of(one, other).items()) == [("a", 10), ("b", 20)]
+    assert tree.first_difference(one, other) is None
 
 
 def test_difference_names_the_first_place():
-    assert tree.difference(({"a": 1, "b": 2},), ({"a": 1, "c": 2},)) == "[0]['b']"
-    assert tree.difference([1], [1, 2]) == "[1]"
-    assert tree.difference([1], [[1]]) == "[0]"
+    assert tree.first_difference(({"a": 1, "b": 2},), ({"a": 1, "c": 2},)) == "[0]['b']"
+    assert tree.first_difference([1], [1, 2]) == "[1]"
+    assert tree.first_difference([1], [[1]]) == "[0]"
 
 
 def test_paths_read_like_python():

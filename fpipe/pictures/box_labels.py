@@ -102,9 +102,9 @@ class BoxLabels:
 
 def _continues_run(previous: Bar, bar: Bar) -> bool:
     """Whether a bar is the next microbatch of the same stage and kind, right after the bar before."""
-    rows = [(box.op.kind, box.op.stage, box.op.slice, box.top, box.depth) for box in (previous, bar)]
+    traits = [(box.op.kind, box.op.stage, box.op.slice, box.top, box.depth) for box in (previous, bar)]
     is_next = previous.op.microbatch is not None and bar.op.microbatch == previous.op.microbatch + 1
-    return rows[0] == rows[1] and is_next and abs(bar.start - previous.end) <= 1e-9 * max(1.0, bar.start)
+    return traits[0] == traits[1] and is_next and abs(bar.start - previous.end) <= 1e-9 * max(1.0, bar.start)
 
 
 def draw_legend(drawing: Drawing, panels: Sequence[Panel], style: Style, has_arrows: bool, y: float) -> float:

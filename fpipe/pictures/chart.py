@@ -57,8 +57,8 @@ def draw_chart(plan: RunPlan, width_px: float | None, style: Style) -> Drawing:
         high_time + (high_time - low_time or high_time) * 0.08,
     )
 
-    def x_of(memory_text: float) -> float:
-        return left + (memory_text - low_memory) / (high_memory - low_memory) * span
+    def x_of(amount: float) -> float:
+        return left + (amount - low_memory) / (high_memory - low_memory) * span
 
     def y_of(seconds: float) -> float:
         return top + (high_time - seconds * time.per_second) / (high_time - low_time) * height

@@ -75,9 +75,8 @@ def lay_out(
     # 2. Panels from top to bottom. Memory curves in one unit share their scale, so that panels can be compared.
     y = EDGE
     for panel in panels:
-        timelines = [drawn.timeline for drawn in panels if drawn.timeline.in_bytes is panel.timeline.in_bytes]
-        peaks = [peak for timeline in timelines for peak in timeline.peak]
-        y = _Painter(drawing, panel, style, arrows, keep_all).paint(y, max(peaks, default=0.0) if style.memory else 0.0)
+        max_peak = _max_peak(panels, panel.timeline.in_bytes) if style.memory else 0.0
+        y = _Painter(drawing, panel, style, arrows, keep_all).paint(y, max_peak)
     y = _draw_axis(drawing, y)
     drawing.height = (draw_legend(drawing, panels, style, arrows, y) if style.legend else y) + EDGE
     # 3. Shapes that look alike in a row, so that a format can write or draw them at once.
@@ -98,6 +97,11 @@ _LAYERS = (Rect, Area, Line, Text)
 def _drawing_order(shape: Shape) -> tuple[bool, int, str, float]:
     layer = -1 if isinstance(shape, Line) and shape.is_behind else _LAYERS.index(type(shape))
     return not shape.grid, layer, shape.paint, shape.size if isinstance(shape, Text) else 0.0
+
+
+def _max_peak(panels: Sequence[Panel], in_bytes: bool) -> float:
+    peaks = [peak for panel in panels if panel.timeline.in_bytes is in_bytes for peak in panel.timeline.peak]
+    return max(peaks, default=0.0)
 
 
 def _side_margins(panels: Sequence[Panel], style: Style, unit: str) -> tuple[float, float]:
@@ -153,8 +157,8 @@ class _Painter:
         self.clock, self.scale = drawing.clock, drawing.span / (drawing.end - drawing.start or 1.0)
         self.height = 26.0 if panel.ranks <= 8 else 20.0 if panel.ranks <= 16 else 14.0
         # Ops are parted by a line of paper. On ops of 3 pixels it would be a third, so there it is thin, and then none.
-        narrow = typical_length([panel]) * self.scale
-        self.edge = 1.0 if narrow > 7 else THIN if narrow > 2 else 0.0
+        typical_width = typical_length([panel]) * self.scale
+        self.edge = 1.0 if typical_width > 7 else THIN if typical_width > 2 else 0.0
         self.gap = 9.0 if panel.ranks <= 8 else 5.0
         # On paper rows are as low as their text allows; two ops that share a lane have half of it each.
         self.is_on_paper = style.width_mm is not None
@@ -198,9 +202,9 @@ class _Painter:
             # A page decides on labels itself while it is zoomed, so all are kept. Elsewhere a bar without room for a
             # label may be part of a run of bars that share one.
             labels = {} if self.keep_all else {bar: self.label_of(lane, bar) for bar in bars}
-            merged = self.draw_run_labels(lane, [bar for bar, label in labels.items() if not label])
+            edge_by_bar = self.draw_run_labels(lane, [bar for bar, label in labels.items() if not label])
             for bar in bars:
-                self.draw_bar(lane, bar, merged.get(bar, self.edge), labels.get(bar))
+                self.draw_bar(lane, bar, edge_by_bar.get(bar, self.edge), labels.get(bar))
         for transfer in panel.blocking_transfers:
             self.draw_sending(transfer)
         for transfer in panel.transfers if self.has_arrows else ():
@@ -218,16 +222,16 @@ class _Painter:
 
     def draw_heading(self, y: float) -> float:
         """Draw the name and the figures, in as many lines as they need; return where they end."""
-        room = self.drawing.width - 2 * EDGE
-        names = textwrap.wrap(self.panel.name, max(1, int((room - 10) / 10)))
-        facts = textwrap.wrap(self.panel.figures, max(1, int(room / (12 * GLYPH)))) if self.style.figures else []
+        width = self.drawing.width - 2 * EDGE
+        names = textwrap.wrap(self.panel.name, max(1, int((width - 10) / 10)))
+        figures = textwrap.wrap(self.panel.figures, max(1, int(width / (12 * GLYPH)))) if self.style.figures else []
         for name in names:
             self.drawing.fixed.append(Text(EDGE, y + 13, name, size=13, bold=True))
             y += 18
-        if names and facts and _bold_width(names[-1]) + 12 * GLYPH * len(self.panel.figures) <= room:
+        if names and figures and _bold_width(names[-1]) + 12 * GLYPH * len(self.panel.figures) <= width:
             self.drawing.fixed.append(Text(EDGE + _bold_width(names[-1]), y - 5, self.panel.figures, "faint", 12))
-            facts = []
-        for line in facts:
+            figures = []
+        for line in figures:
             self.drawing.fixed.append(Text(EDGE, y + 13, line, "faint", 12))
             y += 18
         return y + 6 if names or self.style.figures else y

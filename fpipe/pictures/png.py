@@ -37,9 +37,9 @@ def render_raster(drawing: Drawing, style: Style, ending: str) -> bytes:
     _draw_shapes(drawing, figure.add_axes((0, 0, 1, 1)))
     file = io.BytesIO()
     # Without the version or the date, equal drawings are equal files.
-    about = {"Software": None} if ending == "png" else {"CreationDate": None}
+    metadata = {"Software": None} if ending == "png" else {"CreationDate": None}
     with matplotlib.rc_context({"pdf.fonttype": 42}):  # TrueType: journals refuse Type 3 fonts
-        figure.savefig(file, format=ending, metadata=about)
+        figure.savefig(file, format=ending, metadata=metadata)
     return file.getvalue()
 
 

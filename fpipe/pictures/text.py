@@ -109,8 +109,10 @@ def draw_to_scale(
         for rank in range(panel.ranks):
             for lane in LANES:
                 if lane == "main" or (rank, lane) in panel.lanes:
-                    head = _row_head(panel, rank) if lane == "main" else f"{lane} ".rjust(len(_row_head(panel, rank)))
-                    lines.append((panel, [(head + "| ", None), *_lane_pieces(panel, (rank, lane), scale, short_kinds)]))
+                    head = _row_head(panel, rank)
+                    head = head if lane == "main" else f"{lane} ".rjust(len(head))
+                    pieces = _lane_pieces(panel, (rank, lane), scale, short_kinds)
+                    lines.append((panel, [(head + "| ", None), *pieces]))
     lines.append((panels[-1], [(_axis_line(start, end, scale, margin, width), None)]))
     if short_kinds:
         drawn_kinds = {part.kind for op, _, _ in bars for part in op.parts or (op,)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
-from fpipe.limits import whole
+from fpipe.limits import check_whole_number
 from fpipe.schedules.named import NamedSchedule, parse
 from fpipe.schedules.registry import names
 from fpipe.timing.cluster import Cluster
@@ -41,7 +41,7 @@ class Machine:
     flops: float | None = None
 
     def __post_init__(self) -> None:
-        whole("ranks", self.ranks)
+        check_whole_number("ranks", self.ranks)
         if self.memory is not None:
             _check_amount("memory", self.memory, "the most that a rank may hold, above 0")
         # A cluster says ranks and replicas too. It may have ranks to spare, but not another number of replicas.
@@ -49,7 +49,7 @@ class Machine:
         if links is not None and len(links.speed) < self.ranks:
             raise ValueError(f"there are {self.ranks} ranks, and the cluster has {len(links.speed)}.")
         if self.replicas is not None:
-            whole("replicas", self.replicas)
+            check_whole_number("replicas", self.replicas)
         if links is not None and links.replicas > 1 and self.replicas not in (None, links.replicas):
             raise ValueError(f"replicas={self.replicas}, and the cluster has {links.replicas}; say them once.")
 

@@ -15,7 +15,7 @@ from itertools import accumulate, takewhile
 from math import inf, isfinite
 from typing import Any, Literal, NamedTuple, cast, overload
 
-from fpipe.limits import whole
+from fpipe.limits import check_whole_number
 from fpipe.program import Op
 from fpipe.timing.balance import balance, scale_to_integers
 from fpipe.timing.costs import Costs
@@ -107,20 +107,20 @@ def plan(
         raise ValueError("memory= and limit= go together: say both, or neither.")
     if limit is not None and not (isinstance(limit, int | float) and limit >= 0):
         raise ValueError(f"limit is in bytes, at least 0; found {limit!r}.")
-    given_costs: Any = costs
-    if not isinstance(given_costs, Costs) and not (
-        isinstance(given_costs, Collection)
-        and all(isinstance(model, Costs) for model in cast("Collection[object]", given_costs))
+    costs_argument: Any = costs
+    if not isinstance(costs_argument, Costs) and not (
+        isinstance(costs_argument, Collection)
+        and all(isinstance(model, Costs) for model in cast("Collection[object]", costs_argument))
     ):
-        raise TypeError(f"costs is an fpipe.Costs, or a list of them; found {type(given_costs).__name__}.")
-    several = not isinstance(costs, Costs)
+        raise TypeError(f"costs is an fpipe.Costs, or a list of them; found {type(costs_argument).__name__}.")
+    has_several_models = not isinstance(costs, Costs)
     for name, values in (("stages", stages), ("memory", memory)):
-        if several and values is not None and not isinstance(values, Collection):
+        if has_several_models and values is not None and not isinstance(values, Collection):
             raise TypeError(f"{name} is a list with an entry for each model, found {values!r}.")
     # 2. One of each for each model. Only the last model can run forward and backward together: its loss is at its end.
-    models = list(costs) if several else [costs]
-    counts = list(stages) if several and stages is not None else [stages] * len(models)
-    sizes = list(memory) if several and memory is not None else [memory] * len(models)
+    models = list(costs) if has_several_models else [costs]
+    counts = list(stages) if has_several_models and stages is not None else [stages] * len(models)
+    sizes = list(memory) if has_several_models and memory is not None else [memory] * len(models)
     if not len(models) == len(counts) == len(sizes) or not models:
         raise ValueError(f"stages and memory have an entry for each of {len(models)} models.")
     earlier_runs: list[RunMode] = ["train"] if run == "fused" else [run]
@@ -130,7 +130,7 @@ def plan(
     arguments = zip(models, counts, runs, sizes, strict=True)
     layers = _scale_models([_make_layers(*model_arguments, byte_limit) for model_arguments in arguments])
     plans = _fill_ranks(_plan_fewest_turns(layers, ranks, threshold), layers, ranks)
-    return tuple(plans) if several else plans[0]
+    return tuple(plans) if has_several_models else plans[0]
 
 
 class _Layers(NamedTuple):
@@ -151,7 +151,7 @@ class _Layers(NamedTuple):
 def _make_layers(costs: Costs, stages: Any, run: RunMode, memory: Any, limit: float) -> _Layers:
     # How many stages there are follows from the lists among the fields of costs, or is said.
     if stages is not None:
-        whole("stages", stages)
+        check_whole_number("stages", stages)
     if memory is not None and (not isinstance(memory, Collection) or isinstance(memory, str)):
         raise TypeError(f"memory lists the bytes of each stage, found {memory!r}.")
     lengths = {len(row) for row in vars(costs).values() if isinstance(row, Sequence) and not isinstance(row, str)}
@@ -166,16 +166,16 @@ def _make_layers(costs: Costs, stages: Any, run: RunMode, memory: Any, limit: fl
     ops = [Op(kind, stage, 0, None, 0, (), ()) for kind in "FRB" for stage in range(stage_count)]
     seconds = [costs.seconds(op) for op in ops]
     forward, recompute, backward = (seconds[i * stage_count : (i + 1) * stage_count] for i in range(3))
-    weights = [0.0] * stage_count if memory is None else list(memory)
-    if len(weights) != stage_count:
-        raise ValueError(f"memory lists {len(weights)} stages, there are {stage_count}.")
-    for stage, size in enumerate(weights):
+    stage_bytes = [0.0] * stage_count if memory is None else list(memory)
+    if len(stage_bytes) != stage_count:
+        raise ValueError(f"memory lists {len(stage_bytes)} stages, there are {stage_count}.")
+    for stage, size in enumerate(stage_bytes):
         if not isinstance(size, int | float) or not isfinite(size) or size < 0:
             raise ValueError(f"the memory of stage {stage} is in bytes, at least 0; found {size!r}.")
         if size > limit:
             raise ValueError(f"stage {stage} takes {size:g} bytes, and the limit is {limit:g}: cut it.")
     recomputed, fused = ([a + b for a, b in zip(row, backward, strict=True)] for row in (recompute, forward))
-    return _Layers(run, forward, recomputed, fused, weights, limit)
+    return _Layers(run, forward, recomputed, fused, stage_bytes, limit)
 
 
 def _scale_models(models: list[_Layers]) -> list[_Layers]:
@@ -291,16 +291,16 @@ def _fill_ranks(plans: list[Plan], models: list[_Layers], ranks: int) -> list[Pl
     """Cut the most expensive group in two, while there are fewer groups than ranks: a rank without one would idle."""
     while sum(map(_count_groups, plans)) < ranks:
         # A group can be cut if it has two layers and is not the fused one, which is both passes at once.
-        options: list[tuple[float, int, int, int]] = []  # cost, model, pass (0 forward, 1 backward), group
+        candidates: list[tuple[float, int, int, int]] = []  # cost, model, pass (0 forward, 1 backward), group
         for model_index, (plan, model) in enumerate(zip(plans, models, strict=True)):
             for pass_index, costs in enumerate((model.forward, model.recomputed)):
-                options += [
+                candidates += [
                     (sum(costs[layer] for layer in group), model_index, pass_index, index)
                     for index, group in enumerate(plan[pass_index])
                     if len(group) > 1 and not (pass_index and index == 0 and model.run == "fused")
                 ]
-        if options:
-            _, model_index, pass_index, index = max(options)
+        if candidates:
+            _, model_index, pass_index, index = max(candidates)
             costs = (models[model_index].forward, models[model_index].recomputed)[pass_index]
             plans[model_index] = _split_group(plans[model_index], pass_index, index, costs)
         # Else the fused group gives up its first layer, which then goes forward and backward as groups of its own.

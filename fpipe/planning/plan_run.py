@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fpipe.finding.search import search as find
-from fpipe.model import Model, the_model
+from fpipe.model import Model, require_model
 from fpipe.planning.candidates import Candidates, Machine, check_shard_policies
 from fpipe.planning.run_plan import PlanRow, RunPlan
 from fpipe.planning.work import CostsOfParts, Work, home_bytes, work_of_costs, work_of_model
@@ -82,7 +82,7 @@ def plan_run(
     # With example=, or if it looks like a net, `what` must be a Model: say so, rather than that it is no costs.
     report = progress or _report_nothing
     if not isinstance(what, Costs | Mapping) and (example is not None or hasattr(what, "state_dict")):
-        what = the_model(what, "example= goes with a Model;")
+        what = require_model(what, "example= goes with a Model;")
     if isinstance(what, Model):
         if example is None or len(example) not in (2, 3) or rows is not None or stages is not None:
             raise ValueError("a model needs example=(params, batch), and takes no rows= or stages=.")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from fpipe.limits import refuse_too_many_ops, whole
+from fpipe.limits import check_whole_number, refuse_too_many_ops
 from fpipe.model import Model
 from fpipe.planning.candidates import Candidates, Machine, checked_microbatch_counts
 from fpipe.program import PARAMETERS, Program, ProgramError, Value
@@ -208,7 +208,7 @@ def work_of_costs(
     # 1. Costs by rows. One set of costs can only serve microbatches of one size.
     for name, count in (("rows", rows), ("stages", stages)):
         if count is not None:
-            whole(name, count, most=math.inf)
+            check_whole_number(name, count, maximum=math.inf)
     sizes = [1.0 if rows is None else rows / count for count in candidates.microbatches]
     if isinstance(costs, Mapping):
         costs_by_rows = costs

@@ -43,17 +43,17 @@ def memory_bounds(graph: DataGraph, caps: Sequence[int]) -> tuple[list[float], l
     None if microbatches have too many ops to compare all pairs of them.
     """
     # 1. Group ops by microbatch, and microbatches by shape.
-    positions: defaultdict[int | None, list[int]] = defaultdict(list)
+    positions_by_microbatch: defaultdict[int | None, list[int]] = defaultdict(list)
     for position, op in enumerate(graph.ops):
-        positions[op.microbatch].append(position)
-    shapes = [_microbatch_shape(graph, group) for group in positions.values()]
+        positions_by_microbatch[op.microbatch].append(position)
+    shapes = [_microbatch_shape(graph, group) for group in positions_by_microbatch.values()]
     if sum(len(shape) ** 2 for shape in {*shapes}) > _MAX_OP_PAIRS:
         return None
     times_by_shape = {shape: _backward_times(shape) for shape in {*shapes}}
     # 2. Collect, by rank, the earliest first backward, and (life, earliest start, shortest tail) of all residuals.
     first_backward = [float("inf")] * len(caps)
     lives_by_rank: list[list[tuple[float, float, float]]] = [[] for _ in caps]
-    for group, shape in zip(positions.values(), shapes, strict=True):
+    for group, shape in zip(positions_by_microbatch.values(), shapes, strict=True):
         earliest_backwards, life_of_residuals = times_by_shape[shape]
         for index, seconds in earliest_backwards.items():
             rank = shape[index].rank
@@ -166,8 +166,9 @@ def _span_bound(graph: DataGraph, rank: int, cap: int, first_backward: float) ->
         if part.kind in "BI" or (part.kind == "W" and part[1:4] in with_input_gradient)
     }
     forwards = sorted((seconds[position] for position in row if makes_residuals(ops[position])), reverse=True)
-    free = (position for position in row if position not in is_backward and not makes_residuals(ops[position]))
-    return work + max(0.0, first_backward - sum(forwards[:cap]) - sum(seconds[position] for position in free))
+    # Ops that are neither, such as sums, may all run before it.
+    neutral = [position for position in row if position not in is_backward and not makes_residuals(ops[position])]
+    return work + max(0.0, first_backward - sum(forwards[:cap]) - sum(seconds[position] for position in neutral))
 
 
 def _lifespan_bound(lives: list[tuple[float, float, float]], cap: int) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
 
-from fpipe.limits import whole
+from fpipe.limits import check_whole_number
 
 _SECONDS_BY_UNIT = {"ns": Fraction("1e-9"), "us": Fraction("1e-6"), "ms": Fraction("1e-3"), "s": Fraction(1)}
 _BYTES_BY_UNIT = {"B": Fraction(1)} | {
@@ -87,7 +87,7 @@ class Cluster:
         if not size_match or "0" in (size_match[1], size_match[2]):
             raise _parse_error("a cluster begins with its sizes, '2 hosts x 4 ranks' or '4 ranks'", clauses[0])
         hosts, ranks = int(size_match[1] or 1), int(size_match[2])
-        count = whole("the number of a cluster's ranks", hosts * ranks)
+        count = check_whole_number("the number of a cluster's ranks", hosts * ranks)
         # 2. One clause after the other: links by their keyword, speeds and memory rank by rank.
         links, replicas = dict[str, Link](), 1
         speed, memory = [1.0] * count, [math.inf] * count
@@ -102,7 +102,7 @@ class Cluster:
                 if keyword == "replicas":
                     if not tokens or not re.fullmatch(r"0*[1-9]\d{0,8}", tokens[0][0]):
                         raise _parse_error("replicas are a number, at least 1, as in 'replicas 4 20us 25GB/s'", clause)
-                    replicas = whole("the number of a cluster's replicas", int(tokens.pop(0)[0]))
+                    replicas = check_whole_number("the number of a cluster's replicas", int(tokens.pop(0)[0]))
                 links[keyword] = _parse_link(clause, tokens)
                 if keyword == "replicas" and links[keyword].shared:
                     raise _parse_error("replicas have links of their own, which are not shared", clause)

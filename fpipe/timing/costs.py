@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from inspect import Signature, signature
 from typing import Any, Literal
 
-from fpipe.limits import whole
+from fpipe.limits import check_whole_number
 from fpipe.program import Op, Program, Value, is_exchange, kind_of, lane_of
 from fpipe.timing.amounts import (
     EXTRA_COSTS,
@@ -136,7 +136,7 @@ class Costs:
         Costs(forward=5.0, backward_input=6.0, backward_weight=4.0, recompute=None, transfer=1)
         """
         for name, count in (("stages", stages), ("slices", slices)):
-            whole(name, count)
+            check_whole_number(name, count)
         # Each stage and slice of a rank takes an equal part of its seconds.
         share = stages * slices
         return cls(F / share, B / share, W / share, None if R is None else R / share, c)

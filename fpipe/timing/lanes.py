@@ -277,6 +277,7 @@ class _Lanes:
         if self.costs.cluster is None or not self.costs.cluster.has_queues:
             yield from range(len(ops))
             return
+        # A rank that must wait for an op is woken by it: `ranks_waiting_for` maps ops to the ranks that sleep on them.
         rank_ops: list[deque[int]] = [deque() for _ in range(self.program.ranks)]
         for position, op in enumerate(ops):
             rank_ops[op.rank].append(position)

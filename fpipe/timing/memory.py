@@ -77,19 +77,19 @@ def bytes_held(
     """
     parts = [(part, position) for position, op in enumerate(program.ops) for part in op.parts or (op,)]
     output_values = {end.value for end in program.outputs}
-    last_row_by_value = {value: index for index, (op, _) in enumerate(parts) for value in (*op.writes, *op.reads)}
+    last_index_by_value = {value: index for index, (op, _) in enumerate(parts) for value in (*op.writes, *op.reads)}
     dead_by_index: defaultdict[int, list[Value]] = defaultdict(list)
-    for value, index in last_row_by_value.items():
+    for value, index in last_index_by_value.items():
         if value not in output_values:
             dead_by_index[index].append(value)
     # What is freed at the end of an op comes after what the op adds, and before the next op: hence the half.
-    account, steps = Account(program.ranks), MemoryChanges()
+    account, changes = Account(program.ranks), MemoryChanges()
     for index, (op, position) in enumerate(parts):
         written = [(value, storages(value)) for value in op.writes]
         added, freed = account.record_op(op.rank, written, dead_by_index.get(index, ()))
-        steps += [(starts[position], index, rank, size) for rank, size in added]
-        steps += [(ends[position], index + 0.5, rank, -size) for rank, size in freed]
-    return tuple(map(float, account.peak)), steps
+        changes += [(starts[position], index, rank, size) for rank, size in added]
+        changes += [(ends[position], index + 0.5, rank, -size) for rank, size in freed]
+    return tuple(map(float, account.peak)), changes
 
 
 def shares_of_groups(program: Program, groups: OpGroups) -> list[int]:
@@ -125,13 +125,14 @@ def microbatches_held(
     return tuple(to_w), tuple(to_i)
 
 
-def memory_curves(steps: MemoryChanges, share: Sequence[float]) -> list[list[tuple[float, float]]]:
+def memory_curves(changes: MemoryChanges, share_by_rank: Sequence[float]) -> list[list[tuple[float, float]]]:
     """Return (seconds, amount) from each change on, for each rank and in units of its share."""
-    changes_by_rank: list[list[tuple[float, float, float]]] = [[] for _ in share]
-    for seconds, order, rank, change in steps:
+    changes_by_rank: list[list[tuple[float, float, float]]] = [[] for _ in share_by_rank]
+    for seconds, order, rank, change in changes:
         if change:
             changes_by_rank[rank].append((seconds, order, change))
-    return [_memory_curve(sorted(changes), unit) for changes, unit in zip(changes_by_rank, share, strict=True)]
+    pairs = zip(changes_by_rank, share_by_rank, strict=True)
+    return [_memory_curve(sorted(rank_changes), unit) for rank_changes, unit in pairs]
 
 
 def _memory_curve(changes: Sequence[tuple[float, float, float]], unit: float) -> list[tuple[float, float]]:
@@ -145,10 +146,10 @@ def _memory_curve(changes: Sequence[tuple[float, float, float]], unit: float) ->
     return [point for point, previous in zip(points, [(0.0, 0.0), *points], strict=False) if point[1] != previous[1]]
 
 
-def peaks_of(steps: MemoryChanges, ranks: int) -> list[float]:
+def peaks_of(changes: MemoryChanges, ranks: int) -> list[float]:
     """Return the most that each rank holds at once."""
-    steps = sorted(steps)
-    return _running_peaks([rank for _, _, rank, _ in steps], [change for *_, change in steps], ranks)
+    changes = sorted(changes)
+    return _running_peaks([rank for _, _, rank, _ in changes], [change for *_, change in changes], ranks)
 
 
 def residuals_stay_on_rank(program: Program, groups: OpGroups) -> bool:
@@ -219,6 +220,8 @@ def residual_changes(
         for op, sources in zip(program.ops, program.sources, strict=True)
         if op.kind == "RECV"
     }
+    # 1. Where the program says so: copies begin at their writer, and are used until the end of each reader. A RECV
+    # gives the copy a new name, which is mapped back to that of the sent value on this rank.
     begin_by_copy: dict[tuple[Value, int], tuple[float, float]] = {}
     uses_by_copy: defaultdict[tuple[Value, int], list[tuple[float, float]]] = defaultdict(list)
     writer: dict[Value, int] = {}
@@ -236,17 +239,19 @@ def residual_changes(
                 continue
             last_position = weight_position.get(op[1:4], position) if op.kind == "I" and not released else position
             uses_by_copy[copy].append((ends[last_position], last_position + 0.25))
+    # 2. Transfers use the copy on their source, and begin that on their target.
     for value, source, target, _, end in transfers:
         if value.name == "res":
             sent_copy = sent_copy_by_received.get(value, (value, source))
             uses_by_copy[sent_copy].append((end, writer[value] + 0.5))
             begin_by_copy[value, target] = (end, first_reader.get((value, target), len(program.ops)) - 0.5)
-    steps = MemoryChanges()
+    # 3. A copy adds one where it begins, and takes it back at the end of its last use; unused copies stay.
+    changes = MemoryChanges()
     for copy, (seconds, order) in begin_by_copy.items():
-        steps.append((seconds, order, copy[1], 1))
+        changes.append((seconds, order, copy[1], 1))
         if copy in uses_by_copy:
-            steps.append((*max(uses_by_copy[copy]), copy[1], -1))
-    return steps
+            changes.append((*max(uses_by_copy[copy]), copy[1], -1))
+    return changes
 
 
 def _residuals(values: Iterable[Value]) -> Iterator[Value]:

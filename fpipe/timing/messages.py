@@ -74,6 +74,7 @@ def order_messages(
     # Each rank runs its ops until one must wait, and is woken by the op that it waits for. `queues` holds, for a rank
     # and a communicator, the SENDs (a RECV stands as its SEND) in the order in which the rank has queued them.
     rule, ops, sources = MESSAGE_RULES[name], program.ops, program.sources
+    # 1. Rows of ranks, and receives that are posted with other messages.
     receives = {sources[position][0]: position for position, op in enumerate(ops) if op.kind == "RECV"}  # by SEND
     rank_ops: list[deque[int]] = [deque() for _ in range(program.ranks)]
     for position, op in enumerate(ops):
@@ -82,6 +83,7 @@ def order_messages(
         _refuse_communicator_deadlock(program, name, receives)
     # A rank that blocks in each message cannot post others ahead.
     posted_behind = _receives_posted_behind(program) if receives_are_posted_ahead and not rule.is_blocking else {}
+    # 2. What has happened, who waits, and what is queued.
     is_done, is_queued = [False] * len(ops), [False] * len(ops)
     ranks_waiting_for = defaultdict[int, list[int]](list)
     queues = defaultdict[tuple[int, Hashable], deque[int]](deque)
@@ -116,6 +118,7 @@ def order_messages(
                 queues[ops[end].rank, rule.communicator(ops[send].rank, ops[receives[send]].rank)].append(send)
                 yield from deliver(send)
 
+    # 3. Run each rank until it must wait. The op that it waits for makes it runnable again, in `mark_done`.
     runnable_ranks = [*range(len(rank_ops))]
     while runnable_ranks:
         rank = runnable_ranks.pop()
@@ -138,7 +141,7 @@ def order_messages(
             if not is_queued[position]:  # `deliver` yields what is queued
                 yield position
                 mark_done(position)
-    # No rank can run, and some have ops or messages left: they wait for one another.
+    # 4. No rank can run. If some have ops or messages left, they wait for one another.
     if any(rank_ops) or any(queues.values()):
         first_in_queues = [(rank, queue[0]) for (rank, _), queue in queues.items() if queue]
         heads = sorted((rank, _describe_transfer(program, send, receives)) for rank, send in first_in_queues)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import chain
 
-from fpipe.limits import whole
+from fpipe.limits import check_whole_number
 from fpipe.program import Program, building, lane_of, require_program
 from fpipe.timing.amounts import has_varying_cost
 from fpipe.timing.cluster import Cluster
@@ -81,7 +81,7 @@ def simulate(
     if messages is not None:
         costs = replace(costs, messages=messages)
     costs = checked_costs(costs, program)
-    whole("iterations", iterations)
+    check_whole_number("iterations", iterations)
     if iterations > 1 and costs.cluster is not None and costs.cluster.has_queues:
         raise ValueError(f"shared links are simulated for one iteration, found iterations={iterations}.")
     if costs.messages != "eager" and costs.cluster is not None and costs.cluster.has_queues:

@@ -97,29 +97,29 @@ class Timeline(HtmlRepr):
         for output in self.program.outputs:
             writer = self.program.writer[output.value]
             if writer >= 0:
-                travels = any(rank != self.ops[writer].rank for rank in output.homes)
-                arrivals.append(self.ends[writer] + latency * travels)
+                is_remote = any(rank != self.ops[writer].rank for rank in output.homes)
+                arrivals.append(self.ends[writer] + latency * is_remote)
         return max(arrivals, default=0.0)
 
     @cached_property
-    def _busy(self) -> list[tuple[float, float, float]]:
+    def _work_and_span(self) -> list[tuple[float, float, float]]:
         """Work, first start and last end of each rank."""
         return _work_by_rank(self.ops, self.starts, self.ends, self.ranks)
 
     @cached_property
     def makespan(self) -> float:
         """Last end of work over all ranks, in seconds."""
-        return max((last_end for _, _, last_end in self._busy), default=0.0)
+        return max((last_end for _, _, last_end in self._work_and_span), default=0.0)
 
     @cached_property
     def span(self) -> float:
         """Longest time of a rank from its first start to its last end, in seconds."""
-        return max((last_end - first_start for _, first_start, last_end in self._busy), default=0.0)
+        return max((last_end - first_start for _, first_start, last_end in self._work_and_span), default=0.0)
 
     @cached_property
     def idle(self) -> float:
         """Makespan less the mean work of a rank, in seconds."""
-        return self.makespan - self._work
+        return self.makespan - self._mean_work
 
     @cached_property
     def bubble(self) -> float:
@@ -129,12 +129,12 @@ class Timeline(HtmlRepr):
     @cached_property
     def bubble_span(self) -> float:
         """Idle share of the span."""
-        return 1 - self._work / self.span if self.span else 0.0
+        return 1 - self._mean_work / self.span if self.span else 0.0
 
     @cached_property
-    def _work(self) -> float:
+    def _mean_work(self) -> float:
         """Mean work of the ranks that work at all, which a host that only keeps copies does not."""
-        work = [seconds for seconds, _, _ in self._busy if seconds]
+        work = [seconds for seconds, _, _ in self._work_and_span if seconds]
         return sum(work) / len(work) if work else 0.0
 
     @cached_property
@@ -191,20 +191,20 @@ class Timeline(HtmlRepr):
         >>> fpipe.simulate(fpipe.place("linear")(fpipe.program(2)), fpipe.Costs(transfer=0.5)).transfers[0]
         Transfer(value=y[0,0], source=0, target=1, start=1.0, end=1.5)
         """
-        return sorted_transfers(chain.from_iterable(self._moved))
+        return sorted_transfers(chain.from_iterable(self._transfers_by_iteration))
 
     @cached_property
-    def _moved(self) -> tuple[tuple[Transfer, ...], ...]:
+    def _transfers_by_iteration(self) -> tuple[tuple[Transfer, ...], ...]:
         if self.moved is not None or self.program is None or self.costs is None:
             return self.moved or ()
         iterations = simulate_iterations(self.program, self.costs, self.rounds)
         return tuple(tuple(iteration.transfers) for iteration in iterations)
 
     @cached_property
-    def _waiting(self) -> CauseFinder:
+    def _cause_finder(self) -> CauseFinder:
         if self.costs is None or self.program is None:
-            return CauseFinder(self.events, self._moved, {}, Costs())
-        events, transfers, program = self.events, self._moved, self.program
+            return CauseFinder(self.events, self._transfers_by_iteration, {}, Costs())
+        events, transfers, program = self.events, self._transfers_by_iteration, self.program
         # SENDs and RECVs that take time are work of their ranks, on which others wait. This timeline has no events for
         # those that the program does not name, so it is simulated again with all of them.
         if self.costs.send or self.costs.receive:
@@ -230,7 +230,7 @@ class Timeline(HtmlRepr):
                4.5          5  dx[1,0] 1 > 0            needs it
                  5          7  0B0                      needs it
         """
-        return self._waiting.path()
+        return self._cause_finder.path()
 
     @cached_property
     def waits(self) -> tuple[Wait, ...]:
@@ -241,7 +241,7 @@ class Timeline(HtmlRepr):
         >>> [(wait.rank, wait.start, wait.end, wait.op.cell, wait.on.cell) for wait in timeline.waits if wait.op]
         [(0, 1.0, 4.0, '0B0', '1B0'), (1, 0.0, 1.0, '1F0', '0F0')]
         """
-        return self._waiting.waits(self.ranks, self.makespan)
+        return self._cause_finder.waits(self.ranks, self.makespan)
 
     @property
     def in_bytes(self) -> bool:
@@ -258,7 +258,7 @@ class Timeline(HtmlRepr):
         """
         if rank not in range(self.ranks):
             raise ValueError(f"ranks are 0..{self.ranks - 1}, found {rank!r}.")
-        return [*self._held[rank]]
+        return [*self._memory_curves[rank]]
 
     @property
     def lacking(self) -> dict[int, float]:
@@ -276,13 +276,13 @@ class Timeline(HtmlRepr):
         return {rank: peak - memory for rank, (peak, memory) in pairs if peak > memory}
 
     @cached_property
-    def _held(self) -> list[list[tuple[float, float]]]:
+    def _memory_curves(self) -> list[list[tuple[float, float]]]:
         # One walk over the ops finds the changes of all ranks; a walk for each made 3/4 of the time of a large picture.
         if self.steps is not None:
             return memory_curves(self.steps, [1] * self.ranks)
         if self.program is None:
             return [[] for _ in range(self.ranks)]
-        changes = residual_changes(self.program, self.starts, self.ends, self._moved[0])
+        changes = residual_changes(self.program, self.starts, self.ends, self._transfers_by_iteration[0])
         return memory_curves(changes, forwards_per_microbatch(self.program))
 
     def __str__(self) -> str:

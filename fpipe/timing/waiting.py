@@ -77,7 +77,7 @@ class _Cause(NamedTuple):
     """The last event (by number) or transfer that another waited for, until when, and why."""
 
     time: float
-    node: int | Transfer | None
+    activity: int | Transfer | None
     reason: Reason
 
 
@@ -203,18 +203,18 @@ class CauseFinder:
         causes = [self.cause_of_arrival(gradient, home, iteration - 1) for gradient, home in updates]
         return max(causes, key=lambda cause: cause.time, default=_Cause(0.0, None, "start"))
 
-    def find_cause(self, node: int | Transfer) -> _Cause:
+    def find_cause(self, activity: int | Transfer) -> _Cause:
         """Return the cause that held an event or a transfer back."""
-        if isinstance(node, Transfer):
-            return self._cause_of_transfer(node)
+        if isinstance(activity, Transfer):
+            return self._cause_of_transfer(activity)
         # 1. The last of what it reads. A RECV waits for its transfer, not for the SEND.
-        op, start, _ = self.events[node]
-        causes = [self.cause_of_arrival(value, op.rank, node // self.ops_per_round) for value in op.reads]
-        if node in self.transfer_by_recv:
-            causes = [_Cause(self.transfer_by_recv[node].end, self.transfer_by_recv[node], "data")]
+        op, start, _ = self.events[activity]
+        causes = [self.cause_of_arrival(value, op.rank, activity // self.ops_per_round) for value in op.reads]
+        if activity in self.transfer_by_recv:
+            causes = [_Cause(self.transfer_by_recv[activity].end, self.transfer_by_recv[activity], "data")]
         cause = max(causes, key=lambda cause: cause.time, default=_Cause(0.0, None, "start"))
         # 2. The op before it on its lane, if that ended later.
-        previous = self.previous_on_lane[node]
+        previous = self.previous_on_lane[activity]
         if previous is None:
             return cause
         previous_event, reason = previous
@@ -231,49 +231,49 @@ class CauseFinder:
             return _Cause(start, self.transfer_by_end[op.rank, start], "rank")
         return _Cause(free, previous_event, reason) if free >= cause.time else cause
 
-    def _cause_of_transfer(self, node: Transfer) -> _Cause:
+    def _cause_of_transfer(self, activity: Transfer) -> _Cause:
         # Its value, then what else could keep it: both ranks and their queue, or a busy sender, or its link.
-        iteration, start = self.round_by_id[id(node)], node.start
-        is_written = node.value in self.position_by_value
+        iteration, start = self.round_by_id[id(activity)], activity.start
+        is_written = activity.value in self.position_by_value
         cause = (
-            self.cause_of_arrival(node.value, node.source, iteration)
+            self.cause_of_arrival(activity.value, activity.source, iteration)
             if is_written
-            else self.cause_of_update(node.value, iteration)
+            else self.cause_of_update(activity.value, iteration)
         )
         if self.send_seconds:
-            sender = self.send_by_id[id(node)]
+            sender = self.send_by_id[id(activity)]
             cause = _Cause(self.events[sender].start + self.send_seconds, sender, "data")
         if cause.time >= start:
             return cause
         if self.rule is not None:
-            return self._cause_of_meeting(node, self.rule) or cause
+            return self._cause_of_meeting(activity, self.rule) or cause
         if self.sender_is_busy and not self.send_seconds:
-            if (node.source, start) in self.transfer_by_end:
-                return _Cause(start, self.transfer_by_end[node.source, start], "rank")
+            if (activity.source, start) in self.transfer_by_end:
+                return _Cause(start, self.transfer_by_end[activity.source, start], "rank")
             for event, (op, _, end) in enumerate(self.events):
-                if op.rank == node.source and end == start and lane_of(op) == "main":
+                if op.rank == activity.source and end == start and lane_of(op) == "main":
                     return _Cause(start, event, "rank")
-        return self._cause_of_link(node) or cause
+        return self._cause_of_link(activity) or cause
 
-    def _cause_of_link(self, node: Transfer) -> _Cause | None:
-        previous = self.previous_on_link.get(id(node))
-        return None if previous is None else _Cause(node.start, previous, "link")
+    def _cause_of_link(self, activity: Transfer) -> _Cause | None:
+        previous = self.previous_on_link.get(id(activity))
+        return None if previous is None else _Cause(activity.start, previous, "link")
 
-    def _cause_of_meeting(self, node: Transfer, rule: MessageRule) -> _Cause | None:
+    def _cause_of_meeting(self, activity: Transfer, rule: MessageRule) -> _Cause | None:
         """Return the cause of a transfer under a rule of messages that left after its value was there.
 
         What ended just then held it back: a message in the queue of its communicator, or work of either rank.
         """
-        communicator = rule.communicator(node.source, node.target)
-        for rank in (node.source, node.target):
-            previous = self.queued_by_end.get((rank, communicator, node.start))
+        communicator = rule.communicator(activity.source, activity.target)
+        for rank in (activity.source, activity.target):
+            previous = self.queued_by_end.get((rank, communicator, activity.start))
             if previous is not None:
-                return _Cause(node.start, previous, "queue")
-        sides: tuple[tuple[int, Reason], ...] = ((node.source, "rank"), (node.target, "receiver"))
+                return _Cause(activity.start, previous, "queue")
+        sides: tuple[tuple[int, Reason], ...] = ((activity.source, "rank"), (activity.target, "receiver"))
         for rank, reason in sides:
-            if (rank, node.start) in self.work_by_end:
-                return _Cause(node.start, self.work_by_end[rank, node.start], reason)
-        return self._cause_of_link(node)
+            if (rank, activity.start) in self.work_by_end:
+                return _Cause(activity.start, self.work_by_end[rank, activity.start], reason)
+        return self._cause_of_link(activity)
 
     def path(self) -> tuple[PathStep, ...]:
         """Return the chain of causes that ends with the last work, from the start on."""
@@ -287,8 +287,8 @@ class CauseFinder:
             cause = self.find_cause(current)
             subject = current if isinstance(current, Transfer) else self.events[current].op
             start = current.start if isinstance(current, Transfer) else self.events[current].start
-            steps.append(PathStep(subject, start, end, cause.reason if cause.node is not None else "start"))
-            end, current = start, cause.node
+            steps.append(PathStep(subject, start, end, cause.reason if cause.activity is not None else "start"))
+            end, current = start, cause.activity
         return tuple(reversed(steps))
 
     def waits(self, ranks: int, makespan: float) -> tuple[Wait, ...]:
@@ -322,18 +322,18 @@ class CauseFinder:
         """Return the op behind an idle time, and the op and rank that it waits for."""
         if event is None:
             return None, None, None
-        waiter, (_, node, reason) = self.events[event].op, self.find_cause(event)
+        waiter, (_, activity, reason) = self.events[event].op, self.find_cause(event)
         # An op of no time can stand between: it waited in the rank's order, so its own cause is what counts.
-        while reason == "rank" and isinstance(node, int):
-            _, node, reason = self.find_cause(node)
+        while reason == "rank" and isinstance(activity, int):
+            _, activity, reason = self.find_cause(activity)
         # A measured timeline has SEND and RECV but no transfers: it is what they carry that is waited for.
-        while isinstance(node, int) and self.events[node].op.kind in ("RECV", "SEND"):
-            node = self.position_by_value.get(self.events[node].op.reads[0])
-        source = node.source if isinstance(node, Transfer) else None
-        node = self.position_by_value.get(node.value) if isinstance(node, Transfer) else node
-        if node is None:
+        while isinstance(activity, int) and self.events[activity].op.kind in ("RECV", "SEND"):
+            activity = self.position_by_value.get(self.events[activity].op.reads[0])
+        source = activity.source if isinstance(activity, Transfer) else None
+        activity = self.position_by_value.get(activity.value) if isinstance(activity, Transfer) else activity
+        if activity is None:
             return waiter, None, source
-        return waiter, self.events[node].op, self.events[node].op.rank if source is None else source
+        return waiter, self.events[activity].op, self.events[activity].op.rank if source is None else source
 
 
 def _describe(subject: Op | Transfer) -> str:
