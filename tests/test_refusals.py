@@ -186,9 +186,9 @@ schedules.from_table("\n")
 fpipe.interop.torch_pipelining.from_csv(3)
     TypeError: a table is CSV text or the path of a CSV file, found int.
 schedules.from_generator(lambda rank, ranks, microbatches: [], 2, placement=[0, 0])(TWO)
-    ProgramError: the placement names 1 ranks; from_generator was told 2.
+    ProgramError: the placement names 1 ranks, but from_generator got 2.
 schedules.from_priority(lambda op, now: 0, 3, placement=[0, 1])(TWO)
-    ProgramError: the placement names 2 ranks; from_priority was told 3.
+    ProgramError: the placement names 2 ranks, but from_priority got 3.
 schedules.register("my own", schedules.gpipe)
     ValueError: a schedule's name is a word such as 'my_schedule', found 'my own'.
 schedules.register("mine", 3)

@@ -16,7 +16,7 @@ from fpipe.finding.op_facts import has_kind, placed_ops, recompute_cells, recomp
 from fpipe.finding.problem import SearchProblem
 from fpipe.finding.schedule_table import schedule_table_of
 from fpipe.finding.solver import MAX_OPS_ASKED, is_installed, solve_pool
-from fpipe.limits import whole
+from fpipe.limits import check_whole_number
 from fpipe.model import Model
 from fpipe.program import Program, ProgramError, kind_of
 from fpipe.schedules.registry import about
@@ -59,53 +59,53 @@ def search(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Found:
-    """Search for the schedule that takes least time for some costs and memory.
+    """Search for the schedule that takes the least time under these costs and this memory.
 
-    It starts from every named schedule that serves the sizes and from orders by rules, improves them by small changes,
-    and lets OR-tools' CP-SAT (`pip install 'fpipe[schedules]'`) improve the best and prove how good it is. So it is
-    never worse than the best named schedule that fits, as published. Exchanges (`fpipe.exchange`) are moved too, each
-    rank's on a lane of their own beside its work.
+    It starts from every named schedule that accepts the sizes and from list schedules, improves them by small changes,
+    and lets OR-tools' CP-SAT (`pip install 'fpipe[schedules]'`) improve the best and prove how good it is. So the
+    result is never worse than the best named schedule that fits, as published. Exchanges (`fpipe.exchange`) are moved
+    too; each rank runs them on a lane next to its work.
 
     Args:
         what: a program that is split, or a `Model` or a number of stages and `microbatches`.
         costs: seconds of each stage's ops; by default one for each F, I and W.
-        ranks: how many.
-        microbatches: how many, where `what` is no program.
-        placement: where stages are: "linear", "looped", "v" (waves, with more than two stages a rank), or the rank of
-            each stage. "any" tries all of them, others near the best, and those of named schedules (two replicas,
-            too).
+        ranks: the number of ranks.
+        microbatches: their number, if `what` is not a program.
+        placement: "linear", "looped", "v" (waves, with more than two stages a rank), or the rank of
+            each stage. "any" tries all of them, others near the best, and those of named schedules (with two
+            replicas, too).
         memory_cap: the most that a rank may hold, in the unit of `Timeline.peak`: microbatches, or bytes where the
             costs have bytes.
-        objective: what to make short, the "makespan" or the "span"; then the other.
-        seconds: how long to search. Without the solver they count played ops, `RATE` to a second, so that the result
-            depends on the seed alone and not on the machine. The solver is stopped by the clock; within it the result
-            is the same where it proves its answer, and may differ in its last improvements where it does not.
-        solver: "local" does without, "cp-sat" insists on it, "auto" uses it where it is installed and the step has at
+        objective: what to minimize, the "makespan" or the "span"; then the other.
+        seconds: the effort. Without the solver a second is `RATE` played ops, so the result depends on the seed alone
+            and not on the machine. The solver is stopped by the clock: its result is the same if it proves its answer,
+            and may differ in its last improvements otherwise.
+        solver: "local" searches without it, "cp-sat" requires it, "auto" uses it if it is installed and the step has at
             most `MAX_OPS_ASKED` ops.
-        split_backward: whether backwards are cut in two: all, none, or ("auto") where it helps.
-        checkpoint: what is recomputed: "never", a policy of `fpipe.checkpoint`, or ("auto") any stages and microbatches
-            for which a cap makes it worth the time.
-        without: names of schedules that it does not start from: "chimera" and "dualpipe" hold the parameters twice,
-            "bpipe" and "pipe_offload" move residuals, for nothing unless the costs say what that takes.
-        shard: which policies of gathering are tried where replicas share parameters out, of "step", "run" and "use"
-            (`fpipe.shard`), each on what is found. What is gathered counts under the cap: where it is too much, the
-            search begins again under a smaller one. Costs say what a gather takes (`gather`, `scatter`, or a cluster
-            with replicas).
+        split_backward: whether backwards are split: all, none, or ("auto") where it helps.
+        checkpoint: a policy of `fpipe.checkpoint`, "never", or "auto": recompute any stages and microbatches for which
+            the cap makes it worth the time.
+        without: names of schedules not to start from. "chimera" and "dualpipe" hold the parameters twice; "bpipe" and
+            "pipe_offload" move residuals, at no cost unless the costs have one.
+        shard: policies of gathering to try if replicas shard the parameters, of "step", "run" and "use"
+            (`fpipe.shard`), each on the result. Gathered parameters count under the cap: if they exceed it, the search
+            begins again under a smaller one. Costs have the seconds of a gather (`gather`, `scatter`, or a cluster with
+            replicas).
         seed: of the random choices.
-        progress: called now and then as `progress(share, best, bound)`: what share of the effort is spent, the best
-            seconds so far (infinite while nothing fits), and the bound.
+        progress: called as `progress(share, best, bound)`: the share of the effort that is spent, the best seconds so
+            far (infinite while nothing fits), and the bound.
 
     Returns:
         `Found`. After Ctrl-C the best so far, if there is any.
 
     Raises:
         ProgramError: nothing fits the cap, with the smallest cap that does; fewer stages than ranks.
-        ValueError: a word, number or cost that is none.
+        ValueError: an unknown word, or an invalid number or cost.
         ModuleNotFoundError: solver="cp-sat" where OR-tools is not installed.
 
-    With more than 4p microbatches a step of 2p to 3p is searched, and its steady state repeated. What a named schedule
-    takes for all microbatches is told from two steps of 4p to 8p, where it is in its steady state, and those that may
-    be the best are made: beside the effort of the search 1024 microbatches take what these few programs take to make.
+    With more than 4p microbatches a step of 2p to 3p is searched, and its steady state repeated. The times of named
+    schedules are predicted from two steps of 4p to 8p, where they are in their steady state, and only those that may be
+    the best are built. So 1024 microbatches take the effort of the search, and the time to build a few long programs.
     With bytes in the costs, exchanges or a policy of `checkpoint`, the whole step is searched.
 
     >>> import fpipe
@@ -130,14 +130,14 @@ def search(
         about(name)
     cap = math.inf if memory_cap is None else _number("memory_cap", memory_cap)
     problem = SearchProblem(
-        whole("ranks", ranks),
+        check_whole_number("ranks", ranks),
         costs,
         cap,
         _one_of("objective", objective, Objective),
         _placements(placement, base, ranks),
         any_placement=placement == "any",
         split_backward=None if split_backward == "auto" else bool(split_backward),
-        seed=whole("seed", seed, least=0, most=math.inf),
+        seed=check_whole_number("seed", seed, minimum=0, maximum=math.inf),
         excluded=frozenset(without),
         choose_recompute=checkpoint == "auto" and cap < math.inf,
         microbatches=base.microbatches,
@@ -178,7 +178,7 @@ def search_for(
 def _base(what: Program | Model | int, microbatches: int | None) -> Program:
     """Return the program to order, split into microbatches."""
     if not isinstance(what, Program):
-        return chain(split(whole("microbatches", microbatches)), merge())(base_program(what))
+        return chain(split(check_whole_number("microbatches", microbatches)), merge())(base_program(what))
     if microbatches is not None:
         raise ValueError("a program is split already; leave microbatches= out.")
     if what.slices > 1:

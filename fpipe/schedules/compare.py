@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, cast
 
-from fpipe.limits import whole
+from fpipe.limits import check_whole_number
 from fpipe.program import HtmlRepr, Program, Value
 from fpipe.schedules.named import parse
 from fpipe.timing.amounts import NamedBytes, align_columns, checked_count, format_amount
@@ -143,23 +143,23 @@ def compare(
     *,
     stages: int | None = None,
 ) -> Comparison:
-    """Put schedules side by side at one size: time, bubble, idle time, memory, lower bound.
+    """Compare schedules at one size: time, bubble, idle time, memory, lower bound.
 
     Args:
-        schedules: names, each with options of its own behind a colon (`"hanayo:waves=2"`, `"interleaved:stages=12"`);
-            transforms, and programs, which have their own sizes, by themselves or as `(name, ...)`. Schedules that
-            order by costs are told them, if there are any.
+        schedules: names, with options behind a colon (`"hanayo:waves=2"`, `"interleaved:stages=12"`); transforms; and
+            programs, which have their own sizes. The last two alone or as `(name, ...)`. Schedules that order by costs
+            get the costs, if there are any.
         ranks, microbatches: the size.
-        costs: seconds of a microbatch on a whole rank, as `Costs.per_rank(F=, B=, W=)` tells them; by default one for
+        costs: seconds of a microbatch on a whole rank, as `Costs.per_rank(F=, B=, W=)` takes them; by default one for
             each F, I and W. A rank that cuts its share into v stages, and each microbatch into Q slices, takes 1/(vQ)
             of them for an op. Or `f(parts) -> Costs` for vQ parts.
         stages: of transforms; by default one a rank.
 
     Returns:
-        A `Comparison`: a row for each of them, that of one which does not serve the size says why.
+        A `Comparison` with a row for each schedule; the row of one that refuses the size says why.
 
     Raises:
-        ValueError: no such schedule, or no such option of it; a size that is none; what is compared alone is refused.
+        ValueError: an unknown schedule or option; an invalid size; a single schedule that refuses the size.
 
     >>> import fpipe
     >>> mine = fpipe.schedules.from_table("0F0 0F1 0B0 0B1 \\n 1F0 1B0 1F1 1B1")
@@ -170,7 +170,7 @@ def compare(
     mine                   9     9   33.3%           33.3%     3     2      9   0.0%
     """
     for size_name, size in (("ranks", ranks), ("microbatches", microbatches)):
-        whole(size_name, size)
+        check_whole_number(size_name, size)
     checked = costs if callable(costs) else checked_costs(costs)
     named_or_made: Sequence[Compared] = [schedules] if isinstance(schedules, str) else list(schedules)
     costs_of_parts = None if costs is None else checked if callable(checked) else partial(share_costs, checked)
@@ -242,8 +242,8 @@ def _measured_row(name: str, program: Program, costs_or_rule: Costs | Callable[[
 def share_costs(costs: Costs, parts: float, slices: int = 1) -> Costs:
     """Return the costs of one op if a rank cuts its share into this many parts, stages times slices.
 
-    Bytes of what stays with a stage are shared too, those of parameters and gradients among the stages alone, whether
-    they are said by name or by a function; `fpipe.sizes` has those of each value.
+    Bytes of residuals are divided too, those of parameters and gradients among the stages alone, whether they are given
+    by name or by a function; `fpipe.sizes` has those of each value.
 
     >>> share_costs(Costs(4, 4, 4, bytes={"y": 8, "res": 40, "params": 40}), 4, slices=2).bytes
     {'y': 8, 'res': 10.0, 'params': 20.0}
@@ -276,8 +276,8 @@ def share_costs(costs: Costs, parts: float, slices: int = 1) -> Costs:
             name: cast("float", size) / parts_by_value[name] if name in parts_by_value else size
             for name, size in sizes.items()
         }
-        is_named = isinstance(costs.bytes, NamedBytes)
-        seconds["bytes"] = replace(costs.bytes, bytes_by_name=own_sizes) if is_named else own_sizes
+        total = costs.bytes
+        seconds["bytes"] = replace(total, bytes_by_name=own_sizes) if isinstance(total, NamedBytes) else own_sizes
     elif callable(costs.bytes) and not hasattr(costs.bytes, "storages"):
         seconds["bytes"] = partial(share_of_bytes, costs.bytes, parts_by_value)
     return replace(costs, **seconds)

@@ -3,9 +3,9 @@
     warm-up 2             F0 F1 | F2 B0 | F3 B1 | B2 B3
     the same, W lag 1     F0 F1 | F2 I0 | F3 I1 W0 | I2 W1 I3 W2 W3
 
-A schedule says how many forwards a rank warms up with, in which order it takes its chunks and microbatches, and, if its
-backwards are split, how many I's a W stays behind. Nothing else tells GPipe, 1F1B, their interleaved kin and the
-handcrafted zero-bubble schedules apart.
+A schedule gives the number of forwards of the warm-up, the order of chunks and microbatches, and, if backwards are
+split, how many I's a W lags behind. GPipe, 1F1B, their interleaved variants and the handcrafted zero-bubble schedules
+differ in nothing else.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ def seq1f1b(ranks: int, *, slices: int | None = None) -> Transform:
     """1F1B whose turns are slices: forwards up the slices of a microbatch, backwards down (Seq1F1B, 2406.03488).
 
     The last slice of a microbatch is the first that can turn round, so rank r of p warms up with p-r-2+Q forwards for Q
-    slices. With equal slices the bubble is that of 1F1B divided by Q, and a rank holds p-r-1 slices beside one whole
+    slices. With equal slices the bubble is that of 1F1B divided by Q, and a rank holds p-r-1 slices and one whole
     microbatch. Slices are cut at equal lengths; since a later slice of causal attention looks back further, its ops
     take longer, and the formula is a little better than the run.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fpipe.limits import MOST_OPS_OF_A_SHARE, expression, refuse_too_many_ops, whole
+from fpipe.limits import MOST_OPS_OF_A_SHARE, check_whole_number, parse_expression, refuse_too_many_ops
 from fpipe.program import Program
 from fpipe.schedules.registry import Schedule, about
 from fpipe.timing.costs import Costs
@@ -80,7 +80,7 @@ def with_options(text: str, more_options: Mapping[str, Any]) -> NamedSchedule:
     options = dict(option(part) for part in re.split(r",(?=[A-Za-z_]\w*=)", option_text) if part) | dict(more_options)
     stages = options.pop("stages", None)
     if stages is not None:
-        whole("stages", stages)
+        check_whole_number("stages", stages)
     # A factory with **options checks its own.
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     unknown_option = next(
@@ -107,7 +107,7 @@ def option(text: str) -> tuple[str, Any]:
     if not equals or not name.isidentifier():
         raise ValueError(f"an option reads waves=2, found {text!r}.")
     try:
-        return name, ast.literal_eval(expression(value))
+        return name, ast.literal_eval(parse_expression(value))
     except (ValueError, TypeError):
         return name, value
 

@@ -55,16 +55,17 @@ def bpipe(ranks: int) -> Transform:
 def pipe_offload(ranks: int, *, group: int | None = None, cap: float | None = None, lead: int = 0) -> Transform:
     """Group-interleaved 1F1B with a lane to the host: what waits for its backward waits there (2503.01328).
 
-    A microbatch's residuals leave behind its forward and come back beside the op before its backward. While a copy
-    takes no longer than a forward (and p divides m), the time is that of the base, and a rank with v chunks holds 2/v
-    microbatches, whatever the depth: a chunk that comes or goes beside the one that is worked on.
+    A microbatch's residuals leave after its forward and come back during the op before its backward. While a copy takes
+    no longer than a forward (and p divides m), the time is that of the base. A rank with v chunks holds 2/v
+    microbatches for every depth: the chunk in use, and one that comes or goes.
 
     Args:
         ranks: how many.
         group: of `group_interleaved`, the base.
-        cap: the microbatches a rank may hold. As few as keep to it leave, those first that wait longest (the paper's
-            selective offload); by default all that would be away for an op of their rank (its full offload).
-        lead: how many ops earlier a LOAD starts than beside the op before its reader; each costs a chunk held.
+        cap: the microbatches a rank may hold. Then only as many leave as needed, those first that wait longest (the
+            paper's selective offload); by default all that would be away for at least one op of their rank (its full
+            offload).
+        lead: how many ops earlier a LOAD starts than the op before its reader; each costs a chunk held.
 
     >>> import fpipe
     >>> eight, costs = fpipe.split(8)(fpipe.program(8)), fpipe.Costs(0.5, 0.5, 0.5, offload=0.5)

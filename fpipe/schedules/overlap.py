@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from itertools import zip_longest
 
-from fpipe.limits import whole
+from fpipe.limits import check_whole_number
 from fpipe.program import Program, cell_of, is_exchange, parts_of
 from fpipe.schedules.in_turn import RankContext, Unit, even_chunks
 from fpipe.schedules.registry import published
@@ -142,10 +142,10 @@ def _row_of_rank(
 def one_f_one_b_overlap(ranks: int) -> Transform:
     """1F1B in which a forward and a backward of two microbatches run at once, so that exchanges hide behind work.
 
-    Rank r of p warms up with 2(p-r-1) + 1 forwards, one more than `eager_1f1b`: then the backward beside a forward is
-    always of another microbatch. Both are a PAIR, or, of stages some of which are exchanges (`fpipe.exchange`), their
-    stages in turn, each exchange started as soon as its data are there. Places that go up, as in
-    `fpipe.place([0, 0, 0, 1, 1])` before it, are kept.
+    Rank r of p warms up with 2(p-r-1) + 1 forwards, one more than `eager_1f1b`: then the backward of a pair is always
+    of another microbatch. Both are a PAIR. If some stages are exchanges (`fpipe.exchange`), the stages alternate, and
+    each exchange starts as soon as its data are ready. An ascending placement, such as `fpipe.place([0, 0, 0, 1, 1])`
+    before it, is kept.
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b_overlap(2))(fpipe.program(2))
@@ -182,5 +182,5 @@ def interleaved_overlap(ranks: int, *, chunks: int | None = None) -> Transform:
     rank 1 | 1F0 1F1 3F0 (3F1;3B0) (1F2;3B1) (1F3;1B0) (3F2;1B1) (3F3;3B2) 3B3 1B2 1B3
     """
     if chunks is not None:
-        whole("chunks", chunks)
+        check_whole_number("chunks", chunks)
     return _overlapping(ranks, chunks)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from fpipe.limits import whole
+from fpipe.limits import check_whole_number
 from fpipe.program import Op, Program, ProgramError, kind_of
 from fpipe.schedules.list_scheduler import LATER, NOTHING, ListSchedule, TaskGraph, list_schedule
 from fpipe.schedules.tables import placed_on
@@ -78,7 +78,7 @@ def from_priority(
     """
     if not callable(key):
         raise TypeError(f"key is a function key(op, now), found {key!r}.")
-    whole("ranks", ranks)
+    check_whole_number("ranks", ranks)
     limits = checked_caps(cap, ranks)
     costs = checked_costs(costs)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import ParamSpec
 
-from fpipe.limits import whole
+from fpipe.limits import check_whole_number
 from fpipe.program import Program, ProgramError
 from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import Transform, as_transform, chain
@@ -106,7 +106,7 @@ def register(name: str, factory: Callable[..., Transform], *, stages_per_rank: i
         raise TypeError(
             f"{name!r} is registered as a transform; a schedule is a function of ranks: use lambda ranks: ..."
         )
-    whole("stages_per_rank", stages_per_rank)
+    check_whole_number("stages_per_rank", stages_per_rank)
     _add_schedule(Schedule(name, factory, stages_per_rank))
 
 
@@ -140,7 +140,7 @@ def published(
                 raise TypeError(f"{name}() {error}; use {name}(4).") from None
             if isinstance(ranks, Program):
                 raise TypeError(f"{name} takes a number of ranks, found a Program: use {name}(4)(program).")
-            ranks = whole("ranks", ranks)
+            ranks = check_whole_number("ranks", ranks)
             transform = factory(*args, **options)
 
             # Sizes are known only when the transform meets a program.

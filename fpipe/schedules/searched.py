@@ -58,7 +58,7 @@ def zb_auto(
         kept: the share of a microbatch's activations that W still needs after I. With 1 they are held until W, as
             `simulate` counts `peak`; the paper's table 5 counts M_W / M_B, 32h / (34h + 5as) for a transformer.
         objective: what to make short first, the "makespan" or the "span"; then the other. Orders depend on the ratios
-            of costs alone: the unit they are told in says nothing.
+            of costs alone, not on their unit.
 
     Raises:
         ProgramError: not one stage a rank, a cap below 1.

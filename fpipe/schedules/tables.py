@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, Literal
 
-from fpipe.limits import whole
+from fpipe.limits import check_whole_number
 from fpipe.program import Program, ProgramError
 from fpipe.transforms._rewrite import Transform, as_transform
 from fpipe.transforms.cells import Cell, Table, from_zero_bubble_letters, keys_of, read_table
@@ -87,7 +87,7 @@ def from_generator(
     """
     if not callable(f):
         raise TypeError(f"from_generator takes f(rank, ranks, microbatches), which yields cells; found {f!r}.")
-    whole("ranks", ranks)
+    check_whole_number("ranks", ranks)
 
     @as_transform
     def transform(program: Program) -> Program:
@@ -103,7 +103,7 @@ def placed_on(program: Program, placement: str | Sequence[int] | RankRule, ranks
     resolved = ascending_ranks(program, ranks) if placement == "linear" else placement
     program = place(resolved, ranks=ranks if isinstance(resolved, str) else None)(program)
     if program.ranks != ranks:
-        raise ProgramError(f"the placement names {program.ranks} ranks; {name} was told {ranks}.")
+        raise ProgramError(f"the placement names {program.ranks} ranks, but {name} got {ranks}.")
     return program
 
 

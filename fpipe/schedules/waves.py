@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fpipe.limits import whole
+from fpipe.limits import check_whole_number
 from fpipe.program import Program, ProgramError, building
 from fpipe.schedules.blocks import BlockTicks, tightened_block_rows
 from fpipe.schedules.in_turn import two_stages
@@ -127,7 +127,7 @@ def hanayo(ranks: int, waves: int | None = None) -> Transform:
     rank 2 |  .   .  2F0 3F0 2F1 3F1 2F2 3F2 3B0 2B0 3B1 2B1 3B2 2B2  .   .
     """
     if waves is not None:
-        whole("waves", waves)
+        check_whole_number("waves", waves)
 
     @as_transform
     def transform(program: Program) -> Program:
@@ -199,7 +199,7 @@ def one_f_one_b_v(ranks: int, *, costs: Costs | None = None) -> Transform:
     that takes twice as long as a forward, and for no transfers. It is the order of the authors' code but where p is a
     multiple of three: there theirs holds one chunk more, and takes less (13 for 13.5 at p=m=3, F=B=W=1).
 
-    Told the costs, an order is searched that holds no more; where p is a multiple of three, one chunk more.
+    With costs, an order is searched that holds no more; if p is a multiple of three, one chunk more.
 
     Args:
         ranks: how many.
@@ -213,7 +213,7 @@ def one_f_one_b_v(ranks: int, *, costs: Costs | None = None) -> Transform:
     rank 2 |  .   .  2F0 3F0 2F1 3F1 2F2  .  3B0 3F2 2B0 3B1 2B1  .  3B2 2B2  .   .
     """
 
-    def drawn(wait: int) -> Transform:
+    def published_order(wait: int) -> Transform:
         def rows(program: Program, placement: list[int]) -> list[list[Key]]:
             # Without a wait a tighter end gains no tick, and loses some with transfers.
             mirror = wait > 0
@@ -226,10 +226,10 @@ def one_f_one_b_v(ranks: int, *, costs: Costs | None = None) -> Transform:
 
     if costs is None:
         # Places in the interval repeat with every third rank: for a multiple of three, two ticks of wait are the least.
-        return drawn(0 if ranks % 3 else 2)
+        return published_order(0 if ranks % 3 else 2)
     # The published order holds floor(4(p+1)/3) chunks, half as many microbatches; multiples of three one chunk more.
     cap = (4 * (ranks + 1) // 3 + (ranks % 3 == 0)) / 2
-    starts = drawn(0), drawn(2)
+    starts = published_order(0), published_order(2)
     return search_order("one_f_one_b_v", "v", ranks, checked_costs(costs), cap, split_backward=False, starts=starts)
 
 

@@ -47,9 +47,9 @@ def zb_h2(ranks: int, *, costs: Costs | None = None) -> Transform:
     Rank r warms up with 2(p-r-1) forwards and its W's stay 2r I's behind, so that every rank holds 2p-1. What the paper
     counts is the span of a rank; the makespan is less than ZB-H1's only where W is shorter than F and B.
 
-    With fewer than 2p-1 microbatches that many are never held. Some number k from p to 2p-1 then says how far a rank
-    goes: it warms up with p-r-1 + min(p-r-1, k-p), and its W's lag so that it would hold k. That is ZB-H1 for k = p and
-    the paper's rule for k = 2p-1. By default k = max(p, m); told the costs, an order is searched that holds 2p-1.
+    With fewer than 2p-1 microbatches, fewer are held. A number k from p to 2p-1 then says how far a rank goes: it warms
+    up with p-r-1 + min(p-r-1, k-p), and its W's lag so that it would hold k. That is ZB-H1 for k = p and the paper's
+    rule for k = 2p-1. By default k = max(p, m); with costs, an order is searched that holds 2p-1.
 
     Args:
         ranks: how many.
@@ -68,7 +68,7 @@ def zb_h2(ranks: int, *, costs: Costs | None = None) -> Transform:
         held_microbatches = max(ranks, min(program.microbatches, max_held))
 
         def warm_up(context: RankContext) -> int:
-            # Beyond the warm-up of ZB-H1, up to twice as much; W's then lag so that the rank holds so many.
+            # Beyond the warm-up of ZB-H1, up to twice as much; W's then lag until the rank holds that many.
             return context.later_ranks + min(context.later_ranks, held_microbatches - ranks)
 
         return in_turn(warm_up, lag=lambda context: held_microbatches - 1 - warm_up(context))(program, placement)
