@@ -43,7 +43,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 import fpipe
 from fpipe.meaning.step import StepOptions
 from fpipe.program import Value, parts_of
-from fpipe.runtimes.in_process.local import local
+from fpipe.runtimes.in_process.local import build_local_step
 from fpipe.runtimes.in_process.threads import HandOver
 from fpipe.runtimes.processes.message_order import messages_of, with_results_last
 from fpipe.runtimes.processes.transfers import Transfers
@@ -123,9 +123,9 @@ def ours(rank: int, name: str, case: Case) -> tuple[dict[str, tuple[Step, bool]]
     steps = {"local": (partial(fpipe.build(program, model), *example), True)}
     steps |= {"threads": (threads(), True), "gloo": (processes(), False)}
     values = dict[Value, list[Any]]()
-    local(with_transfers(program), model, StepOptions(), see=lambda value, leaves: values.update({value: [*leaves]}))(
-        *example
-    )
+    build_local_step(
+        with_transfers(program), model, StepOptions(), see=lambda value, leaves: values.update({value: [*leaves]})
+    )(*example)
     with at_hand("in_process.threads.HandOver", HandOver, values):
         steps["threads apart"] = threads(), True
     with at_hand("processes.distributed.Transfers", Transfers, values):

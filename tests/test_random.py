@@ -216,7 +216,7 @@ def test_a_function_may_ask_for_its_key(policy: str):
     program, keys = merged(model, 3, *POLICIES[policy], fpipe.schedules.one_f_one_b(2)), (KEY, KEY, 8, -3)
     step = fpipe.build(program, model)
     before = torch.get_rng_state()
-    with pytest.warns(UserWarning, match="it asks for its key, and a trace would repeat what Python makes of one"):
+    with pytest.warns(UserWarning, match="it asks for its key, and a trace would repeat what Python computes from"):
         results = [step(params, batch, key=key) for key in keys]
     assert torch.equal(torch.get_rng_state(), before)
     assert_right(results, keyed, params, batch, keys)

@@ -194,7 +194,7 @@ def linearize(function: Callable[[Any, Any], Any], params: Any, x: Any) -> Linea
     leaves = {"params": tree.flatten(params), "x": tree.flatten(x)}
     reads = tuple((label, tuple(map(aval_with_grad, label_leaves))) for label, (label_leaves, _) in leaves.items())
     specs = {label: spec for label, (_, spec) in leaves.items()}
-    call = StageCall(0, reads, tuple(specs.items()), starts=("x",))
+    call = StageCall(0, reads, tuple(specs.items()), autograd_leaves=("x",))
     try:
         outline = traces.outline(call)
         dy = tuple(leaf._replace(wants_grad=False) if wants_grad(leaf) else None for leaf in outline.avals("y"))

@@ -1,6 +1,9 @@
-"""Compare parameters that another pipeline's steps have left with those of a loop, and find the mistake between them.
+"""Compare parameters after the steps of another pipeline with a reference loop, and name the mistake.
 
 parameters, and a loop of plain autograd        --> message -->        the mistake whose loop comes nearest
+
+Each known mistake is a loop of its own. A mistake explains the parameters if its loop ends as near to them as rounding
+allows, which is measured: run the loop once more, with noise of the size of rounding on its gradients.
 """
 
 from __future__ import annotations
@@ -18,243 +21,299 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.meaning.single_device.result import Result
-from fpipe.oracle.gradient_changes import StepGradients, scaled
-from fpipe.oracle.step_mistakes import Loop, mistakes
-from fpipe.oracle.verdict import plainest
-from fpipe.verification.report import Close, Leaf, Report, is_finite, largest, listed, wide
+from fpipe.oracle.gradient_changes import StepGradients, scale
+from fpipe.oracle.step_mistakes import Loop, list_mistakes
+from fpipe.oracle.verdict import nearest_plain_scale
+from fpipe.verification.report import Close, Leaf, Report, is_finite, largest_difference, list_names, to_double
 
-_SPREAD = 10.0
-"""How much further than a small change of the gradients moves a parameter it may be."""
+# How much further a parameter may be from a loop's than rounding noise on the gradients moves it.
+_SPREAD_FACTOR = 10.0
 
-_STILL = 0.01
-"""Parameters whose way changes by less than this share are taken for unchanged."""
+# Parameters whose movement changes by less than this share count as unchanged.
+_UNCHANGED_SHARE = 0.01
 
-_AS_FAR = 0.5
-"""A number that has moved the other way, by its way give or take this share, has turned."""
+# A number has turned if it has moved the other way as far as it should have moved, give or take this share.
+_TURN_TOLERANCE = 0.5
 
-_BITS, _NEARER = 32.0, 16.0
-"""How many bits parameters have to tell of a mistake, and how much nearer to it they have to be, for it to be sure:
-some hundred are tried, and in a small net other mistakes than these turn the same signs."""
+# The evidence that a mistake needs: so many bits over all numbers, and an error that is so many times smaller than that
+# of the right loop. Some hundred mistakes are tried, and in a small net unknown mistakes flip the same signs by chance.
+_MIN_BITS, _MIN_NEARER = 32.0, 16.0
 
-_REACHED = 1.01
-"""How much larger than a clip a norm is that it changes."""
+# How many times larger than a clip a norm has to be for the clip to change anything.
+_MIN_CLIPPED_RATIO = 1.01
 
-_ROUNDS = 6
-"""How often a factor is improved that is found by how far parameters have moved: over steps they do not move in line
-with it."""
+# Rounds of the search for a factor. Over several steps parameters do not move in proportion to it, so it is iterated.
+_SOLVER_ROUNDS = 6
 
-_EPSILONS = 4.0
-"""By how many epsilons of its size a gradient is moved."""
+# The rounding noise on a gradient, in machine epsilons of its size.
+_NOISE_EPSILONS = 4.0
 
 GRADIENT = "the gradient of "
-"""Names of gradients begin so."""
+"""The prefix of names of gradients."""
 
 
 @dataclass(frozen=True)
-class AfterSteps:
-    """Parameters from elsewhere beside those of a loop, and by how much they may differ.
+class ParamsAfterSteps:
+    """Parameters from elsewhere, the reference loop that should have trained them, and the tolerance.
 
     Attributes:
-        named: name and tensor of each parameter by the number of its leaf.
-        loop, expected: what should have trained them, and its result.
-        close: the tolerance, if there is one.
+        param_by_leaf: name and tensor of each parameter by the number of its leaf.
+        loop, expected: the reference loop and its result.
+        close: the tolerance; None for what rounding of the gradients allows.
     """
 
-    named: Mapping[int, tuple[str, Tensor]]
+    param_by_leaf: Mapping[int, tuple[str, Tensor]]
     loop: Loop
     expected: Result
     close: Close | None
 
     @cached_property
-    def wrong(self) -> list[int]:
-        """The numbers of the leaves that differ."""
-        return self.wrong_beside(self.loop, self.expected)
+    def wrong_leaves(self) -> list[int]:
+        """The numbers of the leaves that differ from the reference."""
+        return self.leaves_that_differ(self.loop, self.expected)
 
-    def wrong_beside(self, loop: Loop, expected: Result) -> list[int]:
-        """Return the numbers of the leaves that differ from those of a loop."""
+    def leaves_that_differ(self, loop: Loop, expected: Result) -> list[int]:
+        """Return the numbers of the leaves that differ from the result of a loop."""
         right = tree.leaves(expected.params)
-        wrong = [k for k, (_, leaf) in self.named.items() if not self.same(leaf, right[k])]
+        wrong = [index for index, (_, leaf) in self.param_by_leaf.items() if not self.agree(leaf, right[index])]
         if not wrong or self.close is not None:
             return wrong
         errors, limits = self._errors(expected), self._limits(loop, expected)
-        return [k for k in wrong if not errors[k] <= limits[k]]
+        return [index for index in wrong if not errors[index] <= limits[index]]
 
     def _limits(self, loop: Loop, result: Result) -> dict[int, float]:
-        """Return how far each parameter may be from a loop's."""
-        right, moved = tree.leaves(result.params), tree.leaves(shaken(loop).run().params)
-        return {k: _limit(right[k], moved[k]) for k in self.named}
+        """Return how far each parameter may be from the result of a loop."""
+        right, moved = tree.leaves(result.params), tree.leaves(with_rounding_noise(loop).run().params)
+        return {index: _limit(right[index], moved[index]) for index in self.param_by_leaf}
 
-    def values_of(self, result: Result) -> dict[str, Tensor]:
-        """Return the gradients of the last step and the optimizer's state after it, by what messages call them."""
+    def grads_and_state_of(self, result: Result) -> dict[str, Tensor]:
+        """Return the gradients of the last step and the optimizer's state after it, by their names in messages."""
         grads, opt = tree.leaves(result.grads[-1]), result.opt
         states: Any = tree.flatten(tuple(self.loop.params))[1].flatten_up_to(opt)  # pyright: ignore[reportArgumentType]
-        values = {GRADIENT + name: grads[k] for k, (name, _) in self.named.items() if grads[k] is not None}
-        return values | {f"{word} of {name}": x for k, (name, _) in self.named.items() for word, x in states[k].items()}
+        values = {
+            GRADIENT + name: grads[index] for index, (name, _) in self.param_by_leaf.items() if grads[index] is not None
+        }
+        return values | {
+            f"{key} of {name}": x for index, (name, _) in self.param_by_leaf.items() for key, x in states[index].items()
+        }
 
-    def same(self, value: Tensor, right: Tensor) -> bool:
-        """Whether two agree, bit by bit or within the tolerance."""
+    def agree(self, value: Tensor, right: Tensor) -> bool:
+        """Whether two tensors agree, bitwise or within the tolerance."""
         return (self.close or Close())(value.to(right.dtype), right)
 
-    def near(self, value: Tensor, right: Tensor, moved: Tensor) -> bool:
-        """Whether a value is as near to the right one as small changes of the gradients may move it."""
-        return float((wide(value) - wide(right)).norm()) <= _limit(right, moved)
+    def are_near(self, value: Tensor, right: Tensor, moved: Tensor) -> bool:
+        """Whether a value is within reach of the right one, by how far noise on the gradients has `moved` that."""
+        return float((to_double(value) - to_double(right)).norm()) <= _limit(right, moved)
 
     @property
     def report(self) -> Report:
-        """The report, without what the parameters do not tell."""
+        """The report on the parameters, without the notes of `hidden_sizes`."""
         right, leaves = tree.leaves(self.expected.params), list[Leaf]()
-        for k, (name, leaf) in self.named.items():
-            bitwise = leaf.dtype == right[k].dtype and Close()(leaf, right[k])
-            leaves.append(Leaf(name, bitwise, 0.0 if bitwise else largest(leaf, right[k])))
+        for index, (name, leaf) in self.param_by_leaf.items():
+            bitwise = leaf.dtype == right[index].dtype and Close()(leaf, right[index])
+            leaves.append(Leaf(name, bitwise, 0.0 if bitwise else largest_difference(leaf, right[index])))
         steps = len(self.loop.steps)
         return Report(tuple(leaves), notes=(f"Compared after {steps} training step{'s' * (steps > 1)}.",))
 
     def message(self, has_grads: bool) -> list[str]:
-        """Say which mistake explains the parameters that differ; `has_grads`: gradients are compared, too."""
-        wrong = [self.named[k] for k in self.wrong]
+        """Return the lines that name the mistake behind the parameters that differ; none if they are right."""
+        wrong = [self.param_by_leaf[index] for index in self.wrong_leaves]
         if not wrong:
             return []
-        first = (
-            f"{len(wrong)} of {len(self.named)} parameters are not those of plain autograd and {self.loop.words.by}."
-        )
+        count, rule = len(self.param_by_leaf), self.loop.update.rule
+        summary = f"{len(wrong)} of {count} parameters are not those of plain autograd and {rule}."
         not_finite = [name for name, leaf in wrong if not is_finite(leaf)]
         if not_finite:
-            return [first, f"NaN or infinite numbers in {listed(not_finite)}."]
-        before = tree.leaves(tuple(self.loop.params))
-        still = [self.named[k][0] for k in self.wrong if torch.equal(self.named[k][1], before[k])]
-        if still:
-            return [first, f"{len(still)} of them are as they were: no update reached them.", f"  {listed(still)}"]
+            return [summary, f"NaN or infinite numbers in {list_names(not_finite)}."]
+        start_leaves = tree.leaves(tuple(self.loop.params))
+        unmoved = [
+            self.param_by_leaf[index][0]
+            for index in self.wrong_leaves
+            if torch.equal(self.param_by_leaf[index][1], start_leaves[index])
+        ]
+        if unmoved:
+            return [
+                summary,
+                f"{len(unmoved)} of them are as they were: no update reached them.",
+                f"  {list_names(unmoved)}",
+            ]
         explanations, result = self._explanations(has_grads)
         is_sure = result is None or self._is_evident(result)
         if not explanations:
-            best = "no mistake that is known explains them"
+            explanation = "no mistake that is known explains them"
         elif is_sure:
-            best = ", or ".join(explanations)
+            explanation = ", or ".join(explanations)
         else:
-            best = f"it could be that {explanations[0]}, but these parameters tell too little to be sure"
+            explanation = f"it could be that {explanations[0]}, but these parameters tell too little to be sure"
         notes = [] if (explanations and is_sure) or has_grads else self.hidden_sizes()
-        return [first, f"{best[0].upper()}{best[1:]}.", *notes, f"  {listed([name for name, _ in wrong])}"]
+        return [
+            summary,
+            f"{explanation[0].upper()}{explanation[1:]}.",
+            *notes,
+            f"  {list_names([name for name, _ in wrong])}",
+        ]
 
     def hidden_sizes(self, norm: Any = None) -> list[str]:
-        """Say that neither these parameters nor the norm tell how large gradients are, where that is so."""
-        loop, words = self.loop, self.loop.words
-        until = next((k for k, rates in enumerate(loop.rates, 1) if rates["lr"] is None or rates["lr"] > 0), 0)
-        if not until:
+        """Return a note if neither the parameters nor the norm show how large the gradients are.
+
+        It is found by experiment: give the gradients other sizes, and look whether the parameters still move as far.
+        """
+        loop, update = self.loop, self.loop.update
+        # Up to the first step that moves anything: with a warm-up, the learning rates of the steps before it are 0.
+        step_count = next(
+            (number for number, rates in enumerate(loop.rates, 1) if rates["lr"] is None or rates["lr"] > 0), 0
+        )
+        if not step_count:
             return []
-        first = replace(loop, steps=loop.steps[:until], rates=loop.rates[:until], keys=loop.keys[:until])
-        by, moved = f"{words.by}{' with this clip' * (words.clip is not None)}", self._way(first.run())
-        if len(loop.steps) == 1 and self._moves_alike(replace(first, change=_resized), moved):
+        short_loop = replace(
+            loop, steps=loop.steps[:step_count], rates=loop.rates[:step_count], keys=loop.keys[:step_count]
+        )
+        subject, moved = (
+            f"{update.rule}{' with this clip' * (update.clip is not None)}",
+            self._movement(short_loop.run()),
+        )
+        if len(loop.steps) == 1 and self._has_movement(replace(short_loop, change=_resize_grads), moved):
             return [
-                f"One step of {by} tells the signs of gradients and hardly their sizes: a loss that is scaled or "
+                f"One step of {subject} tells the signs of gradients and hardly their sizes: a loss that is scaled or "
                 "smoothed, or rows that weigh otherwise, may look right. Hand in grads=, or several steps with norm=."
             ]
-        if norm is None and self._moves_alike(first.changed(scaled, by=2.0), moved):
+        if norm is None and self._has_movement(short_loop.changed(scale, factor=2.0), moved):
             return [
-                f"Steps of {by} do not tell how large gradients are: a loss that is scaled looks right. Hand in norm=, "
-                "or grads=."
+                f"Steps of {subject} do not tell how large gradients are: a loss that is scaled looks right. Hand in "
+                "norm=, or grads=."
             ]
         return []
 
-    def _way(self, result: Result) -> Tensor:
-        """Return how far each number of the parameters that are compared has moved."""
-        before, after = (tree.leaves(tuple(params)) for params in (self.loop.params, result.params))
-        return torch.cat([(wide(after[k]) - wide(before[k])).flatten().cpu() for k in self.named])
+    def _movement(self, result: Result) -> Tensor:
+        """Return how far each number of the compared parameters has moved, as one flat tensor."""
+        old_leaves, new_leaves = (tree.leaves(tuple(params)) for params in (self.loop.params, result.params))
+        return torch.cat(
+            [
+                (to_double(new_leaves[index]) - to_double(old_leaves[index])).flatten().cpu()
+                for index in self.param_by_leaf
+            ]
+        )
 
-    def _moves_alike(self, loop: Loop, way: Tensor) -> bool:
-        return bool((self._way(loop.run()) - way).norm() <= _STILL * way.norm())
+    def _has_movement(self, loop: Loop, movement: Tensor) -> bool:
+        return bool((self._movement(loop.run()) - movement).norm() <= _UNCHANGED_SHARE * movement.norm())
 
     def _is_evident(self, result: Result) -> bool:
-        """Whether a result is so much nearer than the right one that it is no chance.
+        """Whether a mistake's result is so much nearer than the reference that this is no chance.
 
-        A number tells as many bits as it is nearer, but one alone where it has moved the other way as far, as by the
-        sign of its gradient.
+        A number gives as many bits of evidence as its error shrinks by factors of two. A number that has moved as far
+        the other way, as by the sign of its gradient, gives only one: half of all numbers do by chance.
         """
-        each = self.loop.params, self.expected.params, result.params
-        starts, rights, others = (tree.leaves(tuple(params)) for params in each)
-        bits, error, rest = 0.0, 0.0, 0.0
-        for k, (_, leaf) in self.named.items():
-            start, found, right, other = (wide(x).to(leaf.device) for x in (starts[k], leaf, rights[k], others[k]))
-            least = torch.finfo(rights[k].dtype).eps * right.abs() + torch.finfo(right.dtype).tiny
-            nearer = (((found - right).abs() + least) / ((found - other).abs() + least)).log2()
-            turned = ((found - start) / (right - start) + 1).abs() < _AS_FAR
+        params_by_source = self.loop.params, self.expected.params, result.params
+        start_leaves, right_leaves, mistaken_leaves = (tree.leaves(tuple(params)) for params in params_by_source)
+        bits, error, other_error = 0.0, 0.0, 0.0
+        for index, (_, leaf) in self.param_by_leaf.items():
+            start, actual, right, mistaken = (
+                to_double(x).to(leaf.device)
+                for x in (start_leaves[index], leaf, right_leaves[index], mistaken_leaves[index])
+            )
+            # The spacing of floating-point numbers there, so that an exact agreement counts a finite number of bits.
+            spacing = torch.finfo(right_leaves[index].dtype).eps * right.abs() + torch.finfo(right.dtype).tiny
+            nearer = (((actual - right).abs() + spacing) / ((actual - mistaken).abs() + spacing)).log2()
+            turned = ((actual - start) / (right - start) + 1).abs() < _TURN_TOLERANCE
             bits += float(torch.where(turned, nearer.clamp(max=1.0), nearer).sum())
-            error, rest = error + float((found - right).norm()), rest + float((found - other).norm())
-        return bits >= _BITS and rest * _NEARER <= error
+            error, other_error = error + float((actual - right).norm()), other_error + float((actual - mistaken).norm())
+        return bits >= _MIN_BITS and other_error * _MIN_NEARER <= error
 
     def _explanations(self, has_grads: bool) -> tuple[list[str], Result | None]:
-        """Return all mistakes that make these parameters, and the result of the one that comes nearest.
+        """Return all mistakes that explain these parameters, and the result of the nearest one.
 
-        Where some make every bit, they alone, and groups of mistakes behind theirs are not tried. A loop is shaken,
-        which is to run it once more, only if none that comes nearer explains the parameters.
+        If some give every bit, they alone are returned, and later groups of mistakes are not tried. The limits of a
+        loop cost another run of it, so they are computed only for loops that come nearest.
         """
-        tried = list[tuple[float, dict[int, float], str, Loop]]()
-        for number, group in enumerate(mistakes(self.loop)):
-            for words, loop in chain(group, self._rescalings(has_grads) if number == 0 else ()):
+        trials = list[tuple[float, dict[int, float], str, Loop]]()
+        # 1. Run each mistake's loop, and measure how far it ends from these parameters.
+        for number, group in enumerate(list_mistakes(self.loop)):
+            for sentence, loop in chain(group, self._rescalings(has_grads) if number == 0 else ()):
                 errors = self._errors(loop.run())
-                tried.append((sum(errors.values()), errors, words, loop))
-            if any(error == 0.0 for error, _, _, _ in tried):
+                trials.append((sum(errors.values()), errors, sentence, loop))
+            if any(error == 0.0 for error, _, _, _ in trials):
                 break
-        for _, _, _, loop in sorted((row for row in tried if isfinite(row[0])), key=itemgetter(0)):
+        # 2. From the nearest on: the first loop within its limits explains them, and so do all that are as near.
+        for _, _, _, loop in sorted((row for row in trials if isfinite(row[0])), key=itemgetter(0)):
             result = loop.run()
-            if not self.wrong_beside(loop, result):
+            if not self.leaves_that_differ(loop, result):
                 errors = self._errors(result)
                 limits = errors if self.close or not any(errors.values()) else self._limits(loop, result)
-                named = (words for _, errors, words, _ in tried if all(errors[k] <= limits[k] for k in errors))
-                return [*dict.fromkeys(named)], result
+                explanations = (
+                    sentence
+                    for _, errors, sentence, _ in trials
+                    if all(errors[index] <= limits[index] for index in errors)
+                )
+                return [*dict.fromkeys(explanations)], result
         return [], None
 
     def _errors(self, result: Result) -> dict[int, float]:
-        """Return the norm of each parameter's distance from that of a result."""
+        """Return the distance of each parameter from a result, as the norm of the difference."""
         right = tree.leaves(result.params)
-        return {k: float((wide(leaf) - wide(right[k])).norm()) for k, (_, leaf) in self.named.items()}
+        return {
+            index: float((to_double(leaf) - to_double(right[index])).norm())
+            for index, (_, leaf) in self.param_by_leaf.items()
+        }
 
     def _rescalings(self, has_grads: bool) -> Iterator[tuple[str, Loop]]:
-        """Yield the learning rate, the size of gradients and the clip that come nearest to these parameters."""
-        loop, words, clip = self.loop, self.loop.words, self.loop.words.clip
+        """Yield loops with the learning rate, the gradient scale and the clip that come nearest to these parameters."""
+        loop, update, clip = self.loop, self.loop.update, self.loop.update.clip
         rates = [numbers["lr"] for numbers in loop.rates]
 
         def at_rates(times: float) -> Loop:
-            others = [lr if lr is None else float(f"{lr * times:.6g}") for lr in rates]
-            return replace(loop, rates=[numbers | {"lr": lr} for numbers, lr in zip(loop.rates, others, strict=True)])
+            scaled_rates = [lr if lr is None else float(f"{lr * times:.6g}") for lr in rates]
+            return replace(
+                loop, rates=[numbers | {"lr": lr} for numbers, lr in zip(loop.rates, scaled_rates, strict=True)]
+            )
 
         if None not in rates and (times := self._solve(at_rates)):
-            others = [numbers["lr"] for numbers in at_rates(times).rates]
-            other, meant = (listed([f"{lr:.3g}" for lr in dict.fromkeys(values)]) for values in (others, rates))
-            if other != meant:
-                yield f"the learning rate is {other}, not {meant}", at_rates(times)
+            found_rates = [numbers["lr"] for numbers in at_rates(times).rates]
+            found_text, meant_text = (
+                list_names([f"{lr:.3g}" for lr in dict.fromkeys(values)]) for values in (found_rates, rates)
+            )
+            if found_text != meant_text:
+                yield f"the learning rate is {found_text}, not {meant_text}", at_rates(times)
         unclipped = loop.with_clip(None)
-        is_told = words.by == "SGD" and not has_grads
-        if is_told and (times := self._solve(lambda times: unclipped.changed(scaled, by=times))):
-            yield f"gradients are {times:.3g} times as large", loop.changed(scaled, by=times)
+        shows_sizes = update.rule == "SGD" and not has_grads
+        if shows_sizes and (times := self._solve(lambda times: unclipped.changed(scale, factor=times))):
+            yield f"gradients are {times:.3g} times as large", loop.changed(scale, factor=times)
         if clip is not None and (times := self._solve(lambda times: loop.with_clip(clip * times))):
             clipped = loop.with_clip(clip * times)
-            if any(float(norm) > _REACHED * clip * times for norm in clipped.run().norm or ()):
+            if any(float(norm) > _MIN_CLIPPED_RATIO * clip * times for norm in clipped.run().norm or ()):
                 yield f"gradients are clipped to {clip * times:.3g}, not {clip:.3g}", clipped
 
-    def _solve(self, at: Callable[[float], Loop]) -> float | None:
-        """Return the factor, plain or of three digits, whose loop moves the largest leaf as far as it has moved."""
-        k = max(self.named, key=lambda k: self.named[k][1].numel())
-        before = wide(tree.leaves(tuple(self.loop.params))[k])
-        moved, times = (wide(self.named[k][1]) - before).flatten(), 1.0
-        for _ in range(_ROUNDS):
-            way = (wide(tree.leaves(at(times).run().params)[k]) - before).flatten()
-            ratio = float(torch.vdot(way, moved).real / torch.vdot(way, way).real) if way.any() else 0.0
+    def _solve(self, loop_at: Callable[[float], Loop]) -> float | None:
+        """Return the factor, a plain one or of three digits, whose loop moves the largest leaf as far as it has moved.
+
+        Each round multiplies the factor by <loop movement, movement> / <loop movement, loop movement>, the
+        least-squares ratio of the two movements.
+        """
+        index = max(self.param_by_leaf, key=lambda index: self.param_by_leaf[index][1].numel())
+        start = to_double(tree.leaves(tuple(self.loop.params))[index])
+        movement, factor = (to_double(self.param_by_leaf[index][1]) - start).flatten(), 1.0
+        for _ in range(_SOLVER_ROUNDS):
+            loop_movement = (to_double(tree.leaves(loop_at(factor).run().params)[index]) - start).flatten()
+            ratio = (
+                float(torch.vdot(loop_movement, movement).real / torch.vdot(loop_movement, loop_movement).real)
+                if loop_movement.any()
+                else 0.0
+            )
             if not 0 < ratio < inf:
                 return None
-            times *= ratio
-        nearest = min(plainest(times), float(f"{times:.3g}"), key=lambda value: abs(value - times))
+            factor *= ratio
+        nearest = min(nearest_plain_scale(factor), float(f"{factor:.3g}"), key=lambda value: abs(value - factor))
         return None if nearest == 1.0 else nearest
 
 
 def _limit(right: Tensor, moved: Tensor) -> float:
-    """Return how far a value may be from the right one, which a small change of the gradients has moved."""
-    spread, size = float((wide(moved) - wide(right)).norm()), float(wide(right).norm())
-    return _SPREAD * spread + 4 * torch.finfo(right.dtype).eps * size
+    """Return how far a value may be from the right one, which noise on the gradients has `moved`."""
+    spread, size = float((to_double(moved) - to_double(right)).norm()), float(to_double(right).norm())
+    return _SPREAD_FACTOR * spread + 4 * torch.finfo(right.dtype).eps * size
 
 
-def _resized(step: StepGradients) -> Any:
-    """Give each number of the gradients another size, and leave its sign."""
-    generator = torch.Generator().manual_seed(step.number)
+def _resize_grads(step: StepGradients) -> Any:
+    """Multiply each number of the gradients by a random factor from 0.5 to 1.5, so that its sign stays."""
+    generator = torch.Generator().manual_seed(step.step_index)
 
     def resize(grad: Any) -> Any:
         return grad if grad is None else grad * (torch.rand(grad.shape, generator=generator) + 0.5).to(grad)
@@ -262,27 +321,29 @@ def _resized(step: StepGradients) -> Any:
     return tree.tree_map(resize, step.grads)
 
 
-def shaken(loop: Loop) -> Loop:
-    """Return a loop whose gradients are moved by rounding, as another order of additions may.
+def with_rounding_noise(loop: Loop) -> Loop:
+    """Return a loop with noise of the size of rounding on its gradients, as another order of additions makes.
 
-    Where a leaf's gradient is nothing but rounding, as of the bias of an attention's keys, each number has the other
-    sign.
+    If the gradient of a leaf is nothing but rounding, as of the bias of an attention's keys, each number gets the other
+    sign: an optimizer that divides by the size of gradients then moves it the other way.
     """
 
     def change(step: StepGradients) -> Any:
         grads = step.grads if loop.change is None else loop.change(step)
-        generator = torch.Generator().manual_seed(step.number)
-        largest = max((_size(grad) for grad in tree.leaves(grads) if grad is not None and grad.numel()), default=0.0)
+        generator = torch.Generator().manual_seed(step.step_index)
+        largest_difference = max(
+            (_size(grad) for grad in tree.leaves(grads) if grad is not None and grad.numel()), default=0.0
+        )
 
         def move(grad: Any) -> Any:
             if grad is None or not grad.numel():
                 return grad
-            numbers, size, eps = wide(grad), _size(grad), torch.finfo(grad.dtype).eps
-            if 0 < size < eps * largest:
+            numbers, size, eps = to_double(grad), _size(grad), torch.finfo(grad.dtype).eps
+            if 0 < size < eps * largest_difference:
                 signs = torch.where(numbers == 0, torch.ones_like(numbers), -numbers.sgn())
-                return (eps * largest * signs).to(grad.dtype)
+                return (eps * largest_difference * signs).to(grad.dtype)
             noise = torch.randn(grad.shape, generator=generator, dtype=torch.float64).to(grad.device)
-            return (numbers + noise * size * eps * _EPSILONS).to(grad.dtype)
+            return (numbers + noise * size * eps * _NOISE_EPSILONS).to(grad.dtype)
 
         return tree.tree_map(move, grads)
 
@@ -290,5 +351,5 @@ def shaken(loop: Loop) -> Loop:
 
 
 def _size(grad: Tensor) -> float:
-    """Return the root of the mean square of its numbers."""
-    return float(wide(grad).norm()) / grad.numel() ** 0.5
+    """Return the root mean square of a gradient."""
+    return float(to_double(grad).norm()) / grad.numel() ** 0.5

@@ -1,4 +1,4 @@
-"""Judge what another pipeline, or a loop of one's own, made of one or several training steps.
+"""Compare the result of training steps of another pipeline or a hand-written loop with plain autograd.
 
 {"0.weight": w}  after two steps        --> compare_step -->        a Report, or the mistake by its name
 """
@@ -14,35 +14,35 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.limits import whole
+from fpipe.limits import check_whole_number
 from fpipe.meaning.optimizers.optimizer_state import (
     Rate,
     check_groups,
     check_optimizer_state,
     initial_states,
-    names_of,
-    rates_of,
-    words_of,
+    names_of_leaves,
+    rates_by_step,
+    update_settings,
 )
-from fpipe.meaning.optimizers.rules import numbers_of
+from fpipe.meaning.optimizers.rules import as_number_by_name
 from fpipe.meaning.purity.sharded import is_sharded
 from fpipe.meaning.single_device.microbatch import cut
-from fpipe.meaning.single_device.over_parts import over_parts
+from fpipe.meaning.single_device.microbatch_sums import sum_over_microbatches
 from fpipe.meaning.single_device.params_and_state import check_all_state, check_batch
 from fpipe.meaning.single_device.result import Result
-from fpipe.model import Model, the_model
-from fpipe.oracle.after_steps import GRADIENT, AfterSteps, shaken
+from fpipe.model import Model, require_model
+from fpipe.oracle.after_steps import GRADIENT, ParamsAfterSteps, with_rounding_noise
 from fpipe.oracle.gradient_changes import Parts
-from fpipe.oracle.named_leaves import params_by_leaf, put_together, without_wrappers
-from fpipe.oracle.step_mistakes import Loop, clipped_by_parts
-from fpipe.transforms.update import words_of_update
+from fpipe.oracle.named_leaves import join_ranks, params_by_leaf, strip_wrapper_names
+from fpipe.oracle.step_mistakes import Loop, loops_clipped_by_rank
+from fpipe.transforms.update import update_options
 from fpipe.verification.report import (
     Close,
     GradientMismatch,
     Report,
-    is_mean_to_rounding,
-    listed,
-    wide,
+    list_names,
+    means_agree_to_rounding,
+    to_double,
 )
 
 
@@ -68,8 +68,9 @@ def compare_step(
     atol: float | None = None,
     **settings: Any,
 ) -> Report:
-    """Compare parameters after training steps made elsewhere with those of plain autograd and torch.optim, and name the
-    mistake that explains them.
+    """Compare parameters after another pipeline's training steps with plain autograd and torch.optim.
+
+    If they differ, name the mistake that explains them.
 
     Args:
         model, params, state, key: as for `reference`, before the first step.
@@ -116,42 +117,61 @@ def compare_step(
     There is no weight decay.
       0.weight, 0.bias, 2.weight, 2.bias
     """
+    # 1. Check what was handed in, and bring it into the order of leaves and steps.
     close = None if rtol is None and atol is None else Close(rtol, atol)
-    named, pieces = params_by_leaf(the_model(model), params, after)
+    param_by_leaf, pieces = params_by_leaf(require_model(model), params, after)
     check_all_state(model, state, "compare_step")
     batch_by_step = _batch_by_step(batches)
     _check_by_name(opt, grads, opt_after)
-    whole("microbatches", microbatches)
-    words = words_of(words_of_update(rule, clip, groups, settings))
+    check_whole_number("microbatches", microbatches)
+    update = update_settings(update_options(rule, clip, groups, settings))
     if all(stage.names is not None for stage in model.stages):
-        check_groups(words, [name for stage in params for name in names_of(tree.flatten(stage)[1])])
+        check_groups(update, [name for stage in params for name in names_of_leaves(tree.flatten(stage)[1])])
     if opt is not None:
-        check_optimizer_state(words, params, opt)
-    numbers = [numbers_of(rate) for rate in rates_of(lr, len(batch_by_step), words)]
-    constant = {word: value for word, value in numbers[0].items() if all(step.get(word) == value for step in numbers)}
-    constant.pop("lr", None)
-    words = words._replace(settings=(*words.settings, *constant.items()))
+        check_optimizer_state(update, params, opt)
+    settings_by_step = [as_number_by_name(rate) for rate in rates_by_step(lr, len(batch_by_step), update)]
+    constant_settings = {
+        setting_name: value
+        for setting_name, value in settings_by_step[0].items()
+        if all(step.get(setting_name) == value for step in settings_by_step)
+    }
+    constant_settings.pop("lr", None)
+    update = update._replace(settings=(*update.settings, *constant_settings.items()))
+    # 2. Run the reference loop. Settings that no step changes are part of the rule, so that mistakes can change them.
     steps = [[cut(batch, index, microbatches) for index in range(microbatches)] for batch in batch_by_step]
     ranks = [] if pieces is None else pieces.regions
     loop = Loop(
         model=model,
         params=params,
-        opt=initial_states(words, params) if opt is None else opt,
+        opt=initial_states(update, params) if opt is None else opt,
         state=state,
         steps=steps,
-        words=words,
-        rates=[{word: value for word, value in step.items() if word not in constant} for step in numbers],
+        update=update,
+        rates=[
+            {setting_name: value for setting_name, value in step.items() if setting_name not in constant_settings}
+            for step in settings_by_step
+        ],
         gradients=_Gradients(model, params, state, steps),
         keys=_values_by_step(key, len(steps), "key"),
-        regions=[{k: regions[name] for k, (name, _) in named.items() if name in regions} for regions in ranks],
+        regions=[
+            {leaf_index: regions[name] for leaf_index, (name, _) in param_by_leaf.items() if name in regions}
+            for regions in ranks
+        ],
     )
-    expected = _run(loop, batches)
-    compared = AfterSteps(named, loop, expected, close)
+    expected = _run_or_explain(loop, batches)
+    compared = ParamsAfterSteps(param_by_leaf, loop, expected, close)
+    # 3. Compare. Copies that differ between ranks come first: then the parameters themselves tell nothing.
     differing = [*pieces.differing] if pieces is not None else []
-    messages = [*_differing_copies(compared, differing), *_wrong_values(compared, grads or {}, opt_after or {})]
-    messages += [*_wrong_series("loss", loss, expected.loss), *_wrong_series("norm", norm, expected.norm or ())]
+    messages = [
+        *_describe_differing_copies(compared, differing),
+        *_describe_wrong_values(compared, grads or {}, opt_after or {}),
+    ]
+    messages += [
+        *_describe_wrong_series("loss", loss, expected.loss),
+        *_describe_wrong_series("norm", norm, expected.norm or ()),
+    ]
     report = compared.report
-    if not compared.wrong and not messages:
+    if not compared.wrong_leaves and not messages:
         return report if grads or opt_after else replace(report, notes=(*report.notes, *compared.hidden_sizes(norm)))
     raise GradientMismatch("\n".join(messages if differing else [*compared.message(bool(grads)), *messages]), report)
 
@@ -170,8 +190,8 @@ def _batch_by_step(batches: Any) -> list[Any]:
     return by_step
 
 
-def _run(loop: Loop, batches: Any) -> Result:
-    """Run the loop; two pairs in a tuple may be one batch of two inputs and two targets, or were to be a list."""
+def _run_or_explain(loop: Loop, batches: Any) -> Result:
+    """Run the loop; if it fails on a tuple of two pairs, say that these may have been meant as a list of steps."""
     try:
         return loop.run()
     except Exception as error:
@@ -194,43 +214,45 @@ def _check_by_name(opt: Any, grads: Any, opt_after: Any) -> None:
     states: Any = opt_after or {}
     if not isinstance(states, Mapping) or not all(isinstance(state, Mapping) for state in states.values()):
         raise TypeError(
-            'opt_after is by name, {"0.weight": {"exp_avg": .., "step": ..}}, as {name: optimizer.state[p] for name, p '
-            "in net.named_parameters()} is; an optimizer's state_dict() has numbers for names."
+            'opt_after is by name, {"0.weight": {"exp_avg": .., "step": ..}}; an optimizer\'s state_dict() has numbers '
+            "for names."
         )
 
 
 class _Gradients:
-    """Gradients of some microbatches, as a mean over their rows.
+    """Computes gradients of some microbatches, as a mean over their rows.
 
-    All mistakes begin with the first parameters: gradients at these are computed once, while few numbers are kept.
+    The loops of all mistakes start at the same parameters, so gradients at these are cached, up to a number of numbers.
     """
 
     def __init__(self, model: Model, params: Sequence[Any], state: Any, steps: Sequence[Parts]) -> None:
         self.model, self.params, self.state = model, params, state
-        self.parts = {id(part): part for step in steps for part, _ in step}  # alive, so that an id names one part
+        # Keeps the parts alive, so that an id names one part.
+        self.parts = {id(part): part for step in steps for part, _ in step}
         numbers = sum(leaf.numel() for leaf in tree.leaves(tuple(params)) if isinstance(leaf, Tensor))
-        self.most_results = _MOST_NUMBERS_KEPT // (1 + numbers)
+        self.most_results = _MAX_CACHED_NUMBERS // (1 + numbers)
         self.results = dict[Any, Result]()
 
     def __call__(
-        self, read: Sequence[Any], parts: Parts, state: Any = None, key: int | None = None, see: Any = None
+        self, params: Sequence[Any], parts: Parts, state: Any = None, key: int | None = None, observe: Any = None
     ) -> Result:
-        is_first = see is None and state is self.state and all(map(operator.is_, read, self.params))
+        # Only without an observer and at the first parameters and state is the result that of another loop, too.
+        is_first = observe is None and state is self.state and all(map(operator.is_, params, self.params))
         is_known = is_first and all(id(part) in self.parts for part, _ in parts)
         name = (key, *(id(part) for part, _ in parts)) if is_known else None
         if name in self.results:
             return self.results[name]
-        result = over_parts(self.model, read, parts, state=state, key=key, see=see)
+        result = sum_over_microbatches(self.model, params, parts, state=state, key=key, observe=observe)
         if name is not None and len(self.results) < self.most_results:
             self.results[name] = result
         return result
 
 
-_MOST_NUMBERS_KEPT = 2**26
+_MAX_CACHED_NUMBERS = 2**26
 
 
-def _values_by_step(values: Any, steps: int, word: str) -> list[Any]:
-    """Return the value of each step, from one for all steps or a list.
+def _values_by_step(values: Any, steps: int, argument: str) -> list[Any]:
+    """Return the value for each step, from a list or one value for all steps.
 
     Raises:
         TypeError: no numbers.
@@ -239,84 +261,94 @@ def _values_by_step(values: Any, steps: int, word: str) -> list[Any]:
     by_step: list[Any] = [*values] if isinstance(values, list | tuple) else [values] * steps
     wrong = next((value for value in by_step if not isinstance(value, int | float | Tensor | None)), None)
     if wrong is not None:
-        raise TypeError(f"{word} is one number, or a list with that of each step; found {wrong!r}.")
+        raise TypeError(f"{argument} is one number, or a list with that of each step; found {wrong!r}.")
     if len(by_step) != steps:
-        raise ValueError(f"{word} is one number, or a list of {steps}, one for each step; found {len(by_step)}.")
+        raise ValueError(f"{argument} is one number, or a list of {steps}, one for each step; found {len(by_step)}.")
     return by_step
 
 
-def _differing_copies(compared: AfterSteps, names: Sequence[str]) -> list[str]:
-    """Describe parameters of which ranks had copies before the steps, and have different ones after them."""
+def _describe_differing_copies(compared: ParamsAfterSteps, names: Sequence[str]) -> list[str]:
+    """Explain why copies of a parameter that were equal on all ranks differ after the steps."""
     if not names:
         return []
-    for words, loop in clipped_by_parts(compared.loop):
-        if not compared.wrong_beside(loop, loop.run()):
-            return [f"Ranks have copies that differ, such as {names[0]}: {words}."]
-    words = "Ranks have copies that differ: gradients of these are not added over replicas or tensor-parallel ranks"
-    norms = ", or each rank clips by a norm of its own" * (compared.loop.words.clip is not None)
-    return [f"{words}{norms}: {listed(names)}."]
+    for sentence, loop in loops_clipped_by_rank(compared.loop):
+        if not compared.leaves_that_differ(loop, loop.run()):
+            return [f"Ranks have copies that differ, such as {names[0]}: {sentence}."]
+    sentence = "Ranks have copies that differ: gradients of these are not added over replicas or tensor-parallel ranks"
+    norms = ", or each rank clips by a norm of its own" * (compared.loop.update.clip is not None)
+    return [f"{sentence}{norms}: {list_names(names)}."]
 
 
-def _not_added(name: str, ranks: Sequence[Tensor], right: Tensor) -> str:
-    """Describe a gradient of which each rank has an addend of a sum, or of a mean, that is not added up."""
-    count, total = len(ranks), torch.stack([wide(leaf) for leaf in ranks]).sum(0)
-    close = Close(_NEAR, _NEAR * float(wide(right).abs().max()))
-    times = next((k for k in range(1, count + 1) if count % k == 0 and close(total / k, wide(right))), None)
+def _describe_unreduced_grad(name: str, ranks: Sequence[Tensor], right: Tensor) -> str:
+    """Describe a gradient that differs between ranks, because it was not summed or averaged over them."""
+    count, total = len(ranks), torch.stack([to_double(leaf) for leaf in ranks]).sum(0)
+    # If the sum over the ranks, divided by a divisor of their number, is the right gradient, each rank has an addend.
+    close = Close(_SUM_TOLERANCE, _SUM_TOLERANCE * float(to_double(right).abs().max()))
+    times = next((k for k in range(1, count + 1) if count % k == 0 and close(total / k, to_double(right))), None)
     if times is None:
         return f"The gradient of {name} is another one on each of {count} ranks that are to have copies."
     have = "have the mean" if times == count else f"add up to {times} times" if times > 1 else "add up to"
     return f"The gradient of {name} is not added over ranks: those of {count} {have} the right one."
 
 
-_NEAR = 1e-4
-"""How near a sum over ranks is to the gradient that it explains."""
+_SUM_TOLERANCE = 1e-4
+"""How near a sum over ranks has to be to the gradient that it explains, relatively."""
 
 
-def _wrong_values(
-    compared: AfterSteps,
+def _describe_wrong_values(
+    compared: ParamsAfterSteps,
     grads: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     states: Mapping[str, Mapping[str, Any]],
 ) -> list[str]:
-    """Describe gradients and optimizer state that differ from the loop's."""
-    right, messages = compared.values_of(compared.expected), list[str]()
-    names = [name for name, _ in compared.named.values()]
-    states = without_wrappers(states, names)
-    grads = without_wrappers(grads, names) if isinstance(grads, Mapping) else [*grads]
+    """Describe gradients and optimizer state that differ from the reference loop's."""
+    right, messages = compared.grads_and_state_of(compared.expected), list[str]()
+    names = [name for name, _ in compared.param_by_leaf.values()]
+    states = strip_wrapper_names(states, names)
+    grads = strip_wrapper_names(grads, names) if isinstance(grads, Mapping) else [*grads]
     if not isinstance(grads, Mapping):
-        grads = [without_wrappers(rank, names) for rank in grads]
+        grads = [strip_wrapper_names(rank, names) for rank in grads]
         shapes = {name.removeprefix(GRADIENT): leaf.shape for name, leaf in right.items()}
         _refuse_unknown([GRADIENT + name for named in grads for name in named], right)
-        pieces = put_together(grads, shapes)
+        pieces = join_ranks(grads, shapes)
         for name, ranks in pieces.differing.items():
-            messages.append(_not_added(name, ranks, right[GRADIENT + name]))
-        grads = {name: leaf for name, leaf in pieces.whole.items() if name not in pieces.differing}
+            messages.append(_describe_unreduced_grad(name, ranks, right[GRADIENT + name]))
+        grads = {name: leaf for name, leaf in pieces.tensors.items() if name not in pieces.differing}
     values = {GRADIENT + name: leaf for name, leaf in grads.items()}
-    values |= {f"{word} of {name}": leaf for name, state in states.items() for word, leaf in state.items()}
+    values |= {f"{state_key} of {name}": leaf for name, state in states.items() for state_key, leaf in state.items()}
     _refuse_unknown([*values], right)
-    for what, leaf in values.items():
-        values[what] = torch.as_tensor(leaf.full_tensor() if is_sharded(leaf) else leaf).detach()
-        if values[what].shape != right[what].shape:
-            raise ValueError(f"{what} has the shape {[*leaf.shape]}, and is to have {[*right[what].shape]}.")
-    wrong = [what for what, leaf in values.items() if not compared.same(leaf, right[what])]
+    for value_name, leaf in values.items():
+        values[value_name] = torch.as_tensor(leaf.full_tensor() if is_sharded(leaf) else leaf).detach()
+        if values[value_name].shape != right[value_name].shape:
+            raise ValueError(
+                f"{value_name} has the shape {[*leaf.shape]}, and is to have {[*right[value_name].shape]}."
+            )
+    wrong = [value_name for value_name, leaf in values.items() if not compared.agree(leaf, right[value_name])]
+    # Without a tolerance: as far away as rounding noise on the gradients moves them is right.
     if wrong and compared.close is None:
-        moved = compared.values_of(shaken(compared.loop).run())
-        wrong = [what for what in wrong if not compared.near(values[what], right[what], moved[what])]
+        moved_values = compared.grads_and_state_of(with_rounding_noise(compared.loop).run())
+        wrong = [
+            value_name
+            for value_name in wrong
+            if not compared.are_near(values[value_name], right[value_name], moved_values[value_name])
+        ]
     if wrong:
-        messages.append(f"{len(wrong)} of {len(values)} values beside the parameters are others: {listed(wrong)}.")
+        messages.append(f"{len(wrong)} of {len(values)} values beside the parameters are others: {list_names(wrong)}.")
     return messages
 
 
 def _refuse_unknown(names: Sequence[str], right: Mapping[str, Tensor]) -> None:
     unknown = next((name for name in names if name not in right), None)
     if unknown is not None:
-        raise ValueError(f"there is nothing to compare {unknown} with; there is {listed([*right])}.")
+        raise ValueError(f"there is nothing to compare {unknown} with; there is {list_names([*right])}.")
 
 
-def _wrong_series(word: str, series: Any, expected: Any) -> list[str]:
-    """Describe the first loss or norm of another pipeline that differs from the loop's."""
-    values = _values_by_step(series, len(expected), word)
+def _describe_wrong_series(quantity: str, series: Any, expected: Any) -> list[str]:
+    """Describe the first loss or norm of another pipeline that differs from the reference loop's."""
+    values = _values_by_step(series, len(expected), quantity)
     for step, (value, right) in enumerate(zip(values, expected, strict=True)):
-        if value is not None and not is_mean_to_rounding(torch.as_tensor(value, dtype=torch.float32), right.float()):
+        if value is not None and not means_agree_to_rounding(
+            torch.as_tensor(value, dtype=torch.float32), right.float()
+        ):
             times = f": {float(value) / float(right):.4g} x" if right else ""
-            return [f"The {word} of step {step} is {float(value):g}, and not {float(right):g}{times}."]
+            return [f"The {quantity} of step {step} is {float(value):g}, and not {float(right):g}{times}."]
     return []

@@ -1,4 +1,4 @@
-"""Say how a tensor differs from the right one where no mistake in adding up explains it.
+"""Describe how a tensor differs from the right one, where no mistake in adding up explains it.
 
 numbers that bfloat16 has, as near as its epsilon        -->        "as if rounded to bfloat16"
 """
@@ -10,96 +10,104 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fpipe.verification.report import distance, is_finite, listed, tolerance, wide
+from fpipe.verification.report import is_finite, list_names, relative_distance, rounding_tolerance, to_double
 
-_MOST_ROWS = 4096  # all pairs of rows are compared
-_NEAR = 0.1  # relative distance from which on norm and cosine say more
-_COARSE = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+# All pairs of rows are compared, so the cost grows with the square of their number.
+_MAX_ROWS = 4096
+# The relative distance above which norm and cosine say more than the distance.
+_LARGE_DISTANCE = 0.1
+_COARSE_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def difference_in_words(found: Tensor, expected: Tensor) -> str:
+def describe_difference(actual: Tensor, expected: Tensor) -> str:
     """Say whether a tensor is rounded, out of order, or by how much it is off.
 
     >>> right = torch.linspace(1, 2, 6).reshape(3, 2)
-    >>> print(difference_in_words(right.bfloat16().float(), right))
+    >>> print(describe_difference(right.bfloat16().float(), right))
     as if rounded to bfloat16
-    >>> print(difference_in_words(right[[1, 0, 2]], right))
+    >>> print(describe_difference(right[[1, 0, 2]], right))
     rows 0 and 1 are exchanged
-    >>> print(difference_in_words(right + torch.tensor([0.01, 0.0]), right))
+    >>> print(describe_difference(right + torch.tensor([0.01, 0.0]), right))
     off by 0.46 % of its norm
     """
-    if not is_finite(found):
+    if not is_finite(actual):
         return "NaN or infinite numbers"
-    limit = tolerance(found, expected)
-    rounded = _rounding(found, expected)
-    found, expected = wide(found), wide(expected)
-    if not expected.count_nonzero() or not found.count_nonzero():
-        return "not zero where it should be" if found.count_nonzero() else "zero where it should not be"
-    return rounded or _order(found, expected, limit) or _size(found, expected, limit)
+    limit = rounding_tolerance(actual, expected)
+    rounded = _describe_rounding(actual, expected)
+    actual, expected = to_double(actual), to_double(expected)
+    if not expected.count_nonzero() or not actual.count_nonzero():
+        return "not zero where it should be" if actual.count_nonzero() else "zero where it should not be"
+    return rounded or _describe_order(actual, expected, limit) or _describe_size(actual, expected, limit)
 
 
-def _rounding(found: Tensor, expected: Tensor) -> str:
-    """Name the coarser dtype that has all numbers, each within its epsilon of the right one."""
-    numbers, right = wide(found), wide(expected)
-    for dtype in _COARSE if not found.is_complex() else ():
+def _describe_rounding(actual: Tensor, expected: Tensor) -> str:
+    """Name the coarser dtype to which the right numbers seem rounded: it has all numbers, each within its epsilon."""
+    numbers, right = to_double(actual), to_double(expected)
+    for dtype in _COARSE_DTYPES if not actual.is_complex() else ():
         eps = torch.finfo(dtype).eps
-        least = eps * torch.finfo(dtype).smallest_normal  # the distance of numbers below that
-        is_near = bool(((numbers - right).abs() <= eps * right.abs() + least).all())
-        if eps > torch.finfo(found.dtype).eps and is_near and torch.equal(numbers.to(dtype).double(), numbers):
+        # Below the smallest normal number the spacing is constant.
+        subnormal_spacing = eps * torch.finfo(dtype).smallest_normal
+        is_near = bool(((numbers - right).abs() <= eps * right.abs() + subnormal_spacing).all())
+        # Coarser than its own dtype, near the right numbers, and unchanged by another rounding.
+        if eps > torch.finfo(actual.dtype).eps and is_near and torch.equal(numbers.to(dtype).double(), numbers):
             return f"as if rounded to {str(dtype).removeprefix('torch.')}"
     return ""
 
 
-def _order(found: Tensor, expected: Tensor, limit: float) -> str:
+def _describe_order(actual: Tensor, expected: Tensor, limit: float) -> str:
     """Say which rows or columns are exchanged."""
-    if found.ndim == 2 and found.shape == found.T.shape and distance(found.T, expected) <= limit:
+    if actual.ndim == 2 and actual.shape == actual.T.shape and relative_distance(actual.T, expected) <= limit:
         return "transposed"
-    if found.is_complex():  # torch has no distances of complex rows
+    if actual.is_complex():  # torch.cdist has no complex kernel
         return ""
-    for dim, word in zip(range(found.ndim), ("rows", "columns"), strict=False):
-        rows, right = (x.movedim(dim, 0).flatten(1) if x.ndim > 1 else x[:, None] for x in (found, expected))
-        wrong = _wrong_rows(rows, right, limit)
-        if not 2 <= len(wrong) <= _MOST_ROWS:
+    for dim, axis_name in zip(range(actual.ndim), ("rows", "columns"), strict=False):
+        rows, right = (x.movedim(dim, 0).flatten(1) if x.ndim > 1 else x[:, None] for x in (actual, expected))
+        wrong = _differing_rows(rows, right, limit)
+        if not 2 <= len(wrong) <= _MAX_ROWS:
             continue
         order = torch.cdist(rows[wrong], right[wrong]).argmin(1)
-        if len(order.unique()) < len(order) or distance(rows[wrong], right[wrong][order]) > limit:
+        # The nearest right row of each wrong one: an order of rows only if no two take the same.
+        if len(order.unique()) < len(order) or relative_distance(rows[wrong], right[wrong][order]) > limit:
             continue
         sources = dict(zip(wrong.tolist(), wrong[order].tolist(), strict=True))
-        upper = _ranges([row for row in sources if row < sources[row]])
-        lower = _ranges([row for row in sources if row > sources[row]])
+        upper = _format_ranges([row for row in sources if row < sources[row]])
+        lower = _format_ranges([row for row in sources if row > sources[row]])
         if len(upper) == len(lower) == 1 and all(sources[sources[row]] == row for row in sources):
-            return f"{word} {upper[0]} and {lower[0]} are exchanged"
-        return f"{word} {listed(_ranges([*sources]))} are in another order"
+            return f"{axis_name} {upper[0]} and {lower[0]} are exchanged"
+        return f"{axis_name} {list_names(_format_ranges([*sources]))} are in another order"
     return ""
 
 
-def _wrong_rows(rows: Tensor, right: Tensor, limit: float) -> Tensor:
+def _differing_rows(rows: Tensor, right: Tensor, limit: float) -> Tensor:
     return ((rows - right).norm(dim=1) > limit * right.norm(dim=1)).nonzero().flatten()
 
 
-def _ranges(numbers: Sequence[int]) -> list[str]:
+def _format_ranges(numbers: Sequence[int]) -> list[str]:
     """Write ascending numbers as ranges.
 
-    >>> _ranges([0, 1, 2, 7])
+    >>> _format_ranges([0, 1, 2, 7])
     ['0-2', '7']
     """
-    starts = [k for k in range(len(numbers)) if not k or numbers[k] != numbers[k - 1] + 1]
-    ends = [k - 1 for k in starts[1:]] + [len(numbers) - 1]
+    starts = [index for index in range(len(numbers)) if not index or numbers[index] != numbers[index - 1] + 1]
+    ends = [index - 1 for index in starts[1:]] + [len(numbers) - 1]
     pairs = ((numbers[start], numbers[end]) for start, end in zip(starts, ends, strict=True))
-    return [str(first) if first == last else f"{first}-{last}" for first, last in pairs]
+    return [
+        str(start_number) if start_number == end_number else f"{start_number}-{end_number}"
+        for start_number, end_number in pairs
+    ]
 
 
-def _size(found: Tensor, expected: Tensor, limit: float) -> str:
+def _describe_size(actual: Tensor, expected: Tensor, limit: float) -> str:
     """Say how large the difference is, and in which rows, if these are few."""
-    share = distance(found, expected)
-    if share > _NEAR:
-        norms = float(found.norm()), float(expected.norm())
-        cosine = float(torch.vdot(expected.flatten(), found.flatten()).real) / (norms[0] * norms[1])
+    share = relative_distance(actual, expected)
+    if share > _LARGE_DISTANCE:
+        norms = float(actual.norm()), float(expected.norm())
+        cosine = float(torch.vdot(expected.flatten(), actual.flatten()).real) / (norms[0] * norms[1])
         return f"{norms[0] / norms[1]:.3g} x the norm, its cosine with the right one {cosine:.3g}"
     sentence = f"off by {100 * share:.2g} % of its norm"
-    if found.ndim < 2:
+    if actual.ndim < 2:
         return sentence
-    ranges = _ranges(_wrong_rows(found.flatten(1), expected.flatten(1), limit).tolist())
-    if len(ranges) != 1 or ranges[0] == f"0-{len(found) - 1}":
+    ranges = _format_ranges(_differing_rows(actual.flatten(1), expected.flatten(1), limit).tolist())
+    if len(ranges) != 1 or ranges[0] == f"0-{len(actual) - 1}":
         return sentence
     return f"{sentence}, in row{'s' * ('-' in ranges[0])} {ranges[0]} alone"

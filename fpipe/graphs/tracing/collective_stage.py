@@ -1,20 +1,20 @@
-"""A stage that is a collective over one dimension of a mesh: what it does to each tensor that flows, and its adjoint.
+"""Stages that run a collective over one dimension of a mesh, with its adjoint as their backward.
 
-    all_to_all      rows for each process      -->  rows from each process        backward: the same way back
+    all_to_all      rows for each process      -->  rows from each process        backward: all_to_all
     all_gather      this process's rows        -->  the rows of all               backward: reduce_scatter
     reduce_scatter  rows for each process      -->  the sum of this one's rows    backward: all_gather
     all_reduce      a tensor                   -->  the sum of all                backward: all_reduce
-    ring            a tensor                   -->  that of the process before    backward: to the process before
+    ring            a tensor                   -->  the previous process's        backward: to the previous process
 
-Where all that follows is alike on the processes, as between layers of tensor parallelism, its gradient counts once:
+Where all processes compute the same thing afterwards, as between tensor-parallel layers, the gradient counts once:
 
-    copy            a tensor alike on all      -->  the same tensor               backward: all_reduce
-    reduce          a tensor                   -->  the sum of all                backward: as it is
+    copy            a replicated tensor        -->  the same tensor               backward: all_reduce
+    reduce          a tensor                   -->  the sum of all                backward: identity
     gather          this process's rows        -->  the rows of all               backward: this process's rows
-    scatter         a tensor alike on all      -->  this process's rows           backward: all_gather
+    scatter         a replicated tensor        -->  this process's rows           backward: all_gather
 
-With sizes, an all-to-all brings each process as many rows as these say, and then the sizes travel before the rows. A
-dimension has one process until a mesh says otherwise, and a collective of one hands on what it is given.
+An all-to-all with sizes sends each process as many rows as the sizes say; the sizes are exchanged before the rows. A
+dimension has one process until the stage is bound to a group, and a collective of one process is the identity.
 """
 
 from __future__ import annotations
@@ -31,40 +31,41 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.torch_private.dispatch import C10D
 
-_FORWARD = {"copy": "as it is", "reduce": "all_reduce", "gather": "all_gather", "scatter": "own rows"}
+_FORWARD = {"copy": "identity", "reduce": "all_reduce", "gather": "all_gather", "scatter": "local_rows"}
 _BACKWARD = {
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",
-    "ring": "ring back",
+    "ring": "ring_back",
     "copy": "all_reduce",
-    "reduce": "as it is",
-    "gather": "own rows",
+    "reduce": "identity",
+    "gather": "local_rows",
     "scatter": "all_gather",
 }
 COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "ring", *_FORWARD)
 
 
 @dataclass(frozen=True)
-class Exchanged:
-    """The stage function of a collective along an axis; over processes once it is bound to their group.
+class CollectiveStage:
+    """The stage function of a collective along an axis; it communicates once it is bound to a process group.
 
     Args:
         kind: one of `COLLECTIVES`.
         axis: the dimension of the mesh.
-        group: the name of the group of processes along it; of one process, none.
-        size, number: how many they are, none in a run on zeros, and which of them this one is.
-        leaf: the one that is exchanged of what it takes, and handed on alone; None for all.
-        sizes: whether the last of what it takes says how many rows of the others go to each process.
-        splits: how many rows come from each process, and go there, once that is known.
+        group: the name of the process group along the axis; empty for one process.
+        size: how many processes there are; 0 in a run on zeros, where sizes add up to nothing.
+        process_index: the rank of this process in the group.
+        leaf_index: the leaf of the input that is exchanged and returned alone; None for all leaves.
+        has_sizes: whether the last leaf says how many rows of the others go to each process.
+        splits: how many rows come from each process, and go to each, once the sizes are exchanged.
     """
 
     kind: str
     axis: str
     group: str = ""
     size: int = 1
-    number: int = 0
-    leaf: int | None = None
-    sizes: bool = False
+    process_index: int = 0
+    leaf_index: int | None = None
+    has_sizes: bool = False
     splits: tuple[list[int], list[int]] | None = None
 
     @property
@@ -72,140 +73,153 @@ class Exchanged:
         return f"{self.kind} over {self.axis}"
 
     def __call__(self, params: Any, x: Any) -> Any:
-        """Exchange the tensors of x, leaf by leaf; other leaves are alike everywhere."""
+        """Exchange the tensors of x, leaf by leaf; leaves that are no tensors are the same on all processes."""
 
-        def exchanged(leaf: Any) -> Any:
-            return _Collective.apply(leaf, self) if isinstance(leaf, Tensor) else leaf
+        def exchange_leaf(leaf: Any) -> Any:
+            return _CollectiveFunction.apply(leaf, self) if isinstance(leaf, Tensor) else leaf
 
-        x = x if self.leaf is None else (tree.leaves(x)[self.leaf],)
-        if self.sizes:
-            return self._sized(x)
-        return x if self.size == 1 else tree.tree_map(exchanged, x)
+        x = x if self.leaf_index is None else (tree.leaves(x)[self.leaf_index],)
+        if self.has_sizes:
+            return self._exchange_rows(x)
+        return x if self.size == 1 else tree.tree_map(exchange_leaf, x)
 
-    def over(self, group: str, size: int, number: int) -> Exchanged:
-        """Return the function over a group of processes."""
-        return replace(self, group=group, size=size, number=number)
+    def bind_group(self, group: str, size: int, process_index: int) -> CollectiveStage:
+        """Return this function bound to a process group."""
+        return replace(self, group=group, size=size, process_index=process_index)
 
-    def _sized(self, x: Any) -> tuple[Tensor, ...]:
-        """Exchange the sizes, wait for them, and then start on the rows."""
-        if not isinstance(x, tuple) or len(x) < 2 or not _are_whole(x[-1]):  # pyright: ignore[reportUnknownArgumentType]
-            raise TypeError(f"{self.__name__} with sizes takes (rows, sizes), whole numbers last; found {_shown(x)}.")
+    def _exchange_rows(self, x: Any) -> tuple[Tensor, ...]:
+        """Exchange the sizes, wait for them, and start the exchange of the rows.
+
+        Every process has to know how many rows it receives before it can allocate them, so the sizes cannot overlap.
+        """
+        if not isinstance(x, tuple) or len(x) < 2 or not _are_whole_numbers(x[-1]):  # pyright: ignore[reportUnknownArgumentType]
+            raise TypeError(
+                f"{self.__name__} with sizes takes (rows, sizes), whole numbers last; found {_describe(x)}."
+            )
         rows: Sequence[Tensor] = x[:-1]
-        sent: Tensor = x[-1]
-        if not self.size:  # zeros do not add up to rows
-            return (*(_Collective.apply(tensor, self) for tensor in rows), sent)
-        if not sent.ndim or len(sent) % self.size:
+        sizes_sent: Tensor = x[-1]
+        if not self.size:  # a run on zeros: the sizes are zeros too, and need not add up to the rows
+            return (*(_CollectiveFunction.apply(tensor, self) for tensor in rows), sizes_sent)
+        if not sizes_sent.ndim or len(sizes_sent) % self.size:
             raise ValueError(
                 f"{self.__name__} takes equally many sizes for each process, {self.size} here; found shape "
-                f"{tuple(sent.shape)}."
+                f"{tuple(sizes_sent.shape)}."
             )
-        if (least := int(sent.min()) if sent.numel() else 0) < 0:
-            raise ValueError(f"{self.__name__} is handed {least} rows for a process; sizes are whole numbers from 0.")
-        total = int(sent.sum())
-        for tensor in (tensor for tensor in rows if not tensor.ndim or len(tensor) != total):
+        if (smallest_size := int(sizes_sent.min()) if sizes_sent.numel() else 0) < 0:
+            raise ValueError(f"{self.__name__}: a size is {smallest_size}; sizes are whole numbers from 0.")
+        row_total = int(sizes_sent.sum())
+        for tensor in (tensor for tensor in rows if not tensor.ndim or len(tensor) != row_total):
             raise ValueError(
-                f"{self.__name__} is handed sizes that add up to {total} rows, and a tensor of shape "
-                f"{tuple(tensor.shape)}; dim 0 is the rows for each process, one behind the other."
+                f"{self.__name__}: the sizes add up to {row_total} rows, but dim 0 of a tensor of shape "
+                f"{tuple(tensor.shape)} has another size."
             )
         if self.size == 1:
-            return (*(_Collective.apply(tensor, self) for tensor in rows), sent)
-        received = _CARRIERS.stack[-1].wait(_exchanged("all_to_all", sent, self))
-        row_counts = (sizes.reshape(self.size, -1).sum(1).tolist() for sizes in (received, sent))
+            return (*(_CollectiveFunction.apply(tensor, self) for tensor in rows), sizes_sent)
+        sizes_received = _RUNNERS.stack[-1].wait(_start_collective("all_to_all", sizes_sent, self))
+        # Each process may have several sizes, one for each of its experts, say: their sum is its rows.
+        row_counts = (sizes.reshape(self.size, -1).sum(1).tolist() for sizes in (sizes_received, sizes_sent))
         exchange = replace(self, splits=tuple(row_counts))
-        return (*(_Collective.apply(tensor, exchange) for tensor in rows), received)
+        return (*(_CollectiveFunction.apply(tensor, exchange) for tensor in rows), sizes_received)
 
 
-class _Collective(torch.autograd.Function):
-    """A collective as one node of autograd's graph, whose backward is its adjoint."""
+class _CollectiveFunction(torch.autograd.Function):
+    """A collective as one autograd node, whose backward is its adjoint."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, by: Exchanged) -> Tensor:
-        ctx.by = by
-        return _exchanged(_FORWARD.get(by.kind, by.kind), x, by)
+    def forward(ctx: Any, x: Tensor, stage: CollectiveStage) -> Tensor:
+        ctx.stage = stage
+        return _start_collective(_FORWARD.get(stage.kind, stage.kind), x, stage)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        by: Exchanged = ctx.by
-        back = by if by.splits is None else replace(by, splits=by.splits[::-1])
-        return _exchanged(_BACKWARD.get(by.kind, by.kind), cotangents[0], back), None
+        stage: CollectiveStage = ctx.stage
+        backward_stage = stage if stage.splits is None else replace(stage, splits=stage.splits[::-1])
+        return _start_collective(_BACKWARD.get(stage.kind, stage.kind), cotangents[0], backward_stage), None
 
 
-def _exchanged(kind: str, x: Tensor, by: Exchanged) -> Tensor:
-    x, start = x.contiguous(), _CARRIERS.stack[-1].start
-    if by.size < 2:
+def _start_collective(kind: str, x: Tensor, stage: CollectiveStage) -> Tensor:
+    # What a kind of collective sends is in the table at the top; c10d's functional collectives want contiguous tensors.
+    x, start = x.contiguous(), _RUNNERS.stack[-1].start
+    if stage.size < 2:
         return x.clone(memory_format=torch.contiguous_format)
-    if by.splits is not None:
-        return start(C10D.all_to_all_single, x, *by.splits, by.group)
-    if kind == "as it is":
+    if stage.splits is not None:
+        return start(C10D.all_to_all_single, x, *stage.splits, stage.group)
+    if kind == "identity":
         return x
-    if kind in ("all_to_all", "reduce_scatter", "own rows"):
-        rows, parts = (len(x) if x.ndim else 0), by.size
+    if kind in ("all_to_all", "reduce_scatter", "local_rows"):
+        rows, parts = (len(x) if x.ndim else 0), stage.size
         if not rows or rows % parts:
             raise ValueError(
-                f"{by.__name__} cuts dim 0 into {parts} parts, one for each process; found shape {tuple(x.shape)}."
+                f"{stage.__name__} cuts dim 0 into {parts} parts, one for each process; found shape {tuple(x.shape)}."
             )
-    if kind == "own rows":
-        return x.chunk(by.size)[by.number].clone()
+    if kind == "local_rows":
+        return x.chunk(stage.size)[stage.process_index].clone()
     if kind == "all_to_all":
-        counts = [len(x) // by.size] * by.size
-        return start(C10D.all_to_all_single, x, counts, counts, by.group)
+        counts = [len(x) // stage.size] * stage.size
+        return start(C10D.all_to_all_single, x, counts, counts, stage.group)
     if kind == "all_gather":
-        return start(C10D.all_gather_into_tensor, x, by.size, by.group)
+        return start(C10D.all_gather_into_tensor, x, stage.size, stage.group)
     if kind == "reduce_scatter":
-        return start(C10D.reduce_scatter_tensor, x, "sum", by.size, by.group)
+        return start(C10D.reduce_scatter_tensor, x, "sum", stage.size, stage.group)
     if kind == "all_reduce":
-        return start(C10D.all_reduce, x, "sum", by.group)
+        return start(C10D.all_reduce, x, "sum", stage.group)
+    # A ring is an all-to-all in which each process sends to one peer alone: one collective, so no order of sends and
+    # receives can deadlock.
     step = 1 if kind == "ring" else -1
-    target, source = (by.number + step) % by.size, (by.number - step) % by.size
-    sent, received = ([x.numel() if at == peer else 0 for at in range(by.size)] for peer in (target, source))
-    return start(C10D.all_to_all_single, x.view(-1), received, sent, by.group).view(x.shape)
+    target, source = (stage.process_index + step) % stage.size, (stage.process_index - step) % stage.size
+    send_counts, receive_counts = (
+        [x.numel() if process == peer else 0 for process in range(stage.size)] for peer in (target, source)
+    )
+    return start(C10D.all_to_all_single, x.view(-1), receive_counts, send_counts, stage.group).view(x.shape)
 
 
-class Carrier(NamedTuple):
-    """How collectives run: `start(op, tensor, *how)` returns the tensor that one writes, and `wait` waits for it."""
+class CollectiveRunner(NamedTuple):
+    """How collectives run: `start(op, tensor, *arguments)` returns the result tensor, and `wait` waits for it."""
 
     start: Callable[..., Tensor]
     wait: Callable[[Tensor], Tensor]
 
 
-def _run_now(op: Any, x: Tensor, *how: Any) -> Tensor:
-    return C10D.wait_tensor(op(x, *how))
+def _run_and_wait(op: Any, x: Tensor, *arguments: Any) -> Tensor:
+    return C10D.wait_tensor(op(x, *arguments))
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _return_tensor(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class _Carriers(threading.local):
-    """The carriers that a thread is under, the innermost last."""
+class _RunnerStack(threading.local):
+    """The collective runners that are active in a thread, the innermost last."""
 
     def __init__(self) -> None:
-        self.stack = [Carrier(_run_now, _same)]
+        self.stack = [CollectiveRunner(_run_and_wait, _return_tensor)]
 
 
-_CARRIERS = _Carriers()
+_RUNNERS = _RunnerStack()
 
 
 @contextmanager
-def carried_by(carrier: Carrier) -> Generator[None]:
-    """Run the collectives that this thread calls by a carrier.
+def run_collectives_with(runner: CollectiveRunner) -> Generator[None]:
+    """Let a runner start and await the collectives that this thread calls.
 
-    Autograd would run backwards on a device in another thread, which has no such carrier; so they stay in this one.
+    Backwards stay in this thread: for a device autograd would use another thread, where the runner is not active.
     """
-    _CARRIERS.stack.append(carrier)
+    _RUNNERS.stack.append(runner)
     try:
         with torch.autograd.set_multithreading_enabled(False):
             yield
     finally:
-        _CARRIERS.stack.pop()
+        _RUNNERS.stack.pop()
 
 
-def _are_whole(sizes: Any) -> bool:
-    whole = isinstance(sizes, Tensor) and not sizes.is_floating_point() and not sizes.is_complex()
-    return whole and sizes.dtype != torch.bool
+def _are_whole_numbers(sizes: Any) -> bool:
+    is_integral = isinstance(sizes, Tensor) and not sizes.is_floating_point() and not sizes.is_complex()
+    return is_integral and sizes.dtype != torch.bool
 
 
-def _shown(x: Any) -> str:
-    parts: Any = x if isinstance(x, tuple) else (x,)
-    shown = (f"{part.dtype} {tuple(part.shape)}" if isinstance(part, Tensor) else repr(part) for part in parts)
-    return f"({', '.join(shown)})"
+def _describe(x: Any) -> str:
+    values: Any = x if isinstance(x, tuple) else (x,)
+    descriptions = (
+        f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value) for value in values
+    )
+    return f"({', '.join(descriptions)})"

@@ -1,7 +1,10 @@
-"""Tensors without data that lie in memory as real ones would, so that a trace meets the views and copies of a real run.
+"""Fake tensors with the strides of real ones, so that a trace takes the same views and copies as a real run.
 
-torch tells what an op will write by a Python retelling of it, and some retell another order in memory: `hardtanh` of
-transposed data, whose gradient then is viewed where plain autograd copies. Who does not rely on it asks the op itself.
+    x.t() --> hardtanh --> meta kernel: strides (3, 1)        real kernel: strides (1, 2)
+
+torch finds the result of an op on fake tensors by a meta kernel, a rewrite of the op in Python, and some of them report
+other strides than the op writes. A wrong stride changes which later ops view and which copy, and so the traced ops.
+Where strides may differ, the op itself runs once on zeros, and its strides are cached.
 """
 
 from __future__ import annotations
@@ -16,93 +19,107 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.meaning.purity.ambient import Untraceable, kernels
-from fpipe.meaning.purity.own_memory import tensors_in
+from fpipe.meaning.purity.ambient import Untraceable, kernel_settings
 from fpipe.meaning.purity.sharded import is_collective
-from fpipe.meaning.stages.keys import seeded
+from fpipe.meaning.purity.write_guard import tensors_in
+from fpipe.meaning.stages.keys import with_seed
 from fpipe.torch_internals import returns_of
 from fpipe.torch_private.dispatch import (
     OpOverload,
     fake_mode_class,
-    refused_data_assignments,
-    unlogged_fake_errors,
+    refuse_data_assignments,
+    silence_fake_errors,
     without_modes,
 )
 
 _aten: Any = torch.ops.aten
-# Torch tells truly what they write, whatever they are handed, and they are the ones that take long.
-_LONG = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "_scaled_dot_product_flash_attention_for_cpu_backward")
-_TRUSTED = tuple(getattr(_aten, name).default for name in _LONG)
+# The meta kernels of these report the right strides for all inputs, and running them on zeros would take long.
+_SLOW_OPS = (
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "mv",
+    "addmv",
+    "dot",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+)
+_TRUSTED_OPS = tuple(getattr(_aten, name).default for name in _SLOW_OPS)
 
 
 def fake_mode() -> Any:
-    """Return a mode under which tensors have no data; its first import of torch's takes a second."""
-    return _mode()(allow_non_fake_inputs=True)
+    """Return a mode under which ops create fake tensors. The class is built on first use: its import takes a second."""
+    return _fake_mode_subclass()(allow_non_fake_inputs=True)
 
 
 class LeakedTensor(RuntimeError):
-    """A fake tensor outlives the run that made it: real runs would find it."""
+    """A fake tensor outlives the run that created it, and real runs would find it."""
 
 
 @contextmanager
-def no_leaks(mode: Any) -> Generator[None]:
-    """Raise LeakedTensor if a function leaves fake tensors behind, as under `jax.checking_leaks`."""
-    mode.made = references = list[weakref.ref[Tensor]]()
+def refuse_leaks(mode: Any) -> Generator[None]:
+    """Raise LeakedTensor if the code inside leaves fake tensors behind, as `jax.checking_leaks` does."""
+    mode.created = references = list[weakref.ref[Tensor]]()
     yield
-    mode.made = None
+    mode.created = None
     if any(reference() is not None for reference in references):
-        gc.collect()  # some may be gone but for references to themselves
+        # A tensor in a reference cycle is dead, though its weak reference still finds it. Collecting is slow, so only
+        # where something seems to be left.
+        gc.collect()
     tensors = (reference() for reference in references)
     leaked = next((tensor for tensor in tensors if tensor is not None), None)
     if leaked is not None:
         types = {type(holder).__name__ for holder in gc.get_referrers(leaked)}
         kinds = types & {"dict", "list", "tuple", "set", "cell"}
         raise LeakedTensor(
-            f"a tensor of shape {tuple(leaked.shape)} that was made of fake tensors, and so has no data, is left behind"
-            f"{f' in a {min(kinds)}' if kinds else ''}, where real runs would find it. Clear it there, and run the "
-            "stage on real data first, as a step does, so that what it caches is real; or let it keep no tensors."
+            f"a tensor of shape {tuple(leaked.shape)} without data is left behind"
+            f"{f' in a {min(kinds)}' if kinds else ''}. Clear it, or run the stage on "
+            "real data first."
         )
 
 
-def watched_memory() -> AbstractContextManager[None]:
-    """End a trace where `tensor.data = other` gives a fake tensor another's memory.
+def refuse_data_assignment() -> AbstractContextManager[None]:
+    """Raise Untraceable where `tensor.data = other` gives a fake tensor the memory of another.
 
-    That is no op, so what is computed from the tensor would be what was computed from it before.
+    The assignment is no op, so a trace would go on computing with the old value.
     """
-    return refused_data_assignments(_refuse_assignment)
+    return refuse_data_assignments(_raise_data_assignment)
 
 
-def _refuse_assignment() -> None:
+def _raise_data_assignment() -> None:
     raise Untraceable("it assigns the .data of a tensor, which no trace sees")
 
 
 @cache
-def _mode() -> Any:
+def _fake_mode_subclass() -> Any:
 
     class Mode(fake_mode_class()):
-        """torch's own, whose tensors get the strides that the ops really write; `made` takes what ops make."""
+        """torch's fake mode with true strides; `created` collects references to the results of ops."""
 
-        made: list[Any] | None = None
+        created: list[Any] | None = None
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            with unlogged_fake_errors():  # a mistake in a stage is raised; torch would print it too, with its own stack
+            # A mistake in a stage is raised; torch would log it as well, with a stack of its own.
+            with silence_fake_errors():
                 results = super().__torch_dispatch__(func, types, args, kwargs or {})
-            if self.made is not None:
-                self.made += map(weakref.ref, tensors_in(results if isinstance(results, list | tuple) else [results]))
+            if self.created is not None:
+                self.created += map(
+                    weakref.ref, tensors_in(results if isinstance(results, list | tuple) else [results])
+                )
             return results
 
         def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             results: Any = super().dispatch(func, types, args, kwargs or {})
-            if not _writes_its_own(func) or _trusts_meta_strides(func, args):
+            if not _allocates_results(func) or _trusts_meta_strides(func, args):
                 return results
-            strides = _strides(func, args, kwargs or {})
+            strides = _probe_strides(func, args, kwargs or {})
             if isinstance(results, Tensor):
-                return self._restrided(results, *strides) if len(strides) == 1 else results
+                return self._with_strides(results, *strides) if len(strides) == 1 else results
             if not isinstance(results, list | tuple) or len(results) != len(strides):
                 return results
-            return (list if isinstance(results, list) else tuple)(map(self._restrided, results, strides))
+            return (list if isinstance(results, list) else tuple)(map(self._with_strides, results, strides))
 
-        def _restrided(self, result: Any, strides: Any) -> Any:
+        def _with_strides(self, result: Any, strides: Any) -> Any:
             if not isinstance(result, Tensor) or strides is None or strides == result.stride():
                 return result
             with self:
@@ -112,9 +129,9 @@ def _mode() -> Any:
 
 
 @cache
-def _writes_its_own(op: Any) -> bool:
-    """Whether an op writes tensors of its own, whose order in memory it chooses."""
-    if not isinstance(op, OpOverload) or op.namespace == "prim" or op in _TRUSTED or is_collective(op):
+def _allocates_results(op: Any) -> bool:
+    """Whether an op allocates its results, and so chooses their strides, rather than returning views of its inputs."""
+    if not isinstance(op, OpOverload) or op.namespace == "prim" or op in _TRUSTED_OPS or is_collective(op):
         return False
     results = returns_of(op)
     return bool(results) and all(result.alias_info is None for result in results)
@@ -123,42 +140,55 @@ def _writes_its_own(op: Any) -> bool:
 def _trusts_meta_strides(op: Any, args: Any) -> bool:
     """Whether to believe the strides that torch's meta kernels report; an op must never run on invented indices."""
     tensors = [*tensors_in(args)]
+    # Meta kernels are right about contiguous inputs, nearly all there are.
     if all(tensor.is_contiguous() for tensor in tensors):
         return True
-    alike = len({(tensor.shape, tensor.stride()) for tensor in tensors if tensor.dim()}) == 1
-    numbers = (torch.bool, *(tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()))
-    odd = any(tensor.dtype not in numbers for tensor in tensors)
-    seeded = torch.Tag.nondeterministic_seeded in op.tags  # rrelu of transposed data writes another order than told
-    return odd or (alike and torch.Tag.pointwise in op.tags and not seeded)
+    # Pointwise ops keep the strides of inputs that all have the same; meta kernels agree. An exception are random ops:
+    # rrelu of transposed data writes other strides than its meta kernel reports.
+    same_layout = len({(tensor.shape, tensor.stride()) for tensor in tensors if tensor.dim()}) == 1
+    value_dtypes = (
+        torch.bool,
+        *(tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()),
+    )
+    # Zeros would be valid indices only by luck: index ops read and write where their integers say.
+    has_indices = any(tensor.dtype not in value_dtypes for tensor in tensors)
+    is_random = torch.Tag.nondeterministic_seeded in op.tags
+    return has_indices or (same_layout and torch.Tag.pointwise in op.tags and not is_random)
 
 
-_KNOWN: dict[Any, list[tuple[int, ...] | None]] = {}
-_MOST = 4096
+_STRIDES_BY_CALL: dict[Any, list[tuple[int, ...] | None]] = {}
+_MAX_CALLS = 4096
 
 
-def _strides(op: Any, args: Any, kwargs: Mapping[str, Any]) -> list[tuple[int, ...] | None]:
-    """Return the strides of what an op writes, by running it once on zeros; nothing if it cannot run on those."""
-    key = (op, kernels(), _described(args), _described(kwargs.items()))
-    if key not in _KNOWN:
-        if len(_KNOWN) >= _MOST:
-            _KNOWN.clear()
-        with without_modes(), torch.no_grad(), seeded(0, ""):
+def _probe_strides(op: Any, args: Any, kwargs: Mapping[str, Any]) -> list[tuple[int, ...] | None]:
+    """Return the strides of the results of an op, found by one run on zeros; an empty list if that run fails."""
+    key = (op, kernel_settings(), _layout_key(args), _layout_key(kwargs.items()))
+    if key not in _STRIDES_BY_CALL:
+        if len(_STRIDES_BY_CALL) >= _MAX_CALLS:
+            _STRIDES_BY_CALL.clear()
+        with without_modes(), torch.no_grad(), with_seed(0, ""):
             try:
-                results = op(*_zeros(args), **{word: _zeros(arg) for word, arg in kwargs.items()})
-            except Exception:  # zeros may be no matrix to invert
+                results = op(*_zeros_like(args), **{name: _zeros_like(argument) for name, argument in kwargs.items()})
+            except Exception:  # zeros are no invertible matrix, say: then the meta kernel is believed
                 results = []
             results = results if isinstance(results, list | tuple) else [results]
-            _KNOWN[key] = [result.stride() if isinstance(result, Tensor) else None for result in results]
-    return _KNOWN[key]
+            _STRIDES_BY_CALL[key] = [result.stride() if isinstance(result, Tensor) else None for result in results]
+    return _STRIDES_BY_CALL[key]
 
 
-def _described(arg: Any) -> Any:
-    if isinstance(arg, Tensor):
-        return tuple(arg.shape), arg.stride(), arg.dtype, arg.device
-    return tuple(map(_described, arg)) if not isinstance(arg, str) and hasattr(arg, "__iter__") else repr(arg)
+def _layout_key(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return tuple(argument.shape), argument.stride(), argument.dtype, argument.device
+    return (
+        tuple(map(_layout_key, argument))
+        if not isinstance(argument, str) and hasattr(argument, "__iter__")
+        else repr(argument)
+    )
 
 
-def _zeros(arg: Any) -> Any:
-    if isinstance(arg, Tensor):
-        return torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=arg.device).zero_()
-    return type(arg)(map(_zeros, arg)) if isinstance(arg, list | tuple) else arg
+def _zeros_like(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return torch.empty_strided(
+            argument.shape, argument.stride(), dtype=argument.dtype, device=argument.device
+        ).zero_()
+    return type(argument)(map(_zeros_like, argument)) if isinstance(argument, list | tuple) else argument

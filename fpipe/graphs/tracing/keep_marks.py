@@ -1,9 +1,9 @@
-"""Mark values inside a stage that a backward which computes its stage again need not compute again.
+"""Mark values inside a stage that are kept for the backward when the rest of the stage is recomputed.
 
     hidden = f(x);  route = fpipe.keep(router(hidden));  y = experts(hidden, route)
 
-Nothing happens where a stage just runs. While it is traced, the marks are results of the trace like its outputs. Where
-`from_loss` writes a whole function down before it is cut, a mark is an operation that marks when its stage is traced.
+A mark does nothing where a stage just runs. While a stage is traced, its marks become results of the trace, next to its
+outputs. While `from_loss` traces a whole function to cut it, a mark is an op that marks once its stage is traced.
 """
 
 from __future__ import annotations
@@ -19,28 +19,30 @@ from torch import Tensor
 from fpipe import tree
 
 
-class _Tracing(threading.local):
+# State of a thread: several threads may trace different stages at once.
+class _MarkState(threading.local):
     marks: list[Tensor] | None = None
-    written_down = False
+    marks_are_ops = False
 
 
-_TRACING = _Tracing()
+_MARKS = _MarkState()
 _LIBRARY = torch.library.Library("fpipe", "FRAGMENT")
 _LIBRARY.define("keep(Tensor value) -> Tensor")
 
 
-def _noted(value: Tensor) -> Tensor:
+def _append_mark(value: Tensor) -> Tensor:
+    # An op may not return its input itself, so the mark is an alias of it.
     value = torch.ops.aten.alias.default(value)
-    if _TRACING.marks is not None:
-        _TRACING.marks.append(value)
+    if _MARKS.marks is not None:
+        _MARKS.marks.append(value)
     return value
 
 
-_LIBRARY.impl("keep", _noted, "CompositeImplicitAutograd")
+_LIBRARY.impl("keep", _append_mark, "CompositeImplicitAutograd")
 
 
 def keep(values: Any) -> Any:
-    """Mark what `fpipe.checkpoint(grain="layer")` keeps from the forward, besides the inputs of layers.
+    """Mark values that `fpipe.checkpoint(grain="layer")` keeps from the forward, besides the inputs of layers.
 
     Args:
         values: a pytree with tensors, such as the routing decision of a mixture of experts.
@@ -52,32 +54,32 @@ def keep(values: Any) -> Any:
     >>> fpipe.keep(torch.ones(2))
     tensor([1., 1.])
     """
-    if _TRACING.written_down:
-        return tree.tree_map(_operation, values)
-    if _TRACING.marks is not None:
-        _TRACING.marks += [leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor)]
+    if _MARKS.marks_are_ops:
+        return tree.tree_map(_mark_by_op, values)
+    if _MARKS.marks is not None:
+        _MARKS.marks += [leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor)]
     return values
 
 
-def _operation(leaf: Any) -> Any:
+def _mark_by_op(leaf: Any) -> Any:
     return torch.ops.fpipe.keep(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 @contextmanager
-def written_down() -> Generator[None]:
-    """Let marks be operations, in this thread."""
-    _TRACING.written_down = True
+def record_marks_as_ops() -> Generator[None]:
+    """Let `keep` record an op for each mark, in this thread."""
+    _MARKS.marks_are_ops = True
     try:
         yield
     finally:
-        _TRACING.written_down = False
+        _MARKS.marks_are_ops = False
 
 
 @contextmanager
-def collecting_marks() -> Generator[list[Tensor]]:
-    """Collect what this thread marks in a list; an enclosing list gets none of it."""
-    before, _TRACING.marks = _TRACING.marks, []
+def collect_marks() -> Generator[list[Tensor]]:
+    """Collect the tensors that this thread marks; an enclosing collection gets nothing."""
+    enclosing_marks, _MARKS.marks = _MARKS.marks, []
     try:
-        yield _TRACING.marks
+        yield _MARKS.marks
     finally:
-        _TRACING.marks = before
+        _MARKS.marks = enclosing_marks

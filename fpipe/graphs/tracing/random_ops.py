@@ -1,8 +1,8 @@
-"""Let each op that draws random numbers draw from a generator that the graph is handed.
+"""Let each op of a graph that draws random numbers draw from a generator among the graph's inputs.
 
-    mask = bernoulli(x, 0.9)        --> keyed -->        mask = bernoulli(x, 0.9, generator=rng)
+    mask = bernoulli(x, 0.9)    --> with_generator_inputs -->    mask = bernoulli(x, 0.9, generator=rng)
 
-A generator that was seeded as torch would be gives the numbers that torch would give, in the order of the ops.
+A generator with the seed of torch's own gives the same numbers, as long as the ops draw in the same order.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import Tensor, fx
 from fpipe.graphs.language.graph import Graph, Name, Node
 from fpipe.graphs.language.labels import GENERATORS
 from fpipe.meaning.purity.ambient import Untraceable
-from fpipe.meaning.stages.keys import TORCHS_GENERATOR, seeded, torchs_generators
-from fpipe.torch_internals import OpOverload, arguments_of
+from fpipe.meaning.stages.keys import TORCH_CPU_GENERATOR, torch_generators, with_seed
+from fpipe.torch_internals import OpOverload, schema_arguments
 from fpipe.torch_private.dispatch import without_modes
 
 
-def draws(op: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of an op draws random numbers; dropout that keeps everything, or nothing, does not."""
+def draws_random_numbers(op: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of an op draws random numbers; dropout with p=0 or p=1 does not."""
     if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
-    values = {argument.name: argument.default_value for argument in arguments_of(op)}
+    values = {argument.name: argument.default_value for argument in schema_arguments(op)}
     values |= dict(zip(values, args, strict=False)) | kwargs
-    # These return early. What they call below autograd, native_dropout, draws for each p.
+    # Above autograd dropout returns early for p=0 and p=1. Below it, native_dropout draws for every p.
     if op.overloadpacket in _DROPOUTS and values["p"] in (0, 1):
         return False
     return values.get("dropout_p") != 0.0 and values.get("training") is not False and values.get("train") is not False
@@ -42,169 +42,193 @@ _DROPOUTS = frozenset(
 )
 
 
-def refuse_unkeyed_randomness(calls: list[fx.Node], forward: int) -> None:
-    """Raise Untraceable if an op draws from a generator of its own, or in the backward, behind the first calls."""
-    for at, node in enumerate(calls):
-        if draws(node.target, node.args, dict(node.kwargs)):
-            if at >= forward:
+def refuse_unkeyed_randomness(calls: list[fx.Node], forward_call_count: int) -> None:
+    """Raise Untraceable if an op draws from a generator of its own, or in the backward.
+
+    The backward begins after the first `forward_call_count` calls.
+    """
+    for position, node in enumerate(calls):
+        if draws_random_numbers(node.target, node.args, dict(node.kwargs)):
+            if position >= forward_call_count:
                 raise Untraceable(f"its backward draws random numbers ({node.target}), as a checkpoint inside it does")
             if node.kwargs.get("generator") is not None:
                 raise Untraceable(f"it draws from a generator of its own ({node.target})")
 
 
 class GeneratorWatch:
-    """Finds out whether a function seeds torch's generators, or puts back a state of them.
+    """Detects that a function seeds torch's generators or restores an earlier state.
 
-    Fake tensors draw nothing, so a generator that starts anew was seeded. With each op that draws, the generator is
-    advanced here; so if it is where it was before such an op, somebody put it back.
+    Fake tensors draw nothing, so only a seed moves a generator to the start of its sequence. The watch itself advances
+    the generator at each op that draws; if the generator is then at an earlier state, somebody restored it.
     """
 
     def __init__(self) -> None:
-        self.generators = torchs_generators()
+        self.generators = torch_generators()
         with without_modes():
-            self.before = [(generator.initial_seed(), generator.get_state()) for generator in self.generators]
-        self.states: list[Tensor] = []
+            self.initial_states = [(generator.initial_seed(), generator.get_state()) for generator in self.generators]
+        self.draw_states: list[Tensor] = []
 
     def __enter__(self) -> GeneratorWatch:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Undo what was seeded and drawn here, but not what another thread has drawn meanwhile."""
+        """Restore the generators if only the watched function moved them, not if another thread drew in between."""
         with without_modes():
-            if self._misuse() or (self.states and torch.equal(TORCHS_GENERATOR.get_state(), self.states[-1])):
-                for generator, (_, state) in zip(self.generators, self.before, strict=True):
+            # The last state that the watch itself left is still there: nobody else has drawn.
+            if self._describe_misuse() or (
+                self.draw_states and torch.equal(TORCH_CPU_GENERATOR.get_state(), self.draw_states[-1])
+            ):
+                for generator, (_, state) in zip(self.generators, self.initial_states, strict=True):
                     generator.set_state(state)
 
-    def draw(self) -> None:
-        """Advance the generator for an op that draws; raise Untraceable if it was seeded or put back before."""
-        self.check()
+    def advance(self) -> None:
+        """Advance the generator for an op that draws; raise Untraceable if it was seeded or restored before."""
+        self.refuse_misuse()
         with without_modes():
-            self.states += [] if self.states else [self.before[0][1]]
-            torch.rand(1, generator=TORCHS_GENERATOR, device="cpu")
-            self.states.append(TORCHS_GENERATOR.get_state())
+            self.draw_states += [] if self.draw_states else [self.initial_states[0][1]]
+            torch.rand(1, generator=TORCH_CPU_GENERATOR, device="cpu")
+            self.draw_states.append(TORCH_CPU_GENERATOR.get_state())
 
-    def check(self) -> None:
-        """Raise Untraceable if a generator was seeded or put back."""
+    def refuse_misuse(self) -> None:
+        """Raise Untraceable if a generator was seeded or restored."""
         with without_modes():
-            if misuse := self._misuse():
+            if misuse := self._describe_misuse():
                 raise Untraceable(misuse)
 
-    def _misuse(self) -> str | None:
-        for generator, (seed, state) in zip(self.generators, self.before, strict=True):
-            fresh = torch.Generator(generator.device).manual_seed(seed).get_state()
-            now = generator.get_state()
-            if generator.initial_seed() != seed or (torch.equal(now, fresh) and not torch.equal(now, state)):
+    def _describe_misuse(self) -> str | None:
+        for generator, (seed, state) in zip(self.generators, self.initial_states, strict=True):
+            seeded_state = torch.Generator(generator.device).manual_seed(seed).get_state()
+            current_state = generator.get_state()
+            if generator.initial_seed() != seed or (
+                torch.equal(current_state, seeded_state) and not torch.equal(current_state, state)
+            ):
                 return "it seeds torch's random numbers itself"
-        now = TORCHS_GENERATOR.get_state()
-        if any(torch.equal(now, state) for state in self.states[:-1]):
-            return "it draws once more from a state of torch's random numbers that it put back"
+        current_state = TORCH_CPU_GENERATOR.get_state()
+        if any(torch.equal(current_state, state) for state in self.draw_states[:-1]):
+            return "it restores a state of torch's random numbers and draws from it again"
         return None
 
 
-def drawn(graph: Graph) -> list[Node]:
-    """Return the ops of a graph that draw random numbers, with or without a generator among its inputs."""
-    generators = set(graph.reads.get(GENERATORS, ()))
+def random_nodes_of(graph: Graph) -> list[Node]:
+    """Return the ops of a graph that draw random numbers, from torch's generators or from inputs of the graph."""
+    generator_names = set(graph.reads.get(GENERATORS, ()))
     return [
         node
         for node in graph.nodes
-        if node.kwargs.get("generator") in generators or draws(node.op, node.args, dict(node.kwargs))
+        if node.kwargs.get("generator") in generator_names
+        or draws_random_numbers(node.op, node.args, dict(node.kwargs))
     ]
 
 
-# Tensors that a random op has filled in place, as a new tensor in the same order in memory. The op without its `_`
-# would write another order, and so give each number to another element: a mask of transposed data shows it.
+# `fpipe::filled` is an in-place random op on an empty tensor as one functional op, which keeps the strides of that
+# tensor. torch's own functional twin (`bernoulli` of `bernoulli_`) writes contiguous strides. Numbers are drawn in
+# memory order, so each element would get another number: a dropout mask of transposed data shows it.
 _LIBRARY = torch.library.Library("fpipe", "FRAGMENT")
 _LIBRARY.define("filled(Tensor like, str name, float[] numbers) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
-_FILLED: Any = torch.ops.fpipe.filled.default
+_FILLED_OP: Any = torch.ops.fpipe.filled.default
 _aten: Any = torch.ops.aten
-# Those whose arguments are floats, which is what `filled` takes.
-_FILLS = ("bernoulli_", "uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "geometric_")
-_EMPTY = (_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default, _aten.empty_strided.default)
+# The random methods whose arguments are floats, as the schema of `filled` wants them.
+_FILL_METHODS = ("bernoulli_", "uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "geometric_")
+_EMPTY_OPS = (_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default, _aten.empty_strided.default)
 
 
-def fill(like: Tensor, name: str, numbers: list[float], generator: torch.Generator | None = None) -> Tensor:
+def fill(tensor: Tensor, method: str, numbers: list[float], generator: torch.Generator | None = None) -> Tensor:
     """Fill an empty tensor by one of its random methods."""
-    return getattr(like, name)(*numbers, generator=generator)
+    return getattr(tensor, method)(*numbers, generator=generator)
 
 
-def _filled(like: Tensor, name: str, numbers: list[float]) -> Tensor:
-    return fill(_empty(like, name, numbers), name, numbers)
+def _fill_new(layout: Tensor, method: str, numbers: list[float]) -> Tensor:
+    return fill(_empty_with_layout(layout, method, numbers), method, numbers)
 
 
-def _empty(like: Tensor, name: str, numbers: list[float]) -> Tensor:
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+def _empty_with_layout(layout: Tensor, method: str, numbers: list[float]) -> Tensor:
+    return torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device=layout.device)
 
 
-_LIBRARY.impl("filled", _filled, "CompositeExplicitAutograd")
-torch.library.register_fake("fpipe::filled", _empty, lib=_LIBRARY)
+_LIBRARY.impl("filled", _fill_new, "CompositeExplicitAutograd")
+torch.library.register_fake("fpipe::filled", _empty_with_layout, lib=_LIBRARY)
 
 
-def without_fills(traced: fx.GraphModule) -> None:
-    """Replace what fills an empty tensor, and nothing else does, by an op that makes it."""
+def replace_fills(traced: fx.GraphModule) -> None:
+    """Replace each pair of an empty tensor and the random op that fills it by one functional op.
+
+    e = empty_like(x); e.bernoulli_(0.9)        -->        m = filled(e, "bernoulli_", [0.9])
+
+    `e` stays only for its shape, strides and device.
+    """
     for node in traced.graph.nodes:
-        filling = _filling(node)
-        if filling is not None:
-            like, name, numbers = filling
+        fill_arguments = _parse_fill(node)
+        if fill_arguments is not None:
+            empty_node, method, numbers = fill_arguments
             with traced.graph.inserting_after(node):
-                new = traced.graph.call_function(_FILLED, (like, name, numbers))
-            new.meta = node.meta
-            with node.meta["val"].fake_mode:  # what is filled is another tensor than the empty one
-                like.meta["val"] = _empty(node.meta["val"], "", [])
-            node.replace_all_uses_with(new)
-            for user in [user for user in like.users if user not in (new, node)]:
-                user.replace_input_with(like, new)
+                filled_node = traced.graph.call_function(_FILLED_OP, (empty_node, method, numbers))
+            filled_node.meta = node.meta
+            # In place, both shared one fake tensor; now the filled tensor has memory of its own.
+            with node.meta["val"].fake_mode:
+                empty_node.meta["val"] = _empty_with_layout(node.meta["val"], "", [])
+            node.replace_all_uses_with(filled_node)
+            for user in [user for user in empty_node.users if user not in (filled_node, node)]:
+                user.replace_input_with(empty_node, filled_node)
             traced.graph.erase_node(node)
 
 
-def _filling(node: fx.Node) -> tuple[fx.Node, str, list[float]] | None:
-    """Return the empty tensor that a node fills before anybody reads it, the random method and its numbers."""
-    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
-    if name not in _FILLS or node.kwargs.get("generator") is not None:
+def _parse_fill(node: fx.Node) -> tuple[fx.Node, str, list[float]] | None:
+    """Return the empty tensor that a node is the first to fill, the random method and its numbers; None for others."""
+    method = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    if method not in _FILL_METHODS or node.kwargs.get("generator") is not None:
         return None
-    like, *numbers = node.args
-    if not isinstance(like, fx.Node) or like.target not in _EMPTY or next(iter(like.users)) is not node:
+    empty_node, *numbers = node.args
+    if (
+        not isinstance(empty_node, fx.Node)
+        or empty_node.target not in _EMPTY_OPS
+        or next(iter(empty_node.users)) is not node
+    ):
         return None
-    plain = [float(number) for number in numbers if isinstance(number, int | float)]
-    return (like, name, plain) if len(plain) == len(numbers) else None
+    floats = [float(number) for number in numbers if isinstance(number, int | float)]
+    return (empty_node, method, floats) if len(floats) == len(numbers) else None
 
 
-def keyed(graph: Graph) -> Graph:
-    """Let a graph that draws read a generator for each device."""
-    drawing = {node.name for node in drawn(graph)}
-    names: dict[str, Name] = {}
+def with_generator_inputs(graph: Graph) -> Graph:
+    """Return the graph with one generator input for each device on which it draws random numbers."""
+    random_names = {node.name for node in random_nodes_of(graph)}
+    generator_by_device: dict[str, Name] = {}
 
     def with_generator(node: Node) -> Node:
-        if node.name not in drawing:
+        if node.name not in random_names:
             return node
+        # An op with several results has no fact of its own: take the device of an input.
         fact = graph.facts.get(node.name) or next(graph.facts[name] for name in node.reads if name in graph.facts)
         device = str(fact.aval.device)
-        name = names.setdefault(device, Name(f"{GENERATORS}_{device.replace(':', '_')}"))
-        return Node(node.name, _with_generator(node.op), node.args, {**node.kwargs, "generator": name})
+        name = generator_by_device.setdefault(device, Name(f"{GENERATORS}_{device.replace(':', '_')}"))
+        return Node(node.name, _overload_with_generator(node.op), node.args, {**node.kwargs, "generator": name})
 
     nodes = tuple(map(with_generator, graph.nodes))
-    reads = {GENERATORS: tuple(names.values())} if names else {}
-    return replace(graph, nodes=nodes, reads={**graph.reads, **reads}, drawn_on=tuple(names))
+    reads = {GENERATORS: tuple(generator_by_device.values())} if generator_by_device else {}
+    return replace(graph, nodes=nodes, reads={**graph.reads, **reads}, generator_devices=tuple(generator_by_device))
 
 
 @lru_cache
-def _with_generator(op: Any) -> Callable[..., Any]:
-    """Return an op, or its overload, that takes a generator; if there is none, an adapter that moves torch's own."""
-    if op is _FILLED:
+def _overload_with_generator(op: Any) -> Callable[..., Any]:
+    """Return the overload of an op that takes a generator, or an adapter that moves the state of torch's own."""
+    if op is _FILLED_OP:
         return fill
-    wanted = [word for word in _words(op) if word != "generator"]
+    other_names = [argument_name for argument_name in _argument_names(op) if argument_name != "generator"]
     for overload in (op, *(getattr(op.overloadpacket, name) for name in op.overloadpacket.overloads())):
-        words = _words(overload)
-        if "generator" in words and [word for word in words if word != "generator"] == wanted:
+        names = _argument_names(overload)
+        if (
+            "generator" in names
+            and [argument_name for argument_name in names if argument_name != "generator"] == other_names
+        ):
             return overload
     return GeneratorAdapter(op)
 
 
-def _words(op: Any) -> list[str]:
-    return [argument.name for argument in arguments_of(op)]
+def _argument_names(op: Any) -> list[str]:
+    return [argument.name for argument in schema_arguments(op)]
 
 
 class GeneratorAdapter:
-    """Lets an op that draws only from torch's own generator draw from the state of another."""
+    """A random op without a generator argument, which draws from the state of a given generator."""
 
     def __init__(self, op: Any) -> None:
         self.op = op
@@ -212,11 +236,13 @@ class GeneratorAdapter:
         self.tags: Any = op.tags
 
     def __call__(self, *args: Any, generator: torch.Generator, **kwargs: Any) -> Any:
-        """Call the op on the numbers that the generator would give."""
+        """Call the op while torch's generator has the state of this one, and advance this one."""
         device = generator.device
-        torchs = TORCHS_GENERATOR if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
-        with seeded(0, ""):
-            torchs.set_state(generator.get_state())
+        torch_generator = (
+            TORCH_CPU_GENERATOR if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+        )
+        with with_seed(0, ""):
+            torch_generator.set_state(generator.get_state())
             result = self.op(*args, **kwargs)
-            generator.set_state(torchs.get_state())
+            generator.set_state(torch_generator.get_state())
         return result

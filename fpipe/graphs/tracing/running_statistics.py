@@ -1,10 +1,10 @@
-"""Split each batch norm of a trace into one that keeps no running statistics, and an op that makes the next ones.
+"""Split each batch norm of a trace into a norm without running statistics and an op that computes the next ones.
 
 y = batch_norm(x, w, b, mean, var)        -->        y = batch_norm(x, w, b)
                                                      mean', var' = running_statistics(x, mean, var)
 
-So a trace mutates nothing: whoever needs only y leaves the statistics alone, and a forward that needs both does them in
-one pass (`compiling/one_pass_norms.py`). The backward of a batch norm in training reads neither mean nor var.
+Then the trace mutates nothing, and a recomputation, which needs only y, skips the statistics. A forward that needs both
+computes them in one pass (`compiling/one_pass_norms.py`). The backward of a batch norm in training reads neither.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fpipe.meaning.purity.own_memory import BATCH_NORMS, memory, tensors_in
+from fpipe.meaning.purity.write_guard import BATCH_NORMS, storage_key, tensors_in
 
 _aten: Any = torch.ops.aten
 _LIBRARY = torch.library.Library("fpipe", "FRAGMENT")
@@ -28,7 +28,10 @@ _LIBRARY.define(
 def _next_statistics(
     x: Tensor, mean: Tensor, var: Tensor, momentum: float | None, batches: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Make the next running statistics, with the bits of the norm; without a momentum all batches weigh alike."""
+    """Return the next running statistics, with the bits of the norm.
+
+    Without a momentum, they are the mean over all batches so far, of which `batches` is the number.
+    """
     if momentum is None:
         momentum = 0.0 if batches is None else 1.0 / float(batches)
     mean, var = (old.clone(memory_format=torch.contiguous_format) for old in (mean, var))
@@ -44,85 +47,91 @@ def _empty_statistics(
 
 _LIBRARY.impl("running_statistics", _next_statistics, "CompositeExplicitAutograd")
 torch.library.register_fake("fpipe::running_statistics", _empty_statistics, lib=_LIBRARY)
-RUNNING: Any = torch.ops.fpipe.running_statistics.default
-_MAY_EVALUATE = (_aten.native_batch_norm_backward.default,)
-_BACKWARDS = (
-    *_MAY_EVALUATE,
+RUNNING_STATISTICS: Any = torch.ops.fpipe.running_statistics.default
+# Backwards that serve training and evaluation, by an argument; the others serve training alone. The running statistics
+# are the fourth and fifth arguments of all.
+_EITHER_MODE_BACKWARDS = (_aten.native_batch_norm_backward.default,)
+_NORM_BACKWARDS = (
+    *_EITHER_MODE_BACKWARDS,
     _aten.cudnn_batch_norm_backward.default,
     _aten.miopen_batch_norm_backward.default,
-)  # the running statistics are their fourth and fifth arguments
-_TRAINING = 7  # the place of that argument of the first
+)
+_TRAINING_INDEX = 7  # the index of that argument
 
 
 def split_statistics(traced: fx.GraphModule) -> None:
-    """Rewrite the batch norms of a trace, and their counts of batches, where nobody reads an earlier view of what they
-    mutate: torch need not rewrite the trace then, which takes half as long again."""
+    """Rewrite the batch norms of a trace and their counts of batches as functional ops.
+
+    torch's functionalization would do it too, but traces the graph anew, which takes half as long again. A tensor of
+    which an earlier view is read later is left to it.
+    """
     graph = traced.graph
-    order = {node: place for place, node in enumerate(graph.nodes)}
-    for node, place in order.items():
-        if _counts(node) and not _is_viewed(node.args[0], place, order):
+    position_by_node = {node: position for position, node in enumerate(graph.nodes)}
+    for node, position in position_by_node.items():
+        if _is_count_update(node) and not _is_viewed(node.args[0], position, position_by_node):
             with graph.inserting_before(node):
                 count = graph.call_function(_aten.add.Tensor, node.args, node.kwargs)
-            count.meta["val"] = _like(node)
-            _replace_after(place, node.args[0], count, order)
+            count.meta["val"] = _empty_copy_of(node)
+            _replace_after(position, node.args[0], count, position_by_node)
             node.replace_all_uses_with(count)
             graph.erase_node(node)
         elif node.op == "call_function" and node.target in BATCH_NORMS:
-            _split_norm(node, place, order)
-    for node in order:
-        if node.target in _BACKWARDS and (node.target not in _MAY_EVALUATE or node.args[_TRAINING]):
+            _split_norm(node, position, position_by_node)
+    for node in position_by_node:
+        if node.target in _NORM_BACKWARDS and (node.target not in _EITHER_MODE_BACKWARDS or node.args[_TRAINING_INDEX]):
             node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
-def _split_norm(norm: fx.Node, place: int, order: Mapping[fx.Node, int]) -> None:
-    """Let a norm keep no statistics, and an op behind it make the next ones."""
+def _split_norm(norm: fx.Node, position: int, position_by_node: Mapping[fx.Node, int]) -> None:
+    """Take the running statistics from a norm, and insert an op behind it that computes the next ones."""
     x, weight, bias, *arguments, training, momentum, eps = norm.args
     statistics = [statistic for statistic in arguments if isinstance(statistic, fx.Node)]
     if not training or len(statistics) < len(arguments):
         return
-    if any(_is_viewed(statistic, place, order) for statistic in statistics):
+    if any(_is_viewed(statistic, position, position_by_node) for statistic in statistics):
         return
     norm.args = (x, weight, bias, None, None, training, momentum, eps)
     with norm.graph.inserting_after(norm):
-        update = norm.graph.call_function(RUNNING, (x, *statistics, momentum, None))
-    update.meta["val"] = tuple(map(_like, statistics))
-    for at, statistic in reversed([*enumerate(statistics)]):
+        update = norm.graph.call_function(RUNNING_STATISTICS, (x, *statistics, momentum, None))
+    update.meta["val"] = tuple(map(_empty_copy_of, statistics))
+    # Reversed, since each node is inserted directly behind the update: the mean comes first in the end.
+    for index, statistic in reversed([*enumerate(statistics)]):
         with norm.graph.inserting_after(update):
-            part = norm.graph.call_function(getitem, (update, at))
-        part.meta["val"] = update.meta["val"][at]
-        _replace_after(place, statistic, part, order)
+            next_statistic = norm.graph.call_function(getitem, (update, index))
+        next_statistic.meta["val"] = update.meta["val"][index]
+        _replace_after(position, statistic, next_statistic, position_by_node)
 
 
-def _replace_after(place: int, old: Any, new: fx.Node, order: Mapping[fx.Node, int]) -> None:
-    """Let the ops behind a place read another value."""
+def _replace_after(position: int, old: Any, new: fx.Node, position_by_node: Mapping[fx.Node, int]) -> None:
+    """Let the ops after a position read another value."""
 
     def comes_after(user: fx.Node) -> bool:
-        return order.get(user, -1) > place
+        return position_by_node.get(user, -1) > position
 
     old.replace_all_uses_with(new, comes_after)
 
 
-def _counts(node: fx.Node) -> bool:
-    """Whether an op counts something, in place."""
+def _is_count_update(node: fx.Node) -> bool:
+    """Whether a node adds to an integer scalar in place, as a norm counts its batches."""
     if node.op != "call_function" or node.target is not _aten.add_.Tensor:
         return False
-    known: Any = node.meta.get("val")
-    return not known.shape and not known.is_floating_point() and [type(arg) for arg in node.args[1:]] == [int]
+    count: Any = node.meta.get("val")
+    return not count.shape and not count.is_floating_point() and [type(argument) for argument in node.args[1:]] == [int]
 
 
-def _is_viewed(statistic: Any, place: int, order: Mapping[fx.Node, int]) -> bool:
-    """Whether another value in the memory of a statistic is there before an op, and read after it."""
-    storage = memory(statistic.meta["val"])
+def _is_viewed(statistic: Any, position: int, position_by_node: Mapping[fx.Node, int]) -> bool:
+    """Whether a view of a statistic exists before a position and is read after it."""
+    storage = storage_key(statistic.meta["val"])
     return any(
-        memory(tensor) == storage and any(order.get(user, -1) > place for user in node.users)
-        for node in order
-        if node is not statistic and order[node] < place
+        storage_key(tensor) == storage and any(position_by_node.get(user, -1) > position for user in node.users)
+        for node in position_by_node
+        if node is not statistic and position_by_node[node] < position
         for tensor in tensors_in((node.meta.get("val"),))
     )
 
 
-def _like(node: fx.Node) -> Tensor:
-    """A tensor without data for the next value of a running statistic."""
-    known: Any = node.meta["val"]
-    with known.fake_mode:
-        return known.new_empty(known.shape)
+def _empty_copy_of(node: fx.Node) -> Tensor:
+    """Return a fake tensor for the next value of a running statistic."""
+    statistic: Any = node.meta["val"]
+    with statistic.fake_mode:
+        return statistic.new_empty(statistic.shape)

@@ -15,13 +15,13 @@ from typing import Any
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.language.graph import Aval, aval
+from fpipe.graphs.language.graph import Aval, aval_of_tensor
 from fpipe.graphs.language.labels import is_input, label_at
-from fpipe.graphs.tracing.keep import collecting_marks
-from fpipe.meaning.purity.own_memory import alias
+from fpipe.graphs.tracing.keep_marks import collect_marks
 from fpipe.meaning.purity.pure import pure
-from fpipe.meaning.stages.outputs import call_stage, loss_of, outputs_of, refuse_odd_output, split_output
-from fpipe.model import Model, Turn, same_keys
+from fpipe.meaning.purity.write_guard import alias
+from fpipe.meaning.stages.outputs import call_stage, check_output, loss_of, outputs_of, split_output
+from fpipe.model import Model, Turn, check_keys
 from fpipe.positional_stage import PositionalStage
 
 Spec = Any
@@ -29,137 +29,161 @@ Spec = Any
 
 @dataclass(frozen=True, eq=False)
 class StageCall:
-    """A way to call a stage (or, if `stage` is None, the loss): what it reads, in which containers.
+    """A way to call a stage, or the loss: the avals of its leaves and the containers around them.
 
     Attributes:
-        stage: its number.
-        reads: by label (`params`, `params:1`, `x`, `x:1`, `carry`, `state`, `target`, `const`) avals of the tensors,
-            and leaves that are no tensors as they are.
-        specs: the containers around them.
-        microbatch, turn: its number, and whether it is the first and the last, if the stage asks for it.
-        starts: the labels of inputs at which the gradient ends, as it does at parameters; all others come from a stage.
+        stage: the number of the stage; None for the loss.
+        reads: by label (`params`, `params:1`, `x`, `x:1`, `carry`, `state`, `target`, `const`) the avals of tensors,
+            and the other leaves themselves.
+        specs: by label the containers around the leaves.
+        microbatch, turn: the microbatch's number, and whether it is the first or the last, if the stage asks for them.
+        autograd_leaves: labels of inputs that are leaves of autograd, like parameters; others come from a stage.
     """
 
     stage: int | None
     reads: tuple[tuple[str, tuple[Any, ...]], ...]
     specs: tuple[tuple[str, Spec], ...]
     microbatch: int | None = None
-    starts: tuple[str, ...] = ()
+    autograd_leaves: tuple[str, ...] = ()
     turn: Turn | None = None
 
     @cached_property
-    def _parts(self) -> Any:
-        """The parts to compare. 1 and True are equal, and so are 0.0 and -0.0, as leaves and as keys of containers."""
+    def _comparison_key(self) -> Any:
+        """The parts that equal calls have in common, with the exact types of leaves that are no tensors.
+
+        Python takes 1 and True to be equal, and 0.0 and -0.0, as leaves and as keys of containers; a trace does not.
+        """
         leaves = (leaf for _, leaves in self.reads for leaf in leaves if not isinstance(leaf, Aval))
         kinds = tuple((type(leaf), repr(leaf) if isinstance(leaf, float | complex) else None) for leaf in leaves)
-        keys = tuple(None if spec is None else tree.odd_keys(spec) for _, spec in self.specs)
-        return self.stage, self.reads, self.specs, self.microbatch, self.starts, self.turn, kinds, keys
+        keys = tuple(None if spec is None else tree.mixed_key_text(spec) for _, spec in self.specs)
+        return self.stage, self.reads, self.specs, self.microbatch, self.autograd_leaves, self.turn, kinds, keys
 
     @property
-    def odd(self) -> Any:
-        """The part that distinguishes this call from calls that Python takes to be equal."""
-        return self._parts[-2:]
+    def type_key(self) -> Any:
+        """The types and signs that tell this call from calls which Python takes to be equal."""
+        return self._comparison_key[-2:]
 
     @cached_property
     def _hash(self) -> int:
-        return hash(self._parts)
+        return hash(self._comparison_key)
 
     def __hash__(self) -> int:
         return self._hash
 
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, StageCall) and self._parts == other._parts)
+    def __eq__(self, another: object) -> bool:
+        return self is another or (isinstance(another, StageCall) and self._comparison_key == another._comparison_key)
 
     def differentiable(self) -> StageCall:
         """Return this call with a gradient of every input that can have one."""
         reads = tuple(
-            (label, tuple(map(_wanting, leaves)) if is_input(label) or label == "carry" else leaves)
+            (label, tuple(map(_request_grad, leaves)) if is_input(label) or label == "carry" else leaves)
             for label, leaves in self.reads
         )
         return replace(self, reads=reads)
 
 
-def _wanting(leaf: Any) -> Any:
+def _request_grad(leaf: Any) -> Any:
     has_grad = isinstance(leaf, Aval) and (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
-    return leaf._replace(wants=True) if has_grad else leaf
+    return leaf._replace(wants_grad=True) if has_grad else leaf
 
 
-def wanting(leaf: Any) -> Any:
-    """Return the aval of a tensor whose gradient is wanted, if it can have one; other leaves as they are."""
-    return _wanting(aval(leaf)) if isinstance(leaf, Tensor) else leaf
+def aval_with_grad(leaf: Any) -> Any:
+    """Return the aval of a tensor, with a gradient if its dtype allows one; return other leaves unchanged."""
+    return _request_grad(aval_of_tensor(leaf)) if isinstance(leaf, Tensor) else leaf
 
 
-def wants(leaf: Any) -> bool:
-    """Whether a leaf is a tensor's aval with a gradient."""
-    return isinstance(leaf, Aval) and leaf.wants
+def wants_grad(leaf: Any) -> bool:
+    """Whether a leaf is the aval of a tensor whose gradient is wanted."""
+    return isinstance(leaf, Aval) and leaf.wants_grad
 
 
-def flat(
-    model: Model, call: StageCall, specs: dict[str, Spec]
+def as_flat_function(
+    model: Model, call: StageCall, spec_by_label: dict[str, Spec]
 ) -> Callable[[Mapping[str, list[Any]]], dict[str, list[Any]]]:
-    """Return the call as a function of leaves, which notes in `specs` the containers of what it writes."""
-    containers = dict(call.specs)
+    """Return the call as a function of leaves by label, which records its output containers in `spec_by_label`."""
+    # The parts of the returned function: `run_loss` or `run_stage` unflattens its inputs, calls the user's code under
+    # the guard of purity, and flattens the results.
+    input_specs = dict(call.specs)
 
-    def whole(given: Mapping[str, list[Any]], label: str) -> Any:
-        flows = is_input(label) and label not in call.starts  # it comes from another stage
-        return tree.unflatten(containers[label], map(alias, given[label]) if flows else given[label])
+    def unflatten_label(leaves_by_label: Mapping[str, list[Any]], label: str) -> Any:
+        comes_from_stage = is_input(label) and label not in call.autograd_leaves
+        # An alias of what another stage wrote: a change of it in place must not reach the value that others read.
+        return tree.unflatten(
+            input_specs[label], map(alias, leaves_by_label[label]) if comes_from_stage else leaves_by_label[label]
+        )
 
-    def loss(given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-        with pure(model.loss, "it", given, tracing=True):
-            loss, total, aux = loss_of(model, whole(given, "x"), whole(given, "target"))
-        count = {"count": total} if model.reduction == "count" else {}
-        return written({"loss": loss} | count | ({"aux": aux} if model.aux else {}))
+    def run_loss(leaves_by_label: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        with pure(model.loss, "it", leaves_by_label, tracing=True):
+            loss, row_count, aux = loss_of(
+                model, unflatten_label(leaves_by_label, "x"), unflatten_label(leaves_by_label, "target")
+            )
+        count_result = {"count": row_count} if model.reduction == "count" else {}
+        return flatten_results({"loss": loss} | count_result | ({"aux": aux} if model.aux else {}))
 
-    def stage(given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    def run_stage(leaves_by_label: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
         assert call.stage is not None
-        function = model.stages[call.stage]
-        inputs = [whole(given, label) for label in given if is_input(label)]
+        stage = model.stages[call.stage]
+        inputs = [unflatten_label(leaves_by_label, label) for label in leaves_by_label if is_input(label)]
         x = tuple(inputs) if isinstance(model.inputs[call.stage], tuple) else inputs[0]
-        if isinstance(function.forward, PositionalStage):
-            order = positions(model, function.forward)
-            params = [given[label][at] for label, at in order]
-            places = buffers(function.forward, call)
-            with collecting_marks() as kept, pure(function.forward, "it", given, tracing=True):
-                state = [given["state"][at].clone() for at in places]
-                y, rest = function.forward.pure(params, given.get("const", []), x, state)
-            if places:  # in the order of the state that was handed in
-                rest["state"] = [rest["state"][places.index(at)] for at in range(len(places))]
-            return outputs(call.stage, y, rest, kept)
-        own = whole(given, "params")
-        tied = {leaf.name: whole(given, label_at("params", leaf.bundle)) for leaf in model.tied(call.stage)}
-        extra: dict[str, Any] = {"microbatch": call.microbatch, "turn": call.turn, "carry": None}
-        extra |= {word: whole(given, word) for word in ("state", "carry") if word in containers}
-        with collecting_marks() as kept, pure(function.forward, "it", given, tracing=True):
-            result = call_stage(function, {**own, **tied} if tied else own, x, extra)
-        return outputs(call.stage, *split_output(function, result), kept)
+        if isinstance(stage.forward, PositionalStage):
+            slots = param_slots_of(model, stage.forward)
+            params = [leaves_by_label[label][index] for label, index in slots]
+            buffer_places = buffer_indices(stage.forward, call)
+            with collect_marks() as marks, pure(stage.forward, "it", leaves_by_label, tracing=True):
+                state = [leaves_by_label["state"][index].clone() for index in buffer_places]
+                y, other_results = stage.forward.pure(params, leaves_by_label.get("const", []), x, state)
+            if buffer_places:
+                # The module returns its buffers in its own order; put them back into the order of the state's leaves.
+                other_results["state"] = [
+                    other_results["state"][buffer_places.index(index)] for index in range(len(buffer_places))
+                ]
+            return collect_outputs(call.stage, y, other_results, marks)
+        untied_params = unflatten_label(leaves_by_label, "params")
+        tied_params = {
+            leaf.name: unflatten_label(leaves_by_label, label_at("params", leaf.bundle))
+            for leaf in model.tied(call.stage)
+        }
+        other_arguments: dict[str, Any] = {"microbatch": call.microbatch, "turn": call.turn, "carry": None}
+        other_arguments |= {
+            label: unflatten_label(leaves_by_label, label) for label in ("state", "carry") if label in input_specs
+        }
+        with collect_marks() as marks, pure(stage.forward, "it", leaves_by_label, tracing=True):
+            result = call_stage(
+                stage, {**untied_params, **tied_params} if tied_params else untied_params, x, other_arguments
+            )
+        return collect_outputs(call.stage, *split_output(stage, result), marks)
 
-    def outputs(stage: int, y: Any, rest: Mapping[str, Any], kept: list[Tensor]) -> dict[str, list[Any]]:
-        ports = {label_at("y", port): output for port, output in enumerate(outputs_of(model, stage, y))}
+    def collect_outputs(
+        stage_index: int, y: Any, other_results: Mapping[str, Any], marks: list[Tensor]
+    ) -> dict[str, list[Any]]:
+        ports = {label_at("y", port): output for port, output in enumerate(outputs_of(model, stage_index, y))}
         for output in ports.values():
-            refuse_odd_output(output, "it")
-        return written({**ports, **rest, "kept": kept})
+            check_output(output, "it")
+        return flatten_results({**ports, **other_results, "kept": marks})
 
-    def written(values: Mapping[str, Any]) -> dict[str, list[Any]]:
+    def flatten_results(values: Mapping[str, Any]) -> dict[str, list[Any]]:
         leaves: dict[str, list[Any]] = {}
         for label, value in values.items():
-            leaves[label], specs[label] = tree.flatten(value)
+            leaves[label], spec_by_label[label] = tree.flatten(value)
         return leaves
 
-    return loss if call.stage is None else stage
+    return run_loss if call.stage is None else run_stage
 
 
-def positions(model: Model, module: PositionalStage) -> list[tuple[str, int]]:
-    """Return the label and the place of each of the module's parameters: tied ones are bundles of their own, and the
-    others come in its order, as `bind_inputs` hands them on."""
+def param_slots_of(model: Model, module: PositionalStage) -> list[tuple[str, int]]:
+    """Return the label of each parameter of a module, and its index under that label, in the module's order.
+
+    A tied parameter is a bundle with a label of its own; all others stand under `params`, as `bind_inputs` orders them.
+    """
     tied = {leaf.name: label_at("params", leaf.bundle) for leaf in model.tied(module.number)}
-    place = count()
-    return [(tied[name], 0) if name in tied else ("params", next(place)) for name, *_ in module.names]
+    next_index = count()
+    return [(tied[name], 0) if name in tied else ("params", next(next_index)) for name, *_ in module.names]
 
 
-def buffers(module: PositionalStage, call: StageCall) -> tuple[int, ...]:
-    """Return the place of each buffer that the module writes among the leaves of its state."""
-    if not module.holds:
+def buffer_indices(module: PositionalStage, call: StageCall) -> tuple[int, ...]:
+    """Return, for each buffer that a module writes, its index among the leaves of the state."""
+    if not module.state_names:
         return ()
-    given: dict[str, int] = tree.unflatten(dict(call.specs)["state"], range(len(dict(call.reads)["state"])))
-    same_keys(given, module.holds, f"state of stage {module.number}", "a buffer that it writes")
-    return tuple(given[name] for name in module.holds)
+    index_by_name: dict[str, int] = tree.unflatten(dict(call.specs)["state"], range(len(dict(call.reads)["state"])))
+    check_keys(index_by_name, module.state_names, f"state of stage {module.number}", "a buffer that it writes")
+    return tuple(index_by_name[name] for name in module.state_names)

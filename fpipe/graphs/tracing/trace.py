@@ -1,9 +1,9 @@
-"""Trace what plain autograd does: a function and its gradient, run once on fake tensors, op by op.
+"""Trace a function and its gradient by plain autograd, on fake tensors, as one graph of torch ops.
 
     y = f(params, x)        --> trace -->        y = ops(params, x);  dx, g = more ops(params, x, dy)
 
-The gradient is `torch.autograd.grad`'s own, so the ops are those that run without us, in their order. (Tracing
-`torch.func.vjp` instead takes ops apart: GroupNorm, SiLU, LSTM and weight norm then differ in their last bits.)
+The gradient is computed by `torch.autograd.grad`, so the ops are those of plain autograd, in their order. (Tracing
+`torch.func.vjp` instead decomposes ops: GroupNorm, SiLU, LSTM and weight norm then differ in their last bits.)
 """
 
 from __future__ import annotations
@@ -19,16 +19,27 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fpipe.graphs.language.graph import Aval, Fact, Graph, Name, Node, Outline, fact, without_repeated_views
-from fpipe.graphs.language.labels import gradient_of, is_input, is_parameter, result_of, variable
-from fpipe.graphs.tracing.draws import GeneratorWatch, draws, keyed, refuse_unkeyed_randomness, without_fills
-from fpipe.graphs.tracing.fake import LeakedTensor, fake_mode, no_leaks, watched_memory
-from fpipe.graphs.tracing.functional import functional, refuse_mutation
+from fpipe.graphs.language.graph import Aval, Fact, Graph, Name, Node, Outline, fact_of_tensor, without_repeated_views
+from fpipe.graphs.language.labels import gradient_of, is_input, is_parameter, result_of, variable_name
+from fpipe.graphs.tracing.fake_tensors import LeakedTensor, fake_mode, refuse_data_assignment, refuse_leaks
+from fpipe.graphs.tracing.functionalize import functionalize, refuse_mutation
+from fpipe.graphs.tracing.random_ops import (
+    GeneratorWatch,
+    draws_random_numbers,
+    refuse_unkeyed_randomness,
+    replace_fills,
+    with_generator_inputs,
+)
 from fpipe.meaning.purity.ambient import Untraceable, outside_autocast
-from fpipe.meaning.purity.own_memory import is_view_in_place, laid_out_as, mutated_by, of_each_row, rows_of
 from fpipe.meaning.purity.pure import Impure
-from fpipe.meaning.stages.keys import exclusive_generator
-from fpipe.meaning.stages.outputs import MissingGradient, partly_python, refuse_max_gradients, refuse_missing_gradients
+from fpipe.meaning.purity.write_guard import count_rows, expand_per_row, is_view_in_place, mutated_nodes, with_layout_of
+from fpipe.meaning.stages.keys import lock_torch_generators
+from fpipe.meaning.stages.outputs import (
+    MissingGradient,
+    has_python_backward,
+    refuse_max_gradients,
+    refuse_missing_gradients,
+)
 from fpipe.model import Model
 from fpipe.torch_internals import is_view
 from fpipe.torch_private.dispatch import (
@@ -36,227 +47,256 @@ from fpipe.torch_private.dispatch import (
     TorchDispatchMode,
     fake_tensor_class,
     has_kernel,
-    kernel_instead,
+    override_kernel,
     without_modes,
 )
-from fpipe.torch_private.fx import calls_so_far, traced_by_torch, unnoticed, without_compiled_functions
+from fpipe.torch_private.fx import count_traced_ops, hide_make_fx, refuse_compiled_functions, trace_on_fakes
 
 Leaves = Sequence[Any]
-Groups = Mapping[str, Leaves]
-Flat = Callable[[Mapping[str, list[Any]]], Mapping[str, list[Any]]]
+LeavesByLabel = Mapping[str, Leaves]
+FlatFunction = Callable[[Mapping[str, list[Any]]], Mapping[str, list[Any]]]
 """A function of leaves by label (`params`, `x`, `x:1`, ...) to leaves by label (`y`, `loss`, ...)."""
 
-Around = Callable[[Mapping[str, list[Any]], Callable[[], Any]], Any]
+BackwardRunner = Callable[[Mapping[str, list[Any]], Callable[[], Any]], Any]
 
 _aten: Any = torch.ops.aten
 
 
-def outline(function: Flat, reads: Groups, per_row: bool = False, model: Model | None = None) -> Outline:
-    """Outline a function, by running it on fake tensors.
+def outline(function: FlatFunction, reads: LeavesByLabel, per_row: bool = False, model: Model | None = None) -> Outline:
+    """Outline a function: run it on fake tensors, and record its outputs and the ops that ran.
 
     >>> x = Aval((2, 3), (3, 1), torch.float32, torch.device("cpu"), wants=True)
-    >>> one = outline(lambda given: {"y": [given["x"][0].t()]}, {"x": [x]})
-    >>> print(one.avals("y")[0], one.writes["y"][0].storage == one.reads["x"][0].storage, one.ran)
+    >>> transposed = outline(lambda given: {"y": [given["x"][0].t()]}, {"x": [x]})
+    >>> shares_memory = transposed.writes["y"][0].storage == transposed.reads["x"][0].storage
+    >>> print(transposed.avals("y")[0], shares_memory, transposed.ran)
     float32[3, 2] True ('aten.t.default',)
     """
-    with exclusive_generator(), _reasons(), fake_mode() as mode, no_leaks(mode):
-        return _outline(function, reads, per_row, model)  # whose variables hold no tensor from here on
+    with lock_torch_generators(), _as_untraceable(), fake_mode() as mode, refuse_leaks(mode):
+        # A function of its own: when it returns, its local variables no longer hold the tensors that count as leaked.
+        return _outline(function, reads, per_row, model)
 
 
-def _outline(function: Flat, reads: Groups, per_row: bool, model: Model | None) -> Outline:
-    numbers: dict[int, int] = {}
-    cached = torch.is_autocast_cache_enabled()
-    with _in_this_thread(), _autocast_cache(cached), without_compiled_functions():
-        given = {label: [_empty(leaf) for leaf in leaves] for label, leaves in reads.items()}
+def _outline(function: FlatFunction, reads: LeavesByLabel, per_row: bool, model: Model | None) -> Outline:
+    storage_numbers: dict[int, int] = {}
+    caches_casts = torch.is_autocast_cache_enabled()
+    with _backward_in_this_thread(), _with_autocast_cache(caches_casts), refuse_compiled_functions():
+        inputs = {label: [_empty_tensor(leaf) for leaf in leaves] for label, leaves in reads.items()}
         with GeneratorWatch() as generators:
-            with _OpLog(generators) as log, watched_memory():
-                args = _with_dtensors(_with_params_per_row(given) if per_row else given, reads)
-                written = function(args)
-            generators.check()
-        results = [*chain(*written.values())]
+            with _OpLog(generators) as log, refuse_data_assignment():
+                args = _with_dtensors(_with_params_per_row(inputs) if per_row else inputs, reads)
+                result_by_label = function(args)
+            generators.refuse_misuse()
+        result_leaves = [*chain(*result_by_label.values())]
         if model is not None:
-            refuse_missing_gradients(model, results, chain(*given.values(), *args.values()))
-        refuse_max_gradients(results)
-        facts = _facts(given, numbers), _facts(written, numbers)
-        return Outline(*facts, tuple(log.ops), tuple(log.numbers), partly_python(results))
+            refuse_missing_gradients(model, result_leaves, chain(*inputs.values(), *args.values()))
+        refuse_max_gradients(result_leaves)
+        facts = _facts_by_label(inputs, storage_numbers), _facts_by_label(result_by_label, storage_numbers)
+        return Outline(*facts, tuple(log.ops), tuple(log.scalars), has_python_backward(result_leaves))
 
 
 class _OpLog(TorchDispatchMode):
-    """Notes which ops run, and refuses two kinds.
+    """Logs which ops run, and raises Untraceable for two kinds.
 
-    Ops that draw after the function has seeded torch's generator or put it back. And a transposition of a view in
-    place, since on fake tensors autograd sends later writes through it to where they would have gone before.
+    These are ops that draw after the function has seeded or restored torch's generator, and in-place transpositions of
+    a view: on fake tensors, autograd sends later writes through such a view to where they went before it was turned.
     """
 
     def __init__(self, generators: GeneratorWatch) -> None:
         super().__init__()
         self.ops: list[str] = []
-        self.numbers: list[Any] = []
+        self.scalars: list[Any] = []
         self.generators = generators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
         if has_kernel(func.name(), "CompositeImplicitAutograd"):
-            with self:  # inside torch.func such an op comes whole, while make_fx sees its parts
+            # Inside torch.func a composite op arrives whole, while make_fx sees its parts. Log the parts, so that the
+            # log of an outline can be compared with the ops of a trace.
+            with self:
                 return func.decompose(*args, **(kwargs or {}))
         if func not in _NOT_LOGGED:
             self.ops.append(str(func))
-            self.numbers += [arg for arg in args if isinstance(arg, bool | int | float)]
-        if draws(func, args, kwargs or {}):
-            self.generators.draw()
+            self.scalars += [argument for argument in args if isinstance(argument, bool | int | float)]
+        if draws_random_numbers(func, args, kwargs or {}):
+            self.generators.advance()
         if is_view_in_place(func) and is_view(args[0]):
-            raise Untraceable(f"it turns a view in place ({func}), which autograd follows where there is data alone")
+            raise Untraceable(f"it transposes a view in place ({func}), which autograd follows only on real data")
         return func(*args, **(kwargs or {}))
 
 
-def _facts(groups: Mapping[str, list[Any]], numbers: dict[int, int]) -> dict[str, list[Any]]:
+def _facts_by_label(leaves_by_label: Mapping[str, list[Any]], storage_numbers: dict[int, int]) -> dict[str, list[Any]]:
     return {
-        label: [fact(leaf, numbers) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        for label, leaves in groups.items()
+        label: [fact_of_tensor(leaf, storage_numbers) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        for label, leaves in leaves_by_label.items()
     }
 
 
 def trace(
-    function: Flat,
-    reads: Groups,
-    cotangents: Groups,
-    around: Around | None = None,
+    function: FlatFunction,
+    reads: LeavesByLabel,
+    cotangents: LeavesByLabel,
+    run_backward: BackwardRunner | None = None,
     per_row: bool = False,
 ) -> Graph:
-    """Trace a function and its gradient as one graph; Untraceable says why there is none.
+    """Trace a function and its gradient as one graph, or raise Untraceable with the reason.
 
     Args:
-        function: it depends on nothing but what it reads, and constants.
-        reads: by label, avals of tensors; leaves that are no tensors as they are. What wants a gradient among
-            `params`, `x` and `carry` gets it: the graph also writes `g`, `dx` and `dcarry`.
-        cotangents: the avals of cotangents, `dy` for `y` and so on; None where there is none.
-        around: keeps what is read where the function has it, for a gradient that calls parts of the function again.
-        per_row: whether each row is handed parameters of its own.
+        function: a pure function of leaves by label.
+        reads: by label the avals of its tensors, and its other leaves. The graph also writes the gradients `g`, `dx`
+            and `dcarry` of those among `params`, `x` and `carry` whose aval wants one.
+        cotangents: by label (`dy` for `y` and so on) the avals of cotangents; None where there is none.
+        run_backward: runs the gradient while the module has its parameters, as a checkpoint inside it needs.
+        per_row: whether each row has parameters of its own.
     """
-    groups: Groups = {**reads, **cotangents}
-    places = [(label, at) for label, ls in groups.items() for at, leaf in enumerate(ls) if isinstance(leaf, Aval)]
-    shown: list[tuple[str, list[Any]]] = []
-    before: list[int] = []
-    cached = torch.is_autocast_cache_enabled()
+    leaves_by_label: LeavesByLabel = {**reads, **cotangents}
+    # make_fx passes and returns flat lists of tensors. `slots` says which leaf each of its inputs is, and
+    # `labelled_results`, which the traced call fills in, which leaf each of its outputs is.
+    slots = [
+        (label, index)
+        for label, leaves in leaves_by_label.items()
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, Aval)
+    ]
+    labelled_results: list[tuple[str, list[Any]]] = []
+    forward_call_counts: list[int] = []
+    caches_casts = torch.is_autocast_cache_enabled()
 
-    def joint(*tensors: Tensor) -> list[Tensor]:
-        given = {label: list(leaves) for label, leaves in groups.items()}
-        for (label, at), tensor in zip(places, tensors, strict=True):
-            given[label][at] = tensor.detach()
-        given = _with_params_per_row(given) if per_row else given
-        for label, at in places:
-            given[label][at].requires_grad_(groups[label][at].wants)
-        with _autocast_cache(cached), watched_memory():
-            shown[:] = _with_gradient(function, given, reads, cotangents, before, around)
-        return [leaf for _, leaves in shown for leaf in leaves if isinstance(leaf, Tensor)]
+    def run_joint(*tensors: Tensor) -> list[Tensor]:
+        arguments = {label: list(leaves) for label, leaves in leaves_by_label.items()}
+        for (label, index), tensor in zip(slots, tensors, strict=True):
+            arguments[label][index] = tensor.detach()
+        arguments = _with_params_per_row(arguments) if per_row else arguments
+        for label, index in slots:
+            arguments[label][index].requires_grad_(leaves_by_label[label][index].wants_grad)
+        with _with_autocast_cache(caches_casts), refuse_data_assignment():
+            labelled_results[:] = _run_with_gradient(
+                function, arguments, reads, cotangents, forward_call_counts, run_backward
+            )
+        return [leaf for _, leaves in labelled_results for leaf in leaves if isinstance(leaf, Tensor)]
 
-    with _reasons():
+    with _as_untraceable():
         with fake_mode():
-            fakes = [_empty(groups[label][at]).detach() for label, at in places]
-        traced: Any = traced_by_torch(joint, fakes)
+            fakes = [_empty_tensor(leaves_by_label[label][index]).detach() for label, index in slots]
+        traced: Any = trace_on_fakes(run_joint, fakes)
+        # 1. Log the ops as they ran, before any rewrite, to be compared with those of the outline.
         calls = [node for node in traced.graph.nodes if node.op == "call_function"]
-        ran = tuple(str(n.target) for n in calls if isinstance(n.target, OpOverload) and n.target not in _NOT_LOGGED)
-        refuse_unkeyed_randomness(calls, before[0])
-        without_fills(traced)
+        ran = tuple(
+            str(node.target) for node in calls if isinstance(node.target, OpOverload) and node.target not in _NOT_LOGGED
+        )
+        refuse_unkeyed_randomness(calls, forward_call_counts[0])
+        # 2. Make the graph functional.
+        replace_fills(traced)
         calls = [node for node in traced.graph.nodes if node.op == "call_function"]
-        if any(map(mutated_by, calls)):
+        if any(map(mutated_nodes, calls)):
             refuse_mutation(traced)
-            traced = functional(traced, fakes)
-        graph = replace(without_repeated_views(_graph(traced, groups, places, shown)), ran=ran)
-        return keyed(graph)
+            traced = functionalize(traced, fakes)
+        # 3. Translate it into our language, with random generators as inputs.
+        graph = replace(without_repeated_views(_build_graph(traced, leaves_by_label, slots, labelled_results)), ran=ran)
+        return with_generator_inputs(graph)
 
 
-def _with_gradient(
-    function: Flat,
-    given: Mapping[str, list[Any]],
-    reads: Groups,
-    cotangents: Groups,
-    before: list[int],
-    around: Around | None,
+def _run_with_gradient(
+    function: FlatFunction,
+    arguments: Mapping[str, list[Any]],
+    reads: LeavesByLabel,
+    cotangents: LeavesByLabel,
+    forward_call_counts: list[int],
+    run_backward: BackwardRunner | None,
 ) -> Iterator[tuple[str, list[Any]]]:
-    """Yield results of the function, then gradients; note in `before` how many calls come before these."""
-    with _in_this_thread():
-        with unnoticed():
-            args = _with_dtensors(given, reads)
+    """Yield the labelled results of a function, then its gradients; append the number of forward calls between them."""
+    with _backward_in_this_thread():
+        with hide_make_fx():
+            args = _with_dtensors(arguments, reads)
             results = function(args)
-        before.append(calls_so_far())
+        forward_call_counts.append(count_traced_ops())
         yield from results.items()
         pairs = [
-            (root, start)
+            (root, cotangent)
             for label in cotangents
-            for root, start in zip(results[result_of(label)], given[label], strict=True)
-            if _wants(root) and start is not None
+            for root, cotangent in zip(results[result_of(label)], arguments[label], strict=True)
+            if _requires_grad(root) and cotangent is not None
         ]
         gradients = {label: name for label in reads if (name := gradient_of(label)) is not None}
-        wanted = [leaf for label in gradients for leaf in given[label] if _wants(leaf)]
-        grads: Iterator[Any] = iter([None] * len(wanted))
-        if pairs and wanted:
-            roots, starts = zip(*pairs, strict=True)
-            gradient: Any = partial(torch.autograd.grad, roots, wanted, starts, allow_unused=True)
+        differentiated = [leaf for label in gradients for leaf in arguments[label] if _requires_grad(leaf)]
+        grads: Iterator[Any] = iter([None] * len(differentiated))
+        if pairs and differentiated:
+            roots, seeds = zip(*pairs, strict=True)
+            compute_grads: Any = partial(torch.autograd.grad, roots, differentiated, seeds, allow_unused=True)
+            # As torch advises: a backward inside autocast would compute some gradients in the lower precision.
             with outside_autocast():
-                grads = iter(gradient() if around is None else around(args, gradient))
-        for label, written in gradients.items():
-            read_grads = [next(grads) if _wants(leaf) else None for leaf in given[label]]
-            yield written, [*map(laid_out_as, given[label], read_grads)] if is_parameter(label) else read_grads
+                grads = iter(compute_grads() if run_backward is None else run_backward(args, compute_grads))
+        for label, gradient_label in gradients.items():
+            read_grads = [next(grads) if _requires_grad(leaf) else None for leaf in arguments[label]]
+            yield (
+                gradient_label,
+                [*map(with_layout_of, arguments[label], read_grads)] if is_parameter(label) else read_grads,
+            )
 
 
-def _with_params_per_row(given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """Return the arguments of a function, with parameters of its own for each row of its input."""
-    rows = rows_of(leaf for label in given if is_input(label) for leaf in given[label])
-    return {label: of_each_row(leaves, rows) if is_parameter(label) else [*leaves] for label, leaves in given.items()}
+def _with_params_per_row(arguments: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return the arguments of a function with its parameters expanded to a copy for each row of its input."""
+    rows = count_rows(leaf for label in arguments if is_input(label) for leaf in arguments[label])
+    return {
+        label: expand_per_row(leaves, rows) if is_parameter(label) else [*leaves] for label, leaves in arguments.items()
+    }
 
 
 @contextmanager
-def _in_this_thread() -> Generator[None]:
-    """Keep backwards in this thread: on a device autograd would take another one, which is under none of our modes."""
+def _backward_in_this_thread() -> Generator[None]:
+    """Enable gradients, and run backwards in this thread.
+
+    For tensors on a device autograd would use a thread of its own, where our dispatch modes are not active.
+    """
     with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
         yield
 
 
-def _with_dtensors(given: Mapping[str, list[Any]], reads: Groups) -> dict[str, list[Any]]:
-    """Return the arguments of a function, with DTensors in the place of their shards."""
+def _with_dtensors(arguments: Mapping[str, list[Any]], reads: LeavesByLabel) -> dict[str, list[Any]]:
+    """Return the arguments of a function, each shard wrapped as the DTensor that its aval describes."""
 
-    def whole(leaf: Any, known: Any) -> Any:
-        return leaf if not isinstance(known, Aval) or known.sharding is None else known.sharding.whole(leaf)
+    def as_dtensor(leaf: Any, aval: Any) -> Any:
+        return leaf if not isinstance(aval, Aval) or aval.sharding is None else aval.sharding.to_dtensor(leaf)
 
-    return {label: [*map(whole, given[label], known)] for label, known in reads.items()}
+    return {label: [*map(as_dtensor, arguments[label], avals)] for label, avals in reads.items()}
 
 
-def _wants(leaf: Any) -> bool:
+def _requires_grad(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-def _empty(leaf: Any) -> Any:
+def _empty_tensor(leaf: Any) -> Any:
     if not isinstance(leaf, Aval):
         return leaf
-    return leaf.empty().requires_grad_(leaf.wants)
+    return leaf.empty().requires_grad_(leaf.wants_grad)
 
 
 @contextmanager
-def _autocast_cache(enabled: bool) -> Generator[None]:
-    """Autocast casts a weight once for all its uses, so their gradients are added in the lower precision.
+def _with_autocast_cache(enabled: bool) -> Generator[None]:
+    """Enable or disable autocast's cache of cast weights, which is empty on entry and on exit.
 
-    make_fx switches that off. What is cast here has no data and must not be found later.
+    With the cache a weight is cast once for all its uses, so their gradients are added in the lower precision; make_fx
+    disables it. Casts that are made here have no data, so the next real run must not find them in the cache.
     """
-    before = torch.is_autocast_cache_enabled()
+    was_enabled = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(enabled)
     try:
         yield
     finally:
         torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(before)
+        torch.set_autocast_cache_enabled(was_enabled)
 
 
-_TRACING = threading.RLock()  # torch traces for one thread at a time
+# make_fx patches state of the whole process, so one thread traces at a time.
+_TRACE_LOCK = threading.RLock()
 
 
 @contextmanager
-def _reasons() -> Generator[None]:
-    """Turn whatever stops a trace into Untraceable, and hide the ops of a trace from the caller's modes."""
+def _as_untraceable() -> Generator[None]:
+    """Trace outside the caller's dispatch modes, and raise whatever stops the trace as Untraceable."""
     try:
-        with _TRACING, without_modes(), kernel_instead("one_hot", _one_hot):
+        with _TRACE_LOCK, without_modes(), override_kernel("one_hot", _one_hot):
             yield
     except (Untraceable, LeakedTensor, MissingGradient):
         raise
@@ -267,8 +307,8 @@ def _reasons() -> Generator[None]:
         raise Untraceable(f"{type(error).__name__}: {reason}") from error
 
 
-# torch's own kernel leaves its look at the labels out where there is no data to look at. With an op of its own for it a
-# trace keeps the error: one_hot(labels, 4)  -->  _assert_async(all(labels < 4)); eq(labels, arange(4))
+# torch's kernel of one_hot checks labels only where they have data, so a trace of it would lose the error. This kernel
+# checks by an op, which a trace keeps: one_hot(labels, 4)  -->  _assert_async(all(labels < 4)); eq(labels, arange(4))
 def _one_hot(self: Tensor, num_classes: int = -1) -> Tensor:
     if self.dtype is not torch.int64:
         raise RuntimeError("one_hot is only applicable to index tensor of type LongTensor.")
@@ -281,64 +321,78 @@ def _one_hot(self: Tensor, num_classes: int = -1) -> Tensor:
     return (self.unsqueeze(-1) == torch.arange(num_classes, device=self.device)).to(torch.int64)
 
 
-def _graph(
-    traced: Any, groups: Groups, places: Sequence[tuple[str, int]], shown: Sequence[tuple[str, list[Any]]]
+def _build_graph(
+    traced: Any,
+    leaves_by_label: LeavesByLabel,
+    slots: Sequence[tuple[str, int]],
+    labelled_results: Sequence[tuple[str, list[Any]]],
 ) -> Graph:
-    """Return the traced ops under our names, without `detach`, which does nothing where nobody differentiates."""
-    names: dict[fx.Node, Any] = {}
+    """Return the traced ops as a Graph of the language.
+
+    `detach` and its like are dropped: they compute nothing, and the graph, which has its gradient, is never
+    differentiated again.
+    """
+    name_by_node: dict[fx.Node, Any] = {}
     facts: dict[Name, Fact] = {}
     constants: dict[Name, Tensor] = {}
     nodes: list[Node] = []
-    numbers: dict[int, int] = {}
-    taken: set[str] = set()
-    reads: dict[str, list[Any]] = {label: [None] * len(leaves) for label, leaves in groups.items()}
-    given = iter(places)
+    storage_numbers: dict[int, int] = {}
+    used_names: set[str] = set()
+    reads: dict[str, list[Any]] = {label: [None] * len(leaves) for label, leaves in leaves_by_label.items()}
+    # Placeholders come in the order of the slots, results in the order of the labelled leaves that are tensors.
+    remaining_slots = iter(slots)
     results: list[Any] = []
     for node in traced.graph.nodes:
         if node.op == "output":
             results = list(node.args[0])
             continue
-        name = _unused(node.name, taken)
+        name = _unused_name(node.name, used_names)
         if node.op == "placeholder":
-            label, at = next(given)
-            name = _unused(variable(label, at), taken)
-            reads[label][at] = name
+            label, index = next(remaining_slots)
+            name = _unused_name(variable_name(label, index), used_names)
+            reads[label][index] = name
         elif node.op == "get_attr":
             constants[name] = getattr(traced, node.target)
             if isinstance(constants[name], fake_tensor_class()):
-                raise Untraceable("it holds on to a tensor that was made while it was traced")
+                raise Untraceable("it keeps a tensor that was created during the trace")
         elif node.target in _IDENTITIES:
-            names[node] = names[node.args[0]]
+            name_by_node[node] = name_by_node[node.args[0]]
             continue
         else:
-            args, kwargs = _plain(node.args, names), {word: _plain(arg, names) for word, arg in node.kwargs.items()}
+            args, kwargs = (
+                _with_names(node.args, name_by_node),
+                {keyword: _with_names(argument, name_by_node) for keyword, argument in node.kwargs.items()},
+            )
             nodes.append(Node(name, node.target, args, kwargs))
-        names[node] = name
+        name_by_node[node] = name
         value = node.meta.get("val", constants.get(name))
         if isinstance(value, Tensor):
-            known = fact(value, numbers)
-            facts[name] = known._replace(aval=known.aval._replace(wants=False))
+            node_fact = fact_of_tensor(value, storage_numbers)
+            facts[name] = node_fact._replace(aval=node_fact.aval._replace(wants_grad=False))
     writes: dict[str, list[Any]] = {}
-    found = iter(results)
-    for label, leaves in shown:
-        writes[label] = [names[next(found)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    tuples = [{label: tuple(leaves) for label, leaves in side.items()} for side in (reads, writes)]
-    return Graph(tuple(nodes), facts, constants, tuples[0], tuples[1])
+    result_nodes = iter(results)
+    for label, leaves in labelled_results:
+        writes[label] = [name_by_node[next(result_nodes)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    tuples_by_label = [{label: tuple(leaves) for label, leaves in side.items()} for side in (reads, writes)]
+    return Graph(tuple(nodes), facts, constants, tuples_by_label[0], tuples_by_label[1])
 
 
 _IDENTITIES = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
-_NOT_LOGGED = (*_IDENTITIES, _aten.lift_fresh_copy.default)  # make_fx copies constants where nothing else does
+# make_fx copies constants, which a plain run does not, so the copies may not count as ops that ran.
+_NOT_LOGGED = (*_IDENTITIES, _aten.lift_fresh_copy.default)
 
 
-def _unused(name: str, taken: set[str]) -> Name:
-    unused = next(new for new in chain([name], (f"{name}_{k}" for k in count(1))) if new not in taken)
-    taken.add(unused)
+def _unused_name(name: str, used_names: set[str]) -> Name:
+    unused = next(
+        candidate for candidate in chain([name], (f"{name}_{k}" for k in count(1))) if candidate not in used_names
+    )
+    used_names.add(unused)
     return Name(unused)
 
 
-def _plain(arg: Any, names: Mapping[fx.Node, Any]) -> Any:
-    if isinstance(arg, fx.Node):
-        return names[arg]
-    if isinstance(arg, list | tuple):
-        return (list if isinstance(arg, list) else tuple)(_plain(item, names) for item in arg)
-    return arg
+def _with_names(argument: Any, name_by_node: Mapping[fx.Node, Any]) -> Any:
+    if isinstance(argument, fx.Node):
+        return name_by_node[argument]
+    if isinstance(argument, list | tuple):
+        return (list if isinstance(argument, list) else tuple)(_with_names(part, name_by_node) for part in argument)
+    return argument

@@ -1,9 +1,9 @@
-"""Cache the traces of a model: its stages as graphs, once for each way they are called, whoever asks of that model.
+"""Cache the traces of a model: one outline and one graph for each way that a stage is called.
 
-    call of a stage --> key --> outline: what it reads and writes --> graph: as cached, or of its pieces, or traced
+    call of a stage --> key --> outline: what it reads and writes --> graph: cached, or joined from pieces, or traced
 
-A stage is known by its function and how that is called, with its state, key and ties, and a piece, which has none of
-these, by its operations: both are in one store, under keys of two kinds.
+The key of a stage is its function and how it is called, with its state, key and ties. The key of a piece, which has
+none of these, is its operations. Both are in one store, which all steps of a model share.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from fpipe.graphs.language.graph import Aval, Graph, Name, Outline, in_own_storage, inlined
-from fpipe.graphs.language.labels import variable
-from fpipe.graphs.tracing.fake import LeakedTensor
-from fpipe.graphs.tracing.piece_chain import Chain, PieceCall, chain_of
-from fpipe.graphs.tracing.stage_call import Spec, StageCall, buffers, flat, positions
-from fpipe.graphs.tracing.trace import Around, outline, trace
-from fpipe.meaning.purity.ambient import Untraceable, ambient
-from fpipe.meaning.purity.attributes import Same
+from fpipe.graphs.language.graph import Aval, Graph, Name, Outline, fact_in_own_storage, inline_loss
+from fpipe.graphs.language.labels import variable_name
+from fpipe.graphs.tracing.fake_tensors import LeakedTensor
+from fpipe.graphs.tracing.piece_chain import Chain, PieceCall, split_into_pieces
+from fpipe.graphs.tracing.stage_call import Spec, StageCall, as_flat_function, buffer_indices, param_slots_of
+from fpipe.graphs.tracing.trace import BackwardRunner, outline, trace
+from fpipe.meaning.purity.ambient import Untraceable, ambient_key
+from fpipe.meaning.purity.attributes import IdentityKey
 from fpipe.model import Model
-from fpipe.positional_stage import PositionalStage, of_net
+from fpipe.positional_stage import PositionalStage, net_stage_of
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -35,30 +35,31 @@ D = TypeVar("D")
 
 
 class LRUCache(Generic[K, V]):
-    """A dict of at most so many values, which drops the least recently used.
+    """A dict with a maximal size, which drops the least recently used value.
 
-    >>> known = LRUCache(2)
-    >>> known["a"], known["b"] = 1, 2
-    >>> known.get("a")
+    >>> cache = LRUCache(2)
+    >>> cache["a"], cache["b"] = 1, 2
+    >>> cache.get("a")
     1
-    >>> known["c"] = 3
-    >>> known.get("b", "gone")
+    >>> cache["c"] = 3
+    >>> cache.get("b", "gone")
     'gone'
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, max_size: int) -> None:
+        self.max_size = max_size
         self._values: OrderedDict[K, V] = OrderedDict()
 
     def get(self, key: K, default: D = None) -> V | D:
         """Return the value of a key, or the default."""
         value = self._values.get(key, default)
-        with suppress(KeyError):  # it is not there, or another thread has pushed it out since
+        # No lock: the key may be absent, or another thread may have dropped it since.
+        with suppress(KeyError):
             self._values.move_to_end(key)
         return value
 
-    def once(self, key: K, make: Callable[[], V]) -> V:
-        """Return the value of a key, made if there is none yet."""
+    def get_or_make(self, key: K, make: Callable[[], V]) -> V:
+        """Return the value of a key; call `make` for it if there is none."""
         value = self.get(key)
         if value is None:
             value = self[key] = make()
@@ -68,147 +69,155 @@ class LRUCache(Generic[K, V]):
         self._values[key] = value
         with suppress(KeyError):
             self._values.move_to_end(key)
-        if len(self._values) > self.most:
+        if len(self._values) > self.max_size:
             self._values.popitem(last=False)
 
 
 Cotangents = Mapping[str, tuple[Any, ...]]
-"""By label the avals of the cotangents of a call, None where there is none."""
+"""The avals of the cotangents of a call, by label; None where there is none."""
 
 
-class Store:
-    """The traces of a model, by what was called and how."""
+class TraceStore:
+    """The outlines and graphs of one model, by the key of the call."""
 
     def __init__(self) -> None:
-        self.outlines: LRUCache[Any, Outline] = LRUCache(_MOST)
-        self.graphs: LRUCache[Any, Graph] = LRUCache(_MOST)
+        self.outlines: LRUCache[Any, Outline] = LRUCache(_MAX_TRACES)
+        self.graphs: LRUCache[Any, Graph] = LRUCache(_MAX_TRACES)
 
 
-_MOST = 512
-_STORES: dict[int, Store] = {}
-"""Stores by the model's id: an equal model may have been made since something changed, so it is traced anew."""
+_MAX_TRACES = 512
+_STORE_BY_MODEL_ID: dict[int, TraceStore] = {}
+"""Stores by the id of their model. Equality does not do: an equal model may have been built after something changed
+that the comparison does not see, so it is traced again."""
 
 
 class Traces:
-    """A model's stages as graphs, each traced once for each way it is called, whoever asks of that model.
+    """The stages of a model as graphs, each traced once for each way that it is called.
 
     Stages that compute the same function share their traces: those of one Python function, modules that are equal in
     class, plain attributes, mode and shapes of their leaves, recursively, and graphs that are equal op by op. So do
     blocks inside of such graphs.
     """
 
-    def __init__(self, model: Model, known_only: bool = False) -> None:
-        self.model, self.known_only = model, known_only
-        if id(model) not in _STORES:
-            weakref.finalize(model, _STORES.pop, id(model))
-        self._store = _STORES.setdefault(id(model), Store())
+    def __init__(self, model: Model, cached_only: bool = False) -> None:
+        self.model, self.cached_only = model, cached_only
+        if id(model) not in _STORE_BY_MODEL_ID:
+            weakref.finalize(model, _STORE_BY_MODEL_ID.pop, id(model))
+        self._store = _STORE_BY_MODEL_ID.setdefault(id(model), TraceStore())
         self._keys: dict[StageCall, Any] = {}
         self._outlines: dict[StageCall, Outline] = {}
         self._graphs: dict[Any, Graph] = {}
-        self._shared: dict[StageCall, StageCall] = {}
+        self._shareable_calls: dict[StageCall, StageCall] = {}
         self._chains: dict[StageCall, Chain | None] = {}
-        self._twins: dict[int, Any] = {}
+        self._twin_by_stage: dict[int, Any] = {}
 
     def outline(self, call: StageCall) -> Outline:
-        """Outline a call, by running it once on fake tensors."""
+        """Return the facts of the inputs and outputs of a call, found by one run on fake tensors."""
         if call not in self._outlines:
-            self._outlines[call] = self._store.outlines.once(self._key(call), lambda: self._outlined(call))
+            self._outlines[call] = self._store.outlines.get_or_make(self._key(call), lambda: self._new_outline(call))
         return self._outlines[call]
 
-    def _outlined(self, call: StageCall) -> Outline:
+    def _new_outline(self, call: StageCall) -> Outline:
         chain = self._chain(call)
         if chain is not None:
             return chain.outline(self._piece_outline)
-        self._refuse_new()
+        self._refuse_uncached()
         specs = dict[str, Spec]()
-        function = flat(self.model, call, specs)
-        return replace(outline(function, dict(call.reads), self._per_row(call), self.model), specs=specs)
+        function = as_flat_function(self.model, call, specs)
+        return replace(outline(function, dict(call.reads), self._has_params_per_row(call), self.model), specs=specs)
 
     def graph(self, call: StageCall, cotangents: Cotangents) -> Graph:
-        """Return a call and its gradient as a graph, for cotangents with these avals (None where there is none)."""
-        known = (call, *cotangents.items())
-        if known not in self._graphs:
-            self._graphs[known] = self._traced(call, cotangents)
-        return self._graphs[known]
+        """Return the graph of a call and its gradient, for cotangents with these avals."""
+        call_key = (call, *cotangents.items())
+        if call_key not in self._graphs:
+            self._graphs[call_key] = self._cached_graph(call, cotangents)
+        return self._graphs[call_key]
 
     def graphs(self) -> dict[int | None, list[Graph]]:
-        """Return the graphs that were asked for, by the stage (None: the loss)."""
+        """Return the graphs that were used so far, by stage; None is the loss."""
         graphs: dict[int | None, list[Graph]] = {}
         for (call, *_), graph in self._graphs.items():
             graphs.setdefault(call.stage, []).append(graph)
         return graphs
 
-    def _traced(self, call: StageCall, cotangents: Cotangents) -> Graph:
+    def _cached_graph(self, call: StageCall, cotangents: Cotangents) -> Graph:
         if call.stage is None and self.model.loss is None and self.model.reduction != "count":
             return _identity_loss(call, cotangents)
-        return self._store.graphs.once(
+        return self._store.graphs.get_or_make(
             (self._key(call), *cotangents.items()), lambda: self._new_graph(call, cotangents)
         )
 
     def _new_graph(self, call: StageCall, cotangents: Cotangents) -> Graph:
-        """Return the graph of a call, joined from those of its pieces, or traced as a whole."""
+        """Build the graph of a call: join the graphs of its pieces, or trace the whole stage if it has none."""
         chain = self._chain(call)
         if chain is not None:
             return chain.graph(self._piece_outline, self._piece_graph, cotangents)
-        self._refuse_new()
-        function = flat(self.model, call, {})
-        graph = trace(function, dict(call.reads), cotangents, self._around(call), self._per_row(call))
-        # Of DTensors an outline hears the ops on the whole, and a trace has those on shards.
-        if not any(getattr(leaf, "sharding", None) for leaf in _leaves(call)):
-            _refuse_others(graph, self.outline(call))
+        self._refuse_uncached()
+        function = as_flat_function(self.model, call, {})
+        graph = trace(
+            function, dict(call.reads), cotangents, self._backward_runner(call), self._has_params_per_row(call)
+        )
+        # A data-dependent function may run other ops here than in its outline. With DTensors the two always differ: an
+        # outline logs ops on whole tensors, a trace ops on shards.
+        if not any(getattr(leaf, "sharding", None) for leaf in _leaves_of(call)):
+            _refuse_other_ops(graph, self.outline(call))
         return graph
 
     def _piece_outline(self, call: PieceCall) -> Outline:
         def outlined() -> Outline:
-            self._refuse_new()
+            self._refuse_uncached()
             return outline(call, call.reads)
 
-        return self._store.outlines.once((call.key, ambient()), outlined)
+        return self._store.outlines.get_or_make((call.key, ambient_key()), outlined)
 
     def _piece_graph(self, call: PieceCall, cotangents: Cotangents) -> Graph:
         def traced() -> Graph:
-            self._refuse_new()
+            self._refuse_uncached()
             graph = trace(call, call.reads, cotangents)
-            _refuse_others(graph, self._piece_outline(call))
+            _refuse_other_ops(graph, self._piece_outline(call))
             return graph
 
-        return self._store.graphs.once((call.key, *cotangents.items(), ambient()), traced)
+        return self._store.graphs.get_or_make((call.key, *cotangents.items(), ambient_key()), traced)
 
     def _chain(self, call: StageCall) -> Chain | None:
         if call not in self._chains:
-            self._chains[call] = chain_of(self.model, call)
+            self._chains[call] = split_into_pieces(self.model, call)
         return self._chains[call]
 
-    def _per_row(self, call: StageCall) -> bool:
-        """Whether each row is handed parameters of its own, of which the loss has none."""
+    def _has_params_per_row(self, call: StageCall) -> bool:
+        """Whether each row has parameters of its own; the loss has no parameters."""
         return self.model.per_example and call.stage is not None
 
-    def _refuse_new(self) -> None:
-        if self.known_only:
+    def _refuse_uncached(self) -> None:
+        if self.cached_only:
             raise Untraceable("it is not traced yet")
 
     def shared(self, call: StageCall) -> StageCall:
-        """Return the call to trace for this one: with gradients of all inputs, if that runs the same ops.
+        """Return the call whose trace serves this one: with gradients of all inputs, if that runs the same ops.
 
-        So the stages that take the batch share the traces of those that do not; what nobody wants is left out later.
-        A gradient written in Python may do another thing if its input's is not wanted (`ctx.needs_input_grad`).
+        The first stages, whose inputs need no gradient, then share the traces of the later ones, and gradients that
+        nobody reads are cut off afterwards. A gradient written in Python may compute something else when its input
+        needs none (`ctx.needs_input_grad`), so such a stage keeps its own trace.
         """
-        if call not in self._shared:
-            self._shared[call] = call
+        if call not in self._shareable_calls:
+            self._shareable_calls[call] = call
             differentiable = call.differentiable()
-            # A stage may change in place what autograd would keep if a gradient were wanted.
+            # Untraceable: a stage may change an input in place, which autograd would refuse if it needed a gradient.
             with suppress(Untraceable, LeakedTensor):
                 outline, with_all = self.outline(call), self.outline(differentiable)
-                if not outline.python and (outline.ran, outline.numbers) == (with_all.ran, with_all.numbers):
-                    self._shared[call] = differentiable
-        return self._shared[call]
+                if not outline.has_python_gradient and (outline.ran, outline.numbers) == (
+                    with_all.ran,
+                    with_all.numbers,
+                ):
+                    self._shareable_calls[call] = differentiable
+        return self._shareable_calls[call]
 
-    def with_loss(self, call: StageCall, cotangents: Cotangents, loss: StageCall, weight: Aval) -> Graph:
-        """Return the last stage and the loss, traced separately, as one graph."""
-        top = self.graph(loss, {"dloss": (weight,)})
-        dy = tuple(top.facts[dx].aval if isinstance(dx, Name) else None for dx in top.writes["dx"])
-        stage = self.graph(call, {**cotangents, "dy": dy})
-        return stage.once(("with loss", top), lambda: inlined(stage, top))
+    def graph_with_loss(self, call: StageCall, cotangents: Cotangents, loss: StageCall, weight: Aval) -> Graph:
+        """Return the graph of the last stage followed by the loss, which are traced separately."""
+        loss_graph = self.graph(loss, {"dloss": (weight,)})
+        dy = tuple(loss_graph.facts[name].aval if isinstance(name, Name) else None for name in loss_graph.writes["dx"])
+        stage_graph = self.graph(call, {**cotangents, "dy": dy})
+        return stage_graph.compute_once(("with loss", loss_graph), lambda: inline_loss(stage_graph, loss_graph))
 
     def _key(self, call: StageCall) -> Any:
         try:
@@ -219,25 +228,24 @@ class Traces:
         return self._keys[call]
 
     def _new_key(self, call: StageCall) -> Any:
-        mutable = next((leaf for leaf in _leaves(call) if not isinstance(leaf, Aval | _PLAIN)), None)
-        if mutable is not None:
-            raise Untraceable(f"it is handed a {type(mutable).__name__}, which may change and stay the same object")
-        around = (call.odd, call.reads, call.starts, ambient())
+        mutable_leaf = next((leaf for leaf in _leaves_of(call) if not isinstance(leaf, Aval | _IMMUTABLE)), None)
+        if mutable_leaf is not None:
+            raise Untraceable(
+                f"it is handed a {type(mutable_leaf).__name__}, which may change and stay the same object"
+            )
+        context_key = (call.type_key, call.reads, call.autograd_leaves, ambient_key())
         if call.stage is None:
             options = "loss", self.model.reduction, self.model.aux, call.specs
-            return self._function_key(self.model.loss), *options, *around
+            return self._function_key(self.model.loss), *options, *context_key
         stage = self.model.stages[call.stage]
         if "key" in stage.asks:
-            raise Untraceable(
-                "it asks for its key, and a trace would repeat what Python makes of one; what torch draws by itself "
-                "follows from the key too"
-            )
-        by_place = isinstance(stage.forward, PositionalStage)
-        names = tuple("" if by_place else leaf.name for leaf in self.model.tied(call.stage))
-        how = (
+            raise Untraceable("it asks for its key, and a trace would repeat what Python computes from the first one")
+        is_positional = isinstance(stage.forward, PositionalStage)
+        tied_names = tuple("" if is_positional else leaf.name for leaf in self.model.tied(call.stage))
+        call_key = (
             frozenset(stage.asks),
             stage.aux_loss,
-            names,
+            tied_names,
             self.model.ports(call.stage),
             isinstance(self.model.inputs[call.stage], tuple),
             call.microbatch,
@@ -245,50 +253,61 @@ class Traces:
         )
         if isinstance(stage.forward, PositionalStage):
             specs = tuple((label, spec) for label, spec in call.specs if label not in ("params", "state"))
-            if call.stage not in self._twins:
-                self._twins[call.stage] = stage.forward.twin()
-            twin = self._twins[call.stage], *positions(self.model, stage.forward), buffers(stage.forward, call)
-            return twin, how, specs, *around
-        wrapped = of_net(stage.forward)  # a trace of a function around it has its constants inside
-        held = () if wrapped is None else (wrapped.twin(), *map(id, wrapped.constants()))
-        return self._function_key(stage.forward), how, held, call.specs, *around
+            if call.stage not in self._twin_by_stage:
+                self._twin_by_stage[call.stage] = stage.forward.sharing_key()
+            twin = (
+                self._twin_by_stage[call.stage],
+                *param_slots_of(self.model, stage.forward),
+                buffer_indices(stage.forward, call),
+            )
+            return twin, call_key, specs, *context_key
+        # A function around a net bakes the net's constants into its trace: they belong to the key, by identity.
+        wrapped = net_stage_of(stage.forward)
+        wrapped_key = () if wrapped is None else (wrapped.sharing_key(), *map(id, wrapped.constants()))
+        return self._function_key(stage.forward), call_key, wrapped_key, call.specs, *context_key
 
     def _function_key(self, function: Any) -> Any:
-        """Return the key of a function: its Python is that of its first trace, as under `jax.jit`; modes may change."""
-        return Same(function), () if self.model.held is None else self.model.held.modes()
+        """Return the key of a function: its identity, as under `jax.jit`, and the training modes of the net it uses."""
+        return IdentityKey(function), () if self.model.held is None else self.model.held.modes()
 
-    def _around(self, call: StageCall) -> Around | None:
-        """Keep a module's parameters in their places in its backward: torch.utils.checkpoint calls modules again."""
+    def _backward_runner(self, call: StageCall) -> BackwardRunner | None:
+        """Return how to run a module's backward: with its parameters bound, since a checkpoint calls modules again."""
         module = None if call.stage is None else self.model.stages[call.stage].forward
         if not isinstance(module, PositionalStage):
             return None
-        order = positions(self.model, module)
+        param_slots = param_slots_of(self.model, module)
 
-        def around(given: Mapping[str, list[Any]], what: Callable[[], Any]) -> Any:
-            return module.during([given[label][at] for label, at in order], given.get("const", []), what)
+        def run_backward(arguments: Mapping[str, list[Any]], function: Callable[[], Any]) -> Any:
+            return module.with_tensors_bound(
+                [arguments[label][index] for label, index in param_slots], arguments.get("const", []), function
+            )
 
-        return around
+        return run_backward
 
 
-_PLAIN = bool | int | float | complex | str | bytes | torch.dtype | torch.device | Enum | None
+_IMMUTABLE = bool | int | float | complex | str | bytes | torch.dtype | torch.device | Enum | None
 
 
-def _refuse_others(graph: Graph, outline: Outline) -> None:
+def _refuse_other_ops(graph: Graph, outline: Outline) -> None:
     if graph.ran[: len(outline.ran)] != outline.ran:
-        raise Untraceable("torch runs other ops for it while it is traced")
+        raise Untraceable("torch runs other ops for it during the trace")
 
 
-def _leaves(call: StageCall) -> list[Any]:
+def _leaves_of(call: StageCall) -> list[Any]:
     return [leaf for _, leaves in call.reads for leaf in leaves]
 
 
 def _identity_loss(call: StageCall, cotangents: Cotangents) -> Graph:
-    """Without a loss function the last stage's output is the loss, and the loss's cotangent is its own."""
-    reads = {label: tuple(Name(variable(label, at)) for at in range(len(leaves))) for label, leaves in call.reads}
+    """Return the empty graph of a model without a loss function: its last stage's output is the loss."""
+    reads = {
+        label: tuple(Name(variable_name(label, index)) for index in range(len(leaves))) for label, leaves in call.reads
+    }
     cotangent, leaf = Name("dloss_0"), dict(call.reads)["x"][0]
-    avals = {name: known for label, leaves in call.reads for name, known in zip(reads[label], leaves, strict=True)}
+    avals = {
+        name: leaf_aval for label, leaves in call.reads for name, leaf_aval in zip(reads[label], leaves, strict=True)
+    }
     avals[cotangent] = cotangents["dloss"][0]
-    facts = {name: in_own_storage(known) for name, known in avals.items() if isinstance(known, Aval)}
-    named = {label: tuple(name if name in facts else None for name in names) for label, names in reads.items()}
-    writes = {"loss": named["x"], "dx": (cotangent if leaf.wants else None,)}
-    return Graph((), facts, {}, {**named, "dloss": (cotangent,)}, writes)
+    facts = {name: fact_in_own_storage(leaf_aval) for name, leaf_aval in avals.items() if isinstance(leaf_aval, Aval)}
+    name_by_label = {label: tuple(name if name in facts else None for name in names) for label, names in reads.items()}
+    writes = {"loss": name_by_label["x"], "dx": (cotangent if leaf.wants_grad else None,)}
+    return Graph((), facts, {}, {**name_by_label, "dloss": (cotangent,)}, writes)

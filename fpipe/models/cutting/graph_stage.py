@@ -1,4 +1,4 @@
-"""A stage that was cut out of a graph: beside parameters it reads tables and buffers as the net has them.
+"""Run a stage that was cut out of a graph; besides parameters it reads constants and buffers of the net.
 
 f(params, x)             = graph(params, constants, x)
 f(params, x, state=s)    = graph(params, constants, s, x), s'       where it writes buffers
@@ -15,154 +15,182 @@ import torch
 from torch import Tensor, fx
 
 from fpipe import tree
-from fpipe.meaning.purity.attributes import Same, value_key
-from fpipe.meaning.purity.own_memory import mutated_by
+from fpipe.meaning.purity.attributes import IdentityKey, value_key
+from fpipe.meaning.purity.write_guard import mutated_nodes
 from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.marked_graph import draws_random
+from fpipe.models.exporting.net_graph import NetTensors
+from fpipe.models.exporting.node_contexts import Context, contexts_of, copy_nodes, restored_on_error
+from fpipe.models.exporting.opaque_modules import opaque_calls_of, rename_calls
 from fpipe.models.modules.modes import Modes
-from fpipe.models.parameters.load import HandedOut
-from fpipe.models.tracing.contexts import Context, contexts_of, copy_nodes, restored_on_error
-from fpipe.models.tracing.net_graph import NetTensors
-from fpipe.models.tracing.opaque import own_calls, rename_calls
+from fpipe.models.parameters.load import ParamAddresses
 from fpipe.positional_stage import PositionalStage
 from fpipe.torch_private.fx import dump_graph, load_graph
 
-# Split a stage's graph into its blocks and what is between them, each a piece that can be traced alone:
+# Split a stage's graph into pieces, its blocks and what is between them. Each piece can be traced alone, and equal
+# pieces share one trace:
 #
-#     sizes, masks | wte | h.0 | h.1 | h.2          a value that two later pieces read joins all three
+#     sizes, masks | wte | h.0 | h.1 | h.2
+#
+# A value with a gradient that two later pieces read joins all three: autograd would add the two cotangents in an order
+# that pieces traced alone do not know, and the bits would differ.
 
 BLOCK = "fpipe_block"
-"""Where a node's meta says which of the repeated blocks of the net it is in."""
+"""The key of a node's meta under which stands the number of its block."""
 
 
 class GraphPiece:
-    """Some operations of a stage, as a graph of their own: it takes labelled values, and makes those it hands on."""
+    """Some operations of a stage as a graph of their own, from labelled values to the values that others read."""
 
     def __init__(
         self,
         nodes: Sequence[fx.Node],
-        makes: Sequence[fx.Node],
+        outputs: Sequence[fx.Node],
         labels: Mapping[fx.Node, str],
         contexts: Mapping[fx.Node, Context],
     ) -> None:
-        inside = {*nodes}
-        read = dict.fromkeys(value for node in nodes for value in node.all_input_nodes if value not in inside)
-        self.takes = {value: labels.get(value, "x") for value in read}
-        self.nodes, self.makes, self.contexts = nodes, makes, contexts
+        node_set = {*nodes}
+        inputs = dict.fromkeys(value for node in nodes for value in node.all_input_nodes if value not in node_set)
+        self.label_by_input = {value: labels.get(value, "x") for value in inputs}
+        self.nodes, self.outputs, self.contexts = nodes, outputs, contexts
 
     @cached_property
     def graph(self) -> fx.Graph:
-        """Its operations, in their contexts."""
+        """The operations as a graph, each in its context of autocast and grad mode."""
         graph = fx.Graph()
-        copies: dict[fx.Node, Any] = {node: graph.placeholder(node.name) for node in self.takes}
+        copies: dict[fx.Node, Any] = {node: graph.placeholder(node.name) for node in self.label_by_input}
         copy_nodes(graph, self.nodes, self.contexts, copies, copies.__getitem__)
-        graph.output([copies[node] for node in self.makes])
+        graph.output([copies[node] for node in self.outputs])
         return graph
 
     @cached_property
     def twin(self) -> Any:
-        """Equal for pieces of the same operations."""
+        """A key that is equal for pieces of the same operations."""
         unsupported: list[Any] = []
-        return operations(self.graph, unsupported), Same(self) if unsupported else None
+        return operation_keys(self.graph, unsupported), IdentityKey(self) if unsupported else None
 
     @cached_property
     def module(self) -> fx.GraphModule:
-        """Its operations as a function."""
+        """The operations as a function."""
         return fx.GraphModule({}, self.graph)
 
     def run(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Run its operations on the leaves that it takes."""
+        """Run the operations on the leaves that the piece takes."""
         with restored_on_error():
             return self.module.forward(*leaves)
 
 
 def pieces_of(graph: fx.Graph, labels: Mapping[fx.Node, str]) -> list[GraphPiece]:
-    """The pieces of a stage, whose placeholders are labelled `params`, `const` or `x`; none where there are no blocks,
-    or something is mutated, or returned as it came."""
+    """Return the pieces of a stage, whose placeholders are labelled `params`, `const` or `x`.
+
+    There are none if the graph has no blocks, mutates a value, or returns an input.
+    """
     contexts = contexts_of(graph)
     nodes = [*contexts]
     results = {node for output in graph.find_nodes(op="output") for node in output.all_input_nodes}
-    odd = any(node.op == "get_attr" for node in graph.nodes) or any(node.op == "placeholder" for node in results)
-    if odd or not any(BLOCK in node.meta for node in nodes) or any(mutated_by(node) for node in nodes):
+    has_constant = any(node.op == "get_attr" for node in graph.nodes)
+    returns_input = any(node.op == "placeholder" for node in results)
+    has_blocks = any(BLOCK in node.meta for node in nodes)
+    if has_constant or returns_input or not has_blocks or any(mutated_nodes(node) for node in nodes):
         return []
-    trained = _differentiable(graph, labels)
-    first = _before_all(nodes, trained)
-    runs = groupby((node for node in nodes if node not in first), lambda node: node.meta.get(BLOCK))
-    home = dict.fromkeys(first, 0) | {node: at for at, (_, run) in enumerate(runs, 1) for node in run}
-    while merged := next(_torn(home, trained, results), None):
-        low, high = merged
-        home = {node: low if low <= at <= high else at for node, at in home.items()}
-    for node in (one for one in reversed(nodes) if one in first):  # a block's own mask is there while the block runs
-        readers = {home[user] for user in node.users if user in home}
-        of_batch = node in results or any(one in trained for one in node.all_input_nodes)
-        of_many = any(isinstance(one.meta.get("val"), tuple | list) for one in node.all_input_nodes)
-        if (
-            len(readers) == 1
-            and not of_batch
-            and not of_many
-            and (isinstance(node.meta.get("val"), Tensor) or node.target is getattr)
-        ):
-            (home[node],) = readers
-    found: list[GraphPiece] = []
-    for number in sorted({*home.values()}):
-        own = [node for node in nodes if home[node] == number]
-        made = [one for one in own if one in results or any(home.get(user, number) != number for user in one.users)]
-        found.append(GraphPiece(own, made, labels, contexts))
-    return found
+    # 1) Piece 0 has what needs no gradient and can run before everything; then each run of one block is a piece.
+    differentiable = _differentiable(graph, labels)
+    early_nodes = _early_nodes(nodes, differentiable)
+    block_runs = groupby((node for node in nodes if node not in early_nodes), lambda node: node.meta.get(BLOCK))
+    piece_of = dict.fromkeys(early_nodes, 0)
+    piece_of |= {node: piece for piece, (_, run) in enumerate(block_runs, 1) for node in run}
+    # 2) Merge pieces until no value with a gradient is read by two.
+    while piece_range := next(_pieces_to_merge(piece_of, differentiable, results), None):
+        low, high = piece_range
+        piece_of = {node: low if low <= piece <= high else piece for node, piece in piece_of.items()}
+    # 3) Move what only one piece reads, such as a block's own mask, into that piece, so that it lives while the block
+    #    runs. Readers come before what they read, hence the reversed order.
+    for node in reversed([node for node in nodes if node in early_nodes]):
+        reader_pieces = {piece_of[user] for user in node.users if user in piece_of}
+        reads_differentiable = any(value in differentiable for value in node.all_input_nodes)
+        reads_tuple = any(isinstance(value.meta.get("val"), tuple | list) for value in node.all_input_nodes)
+        is_movable = isinstance(node.meta.get("val"), Tensor) or node.target is getattr
+        if len(reader_pieces) == 1 and is_movable and not (node in results or reads_differentiable or reads_tuple):
+            (piece_of[node],) = reader_pieces
+    # 4) A piece returns the results among its values, and the values that other pieces read.
+    pieces: list[GraphPiece] = []
+    for piece in sorted({*piece_of.values()}):
+        piece_nodes = [node for node in nodes if piece_of[node] == piece]
+        outputs = [
+            node
+            for node in piece_nodes
+            if node in results or any(piece_of.get(user, piece) != piece for user in node.users)
+        ]
+        pieces.append(GraphPiece(piece_nodes, outputs, labels, contexts))
+    return pieces
 
 
 def _differentiable(graph: fx.Graph, labels: Mapping[fx.Node, str]) -> set[fx.Node]:
-    """The values that may have a gradient: floats that follow from parameters or from floats that came."""
-    found: set[fx.Node] = set()
+    """Return the values that may have a gradient: floats computed from parameters or from inputs that are floats."""
+    differentiable: set[fx.Node] = set()
     for node in graph.nodes:
         value = node.meta.get("val")
-        one = isinstance(value, Tensor)
-        floats = value.is_floating_point() or value.is_complex() if one else isinstance(value, tuple | list)
-        came = node.op == "placeholder" and labels[node] != "const"
-        if floats and (came or not found.isdisjoint(node.all_input_nodes)):
-            found.add(node)
-    return found
+        is_tensor = isinstance(value, Tensor)
+        is_float = value.is_floating_point() or value.is_complex() if is_tensor else isinstance(value, tuple | list)
+        is_differentiable_input = node.op == "placeholder" and labels[node] != "const"
+        if is_float and (is_differentiable_input or not differentiable.isdisjoint(node.all_input_nodes)):
+            differentiable.add(node)
+    return differentiable
 
 
-def _before_all(nodes: Iterable[fx.Node], trained: set[fx.Node]) -> set[fx.Node]:
-    """Sizes, masks, tables: what needs no value with a gradient and draws nothing, and so may come first."""
-    found: set[fx.Node] = set()
+def _early_nodes(nodes: Iterable[fx.Node], differentiable: set[fx.Node]) -> set[fx.Node]:
+    """Return the operations that may run first, such as sizes, masks and tables: no gradient, no random draws."""
+    early_nodes: set[fx.Node] = set()
     for node in nodes:
-        early = all(one.op == "placeholder" or one in found for one in node.all_input_nodes)
-        if early and node not in trained and not draws_random(node):
-            found.add(node)
-    return found
+        reads_only_early = all(value.op == "placeholder" or value in early_nodes for value in node.all_input_nodes)
+        if reads_only_early and node not in differentiable and not draws_random(node):
+            early_nodes.add(node)
+    return early_nodes
 
 
-def _torn(home: Mapping[fx.Node, int], trained: set[fx.Node], results: set[fx.Node]) -> Iterator[tuple[int, int]]:
-    """The first and the last of pieces that are one: they read one value with a gradient, or parts of one op's."""
-    for value in trained:
-        many = isinstance(value.meta["val"], tuple | list)
-        readers = {home[user] for user in value.users if many or user in trained} - {home.get(value)}
-        if readers and len(readers) + (value in results) + many > 1:
-            yield min(home.get(value, min(readers)), *readers), max(readers)
+def _pieces_to_merge(
+    piece_by_node: Mapping[fx.Node, int], differentiable: set[fx.Node], results: set[fx.Node]
+) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last of pieces that read one value with a gradient, or results of one op."""
+    for value in differentiable:
+        is_tuple = isinstance(value.meta["val"], tuple | list)
+        readers = {piece_by_node[user] for user in value.users if is_tuple or user in differentiable} - {
+            piece_by_node.get(value)
+        }
+        if readers and len(readers) + (value in results) + is_tuple > 1:
+            yield min(piece_by_node.get(value, min(readers)), *readers), max(readers)
 
 
-def operations(graph: fx.Graph, odd: list[Any], attributes: Any = None) -> Any:
-    """The operations of a graph as a value to compare: equal for the same operations on the same constants, which
-    `attributes` has. `odd` takes what may change and stay the same object."""
-    place = {node: at for at, node in enumerate(graph.nodes)}
+def operation_keys(graph: fx.Graph, unsupported: list[Any], attributes: Any = None) -> Any:
+    """Return a key that is equal for graphs of the same operations on the same constants.
 
-    def seen(arg: Any) -> Any:
-        if isinstance(arg, fx.Node):
-            return "node", place[arg]
-        if isinstance(arg, list | tuple):
-            return type(arg), tuple(map(seen, arg))
-        return value_key(arg, odd if not isinstance(arg, _NAMED) else [])
+    Args:
+        graph: the graph.
+        unsupported: a list to which values are added that no key can stand for, such as objects that may change.
+        attributes: the module with the constants of the graph.
+    """
+    position_by_node = {node: position for position, node in enumerate(graph.nodes)}
 
-    def target(node: fx.Node) -> Any:
-        """The function that a node calls, or the constant that it is; of placeholders only the order counts."""
+    def argument_key(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return "node", position_by_node[argument]
+        if isinstance(argument, list | tuple):
+            return type(argument), tuple(map(argument_key, argument))
+        return value_key(argument, unsupported if not isinstance(argument, _NAMED) else [])
+
+    def target_key(node: fx.Node) -> Any:
+        # The function that a node calls, or the constant that it is. Names of placeholders do not count.
         if node.op == "get_attr":
-            return Same(getattr(attributes, str(node.target)))
+            return IdentityKey(getattr(attributes, str(node.target)))
         return None if node.op in ("placeholder", "output") else node.target
 
     return tuple(
-        (node.op, target(node), seen(node.args), tuple((word, seen(arg)) for word, arg in node.kwargs.items()))
+        (
+            node.op,
+            target_key(node),
+            argument_key(node.args),
+            tuple((keyword, argument_key(argument)) for keyword, argument in node.kwargs.items()),
+        )
         for node in graph.nodes
     )
 
@@ -171,25 +199,27 @@ _NAMED = torch.memory_format | torch.layout
 
 
 class GraphStage(PositionalStage):
-    """A stage as a graph, whose placeholders are what it reads of the net, and then what it takes.
+    """A stage function that is a graph. Its placeholders are tensors of the net, then leaves of its inputs.
 
     Args:
-        number: which stage it is.
-        reads: the names of what it reads of the net: parameters, constants, and the buffers that it writes.
-        unread: the names of the parameters that live in the stage and nobody reads.
-        places: for each tensor that it takes, which of its inputs it is in, and at which leaf.
-        many: whether x is a tuple of several inputs.
-        tensors: those of the net.
-        guard, traced_modes: what the batch, and the modes of modules, have to be, if it is the stage that looks.
-        holds: the buffers that it writes.
+        number: the number of the stage.
+        graph: its operations.
+        reads: the names of the net's tensors that it reads: parameters, constants, and the buffers that it writes.
+        unread: the names of parameters in its pytree that no stage reads.
+        leaf_places: for each leaf that it takes, (index of the input, index of the leaf in it).
+        has_several_inputs: whether x is a tuple of several inputs.
+        tensors: the tensors of the net.
+        guard: the check of the batch, if the stage reads it.
+        traced_modes: the modes that modules must have, which the first stage checks.
+        holds: the names of the buffers that it writes.
 
     Attributes:
-        whole: the output of the net from what the graph returns, in the last stage.
-        handed_out: the parameters that live in it and are a module's, as they were then.
-        opaque: the modules that its graph calls, which it keeps.
+        unflatten_output: rebuilds the net's output from what the graph returns, in the last stage.
+        param_addresses: its parameters that are a module's, as they were when the front door returned them.
+        opaque: the modules that its graph calls, which it keeps alive.
     """
 
-    whole: Callable[[Any], Any] | None
+    unflatten_output: Callable[[Any], Any] | None
 
     def __init__(
         self,
@@ -197,149 +227,183 @@ class GraphStage(PositionalStage):
         graph: fx.GraphModule,
         reads: Sequence[str],
         unread: Sequence[str],
-        places: Sequence[tuple[int, int]],
+        leaf_places: Sequence[tuple[int, int]],
         *,
-        many: bool,
+        has_several_inputs: bool,
         tensors: NetTensors,
         guard: BatchGuard | None,
         traced_modes: Modes,
         holds: Sequence[str],
     ) -> None:
-        self.number, self.graph, self.takes, self.places, self.many = number, graph, reads, places, many
+        self.number, self.graph, self.read_names = number, graph, reads
+        self.leaf_places, self.has_several_inputs = leaf_places, has_several_inputs
         self.tensors, self.guard, self.traced_modes = tensors, guard, traced_modes
-        self.holds, self.whole = list(holds), None
-        self.reads = [name for name in reads if name in tensors.trains]
-        self.fixed = [name for name in reads if name not in tensors.trains and name not in self.holds]
+        self.state_names, self.unflatten_output = list(holds), None
+        self.reads = [name for name in reads if name in tensors.param_names]
+        self.fixed = [name for name in reads if name not in tensors.param_names and name not in self.state_names]
         self.names = tuple((name,) for name in (*self.reads, *unread))
-        self.handed_out = HandedOut({}, ())
-        self.opaque = own_calls(graph.graph)
-        inside = {call.path: call.module for call in self.opaque}
+        self.param_addresses = ParamAddresses({}, ())
+        self.opaque = opaque_calls_of(graph.graph)
+        module_by_path = {call.path: call.module for call in self.opaque}
         self.modules = [
-            (path, one) for above, module in inside.items() for path, one in module.named_modules(prefix=above)
+            (path, submodule)
+            for prefix, module in module_by_path.items()
+            for path, submodule in module.named_modules(prefix=prefix)
         ]
 
     def __getstate__(self) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Dump the graph apart from the rest, without what is computed of it, so that other processes can load it."""
-        plain = {name: held for name, held in vars(self).items() if name not in ("pieces", "_placeholders")}
-        graphs = {name: dump_graph(held) for name, held in plain.items() if isinstance(held, fx.GraphModule)}
-        return {name: held for name, held in plain.items() if name not in graphs}, graphs
+        """Dump graphs in torch's format and drop caches, so that other processes can load the stage."""
+        attributes = {name: value for name, value in vars(self).items() if name not in ("pieces", "_placeholders")}
+        graphs = {name: dump_graph(value) for name, value in attributes.items() if isinstance(value, fx.GraphModule)}
+        return {name: value for name, value in attributes.items() if name not in graphs}, graphs
 
     def __setstate__(self, state: tuple[dict[str, Any], dict[str, bytes]]) -> None:
-        plain, graphs = state
-        vars(self).update(plain | {name: load_graph(one) for name, one in graphs.items()})
+        attributes, dump_by_name = state
+        vars(self).update(attributes | {name: load_graph(dump) for name, dump in dump_by_name.items()})
         rename_calls(self.graph, self.opaque)
 
     def __call__(self, params: Mapping[str, Tensor], x: Any, *, state: Mapping[str, Tensor] | None = None) -> Any:
-        """The stage's output; with a state also the new one."""
-        buffers = [(state or {})[name].clone() for name in self.holds]
-        y, beside = self.pure([params[name] for name in self.reads], self.constants(), x, buffers)
-        return (y, dict(zip(self.holds, beside["state"], strict=True))) if self.holds else y
+        """Return the stage's output, with a state also the new state."""
+        buffers = [(state or {})[name].clone() for name in self.state_names]
+        y, extra_results = self.pure([params[name] for name in self.reads], self.constants(), x, buffers)
+        return (y, dict(zip(self.state_names, extra_results["state"], strict=True))) if self.state_names else y
 
     def pure(
         self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor] = ()
     ) -> tuple[Any, dict[str, Any]]:
-        """The output, and by name the state of the stage."""
+        """Compute the output, and the `state` after it, from tensors by position."""
         with restored_on_error():
-            y, beside = self.graph.forward(*self.arguments(params, constants, x, buffers))
-        y = self.whole(y) if self.whole else y
-        return y, {"state": beside} if self.holds else {}
+            y, buffers_after = self.graph.forward(*self.arguments(params, constants, x, buffers))
+        y = self.unflatten_output(y) if self.unflatten_output else y
+        return y, {"state": buffers_after} if self.state_names else {}
 
     def arguments(
         self, params: Sequence[Any], constants: Sequence[Any], x: Any, buffers: Sequence[Any] = ()
     ) -> list[Any]:
-        """The arguments of the graph; of the parameters those that it does not read come last."""
+        """Return the arguments of the graph."""
+        # `params` has the unread parameters at its end, which the zip leaves out.
         tensors = dict(zip(self.reads, params, strict=False)) | dict(zip(self.fixed, constants, strict=True))
-        tensors |= dict(zip(self.holds, buffers, strict=True))
+        tensors |= dict(zip(self.state_names, buffers, strict=True))
         inputs = self._input_leaves(x)
-        return [*(tensors[name] for name in self.takes), *(inputs[number][leaf] for number, leaf in self.places)]
+        return [
+            *(tensors[name] for name in self.read_names),
+            *(inputs[input_index][leaf_index] for input_index, leaf_index in self.leaf_places),
+        ]
 
     def _input_leaves(self, x: Any) -> list[list[Any]]:
         """Return the leaves of each input; raise ValueError if the trace is not for them."""
         self.traced_modes.check()
-        batch, *rest = x if self.many else (x,)
-        leaves = tree.leaves(batch if self.guard is None else self.guard.ordered(batch))
+        batch, *other_inputs = x if self.has_several_inputs else (x,)
+        leaves = tree.leaves(batch if self.guard is None else self.guard.in_example_order(batch))
         if self.guard is not None:
             self.guard.check(leaves)
-        return [leaves, *map(tree.leaves, rest)]
+        return [leaves, *map(tree.leaves, other_inputs)]
 
     @cached_property
     def pieces(self) -> list[GraphPiece]:
-        """Its blocks and what is between them; none where it has module state, or runs Python."""
-        if self.holds or self.opaque:
+        """Its blocks and the operations between them; none if it has module state, or runs Python."""
+        if self.state_names or self.opaque:
             return []
-        labels = ["params" if name in self.tensors.trains else "const" for name in self.takes]
-        labels += ["x"] * len(self.places)
+        labels = ["params" if name in self.tensors.param_names else "const" for name in self.read_names]
+        labels += ["x"] * len(self.leaf_places)
         return pieces_of(self.graph.graph, dict(zip(self._placeholders, labels, strict=True)))
 
     @cached_property
     def _placeholders(self) -> list[fx.Node]:
         return self.graph.graph.find_nodes(op="placeholder")
 
-    def in_pieces(self, params: Sequence[Any], constants: Sequence[Any], x: Any) -> tuple[dict[fx.Node, Any], Any]:
-        """The arguments of its graph, by placeholder, and its output with nodes of the graph for tensors."""
-        made, _ = self.graph.graph.output_node().args[0]  # pyright: ignore[reportGeneralTypeIssues]
-        taken = dict(zip(self._placeholders, self.arguments(params, constants, x), strict=True))
-        return taken, self.whole(made) if self.whole else made
+    def map_to_pieces(self, params: Sequence[Any], constants: Sequence[Any], x: Any) -> tuple[dict[fx.Node, Any], Any]:
+        """Return the arguments of its graph by placeholder, and its output with nodes in the place of tensors."""
+        graph_output, _ = self.graph.graph.output_node().args[0]  # pyright: ignore[reportGeneralTypeIssues]
+        argument_by_placeholder = dict(zip(self._placeholders, self.arguments(params, constants, x), strict=True))
+        return argument_by_placeholder, self.unflatten_output(graph_output) if self.unflatten_output else graph_output
 
-    def remembering(self) -> dict[str, Any]:
-        """The fields of a `Stage` that tell of its state."""
-        return {"asks": frozenset({"state"} if self.holds else ())}
+    def state_fields(self) -> dict[str, Any]:
+        """Return the fields of a `Stage` that declare its state."""
+        return {"asks": frozenset({"state"} if self.state_names else ())}
 
     def state(self) -> dict[str, Tensor]:
-        """The buffers that the stage writes, by name, as they are now."""
-        return {name: self.tensors.now(name).detach() for name in self.holds}
+        """Return the current values of the buffers that the stage writes, by name."""
+        return {name: self.tensors.current_tensor(name).detach() for name in self.state_names}
 
     def home_of(self, name: str) -> tuple[Any, str]:
-        """Where the net has a tensor: its owner, and the attribute."""
-        return self.tensors.homes[name]
+        """Return the owner of a tensor of the net, and the attribute."""
+        return self.tensors.attribute_by_name[name]
 
     def all_names(self) -> Iterable[str]:
-        """The names of all tensors of the net."""
-        return self.tensors.homes
+        """Return the names of all tensors of the net."""
+        return self.tensors.attribute_by_name
 
     def constants(self) -> list[Tensor]:
-        """The tensors that it reads besides parameters and state, as the net has them now."""
-        return [self.tensors.now(name) for name in self.fixed]
+        """Return the current values of its constants."""
+        return [self.tensors.current_tensor(name) for name in self.fixed]
 
-    def literals_now(self) -> list[Tensor]:
-        """The constants that its code makes of numbers."""
+    def literal_constants(self) -> list[Tensor]:
+        """Return the constants that the traced code made of Python numbers, as torch.tensor(3) does."""
         return [self.tensors.literals[name] for name in self.fixed if name in self.tensors.literals]
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers and frozen parameters of the net, which the first stage answers for."""
-        first = self.tensors.first if self.number == 0 else {}
-        yield from ((name, self.tensors.now(name)) for name in first if first[name] not in self.tensors.trains)
+        """Yield all buffers and frozen parameters of the net for the first stage, and none for others."""
+        name_by_first = self.tensors.canonical_names if self.number == 0 else {}
+        yield from (
+            (name, self.tensors.current_tensor(name))
+            for name in name_by_first
+            if name_by_first[name] not in self.tensors.param_names
+        )
 
-    def moved(self) -> Mapping[str, int]:
-        """The parameters that modules have elsewhere than when they were handed out."""
-        return self.handed_out.moved()
+    def moved_params(self) -> Mapping[str, int]:
+        """Return the parameters whose memory is another than when they were handed out."""
+        return self.param_addresses.moved()
 
     def modes(self) -> tuple[Any, ...]:
-        """The modes of modules as they are now: a step in others is not the one that was traced."""
-        return self.traced_modes.now()
+        """Return the current modes of the modules that it checks: a step in others is not the one that was traced."""
+        return self.traced_modes.current()
 
-    def read_state(self, names: Sequence[str]) -> None:
-        """Read these buffers from the state that a step is handed, which stays as it is, besides what it writes."""
-        if not {*self.holds} <= {*names}:
-            raise ValueError(f"stage {self.number} writes {self.holds[-1]!r} in eval mode: cut the net in that mode.")
-        graph, given = self.graph.graph, self.graph.graph.find_nodes(op="placeholder")
-        nodes = dict(zip(self.takes, given, strict=False))
-        with graph.inserting_before(next(iter([*given[len(self.takes) :], *graph.nodes]))):
-            nodes |= {name: graph.placeholder(f"state_{at}") for at, name in enumerate(names) if name not in nodes}
+    def return_state(self, names: Sequence[str]) -> None:
+        """Add buffers to the state of the stage that it reads and returns unchanged.
+
+        A net cut in eval mode writes fewer buffers than in training. So that both models take one state, the stages of
+        the eval net take and return the buffers that those of the training net write.
+        """
+        if not {*self.state_names} <= {*names}:
+            raise ValueError(
+                f"stage {self.number} writes {self.state_names[-1]!r} in eval mode: cut the net in that mode."
+            )
+        graph, placeholders = self.graph.graph, self.graph.graph.find_nodes(op="placeholder")
+        node_by_name = dict(zip(self.read_names, placeholders, strict=False))
+        with graph.inserting_before(next(iter([*placeholders[len(self.read_names) :], *graph.nodes]))):
+            node_by_name |= {
+                name: graph.placeholder(f"state_{index}")
+                for index, name in enumerate(names)
+                if name not in node_by_name
+            }
         output = graph.output_node()
         returned: Any = output.args[0]
-        now = dict(zip(self.holds, returned[1], strict=True))
-        self.takes, self.holds = [*nodes], [*names]
+        output_by_name = dict(zip(self.state_names, returned[1], strict=True))
+        self.read_names, self.state_names = [*node_by_name], [*names]
         self.fixed = [name for name in self.fixed if name not in names]
-        output.args = ((returned[0], [now.get(name, nodes[name]) for name in names]),)
+        output.args = ((returned[0], [output_by_name.get(name, node_by_name[name]) for name in names]),)
         self.graph.recompile()
 
-    def twin(self) -> Any:
-        """Equal for graphs of the same operations that read the same kinds of things in the same order; one that takes
-        the batch, or looks at modes, equals no other."""
+    def sharing_key(self) -> Any:
+        """Return a key that is equal for stages with the same operations on the same kinds of inputs in one order.
+
+        A stage that checks the batch or modes is equal to itself alone.
+        """
         unsupported: list[Any] = [self] if self.guard or self.traced_modes.modules else []
-        nodes = operations(self.graph.graph, unsupported, self.graph)
-        kinds = [{name: place for place, name in enumerate(names)} for names in (self.reads, self.fixed, self.holds)]
-        takes = tuple(tuple(kind.get(name) for kind in kinds) for name in self.takes)
-        shape = tuple(self.places), self.many, len(self.names), self.modes(), takes, self.whole
-        return nodes, shape, Same(self) if unsupported else None
+        node_keys = operation_keys(self.graph.graph, unsupported, self.graph)
+        index_by_name_of_kind = [
+            {name: index for index, name in enumerate(names)} for names in (self.reads, self.fixed, self.state_names)
+        ]
+        read_kinds = tuple(
+            tuple(index_by_name.get(name) for index_by_name in index_by_name_of_kind) for name in self.read_names
+        )
+        interface = (
+            tuple(self.leaf_places),
+            self.has_several_inputs,
+            len(self.names),
+            self.modes(),
+            read_kinds,
+            self.unflatten_output,
+        )
+        return node_keys, interface, IdentityKey(self) if unsupported else None

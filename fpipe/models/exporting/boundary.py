@@ -1,4 +1,4 @@
-"""Mark where a stage ends, inside a function that is cut: while it is traced, a mark is an operation of the graph.
+"""Mark where a stage ends inside a function that `from_loss` cuts: while it is traced, a mark is an op of the graph.
 
 x = embed(inputs);  x = boundary(x);  y = block(x)        -->        embed  MARK  block
 """
@@ -15,48 +15,48 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.meaning.stages.keys import fold_in, seeded
+from fpipe.meaning.stages.keys import fold_in, with_seed
 
 KEY = 0
-"""The key that the example is computed with; a step has its own."""
+"""The random key for the run on the example; each step has a key of its own."""
 
 
 @dataclass
 class _StageSeed:
-    """The stage that draws now, where a function runs as a whole for a step's microbatch."""
+    """The stage whose random numbers are drawn now, while a function runs as a whole on a step's microbatch."""
 
     key: int
     microbatch: int
     stage: int = 0
 
-    def number(self) -> int:
+    def seed_number(self) -> int:
         return fold_in(self.key, self.stage, self.microbatch)
 
 
-class _Surroundings(threading.local):
-    """The state of this thread: whether marks become operations, and which stage draws random numbers."""
+class _ThreadState(threading.local):
+    """The state of a thread: whether marks become ops, and which stage draws random numbers."""
 
-    marks = False
-    seed: _StageSeed | None = None
+    records_marks = False
+    stage_seed: _StageSeed | None = None
 
 
-_NOW = _Surroundings()
+_STATE = _ThreadState()
 
 _LIBRARY = torch.library.Library("fpipe", "DEF")
 _LIBRARY.define("boundary(Tensor[] values) -> Tensor[]")
 
 
-def _aliases(values: list[Tensor]) -> list[Tensor]:
+def _alias_all(values: list[Tensor]) -> list[Tensor]:
     return [torch.ops.aten.alias.default(value) for value in values]
 
 
-_LIBRARY.impl("boundary", _aliases, "CompositeImplicitAutograd")
+_LIBRARY.impl("boundary", _alias_all, "CompositeImplicitAutograd")
 MARK: Any = torch.ops.fpipe.boundary.default
-"""The operation that a mark is in a graph: it returns what it is given."""
+"""The op of a mark in a graph: it returns aliases of its inputs."""
 
 
 def boundary(values: Any) -> Any:
-    """Mark where a stage ends and the next begins, inside a function that `from_loss` cuts; elsewhere nothing happens.
+    """Mark where a stage ends and the next begins, inside a function that `from_loss` cuts; elsewhere do nothing.
 
     Args:
         values: a pytree of tensors that the next stage goes on with. What else it uses reaches it too.
@@ -68,39 +68,42 @@ def boundary(values: Any) -> Any:
     {'x': tensor([1., 1.])}
     """
     next_stage()
-    if not _NOW.marks:
+    if not _STATE.records_marks:
         return values
     leaves, containers = tree.flatten(values)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors:
         raise ValueError("boundary() marks a pytree of tensors, found none in it.")
-    marked = iter(MARK(tensors))
-    return tree.unflatten(containers, [next(marked) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    marked_tensors = iter(MARK(tensors))
+    return tree.unflatten(containers, [next(marked_tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
 def next_stage() -> None:
-    """Draw what the next stage draws from here on, where a function runs as a whole."""
-    if _NOW.seed is not None:
-        _NOW.seed.stage += 1
-        torch.manual_seed(_NOW.seed.number())
+    """Seed torch's generator for the next stage, while a function runs as a whole.
+
+    Stages of a pipeline draw from seeds of their own, so a run of the whole function has to switch at each boundary.
+    """
+    if _STATE.stage_seed is not None:
+        _STATE.stage_seed.stage += 1
+        torch.manual_seed(_STATE.stage_seed.seed_number())
 
 
 @contextmanager
-def marking() -> Generator[None]:
-    """Let the marks of a function that is traced become operations."""
-    before, _NOW.marks = _NOW.marks, True
+def record_boundaries() -> Generator[None]:
+    """Let `boundary` record an op for each mark, in this thread."""
+    was_recording, _STATE.records_marks = _STATE.records_marks, True
     try:
         yield
     finally:
-        _NOW.marks = before
+        _STATE.records_marks = was_recording
 
 
 @contextmanager
-def seeding(key: int = KEY, microbatch: int = 0) -> Generator[None]:
-    """Let a function that runs as a whole draw in each stage the random numbers of a step's microbatch."""
-    before, _NOW.seed = _NOW.seed, _StageSeed(key, microbatch)
+def seed_stages(key: int = KEY, microbatch: int = 0) -> Generator[None]:
+    """Let a function that runs as a whole draw the random numbers of the stages of a step's microbatch."""
+    outer_seed, _STATE.stage_seed = _STATE.stage_seed, _StageSeed(key, microbatch)
     try:
-        with seeded(_NOW.seed.number(), "loss_fn"):
+        with with_seed(_STATE.stage_seed.seed_number(), "loss_fn"):
             yield
     finally:
-        _NOW.seed = before
+        _STATE.stage_seed = outer_seed

@@ -1,9 +1,10 @@
-"""The operations of a graph that make DTensors of shards, lay them out otherwise and take their shards.
+"""Ops of a graph that create DTensors from shards, redistribute them and take their shards.
 
     redistribute        -->        take the shard, all_reduce, make a DTensor of it
 
-Over one dimension of a mesh most redistributes are a collective, forward or backward, between steps that only move what
-a process has; and so may from_local be, backward. Which one it is the placements say, the gradient's among them.
+Over a mesh of one dimension most redistributes are one collective, forward or backward, between steps that only copy
+local data; the backward of from_local may be one too. The placements before and after, and those of the gradient, say
+which. A collective of its own can run as a stage next to computation (`graphs/tracing/collective_stage.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fpipe.graphs.tracing.exchanged import Exchanged
+from fpipe.graphs.tracing.collective_stage import CollectiveStage
 from fpipe.torch_private.processes import axis_of
 
 Step = Callable[[Any], Any]
@@ -25,60 +26,66 @@ _LIBRARY.define("dtensor(Tensor x, str name) -> Tensor")
 _STEPS: dict[str, Step] = {}
 
 
-def _run(x: Tensor, name: str) -> Tensor:
+def _run_step(x: Tensor, name: str) -> Tensor:
     return _STEPS[name](x)
 
 
-_LIBRARY.impl("dtensor", _run, "CompositeImplicitAutograd")
+_LIBRARY.impl("dtensor", _run_step, "CompositeImplicitAutograd")
 DTENSOR: Any = torch.ops.fpipe.dtensor.default
-"""The operation that each is in a graph: what it does it finds by a name."""
+"""The op in a graph that runs a registered step on a tensor, which it finds by name."""
 
 
-def named(step: Step, name: str) -> str:
-    """The name of what an operation does; equal names are equal steps, so that equal stages have equal graphs."""
+def register_step(step: Step, name: str) -> str:
+    """Register a step and return its name.
+
+    Equal steps have equal names, so equal stages have equal graphs and share their traces.
+    """
     _STEPS.setdefault(name, step)
     return name
 
 
-def forget(names: Iterable[str]) -> None:
-    """Drop what some names stand for."""
+def forget_steps(names: Iterable[str]) -> None:
+    """Remove the steps that are registered under these names."""
     for name in names:
         del _STEPS[name]
 
 
-def exchange_of(node: fx.Node) -> Exchanged | None:
-    """The collective that an operation is, if it is one."""
-    made: Any = getattr(_STEPS[str(node.args[1])], "func", None) if node.target is DTENSOR else None
-    return made if isinstance(made, Exchanged) else None
+def collective_of(node: fx.Node) -> CollectiveStage | None:
+    """Return the collective that a node runs; None for other nodes."""
+    step: Any = getattr(_STEPS[str(node.args[1])], "func", None) if node.target is DTENSOR else None
+    return step if isinstance(step, CollectiveStage) else None
 
 
 class _FromLocal(torch.autograd.Function):
-    """DTensor.from_local with `grad_placements`, which torch 2.11 has not."""
+    """DTensor.from_local with `grad_placements`, an argument that torch 2.11 lacks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Any, placements: Any, grads: Any) -> Any:
+    def forward(ctx: Any, x: Tensor, mesh: Any, placements: Any, grad_placements: Any) -> Any:
         from torch.distributed.tensor import DTensor
 
-        ctx.grads = grads
+        ctx.grad_placements = grad_placements
         return DTensor.from_local(x, mesh, placements)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0].redistribute(placements=ctx.grads).to_local(), None, None, None
+        return grads[0].redistribute(placements=ctx.grad_placements).to_local(), None, None, None
 
 
-def _made(x: Tensor, mesh: Any, placements: Any, grads: Any, dim: int = 0, parts: int = 1) -> Any:
-    """A DTensor of a shard; of parts that come along dim 0 those of `dim`."""
-    return _FromLocal.apply(torch.cat(x.chunk(parts), dim) if dim else x, mesh, placements, grads)
+def _make_dtensor(x: Tensor, mesh: Any, placements: Any, grad_placements: Any, dim: int = 0, parts: int = 1) -> Any:
+    """Make a DTensor of a shard, after moving `parts` chunks from dim 0 to `dim`.
+
+    Collectives concatenate the shards of the processes along dim 0, whatever dimension is sharded.
+    """
+    return _FromLocal.apply(torch.cat(x.chunk(parts), dim) if dim else x, mesh, placements, grad_placements)
 
 
-def _taken(x: Any, grads: Any, dim: int = 0, parts: int = 1) -> Tensor:
-    """The shard of a DTensor; the parts of `dim` go along dim 0."""
-    local = x.to_local(grad_placements=grads)
+def _take_shard(x: Any, grad_placements: Any, dim: int = 0, parts: int = 1) -> Tensor:
+    """Return the shard of a DTensor, after moving `parts` chunks of `dim` to dim 0."""
+    local = x.to_local(grad_placements=grad_placements)
     return torch.cat(local.chunk(parts, dim)) if dim else local
 
 
-def _redistributed(x: Any, mesh: Any, placements: Any) -> Any:
+def _redistribute(x: Any, mesh: Any, placements: Any) -> Any:
     return x.redistribute(mesh, placements)
 
 
@@ -87,55 +94,96 @@ class DTensorCall:
     """A call of from_local, redistribute or to_local in a net.
 
     Args:
-        mesh: of the DTensor, and `source` and `target`, its placements before and after; none of a plain tensor.
-        given: the placements of the gradient that the net asks for.
-        even: whether all processes have equally much of it.
-        grads: the placements with which the gradient of a DTensor comes, once that is known.
+        mesh: the device mesh of the DTensor.
+        source, target: its placements before and after the call; None where it is a plain tensor.
+        requested_placements: the placements that the net requests for the gradient.
+        is_even: whether all processes have shards of the same size.
+        grad_placements: the placements of the gradient, once a backward has shown them.
     """
 
     mesh: Any
     source: Any
     target: Any
-    given: Any = None
-    even: bool = True
-    grads: Any = None
+    requested_placements: Any = None
+    is_even: bool = True
+    grad_placements: Any = None
 
-    def note(self, grad: Any) -> None:
-        """Take the placements of a gradient that came."""
-        self.grads = tuple(grad.placements)
+    def record_gradient(self, gradient: Any) -> None:
+        """Record the placements of the gradient that arrived."""
+        self.grad_placements = tuple(gradient.placements)
 
-    def steps(self, shape: list[Any]) -> list[tuple[str, list[Any]]]:
-        """The names of the operations that it is, each with the shape of its result, in the end this one."""
-        mesh, a, b = self.mesh, self.source or self.target, self.target
-        if b is None:
-            made: list[tuple[Step, list[Any]]] = [(partial(_taken, grads=self.given or _of_gradients(a)), shape)]
-        elif kind := self._kind(a, b):
+    def register_steps(self, shape: list[Any]) -> list[tuple[str, list[Any]]]:
+        """Register the steps that make up this call, and return their names, each with the shape of its result."""
+        mesh, source, target = self.mesh, self.source or self.target, self.target
+        if target is None:
+            steps_and_shapes: list[tuple[Step, list[Any]]] = [
+                (
+                    partial(_take_shard, grad_placements=self.requested_placements or _default_grad_placements(source)),
+                    shape,
+                )
+            ]
+        elif kind := self._collective_kind(source, target):
+            # A collective between two local steps; of a plain tensor nothing has to be taken, so the first step goes.
             group, size = mesh.get_group(), mesh.size()
             axis = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else axis_of(group)
-            by = Exchanged(kind, axis, group.group_name, size, group.rank())
-            cut, joined = (one[0].dim if one[0].is_shard() else 0 for one in (b, a))
-            grads = self.grads or _of_gradients(b)
-            made = [
-                (partial(_taken, grads=_of_gradients(a), dim=cut, parts=size), _stacked(size, a[0], shape, cut)),
-                (partial(by, None), _stacked(size, b[0], shape, joined)),
-                (partial(_made, mesh=mesh, placements=b, grads=grads, dim=joined, parts=size), shape),
+            collective = CollectiveStage(kind, axis, group.group_name, size, group.rank())
+            split_dim, join_dim = (
+                placements[0].dim if placements[0].is_shard() else 0 for placements in (target, source)
+            )
+            grad_placements = self.grad_placements or _default_grad_placements(target)
+            steps_and_shapes = [
+                (
+                    partial(_take_shard, grad_placements=_default_grad_placements(source), dim=split_dim, parts=size),
+                    _stacked_shape(size, source[0], shape, split_dim),
+                ),
+                (partial(collective, None), _stacked_shape(size, target[0], shape, join_dim)),
+                (
+                    partial(
+                        _make_dtensor,
+                        mesh=mesh,
+                        placements=target,
+                        grad_placements=grad_placements,
+                        dim=join_dim,
+                        parts=size,
+                    ),
+                    shape,
+                ),
             ][self.source is None :]
         elif self.source is None:
-            made = [(partial(_made, mesh=mesh, placements=b, grads=self.given or _of_gradients(b)), shape)]
+            steps_and_shapes = [
+                (
+                    partial(
+                        _make_dtensor,
+                        mesh=mesh,
+                        placements=target,
+                        grad_placements=self.requested_placements or _default_grad_placements(target),
+                    ),
+                    shape,
+                )
+            ]
         else:
-            made = [(partial(_redistributed, mesh=mesh, placements=b), shape)]
-        groups = [one.group_name for one in mesh.get_all_groups()]
-        return [(named(step, f"{step} over {groups}"), size) for step, size in made]
+            steps_and_shapes = [(partial(_redistribute, mesh=mesh, placements=target), shape)]
+        groups = [mesh_group.group_name for mesh_group in mesh.get_all_groups()]
+        return [(register_step(step, f"{step} over {groups}"), size) for step, size in steps_and_shapes]
 
-    def _kind(self, source: Any, target: Any) -> str | None:
-        """Which collective it is, if it is one."""
-        grads = self.grads or _of_gradients(target)
-        if self.mesh.ndim > 1 or not self.even or self.given or (grads[0].is_shard() and grads != target):
+    def _collective_kind(self, source: Any, target: Any) -> str | None:
+        """Return the kind of the one collective that this call is; None if it is something else."""
+        grad_placements = self.grad_placements or _default_grad_placements(target)
+        # Uneven shards are padded by torch, which a plain collective does not do; and a gradient that is sharded
+        # otherwise than the result would need a collective of its own.
+        if (
+            self.mesh.ndim > 1
+            or not self.is_even
+            or self.requested_placements
+            or (grad_placements[0].is_shard() and grad_placements != target)
+        ):
             return None
-        return _KINDS.get("".join(_letter(one) for (one,) in (source, target, grads)))
+        return _KIND_BY_LETTERS.get(
+            "".join(_placement_letter(placement) for (placement,) in (source, target, grad_placements))
+        )
 
 
-_KINDS = {
+_KIND_BY_LETTERS = {
     "PRP": "all_reduce",
     "PRR": "reduce",
     "PSS": "reduce_scatter",
@@ -144,10 +192,11 @@ _KINDS = {
     "RSS": "scatter",
     "RRP": "copy",
 }
-"""By how it is placed before, behind, and its gradient there: parts of a sum (P), shards (S), whole everywhere (R)."""
+"""Kinds by three letters, for the placement before, after, and of the gradient after: partial sum (P), shard (S),
+replicated (R)."""
 
 
-def _letter(placement: Any) -> str:
+def _placement_letter(placement: Any) -> str:
     from torch.distributed.tensor import Partial
 
     if type(placement) is Partial and placement.reduce_op == "sum":
@@ -155,18 +204,18 @@ def _letter(placement: Any) -> str:
     return "R" if placement.is_replicate() else "S" if placement.is_shard() else "?"
 
 
-def _of_gradients(placements: Any) -> Any:
-    """Where torch places gradients for a tensor: as that, but for parts of a sum whole."""
+def _default_grad_placements(placements: Any) -> Any:
+    """Return the placements that torch gives to the gradient of a tensor: its own, but replicated for partial sums."""
     from torch.distributed.tensor import Replicate
 
-    return tuple(Replicate() if one.is_partial() else one for one in placements)
+    return tuple(Replicate() if placement.is_partial() else placement for placement in placements)
 
 
-def _stacked(parts: int, placement: Any, shape: list[Any], dim: int) -> list[Any]:
-    """The shape of a shard, or of the whole, whose parts along a dimension go along dim 0."""
-    made = [*shape]
+def _stacked_shape(count: int, placement: Any, shape: list[Any], dim: int) -> list[Any]:
+    """Return the shape of a shard, or of the whole tensor, whose chunks of `dim` are moved to dim 0."""
+    stacked_shape = [*shape]
     if placement.is_shard():
-        made[placement.dim] //= parts
+        stacked_shape[placement.dim] //= count
     if dim:
-        made[0], made[dim] = made[0] * parts, made[dim] // parts
-    return made
+        stacked_shape[0], stacked_shape[dim] = stacked_shape[0] * count, stacked_shape[dim] // count
+    return stacked_shape

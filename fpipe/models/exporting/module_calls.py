@@ -1,6 +1,6 @@
-"""Find the calls of modules in an exported graph, the blocks that repeat among them, and where to cut after which.
+"""Find the calls of modules in an exported graph, and the repeating blocks among them, after which nets are cut.
 
-wte  wpe  h.0  h.1  h.2  ln_f        -->        blocks h.0, h.1, h.2, each the nodes from its first to its last
+wte  wpe  h.0  h.1  h.2  ln_f        -->        blocks h.0, h.1, h.2, each with the positions of its first and last node
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fpipe.meaning.purity.attributes import Attributes
-from fpipe.models.tracing.boundary import next_stage, seeding
-from fpipe.models.tracing.export_net import call_of, without_cache
+from fpipe.meaning.purity.attributes import AttributeSnapshot
+from fpipe.models.exporting.boundary import next_stage, seed_stages
+from fpipe.models.exporting.export_net import call_arguments, without_cache
 from fpipe.torch_private.fx import NO_MODULE
 
 
 @dataclass(eq=False)
-class Call:
+class ModuleCall:
     """One call of a module: its path, its class, and the positions of its first and its last node in the graph.
 
     Attributes:
@@ -39,159 +39,177 @@ class Call:
     kind: str
     start: int
     end: int
-    number: int = 0
-    trains: bool = True
-    children: list[Call] = field(default_factory=list["Call"])
+    call_index: int = 0
+    has_params: bool = True
+    children: list[ModuleCall] = field(default_factory=list["ModuleCall"])
 
-    def all(self) -> Iterator[Call]:
-        """The call, and all that are made in it."""
+    def walk(self) -> Iterator[ModuleCall]:
+        """Yield this call and all calls inside it, outermost first."""
         yield self
         for child in self.children:
-            yield from child.all()
+            yield from child.walk()
 
 
-def calls_of(nodes: Sequence[fx.Node], params: Iterable[str]) -> Call:
-    """The call of the whole net, by what each node says of the modules that it is in; `params` are its parameters."""
-    training = {name[:dot] for name in params for dot, letter in enumerate(name) if letter == "."}
-    root = Call("", "", 0, len(nodes) - 1)
-    calls: dict[str, Call] = {}
+def module_calls_of(nodes: Sequence[fx.Node], params: Iterable[str]) -> ModuleCall:
+    """Return the tree of module calls, from the module stack of each node; `params` are the names of parameters."""
+    paths_with_params = {name[:dot] for name in params for dot, letter in enumerate(name) if letter == "."}
+    root = ModuleCall("", "", 0, len(nodes) - 1)
+    calls: dict[str, ModuleCall] = {}
     for position, node in enumerate(nodes):
         caller = root
         for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items():
             if not path or path == NO_MODULE:
                 continue
+            # A key tells calls of one module apart: torch.export appends `@1` to that of the second.
             if key not in calls:
-                calls[key] = Call(path, kind, position, position, int(key.partition("@")[2] or 0), path in training)
+                calls[key] = ModuleCall(
+                    path, kind, position, position, int(key.partition("@")[2] or 0), path in paths_with_params
+                )
                 caller.children.append(calls[key])
             caller = calls[key]
             caller.end = position
     return root
 
 
-def blocks_of(root: Call, least: int) -> list[Call]:
-    """The outermost blocks that repeat, such as the layers of a ModuleList; where these are less than `least`, those
-    inside them, and at last the modules that are called.
+def split_into_blocks(root: ModuleCall, min_blocks: int) -> list[ModuleCall]:
+    """Return the outermost repeating blocks of a net, such as the layers of a ModuleList.
 
-    >>> chain = [Call(f"net.{at}", "Linear", at, at) for at in range(3)]
-    >>> [call.path for call in blocks_of(Call("", "", 0, 2, children=[Call("net", "", 0, 2, children=chain)]), 2)]
+    Where these are fewer than `min_blocks`, they are split into the repeating blocks inside them. Where even that gives
+    too few, the net is split into the modules that it calls, level by level.
+
+    >>> layers = [ModuleCall(f"net.{index}", "Linear", index, index) for index in range(3)]
+    >>> root = ModuleCall("", "", 0, 2, children=[ModuleCall("net", "", 0, 2, children=layers)])
+    >>> [call.path for call in split_into_blocks(root, 2)]
     ['net.0', 'net.1', 'net.2']
     """
-    for inner in (_repeated, attrgetter("children")):
-        blocks = inner(root) or [root]
-        while len(blocks) < least:
-            finer = [block for call in blocks for block in (inner(call) or [call])]
+    # First by repeating blocks, then by all children, each as deep as needed.
+    for split in (_repeating_blocks, attrgetter("children")):
+        blocks = split(root) or [root]
+        while len(blocks) < min_blocks:
+            finer = [block for call in blocks for block in (split(call) or [call])]
             if finer == blocks:
                 break
             blocks = finer
-        if len(blocks) >= least:
+        if len(blocks) >= min_blocks:
             break
     return blocks
 
 
-def _repeated(call: Call) -> list[Call]:
-    """The outermost blocks inside a call that repeat: children of one list of which two are of one class, and the calls
-    of one module that has parameters. Of a list by names only, as layer1 to layer4 of a ResNet, they are what its
-    Sequentials have inside."""
-    lists = Counter((_list_of(child), child.kind) for child in call.children)
-    repeating = {place for (place, _), times in lists.items() if times > 1 and place is not None}
-    many = Counter(child.path for child in call.children if child.trains)
-    blocks: list[Call] = []
+def _repeating_blocks(call: ModuleCall) -> list[ModuleCall]:
+    """Return the outermost repeating blocks inside a call.
+
+    Repeating are children of one list of which two have one class, and several calls of one module with parameters. A
+    Sequential that is a list member by its name only, as layer1 to layer4 of a ResNet, is unpacked: its blocks count.
+    """
+    list_counts = Counter((_list_name(child), child.kind) for child in call.children)
+    repeating = {list_name for (list_name, _), count in list_counts.items() if count > 1 and list_name is not None}
+    call_counts = Counter(child.path for child in call.children if child.has_params)
+    blocks: list[ModuleCall] = []
     for child in call.children:
-        repeats = _list_of(child) in repeating or many[child.path] > 1
+        repeats = _list_name(child) in repeating or call_counts[child.path] > 1
         is_sequential = child.kind == "torch.nn.modules.container.Sequential"
-        opened = is_sequential and not child.path.rpartition(".")[2].isdigit()
-        inside = [] if repeats and not opened else _repeated(child)
-        blocks += inside or ([child] if repeats else [])
+        is_unpacked = is_sequential and not child.path.rpartition(".")[2].isdigit()
+        inner_blocks = [] if repeats and not is_unpacked else _repeating_blocks(child)
+        blocks += inner_blocks or ([child] if repeats else [])
     return blocks
 
 
-def _list_of(call: Call) -> str | None:
-    """The list that a module is in, by its name (3, encoder_layer_3, inception4b); conv3, which calls none, is not."""
-    above, _, name = call.path.rpartition(".")
-    word = _NUMBER.sub("", name)
-    return f"{above}.{word}" if word != name and (not word or call.children) else None
+def _list_name(call: ModuleCall) -> str | None:
+    """Return the list that a module is in by its name: 3, encoder_layer_3, inception4b, but no leaf like conv3."""
+    parent, _, name = call.path.rpartition(".")
+    stem = _NUMBER.sub("", name)
+    return f"{parent}.{stem}" if stem != name and (not stem or call.children) else None
 
 
 _NUMBER = re.compile(r"\d+[a-z]?$")
 
 
-def ends_of(root: Call, paths: Sequence[str]) -> list[Call]:
-    """The last call of each of these modules, or in one of these lists of modules; a ValueError names close ones."""
-    calls = [call for call in root.all() if call.path]
-    ends: list[Call] = []
+def last_calls_of(root: ModuleCall, paths: Sequence[str]) -> list[ModuleCall]:
+    """Return the last call of each of these modules or lists of modules, or raise ValueError with similar paths."""
+    calls = [call for call in root.walk() if call.path]
+    last_calls: list[ModuleCall] = []
     for path in paths:
-        inside = [call for call in calls if call.path == path or call.path.startswith(f"{path}.")]
-        if not inside:
-            near = get_close_matches(path, [*dict.fromkeys(call.path for call in calls)], 3, 0.5)
-            hint = f"; close to it are {', '.join(map(repr, near))}" if near else ""
+        matching_calls = [call for call in calls if call.path == path or call.path.startswith(f"{path}.")]
+        if not matching_calls:
+            similar_paths = get_close_matches(path, [*dict.fromkeys(call.path for call in calls)], 3, 0.5)
+            hint = f"; close to it are {', '.join(map(repr, similar_paths))}" if similar_paths else ""
             raise ValueError(f"cuts= names {path!r}, but no module of that path is called when the net runs{hint}.")
-        ends.append(max(inside, key=lambda call: (call.end, -len(call.path))))
-    return ends
+        # The call that ends last; of calls that end at one node, the outermost.
+        last_calls.append(max(matching_calls, key=lambda call: (call.end, -len(call.path))))
+    return last_calls
 
 
-def in_words(root: Call, start: int, end: int) -> str:
-    """The outermost calls that lie wholly in a part of the graph, in words; where none does, those it has parts of.
+def describe_calls(root: ModuleCall, start: int, end: int) -> str:
+    """Name the outermost calls that lie in a part of the graph; where none does, the calls that overlap with it.
 
-    >>> in_words(Call("", "", 0, 3, children=[Call(f"h.{at}", "Block", at, at) for at in range(4)]), 1, 3)
+    >>> blocks = [ModuleCall(f"h.{index}", "Block", index, index) for index in range(4)]
+    >>> describe_calls(ModuleCall("", "", 0, 3, children=blocks), 1, 3)
     'h.1 to h.3'
     """
-    calls = [*_inside(root, start, end)] or [*_partly(root, start, end)]
-    rows = groupby(dict.fromkeys(call.path for call in calls), lambda path: path.rpartition(".")[0])
-    words: list[str] = []
-    for above, group in rows:
+    calls = [*_calls_within(root, start, end)] or [*_calls_overlapping(root, start, end)]
+    groups = groupby(dict.fromkeys(call.path for call in calls), lambda path: path.rpartition(".")[0])
+    descriptions: list[str] = []
+    for parent, group in groups:
         paths = list(group)
-        numbered = above and len(paths) > 2 and all(path.rpartition(".")[2].isdigit() for path in paths)
-        words += [f"{paths[0]} to {paths[-1]}"] if numbered else paths
-    return ", ".join(words)
+        is_numbered = parent and len(paths) > 2 and all(path.rpartition(".")[2].isdigit() for path in paths)
+        descriptions += [f"{paths[0]} to {paths[-1]}"] if is_numbered else paths
+    return ", ".join(descriptions)
 
 
-def _inside(call: Call, start: int, end: int) -> Iterable[Call]:
+def _calls_within(call: ModuleCall, start: int, end: int) -> Iterable[ModuleCall]:
     for child in call.children:
         if start <= child.start and child.end <= end:
             yield child
         elif child.start <= end and child.end >= start:
-            yield from _inside(child, start, end)
+            yield from _calls_within(child, start, end)
 
 
-def _partly(call: Call, start: int, end: int) -> Iterable[Call]:
+def _calls_overlapping(call: ModuleCall, start: int, end: int) -> Iterable[ModuleCall]:
     for child in call.children:
         if child.start <= end and child.end >= start:
-            yield from [*_partly(child, start, end)] or [child]
+            yield from [*_calls_overlapping(child, start, end)] or [child]
 
 
 class NetFunction:
-    """The loss of a net as a function of its parameters by name, and a batch; nothing of the net changes. Random
-    numbers are those of its stages, which end after the calls `ends`."""
+    """The loss of a net as a pure function of its parameters by name, and a batch.
 
-    def __init__(self, net: nn.Module, loss: Callable[[Any, Any], Any], ends: Sequence[Call]) -> None:
-        self.net, self.loss, self.ends = net, loss, ends
+    The random numbers are those of the stages, which end after the calls `end_calls`.
+    """
+
+    def __init__(self, net: nn.Module, loss: Callable[[Any, Any], Any], end_calls: Sequence[ModuleCall]) -> None:
+        self.net, self.loss, self.end_calls = net, loss, end_calls
 
     def __call__(self, params: Mapping[str, Tensor], batch: Any, key: int | None, microbatch: int) -> Any:
-        """The result of the loss; the random numbers are those of a step's microbatch."""
+        """Return the loss of a batch, with the random numbers of a step's microbatch, or torch's own without a key."""
         inputs, target = batch
-        args, kwargs = call_of(inputs)
-        buffers = {name: held.detach().clone() for name, held in self.net.named_buffers()}
-        attributes = Attributes([*self.net.named_modules()], contents=True)
+        args, kwargs = call_arguments(inputs)
+        buffers = {name: buffer.detach().clone() for name, buffer in self.net.named_buffers()}
+        # Buffers are cloned and attributes restored: the run must leave no trace in the net.
+        attributes = AttributeSnapshot([*self.net.named_modules()], with_containers=True)
         try:
-            with nullcontext() if key is None else seeding(key, microbatch), without_cache(self.net), self._ending():
-                made = torch.func.functional_call(self.net, {**buffers, **params}, args, kwargs)
+            with (
+                nullcontext() if key is None else seed_stages(key, microbatch),
+                without_cache(self.net),
+                self._advance_stages(),
+            ):
+                output = torch.func.functional_call(self.net, {**buffers, **params}, args, kwargs)
         finally:
             attributes.restore()
-        return self.loss(made, target)
+        return self.loss(output, target)
 
     @contextmanager
-    def _ending(self) -> Generator[None]:
-        """Let the next stage begin where the calls end."""
-        calls = Counter[str]()
-        wanted = {(call.path, call.number) for call in self.ends}
+    def _advance_stages(self) -> Generator[None]:
+        """Switch to the random numbers of the next stage after each call that ends a stage."""
+        call_counts = Counter[str]()
+        stage_ends = {(call.path, call.call_index) for call in self.end_calls}
 
-        def ended(path: str, *_: Any) -> None:
-            if (path, calls[path]) in wanted:
+        def after_call(path: str, *_: Any) -> None:
+            if (path, call_counts[path]) in stage_ends:
                 next_stage()
-            calls[path] += 1
+            call_counts[path] += 1
 
         with ExitStack() as hooks:
-            for path in {call.path for call in self.ends}:
-                hook = self.net.get_submodule(path).register_forward_hook(partial(ended, path))
+            for path in {call.path for call in self.end_calls}:
+                hook = self.net.get_submodule(path).register_forward_hook(partial(after_call, path))
                 hooks.callback(hook.remove)
             yield

@@ -1,8 +1,9 @@
-"""Read an exported program as one flat graph: which placeholder is which parameter, buffer or leaf of the inputs.
+"""Read an exported program as one flat graph, whose placeholders are parameters, buffers and leaves of the inputs.
 
 wrap_with_set_grad_enabled(False, submod)        -->        set_grad_enabled(False)  ...  set_grad_enabled(True)
 
-What a net assigns to a buffer is written at the end of an export; here it is written once nobody reads the old value.
+torch.export writes what a net assigns to a buffer at the end of the graph. Here it is written as soon as nobody reads
+the old value, so that the write falls into the stage that computes it.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.overrides import TorchFunctionMode
 
 from fpipe import tree
-from fpipe.meaning.purity.own_memory import mutated_by
-from fpipe.meaning.stages.outputs import partly_python
-from fpipe.models.tracing.places import place_of, traced_with_grad
+from fpipe.meaning.purity.write_guard import mutated_nodes
+from fpipe.meaning.stages.outputs import has_python_backward
+from fpipe.models.exporting.source_locations import location_of, was_traced_with_grad
 from fpipe.torch_private import dispatch
 from fpipe.torch_private.fx import (
     ENTER_AUTOCAST,
@@ -31,31 +32,33 @@ from fpipe.torch_private.fx import (
     GRAPH_CALLS,
     SET_GRAD,
     call_trees,
-    environment,
     guards_of,
     is_of_vmap,
+    shape_env_of,
 )
 
 
 class OnlyTraceable(TorchFunctionMode):
-    """Refuses what is in no trace above autograd: random numbers from a generator, hooks of gradients, inference mode,
-    and derivatives that the function takes itself where the tracer sees nothing of their operations.
+    """Raises ValueError for operations that a trace above autograd cannot contain.
+
+    These are random numbers from a generator, hooks of gradients, inference mode, and derivatives that the function
+    takes itself, where the tracer does not see their ops.
 
     Attributes:
-        in_python: whether a gradient of what the function returned is computed by Python.
+        in_python: whether Python code computes a gradient of a result of the function.
     """
 
     def __init__(self, who: str, derivatives: bool) -> None:
         super().__init__()
         self.who, self.derivatives, self.in_python = who, derivatives, False
 
-    def returned(self, results: Any) -> Any:
-        """Look at the results of the function, and return them."""
-        self.in_python |= partly_python(tree.leaves(results), custom_ops=False)
+    def inspect_results(self, results: Any) -> Any:
+        """Record whether Python code computes a gradient of these results, and return them."""
+        self.in_python |= has_python_backward(tree.leaves(results), custom_ops=False)
         return results
 
     def warn(self, stacklevel: int) -> None:
-        """Warn of a gradient that the trace does not have."""
+        """Warn of a gradient in Python, which the trace does not contain."""
         if self.in_python:
             warnings.warn(
                 f"{self.who} computes a gradient in Python (a custom autograd.Function, or a hook of a module), and a "
@@ -69,15 +72,16 @@ class OnlyTraceable(TorchFunctionMode):
             raise ValueError(f"{self.who} calls torch.autograd.grad or torch.func, which only from_functions can trace")
         if func is Tensor.register_hook or torch.is_inference_mode_enabled():
             raise ValueError(
-                f"{self.who} registers a hook of a gradient, or computes in inference_mode, which no trace above "
-                "autograd captures. Use no_grad for the last, or from_functions."
+                f"{self.who} registers a gradient hook or uses inference_mode, which no trace captures. Use no_grad "
+                "for the latter, or from_functions."
             )
         if (kwargs or {}).get("generator") is not None:
             name = getattr(func, "__name__", "")
             raise ValueError(
                 f"{self.who} draws from a generator of its own ({name}), which is in no key; draw without it."
             )
-        if func is torch.tensor and _device(kwargs or {}).type == "meta":  # its numbers would be lost
+        # On meta the numbers would be lost: make the tensor on the CPU first, so that the trace records them.
+        if func is torch.tensor and _device(kwargs or {}).type == "meta":
             return func(*args, **{**(kwargs or {}), "device": "cpu"}).to("meta")
         return func(*args, **(kwargs or {}))
 
@@ -88,20 +92,25 @@ def _device(kwargs: Mapping[str, Any]) -> torch.device:
 
 
 def without_checkpoints() -> AbstractContextManager[None]:
-    """Let torch.utils.checkpoint only call its function, since a trace would lose gradients of what is in two of them;
-    the old way, a backward within a backward, is refused."""
+    """Let torch.utils.checkpoint just call its function, and refuse its reentrant form.
+
+    A trace of checkpoints would lose gradients of a tensor that two of them read.
+    """
 
     def refuse() -> Any:
         raise ValueError(
-            "torch.utils.checkpoint(use_reentrant=True) has a backward that no trace above autograd captures; say "
-            "use_reentrant=False, or leave it out and let fpipe.checkpoint() recompute"
+            "torch.utils.checkpoint(use_reentrant=True) has a backward that no trace captures; set "
+            "use_reentrant=False, or use fpipe.checkpoint()"
         )
 
     return dispatch.without_checkpoints(refuse)
 
 
 def make_literals_pure(graph: fx.Graph) -> None:
-    """torch.tensor(4) is traced as a copy that is then detached in place, though nothing is mutated."""
+    """Remove the in-place detach behind each literal: torch.tensor(4) is traced as a copy and `detach_`.
+
+    Nothing is mutated, but the op would count as a mutation.
+    """
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.detach_.default):
         (copy,) = node.args
         if isinstance(copy, fx.Node) and copy.target is torch.ops.aten.lift_fresh_copy.default:
@@ -109,47 +118,55 @@ def make_literals_pure(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-_COPY: Any = torch.ops.aten.copy_.default
+_COPY_OP: Any = torch.ops.aten.copy_.default
 
 
 class NetTensors(NamedTuple):
-    """The tensors of a net by name, as it has them now.
+    """The tensors of a net by name, looked up in the net at each use.
 
     Attributes:
-        homes: where each is: its owner, and the attribute.
-        trains: the first names of those that a step is handed: the parameters that require gradients, and `untrained`,
-            what else has no values yet.
-        first: for each name the first name of the same tensor; its keys are all names.
+        attribute_by_name: the owner of each tensor, and the name of its attribute there.
+        param_names: the canonical names of the tensors that a step is handed: parameters that require gradients, and
+            `untrained` ones.
+        canonical_names: by name the first name of the same tensor; its keys are all names.
         buffers: the names of the buffers.
-        literals: the tensors that its code makes of numbers.
+        literals: tensors that the code of the net creates from numbers.
+        untrained: canonical names of other tensors that have no values yet, as they are on meta.
     """
 
-    homes: Mapping[str, tuple[Any, str]]
-    trains: frozenset[str]
-    first: Mapping[str, str] = {}
+    attribute_by_name: Mapping[str, tuple[Any, str]]
+    param_names: frozenset[str]
+    canonical_names: Mapping[str, str] = {}
     buffers: frozenset[str] = frozenset()
     literals: Mapping[str, Tensor] = {}
     untrained: frozenset[str] = frozenset()
 
-    def now(self, name: str) -> Tensor:
-        """The tensor that is under a name now."""
-        return self.literals[name] if name in self.literals else getattr(*self.homes[name])
+    def current_tensor(self, name: str) -> Tensor:
+        """Return the tensor that the net has under a name now."""
+        return self.literals[name] if name in self.literals else getattr(*self.attribute_by_name[name])
 
-    def names(self, first: str) -> tuple[str, ...]:
-        """All names of a tensor, the first one first."""
-        return (first, *(name for name, other in self.first.items() if other == first and name != first))
+    def names(self, first_name: str) -> tuple[str, ...]:
+        """Return all names of a tensor, the canonical one first."""
+        return (
+            first_name,
+            *(
+                name
+                for name, canonical_name in self.canonical_names.items()
+                if canonical_name == first_name and name != first_name
+            ),
+        )
 
 
 class NetGraph(NamedTuple):
-    """A net, or a loss function, as a graph.
+    """The graph of a net or of a loss function.
 
     Attributes:
         module: the graph, without calls of other graphs.
-        params, constants: by placeholder the first names of the parameters that train, and of other tensors.
-        inputs: the arguments and keywords of the call, or the batch, of placeholders.
-        output: what the net returns, of nodes.
-        guards: what was decided by open sizes.
-        who, door: what errors call the net, and what has traced it.
+        params, constants: by placeholder the canonical names of the tensors that a step is handed, and of all others.
+        inputs: the arguments and keywords of the call, or the batch, as containers of placeholders.
+        output: the result of the net, as a container of nodes.
+        guards: conditions on symbolic sizes that the trace relies on.
+        who, door: how errors name the net, and the function of fpipe that traced it.
     """
 
     module: fx.GraphModule
@@ -163,152 +180,174 @@ class NetGraph(NamedTuple):
 
 
 def tensors_of(net: nn.Module | ExportedProgram, exported: ExportedProgram) -> NetTensors:
-    """The tensors of a module, or of an exported program, and those that its code makes of numbers."""
+    """Return the tensors of a module or an exported program, and the literals of its code."""
     constants: dict[str, Any] = exported.constants
     if isinstance(net, nn.Module):
         params = dict(net.named_parameters(remove_duplicate=False))
         buffers = dict(net.named_buffers(remove_duplicate=False))
-        places = ((name, name.rpartition(".")) for name in (*params, *buffers))
-        homes = {name: (net.get_submodule(path), own) for name, (path, _, own) in places}
+        split_names = ((name, name.rpartition(".")) for name in (*params, *buffers))
+        attribute_by_name = {name: (net.get_submodule(path), attribute) for name, (path, _, attribute) in split_names}
     else:
         tensors: dict[str, Any] = {**constants, **net.state_dict}
         params = {name: tensors[name] for name in net.graph_signature.parameters}
         buffers = {name: tensors[name] for name in net.graph_signature.buffers}
-        homes = {name: (SimpleNamespace(**tensors), name) for name in tensors}
-    known: dict[int, str] = {}
-    first = {name: known.setdefault(id(tensor), name) for name, tensor in (*params.items(), *buffers.items())}
-    trains = frozenset(first[name] for name, tensor in params.items() if tensor.requires_grad)
+        attribute_by_name = {name: (SimpleNamespace(**tensors), name) for name in tensors}
+    name_by_id: dict[int, str] = {}
+    canonical_names = {
+        name: name_by_id.setdefault(id(tensor), name) for name, tensor in (*params.items(), *buffers.items())
+    }
+    param_names = frozenset(canonical_names[name] for name, tensor in params.items() if tensor.requires_grad)
     specs = exported.graph_signature.input_specs
     literals = [spec.target or "" for spec in specs if spec.kind == InputKind.CONSTANT_TENSOR]
-    return NetTensors(homes, trains, first, frozenset(buffers), {name: _now(net, name, constants) for name in literals})
-
-
-def _now(net: nn.Module | ExportedProgram, name: str, constants: Mapping[str, Tensor]) -> Tensor:
-    """A tensor that is no parameter or buffer: the net's own, where it was on meta while the net was traced there."""
-    path, _, attribute = name.rpartition(".")
-    held = {path: vars(module) for path, module in net.named_modules()} if isinstance(net, nn.Module) else {}
-    now = held.get(path, {}).get(attribute)
-    return now if constants[name].is_meta and isinstance(now, Tensor) else constants[name]
-
-
-def read_graph(exported: ExportedProgram, tensors: NetTensors) -> NetGraph:
-    """The flat graph of an exported program; a ValueError if it takes odd objects, or mutates its inputs."""
-    flat, first, given = _Flat(exported), dict[str, fx.Node](), list[fx.Node]()
-    for node, spec in zip(flat.placeholders, exported.graph_signature.input_specs, strict=True):
-        name = tensors.first.get(spec.target or "", spec.target or "")
-        if spec.kind == InputKind.USER_INPUT:
-            given.append(node)
-        elif spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
-            place = next((place_of(user) for user in node.users), "")
-            raise ValueError(
-                f"the net computes with {name!r}, an object that is no tensor, which no graph can hold.{place}"
-            )
-        elif name in first:
-            node.replace_all_uses_with(first[name])
-        else:
-            first[name] = node
-    _write_assigned(flat, {node for name, node in first.items() if name in tensors.buffers})
-    make_literals_pure(flat.graph)
-    inputs, output = call_trees(exported, given, flat.results)
-    sizes = (size for node in given for size in getattr(node.meta.get("val"), "shape", ()))
-    size = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
-    return NetGraph(
-        fx.GraphModule({}, flat.graph),
-        {node: name for name, node in first.items() if name in tensors.trains},
-        {node: name for name, node in first.items() if name not in tensors.trains},
-        inputs,
-        output,
-        () if size is None else guards_of(environment(size)),
+    return NetTensors(
+        attribute_by_name,
+        param_names,
+        canonical_names,
+        frozenset(buffers),
+        {name: _constant_tensor(net, name, constants) for name in literals},
     )
 
 
-class _Flat:
-    """Copies a graph, and the graphs that it calls in other contexts into it.
+def _constant_tensor(net: nn.Module | ExportedProgram, name: str, constants: Mapping[str, Tensor]) -> Tensor:
+    """Return a constant of the export, or the attribute of the net behind it if the export has it on meta."""
+    path, _, attribute = name.rpartition(".")
+    attributes_by_path = (
+        {path: vars(module) for path, module in net.named_modules()} if isinstance(net, nn.Module) else {}
+    )
+    attribute_value = attributes_by_path.get(path, {}).get(attribute)
+    return attribute_value if constants[name].is_meta and isinstance(attribute_value, Tensor) else constants[name]
+
+
+def read_graph(exported: ExportedProgram, tensors: NetTensors) -> NetGraph:
+    """Return the flat graph of an exported program; ValueError if it takes non-tensor objects or mutates inputs."""
+    flat_graph, placeholder_by_name, input_nodes = _FlatGraph(exported), dict[str, fx.Node](), list[fx.Node]()
+    for node, spec in zip(flat_graph.placeholders, exported.graph_signature.input_specs, strict=True):
+        name = tensors.canonical_names.get(spec.target or "", spec.target or "")
+        if spec.kind == InputKind.USER_INPUT:
+            input_nodes.append(node)
+        elif spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+            location = next((location_of(user) for user in node.users), "")
+            raise ValueError(
+                f"the net computes with {name!r}, an object that is no tensor, which no graph can hold.{location}"
+            )
+        # A tied tensor has a placeholder for each name: keep the first.
+        elif name in placeholder_by_name:
+            node.replace_all_uses_with(placeholder_by_name[name])
+        else:
+            placeholder_by_name[name] = node
+    _write_assigned(flat_graph, {node for name, node in placeholder_by_name.items() if name in tensors.buffers})
+    make_literals_pure(flat_graph.graph)
+    inputs, output = call_trees(exported, input_nodes, flat_graph.results)
+    # All symbolic sizes of an export share one environment, which knows its guards: take it from any of them.
+    sizes = (size for node in input_nodes for size in getattr(node.meta.get("val"), "shape", ()))
+    size = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
+    return NetGraph(
+        fx.GraphModule({}, flat_graph.graph),
+        {node: name for name, node in placeholder_by_name.items() if name in tensors.param_names},
+        {node: name for name, node in placeholder_by_name.items() if name not in tensors.param_names},
+        inputs,
+        output,
+        () if size is None else guards_of(shape_env_of(size)),
+    )
+
+
+class _FlatGraph:
+    """A copy of an exported graph, with the graphs that it calls in other contexts inlined.
 
     Attributes:
-        placeholders: those of the new graph, in order.
-        results: what the net returns, and `assigned`, the new values of buffers, by their placeholders.
+        placeholders: the placeholders of the copy, in order.
+        results: the leaves that the net returns.
+        assigned: pairs of a buffer's placeholder and the node of its new value.
     """
 
     def __init__(self, exported: ExportedProgram) -> None:
         self.graph = fx.Graph()
-        self.grad = self.inside = True  # whether gradients are on in what is written, and in the graph that is copied
+        # Whether gradients are on at the end of the copy, and in the graph that is being copied. A SET_GRAD op is
+        # inserted only where they differ.
+        self.has_grad = self.source_has_grad = True
         source: Any = exported.graph_module
-        own = {node: self.graph.node_copy(node) for node in source.graph.find_nodes(op="placeholder")}
-        self.placeholders = [*own.values()]
-        made = self._copied(source, own)
+        copy_by_node = {node: self.graph.node_copy(node) for node in source.graph.find_nodes(op="placeholder")}
+        self.placeholders = [*copy_by_node.values()]
+        outputs = self._copy_nodes(source, copy_by_node)
         signature = exported.graph_signature
         by_target = {spec.target: node for spec, node in zip(signature.input_specs, self.placeholders, strict=True)}
         self.results: list[Any] = []
         self.assigned: list[tuple[fx.Node, fx.Node]] = []
-        for spec, value in zip(signature.output_specs, made, strict=True):
+        for spec, value in zip(signature.output_specs, outputs, strict=True):
             if spec.kind == OutputKind.BUFFER_MUTATION:
                 self.assigned.append((by_target[spec.target], value))
             elif spec.kind == OutputKind.USER_OUTPUT:
                 self.results.append(spec.arg.value if isinstance(spec.arg, ConstantArgument) else value)
             else:
                 who = f"the net writes its input {spec.target!r}"
-                raise ValueError(f"{who}; a stage is a pure function. Work on a copy.{place_of(value)}")
-        self.graph.output(tuple(one for one in self.results if isinstance(one, fx.Node)))
+                raise ValueError(f"{who}; a stage is a pure function. Work on a copy.{location_of(value)}")
+        self.graph.output(tuple(result for result in self.results if isinstance(result, fx.Node)))
 
-    def _copied(self, source: Any, own: dict[fx.Node, Any]) -> Any:
-        """Copy the nodes of a graph; what it returns, of new nodes."""
+    def _copy_nodes(self, source: Any, copy_by_node: dict[fx.Node, Any]) -> Any:
+        """Copy the nodes of a graph, and return its outputs as nodes of the copy."""
 
         for node in source.graph.nodes:
-            if node in own:
+            if node in copy_by_node:
                 continue
             if node.op == "output":
-                return fx.map_arg(node.args[0], own.__getitem__)
+                return fx.map_arg(node.args[0], copy_by_node.__getitem__)
             if node.op == "get_attr":
-                own[node] = getattr(source, str(node.target))  # a graph that is called
+                copy_by_node[node] = getattr(source, str(node.target))
+            # A graph that is called with other settings: its nodes go into this one, between ops that switch them.
             elif node.target in GRAPH_CALLS:
-                own[node] = self._inlined(node, [own.get(one, one) for one in node.args])
+                copy_by_node[node] = self._inline_call(
+                    node, [copy_by_node.get(argument, argument) for argument in node.args]
+                )
             elif is_of_vmap(node):
-                inside = next((one for one in node.users if not is_of_vmap(one)), None)
-                if inside is not None:
+                vmapped = next((argument for argument in node.users if not is_of_vmap(argument)), None)
+                if vmapped is not None:
                     raise ValueError(
-                        "the net calls torch.vmap, whose operations on single rows are no graph that can be cut; write "
-                        f"them for batches, as torch.einsum does, or use from_functions.{place_of(inside)}"
+                        "the net calls torch.vmap, which cannot be cut; use operations on batches, as torch.einsum, "
+                        f"or from_functions.{location_of(vmapped)}"
                     )
-            elif node.target is getitem and isinstance(own[node.args[0]], tuple | list):
-                own[node] = own[node.args[0]][node.args[1]]
+            # The results of an inlined graph are a tuple of nodes, which needs no getitem in the copy.
+            elif node.target is getitem and isinstance(copy_by_node[node.args[0]], tuple | list):
+                copy_by_node[node] = copy_by_node[node.args[0]][node.args[1]]
             else:
-                on = self.inside and traced_with_grad(node)
-                if on != self.grad:
-                    self.graph.call_function(SET_GRAD, (on,))
-                    self.grad = on
-                own[node] = self.graph.node_copy(node, own.__getitem__)
+                has_grad = self.source_has_grad and was_traced_with_grad(node)
+                if has_grad != self.has_grad:
+                    self.graph.call_function(SET_GRAD, (has_grad,))
+                    self.has_grad = has_grad
+                copy_by_node[node] = self.graph.node_copy(node, copy_by_node.__getitem__)
         return None
 
-    def _inlined(self, node: fx.Node, args: Sequence[Any]) -> Any:
-        """Copy the nodes of a graph that is called with gradients off, say, or under autocast; the new results."""
-        count = GRAPH_CALLS[node.target]
-        settings, body, given = args[:count], args[count], args[count + 1 :]
-        inner = dict(zip(body.graph.find_nodes(op="placeholder"), given, strict=True))
-        if count == 1:
-            before, self.inside = self.inside, bool(settings[0])
-            made = self._copied(body, inner)
-            self.inside = before
-            return made
+    def _inline_call(self, node: fx.Node, args: Sequence[Any]) -> Any:
+        """Copy the nodes of a graph that is called with gradients off, or under autocast; return its new outputs."""
+        setting_count = GRAPH_CALLS[node.target]
+        settings, body, inputs = args[:setting_count], args[setting_count], args[setting_count + 1 :]
+        copy_by_node = dict(zip(body.graph.find_nodes(op="placeholder"), inputs, strict=True))
+        # One setting is whether gradients are on; several are those of autocast.
+        if setting_count == 1:
+            outer_has_grad, self.source_has_grad = self.source_has_grad, bool(settings[0])
+            outputs = self._copy_nodes(body, copy_by_node)
+            self.source_has_grad = outer_has_grad
+            return outputs
         enter = self.graph.call_function(ENTER_AUTOCAST, tuple(settings))
-        made = self._copied(body, inner)
+        outputs = self._copy_nodes(body, copy_by_node)
         self.graph.call_function(EXIT_AUTOCAST, (enter,))
-        return made
+        return outputs
 
 
-def _write_assigned(flat: _Flat, buffers: set[fx.Node]) -> None:
-    """Write what is assigned to a buffer right behind who reads its old value last, so in the stage that does."""
-    order = {node: at for at, node in enumerate(flat.graph.nodes)}
-    for node in flat.graph.find_nodes(op="call_function", target=_COPY):
+def _write_assigned(flat_graph: _FlatGraph, buffers: set[fx.Node]) -> None:
+    """Write each value that is assigned to a buffer directly after the last reader of its old value."""
+    position_by_node = {node: position for position, node in enumerate(flat_graph.graph.nodes)}
+    # 1. The copies of `_call_and_write_back` count as assignments: take them out of the graph.
+    for node in flat_graph.graph.find_nodes(op="call_function", target=_COPY_OP):
         buffer, value, *_ = node.args
         if buffer in buffers and not node.users and isinstance(value, fx.Node):
-            flat.assigned.append((buffer, value))
-            flat.graph.erase_node(node)
-    for buffer, value in flat.assigned:
-        if buffer in mutated_by(value) or value is buffer:
-            continue  # it was written in place
-        last = max((value, *buffer.users), key=order.__getitem__)
-        with flat.graph.inserting_after(last):
-            copy = flat.graph.call_function(_COPY, (buffer, value))
+            flat_graph.assigned.append((buffer, value))
+            flat_graph.graph.erase_node(node)
+    # 2. Write each where nobody reads the old value any more, but not before the new one is computed.
+    for buffer, value in flat_graph.assigned:
+        if buffer in mutated_nodes(value) or value is buffer:
+            continue  # the net wrote it in place
+        last_reader = max((value, *buffer.users), key=position_by_node.__getitem__)
+        with flat_graph.graph.inserting_after(last_reader):
+            copy = flat_graph.graph.call_function(_COPY_OP, (buffer, value))
         copy.meta = dict(value.meta)
-        order[copy] = order[last]
+        position_by_node[copy] = position_by_node[last_reader]

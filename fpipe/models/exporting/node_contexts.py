@@ -1,6 +1,8 @@
-"""Run each operation of a graph that is cut in the contexts it was traced in: gradients on or off, autocast.
+"""Keep each op of a graph in the contexts in which it was traced, gradients on or off and autocast, after a cut.
 
 autocast: [a  MARK  b]        -->        autocast: [a]    autocast: [b]
+
+A context that spans a cut is entered and left again in each stage: a stage begins and ends outside of all contexts.
 """
 
 from __future__ import annotations
@@ -17,18 +19,18 @@ from fpipe.torch_private.fx import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD
 
 
 class Context(NamedTuple):
-    """Whether gradients are on, and which autocast contexts are open, from the outermost in."""
+    """Whether gradients are on, and the ops that entered the open autocast contexts, outermost first."""
 
     grad: bool
     autocasts: tuple[fx.Node, ...]
 
 
 OUTSIDE = Context(True, ())
-"""Gradients on, no autocast: where every stage and every loss begins and ends."""
+"""The context where every stage and every loss begins and ends: gradients on, no autocast."""
 
 
 def contexts_of(graph: fx.Graph) -> dict[fx.Node, Context]:
-    """The context of each operation, wherever that began or ends."""
+    """Return the context of each op of a graph."""
     context, contexts = OUTSIDE, dict[fx.Node, Context]()
     for node in graph.nodes:
         if node.target is SET_GRAD:
@@ -36,74 +38,88 @@ def contexts_of(graph: fx.Graph) -> dict[fx.Node, Context]:
         elif node.target is ENTER_AUTOCAST:
             context = context._replace(autocasts=(*context.autocasts, node))
         elif node.target is EXIT_AUTOCAST:
-            context = context._replace(autocasts=tuple(one for one in context.autocasts if one is not node.args[0]))
+            context = context._replace(
+                autocasts=tuple(enter_node for enter_node in context.autocasts if enter_node is not node.args[0])
+            )
         elif node.op == "call_function":
             contexts[node] = context
     return contexts
 
 
 def switches_context(node: fx.Node) -> bool:
-    """Whether a node only enters or leaves a context."""
+    """Whether a node enters or leaves a context and computes nothing."""
     return node.target in (SET_GRAD, ENTER_AUTOCAST, EXIT_AUTOCAST)
 
 
 def autocast_eps(graph: fx.Graph) -> float:
-    """The machine epsilon of the least precise autocast context: torch casts a weight that it uses twice in one only
-    once, and so adds its gradients in that precision, where stages add them in the weight's own."""
+    """Return the machine epsilon of the least precise autocast context of a graph; 0 without autocast.
+
+    Inside autocast torch casts a weight once for all its uses, so it adds their gradients in lower precision. Stages
+    add them in the weight's own precision, so gradients may differ by this much.
+    """
     blocks = graph.find_nodes(op="call_function", target=ENTER_AUTOCAST)
-    found = (block.args[1] for block in blocks if block.args[2])
-    return max((torch.finfo(dtype).eps for dtype in found if isinstance(dtype, torch.dtype)), default=0.0)
+    dtypes = (block.args[1] for block in blocks if block.args[2])
+    return max((torch.finfo(dtype).eps for dtype in dtypes if isinstance(dtype, torch.dtype)), default=0.0)
 
 
 def copy_nodes(
     graph: fx.Graph,
     nodes: Iterable[fx.Node],
     contexts: Mapping[fx.Node, Context],
-    own: dict[fx.Node, Any],
-    copied: Callable[[fx.Node], Any],
+    copy_by_node: dict[fx.Node, Any],
+    copy_of: Callable[[fx.Node], Any],
 ) -> None:
-    """Copy nodes behind those of a graph, each in its context: nodes that switch stand where one's is not that of the
-    one before. The new nodes join `own`, by the old ones; `copied` gives the new node for what an operation reads."""
-    now, entered = OUTSIDE, list[fx.Node]()
+    """Append copies of nodes to a graph, and enter and leave contexts between them as needed.
+
+    The copies are added to `copy_by_node`. `copy_of` maps a node that is read to its node in the new graph.
+    """
+    current, open_autocasts = OUTSIDE, list[fx.Node]()
 
     def switch(context: Context) -> Context:
-        both = zip(now.autocasts, context.autocasts, strict=False)
-        common = len([*takewhile(lambda pair: pair[0] is pair[1], both)])
-        while len(entered) > common:
-            graph.call_function(EXIT_AUTOCAST, (entered.pop(),))
-        entered.extend(graph.node_copy(enter) for enter in context.autocasts[common:])
-        if context.grad != now.grad:
+        pairs = zip(current.autocasts, context.autocasts, strict=False)
+        # Autocast contexts nest: keep the common outermost ones, leave the others from the inside, enter the new ones.
+        common = len([*takewhile(lambda pair: pair[0] is pair[1], pairs)])
+        while len(open_autocasts) > common:
+            graph.call_function(EXIT_AUTOCAST, (open_autocasts.pop(),))
+        open_autocasts.extend(graph.node_copy(enter_node) for enter_node in context.autocasts[common:])
+        if context.grad != current.grad:
             graph.call_function(SET_GRAD, (context.grad,))
         return context
 
     for node in nodes:
-        if node not in own:
-            now = switch(contexts.get(node, now))
-            own[node] = graph.node_copy(node, copied)
+        if node not in copy_by_node:
+            current = switch(contexts.get(node, current))
+            copy_by_node[node] = graph.node_copy(node, copy_of)
     switch(OUTSIDE)
 
 
 @contextmanager
 def restored_on_error() -> Generator[None]:
-    """Leave the contexts that a graph opens when an error ends it."""
+    """Restore gradients and autocast when an error leaves a graph, which enters contexts by plain ops."""
     devices = ("cpu", "cuda")
-    before = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
-    cached, grad, depth = torch.is_autocast_cache_enabled(), torch.is_grad_enabled(), _depth()
+    autocast_states = [
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices
+    ]
+    cache_is_enabled, grad_is_enabled, depth = (
+        torch.is_autocast_cache_enabled(),
+        torch.is_grad_enabled(),
+        _autocast_depth(),
+    )
     try:
         yield
     except BaseException:
-        for device, on, dtype in before:
-            torch.set_autocast_enabled(device, on)
+        for device, is_enabled, dtype in autocast_states:
+            torch.set_autocast_enabled(device, is_enabled)
             torch.set_autocast_dtype(device, dtype)
-        torch.set_autocast_cache_enabled(cached)
-        torch.set_grad_enabled(grad)
-        while _depth() > depth:
+        torch.set_autocast_cache_enabled(cache_is_enabled)
+        torch.set_grad_enabled(grad_is_enabled)
+        while _autocast_depth() > depth:
             torch.autocast_decrement_nesting()
         raise
 
 
-def _depth() -> int:
-    """How many autocast contexts are open."""
+def _autocast_depth() -> int:
+    """Return how many autocast contexts are open, which torch tells only when the number changes."""
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return depth

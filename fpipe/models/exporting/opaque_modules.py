@@ -1,10 +1,10 @@
-"""Export a net around modules that look at data: each is one operation, whose Python runs in every step.
+"""Export a net in which modules that look at data are one op each, whose Python runs in every step.
 
 h.1.norm  h.1.mlp: if len(rows) == 0: ..  h.2        -->        h.1.norm  OPAQUE(h.1.mlp)  h.2
 
-A module that ends an export since its Python looks at data runs once on the example, and is then an operation of what
-it takes and of its own tensors. Outside of the export this calls the module, so its stage runs as any that cannot be
-traced. Where what it takes has sizes that depend on data, it is the module that calls it that is taken.
+A module whose Python looks at data ends an export. It then runs once on the example, and the export is repeated with an
+op in its place, which reads its inputs and its own tensors. Outside the export this op calls the module, so its stage
+runs under autograd, as any stage that cannot be traced. If the sizes of its inputs depend on data, its caller is taken.
 """
 
 from __future__ import annotations
@@ -24,102 +24,114 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fpipe import tree
 from fpipe.meaning.purity.fingerprint import StepChanged
-from fpipe.models.tracing.boundary import KEY
-from fpipe.models.tracing.export_net import export_net, two_rows
-from fpipe.models.tracing.module_calls import NetFunction
-from fpipe.models.tracing.places import modules_in, place_of_error
-from fpipe.torch_private.fx import example_number, looked_at_data, of_data
+from fpipe.models.exporting.boundary import KEY
+from fpipe.models.exporting.export_net import double_single_rows, export_net
+from fpipe.models.exporting.module_calls import NetFunction
+from fpipe.models.exporting.source_locations import location_of_error, modules_called_in
+from fpipe.torch_private.fx import depends_on_data, example_number, is_data_dependence
 
 _LIBRARY = torch.library.Library("fpipe", "FRAGMENT")
 _LIBRARY.define("opaque(Tensor[] given, Tensor[] held, str name) -> Tensor[]")
 
 
 class OpaqueCall:
-    """A call of a module on the example, and the operation that stands for it. Arguments that are no tensors are the
-    same in each step."""
+    """A call of a module on the example, which is an op in the exported graph.
 
-    def __init__(self, path: str, module: nn.Module, args: Any, made: Any, flops: int) -> None:
+    Arguments that are no tensors are the same in each step.
+    """
+
+    def __init__(self, path: str, module: nn.Module, args: Any, results: Any, flops: int) -> None:
         self.path, self.module, self.flops, self.exporting = path, module, flops, False
-        self.names = [*_held(module)]
-        (self.args, self.spec), (self.made, self.made_spec) = map(_without_data, (args, made))
+        self.names = [*_tensors_of(module)]
+        (self.args, self.spec), (self.example_results, self.result_spec) = map(_without_data, (args, results))
         self.name = ""
         self.register()
 
     def register(self) -> None:
-        """Take a name, by which its operation finds it."""
+        """Register this call under a new name, by which its op finds it."""
+        # Unique, so that a copy of a stage finds its own copy of the module.
         self.name = f"{self.path} {uuid4()}"
-        _CALLS[self.name] = self
+        _CALL_BY_NAME[self.name] = self
 
-    def stand_in(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward while the net is exported."""
+    def call_as_op(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the op in place of the module's forward, while the net is exported."""
         leaves = tree.leaves((args, kwargs))
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        input_tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        # An op takes and returns tensors; sizes that depend on data have no number at the export.
         takes_size = any(isinstance(leaf, torch.SymInt) for leaf in leaves)
-        returns_number = any(type(leaf) in (int, float, complex) for leaf in self.made)
-        if not given or takes_size or returns_number or any(of_data(size) for leaf in given for size in leaf.shape):
-            raise NotAlone(self.path)
-        tensors = iter(OPAQUE(given, [*_held(self.module).values()], self.name))
-        return _with_tensors(self.made, self.made_spec, tensors)
+        returns_number = any(type(leaf) in (int, float, complex) for leaf in self.example_results)
+        if (
+            not input_tensors
+            or takes_size
+            or returns_number
+            or any(depends_on_data(size) for leaf in input_tensors for size in leaf.shape)
+        ):
+            raise NotTensorFunction(self.path)
+        tensors = iter(OPAQUE(input_tensors, [*_tensors_of(self.module).values()], self.name))
+        return _with_tensors(self.example_results, self.result_spec, tensors)
 
-    def abstract(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors as it returned them, with the open sizes of what it is given."""
-        made = [leaf for leaf in self.made if isinstance(leaf, Tensor)]
-        shapes = [[_open(size, dim, leaf.ndim, given) for dim, size in enumerate(leaf.shape)] for leaf in made]
-        return [given[0].new_empty(shape, dtype=leaf.dtype) for shape, leaf in zip(shapes, made, strict=True)]
+    def empty_results(self, input_tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return empty tensors like the results on the example, with the symbolic sizes of these inputs."""
+        examples = [leaf for leaf in self.example_results if isinstance(leaf, Tensor)]
+        shapes = [
+            [_symbolic_size(size, dim, leaf.ndim, input_tensors) for dim, size in enumerate(leaf.shape)]
+            for leaf in examples
+        ]
+        return [
+            input_tensors[0].new_empty(shape, dtype=leaf.dtype) for shape, leaf in zip(shapes, examples, strict=True)
+        ]
 
-    def run(self, given: Sequence[Tensor], held: Sequence[Tensor]) -> list[Tensor]:
-        """Call the module on tensors."""
-        args, kwargs = _with_tensors(self.args, self.spec, iter(given))
-        named = dict(zip(self.names, held, strict=True))
-        results, spec = tree.flatten(torch.func.functional_call(self.module, named, args, kwargs))
-        self._refuse_other(results, spec, given)
+    def run(self, input_tensors: Sequence[Tensor], module_tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Call the module on input tensors, with these tensors as its parameters and buffers."""
+        args, kwargs = _with_tensors(self.args, self.spec, iter(input_tensors))
+        tensor_by_name = dict(zip(self.names, module_tensors, strict=True))
+        results, spec = tree.flatten(torch.func.functional_call(self.module, tensor_by_name, args, kwargs))
+        self._refuse_other_results(results, spec, input_tensors)
         return [leaf for leaf in results if isinstance(leaf, Tensor)]
 
-    def _refuse_other(self, results: Sequence[Any], spec: tree.Spec, given: Sequence[Tensor]) -> None:
-        """Raise StepChanged for another structure, size or non-tensor than the export was told: it is in the graph."""
+    def _refuse_other_results(self, results: Sequence[Any], spec: tree.Spec, input_tensors: Sequence[Tensor]) -> None:
+        """Raise StepChanged if structure, sizes or non-tensors differ from the example: the graph has them baked in."""
         examples = [example for example in self.args if isinstance(example, Tensor)]
-        tensors = zip(examples, given, strict=True)
-        sizes = {pair for example, now in tensors for pair in zip(example.shape, now.shape, strict=True)}
-        if spec != self.made_spec or not all(map(partial(_is_as_told, sizes), results, self.made)):
+        pairs = zip(examples, input_tensors, strict=True)
+        # Pairs of a size in the example and now: a result may change its sizes along with its inputs'.
+        sizes = {size_pair for example, tensor in pairs for size_pair in zip(example.shape, tensor.shape, strict=True)}
+        if spec != self.result_spec or not all(map(partial(_matches_example, sizes), results, self.example_results)):
             raise StepChanged(
-                f"{self.path!r} returned {_shown(results)}, and {_shown(self.made)} when the net was exported; what "
-                "follows is traced for that. Sizes are those of what it takes; return what changes as a tensor."
+                f"{self.path!r} returned {_describe(results)}, but {_describe(self.example_results)} at the export. "
+                "Only tensors may change, in sizes of its inputs."
             )
 
 
-_NUMBERS = (int, float, complex)
+class NotTensorFunction(Exception):
+    """A module that is no function of tensors whose shapes are known at the export."""
 
 
-class NotAlone(Exception):
-    """A module that is no operation of tensors of known shapes."""
+_CALL_BY_NAME: WeakValueDictionary[str, OpaqueCall] = WeakValueDictionary()
+"""Calls by the name in their op. Weak: a call lives as long as a stage that runs it."""
 
 
-_CALLS: WeakValueDictionary[str, OpaqueCall] = WeakValueDictionary()
-"""Calls by the name that their operations have; stages hold them."""
+def _run_opaque(input_tensors: list[Tensor], module_tensors: list[Tensor], name: str) -> list[Tensor]:
+    call = _CALL_BY_NAME[name]
+    return call.empty_results(input_tensors) if call.exporting else call.run(input_tensors, module_tensors)
 
 
-def _opaque(given: list[Tensor], held: list[Tensor], name: str) -> list[Tensor]:
-    call = _CALLS[name]
-    return call.abstract(given) if call.exporting else call.run(given, held)
-
-
-_LIBRARY.impl("opaque", _opaque, "CompositeImplicitAutograd")
+_LIBRARY.impl("opaque", _run_opaque, "CompositeImplicitAutograd")
 OPAQUE: Any = torch.ops.fpipe.opaque.default
-"""The operation that a module is in a graph."""
+"""The op that stands for a module in a graph."""
 
 
-def call_of_node(node: fx.Node) -> OpaqueCall:
-    """The call that an operation stands for."""
-    return _CALLS[str(node.args[2])]
+def opaque_call_of(node: fx.Node) -> OpaqueCall:
+    """Return the call that a node stands for."""
+    return _CALL_BY_NAME[str(node.args[2])]
 
 
-def own_calls(graph: fx.Graph) -> list[OpaqueCall]:
-    """The calls in a graph, which have to be held as long as it is."""
-    return [call_of_node(node) for node in graph.find_nodes(op="call_function", target=OPAQUE)]
+def opaque_calls_of(graph: fx.Graph) -> list[OpaqueCall]:
+    """Return the opaque calls in a graph, which the owner of the graph has to keep alive."""
+    return [opaque_call_of(node) for node in graph.find_nodes(op="call_function", target=OPAQUE)]
 
 
 def rename_calls(module: fx.GraphModule, calls: Sequence[OpaqueCall]) -> None:
-    """Let a copy of a graph find its own copies of the calls."""
+    """Let the ops of a copied graph find the copies of their calls."""
     for node, call in zip(module.graph.find_nodes(op="call_function", target=OPAQUE), calls, strict=True):
         call.register()
         node.args = (*node.args[:2], call.name)
@@ -127,73 +139,90 @@ def rename_calls(module: fx.GraphModule, calls: Sequence[OpaqueCall]) -> None:
 
 
 class Exported(NamedTuple):
-    """An exported program, the calls of modules that it has as operations, and why, in words."""
+    """An exported program, its opaque calls, and for each module the reason why it is one."""
 
     program: ExportedProgram
     calls: Sequence[OpaqueCall] = ()
-    words: Sequence[str] = ()
+    explanations: Sequence[str] = ()
 
 
-def export_around(net: nn.Module, inputs: Any) -> Exported:
-    """Export a module, with those modules in it as operations whose Python looks at data.
+def export_with_opaque_modules(net: nn.Module, inputs: Any) -> Exported:
+    """Export a module, with an op for each inner module whose Python looks at data.
 
     Raises:
-        ValueError: torch cannot export it otherwise either; why, and in which line.
+        ValueError: torch cannot export it even so; why, and in which line.
     """
-    inputs, named = two_rows(inputs), [*net.named_modules()]
-    first, taken = None, dict[str, str]()
+    inputs, named_modules = double_single_rows(inputs), [*net.named_modules()]
+    first_error, location_by_path = None, dict[str, str]()
+    # Each round takes one more module out of the graph: the innermost one that was running when the export failed. An
+    # outer module that is taken replaces those inside it, so this ends at the net itself.
     while True:
-        calls = _recorded(net, inputs, taken) if taken else []
+        calls = _record_calls(net, inputs, location_by_path) if location_by_path else []
         try:
-            with _standing_in(calls):
+            with _replace_forwards(calls):
                 exported = export_net(net, inputs)
         except ValueError as error:
-            first, cause = first or error, error.__cause__ or error
-            needs_data = isinstance(cause, NotAlone) or looked_at_data(cause)
-            callers = [path for path, _ in modules_in(cause, named) if path and path not in taken]
+            first_error, cause = first_error or error, error.__cause__ or error
+            needs_data = isinstance(cause, NotTensorFunction) or is_data_dependence(cause)
+            callers = [
+                path for path, _ in modules_called_in(cause, named_modules) if path and path not in location_by_path
+            ]
             if not needs_data or not callers:
-                raise first from first.__cause__
+                raise first_error from first_error.__cause__
             path = callers[-1]
             if any(leaf.is_meta for leaf in (*tree.leaves(inputs), *net.parameters()) if isinstance(leaf, Tensor)):
                 raise ValueError(
-                    f"{first}\nThe Python of {path!r} looks at data, and a net or an example on meta has none: cut the "
-                    "net where both have values, and the module is one operation of its stage."
-                ) from first.__cause__
-            place = next((place for inner, place in taken.items() if inner.startswith(f"{path}.")), "")
-            taken = {outer: place for outer, place in taken.items() if not outer.startswith(f"{path}.")}
-            taken[path] = place or place_of_error(cause, named)
+                    f"{first_error}\nThe Python of {path!r} looks at data, which tensors on meta lack: cut the net "
+                    "with values."
+                ) from first_error.__cause__
+            location = next(
+                (location for inner_path, location in location_by_path.items() if inner_path.startswith(f"{path}.")), ""
+            )
+            location_by_path = {
+                other_path: location
+                for other_path, location in location_by_path.items()
+                if not other_path.startswith(f"{path}.")
+            }
+            location_by_path[path] = location or location_of_error(cause, named_modules)
             continue
-        said = "looks at data, so it is one operation of its stage, which runs under autograd"
-        return Exported(exported, calls, [f"The Python of {path!r} {said}.{place}" for path, place in taken.items()])
+        consequence = "looks at data, so it is one operation of its stage, which runs under autograd"
+        return Exported(
+            exported,
+            calls,
+            [f"The Python of {path!r} {consequence}.{location}" for path, location in location_by_path.items()],
+        )
 
 
-def _recorded(net: nn.Module, inputs: Any, paths: Iterable[str]) -> list[OpaqueCall]:
-    """The calls of these modules when the net runs on its inputs."""
-    seen = list[tuple[str, nn.Module, Any, Any]]()
+def _record_calls(net: nn.Module, inputs: Any, paths: Iterable[str]) -> list[OpaqueCall]:
+    """Run the net once on its inputs, and return the calls of these modules, with their flops."""
+    records = list[tuple[str, nn.Module, Any, Any]]()
 
-    def note(path: str, module: nn.Module, args: Any, kwargs: Any, made: Any) -> None:
-        seen.append((path, module, (args, kwargs), made))
+    def record(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        records.append((path, module, (args, kwargs), output))
 
     params = {name: parameter.detach() for name, parameter in net.named_parameters()}
     with ExitStack() as stack, torch.no_grad(), FlopCounterMode(display=False) as counter:
         for path in paths:
             module = net.get_submodule(path)
-            stack.callback(module.register_forward_hook(partial(note, path), with_kwargs=True).remove)
-        NetFunction(net, lambda made, _: made, ())(params, (inputs, None), KEY, 0)
+            stack.callback(module.register_forward_hook(partial(record, path), with_kwargs=True).remove)
+        NetFunction(net, lambda output, _: output, ())(params, (inputs, None), KEY, 0)
     counts, root = counter.get_flop_counts(), type(net).__name__
-    times = [path for path, _, _, _ in seen]
-    flops = {path: sum(counts.get(f"{root}.{path}", {}).values()) // times.count(path) for path in times}
-    return [OpaqueCall(path, module, args, made, flops[path]) for path, module, args, made in seen]
+    # FlopCounterMode counts by path: divide by the calls of the module.
+    recorded_paths = [path for path, _, _, _ in records]
+    flops = {
+        path: sum(counts.get(f"{root}.{path}", {}).values()) // recorded_paths.count(path) for path in recorded_paths
+    }
+    return [OpaqueCall(path, module, args, output, flops[path]) for path, module, args, output in records]
 
 
 @contextmanager
-def _standing_in(calls: Sequence[OpaqueCall]) -> Generator[None]:
-    """Let the modules of these calls be operations."""
+def _replace_forwards(calls: Sequence[OpaqueCall]) -> Generator[None]:
+    """Replace the forward of each module by the ops of its calls, in order."""
     modules = {call.path: call.module for call in calls}
-    before = {path: vars(module).get("forward") for path, module in modules.items()}
+    old_forwards = {path: vars(module).get("forward") for path, module in modules.items()}
 
-    def next_call(turns: Iterator[OpaqueCall], *args: Any, **kwargs: Any) -> Any:
-        return next(turns).stand_in(*args, **kwargs)
+    def next_call(remaining_calls: Iterator[OpaqueCall], *args: Any, **kwargs: Any) -> Any:
+        return next(remaining_calls).call_as_op(*args, **kwargs)
 
     for path, module in modules.items():
         vars(module)["forward"] = partial(next_call, cycle([call for call in calls if call.path == path]))
@@ -204,24 +233,26 @@ def _standing_in(calls: Sequence[OpaqueCall]) -> Generator[None]:
     finally:
         for path, module in modules.items():
             del vars(module)["forward"]
-            vars(module).update({} if before[path] is None else {"forward": before[path]})
+            vars(module).update({} if old_forwards[path] is None else {"forward": old_forwards[path]})
         for call in calls:
             call.exporting = False
 
 
-def _held(module: nn.Module) -> dict[str, Tensor]:
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _is_as_told(sizes: set[tuple[int, int]], leaf: Any, made: Any) -> bool:
-    """Whether a result is as in the example, its sizes as those that had the same size there are now."""
-    if not isinstance(leaf, Tensor) or not isinstance(made, Tensor):
-        return repr(leaf) == repr(made)
-    pairs = zip(made.shape, leaf.shape, strict=False)
-    return leaf.ndim == made.ndim and all(told == now or (told, now) in sizes for told, now in pairs)
+def _matches_example(sizes: set[tuple[int, int]], leaf: Any, example: Any) -> bool:
+    """Whether a result matches its example, where a size may change as an input size did that was equal to it."""
+    if not isinstance(leaf, Tensor) or not isinstance(example, Tensor):
+        return repr(leaf) == repr(example)
+    pairs = zip(example.shape, leaf.shape, strict=False)
+    return leaf.ndim == example.ndim and all(
+        example_size == size or (example_size, size) in sizes for example_size, size in pairs
+    )
 
 
-def _shown(leaves: Sequence[Any]) -> str:
+def _describe(leaves: Sequence[Any]) -> str:
     return ", ".join(f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x) for x in leaves) or "nothing"
 
 
@@ -231,12 +262,14 @@ def _without_data(values: Any) -> tuple[list[Any], tree.Spec]:
 
 
 def _with_tensors(leaves: Iterable[Any], spec: tree.Spec, tensors: Iterator[Tensor]) -> Any:
-    """Put tensors into containers, in the places of those without data."""
+    """Unflatten leaves, with these tensors in place of those without data."""
     return tree.unflatten(spec, [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
-def _open(size: int, dim: int, ndim: int, given: Sequence[Tensor]) -> Any:
-    """The size of a result as an argument has it in the same dimension, or else as an open size of any argument."""
-    same = [tensor.shape[dim] for tensor in given if tensor.ndim == ndim]
-    opened = [size for tensor in given for size in tensor.shape if isinstance(size, torch.SymInt)]
-    return next((candidate for candidate in (*same, *opened) if example_number(candidate) == size), size)
+def _symbolic_size(size: int, dim: int, ndim: int, input_tensors: Sequence[Tensor]) -> Any:
+    """Return the symbolic size of an input that equals a result's size: of the same dimension if possible, or any."""
+    same_dim_sizes = [tensor.shape[dim] for tensor in input_tensors if tensor.ndim == ndim]
+    symbolic_sizes = [size for tensor in input_tensors for size in tensor.shape if isinstance(size, torch.SymInt)]
+    return next(
+        (candidate for candidate in (*same_dim_sizes, *symbolic_sizes) if example_number(candidate) == size), size
+    )

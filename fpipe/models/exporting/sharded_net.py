@@ -1,9 +1,9 @@
-"""Trace a net with DTensors on what they stand for, so that its graph is that of one device, with their moves in it.
+"""Trace a net with DTensors as one device would run it, with the DTensor moves as ops of the graph.
 
     Colwise up, Rowwise down        -->        from_local(x)  linear(up)  to_local  ..  linear(down)  redistribute
 
-Code that runs is handed DTensors without data, whose placements torch decides as ever; what it computes with them is
-traced with whole tensors in their place. One backward of these DTensors tells how gradients are placed.
+The code of the net is handed fake DTensors, whose placements torch decides as always. Each op on them runs once more,
+traced, on the whole tensors that they stand for. One backward of the DTensors shows how gradients are placed.
 """
 
 from __future__ import annotations
@@ -19,69 +19,78 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from fpipe import tree
-from fpipe.meaning.purity.sharded import is_sharded, refuse_sharded, sharded_as
-from fpipe.models.tracing.dtensor_ops import DTENSOR, DTensorCall, forget, named
-from fpipe.torch_internals import held_by
-from fpipe.torch_private.dispatch import fake_mode_class, told_of_dtensor_moves, unwatched
+from fpipe.meaning.purity.sharded import as_dtensor_like, is_sharded, refuse_sharded
+from fpipe.models.exporting.dtensor_ops import DTENSOR, DTensorCall, forget_steps, register_step
+from fpipe.torch_internals import direct_members
+from fpipe.torch_private.dispatch import fake_mode_class, intercept_dtensor_moves, without_any_mode
 from fpipe.torch_private.fx import example_number
 
 
 @contextmanager
-def as_whole(net: nn.Module) -> Generator[ShardedTrace | None]:
-    """Put whole tensors on meta in the place of a net's DTensors; yield None where it has none."""
-    dicts = [held_by(module).parameters for module in net.modules()]
-    found: list[Any] = [(held, name, p) for held in dicts for name, p in held.items() if is_sharded(p)]
-    wholes = {
-        id(p): nn.Parameter(torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta"), p.requires_grad)
-        for _, _, p in found
+def replace_by_whole_tensors(net: nn.Module) -> Generator[ShardedTrace | None]:
+    """Replace the DTensors of a net by whole tensors on meta; yield their trace, or None if there are none."""
+    dicts = [direct_members(module).parameters for module in net.modules()]
+    sharded_params: list[Any] = [
+        (holder, name, param) for holder in dicts for name, param in holder.items() if is_sharded(param)
+    ]
+    whole_by_id = {
+        id(param): nn.Parameter(
+            torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta"), param.requires_grad
+        )
+        for _, _, param in sharded_params
     }
-    trace = ShardedTrace(found) if found else None
+    trace = ShardedTrace(sharded_params) if sharded_params else None
     try:
-        for held, name, p in found:
-            held[name] = wholes[id(p)]
+        for holder, name, param in sharded_params:
+            holder[name] = whole_by_id[id(param)]
         yield trace
     finally:
-        forget(trace.calls if trace else ())
-        for held, name, p in found:
-            held[name] = p
+        forget_steps(trace.calls if trace else ())
+        for holder, name, param in sharded_params:
+            holder[name] = param
 
 
 class ShardedTrace(TorchFunctionMode):
-    """The trace of a net with DTensors, each with the whole tensor that is traced in its place; `found` are those of
-    its parameters: in which dict, under which name, and which."""
+    """The trace of a net with DTensors, which maps each DTensor to the whole tensor that is traced for it.
 
-    def __init__(self, found: list[tuple[dict[str, Any], str, Any]]) -> None:
+    `sharded_params` are the DTensor parameters: the dict that holds each, its name there, and the DTensor.
+    """
+
+    def __init__(self, sharded_params: list[tuple[dict[str, Any], str, Any]]) -> None:
         super().__init__()
-        self._found, self._thread, self._aside = found, get_ident(), False
-        self._wholes: dict[int, tuple[Any, Tensor]] = {}
+        self._params, self._thread, self._is_paused = sharded_params, get_ident(), False
+        self._whole_by_id: dict[int, tuple[Any, Tensor]] = {}
         self.calls: dict[str, DTensorCall] = {}
-        self._ends: list[Tensor] = []
-        self._device, self._fake = found[0][2].device, fake_mode_class()(allow_non_fake_inputs=True)
+        self._local_outputs: list[Tensor] = []
+        self._device, self._fake = sharded_params[0][2].device, fake_mode_class()(allow_non_fake_inputs=True)
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the forward of the net, whose tensors are traced."""
-        whole = [own[name] for own, name, _ in self._found]
+        """Call the forward of the net on fake DTensors, trace it, and run one backward to learn gradient placements."""
+        # 1. Put a fake DTensor in place of each traced whole parameter: the code of the net sees DTensors, as ever.
+        traced_params = [holder[name] for holder, name, _ in self._params]
         try:
-            for (own, name, one), traced in zip(self._found, whole, strict=True):
-                with self._untraced():
-                    made = sharded_as(one, self._as_in_example(one.to_local())).detach()
-                    own[name] = self._bound(made.requires_grad_(one.requires_grad), traced)
-            with self._moves_traced(), self:
-                made = forward(*args, **kwargs)
+            for (holder, name, param), traced in zip(self._params, traced_params, strict=True):
+                with self._pause_tracing():
+                    fake = as_dtensor_like(param, self._as_in_example(param.to_local())).detach()
+                    holder[name] = self._bind_whole(fake.requires_grad_(param.requires_grad), traced)
+            # 2. Run the net: `self` traces each op on the whole tensors, and runs it on the fake DTensors.
+            with self._trace_moves(), self:
+                output = forward(*args, **kwargs)
         finally:
-            for (own, name, _), traced in zip(self._found, whole, strict=True):
-                own[name] = traced
-        refuse_sharded(tree.leaves(made), "the output of the net")
-        with self._untraced():
-            torch.autograd.backward(self._ends, [torch.zeros_like(one) for one in self._ends])
-        return made
+            for (holder, name, _), traced in zip(self._params, traced_params, strict=True):
+                holder[name] = traced
+        refuse_sharded(tree.leaves(output), "the output of the net")
+        with self._pause_tracing():
+            # 3. Run one backward of the fake DTensors: hooks record with which placements gradients arrive.
+            torch.autograd.backward(self._local_outputs, [torch.zeros_like(local) for local in self._local_outputs])
+        return output
 
-    def settle(self, graph_module: fx.GraphModule) -> None:
-        """Put the operations that each call is into the graph, now that it is known how gradients are placed."""
-        for module in (one for one in graph_module.modules() if isinstance(one, fx.GraphModule)):
+    def expand_calls(self, graph_module: fx.GraphModule) -> None:
+        """Replace each DTensor call in the graph by its steps, now that the placements of gradients are known."""
+        for module in (submodule for submodule in graph_module.modules() if isinstance(submodule, fx.GraphModule)):
             for node in module.graph.find_nodes(op="call_function", target=DTENSOR):
                 value, call = node.args
-                for step, shape in self.calls[call].steps([*node.meta["val"].shape]):
+                for step, shape in self.calls[call].register_steps([*node.meta["val"].shape]):
                     with module.graph.inserting_before(node):
                         value = module.graph.call_function(DTENSOR, (value, step))
                     value.meta = node.meta | {"val": node.meta["val"].new_empty(shape)}
@@ -90,109 +99,127 @@ class ShardedTrace(TorchFunctionMode):
             module.recompile()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = args, kwargs or {}
-        if not any(map(is_sharded, tree.leaves(given))):
-            return func(*args, **given[1])
-        args, kwargs = tree.tree_map(self._whole, given)
+        arguments = args, kwargs or {}
+        if not any(map(is_sharded, tree.leaves(arguments))):
+            return func(*args, **arguments[1])
+        # Once on whole tensors, which is traced, and once on the fake DTensors, by which torch finds the placements.
+        args, kwargs = tree.tree_map(self._whole_of, arguments)
         traced, spec = tree.flatten(func(*args, **kwargs))
-        if not any(isinstance(one, Tensor) for one in traced):
+        if not any(isinstance(leaf, Tensor) for leaf in traced):
             return tree.unflatten(spec, traced)
-        with self._untraced():
-            args, kwargs = tree.tree_map(self._as_in_example, given)
-            made = tree.leaves(func(*args, **kwargs))
-        both = zip(made, traced, strict=True)
-        return tree.unflatten(spec, [self._bound(one, whole) if is_sharded(one) else whole for one, whole in both])
+        with self._pause_tracing():
+            args, kwargs = tree.tree_map(self._as_in_example, arguments)
+            dtensors = tree.leaves(func(*args, **kwargs))
+        pairs = zip(dtensors, traced, strict=True)
+        return tree.unflatten(
+            spec, [self._bind_whole(leaf, whole) if is_sharded(leaf) else whole for leaf, whole in pairs]
+        )
 
-    def _whole(self, leaf: Any) -> Any:
-        if is_sharded(leaf) and id(leaf) not in self._wholes:
+    def _whole_of(self, leaf: Any) -> Any:
+        if is_sharded(leaf) and id(leaf) not in self._whole_by_id:
             raise TypeError(
-                "the net makes a DTensor otherwise than by DTensor.from_local, redistribute and operations on its "
-                "DTensor parameters; make it before, as a parameter, or use from_sequential or from_functions."
+                "the net makes a DTensor other than by from_local or redistribute; make it a parameter, or use "
+                "from_functions."
             )
-        return self._wholes[id(leaf)][1] if is_sharded(leaf) else leaf
+        return self._whole_by_id[id(leaf)][1] if is_sharded(leaf) else leaf
 
-    def _bound(self, one: Any, whole: Tensor) -> Any:
-        self._wholes[id(one)] = one, whole  # which holds it: ids are of what lives
-        return one
+    def _bind_whole(self, dtensor: Any, whole: Tensor) -> Any:
+        # Keep the DTensor too: the id of a dead object may be reused.
+        self._whole_by_id[id(dtensor)] = dtensor, whole
+        return dtensor
 
     @contextmanager
-    def _untraced(self) -> Generator[None]:
-        before, self._aside = self._aside, True
+    def _pause_tracing(self) -> Generator[None]:
+        was_paused, self._is_paused = self._is_paused, True
         try:
-            with unwatched(), self._fake:
+            with without_any_mode(), self._fake:
                 yield
         finally:
-            self._aside = before
+            self._is_paused = was_paused
 
     def _as_in_example(self, leaf: Any) -> Any:
-        """A number for an open size, and for a plain tensor one without data, as large as in the example."""
+        """Return the example's number for a symbolic size, and a fake tensor of that size for a plain tensor."""
         if isinstance(leaf, Tensor) and not is_sharded(leaf):
             return torch.empty([*map(example_number, leaf.shape)], dtype=leaf.dtype, device=self._device)
         return example_number(leaf) if isinstance(leaf, torch.SymInt) else leaf
 
-    def _moves_traced(self) -> AbstractContextManager[None]:
-        """Let the moves of DTensors be calls of the trace, in this thread."""
+    def _trace_moves(self) -> AbstractContextManager[None]:
+        """Record from_local, redistribute, to_local and full_tensor as calls of the trace, in this thread."""
 
-        def traced(name: str, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            if self._aside or get_ident() != self._thread:
+        def trace_move(name: str, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            if self._is_paused or get_ident() != self._thread:
                 return method(*args, **options)
-            odd = [word for word, value in options.items() if word not in _KNOWN and value not in (None, False)]
-            if odd:
+            unsupported = [
+                option
+                for option, value in options.items()
+                if option not in _MOVE_OPTIONS and value not in (None, False)
+            ]
+            if unsupported:
                 raise TypeError(
-                    f"the net calls DTensor.{name} with {odd[0]}=, which no graph has; leave it out, or use "
+                    f"the net calls DTensor.{name} with {unsupported[0]}=, which no graph has; leave it out, or use "
                     "from_sequential or from_functions."
                 )
+            # from_local, redistribute, to_local and full_tensor each have a method below.
             move = getattr(self, f"_{name}")
-            return move(method, *args, **{word: value for word, value in options.items() if word in _KNOWN})
+            return move(
+                method, *args, **{option: value for option, value in options.items() if option in _MOVE_OPTIONS}
+            )
 
-        return told_of_dtensor_moves(traced)
+        return intercept_dtensor_moves(trace_move)
 
-    def _from_local(self, torchs: Any, x: Tensor, *where: Any, **how: Any) -> Any:
-        with self._untraced():
-            made = torchs(self._as_in_example(x).requires_grad_(x.requires_grad), *where, **how)
-            shape = _sized(x, made.placements, made)
-        call = DTensorCall(made.device_mesh, None, made.placements, how.get("grad_placements"))
-        return self._moved(call, made, x, shape)
+    def _from_local(self, torch_method: Any, x: Tensor, *args: Any, **options: Any) -> Any:
+        with self._pause_tracing():
+            result = torch_method(self._as_in_example(x).requires_grad_(x.requires_grad), *args, **options)
+            shape = _shape_with_fixed_dims(x, result.placements, result)
+        call = DTensorCall(result.device_mesh, None, result.placements, options.get("grad_placements"))
+        return self._trace_result(call, result, x, shape)
 
-    def _redistribute(self, torchs: Any, one: Any, *where: Any, **how: Any) -> Any:
-        with self._untraced():
-            made = torchs(one, *where, **how)
-            cut = [at for at in (*one.placements, *made.placements) if at.is_shard()]
-            even = all(made.shape[at.dim] % made.device_mesh.size() == 0 for at in cut)
-        whole = self._whole(one)
-        call = DTensorCall(made.device_mesh, one.placements, made.placements, even=even)
-        return self._moved(call, made, whole, whole.shape)
+    def _redistribute(self, torch_method: Any, dtensor: Any, *args: Any, **options: Any) -> Any:
+        with self._pause_tracing():
+            result = torch_method(dtensor, *args, **options)
+            shard_placements = [
+                placement for placement in (*dtensor.placements, *result.placements) if placement.is_shard()
+            ]
+            is_even = all(
+                result.shape[placement.dim] % result.device_mesh.size() == 0 for placement in shard_placements
+            )
+        whole = self._whole_of(dtensor)
+        call = DTensorCall(result.device_mesh, dtensor.placements, result.placements, is_even=is_even)
+        return self._trace_result(call, result, whole, whole.shape)
 
-    def _to_local(self, torchs: Any, one: Any, *, grad_placements: Any = None) -> Any:
-        with self._untraced():
-            made = torchs(one, grad_placements=grad_placements)
-            self._ends += [made] * made.requires_grad
-        whole = self._whole(one)
-        call = DTensorCall(one.device_mesh, one.placements, None, grad_placements)
-        return self._traced(call, whole, _sized(whole, call.source, made))
+    def _to_local(self, torch_method: Any, dtensor: Any, *, grad_placements: Any = None) -> Any:
+        with self._pause_tracing():
+            result = torch_method(dtensor, grad_placements=grad_placements)
+            self._local_outputs += [result] * result.requires_grad
+        whole = self._whole_of(dtensor)
+        call = DTensorCall(dtensor.device_mesh, dtensor.placements, None, grad_placements)
+        return self._record_call(call, whole, _shape_with_fixed_dims(whole, call.source, result))
 
-    def _full_tensor(self, _: Any, one: Any, *, grad_placements: Any = None) -> Any:
+    def _full_tensor(self, _: Any, dtensor: Any, *, grad_placements: Any = None) -> Any:
         from torch.distributed.tensor import Replicate
 
-        whole = one.redistribute(placements=[Replicate()] * one.device_mesh.ndim)
+        whole = dtensor.redistribute(placements=[Replicate()] * dtensor.device_mesh.ndim)
         return whole.to_local(grad_placements=grad_placements)
 
-    def _moved(self, call: DTensorCall, made: Any, x: Tensor, shape: Sequence[Any]) -> Any:
-        with self._untraced():
-            if made.requires_grad:
-                made.register_hook(call.note)
-        return self._bound(made, self._traced(call, x, shape))
+    def _trace_result(self, call: DTensorCall, result: Any, x: Tensor, shape: Sequence[Any]) -> Any:
+        with self._pause_tracing():
+            if result.requires_grad:
+                result.register_hook(call.record_gradient)
+        return self._bind_whole(result, self._record_call(call, x, shape))
 
-    def _traced(self, call: DTensorCall, x: Tensor, shape: Sequence[Any]) -> Tensor:
-        name = named(lambda x: x.new_empty(shape).requires_grad_(x.requires_grad), str(uuid4()))
+    def _record_call(self, call: DTensorCall, x: Tensor, shape: Sequence[Any]) -> Tensor:
+        # A placeholder step under a unique name: `expand_calls` replaces it once the backward has shown the gradients.
+        name = register_step(lambda x: x.new_empty(shape).requires_grad_(x.requires_grad), str(uuid4()))
         self.calls[name] = call
         return DTENSOR(x, name)
 
 
-def _sized(one: Tensor, placements: Any, made: Tensor) -> list[Any]:
-    """The shape of one tensor, but that sizes which are cut are fixed, and those of what is made of it."""
-    cut = {placement.dim: int(one.shape[placement.dim]) for placement in placements if hasattr(placement, "dim")}
-    return [made.shape[at] if at in cut else size for at, size in enumerate(one.shape)]
+def _shape_with_fixed_dims(tensor: Tensor, placements: Any, result: Tensor) -> list[Any]:
+    """Return the shape of a tensor, with the sizes of sharded dimensions fixed to the result's."""
+    cut_sizes = {
+        placement.dim: int(tensor.shape[placement.dim]) for placement in placements if hasattr(placement, "dim")
+    }
+    return [result.shape[dim] if dim in cut_sizes else size for dim, size in enumerate(tensor.shape)]
 
 
-_KNOWN = ("device_mesh", "placements", "grad_placements", "async_op")
+_MOVE_OPTIONS = ("device_mesh", "placements", "grad_placements", "async_op")

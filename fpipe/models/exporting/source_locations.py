@@ -1,4 +1,4 @@
-"""Say where in a net something happens: the module that is called, and the line of the user's code.
+"""Find where in a net something happens: the module that is called, and the line of the user's code.
 
 ValueError: the net writes 'x' in place (aten.relu_), which is no buffer of its own; ...
   in module 'blocks.1' (Block), at net.py:12, in forward: return x.relu_()
@@ -22,70 +22,90 @@ from torch.fx.traceback import get_current_meta, preserve_node_meta
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from fpipe.meaning.purity.attributes import TORCH, is_users, line_at
-from fpipe.torch_private.fx import SET_GRAD, expression, has_floor
+from fpipe.meaning.purity.attributes import TORCH_FOLDER, is_user_file, quote_line
+from fpipe.torch_private.fx import SET_GRAD, has_floor, sympy_expression
 
 _LINE = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)')
 
 
-def place_of(node: fx.Node) -> str:
-    """Where an operation of a trace is from, as a line to put below an error; nothing if the trace does not say."""
+def location_of(node: fx.Node) -> str:
+    """Return where a traced op comes from, as a line to append to an error; empty if the trace does not say."""
     matches = [_LINE.match(line.strip()) for line in (node.stack_trace or "").splitlines()]
-    frames = [frame for frame in matches if frame and is_users(frame["file"])]
-    lines = [line_at(frame["file"], int(frame["line"]), frame["function"]) for frame in frames[-1:]]
+    frames = [frame for frame in matches if frame and is_user_file(frame["file"])]
+    lines = [quote_line(frame["file"], int(frame["line"]), frame["function"]) for frame in frames[-1:]]
     stack: Iterable[tuple[str, Any]] = (node.meta.get("nn_module_stack") or {}).values()
     modules = [(path, str(kind).rpartition(".")[2]) for path, kind in stack]
-    return _words(modules, lines)
+    return _format_location(modules, lines)
 
 
-def place_of_error(error: BaseException, modules: Iterable[tuple[str, nn.Module]]) -> str:
-    """Where an error was raised, as a line to put below it: the innermost of these modules that was called then, the
-    innermost line of the user's code, and of the module of torch's that it calls."""
+def location_of_error(error: BaseException, modules: Iterable[tuple[str, nn.Module]]) -> str:
+    """Return where an error was raised, as a line to append to it.
+
+    It names the innermost of these modules that was running, the innermost line of the user's code, and the line of the
+    torch module that this calls.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    last = max((number for number, frame in enumerate(frames) if is_users(frame.filename)), default=len(frames))
-    home = TORCH / "nn" / "modules"
-    torchs = [frame for frame in frames[last:] if frame.name == "forward" and Path(frame.filename).parent == home]
-    lines = [line_at(frame.filename, frame.lineno, frame.name) for frame in (*frames[last : last + 1], *torchs[-1:])]
-    return _words(modules_in(error, modules), lines)
+    last_user_frame = max(
+        (index for index, frame in enumerate(frames) if is_user_file(frame.filename)), default=len(frames)
+    )
+    modules_folder = TORCH_FOLDER / "nn" / "modules"
+    torch_frames = [
+        frame
+        for frame in frames[last_user_frame:]
+        if frame.name == "forward" and Path(frame.filename).parent == modules_folder
+    ]
+    lines = [
+        quote_line(frame.filename, frame.lineno, frame.name)
+        for frame in (*frames[last_user_frame : last_user_frame + 1], *torch_frames[-1:])
+    ]
+    return _format_location(modules_called_in(error, modules), lines)
 
 
-def modules_in(error: BaseException, modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, str]]:
-    """Those of these modules that were called when an error was raised, the innermost last: path and class."""
-    names = _names(modules)
+def modules_called_in(error: BaseException, modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, str]]:
+    """Return path and class of the modules that were running when an error was raised, the innermost last."""
+    names = _module_names(modules)
     called: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return [names[id(vars(self))] for self in called if isinstance(self, nn.Module) and id(vars(self)) in names]
 
 
-def place_of_caller(module: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> str:
-    """Where the user's code is now that does something to one of these modules, as a line."""
-    found = [name for key, name in _names(modules).items() if key == id(vars(module))]
-    frame = _users(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
-    lines = [] if frame is None else [line_at(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)]
-    return _words(found, lines)
+def location_of_caller(module: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> str:
+    """Return the line of the user's code that is running now, for something that it does to a module."""
+    module_names = [name for key, name in _module_names(modules).items() if key == id(vars(module))]
+    frame = _innermost_user_frame(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+    lines = [] if frame is None else [quote_line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)]
+    return _format_location(module_names, lines)
 
 
 @contextmanager
-def noting_places(
-    modules: Mapping[nn.Module, str] | None = None, called: dict[nn.Module, str] | None = None
+def record_locations(
+    modules: Mapping[nn.Module, str] | None = None, called_modules: dict[nn.Module, str] | None = None
 ) -> Generator[None]:
-    """Let nodes that are traced say which line of the user's code they are from, and which of these modules, with their
-    paths; `called` takes all modules that this thread calls, each with its class's name."""
-    noting = nullcontext() if modules is None or called is None else _noting_modules(modules, called)
-    with preserve_node_meta(), _Lines(), noting:
+    """Record in each traced node the line of the user's code, and the modules that were running.
+
+    Args:
+        modules: modules to name, with their paths; None where torch.export records them.
+        called_modules: is filled with each module that this thread calls, and the name of its class.
+    """
+    module_recorder = (
+        nullcontext() if modules is None or called_modules is None else _record_modules(modules, called_modules)
+    )
+    with preserve_node_meta(), _LineRecorder(), module_recorder:
         yield
 
 
-def traced_with_grad(node: fx.Node) -> bool:
-    """Whether gradients were on where an operation was traced; torch.export says so too, but not inside autocast."""
-    return node.meta.get("custom", {}).get(_GRAD, True)
+def was_traced_with_grad(node: fx.Node) -> bool:
+    """Whether gradients were on where an op was traced; torch.export records that too, but not inside autocast."""
+    return node.meta.get("custom", {}).get(_GRAD_KEY, True)
 
 
-_GRAD = "fpipe_grad"
+_GRAD_KEY = "fpipe_grad"
 
 
-class _Lines(TorchFunctionMode):
-    """Notes for each call of torch the line of the user's code that it is made in, and whether gradients are on. They
-    are in the forward of a custom autograd.Function, where only torch has turned them off."""
+class _LineRecorder(TorchFunctionMode):
+    """Records for each call of torch the line of the user's code, and whether gradients are on.
+
+    Inside the forward of a custom autograd.Function torch turns gradients off; they count as on there.
+    """
 
     def __enter__(self) -> Any:
         self.grad = True
@@ -93,43 +113,48 @@ class _Lines(TorchFunctionMode):
         return super().__enter__()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found, noted = _users(sys._getframe(1), self.outermost), get_current_meta()  # pyright: ignore[reportPrivateUsage]
-        if found is None:
-            noted.pop("stack_trace", None)
+        # A mode sees each call of torch while the frames of the user's code are on the stack. What it puts into the
+        # current meta, fx copies into the nodes of this call.
+        user_frame, node_meta = _innermost_user_frame(sys._getframe(1), self.outermost), get_current_meta()  # pyright: ignore[reportPrivateUsage]
+        if user_frame is None:
+            node_meta.pop("stack_trace", None)
         else:
-            code = found.f_code
-            noted["stack_trace"] = f'File "{code.co_filename}", line {found.f_lineno}, in {code.co_name}'
+            code = user_frame.f_code
+            node_meta["stack_trace"] = f'File "{code.co_filename}", line {user_frame.f_lineno}, in {code.co_name}'
         if func is SET_GRAD:
             self.grad = bool(args[0])
-        noted["custom"] = {_GRAD: self.grad or torch.is_grad_enabled()}
+        node_meta["custom"] = {_GRAD_KEY: self.grad or torch.is_grad_enabled()}
         return func(*args, **(kwargs or {}))
 
 
-def _users(frame: FrameType | None, outermost: FrameType | None = None) -> FrameType | None:
-    """The innermost frame of the user's code."""
-    while frame is not None and frame is not outermost and not is_users(frame.f_code.co_filename):
+def _innermost_user_frame(frame: FrameType | None, outermost: FrameType | None = None) -> FrameType | None:
+    """Return the innermost frame of the user's code, from this frame outwards; None if there is none."""
+    while frame is not None and frame is not outermost and not is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
     return None if frame is outermost else frame
 
 
 @contextmanager
-def _noting_modules(names: Mapping[nn.Module, str], called: dict[nn.Module, str]) -> Generator[None]:
+def _record_modules(path_by_module: Mapping[nn.Module, str], called_modules: dict[nn.Module, str]) -> Generator[None]:
     stack: list[tuple[str, str]] = []
+    # Global hooks fire in all threads, so those of others are ignored.
     thread = threading.get_ident()
 
     def enter(module: nn.Module, _: Any) -> None:
         if threading.get_ident() == thread:
-            called.setdefault(module, type(module).__name__)
-            stack.append((names.get(module, ""), type(module).__name__))
-            note()
+            called_modules.setdefault(module, type(module).__name__)
+            stack.append((path_by_module.get(module, ""), type(module).__name__))
+            update_meta()
 
     def leave(*_: Any) -> None:
         if threading.get_ident() == thread and stack:
             stack.pop()
-            note()
+            update_meta()
 
-    def note() -> None:
-        get_current_meta()["nn_module_stack"] = {str(at): one for at, one in enumerate(stack)}
+    def update_meta() -> None:
+        get_current_meta()["nn_module_stack"] = {
+            str(depth): path_and_class for depth, path_and_class in enumerate(stack)
+        }
 
     with ExitStack() as hooks:
         hooks.callback(register_module_forward_pre_hook(enter).remove)
@@ -137,39 +162,41 @@ def _noting_modules(names: Mapping[nn.Module, str], called: dict[nn.Module, str]
         yield
 
 
-def _names(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, tuple[str, str]]:
-    """The modules by their attributes, which the proxies that a tracer calls in their place share."""
+def _module_names(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, tuple[str, str]]:
+    """Return path and class of each module, by the id of its `__dict__`, which a tracer's proxy of it shares."""
     return {id(vars(module)): (path, type(module).__name__) for path, module in modules}
 
 
-def _words(modules: Iterable[tuple[str, str]], lines: Iterable[str]) -> str:
-    """The innermost module that has a path, and lines of code."""
-    inside = [f"in module {path!r} ({kind})" for path, kind in modules if path]
-    words = [*inside[-1:], "; which calls torch ".join(lines)]
-    place = ", ".join(filter(None, words))
-    return f"\n  {place}" if place else ""
+def _format_location(modules: Iterable[tuple[str, str]], lines: Iterable[str]) -> str:
+    """Format the innermost module that has a path, and lines of code."""
+    module_parts = [f"in module {path!r} ({kind})" for path, kind in modules if path]
+    parts = [*module_parts[-1:], "; which calls torch ".join(lines)]
+    location = ", ".join(filter(None, parts))
+    return f"\n  {location}" if location else ""
 
 
-# Read the sizes that a trace leaves open as expressions: which a value has, and which follow from others.
+# Symbolic sizes as expressions: which a value has, and which can be computed from others.
 
 
 def open_sizes(node: fx.Node) -> dict[int, Any]:
-    """Of a value's dimensions those that the trace leaves open, each as an expression."""
+    """Return the symbolic sizes of a value by dimension, as expressions."""
     shape = getattr(node.meta.get("val"), "shape", ())
-    exprs = {dim: expression(size) for dim, size in enumerate(shape) if isinstance(size, torch.SymInt)}
+    exprs = {dim: sympy_expression(size) for dim, size in enumerate(shape) if isinstance(size, torch.SymInt)}
     return {dim: expr for dim, expr in exprs.items() if expr.free_symbols}
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether a node is a size that the trace leaves open, or is computed of such."""
+    """Whether a node is a symbolic size, or computed from symbolic sizes."""
     return node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def expr_of(size: fx.Node) -> Any:
-    """A size as an expression, of one symbol for what must be equal."""
-    return expression(size.meta["val"])
+    """Return a size as an expression, in which sizes that must be equal are one symbol."""
+    return sympy_expression(size.meta["val"])
 
 
-def follows(expr: Any, known: Collection[Any]) -> bool:
-    """Whether a size is one of those known, or can be computed from them; torch computes no floor of symbols."""
-    return expr in known or (not has_floor(expr) and all(symbol in known for symbol in expr.free_symbols))
+def is_computable(size_expr: Any, known_exprs: Collection[Any]) -> bool:
+    """Whether a size is one of these, or can be computed from them; torch cannot compute a floor of symbols."""
+    return size_expr in known_exprs or (
+        not has_floor(size_expr) and all(symbol in known_exprs for symbol in size_expr.free_symbols)
+    )

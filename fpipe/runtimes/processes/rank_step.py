@@ -1,4 +1,4 @@
-"""Lower a program of which this process runs one rank: its instructions, its messages and its results.
+"""Lower the part of a program that one process runs: its instructions, its messages and its results.
 
     0F0 SEND(y) RECV(y) 1F0 1B0 ..        --> rank 1 -->        RECV(y) 1F0 1B0 ..    loss, None for stage 0's gradients
 
@@ -92,8 +92,10 @@ def merge_notes(
         held_by_rank: list[Any] = [None] * group.size()
         dist.all_gather_object(held_by_rank, recorder.count_bytes(notes), group=group)
         # Each rank knows its own memory only: take rank r's changes and peak from rank r.
-        changes = [change for owner, held in enumerate(held_by_rank) for change in held.changes if change[1] == owner]
-        recorder.held = HeldBytes(tuple(held.peak[owner] for owner, held in enumerate(held_by_rank)), changes)
+        changes = [
+            change for owner, memory in enumerate(held_by_rank) for change in memory.changes if change[1] == owner
+        ]
+        recorder.held = HeldBytes(tuple(memory.peak[owner] for owner, memory in enumerate(held_by_rank)), changes)
     start_by_rank = [notes.step_start - seconds_ahead if owner == rank else 0.0 for owner in range(group.size())]
     # The times of a row are 0 on all ranks but the one that ran it, so a sum has them all.
     row_times = [row_time - seconds_ahead if row_time else 0.0 for row_time in notes.times]
@@ -153,7 +155,7 @@ class RankStep(PreparedStep):
             if value.name in RESIDUALS and value.stage in self.untraced.stages:
                 raise ValueError(
                     f"{value} is autograd's own, which no message carries: {self.untraced.stages[value.stage]}. Place "
-                    "that stage's backward where its forward is, or recompute it there, by fpipe.checkpoint()."
+                    "its backward on the forward's rank, or use fpipe.checkpoint()."
                 )
         self.layouts = {value: Layout(self.trees[value].leaves, device) for value in sent_values}
         # 2. Make the collectives and copies of this rank asynchronous, and cut its part out of the instructions.
@@ -169,8 +171,10 @@ class RankStep(PreparedStep):
         # 3. Keep of the step's entrance and exit what this rank reads and returns.
         prepare = [preparation for preparation in self.entrance.prepare if preparation[2] in self.part.local_slots]
         self.entrance, self.exit = replace(self.entrance, prepare=prepare), self._local_exit(self.exit)
-        handed_out = {leaf.slot for leaf in self.exit.leaves if isinstance(leaf, ResultLeaf)}
-        self._handed_out = [(slot, self.part.local_slots[slot]) for slot in handed_out if slot in self.part.local_slots]
+        result_slots = {leaf.slot for leaf in self.exit.leaves if isinstance(leaf, ResultLeaf)}
+        self._handed_out = [
+            (slot, self.part.local_slots[slot]) for slot in result_slots if slot in self.part.local_slots
+        ]
         read_slots = {*self.part.initial_slots, *(slot for _, slots, _ in prepare for slot in slots)}
         value_by_slot = {slot: value for value, slot in self.lowered.slots.items()}
         inputs_by_slot = [(slot, positions) for slot, positions in self.entrance.inputs if slot in read_slots]
@@ -189,8 +193,8 @@ class RankStep(PreparedStep):
             if missing:
                 path = self._leaf_path(value, missing[0]) if len(missing) < len(leaf_positions) else ""
                 raise ValueError(
-                    f"rank {self.rank} reads {value}{path}, and was handed None or a meta tensor in its place. A rank "
-                    "passes local_params(program, params, rank), and its batch."
+                    f"rank {self.rank} reads {value}{path}, and was handed None or a meta tensor: pass "
+                    "local_params(program, params, rank), and the batch."
                 )
             if self.replicas is None or value not in self.shared:
                 continue
@@ -199,9 +203,9 @@ class RankStep(PreparedStep):
             if unsharded:
                 kind = "DTensor" if is_sharded(unsharded[0]) else "plain tensor"
                 raise ValueError(
-                    f"the program shards the parameters of stage {value.stage}, and a step was handed a {kind} of "
-                    f"shape {tuple(unsharded[0].shape)} that is none of {axis!r}: fpipe.shard_params(local_params("
-                    f"program, params, rank), mesh[{axis!r}]) makes a replica's shards."
+                    f"the parameters of stage {value.stage} are sharded, and a step was handed a {kind} of shape "
+                    f"{tuple(unsharded[0].shape)} that is none of {axis!r}: fpipe.shard_params(local_params(program, "
+                    f"params, rank), mesh[{axis!r}]) makes a replica's shards."
                 )
 
     def _leaf_path(self, value: Value, index: int) -> str:
@@ -214,9 +218,9 @@ class RankStep(PreparedStep):
         output_by_name |= {output.name: output for output in program.outputs if self.rank in output.homes}
         return Program.trusted(program.inputs, program.ops, tuple(output_by_name.values()))
 
-    def _local_exit(self, whole: Exit) -> Exit:
+    def _local_exit(self, exit_of_all: Exit) -> Exit:
         """Put None in place of results that are at home on other ranks."""
-        results: dict[str, Any] = tree.unflatten(whole.containers, whole.leaves)
+        results: dict[str, Any] = tree.unflatten(exit_of_all.containers, exit_of_all.leaves)
         # By result, such as "grads", and by microbatch and slice: the names of outputs that are on other ranks.
         remote_by_part = defaultdict[str, dict[tuple[Any, Any], list[Value]]](dict)
         for output in self._program_with_outputs(self.program).outputs:
@@ -240,7 +244,7 @@ class RankStep(PreparedStep):
             pairs = zip(result, parts, strict=True)
             results[name] = tuple(without_remote(part_result, by_part[part]) for part_result, part in pairs)
         leaves, spec = tree.flatten(results)
-        return replace(whole, containers=spec, leaves=leaves)
+        return replace(exit_of_all, containers=spec, leaves=leaves)
 
     def _execute(self, slots: Slots, watch: Watch | None, tap: Tap | None) -> None:
         """Run this rank's instructions, between the first receives and the last sends of the step."""
@@ -276,16 +280,16 @@ class RankStep(PreparedStep):
 def describe_exchanges(
     rank: int, program: Program, trees: Mapping[Value, AbstractTree], model: Model
 ) -> dict[str, list[str]]:
-    """State by axis what the forward exchanges of a rank carry, which must be equal on all processes of the axis."""
+    """Describe by axis the forward exchanges of a rank, which must be equal on all processes of the axis."""
     lines_by_axis: dict[str, list[str]] = {}
     for op in parts_of(program.ops):
         exchange: Any = model.stages[op.stage or 0].forward
         if op.kind == "F" and op.rank == rank and isinstance(exchange, CollectiveStage):
             leaves = [leaf for value in op.reads if value.name != "params" for leaf in trees[value].leaves]
-            leaves = leaves if exchange.leaf is None else [leaves[exchange.leaf]]
+            leaves = leaves if exchange.leaf_index is None else [leaves[exchange.leaf_index]]
             avals = [str(leaf.aval) for leaf in leaves if isinstance(leaf, Fact)]
             # With explicit sizes the data decide how many rows each process has, so only the rows' shape must agree.
-            if exchange.sizes:
+            if exchange.has_sizes:
                 rows = (leaf.aval for leaf in leaves[:-1])
                 avals[:-1] = [f"rows of {aval._replace(shape=aval.shape[1:])}" for aval in rows]
             line = f"{op.cell} ({exchange.__name__}) of {' and '.join(avals)}"
@@ -322,7 +326,7 @@ class RemoteLoss:
     def __format__(self, format_spec: str) -> str:
         return str(self) if not format_spec else format(float(self), format_spec)
 
-    def __add__(self, other: Any) -> float:
+    def __add__(self, operand: Any) -> float:
         return float(self)
 
     __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __lt__ = __gt__ = __add__
