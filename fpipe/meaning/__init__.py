@@ -1,1 +1,1 @@
-"""(Program, Model, params, batch) -> Result: a walk down the list of ops, which defines what a program computes."""
+"""(Program, Model, params, batch) -> Result: a walk down the list of ops, which defines the meaning of a program."""

@@ -1,4 +1,4 @@
-"""Say on which device each rank of a process computes, and move what it is handed and sent there, with its strides.
+"""Check the device of each rank of a process, and move tensors between devices without changing their strides.
 
 devices=["cuda:0", "cuda:1"]        params[1]: cuda:1        y[0,0]>1 = SEND y[0,0] @ 0: from cuda:0 to cuda:1
 """
@@ -12,32 +12,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.meaning.purity.own_memory import span
+from fpipe.meaning.purity.write_guard import storage_span
 from fpipe.program import Output, Program, Value, parts_of
 
 BATCH = ("inputs", "target")
 Moves = Mapping[Value, tuple[torch.device, torch.device]]
-"""Of what is in flight between devices: from which, and to which."""
+"""The devices that a value travels from and to."""
 
 
-def devices_of(devices: Sequence[Any], ranks: int) -> tuple[torch.device, ...]:
-    """The device of each rank, with its number; a ValueError if there are not as many as ranks."""
+def check_devices(devices: Sequence[Any], ranks: int) -> tuple[torch.device, ...]:
+    """Return the device of each rank, with its index; raise ValueError unless there are as many as ranks."""
     if isinstance(devices, str) or len(devices) != ranks:
         raise ValueError(
             f"devices= has a device for each rank, such as ['cuda:0', 'cuda:1']; this program has {ranks} ranks, found "
             f"{devices!r}."
         )
-    return tuple(map(_numbered, devices))
+    return tuple(map(_with_index, devices))
 
 
-def _numbered(said: Any) -> torch.device:
-    device = torch.device(said)
-    known = device.type != "cpu" and device.index is not None
-    return device if known else torch.empty(0, device=device).device
+def _with_index(name: Any) -> torch.device:
+    device = torch.device(name)
+    has_index = device.type != "cpu" and device.index is not None
+    # "cuda" alone is the current device: a tensor on it has the index.
+    return device if has_index else torch.empty(0, device=device).device
 
 
-def on_devices(program: Program, devices: Sequence[torch.device]) -> Program:
-    """The program with homes of each input on one device, and one of each output: to others values travel as all do."""
+def drop_duplicate_homes(program: Program, devices: Sequence[torch.device]) -> Program:
+    """Return a program in which the homes of each input are on one device, and each output has one home.
+
+    Inputs then reach ranks on other devices by transfers, as all other values do.
+    """
     inputs = tuple(
         end._replace(homes=tuple(rank for rank in end.homes if devices[rank] == devices[end.homes[0]]))
         for end in program.inputs
@@ -48,77 +52,87 @@ def on_devices(program: Program, devices: Sequence[torch.device]) -> Program:
     return Program.trusted(inputs, program.ops, tuple(outputs.values()))
 
 
-def homes_of(program: Program, devices: Sequence[torch.device]) -> Mapping[Value, torch.device]:
-    """Where each input is wanted."""
+def input_homes(program: Program, devices: Sequence[torch.device]) -> Mapping[Value, torch.device]:
+    """Return the device of each input's home; {} if no devices are set."""
     return {end.value: devices[end.homes[0]] for end in program.inputs} if devices else {}
 
 
-def home_of(value: Value, leaf: Any, home: torch.device | None) -> torch.device | None:
-    """Where a leaf of an input is wanted, or None where it may be anywhere: the host reads the numbers of an update."""
+def leaf_home(value: Value, leaf: Any, home: torch.device | None) -> torch.device | None:
+    """Return the device where a leaf of an input has to be, or None if it may be anywhere."""
+    # Learning rate, loss scale and the step count of optimizer state are read by the host.
     counts = value.name == "opt" and not getattr(leaf, "ndim", 0)
     return None if counts or value.name in ("lr", "scale") else home
 
 
 def check_at_home(value: Value, leaves: Iterable[Any], home: torch.device, *, example: bool = False) -> None:
-    """A ValueError for parameters or a state away from their rank's device; meta tensors of an `example` stand for what
-    is there."""
-    found = (leaf for leaf in leaves if isinstance(leaf, Tensor) and not (example and leaf.is_meta))
-    away = next((leaf for leaf in found if leaf.device != home and home_of(value, leaf, home)), None)
-    if away is not None and value.name not in BATCH:
+    """Raise ValueError for parameters or state on another device than their rank's; meta is fine in an `example`."""
+    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and not (example and leaf.is_meta))
+    misplaced = next((leaf for leaf in tensors if leaf.device != home and leaf_home(value, leaf, home)), None)
+    if misplaced is not None and value.name not in BATCH:
         raise ValueError(
-            f"{value} (of shape {[*away.shape]}) is on {away.device}, and its rank computes on {home}: move that stage "
-            "there before the step, or say other devices=."
+            f"{value} (of shape {[*misplaced.shape]}) is on {misplaced.device}, and its rank computes on {home}: move "
+            "that stage there before the step, or say other devices=."
         )
 
 
-def moves_of(program: Program, devices: Sequence[torch.device]) -> Moves:
-    """Find the values that travel between two devices, in a program in which every transfer is an op."""
+def find_moves(program: Program, devices: Sequence[torch.device]) -> Moves:
+    """Return the values that travel between two devices, in a program in which every transfer is an op."""
     if not devices:
         return {}
     ops = [*parts_of(program.ops)]
-    sent = {value: devices[op.rank] for op in ops if op.kind == "SEND" for value in op.writes}
-    both = ((value, (sent[value], devices[op.rank])) for op in ops if op.kind == "RECV" for value in op.reads)
-    return {value: pair for value, pair in both if pair[0] != pair[1]}
+    sender_by_value = {value: devices[op.rank] for op in ops if op.kind == "SEND" for value in op.writes}
+    pairs = (
+        (value, (sender_by_value[value], devices[op.rank])) for op in ops if op.kind == "RECV" for value in op.reads
+    )
+    return {value: pair for value, pair in pairs if pair[0] != pair[1]}
 
 
-def brought(leaf: Any, home: torch.device) -> Any:
-    """A leaf of the batch on the device where it is wanted. One in pinned memory is copied there first: the copy to the
-    device may run long after the step has returned, and the caller may fill the batch anew by then."""
+def bring_batch_leaf(leaf: Any, home: torch.device) -> Any:
+    """Return a leaf of the batch on the device of its home."""
+    # From pinned memory the copy to the device is asynchronous. It may run after the step has returned, when the caller
+    # may already fill the batch with new rows: so such a leaf is copied on the host first.
     if not isinstance(leaf, Tensor) or leaf.device == home:
         return leaf
-    held = leaf.device.type == "cpu" and home.type != "meta" and leaf.is_pinned()
-    return moved(torch.empty_like(leaf, pin_memory=True).copy_(leaf) if held else leaf, leaf.device, home)
+    is_pinned = leaf.device.type == "cpu" and home.type != "meta" and leaf.is_pinned()
+    return move_tensor(torch.empty_like(leaf, pin_memory=True).copy_(leaf) if is_pinned else leaf, leaf.device, home)
 
 
-def moved(leaf: Any, home: torch.device, there: torch.device, *, queued: bool = False) -> Any:
-    """A tensor at home as it is there, with its strides; on a CPU at once, unless it is `queued` for who reads it."""
-    away = partial(Tensor.to, device=there, non_blocking=there.type != "cpu")
-    return copied([leaf], home, to_host if queued and there.type == "cpu" else away)[0]
+def move_tensor(leaf: Any, source: torch.device, target: torch.device, *, is_queued: bool = False) -> Any:
+    """Return a tensor on the target device with the same strides; leaves on other devices than `source` unchanged.
+
+    A copy to the CPU is complete on return, unless `is_queued`: then it is in pinned memory once the stream is there.
+    """
+    move = partial(Tensor.to, device=target, non_blocking=target.type != "cpu")
+    return copy_tensors([leaf], source, copy_to_pinned if is_queued and target.type == "cpu" else move)[0]
 
 
-def copied(leaves: Iterable[Any], home: torch.device, copy: Callable[[Tensor], Tensor]) -> list[Any]:
-    """Leaves with copies in place of the tensors at home, with their strides; each memory is copied once, and flat."""
-    found, made = list[Any](), dict[Any, Tensor]()
+def copy_tensors(leaves: Iterable[Any], source: torch.device, copy: Callable[[Tensor], Tensor]) -> list[Any]:
+    """Return leaves with copies, in the same strides, of the tensors on the source device."""
+    # Tensor.to makes an expanded or overlapping tensor contiguous. A flat view from the first to the last element is
+    # copied instead, and seen through the strides again; tensors that share that memory share the copy.
+    copies, copy_by_memory = list[Any](), dict[Any, Tensor]()
     for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.device == home:
+        if isinstance(leaf, Tensor) and leaf.device == source:
             shape, stride = leaf.shape, leaf.stride()
-            flat = leaf.detach().as_strided((span(shape, stride),), (1,))
+            flat = leaf.detach().as_strided((storage_span(shape, stride),), (1,))
             key = () if leaf.is_meta else (flat.data_ptr(), len(flat), flat.dtype)
-            if leaf.is_meta or key not in made:
-                made[key] = copy(flat)
-            leaf = made[key].as_strided(shape, stride).requires_grad_(leaf.requires_grad)
-        found.append(leaf)
-    return found
+            if leaf.is_meta or key not in copy_by_memory:
+                copy_by_memory[key] = copy(flat)
+            leaf = copy_by_memory[key].as_strided(shape, stride).requires_grad_(leaf.requires_grad)
+        copies.append(leaf)
+    return copies
 
 
-def to_host(flat: Tensor) -> Tensor:
-    """A tensor of a device in pinned memory, once its stream is there."""
+def copy_to_pinned(flat: Tensor) -> Tensor:
+    """Copy a device's tensor to pinned memory asynchronously, in the order of the current stream."""
     return torch.empty_like(flat, device="cpu", pin_memory=True).copy_(flat, non_blocking=True)
 
 
-def pinned(leaves: Iterable[Any]) -> list[Any]:
-    """Leaves of the host in pinned memory: those that are there already, as they are."""
-    return [leaf if _is_pinned(leaf) else copied([leaf], torch.device("cpu"), Tensor.pin_memory)[0] for leaf in leaves]
+def pin_leaves(leaves: Iterable[Any]) -> list[Any]:
+    """Return leaves of the host in pinned memory, without copying leaves that are there already."""
+    return [
+        leaf if _is_pinned(leaf) else copy_tensors([leaf], torch.device("cpu"), Tensor.pin_memory)[0] for leaf in leaves
+    ]
 
 
 def _is_pinned(leaf: Any) -> bool:

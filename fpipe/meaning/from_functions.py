@@ -1,4 +1,4 @@
-"""Make a model from pure functions: check what each stage takes and which leaves are tied, and refuse what is no stage.
+"""Make a model from pure functions, after checking the arguments of each stage and the groups of tied leaves.
 
 [f0, f1, f2]        --> from_functions -->        Model(stages, loss, inputs, ties)
 """
@@ -23,26 +23,27 @@ def from_functions(
     aux: bool = False,
     aux_losses: Sequence[int] = (),
 ) -> Model:
-    """A model from pure functions, one per stage.
+    """Return a model of pure functions, one per stage.
 
     Args:
-        fns: `f(params, x) -> y`, or `f(params, x, *, microbatch)` for one that wants the microbatch's number, or
-            `f(params, x, *, carry) -> (y, carry)` for one that runs on slices of a sequence: it takes what the slice
-            before handed on, None for the first. A `Stage`, such as `fpipe.exchange` makes, is taken as it is.
-        loss: `loss(y, target)` gives a 0-d tensor, or (total, count) with reduction="count"; None: the last stage does.
-        inputs: what each stage takes as x: the number of an earlier stage, "batch", or a tuple of these for a tuple of
-            values. None is a chain. In a tuple `(stage, which)` is one of several outputs of a stage, which returns the
-            tuple of them: each is a value of its own and travels to its readers alone.
-        ties: groups of leaves that are one, as in `((0, "e"), (3, "e"))`: it lives where named first, in the earliest
-            stage, and the params of the others come without it.
+        fns: `f(params, x) -> y`; or `f(params, x, *, microbatch)` for a stage that needs the microbatch's index; or
+            `f(params, x, *, carry) -> (y, carry)` for one that runs on slices of a sequence and reads the carry of the
+            slice before, None for the first. A `Stage`, such as `fpipe.exchange` makes, is used unchanged.
+        loss: `loss(y, target)` returns a 0-d tensor, or (total, count) with reduction="count"; None: the last stage
+            returns it.
+        inputs: what each stage takes as x: the index of an earlier stage, "batch", or a tuple of these for a tuple of
+            values. None is a chain. In a tuple, `(stage, port)` is one of several outputs of a stage that returns a
+            tuple: each is a separate value, sent to its readers only.
+        ties: groups of leaves that are one parameter, as in `((0, "e"), (3, "e"))`. The first, in the earliest stage,
+            owns it; the params of the others do not have it.
         reduction: how the losses of microbatches make one: "mean" by rows, "sum", or "count".
-        aux: whether the loss returns `(loss, aux)`, with "count" `((total, count), aux)`: any pytree of metrics. They
-            are handed back detached, as `Result.aux`.
-        aux_losses: the stages that return `(y, loss)`, such as a load balance of experts: a loss that is added to the
-            model's, weighted as it is in a microbatch. Its gradient starts in that stage's own backward.
+        aux: whether the loss returns `(loss, aux)`, with "count" `((total, count), aux)`, where aux is a pytree of
+            metrics. They are returned detached, as `Result.aux`.
+        aux_losses: the stages that return `(y, loss)`, such as a load balance of experts. That loss is added to the
+            model's, with the microbatch's weight. Its gradient starts in that stage's own backward.
 
     Raises:
-        ValueError: any of these that does not say what it should; the stage is named.
+        ValueError: one of these is malformed; the error names the stage.
 
     >>> import fpipe
     >>> model = fpipe.from_functions([lambda p, x: x @ p["w"], lambda p, x: x.tanh()], loss=lambda y, t: (y - t).mean())
@@ -51,81 +52,88 @@ def from_functions(
     """
     if callable(fns) or not isinstance(fns, Sequence):
         raise TypeError(f"from_functions takes a list of functions, one per stage; found {type(fns).__name__}.")
-    taken = normalise_inputs(inputs, len(fns))
+    sources = normalise_inputs(inputs, len(fns))
     if not isinstance(aux_losses, Collection):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"aux_losses lists stages, as in [1]; found {type(aux_losses).__name__}.")
-    for odd in (stage for stage in aux_losses if stage not in range(len(fns))):
-        raise ValueError(f"aux_losses names stage {odd!r}; the stages are 0 to {len(fns) - 1}.")
+    for misfit in (stage for stage in aux_losses if stage not in range(len(fns))):
+        raise ValueError(f"aux_losses names stage {misfit!r}; the stages are 0 to {len(fns) - 1}.")
     if aux and loss is None:
         raise ValueError("aux=True says what loss= returns, which is missing.")
     stages = tuple(
         fn
         if isinstance(fn, Stage)
-        else Stage(fn, _asks(number, fn), aux_loss=number in aux_losses, name=getattr(fn, "__name__", ""))
+        else Stage(fn, _asked_names(number, fn), aux_loss=number in aux_losses, name=getattr(fn, "__name__", ""))
         for number, fn in enumerate(fns)
     )
-    if "torch.nn" in sys.modules:  # whoever has a module that computes with parameters of its own has torch
+    # Stages of plain functions need no torch, whose import takes long. Who closes over a module has imported it.
+    if "torch.nn" in sys.modules:
         from fpipe.meaning.purity.attributes import modules_of
-        from fpipe.meaning.purity.fingerprint import Fingerprint, refuse_hooked
+        from fpipe.meaning.purity.fingerprint import Fingerprint, refuse_parallel_wrapper
 
         functions = [stage.forward for stage in stages]
-        for path, module in (one for fn in functions for one in modules_of(fn)):
-            refuse_hooked(path, module)
-        held = Fingerprint([*functions, loss])
+        for path, module in (named_module for fn in functions for named_module in modules_of(fn)):
+            refuse_parallel_wrapper(path, module)
+        fingerprint = Fingerprint([*functions, loss])
     else:
-        held = None
-    return Model(stages, loss, taken, _normalise_ties(ties, len(fns)), reduction, aux, held=held)
+        fingerprint = None
+    return Model(stages, loss, sources, _normalise_ties(ties, len(fns)), reduction, aux, held=fingerprint)
 
 
-def _asks(number: int, fn: Callable[..., Any]) -> frozenset[str]:
-    """The keyword-only names a stage function asks for; refused if it is not f(params, x, *, ...)."""
-    who = f"stage {number} ({getattr(fn, '__name__', type(fn).__name__)})"
+def _asked_names(number: int, fn: Callable[..., Any]) -> frozenset[str]:
+    """Return the keyword-only names that a stage function asks for; raise ValueError if it is no f(params, x)."""
+    label = f"stage {number} ({getattr(fn, '__name__', type(fn).__name__)})"
     if not callable(fn) or hasattr(fn, "named_parameters"):
         kind = "a module; use from_sequential" if callable(fn) else type(fn).__name__
         raise ValueError(f"stage {number} is a function f(params, x), found {kind}.")
     try:
         parameters = inspect.signature(fn).parameters.values()
-    except ValueError:  # some functions written in C do not tell
+    except ValueError:  # some functions written in C have no signature
         return frozenset()
-    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    needed = sum(p.default is p.empty for p in places)
-    many = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if needed > 2 or (len(places) < 2 and not many):
-        found = ", ".join(p.name for p in places)
-        raise ValueError(f"{who} takes ({found}); a stage is f(params, x), its x one pytree and never spread.")
-    given = getattr(fn, "keywords", {})  # what functools.partial has filled in
-    asked = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in given}
-    for name, parameter in asked.items():
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    # A stage may have more positional parameters than (params, x) only if they have defaults.
+    needed = sum(p.default is p.empty for p in positional)
+    has_varargs = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if needed > 2 or (len(positional) < 2 and not has_varargs):
+        parameter_names = ", ".join(p.name for p in positional)
+        raise ValueError(
+            f"{label} takes ({parameter_names}); a stage is f(params, x), its x one pytree and never spread."
+        )
+    filled = getattr(fn, "keywords", {})  # arguments that functools.partial has filled in
+    keyword_only = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in filled}
+    for name, parameter in keyword_only.items():
         if name not in MAY_ASK and parameter.default is parameter.empty:
-            words = "state, key, microbatch and carry"
-            raise ValueError(f"{who} asks for {name!r}; a stage can ask for {words}, and nothing else.")
-    return frozenset(asked) & MAY_ASK
+            offered = "state, key, microbatch and carry"
+            raise ValueError(f"{label} asks for {name!r}; a stage can ask for {offered}, and nothing else.")
+    return frozenset(keyword_only) & MAY_ASK
 
 
-def _normalise_ties(ties: Sequence[Sequence[tuple[int, str]]], n: int) -> tuple[tuple[tuple[int, str], ...], ...]:
-    """Groups of tied leaves, checked: each in stages of its own, the earliest first, no leaf in two groups."""
-    shape = "ties is a list of groups of (stage, leaf), as in [((0, 'e'), (3, 'e'))]"
+def _normalise_ties(
+    ties: Sequence[Sequence[tuple[int, str]]], stage_count: int
+) -> tuple[tuple[tuple[int, str], ...], ...]:
+    """Return the groups of tied leaves, checked: distinct stages, the earliest first, no leaf in two groups."""
+    expected = "ties is a list of groups of (stage, leaf), as in [((0, 'e'), (3, 'e'))]"
     if not isinstance(ties, Collection):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"{shape}; found {type(ties).__name__}.")
+        raise ValueError(f"{expected}; found {type(ties).__name__}.")
+    # The order of a group says who owns the leaf, so a group that starts at a later stage is refused, not sorted.
     groups: list[tuple[tuple[int, str], ...]] = []
-    seen: set[tuple[int, str]] = set()
-    for found in ties:
-        if not isinstance(found, Sequence) or not all(  # pyright: ignore[reportUnnecessaryIsInstance]
-            isinstance(member, Sequence) and len(member) == 2 and type(member[0]) is int for member in found
+    tied_leaves: set[tuple[int, str]] = set()
+    for members in ties:
+        if not isinstance(members, Sequence) or not all(  # pyright: ignore[reportUnnecessaryIsInstance]
+            isinstance(member, Sequence) and len(member) == 2 and type(member[0]) is int for member in members
         ):
-            raise ValueError(f"{shape}; found the group {found!r}.")
-        group = tuple((stage, leaf) for stage, leaf in found)
+            raise ValueError(f"{expected}; found the group {members!r}.")
+        group = tuple((stage, leaf) for stage, leaf in members)
         stages = [stage for stage, _ in group]
         if len(group) < 2:
             raise ValueError(f"a tie is between leaves of at least two stages, found {group}.")
         for member in group:
-            if not 0 <= member[0] < n:
-                raise ValueError(f"the tie {group} names stage {member[0]}; the stages are 0 to {n - 1}.")
+            if not 0 <= member[0] < stage_count:
+                raise ValueError(f"the tie {group} names stage {member[0]}; the stages are 0 to {stage_count - 1}.")
             if stages.count(member[0]) > 1:
                 raise ValueError(
                     f"the tie {group} names stage {member[0]} twice; inside one stage, use one leaf twice."
                 )
-            if member in seen:
+            if member in tied_leaves:
                 raise ValueError(
                     f"leaf {member[1]!r} of stage {member[0]} is in two ties; put all of its uses in one group."
                 )
@@ -133,6 +141,6 @@ def _normalise_ties(ties: Sequence[Sequence[tuple[int, str]]], n: int) -> tuple[
             raise ValueError(
                 f"the tie {group} names stage {stages[0]} first; the leaf lives in the earliest, {min(stages)}."
             )
-        seen.update(group)
+        tied_leaves.update(group)
         groups.append(group)
     return tuple(groups)

@@ -1,7 +1,7 @@
-"""Say what each kind of op does to real values: the rules of a walk down a program, by kind.
+"""Define what each kind of op does to real values: the rules of a walk down a program, by kind.
 
-A stage's own, those of F, R, B, I and W, are plain autograd's; those here cut the batch, add gradients up, weigh the
-losses and join what comes out.
+F, R, B, I and W run a stage under plain autograd (`by_autograd.py`). The rules here cut the batch, add gradients,
+weight losses and join outputs.
 """
 
 from __future__ import annotations
@@ -23,121 +23,139 @@ from fpipe.meaning.by_autograd import (
     forward,
     weight_gradient,
 )
-from fpipe.meaning.devices import moved
-from fpipe.meaning.purity.own_memory import is_strided
-from fpipe.meaning.single_device.microbatch import cut, cut_sequence, join, join_gradients, join_slices, rows
-from fpipe.meaning.single_device.params_and_state import (
-    batches_of,
-    check_batch,
-    refuse_wanted_gradients,
-    rows_of_each,
-    streams,
+from fpipe.meaning.devices import move_tensor
+from fpipe.meaning.purity.write_guard import is_strided
+from fpipe.meaning.single_device.microbatch import (
+    count_batch_rows,
+    cut,
+    cut_sequence,
+    join,
+    join_gradients,
+    join_slices,
 )
-from fpipe.meaning.updates import norm_of, unscale, update_params, validate
+from fpipe.meaning.single_device.params_and_state import (
+    as_streams,
+    check_batch,
+    check_batches,
+    refuse_inputs_that_require_grad,
+    rows_per_microbatch,
+)
+from fpipe.meaning.updates import take_norms, unscale, update_params, validate
 from fpipe.program import Op, Program, kind_of
-from fpipe.torch_internals import each_times
+from fpipe.torch_internals import scale_each
 from fpipe.transforms.specs import Chunk, spec_of
 
 
 def split_batch(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
-    """SPLIT: views of the batch's rows, and the share of the microbatch (and slice) in the whole."""
-    how = dict(op.how)
-    made: dict[str, Any] = {}
+    """Define SPLIT: return a microbatch, or a slice of it, as views, and its share of the batch's rows."""
+    settings = dict(op.how)
+    value_by_name: dict[str, Any] = {}
     share = 1.0
-    for value, arg in zip(op.reads, args, strict=True):
-        spec = spec_of(how.get("spec"))
+    for value, batch_side in zip(op.reads, args, strict=True):
+        # A pair of specs is for inputs and target; a single one is for both.
+        spec = spec_of(settings.get("spec"))
         spec = spec[value.name == "target"] if isinstance(spec, tuple) else spec
-        if "presplit" in how:
-            part, size = arg[how["index"]], context.sizes[how["index"]]
+        if "presplit" in settings:
+            part, size = batch_side[settings["index"]], context.sizes[settings["index"]]
         else:
-            how_many = {"size": how.get("size"), "total": context.rows}
-            part, size = cut(arg, how["index"], how["count"], spec, what=value.name, **how_many)
-        if "slices" in how:
-            along = spec_of(how.get("sequence"))
-            along = along[value.name == "target"] if isinstance(along, tuple) else along
-            dim, who = how.get("dim", 1), value.name
-            part, share = cut_sequence(part, op.slice or 0, how["slices"], dim, along, row_spec=spec, what=who)
-        made["x" if value.name == "inputs" else "t"] = part
-        made["w"] = size / context.all_rows * share
-    return [made[value.name] for value in op.writes]
+            row_options = {"size": settings.get("size"), "total": context.rows}
+            part, size = cut(batch_side, settings["index"], settings["count"], spec, label=value.name, **row_options)
+        if "slices" in settings:
+            sequence_spec = spec_of(settings.get("sequence"))
+            sequence_spec = sequence_spec[value.name == "target"] if isinstance(sequence_spec, tuple) else sequence_spec
+            dim, label = settings.get("dim", 1), value.name
+            part, share = cut_sequence(
+                part, op.slice or 0, settings["slices"], dim, sequence_spec, row_spec=spec, label=label
+            )
+        value_by_name["x" if value.name == "inputs" else "t"] = part
+        # The weight is a share of the rows of all replicas, so that gradients only have to be added.
+        value_by_name["w"] = size / context.all_rows * share
+    return [value_by_name[value.name] for value in op.writes]
 
 
-def batch_of(program: Program, batch: Any) -> tuple[Any, tuple[int, ...]]:
-    """A batch, or those of the training steps, and the rows of each microbatch, or of the whole where SPLIT cuts it."""
-    how = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
-    spec = spec_of(how.get("spec"))
+def check_and_measure_batch(program: Program, batch: Any) -> tuple[Any, tuple[int, ...]]:
+    """Check the batch (or the batches of all training steps), and return it with its numbers of rows.
+
+    A batch that is cut already is returned as two streams with the rows of each microbatch; else the whole batch's
+    number of rows is the only one.
+    """
+    settings = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
+    spec = spec_of(settings.get("spec"))
     if program.steps > 1:
-        batches, sizes = batches_of(batch, program.steps), set[int]()
-        for one in batches:
-            check_batch(one)
-            sizes.add(rows(one, spec))
+        batches, sizes = check_batches(batch, program.steps), set[int]()
+        for pair in batches:
+            check_batch(pair)
+            sizes.add(count_batch_rows(pair, spec))
         if len(sizes) > 1:
             raise ValueError(f"the batches of all steps have equally many rows; found {sorted(sizes)}.")
-        _refuse_wanted_gradients(program, [one[0] for one in batches])
+        _refuse_inputs_that_require_grad(program, [pair[0] for pair in batches])
         return batch, (*sizes,)
-    if "presplit" in how:
-        taken = streams(batch, how["count"])
-        _refuse_wanted_gradients(program, taken[0])
-        return taken, rows_of_each(taken, spec)
+    if "presplit" in settings:
+        streams = as_streams(batch, settings["count"])
+        _refuse_inputs_that_require_grad(program, streams[0])
+        return streams, rows_per_microbatch(streams, spec)
     check_batch(batch)
-    _refuse_wanted_gradients(program, batch[0])
-    return batch, (rows(batch, spec),)
+    _refuse_inputs_that_require_grad(program, batch[0])
+    return batch, (count_batch_rows(batch, spec),)
 
 
-def _refuse_wanted_gradients(program: Program, inputs: Any) -> None:
+def _refuse_inputs_that_require_grad(program: Program, inputs: Any) -> None:
     ends = {end.name.name for end in program.outputs}
     if not ends.isdisjoint(("grads", "params")) and "input_grads" not in ends:
-        refuse_wanted_gradients(inputs, "fpipe.program(model, input_grads=True)")
+        refuse_inputs_that_require_grad(inputs, "fpipe.program(model, input_grads=True)")
 
 
-def add(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
-    """ADD: leaf by leaf, from left to right."""
+def add_leaves(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
+    """Define ADD: add leaf by leaf, from left to right."""
     if isinstance(args[0], Tensor):  # losses
         return [functools.reduce(torch.add, args)]
-    return [summed(args)]
+    return [sum_gradients(args)]
 
 
-def summed(parts: Sequence[Leaves]) -> Leaves:
-    """Sum of gradients over the same leaves, None where all have none."""
+def sum_gradients(parts: Sequence[Leaves]) -> Leaves:
+    """Return the sum of gradients by leaf; None where all are None."""
+    # From left to right, because addition of floats is not associative: the order is part of the result.
     total = [*parts[0]]
-    for more in parts[1:]:
-        total = [b if a is None else a if b is None else a + b for a, b in zip(total, more, strict=True)]
+    for terms in parts[1:]:
+        total = [b if a is None else a if b is None else a + b for a, b in zip(total, terms, strict=True)]
     return total
 
 
-def scale(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
-    """SCALE: a total, or its gradients, divided by what it counts (by 1 if it counts nothing)."""
+def divide_by_count(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
+    """Define SCALE: divide a total, or its gradients, by its count, or by 1 if the count is 0."""
     total, count = args
-    divisor = _or_one(count)
+    divisor = _nonzero_divisor(count)
     if isinstance(total, Tensor):  # the loss itself
         return [total / divisor]
     return [[leaf if leaf is None else leaf / divisor for leaf in total]]
 
 
-def _or_one(count: Any) -> Any:
-    """Divisor of a total, without looking at the data of a tensor."""
+def _nonzero_divisor(count: Any) -> Any:
+    """Return the count, or 1 for a count of 0, without reading a tensor's data on the host."""
     return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1
 
 
-def reduce_one(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
-    """REDUCE and SCATTER of one replica: itself, in its own memory; a count as a tensor, to be added to."""
-    made = [[*map(_summand, arg)] if isinstance(arg, list) else _summand(arg) for arg in args]
-    return [tree.tree_map(cast_of(op), one) for one in made]
+def reduce_alone(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
+    """Define REDUCE and SCATTER of a single replica: a copy of the operand; a number becomes a tensor."""
+    operands = [
+        [*map(_copy_operand, operand)] if isinstance(operand, list) else _copy_operand(operand) for operand in args
+    ]
+    return [tree.tree_map(make_cast(op), pytree) for pytree in operands]
 
 
-def _summand(leaf: Any) -> Any:
+def _copy_operand(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.clone() if is_strided(leaf) else leaf
     return None if leaf is None else torch.tensor(leaf)
 
 
-def gather_one(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
-    """GATHER in one process: the parameters themselves, after a cast."""
-    return [tree.tree_map(cast_of(op), arg) for arg in args]
+def gather_alone(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
+    """Define GATHER of a single replica: the parameters, after a cast."""
+    return [tree.tree_map(make_cast(op), operand) for operand in args]
 
 
-def cast_of(op: Op) -> Callable[[Any], Any]:
-    """The cast of a GATHER or SCATTER, of floating tensors."""
+def make_cast(op: Op) -> Callable[[Any], Any]:
+    """Return the function that casts floating leaves as a GATHER, REDUCE or SCATTER says."""
     dtype: torch.dtype | None = getattr(torch, dict(op.how).get("cast", ""), None)
 
     def cast(leaf: Any) -> Any:
@@ -149,87 +167,102 @@ def cast_of(op: Op) -> Callable[[Any], Any]:
 
 
 def merge_results(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
-    """MERGE: the loss over all, what it counts, joined outputs; or the gradients of the inputs, or of single rows."""
-    how, wanted = dict(op.how), {value.name for value in op.writes}
-    if "rows" in wanted:
+    """Define MERGE: add losses and counts, and join outputs; or join gradients of the inputs or of single rows."""
+    settings, written_names = dict(op.how), {value.name for value in op.writes}
+    if "rows" in written_names:
         return [[None if leaves[0] is None else torch.cat(leaves) for leaves in zip(*args, strict=True)]]
     if op.reads[0].name == "inputs":
-        return [_of_inputs(args[0], args[1:], how)]
-    named: dict[str, list[Any]] = {}
-    for value, arg in zip(op.reads, args, strict=True):
-        named.setdefault(value.name, []).append(arg)
-    made: dict[str, Any] = {}
-    if "count" in named:
-        made["count"] = sum(named["count"][1:], named["count"][0])
-    if not wanted.isdisjoint({"loss", "total"}):
-        losses = named["loss" if "loss" in named else "total"]
-        losses = each_times(losses, named["w"]) if context.model.reduction == "mean" else losses
-        made["total"] = sum(losses[1:], losses[0])  # replicas add it up, and divide by the count of all
-        made["loss"] = made["total"] / _or_one(made["count"]) if "count" in made else made["total"]
-    for name, parts, spec in (("outputs", named.get("y"), "spec"), ("aux", named.get("aux"), "aux")):
+        return [_join_input_grads(args[0], args[1:], settings)]
+    args_by_name: dict[str, list[Any]] = {}
+    for value, pytree in zip(op.reads, args, strict=True):
+        args_by_name.setdefault(value.name, []).append(pytree)
+    value_by_name: dict[str, Any] = {}
+    if "count" in args_by_name:
+        value_by_name["count"] = sum(args_by_name["count"][1:], args_by_name["count"][0])
+    if not written_names.isdisjoint({"loss", "total"}):
+        losses = args_by_name["loss" if "loss" in args_by_name else "total"]
+        losses = scale_each(losses, args_by_name["w"]) if context.model.reduction == "mean" else losses
+        # Replicas add the total up, and divide the sum by the count over all replicas.
+        value_by_name["total"] = sum(losses[1:], losses[0])
+        value_by_name["loss"] = (
+            value_by_name["total"] / _nonzero_divisor(value_by_name["count"])
+            if "count" in value_by_name
+            else value_by_name["total"]
+        )
+    for name, parts, spec in (("outputs", args_by_name.get("y"), "spec"), ("aux", args_by_name.get("aux"), "aux")):
         if parts is not None:
-            weights = named["w"]
-            if "slices" in how and name == "outputs":
-                parts, weights = _whole_sequences(parts, weights, how["slices"], how.get("dim", 1))
+            weights = args_by_name["w"]
+            if "slices" in settings and name == "outputs":
+                parts, weights = _join_sequences(parts, weights, settings["slices"], settings.get("dim", 1))
+            # Weights are shares of all rows; rounding gives the microbatches' whole numbers of rows back.
             sizes = [weight * context.all_rows for weight in weights]
             sizes = sizes if name == "aux" else [*map(round, sizes)]
-            made[name] = join(parts, sizes, spec=spec_of(how.get(spec)), what=name)
-    return [made[value.name] for value in op.writes]
+            value_by_name[name] = join(parts, sizes, spec=spec_of(settings.get(spec)), label=name)
+    return [value_by_name[value.name] for value in op.writes]
 
 
-def _of_inputs(inputs: Any, parts: Sequence[Any], how: Mapping[str, Any]) -> Leaves:
-    """The gradients of the inputs from those of the microbatches (and slices), put together as these were cut."""
-    spec, along = (
-        said[0] if isinstance(said, tuple) else said for said in map(spec_of, map(how.get, ("spec", "sequence")))
+def _join_input_grads(inputs: Any, parts: Sequence[Any], settings: Mapping[str, Any]) -> Leaves:
+    """Join the input gradients of microbatches (and slices) as the inputs were cut."""
+    spec, sequence_spec = (
+        side_spec[0] if isinstance(side_spec, tuple) else side_spec
+        for side_spec in map(spec_of, map(settings.get, ("spec", "sequence")))
     )
-    slices = how.get("slices", 1)
+    slices = settings.get("slices", 1)
     if slices > 1:
-        each: Sequence[Any] = inputs if "presplit" in how else [inputs] * (len(parts) // slices)
+        inputs_by_microbatch: Sequence[Any] = inputs if "presplit" in settings else [inputs] * (len(parts) // slices)
         parts = [
-            join_slices(one, parts[at * slices : (at + 1) * slices], how.get("dim", 1), along, row_spec=spec)
-            for at, one in enumerate(each)
+            join_slices(
+                microbatch_inputs,
+                parts[index * slices : (index + 1) * slices],
+                settings.get("dim", 1),
+                sequence_spec,
+                row_spec=spec,
+            )
+            for index, microbatch_inputs in enumerate(inputs_by_microbatch)
         ]
-    return [leaf for part in parts for leaf in part] if "presplit" in how else join_gradients(inputs, parts, spec)
+    return [leaf for part in parts for leaf in part] if "presplit" in settings else join_gradients(inputs, parts, spec)
 
 
-def _whole_sequences(
+def _join_sequences(
     parts: Sequence[Any], weights: Sequence[float], slices: int, dim: int
 ) -> tuple[list[Any], list[float]]:
-    """Join the slices of each microbatch, and add up their weights."""
     starts = range(0, len(parts), slices)
-    wholes = [join(parts[at : at + slices], weights[at : at + slices], Chunk(dim)) for at in starts]
-    return wholes, [sum(weights[at : at + slices]) for at in starts]
+    wholes = [join(parts[start : start + slices], weights[start : start + slices], Chunk(dim)) for start in starts]
+    return wholes, [sum(weights[start : start + slices]) for start in starts]
 
 
-def both(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
-    """PAIR: its parts, which do not read each other, one after the other."""
+def run_pair(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
+    """Define PAIR: run its parts, which do not read each other, in turn."""
     values = dict(zip(op.reads, args, strict=True))
     return [
-        made for part in op.parts for made in RULES[part.kind](part, [values[value] for value in part.reads], context)
+        result
+        for part in op.parts
+        for result in RULES[part.kind](part, [values[value] for value in part.reads], context)
     ]
 
 
 def pass_on(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
-    """SEND, RECV, OFFLOAD and LOAD within one process: the value itself, after a cast, or on another device."""
+    """Define SEND, RECV, OFFLOAD and LOAD within one process: the value, after a cast or a copy to another device."""
     if op.how:
-        return [tree.tree_map(rounding(op), arg) for arg in args]
+        return [tree.tree_map(make_rounding(op), pytree) for pytree in args]
     moves = [context.moves.get(value) if op.kind == "RECV" else None for value in op.reads]
     return [
-        arg if move is None else tree.tree_map(partial(moved, home=move[0], there=move[1]), arg)
-        for arg, move in zip(args, moves, strict=True)
+        pytree if move is None else tree.tree_map(partial(move_tensor, source=move[0], target=move[1]), pytree)
+        for pytree, move in zip(args, moves, strict=True)
     ]
 
 
-def rounding(op: Op) -> Callable[[Any], Any]:
-    """How the leaves of what a SEND casts arrive: rounded to its dtype, in their own."""
+def make_rounding(op: Op) -> Callable[[Any], Any]:
+    """Return the function that rounds leaves to the dtype that a SEND casts to; they keep their own dtype."""
+    # On processes the message has the smaller dtype, and the receiver casts it back.
     dtype: torch.dtype = getattr(torch, dict(op.how)["cast"])
 
-    def arrive(leaf: Any) -> Any:
+    def round_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dtype.itemsize <= dtype.itemsize:
             return leaf
         return leaf.detach().to(dtype).to(leaf.dtype).requires_grad_(leaf.requires_grad)
 
-    return arrive
+    return round_leaf
 
 
 RULES: dict[str, Rule] = {
@@ -239,27 +272,27 @@ RULES: dict[str, Rule] = {
     "I": backward,
     "W": weight_gradient,
     "SPLIT": split_batch,
-    "ADD": add,
-    "SCALE": scale,
+    "ADD": add_leaves,
+    "SCALE": divide_by_count,
     "MERGE": merge_results,
-    "REDUCE": reduce_one,
-    "SCATTER": reduce_one,
-    "PAIR": both,
-    "GATHER": gather_one,
-    "NORM": norm_of,
+    "REDUCE": reduce_alone,
+    "SCATTER": reduce_alone,
+    "PAIR": run_pair,
+    "GATHER": gather_alone,
+    "NORM": take_norms,
     "UPDATE": update_params,
     "VALIDATE": validate,
     "UNSCALE": unscale,
     **dict.fromkeys(("SEND", "RECV", "OFFLOAD", "LOAD"), pass_on),
-    "FREE": lambda op, args, context: (),  # being the last reader is all it does
+    "FREE": lambda op, args, context: (),  # nothing: a value is freed after its last reader, and this is it
 }
 
 
-_OURS = frozenset(RULES)
+_BUILT_IN_KINDS = frozenset(RULES)
 
 
 def register_meaning(kind: str, rule: Rule) -> None:
-    """Say what an op of a kind of your own does: `rule(op, args, context)` gives what the op writes, in order.
+    """Define the meaning of a new kind of op: `rule(op, args, context)` returns the values that the op writes.
 
     >>> from fpipe.program import KINDS, Kind, register_kind
     >>> register_kind("HALVE", Kind("after"))
@@ -269,6 +302,6 @@ def register_meaning(kind: str, rule: Rule) -> None:
     kind_of(kind)
     if not callable(rule):
         raise ValueError(f"a rule is a function, found {rule!r}.")
-    if kind in _OURS:
+    if kind in _BUILT_IN_KINDS:
         raise ValueError(f"{kind} has its meaning already.")
     RULES[kind] = rule

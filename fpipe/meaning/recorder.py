@@ -1,9 +1,9 @@
-"""Record a step as it runs: when each op did, and the bytes of distinct storages on each rank, the caller's aside.
+"""Record when each op of a step runs, and the bytes of storages on each rank that are not the caller's.
 
     row 0: 0F0    from 0.1 to 3.2    + y, res        --> timeline -->        0F0 from 0.1 to 3.2, rank 0 holds 8192
 
-A step only notes times, one as each row ends: the next of that rank starts then. On an accelerator they are events in
-its stream, for which nothing waits. What is held is counted in the first step: the next run the same rows for the same
+A step only notes the end of each row, where the next row of that rank starts. On an accelerator notes are events in its
+stream, so nothing waits for them. Bytes are counted in the first step alone: later ones run the same rows on the same
 shapes.
 """
 
@@ -22,58 +22,65 @@ from fpipe.timing.timeline import Timeline
 from fpipe.torch_internals import StorageWeakRef
 
 Storages = dict[Hashable, int]
-"""Bytes of storages, each under what tells it from the others."""
+"""The bytes of each storage, by a key of the storage."""
 
 
 class RecordedRow(NamedTuple):
-    """A row runs as one: its ops, the values that it writes, and those that nobody reads after it."""
+    """A row of a runtime's instructions: ops that run as one, the values they write, and those freed after them."""
 
     ops: Sequence[Op]
-    written: Sequence[Value]
-    dead: Sequence[Value]
+    values_written: Sequence[Value]
+    values_freed: Sequence[Value]
 
 
-class Held(NamedTuple):
-    """The most bytes on each rank, and every change: at which time (the start of row n is 2n, its end 2n + 1), on which
-    rank, and by how much."""
+class HeldBytes(NamedTuple):
+    """The most bytes on each rank, and all changes as (index of the time, rank, bytes).
+
+    The start of row n has index 2n, its end 2n + 1.
+    """
 
     peak: tuple[float, ...]
     changes: list[tuple[int, int, int]]
 
 
 class Notes:
-    """Notes of one step: for each row when it started and ended, side by side, and, if asked, the storages that it
-    wrote, where those that were `given` do not count."""
+    """Start and end of each row of one step, and the storages that it wrote.
 
-    def __init__(self, rows: int, devices: Iterable[torch.device], given: Iterable[Tensor] | None) -> None:
+    Args:
+        rows: the number of rows.
+        devices: accelerators whose work a row has to wait for.
+        caller_tensors: the step's arguments, whose storages do not count; None if no storages are to be noted.
+    """
+
+    def __init__(self, rows: int, devices: Iterable[torch.device], caller_tensors: Iterable[Tensor] | None) -> None:
         self.times = [0.0] * (2 * rows)
         self.devices = devices
-        self.given = None if given is None else storages(given)
-        self.seen: list[list[Storages]] = [[]] * rows
-        self.began = time.perf_counter()
+        self.caller_storages = None if caller_tensors is None else storages_of(caller_tensors)
+        self.storages_by_row: list[list[Storages]] = [[]] * rows
+        self.step_start = time.perf_counter()
 
-    def note(self, row: int, written: Iterable[Iterable[Any]], started: float) -> None:
-        """A row that has just run, and the leaves of each value that it wrote."""
-        for device in self.devices:  # an op is over when its work is
+    def note_row(self, row: int, leaves_by_value: Iterable[Iterable[Any]], started: float) -> None:
+        """Note a row that has just run, and the leaves of each value that it wrote."""
+        for device in self.devices:  # kernels are asynchronous: an op ends when its work does
             torch.accelerator.synchronize(device)
         self.times[2 * row : 2 * row + 2] = started, time.perf_counter()
-        self.see(row, written)
+        self.note_storages(row, leaves_by_value)
 
-    def ended(self, rows: Sequence[int], ticks: Sequence[float], waits: Collection[int]) -> None:
-        """Rows of one rank that have run: when it began, and when each ended. Those that only `waits` did no work."""
+    def note_rows(self, rows: Sequence[int], ticks: Sequence[float], waiting_rows: Collection[int]) -> None:
+        """Note rows of one rank: `ticks` are the start of the first and the end of each; `waiting_rows` did no work."""
         times, started = self.times, ticks[0]
-        for row, ended in zip(rows, ticks[1:], strict=True):
-            times[2 * row] = ended if row in waits else started
-            times[2 * row + 1] = started = ended
+        for row, end in zip(rows, ticks[1:], strict=True):
+            times[2 * row] = end if row in waiting_rows else started
+            times[2 * row + 1] = started = end
 
-    def see(self, row: int, written: Iterable[Iterable[Any]]) -> None:
-        """Note the storages that a row wrote, where they are counted."""
-        if self.given is not None:
-            self.seen[row] = [*map(storages, written)]
+    def note_storages(self, row: int, leaves_by_value: Iterable[Iterable[Any]]) -> None:
+        """Note the storages that a row wrote, if storages are counted."""
+        if self.caller_storages is not None:
+            self.storages_by_row[row] = [*map(storages_of, leaves_by_value)]
 
 
 class StreamClock:
-    """Time of the host, or of the current stream of an accelerator."""
+    """A clock of the host, or of the current stream of an accelerator."""
 
     def __init__(self, device: torch.device | None) -> None:
         self.device = device
@@ -83,124 +90,137 @@ class StreamClock:
             self.tick = lambda: stream.record_event(torch.Event(device, enable_timing=True))
 
     def seconds(self, ticks: Sequence[Any]) -> Sequence[float]:
-        """Ticks as times of the host, once all have come, of which some may be its own."""
+        """Return ticks as seconds of the host's clock, after waiting for events; host times are returned unchanged."""
         if self.device is None:
             return ticks
         for tick in ticks:
             if not isinstance(tick, float):
                 tick.synchronize()
-        now, last = time.perf_counter(), ticks[-1]
-        return [tick if isinstance(tick, float) else now - tick.elapsed_time(last) / 1e3 for tick in ticks]
+        # Events measure only time to one another: the last one is now, and the others count back from it.
+        host_now, last_tick = time.perf_counter(), ticks[-1]
+        return [tick if isinstance(tick, float) else host_now - tick.elapsed_time(last_tick) / 1e3 for tick in ticks]
 
 
-class NotesBeside:
-    """Notes of what runs beside the rows of a rank: when it was over, and when rows went on that waited for it. There
-    are none unless there are `notes` of the rows."""
+class AsyncNotes:
+    """Times of asynchronous work that rows of a rank start: when it ended, and when rows that waited went on.
+
+    Nothing is noted if `notes` is None.
+    """
 
     def __init__(self, notes: Notes | None, device: torch.device | None) -> None:
         self.notes, self._clock = notes, StreamClock(device)
-        self._found: dict[int, Any] = {}
+        self._tick_by_index: dict[int, Any] = {}
 
-    def over(self, row: int, at: Any = None) -> None:
-        """Note that what a row has started is over: now, or when an event is or a host says."""
+    def note_end(self, row: int, tick: Any = None) -> None:
+        """Note the end of work that a row has started: now, or at a given event or host time."""
         if self.notes is not None:
-            self._found[2 * row + 1] = self._clock.tick() if at is None else at
+            self._tick_by_index[2 * row + 1] = self._clock.tick() if tick is None else tick
 
-    def over_by_now(self, row: int) -> None:
-        """Note that what a row has started has been awaited, where nobody has noted its end."""
-        if self.notes is not None and 2 * row + 1 not in self._found:
-            self.over(row)
+    def note_end_if_missing(self, row: int) -> None:
+        """Note now as the end of work that a row has started, unless its end is noted already."""
+        if self.notes is not None and 2 * row + 1 not in self._tick_by_index:
+            self.note_end(row)
 
-    def copied(self, row: int, began: torch.Event, ended: torch.Event) -> None:
-        """Note the events before and behind a copy."""
-        self._found[2 * row], self._found[2 * row + 1] = began, ended
+    def note_copy(self, row: int, start_event: torch.Event, end_event: torch.Event) -> None:
+        """Note the events before and after a copy."""
+        self._tick_by_index[2 * row], self._tick_by_index[2 * row + 1] = start_event, end_event
 
-    def ended(self, row: int, _: Any) -> None:
-        """Note, when a collective's future is done, that what a row has started is over."""
-        self.over(row, time.perf_counter())
+    def note_future_done(self, row: int, _: Any) -> None:
+        """Note now as the end of a row's collective; the callback of its future."""
+        self.note_end(row, time.perf_counter())
 
-    def resumed(self, row: int) -> None:
-        """Note that a row has waited, and begins now."""
+    def note_resumption(self, row: int) -> None:
+        """Note that a row has waited for asynchronous work and starts now."""
         if self.notes is not None:
-            self._found[2 * row] = self._clock.tick()
+            self._tick_by_index[2 * row] = self._clock.tick()
 
-    def add(self, posted: Iterable[int] = ()) -> None:
-        """Put all into the notes of rows that have run. What is `posted` begins when its rank was done with that."""
+    def write_to_notes(self, posted: Iterable[int] = ()) -> None:
+        """Write all times into the notes of rows that have run; work of `posted` rows starts when these have ended."""
         if self.notes is None:
             return
-        times, begun = self.notes.times, {row: self.notes.times[2 * row + 1] for row in posted}
-        found = [*self._found.items()]  # a thread of the group's may still add to it
-        seconds = self._clock.seconds([*(at for _, at in found), self._clock.tick()])
-        for (place, _), one in zip(found, seconds, strict=False):
-            times[place] = one
-        for row, one in begun.items():
-            times[2 * row] = min(one, times[2 * row + 1])
+        # Work that a row only posts starts when the rank is done with the row, which is noted as the row's end so far.
+        times, start_by_row = self.notes.times, {row: self.notes.times[2 * row + 1] for row in posted}
+        # A copy: a thread of the process group may still add to the dict.
+        tick_by_index = [*self._tick_by_index.items()]
+        seconds = self._clock.seconds([*(tick for _, tick in tick_by_index), self._clock.tick()])
+        for (index, _), second in zip(tick_by_index, seconds, strict=False):
+            times[index] = second
+        for row, second in start_by_row.items():
+            times[2 * row] = min(second, times[2 * row + 1])
 
 
 class Recorder:
-    """Timelines of the steps that run a program's rows, and, after the first one, the bytes that they hold.
+    """Makes timelines of the steps that run a program's rows; counts bytes in the first step.
 
-    What runs is that program `with_transfers`, so that a copy counts on its rank whether its RECV is an op or not;
-    SENDs and RECVs that it has not are not told. The first op of a row takes its time, the others (an ADD that is part
-    of its B) end with it and take none: a rank is never in two ops at once.
+    The rows are those of the program `with_transfers`, so that a copy counts on its rank even where `program` has no
+    RECV; SENDs and RECVs that `program` lacks are not in its timeline. The first op of a row takes the row's time; the
+    others (an ADD that is part of its B) end with it and take none, since a rank is never in two ops at once.
     """
 
     def __init__(self, program: Program, rows: Sequence[RecordedRow]) -> None:
         self.rows, self.ranks = rows, program.ranks
-        every = (*program.ops, *(part for op in program.ops for part in op.parts))
-        told = {(op.kind, value): op for op in every for value in op.writes}
-        found = [
-            (known[0], number, place)
+        all_ops = (*program.ops, *(part for op in program.ops for part in op.parts))
+        op_by_written = {(op.kind, value): op for op in all_ops for value in op.writes}
+        row_by_op = [
+            (recorded[0], number, index)
             for number, row in enumerate(rows)
-            for place, op in enumerate(row.ops)
-            if (known := [told[op.kind, value] for value in op.writes if (op.kind, value) in told])
+            for index, op in enumerate(row.ops)
+            if (recorded := [op_by_written[op.kind, value] for value in op.writes if (op.kind, value) in op_by_written])
         ]
-        self.ops = tuple(op for op, *_ in found)
-        self._starts = [2 * number + (place > 0) for _, number, place in found]
-        self._ends = [2 * number + 1 for _, number, _ in found]
+        self.ops = tuple(op for op, *_ in row_by_op)
+        # Index 2n is the start of row n, 2n + 1 its end; all ops of a row but the first start at its end.
+        self._starts = [2 * number + (index > 0) for _, number, index in row_by_op]
+        self._ends = [2 * number + 1 for _, number, _ in row_by_op]
         self._changes: tuple[Sequence[Any], ...] = ()
         self._devices: set[torch.device] = set()
-        self.held: Held | None = None
+        self.held: HeldBytes | None = None
 
-    def begin(self, given: Iterable[Any]) -> Notes:
-        """A step starts, with the leaves that it was given."""
+    def begin(self, leaves_read: Iterable[Any]) -> Notes:
+        """Return notes for a step that starts with these leaves as arguments."""
         if self.held is not None:
             return Notes(len(self.rows), self._devices, None)
-        leaves = [leaf for leaf in given if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in leaves_read if isinstance(leaf, Tensor)]
         self._devices = {leaf.device for leaf in leaves if leaf.device.type not in ("cpu", "meta")}
         return Notes(len(self.rows), self._devices, leaves)
 
-    def counted(self, notes: Notes) -> Held:
-        """Bytes that are held, in the order of the rows."""
+    def count_bytes(self, notes: Notes) -> HeldBytes:
+        """Return the bytes that the rows of the first step hold, counted in the order of the rows."""
         if self.held is None:
-            account, changes = Account(self.ranks, notes.given or ()), list[tuple[int, int, int]]()
-            for number, (row, seen) in enumerate(zip(self.rows, notes.seen, strict=True)):
-                if seen or row.dead:
-                    pairs = zip(row.written, seen, strict=False)  # another rank's row has written nothing here
-                    both = account.note(row.ops[0].rank, pairs, row.dead)
-                    changes += [(2 * number + at, rank, (size, -size)[at]) for at in (0, 1) for rank, size in both[at]]
-            self.held = Held(tuple(map(float, account.peak)), changes)
+            account, changes = Account(self.ranks, notes.caller_storages or ()), list[tuple[int, int, int]]()
+            for number, (row, storages_of) in enumerate(zip(self.rows, notes.storages_by_row, strict=True)):
+                if storages_of or row.values_freed:
+                    pairs = zip(
+                        row.values_written, storages_of, strict=False
+                    )  # another rank's row has written nothing here
+                    changes_by_side = account.record_op(row.ops[0].rank, pairs, row.values_freed)
+                    changes += [
+                        (2 * number + side, rank, (size, -size)[side])
+                        for side in (0, 1)
+                        for rank, size in changes_by_side[side]
+                    ]
+            self.held = HeldBytes(tuple(map(float, account.peak)), changes)
         return self.held
 
     def timeline(self, notes: Notes) -> Timeline:
-        """When each op ran, in the order of the program, and the most bytes each rank held."""
-        peak, changes = self.counted(notes)
-        began = notes.began
-        time_of = [now - began for now in notes.times].__getitem__
+        """Return the timeline of a step, with its ops in the program's order and the most bytes of each rank."""
+        peak, changes = self.count_bytes(notes)
+        step_start = notes.step_start
+        time_of = [second - step_start for second in notes.times].__getitem__
         starts, ends = tuple(map(time_of, self._starts)), tuple(map(time_of, self._ends))
         if not self._changes:
-            columns = [(at, float(at), rank, float(size)) for at, rank, size in changes]
+            columns = [(ticks, float(ticks), rank, float(size)) for ticks, rank, size in changes]
             self._changes = tuple(zip(*columns, strict=True)) or ((),) * 4
-        at, *rest = self._changes
-        steps = [*zip(map(time_of, at), *rest, strict=True)]
+        ticks, *columns_after = self._changes
+        steps = [*zip(map(time_of, ticks), *columns_after, strict=True)]
         return Timeline(self.ops, starts, ends, self.ranks, peak, peak, steps=steps)
 
 
-def storages(leaves: Iterable[Any]) -> Storages:
-    """The distinct storages of tensors, each under a weak reference, so that none is taken for one that was there."""
-    found: Storages = {}
+def storages_of(leaves: Iterable[Any]) -> Storages:
+    """Return the bytes of each distinct storage of tensors, by a weak reference."""
+    # By address a new storage could be taken for a freed one; while a weak reference exists its address is not reused.
+    bytes_by_storage: Storages = {}
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
             storage = leaf.untyped_storage()
-            found[StorageWeakRef(storage)] = storage.nbytes()
-    return found
+            bytes_by_storage[StorageWeakRef(storage)] = storage.nbytes()
+    return bytes_by_storage

@@ -1,4 +1,4 @@
-"""Take the arguments of a training step: check them once, and hand them on as one value to whoever runs the program.
+"""The arguments of a training step, checked once and passed to the runtime as one value.
 
 step(params, batch, state=, key=, opt=, lr=, scale=)        -->        run(StepInputs(params, batch, state, optim, key))
 """
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.meaning.optimizers.optimizer_state import rates_of, update_of, words_of
-from fpipe.meaning.purity.ambient import casting, refuse_odd_modes
-from fpipe.meaning.single_device.params_and_state import padding_words, refuse_spread
+from fpipe.meaning.optimizers.optimizer_state import find_update, rates_by_step, update_settings
+from fpipe.meaning.purity.ambient import autocast_as, refuse_unsupported_modes
+from fpipe.meaning.single_device.params_and_state import describe_padding, refuse_extra_arguments
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.stages.keys import fold_in
 from fpipe.model import Model
 from fpipe.program import Program
-from fpipe.transforms.update import behind_norms, is_post_validated
+from fpipe.transforms.update import is_post_validated, with_waiting_updates
 
 Number = float | Tensor
 Rate = Number | Mapping[str, Number]
@@ -34,11 +34,11 @@ NO_KEY = MISSING.format("key", "key", "...")
 
 
 Keys = int | tuple[int, ...] | None
-"""The key of a step; of several training steps one for each."""
+"""The key of a step, or one for each of several training steps."""
 
 
 Optim = tuple[Any, Any, Any] | None
-"""The optimizer's state, the learning rates and the loss scale of a step, where its program updates parameters."""
+"""The optimizer's state, learning rates and loss scale of a step whose program updates parameters; else None."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class StepInputs:
 
     Attributes:
         params: one pytree per stage.
-        batch: inputs and target; of several training steps a batch for each.
+        batch: inputs and target, or a batch for each of several training steps.
         state: module state, one pytree per stage, or None.
-        optim: what an update reads, or None.
-        key: of a program that draws.
+        optim: the values that an update reads, or None.
+        key: the random key, if the program draws.
     """
 
     params: Any
@@ -61,13 +61,13 @@ class StepInputs:
 
     @property
     def trees(self) -> tuple[Any, Any, Any, Any]:
-        """Everything that holds tensors, as one pytree: params, batch, state, and what an update reads."""
+        """Params, batch, state and optimizer values: all that holds tensors, as one pytree."""
         return self.params, self.batch, self.state, self.optim
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Options of `build` about how a step runs, whatever the runtime.
+    """Options of `build` that hold for every runtime.
 
     Attributes:
         trace: whether stages are traced, or run under autograd.
@@ -76,8 +76,8 @@ class StepOptions:
         check_finite: whether a step raises at the first op that writes NaN or an infinite number.
         loss_scale: factor of the loss's cotangent.
         donate: whether UPDATE may overwrite parameters and optimizer state.
-        audit: when a part of a step runs again by its definition.
-        runs: False of a program that is lowered only to read its sizes or operations.
+        audit: when a part of a step is run again by its definition and compared.
+        runs: False for a program that is lowered only to read its sizes or operations.
     """
 
     trace: bool = True
@@ -91,14 +91,15 @@ class StepOptions:
 
 
 class Step:
-    """A training step that `build` has made: a pure function, which changes nothing but what is donated.
+    """A training step made by `build`: a pure function, which overwrites nothing but donated arguments.
 
     Attributes:
-        warns: whether the next call, the first one, warns of what makes a training go wrong without an error.
+        run: runs the program on checked arguments.
+        warns: whether the next call looks for padding that would make the loss a wrong mean; True before the first.
 
     >>> import inspect
     >>> tuple(inspect.signature(Step.__call__).parameters)[1:]
-    ('params', 'batch', 'more', 'state', 'key', 'opt', 'lr', 'scale')
+    ('params', 'batch', 'extra', 'state', 'key', 'opt', 'lr', 'scale')
     """
 
     def __init__(
@@ -106,16 +107,16 @@ class Step:
         program: Program,
         model: Model,
         run: Callable[[StepInputs], Result],
-        within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        run_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self._program, self._model, self._within = program, model, within
+        self._program, self._model, self._run_context = program, model, run_context
         self.run, self.warns = run, True
 
     def __call__(
         self,
         params: Sequence[Any],
         batch: tuple[Any, Any],
-        *more: Any,
+        *extra: Any,
         state: Sequence[Any] | None = None,
         key: int | Sequence[int] | None = None,
         opt: Sequence[Any] | None = None,
@@ -127,119 +128,128 @@ class Step:
         Args:
             params: one pytree per stage.
             batch: inputs and target.
-            state: module state, one pytree per stage, where a stage reads it.
-            key: of a program that draws random numbers: one, or one for each of its steps.
-            opt: the optimizer's state, of a program with an `update`, as `optimizer_state` makes it.
-            lr: its learning rate where the program does not say one: a number, or one for each of its steps. A dict,
-                such as {"lr": 3e-4, "weight_decay": 0.1}, hands in other numbers of the rule that the program does not
-                say, too.
-            scale: of `update(loss_scale=)`, a number, or `Result.scale` of the step before.
+            state: module state, one pytree per stage, if a stage reads it.
+            key: for a program that draws random numbers: one key, or one for each of its steps.
+            opt: for a program with an `update`: the optimizer's state, as `optimizer_state` makes it.
+            lr: its learning rate, if the program does not set one: a number, or one for each of its steps. A dict,
+                such as {"lr": 3e-4, "weight_decay": 0.1}, sets other numbers of the rule too.
+            scale: for `update(loss_scale=)`: a number, or `Result.scale` of the step before.
         """
-        with self._within():  # a wrong argument on one rank is an error of the step on all of them
-            refuse_odd_modes()
-            keys = checked_key(self._program, more, key)
+        # Arguments are checked inside the context: a wrong one on one rank becomes an error of the step on all ranks.
+        with self._run_context():
+            refuse_unsupported_modes()
+            keys = check_key(self._program, extra, key)
             tree.register_mappings(batch)
             if self.warns:
                 self.warns = False
                 warn_of_padding(self._program, self._model, batch)
-            return self.run(StepInputs(params, batch, state, checked_optim(self._program, opt, lr, scale), keys))
+            return self.run(StepInputs(params, batch, state, check_optim(self._program, opt, lr, scale), keys))
 
 
 def warn_of_padding(program: Program, model: Model, batch: Any) -> None:
-    """Warn of labels that the loss ignores where the means of microbatches are averaged."""
-    how = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
-    if model.reduction != "mean" or (program.microbatches == program.steps and "axis" not in how):
+    """Warn if the loss ignores labels and the means of microbatches are averaged: that is not the batch's mean."""
+    split_settings = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
+    if model.reduction != "mean" or (program.microbatches == program.steps and "axis" not in split_settings):
         return
     pairs: list[Any] = batch if isinstance(batch, list) else [batch]
     for pair in pairs:
-        words = padding_words(model.loss, pair) if isinstance(pair, tuple) and len(pair) == 2 else ""  # pyright: ignore[reportUnknownArgumentType]
-        if words:
-            warnings.warn(words, stacklevel=3)
+        warning = describe_padding(model.loss, pair) if isinstance(pair, tuple) and len(pair) == 2 else ""  # pyright: ignore[reportUnknownArgumentType]
+        if warning:
+            warnings.warn(warning, stacklevel=3)
             return
 
 
-def checked_key(program: Program, more: Sequence[Any], key: Any) -> Keys:
-    """Return the key of a step; raise if the batch is spread, or a key is no number, or not one a training step."""
-    refuse_spread(more, "step(params, {})")
+def check_key(program: Program, extra: Sequence[Any], key: Any) -> Keys:
+    """Return the key of a step; raise for extra arguments, a key that is no number, or a wrong number of keys."""
+    refuse_extra_arguments(extra, "step(params, {})")
     if program.steps == 1 or key is None:
+        # fold_in raises TypeError for a key that is no whole number.
         return key if key is None else (fold_in(key), key)[1]
     if not isinstance(key, list | tuple) or len(key) != program.steps:  # pyright: ignore[reportUnknownArgumentType]
         raise ValueError(f"key is a list of {program.steps} whole numbers, one for each training step; found {key!r}.")
     return tuple((fold_in(number), number)[1] for number in key)  # pyright: ignore[reportUnknownVariableType]
 
 
-def checked_optim(program: Program, opt: Any, lr: Any, scale: Any) -> Optim:
-    """Return the optimizer's state, learning rates with the bits of the floats, and loss scale that a program reads.
+def check_optim(program: Program, opt: Any, lr: Any, scale: Any) -> Optim:
+    """Return the optimizer's state, learning rates and loss scale that a program reads, or None without an update.
 
-    Raises ValueError if one is missing or not read, or TypeError for a scale that is no number.
+    Raises:
+        ValueError: one of them is missing, or is given and not read.
+        TypeError: the scale is no number.
     """
-    op = update_of(program)
+    op = find_update(program)
     if op is None:
-        for word, given in (("opt", opt), ("lr", lr), ("scale", scale)):
-            if given is not None:
-                raise ValueError(f"this program updates no parameters, and takes no {word}=; fpipe.update() does.")
+        for name, argument in (("opt", opt), ("lr", lr), ("scale", scale)):
+            if argument is not None:
+                raise ValueError(f"this program updates no parameters, and takes no {name}=; fpipe.update() does.")
         return None
     if opt is None:
         raise ValueError(MISSING.format("opt", "opt", "fpipe.optimizer_state(program, params)"))
-    wanted = any(value.name == "lr" for value in op.reads)
-    if wanted and lr is None:
+    reads_rate = any(value.name == "lr" for value in op.reads)
+    if reads_rate and lr is None:
         raise ValueError(MISSING.format("lr", "lr", "3e-4"))
-    rates = rates_of(lr, program.steps, words_of(op.how))
-    scales = any(value.name == "valid" for value in op.reads)
-    if scales is not (scale is not None):
-        none = "this program scales no loss; leave scale= out, or say fpipe.update(loss_scale=)."
-        raise ValueError(MISSING.format("scale", "scale", "2.0**16") if scales else none)
-    return opt, rates if wanted else [], _scale(scale) if scales else None
+    # Rates travel as tensors of doubles: the bits of the caller's floats, whatever the parameters' dtype.
+    rates = rates_by_step(lr, program.steps, update_settings(op.how))
+    reads_scale = any(value.name == "valid" for value in op.reads)
+    if reads_scale is not (scale is not None):
+        unread = "this program scales no loss; leave scale= out, or say fpipe.update(loss_scale=)."
+        raise ValueError(MISSING.format("scale", "scale", "2.0**16") if reads_scale else unread)
+    return opt, rates if reads_rate else [], _as_loss_scale(scale) if reads_scale else None
 
 
-def _scale(given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A loss scale, and for how many steps all gradients have been finite: of a number none."""
-    if isinstance(given, int | float) and not isinstance(given, bool) and given > 0:
-        return torch.tensor(float(given)), torch.tensor(0, dtype=torch.int32)
-    if not isinstance(given, tuple) or [getattr(one, "dtype", None) for one in given] != [torch.float32, torch.int32]:  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-        raise TypeError(f"scale is a number above 0, or the scale of a result; found {given!r}.")
-    return given  # pyright: ignore[reportUnknownVariableType]
+def _as_loss_scale(scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a loss scale and the number of finite steps since it last grew, which is 0 for a plain number."""
+    if isinstance(scale, int | float) and not isinstance(scale, bool) and scale > 0:
+        return torch.tensor(float(scale)), torch.tensor(0, dtype=torch.int32)
+    if not isinstance(scale, tuple) or [getattr(part, "dtype", None) for part in scale] != [torch.float32, torch.int32]:  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        raise TypeError(f"scale is a number above 0, or the scale of a result; found {scale!r}.")
+    return scale  # pyright: ignore[reportUnknownVariableType]
 
 
-# Make steps that run others: once more with updates behind their norms, or under autocast.
+# Wrap steps: repeat a step whose norm was not valid, or run it under autocast.
 
 S = TypeVar("S", bound=Callable[..., Result])
 
 
 def post_validated(program: Program, make: Callable[[Program, bool], S], donate: bool) -> S:
-    """The step of a program that `make(program, donate)` makes, done again from what it was handed where a norm is not
-    valid. So only the step that is done again may overwrite that."""
+    """Return a step of `make(program, donate)` that is repeated, with updates that wait for norms, if one is invalid.
+
+    Post-validation updates parameters before the global norm is known. The repetition starts from the same arguments,
+    so only the repetition may overwrite them.
+    """
     if not is_post_validated(program):
         return make(program, donate)
-    step, again = make(program, False), make(behind_norms(program), donate)
+    step, waiting_step = make(program, False), make(with_waiting_updates(program), donate)
 
     @wraps(step)
-    def checked(*args: Any, **more: Any) -> Result:
-        result = step(*args, **more)
+    def checked(*args: Any, **kwargs: Any) -> Result:
+        result = step(*args, **kwargs)
         valid = result.valid if isinstance(result.valid, tuple) else (result.valid,)
-        return result if all(map(bool, valid)) else again(*args, **more)
+        return result if all(map(bool, valid)) else waiting_step(*args, **kwargs)
 
     return cast("S", checked)
 
 
 def under_autocast(dtype: torch.dtype | None, make: Callable[[], S]) -> S:
-    """The step that `make` makes, under autocast to a dtype on the CPU and on an accelerator, if one is there."""
+    """Return the step of `make`, made and run under autocast to a dtype on the CPU and an accelerator, if any."""
     if dtype is None:
         return make()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    kinds = tuple((kind, dtype, True) for kind in ("cpu", *([] if accelerator is None else [accelerator.type])))
-    with casting(kinds):
-        made = make()
+    settings = tuple(
+        (device_type, dtype, True) for device_type in ("cpu", *([] if accelerator is None else [accelerator.type]))
+    )
+    with autocast_as(settings):
+        inner_step = make()
 
-    @wraps(made)
-    def step(*args: Any, **more: Any) -> Result:
-        with casting(kinds):
-            return made(*args, **more)
+    @wraps(inner_step)
+    def step(*args: Any, **kwargs: Any) -> Result:
+        with autocast_as(settings):
+            return inner_step(*args, **kwargs)
 
     return cast("S", step)
 
 
-def refuse_no_autocast(dtype: object) -> None:
-    """A ValueError for what autocast does not cast to."""
+def check_autocast_dtype(dtype: object) -> None:
+    """Raise ValueError for a dtype that autocast does not cast to."""
     if dtype not in (None, torch.bfloat16, torch.float16):
         raise ValueError(f"autocast is torch.bfloat16, torch.float16 or None; found {dtype!r}.")

@@ -1,4 +1,4 @@
-"""Define UPDATE, NORM, UNSCALE and VALIDATE: the next parameters and state, and what an update waits for."""
+"""Define UPDATE, NORM, UNSCALE and VALIDATE: the update of parameters, and the numbers that it depends on."""
 
 from __future__ import annotations
 
@@ -11,43 +11,51 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.meaning.by_autograd import StepContext
-from fpipe.meaning.optimizers.optimizer_state import UpdateWords, names_of, words_of
-from fpipe.meaning.optimizers.rules import State, Words, apply_rule, numbers_of
-from fpipe.meaning.purity.own_memory import laid_out_as
+from fpipe.meaning.optimizers.optimizer_state import UpdateSettings, names_of_leaves, update_settings
+from fpipe.meaning.optimizers.rules import RuleSettings, State, apply_rule, as_number_by_name
+from fpipe.meaning.purity.write_guard import with_layout_of
 from fpipe.model import Model
 from fpipe.program import Op
 
 
 def update_params(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
-    """UPDATE: each leaf that has a gradient by the rule, under the settings of its name; others stay as they are."""
-    words = words_of(op.how)
-    named = {value.name: arg for value, arg in zip(op.reads, args, strict=True)}
+    """Define UPDATE: step each leaf with a gradient by the rule and the settings of its name; keep the others."""
+    update = update_settings(op.how)
+    args_by_name = {value.name: pytree for value, pytree in zip(op.reads, args, strict=True)}
     bundle, bundle_states, grads = args[:3]
     leaves, spec = tree.flatten(bundle)
     leaf_states: list[Any] = spec.flatten_up_to(bundle_states)
-    names = names_in(op, spec, context.model)
-    trained = [k for k, grad in enumerate(grads) if grad is not None]
-    params, dense_grads, states = ([column[k] for k in trained] for column in (leaves, grads, leaf_states))
-    settings, numbers = words.of([names[k] for k in trained]), map(named.get, ("norm", "lr", "valid"))
-    params, states = updated_leaves(words, settings, [False] * len(trained), params, dense_grads, states, *numbers)
-    for k, param, state in zip(trained, params, states, strict=True):
-        leaves[k], leaf_states[k] = param.requires_grad_(leaves[k].requires_grad), state
+    names = names_of_update(op, spec, context.model)
+    trained_indices = [index for index, grad in enumerate(grads) if grad is not None]
+    params, dense_grads, states = (
+        [column[index] for index in trained_indices] for column in (leaves, grads, leaf_states)
+    )
+    settings, numbers = (
+        update.of([names[index] for index in trained_indices]),
+        map(args_by_name.get, ("norm", "lr", "valid")),
+    )
+    params, states = update_leaves(
+        update, settings, [False] * len(trained_indices), params, dense_grads, states, *numbers
+    )
+    for index, param, state in zip(trained_indices, params, states, strict=True):
+        leaves[index], leaf_states[index] = param.requires_grad_(leaves[index].requires_grad), state
     return [tree.unflatten(spec, leaves), tree.unflatten(spec, leaf_states)]
 
 
-def names_in(op: Op, spec: tree.Spec, model: Model) -> list[str]:
-    """List the names of the parameters that an UPDATE is of."""
-    names, port = names_of(spec), op.reads[0].port
+def names_of_update(op: Op, spec: tree.Spec, model: Model) -> list[str]:
+    """Return the names of the parameters that an UPDATE steps."""
+    names, port = names_of_leaves(spec), op.reads[0].port
     if not port:
         return names
+    # A bundle above 0 is one tied leaf: its names are below that leaf's.
     tied = str(model.owned(op.stage or 0)[port - 1].name)
     return [".".join(filter(None, (tied, name))) for name in names]
 
 
-def updated_leaves(
-    words: UpdateWords,
-    settings: Sequence[Words],
-    own: Sequence[bool],
+def update_leaves(
+    update: UpdateSettings,
+    settings: Sequence[RuleSettings],
+    may_overwrite: Sequence[bool],
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     states: Sequence[State],
@@ -55,52 +63,58 @@ def updated_leaves(
     lr: Tensor | Mapping[str, Tensor] | None,
     valid: Tensor | None,
 ) -> tuple[list[Tensor], list[State]]:
-    """The next parameters and states of leaves with gradients, `own` ones overwritten; if not `valid`, those before."""
+    """Return the next parameters and states of leaves that have gradients; the former ones if not `valid`."""
     if valid is not None and not bool(valid):
-        kept = [param.detach() if is_own else param.detach().clone() for param, is_own in zip(params, own, strict=True)]
-        pairs = zip(states, own, strict=True)
-        return kept, [state if is_own else {word: x.clone() for word, x in state.items()} for state, is_own in pairs]
-    if norm is not None and words.clip is not None:
-        share = _share(words.clip, norm)
-        grads = [grad * share.to(grad.device) for grad in grads]
+        kept_params = [
+            param.detach() if overwrites else param.detach().clone()
+            for param, overwrites in zip(params, may_overwrite, strict=True)
+        ]
+        pairs = zip(states, may_overwrite, strict=True)
+        return kept_params, [
+            state if overwrites else {name: leaf.clone() for name, leaf in state.items()} for state, overwrites in pairs
+        ]
+    if norm is not None and update.clip is not None:
+        clip_factor = _clip_factor(update.clip, norm)
+        grads = [grad * clip_factor.to(grad.device) for grad in grads]
     # What is scattered to shards is contiguous; else a gradient has the strides of its parameter since its backward.
-    grads = [laid_out_as(param, grad).to(param.dtype) for grad, param in zip(grads, params, strict=True)]
-    return apply_rule(words.by, settings, params, grads, states, numbers_of(lr), own)
+    grads = [with_layout_of(param, grad).to(param.dtype) for grad, param in zip(grads, params, strict=True)]
+    return apply_rule(update.rule, settings, params, grads, states, as_number_by_name(lr), may_overwrite)
 
 
-# The norms of a stage travel in one vector for each dtype, next to the numbers that their leaves have in the net. What
-# joins the stages puts them in the net's order with these, so the cut does not show in the bits. Sums of squares, which
-# replicas add up, travel without numbers, since only tensors can be added.
+# The norms of a stage travel in one vector for each dtype, together with the indices of their leaves in the net. The op
+# that joins the stages sorts by these indices, so that the bits do not depend on the cut. Sums of squares, which
+# replicas add, travel without indices, since only tensors can be added.
 Packed = tuple[tuple[tuple[int, ...], Tensor], ...]
 
 
-def norm_of(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
-    """NORM: the norms of a stage's gradients, or the norm of all stages', as `torch.nn.utils.clip_grad_norm_` has it.
+def take_norms(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
+    """Define NORM: the norms of a stage's gradients, or of all stages, as `torch.nn.utils.clip_grad_norm_` takes them.
 
-    Of shards a stage writes the sums of squares, and apart from them those of 0-d gradients, which are never sharded.
+    If parameters are sharded, a stage writes sums of squares: those of shards, which replicas add up, and separately
+    those of 0-d gradients, which every replica has whole.
     """
     if op.writes[0].name == "norm":
-        return [_total_of_squares(args) if any(value.port for value in op.reads) else _total(args)]
-    places = context.places[op.stage or 0]
-    grads = {number: grad for number, port, index in places if (grad := args[port][index]) is not None}
+        return [_total_of_squares(args) if any(value.port for value in op.reads) else _total_norm(args)]
+    positions = context.leaf_positions[op.stage or 0]
+    grads = {number: grad for number, port, index in positions if (grad := args[port][index]) is not None}
     if op.writes[0].name == "squares":
         sums = {number: grad.square().sum() for number, grad in grads.items()}
-        sharded = _packed({number: norm for number, norm in sums.items() if grads[number].ndim})
-        whole = _packed({number: norm for number, norm in sums.items() if not grads[number].ndim})
-        return [[vector for _, vector in sharded], (tuple(numbers for numbers, _ in sharded), whole)]
-    return [_packed({number: torch.linalg.vector_norm(grad) for number, grad in grads.items()})]
+        sharded = _pack({number: norm for number, norm in sums.items() if grads[number].ndim})
+        unsharded = _pack({number: norm for number, norm in sums.items() if not grads[number].ndim})
+        return [[vector for _, vector in sharded], (tuple(numbers for numbers, _ in sharded), unsharded)]
+    return [_pack({number: torch.linalg.vector_norm(grad) for number, grad in grads.items()})]
 
 
-def _packed(norms: Mapping[int, Tensor]) -> Packed:
-    """Pack 0-d tensors into a vector for each dtype, next to their numbers."""
+def _pack(norms: Mapping[int, Tensor]) -> Packed:
+    """Stack 0-d tensors into a vector for each dtype, each with the indices of its leaves in the net."""
     dtypes = dict.fromkeys(norm.dtype for norm in norms.values())
-    each = [{number: norm for number, norm in norms.items() if norm.dtype == dtype} for dtype in dtypes]
-    return tuple((tuple(group), torch.stack([*group.values()])) for group in each)
+    norms_by_dtype = [{number: norm for number, norm in norms.items() if norm.dtype == dtype} for dtype in dtypes]
+    return tuple((tuple(group), torch.stack([*group.values()])) for group in norms_by_dtype)
 
 
-def _in_net_order(packed: Iterable[tuple[tuple[int, ...], Tensor]]) -> list[Tensor]:
-    """Unpack 0-d tensors in the order of their numbers, on the device of the first vector."""
-    pairs = [*packed]
+def _unpack_in_net_order(vectors: Iterable[tuple[tuple[int, ...], Tensor]]) -> list[Tensor]:
+    """Return the 0-d tensors of packed vectors in the order of the net, on the device of the first vector."""
+    pairs = [*vectors]
     norms = {
         number: norm
         for numbers, vector in pairs
@@ -109,8 +123,8 @@ def _in_net_order(packed: Iterable[tuple[tuple[int, ...], Tensor]]) -> list[Tens
     return [norms[number] for number in sorted(norms)]
 
 
-def _total(stages: Sequence[Packed]) -> Tensor:
-    norms = _in_net_order(chain.from_iterable(stages))
+def _total_norm(stages: Sequence[Packed]) -> Tensor:
+    norms = _unpack_in_net_order(chain.from_iterable(stages))
     if len({norm.dtype for norm in norms}) == 1:
         return torch.linalg.vector_norm(torch.stack(norms))
     # torch stacks norms dtype by dtype, in an order of its own. The norm of a 0-d tensor is its absolute value.
@@ -118,38 +132,43 @@ def _total(stages: Sequence[Packed]) -> Tensor:
 
 
 def _total_of_squares(args: Sequence[Any]) -> Tensor:
-    """Take the root of all squares, of which each stage has added vectors, and then what its NORM put next to them."""
+    """Return the root of all sums of squares, from the added vectors and the unsharded part of each stage."""
+    # Each stage gives two arguments: the vectors that REDUCE has added, and (indices, unsharded sums) from its NORM.
     packed: list[tuple[tuple[int, ...], Tensor]] = []
-    for vectors, (numbers, whole) in zip(args[::2], args[1::2], strict=True):
-        packed += [*zip(numbers, vectors, strict=True), *whole]
-    squares = _in_net_order(packed)
+    for vectors, (numbers, unsharded) in zip(args[::2], args[1::2], strict=True):
+        packed += [*zip(numbers, vectors, strict=True), *unsharded]
+    squares = _unpack_in_net_order(packed)
     return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
 
 def validate(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
-    """VALIDATE: whether a norm leaves gradients as they are; one that is NaN or infinite does not. Or whether no
-    infinite gradients were found, and the scale of the next step, as `torch.amp.GradScaler` has it."""
-    how = dict(op.how)
+    """Define VALIDATE: whether a norm is below the clip; or whether all gradients are finite, and the next loss scale.
+
+    A norm that is NaN or infinite is not below. The scale follows `torch.amp.GradScaler`: it grows after
+    `growth_interval` finite steps, unless it would be infinite, and shrinks after any other step.
+    """
+    settings = dict(op.how)
     if op.reads[0].name == "norm":
-        return [_share(how["clip"], args[0]) == 1]
+        return [_clip_factor(settings["clip"], args[0]) == 1]
     *flags, (scale, steps) = args
     valid = torch.stack([flag.to(scale.device) for flag in flags]).amax() == 0
-    grows = valid & (steps + 1 == how["growth_interval"])
-    grown = scale * how["growth_factor"]
+    grows = valid & (steps + 1 == settings["growth_interval"])
+    grown = scale * settings["growth_factor"]
     grown = torch.where(torch.isfinite(grown), grown, scale)
-    after = torch.where(grows, grown, torch.where(valid, scale, scale * how["backoff_factor"]))
-    return [valid, (after, torch.where(valid & ~grows, steps + 1, torch.zeros_like(steps)))]
+    next_scale = torch.where(grows, grown, torch.where(valid, scale, scale * settings["backoff_factor"]))
+    return [valid, (next_scale, torch.where(valid & ~grows, steps + 1, torch.zeros_like(steps)))]
 
 
 def unscale(op: Op, args: Sequence[Any], context: StepContext) -> Sequence[Any]:
-    """UNSCALE: gradients divided by the loss scale, in their dtype, and 1 if one of them is infinite or NaN, else 0."""
+    """Define UNSCALE: divide gradients by the loss scale, and return 1.0 if one is not finite, else 0.0."""
     grads, (scale, _) = args
+    # The reciprocal in double and then float is GradScaler's own, for the same bits.
     inverse = scale.double().reciprocal().float()
-    real = [None if grad is None else grad * inverse.to(grad.device) for grad in grads]
-    odd = [(~torch.isfinite(grad)).any().float() for grad in real if grad is not None]
-    return [real, torch.stack(odd).amax() if odd else torch.zeros(())]
+    unscaled = [None if grad is None else grad * inverse.to(grad.device) for grad in grads]
+    nonfinite_flags = [(~torch.isfinite(grad)).any().float() for grad in unscaled if grad is not None]
+    return [unscaled, torch.stack(nonfinite_flags).amax() if nonfinite_flags else torch.zeros(())]
 
 
-def _share(clip: float, norm: Tensor) -> Tensor:
-    """Factor of all gradients, as `torch.nn.utils.clip_grad_norm_` does."""
+def _clip_factor(clip: float, norm: Tensor) -> Tensor:
+    """Return the factor of all gradients under a clip, as `torch.nn.utils.clip_grad_norm_` computes it."""
     return torch.clamp(clip / (norm + 1e-6), max=1.0)

@@ -1,4 +1,4 @@
-"""Take a schedule of your own through every law."""
+"""Check a schedule against every law that schedules obey."""
 
 from fpipe.testing.laws import BrokenLaw, Checked, check_schedule
 
@@ -6,5 +6,5 @@ __all__ = ["BrokenLaw", "Checked", "check_schedule"]
 
 
 def __dir__() -> list[str]:
-    """The public names, and not the module that they come from."""
+    """Return the public names, without the module that defines them."""
     return __all__

@@ -1,4 +1,7 @@
-"""Take a schedule through every law, over sizes and models."""
+"""Check a schedule against every law, over sizes and drawn models.
+
+A program of the schedule is complete, legal and within time bounds at every size, and has the gradients of autograd.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from torch import Tensor
 
 from fpipe.check import check
 from fpipe.meaning.from_functions import from_functions
-from fpipe.model import Model, Source, one_or_all
+from fpipe.model import Model, Source, as_stage_input
 from fpipe.pictures.plot import plot
 from fpipe.program import Program, ProgramError, parts_of
 from fpipe.schedules.registry import about
@@ -35,7 +38,7 @@ POLICIES: tuple[Policy, ...] = ("never", "except_last", "always")
 
 
 class BrokenLaw(AssertionError):
-    """A schedule that breaks a law; the message says which, at which size, and draws the grid.
+    """A schedule breaks a law; the message names the law and the size, and draws the grid.
 
     >>> from fpipe.schedules import from_table
     >>> check_schedule(lambda ranks: from_table("0F0 0B0"), ranks=[1], microbatches=[1, 2])
@@ -46,7 +49,7 @@ class BrokenLaw(AssertionError):
 
 
 class Size(NamedTuple):
-    """Ranks, microbatches and stages."""
+    """The numbers of ranks, microbatches and stages."""
 
     ranks: int
     microbatches: int
@@ -58,7 +61,7 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Checked:
-    """The trials of `check_schedule`: the sizes, and how many models.
+    """The sizes that `check_schedule` has tried, and the number of models.
 
     >>> print(Checked((Size(1, 1, 1), Size(1, 2, 1)), 50))
     2 sizes complete, legal and within bounds, 50 models with the gradients of plain autograd, bit by bit
@@ -83,7 +86,7 @@ def check_schedule(
     serves: Callable[[int, int], bool] | None = None,
     examples: int = 50,
 ) -> Checked:
-    """Take a schedule of your own through every law.
+    """Check a schedule against every law.
 
     At every size: it makes a program; the program has each F and each backward once and all results; it is legal with
     transfers and frees; it takes no less time than a lower bound. On drawn sizes and models (skips, ties, recompute and
@@ -95,10 +98,10 @@ def check_schedule(
         stages_per_rank: stages on each rank; by default what the name is registered with, or 1.
         serves: `f(ranks, microbatches)`, whether it serves these sizes; by default what the registry says of a name,
             else all.
-        examples: how many models.
+        examples: the number of models.
 
     Returns:
-        What was tried.
+        The sizes and the number of models.
 
     Raises:
         BrokenLaw: the first law that does not hold, at the smallest size, with the grid.
@@ -127,7 +130,7 @@ def check_schedule(
 
 @dataclass(frozen=True)
 class _Laws:
-    """The laws, of a schedule at any size."""
+    """The laws of one schedule, at any size."""
 
     name: str
     factory: Callable[[int], Transform]
@@ -141,26 +144,29 @@ class _Laws:
         """Check that a program is complete, uses all ranks, is legal, and takes no less time than a lower bound."""
         base, program = base_program(size.stages), self.program(size)
         cut = split(size.microbatches)(base)
+        # Complete: the schedule moves the ops of the split program, and neither drops nor repeats one.
         missing, repeated = _cells(cut) - _cells(program), _cells(program) - _cells(cut)
         if missing or repeated:
             cells = ", ".join(f"{stage}{kind}{index}" for kind, stage, index, _ in sorted(missing or repeated))
             self.fail(size, "it is complete", f"{cells} {'is missing' if missing else 'stands too often'}.", program)
-        lost = {end.name for end in merge()(cut).outputs} - {end.name for end in merge()(program).outputs}
-        if lost:
-            self.fail(size, "it is complete", f"the result {min(map(str, lost))} is lost.", program)
+        missing_results = {end.name for end in merge()(cut).outputs} - {end.name for end in merge()(program).outputs}
+        if missing_results:
+            self.fail(size, "it is complete", f"the result {min(map(str, missing_results))} is lost.", program)
         if program.ranks != size.ranks:
             self.fail(size, "it uses every rank", f"the program is on {program.ranks} ranks.", program)
+        # Legal: with transfers and frees explicit, `check` sees each value sent once, received once and freed last.
         full = chain(merge(), communicate(), free())
         self.attempt(size, "it is legal with transfers and frees", lambda: check(full(program)), program)
         for costs in COSTS:
-            timeline, least = simulate(program, costs), bounds(program, costs)
-            if timeline.makespan < least.makespan - 1e-9 or timeline.span < least.span - 1e-9:
-                why = f"{timeline} with {costs}, but the bounds are\n{least}"
-                self.fail(size, "it takes no less time than a lower bound", why, program)
+            timeline, bound = simulate(program, costs), bounds(program, costs)
+            # Faster than a lower bound means that the simulation or the bound is wrong; 1e-9 s is for rounding.
+            if timeline.makespan < bound.makespan - 1e-9 or timeline.span < bound.span - 1e-9:
+                reason = f"{timeline} with {costs}, but the bounds are\n{bound}"
+                self.fail(size, "it takes no less time than a lower bound", reason, program)
 
     def check_gradients(self, sizes: list[Size], examples: int) -> None:
         """Compare loss and gradients of drawn models at drawn sizes, the smallest first."""
-        random = Random(0)
+        random = Random(0)  # the same models each time, so that a broken law can be reproduced
         for size in sorted(random.choices(sizes, k=examples)):
             net = DrawnModel.draw(random, size.stages)
             model = net.model
@@ -180,12 +186,12 @@ class _Laws:
             self.fail(size, law, f"{kind}{error}", program, error)
 
     def fail(
-        self, size: Size, law: str, why: str, program: Program | None = None, cause: Exception | None = None
+        self, size: Size, law: str, reason: str, program: Program | None = None, cause: Exception | None = None
     ) -> NoReturn:
         """Raise BrokenLaw with the reason and the grid."""
-        why = why.replace("\n", "\n  ")
+        reason = reason.replace("\n", "\n  ")
         grid = f"\n{plot(program)}" if program is not None else ""
-        raise BrokenLaw(f"{self.name} at {size}: {law}.\n  {why}{grid}") from cause
+        raise BrokenLaw(f"{self.name} at {size}: {law}.\n  {reason}{grid}") from cause
 
 
 WIDTH = 4
@@ -214,11 +220,12 @@ class DrawnModel:
         for stage in range(stages):
             sources: list[Source] = ["batch", *range(stage)]
             inputs += [random.choices(sources, k=random.randint(1, 3 if stage else 1))]
+        # An output that nobody reads is an error of the model: the next stage reads it.
         for stage in range(stages - 1):
             if not any(stage in sources for sources in inputs):
                 inputs[stage + 1].append(stage)
         tied = sorted(random.sample(range(stages), random.randint(0, stages)))
-        return cls(tuple([one_or_all(sources) for sources in inputs]), tuple(tied) if len(tied) > 1 else ())
+        return cls(tuple([as_stage_input(sources) for sources in inputs]), tuple(tied) if len(tied) > 1 else ())
 
     @property
     def model(self) -> Model:

@@ -1,4 +1,4 @@
-"""Read the words of an UPDATE, and make the state of an optimizer for the parameters of a program that has one.
+"""Read the settings of an UPDATE, and make and check the optimizer state of a program's parameters.
 
 params: ({"w": w},)        --> AdamW -->        ({"w": {"step": 0, "exp_avg": 0, "exp_avg_sq": 0}},)
 """
@@ -17,52 +17,65 @@ import torch
 from fpipe import tree
 from fpipe.meaning.optimizers.rule_names import RULES
 from fpipe.meaning.optimizers.rules import (
-    OF_MATRICES,
-    Words,
-    check_together,
+    MATRIX_RULES,
+    RuleSettings,
+    as_number_by_name,
+    check_torch_settings,
     class_of,
     initial_state,
-    numbers_of,
     state_shapes,
 )
-from fpipe.program import Op, Program, the_program
+from fpipe.program import Op, Program, require_program
 
-# Read the words of an UPDATE: its rule, its clip, and the settings of each parameter by its name.
+# Read the settings of an UPDATE: its rule, its clip, and the settings of each parameter by its name.
 #
 # {by='AdamW', clip=1.0, groups=(('*bias', (('weight_decay', 0.0),)),), weight_decay=0.1}
 
 
-class UpdateWords(NamedTuple):
-    """Words of an UPDATE: by which rule, the largest norm, and settings, some by patterns of parameters' names."""
+class UpdateSettings(NamedTuple):
+    """The settings of an UPDATE.
 
-    by: str
+    Attributes:
+        rule: the name of the optimizer's rule.
+        clip: the largest norm of all gradients, or None.
+        groups: settings of the parameters whose names fit a pattern; the first pattern that fits counts.
+        settings: settings of all other parameters, and of those where a group does not say otherwise.
+    """
+
+    rule: str
     clip: float | None
-    groups: tuple[tuple[str, Words], ...]
-    settings: Words
+    groups: tuple[tuple[str, RuleSettings], ...]
+    settings: RuleSettings
 
-    def of(self, names: Sequence[str]) -> list[Words]:
-        """The settings of each of some parameters: those of the first group of its name in place of all others'."""
-        owns = (next((words for pattern, words in self.groups if fnmatchcase(name, pattern)), ()) for name in names)
-        return [tuple((dict(self.settings) | dict(own)).items()) if own else self.settings for own in owns]
+    def of(self, names: Sequence[str]) -> list[RuleSettings]:
+        """Return the settings of each parameter: the common ones, overridden by the first group whose pattern fits."""
+        settings_by_name = (
+            next((settings for pattern, settings in self.groups if fnmatchcase(name, pattern)), ()) for name in names
+        )
+        return [
+            tuple((dict(self.settings) | dict(group_settings)).items()) if group_settings else self.settings
+            for group_settings in settings_by_name
+        ]
 
 
 @lru_cache(maxsize=1024)
-def words_of(how: tuple[tuple[str, Any], ...]) -> UpdateWords:
-    """The words of an UPDATE, in their places."""
-    said = dict(how)
-    by, clip, groups = said.pop("by"), said.pop("clip", None), said.pop("groups", ())
-    return UpdateWords(by, None if clip is None else float(clip), groups, tuple(said.items()))
+def update_settings(op_settings: tuple[tuple[str, Any], ...]) -> UpdateSettings:
+    """Return the settings of an UPDATE from the options of the op."""
+    settings = dict(op_settings)
+    rule, clip, groups = settings.pop("by"), settings.pop("clip", None), settings.pop("groups", ())
+    return UpdateSettings(rule, None if clip is None else float(clip), groups, tuple(settings.items()))
 
 
-def update_of(program: Program) -> Op | None:
-    """The first UPDATE of a program; the others say the same. Each step asks, so it is looked for once."""
-    if "update_of" not in program.__dict__:
-        program.__dict__["update_of"] = next((op for op in program.ops if op.kind == "UPDATE"), None)
-    return program.__dict__["update_of"]
+def find_update(program: Program) -> Op | None:
+    """Return the first UPDATE of a program, or None; all others have the same settings."""
+    # Each step asks for it, and a program may have a million ops: the answer is kept in the program.
+    if "find_update" not in program.__dict__:
+        program.__dict__["find_update"] = next((op for op in program.ops if op.kind == "UPDATE"), None)
+    return program.__dict__["find_update"]
 
 
-def names_of(spec: tree.Spec) -> list[str]:
-    """The names of leaves: the keys on the way to each, with dots between."""
+def names_of_leaves(spec: tree.Spec) -> list[str]:
+    """Return the names of leaves: the keys of each one's path, joined by dots."""
     return [".".join(map(str, path)) for path in spec.paths()]
 
 
@@ -72,81 +85,89 @@ Rate = float | Mapping[str, float]
 """The learning rate of a step, alone or among other numbers of its rule."""
 
 
-def rates_of(lr: Any, steps: int, words: UpdateWords) -> list[Any]:
-    """The learning rate of each step, or a dict of it and of other numbers of the rule; None where the words say it."""
-    said = dict(words.settings).get("lr")
-    if said is not None and lr is not None:
-        raise ValueError(f"the program says lr={said} itself; leave lr= out.")
-    if said is not None:
+def rates_by_step(lr: Any, steps: int, update: UpdateSettings) -> list[Any]:
+    """Return for each step its learning rate, or a dict of numbers of the rule; None if the program sets the rate."""
+    fixed_rate = dict(update.settings).get("lr")
+    if fixed_rate is not None and lr is not None:
+        raise ValueError(f"the program says lr={fixed_rate} itself; leave lr= out.")
+    if fixed_rate is not None:
         return [None] * steps
     rates: list[Any] = [*lr] if isinstance(lr, list | tuple) else [lr] * steps
     if len(rates) != steps:
         raise ValueError(f"lr is one number, or a list of {steps}, one for each step; found {len(rates)}.")
-    return [_numbers(one, words) for one in rates]
+    return [_as_step_numbers(rate, update) for rate in rates]
 
 
-def _numbers(given: Any, words: UpdateWords) -> Any:
-    """A learning rate as a step has it, or a dict of it and of other numbers that the program leaves open."""
-    if not isinstance(given, Mapping):
-        return _rate(given)
-    known = _handed_in(words.by, words.settings)
-    odd = next((word for word in given if word != "lr" and known is not None and word not in known), None)  # pyright: ignore[reportUnknownVariableType]
-    if odd in dict(words.settings):
-        raise ValueError(f"{odd} is said twice: {given[odd]} by lr={{..}}, and {dict(words.settings)[odd]} beside it.")
-    if odd is not None or "lr" not in given:
-        takes = ", ".join(["lr", *(known or ())])
+def _as_step_numbers(numbers: Any, update: UpdateSettings) -> Any:
+    """Return a learning rate as a 0-d tensor, or a dict of it and of other numbers that the program leaves open."""
+    if not isinstance(numbers, Mapping):
+        return _as_step_number(numbers)
+    open_settings = _open_settings(update.rule, update.settings)
+    allowed = None if open_settings is None else {"lr", *open_settings}
+    misfit = next((name for name in numbers if allowed is not None and name not in allowed), None)  # pyright: ignore[reportUnknownVariableType]
+    if misfit in dict(update.settings):
+        raise ValueError(
+            f"{misfit} is said twice: {numbers[misfit]} by lr={{..}}, and {dict(update.settings)[misfit]} beside it."
+        )
+    if misfit is not None or "lr" not in numbers:
+        takes = ", ".join(["lr", *(open_settings or ())])
         raise ValueError(
             f"lr is a number, or a dict of {takes}, which are numbers that this program leaves to its steps; found "
-            f"{[*given]}. update() says the others."  # pyright: ignore[reportUnknownArgumentType]
+            f"{[*numbers]}. update() says the others."  # pyright: ignore[reportUnknownArgumentType]
         )
-    made = {str(word): _rate(one, str(word)) for word, one in given.items()}  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    for settings in (words.settings, *words.of([pattern for pattern, _ in words.groups])):
-        if words.by not in RULES:
-            others = {word: number for word, number in numbers_of(made).items() if word != "lr"}
-            check_together(words.by, tuple((others | dict(settings)).items()))
-    return made
+    number_by_name = {str(name): _as_step_number(value, str(name)) for name, value in numbers.items()}  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    for settings in (update.settings, *update.of([pattern for pattern, _ in update.groups])):
+        if update.rule not in RULES:
+            other_numbers = {name: number for name, number in as_number_by_name(number_by_name).items() if name != "lr"}
+            check_torch_settings(update.rule, tuple((other_numbers | dict(settings)).items()))
+    return number_by_name
 
 
-def _rate(lr: Any, word: str = "lr") -> torch.Tensor:
-    """A learning rate, or another number of this name, as a step has it."""
+def _as_step_number(lr: Any, name: str = "lr") -> torch.Tensor:
+    """Return a learning rate, or another number of a rule, as a 0-d tensor of doubles."""
     if isinstance(lr, bool) or not (isinstance(lr, int | float) or (isinstance(lr, torch.Tensor) and not lr.ndim)):
-        raise TypeError(f"{word} is a number or a 0-d tensor; found {type(lr).__name__}.")
+        raise TypeError(f"{name} is a number or a 0-d tensor; found {type(lr).__name__}.")
     rate = float(lr)
     if not 0 <= rate < math.inf:
-        raise ValueError(f"{word} is a finite number from 0, such as 3e-4; found {rate}.")
+        raise ValueError(f"{name} is a finite number from 0, such as 3e-4; found {rate}.")
     return torch.tensor(rate, dtype=torch.float64, device="cpu")
 
 
-def _handed_in(by: str, settings: Words) -> Mapping[str, float] | None:
-    """Settings besides the learning rate that a step may be handed, with their defaults: numbers that the program does
-    not say, and on which no state depends; None of a rule of a user's own, which may have any."""
-    if by in RULES:
+def _open_settings(rule: str, settings: RuleSettings) -> Mapping[str, float] | None:
+    """Return the settings besides the learning rate that a step may set, with their defaults.
+
+    These are numbers that the program does not set and that no optimizer state depends on. None for a registered rule,
+    which may have any.
+    """
+    if rule in RULES:
         return None
-    takes = inspect.signature(class_of(by) or torch.optim.SGD).parameters.values()
-    said = {"lr", *dict(settings), *_AT_THE_BEGINNING}
-    numbers = [one for one in takes if isinstance(one.default, int | float) and not isinstance(one.default, bool)]
-    return {one.name: one.default for one in numbers if one.name not in said}
+    parameters = inspect.signature(class_of(rule) or torch.optim.SGD).parameters.values()
+    fixed_names = {"lr", *dict(settings), *_STATE_SETTINGS}
+    numeric = [
+        parameter
+        for parameter in parameters
+        if isinstance(parameter.default, int | float) and not isinstance(parameter.default, bool)
+    ]
+    return {parameter.name: parameter.default for parameter in numeric if parameter.name not in fixed_names}
 
 
-# State depends on these, but for a count of iterations, which is no number to vary.
-_AT_THE_BEGINNING = ("momentum", "initial_accumulator_value", "ns_steps")
+# Optimizer state depends on the first two; ns_steps counts Muon's iterations, which is no number to vary.
+_STATE_SETTINGS = ("momentum", "initial_accumulator_value", "ns_steps")
 
 
 def optimizer_state(program: Program, params: Sequence[Any]) -> tuple[Any, ...]:
-    """The state of a program's optimizer before the first step: for each leaf of params the dict that torch.optim keeps
-    of it.
+    """Return the optimizer state before the first step: for each leaf of params the dict that torch.optim keeps.
 
     Args:
         program: one that `update` made.
-        params: as a step takes them: whole, as shards, on the meta device, or a rank's own and None for the stages of
-            others.
+        params: as a step takes them: whole, as shards, or on the meta device; None for the stages of other ranks.
 
     Returns:
-        A tuple like params, a dict of tensors in place of each leaf. Where torch.optim has nothing before the first
-        step there are zeros, and `step` is 0.
+        A tuple like params, with a dict of tensors in place of each leaf. It has zeros where torch.optim has nothing
+        before the first step, and `step` is 0.
 
     Raises:
-        ValueError: the program updates nothing, or says a rule or settings that there are not.
+        ValueError: the program updates nothing, or has an unknown rule or setting.
 
     >>> import fpipe, torch
     >>> params = ({"w": torch.ones(2)}, {"v": torch.ones(1)})
@@ -154,86 +175,92 @@ def optimizer_state(program: Program, params: Sequence[Any]) -> tuple[Any, ...]:
     >>> optimizer_state(program, params)[0]
     {'w': {'step': tensor(0.), 'momentum_buffer': tensor([0., 0.])}}
     """
-    op = update_of(the_program(program))
+    op = find_update(require_program(program))
     if op is None:
         raise ValueError("this program updates no parameters: fpipe.update('AdamW') behind fpipe.merge() does.")
     if not isinstance(params, tuple | list) or len(params) != program.stages:
-        found = f"{len(params)} entries" if isinstance(params, tuple | list) else type(params).__name__
-        raise ValueError(f"params is a tuple with one pytree for each of the {program.stages} stages; found {found}.")
-    return initial_states(words_of(op.how), params)
+        description = f"{len(params)} entries" if isinstance(params, tuple | list) else type(params).__name__
+        raise ValueError(
+            f"params is a tuple with one pytree for each of the {program.stages} stages; found {description}."
+        )
+    return initial_states(update_settings(op.how), params)
 
 
-def initial_states(words: UpdateWords, params: Sequence[Any]) -> tuple[Any, ...]:
-    """The state of each stage before the first update."""
+def initial_states(update: UpdateSettings, params: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the optimizer state of each stage before the first update; None for a stage without params."""
 
     def of_stage(stage: Any) -> Any:
         leaves, spec = tree.flatten(stage)
-        each = zip(leaves, words.of(names_of(spec)), strict=True)
-        return tree.unflatten(spec, [initial_state(words.by, settings, leaf) for leaf, settings in each])
+        leaf_and_settings = zip(leaves, update.of(names_of_leaves(spec)), strict=True)
+        return tree.unflatten(
+            spec, [initial_state(update.rule, settings, leaf) for leaf, settings in leaf_and_settings]
+        )
 
     return tuple(None if stage is None else of_stage(stage) for stage in params)
 
 
 def example_optim(program: Program, params: Sequence[Any]) -> tuple[Any, Any, Any] | None:
-    """Optimizer state, learning rates and loss scale to trace for, where a program updates parameters."""
-    op = update_of(program)
+    """Return optimizer state, learning rates and loss scale to trace a step with, or None without an update."""
+    op = find_update(program)
     if op is None:
         return None
-    wanted = any(value.name == "lr" for value in op.reads)
+    reads_rate = any(value.name == "lr" for value in op.reads)
     rates = [torch.zeros((), dtype=torch.float64, device="cpu") for _ in range(program.steps)]
-    scales = any(value.name == "valid" for value in op.reads)
+    reads_scale = any(value.name == "valid" for value in op.reads)
     scale = torch.ones((), device="cpu"), torch.zeros((), dtype=torch.int32, device="cpu")
-    return optimizer_state(program, params), rates if wanted else [], scale if scales else None
+    return optimizer_state(program, params), rates if reads_rate else [], scale if reads_scale else None
 
 
 def check_update(program: Program, names: Sequence[str] | None) -> None:
-    """A ValueError for a rule or settings that there are not, for a group of none of the `names` of parameters, where
-    they are known, or for a rule of whole matrices where parameters are shards."""
-    op = update_of(program)
+    """Raise ValueError for an unknown rule or setting, a group that fits no parameter, or Muon on shards.
+
+    Groups are checked only if the names of the parameters are known.
+    """
+    op = find_update(program)
     if op is None:
         return
-    words = words_of(op.how)
-    by, groups = words.by, words.groups
-    if by in OF_MATRICES and op.reads[0].name == "shard":
-        raise ValueError(f"{by} looks at whole matrices, of which replicas have shards: use fpipe.data_parallel().")
-    for settings in (words.settings, *words.of([pattern for pattern, _ in groups])):
-        state_shapes(by, settings, torch.empty(2, 2))
+    update = update_settings(op.how)
+    rule, groups = update.rule, update.groups
+    if rule in MATRIX_RULES and op.reads[0].name == "shard":
+        raise ValueError(f"{rule} looks at whole matrices, of which replicas have shards: use fpipe.data_parallel().")
+    for settings in (update.settings, *update.of([pattern for pattern, _ in groups])):
+        state_shapes(rule, settings, torch.empty(2, 2))
     if names is not None:
-        check_groups(words, names)
+        check_groups(update, names)
 
 
-def check_groups(words: UpdateWords, names: Sequence[str]) -> None:
-    """A ValueError for a group of none of the `names` of parameters."""
-    for pattern, _ in words.groups:
+def check_groups(update: UpdateSettings, names: Sequence[str]) -> None:
+    """Raise ValueError for a group whose pattern fits none of the names."""
+    for pattern, _ in update.groups:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"no parameter has a name like {pattern!r} of groups=; there are {', '.join(names)}.")
 
 
-def check_optimizer_state(words: UpdateWords, params: Sequence[Any], opt: Any) -> None:
-    """A ValueError for an optimizer's state that is not of these parameters and this rule."""
+def check_optimizer_state(update: UpdateSettings, params: Sequence[Any], opt: Any) -> None:
+    """Raise ValueError for optimizer state that does not belong to these parameters and this rule."""
     if not isinstance(opt, tuple | list) or len(opt) != len(params):
-        raise ValueError(f"opt is a tuple with one entry for each of the {len(params)} stages, {_WAY}.")
+        raise ValueError(f"opt is a tuple with one entry for each of the {len(params)} stages, {_REMEDY}.")
     for number, (stage, states) in enumerate(zip(params, opt, strict=True)):
         leaves, spec = tree.flatten(stage)
         try:
-            each = spec.flatten_up_to(states)
+            leaf_states = spec.flatten_up_to(states)
         except ValueError:
-            raise ValueError(f"opt of stage {number} has other leaves than its params, {_WAY}.") from None
-        names = names_of(spec)
-        for name, settings, leaf, state in zip(names, words.of(names), leaves, each, strict=True):
-            wanted = state_shapes(words.by, settings, leaf)
-            if wanted is None:
+            raise ValueError(f"opt of stage {number} has other leaves than its params, {_REMEDY}.") from None
+        names = names_of_leaves(spec)
+        for name, settings, leaf, state in zip(names, update.of(names), leaves, leaf_states, strict=True):
+            shape_by_name = state_shapes(update.rule, settings, leaf)
+            if shape_by_name is None:
                 continue
-            if not isinstance(state, dict) or {*state} != {*wanted}:
-                found = ", ".join(state) if isinstance(state, dict) else type(state).__name__
+            if not isinstance(state, dict) or {*state} != {*shape_by_name}:
+                description = ", ".join(state) if isinstance(state, dict) else type(state).__name__
                 raise ValueError(
-                    f"opt of stage {number} has {found or 'nothing'} of {name}, and {words.by} keeps "
-                    f"{', '.join(wanted) or 'nothing'}, {_WAY}."
+                    f"opt of stage {number} has {description or 'nothing'} of {name}, and {update.rule} keeps "
+                    f"{', '.join(shape_by_name) or 'nothing'}, {_REMEDY}."
                 )
-            for word, shape in wanted.items():
+            for word, shape in shape_by_name.items():
                 if tuple(state[word].shape) != shape:
-                    now = f"{[*state[word].shape]}, and is of shape {[*shape]}"
-                    raise ValueError(f"opt of stage {number} has {word} of {name} in shape {now}, {_WAY}.")
+                    actual = f"{[*state[word].shape]}, and is of shape {[*shape]}"
+                    raise ValueError(f"opt of stage {number} has {word} of {name} in shape {actual}, {_REMEDY}.")
 
 
-_WAY = "as fpipe.optimizer_state(program, params) makes it"
+_REMEDY = "as fpipe.optimizer_state(program, params) makes it"

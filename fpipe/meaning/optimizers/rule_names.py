@@ -1,4 +1,4 @@
-"""Names of the optimizers' rules that an UPDATE may say: elementwise ones of torch.optim, and those that were added.
+"""The names and settings of the rules that an UPDATE may have: those of torch.optim, and registered ones.
 
 Here, and not beside the rules, since a program is written without torch.
 """
@@ -9,30 +9,30 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
-_EACH = "lr maximize foreach differentiable"
-_ADAMS = f"{_EACH} betas eps weight_decay capturable"
+_COMMON_SETTINGS = "lr maximize foreach differentiable"
+_ADAM_SETTINGS = f"{_COMMON_SETTINGS} betas eps weight_decay capturable"
 SETTINGS = {
-    "SGD": f"{_EACH} momentum dampening weight_decay nesterov fused",
-    "Adam": f"{_ADAMS} amsgrad fused decoupled_weight_decay",
-    "AdamW": f"{_ADAMS} amsgrad fused",
-    "Adamax": _ADAMS,
-    "NAdam": f"{_ADAMS} momentum_decay decoupled_weight_decay",
-    "RAdam": f"{_ADAMS} decoupled_weight_decay",
-    "Adagrad": f"{_EACH} lr_decay weight_decay initial_accumulator_value eps fused",
-    "Adadelta": f"{_EACH} rho eps weight_decay capturable",
-    "RMSprop": f"{_EACH} alpha eps weight_decay momentum centered capturable",
-    "Rprop": f"{_EACH} etas step_sizes capturable",
-    "ASGD": f"{_EACH} lambd alpha t0 weight_decay capturable",
+    "SGD": f"{_COMMON_SETTINGS} momentum dampening weight_decay nesterov fused",
+    "Adam": f"{_ADAM_SETTINGS} amsgrad fused decoupled_weight_decay",
+    "AdamW": f"{_ADAM_SETTINGS} amsgrad fused",
+    "Adamax": _ADAM_SETTINGS,
+    "NAdam": f"{_ADAM_SETTINGS} momentum_decay decoupled_weight_decay",
+    "RAdam": f"{_ADAM_SETTINGS} decoupled_weight_decay",
+    "Adagrad": f"{_COMMON_SETTINGS} lr_decay weight_decay initial_accumulator_value eps fused",
+    "Adadelta": f"{_COMMON_SETTINGS} rho eps weight_decay capturable",
+    "RMSprop": f"{_COMMON_SETTINGS} alpha eps weight_decay momentum centered capturable",
+    "Rprop": f"{_COMMON_SETTINGS} etas step_sizes capturable",
+    "ASGD": f"{_COMMON_SETTINGS} lambd alpha t0 weight_decay capturable",
     "Muon": "lr weight_decay momentum nesterov ns_coefficients eps ns_steps adjust_lr_fn",
 }
 """The settings that each rule of torch.optim takes."""
-TORCHS = tuple(SETTINGS)
+TORCH_RULES = tuple(SETTINGS)
 RULES: dict[str, Any] = {}
-"""Rules that `register_update` has added, by name."""
+"""The rules added by `register_update`, by name."""
 
 
 def check_rule(name: str) -> None:
-    """A ValueError for a rule that there is not.
+    """Raise ValueError for an unknown rule.
 
     >>> check_rule("AdamW")
     >>> check_rule("AdamV")
@@ -40,13 +40,13 @@ def check_rule(name: str) -> None:
     ValueError: 'AdamV' is no rule of an optimizer; known: SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, \
 RMSprop, Rprop, ASGD, Muon. fpipe.register_update adds one.
     """
-    if name not in TORCHS and name not in RULES:
-        known = ", ".join([*TORCHS, *RULES])
-        raise ValueError(f"{name!r} is no rule of an optimizer; known: {known}. fpipe.register_update adds one.")
+    if name not in TORCH_RULES and name not in RULES:
+        rules = ", ".join([*TORCH_RULES, *RULES])
+        raise ValueError(f"{name!r} is no rule of an optimizer; known: {rules}. fpipe.register_update adds one.")
 
 
-def check_settings(name: str, words: Iterable[str]) -> None:
-    """A ValueError for a setting that a rule does not take.
+def check_settings(name: str, settings: Iterable[str]) -> None:
+    """Raise ValueError for a setting that a rule does not take.
 
     >>> check_settings("SGD", ["momentum", "lr_scale"])
     >>> check_settings("SGD", ["momentun"])
@@ -54,14 +54,19 @@ def check_settings(name: str, words: Iterable[str]) -> None:
     ValueError: SGD takes no momentun=; it takes lr, maximize, foreach, differentiable, momentum, dampening, \
 weight_decay, nesterov, fused.
     """
-    takes = SETTINGS[name].split() if name in SETTINGS else _named(RULES[name].apply)
-    odd = next((word for word in words if word not in takes and word != "lr_scale"), None) if takes else None
-    if odd is not None:
-        raise ValueError(f"{name} takes no {odd}=; it takes {', '.join(takes)}.")
+    takes = SETTINGS[name].split() if name in SETTINGS else _settings_of_registered(RULES[name].apply)
+    misfit = (
+        next((setting for setting in settings if setting not in takes and setting != "lr_scale"), None)
+        if takes
+        else None
+    )
+    if misfit is not None:
+        raise ValueError(f"{name} takes no {misfit}=; it takes {', '.join(takes)}.")
 
 
-def _named(apply: Any) -> list[str]:
-    """The settings that a rule of a user's own takes; none where it takes any."""
-    found = inspect.signature(apply).parameters.values()
-    open_ended = any(one.kind is one.VAR_KEYWORD for one in found)
-    return [] if open_ended else [one.name for one in found][3:]
+def _settings_of_registered(apply: Any) -> list[str]:
+    """Return the settings that a registered rule takes; [] if it takes any."""
+    # Its first three parameters are the leaf, the gradient and the state.
+    parameters = inspect.signature(apply).parameters.values()
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return [] if open_ended else [parameter.name for parameter in parameters][3:]

@@ -2,9 +2,9 @@
 
     [p], [dp], [{"step": 3, "exp_avg": ..}], lr        --> AdamW -->        [p'], [{"step": 4, "exp_avg": ..}]
 
-The classes of torch.optim update in place, and keep state by the tensor it is of. An instance is made once for each
-thread and kept: to make one takes longer than to update a small net. It is handed copies, and what it leaves is taken
-from it. At step 0 it finds no state, and so begins as it always does.
+The classes of torch.optim update in place, and keep state by tensor. An instance is made once for each thread and kept,
+because making one takes longer than updating a small net. It steps copies of the leaves, and the new state is taken out
+of it. At step 0 it is given no state, so it starts as torch's own does.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fpipe.meaning.optimizers.rule_names import RULES, SETTINGS, TORCHS, check_rule
+from fpipe.meaning.optimizers.rule_names import RULES, SETTINGS, TORCH_RULES, check_rule
 from fpipe.torch_internals import version_of
 
-Words = tuple[tuple[str, Any], ...]
+RuleSettings = tuple[tuple[str, Any], ...]
 Numbers = Mapping[str, float | None]
 """The learning rate of a step as `lr`, and others of its numbers by name."""
 State = dict[str, Tensor]
@@ -32,7 +32,7 @@ STEP = "step"
 
 
 class Registered(NamedTuple):
-    """A rule of a user's own: `apply(param, grad, state, lr=, **settings) -> (param, state)`, pure."""
+    """A registered rule: `apply(param, grad, state, lr=, **settings) -> (param, state)`, a pure function."""
 
     apply: Apply
     initial: Initial
@@ -42,13 +42,13 @@ def register_update(name: str, apply: Apply, initial: Initial | None = None) -> 
     """Add an optimizer's rule, as a pure function of one leaf.
 
     Args:
-        name: what `update` calls it.
+        name: the rule's name, for `update`.
         apply: `f(param, grad, state, *, lr, **settings) -> (param, state)`, which mutates nothing. It is called outside
             of traces, and may look at data.
-        initial: `f(param) -> state`, a dict of tensors; none by default.
+        initial: `f(param) -> state`, a dict of tensors; by default {}.
 
     Raises:
-        ValueError: the name is torch.optim's or taken already, or what is given is no function.
+        ValueError: the name is torch.optim's or taken already, or `apply` or `initial` is no function.
 
     >>> import fpipe, torch
     >>> fpipe.register_update("SignSGD", lambda param, grad, state, lr: (param - lr * grad.sign(), state))
@@ -60,196 +60,219 @@ def register_update(name: str, apply: Apply, initial: Initial | None = None) -> 
     ({'w': tensor(2.5000)},)
     >>> _ = RULES.pop("SignSGD")
     """
-    if name in TORCHS or name in RULES or not name.isidentifier():
+    if name in TORCH_RULES or name in RULES or not name.isidentifier():
         raise ValueError(f"a rule's name is a new word, which torch.optim has not; found {name!r}.")
     if not callable(apply) or not (initial is None or callable(initial)):
         raise ValueError("a rule is f(param, grad, state, *, lr, **settings) -> (param, state), its start f(param).")
-    RULES[name] = Registered(apply, initial or _nothing)
+    RULES[name] = Registered(apply, initial or _no_state)
 
 
-def _nothing(param: Tensor) -> State:
+def _no_state(param: Tensor) -> State:
     return {}
 
 
-def initial_state(by: str, settings: Words, param: Any) -> State:
-    """The state of a leaf before its first update; of what is no floating tensor there is none."""
-    if not _trains(param):
+def initial_state(rule: str, settings: RuleSettings, param: Any) -> State:
+    """Return the state of a leaf before its first update; {} for a leaf that is no floating tensor."""
+    if not _is_trainable(param):
         return {}
     param = param.detach()
-    if by in OF_MATRICES and param.ndim != 2:
+    if rule in MATRIX_RULES and param.ndim != 2:
         raise ValueError(
-            f"{by} is of matrices alone, and there is a parameter of shape {[*param.shape]}: take another."
+            f"{rule} is of matrices alone, and there is a parameter of shape {[*param.shape]}: take another."
         )
-    if by in RULES:
-        return RULES[by].initial(param)
-    kept = _kept(by, settings, param.ndim, param.dtype)
-    made = {
-        word: torch.zeros_like(param, dtype=dtype) if whole else torch.zeros((), dtype=dtype)
-        for word, (whole, dtype) in kept.items()
+    if rule in RULES:
+        return RULES[rule].initial(param)
+    tensors_by_name = _state_tensors(rule, settings, param.ndim, param.dtype)
+    state = {
+        name: torch.zeros_like(param, dtype=dtype) if is_param_shaped else torch.zeros((), dtype=dtype)
+        for name, (is_param_shaped, dtype) in tensors_by_name.items()
     }
-    filled = _optimizer(by, settings, [param], 0.0).state[param]  # what a constructor fills
-    return made | filled
+    constructor_state = _make_optimizer(rule, settings, [param], 0.0).state[param]  # what a constructor fills
+    return state | constructor_state
 
 
-def state_shapes(by: str, settings: Words, param: Any) -> Mapping[str, tuple[int, ...]] | None:
-    """The names in the state of a leaf, with their shapes; None where only its rule knows them."""
-    if not _trains(param):
+def state_shapes(rule: str, settings: RuleSettings, param: Any) -> Mapping[str, tuple[int, ...]] | None:
+    """Return the shapes in the state of a leaf, by name; None for a registered rule, which alone knows them."""
+    if not _is_trainable(param):
         return {}
-    if by in RULES:
+    if rule in RULES:
         return None
-    kept = _kept(by, settings, param.ndim, param.dtype)
-    return {word: tuple(param.shape) if whole else () for word, (whole, _) in kept.items()}
+    tensors_by_name = _state_tensors(rule, settings, param.ndim, param.dtype)
+    return {
+        name: tuple(param.shape) if is_param_shaped else () for name, (is_param_shaped, _) in tensors_by_name.items()
+    }
 
 
-def _trains(param: Any) -> bool:
+def _is_trainable(param: Any) -> bool:
     return isinstance(param, Tensor) and (param.is_floating_point() or param.is_complex())
 
 
 def apply_rule(
-    by: str,
-    settings: Sequence[Words],
+    rule: str,
+    settings: Sequence[RuleSettings],
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     states: Sequence[State],
     numbers: Numbers,
-    own: Sequence[bool],
+    may_overwrite: Sequence[bool],
 ) -> tuple[list[Tensor], list[State]]:
-    """The next parameters and states of some leaves, each under its own settings; those that are one's `own` may be
-    overwritten."""
-    given = zip(params, grads, states, settings, own, strict=True)
-    if by in RULES:
-        made = [
-            _applied(by, param, grad, state, with_numbers(words, numbers)) for param, grad, state, words, _ in given
+    """Return the next parameters and states of leaves, each stepped under its settings."""
+    leaves = zip(params, grads, states, settings, may_overwrite, strict=True)
+    if rule in RULES:
+        pairs = [
+            _apply_registered(rule, param, grad, state, with_numbers(group_settings, numbers))
+            for param, grad, state, group_settings, _ in leaves
         ]
-        return [param for param, _ in made], [state for _, state in made]
+        return [param for param, _ in pairs], [state for _, state in pairs]
     if not params:
         return [], []
-    optimizer, now = _of_thread(by, tuple(dict.fromkeys(settings))), list[Tensor]()
-    for param, grad, state, _, mine in given:
-        now.append(param.detach() if mine else param.detach().clone())
-        now[-1].grad = grad
-        if by in _FILLED or (STEP in state and state[STEP].item()):
-            kept = {word: leaf for word, leaf in state.items() if word != STEP or by not in UNCOUNTED}
-            optimizer.state[now[-1]] = kept if mine else {word: leaf.clone() for word, leaf in kept.items()}
-    for group, words in zip(optimizer.param_groups, dict.fromkeys(settings), strict=True):
-        group["params"] = [param for param, said in zip(now, settings, strict=True) if said == words]
-        group |= with_numbers(words, numbers)
+    # 1. Give the optimizer copies, with gradients and states. A leaf at step 0 has none yet, but for rules whose
+    #    constructor makes state.
+    optimizer, new_params = _thread_optimizer(rule, tuple(dict.fromkeys(settings))), list[Tensor]()
+    for param, grad, state, _, overwrites in leaves:
+        new_params.append(param.detach() if overwrites else param.detach().clone())
+        new_params[-1].grad = grad
+        if rule in _RULES_WITH_INITIAL_STATE or (STEP in state and state[STEP].item()):
+            leaf_state = {name: leaf for name, leaf in state.items() if name != STEP or rule not in RULES_WITHOUT_STEP}
+            copied = leaf_state if overwrites else {name: leaf.clone() for name, leaf in leaf_state.items()}
+            optimizer.state[new_params[-1]] = copied
+    # 2. One group for each of the settings, in the order in which leaves first have them.
+    for group, group_settings in zip(optimizer.param_groups, dict.fromkeys(settings), strict=True):
+        group["params"] = [
+            param for param, leaf_settings in zip(new_params, settings, strict=True) if leaf_settings == group_settings
+        ]
+        group |= with_numbers(group_settings, numbers)
     try:
         optimizer.step()
-        return now, [_after(optimizer.state[param], state) for param, state in zip(now, states, strict=True)]
+        return new_params, [
+            _next_state(optimizer.state[param], state) for param, state in zip(new_params, states, strict=True)
+        ]
     finally:
+        # 3. Empty it: the instance lives as long as the thread, and would keep this step's tensors.
         optimizer.state = defaultdict(dict)
         for group in optimizer.param_groups if len(numbers) > 1 else ():
-            group |= {word: optimizer.defaults[word] for word in numbers}
-        for param in now:
+            group |= {name: optimizer.defaults[name] for name in numbers}
+        for param in new_params:
             param.grad = None
 
 
-def _applied(by: str, param: Tensor, grad: Tensor, state: State, settings: dict[str, Any]) -> tuple[Tensor, State]:
-    """The parameter and state that a rule of a user's own makes; a ValueError if it makes no such pair, or mutates."""
-    given = (param, grad, *state.values())
-    versions = [0 if leaf.is_inference() else version_of(leaf) for leaf in given]
-    made = RULES[by].apply(param, grad, state, **settings)
-    if versions != [0 if leaf.is_inference() else version_of(leaf) for leaf in given]:
+def _apply_registered(
+    rule: str, param: Tensor, grad: Tensor, state: State, settings: dict[str, Any]
+) -> tuple[Tensor, State]:
+    """Return the parameter and state of a registered rule; raise ValueError if it mutates or returns no such pair."""
+    # Torch counts the mutations of each tensor, except in inference mode.
+    tensors = (param, grad, *state.values())
+    versions = [0 if leaf.is_inference() else version_of(leaf) for leaf in tensors]
+    returned = RULES[rule].apply(param, grad, state, **settings)
+    if versions != [0 if leaf.is_inference() else version_of(leaf) for leaf in tensors]:
         raise ValueError(
-            f"rule {by!r} mutates what it is handed, and has to be pure: write p - lr * g, not p.sub_(..)."
+            f"rule {rule!r} mutates what it is handed, and has to be pure: write p - lr * g, not p.sub_(..)."
         )
-    pair: Any = made if isinstance(made, tuple) and len(made) == 2 else (None, None)  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison]
-    after, left = pair
-    if not isinstance(after, Tensor) or not isinstance(left, dict) or {*left} != {*state}:  # pyright: ignore[reportUnknownArgumentType]
+    pair: Any = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison]
+    new_param, new_state = pair
+    if not isinstance(new_param, Tensor) or not isinstance(new_state, dict) or {*new_state} != {*state}:  # pyright: ignore[reportUnknownArgumentType]
         raise ValueError(
-            f"rule {by!r} gives (param, state) back, with {', '.join(state) or 'nothing'} in the dict as its start "
-            f"has; found {type(made).__name__}."
+            f"rule {rule!r} gives (param, state) back, with {', '.join(state) or 'nothing'} in the dict as its start "
+            f"has; found {type(returned).__name__}."
         )
-    if after.shape != param.shape or after.dtype != param.dtype:
-        now = f"{after.dtype} of shape {[*after.shape]}"
-        raise ValueError(f"rule {by!r} makes a parameter {now} of one {param.dtype} of shape {[*param.shape]}.")
-    return after, left
+    if new_param.shape != param.shape or new_param.dtype != param.dtype:
+        actual = f"{new_param.dtype} of shape {[*new_param.shape]}"
+        raise ValueError(f"rule {rule!r} makes a parameter {actual} of one {param.dtype} of shape {[*param.shape]}.")
+    return new_param, new_state
 
 
-def _after(found: Mapping[str, Any], before: State) -> State:
-    """The state that an optimizer left; the steps of one that counts none are counted here."""
-    return {word: found[word] if word in found else leaf + 1 for word, leaf in before.items()}
+def _next_state(new_state: Mapping[str, Any], former_state: State) -> State:
+    """Return the state that an optimizer has left; `step` is counted here for a rule that does not count steps."""
+    return {name: new_state[name] if name in new_state else leaf + 1 for name, leaf in former_state.items()}
 
 
-def numbers_of(rate: Any) -> dict[str, float | None]:
-    """The numbers of a step, of its learning rate alone or of a dict of them."""
-    each = rate if isinstance(rate, Mapping) else {"lr": rate}
-    return {word: None if one is None else float(one) for word, one in each.items()}  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+def as_number_by_name(rate: Any) -> dict[str, float | None]:
+    """Return the numbers of a step by name, from a learning rate or a dict."""
+    number_by_name = rate if isinstance(rate, Mapping) else {"lr": rate}
+    return {name: None if number is None else float(number) for name, number in number_by_name.items()}  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
 
-def with_numbers(words: Words, numbers: Numbers) -> dict[str, Any]:
-    """Settings with the numbers of a step where the program does not say them, scaled where a group says so."""
-    settings = {"lr": None, **numbers, **dict(words)}
+def with_numbers(leaf_settings: RuleSettings, numbers: Numbers) -> dict[str, Any]:
+    """Return settings completed by the numbers of a step; a group's `lr_scale` multiplies the learning rate."""
+    settings = {"lr": None, **numbers, **dict(leaf_settings)}
     scale, rate = settings.pop("lr_scale", None), settings["lr"]
     return settings | {"lr": rate if scale is None or rate is None else rate * scale}
 
 
-def one_by_one(by: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a rule of torch.optim that takes parameters one by one, if they do not say otherwise."""
-    takes = "foreach" in SETTINGS[by].split() and not {"foreach", "fused"} & settings.keys()
-    return {"foreach": False} | settings if takes else settings
+def without_foreach(rule: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a torch rule with foreach=False, unless they set foreach or fused."""
+    # By default torch chooses foreach kernels by the devices of the leaves; False makes the choice everywhere the same.
+    has_foreach = "foreach" in SETTINGS[rule].split() and not {"foreach", "fused"} & settings.keys()
+    return {"foreach": False} | settings if has_foreach else settings
 
 
 @lru_cache(maxsize=256)
-def check_together(by: str, settings: Words) -> None:
-    """A ValueError for settings that the constructor of an optimizer of torch refuses."""
-    _optimizer(by, settings, [_probe(2)], 1.0)
+def check_torch_settings(rule: str, settings: RuleSettings) -> None:
+    """Raise ValueError for settings that the constructor of a torch optimizer refuses."""
+    _make_optimizer(rule, settings, [_probe(2)], 1.0)
 
 
-# Rules whose state is handed over before the first step too: a constructor fills it, or it begins with zeros.
-_FILLED = frozenset(("Adagrad", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta"))
-UNCOUNTED = frozenset(("SGD", "Muon"))  # rules that count no steps: here a state tells by them whether it has begun
-OF_MATRICES = frozenset(("Muon",))
-_KNOWN = threading.local()
+# Rules that are given their state at the first step too: the constructor fills it, or it starts with zeros.
+_RULES_WITH_INITIAL_STATE = frozenset(("Adagrad", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta"))
+# Rules of torch that count no steps. Here their state has a count, which says whether it has started.
+RULES_WITHOUT_STEP = frozenset(("SGD", "Muon"))
+MATRIX_RULES = frozenset(("Muon",))
+_THREAD_LOCAL = threading.local()
 
 
-def _of_thread(by: str, settings: tuple[Words, ...]) -> torch.optim.Optimizer:
-    """An optimizer of this thread, with a group for each of the settings."""
-    known = _KNOWN.__dict__.setdefault("meaning.optimizers", dict[Any, torch.optim.Optimizer]())
-    if (by, settings) not in known:
-        made = known[by, settings] = _optimizer(by, settings[0], [_probe(2)], 0.0)
-        for words in settings[1:]:
-            own = _optimizer(by, words, [_probe(2)], 0.0).defaults  # those of the first group are not this one's
-            made.add_param_group({"params": [_probe(2)], **own})
-    return known[by, settings]
+def _thread_optimizer(rule: str, settings: tuple[RuleSettings, ...]) -> torch.optim.Optimizer:
+    optimizers = _THREAD_LOCAL.__dict__.setdefault("meaning.optimizers", dict[Any, torch.optim.Optimizer]())
+    if (rule, settings) not in optimizers:
+        optimizer = optimizers[rule, settings] = _make_optimizer(rule, settings[0], [_probe(2)], 0.0)
+        for group_settings in settings[1:]:
+            group_defaults = _make_optimizer(
+                rule, group_settings, [_probe(2)], 0.0
+            ).defaults  # those of the first group are not this one's
+            optimizer.add_param_group({"params": [_probe(2)], **group_defaults})
+    return optimizers[rule, settings]
 
 
 def _probe(ndim: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros([2] * ndim, dtype=dtype, device="cpu")
 
 
-def _optimizer(by: str, settings: Words, params: list[Tensor], lr: float) -> torch.optim.Optimizer:
-    """One of torch.optim's; a ValueError if there is none of that name, or it takes no such settings."""
-    cls = class_of(by)
+def _make_optimizer(rule: str, settings: RuleSettings, params: list[Tensor], lr: float) -> torch.optim.Optimizer:
+    """Return a torch optimizer; raise ValueError if torch has none of that name, or it refuses the settings."""
+    cls = class_of(rule)
     if cls is None:
-        check_rule(by)
-        raise ValueError(f"this torch has no {by}: take another rule, or a newer torch.")
+        check_rule(rule)
+        raise ValueError(f"this torch has no {rule}: take another rule, or a newer torch.")
     try:
-        return cls(params, **one_by_one(by, with_numbers(settings, {"lr": lr})))
+        return cls(params, **without_foreach(rule, with_numbers(settings, {"lr": lr})))
     except (ValueError, RuntimeError, TypeError) as error:
-        said = ", ".join(f"{word}={value!r}" for word, value in settings)
-        raise ValueError(f"torch.optim.{by} refuses its settings ({said}): {error}") from None
+        description = ", ".join(f"{name}={value!r}" for name, value in settings)
+        raise ValueError(f"torch.optim.{rule} refuses its settings ({description}): {error}") from None
 
 
-def class_of(by: str) -> Callable[..., torch.optim.Optimizer] | None:
-    """The class of torch.optim of that name, if this torch has one."""
-    return getattr(torch.optim, by, None) if by in TORCHS else None
+def class_of(rule: str) -> Callable[..., torch.optim.Optimizer] | None:
+    """Return the class of torch.optim of that name, or None if this torch has none."""
+    return getattr(torch.optim, rule, None) if rule in TORCH_RULES else None
 
 
 @lru_cache(maxsize=256)
-def _kept(by: str, settings: Words, ndim: int, dtype: torch.dtype) -> Mapping[str, tuple[bool, torch.dtype]]:
-    """The tensors that an optimizer keeps of a leaf once it has begun: whether one is as large as that, and its
-    dtype."""
+def _state_tensors(
+    rule: str, settings: RuleSettings, ndim: int, dtype: torch.dtype
+) -> Mapping[str, tuple[bool, torch.dtype]]:
+    """Return the tensors in a leaf's state after a first step, by name: whether it has the leaf's shape, and dtype."""
+    # Torch does not declare them: step a probe of the leaf's dtype once and look.
     param = _probe(max(ndim, 1), dtype)
-    optimizer = _optimizer(by, settings, [param], 0.0)
+    optimizer = _make_optimizer(rule, settings, [param], 0.0)
     param.grad = torch.zeros_like(param)
     try:
         optimizer.step()
     except (AssertionError, RuntimeError) as error:
         raise ValueError(
-            f"torch.optim.{by} takes no step with {dict(settings)}: {str(error) or 'a check of its own'}"
+            f"torch.optim.{rule} takes no step with {dict(settings)}: {str(error) or 'a check of its own'}"
         ) from None
-    found = {word: leaf for word, leaf in optimizer.state[param].items() if isinstance(leaf, Tensor)}
-    made = {word: (leaf.shape == param.shape, leaf.dtype) for word, leaf in found.items()}
-    return {STEP: (False, torch.float32)} | made if by in UNCOUNTED and made else made
+    state = {name: leaf for name, leaf in optimizer.state[param].items() if isinstance(leaf, Tensor)}
+    tensor_by_name = {name: (leaf.shape == param.shape, leaf.dtype) for name, leaf in state.items()}
+    return (
+        {STEP: (False, torch.float32)} | tensor_by_name
+        if rule in RULES_WITHOUT_STEP and tensor_by_name
+        else tensor_by_name
+    )

@@ -1,1 +1,1 @@
-"""(a call of a stage) -> whether it only did what a pure function may, and all it depended on besides its arguments."""
+"""(a call of a stage) -> whether the call was pure, and the settings and modules that it depended on."""

@@ -1,4 +1,7 @@
-"""Tell what changes the ops or kernels that torch runs for the same Python: autocast, defaults, kernel flags, hooks."""
+"""Read torch's settings that change which ops or kernels the same Python runs: autocast, defaults, kernel flags, hooks.
+
+A trace is valid for the settings that it was made under, so `ambient_key` is part of the key of the cache of traces.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +17,22 @@ from fpipe.torch_internals import in_fake_mode as in_fake_mode
 
 
 class Untraceable(Exception):
-    """A function that no list of ops stands for, and why; `stage` is its number where it is a stage's."""
+    """A function that no list of ops can replace, with the reason; `stage` is its index if it is a stage."""
 
     stage: int | None = None
 
-    def of(self, stage: int, who: str) -> Untraceable:
-        """This error, naming a stage."""
-        made = Untraceable(f"{who}: {self}")
-        made.stage = stage
-        return made
+    def for_stage(self, stage: int, label: str) -> Untraceable:
+        """Return a copy of this error that names a stage."""
+        error = Untraceable(f"{label}: {self}")
+        error.stage = stage
+        return error
 
 
-def ambient() -> tuple[Any, ...]:
-    """Autocast, defaults and kernel flags as one hashable key.
+def ambient_key() -> tuple[Any, ...]:
+    """Return autocast, defaults and kernel flags as one hashable key.
 
     Raises:
-        Untraceable: something looks at what autograd does, or changes what torch's functions do: a trace, which calls
-            neither, would pass it by.
+        Untraceable: a hook or mode observes autograd or torch's functions, which the run of a trace does not call.
     """
     if torchs.has_saved_tensors_hooks():
         raise Untraceable("saved_tensors_hooks are on, which see only what autograd saves")
@@ -41,59 +43,65 @@ def ambient() -> tuple[Any, ...]:
     for mode in torchs.function_modes():
         raise Untraceable(f"a TorchFunctionMode is on ({type(mode).__name__}), which sees only torch's functions")
     flags = torch.backends.mha.get_fastpath_enabled(), torchs.einsum_is_optimised()
-    return torch.get_default_dtype(), torchs.default_device(), *flags, kernels(), casts()
+    return torch.get_default_dtype(), torchs.default_device(), *flags, kernel_settings(), autocast_settings()
 
 
-def settings() -> list[str]:
-    """Ambient settings in lines, for people to read and processes to compare: without devices, the number of
-    threads and autocast."""
+def describe_settings() -> list[str]:
+    """Return the settings that all processes must share, a line each, for people to read and processes to compare.
+
+    Devices, the number of threads and autocast are not among them.
+    """
     flags = {"default dtype": torch.get_default_dtype(), "mha fastpath": torch.backends.mha.get_fastpath_enabled()}
     flags |= {"opt_einsum": torchs.einsum_is_optimised()} | {name: flag() for name, flag in torchs.FLAGS.items()}
-    places = (f"fp32 precision of {' '.join(place)}" for place in torchs.PRECISIONS)
-    flags |= dict(zip(places, torchs.fp32_precisions(), strict=True)) | {"sdp priority": [*torchs.sdp_priority()]}
+    names = (f"fp32 precision of {' '.join(precision)}" for precision in torchs.PRECISIONS)
+    flags |= dict(zip(names, torchs.fp32_precisions(), strict=True)) | {"sdp priority": [*torchs.sdp_priority()]}
     return [f"{name} {value}" for name, value in flags.items()]
 
 
-def autocast() -> str:
-    """For which kinds of device it is on, and to which dtype."""
-    words = (f"{kind} to {dtype}{'' if cached else ' without cache'}" for kind, dtype, cached in casts())
-    return " and ".join(words) or "off"
+def describe_autocast() -> str:
+    """Return the device types that autocast is on for and their dtypes, in words, or "off"."""
+    phrases = (
+        f"{device_type} to {dtype}{'' if is_cached else ' without cache'}"
+        for device_type, dtype, is_cached in autocast_settings()
+    )
+    return " and ".join(phrases) or "off"
 
 
-def kernels() -> tuple[Any, ...]:
-    """The flags and the number of threads that choose among the kernels of an op."""
+def kernel_settings() -> tuple[Any, ...]:
+    """Return the number of threads and the flags by which torch chooses among an op's kernels."""
     flags = [flag() for flag in torchs.FLAGS.values()]
     return torch.get_num_threads(), *flags, *torchs.fp32_precisions(), *torchs.sdp_priority()
 
 
-Casts = tuple[tuple[str, torch.dtype, bool], ...]
+AutocastSettings = tuple[tuple[str, torch.dtype, bool], ...]
 
 
-def casts() -> Casts:
-    """The kinds of device that autocast is on for, to which dtype, and whether it keeps what it has cast."""
+def autocast_settings() -> AutocastSettings:
+    """Return device type, dtype and whether casts are cached, for each device type that autocast is on for."""
     if not torchs.is_autocast_on():
         return ()
     return tuple(
-        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-        for kind in _KINDS
-        if torch.is_autocast_enabled(kind)
+        (device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled())
+        for device_type in _DEVICE_TYPES
+        if torch.is_autocast_enabled(device_type)
     )
 
 
-_KINDS = ("cpu", "cuda")
+_DEVICE_TYPES = ("cpu", "cuda")
 
 
 @contextmanager
-def casting(kinds: Casts) -> Generator[None]:
-    """Under autocast as it was when `kinds` were told."""
+def autocast_as(settings: AutocastSettings) -> Generator[None]:
+    """Switch autocast on in this context, with settings from `autocast_settings`."""
     with ExitStack() as stack:
-        for kind, dtype, cached in kinds:
-            stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cached))
+        for device_type, dtype, is_cached in settings:
+            stack.enter_context(torch.autocast(device_type, dtype, cache_enabled=is_cached))
         yield
 
 
 def raw_ops() -> AbstractContextManager[None]:
-    """Ops as they are written: without autograd, and without casts, which the graphs hold."""
+    """Run ops without autograd and without autocast, in this context."""
+    # A graph contains the casts that autocast made while it was traced; casting again would be wrong.
     return _without_casts() if torchs.is_autocast_on() else torch.no_grad()
 
 
@@ -105,22 +113,25 @@ def _without_casts() -> Generator[None]:
 
 @contextmanager
 def outside_autocast() -> Generator[None]:
-    """Run a backward as torch advises. The gradient of an op that autocast left alone would be computed less precisely
-    within it; what was cast is computed in its own dtype, and what is computed again puts its autocast back itself."""
+    """Switch autocast off in this context, in which a backward runs, as torch advises."""
+    # Under autocast the gradient of an op that autocast had left alone would be computed in the lower precision. Ops
+    # that were cast have their dtype already, and a recomputed forward switches its autocast on again itself.
     with ExitStack() as stack:
-        for kind in _KINDS:
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        for device_type in _DEVICE_TYPES:
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
 
 
-def refuse_odd_modes() -> None:
-    """There are no gradients in inference mode, only zeros in their place. A transform of torch.func gets zeros too, of
-    gradients that are taken inside it, or tensors without memory."""
+def refuse_unsupported_modes() -> None:
+    """Raise RuntimeError in inference mode and inside a transform of torch.func.
+
+    Autograd would silently give zeros there for gradients that fpipe takes itself, or tensors without memory.
+    """
     if torch.is_inference_mode_enabled():
         raise RuntimeError("fpipe computes gradients, which torch.inference_mode() switches off; leave it first.")
-    if around := torchs.function_transform():
+    if transform_name := torchs.function_transform():
         raise RuntimeError(
-            f"fpipe computes gradients itself, and torch.func.{around} around it does not see them. "
-            "Call it for one after the other; or transform what torch alone computes, by torch.func.functional_call."
+            f"fpipe computes gradients itself, and torch.func.{transform_name} around it does not see them. "
+            "Call it for one after the other, or transform the net by torch.func.functional_call."
         )

@@ -1,10 +1,10 @@
-"""Remember what the modules of a model held when it was cut, and refuse to go on where that has changed.
+"""Record the contents of a model's modules when the model is cut, and raise ValueError if they have changed since.
 
 criterion.weight = w  ;  step(..)           -->        ValueError: 'weight' of the loss was bound anew .. cut anew
 net[1] = nn.ReLU()    ;  build(..)          -->        ValueError: child '1' of the net is another .. cut anew
 
-A trace repeats what it saw. Tensors that it holds and `requires_grad` are compared in every step, all else that modules
-hold when a step is built. Other Python values are those of the trace, as under `jax.jit`.
+A trace repeats what it saw. Its constant tensors and `requires_grad` are compared in every step; all other contents of
+modules when a step is built. Other Python values are those of the trace, as under `jax.jit`.
 """
 
 from __future__ import annotations
@@ -19,96 +19,97 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parameter import is_lazy
 
-from fpipe.meaning.purity.attributes import Modules, Same, modules_of, value_key
-from fpipe.meaning.purity.own_memory import memory
+from fpipe.meaning.purity.attributes import IdentityKey, NamedModules, modules_of, value_key
+from fpipe.meaning.purity.write_guard import storage_key
 from fpipe.model import Model
-from fpipe.positional_stage import of_net
+from fpipe.positional_stage import net_stage_of
 from fpipe.torch_internals import (
-    OWN_DICTS,
+    MEMBER_DICTS,
     WEIGHT_LISTS,
+    direct_members,
     has_gradient_hooks,
     has_own_samples,
-    held_by,
     hooks_of,
     is_dropout,
     is_norm,
 )
 
-# Tell by the class of a module whether it draws random numbers, depends on its mode, or cannot be pure.
+# Decide by the class of a module whether it draws random numbers, depends on its mode, or cannot be pure.
 
 
 def may_depend_on_mode(module: nn.Module) -> bool:
-    """Whether a module may do something else in training than in eval: one of those, or not one of torch's own."""
-    known = isinstance(module, nn.RReLU | nn.MultiheadAttention | nn.RNNBase) or is_dropout(module) or is_norm(module)
-    return known or not type(module).__module__.startswith("torch.")
+    """Whether a module may compute something else in training than in eval mode."""
+    has_modes = isinstance(module, nn.RReLU | nn.MultiheadAttention | nn.RNNBase)
+    # A class of the user's may read self.training anywhere.
+    return has_modes or is_dropout(module) or is_norm(module) or not type(module).__module__.startswith("torch.")
 
 
-def refuse_net(net: nn.Module) -> None:
-    """A ValueError for a net with a module that cannot be part of a pure stage, or a tensor that is not there yet."""
+def refuse_unsupported_net(net: nn.Module) -> None:
+    """Raise ValueError if a module of a net cannot be part of a pure stage, or a tensor is not initialised."""
     for path, module in net.named_modules():
-        refuse_wrapped(path, module)
+        refuse_unswappable_params(path, module)
         refuse_impure(path, module)
-    for name, tensor in (*net.named_parameters(), *net.named_buffers()):
+    for tensor_path, tensor in (*net.named_parameters(), *net.named_buffers()):
         if is_lazy(tensor):
-            raise ValueError(f"{name!r} is not initialised yet (a lazy module); run the net once on an example.")
-    for name, tensor in net.named_parameters():
+            raise ValueError(f"{tensor_path!r} is not initialised yet (a lazy module); run the net once on an example.")
+    for tensor_path, tensor in net.named_parameters():
         if tensor.requires_grad and has_gradient_hooks(tensor):
             raise ValueError(
-                f"parameter {name!r} has a gradient hook; stages differentiate detached aliases of parameters, which "
-                "no hook sees. Remove it, and change the gradients that a step returns."
+                f"parameter {tensor_path!r} has a gradient hook; stages differentiate detached aliases of parameters, "
+                "which no hook sees. Change the returned gradients instead."
             )
 
 
-def refuse_wrapped(path: str, module: nn.Module) -> None:
-    """A ValueError for a module that runs with no parameters but its own."""
-    refuse_hooked(path, module)
+def refuse_unswappable_params(path: str, module: nn.Module) -> None:
+    """Raise ValueError if a module cannot run with other parameters than its own."""
+    refuse_parallel_wrapper(path, module)
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
             f"module {path!r} ({type(module).__name__}) is compiled by torch.jit: no trace sees into it, and it runs "
-            "with no parameters but its own. Take the module that it was made from."
+            "with no parameters but its own. Take the original module."
         )
 
 
-def refuse_hooked(path: str, module: nn.Module) -> None:
-    """A ValueError for a module whose hooks gather its parameters and reduce their gradients, or that copies itself."""
-    sharded: Any = sys.modules.get("torch.distributed.fsdp")
-    by_hooks = {"DistributedDataParallel": nn.parallel.DistributedDataParallel}
-    if sharded is not None:
-        by_hooks |= {"fully_shard": sharded.FSDPModule, "FullyShardedDataParallel": sharded.FullyShardedDataParallel}
-    for name, kind in by_hooks.items():
-        if isinstance(module, kind):
+def refuse_parallel_wrapper(path: str, module: nn.Module) -> None:
+    """Raise ValueError for a wrapper that gathers parameters and reduces gradients by hooks, or copies the module."""
+    # FSDP classes are looked up, not imported: no module is wrapped by them before somebody has imported them.
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    class_by_wrapper = {"DistributedDataParallel": nn.parallel.DistributedDataParallel}
+    if fsdp is not None:
+        class_by_wrapper |= {"fully_shard": fsdp.FSDPModule, "FullyShardedDataParallel": fsdp.FullyShardedDataParallel}
+    for wrapper, wrapper_class in class_by_wrapper.items():
+        if isinstance(module, wrapper_class):
             raise ValueError(
-                f"module {path!r} ({type(module).__name__}) is wrapped by {name}, whose hooks gather the module's own "
-                "parameters and reduce their gradients; a stage computes with those that it is handed, and no hook "
-                "would run. Take the module without it: fpipe.data_parallel adds gradients up over replicas, and "
-                "inside a stage parameters are sharded by parallelize_module, or by a parametrization that gathers "
-                "them (docs/running.md)."
+                f"module {path!r} ({type(module).__name__}) is wrapped by {wrapper}, whose hooks gather the module's "
+                "own parameters. Take the module without it, and use fpipe.data_parallel or parallelize_module."
             )
     if isinstance(module, nn.DataParallel):
         raise ValueError(
             f"module {path!r} (DataParallel) makes copies of its module as it runs; a stage computes with parameters "
-            "that it is handed. Take its .module: fpipe.data_parallel makes replicas of a program."
+            "that it is handed. Take its .module, and use fpipe.data_parallel."
         )
 
 
 def refuse_impure(path: str, module: nn.Module) -> None:
-    """A ValueError for a module that would mutate its weights, or wait for other processes."""
-    who = f"module {path!r} ({type(module).__name__})"
+    """Raise ValueError for a module that would mutate its weights, or wait for other processes in a forward."""
+    label = f"module {path!r} ({type(module).__name__})"
     if getattr(module, "max_norm", None) is not None:
-        raise ValueError(f"{who}: max_norm rewrites the weight as it runs, which a pure function cannot; leave it out.")
-    several = distributed.is_available() and distributed.is_initialized()
-    if isinstance(module, nn.SyncBatchNorm) and module.training and several:
-        many = distributed.get_world_size(module.process_group)
-        if many == 1:
+        raise ValueError(
+            f"{label}: max_norm rewrites the weight as it runs, which a pure function cannot; leave it out."
+        )
+    has_processes = distributed.is_available() and distributed.is_initialized()
+    if isinstance(module, nn.SyncBatchNorm) and module.training and has_processes:
+        world_size = distributed.get_world_size(module.process_group)
+        if world_size == 1:
             return
         raise ValueError(
-            f"{who} averages over {many} processes in the middle of a forward, which a pure function cannot. Put a "
-            "BatchNorm in its place; fpipe.deferred_batch_norm gives it the statistics of the whole batch."
+            f"{label} averages over {world_size} processes in the middle of a forward, which a pure function cannot. "
+            "Use a BatchNorm with fpipe.deferred_batch_norm."
         )
 
 
 def draws_random(module: nn.Module) -> bool:
-    """Whether a module draws random numbers in the mode that it is in; they follow from the step's key."""
+    """Whether a module draws random numbers in its current mode."""
     if isinstance(module, nn.FractionalMaxPool2d | nn.FractionalMaxPool3d):
         return not has_own_samples(module)
     if isinstance(module, nn.RReLU):
@@ -120,7 +121,7 @@ def draws_random(module: nn.Module) -> bool:
 
 
 class StepChanged(RuntimeError):
-    """A step, or a module in it, does something else now than when it was traced.
+    """A step, or a module in it, computes something else now than when it was traced.
 
     >>> import fpipe, torch
     >>> scale = [1.0]
@@ -136,16 +137,16 @@ class StepChanged(RuntimeError):
     """
 
 
-Home = tuple[Any, str, str]
-"""Where a tensor is: the dict that has it, its name there, and what errors call it."""
+TensorSlot = tuple[Any, str, str]
+"""The place of a tensor in a module: the dict that contains it, its name there, and its label in errors."""
 
 
 class Fingerprint:
-    """Content of the modules of a model at its cut.
+    """Contents of a model's modules when the model was cut.
 
     Args:
-        functions: the stages and the loss; what modules they close over is in their traces.
-        nets: modules that were cut into stages, whose tensors are handed to them.
+        functions: the stages and the loss. Tensors of modules that they close over are constants of their traces.
+        nets: modules that were cut into stages, which take the modules' tensors as arguments.
 
     >>> loss = nn.CrossEntropyLoss(reduction="sum")
     >>> held = Fingerprint([loss])
@@ -155,155 +156,186 @@ class Fingerprint:
     ValueError: 'label_smoothing' of the loss (CrossEntropyLoss) has changed since the model was cut. ...
     """
 
-    def __init__(self, functions: Iterable[Callable[..., Any] | None], nets: Modules = ()) -> None:
-        functions = [function for function in functions if function and not of_net(function)]
-        closed = [one for function in functions for one in modules_of(function)]
-        self._closed = {module: _named(path, module) for path, module in closed}
-        self._nets = {module: _named(path, module) for path, module in nets}
-        self._known = [(who, module, _content(module)) for module, who in (self._closed | self._nets).items()]
-        self._flags: list[tuple[Home, bool]] = [
-            ((own, name, f"{name!r} of {who}"), one.requires_grad)
-            for module, who in self._nets.items()
-            for own in [held_by(module).parameters]
-            for name, one in own.items()
-            if one is not None
+    def __init__(self, functions: Iterable[Callable[..., Any] | None], nets: NamedModules = ()) -> None:
+        functions = [function for function in functions if function and not net_stage_of(function)]
+        closed_over = [named_module for function in functions for named_module in modules_of(function)]
+        self._label_by_closed_over = {module: _module_label(path, module) for path, module in closed_over}
+        self._label_by_net_module = {module: _module_label(path, module) for path, module in nets}
+        self._contents_at_cut = [
+            (label, module, _content_of(module))
+            for module, label in (self._label_by_closed_over | self._label_by_net_module).items()
         ]
-        self._wanted = [wanted for _, wanted in self._flags]
-        self._tensors = [
-            ((own, name, f"{name!r} of {who}"), weakref.ref(one))
-            for module, who in (self._nets | self._closed).items()
-            for own in (*(held_by(module)[:2] if module in self._closed else ()), vars(module))
-            for name, one in own.items()
-            if isinstance(one, Tensor)
+        self._requires_grad_by_slot: list[tuple[TensorSlot, bool]] = [
+            ((tensor_dict, name, f"{name!r} of {label}"), param.requires_grad)
+            for module, label in self._label_by_net_module.items()
+            for tensor_dict in [direct_members(module).parameters]
+            for name, param in tensor_dict.items()
+            if param is not None
         ]
-        self._turning = [module for module in self._closed if may_depend_on_mode(module)]
-        self._traced = [module for module in self._nets if may_depend_on_mode(module)]
-        self._then = tuple([module.training for module in self._traced])
-        self._again: tuple[weakref.ref[Model], Callable[[], Model]] | None = None
-        self._by_mode: dict[tuple[bool, ...], Model] = {}
-        self._cut: tuple[nn.Module, Callable[[Any], Model]] | None = None
+        self._requires_grad_at_cut = [requires_grad for _, requires_grad in self._requires_grad_by_slot]
+        self._tensor_by_slot = [
+            ((tensor_dict, name, f"{name!r} of {label}"), weakref.ref(tensor))
+            for module, label in (self._label_by_net_module | self._label_by_closed_over).items()
+            for tensor_dict in (
+                *(direct_members(module)[:2] if module in self._label_by_closed_over else ()),
+                vars(module),
+            )
+            for name, tensor in tensor_dict.items()
+            if isinstance(tensor, Tensor)
+        ]
+        self._mode_dependent_closed_over = [
+            module for module in self._label_by_closed_over if may_depend_on_mode(module)
+        ]
+        self._mode_dependent_in_nets = [module for module in self._label_by_net_module if may_depend_on_mode(module)]
+        self._modes_at_cut = tuple([module.training for module in self._mode_dependent_in_nets])
+        self._recut: tuple[weakref.ref[Model], Callable[[], Model]] | None = None
+        self._model_by_modes: dict[tuple[bool, ...], Model] = {}
+        self._source: tuple[nn.Module, Callable[[Any], Model]] | None = None
 
     def __reduce__(self) -> tuple[type[Fingerprint], tuple[tuple[()]]]:
         return Fingerprint, ((),)  # a copied model was not cut out of anything
 
     def refuse_changed(self) -> None:
-        """A ValueError if modules hold anything else than then."""
-        for what, _, _ in self.changes():
+        """Raise ValueError if the contents of modules are not those at the cut."""
+        for subject, _, _ in self.changes():
             raise ValueError(
-                f"{what} has changed since the model was cut. A model is what it was then: put it back, or cut anew."
+                f"{subject} has changed since the model was cut. A model is what it was then: put it back, or cut anew."
             )
-        self.refuse_unfrozen()
+        self.refuse_changed_requires_grad()
 
     def changes(self) -> list[tuple[str, str, bool]]:
-        """Name all that modules hold otherwise than at the cut, with the numbers, and whether it is an attribute."""
+        """Return name, values (if numbers) and whether it is a plain attribute, for each change since the cut."""
         changes: list[tuple[str, str, bool]] = []
-        for who, module, before in self._known:
-            now = _content(module)
-            for name in {**before, **now} if now != before else ():
-                old, new = before.get(name, _NONE), now.get(name, _NONE)
+        for label, module, at_cut in self._contents_at_cut:
+            current = _content_of(module)
+            for name in {**at_cut, **current} if current != at_cut else ():
+                old, new = at_cut.get(name, _ABSENT), current.get(name, _ABSENT)
                 if old != new:
-                    is_plain = name.startswith("'") and not _TENSOR_WORDS & {_first(old), _first(new)}
-                    values = f", which was {old[1]} and is {new[1]}," if {_first(old), _first(new)} <= _NUMBERS else ""
-                    changes.append((f"{name} of {who}", values, is_plain))
+                    is_plain = name.startswith("'") and not _TENSOR_TAGS & {_tag_of(old), _tag_of(new)}
+                    are_numbers = {_tag_of(old), _tag_of(new)} <= _NUMBER_TYPES
+                    values = f", which was {old[1]} and is {new[1]}," if are_numbers else ""
+                    changes.append((f"{name} of {label}", values, is_plain))
         return changes
 
-    def refuse_unfrozen(self) -> None:
-        """A ValueError if a parameter of a net does not want a gradient as it did."""
-        if [getattr(own.get(name), "requires_grad", None) for (own, name, _), _ in self._flags] != self._wanted:
-            for (own, name, what), wanted in self._flags:
-                if own.get(name) is not None and own[name].requires_grad != wanted:
-                    then, now = ("trained", "is frozen") if wanted else ("was frozen", "is to train")
-                    raise ValueError(f"{what} {then} when the model was cut and {now} now: cut anew.")
+    def refuse_changed_requires_grad(self) -> None:
+        """Raise ValueError if a parameter of a net was frozen or unfrozen since the cut."""
+        # This runs in every step: one comparison of lists, and the loop that names a parameter only after it failed.
+        slots = [slot for slot, _ in self._requires_grad_by_slot]
+        flags = [getattr(tensor_dict.get(name), "requires_grad", None) for tensor_dict, name, _ in slots]
+        if flags != self._requires_grad_at_cut:
+            for (tensor_dict, name, label), requires_grad in self._requires_grad_by_slot:
+                if tensor_dict.get(name) is not None and tensor_dict[name].requires_grad != requires_grad:
+                    status_at_cut, status = ("trained", "is frozen") if requires_grad else ("was frozen", "is to train")
+                    raise ValueError(f"{label} {status_at_cut} when the model was cut and {status} now: cut anew.")
 
-    def trace_again(self, model: Model, again: Callable[[], Model]) -> None:
-        """Where modes are in a trace: how this model is cut again as the net is now."""
-        self._again = weakref.ref(model), again
+    def set_recut(self, model: Model, recut: Callable[[], Model]) -> None:
+        """Set how to cut the model again after modes of the net have changed; a trace contains its modes."""
+        self._recut = weakref.ref(model), recut  # weak: the model refers to this fingerprint
 
-    def cut_from(self, net: nn.Module, cut: Callable[[Any], Model]) -> None:
-        """Which net this is the model of, and how another one is cut into the same stages with the same state."""
-        self._cut = net, cut
+    def set_source(self, net: nn.Module, cut_net: Callable[[Any], Model]) -> None:
+        """Set the net of the model, and how to cut another net into the same stages with the same state."""
+        self._source = net, cut_net
 
-    def evaluating(self) -> Model | None:
-        """The model of a copy of the net in eval mode, which shares its tensors; None where there is no net."""
-        if self._cut is None:
+    def eval_model(self) -> Model | None:
+        """Return the model of a copy of the net in eval mode, which shares the net's tensors; None without a net."""
+        if self._source is None:
             return None
-        net, cut = self._cut
+        net, cut = self._source
         tensors = (*net.parameters(), *net.buffers())
+        # A tensor in deepcopy's memo counts as copied already: the copy shares it.
         return cut(copy.deepcopy(net, {id(tensor): tensor for tensor in tensors}).eval())
 
-    def in_mode(self, model: Model) -> Model:
-        """The model as the modes of its net are now: that of another trace, where it has the same stages."""
-        now = tuple([module.training for module in self._traced])
-        if self._again is None or self._again[0]() is not model or now == self._then:
+    def model_in_current_modes(self, model: Model) -> Model:
+        """Return the model of the net's current modes: `model`, or one that is cut again and has the same stages."""
+        modes = tuple([module.training for module in self._mode_dependent_in_nets])
+        if self._recut is None or self._recut[0]() is not model or modes == self._modes_at_cut:
             return model
-        if now not in self._by_mode:
-            self._by_mode[now] = self._again[1]()
-        made = self._by_mode[now]
-        return made if _interface(made) == _interface(model) else model
+        if modes not in self._model_by_modes:
+            self._model_by_modes[modes] = self._recut[1]()
+        recut_model = self._model_by_modes[modes]
+        return recut_model if _interface(recut_model) == _interface(model) else model
 
     def modes(self) -> tuple[bool, ...]:
-        """The modes of modules that functions close over, as they are now."""
-        return tuple([module.training for module in self._turning])
+        """Return the current modes of modules that functions close over."""
+        return tuple([module.training for module in self._mode_dependent_closed_over])
 
-    def homes_of(self, held: Collection[Tensor]) -> list[tuple[Home, Tensor]]:
-        """Where the tensors were at the cut that a trace holds, among those of closed-over modules."""
-        memories = {*map(memory, held)} - {None}
-        known = ((home, one()) for home, one in self._tensors) if memories else ()
-        return [(home, one) for home, one in known if one is not None and memory(one) in memories]
+    def slots_of(self, tensors: Collection[Tensor]) -> list[tuple[TensorSlot, Tensor]]:
+        """Return the slots that the constants of a trace had in modules at the cut, each with its tensor."""
+        storage_keys = {*map(storage_key, tensors)} - {None}
+        known_tensors = ((slot, reference()) for slot, reference in self._tensor_by_slot) if storage_keys else ()
+        return [
+            (slot, tensor)
+            for slot, tensor in known_tensors
+            if tensor is not None and storage_key(tensor) in storage_keys
+        ]
 
-    def refuse_bound_anew(self, held: Iterable[tuple[Home, Tensor]]) -> None:
-        """A ValueError if one of these tensors is no longer where it was."""
-        for (own, name, what), tensor in held:
-            if own.get(name) is not tensor:
+    def refuse_rebound(self, tensors_by_slot: Iterable[tuple[TensorSlot, Tensor]]) -> None:
+        """Raise ValueError if another tensor is in one of these slots now."""
+        for (tensor_dict, name, label), tensor in tensors_by_slot:
+            if tensor_dict.get(name) is not tensor:
                 raise ValueError(
-                    f"{what} was bound anew since it was traced, and the trace holds the tensor of then. Write into "
-                    "that one with .copy_(), or cut anew."
+                    f"{label} was bound anew since it was traced, and the trace holds the tensor of then. Use "
+                    ".copy_(), or cut anew."
                 )
 
 
 def _interface(model: Model) -> tuple[Any, ...]:
-    """Parts of a model on which programs and parameters depend."""
-    each = [(sorted(one.names or ()), one.asks) for one in model.stages]
-    return model.inputs, sorted(model.ties), each
+    """Return the parts of a model on which programs and parameters depend."""
+    stage_interfaces = [(sorted(stage.names or ()), stage.asks) for stage in model.stages]
+    return model.inputs, sorted(model.ties), stage_interfaces
 
 
-_NONE = object()
-_TENSOR_WORDS, _NUMBERS = {"parameter", "buffer"}, {bool, int, float}
+_ABSENT = object()
+_TENSOR_TAGS, _NUMBER_TYPES = {"parameter", "buffer"}, {bool, int, float}
 
 
-def _first(key: Any) -> Any:
+def _tag_of(key: Any) -> Any:
     return key[0] if isinstance(key, tuple) and key else None  # pyright: ignore[reportUnknownVariableType]
 
 
-def _named(path: str, module: nn.Module) -> str:
+def _module_label(path: str, module: nn.Module) -> str:
     return f"module {path!r} ({type(module).__name__})" if path != "it" else f"the loss ({type(module).__name__})"
 
 
-def _content(module: nn.Module) -> Mapping[str, Any]:
-    """Plain attributes, hooks, children and names of tensors of a module, by what errors call them."""
-    found = {
+def _content_of(module: nn.Module) -> Mapping[str, Any]:
+    """Return a module's plain attributes, hooks, children and tensor names, by their labels in errors."""
+    # Values of tensors are left out: training changes them. So are attributes that every nn.Module has.
+    values_by_name = {
         repr(name): value_key(value, [])
         for name, value in vars(module).items()
         if name not in _OF_EVERY_MODULE and not isinstance(value, Tensor)
     }
-    held = held_by(module)
-    found |= {"a hook": tuple(map(Same, hooks_of(module)))}
-    found |= {f"child {name!r}": None if child is None else Same(child) for name, child in held.children.items()}
-    for word, own in (("parameter", held.parameters), ("buffer", held.buffers)):
-        found |= {repr(name): (word, one is None or has_gradient_hooks(one)) for name, one in own.items()}
-    return found
+    registries = direct_members(module)
+    values_by_name |= {"a hook": tuple(map(IdentityKey, hooks_of(module)))}
+    values_by_name |= {
+        f"child {name!r}": None if child is None else IdentityKey(child) for name, child in registries.children.items()
+    }
+    for tag, tensor_dict in (("parameter", registries.parameters), ("buffer", registries.buffers)):
+        values_by_name |= {
+            repr(name): (tag, tensor is None or has_gradient_hooks(tensor)) for name, tensor in tensor_dict.items()
+        }
+    return values_by_name
 
 
-def module_key(module: nn.Module, odd: list[Any]) -> Any:
-    """A key that is equal for modules that compute the same function of their parameters, so that they share a trace.
-    `odd` takes what cannot be compared, such as a tensor among the attributes."""
-    attributes, held = vars(module), held_by(module)
-    plain = tuple((name, value_key(attributes[name], odd)) for name in sorted(attributes) if name not in _NOT_PLAIN)
-    children = tuple((name, None if child is None else module_key(child, odd)) for name, child in held.children.items())
-    forward = value_key(type(module).forward, odd)
-    flags = tuple((name, value_key(None if one is None else vars(one), odd)) for name, one in held.parameters.items())
-    return type(module), forward, plain, children, flags, tuple(held.buffers)
+def module_key(module: nn.Module, unsupported: list[Any]) -> Any:
+    """Return a key that is equal for modules that compute the same function of their parameters and can share a trace.
+
+    `unsupported` collects values that cannot be compared, such as a tensor among the attributes.
+    """
+    attributes, registries = vars(module), direct_members(module)
+    plain = tuple(
+        (name, value_key(attributes[name], unsupported)) for name in sorted(attributes) if name not in _NOT_PLAIN
+    )
+    children = tuple(
+        (name, None if child is None else module_key(child, unsupported)) for name, child in registries.children.items()
+    )
+    forward = value_key(type(module).forward, unsupported)
+    flags = tuple(
+        (name, value_key(None if param is None else vars(param), unsupported))
+        for name, param in registries.parameters.items()
+    )
+    return type(module), forward, plain, children, flags, tuple(registries.buffers)
 
 
-_NOT_PLAIN = (*OWN_DICTS, *WEIGHT_LISTS)
+_NOT_PLAIN = (*MEMBER_DICTS, *WEIGHT_LISTS)
 _OF_EVERY_MODULE = frozenset((*vars(nn.Module()), *WEIGHT_LISTS))

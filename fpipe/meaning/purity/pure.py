@@ -1,11 +1,11 @@
-"""Refuse what a pure function does not do: write memory that its call neither made nor was handed as state.
+"""Raise Impure when a stage, a loss or an update writes memory that its call did not make.
 
     y = x * 2; y.add_(1)              fine: the call made y
     x.add_(1)                         refused before the write, on the line that does it
-    self.mean = 0.9 * self.mean       the same, where it is a buffer
+    self.mean = 0.9 * self.mean       refused where `mean` is a buffer that the call was not handed as state
 
-So there is nothing to restore, but for what a trace leaves in attributes of modules. The other Python of a stage runs
-once, when the stage is traced, as under `jax.jit`.
+A write is refused before it happens, so nothing has to be restored but the attributes of modules that a trace changed.
+All other Python of a stage runs once, when the stage is traced, as under `jax.jit`.
 """
 
 from __future__ import annotations
@@ -19,118 +19,141 @@ from torch import Tensor, nn
 
 from fpipe import tree
 from fpipe.meaning.purity.ambient import Untraceable
-from fpipe.meaning.purity.attributes import Attributes, Modules, closed_over, modules_of
-from fpipe.meaning.purity.own_memory import OwnMemory, memory
-from fpipe.positional_stage import PositionalStage, of_net
-from fpipe.torch_internals import held_by, is_write_to_leaf, told_of_bindings
+from fpipe.meaning.purity.attributes import AttributeSnapshot, NamedModules, closed_over_tensors, modules_of
+from fpipe.meaning.purity.write_guard import WriteGuard, storage_key
+from fpipe.positional_stage import PositionalStage, net_stage_of
+from fpipe.torch_internals import direct_members, is_leaf_write_error, watch_bindings
 
 
 class Impure(RuntimeError):
-    """A stage or a loss does what no pure function does."""
+    """A stage or a loss writes memory that is not its own, so it is no pure function."""
 
 
 @contextmanager
-def pure(function: Any, who: str, given: Any = (), *, tracing: bool = False) -> Generator[OwnMemory]:
-    """While it lasts a stage, an update or a loss runs, which may not write what it is `given`.
+def pure(function: Any, label: str, args: Any = (), *, tracing: bool = False) -> Generator[WriteGuard]:
+    """Watch a call of a stage, a loss or an update in this context, and raise if the call is impure.
 
-    If `tracing`, it runs on fake tensors, and attributes of modules are restored.
+    Args:
+        function: what is called in the context.
+        label: the function's name in errors.
+        args: a pytree of tensors that the call may read and not write.
+        tracing: whether the call runs on fake tensors; then attributes of modules are restored after it.
 
     Raises:
-        Impure: it writes other memory than its own, or binds another tensor in the place of a buffer.
-        Untraceable: it binds a tensor to a plain attribute that it reads, which is lost in a trace.
+        Impure: the call writes memory that it did not make, or binds another tensor to a buffer's name.
+        Untraceable: the call binds a tensor to a plain attribute that it reads, which a trace would lose.
     """
-    function = of_net(function) or function
+    function = net_stage_of(function) or function
     lock = function.lock if isinstance(function, PositionalStage) else nullcontext()
-    with lock:  # another thread swaps the tensors of modules while it runs them
-        modules = modules_of(function)
-        attributes = Attributes(modules, contents=tracing)
-        held = None if tracing else _Held(function, given)
-        mode = OwnMemory(partial(_refuse, function, who, given))
+    # Ranks are threads that may share a module, and each swaps its own tensors into the module while it runs it.
+    with lock:
+        named_modules = modules_of(function)
+        snapshot = AttributeSnapshot(named_modules, with_containers=tracing)
+        # Fake tensors have no data that an assignment of .data could replace.
+        storage_record = None if tracing else _StorageRecord(function, args)
+        guard = WriteGuard(partial(_refuse_write, function, label, args))
         try:
-            with _bound(function, who, modules, mode), mode:
-                yield mode
+            with _refuse_rebinding(function, label, named_modules, guard), guard:
+                yield guard
         except RuntimeError as error:
-            if is_write_to_leaf(error):  # autograd was faster
-                raise Impure(_GIVEN.format(who)) from error
+            # Autograd refuses a write to a leaf that wants a gradient before the guard sees the op.
+            if is_leaf_write_error(error):
+                raise Impure(_WRITES_ARGUMENT.format(label)) from error
             raise
         finally:
-            changed = attributes.changed_tensor(who, mode.read)
+            rebound_tensor = snapshot.describe_rebound_tensor(label, guard.storages_read)
             if tracing:
-                attributes.restore()
-            swapped = None if held is None else held.swapped()
-        if swapped is not None:
-            raise Impure(_DATA.format(who, swapped))
-        if changed is not None:
-            raise (Untraceable if tracing else Impure)(changed)
+                snapshot.restore()
+            swapped_tensor = None if storage_record is None else storage_record.restore_swapped()
+        if swapped_tensor is not None:
+            raise Impure(_ASSIGNS_DATA.format(label, swapped_tensor))
+        if rebound_tensor is not None:
+            raise (Untraceable if tracing else Impure)(rebound_tensor)
 
 
-class _Held:
-    """The memory of a module's tensors and of what it is given: no op writes it where one assigns a .data."""
+class _StorageRecord:
+    """The storages of a module's tensors and of a call's arguments, as they were before the call.
 
-    def __init__(self, function: Any, given: Any) -> None:
-        own = function.named_tensors() if isinstance(function, PositionalStage) else ()
-        self.own = [(name, one, one.detach(), memory(one)) for name, one in own]
-        self.given = [(one, memory(one)) for one in tree.leaves(given) if isinstance(one, Tensor)]
+    Assigning `tensor.data` gives a tensor another storage without any op that a dispatch mode would see, so the
+    storages are compared after the call.
+    """
 
-    def swapped(self) -> str | None:
-        """Describe a tensor that has other memory now, and give the module's tensors theirs again."""
-        moved = [(name, one, before) for name, one, before, place in self.own if memory(one) != place]
-        for _, one, before in moved:
-            one.data = before
+    def __init__(self, function: Any, arguments: Any) -> None:
+        named_tensors = function.named_tensors() if isinstance(function, PositionalStage) else ()
+        self.module_tensors = [(path, tensor, tensor.detach(), storage_key(tensor)) for path, tensor in named_tensors]
+        self.argument_tensors = [
+            (tensor, storage_key(tensor)) for tensor in tree.leaves(arguments) if isinstance(tensor, Tensor)
+        ]
+
+    def restore_swapped(self) -> str | None:
+        """Return a description of a tensor whose storage has changed, and give the module's tensors their old ones."""
+        moved = [
+            (path, tensor, original)
+            for path, tensor, original, recorded_key in self.module_tensors
+            if storage_key(tensor) != recorded_key
+        ]
+        for _, tensor, original in moved:
+            tensor.data = original
         if moved:
             return f"buffer or parameter {moved[0][0]!r}"
-        return "what it was given" if any(memory(one) != place for one, place in self.given) else None
+        has_swapped = any(storage_key(tensor) != recorded_key for tensor, recorded_key in self.argument_tensors)
+        return "what it was given" if has_swapped else None
 
 
-def _bound(function: Any, who: str, modules: Modules, mode: OwnMemory) -> AbstractContextManager[None]:
-    """Meanwhile a module's tensor is bound anew only where the one before is the call's own, as state is that
-    functional_call has put there."""
-    known = {id(module): path for path, module in modules}
+def _refuse_rebinding(
+    function: Any, label: str, named_modules: NamedModules, guard: WriteGuard
+) -> AbstractContextManager[None]:
+    """Refuse, in this context, that a module's tensor is replaced by another one.
+
+    Only a tensor that the call made may be replaced: state is a copy that the step put into the module before.
+    """
+    path_by_id = {id(module): path for path, module in named_modules}
 
     def bind(module: nn.Module, name: str) -> None:
-        held = held_by(module)
-        before = held.buffers.get(name, held.parameters.get(name))
-        new = before is None and id(module) not in known  # its __init__ may run
-        if not new and not (before is not None and mode.is_own(memory(before))):
-            path = known.get(id(module), type(module).__name__)
-            whole = f"{path}.{name}" if path else name
-            raise Impure(refused(who, "binds {} anew", whole, isinstance(function, PositionalStage)))
+        registries = direct_members(module)
+        replaced = registries.buffers.get(name, registries.parameters.get(name))
+        # A module that the call makes registers its tensors in __init__.
+        is_initialising = replaced is None and id(module) not in path_by_id
+        if not is_initialising and not (replaced is not None and guard.may_write(storage_key(replaced))):
+            path = path_by_id.get(id(module), type(module).__name__)
+            tensor_path = f"{path}.{name}" if path else name
+            is_module = isinstance(function, PositionalStage)
+            raise Impure(foreign_write_message(label, "binds {} anew", tensor_path, is_module))
 
-    return told_of_bindings(bind)
+    return watch_bindings(bind)
 
 
-_GIVEN = (
+_WRITES_ARGUMENT = (
     "{} writes what it was given in place; a stage and a loss are pure functions. Work on a copy, or use inplace=False."
 )
 
 
-_DATA = (
-    "{} assigns the .data of {}, which no op tells of; a stage and a loss are pure functions. Of a buffer, assign the "
-    "tensor itself: then it is state, and from_sequential(..., example=inputs) finds it."
+_ASSIGNS_DATA = (
+    "{} assigns the .data of {}, which no op tells of. Assign the buffer itself; from_sequential(..., example=inputs) "
+    "finds it."
 )
 
 
-def _refuse(function: Any, who: str, given: Any, tensor: Tensor, op: Any) -> None:
-    """Raise for a write, and name the tensor."""
-    place = memory(tensor)
-    if any(place == memory(leaf) for leaf in tree.leaves(given) if isinstance(leaf, Tensor)):
-        raise Impure(f"{_GIVEN.format(who)} The op is {op}.")
-    of_module = isinstance(function, PositionalStage)
-    named = function.named_tensors() if of_module else closed_over(function)
-    found = next((name for name, one in named if memory(one) == place), None)
-    raise Impure(refused(who, f"writes {{}} in place ({op})", found, of_module))
+def _refuse_write(function: Any, label: str, arguments: Any, tensor: Tensor, op_overload: Any) -> None:
+    key = storage_key(tensor)
+    if any(key == storage_key(leaf) for leaf in tree.leaves(arguments) if isinstance(leaf, Tensor)):
+        raise Impure(f"{_WRITES_ARGUMENT.format(label)} The op is {op_overload}.")
+    is_module = isinstance(function, PositionalStage)
+    named_tensors = function.named_tensors() if is_module else closed_over_tensors(function)
+    path = next((tensor_path for tensor_path, owned in named_tensors if storage_key(owned) == key), None)
+    raise Impure(foreign_write_message(label, f"writes {{}} in place ({op_overload})", path, is_module))
 
 
-def refused(who: str, does: str, name: str | None, of_module: bool) -> str:
-    """The sentence for memory that is not the function's own: `does` is what it does to {}."""
-    if of_module:
-        what = "its parameters or buffers" if name is None else f"buffer or parameter {name!r}"
+def foreign_write_message(label: str, deed: str, path: str | None, is_module: bool) -> str:
+    """Return the sentence of an error about memory that a call did not make; `deed` has a {} for its name."""
+    if is_module:
+        subject = "its parameters or buffers" if path is None else f"buffer or parameter {path!r}"
         return (
-            f"{who} {does.format(what)}. What a module remembers is state: cut the net by from_sequential(..., "
-            f"example=inputs), or say state=[{name or 'name'!r}]. Or switch the writing off, say by .eval()."
+            f"{label} {deed.format(subject)}. What a module remembers is state: cut the net by from_sequential(..., "
+            f"example=inputs), or say state=[{path or 'name'!r}]. Or switch the writing off, say by .eval()."
         )
-    what = "a tensor" if name is None else repr(name)
+    subject = "a tensor" if path is None else repr(path)
     return (
-        f"{who} {does.format(what)}, which it closes over; a stage and a loss are pure functions. Hand it in, among "
-        "params or as state; of a module call .eval(), or cut the net by from_sequential."
+        f"{label} {deed.format(subject)}, which it closes over; a stage and a loss are pure functions. Hand it in, "
+        "among params or as state; of a module call .eval(), or cut the net by from_sequential."
     )

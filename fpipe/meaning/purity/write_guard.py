@@ -1,6 +1,6 @@
-"""Tell which memory an op writes and how a tensor lies in it: a call may write what it made itself, and no other.
+"""Refuse writes to memory that a call did not make, and describe how tensors lie in memory.
 
-y = x * 2; y.add_(1)        fine: made since the mode is on
+y = x * 2; y.add_(1)        fine: made while the mode was on
 x.add_(1)                   refused before the write, on the line that does it
 """
 
@@ -13,114 +13,131 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fpipe.meaning.purity.sharded import of_sharded
-from fpipe.torch_internals import OpOverload, StorageWeakRef, TorchDispatchMode, arguments_of, returns_of, storage_of
+from fpipe.meaning.purity.sharded import involves_dtensor
+from fpipe.torch_internals import (
+    OpOverload,
+    StorageWeakRef,
+    TorchDispatchMode,
+    returns_of,
+    schema_arguments,
+    storage_of,
+)
 
 # Ask the schema of an op what it does to its arguments.
 
 ATEN: Any = torch.ops.aten
 BATCH_NORMS = (ATEN.native_batch_norm.default, ATEN.cudnn_batch_norm.default, ATEN.miopen_batch_norm.default)
-_NORMS = (*BATCH_NORMS, ATEN.batch_norm.default, ATEN.instance_norm.default)
-"""In training these mutate their running statistics, though their schemas deny it."""
-_TRAINING = 5  # the place of that argument
+# In training these mutate their running statistics (arguments 3 and 4), though their schemas mark nothing as mutable.
+_ALL_NORMS = (*BATCH_NORMS, ATEN.batch_norm.default, ATEN.instance_norm.default)
+_TRAINING_INDEX = 5
 
 
-def written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments of a call that the op mutates."""
-    if op in _NORMS:
-        return list(args[3:5]) if len(args) > _TRAINING and args[_TRAINING] else []
-    places, words = _mutable(op)
-    found = [args[place] for place in places if place < len(args)] + [kwargs[word] for word in words if word in kwargs]
-    return [one for value in found for one in (value if isinstance(value, list | tuple) else [value])]
+def mutated_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments of a call that its op mutates."""
+    if op in _ALL_NORMS:
+        return list(args[3:5]) if len(args) > _TRAINING_INDEX and args[_TRAINING_INDEX] else []
+    indices, keywords = _mutable_by_schema(op)
+    by_position = [args[index] for index in indices if index < len(args)]
+    by_keyword = [kwargs[keyword] for keyword in keywords if keyword in kwargs]
+    # Ops on many tensors, such as _foreach_add_, take lists.
+    lists = [argument if isinstance(argument, list | tuple) else [argument] for argument in by_position + by_keyword]
+    return [argument for arguments in lists for argument in arguments]
 
 
-def mutated_by(node: fx.Node) -> list[fx.Node]:
-    """Return the values of a graph that an op of it mutates."""
-    return [value for value in written(node.target, node.args, node.kwargs) if isinstance(value, fx.Node)]
+def mutated_nodes(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes of an fx graph whose values this node mutates."""
+    return [value for value in mutated_arguments(node.target, node.args, node.kwargs) if isinstance(value, fx.Node)]
 
 
 @cache
 def is_view_in_place(op: Any) -> bool:
-    """Whether an op in place changes only how a tensor looks at its memory, as `t_` does."""
+    """Whether an in-place op changes only a tensor's sizes and strides, as `t_` does, and no number."""
     return isinstance(op, OpOverload) and torch.Tag.inplace_view in op.tags
 
 
 @cache
 def is_check(op: Any) -> bool:
-    """Whether an op returns nothing and looks at data: it is there for the error that it may raise.
+    """Whether an op reads tensors and returns nothing, so that it can only raise an error.
 
     >>> is_check(torch.ops.aten._linalg_check_errors.default), is_check(torch.ops.aten.add.Tensor)
     (True, False)
     """
     if not isinstance(op, OpOverload) or returns_of(op) or op is ATEN._assert_tensor_metadata.default:
         return False
-    return any(isinstance(one.type, torch.TensorType) for one in arguments_of(op)) and not any(_mutable(op))
+    return any(isinstance(argument.type, torch.TensorType) for argument in schema_arguments(op)) and not any(
+        _mutable_by_schema(op)
+    )
 
 
 @cache
-def _mutable(op: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The places and the names of the arguments that the schema of an op marks as mutable."""
+def _mutable_by_schema(op: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     if not isinstance(op, OpOverload):
         return (), ()
     marked = [
-        (place, argument.name)
-        for place, argument in enumerate(arguments_of(op))
+        (index, argument.name)
+        for index, argument in enumerate(schema_arguments(op))
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    return tuple(place for place, _ in marked), tuple(name for _, name in marked)
+    return tuple(index for index, _ in marked), tuple(name for _, name in marked)
 
 
-class OwnMemory(TorchDispatchMode):
-    """While it is on, an op may write only storages that were made since, or if said all but the `forbidden` ones;
-    `refuse` is called before any other write, and raises.
+class WriteGuard(TorchDispatchMode):
+    """A dispatch mode under which ops write only storages that were made while it was on.
+
+    Args:
+        refuse: called with tensor and op before any other write; it raises.
+        forbidden: if given, these tensors are the only ones that must not be written.
 
     Attributes:
-        read: the storages that ops read and that were there before; moving, casting and detaching are no reading.
-        wrote: the storages that ops wrote.
+        storages_made: the storages of tensors that ops returned.
+        storages_read: the older storages that ops read; copies, casts and detaching do not count.
+        storages_written: the storages that ops wrote.
     """
 
     def __init__(self, refuse: Callable[[Tensor, Any], None], forbidden: Iterable[Tensor] | None = None) -> None:
         super().__init__()
         self.refuse = refuse
-        self.forbidden = None if forbidden is None else {memory(tensor) for tensor in forbidden}
-        self.made: dict[Any, StorageWeakRef] = {}  # weak: no memory lives longer for it, and no number is used again
-        self.read: set[Any] = set()
-        self.wrote: set[Any] = set()
+        self.forbidden = None if forbidden is None else {storage_key(tensor) for tensor in forbidden}
+        self.storages_made: dict[Any, StorageWeakRef] = {}  # weak: keeps no memory, only its address taken
+        self.storages_read: set[Any] = set()
+        self.storages_written: set[Any] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if of_sharded(types):
+        if involves_dtensor(types):
             return NotImplemented
         kwargs = kwargs or {}
-        if func is _DEVICE:  # two calls in three, where tensors are fake
+        if func is _DEVICE_OP:  # a short cut: two calls in three under fake tensors
             return func(*args, **kwargs)
-        for tensor in written(func, args, kwargs):
+        for tensor in mutated_arguments(func, args, kwargs):
             if isinstance(tensor, Tensor) and tensor.numel():
-                place = memory(tensor)
-                self.wrote.add(place)
-                if not self.is_own(place):
+                key = storage_key(tensor)
+                self.storages_written.add(key)
+                if not self.may_write(key):
                     self.refuse(tensor, func)
-        taken = {memory(tensor) for tensor in tensors_in((*args, *kwargs.values()))}
-        if func not in _MOVES:
-            self.read |= taken - self.made.keys()
+        argument_keys = {storage_key(tensor) for tensor in tensors_in((*args, *kwargs.values()))}
+        if func not in _COPYING_OPS:
+            self.storages_read |= argument_keys - self.storages_made.keys()
         results = func(*args, **kwargs)
         for tensor in tensors_in(results if isinstance(results, list | tuple) else (results,)):
-            place = memory(tensor)
-            if place is not None and (place not in taken or func is _LITERAL):
-                self.made[place] = StorageWeakRef(tensor.untyped_storage())
+            key = storage_key(tensor)
+            # A result in the memory of an argument is a view, and as forbidden as the argument.
+            if key is not None and (key not in argument_keys or func is _LITERAL_OP):
+                self.storages_made[key] = StorageWeakRef(tensor.untyped_storage())
         return results
 
-    def is_own(self, place: Any) -> bool:
-        """Whether a storage may be written."""
-        return place is None or (place in self.made if self.forbidden is None else place not in self.forbidden)
+    def may_write(self, key: Any) -> bool:
+        """Whether ops may write the storage with this key."""
+        # Tensors without storage, such as sparse ones, cannot be told apart: writes to them pass.
+        return key is None or (key in self.storages_made if self.forbidden is None else key not in self.forbidden)
 
 
-_MOVES = (ATEN._to_copy.default, ATEN.detach.default, ATEN.alias.default)
-_DEVICE = torch.ops.prim.device.default
-_LITERAL = ATEN.lift_fresh.default  # torch.tensor([1, 2]) in a function
+_COPYING_OPS = (ATEN._to_copy.default, ATEN.detach.default, ATEN.alias.default)
+_DEVICE_OP = torch.ops.prim.device.default
+_LITERAL_OP = ATEN.lift_fresh.default  # torch.tensor([1, 2]) in a function: returns its argument, made by the call
 
 
-def memory(tensor: Tensor) -> Any:
-    """An identity of a tensor's storage among all that are alive; None where it has none, as sparse ones."""
+def storage_key(tensor: Tensor) -> Any:
+    """Return a key that is equal for tensors in one storage; None if a tensor has no storage, as sparse ones."""
     try:
         return storage_of(tensor)
     except (NotImplementedError, RuntimeError):
@@ -128,7 +145,7 @@ def memory(tensor: Tensor) -> Any:
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among the arguments of an op, or its results: in lists and tuples too."""
+    """Yield the tensors among an op's arguments or results, also those in lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -140,7 +157,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def is_strided(tensor: Tensor) -> bool:
-    """Whether it is in one piece of memory, by sizes and strides: sparse and nested tensors are not."""
+    """Whether a tensor is described by sizes and strides: sparse and nested tensors are not."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
@@ -150,58 +167,68 @@ def layout_of(tensor: Tensor) -> str:
 
 
 @lru_cache(maxsize=1024)
-def span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """How many places in memory a tensor reaches over."""
-    return 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+def storage_span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Return the number of elements from a tensor's first to its last in memory, gaps included."""
+    return 0 if 0 in shape else 1 + sum((size - 1) * dim_stride for size, dim_stride in zip(shape, stride, strict=True))
 
 
 @lru_cache(maxsize=1024)
-def fills(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether these steps reach each place of the memory once."""
-    steps = sorted((step, n) for n, step in zip(shape, stride, strict=True) if n != 1)
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether a tensor of these strides has neither gaps nor overlaps in memory."""
+    # Without gaps each stride is the product of the sizes of all dimensions with smaller strides. Dimensions of size 1
+    # have arbitrary strides.
+    steps = sorted((dim_stride, size) for size, dim_stride in zip(shape, stride, strict=True) if size != 1)
     expected = 1
-    for step, n in steps:
-        if step != expected:
+    for dim_stride, size in steps:
+        if dim_stride != expected:
             return False
-        expected *= n
+        expected *= size
     return True
 
 
-def laid_out_as(param: Any, grad: Any) -> Any:
-    """A gradient in the strides of its parameter, as `.backward()` leaves it; contiguous if these have gaps.
+def with_layout_of(param: Any, grad: Any) -> Any:
+    """Return a gradient in the strides of its parameter, as `.backward()` leaves it; contiguous if these have gaps.
 
-    Fused rules and norms go through the memory of a gradient from one end to the other, whatever its strides.
+    Fused optimizer kernels and norms walk through the memory of parameter and gradient in one order, whatever the
+    strides: with other strides a fused update would add numbers to the wrong places.
     """
     if grad is None or not is_strided(param) or not is_strided(grad) or not grad.numel():
         return grad
     shape, stride = tuple(param.shape), param.stride()
-    # Dimensions from the widest step to the narrowest: a gradient that is contiguous in this order has these strides.
-    order = sorted(range(len(shape)), key=lambda dim: -stride[dim]) if fills(shape, stride) else [*range(len(shape))]
-    turned = grad.permute(order)
-    if turned.is_contiguous():
+    # Dimensions from the largest stride to the smallest: a gradient that is contiguous in this order has these strides.
+    dims_by_stride = (
+        sorted(range(len(shape)), key=lambda dim: -stride[dim]) if is_dense(shape, stride) else [*range(len(shape))]
+    )
+    permuted = grad.permute(dims_by_stride)
+    if permuted.is_contiguous():
         return grad
-    return turned.clone(memory_format=torch.contiguous_format).permute([order.index(dim) for dim in range(len(order))])
+    return permuted.clone(memory_format=torch.contiguous_format).permute(
+        [dims_by_stride.index(dim) for dim in range(len(dims_by_stride))]
+    )
 
 
 def alias(leaf: Any) -> Any:
-    """Alias a value for the stage that reads it: no leaf of autograd's graph, as in the model that is not cut.
+    """Return an alias of a value for the stage that reads it, which is no leaf of autograd's graph.
 
-    Autocast casts a leaf once for all its uses, and so adds their gradients up in the lower precision. A view would not
-    do: where a size is 1 it has other strides, by which torch picks other kernels. Sparse tensors have no alias."""
+    In the whole model an activation is no leaf either. Autocast casts a leaf once for all its uses, so it would add
+    their gradients up in the lower precision.
+    """
+    # A view would not do: where a size is 1 it has other strides, by which torch picks other kernels. Sparse tensors
+    # have no alias.
     is_known = isinstance(leaf, Tensor) and leaf.requires_grad and is_strided(leaf)
     return torch.ops.aten.alias.default(leaf) if is_known else leaf
 
 
-# Hand each row of a microbatch parameters of its own, which are all equal: their gradient is then one for each row.
+# Per-row gradients: expand each parameter by a dimension of rows, so that its gradient has an entry for each row.
 
 
-def rows_of(leaves: Iterable[Any]) -> int:
-    """How many rows there are in what a stage takes: scalars and what is no tensor have none."""
+def count_rows(leaves: Iterable[Any]) -> int:
+    """Return the number of rows of a stage's inputs, from the first leaf that has a dimension."""
     return next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim)
 
 
-def of_each_row(leaves: Sequence[Any], rows: int) -> list[Any]:
-    """The parameters of a stage, each with a dimension of rows in front."""
+def expand_per_row(leaves: Sequence[Any], rows: int) -> list[Any]:
+    """Return a stage's parameters, each expanded to a leading dimension of rows."""
     return [
         leaf.detach().expand(rows, *leaf.shape).requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
         for leaf in leaves

@@ -1,9 +1,9 @@
-"""Cut a batch into microbatches, each leaf along its rows and anything else whole, and join what comes of them.
+"""Cut a batch into microbatches, each leaf along its rows and anything else whole, and join their results.
 
     12 rows in 5        --> cut -->        3 3 2 2 2        --> join -->        12 rows
 
 Scalars and non-tensors go whole to every microbatch. Which leaves have rows, and where, is never guessed: leaves that
-disagree are an error until somebody says `Chunk` or `Replicate`.
+disagree are an error until a spec says `Chunk` or `Replicate`.
 """
 
 from __future__ import annotations
@@ -17,53 +17,53 @@ import torch
 from torch import Tensor
 
 from fpipe import tree as trees
-from fpipe.meaning.purity.own_memory import is_strided, layout_of
-from fpipe.transforms.specs import Chunk, Sum, in_our_words
+from fpipe.meaning.purity.write_guard import is_strided, layout_of
+from fpipe.transforms.specs import Chunk, Sum, as_spec
 
 BATCH = ("inputs", "target")
 
-What = str | tuple[str, ...]
-"""How errors call a tree, or each part of a tuple: by default a pair is a batch, (inputs, target)."""
+Label = str | tuple[str, ...]
+"""The name of a pytree in errors, or of each part of a tuple; by default a pair is a batch, (inputs, target)."""
 
 
-def rows(tree: Any, spec: Any = None, *, what: What = BATCH) -> int:
-    """How many rows a batch has; a function as `spec` says Chunk or Replicate of a leaf.
+def count_batch_rows(tree: Any, spec: Any = None, *, label: Label = BATCH) -> int:
+    """Return the number of rows of a batch; a function as `spec` returns Chunk or Replicate for a leaf.
 
     >>> import fpipe, torch
     >>> rows({"a": torch.zeros(12, 3), "b": torch.zeros(6)}, {"a": fpipe.Chunk(0), "b": fpipe.Replicate()})
     12
     """
-    sizes = rows_by_leaf(tree, spec, what)
-    first, n = next(iter(sizes.items()))
-    for place, size in sizes.items():
-        if size != n:
+    sizes = rows_by_leaf(tree, spec, label)
+    first_path, row_count = next(iter(sizes.items()))
+    for path, size in sizes.items():
+        if size != row_count:
             raise ValueError(
-                f"{first} has {n} rows, {place} has {size}. Say Replicate() for a leaf that every microbatch takes "
-                "whole, or Chunk(dim) for one whose rows are elsewhere. A leaf that counts rows, as cu_seqlens does, "
-                "is neither: cut the batch yourself, for split(m, presplit=True)."
+                f"{first_path} has {row_count} rows, {path} has {size}. Say Replicate() for a leaf that every "
+                "microbatch takes whole, or Chunk(dim) for one whose rows are elsewhere. A leaf that counts rows, as "
+                "cu_seqlens does, is neither: cut the batch yourself, for split(m, presplit=True)."
             )
-    return n
+    return row_count
 
 
-def rows_by_leaf(tree: Any, spec: Any, what: What) -> dict[str, int]:
-    """Return the rows of each leaf that has some, by its place; raise ValueError where none has, or a leaf has 0."""
+def rows_by_leaf(tree: Any, spec: Any, label: Label) -> dict[str, int]:
+    """Return the number of rows by path, for each leaf with rows; raise ValueError if no leaf has any."""
     sizes: dict[str, int] = {}
-    for (place, leaf), dim in zip(named(tree, what), cut_along(tree, spec, what), strict=True):
+    for (path, leaf), dim in zip(named_leaves(tree, label), cut_dims(tree, spec, label), strict=True):
         if dim is not None and not -leaf.ndim <= dim < leaf.ndim:
             raise ValueError(
-                f"{place} has no dim {dim} to cut along: its shape is {tuple(leaf.shape)}. Say another Chunk."
+                f"{path} has no dim {dim} to cut along: its shape is {tuple(leaf.shape)}. Say another Chunk."
             )
         if dim is not None:
-            sizes[place] = leaf.size(dim)
+            sizes[path] = leaf.size(dim)
     if not sizes:
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in trees.leaves(tree)}))
         raise ValueError(
             "no leaf of the batch has rows: scalars, non-tensors and Replicate() go whole to every microbatch. Rows "
             f"are those of torch tensors; found {kinds}."
         )
-    first, n = next(iter(sizes.items()))
-    if n == 0:
-        raise ValueError(f"{first} has 0 rows; a microbatch has at least one.")
+    first_path, row_count = next(iter(sizes.items()))
+    if row_count == 0:
+        raise ValueError(f"{first_path} has 0 rows; a microbatch has at least one.")
     return sizes
 
 
@@ -75,36 +75,41 @@ def cut(
     *,
     size: int | None = None,
     total: int | None = None,
-    what: What = BATCH,
+    label: Label = BATCH,
 ) -> tuple[Any, int]:
-    """One of `count` microbatches, as views of the batch, and its rows: of n rows, the first n mod count get one more.
+    """Return one of `count` microbatches, as views of the batch, and its number of rows.
 
-    With `size` each has that many rows, the last what is left. `total` says the rows of the batch where `rows` has
-    found them; the leaves are then not looked at again.
+    Of n rows, the first n mod count microbatches get one more. With `size` each has that many rows, the last one the
+    rest. `total` is the number of rows of the batch, if it is known already.
 
     >>> import torch
     >>> [cut({"x": torch.arange(7), "scale": 2.0}, index, 4)[0]["x"].tolist() for index in range(4)]
     [[0, 1], [2, 3], [4, 5], [6]]
     """
-    n = rows(tree, spec, what=what) if total is None else total
+    row_count = count_batch_rows(tree, spec, label=label) if total is None else total
     if size is not None:
-        if -(-n // size) != count:
-            raise ValueError(f"{n} rows in microbatches of {size} are {-(-n // size)} microbatches, not {count}.")
-        start, length = index * size, min(size, n - index * size)
-    else:
-        if n < count:
+        if -(-row_count // size) != count:
             raise ValueError(
-                f"{n} rows cannot fill {count} microbatches; use split({count}, rows={n}, allow_fewer=True)."
+                f"{row_count} rows in microbatches of {size} are {-(-row_count // size)} microbatches, not {count}."
             )
-        start, length = index * (n // count) + min(index, n % count), n // count + (index < n % count)
-    way = "hand in a list of microbatches, to split(m, presplit=True)"
-    return _part(tree, cut_along(tree, spec), start, length, what, way), length
+        start, length = index * size, min(size, row_count - index * size)
+    else:
+        if row_count < count:
+            repair = f"use split({count}, rows={row_count}, allow_fewer=True)"
+            raise ValueError(f"{row_count} rows cannot fill {count} microbatches; {repair}.")
+        # The first `row_count % count` microbatches are one row longer, so as many rows more come before microbatch i.
+        start, length = (
+            index * (row_count // count) + min(index, row_count % count),
+            row_count // count + (index < row_count % count),
+        )
+    remedy = "hand in a list of microbatches, to split(m, presplit=True)"
+    return _narrow(tree, cut_dims(tree, spec), start, length, label, remedy), length
 
 
 def cut_sequence(
-    tree: Any, index: int, count: int, dim: int = 1, spec: Any = None, *, row_spec: Any = None, what: str = "inputs"
+    tree: Any, index: int, count: int, dim: int = 1, spec: Any = None, *, row_spec: Any = None, label: str = "inputs"
 ) -> tuple[Any, float]:
-    """One of `count` slices of the sequences in a batch, as views, and its share of the length.
+    """Return one of `count` slices of the sequences in a batch, as views, and its share of the length.
 
     Sequences are along `dim` of each leaf that has rows, unless `spec` says otherwise of a leaf. Of n positions the
     first n mod count slices get one more.
@@ -115,83 +120,84 @@ def cut_sequence(
     """
     dims = sequence_dims(tree, dim, spec, row_spec)
     lengths: dict[str, int] = {}
-    for (place, leaf), along in zip(named(tree, what), dims, strict=True):
-        if along is not None and not -leaf.ndim <= along < leaf.ndim:
+    for (path, leaf), leaf_dim in zip(named_leaves(tree, label), dims, strict=True):
+        if leaf_dim is not None and not -leaf.ndim <= leaf_dim < leaf.ndim:
             raise ValueError(
-                f"{place} has no dim {along} to slice along: its shape is {tuple(leaf.shape)}. Say where its sequence "
-                "is by slice_sequence(..., spec=): Chunk(dim), or Replicate() for what every slice takes whole."
+                f"{path} has no dim {leaf_dim} to slice along: its shape is {tuple(leaf.shape)}. Say where its "
+                "sequence is by slice_sequence(..., spec=)."
             )
-        if along is not None:
-            lengths[place] = leaf.shape[along]
+        if leaf_dim is not None:
+            lengths[path] = leaf.shape[leaf_dim]
     if not lengths:
-        raise ValueError(f"no leaf of the {what} has a sequence to slice.")
-    first, length = next(iter(lengths.items()))
-    other = next((place for place in lengths if lengths[place] != length), None)
-    if other is not None:
+        raise ValueError(f"no leaf of the {label} has a sequence to slice.")
+    first_path, length = next(iter(lengths.items()))
+    misfit_path = next((path for path in lengths if lengths[path] != length), None)
+    if misfit_path is not None:
         raise ValueError(
-            f"the sequence of {first} has {length} positions, that of {other} has {lengths[other]}; say Replicate() in "
-            "slice_sequence(..., spec=) for a leaf that every slice takes whole."
+            f"the sequence of {first_path} has {length} positions, that of {misfit_path} has {lengths[misfit_path]}; "
+            "say Replicate() in slice_sequence(..., spec=) for a leaf that every slice takes whole."
         )
     if length < count:
-        raise ValueError(f"the sequence of {first} has {length} positions, too few for {count} slices.")
+        raise ValueError(f"the sequence of {first_path} has {length} positions, too few for {count} slices.")
     start, size = index * (length // count) + min(index, length % count), length // count + (index < length % count)
-    way = "pad it, or leave slices out"
-    return _part(tree, dims, start, size, what, way), size / length
+    remedy = "pad it, or leave slices out"
+    return _narrow(tree, dims, start, size, label, remedy), size / length
 
 
-def _part(tree: Any, dims: Sequence[int | None], start: int, length: int, what: What, way: str) -> Any:
-    """So many rows or positions of each leaf, as views; those leaves whole that have no such dimension."""
+def _narrow(tree: Any, dims: Sequence[int | None], start: int, length: int, label: Label, remedy: str) -> Any:
+    """Return `length` rows or positions of each leaf from `start`, as views; leaves without that dimension whole."""
     leaves, containers = trees.flatten(tree)
     parts = list[Any]()
-    for at, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
+    for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
+        # Sparse and nested tensors have no views of rows; one that goes whole to a single microbatch needs none.
         if dim is None or (not is_strided(leaf) and leaf.size(dim) == length):
             parts.append(leaf)
         elif is_strided(leaf):
             parts.append(leaf.narrow(dim, start, length))
         else:
             raise ValueError(
-                f"{named(tree, what)[at][0]} is a {layout_of(leaf)}, of which torch has no part as a view: {way}. Or "
-                "say Replicate() for what goes whole to each."
+                f"{named_leaves(tree, label)[index][0]} is a {layout_of(leaf)}, of which torch has no part as a view: "
+                f"{remedy}. Or say Replicate() for what goes whole to each."
             )
     return trees.unflatten(containers, parts)
 
 
 def sequence_dims(tree: Any, dim: int, spec: Any, row_spec: Any) -> list[int | None]:
-    """Along which dimension the sequence of each leaf is; None for a leaf that every slice takes whole."""
+    """Return the dimension of the sequence in each leaf; None for a leaf that every slice takes whole."""
     if spec is not None:
-        return cut_along(tree, spec)
-    return [None if rows is None else dim for rows in cut_along(tree, row_spec)]
+        return cut_dims(tree, spec)
+    return [None if count_batch_rows is None else dim for count_batch_rows in cut_dims(tree, row_spec)]
 
 
-def named(tree: Any, what: What) -> list[tuple[str, Any]]:
-    """Every leaf with the name an error gives it: inputs['a'][0]."""
-    if isinstance(what, str) or not isinstance(tree, tuple) or len(tree) != len(what):
-        what, tree = (what if isinstance(what, str) else what[0],), (tree,)
-    found: list[tuple[str, Any]] = []
-    for word, part in zip(what, tree, strict=True):
-        noun, *of = word.split(" of ")
-        found += [(" of ".join([noun + place, *of]), leaf) for place, leaf in trees.paths(part)]
-    return found
+def named_leaves(tree: Any, label: Label) -> list[tuple[str, Any]]:
+    """Return each leaf with its name in errors, such as inputs['a'][0]."""
+    if isinstance(label, str) or not isinstance(tree, tuple) or len(tree) != len(label):
+        label, tree = (label if isinstance(label, str) else label[0],), (tree,)
+    path_and_leaf: list[tuple[str, Any]] = []
+    for word, part in zip(label, tree, strict=True):
+        noun, *owner_words = word.split(" of ")
+        path_and_leaf += [(" of ".join([noun + path, *owner_words]), leaf) for path, leaf in trees.paths(part)]
+    return path_and_leaf
 
 
-def cut_along(tree: Any, spec: Any, what: What = "batch") -> list[int | None]:
-    """Along which dimension each leaf is cut; None for a leaf that goes whole."""
-    found: list[int | None] = []
-    for leaf, how in zip(trees.leaves(tree), spread(spec, tree, what), strict=True):
-        kind = in_our_words(how(leaf) if callable(how) and not isinstance(how, type) else how)
-        if isinstance(kind, Sum):
+def cut_dims(tree: Any, spec: Any, label: Label = "batch") -> list[int | None]:
+    """Return the dimension that each leaf is cut along; None for a leaf that goes whole."""
+    dims: list[int | None] = []
+    for leaf, leaf_spec in zip(trees.leaves(tree), spec_per_leaf(spec, tree, label), strict=True):
+        meant = as_spec(leaf_spec(leaf) if callable(leaf_spec) and not isinstance(leaf_spec, type) else leaf_spec)
+        if isinstance(meant, Sum):
             raise ValueError(
                 "Sum() says how parts are joined, and not how a leaf is cut: say Chunk(dim) or Replicate()."
             )
-        found.append(kind.dim if isinstance(kind, Chunk) and isinstance(leaf, Tensor) and leaf.ndim else None)
-    return found
+        dims.append(meant.dim if isinstance(meant, Chunk) and isinstance(leaf, Tensor) and leaf.ndim else None)
+    return dims
 
 
-def spread(spec: Any, tree: Any, what: What = "batch") -> list[Any]:
-    """Spec of each leaf: one for all below a place where it says one thing.
+def spec_per_leaf(spec: Any, tree: Any, label: Label = "batch") -> list[Any]:
+    """Return the spec of each leaf; a spec for a container holds for all leaves in it.
 
     Raises:
-        ValueError: it says more than there is.
+        ValueError: the spec has containers that the pytree does not have.
 
     >>> from fpipe.transforms.specs import Replicate
     >>> spread({"x": Chunk(), "more": Replicate()}, {"x": 1, "more": [2, 3]})
@@ -200,31 +206,31 @@ def spread(spec: Any, tree: Any, what: What = "batch") -> list[Any]:
     try:
         return trees.broadcast_prefix(spec, tree)
     except ValueError:
-        odd = trees.misfit(spec, tree)
-        if odd is None:
+        misfit = trees.find_mismatch(spec, tree)
+        if misfit is None:
             raise
-        place, said, found = odd
-        for index, word in enumerate(what if isinstance(what, tuple) else ()):
-            place = place.replace(f"[{index}]", word, 1) if place.startswith(f"[{index}]") else place
-        name = place if isinstance(what, tuple) else what + place
+        path, specified, actual = misfit
+        for index, part_label in enumerate(label if isinstance(label, tuple) else ()):
+            path = path.replace(f"[{index}]", part_label, 1) if path.startswith(f"[{index}]") else path
+        name = path if isinstance(label, tuple) else label + path
         raise ValueError(
-            f"the spec has {said} where {name or 'the batch'} is {found}; a spec says one thing of all, or is built "
-            "as what it is for."
+            f"the spec has {specified} where {name or 'the batch'} is {actual}; a spec says one thing of all, or is "
+            "built as what it is for."
         ) from None
 
 
-# Join what came of microbatches, or of the slices of a sequence: the inverse of cutting a batch.
+# Join the results of microbatches, or of the slices of a sequence: the inverse of cutting a batch.
 #
-# Tensors are put together along their rows. What has none is added, averaged, or must be equal in all.
+# Tensors are concatenated along their rows. Results without rows are added, averaged, or must be equal in all.
 
 
 def join(
-    parts: Sequence[Any], weights: Sequence[float] | None = None, spec: Any = None, *, what: str = "outputs"
+    parts: Sequence[Any], weights: Sequence[float] | None = None, spec: Any = None, *, label: str = "outputs"
 ) -> Any:
     """Join the results of microbatches: the inverse of `cut`; a function as `spec` joins the list of a leaf's parts.
 
-    Tensors are put together along their rows; 0-d tensors become their mean, by `weights` (the microbatches' rows;
-    None: all the same); anything else must be equal.
+    Tensors are concatenated along their rows; 0-d tensors become their mean, weighted by `weights` (the microbatches'
+    numbers of rows; None: all equal); anything else must be equal.
 
     >>> import torch
     >>> join([{"y": torch.zeros(2), "aux": torch.tensor(1.0)}, {"y": torch.ones(1), "aux": torch.tensor(4.0)}], [2, 1])
@@ -233,117 +239,130 @@ def join(
     if not parts:
         raise ValueError("there is nothing to join: the list of parts is empty.")
     shares = [1 / len(parts)] * len(parts) if weights is None else [weight / sum(weights) for weight in weights]
-    if all(isinstance(part, Tensor) for part in parts):  # no containers, at the end of most steps
-        return _joined(lambda: named(parts[0], what)[0][0], list(parts), shares, *spread(spec, parts[0], what))
+    # A short cut without containers, for the outputs of most models.
+    if all(isinstance(part, Tensor) for part in parts):
+        return _join_leaf(
+            lambda: named_leaves(parts[0], label)[0][0], list(parts), shares, *spec_per_leaf(spec, parts[0], label)
+        )
     _, containers = trees.flatten(parts[0])
-    columns = zip(*(_as_the_first(parts, index, containers, what) for index in range(len(parts))), strict=True)
-    specs = spread(spec, parts[0], what)
-    made = [
-        _joined(lambda at=at: named(parts[0], what)[at][0], list(each), shares, how)
-        for at, (each, how) in enumerate(zip(columns, specs, strict=True))
+    columns = zip(*(_leaves_like_first(parts, index, containers, label) for index in range(len(parts))), strict=True)
+    specs = spec_per_leaf(spec, parts[0], label)
+    joined = [
+        _join_leaf(lambda index=index: named_leaves(parts[0], label)[index][0], list(column), shares, leaf_spec)
+        for index, (column, leaf_spec) in enumerate(zip(columns, specs, strict=True))
     ]
-    return trees.unflatten(containers, made)
+    return trees.unflatten(containers, joined)
 
 
-def _as_the_first(parts: Sequence[Any], index: int, containers: trees.Spec, what: str) -> list[Any]:
-    """The leaves of a part in the order of the first one's, which has these containers."""
-    leaves, own = trees.flatten(parts[index])
-    if own == containers:
+def _leaves_like_first(parts: Sequence[Any], index: int, containers: trees.Spec, label: str) -> list[Any]:
+    """Return the leaves of a part in the order of the first part's leaves, whose containers these are."""
+    # Dicts with the same keys in another order are equal for tree.like.
+    leaves, own_containers = trees.flatten(parts[index])
+    if own_containers == containers:
         return leaves
-    place = trees.difference(parts[0], parts[index])
-    if place is not None:
-        raise ValueError(f"{what}{place} is in only one of microbatches 0 and {index}; all must have one structure.")
+    path = trees.first_difference(parts[0], parts[index])
+    if path is not None:
+        raise ValueError(f"{label}{path} is in only one of microbatches 0 and {index}; all must have one structure.")
     try:
-        return trees.leaves(trees.like(parts[0], parts[index]))
+        return trees.leaves(trees.in_order_of(parts[0], parts[index]))
     except ValueError:
-        odd = trees.misfit(parts[0], parts[index])
-        if odd is None:
+        misfit = trees.find_mismatch(parts[0], parts[index])
+        if misfit is None:
             raise
-        place, first, other = odd
+        path, first_kind, own_kind = misfit
         raise ValueError(
-            f"{what}{place} is {first} in microbatch 0 and {other} in microbatch {index}; all must have one structure."
+            f"{label}{path} is {first_kind} in microbatch 0 and {own_kind} in microbatch {index}; all must have one "
+            "structure."
         ) from None
 
 
 def join_gradients(inputs: Any, parts: Sequence[Sequence[Any]], spec: Any = None) -> list[Any]:
-    """The gradients of a batch's leaves from those of its microbatches: put together along the rows, or added for a
-    leaf that every microbatch took whole; None for a leaf without one.
+    """Join the gradients of a batch's leaves from its microbatches; None for a leaf without a gradient.
+
+    They are concatenated along rows, and added for a leaf that every microbatch took whole.
 
     >>> import torch
     >>> join_gradients((torch.zeros(3), torch.tensor(2.0)), [[torch.zeros(2), torch.ones(())], [torch.ones(1)] * 2])
     [tensor([0., 0., 1.]), tensor([2.])]
     """
-    return _put_together(parts, cut_along(inputs, spec))
+    return _join_columns(parts, cut_dims(inputs, spec))
 
 
 def join_slices(
     inputs: Any, parts: Sequence[Sequence[Any]], dim: int = 1, spec: Any = None, *, row_spec: Any = None
 ) -> list[Any]:
-    """Gradients of a microbatch from those of its slices: along the sequence, or added from the last slice back.
+    """Join the gradients of a microbatch's leaves from its slices.
+
+    They are concatenated along the sequence, and added for a leaf that every slice took whole, from the last slice to
+    the first.
 
     >>> import torch
     >>> join_slices((torch.zeros(1, 3), torch.tensor(2.0)), [[torch.zeros(1, 2), None], [torch.ones(1, 1), None]])
     [tensor([[0., 0., 1.]]), None]
     """
     dims = sequence_dims(inputs, dim, spec, row_spec)
-    return _put_together(parts, dims, back=True)
+    return _join_columns(parts, dims, from_last=True)
 
 
-def _put_together(parts: Sequence[Sequence[Any]], dims: Sequence[int | None], back: bool = False) -> list[Any]:
-    """The gradients of each leaf along its dimension; added if it has none, from the first or from the last `back`."""
-    made: list[Any] = []
+def _join_columns(parts: Sequence[Sequence[Any]], dims: Sequence[int | None], from_last: bool = False) -> list[Any]:
+    """Concatenate the gradients of each leaf along its dimension, or add them if it has none."""
+    # Backwards of slices run from the last to the first, so sums over slices start at the last (`from_last`).
+    joined: list[Any] = []
     for dim, column in zip(dims, zip(*parts, strict=True), strict=True):
-        found = [one for one in (reversed(column) if back and dim is None else column) if one is not None]
-        if dim is None or not found:
-            made.append(functools.reduce(torch.add, found) if found else None)
+        grads = [grad for grad in (reversed(column) if from_last and dim is None else column) if grad is not None]
+        if dim is None or not grads:
+            joined.append(functools.reduce(torch.add, grads) if grads else None)
         else:
-            made.append(torch.cat(found, dim))
-    return made
+            joined.append(torch.cat(grads, dim))
+    return joined
 
 
-def _joined(place: Callable[[], str], parts: list[Any], shares: list[float], how: Any) -> Any:
-    """One leaf from those of all microbatches."""
-    if hasattr(how, "reduce_fn"):  # torch's _CustomReducer
-        return functools.reduce(how.reduce_fn, parts, how.init_value)
-    if callable(how) and not isinstance(how, type):
-        return how(parts)
-    kind, first = in_our_words(how), parts[0]
-    if isinstance(kind, Sum):
-        return _sum(place, parts)
-    if isinstance(kind, Chunk) and all(isinstance(leaf, Tensor) and leaf.ndim for leaf in parts):
+def _join_leaf(path: Callable[[], str], parts: list[Any], shares: list[float], leaf_spec: Any) -> Any:
+    """Join one leaf of all microbatches by its spec; `path` names the leaf in errors."""
+    # torch.distributed.pipelining's _CustomReducer.
+    if hasattr(leaf_spec, "reduce_fn"):
+        return functools.reduce(leaf_spec.reduce_fn, parts, leaf_spec.init_value)
+    if callable(leaf_spec) and not isinstance(leaf_spec, type):
+        return leaf_spec(parts)
+    meant, first_part = as_spec(leaf_spec), parts[0]
+    if isinstance(meant, Sum):
+        return _sum_parts(path, parts)
+    if isinstance(meant, Chunk) and all(isinstance(leaf, Tensor) and leaf.ndim for leaf in parts):
         try:
-            return torch.cat(parts, kind.dim)
+            return torch.cat(parts, meant.dim)
         except (RuntimeError, IndexError):
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in parts)
             raise ValueError(
-                f"{place()} cannot be joined along dim {kind.dim}: its parts have shapes {shapes}."
+                f"{path()} cannot be joined along dim {meant.dim}: its parts have shapes {shapes}."
             ) from None
-    if all(leaf is first for leaf in parts):  # what cut handed out whole comes back as it was
-        return first
-    if isinstance(kind, Chunk) and all(
+    # A leaf that every microbatch took whole, and returned, comes back unchanged.
+    if all(leaf is first_part for leaf in parts):
+        return first_part
+    if isinstance(meant, Chunk) and all(
         isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.ndim for leaf in parts
     ):
         return functools.reduce(torch.add, [leaf * share for leaf, share in zip(parts, shares, strict=True)])
     for index, leaf in enumerate(parts):
-        if not _equal(first, leaf):
+        if not _equal(first_part, leaf):
             raise ValueError(
-                f"{place()} is {first!r} in microbatch 0 and {leaf!r} in microbatch {index}: what has no rows must be "
-                "equal in all. Say how to join it by Sum(), or a function of the list of parts."
+                f"{path()} is {first_part!r} in microbatch 0 and {leaf!r} in microbatch {index}: what has no rows must "
+                "be equal in all. Say how to join it by Sum(), or a function of the list of parts."
             )
-    return first
+    return first_part
 
 
-def _sum(place: Callable[[], str], parts: list[Any]) -> Any:
+def _sum_parts(path: Callable[[], str], parts: list[Any]) -> Any:
     try:
         return functools.reduce(operator.add, parts)
     except (RuntimeError, TypeError):
         kinds = ", ".join(str(tuple(p.shape)) if isinstance(p, Tensor) else type(p).__name__ for p in parts)
-        raise ValueError(f"{place()} cannot be joined by Sum(), which adds its parts: they are {kinds}.") from None
+        raise ValueError(f"{path()} cannot be joined by Sum(), which adds its parts: they are {kinds}.") from None
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if one is other or type(one) is not type(other):
-        return one is other
-    if hasattr(one, "fake_mode"):  # where bytes are counted on shapes alone: the numbers are compared in the step
-        return one.shape == other.shape
-    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
+def _equal(part: Any, other_part: Any) -> bool:
+    if part is other_part or type(part) is not type(other_part):
+        return part is other_part
+    # Fake tensors, on which bytes are counted, have no numbers; the step itself compares those.
+    if hasattr(part, "fake_mode"):
+        return part.shape == other_part.shape
+    return torch.equal(part, other_part) if isinstance(part, Tensor) else bool(part == other_part)

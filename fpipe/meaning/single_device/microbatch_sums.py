@@ -1,9 +1,9 @@
-"""Add up losses and gradients over microbatches, and slices of their sequences, in the order that fixes their bits.
+"""Sum losses and gradients over microbatches, and slices of their sequences, in the order that fixes their bits.
 
-    parts (x0, t0) (x1, t1)        -->        loss0 n0/n + loss1 n1/n,   g0 + g1
+    microbatches (x0, t0) (x1, t1)        -->        loss0 n0/n + loss1 n1/n,   g0 + g1
 
-Parameter gradients are summed over microbatches in ascending order, within each from the last slice of the sequence
-back. The uses of a tied leaf are summed after that, by stage; what replicas have last, in their order.
+Parameter gradients are summed over microbatches in ascending order, and within each from the last slice of the
+sequence to the first. Then the uses of a tied leaf are summed, by stage; and last the replicas, in their order.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.meaning.purity.ambient import refuse_odd_modes
+from fpipe.meaning.purity.ambient import refuse_unsupported_modes
 from fpipe.meaning.single_device.microbatch import cut_sequence, join, join_gradients, join_slices
 from fpipe.meaning.single_device.microbatch_graph import (
     MicrobatchGraph,
-    See,
-    added,
-    aliases,
-    detached,
-    forward,
-    gradients,
-    leaf_of,
-    readers_of,
+    Observer,
+    add_optional,
+    as_graph_leaf,
+    detach_leaf,
+    leaves_of_inputs,
+    param_leaves,
+    run_stages,
+    take_gradients,
 )
-from fpipe.meaning.single_device.params_and_state import with_ties
+from fpipe.meaning.single_device.params_and_state import add_tied_leaves
 from fpipe.meaning.single_device.result import Result
 from fpipe.model import Model
 from fpipe.program import Value
@@ -38,209 +38,267 @@ from fpipe.transforms.specs import Chunk
 
 
 @dataclass(frozen=True)
-class Sliced:
-    """How sequences are cut: into how many slices, along which dim, and which leaves otherwise (`specs`, a pair)."""
+class SequenceSlicing:
+    """How the sequences of a microbatch are cut into slices.
+
+    Attributes:
+        slices: how many slices.
+        dim: the dimension of the sequence in each leaf that has rows.
+        specs, row_specs: for inputs and target, the leaves whose sequence or rows are elsewhere.
+    """
 
     slices: int = 1
     dim: int = 1
     specs: tuple[Any, Any] = (None, None)
     row_specs: tuple[Any, Any] = (None, None)
 
-    def of(self, part: tuple[Any, Any]) -> list[tuple[tuple[Any, Any], float]]:
-        """The slices of a microbatch, each with its share of the target's length."""
+    def cut(self, microbatch: tuple[Any, Any]) -> list[tuple[tuple[Any, Any], float]]:
+        """Return the slices of a microbatch, each with its share of the target's length."""
         if self.slices == 1:
-            return [(part, 1.0)]
-        found: list[tuple[tuple[Any, Any], float]] = []
+            return [(microbatch, 1.0)]
+        slices: list[tuple[tuple[Any, Any], float]] = []
+        sides = [*zip(microbatch, self.specs, self.row_specs, ("inputs", "target"), strict=True)]
         for k in range(self.slices):
             (x, _), (target, share) = (
-                cut_sequence(half, k, self.slices, self.dim, spec, row_spec=rows, what=what)
-                for half, spec, rows, what in zip(part, self.specs, self.row_specs, ("inputs", "target"), strict=True)
+                cut_sequence(pytree, k, self.slices, self.dim, spec, row_spec=row_spec, label=label)
+                for pytree, spec, row_spec, label in sides
             )
-            found.append(((x, target), share))
-        return found
+            slices.append(((x, target), share))
+        return slices
 
-    def joined(self, inputs: Any, parts: list[list[Any]]) -> list[Any]:
-        """The gradients of a microbatch's inputs from those of its slices."""
-        if not any(parts):
+    def join_gradients(self, inputs: Any, grads_by_slice: list[list[Any]]) -> list[Any]:
+        """Join the gradients of a microbatch's inputs from its slices; [] if there are none."""
+        if not any(grads_by_slice):
             return []
-        return join_slices(inputs, parts, self.dim, self.specs[0], row_spec=self.row_specs[0])
+        return join_slices(inputs, grads_by_slice, self.dim, self.specs[0], row_spec=self.row_specs[0])
 
 
 @dataclass(frozen=True)
-class Joined:
-    """How what the microbatches gave is joined: outputs and auxiliary results by specs, or not ("stream"); gradients of
-    the inputs if these are given, whole, with how they were cut ("stream": they came so)."""
+class JoinSpecs:
+    """How the results of microbatches are joined; "stream" leaves them as a tuple of one for each microbatch.
+
+    Attributes:
+        outputs, aux: specs of the outputs and of the auxiliary results.
+        inputs_to_differentiate: the whole inputs, if their gradients are asked for.
+        input_spec: how those were cut.
+    """
 
     outputs: Any = None
     aux: Any = None
-    inputs: Any = None
-    cut: Any = None
+    inputs_to_differentiate: Any = None
+    input_spec: Any = None
 
 
 @dataclass(frozen=True)
-class OverReplicas:
-    """How gradients are added over replicas: those of each microbatch before those of the next, or of all at once, and
-    after which cast of each leaf; and how many replicas add up first, among themselves, if not all do."""
+class ReplicaOrder:
+    """The order in which gradients are added over replicas; additions of floats in another order give other bits.
 
-    by_microbatch: bool = False
-    cast: Callable[[Any], Any] = detached
-    within: int = 0
+    Attributes:
+        microbatch_first: whether the replicas add up after each microbatch, and not once after the last.
+        cast_grad: the cast of each leaf before it is added to another replica's.
+        inner_replicas: how many neighbouring replicas add up first among themselves; 0: all in one sum.
+    """
+
+    microbatch_first: bool = False
+    cast_grad: Callable[[Any], Any] = detach_leaf
+    inner_replicas: int = 0
 
 
-def over_parts(
+def sum_over_microbatches(
     model: Model,
     params: Sequence[Any],
-    parts: Sequence[tuple[tuple[Any, Any], int]],
+    microbatch_rows: Sequence[tuple[tuple[Any, Any], int]],
     replicas: int = 1,
     *,
     state: Sequence[Any] | None = None,
     key: int | None = None,
-    sliced: Sliced | None = None,
-    joined: Joined | None = None,
-    see: See | None = None,
-    added_by: OverReplicas | None = None,
+    slicing: SequenceSlicing | None = None,
+    join_specs: JoinSpecs | None = None,
+    observe: Observer | None = None,
+    replica_order: ReplicaOrder | None = None,
     scale: Tensor | None = None,
 ) -> Result:
-    """Loss, gradients and outputs for a batch that is cut already: `parts` are the microbatches, each with rows, those
-    of one replica after those of the other. A parameter that the loss does not depend on gets None. `see`
-    is handed what passes between stages, and each microbatch's gradients, by their names in a program. With a `scale`
-    gradients, and they alone, are those of the loss times it."""
-    sliced, joined, added_by = sliced or Sliced(), joined or Joined(), added_by or OverReplicas()
-    refuse_odd_modes()
-    whole = sum(size for _, size in parts)
+    """Return loss, gradients and outputs for a batch that is cut already.
+
+    Args:
+        model, params, state, key: as for `reference`.
+        microbatch_rows: microbatches with their numbers of rows, replica after replica.
+        replicas: how many replicas share the microbatches.
+        slicing, join_specs, replica_order: how to slice sequences, join results and add gradients.
+        observe: called with name and value of all that passes between stages, and of each microbatch's gradients.
+        scale: a factor of the loss that gradients are taken of; the returned loss is without it.
+
+    Returns:
+        A `Result` whose grads have None for a parameter that the loss does not depend on.
+    """
+    slicing, join_specs = slicing or SequenceSlicing(), join_specs or JoinSpecs()
+    replica_order = replica_order or ReplicaOrder()
+    refuse_unsupported_modes()
+    total_rows = sum(row_count for _, row_count in microbatch_rows)
+    per_replica = len(microbatch_rows) // replicas
     states: list[Any] = []
-    kept: list[Any] = []  # of the first replica
+    first_replica_states: list[Any] = []
+    # One entry for each slice of each microbatch:
     losses: list[Tensor] = []
     counts: list[Any] = []
-    outputs: list[Any] = []
-    extras: list[Any] = []
+    auxiliaries: list[Any] = []
     shares: list[float] = []
-    of_inputs: list[list[Any]] = []  # of each microbatch, the gradients of its inputs
+    # One for each microbatch, one for each term of the sum over replicas, and one for each replica:
+    outputs: list[Any] = []
+    input_grads_by_microbatch: list[list[Any]] = []
     sums: list[Sums] = []
-    each_loss: list[Tensor] = []
-    many = len(parts) // replicas
-    for index, (part, size) in enumerate(parts):
-        if index % many == 0:
-            kept = kept or states
+    loss_by_replica: list[Tensor] = []
+    for position, (microbatch, row_count) in enumerate(microbatch_rows):
+        is_first_of_replica = position % per_replica == 0
+        if is_first_of_replica:
+            # Each replica starts from the given state. The first one's is returned.
+            first_replica_states = first_replica_states or states
             states = list(state) if state is not None else [None] * len(model.stages)
         carries: list[Any] = [None] * len(model.stages)
         graphs: list[MicrobatchGraph] = []
         weights: list[float] = []
-        found: list[Any] = []
-        for k, (piece, share) in enumerate(sliced.of(part)):
-            own = [aliases(model, number, full, piece[0]) for number, full in enumerate(with_ties(model, params))]
-            readers = readers_of(model, piece[0]) if joined.inputs is not None else {}
-            weights.append(size / whole * share)
-            taken = tree.tree_map(leaf_of, carries)
-            place = (index, k if sliced.slices > 1 else None)
-            between: dict[Value, list[Any]] = {}
-            turn = (index % many, k) == (0, 0), (index % many, k) == (many - 1, sliced.slices - 1)
+        slice_outputs: list[Any] = []
+        # 1. Forward, from the first slice of the sequence to the last: a slice reads the carry of the one before.
+        for k, (inputs_and_target, share) in enumerate(slicing.cut(microbatch)):
+            stage_params = [
+                param_leaves(model, stage, full, inputs_and_target[0])
+                for stage, full in enumerate(add_tied_leaves(model, params))
+            ]
+            needs_input_grads = join_specs.inputs_to_differentiate is not None
+            input_leaves = leaves_of_inputs(model, inputs_and_target[0]) if needs_input_grads else {}
+            weights.append(row_count / total_rows * share)
+            carries_in = tree.tree_map(as_graph_leaf, carries)
+            coordinates = (position, k if slicing.slices > 1 else None)
+            graph = MicrobatchGraph(stage_params, input_leaves, carries_in, coordinates)
+            is_last_of_replica = (position % per_replica, k) == (per_replica - 1, slicing.slices - 1)
+            turn = is_first_of_replica and k == 0, is_last_of_replica
             with torch.enable_grad():
-                made = forward(model, own, readers, piece, states, taken, place, turn, key, see, between)
-                each, count, aux, output, carries = made
-                weighted = each * (weights[-1] if model.reduction == "mean" else 1.0)
-                end = weighted if scale is None else weighted * scale
-                graphs.append(MicrobatchGraph(own, taken, end, carries, readers, place, between))
-            if see is not None:  # what SPLIT writes, for each stage that takes it
-                for number in range(len(model.stages)):
-                    see(Value("x", number, *place), piece[0])
-                    see(Value("t", number, *place), piece[1])
-            if index % many or k:
-                each_loss[-1] = each_loss[-1] + weighted.detach()
+                stage_loss, count, aux, output = run_stages(model, graph, inputs_and_target, states, turn, key, observe)
+                # Totals ("count") are added unweighted, and divided by the count of the whole batch at the end.
+                weighted = stage_loss * (weights[-1] if model.reduction == "mean" else 1.0)
+                graph.loss = weighted if scale is None else weighted * scale
+            graphs.append(graph)
+            carries = graph.carries_out
+            if observe is not None:
+                # A program has a SPLIT for each stage that reads the batch, which writes these values.
+                for stage in range(len(model.stages)):
+                    observe(Value("x", stage, *coordinates), inputs_and_target[0])
+                    observe(Value("t", stage, *coordinates), inputs_and_target[1])
+            if is_first_of_replica and k == 0:
+                loss_by_replica.append(weighted.detach())
             else:
-                each_loss.append(weighted.detach())
-            losses.append(each.detach())
+                loss_by_replica[-1] = loss_by_replica[-1] + weighted.detach()
+            losses.append(stage_loss.detach())
             counts.append(count)
-            extras.append(tree.tree_map(detached, aux))
-            shares.append(weights[-1] * whole)
-            found.append(tree.tree_map(detached, output))
-        seeds: list[Tensor | None] = []  # what the slice after has for the leaves of the carries
-        of_slices: list[list[Any]] = []
-        if added_by.by_microbatch or index % many == 0:
+            auxiliaries.append(tree.tree_map(detach_leaf, aux))
+            shares.append(weights[-1] * total_rows)
+            slice_outputs.append(tree.tree_map(detach_leaf, output))
+        # 2. Backward, from the last slice to the first: each hands on the gradients of the carries that it read.
+        carry_grads: list[Tensor | None] = []
+        input_grads_by_slice: list[list[Any]] = []
+        if replica_order.microbatch_first or is_first_of_replica:
             sums.append([])
         for graph in reversed(graphs):
-            grads, seeds, inputs = gradients(model, graph, seeds, see)
-            of_slices.insert(0, inputs)
-            sums[-1] = _add(model, sums[-1], grads) if sums[-1] else grads
-        outputs.append(join(found, weights, Chunk(sliced.dim)) if len(found) > 1 else found[0])
-        of_inputs.append(of_slices[0] if len(found) == 1 else sliced.joined(part[0], of_slices))
-    within = added_by.within or replicas
-    loss = reduce(torch.add, [reduce(torch.add, each_loss[at : at + within]) for at in range(0, replicas, within)])
-    first = within * (many if added_by.by_microbatch else 1)
-    groups = [_over_replicas(model, params, sums[at : at + first], many, added_by) for at in range(0, len(sums), first)]
-    grads = reduce(partial(tree.tree_map, added), groups)
-    input_grads = None if joined.inputs is None else _of_inputs(joined, of_inputs)
+            grads, carry_grads, input_grads = take_gradients(model, graph, carry_grads, observe)
+            input_grads_by_slice.insert(0, input_grads)
+            sums[-1] = _add_sums(model, sums[-1], grads) if sums[-1] else grads
+        is_sliced = len(slice_outputs) > 1
+        outputs.append(join(slice_outputs, weights, Chunk(slicing.dim)) if is_sliced else slice_outputs[0])
+        input_grads_by_microbatch.append(
+            slicing.join_gradients(microbatch[0], input_grads_by_slice) if is_sliced else input_grads_by_slice[0]
+        )
+    # 3. Over replicas: inner groups add up first, and then their sums, in ascending order.
+    group_size = replica_order.inner_replicas or replicas
+    group_losses = [
+        reduce(torch.add, loss_by_replica[start : start + group_size]) for start in range(0, replicas, group_size)
+    ]
+    loss = reduce(torch.add, group_losses)
+    sums_per_group = group_size * (per_replica if replica_order.microbatch_first else 1)
+    group_grads = [
+        _sum_over_replicas(model, params, sums[start : start + sums_per_group], per_replica, replica_order)
+        for start in range(0, len(sums), sums_per_group)
+    ]
+    grads = reduce(partial(tree.tree_map, add_optional), group_grads)
+    has_input_grads = join_specs.inputs_to_differentiate is not None
+    input_grads = _join_input_grads(join_specs, input_grads_by_microbatch) if has_input_grads else None
+    # 4. Divide totals by the count of the whole batch.
     if model.reduction == "count":
         total = sum(counts[1:], counts[0])
         divisor = total if total != 0 else 1
         loss = loss / divisor
-        grads, input_grads = tree.tree_map(partial(_divided, divisor), (grads, input_grads))
+        grads, input_grads = tree.tree_map(partial(_divide, divisor), (grads, input_grads))
+    row_counts = [row_count for _, row_count in microbatch_rows]
     return Result(
         loss=loss,
         grads=grads,
-        outputs=_whole(outputs, [size for _, size in parts], joined.outputs, "outputs"),
-        aux=_whole(extras, shares, joined.aux, "aux") if model.aux else None,
+        outputs=_join_unless_streamed(outputs, row_counts, join_specs.outputs, "outputs"),
+        aux=_join_unless_streamed(auxiliaries, shares, join_specs.aux, "aux") if model.aux else None,
         input_grads=input_grads,
         losses=tuple(losses),
-        state=None if state is None else tuple(kept or states),
+        state=None if state is None else tuple(first_replica_states or states),
     )
 
 
 Sums = list[list["Tensor | None"]]
-"""Per stage, for each leaf it reads, its gradient over some microbatches."""
+"""Summed gradients of each leaf that a stage reads, by stage."""
 
 
-def _add(model: Model, sums: Sums, more: Sums) -> Sums:
-    """Add gradients to sums, or put those of single rows behind them."""
-    add = _joined_rows if model.per_example else added
-    return [list(map(add, *pair)) for pair in zip(sums, more, strict=True)]
+def _add_sums(model: Model, sums: Sums, terms: Sums) -> Sums:
+    """Add gradients to sums; gradients of single rows are concatenated instead."""
+    add_leaf = _join_rows if model.per_example else add_optional
+    return [list(map(add_leaf, *pair)) for pair in zip(sums, terms, strict=True)]
 
 
-def _over_replicas(
-    model: Model, params: Sequence[Any], sums: Sequence[Sums], microbatches: int, added_by: OverReplicas
+def _sum_over_replicas(
+    model: Model, params: Sequence[Any], sums: Sequence[Sums], microbatches: int, replica_order: ReplicaOrder
 ) -> tuple[Any, ...]:
-    """Gradients over replicas that add up among themselves. What several stages share is added up in a replica
-    first."""
-    add, cast = partial(_add, model), partial(tree.tree_map, added_by.cast)
-    many = microbatches if added_by.by_microbatch else 1
-    collected = partial(_collected, model, params)
-    whole = [cast(collected(reduce(add, sums[at : at + many]))) for at in range(0, len(sums), many)]
-    grads = reduce(partial(tree.tree_map, added), whole)
-    if many == 1:
+    """Sum gradients over a group of replicas, after summing the uses of tied leaves within each replica."""
+    # If replicas add up after each microbatch, sums[r * microbatches + m] is microbatch m of replica r; else sums[r].
+    # Tied leaves couple stages: their uses are added within each replica before replicas add up.
+    add, cast = partial(_add_sums, model), partial(tree.tree_map, replica_order.cast_grad)
+    sums_per_replica = microbatches if replica_order.microbatch_first else 1
+    collect = partial(_grads_by_owner, model, params)
+    replica_sums = [
+        cast(collect(reduce(add, sums[start : start + sums_per_replica])))
+        for start in range(0, len(sums), sums_per_replica)
+    ]
+    grads = reduce(partial(tree.tree_map, add_optional), replica_sums)
+    if sums_per_replica == 1:
         return grads
-    by_microbatch = collected(reduce(add, [reduce(add, map(cast, sums[at::many])) for at in range(many)]))
+    by_microbatch = collect(
+        reduce(add, [reduce(add, map(cast, sums[start::sums_per_replica])) for start in range(sums_per_replica)])
+    )
     for leaf in (uses[0] for uses in model.tied_uses):
         by_microbatch[leaf.owner][leaf.name] = grads[leaf.owner][leaf.name]
     return by_microbatch
 
 
-def _joined_rows(rows: Tensor | None, more: Tensor | None) -> Tensor | None:
-    return None if rows is None or more is None else torch.cat([rows, more])
+def _join_rows(rows: Tensor | None, further_rows: Tensor | None) -> Tensor | None:
+    return None if rows is None or further_rows is None else torch.cat([rows, further_rows])
 
 
-def _divided(divisor: Any, grad: Tensor | None) -> Tensor | None:
+def _divide(divisor: Any, grad: Tensor | None) -> Tensor | None:
     return grad if grad is None else grad / divisor
 
 
-def _whole(parts: list[Any], weights: Sequence[float], spec: Any, what: str) -> Any:
-    return tuple(parts) if spec == "stream" else join(parts, weights, spec, what=what)
+def _join_unless_streamed(parts: list[Any], weights: Sequence[float], spec: Any, label: str) -> Any:
+    return tuple(parts) if spec == "stream" else join(parts, weights, spec, label=label)
 
 
-def _of_inputs(joined: Joined, parts: list[list[Any]]) -> Any:
-    """The gradients of the inputs, put together as these were cut."""
-    containers = tree.flatten(joined.inputs)[1]
-    if joined.cut == "stream":
+def _join_input_grads(join_specs: JoinSpecs, parts: list[list[Any]]) -> Any:
+    containers = tree.flatten(join_specs.inputs_to_differentiate)[1]
+    if join_specs.input_spec == "stream":
         return tree.unflatten(containers, [leaf for part in parts for leaf in part])
-    return tree.unflatten(containers, join_gradients(joined.inputs, parts, joined.cut))
+    return tree.unflatten(containers, join_gradients(join_specs.inputs_to_differentiate, parts, join_specs.input_spec))
 
 
-def _collected(model: Model, params: Sequence[Any], sums: Sums) -> tuple[Any, ...]:
-    """Gradients in the shape of params: a tied leaf's uses are added by stage and go to its owner."""
-    full = [
+def _grads_by_owner(model: Model, params: Sequence[Any], sums: Sums) -> tuple[Any, ...]:
+    """Return gradients in the structure of params; the uses of a tied leaf are summed by stage, for its owner."""
+    full_grads = [
         tree.unflatten(tree.flatten(stage)[1], grads)
-        for stage, grads in zip(with_ties(model, params), sums, strict=True)
+        for stage, grads in zip(add_tied_leaves(model, params), sums, strict=True)
     ]
     for uses in model.tied_uses:
-        each = [full[leaf.stage].pop(leaf.name) for leaf in sorted(uses)]
-        full[uses[0].owner][uses[0].name] = reduce(partial(tree.tree_map, added), each)
-    return tuple(map(tree.like, params, full))
+        uses_grads = [full_grads[leaf.stage].pop(leaf.name) for leaf in sorted(uses)]
+        full_grads[uses[0].owner][uses[0].name] = reduce(partial(tree.tree_map, add_optional), uses_grads)
+    return tuple(map(tree.in_order_of, params, full_grads))

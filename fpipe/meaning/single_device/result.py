@@ -1,4 +1,4 @@
-"""Hold what a step returns."""
+"""The result of a step, and the table by which gradients are recognised."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ class Result:
     """The results of a step, by name; None where the program does not give one.
 
     Attributes:
-        loss: 0-d tensor, detached. Not merged: a tuple with one for each microbatch, as for all that follow. In a
-            process that has none, which is neither rank 0 nor that which computes it, an object that says so, and is
-            false.
+        loss: 0-d tensor, detached. If the program does not merge, a tuple with one for each microbatch, as for all
+            that follow. In a process other than rank 0 and the one that computes it, a false object that says so.
         grads: one pytree per stage, like params; a frozen parameter, and one that the loss does not depend on, gets
-            None. Of `per_example(model)` each has a dimension of rows in front, or is None.
+            None. With `per_example(model)` each has a leading dimension of rows, or is None.
         outputs: what the last stage returned, joined over microbatches.
         state: one pytree per stage, the module state after the step.
         aux: auxiliary results of the loss, detached, joined over microbatches like outputs.
@@ -32,9 +31,9 @@ class Result:
             that has no gradient.
         params, opt: the next parameters and the optimizer's state, one pytree per stage, of a program with an `update`.
         norm: the norm of all gradients before they are scaled, where `update(clip=)` asked for it.
-        valid: whether that norm was below the clip, where `update(validate="after")` asked for it; if one was not, all
-            that is here is of the steps done again. With `update(loss_scale=)` whether all gradients were finite; else
-            nothing was updated.
+        valid: whether the norm was below the clip, where `update(validate="after")` asked for it; if it was not, the
+            step was done again and these are its results. With `update(loss_scale=)`: whether all gradients were
+            finite; if not, nothing was updated.
         scale: the loss scale of the next step, and for how many steps all gradients have been finite.
         timeline: when each op ran and the most bytes each rank held, where `build(record=True)` asked for it.
 
@@ -48,7 +47,7 @@ class Result:
     <Result: loss 2, grads of 1 leaves, 1 numbers, outputs float32[3]>
     """
 
-    # Any beside the usual type: so None, a tuple of microbatches and another rank's loss are of it too.
+    # The union with Any admits None, a tuple over microbatches, and the placeholder for a loss on another rank.
     loss: Tensor | Any = None
     grads: tuple[Any, ...] | Any = None
     outputs: Any = None
@@ -69,40 +68,42 @@ class Result:
             _GRADIENTS[id(leaf)] = leaf
 
     def __repr__(self) -> str:
-        said = [_said(each.name, value) for each in fields(self) if (value := getattr(self, each.name)) is not None]
-        return f"<Result: {', '.join(said) or 'nothing'}>"
+        summaries = [
+            _summarize(field.name, value) for field in fields(self) if (value := getattr(self, field.name)) is not None
+        ]
+        return f"<Result: {', '.join(summaries) or 'nothing'}>"
 
 
+# The first gradient of each living result, by id: a step that is handed gradients for params can say so.
 _GRADIENTS: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
 
-def are_gradients(found: object) -> bool:
-    """Whether something is the `grads` of a result."""
-    leaf = _first_tensor(found)
+def are_gradients(pytree: object) -> bool:
+    """Whether a pytree is the `grads` of a result."""
+    leaf = _first_tensor(pytree)
     return leaf is not None and _GRADIENTS.get(id(leaf)) is leaf
 
 
-def _first_tensor(found: Any) -> Tensor | None:
-    """The first tensor of dicts, lists and tuples."""
-    if isinstance(found, Tensor):
-        return found
-    parts: Any = found.values() if isinstance(found, dict) else found if isinstance(found, list | tuple) else ()
+def _first_tensor(pytree: Any) -> Tensor | None:
+    if isinstance(pytree, Tensor):
+        return pytree
+    parts: Any = pytree.values() if isinstance(pytree, dict) else pytree if isinstance(pytree, list | tuple) else ()
     return next((leaf for part in parts if (leaf := _first_tensor(part)) is not None), None)
 
 
-def _said(name: str, value: Any) -> str:
-    """A result in a few words, whatever its size."""
+def _summarize(name: str, value: Any) -> str:
+    """Describe a field of a result in a few words, whatever its size."""
     if name == "timeline":
         return name
     tensors = [leaf for leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
     if name in ("grads", "params", "opt"):
         return f"{name} of {len(tensors)} leaves, {sum(leaf.numel() for leaf in tensors):,} numbers"
-    shown = [_shown(leaf) for leaf in tensors[:3]] + ["..."] * (len(tensors) > 3)
-    return f"{name} {' '.join(shown)}" if shown else name
+    descriptions = [_describe_tensor(leaf) for leaf in tensors[:3]] + ["..."] * (len(tensors) > 3)
+    return f"{name} {' '.join(descriptions)}" if descriptions else name
 
 
-def _shown(leaf: Tensor) -> str:
-    """A number, or what kind of tensor it is; one without data is only that."""
+def _describe_tensor(leaf: Tensor) -> str:
+    """Return the number in a 0-d tensor with data, or else dtype and shape."""
     if leaf.dim() == 0 and type(leaf) is Tensor and not leaf.is_meta:
         return f"{leaf.item():g}"
     return f"{str(leaf.dtype).removeprefix('torch.')}{[*leaf.shape]}"

@@ -1,7 +1,7 @@
-"""Train by plain autograd and torch.optim, step after step: the answer for programs that update their parameters.
+"""Train by plain autograd and torch.optim: the reference for programs that update their parameters.
 
-It shares with the runtimes the words of an UPDATE and the names of parameters. Each tensor has an optimizer of its own,
-made anew for each step, and torch clips, and scales the loss where that is asked for.
+It shares with the runtimes the settings of an UPDATE and the names of parameters. Each tensor has its own torch
+optimizer, made for each step, and torch itself clips gradients and scales the loss.
 """
 
 from __future__ import annotations
@@ -14,25 +14,30 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.meaning.optimizers.optimizer_state import UpdateWords, names_of
-from fpipe.meaning.optimizers.rules import RULES, STEP, UNCOUNTED, numbers_of, one_by_one, with_numbers
+from fpipe.meaning.optimizers.optimizer_state import UpdateSettings, names_of_leaves
+from fpipe.meaning.optimizers.rules import (
+    RULES,
+    RULES_WITHOUT_STEP,
+    STEP,
+    as_number_by_name,
+    with_numbers,
+    without_foreach,
+)
 from fpipe.meaning.single_device.params_and_state import (
     net_order,
 )
 from fpipe.meaning.single_device.result import Result
 from fpipe.model import Model
 
-Gradients = Callable[[Sequence[Any], Any, "Sequence[Any] | None", "int | None", "Tensor | None"], Result]
-"""Loss and gradients for params, a batch, a module state, a key and a loss scale; None of a leaf that the loss does not
-depend on."""
+TakeGradients = Callable[[Sequence[Any], Any, "Sequence[Any] | None", "int | None", "Tensor | None"], Result]
+"""Function of params, batch, module state, key and loss scale that returns a `Result` with loss and gradients."""
 
-
-Norm = Callable[[Sequence[Tensor]], Tensor]
-"""Function that takes the norm of all gradients, which it is handed in the net's order."""
+TakeNorm = Callable[[Sequence[Tensor]], Tensor]
+"""Function that returns the norm of all gradients, given in the net's order."""
 
 
 def total_norm(grads: Sequence[Tensor]) -> Tensor:
-    """Take the norm of gradients as `torch.nn.utils.clip_grad_norm_` does."""
+    """Return the norm of gradients as `torch.nn.utils.clip_grad_norm_` computes it."""
     return torch.nn.utils.get_total_norm([*grads], foreach=False)
 
 
@@ -40,115 +45,125 @@ def training_loop(
     model: Model,
     params: Sequence[Any],
     batches: Sequence[Any],
-    gradients: Gradients,
-    words: UpdateWords,
+    gradients: TakeGradients,
+    update: UpdateSettings,
     *,
     rates: Sequence[Any],
     keys: Sequence[int | None],
     opt: Sequence[Any],
     state: Sequence[Any] | None,
-    behind: Callable[[int, int], int],
-    norm: Norm = total_norm,
+    delay: Callable[[int, int], int],
+    norm: TakeNorm = total_norm,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Result:
-    """The results of some training steps, each a tuple with one for each step, and what is left after the last.
+    """Run training steps; return tuples with a result for each step, and params, opt and state after the last.
 
     Args:
         model: what is trained; a clip stacks the norms of gradients in its net's order.
-        params, opt, state: before the first step.
+        params, opt, state: parameters, optimizer state and module state before the first step.
         batches, rates, keys: one for each step.
-        gradients: what computes those of a step.
-        words: how to update.
-        behind: by how many steps the parameters of a stage are behind in a step: `f(step, stage)`.
-        norm: what a clip compares with.
-        scaler: torch's own of the loss, which skips a step whose gradients are not finite, where there is one.
+        gradients: computes loss and gradients of a step.
+        update: the rule and settings of the update.
+        delay: `delay(step, stage)` is by how many steps the parameters that gradients are taken of are old.
+        norm: computes the norm that a clip compares with.
+        scaler: torch's loss scaler, if the loss is scaled; a step whose gradients are not finite is skipped.
     """
-    past, results, norms, valid = [tuple(params)], list[Result](), list[Tensor](), list[Tensor]()
+    params_by_step, results, norms, valid = [tuple(params)], list[Result](), list[Tensor](), list[Tensor]()
     for step, (batch, rate, key) in enumerate(zip(batches, rates, keys, strict=True)):
-        read = tuple(past[max(step - behind(step, stage), 0)][stage] for stage in range(len(params)))
-        made = gradients(read, batch, state, key, None if scaler is None else scaler.scale(torch.ones(())))
-        state = made.state
-        made = made if scaler is None else replace(made, grads=_unscaled(scaler, made.grads))
-        grads = tree.leaves(tuple(made.grads))
-        in_order = [grads[index] for index in net_order(model, made.grads) if grads[index] is not None]
-        norms.append(norm(in_order))
-        valid.append(torch.tensor(all(bool(grad.isfinite().all()) for grad in in_order)))
+        params_read = tuple(params_by_step[max(step - delay(step, stage), 0)][stage] for stage in range(len(params)))
+        result = gradients(params_read, batch, state, key, None if scaler is None else scaler.scale(torch.ones(())))
+        state = result.state
+        result = result if scaler is None else replace(result, grads=_unscale(scaler, result.grads))
+        grads = tree.leaves(tuple(result.grads))
+        # Norms are stacked in the net's order, as torch's own loop does, whatever the cut: the order changes the bits.
+        ordered_grads = [grads[index] for index in net_order(model, result.grads) if grads[index] is not None]
+        norms.append(norm(ordered_grads))
+        valid.append(torch.tensor(all(bool(grad.isfinite().all()) for grad in ordered_grads)))
         if scaler is None or valid[-1]:
-            params, opt = _updated(words, past[-1], opt, grads, norms[-1], rate)
-        past.append(tuple(params))
-        results.append(made)
-    each = {name: tuple(getattr(made, name) for made in results) for name in _EACH}
-    trained = Result(**each, state=state, params=params, opt=opt, norm=tuple(norms))
+            params, opt = _update_params(update, params_by_step[-1], opt, grads, norms[-1], rate)
+        params_by_step.append(tuple(params))
+        results.append(result)
+    results_by_field = {
+        name: tuple(getattr(result_of_step, name) for result_of_step in results) for name in _PER_STEP_FIELDS
+    }
+    merged = Result(**results_by_field, state=state, params=params, opt=opt, norm=tuple(norms))
     if scaler is None:
-        return trained
-    good = torch.tensor(scaler.state_dict()["_growth_tracker"], dtype=torch.int32)
-    return replace(trained, valid=tuple(valid), scale=(torch.tensor(scaler.get_scale()), good))
+        return merged
+    finite_steps = torch.tensor(scaler.state_dict()["_growth_tracker"], dtype=torch.int32)
+    return replace(merged, valid=tuple(valid), scale=(torch.tensor(scaler.get_scale()), finite_steps))
 
 
-def of_one(result: Result) -> Result:
-    """The result of one training step, without tuples."""
-    several = [name for name in (*_EACH, "norm", "valid") if getattr(result, name) is not None]
-    return replace(result, **{name: getattr(result, name)[0] for name in several})
+def unwrap_single_step(result: Result) -> Result:
+    """Return the result of a single training step without the tuples over steps."""
+    present_fields = [name for name in (*_PER_STEP_FIELDS, "norm", "valid") if getattr(result, name) is not None]
+    return replace(result, **{name: getattr(result, name)[0] for name in present_fields})
 
 
-_EACH = ("loss", "grads", "outputs", "aux", "losses")
+_PER_STEP_FIELDS = ("loss", "grads", "outputs", "aux", "losses")
 
 
-def scaler_of(scale: tuple[Tensor, Tensor], how: Mapping[str, Any]) -> torch.amp.GradScaler:
-    """Torch's scaler, with a scale and how many steps have been finite under it."""
+def make_scaler(scale: tuple[Tensor, Tensor], settings: Mapping[str, Any]) -> torch.amp.GradScaler:
+    """Return a GradScaler with a given scale and number of finite steps since it last grew."""
     scaler = torch.amp.GradScaler("cpu", init_scale=float(scale[0]))
-    scaler.load_state_dict({**scaler.state_dict(), **how, "_growth_tracker": int(scale[1])})
+    scaler.load_state_dict({**scaler.state_dict(), **settings, "_growth_tracker": int(scale[1])})
     return scaler
 
 
-def _unscaled(scaler: torch.amp.GradScaler, grads: Sequence[Any]) -> tuple[Any, ...]:
-    """Gradients without the loss scale, which goes on by whether they are finite."""
+def _unscale(scaler: torch.amp.GradScaler, grads: Sequence[Any]) -> tuple[Any, ...]:
+    """Divide gradients by the loss scale, and let the scaler update the scale by whether they are finite."""
+    # A GradScaler unscales the gradients of an optimizer's parameters only: zeros carry them, and SGD never steps.
     leaves, spec = tree.flatten(tuple(grads))
-    there = [k for k, grad in enumerate(leaves) if grad is not None]
-    held = [torch.zeros_like(leaves[k]) for k in there]
-    for one, k in zip(held, there, strict=True):
-        one.grad = leaves[k].clone()
-    if held:
-        scaler.unscale_(torch.optim.SGD(held, lr=1.0))
+    indices = [index for index, grad in enumerate(leaves) if grad is not None]
+    holders = [torch.zeros_like(leaves[index]) for index in indices]
+    for holder, index in zip(holders, indices, strict=True):
+        holder.grad = leaves[index].clone()
+    if holders:
+        scaler.unscale_(torch.optim.SGD(holders, lr=1.0))
         scaler.update()
-    for one, k in zip(held, there, strict=True):
-        leaves[k] = one.grad
+    for holder, index in zip(holders, indices, strict=True):
+        leaves[index] = holder.grad
     return tree.unflatten(spec, leaves)
 
 
-def _updated(
-    words: UpdateWords,
+def _update_params(
+    update: UpdateSettings,
     params: Sequence[Any],
     opt: Sequence[Any],
     grads: Sequence[Any],
     norm: Tensor,
     rate: Any,
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Parameters and optimizer state after one update."""
     leaves, spec = tree.flatten(tuple(params))
-    names = [name for stage in params for name in names_of(tree.flatten(stage)[1])]
-    deeper: Any = tuple(opt)
-    states: list[Any] = spec.flatten_up_to(deeper)
-    now = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    trained = [k for k, grad in enumerate(grads) if grad is not None]
-    for k in trained:
-        now[k].grad = grads[k].clone()
-    if words.clip is not None:
-        torch.nn.utils.clip_grads_with_norm_([now[k] for k in trained], words.clip, norm, foreach=False)
-    for k, settings in zip(trained, words.of([names[k] for k in trained]), strict=True):
-        now[k], states[k] = _after(words.by, with_numbers(settings, numbers_of(rate)), now[k], states[k])
-    return tree.unflatten(spec, now), tree.unflatten(spec, states)
+    names = [name for stage in params for name in names_of_leaves(tree.flatten(stage)[1])]
+    opt_tuple: Any = tuple(opt)
+    states: list[Any] = spec.flatten_up_to(opt_tuple)
+    # Copies, because torch's optimizers and clip update in place.
+    new_params = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    trained_indices = [index for index, grad in enumerate(grads) if grad is not None]
+    for index in trained_indices:
+        new_params[index].grad = grads[index].clone()
+    if update.clip is not None:
+        torch.nn.utils.clip_grads_with_norm_(
+            [new_params[index] for index in trained_indices], update.clip, norm, foreach=False
+        )
+    for index, settings in zip(trained_indices, update.of([names[index] for index in trained_indices]), strict=True):
+        new_params[index], states[index] = _step_optimizer(
+            update.rule, with_numbers(settings, as_number_by_name(rate)), new_params[index], states[index]
+        )
+    return tree.unflatten(spec, new_params), tree.unflatten(spec, states)
 
 
-def _after(by: str, settings: dict[str, Any], param: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Any]:
-    """A parameter that has its gradient, and its state, after one step of an optimizer."""
-    if by in RULES:
+def _step_optimizer(rule: str, settings: dict[str, Any], param: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Any]:
+    """Return a parameter (whose .grad is set) and its optimizer state after one step."""
+    if rule in RULES:
         assert param.grad is not None
-        return RULES[by].apply(param.detach(), param.grad, state, **settings)
-    optimizer = getattr(torch.optim, by)([param], **one_by_one(by, settings))
+        return RULES[rule].apply(param.detach(), param.grad, state, **settings)
+    # A new optimizer for one tensor and one step, with its state put in: the plainest use of torch.optim there is.
+    optimizer = getattr(torch.optim, rule)([param], **without_foreach(rule, settings))
     if STEP in state and state[STEP] > 0:
-        counts = by not in UNCOUNTED
-        optimizer.state[param] = {word: leaf.clone() for word, leaf in state.items() if counts or word != STEP}
+        is_counted = rule not in RULES_WITHOUT_STEP
+        optimizer.state[param] = {name: leaf.clone() for name, leaf in state.items() if is_counted or name != STEP}
     optimizer.step()
-    param.grad, left = None, optimizer.state[param]
-    return param, {word: left[word] if word in left else leaf + 1 for word, leaf in state.items()}
+    # Rules without a step count in torch get one here, since fpipe's state has it for all.
+    param.grad, new_state = None, optimizer.state[param]
+    return param, {name: new_state[name] if name in new_state else leaf + 1 for name, leaf in state.items()}

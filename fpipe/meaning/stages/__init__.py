@@ -1,1 +1,1 @@
-"""Call one stage: what it asks for, its random numbers, what it returns, and the way back through autograd."""
+"""Call one stage: its keyword arguments, its random numbers, its checked outputs, and its autograd graph."""

@@ -1,8 +1,8 @@
-"""Make random numbers a function of a key: what a stage draws for a microbatch depends on nothing else.
+"""Make random numbers a function of a key, the stage and the microbatch alone.
 
     key  --> fold_in(key, stage, microbatch) -->  the seed of that stage's forward
 
-So the same numbers are drawn under every schedule, on every rank, and once more where a forward is computed again.
+So every schedule draws the same numbers on every rank, and a recomputed forward draws those of the first.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ import torch
 
 from fpipe.meaning.purity.ambient import in_fake_mode
 
-TORCHS_GENERATOR: torch.Generator = torch.default_generator
-"""Torch's own random numbers on the CPU, whatever stands under their name while a stage is traced."""
+TORCH_CPU_GENERATOR: torch.Generator = torch.default_generator
+"""Torch's default generator on the CPU; while a stage is traced, `torch.default_generator` may be another one."""
 
-_ALL = (1 << 64) - 1
-_STEP = 0x9E3779B97F4A7C15
+_MASK_64 = (1 << 64) - 1
+# SplitMix64's increment: 2**64 divided by the golden ratio, made odd.
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _LOCK = threading.RLock()
-_OWN = threading.local()
+_THREAD_LOCAL = threading.local()
 
 
 def fold_in(key: int, *ints: int) -> int:
-    """A new key from a key and numbers, such as a step, a stage, a microbatch: as different as if drawn by chance.
+    """Return a new key from a key and numbers, such as step, stage and microbatch, as if drawn at random.
 
     Args:
         key: a whole number.
@@ -46,106 +47,114 @@ def fold_in(key: int, *ints: int) -> int:
         if type(number) is not int:
             raise TypeError(f"a key is a whole number, and so is what is folded into it; found {number!r}.")
     for number in ints:
-        key = _mixed(key, number)
+        key = _mix(key, number)
     return key
 
 
-def _mixed(key: int, number: int) -> int:
-    return _scrambled(key + _STEP * (number + 1))
+def _mix(key: int, number: int) -> int:
+    return _scramble(key + _GOLDEN_GAMMA * (number + 1))
 
 
-def _scrambled(z: int) -> int:
-    z &= _ALL
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _ALL
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _ALL
+def _scramble(z: int) -> int:
+    z &= _MASK_64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK_64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK_64
+    # 63 bits, because manual_seed takes a signed number.
     return (z ^ (z >> 31)) >> 1
 
 
-_of_stage = lru_cache(maxsize=1024)(_mixed)  # one for all microbatches of a step
+# All microbatches of a step share the part of the key that is folded with the stage.
+_mix_stage = lru_cache(maxsize=1024)(_mix)
 
 
-def seeder(stage: int, microbatch: int, piece: int | None = None) -> Callable[[int], int]:
-    """`fold_in` of a stage and a microbatch (and slice of its sequences), as often as a step has keys.
+def make_seeder(stage: int, microbatch: int, slice_index: int | None = None) -> Callable[[int], int]:
+    """Return the function that folds a stage and a microbatch (and slice) into a key.
 
     >>> seeder(1, 2)(7) == fold_in(7, 1, 2), seeder(1, 2, 3)(7) == fold_in(7, 1, 2, 3)
     (True, True)
     """
-    step = _STEP * (microbatch + 1)
+    step = _GOLDEN_GAMMA * (microbatch + 1)
 
     def seed(key: int) -> int:
-        # What is no int fold_in refuses in words.
-        found = _scrambled(_of_stage(key, stage) + step) if type(key) is int else fold_in(key)
-        return found if piece is None else _mixed(found, piece)
+        # fold_in raises the TypeError for a key that is no int.
+        seed_of_microbatch = _scramble(_mix_stage(key, stage) + step) if type(key) is int else fold_in(key)
+        return seed_of_microbatch if slice_index is None else _mix(seed_of_microbatch, slice_index)
 
     return seed
 
 
 @contextmanager
-def exclusive_generator() -> Generator[None]:
-    """While it lasts no other thread's stage draws from torch's own random numbers, nor seeds them."""
+def lock_torch_generators() -> Generator[None]:
+    """Keep the stages of other threads from drawing from torch's generators, or seeding them, in this context."""
     with _LOCK:
         yield
 
 
 @contextmanager
-def seeded(seed: int | None, who: str) -> Generator[None]:
-    """While it lasts torch's own random numbers start from a seed, without which none may be drawn; afterwards they are
-    as they were found."""
-    if in_fake_mode():  # such tensors draw nothing
+def with_seed(seed: int | None, label: str) -> Generator[None]:
+    """Seed torch's generators in this context and restore them after it; without a seed nothing may be drawn.
+
+    Raises:
+        ValueError: there is no seed, and something was drawn.
+    """
+    if in_fake_mode():  # fake tensors draw nothing
         yield
         return
-    with _restored() as (generators, before):
+    with _restore_generators() as (generators, states_before):
         if seed is not None:
             for generator in generators:
                 generator.manual_seed(seed)
         yield
-        now = random_states()
-    if seed is None and not all(map(torch.equal, before, now)):
-        other = " Or another thread drew meanwhile: torch's own generator is one for all threads."
-        # Threads that only watch, as that of a progress bar, are daemons.
-        raise ValueError(needs_key(who) + other * (sum(not one.daemon for one in threading.enumerate()) > 1))
+        states_after = random_states()
+    if seed is None and not all(map(torch.equal, states_before, states_after)):
+        hint = " Or another thread drew meanwhile: torch's own generator is one for all threads."
+        # Daemon threads do not count: they watch, as a progress bar's does, and draw nothing.
+        raise ValueError(
+            missing_key_message(label) + hint * (sum(not thread.daemon for thread in threading.enumerate()) > 1)
+        )
 
 
 @contextmanager
-def _restored() -> Generator[tuple[list[torch.Generator], list[torch.Tensor]]]:
-    """Torch's own generators, and where they are; afterwards they are there again. There is one for all threads."""
+def _restore_generators() -> Generator[tuple[list[torch.Generator], list[torch.Tensor]]]:
+    """Yield torch's generators and their states, and restore the states after the context."""
+    # All threads share these generators: under the lock only one stage at a time uses them.
     with _LOCK:
-        generators, before = torchs_generators(), random_states()
+        generators, states_before = torch_generators(), random_states()
         try:
-            yield generators, before
+            yield generators, states_before
         finally:
-            for generator, state in zip(generators, before, strict=True):
+            for generator, state in zip(generators, states_before, strict=True):
                 generator.set_state(state)
 
 
-def torchs_generators() -> list[torch.Generator]:
-    """Torch's own generators: that of the CPU, and those of the GPUs once one is used."""
-    return [TORCHS_GENERATOR, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
+def torch_generators() -> list[torch.Generator]:
+    """Return torch's default generators: the CPU's, and the GPUs' once CUDA is initialised."""
+    return [TORCH_CPU_GENERATOR, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
 
 
 def random_states() -> list[torch.Tensor]:
-    """Where torch's own random numbers are now."""
-    return [generator.get_state() for generator in torchs_generators()]
+    """Return the current states of torch's default generators."""
+    return [generator.get_state() for generator in torch_generators()]
 
 
 @contextmanager
-def replaying(states: list[torch.Tensor]) -> Generator[None]:
-    """While it lasts torch's own random numbers go on from there; afterwards they are as they were found."""
-    with _restored() as (generators, _):
+def replay_from(states: list[torch.Tensor]) -> Generator[None]:
+    """Set torch's generators to these states in this context, and restore them after it."""
+    with _restore_generators() as (generators, _):
         for generator, state in zip(generators, states, strict=False):
             generator.set_state(state)
         yield
 
 
-def needs_key(who: str) -> str:
-    """The message to those who hand in no key."""
-    return f"{who} draws random numbers: hand in key=, an int that they follow from."
+def missing_key_message(label: str) -> str:
+    """Return the error message for a step without a key."""
+    return f"{label} draws random numbers: hand in key=, an int that they follow from."
 
 
-def generator_on(device: str) -> torch.Generator:
-    """This thread's generator for a device, to be seeded before it is used."""
+def thread_generator(device: str) -> torch.Generator:
+    """Return this thread's generator for a device; the caller seeds it before use."""
     try:
-        return _OWN.generators[device]
+        return _THREAD_LOCAL.generators[device]
     except (AttributeError, KeyError):
-        found: dict[str, torch.Generator] = _OWN.__dict__.setdefault("generators", {})
-        return found.setdefault(device, torch.Generator(device))
+        generators: dict[str, torch.Generator] = _THREAD_LOCAL.__dict__.setdefault("generators", {})
+        return generators.setdefault(device, torch.Generator(device))

@@ -1,4 +1,8 @@
-"""Take apart what stages and losses return, refuse what is none of it, and read what autograd has behind it."""
+"""Split and check what stages and losses return, and inspect the autograd graph behind it.
+
+(y, state, carry, loss)      --> split_output -->      y, {"state": .., "carry": .., "loss": ..}
+((total, count), aux)        --> split_loss -->        total, count, aux
+"""
 
 from __future__ import annotations
 
@@ -12,44 +16,44 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.meaning.purity.ambient import Untraceable
-from fpipe.meaning.purity.attributes import closed_over
+from fpipe.meaning.purity.attributes import closed_over_tensors
 from fpipe.meaning.purity.sharded import refuse_sharded
 from fpipe.model import Model, Reduction, Stage
 from fpipe.torch_internals import function_behind, is_fake
 
-# Say in words what a trace leaves open: it writes a number of rows as a symbol, such as s93.
+# Name the symbols of a trace: torch writes an open number of rows as s93.
 
-_OPEN = re.compile(r"\bs\d+\b")
+_ROW_SYMBOL = re.compile(r"\bs\d+\b")
 
 
-def in_words(found: object) -> str:
-    """A size, a shape or a condition on sizes as text, with the word for its symbols.
+def with_rows_named(size: object) -> str:
+    """Return a size, a shape or a condition on sizes as text, with "rows" for torch's symbols.
 
     >>> in_words("(2*s93, 4)")
     '(2*rows, 4)'
     """
-    return _OPEN.sub("rows", str(found))
+    return _ROW_SYMBOL.sub("rows", str(size))
 
 
 def symbols_in(text: str) -> set[str]:
-    """The symbols that a text of torch's has.
+    """Return the symbols in a text of torch's.
 
     >>> symbols_in("The size of tensor a (s93) must match")
     {'s93'}
     """
-    return set(_OPEN.findall(text))
+    return set(_ROW_SYMBOL.findall(text))
 
 
-def call_stage(stage: Stage, params: Any, x: Any, said: Mapping[str, Any]) -> Any:
-    """Call a stage function with what it asks for of `said`. Its state is a copy, which it may write."""
-    asked = {word: said[word] for word in stage.asks}
-    if "state" in asked:
-        asked["state"] = copied(asked["state"])
-    return stage.forward(params, x, **asked)
+def call_stage(stage: Stage, params: Any, x: Any, options: Mapping[str, Any]) -> Any:
+    """Call a stage function with the keyword arguments that it asks for, its state as a copy that it may write."""
+    kwargs = {name: options[name] for name in stage.asks}
+    if "state" in kwargs:
+        kwargs["state"] = copy_state(kwargs["state"])
+    return stage.forward(params, x, **kwargs)
 
 
-def copied(state: Any) -> Any:
-    """A state in memory of its own."""
+def copy_state(state: Any) -> Any:
+    """Return a copy of a module state."""
 
     def copy(leaf: Any) -> Any:
         return leaf.clone() if isinstance(leaf, Tensor) else leaf
@@ -57,180 +61,186 @@ def copied(state: Any) -> Any:
     return tree.tree_map(copy, state)
 
 
-def split_output(stage: Stage, made: Any) -> tuple[Any, dict[str, Any]]:
-    """Split what a stage function returned into its output and, by name, what is beside it: its module state, what it
-    hands to the next slice, a loss of its own."""
-    words = [word for word in ("state", "carry") if word in stage.asks] + ["loss"] * stage.aux_loss
-    if not words:
-        return made, {}
-    if not isinstance(made, tuple) or len(made) != 1 + len(words):
-        wants = [f"asks for {word}" if word in stage.asks else f"gives its {word}" for word in words]
-        raise TypeError(f"a stage that {' and '.join(wants)} returns (y, {', '.join(words)}).")
-    beside = dict(zip(words, made[1:], strict=True))
+def split_output(stage: Stage, returned: Any) -> tuple[Any, dict[str, Any]]:
+    """Split the result of a stage function into its output and its extras: "state", "carry" and "loss" by name."""
+    names = [name for name in ("state", "carry") if name in stage.asks] + ["loss"] * stage.aux_loss
+    if not names:
+        return returned, {}
+    if not isinstance(returned, tuple) or len(returned) != 1 + len(names):
+        demands = [f"asks for {name}" if name in stage.asks else f"gives its {name}" for name in names]
+        raise TypeError(f"a stage that {' and '.join(demands)} returns (y, {', '.join(names)}).")
+    extras = dict(zip(names, returned[1:], strict=True))
     if stage.aux_loss:
-        _refuse_no_scalar(beside["loss"], f"the loss of {stage.name or 'a stage'}")
-    return made[0], beside
+        _check_scalar_loss(extras["loss"], f"the loss of {stage.name or 'a stage'}")
+    return returned[0], extras
 
 
-def refuse_odd_output(y: Any, who: str) -> None:
-    """A stage returns tensors. One inside an object that is no pytree would pass uncut, and lose its gradient."""
+def check_output(y: Any, label: str) -> None:
+    """Raise TypeError unless a stage returned a pytree of tensors."""
     leaves = tree.leaves(y)
-    refuse_sharded(leaves, f"what {who} returned")
+    refuse_sharded(leaves, f"what {label} returned")
     for leaf in leaves:
-        if any(isinstance(inner, Tensor) for inner in getattr(leaf, "__dict__", {}).values()):
-            found = type(leaf).__name__
+        # A tensor inside an object that is no pytree would not be detached from its graph, and get no gradient.
+        if any(isinstance(attribute, Tensor) for attribute in getattr(leaf, "__dict__", {}).values()):
+            class_name = type(leaf).__name__
             if not isinstance(leaf, Tensor):
                 raise TypeError(
-                    f"{who} returned a {found} that holds tensors, which is no pytree: its gradient would be lost. "
-                    f"Return a dict or a tuple, or register {found} by torch.utils._pytree.register_pytree_node."
+                    f"{label} returned a {class_name} that holds tensors, which is no pytree: its gradient would be "
+                    "lost. Return a dict, or call register_pytree_node."
                 )
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
-        raise TypeError(f"{who} returned {type(y).__name__} without any tensor; a stage returns a pytree of tensors.")
+        raise TypeError(f"{label} returned {type(y).__name__} without any tensor; a stage returns a pytree of tensors.")
 
 
 def loss_of(model: Model, output: Any, target: Any) -> tuple[Tensor, Any, Any]:
-    """The loss of an output, what it counts (None unless the model says reduction="count"), and its auxiliary results
-    (None unless the model says aux=True)."""
-    made = output if model.loss is None else model.loss(output, target)
-    who = "the last stage's output, which is the loss since no loss= was given," if model.loss is None else "the loss"
-    return split_loss(made, model.reduction, model.aux, who)
+    """Return the loss of an output, its count (None unless reduction="count") and auxiliary results (or None)."""
+    returned = output if model.loss is None else model.loss(output, target)
+    label = "the last stage's output, which is the loss since no loss= was given," if model.loss is None else "the loss"
+    return split_loss(returned, model.reduction, model.aux, label)
 
 
-def split_loss(made: Any, reduction: Reduction, with_aux: bool, who: str = "the loss") -> tuple[Tensor, Any, Any]:
-    """Split what a loss function returned into the loss, its count, and its auxiliary results."""
+def split_loss(returned: Any, reduction: Reduction, with_aux: bool, label: str = "the loss") -> tuple[Tensor, Any, Any]:
+    """Split the result of a loss function into the loss, its count or None, and its auxiliary results or None."""
     count: Any = None
     aux: Any = None
     if with_aux:
-        if not (isinstance(made, tuple) and len(made) == 2):  # pyright: ignore[reportUnknownArgumentType]
-            raise TypeError(f"with aux=True the loss returns (loss, aux), found {_kind(made)}.")
-        made, aux = made  # pyright: ignore[reportUnknownVariableType]
+        if not (isinstance(returned, tuple) and len(returned) == 2):  # pyright: ignore[reportUnknownArgumentType]
+            raise TypeError(f"with aux=True the loss returns (loss, aux), found {_type_name(returned)}.")
+        returned, aux = returned  # pyright: ignore[reportUnknownVariableType]
     if reduction == "count":
-        if not (isinstance(made, tuple) and len(made) == 2):  # pyright: ignore[reportUnknownArgumentType]
-            raise TypeError(f'with reduction="count" the loss returns (total, count), found {_kind(made)}.')
-        made, count = made  # pyright: ignore[reportUnknownVariableType]
-        _refuse_no_count(count)
-    _refuse_no_scalar(made, who)
-    return made, count, aux  # pyright: ignore[reportUnknownVariableType]
+        if not (isinstance(returned, tuple) and len(returned) == 2):  # pyright: ignore[reportUnknownArgumentType]
+            raise TypeError(f'with reduction="count" the loss returns (total, count), found {_type_name(returned)}.')
+        returned, count = returned  # pyright: ignore[reportUnknownVariableType]
+        _check_count(count)
+    _check_scalar_loss(returned, label)
+    return returned, count, aux  # pyright: ignore[reportUnknownVariableType]
 
 
-def _kind(found: Any) -> str:
-    """Name a type as its user does: stand-ins of a trace are the numbers and tensors that they stand for."""
-    if isinstance(found, Tensor):
+def _type_name(value: Any) -> str:
+    """Return the name of a value's type; fake tensors and symbolic numbers count as Tensor and float."""
+    if isinstance(value, Tensor):
         return "Tensor"
-    return "float" if isinstance(found, torch.SymFloat) else type(found).__name__
+    return "float" if isinstance(value, torch.SymFloat) else type(value).__name__
 
 
-def _refuse_no_scalar(made: Any, who: str) -> None:
-    if not isinstance(made, Tensor):
-        raise TypeError(f"{who} is a 0-d tensor, found {_kind(made)}.")
-    refuse_sharded([made], who)
-    if made.ndim:
+def _check_scalar_loss(returned: Any, label: str) -> None:
+    if not isinstance(returned, Tensor):
+        raise TypeError(f"{label} is a 0-d tensor, found {_type_name(returned)}.")
+    refuse_sharded([returned], label)
+    if returned.ndim:
         raise ValueError(
-            f"{who} is a 0-d tensor, found shape {in_words(tuple(made.shape))}; reduce it, for instance by .mean()."
+            f"{label} is a 0-d tensor, found shape {with_rows_named(tuple(returned.shape))}; reduce it, for instance "
+            "by .mean()."
         )
-    if not made.is_floating_point():
-        raise TypeError(f"{who} is a 0-d tensor of floats, found one of {made.dtype}, which has no gradient.")
+    if not returned.is_floating_point():
+        raise TypeError(f"{label} is a 0-d tensor of floats, found one of {returned.dtype}, which has no gradient.")
 
 
-def _refuse_no_count(count: Any) -> None:
-    """Check a count, which is summed over the microbatches, to divide by once."""
-    wanted = "the count of (total, count) is a number or a 0-d tensor of one, found "
+def _check_count(count: Any) -> None:
+    """Raise TypeError or ValueError unless a count is a number, or a 0-d tensor of one, without a gradient."""
+    expected = "the count of (total, count) is a number or a 0-d tensor of one, found "
     if not isinstance(count, Tensor):
         if isinstance(count, bool) or not isinstance(count, Real | torch.SymInt | torch.SymFloat):
-            raise TypeError(f"{wanted}{_kind(count)}.")
+            raise TypeError(f"{expected}{_type_name(count)}.")
     elif count.ndim:
         raise ValueError(
-            f"{wanted}shape {in_words(tuple(count.shape))}; say how many there are, for instance by .sum()."
+            f"{expected}shape {with_rows_named(tuple(count.shape))}; say how many there are, for instance by .sum()."
         )
     elif count.dtype == torch.bool:
-        raise ValueError(f"{wanted}True or False; say how many there are, for instance by .sum().")
+        raise ValueError(f"{expected}True or False; say how many there are, for instance by .sum().")
     elif count.requires_grad:
         raise ValueError("the count of (total, count) has a gradient, which nobody would take: .detach() it.")
 
 
 def outputs_of(model: Model, stage: int, y: Any) -> tuple[Any, ...]:
-    """A stage's outputs apart: the tuple it returned, if others take several of them."""
-    many = model.ports(stage)
-    if many == 1:
+    """Return a stage's outputs as a tuple, one for each port that other stages read."""
+    port_count = model.ports(stage)
+    if port_count == 1:
         return (y,)
-    if not isinstance(y, tuple) or len(y) != many:  # pyright: ignore[reportUnknownArgumentType]
-        found = f"a tuple of {len(y)}" if isinstance(y, tuple) else type(y).__name__  # pyright: ignore[reportUnknownArgumentType]
-        raise TypeError(f"{model.who(stage)} returns a tuple of {many} outputs, which others take; found {found}.")
+    if not isinstance(y, tuple) or len(y) != port_count:  # pyright: ignore[reportUnknownArgumentType]
+        description = f"a tuple of {len(y)}" if isinstance(y, tuple) else type(y).__name__  # pyright: ignore[reportUnknownArgumentType]
+        raise TypeError(
+            f"{model.label_of(stage)} returns a tuple of {port_count} outputs, which others take; found {description}."
+        )
     return y  # pyright: ignore[reportUnknownVariableType]
 
 
-def scaled(weight: float, scale: float, dtype: torch.dtype) -> float:
-    """The cotangent of a loss of this dtype: its microbatch's weight in the mean, times `loss_scale`."""
-    made = weight * scale
-    if scale != 1.0 and made > torch.finfo(dtype).max:
+def scaled_weight(weight: float, scale: float, dtype: torch.dtype) -> float:
+    """Return the cotangent of a loss: its microbatch's weight in the mean, times `loss_scale`."""
+    cotangent = weight * scale
+    if scale != 1.0 and cotangent > torch.finfo(dtype).max:
         raise ValueError(
-            f"loss_scale={scale!r} is too much for a loss in {dtype}, whose gradient would start at {made!r} (the most "
-            f"there is {torch.finfo(dtype).max!r}). Build with a smaller one, or return the loss in a wider dtype."
+            f"loss_scale={scale!r} is too much for a loss in {dtype}, whose gradient would start at {cotangent!r}. "
+            "Build with a smaller one, or return the loss in a wider dtype."
         )
-    return made
+    return cotangent
 
 
-# Read what autograd would do behind results: whether its way back is partly Python, and where else it leads.
+# Inspect the autograd graph behind results: whether a backward runs Python, and which leaves it reaches.
 
 
-def partly_python(made: Iterable[Any], custom_ops: bool = True) -> bool:
-    """Whether a custom `torch.autograd.Function`, a module's hook or, if asked for, the backward of a custom op is on
-    the way back from results; torch's own functions ask for nothing."""
-    counted = ("torch.nn.modules._functions", *["torch._library"] * custom_ops)
-    modules = (str(getattr(function_behind(node), "__module__", "torch.")) for node in _way_back(made))
-    return any(not module.startswith("torch.") or module.startswith(counted) for module in modules)
+def has_python_backward(results: Iterable[Any], custom_ops: bool = True) -> bool:
+    """Whether the backward of results runs Python: a custom autograd.Function, a module's hook or a custom op.
+
+    Functions of torch's own do not count, nor custom ops if `custom_ops` is False.
+    """
+    python_packages = ("torch.nn.modules._functions", *["torch._library"] * custom_ops)
+    modules = (str(getattr(function_behind(node), "__module__", "torch.")) for node in _backward_nodes(results))
+    return any(not module.startswith("torch.") or module.startswith(python_packages) for module in modules)
 
 
-# Without data torch multiplies what was not the largest by 0, which gives -0, or NaN of an infinite cotangent.
-_OTHERWISE_WITH_DATA = ("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0")
+# With data torch's backward indexes the largest element. Without data (fake tensors) it multiplies all others by 0,
+# which gives -0, or NaN for an infinite cotangent.
+_DATA_DEPENDENT_BACKWARDS = ("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0")
 
 
-def refuse_max_gradients(made: Iterable[Any]) -> None:
-    """Refuse results that a gradient would lead from through a whole tensor's max, min or median."""
-    for name in (node.name() for node in _way_back(made)):
-        if name in _OTHERWISE_WITH_DATA:
+def refuse_max_gradients(results: Iterable[Any]) -> None:
+    """Raise Untraceable if the backward of results goes through a whole tensor's max, min or median."""
+    for name in (node.name() for node in _backward_nodes(results)):
+        if name in _DATA_DEPENDENT_BACKWARDS:
             raise Untraceable(
                 f"the gradient of a whole tensor's max, min or median ({name}) is another without data; amax and amin "
                 "have one that a trace can hold"
             )
 
 
-def _way_back(made: Iterable[Any]) -> Iterator[Any]:
-    """The nodes of autograd behind results."""
-    todo = [leaf.grad_fn for leaf in made if isinstance(leaf, Tensor)]
-    seen: set[Any] = {None}
-    while todo:
-        node: Any = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            todo += [behind for behind, _ in node.next_functions]
+def _backward_nodes(results: Iterable[Any]) -> Iterator[Any]:
+    pending = [leaf.grad_fn for leaf in results if isinstance(leaf, Tensor)]
+    visited: set[Any] = {None}
+    while pending:
+        node: Any = pending.pop()
+        if node not in visited:
+            visited.add(node)
+            pending += [next_node for next_node, _ in node.next_functions]
             yield node
 
 
 class MissingGradient(ValueError):
-    """A function computes with a tensor that wants a gradient and is none of what it is handed."""
+    """A function reads a tensor that requires a gradient and is none of its arguments."""
 
 
-def refuse_missing_gradients(model: Model, made: Iterable[Any], given: Iterable[Any]) -> None:
-    """Refuse results that a gradient would lead from to a tensor that a stage or the loss closes over.
+def refuse_missing_gradients(model: Model, results: Iterable[Any], arguments: Iterable[Any]) -> None:
+    """Raise MissingGradient if the results depend on a leaf that a stage or the loss closes over.
 
-    A leaf that a function makes itself, to differentiate by it, is none. Of fake tensors it is fake too, so any other
-    is refused; of real ones only those are known that the functions name.
+    A leaf that a function makes, to differentiate by it, is allowed. In a trace such a leaf is fake, so any real leaf
+    is refused. With real tensors, only leaves that the functions name are known to come from outside.
     """
-    made, known = [*made], {id(leaf) for leaf in given}
-    leaves = [getattr(node, "variable", None) for node in _way_back(made)]
-    missing = {id(leaf): leaf for leaf in leaves if leaf is not None and id(leaf) not in known}
-    functions = [("the loss", model.loss)] + [(f"stage {at}", stage.forward) for at, stage in enumerate(model.stages)]
-    for who, function in functions if missing else ():
-        for name, tensor in closed_over(function):
+    results, known_ids = [*results], {id(leaf) for leaf in arguments}
+    leaves = [getattr(node, "variable", None) for node in _backward_nodes(results)]
+    missing = {id(leaf): leaf for leaf in leaves if leaf is not None and id(leaf) not in known_ids}
+    functions = [("the loss", model.loss)] + [
+        (f"stage {index}", stage.forward) for index, stage in enumerate(model.stages)
+    ]
+    for label, function in functions if missing else ():
+        for name, tensor in closed_over_tensors(function):
             if tensor is missing.get(id(tensor)):
-                raise MissingGradient(_MISSING.format(f"{who} closes over {name!r}", tuple(tensor.shape)))
-    if any(map(is_fake, made)):
+                raise MissingGradient(_MISSING_GRADIENT.format(f"{label} closes over {name!r}", tuple(tensor.shape)))
+    if any(map(is_fake, results)):
         for tensor in (leaf for leaf in missing.values() if not is_fake(leaf)):
-            raise MissingGradient(_MISSING.format("a stage or the loss reads a tensor", tuple(tensor.shape)))
+            raise MissingGradient(_MISSING_GRADIENT.format("a stage or the loss reads a tensor", tuple(tensor.shape)))
 
 
-_MISSING = (
-    "{} of shape {} that wants a gradient, which no step would give: gradients are of what a stage is handed. Hand it "
-    "in among params, or say .detach() or requires_grad_(False)."
+_MISSING_GRADIENT = (
+    "{} of shape {} that wants a gradient, which no step would give. Hand it in among params, or say .detach() or "
+    "requires_grad_(False)."
 )

@@ -39,21 +39,21 @@ class PlacedLeaf(NamedTuple):
     """A leaf in a buffer.
 
     Attributes:
-        index: its index among the leaves of its op.
+        leaf_index: its index among the leaves of its op.
         start: the position of its first element in the buffer.
         largest_count: the number of elements that the first replica has: none has more.
-        local, whole: the avals of this replica's shard, and of the whole leaf.
+        local, whole_aval: the avals of this replica's shard, and of the whole leaf.
     """
 
-    index: int
+    leaf_index: int
     start: int
     largest_count: int
     local: Aval
-    whole: Aval
+    whole_aval: Aval
 
     def range_of_replica(self, replica: int) -> tuple[int, int]:
         """Return the range of the whole leaf's elements that a replica has."""
-        count = _element_count(self.whole)
+        count = _element_count(self.whole_aval)
         return min(self.largest_count * replica, count), min(self.largest_count * (replica + 1), count)
 
 
@@ -99,12 +99,15 @@ class GatherPart(NamedTuple):
         """Start an all_gather."""
         buffer, leaves = self.buffer, self.buffer.leaves
         whole_by_index = {
-            leaf.index: torch.empty(leaf.whole.shape, dtype=buffer.dtype, device=buffer.device) for leaf in leaves
+            leaf.leaf_index: torch.empty(leaf.whole_aval.shape, dtype=buffer.dtype, device=buffer.device)
+            for leaf in leaves
         }
         if self.alone:
             (leaf,) = leaves
-            send_buffer = read_leaves[leaf.index].to(buffer.dtype).contiguous()
-            return Launched(_all_gather(whole_by_index[leaf.index], send_buffer, group), send_buffer, whole_by_index)
+            send_buffer = read_leaves[leaf.leaf_index].to(buffer.dtype).contiguous()
+            return Launched(
+                _all_gather(whole_by_index[leaf.leaf_index], send_buffer, group), send_buffer, whole_by_index
+            )
         send_buffer, recv_buffer = buffer.empty(), buffer.empty(self.replicas)
         for index, start, _, local, _ in leaves:
             send_buffer[start : start + _element_count(local)].view(local.shape).copy_(read_leaves[index])
@@ -112,10 +115,10 @@ class GatherPart(NamedTuple):
         # The received buffer has a row for each replica, and each row the shards of all leaves.
         def unpack() -> None:
             for leaf in leaves:
-                whole = whole_by_index[leaf.index].view(-1)
+                whole_elements = whole_by_index[leaf.leaf_index].view(-1)
                 for replica in range(self.replicas):
-                    first, last = leaf.range_of_replica(replica)
-                    whole[first:last] = recv_buffer[replica, leaf.start : leaf.start + last - first]
+                    low, high = leaf.range_of_replica(replica)
+                    whole_elements[low:high] = recv_buffer[replica, leaf.start : leaf.start + high - low]
 
         return Launched(_all_gather(recv_buffer, send_buffer, group), send_buffer, whole_by_index, unpack)
 
@@ -133,20 +136,20 @@ class ScatterPart(NamedTuple):
         if self.alone:
             (leaf,) = leaves
             shard = torch.empty(leaf.local.shape, dtype=buffer.dtype, device=buffer.device)
-            send_buffer = read_leaves[leaf.index].to(buffer.dtype).contiguous()
+            send_buffer = read_leaves[leaf.leaf_index].to(buffer.dtype).contiguous()
             work, finish = _reduce_scatter(shard, send_buffer, group)
-            return Launched(work, send_buffer, {leaf.index: shard}, finish)
+            return Launched(work, send_buffer, {leaf.leaf_index: shard}, finish)
         send_buffer, recv_buffer = buffer.empty(self.replicas), buffer.empty()
         # Row `replica` of the buffer has what that replica is to sum.
         for leaf in leaves:
-            whole = read_leaves[leaf.index].reshape(-1)
+            whole_elements = read_leaves[leaf.leaf_index].reshape(-1)
             for replica in range(self.replicas):
-                first, last = leaf.range_of_replica(replica)
-                send_buffer[replica, leaf.start : leaf.start + last - first] = whole[first:last]
+                low, high = leaf.range_of_replica(replica)
+                send_buffer[replica, leaf.start : leaf.start + high - low] = whole_elements[low:high]
         shard_by_index = dict[int, Tensor]()
         for leaf in leaves:
             end = leaf.start + _element_count(leaf.local)
-            shard_by_index[leaf.index] = recv_buffer[leaf.start : end].view(leaf.local.shape)
+            shard_by_index[leaf.leaf_index] = recv_buffer[leaf.start : end].view(leaf.local.shape)
         work, finish = _reduce_scatter(recv_buffer, send_buffer, group)
         return Launched(work, send_buffer, shard_by_index, finish)
 
@@ -222,18 +225,18 @@ def parts_of_op(
     part_class = GatherPart if op.kind == "GATHER" else ScatterPart
     unsharded, large_leaves, small_leaves = list[PlacedLeaf](), list[PlacedLeaf](), list[PlacedLeaf]()
     for index, leaf in facts:
-        local, whole = (side.leaves[index].aval._replace(dtype=leaf.aval.dtype) for side in shared)
+        local, whole_aval = (side.leaves[index].aval._replace(dtype=leaf.aval.dtype) for side in shared)
         # A number has no rows to divide: each replica has it whole, and a SCATTER sums it everywhere.
-        if not whole.shape:
+        if not whole_aval.shape:
             unsharded.append(_unsharded_leaf(index, leaf))
             continue
-        rows_per_replica = -(-whole.shape[0] // replicas)
-        largest_count = rows_per_replica * _element_count(whole._replace(shape=whole.shape[1:]))
-        placed_leaf = PlacedLeaf(index, 0, largest_count, local, whole)
-        large_bytes = _LARGE_BYTES if whole.device.type == "cpu" else _LARGE_BYTES_ON_DEVICES
-        is_large = _element_count(whole) * whole.dtype.itemsize >= large_bytes
-        is_even_and_large = is_large and rows_per_replica * replicas == whole.shape[0]
-        if _element_count(whole) and (wanted_indices is None or index in wanted_indices):
+        rows_per_replica = -(-whole_aval.shape[0] // replicas)
+        largest_count = rows_per_replica * _element_count(whole_aval._replace(shape=whole_aval.shape[1:]))
+        placed_leaf = PlacedLeaf(index, 0, largest_count, local, whole_aval)
+        large_bytes = _LARGE_BYTES if whole_aval.device.type == "cpu" else _LARGE_BYTES_ON_DEVICES
+        is_large = _element_count(whole_aval) * whole_aval.dtype.itemsize >= large_bytes
+        is_even_and_large = is_large and rows_per_replica * replicas == whole_aval.shape[0]
+        if _element_count(whole_aval) and (wanted_indices is None or index in wanted_indices):
             (large_leaves if is_even_and_large else small_leaves).append(placed_leaf)
     parts: list[CollectivePart] = [
         part_class(buffer, replicas, alone=True) for leaf in large_leaves for buffer in _fill_buffers([leaf])
@@ -287,7 +290,7 @@ class CollectiveLane(Lane):
         self.watchdog.wait_for(launched.work, self.wait_of(launched.group, label), self.on_streams)
 
     def wait_of(self, group_name: str, label: str) -> PeerWait:
-        """Return the wait for the other processes of a group, whose label says what they do not take part in."""
+        """Return the wait for the processes of a group to take part in the collective of this label."""
         wait = self._waits.get((group_name, label))
         if wait is None:
             group = self._groups[group_name]
