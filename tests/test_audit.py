@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import fpipe
+from fpipe.runtimes.audit.stage_audit import StageAudit, _largest_error, _largest_number
 from fpipe.runtimes.lowering import instructions
 from tests.processes import Processes
 
@@ -262,7 +266,7 @@ def test_a_number_says_how_often_and_never_goes_on_with_the_trace():
     often(2)
     with pytest.raises(fpipe.StepChanged):
         often(1)
-    with pytest.raises(ValueError, match="audit is 'first', 'always', 'never' or a number of steps above 0; found 0"):
+    with pytest.raises(ValueError, match="audit is 'first', 'always', 'never' or a number above 0; found 0"):
         Trained(in_modules(layers()), audit=0)
 
 
@@ -317,3 +321,76 @@ def test_each_rank_audits_a_stage_of_its_own_and_the_run_ends_on_all():
         assert ranks.each(one_rank, False) == ["no accusation"] * 2
         changed, _ = ranks.each(one_rank, True)
         assert changed.startswith("StepChanged: stage 0 (0, 1), microbatch 1: the output (y[0,1]) is off by up to")
+
+
+def test_audits_of_a_short_step_are_rarer_than_every_hundredth(monkeypatch: pytest.MonkeyPatch):
+    """Of a step of a millisecond an audit costs several steps, mostly Python's time."""
+    audited = list[int]()
+    trained = Trained(in_modules(layers(nn.Dropout(0.1))), audit="first")
+    check = StageAudit.check
+
+    def slow_check(self: StageAudit, changes: str) -> None:
+        audited.append(trained.key - 1)
+        time.sleep(0.02)
+        check(self, changes)
+
+    monkeypatch.setattr(StageAudit, "check", slow_check)
+    trained(250)
+    assert len({*audited}) >= 4
+    assert 99 < max(audited) < 110  # each audit is as long as many steps
+
+
+def test_compiled_code_may_round_in_a_step_with_infinite_numbers():
+    a = torch.tensor([1.0, float("inf"), float("nan"), -float("inf"), 100.0])
+    b = a * torch.tensor([1 + 1e-6, 1, 1, 1, 1])
+    assert 0 < _largest_error(a, b) < 1e-5
+    assert _largest_number(a) == 100
+    for place in (1, 2, 3):
+        c = b.clone()
+        c[place] = 0.0
+        assert _largest_error(a, c) > 1e300
+
+
+class SkipsNegative(nn.Module):
+    """Looks at data, so its stage runs under autograd."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if bool((x.sum() > 0).item()) else x
+
+
+@pytest.mark.filterwarnings("ignore:a stage runs under autograd")
+def test_a_hook_may_be_added_to_a_stage_that_runs_under_autograd():
+    """Such a hook runs, and yet it was refused if another stage of the model is traced."""
+    net = nn.Sequential(nn.Linear(4, 4), SkipsNegative())
+    trained = Trained(in_modules(net))
+    trained()
+    calls = list[int]()
+    net[1].register_forward_hook(lambda *_: calls.append(1))
+    trained()
+    assert calls
+    net[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(fpipe.StepChanged, match=r"a hook of module .0. \(Linear\) has changed"):
+        trained()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(lambda y: self.block(y).tanh(), x, use_reentrant=False))
+
+
+def cut_loss(net: nn.Module) -> Any:
+    params = {name: leaf.detach().clone() for name, leaf in net.named_parameters()}
+    return fpipe.from_loss(lambda p, b: F.mse_loss(functional_call(net, p, (b[0],)), b[1]), params, BATCH)
+
+
+@pytest.mark.parametrize("cut", [in_graphs, cut_loss])
+def test_a_net_with_checkpoints_is_not_accused_once_its_parameters_have_changed(cut: Callable[..., Any]):
+    """A checkpoint reads the module's own parameters in the backward: those of the cut, where functional_call was."""
+    trained = Trained(cut(Checkpointed()))
+    trained()
+    trained.params = tuple({name: leaf + 0.5 for name, leaf in stage.items()} for stage in trained.params)
+    trained(4)

@@ -285,7 +285,7 @@ run(fpipe.split(3, (fpipe.Chunk(2), None)), (X, T))
     ValueError: inputs has no dim 2 to cut along: its shape is (6, 3). Say another Chunk.
 # Replicate() was the only way out that was said, and made each microbatch read the borders of the whole batch.
 run(fpipe.split(3), ({"x": X, "cu_seqlens": torch.tensor([0, 4, 6])}, T))
-    ValueError: A leaf that counts rows, as cu_seqlens does, is neither: cut the batch yourself, for split(m, presplit=
+    ValueError: a leaf like cu_seqlens needs split(m, presplit=
 run(PRESPLIT, [(X, T), (X[:0], T[:0]), (X, T)])
     ValueError: inputs of microbatch 1 has 0 rows; a microbatch has at least one.
 run(fpipe.split(3), (X[:0], T[:0]))
@@ -302,8 +302,8 @@ run(PRESPLIT, [(X, T), X, (X, T)])
     ValueError: microbatch 1 is a pair (inputs, target), found Tensor.
 # What is no pytree went whole to each microbatch, and nobody said so.
 run(fpipe.split(3), ({"x": X, "more": ATTRIBUTES}, T))
-    TypeError: inputs['more'] is a SimpleNamespace, no pytree, and holds a tensor (.mask), which no microbatch would get
-    its rows of. Hand in a dict, or call register_pytree_node.
+    TypeError: inputs['more'] is a SimpleNamespace, no pytree, and holds a tensor (.mask). Hand in a dict, or
+    call register_pytree_node.
 run(fpipe.split(3), ((X, Masks([{"left": X}])), T))
     TypeError: inputs[1] is a Masks, no pytree, and holds a tensor (.layers[0]['left']), which no
 run(fpipe.split(3), (X, OwnDict(t=T)))
@@ -331,8 +331,8 @@ fpipe.register_spec("longest", mean)
 fpipe.split(2, (1, 2, 3))
     ValueError: a tuple of specs has two, for inputs and target; found (1, 2, 3).
 run(fpipe.split(3, ({"a": fpipe.Chunk()}, None)), (X, T))
-    ValueError: the spec has a dict with 'a' where inputs is a Tensor; a spec says one thing of all, or is built as what
-    it is for.
+    ValueError: the spec has a dict with 'a' where inputs is a Tensor; a spec says one thing of all, or is built
+    like it.
 run(fpipe.split(3, [None, None]), (X, T))
     ValueError: the spec has a list of 2 where the batch is a tuple of 2;
 run(fpipe.chain(fpipe.split(3), fpipe.merge({"y": fpipe.Sum()})), (X, T))
@@ -356,7 +356,7 @@ run(fpipe.chain(PRESPLIT, fpipe.merge()), ragged())
     ValueError: outputs cannot be joined along dim 0: its parts have shapes (2, 5, 3), (3, 2, 3), (1, 9, 3).
 run(fpipe.chain(fpipe.split(2), fpipe.merge()), (X, T), fpipe.from_functions([linear, lambda p, x,
 *, microbatch: {"y": x, "n": 4 - 2 * microbatch}], lambda y, t: mean(y["y"], t)))
-    ValueError: outputs['n'] is 4 in microbatch 0 and 2 in microbatch 1: what has no rows must be equal in all. Say how
-    to join it by Sum(), or a function of the list of parts.
+    ValueError: outputs['n'] is 4 in microbatch 0 and 2 in microbatch 1: what has no rows must be equal in all. Say
+    Sum(), or a function of the parts.
 """,
 )

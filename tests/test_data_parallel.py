@@ -235,7 +235,7 @@ def keyed_apart(rank: int) -> list[str]:
 def test_replicas_with_other_keys_in_a_later_step_are_refused_on_all(four: Processes):
     for first, second in four.each(keyed_apart):
         assert first == "worked"
-        assert second.endswith("ValueError: the replicas have keys 8, 9 in this step; all pass the same.")
+        assert second.endswith("ValueError: the replicas have keys 8, 9 in this step; all need one key.")
 
 
 def refusing(rank: int) -> str:

@@ -315,7 +315,7 @@ def test_what_cannot_be_exchanged_is_refused(four: Processes):
         )
         for one, by in zip(later, ("rows of [12] with sizes [2]", "rows of [6] with sizes [4]"), strict=True):
             assert (
-                f"stage 2 (all_to_all over ep) is handed {by} in 2F0, and the processes along its axis agreed on rows "
+                f"stage 2 (all_to_all over ep) is handed {by} in 2F0, and all processes agreed on rows "
                 "of [6] with sizes [2]; only the number of rows may change." in one
             )
         assert "all_to_all over ep cuts dim 0 into 2 parts, one for each process; found shape (3, 6)." in odd_rows

@@ -359,8 +359,8 @@ refused(lambda params, batch: params['loss'])
 refused(lambda params, batch: fpipe.boundary(3))
     ValueError: boundary() marks a pytree of tensors
 refused(of_net(SCRIPTED))
-    ValueError: module 'net' (RecursiveScriptModule) is compiled by torch.jit: no trace sees into it, and it runs with
-    no parameters but its own. Take the original module
+    ValueError: module 'net' (RecursiveScriptModule) is compiled by torch.jit: no trace sees into it. Take the
+    original module
 returned(lambda error: error.flatten())
     ValueError: what loss_fn returns is a 0-d tensor, found shape (4*rows,); reduce it, for
 returned(lambda error: error.square().mean().item())

@@ -1,6 +1,7 @@
 """More than one loss and one gradient: auxiliary losses and results, frozen parameters, gradients of inputs, scales."""
 
 import re
+import warnings
 from functools import cache, partial
 from typing import Any
 
@@ -408,6 +409,23 @@ def test_padded_labels_under_a_mean_are_warned_of_at_the_first_step(target: Tens
 )
 def test_labels_that_a_mean_is_right_for_are_not_warned_of(target: Tensor, loss: Any, said: Any):
     step_on(target, loss, **said)
+
+
+@pytest.mark.parametrize("as_pairs", [False, True])
+@pytest.mark.parametrize(
+    ("target", "is_warned"), [(SOME, True), (FIRST, False), (SOME[[0, 1, 0, 1]], False), (IDS, False)]
+)
+def test_padding_is_compared_between_microbatches_that_are_cut_already(target: Tensor, is_warned: bool, as_pairs: bool):
+    """Rows of a microbatch share its mean, however many labels each of them has."""
+    model = fpipe.from_functions([embedded], of_all)
+    program = fpipe.chain(fpipe.split(2, presplit=True), fpipe.merge())(fpipe.program(model))
+    streams = [*IDS.split(2)], [*target.split(2)]
+    batch: Any = [*zip(*streams, strict=True)] if as_pairs else streams
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fpipe.build(program, model)(({"e": torch.eye(5)},), batch)
+    words = "target holds -100, a class that the loss does not count, in some microbatches more often than in others"
+    assert [str(warning.message)[: len(words)] for warning in caught] == [words] * is_warned
 
 
 class Judge(nn.Module):

@@ -223,7 +223,7 @@ def test_a_norm_over_several_processes_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 4)
     sentence = (
         "module '1' (SyncBatchNorm) averages over 4 processes in the middle of a forward, which a pure function "
-        "cannot. Use a BatchNorm with fpipe.deferred_batch_norm."
+        "cannot. Use fpipe.deferred_batch_norm."
     )
     with pytest.raises(ValueError, match=re.escape(sentence)):
         fpipe.from_sequential(net, stages=2)

@@ -231,7 +231,7 @@ cut([nn.Tanh(), nn.Tanh()])
     ValueError: found list. Put the modules into one: nn.Sequential(*modules).
 # It was an AttributeError.
 cut(SCRIPTED)
-    ValueError: module '1' (RecursiveScriptModule) is compiled by torch.jit: no trace sees into it, and it runs
+    ValueError: module '1' (RecursiveScriptModule) is compiled by torch.jit: no trace sees into it. Take
 cut(Owner(nn.Tanh(), nn.Tanh()))
     ValueError: 'scale' belongs to the Sequential itself; move it into one of its children
 cut(mlp(), stages=6)

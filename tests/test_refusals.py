@@ -184,7 +184,7 @@ schedules.from_table([[3]])
 schedules.from_table("\n")
     ProgramError: the table is empty; write a row for each rank.
 fpipe.interop.torch_pipelining.from_csv(3)
-    TypeError: a table is CSV text or the path of a CSV file, found int.
+    TypeError: a table is CSV text or a path, found int.
 schedules.from_generator(lambda rank, ranks, microbatches: [], 2, placement=[0, 0])(TWO)
     ProgramError: the placement names 1 ranks, but from_generator got 2.
 schedules.from_priority(lambda op, now: 0, 3, placement=[0, 1])(TWO)

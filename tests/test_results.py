@@ -293,18 +293,19 @@ class Routed(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
+        route = (x[:, 0].detach() * 8).long() % 4
         for number, expert in enumerate(self.experts):
-            rows = torch.where((x[:, 0].detach() * 8).long() % 4 == number)[0]
+            rows = torch.where(route == number)[0]
             if len(rows):
                 x = x.index_add(0, rows, expert(x[rows]))
         return x
 
 
-@pytest.mark.filterwarnings("ignore:.*without a trace", "ignore:.*runs under autograd")
+@pytest.mark.filterwarnings("ignore:a stage runs under autograd")
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_experts_that_no_row_reaches_do_not_decay(clip: float | None, donate: bool):
-    """After a step on experts 0 and 1 alone, AdamW left expert 2 alone in the first step, and decayed it later."""
+    """Stages without a trace had zeros for them in all but the first step, and AdamW decays a parameter with zeros."""
     torch.manual_seed(0)
     net = nn.Sequential(Routed(), nn.Linear(4, 4))
     expected_net = copy.deepcopy(net)
@@ -322,15 +323,16 @@ def test_experts_that_no_row_reaches_do_not_decay(clip: float | None, donate: bo
     opt = fpipe.optimizer_state(program, params)
     for number in range(4):
         x, target = torch.rand(8, 4), torch.rand(8, 4)
-        x[:, 0] = x[:, 0] / 4 + 0.125 * (torch.arange(8) % 2)  # rows of experts 0 and 1, or of neither
+        if number:
+            x[:, 0] = x[:, 0] / 8 + 0.125 * (torch.arange(8) % 2)  # rows of experts 0 and 1 only
         optimizer.zero_grad()
         for part, part_target in zip(x.split(4), target.split(4), strict=True):
             (nn.functional.mse_loss(expected_net(part), part_target) / 2).backward()
         expected_grads = {name: param.grad for name, param in expected_net.named_parameters()}
         grads = {name: grad for stage in grads_step(params, (x, target)).grads for name, grad in stage.items()}
-        assert {name for name, grad in grads.items() if grad is None} == {
-            name for name, grad in expected_grads.items() if grad is None
-        }, number
+        missing = [name for name, grad in grads.items() if grad is None]
+        assert missing == [name for name, grad in expected_grads.items() if grad is None]
+        assert ("0.experts.2.weight" in missing) == bool(number)
         if clip is not None:
             nn.utils.clip_grad_norm_(expected_net.parameters(), clip)
         optimizer.step()

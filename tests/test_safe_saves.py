@@ -387,3 +387,30 @@ def test_a_folder_names_no_file_outside(tmp_path: Path):
         file.write_bytes(pickle.dumps(metadata))
         with pytest.raises(ValueError, match=f"names '{path}', which is outside of its folder"):
             fpipe.load(folder, ONE, params_of(0))
+
+
+def on_a_disk_that_is_full_once(rank: int, folder: Path) -> list[str]:
+    """A background save fails on rank 1, rank 0 alone asks for its result, and all go on to the next save."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if rank == 1 else limits[0], limits[1]))
+    try:
+        saving = fpipe.save(folder, TWO, params_of(1, rank), background=True)
+        messages = [str(saving.exception(20))]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    if rank == 0:
+        with pytest.raises(OSError, match="File too large"):
+            saving.result()
+    with pytest.raises(OSError, match="File too large") as refused:
+        fpipe.save(folder, TWO, params_of(2, rank))
+    fpipe.save(folder, TWO, params_of(2, rank), step=2)
+    return [*messages, str(refused.value)]
+
+
+def test_a_failed_save_that_one_rank_has_asked_for_is_raised_on_all_by_the_next(pair: Processes, tmp_path: Path):
+    """The rank that had asked went on to the next save alone, and waited there for the timeout."""
+    messages = pair.each(on_a_disk_that_is_full_once, tmp_path)
+    assert len({*messages[0], *messages[1]}) == 1
+    assert saved_value(tmp_path, TWO, 0) == (2, 2)

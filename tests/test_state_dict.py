@@ -174,6 +174,32 @@ def test_ranks_hand_on_one_net(pair: Processes, tmp_path: Path):
     net.load_state_dict(read)
 
 
+def without_values(rank: int, rank_with_values: int) -> list[str] | str:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Shifted())
+    net[1].bias.requires_grad_(False)
+    model, params, state = cut(net, "from_sequential", None)
+    program = fpipe.schedules.gpipe(2)(fpipe.program(model))
+    local = fpipe.local_params(program, params, rank)
+    if rank != rank_with_values:
+        net[1].to("meta")
+    try:
+        whole = fpipe.gather_state_dict(program, local, model=model, state=state)
+    except ValueError as error:
+        return str(error)
+    return [*(whole or ())]
+
+
+def test_frozen_parameters_come_from_rank_0_whatever_the_others_have(pair: Processes):
+    """A rank whose net is on meta refused alone, and rank 0 waited for its tensors."""
+    names, nothing = pair.each(without_values, 0)
+    assert "1.bias" in names
+    assert nothing == []
+    first, second = pair.each(without_values, 1)
+    assert first == second
+    assert str(first).endswith("is on meta in the net, and not among the params: it has no values to give.")
+
+
 FUNCTIONS = fpipe.from_functions([lambda p, x: x * p["w"]], MSE)
 NORM, NORM_PARAMS, NORM_STATE = fpipe.from_sequential(nn.Sequential(nn.BatchNorm1d(WIDTH)), 1, loss=MSE)
 ONE = fpipe.program(1)

@@ -218,7 +218,7 @@ by_one(PLAIN, schedule=fpipe.place([0, 1]))
 by_one(PLAIN, WEIGHTS[:1])
     ValueError: params is a tuple with one pytree for each of the 2 stages, found 1 of them.
 by_one(PLAIN, (*WEIGHTS[:1], None))
-    ValueError: params of stage 1 is None, and this process runs the stage: hand them in.
+    ValueError: params of stage 1 is None, and the stage runs in this process.
 torch_pipelining.stages(in_two(PLAIN, schedule=ONE), PLAIN, WEIGHTS, device="meta")
     ValueError: 'w' of stage 0 is on cpu, and the stages run on meta: move the net, or the params, there
 torch_pipelining.stages(in_two(NET, schedule=ONE), NET, (OF_NET, {}))
@@ -228,7 +228,7 @@ stepped(5, torch.ones(4, WIDTH))
     ValueError: torch's runtime needs equal microbatches; found 5 rows for 2. Hand in a multiple
     of 2 rows, or use fpipe.build(runtime="distributed").
 stepped(4, {"t": torch.ones(4, WIDTH)})
-    ValueError: torch's runtime cuts a target that is one tensor; found dict on the last stage's rank.
+    ValueError: torch's runtime takes a target that is one tensor; found dict.
 stepped(4, torch.ones(4, WIDTH), chain_of(lambda p, x: {}, plain))
     TypeError: stage 0 (<lambda>) returns one dict; torch's runtime passes on a tensor or a tuple of two or more.
 stepped(4, torch.ones(4, WIDTH), chain_of(lambda p, x: (x, 3), plain))
@@ -328,16 +328,16 @@ of_program(in_two(PLAIN, fpipe.checkpoint("always")))
     ProgramError: 0R0: torch's tables have no recompute. Wrap the stages' modules in
     torch.utils.checkpoint instead of fpipe.checkpoint().
 of_program(in_two(PLAIN, split=fpipe.split(2, slices=2), schedule=fpipe.place([0, 1])))
-    ProgramError: SPLIT(x[0,0.0]) is of a sequence slice; torch's tables have microbatches only.
+    ProgramError: SPLIT(x[0,0.0]): torch's tables have no slices.
 torch_pipelining.to_csv(fpipe.place([0, 1, 2])(fpipe.program(3, inputs=("batch", 0, (1, 0)))), format="compute_comms")
     ProgramError: 2F0 reads y[0,0] of 0F0 on rank 0; torch's runtime sends to adjacent stages only.
 of_program(in_two(PLAIN, schedule=BOTH_WAYS))
-    ProgramError: stage 0 is on ranks (0, 1); torch's runtime has each stage on one rank.
+    ProgramError: stage 0 is on ranks (0, 1); torch allows one rank a stage.
 of_program(in_two(PLAIN, schedule=fpipe.place([0, 1], homes={0: [1]})))
     ProgramError: params[0] has its home on ranks (1,) and its stage on rank 0. Leave out place(homes=),
     or use fpipe.build(runtime="distributed").
 of_program(in_two(PLAIN, fpipe.offload(lambda stage, microbatch: True)))
-    ProgramError: torch's tables have no OFFLOAD; they know F, B, I, W and transfers.
+    ProgramError: torch's tables have no OFFLOAD.
 of_program(in_two(PLAIN, split=fpipe.split(size=4, rows=8)))
     ProgramError: SPLIT(x[0,0]) has size=4; torch's runtime cuts equal microbatches of rows. Say
     fpipe.split(2), or use fpipe.build(runtime="distributed").

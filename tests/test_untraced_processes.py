@@ -231,7 +231,7 @@ def test_what_such_a_stage_raises_ends_all_ranks_and_so_does_a_shape_that_depend
 ):
     shape = (
         rf"stage {who} \(picks\) runs without a trace, and {who}F1 wrote y\[{who},1\] as float32\[4, 6\] .*, "
-        r"and for zeros as float32\[5, 6\] .*\. What it hands on must have one shape: pad it"
+        r"and for zeros as float32\[5, 6\] .*\. Pad it to one shape, or place its readers"
     )
     words = "ArithmeticError: this row is odd" if how == "odd" else f"UnexpectedValue: {shape}"
     for rank, ((before, _), (said, took)) in enumerate(pair.each(failing, who, how)):

@@ -349,7 +349,7 @@ stepped("own", lr="1")
 stepped("own", lr={"weight_decay": 0.1})
     ValueError: found ['weight_decay']
 stepped("own", lr={"lr": 0.1, "momentum": 0.9})
-    ValueError: which are numbers that this program leaves to its steps; found ['lr', 'momentum']. update() says
+    ValueError: which this program leaves to its steps; found ['lr', 'momentum']. update() says
 stepped("own", rule="Adagrad", lr={"lr": 0.1, "initial_accumulator_value": 0.1})
     ValueError: a dict of lr, lr_decay, weight_decay, eps, which
 stepped("own", rule="Adadelta", lr={"lr": 0.1, "rho": 2.0})

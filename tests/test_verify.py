@@ -144,7 +144,7 @@ def test_any_function_is_proved_beside_the_reference():
     assert fpipe.verify(program, model, params, batch, step=step).bitwise
     error = mismatch(program, model, params, batch, step=lambda *given: replace(step(*given), loss=torch.zeros(())))
     assert str(error).endswith("The program is right, walked down op by op; the step that ran it is not.")
-    with pytest.raises(ValueError, match=r"a Result with grads, loss, outputs; there is no grads in it\.$"):
+    with pytest.raises(ValueError, match=r"a Result with grads, loss, outputs; found no grads\.$"):
         fpipe.verify(program, model, params, batch, step=lambda *given: replace(step(*given), grads=None))
     with pytest.raises(ValueError, match="step= is of one replica"):
         fpipe.verify(fpipe.data_parallel()(program), model, params, batch, step=step, replicas=3)

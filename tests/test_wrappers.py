@@ -222,3 +222,16 @@ def test_batches_as_tokenizers_make_them_are_split() -> None:
     step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model)
     found = step(params, (hf.BatchEncoding(inputs), hf.BatchFeature(target)))
     assert torch.equal(found.grads[0]["e"], step(params, (inputs, target)).grads[0]["e"])
+
+
+def test_outputs_of_one_model_are_inputs_of_another() -> None:
+    """A ModelOutput is a pytree for torch once transformers is imported: each microbatch gets its rows."""
+    hf = pytest.importorskip("transformers.modeling_outputs")
+    model = fpipe.from_functions([lambda p, x: x.last_hidden_state @ p["w"]], nn.functional.mse_loss)
+    params, hidden, target = ({"w": torch.randn(3, 2)},), torch.randn(4, 3), torch.randn(4, 2)
+    step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model)
+    weight = params[0]["w"].clone().requires_grad_()
+    for rows, target_rows in zip(hidden.split(2), target.split(2), strict=True):
+        (nn.functional.mse_loss(rows @ weight, target_rows) / 2).backward()
+    result = step(params, (hf.BaseModelOutput(last_hidden_state=hidden), target))
+    assert torch.equal(result.grads[0]["w"], weight.grad)

@@ -1,9 +1,9 @@
-"""Skips in an nn.Sequential: a value put aside by one child and taken up by a later one, named where it happens.
+"""Skip connections in an nn.Sequential: one child stashes a value under a name, a later child pops it.
 
     Sequential(down, Stash("a"), inner, Pop("a", join), up)        -->        a goes from its stage to Pop's, past inner
 
-`from_sequential` makes the value an output of its stage, which only the stages that take it up read. So it travels
-once, from its rank to theirs.
+`from_sequential` makes the value an output of its stage, which only the stages that pop it read. So it travels once,
+from its rank to theirs, and not through the stages between (torchgpipe's portals do the same).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fpipe.graphs.tracing.keep import keep
+from fpipe.graphs.tracing.keep_marks import keep
 from fpipe.model import Source
 
 
 class Stash(nn.Module):
-    """Put the value that passes aside under a name; it passes on as it is.
+    """Stash the value that passes, under a name, and pass it on unchanged.
 
     >>> Stash("early")
     Stash('early')
@@ -29,19 +29,19 @@ class Stash(nn.Module):
         self.name = name
 
     def extra_repr(self) -> str:
-        """The name."""
+        """Return the name, for the module's repr."""
         return repr(self.name)
 
     def forward(self, x: Any) -> Any:
-        """Only a stage puts values aside."""
+        """Raise RuntimeError: a skip needs fpipe.from_sequential, which runs the stage that stashes the value."""
         raise RuntimeError(
-            f"{self} puts a value aside inside a stage of fpipe.from_sequential; for the whole net in one, "
-            "stages=1 and fpipe.reference."
+            f"{self} runs only inside a stage of fpipe.from_sequential. For the whole net use stages=1 and "
+            "fpipe.reference."
         )
 
 
 class Pop(nn.Module):
-    """Take a value up again: `join(x, value)` goes on, by default the pair `(x, value)`. Several may take one value up.
+    """Pop a stashed value: `join(x, value)` goes on, by default the pair `(x, value)`. Several may pop one value.
 
     Args:
         name: of the `Stash`.
@@ -55,19 +55,19 @@ class Pop(nn.Module):
         super().__init__()
         if isinstance(join, nn.Module):
             raise TypeError(f"the join of Pop({name!r}) is a function; put the module {type(join).__name__} behind it.")
-        given: object = join
-        if given is not None and not callable(given):
-            raise TypeError(f"the join of Pop({name!r}) is a function f(x, value), found {given!r}.")
+        join_argument: object = join
+        if join_argument is not None and not callable(join_argument):
+            raise TypeError(f"the join of Pop({name!r}) is a function f(x, value), found {join_argument!r}.")
         self.name, self.join = name, join
 
     def extra_repr(self) -> str:
-        """The name."""
+        """Return the name, for the module's repr."""
         return repr(self.name)
 
     def forward(self, x: Any) -> Any:
-        """Only a stage has the value."""
+        """Raise RuntimeError: a skip needs fpipe.from_sequential, which runs the stage that pops the value."""
         raise RuntimeError(
-            f"{self} takes a value up inside a stage of fpipe.from_sequential; for the whole net in one, stages=1 and "
+            f"{self} runs only inside a stage of fpipe.from_sequential. For the whole net use stages=1 and "
             "fpipe.reference."
         )
 
@@ -76,85 +76,98 @@ class Skips(NamedTuple):
     """The skips of one stage.
 
     Attributes:
-        takes: the names of its further inputs, and `same`, the names that its own input has too.
-        gives: the names of its further outputs.
-        keywords: whether its first child takes its input, a dict, as keywords.
+        popped: the names of its inputs after the first.
+        popped_input: the names of stashed values that are its first input itself.
+        stashed: the names of its outputs after the first.
+        inputs_are_keywords: whether its first child takes its input, a dict, as keywords.
     """
 
-    takes: tuple[str, ...] = ()
-    same: tuple[str, ...] = ()
-    gives: tuple[str, ...] = ()
-    keywords: bool = False
+    popped: tuple[str, ...] = ()
+    popped_input: tuple[str, ...] = ()
+    stashed: tuple[str, ...] = ()
+    inputs_are_keywords: bool = False
 
 
 def run_children(children: Mapping[str, nn.Module], skips: Skips, x: Any) -> Any:
-    """Run children one after the other, with what the stage takes up and puts aside."""
-    aside: dict[str, Any] = {}
-    if skips.takes:
-        x, *taken = x
-        aside = dict(zip(skips.takes, taken, strict=True))
-    aside |= dict.fromkeys(skips.same, x)
-    keywords = skips.keywords
-    for number, child in enumerate(children.values()):
+    """Run the children of a stage in order, with the values that they stash and pop."""
+    value_by_name: dict[str, Any] = {}
+    if skips.popped:
+        x, *popped_values = x
+        value_by_name = dict(zip(skips.popped, popped_values, strict=True))
+    value_by_name |= dict.fromkeys(skips.popped_input, x)
+    pass_keywords = skips.inputs_are_keywords
+    for index, child in enumerate(children.values()):
         if isinstance(child, Stash):
-            aside[child.name] = x
+            value_by_name[child.name] = x
             continue
-        x = keep(x) if number else x  # what enters a layer
+        # fpipe.checkpoint(grain="layer") keeps what enters a layer. The stage's input is kept without a mark.
+        x = keep(x) if index else x
         if isinstance(child, Pop):
-            x = (x, aside[child.name]) if child.join is None else child.join(x, aside[child.name])
-        elif keywords:
+            x = (x, value_by_name[child.name]) if child.join is None else child.join(x, value_by_name[child.name])
+        elif pass_keywords:
             if not isinstance(x, Mapping) or not all(isinstance(name, str) for name in x):  # pyright: ignore[reportUnknownVariableType]
                 raise TypeError(
                     f"with keywords=True the inputs are a dict of what {type(child).__name__}.forward takes by name, "
                     f"found {type(x).__name__}."  # pyright: ignore[reportUnknownArgumentType]
                 )
-            x, keywords = child(**x), False
+            x, pass_keywords = child(**x), False
         else:
             x = child(x)
-    return (x, *(aside[name] for name in skips.gives)) if skips.gives else x
+    return (x, *(value_by_name[name] for name in skips.stashed)) if skips.stashed else x
 
 
 def plan_skips(groups: Sequence[Mapping[str, nn.Module]]) -> tuple[list[Skips], list[Source | tuple[Source, ...]]]:
-    """The skips of each stage, and what each takes; a ValueError for names that are not put aside, then taken up."""
-    homes: dict[str, int] = {}  # the stage that puts it aside
-    sources: dict[str, Source] = {}  # where other stages find it
-    gives: list[list[str]] = [[] for _ in groups]
+    """Return the skips of each stage and the sources of its inputs.
+
+    Raises:
+        ValueError: a name is stashed twice, popped before it is stashed, never popped, or inside a nested module.
+    """
+    # One walk over all children in order. A stashed value is identified by its source, the port that carries it to
+    # other stages. A value that passes a stage boundary anyway needs no port of its own:
+    #     stage k: [Stash("a"), ..]     a is the stage's input, which is the output of stage k - 1 (or the batch)
+    #     stage k: [.., Stash("a")]     a is the stage's output, port 0
+    #     stage k: [.., Stash("a"), ..] a gets the next free port of stage k once a later stage pops it
+    stage_by_stash: dict[str, int] = {}
+    source_by_name: dict[str, Source] = {}
+    stashed_by_stage: list[list[str]] = [[] for _ in groups]
     skips: list[Skips] = []
-    inputs: list[Source | tuple[Source, ...]] = []
-    unread: dict[str, None] = {}
-    for number, children in enumerate(groups):
+    input_by_stage: list[Source | tuple[Source, ...]] = []
+    unpopped: dict[str, None] = {}
+    for stage, children in enumerate(groups):
         modules = [*children.values()]
-        before: Source = number - 1 if number else "batch"
-        takes: dict[str, Source] = {}
-        for at, (path, child) in enumerate(children.items()):
+        previous: Source = stage - 1 if stage else "batch"
+        popped: dict[str, Source] = {}
+        for index, (path, child) in enumerate(children.items()):
             for name, module in child.named_modules():
                 if name and isinstance(module, Stash | Pop):
                     raise ValueError(
-                        f"{module} is inside {path!r} as {name!r}; it stands among the children of the Sequential "
-                        "itself."
+                        f"{module} is inside {path!r} as {name!r}; make it a child of the Sequential itself."
                     )
             if isinstance(child, Stash):
-                if child.name in homes:
-                    raise ValueError(f"Stash({child.name!r}) stands twice; a name is put aside once.")
-                homes[child.name], unread[child.name] = number, None
-                if all(isinstance(other, Stash) for other in modules[:at]):
-                    sources[child.name] = before
-                elif all(isinstance(other, Stash) for other in modules[at:]):
-                    sources[child.name] = number
+                if child.name in stage_by_stash:
+                    raise ValueError(f"Stash({child.name!r}) stands twice; give each a name of its own.")
+                stage_by_stash[child.name], unpopped[child.name] = stage, None
+                if all(isinstance(sibling, Stash) for sibling in modules[:index]):
+                    source_by_name[child.name] = previous
+                elif all(isinstance(sibling, Stash) for sibling in modules[index:]):
+                    source_by_name[child.name] = stage
             elif isinstance(child, Pop):
                 name = child.name
-                if name not in homes:
-                    raise ValueError(f"Pop({name!r}) takes up what no Stash({name!r}) before it puts aside.")
-                unread.pop(name, None)
-                home = homes[name]
-                if home != number and name not in sources:
-                    gives[home].append(name)
-                    sources[name] = home, len(gives[home])
-                if home != number:
-                    takes[name] = sources[name]
-        further: dict[str, Source] = {name: source for name, source in takes.items() if source != before}
-        skips.append(Skips(tuple(further), tuple(name for name in takes if name not in further)))
-        inputs.append((before, *further.values()) if further else before)
-    for name in unread:
-        raise ValueError(f"nobody takes up what Stash({name!r}) puts aside; leave it out, or add Pop({name!r}).")
-    return [skip._replace(gives=tuple(own)) for skip, own in zip(skips, gives, strict=True)], inputs
+                if name not in stage_by_stash:
+                    raise ValueError(f"Pop({name!r}) has no Stash({name!r}) before it.")
+                unpopped.pop(name, None)
+                home = stage_by_stash[name]
+                if home != stage and name not in source_by_name:
+                    stashed_by_stage[home].append(name)
+                    source_by_name[name] = home, len(stashed_by_stage[home])
+                if home != stage:
+                    popped[name] = source_by_name[name]
+        # A name whose source is the previous stage's main output is the stage's first input already.
+        received: dict[str, Source] = {name: source for name, source in popped.items() if source != previous}
+        skips.append(Skips(tuple(received), tuple(name for name in popped if name not in received)))
+        input_by_stage.append((previous, *received.values()) if received else previous)
+    for name in unpopped:
+        raise ValueError(f"Stash({name!r}) is never popped; leave it out, or add Pop({name!r}).")
+    return [
+        stage_skips._replace(stashed=tuple(names)) for stage_skips, names in zip(skips, stashed_by_stage, strict=True)
+    ], input_by_stage

@@ -1,7 +1,10 @@
-"""The function of a stage made of modules: they run on what they are handed instead of what they hold.
+"""Run a stage's modules as a pure function of parameters, state and input.
 
-f(params, x) = modules(x)                         while `params` are in the place of the modules' own
-f(params, x, state=s) = modules(x), s'            and buffers too, where the modules write some
+f(params, x) = modules(x)                         with `params` bound in the modules instead of their own
+f(params, x, state=s) = modules(x), s'            with buffers bound too, where the modules write some
+
+`torch.func.functional_call` binds the tensors for the length of one call. It swaps attributes of the modules, so a lock
+lets one thread at a time run a stage, and stages that share a module share the lock.
 """
 
 from __future__ import annotations
@@ -14,43 +17,44 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpipe.meaning.purity.attributes import Attributes, Same
+from fpipe.meaning.purity.attributes import AttributeSnapshot, IdentityKey
 from fpipe.meaning.purity.fingerprint import draws_random, module_key, refuse_impure
-from fpipe.meaning.purity.own_memory import OwnMemory, memory
 from fpipe.meaning.purity.pure import Impure
-from fpipe.model import same_keys
+from fpipe.meaning.purity.write_guard import WriteGuard, storage_key
+from fpipe.model import check_keys
 from fpipe.models.modules.modes import (
     STATISTICS,
     Modes,
     has_statistics,
     refuse_other_channels,
-    tracks,
-    without_mutation,
+    updates_statistics,
+    without_norm_mutation,
 )
 from fpipe.models.modules.skips import Skips, run_children
-from fpipe.models.parameters.load import HandedOut
+from fpipe.models.parameters.load import ParamAddresses
 from fpipe.positional_stage import Names, PositionalStage
-from fpipe.torch_internals import held_by
-from fpipe.torch_private.modules import cached_weights, caches_weights, hold, spectral_buffers
+from fpipe.torch_internals import direct_members
+from fpipe.torch_private.modules import cached_weights, caches_weights, set_module_dicts, spectral_buffers
 
-Place = tuple[str, nn.Module, str]
-"""A tensor of a module: its path in the net, the module that has it, its name there."""
+TensorOwner = tuple[str, nn.Module, str]
+"""Where a tensor stands: its path in the net, the module that has it, its attribute there."""
 
 
 class StageModule(PositionalStage):
-    """The function of a stage made of modules: they run one after the other, with `params` in place of their own; so
-    threads that run one stage at once take turns.
+    """A stage function that runs modules in order, with the caller's parameters bound in them.
 
     Args:
-        number: which stage it is.
-        children: its modules by their names in the net, and `names`, those of its parameters.
-        skips: what it takes of earlier stages, and puts aside for later ones.
+        number: the number of the stage.
+        children: its modules by their names in the net.
+        names: the names of its parameters, several for a tied one.
+        skips: the values that it stashes and pops.
         state: the names of the buffers that its modules write, besides those of torch's norms, known by class.
 
     Attributes:
-        norms: the batch and instance norms that keep running statistics.
-        held: the buffers that its modules write: the stage's state.
-        handed_out: the parameters that live in it, as they were then.
+        norms: the batch and instance norms that update running statistics.
+        state_owners: the buffers that its modules write: the stage's state.
+        constant_owners: the frozen parameters and the buffers that it only reads.
+        param_addresses: its parameters as they were when the front door returned them.
     """
 
     def __init__(
@@ -63,207 +67,256 @@ class StageModule(PositionalStage):
     ) -> None:
         self.number, self.children, self.names, self.skips = number, dict(children), names, skips or Skips()
         self.who = f"stage {number}"
-        self.bound = BoundModules(self.children)
-        self.modules = [(path, module) for path, module in self.bound.named_modules() if path]
-        self.caching = [module for _, module in self.modules if caches_weights(module)]
+        self.bound_modules = BoundModules(self.children)
+        self.modules = [(path, module) for path, module in self.bound_modules.named_modules() if path]
+        self.caching_modules = [module for _, module in self.modules if caches_weights(module)]
         self.lock = threading.RLock()
-        self.handed_out = HandedOut({}, ())
-        self.swapped = [[path for path, _, _ in self.placed(leaf)] for leaf in names]
-        swapped = {path: self.bound.get_parameter(path) for paths in self.swapped for path in paths}
-        self.flags = {path: vars(parameter) for path, parameter in swapped.items() if vars(parameter)}
-        self.remember(state)
+        self.param_addresses = ParamAddresses({}, ())
+        # A tied parameter is one leaf with several names; each module that has it is bound the same tensor.
+        self.bound_paths = [[path for path, _, _ in self.owners_of(leaf_names)] for leaf_names in names]
+        param_by_path = {path: self.bound_modules.get_parameter(path) for paths in self.bound_paths for path in paths}
+        self.param_attributes = {path: vars(parameter) for path, parameter in param_by_path.items() if vars(parameter)}
+        self.set_state(state)
 
-    def remember(self, state: Collection[str]) -> None:
-        """Sort the buffers by who writes them: torch's norms, spectral norms, and what `state` names."""
-        self.state_of = tuple(state)
-        self.buffers = self.placed(path for path, _ in self.bound.named_buffers(remove_duplicate=False))
-        written = {place[1:] for place in self.buffers if place[0] in state}
-        self.norms = [(path, module) for path, module in self.modules if tracks(module)]
-        written |= {(norm, name) for _, norm in self.norms for name in STATISTICS}
+    def set_state(self, state: Collection[str]) -> None:
+        """Divide the buffers into state and constants.
+
+        State is what torch's norms and spectral norms write in training, and what `state` names.
+        """
+        self.named_state = tuple(state)
+        self.buffers = self.owners_of(path for path, _ in self.bound_modules.named_buffers(remove_duplicate=False))
+        written_owners = {tensor[1:] for tensor in self.buffers if tensor[0] in state}
+        self.norms = [(path, module) for path, module in self.modules if updates_statistics(module)]
+        written_owners |= {(norm, name) for _, norm in self.norms for name in STATISTICS}
         for _, module in self.modules:
-            written |= {(module, name) for name in (spectral_buffers(module) if module.training else ())}
-        self.held = [place for place in self.buffers if place[1:] in written]
-        trained = {name for leaf in self.names for name in leaf}
-        frozen = [path for path, _ in self.bound.named_parameters(remove_duplicate=False) if path not in trained]
-        self.read = [*self.placed(frozen), *(place for place in self.buffers if place not in self.held)]
-        self.fixed, self.homes = [path for path, _, _ in self.read], [place[1:] for place in self.read]
-        self.holds = [path for path, _, _ in self.held]
-        # What is written may depend on the mode of any module.
-        turning = self.modules if self.held else [one for one in self.modules if has_statistics(one[1])]
-        why = "what it remembers is part of the program. Call from_sequential again."
-        self.turning = Modes(turning, "the net was cut into stages", why)
+            written_owners |= {(module, name) for name in (spectral_buffers(module) if module.training else ())}
+        self.state_owners = [tensor for tensor in self.buffers if tensor[1:] in written_owners]
+        trained = {name for paths in self.names for name in paths}
+        frozen = [
+            path for path, _ in self.bound_modules.named_parameters(remove_duplicate=False) if path not in trained
+        ]
+        self.constant_owners = [
+            *self.owners_of(frozen),
+            *(tensor for tensor in self.buffers if tensor not in self.state_owners),
+        ]
+        self.fixed, self.homes = (
+            [path for path, _, _ in self.constant_owners],
+            [tensor[1:] for tensor in self.constant_owners],
+        )
+        self.state_names = [path for path, _, _ in self.state_owners]
+        # Which buffers a forward writes may depend on the mode of any of its modules. A stage that writes none may
+        # switch modes, such as a dropout's, but for norms that would begin to write.
+        mode_modules = self.modules
+        if not self.state_owners:
+            mode_modules = [(path, module) for path, module in self.modules if has_statistics(module)]
+        consequence = "its state is part of the program. Call from_sequential again."
+        self.checked_modes = Modes(mode_modules, "the net was cut into stages", consequence)
 
-    def placed(self, paths: Iterable[str]) -> list[Place]:
-        """Return the place of each of these tensors once, under its first path: it can be swapped only once."""
-        first: dict[tuple[nn.Module, str], str] = {}
+    def owners_of(self, paths: Iterable[str]) -> list[TensorOwner]:
+        """Return where each of these tensors stands, under its first path.
+
+        A module that stands twice in the net has two paths for one attribute, which functional_call swaps once.
+        """
+        first_path: dict[tuple[nn.Module, str], str] = {}
         for path in paths:
             owner, _, name = path.rpartition(".")
-            first.setdefault((self.bound.get_submodule(owner), name), path)
-        return [(path, *place) for place, path in first.items()]
+            first_path.setdefault((self.bound_modules.get_submodule(owner), name), path)
+        return [(path, *owner_and_name) for owner_and_name, path in first_path.items()]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StageModule, (self.number, self.children, self.names, self.skips, self.state_of)
+        return StageModule, (self.number, self.children, self.names, self.skips, self.named_state)
 
     def __call__(self, params: Mapping[str, Tensor], x: Any, *, state: Mapping[str, Tensor] | None = None) -> Any:
-        """The stage's output; with a state also the new one."""
-        tensors = self._by_path(params)
-        if not self.held:
+        """Return the stage's output, with a state also the new state."""
+        tensors = self._params_by_path(params)
+        if not self.state_owners:
             return self._run(tensors, x)[0]
         state = state or {}
-        same_keys(state, self.holds, f"state of {self.who}", "a buffer that it writes")
-        y, buffers = self._run(tensors | {path: state[path] for path in self.holds}, x)
+        check_keys(state, self.state_names, f"state of {self.who}", "a buffer that it writes")
+        y, buffers = self._run(tensors | {path: state[path] for path in self.state_names}, x)
         return y, {name: buffers[name] for name in state}
 
     def pure(
         self, params: Sequence[Tensor], constants: Sequence[Tensor], x: Any, buffers: Sequence[Tensor] = ()
     ) -> tuple[Any, dict[str, Any]]:
-        """The stage's output, and by name its state."""
-        tensors = self._under_all_names(params, constants) | dict(zip(self.holds, buffers, strict=True))
-        with without_mutation(self.norms):
-            y, new = self._run(tensors, x)
-        return y, {"state": [new[path] for path in self.holds]} if self.held else {}
+        """Compute the output, and the `state` after it, from tensors by position."""
+        tensors = self._tensors_by_path(params, constants) | dict(zip(self.state_names, buffers, strict=True))
+        with without_norm_mutation(self.norms):
+            y, new_buffers = self._run(tensors, x)
+        return y, {"state": [new_buffers[path] for path in self.state_names]} if self.state_owners else {}
 
-    def observed(self, tensors: Mapping[str, Tensor], x: Any) -> tuple[Any, dict[str, Tensor]]:
+    def run_observed(self, tensors: Mapping[str, Tensor], x: Any) -> tuple[Any, dict[str, Tensor]]:
         """Return the output with these parameters and buffers, and the buffers afterwards."""
         y, buffers = self._run(dict(tensors), x)
-        new = {path: buffers[path] for path in tensors if path in buffers}
-        self._refuse_one_memory(new)
-        return y, new
+        new_buffers = {path: buffers[path] for path in tensors if path in buffers}
+        self._refuse_shared_memory(new_buffers)
+        return y, new_buffers
 
-    def within(self, params: Mapping[str, Tensor], what: Callable[[], Any]) -> Any:
-        """Call a function, such as a backward that recomputes, while `params` stand in the modules."""
-        return self._with_tensors_bound(self._by_path(params), what)
+    def within(self, params: Mapping[str, Tensor], function: Callable[[], Any]) -> Any:
+        """Call a function, such as a backward that recomputes, while `params` are bound in the modules."""
+        return self._call_with_tensors(self._params_by_path(params), function)
 
-    def during(self, params: Sequence[Tensor], constants: Sequence[Tensor], what: Callable[[], Any]) -> Any:
-        """Call a function, such as the backward of a trace, while these tensors stand in the modules."""
-        attributes = Attributes(self.modules)
+    def with_tensors_bound(
+        self, params: Sequence[Tensor], constants: Sequence[Tensor], function: Callable[[], Any]
+    ) -> Any:
+        """Call a function, such as the backward of a trace, while these tensors are bound in the modules."""
+        attributes = AttributeSnapshot(self.modules)
         try:
-            return self._with_tensors_bound(self._under_all_names(params, constants), what)
+            return self._call_with_tensors(self._tensors_by_path(params, constants), function)
         finally:
             attributes.restore()
 
-    def _with_tensors_bound(self, tensors: dict[str, Tensor], what: Callable[[], Any]) -> Any:
+    def _call_with_tensors(self, tensors: dict[str, Tensor], function: Callable[[], Any]) -> Any:
         def refuse(tensor: Tensor, op: Any) -> None:
-            name = next((path for path, held in self.named_tensors() if memory(held) == memory(tensor)), None)
+            name = next(
+                (path for path, buffer in self.named_tensors() if storage_key(buffer) == storage_key(tensor)), None
+            )
             raise Impure(
-                f"{self.who} writes buffer {name!r} once more as its backward computes it again: "
-                "torch.utils.checkpoint around a module that remembers counts twice. Use fpipe.checkpoint()."
+                f"{self.who} writes buffer {name!r} once more as its backward recomputes it with "
+                "torch.utils.checkpoint. Use fpipe.checkpoint()."
             )
 
-        with self._swapping(), OwnMemory(refuse, [tensor for _, tensor in self.named_tensors()]):
-            return torch.func.functional_call(self.bound, tensors, (what,), tie_weights=False)
+        with self._lock_and_restore_caches(), WriteGuard(refuse, [tensor for _, tensor in self.named_tensors()]):
+            return torch.func.functional_call(self.bound_modules, tensors, (function,), tie_weights=False)
 
     def _run(self, tensors: dict[str, Tensor], x: Any) -> tuple[Any, dict[str, Tensor]]:
-        """Return the output, and the buffers afterwards."""
+        """Return the output, and all buffers as the modules left them."""
 
         def run() -> tuple[Any, dict[str, Any]]:
             y = run_children(self.children, self.skips, x)
-            return y, {path: held_by(owner).buffers.get(name) for path, owner, name in self.buffers}
+            return y, {path: direct_members(owner).buffers.get(name) for path, owner, name in self.buffers}
 
         for norm in self.norms:
             refuse_other_channels(*norm, tensors)
-        with self._swapping():
-            # A copy, since functional_call notes in it what is bound anew.
-            y, new = torch.func.functional_call(self.bound, dict(tensors), (run,), tie_weights=False)
-        for path in (path for path in self.holds if path in tensors and not isinstance(new[path], Tensor)):
-            raise Impure(f"{self.who} left no tensor in buffer {path!r}, which is its module state.")
-        self._refuse_one_memory({path: new[path] for path in self.holds if path in tensors})
-        return y, new
+        with self._lock_and_restore_caches():
+            # A copy, since functional_call writes a buffer that a module rebinds into the dict that it is given.
+            # tie_weights=False: `bound_paths` names every path of a tied parameter already.
+            y, new_buffers = torch.func.functional_call(self.bound_modules, dict(tensors), (run,), tie_weights=False)
+        for path in (
+            path for path in self.state_names if path in tensors and not isinstance(new_buffers[path], Tensor)
+        ):
+            raise Impure(f"{self.who} left no tensor in buffer {path!r}, which is part of its state.")
+        self._refuse_shared_memory({path: new_buffers[path] for path in self.state_names if path in tensors})
+        return y, new_buffers
 
     @contextmanager
-    def _swapping(self) -> Generator[None]:
-        """Let one thread at a time swap tensors; put back what pruning, old-style weight norm and RNNs keep of their
-        weights as attributes, which functional_call would leave behind."""
+    def _lock_and_restore_caches(self) -> Generator[None]:
+        """Let one thread at a time swap tensors, and restore the weights that modules cache as plain attributes.
+
+        Pruning, old-style weight norm and RNNs cache tensors made of their weights. functional_call restores
+        parameters and buffers only, so the swapped tensors would stay in these attributes.
+        """
         with self.lock:
-            self.turning.check()
-            for path, module in self.turning.modules:
+            # Checked at each call: a hook, a mode or an attribute may have changed since the net was cut.
+            self.checked_modes.check()
+            for path, module in self.checked_modes.modules:
                 refuse_impure(path, module)
-            weights = [cached_weights(module) for module in self.caching]
+            cached_attributes = [cached_weights(module) for module in self.caching_modules]
             try:
                 yield
             finally:
-                for module, attributes in zip(self.caching, weights, strict=True):
+                for module, attributes in zip(self.caching_modules, cached_attributes, strict=True):
                     vars(module).update(attributes)
 
-    def _refuse_one_memory(self, new: Mapping[str, Tensor]) -> None:
-        """Refuse buffers that share memory: as state they part, while in the module a write to one shows in both."""
-        names: dict[Any, str] = {}
-        for name, buffer in new.items():
-            first = names.setdefault(memory(buffer), name)
-            if first != name and memory(buffer) is not None:
+    def _refuse_shared_memory(self, new_buffers: Mapping[str, Tensor]) -> None:
+        """Raise Impure if two buffers share memory.
+
+        In the module a write to one shows in both. As state they would be two tensors from the next microbatch on.
+        """
+        name_by_memory: dict[Any, str] = {}
+        for name, buffer in new_buffers.items():
+            first_name = name_by_memory.setdefault(storage_key(buffer), name)
+            if first_name != name and storage_key(buffer) is not None:
                 raise Impure(
-                    f"{self.who} left buffers {first!r} and {name!r} in one storage; module state is a tensor of its "
-                    "own for each: assign a .clone()."
+                    f"{self.who} left buffers {first_name!r} and {name!r} in one storage. Assign a .clone() to one."
                 )
 
-    def moved(self) -> Mapping[str, int]:
-        """The parameters that its modules have elsewhere than when they were handed out."""
+    def moved_params(self) -> Mapping[str, int]:
+        """Return the parameters whose memory is another than when they were handed out."""
         with self.lock:
-            return self.handed_out.moved()
+            return self.param_addresses.moved()
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters and buffers of its modules by their paths."""
-        yield from (*self.bound.named_buffers(), *self.bound.named_parameters())
+        """Yield the parameters and buffers of its modules by path, a tied one once."""
+        yield from (*self.bound_modules.named_buffers(), *self.bound_modules.named_parameters())
 
     def all_names(self) -> list[str]:
-        """The names of all of them, those of a tied tensor too."""
-        named = self.bound.named_parameters(remove_duplicate=False), self.bound.named_buffers(remove_duplicate=False)
-        return [name for part in named for name, _ in part]
+        """Return the names of all parameters and buffers, with every name of a tied tensor."""
+        all_named = (
+            self.bound_modules.named_parameters(remove_duplicate=False),
+            self.bound_modules.named_buffers(remove_duplicate=False),
+        )
+        return [name for tensors in all_named for name, _ in tensors]
 
-    def _by_path(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        same_keys(params, [leaf[0] for leaf in self.names], f"params of {self.who}")
-        pairs = zip(self.names, self.swapped, strict=True)
-        return self._flagged({path: params[leaf[0]] for leaf, paths in pairs for path in paths})
+    def _params_by_path(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        check_keys(params, [leaf_names[0] for leaf_names in self.names], f"params of {self.who}")
+        pairs = zip(self.names, self.bound_paths, strict=True)
+        return self._with_param_attributes(
+            {path: params[leaf_names[0]] for leaf_names, paths in pairs for path in paths}
+        )
 
-    def _under_all_names(self, params: Sequence[Tensor], constants: Sequence[Tensor]) -> dict[str, Tensor]:
-        tensors = {path: tensor for paths, tensor in zip(self.swapped, params, strict=True) for path in paths}
-        return self._flagged(tensors) | dict(zip(self.fixed, constants, strict=True))
+    def _tensors_by_path(self, params: Sequence[Tensor], constants: Sequence[Tensor]) -> dict[str, Tensor]:
+        tensors = {path: tensor for paths, tensor in zip(self.bound_paths, params, strict=True) for path in paths}
+        return self._with_param_attributes(tensors) | dict(zip(self.fixed, constants, strict=True))
 
-    def _flagged(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Give parameters the attributes that modules look for on theirs, such as `weight.sequence_parallel`."""
-        for path, attributes in self.flags.items():
+    def _with_param_attributes(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Set the attributes that modules look for on their parameters, such as `weight.sequence_parallel`."""
+        for path, attributes in self.param_attributes.items():
             vars(tensors[path]).update(attributes)
         return tensors
 
     def home_of(self, name: str) -> tuple[Any, str]:
-        """Where its modules have a tensor: the module, and the attribute."""
-        path, _, attribute = name.rpartition(".")
-        return self.bound.get_submodule(path), attribute
+        """Return the module that has a tensor, and the attribute."""
+        module_path, _, attribute = name.rpartition(".")
+        return self.bound_modules.get_submodule(module_path), attribute
 
     def state(self) -> dict[str, Tensor]:
-        """The buffers that the stage writes, by name, as they are now."""
-        return {path: getattr(owner, name).detach() for path, owner, name in self.held}
+        """Return the current values of the buffers that the stage writes, by name."""
+        return {path: getattr(owner, name).detach() for path, owner, name in self.state_owners}
 
-    def remembering(self) -> dict[str, Any]:
-        """The fields of a `Stage` that tell of its state."""
-        return {"asks": frozenset({"state"} if self.held else ())}
+    def state_fields(self) -> dict[str, Any]:
+        """Return the fields of a `Stage` that declare its state."""
+        return {"asks": frozenset({"state"} if self.state_owners else ())}
 
-    def drawing(self) -> list[str]:
-        """The modules that draw random numbers as they are now."""
+    def random_modules(self) -> list[str]:
+        """Describe the modules that draw random numbers in their current mode."""
         return [f"{path!r} ({type(module).__name__})" for path, module in self.modules if draws_random(module)]
 
-    def twin(self) -> Any:
-        """Equal for stages that compute the same function of parameters and constants, as far as one can tell."""
-        numbers = {name: str(number) for number, name in enumerate(self.children)}
+    def sharing_key(self) -> Any:
+        """Return a key that is equal for stages that compute the same function of parameters and constants.
 
-        def numbered(paths: Iterable[str]) -> tuple[str, ...]:
-            """Leaves by their child's place in the stage instead of the child's name."""
-            parts = (path.partition(".") for path in paths)
-            return tuple(numbers.get(child, child) + dot + rest for child, dot, rest in parts)
+        Equal blocks of a net then share one trace, whatever their children are called. A stage with a module that the
+        fingerprint does not understand is equal to itself alone.
+        """
+        index_by_child = {name: str(index) for index, name in enumerate(self.children)}
+
+        def with_child_index(paths: Iterable[str]) -> tuple[str, ...]:
+            """Replace the child's name at the head of each path by its index: `6.weight` -> `0.weight`."""
+            split_paths = (path.partition(".") for path in paths)
+            return tuple(index_by_child.get(child, child) + dot + remainder for child, dot, remainder in split_paths)
 
         unsupported: list[Any] = []
-        keys = tuple(module_key(module, unsupported) for module in self.children.values())
-        paths = *self.names, self.fixed, self.holds
-        return len(self.names), tuple(map(numbered, paths)), keys, self.skips, Same(self) if unsupported else None
+        module_keys = tuple(module_key(module, unsupported) for module in self.children.values())
+        paths = *self.names, self.fixed, self.state_names
+        return (
+            len(self.names),
+            tuple(map(with_child_index, paths)),
+            module_keys,
+            self.skips,
+            IdentityKey(self) if unsupported else None,
+        )
 
 
 class BoundModules(nn.Module):
-    """Modules under the names they have in the whole net; a call calls the function that it is given."""
+    """A module that has children under the names of the whole net, and that calls the function it is called with.
+
+    functional_call binds tensors in a module for one call of that module, and a stage runs several modules in a row.
+    """
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         super().__init__()
-        hold(self, modules)
+        set_module_dicts(self, modules)
 
-    def __call__(self, what: Callable[[], Any]) -> Any:
-        """Call a function without the hooks on all modules: this is no module of the user's."""
-        return what()
+    def __call__(self, function: Callable[[], Any]) -> Any:
+        """Call a function without the global module hooks: this is no module of the user's."""
+        return function()
