@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fpipe.graphs.tracing.exchanged import COLLECTIVES, Exchanged
+from fpipe.graphs.tracing.collective_stage import COLLECTIVES, CollectiveStage
 from fpipe.model import Stage
 
 Collective = Literal[
@@ -16,11 +16,11 @@ Collective = Literal[
 
 
 def exchange(kind: Collective, axis: str, *, sizes: bool = False) -> Stage:
-    """A stage without parameters that is a collective over the processes along one dimension of the mesh.
+    """Make a stage without parameters that is a collective over the processes along one dimension of the mesh.
 
-    Its F starts the collective, its B (or I) the adjoint, and W does nothing. Both run beside the rank's other work, on
-    the lane "exchange", and are waited for where a stage reads what they bring. Each tensor of `x` is exchanged, and
-    keeps its dtype; whole numbers have no gradient.
+    Its F starts the collective, its B (or I) the adjoint, and W does nothing. Both are asynchronous, on the lane
+    "exchange" next to the rank's computation, and a stage that reads the result waits for it. Each tensor of `x` is
+    exchanged, and keeps its dtype; whole numbers have no gradient.
 
     Args:
         kind: "all_to_all" (dim 0 has equally many rows for each process, in order), "all_gather" (the rows of all in
@@ -68,5 +68,5 @@ def exchange(kind: Collective, axis: str, *, sizes: bool = False) -> Stage:
         raise ValueError(f"sizes is True or False: whether x is (rows, .., sizes); found {sizes!r}.")
     if sizes and kind != "all_to_all":
         raise ValueError(f"sizes are those of an all-to-all, whose parts differ; found {kind!r} with sizes=True.")
-    function = Exchanged(kind, axis, sizes=sizes)
+    function = CollectiveStage(kind, axis, has_sizes=sizes)
     return Stage(function, name=function.__name__, exchange=(("exchange", kind), ("axis", axis)))

@@ -7,8 +7,8 @@
         return loss(head(boundary(y), x), target)     stage 2     z = head(y, x)        loss(z, target)
 
 The function is traced once into torch's own operations, above autograd, and each runs in the stage that the marks
-before it say. What a stage reads of an earlier one is an edge of the dataflow, so skips and branches need no words of
-their own; a parameter read in two stages is tied. The number of rows stays symbolic, other sizes are the example's.
+before it say. What a stage reads of an earlier one is an edge of the dataflow, so skips and branches need no names; a
+parameter read in two stages is tied. The number of rows stays symbolic, other sizes are the example's.
 """
 
 from __future__ import annotations
@@ -24,115 +24,127 @@ from torch import Tensor, fx, nn
 
 from fpipe import tree
 from fpipe.meaning.from_functions import from_functions
-from fpipe.meaning.purity.ambient import refuse_odd_modes
+from fpipe.meaning.purity.ambient import refuse_unsupported_modes
 from fpipe.meaning.purity.attributes import modules_of
-from fpipe.meaning.purity.fingerprint import Fingerprint, refuse_wrapped
+from fpipe.meaning.purity.fingerprint import Fingerprint, refuse_unswappable_params
 from fpipe.meaning.purity.pure import pure
 from fpipe.meaning.purity.sharded import is_sharded
 from fpipe.meaning.single_device.params_and_state import check_batch
 from fpipe.meaning.stages.outputs import split_loss
-from fpipe.model import LossFunction, Model, Reduction, odd_signature
+from fpipe.model import LossFunction, Model, Reduction, unsuitable_signature
 from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.cut_at_marks import Subgraph
 from fpipe.models.cutting.cut_net import CutNet
 from fpipe.models.cutting.marked_graph import MarkedGraph, draws_random, has_effect
-from fpipe.models.tracing.boundary import seeding
-from fpipe.models.tracing.contexts import autocast_eps, restored_on_error
-from fpipe.models.tracing.net_graph import NetTensors
-from fpipe.models.tracing.places import place_of
-from fpipe.models.tracing.trace_loss import trace_loss
+from fpipe.models.exporting.boundary import seed_stages
+from fpipe.models.exporting.net_graph import NetTensors, without_checkpoints
+from fpipe.models.exporting.node_contexts import autocast_eps, restored_on_error
+from fpipe.models.exporting.source_locations import location_of
+from fpipe.models.exporting.trace_loss import trace_loss
 from fpipe.torch_private.dispatch import is_compiled
 
 
 class LossPart:
-    """The loss behind the stages of a loss function: what depends on the target.
+    """The part of a loss function behind the stages: the operations that depend on the target.
 
     Attributes:
-        judging: the target, and all that is computed from it: operations of no stage.
-        result: what the last stage hands on to it, a node or a tuple of them.
+        loss_nodes: the target, and all that is computed from it: operations of no stage.
+        received: the values that it reads of the stages, in the order of the graph.
+        result: the same as the output of the last stage, a node or a tuple of them.
 
     Raises:
-        ValueError: it is no loss behind stages: a stage reads the target, say, or the loss a parameter.
+        ValueError: a stage reads the target, or the loss reads a parameter.
     """
 
     def __init__(self, marked: MarkedGraph) -> None:
         self.net, self.marked, self.params = marked.net, marked, marked.net.params
         leaves = enumerate(tree.leaves(self.net.inputs[1]))
-        self.target = {leaf: place for place, leaf in leaves if isinstance(leaf, fx.Node)}
-        self.judging = {*self.target, *marked.computed_from(self.target, marked.replicated)}
+        self.target = {leaf: path for path, leaf in leaves if isinstance(leaf, fx.Node)}
+        self.loss_nodes = {*self.target, *marked.dependents_of(self.target, marked.replicated)}
         self._refuse_mutated_constants()
         self._refuse_other_readers()
         self._refuse_random_numbers_after_loss()
-        self.part = self._part()
+        self.part = self._loss_subgraph()
         self.received = [node for node in marked.graph.nodes if node in self.part.received]
         self.result = tuple(self.received) if len(self.received) > 1 else self.received[0]
 
     def _is_of_loss(self, node: fx.Node) -> bool:
-        """Whether the loss computes it: from the target, or as a count, which does not join as outputs do."""
-        if node in self.judging:
+        """Whether the loss computes a node: it depends on the target, or is a count.
+
+        A count, such as the number of tokens, is a whole number without dimensions. As an output of the last stage it
+        could not be joined over microbatches, as rows are.
+        """
+        if node in self.loss_nodes:
             return True
         value = node.meta.get("val")
         is_count = isinstance(value, Tensor) and not value.ndim and not value.dtype.is_floating_point
         is_pure = node in self.marked.stage_of and node not in self.marked.mutators and not has_effect(node)
-        return is_pure and is_count and not any(read in self.params for read in self.marked.reads(node))
+        return is_pure and is_count and not any(operand in self.params for operand in self.marked.reads(node))
 
     def _refuse_mutated_constants(self) -> None:
-        """Refuse writes to what the function closes over: its views are fake, with a storage that nobody knows."""
+        """Raise ValueError if a tensor that the function closes over is written.
+
+        In the trace it is fake, and so are its views, whose storages are unknown: no write could be carried over.
+        """
         for constant, node in self.marked.mutators.items():
             if constant.op == "get_attr":
                 shape = tuple(getattr(self.marked.module, str(constant.target)).shape)
                 raise ValueError(
-                    f"loss_fn writes a tensor of shape {shape} in place ({node.target}), which it closes over; a stage "
-                    f"and a loss are pure functions. Hand it in, among params, or mutate a clone.{place_of(node)}"
+                    f"loss_fn writes a tensor of shape {shape} in place ({node.target}), which it closes over. Hand it "
+                    f"in, among params, or mutate a clone.{location_of(node)}"
                 )
 
     def _refuse_other_readers(self) -> None:
-        """Only what comes after the last mark may read the target, and with it no parameter."""
+        """Raise ValueError if the target is read before the last mark, or together with a parameter."""
         for node, stage in self.marked.stage_of.items():
-            if node not in self.judging:
+            if node not in self.loss_nodes:
                 continue
-            if stage < self.marked.stages - 1:
+            if stage < self.marked.stage_count - 1:
                 raise ValueError(
-                    f"stage {stage} reads the target ({node.name}); only what comes after the last boundary may. What "
-                    f"a stage reads of the batch is one of its inputs.{place_of(node)}"
+                    f"stage {stage} reads the target ({node.name}); only what comes after the last boundary may."
+                    f"{location_of(node)}"
                 )
-            for name in (self.params[read] for read in self.marked.reads(node) if read in self.params):
+            for name in (self.params[value] for value in self.marked.reads(node) if value in self.params):
                 raise ValueError(
-                    f"{node.name} reads the target and the parameter {name!r}: a loss(y, target) has no parameters. "
-                    f"Compute what needs them before the target comes in.{place_of(node)}"
+                    f"{node.name} reads the target and the parameter {name!r}. Apply the parameter before the target "
+                    f"comes in.{location_of(node)}"
                 )
 
     def _refuse_random_numbers_after_loss(self) -> None:
-        """The last stage draws its random numbers before the loss draws any, since it runs before the loss."""
-        for before, node in pairwise(node for node in self.marked.stage_of if draws_random(node)):
-            if before in self.judging and node not in self.judging:
+        """Raise ValueError if loss_fn draws random numbers for the loss before others of the last stage.
+
+        The stage runs before the loss and would draw first, so the numbers would be others than those of loss_fn.
+        """
+        for previous_node, node in pairwise(node for node in self.marked.stage_of if draws_random(node)):
+            if previous_node in self.loss_nodes and node not in self.loss_nodes:
                 raise ValueError(
-                    f"{before.name} draws random numbers for the loss, and {node.name} after it for what comes before "
-                    f"the loss; draw them in the other order.{place_of(before)}{place_of(node)}"
+                    f"{previous_node.name} draws random numbers for the loss, and {node.name} later for a stage. Draw "
+                    f"them in the other order.{location_of(previous_node)}{location_of(node)}"
                 )
 
-    def _part(self) -> Subgraph:
-        """The operations of the loss; what it receives is what the last stage hands on."""
+    def _loss_subgraph(self) -> Subgraph:
+        """Return the operations of the loss; the values that it receives are the output of the last stage."""
         results = [self.marked.value(node) for node in self.marked.graph.output_node().all_input_nodes]
-        own = {node for node in self.marked.graph.nodes if self._is_of_loss(node)}
-        part = Subgraph(self.marked, results, own, {}, self.target)
-        if not part.received:
+        local_nodes = {node for node in self.marked.graph.nodes if self._is_of_loss(node)}
+        subgraph = Subgraph(self.marked, results, local_nodes, {}, self.target)
+        if not subgraph.received:
             raise ValueError("the loss reads nothing that loss_fn computes from params and inputs: it trains nothing.")
-        return part
+        return subgraph
 
     def function(self, example: Any) -> Callable[[Any, Any], Any]:
-        """The loss as a function `loss(y, target)`; `example` is one of the target."""
+        """Return the loss as a function `loss(y, target)`; `example` is a target."""
         run = self.part.module(self.net.output).forward
-        of_target = list(self.part.batch.values())
-        of_y = [self.received.index(node) for node in self.part.received]
+        # The graph takes leaves of the target, then values of y; y has them in the order of the graph.
+        target_indices = list(self.part.batch.values())
+        output_indices = [self.received.index(node) for node in self.part.received]
         guard = BatchGuard(self.net, (*tree.leaves(self.net.inputs[1]), *self.part.received), example, "target")
 
         def loss(y: Any, target: Any) -> Any:
             targets, values = tree.leaves(target), tree.leaves(y)
-            received = [values[place] for place in of_y]
+            received = [values[index] for index in output_indices]
             guard.check(targets, received)
             with restored_on_error():
-                return run(*[targets[place] for place in of_target], *received)
+                return run(*[targets[index] for index in target_indices], *received)
 
         return loss
 
@@ -175,29 +187,33 @@ def from_loss(
     >>> model.inputs, model.ties, [list(stage) for stage in params]
     (('batch', ('batch', 0)), (((0, 'w'), (1, 'w')),), [['w'], []])
     """
+    # 1) Refuse what cannot be traced: other callables, examples without rows, modes of torch, odd modules.
     _check_function(loss_fn)
     check_batch(batch)
     _check_rows(batch)
-    refuse_odd_modes()
+    refuse_unsupported_modes()
     named = modules_of(loss_fn)
     for path, module in named:
-        refuse_wrapped(path, module)
+        refuse_unswappable_params(path, module)
+    # 2) Trace the whole function; `called` collects the modules that it calls without closing over them.
     names, spec = _names(params), tree.flatten(params)[1]
     paths, called = {module: path for path, module in named}, dict[nn.Module, str]()
     graph = trace_loss(_checked(loss_fn, reduction, aux), params, names, batch, paths, called)
     modules = called | paths
     leaves = dict(zip(names, tree.leaves(params), strict=True))
+    # 3) Split off the loss, and cut the rest at the marks.
     marked = MarkedGraph(graph)
-    behind = LossPart(marked)
+    loss_part = LossPart(marked)
     run_by = [(path, module) for module, path in modules.items()]
     tensors = NetTensors({}, frozenset(names))
-    cut = CutNet(marked, tensors, leaves, graph.inputs[0], batch[0], behind.result, run_by, behind.judging)
-    loss = behind.function(batch[1])
+    cut = CutNet(marked, tensors, leaves, graph.inputs[0], batch[0], loss_part.result, run_by, loss_part.loss_nodes)
+    loss = loss_part.function(batch[1])
     model = from_functions(cut.stages, loss, inputs=cut.inputs, ties=cut.ties, reduction=reduction, aux=aux)
     stages = tuple(
-        replace(stage, names=tuple((name,) for name in names), **run.remembering())
+        replace(stage, names=tuple((name,) for name in names), **run.state_fields())
         for stage, run, names in zip(model.stages, cut.stages, cut.owned, strict=True)
     )
+    # 4) Say of the model what its parameters are called, and which function computes the same uncut.
     function = LossFunction(partial(_called, loss_fn), autocast_eps(graph.module.graph))
     model = replace(
         model,
@@ -211,37 +227,34 @@ def from_loss(
 
 
 def _check_function(loss_fn: Any) -> None:
-    """A loss function takes params and a batch, and is no function that torch has, nor one that it has compiled."""
-    wanted = "from_loss takes a function loss_fn(params, batch)"
+    """Raise TypeError unless it is a function of params and a batch that torch has neither defined nor compiled."""
+    expected = "from_loss takes a function loss_fn(params, batch)"
     if isinstance(loss_fn, type) or not callable(loss_fn):
-        found = f"a class ({loss_fn.__name__})" if isinstance(loss_fn, type) else type(loss_fn).__name__
-        raise TypeError(f"{wanted}, found {found}.")
+        description = f"a class ({loss_fn.__name__})" if isinstance(loss_fn, type) else type(loss_fn).__name__
+        raise TypeError(f"{expected}, found {description}.")
     if is_compiled(loss_fn):
-        raise TypeError(f"{wanted}, found one that torch.compile made; hand in the function that it was made from.")
-    taken = odd_signature(loss_fn)
-    if taken is not None:
+        raise TypeError(f"{expected}, found one that torch.compile made; hand in the function that it was made from.")
+    parameters = unsuitable_signature(loss_fn)
+    if parameters is not None:
         hint = " A Sequential goes through fpipe.from_sequential." if isinstance(loss_fn, nn.Sequential) else ""
-        raise TypeError(f"{wanted}, its batch one pair (inputs, target); found one of {taken}.{hint}")
+        raise TypeError(f"{expected}, its batch one pair (inputs, target); found one of {parameters}.{hint}")
     # A partial that was handed a function, as torch.utils.checkpoint is, may call it.
-    inner: Any = loss_fn.func if isinstance(loss_fn, partial) and not loss_fn.args else loss_fn
-    home = type(inner) if isinstance(inner, nn.Module) else inner
+    plain_function: Any = loss_fn.func if isinstance(loss_fn, partial) and not loss_fn.args else loss_fn
+    home = type(plain_function) if isinstance(plain_function, nn.Module) else plain_function
     if (getattr(home, "__module__", None) or "").partition(".")[0] in ("torch", "builtins"):
-        name = getattr(home, "__name__", type(inner).__name__)
-        raise TypeError(
-            f"{wanted}, which computes the loss of a whole net; found {name}, a function of other things. Call it on "
-            "what the net gives and the target."
-        )
+        name = getattr(home, "__name__", type(plain_function).__name__)
+        raise TypeError(f"{expected}; found {name}, a loss of an output and a target. Call it inside such a function.")
 
 
 def _check_rows(batch: tuple[Any, Any]) -> None:
-    for word, half in zip(("inputs", "target"), batch, strict=True):
-        for place, leaf in tree.paths(half):
+    for batch_part, half in zip(("inputs", "target"), batch, strict=True):
+        for path, leaf in tree.paths(half):
             if isinstance(leaf, Tensor) and leaf.ndim and not len(leaf):
-                raise ValueError(f"{word}{place} has 0 rows; an example has at least one.")
+                raise ValueError(f"{batch_part}{path} has 0 rows; an example has at least one.")
 
 
 def _checked(loss_fn: Callable[[Any, Any], Any], reduction: Reduction, aux: bool) -> Callable[[Any, Any], Any]:
-    """The loss function, with a look at what it returns."""
+    """Wrap the loss function so that each call is checked to be pure and to return a loss."""
 
     def checked(params: Any, batch: Any) -> Any:
         with pure(loss_fn, "loss_fn", (params, batch), tracing=True):
@@ -254,22 +267,26 @@ def _checked(loss_fn: Callable[[Any, Any], Any], reduction: Reduction, aux: bool
 
 def _called(loss_fn: Callable[[Any, Any], Any], params: Any, batch: Any, key: int | None, microbatch: int) -> Any:
     """Call the function, drawing the random numbers that the stages draw for a microbatch."""
-    with nullcontext() if key is None else seeding(key, microbatch):
+    # A checkpoint calls modules again in the backward, when functional_call has put their own parameters back.
+    with nullcontext() if key is None else seed_stages(key, microbatch), without_checkpoints():
         return loss_fn(params, batch)
 
 
 def _names(params: Any) -> list[str]:
-    """The leaves by their places: blocks.0.weight, or as Python writes them where that says two."""
-    places = tree.paths(params)
-    for place, leaf in places:
+    """Return a name for each leaf: `blocks.0.weight`, or `['blocks'][0]['weight']` if two would have one name."""
+    paths_and_leaves = tree.paths(params)
+    for path, leaf in paths_and_leaves:
         if not isinstance(leaf, Tensor):
-            who = f"params{place} is a {type(leaf).__name__}"
             hint = " Of a module, hand in dict(net.named_parameters())." if isinstance(leaf, nn.Module) else ""
-            raise ValueError(f"{who}; parameters are tensors, and what else there is, close over.{hint}")
+            raise ValueError(
+                f"params{path} is a {type(leaf).__name__}; parameters are tensors, and what else there is, close over."
+                f"{hint}"
+            )
         if is_sharded(leaf):
             raise ValueError(
-                f"params{place} is a DTensor, of which no loss function is traced whole. from_sequential and "
+                f"params{path} is a DTensor, of which no loss function is traced whole. from_sequential and "
                 "from_functions take them."
             )
-    plain = [place.replace("['", ".").replace("[", ".").replace("']", "").replace("]", "")[1:] for place, _ in places]
-    return plain if len(set(plain)) == len(plain) and all(plain) else [place or "params" for place, _ in places]
+    paths = [path for path, _ in paths_and_leaves]
+    dotted = [path.replace("['", ".").replace("[", ".").replace("']", "").replace("]", "")[1:] for path in paths]
+    return dotted if len(set(dotted)) == len(dotted) and all(dotted) else [path or "params" for path in paths]

@@ -2,9 +2,9 @@
 
 net: wte, h.0 .. h.3, head        --> stages=2 -->        [wte h.0 h.1]  [h.2 h.3 head]
 
-Nothing is edited: `forward` is exported once by torch, and each of its operations runs in the stage of the module that
-it is in. What a stage reads of an earlier one is an edge of the dataflow, so skips need no words, and a parameter read
-in two stages is tied.
+The net's code stays unchanged: torch exports `forward` once, and each of its operations runs in the stage of the module
+that it is in. What a stage reads of an earlier one is an edge of the dataflow, so skips need no names, and a parameter
+read in two stages is tied.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from fpipe import tree
-from fpipe.limits import whole
+from fpipe.limits import check_whole_number
 from fpipe.meaning.from_functions import from_functions
-from fpipe.meaning.purity.ambient import refuse_odd_modes
+from fpipe.meaning.purity.ambient import refuse_unsupported_modes
 from fpipe.meaning.purity.fingerprint import Fingerprint
 from fpipe.meaning.single_device.microbatch import cut as cut_rows
-from fpipe.meaning.single_device.params_and_state import check_batch, padding_words
-from fpipe.meaning.stages.outputs import in_words
+from fpipe.meaning.single_device.params_and_state import check_batch, describe_padding
+from fpipe.meaning.stages.outputs import with_rows_named
 from fpipe.model import LossFunction, Model, Reduction, Stage
 from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.cut_net import CutNet, CutReport, with_untrained
-from fpipe.models.cutting.marked_graph import MarkedGraph, draws_random, is_read
+from fpipe.models.cutting.marked_graph import MarkedGraph, draws_random, reads_written_buffer
 from fpipe.models.cutting.place_cuts import as_exchange, place_cuts
-from fpipe.models.tracing.contexts import autocast_eps
-from fpipe.models.tracing.module_calls import NetFunction
-from fpipe.models.tracing.net_graph import NetGraph, read_graph, tensors_of
-from fpipe.models.tracing.opaque import Exported, export_around
+from fpipe.models.exporting.module_calls import NetFunction
+from fpipe.models.exporting.net_graph import NetGraph, read_graph, tensors_of
+from fpipe.models.exporting.node_contexts import autocast_eps
+from fpipe.models.exporting.opaque_modules import Exported, export_with_opaque_modules
 from fpipe.timing.costs import Costs
 
 Params = tuple[dict[str, Tensor], ...]
@@ -104,50 +104,59 @@ def from_module(
     >>> [stage.name for stage in model.stages]
     ['blocks.0, blocks.1', 'blocks.2, blocks.3']
     """
+    # 1) Check what was asked for. Cut only at collectives, a net is one stage but for these.
     stages = 1 if cut_collectives and stages is None and cuts is None else stages
     net = _checked(net, stages, cuts, costs)
-    refuse_odd_modes()
+    refuse_unsupported_modes()
     batch = _batch(example, loss)
     if microbatches is not None:
-        batch = cut_rows(batch, 0, whole("microbatches", microbatches))[0]
-    exported = Exported(net) if isinstance(net, ExportedProgram) else export_around(net, batch[0])
+        batch = cut_rows(batch, 0, check_whole_number("microbatches", microbatches))[0]
+    # 2) Export the net as one flat graph, and put marks where stages end.
+    exported = Exported(net) if isinstance(net, ExportedProgram) else export_with_opaque_modules(net, batch[0])
     tensors = tensors_of(net, exported.program)
     graph = read_graph(exported.program, tensors)
     try:
-        placed = place_cuts(graph.module.graph, graph.params, stages, cuts, costs, cut_collectives)
+        plan = place_cuts(graph.module.graph, graph.params, stages, cuts, costs, cut_collectives)
     except ValueError as error:
-        raise ValueError(" ".join([str(error), *exported.words])) from None
-    if exported.words:
-        warnings.warn("\n".join(exported.words), stacklevel=2)
+        raise ValueError(" ".join([str(error), *exported.explanations])) from None
+    if exported.explanations:
+        warnings.warn("\n".join(exported.explanations), stacklevel=2)
     modules = [*net.named_modules()] if isinstance(net, nn.Module) else []
     result = graph.output if loss is not None else _loss_of(graph.output)
     if reduction == "mean":
         _warn_of_padding(graph, loss, batch)
+    # 3) Cut the graph at the marks into stage functions, and make a model of them.
     marked = MarkedGraph(graph)
     tensors = with_untrained(marked, tensors)
-    leaves = {name: tensors.now(name) for name in graph.params.values()}
+    leaves = {name: tensors.current_tensor(name) for name in graph.params.values()}
     cut = CutNet(marked, tensors, leaves, _inputs(graph, batch[0]), batch[0], result, modules)
     if microbatches is None:
         _warn_of_fixed_rows(cut.guard)
     model = from_functions(cut.stages, loss, inputs=cut.inputs, ties=cut.ties, reduction=reduction, aux=aux)
+    # 4) Give the stages their names and those of their parameters; a stage that is a collective becomes an exchange.
     names = ([tensors.names(name) for name in cut.readers if (name,) in run.names] for run in cut.stages)
     stages_of = [
-        replace(stage, name=word, names=tuple(leaves), **run.remembering())
-        for stage, run, word, leaves in zip(model.stages, cut.stages, placed.words, names, strict=True)
+        replace(stage, name=module_words, names=tuple(leaf_names), **run.state_fields())
+        for stage, run, module_words, leaf_names in zip(model.stages, cut.stages, plan.module_words, names, strict=True)
     ]
-    for number, function in placed.exchanges.items():
+    for number, function in plan.exchanges.items():
         stages_of[number] = as_exchange(stages_of[number], function)
-    held = Fingerprint([loss], modules)
+    fingerprint = Fingerprint([loss], modules)
     frozen = frozenset(
-        (stage, name) for stage, own in enumerate(cut.owned) for name in own if name in tensors.untrained
+        (stage, name) for stage, owned in enumerate(cut.owned) for name in owned if name in tensors.untrained
     )
-    report = CutReport(cut, placed.words)
-    leaf_order = tuple(name for name, first in tensors.first.items() if name == first and name in leaves)
-    model = replace(model, stages=tuple(stages_of), report=report, held=held, frozen=frozen, leaf_order=leaf_order)
-    params = tuple({name: leaves[name].detach() for name in own} for own in cut.owned)
+    report = CutReport(cut, plan.module_words)
+    leaf_order = tuple(
+        name for name, canonical_name in tensors.canonical_names.items() if name == canonical_name and name in leaves
+    )
+    model = replace(
+        model, stages=tuple(stages_of), report=report, held=fingerprint, frozen=frozen, leaf_order=leaf_order
+    )
+    params = tuple({name: leaves[name].detach() for name in owned} for owned in cut.owned)
     state = tuple(run.state() for run in cut.stages)
+    # 5) Note how the model was made: the function that computes the same uncut, and how another net is cut alike.
     if isinstance(net, nn.Module):
-        how: Any = {
+        arguments: Any = {
             "example": batch,
             "microbatches": 1,
             "loss": loss,
@@ -157,34 +166,35 @@ def from_module(
             "aux": aux,
             "cut_collectives": cut_collectives,
         }
-        # The net cannot draw as stages do that begin at a collective.
-        draws_elsewhere = placed.exchanges and any(map(draws_random, marked.stage_of))
-        if not draws_elsewhere and not any(map(is_read, cut.written)):
-            function = NetFunction(net, loss or _loss_of, placed.ends)
+        # Each stage seeds torch where it begins. The whole net is seeded where its blocks are, and so cannot draw
+        # the numbers of stages that begin at a collective, in the middle of a block.
+        draws_elsewhere = plan.exchanges and any(map(draws_random, marked.stage_of))
+        if not draws_elsewhere and not any(map(reads_written_buffer, cut.written_buffers)):
+            function = NetFunction(net, loss or _loss_of, plan.last_calls)
             eps = autocast_eps(graph.module.graph)
             model = replace(model, function=LossFunction(function, eps, graph.who, graph.door))
-        held.trace_again(model, lambda: from_module(net, stages, **how)[0])
-        again: Any = how | {"cuts": [call.path for call in placed.ends], "costs": None}
-        written = [run.holds for run in cut.stages]
-        held.cut_from(net, lambda other: _reading(from_module(other, **again)[0], written))
+        fingerprint.set_recut(model, lambda: from_module(net, stages, **arguments)[0])
+        same_cuts: Any = arguments | {"cuts": [call.path for call in plan.last_calls], "costs": None}
+        state_names = [run.state_names for run in cut.stages]
+        fingerprint.set_source(net, lambda new_net: _with_state(from_module(new_net, **same_cuts)[0], state_names))
     return model, params, state
 
 
 def _checked(net: Any, stages: Any, cuts: Any, costs: Any) -> nn.Module | ExportedProgram:
-    """The net; refuse what cannot be asked for."""
+    """Return the net; raise TypeError or ValueError for arguments that do not go together."""
     if isinstance(net, type) or not isinstance(net, nn.Module | ExportedProgram):
-        found = f"the class {net.__name__}; make one" if isinstance(net, type) else type(net).__name__
-        raise TypeError(f"from_module takes an nn.Module, or what torch.export made; found {found}.")
+        description = f"the class {net.__name__}; make one" if isinstance(net, type) else type(net).__name__
+        raise TypeError(f"from_module takes an nn.Module, or what torch.export made; found {description}.")
     if stages is not None:
-        whole("stages", stages)
+        check_whole_number("stages", stages)
     if stages is None and cuts is None:
         raise ValueError("say how many stages, or cuts=[...] with the modules after which they end.")
     listed = isinstance(cuts, Sequence) and not isinstance(cuts, str)
     if cuts is not None and not (listed and all(isinstance(path, str) for path in cuts)):
         raise ValueError(f"cuts lists the paths of modules, as in ['encoder.layer.3']; found {cuts!r}.")
     if costs is not None and not isinstance(costs, Mapping | Costs):
-        found = type(costs).__name__
-        raise ValueError(f"costs has a number for each block by its path, or is fpipe.Costs; found {found}.")
+        description = type(costs).__name__
+        raise ValueError(f"costs has a number for each block by its path, or is fpipe.Costs; found {description}.")
     if costs is not None and cuts is not None:
         raise ValueError("costs= balances stages, and cuts= says where they end; leave one of the two out.")
     return net
@@ -195,7 +205,7 @@ def _batch(example: Any, loss: Any) -> tuple[Any, Any]:
         example = (example, None)
     if not isinstance(example, tuple | list) or len(example) != 2:  # pyright: ignore[reportUnknownArgumentType]
         raise ValueError(
-            "example is a batch (inputs, target), inputs a dict of keywords, a tuple of arguments or the one argument; "
+            "example is a batch (inputs, target), its inputs a dict, a tuple or the one argument; "
             f"found {type(example).__name__}."  # pyright: ignore[reportUnknownArgumentType]
         )
     inputs, target = example  # pyright: ignore[reportUnknownVariableType]
@@ -204,31 +214,31 @@ def _batch(example: Any, loss: Any) -> tuple[Any, Any]:
         raise ValueError("the example has no target for loss=; hand in example=(inputs, target).")
     if loss is None and target is not None:
         raise ValueError(
-            "without loss= the net computes the loss of its inputs, labels among them, and nobody reads the target: "
-            "hand in example=(inputs, None), or say loss=."
+            "without loss= the net computes the loss, and the target is not read. Hand in example=(inputs, None), "
+            "or say loss=."
         )
     if not any(isinstance(leaf, Tensor) for leaf in tree.leaves(inputs)):
         raise ValueError("the inputs of the example have no tensor.")
     return inputs, target
 
 
-def _reading(model: Model, names: Sequence[Sequence[str]]) -> Model:
-    """Let the stages of a model just cut read these buffers from the state, besides those that they write."""
+def _with_state(model: Model, names_by_stage: Sequence[Sequence[str]]) -> Model:
+    """Let the stages of a model that was just cut take and return these buffers as state."""
     stages: list[Stage] = []
-    for stage, held in zip(model.stages, names, strict=True):
+    for stage, names in zip(model.stages, names_by_stage, strict=True):
         run: Any = stage.forward
-        if held:
-            run.read_state(held)
-        stages.append(replace(stage, **run.remembering()) if held else stage)
+        if names:
+            run.return_state(names)
+        stages.append(replace(stage, **run.state_fields()) if names else stage)
     return replace(model, stages=tuple(stages))
 
 
 def _warn_of_fixed_rows(guard: BatchGuard) -> None:
-    """Say that steps have to have the example's rows in each microbatch."""
+    """Warn if the trace has fixed the number of rows, so that each microbatch must have as many."""
     if (fixed := guard.fixed_rows()) is not None:
-        place, rows = fixed
+        path, rows = fixed
         warnings.warn(
-            f"the net fixes the {rows} rows of {place}, as len(x) and list(x) do (x.shape[0] leaves them open): it "
+            f"the net fixes the {rows} rows of {path}, as len(x) and list(x) do (x.shape[0] leaves them open): it "
             f"runs in microbatches of {rows} rows only. Say microbatches=m to trace the first of m microbatches of the "
             "example, or microbatches=1 if the example is one.",
             stacklevel=3,
@@ -236,11 +246,12 @@ def _warn_of_fixed_rows(guard: BatchGuard) -> None:
 
 
 def _warn_of_padding(graph: NetGraph, loss: Callable[[Any, Any], Any] | None, batch: tuple[Any, Any]) -> None:
-    """Warn of labels that the loss ignores, by its own word or by that of the net's cross entropy."""
+    """Warn of labels that the loss, or the net's cross entropy, ignores by its ignore_index."""
+    # Under a mean over each microbatch, microbatches with fewer labels that count would weigh as much as others.
     losses = [node for node in graph.module.graph.nodes if node.target in _CROSS_ENTROPIES and len(node.args) > 4]
-    words = padding_words(loss, batch, losses[0].args[4] if loss is None and losses else None)  # its ignore_index
-    if words:
-        warnings.warn(words, stacklevel=3)
+    message = describe_padding(loss, batch, losses[0].args[4] if loss is None and losses else None)  # its ignore_index
+    if message:
+        warnings.warn(message, stacklevel=3)
 
 
 _CROSS_ENTROPIES: Any = (torch.ops.aten.cross_entropy_loss.default, torch.ops.aten.nll_loss_nd.default)
@@ -254,22 +265,26 @@ def _inputs(graph: NetGraph, inputs: Any) -> Any:
 
 
 def _loss_of(output: Any, target: Any = None) -> Any:
-    """Return the loss in a net's output: what is called so, or the only number."""
-    entry: Any = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    """Return the loss in a net's output: the value called "loss", or the only number."""
+    named_loss: Any = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     numbers = [leaf for leaf in tree.leaves(output) if _shape(leaf) == ()]
-    loss: Any = entry if entry is not None else numbers[0] if len(numbers) == 1 else output
+    loss: Any = named_loss if named_loss is not None else numbers[0] if len(numbers) == 1 else output
     shape = _shape(loss)
     if shape != ():
         kind = f"{type(output).__name__} with {len(numbers)} numbers in it"
-        kind = kind if shape is None else f"a tensor of shape {in_words(shape)}, to be reduced, for instance by .mean()"
+        kind = (
+            kind
+            if shape is None
+            else f"a tensor of shape {with_rows_named(shape)}, to be reduced, for instance by .mean()"
+        )
         raise ValueError(
-            "without loss= the net returns the loss: as .loss, as its entry 'loss', or as the one number among floats; "
+            "without loss= the net returns the loss as .loss, as ['loss'], or as the one number; "
             f"found {kind}. Hand in labels= among the inputs, or say loss=."
         )
     return loss
 
 
 def _shape(leaf: Any) -> tuple[Any, ...] | None:
-    """The shape of a tensor of floats, or of a node that stands for one."""
+    """Return the shape of a tensor of floats, or of a node that stands for one; None for other values."""
     value = leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf
     return tuple(value.shape) if isinstance(value, Tensor) and value.is_floating_point() else None

@@ -1,8 +1,8 @@
-"""Make a model from an nn.Sequential: pure stage functions over the modules it has, which stay as they are.
+"""Make a model from an nn.Sequential: its children, unchanged, become pure stage functions.
 
     Sequential(0: Linear, 1: Tanh, 2: Linear)     --> stages=2 -->     f0(params, x) = 1(0(x))    f1(params, x) = 2(x)
 
-The parameters that train are handed out as detached aliases, so an optimizer that writes them trains the module. Frozen
+The parameters that train are returned as detached aliases, so an optimizer that writes them trains the module. Frozen
 parameters, and buffers that no stage mutates, are constants: a stage reads the module's own at each call.
 """
 
@@ -17,16 +17,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from fpipe.meaning.from_functions import from_functions
-from fpipe.meaning.purity.fingerprint import Fingerprint, refuse_net
-from fpipe.meaning.purity.own_memory import memory
+from fpipe.meaning.purity.fingerprint import Fingerprint, refuse_unsupported_net
+from fpipe.meaning.purity.write_guard import storage_key
 from fpipe.model import Model, Reduction
 from fpipe.models.modules.skips import plan_skips
 from fpipe.models.modules.stage_module import StageModule
 from fpipe.models.modules.written_buffers import written_buffers
-from fpipe.models.parameters.load import HandedOut
+from fpipe.models.parameters.load import ParamAddresses
 from fpipe.positional_stage import Names
 from fpipe.timing.balance import balance
-from fpipe.torch_internals import held_by, hooks_of
+from fpipe.torch_internals import direct_members, hooks_of
 
 Params = tuple[dict[str, Tensor], ...]
 Leaf = dict[int, tuple[str, ...]]
@@ -34,25 +34,30 @@ Leaf = dict[int, tuple[str, ...]]
 
 
 def _share_locks(runs: Sequence[StageModule]) -> None:
-    """Let stages with a module in common take turns, unless it has state, which would be in two stages."""
-    homes: dict[int, StageModule] = {}
-    written = {id(getattr(owner, name)): (path, owner, name) for run in runs for path, owner, name in run.held}
-    for path, owner, name in (place for run in runs for place in (*run.held, *run.read)):
-        first, *place = written.get(id(getattr(owner, name)), (path, owner, name))
-        if place != [owner, name]:
+    """Let stages with a module in common share a lock; raise ValueError if that module has state.
+
+    A call swaps the module's parameters, so only one of the stages may run at a time. State is one tensor of one stage.
+    """
+    first_stages: dict[int, StageModule] = {}
+    written_owners = {
+        id(getattr(owner, name)): (path, owner, name) for run in runs for path, owner, name in run.state_owners
+    }
+    for path, owner, name in (tensor for run in runs for tensor in (*run.state_owners, *run.constant_owners)):
+        first_path, *tensor = written_owners.get(id(getattr(owner, name)), (path, owner, name))
+        if tensor != [owner, name]:
             raise ValueError(
-                f"buffers {first!r} and {path!r} are one tensor, which the first's module writes; give each its own."
+                f"buffers {first_path!r} and {path!r} are one tensor, and the first is written; give each its own."
             )
     for run in runs:
         for path, module in run.modules:
-            first = homes.setdefault(id(module), run)
-            if first is not run and any(module is owner for _, owner, _ in run.held):
+            first_stage = first_stages.setdefault(id(module), run)
+            if first_stage is not run and any(module is owner for _, owner, _ in run.state_owners):
                 raise ValueError(
-                    f"module {path!r} ({type(module).__name__}) stands in stages {first.number} and {run.number}, and "
-                    "what it remembers would be in both; choose sizes= that keep it in one."
+                    f"module {path!r} ({type(module).__name__}) with state stands in stages {first_stage.number} and "
+                    f"{run.number}; choose sizes= that keep it in one."
                 )
-            if first is not run and any(True for _ in module.parameters()):
-                run.lock = first.lock
+            if first_stage is not run and any(True for _ in module.parameters()):
+                run.lock = first_stage.lock
 
 
 def from_sequential(
@@ -102,42 +107,49 @@ def from_sequential(
     >>> [list(stage) for stage in params]
     [['0.weight', '0.bias'], ['2.weight', '2.bias']]
     """
+    # 1) Cut the list of children, which has a module several times if it stands in several places.
     net = _checked(net)
-    children = [*held_by(net).children.items()]  # one that stands in several places as often as it does
+    children = [*direct_members(net).children.items()]
     ends = list(accumulate(_sizes(net, stages, sizes)))
     groups = [dict(children[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
     leaves = _leaves_of(net, groups)
     _check_state(net, state)
+    # 2) Make a function of each group, with the names of its parameters and the skips that it stashes and pops.
     skips, inputs = plan_skips(groups)
-    skips[0] = skips[0]._replace(keywords=keywords)
+    skips[0] = skips[0]._replace(inputs_are_keywords=keywords)
     runs = [
         StageModule(number, group, _names_in(leaves, number), skips[number], state)
         for number, group in enumerate(groups)
     ]
-    ties = tuple(tuple((number, own[0]) for number, own in leaf.items()) for leaf in leaves.values() if len(leaf) > 1)
+    ties = tuple(
+        tuple((number, names[0]) for number, names in leaf.items()) for leaf in leaves.values() if len(leaf) > 1
+    )
     model = from_functions(runs, loss, inputs=inputs, ties=ties, reduction=reduction, aux=aux)
+    # 3) Find the buffers that the stages mutate, which becomes their state, before parameters are bound to stages.
     if example is not None:
-        for run, written in zip(runs, written_buffers(runs, model, example), strict=True):
-            run.remember([*run.state_of, *written])
+        for run, written_names in zip(runs, written_buffers(runs, model, example), strict=True):
+            run.set_state([*run.named_state, *written_names])
     _share_locks(runs)
     params = tuple(_hand_out(run, leaves) for run in runs)
     order = tuple(leaf[min(leaf)][0] for leaf in leaves.values())
     stages_of = tuple(
-        replace(stage, forward=run, name=", ".join(group), names=run.names, within=run.within, **run.remembering())
+        replace(stage, forward=run, name=", ".join(group), names=run.names, within=run.within, **run.state_fields())
         for stage, run, group in zip(model.stages, runs, groups, strict=True)
     )
-    held = Fingerprint([loss], [*net.named_modules()])
-    model = replace(model, stages=stages_of, leaf_order=order, held=held)
+    # 4) Note how the model was made, so that another net, such as the whole net in a comparison, is cut alike.
+    fingerprint = Fingerprint([loss], [*net.named_modules()])
+    model = replace(model, stages=stages_of, leaf_order=order, held=fingerprint)
     states = tuple(run.state() for run in runs)
-    again: Any = {"loss": loss, "reduction": reduction, "aux": aux, "keywords": keywords, "sizes": [*map(len, groups)]}
-    again["state"] = [name for state in states for name in state]
-    held.cut_from(net, lambda other: from_sequential(other, **again)[0])
+    arguments: Any = {"loss": loss, "reduction": reduction, "aux": aux, "keywords": keywords}
+    arguments |= {"sizes": [*map(len, groups)], "state": [name for state in states for name in state]}
+    fingerprint.set_source(net, lambda other_net: from_sequential(other_net, **arguments)[0])
     return model, params, states
 
 
 def _leaves_of(net: nn.Module, groups: Sequence[Mapping[str, nn.Module]]) -> dict[Tensor, Leaf]:
     """Return the names of each parameter that trains, by stage, in the order of `named_parameters()`."""
     stage_of = {name: number for number, group in enumerate(groups) for name in group}
+    # remove_duplicate=False lists each name of a tied parameter; the tensor itself is the key that joins them.
     leaves: dict[Tensor, Leaf] = {}
     for name, parameter in net.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
@@ -152,9 +164,9 @@ def _names_in(leaves: Mapping[Tensor, Leaf], stage: int) -> Names:
 
 
 def _hand_out(run: StageModule, leaves: Mapping[Tensor, Leaf]) -> dict[str, Tensor]:
-    """Return the parameters that live in a stage as detached aliases, and let the stage remember them."""
+    """Return the parameters that live in a stage as detached aliases, and note their addresses in the stage."""
     owned = {leaf[run.number][0]: tensor for tensor, leaf in leaves.items() if min(leaf) == run.number}
-    run.handed_out = HandedOut(owned, [module for _, module in run.modules])
+    run.param_addresses = ParamAddresses(owned, [module for _, module in run.modules])
     return {name: tensor.detach() for name, tensor in owned.items()}
 
 
@@ -174,8 +186,8 @@ def _sizes(net: nn.Sequential, stages: int | None, sizes: Sequence[int] | None) 
         try:
             sizes = [*map(index, sizes)]
         except TypeError:
-            wanted = "sizes lists whole numbers, the children of each stage, as in [2, 1]"
-            raise ValueError(f"{wanted}; found {sizes!r}.") from None
+            expected = "sizes lists whole numbers, the children of each stage, as in [2, 1]"
+            raise ValueError(f"{expected}; found {sizes!r}.") from None
         if stages not in (None, len(sizes)):
             raise ValueError(f"stages={stages}, but sizes={list(sizes)} are {len(sizes)} stages; say one of the two.")
         if min(sizes, default=0) < 1 or sum(sizes) != len(net):
@@ -187,42 +199,41 @@ def _sizes(net: nn.Sequential, stages: int | None, sizes: Sequence[int] | None) 
         raise ValueError("say the number of stages, or sizes= with the number of children in each.")
     if not 1 <= stages <= len(net):
         raise ValueError(f"{len(net)} children make at most {len(net)} stages and at least one, found stages={stages}.")
+    # Without sizes, the stages are balanced by the bytes of their parameters: nothing has run that could be timed.
     bytes_of = [sum(p.numel() * p.element_size() for p in child.parameters()) for child in net]
     return balance(bytes_of, stages)
 
 
 def _checked(net: Any) -> nn.Sequential:
-    """Return the net; raise ValueError for one that stages cannot stand for."""
+    """Return the net; raise ValueError if stages cannot compute the same as its forward."""
     if not isinstance(net, nn.Sequential) or type(net).forward is not nn.Sequential.forward or "forward" in vars(net):
         if isinstance(net, nn.ModuleList | list | tuple):
-            way = "Put the modules into one: nn.Sequential(*modules)."
+            reason = "Put the modules into one: nn.Sequential(*modules)."
         else:
-            way = (
-                "Write it as nn.Sequential(...) of its parts; or hand from_loss a function that computes the loss with "
-                "fpipe.boundary where a stage ends, or from_functions a function f(params, x) for each stage."
+            reason = (
+                "Write it as nn.Sequential(...) of its parts, or use fpipe.from_module, from_loss or from_functions."
             )
         raise ValueError(
-            f"from_sequential cuts an nn.Sequential with its own forward, found {type(net).__name__}. {way}"
+            f"from_sequential cuts an nn.Sequential with its own forward, found {type(net).__name__}. {reason}"
         )
-    refuse_net(net)
+    refuse_unsupported_net(net)
     if hooks_of(net):
         raise ValueError(
-            "the Sequential itself has hooks; stages call its children and never the whole, so nobody would run them. "
-            "Remove them, or register them on the children."
+            "the Sequential itself has hooks, which no stage would run. Remove them, or register them on the children."
         )
     for name, _ in (*net.named_parameters(recurse=False), *net.named_buffers(recurse=False)):
-        raise ValueError(f"{name!r} belongs to the Sequential itself and to none of its children, so to no stage.")
+        raise ValueError(f"{name!r} belongs to the Sequential itself; move it into one of its children.")
     return net
 
 
 def _refuse_shared_storage(leaves: Mapping[Tensor, Leaf]) -> None:
-    """Raise ValueError for a storage that two stages train as two parameters."""
-    homes: dict[Any, tuple[int, str]] = {}
+    """Raise ValueError if two stages train one storage as two parameters, whose gradients would not be added."""
+    first_by_storage: dict[Any, tuple[int, str]] = {}
     for tensor, leaf in leaves.items():
-        here, (name, *_) = next(iter(leaf.items()))
-        there, first = homes.setdefault(memory(tensor), (here, name))
-        if here != there:
+        stage, (name, *_) = next(iter(leaf.items()))
+        first_stage, first_name = first_by_storage.setdefault(storage_key(tensor), (stage, name))
+        if stage != first_stage:
             raise ValueError(
-                f"{first!r} in stage {there} and {name!r} in stage {here} share a storage, but are two parameters; "
-                "make them one, or choose sizes= that keep them in one stage."
+                f"{first_name!r} in stage {first_stage} and {name!r} in stage {stage} share a storage, but are two "
+                "parameters; make them one, or keep them in one stage by sizes=."
             )

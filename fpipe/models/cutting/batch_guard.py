@@ -12,110 +12,124 @@ from typing import Any
 from torch import Tensor, fx
 
 from fpipe import tree
-from fpipe.meaning.stages.outputs import in_words
-from fpipe.models.tracing.net_graph import NetGraph
-from fpipe.models.tracing.places import open_sizes
+from fpipe.meaning.stages.outputs import with_rows_named
+from fpipe.models.exporting.net_graph import NetGraph
+from fpipe.models.exporting.source_locations import open_sizes
 
 
 class BatchGuard:
-    """Refuse a batch that the trace of the example is not valid for.
+    """A check of the inputs, or of the target, against the sizes, dtypes and numbers that a trace has fixed.
 
     Args:
         net: the graph of what was traced.
-        values: of this graph the placeholders of a half of the batch, then the values that come with it.
-        example: the inputs, or the target, of the example, and `word`, which of the two errors say.
+        values: its placeholders for this half of the batch, then the values that are passed along with it.
+        example: this half of the example batch.
+        batch_part: "inputs" or "target", for errors.
     """
 
-    def __init__(self, net: NetGraph, values: Sequence[Any], example: Any, word: str) -> None:
+    def __init__(self, net: NetGraph, values: Sequence[Any], example: Any, batch_part: str) -> None:
         self.who, self.door, self.guards = net.who, net.door, net.guards
-        # For each value the dimensions that the trace leaves open, as expressions; a symbol is one number throughout.
+        # For each value a dict from dimension to the expression of its size, such as {0: 2*s0}, for the dimensions that
+        # the trace leaves open. A symbol stands for one number in the inputs and the target alike.
         self.sizes = [open_sizes(value) if isinstance(value, fx.Node) else {} for value in values]
-        self.whole, self.word = tree.tree_map(type, example), word
-        self.example = [(word + place, leaf) for place, leaf in tree.paths(example)]
-        self.known: set[tuple[Any, ...]] = set()
+        self.structure, self.batch_part = tree.tree_map(type, example), batch_part
+        self.example = [(batch_part + path, leaf) for path, leaf in tree.paths(example)]
+        # Sizes and guards are sympy expressions, too slow for each step. A signature that has passed passes again.
+        self.accepted_shapes: set[tuple[Any, ...]] = set()
 
     def fixed_rows(self) -> tuple[str, int] | None:
-        """Place and rows of the first leaf that has as many rows as the batch, of which the trace leaves none open."""
+        """Return path and rows of the first leaf with as many rows as the batch whose number the trace has fixed."""
         leaves = [
-            (place, len(leaf), sizes)
-            for (place, leaf), sizes in zip(self.example, self.sizes, strict=False)
+            (path, len(leaf), sizes)
+            for (path, leaf), sizes in zip(self.example, self.sizes, strict=False)
             if isinstance(leaf, Tensor) and leaf.ndim
         ]
-        return next(((place, rows) for place, rows, sizes in leaves if 0 not in sizes and rows == leaves[0][1]), None)
+        return next(((path, rows) for path, rows, sizes in leaves if 0 not in sizes and rows == leaves[0][1]), None)
 
-    def ordered(self, found: Any) -> Any:
-        """The inputs with their dicts in the example's order, by which leaves are told."""
-        odd = tree.misfit(self.whole, found)
-        if odd is not None:
-            place, wanted, here = odd
-            raise ValueError(f"{self.word}{place} was {wanted} when {self.who} was traced, found {here}.")
-        return tree.like(self.whole, found)
+    def in_example_order(self, inputs: Any) -> Any:
+        """Return the inputs with their dicts in the example's order, in which the graph takes the leaves."""
+        mismatch = tree.find_mismatch(self.structure, inputs)
+        if mismatch is not None:
+            path, expected, actual = mismatch
+            raise ValueError(f"{self.batch_part}{path} was {expected} when {self.who} was traced, found {actual}.")
+        return tree.in_order_of(self.structure, inputs)
 
-    def check(self, leaves: list[Any], others: Sequence[Any] = ()) -> None:
-        """A ValueError unless dtypes, and sizes but the rows, are the example's, and what was decided by rows holds."""
-        shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in (*leaves, *others))
-        if shapes in self.known:
+    def check(self, leaves: list[Any], extra_values: Sequence[Any] = ()) -> None:
+        """Raise ValueError unless the trace is valid for these leaves.
+
+        Dtypes, numbers and all sizes but the open ones must be the example's, and the guards, which are the comparisons
+        of open sizes that decided a branch, must hold.
+        """
+        shapes = tuple(
+            (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in (*leaves, *extra_values)
+        )
+        if shapes in self.accepted_shapes:
             return
-        for (place, example), sizes, leaf in zip(self.example, self.sizes, leaves, strict=False):
+        for (path, example), sizes, leaf in zip(self.example, self.sizes, leaves, strict=False):
             if isinstance(example, Tensor):
-                self._check_tensor(place, example, sizes, leaf)
+                self._check_tensor(path, example, sizes, leaf)
             elif leaf != example:
-                way_out = (
+                hint = (
                     f" A number that changes goes in as torch.tensor({leaf!r})."
                     if isinstance(leaf, int | float) and not isinstance(leaf, bool)
                     else ""
                 )
-                raise ValueError(f"{place} was {example!r} when {self.who} was traced, found {leaf!r}.{way_out}")
-        self._check_open(leaves, others)
-        self.known.add(shapes)
+                raise ValueError(f"{path} was {example!r} when {self.who} was traced, found {leaf!r}.{hint}")
+        self._check_open_sizes(leaves, extra_values)
+        self.accepted_shapes.add(shapes)
 
-    def _check_tensor(self, place: str, example: Tensor, sizes: Mapping[int, Any], leaf: Any) -> None:
+    def _check_tensor(self, path: str, example: Tensor, sizes: Mapping[int, Any], leaf: Any) -> None:
         def fixed(shape: Sequence[int]) -> list[int | None]:
             return [None if dim in sizes else size for dim, size in enumerate(shape)]
 
         if not isinstance(leaf, Tensor) or fixed(leaf.shape) != fixed(example.shape):
-            found = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
-            none = (
+            actual = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+            no_open_rows = (
                 "it is none of those whose rows may differ. Say Replicate() if microbatches take it whole; if not, "
                 "take an example with as many rows as a microbatch has, or ask x.shape[0] for its rows, which len(x) "
                 "and list(x) fix."
             )
             raise ValueError(
-                f"{place} was {tuple(example.shape)} when {self.who} was traced, found {found}: "
-                f"{'only rows may differ.' if 0 in sizes else none} Call {self.door} again for another shape."
+                f"{path} was {tuple(example.shape)} when {self.who} was traced, found {actual}: "
+                f"{'only rows may differ.' if 0 in sizes else no_open_rows} Call {self.door} again for another shape."
             )
         if leaf.dtype != example.dtype:
-            traced, found = (str(tensor.dtype).removeprefix("torch.") for tensor in (example, leaf))
+            traced_dtype, actual_dtype = (str(tensor.dtype).removeprefix("torch.") for tensor in (example, leaf))
             raise ValueError(
-                f"{place} was {traced} when {self.who} was traced, found {found}. Cast it, or call {self.door} "
-                "again for another dtype."
+                f"{path} was {traced_dtype} when {self.who} was traced, found {actual_dtype}. Cast it, or call "
+                f"{self.door} again for another dtype."
             )
 
-    def _check_open(self, leaves: Sequence[Any], others: Sequence[Any]) -> None:
-        """Check that what the trace left open is one number for each symbol, and that the guards hold."""
-        count = len(self.example)
-        placed = (
-            *zip(self.sizes[count:], others, repeat("the last stage's output")),
-            *zip(self.sizes, leaves, (place for place, _ in self.example), strict=False),
+    def _check_open_sizes(self, leaves: Sequence[Any], extra_values: Sequence[Any]) -> None:
+        """Check that each symbol of the trace is one number, and that the guards hold for these numbers."""
+        # 1) Solve for the symbols. An open size is an expression such as s0 or 2*s0; those that are a bare symbol say
+        #    its number, the first leaf in order last, so that it wins.
+        named_values = (
+            *zip(self.sizes[len(self.example) :], extra_values, repeat("the last stage's output")),
+            *zip(self.sizes, leaves, (path for path, _ in self.example), strict=False),
         )
-        found = [(expr, value.shape[dim], place) for each, value, place in placed for dim, expr in each.items()]
-        of = {expr: (size, place) for expr, size, place in reversed(found) if expr.is_Symbol}
-        numbers = {symbol: size for symbol, (size, _) in of.items()}
-        for expr, size, place in found:
-            if expr.free_symbols <= numbers.keys() and (expected := expr.subs(numbers)) != size:
-                other, home = of[min(expr.free_symbols, key=str)]
+        open_dims = [
+            (expr, value.shape[dim], path) for sizes, value, path in named_values for dim, expr in sizes.items()
+        ]
+        size_and_path = {expr: (size, path) for expr, size, path in reversed(open_dims) if expr.is_Symbol}
+        size_by_symbol = {symbol: size for symbol, (size, _) in size_and_path.items()}
+        # 2) Every other size must be what its expression then gives.
+        for expr, size, path in open_dims:
+            if expr.free_symbols <= size_by_symbol.keys() and (expected := expr.subs(size_by_symbol)) != size:
+                other_size, other_path = size_and_path[min(expr.free_symbols, key=str)]
                 raise ValueError(
-                    f"{place} has {size} rows, expected {expected} to go with the {other} of {home}: {self.who} puts "
-                    f"the two together, as x + y does. Cut both alike, or call {self.door} on an example with rows "
-                    "like these."
+                    f"{path} has {size} rows, expected {expected} to go with the {other_size} of {other_path}. Cut "
+                    f"both alike, or call {self.door} on an example with rows like these."
                 )
+        # 3) The guards must hold. A guard with symbols of the other half of the batch is checked there.
         for guard in self.guards:
-            if guard.free_symbols <= numbers.keys() and not guard.subs(numbers):
-                said = {str(symbol): of[symbol] for symbol in sorted(guard.free_symbols, key=lambda one: of[one][1])}
+            if guard.free_symbols <= size_by_symbol.keys() and not guard.subs(size_by_symbol):
+                symbols = sorted(guard.free_symbols, key=lambda symbol: size_and_path[symbol][1])
                 text = str(guard)
-                for symbol, (_, place) in said.items() if len(said) > 1 else ():
-                    text = text.replace(symbol, f"len({place})")
-                rows = " and ".join(str(size) for size, _ in said.values())
+                for symbol in symbols if len(symbols) > 1 else ():
+                    text = text.replace(str(symbol), f"len({size_and_path[symbol][1]})")
+                rows = " and ".join(str(size_by_symbol[symbol]) for symbol in symbols)
+                condition = with_rows_named(text)
                 raise ValueError(
-                    f"{self.who} takes another branch for {rows} rows than for the example: {in_words(text)} is false."
+                    f"{self.who} takes another branch for {rows} rows than for the example: {condition} is false."
                 )

@@ -1,4 +1,4 @@
-"""Cut the graph of a net into stages: `f(params, x)` of each, what it takes, and the buffers that it writes.
+"""Cut the graph of a net into stages: the function `f(params, x)` of each, its inputs and the buffers that it writes.
 
 wte  h.0  h.1  MARK  h.2  h.3  head        -->        [wte h.0 h.1]  [h.2 h.3 head]
 """
@@ -13,38 +13,40 @@ from typing import Any
 from torch import Tensor, fx
 
 from fpipe import tree
-from fpipe.meaning.purity.attributes import Modules
+from fpipe.meaning.purity.attributes import NamedModules
 from fpipe.meaning.purity.fingerprint import may_depend_on_mode
-from fpipe.model import Source, one_or_all
+from fpipe.model import Source, as_stage_input
 from fpipe.models.cutting.batch_guard import BatchGuard
 from fpipe.models.cutting.cut_at_marks import StageGraphs
 from fpipe.models.cutting.graph_stage import GraphStage
-from fpipe.models.cutting.marked_graph import MarkedGraph, written_by
-from fpipe.models.cutting.place_cuts import costs_of
+from fpipe.models.cutting.marked_graph import MarkedGraph, buffers_written_by_stage
+from fpipe.models.cutting.place_cuts import flops_of_nodes
+from fpipe.models.exporting.net_graph import NetTensors
 from fpipe.models.modules.modes import Modes
-from fpipe.models.parameters.load import HandedOut
-from fpipe.models.tracing.net_graph import NetTensors
+from fpipe.models.parameters.load import ParamAddresses
 from fpipe.torch_private.fx import example_number
 
 
 class CutNet:
-    """A net as stages.
+    """A net that is cut into stage functions, with their inputs, parameters and ties.
 
     Args:
         marked: its graph, with marks where a stage ends.
-        tensors: those of the net, as it has them, and `params`, the parameters that are handed out.
-        inputs: the placeholders of its inputs, in the containers of a batch's, and `example`, an example of them.
-        result: what the last stage returns, a pytree of nodes.
-        modules: those of the net, with their paths; the first stage looks whether their modes are the same.
+        tensors: the tensors of the net.
+        params: the parameters that the front door returns.
+        inputs: the placeholders of its inputs, in the containers of the batch.
+        example: an example of these inputs.
+        result: the output of the last stage, a pytree of nodes.
+        modules: the modules of the net by path; the first stage checks that their modes are those of the trace.
         excluded: operations of no stage, such as those of a loss behind the last.
 
     Attributes:
-        stages: `f(params, x)` of each.
-        inputs: what each stage takes, as `from_functions` has it.
-        owned: of each stage the parameters that it is the first to read, and what does not train, if it reads it; those
-            that nobody reads are the first stage's.
-        ties: the parameters that several stages read, each as its (stage, name).
-        readers: the stages that read each parameter, in the order in which the net has these.
+        stages: the function `f(params, x)` of each stage.
+        inputs: the sources of each stage, as `from_functions` takes them.
+        owned: for each stage the names of the parameters that it is the first to read, and of the untrained ones that
+            it reads. Parameters that nobody reads are the first stage's.
+        ties: the parameters that several stages read, each as a list of (stage, name).
+        readers: the stages that read each parameter, in the order of the net's parameters.
     """
 
     def __init__(
@@ -55,146 +57,170 @@ class CutNet:
         inputs: Any,
         example: Any,
         result: Any,
-        modules: Modules,
+        modules: NamedModules,
         excluded: Collection[fx.Node] = (),
     ) -> None:
         net, self.marked, self.tensors = marked.net, marked, tensors
         leaves, spec = tree.flatten(result)
         leaves = [marked.value(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
         results = [*dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, fx.Node))]
-        self.written = written_by(marked, net.constants, tensors.buffers)
+        self.written_buffers = buffers_written_by_stage(marked, net.constants, tensors.buffers)
         nodes = tree.leaves(inputs)
-        places = {leaf: place for place, leaf in enumerate(nodes) if isinstance(leaf, fx.Node)}
-        self.cut = StageGraphs(marked, results, places, {*excluded}, [[*home] for home in self.written])
-        self.readers = readers = self.cut.readers()
-        first = {name: min(stages, default=0) for name, stages in readers.items()}
-        untrained = {name: readers[name] for name in first if name in tensors.untrained}
+        batch_index = {leaf: index for index, leaf in enumerate(nodes) if isinstance(leaf, fx.Node)}
+        self.stage_graphs = StageGraphs(
+            marked, results, batch_index, {*excluded}, [[*name_by_node] for name_by_node in self.written_buffers]
+        )
+        self.readers = readers = self.stage_graphs.stages_by_param()
+        # A parameter lives in the first stage that reads it; with later readers it is tied. One that does not train is
+        # no tie: each stage that reads it has a leaf of its own, without a gradient to add.
+        first_stage = {name: min(stages, default=0) for name, stages in readers.items()}
+        untrained_readers = {name: readers[name] for name in first_stage if name in tensors.untrained}
         self.owned = [
-            [name for name in first if first[name] == stage or stage in untrained.get(name, ())]
-            for stage in range(marked.stages)
+            [name for name in first_stage if first_stage[name] == stage or stage in untrained_readers.get(name, ())]
+            for stage in range(marked.stage_count)
         ]
-        tied = {name: stages for name, stages in readers.items() if len(stages) > 1 and name not in untrained}
-        self.ties = [[(stage, name) for stage in stages] for name, stages in tied.items()]
-        self.inputs: list[Source | tuple[Source, ...]] = [one_or_all(one) for one in self.cut.inputs]
+        tied_readers = {
+            name: stages for name, stages in readers.items() if len(stages) > 1 and name not in untrained_readers
+        }
+        self.ties = [[(stage, name) for stage in stages] for name, stages in tied_readers.items()]
+        self.inputs: list[Source | tuple[Source, ...]] = [
+            as_stage_input(sources) for sources in self.stage_graphs.inputs
+        ]
         self.guard = BatchGuard(net, nodes, example, "inputs")
-        turning = [one for one in modules if may_depend_on_mode(one[1])]
-        self.stages = [self._stage(number, () if number else turning) for number in range(marked.stages)]
-        for stage, own in zip(self.stages, self.owned, strict=True):
-            stage.handed_out = HandedOut({name: params[name] for name in own}, [module for _, module in modules])
-        self.stages[-1].whole = _whole_of(self.cut.outputs[-1][0], leaves, spec)
+        mode_modules = [(path, module) for path, module in modules if may_depend_on_mode(module)]
+        self.stages = [self._stage(number, () if number else mode_modules) for number in range(marked.stage_count)]
+        for stage, names in zip(self.stages, self.owned, strict=True):
+            owned_params = {name: params[name] for name in names}
+            stage.param_addresses = ParamAddresses(owned_params, [module for _, module in modules])
+        self.stages[-1].unflatten_output = _output_unflattener(self.stage_graphs.outputs[-1][0], leaves, spec)
 
-    def _stage(self, number: int, turning: Modules) -> GraphStage:
-        """A stage as a function."""
-        part, home, net = self.cut.parts[number], self.written[number], self.marked.net
-        why = f"the trace goes on as it was. Call {net.door} again in this mode."
+    def _stage(self, number: int, mode_modules: NamedModules) -> GraphStage:
+        subgraph, net = self.stage_graphs.subgraphs[number], self.marked.net
+        consequence = f"the trace stays as it was. Call {net.door} again in this mode."
         return GraphStage(
             number,
-            self.cut.module(number),
-            [*part.params],
-            [name for name in self.owned[number] if name not in part.params],
-            self.cut.places(number),
-            many=isinstance(self.inputs[number], tuple),
+            self.stage_graphs.module(number),
+            [*subgraph.params],
+            [name for name in self.owned[number] if name not in subgraph.params],
+            self.stage_graphs.leaf_places(number),
+            has_several_inputs=isinstance(self.inputs[number], tuple),
             tensors=self.tensors,
-            guard=self.guard if part.batch else None,
-            traced_modes=Modes(turning, f"{net.who} was traced", why),
-            holds=[*home.values()],
+            guard=self.guard if subgraph.batch else None,
+            traced_modes=Modes(mode_modules, f"{net.who} was traced", consequence),
+            holds=[*self.written_buffers[number].values()],
         )
 
 
 def with_untrained(marked: MarkedGraph, tensors: NetTensors) -> NetTensors:
-    """The tensors of a net, where those on meta that no operation writes are parameters of the graph too: leaves
-    without a gradient, since they have no values yet. A ValueError for another tensor there, such as an attribute."""
+    """Make constants on meta parameters of the graph that do not train.
+
+    A buffer or frozen parameter on meta has no values yet. As a leaf of `params` the caller can give it some; as a
+    constant the stage would read the net's own. Buffers that an operation writes are state, and stay.
+
+    Raises:
+        ValueError: a tensor on meta is neither parameter nor buffer, such as a plain attribute.
+    """
     net = marked.net
-    lost = next((name for name, literal in tensors.literals.items() if literal.is_meta), None)
-    if lost is not None:
+    valueless = next((name for name, literal in tensors.literals.items() if literal.is_meta), None)
+    if valueless is not None:
         raise ValueError(
-            f"{lost!r} is a tensor on meta, without values, that is no parameter or buffer of the net, so nothing can "
-            "give it some. Say register_buffer where the net makes it."
+            f"{valueless!r} is a tensor on meta that is no parameter or buffer of the net. Say register_buffer where "
+            "the net makes it."
         )
-    untrained = {
+    untrained_by_node = {
         node: name
         for node, name in net.constants.items()
-        if name in tensors.first and tensors.now(name).is_meta and node not in marked.mutators
+        if name in tensors.canonical_names and tensors.current_tensor(name).is_meta and node not in marked.mutators
     }
-    for node in untrained:
+    for node in untrained_by_node:
         net.params[node] = net.constants.pop(node)
-    names = frozenset(untrained.values())
-    return tensors._replace(trains=tensors.trains | names, untrained=names)
+    names = frozenset(untrained_by_node.values())
+    return tensors._replace(param_names=tensors.param_names | names, untrained=names)
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
-    """Puts what a graph returns, a value or a tuple of `several`, into the containers of a net's output.
+class OutputUnflattener:
+    """A function that puts the values which a graph returns into the containers of the net's output.
 
     Attributes:
-        places: for each leaf of the output which value it is, None for one that is no tensor.
-        leaves, spec: these leaves as they are, and the containers.
+        is_tuple: whether the graph returns a tuple of values, and not one.
+        value_indices: for each leaf of the output the index of its value, None for a leaf that is no tensor.
+        leaves: the leaves that are no tensors.
+        spec: the containers.
     """
 
-    several: bool
-    places: Sequence[int | None]
+    is_tuple: bool
+    value_indices: Sequence[int | None]
     leaves: Sequence[Any]
     spec: tree.Spec
 
-    def __call__(self, made: Any) -> Any:
-        """The output of the net."""
-        values = made if self.several else (made,)
-        places = zip(self.places, self.leaves, strict=True)
-        return tree.unflatten(self.spec, [leaf if place is None else values[place] for place, leaf in places])
+    def __call__(self, graph_result: Any) -> Any:
+        """Return the output of the net."""
+        values = graph_result if self.is_tuple else (graph_result,)
+        indices_and_leaves = zip(self.value_indices, self.leaves, strict=True)
+        return tree.unflatten(
+            self.spec,
+            [leaf if value_index is None else values[value_index] for value_index, leaf in indices_and_leaves],
+        )
 
 
-def _whole_of(values: Sequence[fx.Node], leaves: Sequence[Any], spec: tree.Spec) -> Whole | None:
-    """The output of a net from what the last stage's graph returns, if that is another: `leaves` in containers."""
-    places = [values.index(leaf) if isinstance(leaf, fx.Node) else None for leaf in leaves]
-    plain = spec == tree.flatten(tuple(places) if len(values) > 1 else 0)[1]
-    if plain and places == [*range(len(values))]:
+def _output_unflattener(values: Sequence[fx.Node], leaves: Sequence[Any], spec: tree.Spec) -> OutputUnflattener | None:
+    """Return the function that rebuilds the net's output, or None if the graph returns it in this form already."""
+    value_indices = [values.index(leaf) if isinstance(leaf, fx.Node) else None for leaf in leaves]
+    is_same_structure = spec == tree.flatten(tuple(value_indices) if len(values) > 1 else 0)[1]
+    if is_same_structure and value_indices == [*range(len(values))]:
         return None
-    return Whole(len(values) > 1, places, [None if isinstance(leaf, fx.Node) else leaf for leaf in leaves], spec)
+    return OutputUnflattener(
+        len(values) > 1, value_indices, [None if isinstance(leaf, fx.Node) else leaf for leaf in leaves], spec
+    )
 
 
 class CutReport:
-    """The modules, work and traffic of each stage; printed only when asked, since counting operations takes a while.
+    """A report of the modules, work and traffic of each stage, made when it is printed: counting operations is slow.
 
     stage 1: blocks.2, blocks.3
         1,168 parameters (4.6 KiB), 33% of the operations
         takes float32[8, 5, 8] (1.2 KiB) of stage 0
     """
 
-    def __init__(self, cut: CutNet, words: Sequence[str]) -> None:
-        self.cut, self.words = cut, words
+    def __init__(self, net: CutNet, module_words: Sequence[str]) -> None:
+        self.net, self.module_words = net, module_words
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (str(self),)  # a copy needs no graph of the whole net
+        # A copy is the printed text: it needs no graph of the whole net.
+        return str, (str(self),)
 
     def __str__(self) -> str:
-        costs = [sum(costs_of([*self._computed(stage)])) for stage in range(len(self.words))]
+        costs = [sum(flops_of_nodes([*self._computed(stage)])) for stage in range(len(self.module_words))]
         return "\n".join(
             line for stage, cost in enumerate(costs) for line in self._lines(stage, cost / max(1, sum(costs)))
         )
 
     def _lines(self, stage: int, share: float) -> Iterable[str]:
-        marked, part = self.cut.marked, self.cut.cut.parts[stage]
-        yield f"stage {stage}: {self.words[stage]}"
-        leaves = [self.cut.tensors.now(name) for name in self.cut.owned[stage]]
+        part = self.net.stage_graphs.subgraphs[stage]
+        yield f"stage {stage}: {self.module_words[stage]}"
+        leaves = [self.net.tensors.current_tensor(name) for name in self.net.owned[stage]]
         size = _size(sum(leaf.numel() * leaf.element_size() for leaf in leaves))
-        words = [f"{sum(leaf.numel() for leaf in leaves):,} parameters ({size})"]
-        words += [f"{share:.0%} of the operations"] if share else []
-        written = self.cut.stages[stage].holds
-        words += [f"{len(written)} buffers of state"] if written else []
-        ties = (group for group in self.cut.ties for at, _ in group[1:] if at == stage)
-        words += [f"{name} is that of stage {owner}" for (owner, name), *_ in ties]
-        yield f"    {', '.join(words)}"
+        facts = [f"{sum(leaf.numel() for leaf in leaves):,} parameters ({size})"]
+        facts += [f"{share:.0%} of the operations"] if share else []
+        state_names = self.net.stages[stage].state_names
+        facts += [f"{len(state_names)} buffers of state"] if state_names else []
+        ties = (group for group in self.net.ties for reader, _ in group[1:] if reader == stage)
+        facts += [f"{name} is that of stage {owner}" for (owner, name), *_ in ties]
+        yield f"    {', '.join(facts)}"
         batch = [f"{_shape(node)} of the batch" for node in part.batch]
-        taken = [f"{_shape(node)} ({_size(_bytes(node))}) of stage {marked.stage_of[node]}" for node in part.received]
-        yield f"    takes {', '.join((*batch, *taken))}"
-        earlier = {node for before in range(stage) for node in self._computed(before)}
-        again = sum(node in earlier and _bytes(node) > 0 for node in self._computed(stage))
-        if again:
-            yield f"    makes {again} tensors again, which follow from sizes and constants"
+        stage_of = self.net.marked.stage_of
+        received = [f"{_shape(node)} ({_size(_bytes(node))}) of stage {stage_of[node]}" for node in part.received]
+        yield f"    takes {', '.join((*batch, *received))}"
+        # Replicated operations, such as masks, run in each stage that reads them.
+        earlier_nodes = {node for earlier_stage in range(stage) for node in self._computed(earlier_stage)}
+        recomputed_count = sum(node in earlier_nodes and _bytes(node) > 0 for node in self._computed(stage))
+        if recomputed_count:
+            yield f"    makes {recomputed_count} tensors again, which follow from sizes and constants"
 
     def _computed(self, stage: int) -> Iterable[fx.Node]:
-        part = self.cut.cut.parts[stage]
-        return (node for node in part.nodes if node.op == "call_function" and node not in part.received)
+        subgraph = self.net.stage_graphs.subgraphs[stage]
+        return (node for node in subgraph.nodes if node.op == "call_function" and node not in subgraph.received)
 
 
 def _shape(node: fx.Node) -> str:
@@ -208,7 +234,7 @@ def _bytes(node: fx.Node) -> int:
 
 
 def _size(count: int) -> str:
-    """Bytes in the largest unit of which there is one.
+    """Format bytes in the largest unit with at least one.
 
     >>> _size(900), _size(1200), _size(3 << 30)
     ('900 B', '1.2 KiB', '3.0 GiB')

@@ -1,4 +1,4 @@
-"""Read a graph with marks: which stage each operation is in, what it reads, and what any stage may compute again.
+"""Analyse a graph with marks: the stage of each operation, its reads, and the values that stages may recompute.
 
 embed  MARK  block  MARK  head        -->        stage_of = {embed: 0, block: 1, head: 2}
 """
@@ -11,164 +11,183 @@ from typing import Any
 import torch
 from torch import fx
 
-from fpipe.graphs.tracing.draws import draws
-from fpipe.meaning.purity.own_memory import is_check, mutated_by
-from fpipe.models.tracing.boundary import MARK
-from fpipe.models.tracing.contexts import contexts_of, switches_context
-from fpipe.models.tracing.net_graph import NetGraph
-from fpipe.models.tracing.places import place_of
-from fpipe.torch_internals import OpOverload, arguments_of, returns_of
+from fpipe.graphs.tracing.random_ops import draws_random_numbers
+from fpipe.meaning.purity.write_guard import is_check, mutated_nodes
+from fpipe.models.exporting.boundary import MARK
+from fpipe.models.exporting.net_graph import NetGraph
+from fpipe.models.exporting.node_contexts import contexts_of, switches_context
+from fpipe.models.exporting.source_locations import location_of
+from fpipe.torch_internals import OpOverload, returns_of, schema_arguments
 
 
 class MarkedGraph:
-    """A traced function with marks between its stages. Nothing here knows of losses or of batches.
+    """A traced function with marks between its stages. It knows neither losses nor batches.
 
     Attributes:
-        marked: for each output of a mark the value that was marked.
-        stage_of: the stage of each operation, and `stages`, how many there are.
-        contexts: whether gradients are on and autocast is, for each operation.
+        value_by_mark_output: for each output of a mark the value that was marked.
+        stage_of: the stage of each operation.
+        stage_count: the number of stages.
+        contexts: the grad mode and autocast of each operation.
         mutators: for each value whose storage is mutated, the operation that does it last.
-        replicated: the values that each stage which reads them computes again.
+        replicated: the values that every stage which reads them computes again.
     """
 
     def __init__(self, net: NetGraph) -> None:
         self.net, self.module, self.graph = net, net.module, net.module.graph
-        self.marked = _marked_values(self.graph)
-        self.stage_of = _stages(self.graph, self.marked, net.who)
-        self.stages = 1 + max(self.stage_of.values())
+        self.value_by_mark_output = _marked_values(self.graph)
+        self.stage_of = _stage_by_node(self.graph, self.value_by_mark_output, net.who)
+        self.stage_count = 1 + max(self.stage_of.values())
         self.contexts = contexts_of(self.graph)
         self.mutators = {
-            value: node for node in self.stage_of for written in mutated_by(node) for value in self.viewed_by(written)
+            value: node
+            for node in self.stage_of
+            for mutated_value in mutated_nodes(node)
+            for value in self.with_bases(mutated_value)
         }
-        self.replicated = self._replicated()
+        self.replicated = self._find_replicated()
 
     def value(self, node: fx.Node) -> fx.Node:
-        """A node, or the value that was marked where it is an output of a mark."""
-        return self.marked.get(node, node)
+        """Return the node itself, or the marked value if it is an output of a mark."""
+        return self.value_by_mark_output.get(node, node)
 
     def reads(self, node: fx.Node) -> list[fx.Node]:
-        """The values that an operation reads, seen through the marks."""
+        """Return the values that an operation reads, seen through the marks."""
         return [self.value(node) for node in node.all_input_nodes]
 
-    def computed_from(self, values: Collection[fx.Node], but: Collection[fx.Node] = ()) -> dict[fx.Node, None]:
-        """The operations that read these values, or what is computed from them, `but` some."""
+    def dependents_of(self, values: Collection[fx.Node], excluded: Collection[fx.Node] = ()) -> dict[fx.Node, None]:
+        """Return the operations that depend on these values, in order, without the excluded ones."""
         users: dict[fx.Node, None] = {}
         for node in self.stage_of:
-            if node not in but and any(value in users or value in values for value in self.reads(node)):
+            if node not in excluded and any(value in users or value in values for value in self.reads(node)):
                 users[node] = None
         return users
 
-    def viewed_by(self, node: fx.Node) -> list[fx.Node]:
-        """A value, and all that it is a view of."""
+    def with_bases(self, node: fx.Node) -> list[fx.Node]:
+        """Return a value and all values that it is a view of."""
         bases = [self.value(node)]
-        for base in bases:  # it grows
-            bases += map(self.value, _viewed(base))
+        # The list grows while it is walked: bases of bases are found too.
+        for base in bases:
+            bases += map(self.value, _aliased_arguments(base))
         return bases
 
-    def _replicated(self) -> set[fx.Node]:
-        """Sizes, masks, literals: what is computed from no tensor that was given, is not mutated and not random."""
+    def _find_replicated(self) -> set[fx.Node]:
+        """Find sizes, masks and literals: values that depend on no tensor of the caller, unmutated and not random.
+
+        To compute them again in each stage is cheaper than to send them, and a size is no tensor that could be sent.
+        """
         replicated: set[fx.Node] = set()
         for node in self.graph.nodes:
-            literal = node.op == "get_attr" or node in self.net.constants
-            size = node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt | int)
-            computed = node in self.stage_of and replicated.issuperset(self.reads(node))
-            if (literal or size or computed) and node not in self.mutators and not has_effect(node):
+            is_literal = node.op == "get_attr" or node in self.net.constants
+            is_size = node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt | int)
+            is_computed = node in self.stage_of and replicated.issuperset(self.reads(node))
+            if (is_literal or is_size or is_computed) and node not in self.mutators and not has_effect(node):
                 replicated.add(node)
         return replicated
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether an operation mutates a tensor, draws random numbers, so that those drawn later are others without, or
-    raises where data are not as they should be."""
-    return bool(mutated_by(node)) or draws_random(node) or is_check(node.target)
+    """Whether an operation must run though nobody reads it.
+
+    It mutates a tensor, raises an error by its data, or draws random numbers, without which later draws would differ.
+    """
+    return bool(mutated_nodes(node)) or draws_random(node) or is_check(node.target)
 
 
 def draws_random(node: fx.Node) -> bool:
     """Whether an operation draws random numbers."""
-    return draws(node.target, node.args, dict(node.kwargs))
+    return draws_random_numbers(node.target, node.args, dict(node.kwargs))
 
 
 def _marked_values(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each output of a mark the value that was marked, be it by several marks in a row."""
-    values: dict[fx.Node, fx.Node] = {}
+    """Return the marked value of each output of a mark, also behind several marks in a row."""
+    value_by_output: dict[fx.Node, fx.Node] = {}
     for mark in graph.find_nodes(op="call_function", target=MARK):
-        marked = [values.get(node, node) for node in mark.args[0]]
-        values |= {output: marked[output.args[1]] for output in mark.users}
-    return values
+        values_in = [value_by_output.get(node, node) for node in mark.args[0]]
+        value_by_output |= {output: values_in[output.args[1]] for output in mark.users}
+    return value_by_output
 
 
-def _stages(graph: fx.Graph, marked: dict[fx.Node, fx.Node], who: str) -> dict[fx.Node, int]:
-    """The stage of each operation: how many marks stand before it."""
+def _stage_by_node(graph: fx.Graph, value_by_mark_output: dict[fx.Node, fx.Node], label: str) -> dict[fx.Node, int]:
+    """Return the stage of each operation: the number of marks before it."""
     stage_of: dict[fx.Node, int] = {}
     stage = 0
     for node in graph.nodes:
         if node.target is MARK:
             if stage not in stage_of.values():
-                words = f"boundary {stage + 1} has nothing to compute before it; leave it out."
-                raise ValueError(words + place_of(node))
+                message = f"boundary {stage + 1} has nothing to compute before it; leave it out."
+                raise ValueError(message + location_of(node))
             stage += 1
-        elif node.op == "call_function" and node not in marked and not switches_context(node):
+        elif node.op == "call_function" and node not in value_by_mark_output and not switches_context(node):
             stage_of[node] = stage
     if not stage_of:
-        raise ValueError(f"{who} computes nothing, so there is no stage to cut it into.")
+        raise ValueError(f"{label} computes nothing, so there is no stage to cut it into.")
     if stage not in stage_of.values():
-        last = graph.find_nodes(op="call_function", target=MARK)[-1]
-        raise ValueError(f"boundary {stage} has nothing to compute behind it; leave it out.{place_of(last)}")
+        last_mark = graph.find_nodes(op="call_function", target=MARK)[-1]
+        raise ValueError(f"boundary {stage} has nothing to compute behind it; leave it out.{location_of(last_mark)}")
     return stage_of
 
 
-def _viewed(node: fx.Node) -> list[fx.Node]:
-    """The arguments that an operation returns a view of, or as they are, by its schema."""
+def _aliased_arguments(node: fx.Node) -> list[fx.Node]:
+    """Return the arguments that an operation returns, or returns views of, by its schema."""
     if not isinstance(node.target, OpOverload) or all(result.alias_info is None for result in returns_of(node.target)):
         return []
-    schema = arguments_of(node.target)
+    schema = schema_arguments(node.target)
     arguments = [*zip((argument.name for argument in schema), node.args, strict=False), *node.kwargs.items()]
     aliased = {argument.name for argument in schema if argument.alias_info is not None}
     values = [value if isinstance(value, list | tuple) else (value,) for name, value in arguments if name in aliased]
-    return [value for several in values for value in several if isinstance(value, fx.Node)]
+    return [value for argument_values in values for value in argument_values if isinstance(value, fx.Node)]
 
 
-def written_by(marked: MarkedGraph, names: Mapping[fx.Node, str], buffers: Collection[str]) -> list[dict[fx.Node, str]]:
+def buffers_written_by_stage(
+    marked: MarkedGraph, names: Mapping[fx.Node, str], buffers: Collection[str]
+) -> list[dict[fx.Node, str]]:
     """Return the buffers that each stage writes, by placeholder.
 
     Args:
         marked: the whole graph.
-        names: what is no parameter and no input, by placeholder, and `buffers`, which of these are buffers.
+        names: the names of constants by placeholder.
+        buffers: the names of those that are buffers.
 
     Raises:
-        ValueError: something is written that is no buffer, or two stages have to do with one.
+        ValueError: a tensor is written that is no buffer, or two stages read or write one buffer.
     """
-    buffers_by_stage: list[dict[fx.Node, str]] = [{} for _ in range(marked.stages)]
+    buffers_by_stage: list[dict[fx.Node, str]] = [{} for _ in range(marked.stage_count)]
     for node, mutator in marked.mutators.items():
         if node.op != "placeholder":
             continue
         if names.get(node) not in buffers:
             raise ValueError(
                 f"the net writes {names.get(node, node.name)!r} in place ({mutator.target}), which is no "
-                f"buffer of its own; a stage is a pure function. Work on a copy.{place_of(mutator)}"
+                f"buffer of its own. Work on a copy.{location_of(mutator)}"
             )
-        viewing = (
-            op for op in marked.computed_from([node]) if any(node in marked.viewed_by(x) for x in marked.reads(op))
+        # The stages of the buffer are those of its users, and of users of its views.
+        ops_on_views = (
+            op
+            for op in marked.dependents_of([node])
+            if any(node in marked.with_bases(value) for value in marked.reads(op))
         )
-        homes = {marked.stage_of[op]: op for op in (*viewing, *node.users) if op in marked.stage_of}
-        if len(homes) > 1:
+        op_by_stage = {marked.stage_of[op]: op for op in (*ops_on_views, *node.users) if op in marked.stage_of}
+        if len(op_by_stage) > 1:
             raise ValueError(
-                f"buffer {names[node]!r} is written in a net that reads or writes it in stages {min(homes)} and "
-                f"{max(homes)}; choose cuts= that keep it in one."
-                f"{''.join(place_of(homes[stage]) for stage in (min(homes), max(homes)))}"
+                f"buffer {names[node]!r} is written, and stages {min(op_by_stage)} and {max(op_by_stage)} use it; "
+                "choose cuts= that keep it in one."
+                f"{''.join(location_of(op_by_stage[stage]) for stage in (min(op_by_stage), max(op_by_stage)))}"
             )
-        buffers_by_stage[min(homes)][node] = names[node]
+        buffers_by_stage[min(op_by_stage)][node] = names[node]
     return buffers_by_stage
 
 
 _NORMS: Any = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
-_TRAINING = 5  # the place of that argument
+_TRAINING = 5  # the index of their argument `training` (2.13)
 
 
-def is_read(buffers: Iterable[fx.Node]) -> bool:
-    """Whether an output may be computed from buffers that are written: more reads them than what writes them."""
+def reads_written_buffer(buffers: Iterable[fx.Node]) -> bool:
+    """Whether an output may depend on written buffers: an op reads them besides the ops that update them.
+
+    A norm in training writes its running statistics and does not read them for its output.
+    """
     return any(
-        not (user.target in _NORMS and user.args[_TRAINING]) and (node not in mutated_by(user) or bool(user.users))
+        not (user.target in _NORMS and user.args[_TRAINING]) and (node not in mutated_nodes(user) or bool(user.users))
         for node in buffers
         for user in node.users
     )
