@@ -1,4 +1,4 @@
-"""A stage with rules of its own: the user says what its gradients are, in two halves.
+"""Make a stage with hand-written gradients, in two halves as the I and W of a split backward.
 
 forward(params, x) -> y, res        backward_input(params, res, dy) -> dx, wres        backward_weight(params, wres)
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.graphs.language.graph import Aval, aval
+from fpipe.graphs.language.graph import Aval, aval_of_tensor
 from fpipe.model import Model
 
 Rules = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
@@ -25,7 +25,7 @@ def custom_stage(
     backward_input: Callable[[Any, Any, Any], tuple[Any, Any]],
     backward_weight: Callable[[Any, Any], Any],
 ) -> Callable[[Any, Any], Any]:
-    """A stage function `f(params, x) -> y` whose gradients are what its rules say.
+    """Make a stage function `f(params, x) -> y` whose gradients are given by rules.
 
     Args:
         forward: `forward(params, x) -> (y, res)`: the output, and a pytree of what the backward needs.
@@ -37,7 +37,8 @@ def custom_stage(
         A function for `from_functions`, `Stage` or `linearize`.
 
     Raises:
-        ValueError: when it runs, for rules that return something else.
+        TypeError: a rule is no function.
+        ValueError: when it runs, a rule returns another structure, shape or dtype.
 
     A step that rounds in the forward and lets the gradient through:
 
@@ -59,80 +60,104 @@ def custom_stage(
             raise TypeError(f"custom_stage takes three functions, found {type(rule).__name__}.")
 
     def stage(params: Any, x: Any) -> Any:
-        groups = tree.flatten(params), tree.flatten(x)
-        leaves = [leaf for found, _ in groups for leaf in found]
-        shown: list[Any] = []
-        tensors = _Custom.apply(rules, [spec for _, spec in groups], len(groups[0][0]), shown, *leaves)
+        flat_arguments = tree.flatten(params), tree.flatten(x)
+        leaves = [leaf for arg_leaves, _ in flat_arguments for leaf in arg_leaves]
+        output_form: list[Any] = []
+        tensors = _CustomStageFunction.apply(
+            rules, [spec for _, spec in flat_arguments], len(flat_arguments[0][0]), output_form, *leaves
+        )
         assert tensors is not None
-        found = iter(tensors)
-        spec, rest = shown
-        return tree.unflatten(spec, [next(found) if leaf is _TENSOR else leaf for leaf in rest])
+        output_tensors = iter(tensors)
+        spec, output_leaves = output_form
+        return tree.unflatten(spec, [next(output_tensors) if leaf is _TENSOR else leaf for leaf in output_leaves])
 
     stage.__name__ = getattr(forward, "__name__", "custom")
-    _WITH_RULES.add(stage)
+    _STAGES_WITH_RULES.add(stage)
     return stage
 
 
-def refuse_rules(model: Model, what: str) -> None:
-    """A ValueError for a model with such a stage: its rules say nothing of what else is to be differentiated."""
+def refuse_rules(model: Model, transform_name: str) -> None:
+    """Raise ValueError if a stage has hand-written rules, which no other transform of derivatives can follow."""
     for number, stage in enumerate(model.stages):
-        if isinstance(stage.forward, FunctionType) and stage.forward in _WITH_RULES:
+        if isinstance(stage.forward, FunctionType) and stage.forward in _STAGES_WITH_RULES:
             raise ValueError(
-                f"{model.who(number)} has hand-written rules (custom_stage), and {what} would need another: write it "
-                "as a plain function, or as a torch.autograd.Function with setup_context, jvp and vmap."
+                f"{model.label_of(number)} has hand-written rules (custom_stage), and {transform_name} would need "
+                "another: write a plain function, or a torch.autograd.Function with setup_context, jvp and vmap."
             )
 
 
-_WITH_RULES: WeakSet[FunctionType] = WeakSet()
+_STAGES_WITH_RULES: WeakSet[FunctionType] = WeakSet()
 
 _TENSOR = object()
 
 
-class _Custom(torch.autograd.Function):
-    """The rules as one node of autograd's graph."""
+class _CustomStageFunction(torch.autograd.Function):
+    """The rules as one node of autograd's graph.
+
+    A node takes and returns flat tensors. `specs` are the containers of params and x; `output_form`, a list that the
+    forward fills, has the containers of y and its leaves, with a mark for each tensor.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rules: Rules, specs: Sequence[Any], count: int, shown: list[Any], *leaves: Any) -> Any:
-        params, x = tree.unflatten(specs[0], leaves[:count]), tree.unflatten(specs[1], leaves[count:])
-        made = rules[0](params, x)
-        if not isinstance(made, tuple) or len(made) != 2:
-            raise ValueError(f"forward of a custom_stage returns (y, res), found {type(made).__name__}.")
-        found, spec = tree.flatten(made[0])
-        kept, ctx.res = tree.flatten(made[1])
-        shown += [spec, [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in found]]
-        held = [*leaves[:count], *kept]
-        ctx.rules, ctx.specs, ctx.count, ctx.shown = rules, specs, count, shown
-        ctx.given = [aval(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
-        ctx.others = [None if isinstance(leaf, Tensor) else leaf for leaf in held]
-        ctx.save_for_backward(*(leaf if isinstance(leaf, Tensor) else None for leaf in held))
-        return tuple(leaf for leaf in found if isinstance(leaf, Tensor))
+    def forward(
+        ctx: Any, rules: Rules, specs: Sequence[Any], param_count: int, output_form: list[Any], *leaves: Any
+    ) -> Any:
+        params, x = tree.unflatten(specs[0], leaves[:param_count]), tree.unflatten(specs[1], leaves[param_count:])
+        result = rules[0](params, x)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ValueError(f"forward of a custom_stage returns (y, res), found {type(result).__name__}.")
+        y_leaves, spec = tree.flatten(result[0])
+        res_leaves, ctx.res = tree.flatten(result[1])
+        output_form += [spec, [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in y_leaves]]
+        saved_leaves = [*leaves[:param_count], *res_leaves]
+        ctx.rules, ctx.specs, ctx.param_count, ctx.output_form = rules, specs, param_count, output_form
+        ctx.avals = [aval_of_tensor(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        # save_for_backward takes tensors alone; other leaves are kept in the same places.
+        ctx.non_tensors = [None if isinstance(leaf, Tensor) else leaf for leaf in saved_leaves]
+        ctx.save_for_backward(*(leaf if isinstance(leaf, Tensor) else None for leaf in saved_leaves))
+        return tuple(leaf for leaf in y_leaves if isinstance(leaf, Tensor))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        held = [other if saved is None else saved for saved, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
-        params, res = tree.unflatten(ctx.specs[0], held[: ctx.count]), tree.unflatten(ctx.res, held[ctx.count :])
-        spec, rest = ctx.shown
-        each = iter(cotangents)
-        dy = tree.unflatten(spec, [next(each) if leaf is _TENSOR else None for leaf in rest])
-        made = ctx.rules[1](params, res, dy)
-        if not isinstance(made, tuple) or len(made) != 2:
-            raise ValueError(f"backward_input of a custom_stage returns (dx, wres), found {type(made).__name__}.")
-        who = f"custom_stage {getattr(ctx.rules[0], '__name__', 'custom')}"
-        dx = _like(ctx.specs[1], ctx.given[ctx.count :], made[0], f"backward_input of {who}", "x")
-        dparams = ctx.rules[2](params, made[1])
-        dparams = _like(ctx.specs[0], ctx.given[: ctx.count], dparams, f"backward_weight of {who}", "params")
+        saved_leaves = [
+            non_tensor if tensor is None else tensor
+            for tensor, non_tensor in zip(ctx.saved_tensors, ctx.non_tensors, strict=True)
+        ]
+        count = ctx.param_count
+        params, residuals = (
+            tree.unflatten(ctx.specs[0], saved_leaves[:count]),
+            tree.unflatten(ctx.res, saved_leaves[count:]),
+        )
+        spec, output_leaves = ctx.output_form
+        remaining_cotangents = iter(cotangents)
+        dy = tree.unflatten(spec, [next(remaining_cotangents) if leaf is _TENSOR else None for leaf in output_leaves])
+        result = ctx.rules[1](params, residuals, dy)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ValueError(f"backward_input of a custom_stage returns (dx, wres), found {type(result).__name__}.")
+        stage_name = f"custom_stage {getattr(ctx.rules[0], '__name__', 'custom')}"
+        dx = _checked_gradient(ctx.specs[1], ctx.avals[count:], result[0], f"backward_input of {stage_name}", "x")
+        dparams = ctx.rules[2](params, result[1])
+        dparams = _checked_gradient(
+            ctx.specs[0], ctx.avals[:count], dparams, f"backward_weight of {stage_name}", "params"
+        )
+        # No gradient for rules, specs, param_count and output_form.
         return (None, None, None, None, *dparams, *dx)
 
 
-def _like(spec: Any, given: Sequence[Aval | None], gradient: Any, rule: str, what: str) -> list[Any]:
-    """The leaves of a gradient, each like its own; autograd would sum up a larger shape, and cast another dtype."""
-    leaves, found = tree.flatten(gradient)
-    if found != spec:
-        raise ValueError(f"{rule} returns a gradient in the containers of {what}, found {found}.")
-    for (place, leaf), known in zip(tree.paths(gradient), given, strict=True):
-        if leaf is None or known is None:
+def _checked_gradient(
+    spec: Any, avals: Sequence[Aval | None], gradient: Any, rule: str, argument_name: str
+) -> list[Any]:
+    """Return the leaves of a gradient; raise ValueError unless each has the shape and dtype of its argument.
+
+    Autograd itself would sum up a larger shape and cast another dtype in silence.
+    """
+    leaves, actual_spec = tree.flatten(gradient)
+    if actual_spec != spec:
+        raise ValueError(f"{rule} returns a gradient in the containers of {argument_name}, found {actual_spec}.")
+    for (path, leaf), aval in zip(tree.paths(gradient), avals, strict=True):
+        if leaf is None or aval is None:
             continue
-        if not isinstance(leaf, Tensor) or (*leaf.shape, leaf.dtype) != (*known.shape, known.dtype):
-            shown = aval(leaf) if isinstance(leaf, Tensor) else repr(leaf)
-            raise ValueError(f"{rule} returns {shown} as the gradient of {what}{place}, which is {known}.")
+        if not isinstance(leaf, Tensor) or (*leaf.shape, leaf.dtype) != (*aval.shape, aval.dtype):
+            actual = aval_of_tensor(leaf) if isinstance(leaf, Tensor) else repr(leaf)
+            raise ValueError(f"{rule} returns {actual} as the gradient of {argument_name}{path}, which is {aval}.")
     return leaves

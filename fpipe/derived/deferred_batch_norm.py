@@ -1,4 +1,7 @@
-"""Let batch norms update their running statistics once a step, with those of the whole batch."""
+"""Let batch norms update their running statistics once a step, by the statistics of the whole batch.
+
+microbatch 0: moments -> state        1: merged with it        last: merged, then running_mean and running_var
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.model import Model, Stage, Turn, the_model
+from fpipe.model import Model, Stage, Turn, require_model
 from fpipe.models.modules.modes import Norms
 from fpipe.models.modules.stage_module import StageModule
 from fpipe.torch_internals import is_batch_norm
-from fpipe.torch_private.modules import has_torchs_forward, without_statistics
+from fpipe.torch_private.modules import has_torch_forward, without_statistics
 
 
 def deferred_batch_norm(model: Model) -> Model:
-    """The model with batch norms that update their running statistics once a step, with those of the whole batch.
+    """Make a model whose batch norms update their running statistics once a step, as by the whole batch.
 
     In training a batch norm normalises by its microbatch, so outputs and gradients depend on how a batch is cut. Its
     running statistics need not: they are merged over the microbatches, in float64, as of a batch that is not cut.
@@ -44,49 +47,57 @@ def deferred_batch_norm(model: Model) -> Model:
     >>> step(params, batch, state=state).state[0]["1.num_batches_tracked"]
     tensor(1)
     """
-    return replace(the_model(model), stages=tuple(map(_deferred, model.stages)))
+    return replace(require_model(model), stages=tuple(map(_with_deferred_norms, model.stages)))
 
 
-def _deferred(stage: Stage) -> Stage:
+def _with_deferred_norms(stage: Stage) -> Stage:
     run = stage.forward
     if not isinstance(run, StageModule):
-        for norm in (name for name in getattr(run, "holds", ()) if name.endswith(".running_var")):
+        for norm in (name for name in getattr(run, "state_names", ()) if name.endswith(".running_var")):
             raise ValueError(
-                f"batch norm {norm.rpartition('.')[0]!r} is in the graph of a net, which updates its statistics after "
-                "each microbatch; only those of a model of from_sequential can be deferred."
+                f"batch norm {norm.rpartition('.')[0]!r} is in the graph of a net; only those of a model of "
+                "from_sequential can be deferred."
             )
         return stage
     norms = [(path, norm) for path, norm in run.norms if is_batch_norm(norm)]
     for path, norm in norms:
-        if not has_torchs_forward(norm):
+        if not has_torch_forward(norm):
             raise ValueError(
-                f"batch norm {path!r} ({type(norm).__name__}) has a forward of its own, which may read what it writes; "
-                "only torch's own batch norms can be deferred."
+                f"batch norm {path!r} ({type(norm).__name__}) has a forward of its own; only torch's batch norms can "
+                "be deferred."
             )
-    return replace(stage, forward=_deferring(run, norms), asks=stage.asks | {"turn"}) if norms else stage
+    return replace(stage, forward=_defer_updates(run, norms), asks=stage.asks | {"turn"}) if norms else stage
 
 
-def _deferring(run: StageModule, norms: Norms) -> Any:
-    """The function of a stage whose state has, from its first microbatch to its last, what the norms have gathered."""
+def _defer_updates(run: StageModule, norms: Norms) -> Any:
+    """Return a stage function that collects the moments of its norms' inputs and updates statistics at the end.
+
+    Between the microbatches of a step its state has one more value for each norm, `PATH.gathered`: the moments so far,
+    one for each call of the norm in a forward.
+    """
 
     @wraps(run)
     def forward(params: Mapping[str, Tensor], x: Any, *, state: Mapping[str, Any], turn: Turn) -> Any:
         is_first, is_last = turn
-        fresh: dict[str, list[Moments]] = {path: [] for path, _ in norms}
+        moments_by_norm: dict[str, list[Moments]] = {path: [] for path, _ in norms}
         with run.lock, ExitStack() as stack:
             for path, norm in norms:
-                stack.enter_context(without_statistics(norm, partial(_note, fresh[path])))
-            y, now = run(params, x, state={name: state[name] for name in run.holds})
-        new: dict[str, Any] = {name: now[name] for name in state if name in now}
+                stack.enter_context(without_statistics(norm, partial(_record_moments, moments_by_norm[path])))
+            y, state_after = run(params, x, state={name: state[name] for name in run.state_names})
+        new_state: dict[str, Any] = {name: state_after[name] for name in state if name in state_after}
         for path, norm in norms:
-            before: list[Moments] = [] if is_first else state[f"{path}.gathered"]
-            count = max(len(before), len(fresh[path]))
-            gathered = [merged(*before[call : call + 1], *fresh[path][call : call + 1]) for call in range(count)]
+            # A norm that stands several times in a stage has one list item for each call, in order.
+            earlier_moments: list[Moments] = [] if is_first else state[f"{path}.gathered"]
+            count = max(len(earlier_moments), len(moments_by_norm[path]))
+            merged_moments = [
+                merge_moments(*earlier_moments[call : call + 1], *moments_by_norm[path][call : call + 1])
+                for call in range(count)
+            ]
             if not is_last:
-                new[f"{path}.gathered"] = gathered
-            for moments in gathered if is_last else ():
-                _commit(path, norm, new, moments)
-        return y, new
+                new_state[f"{path}.gathered"] = merged_moments
+            for moments in merged_moments if is_last else ():
+                _update_statistics(path, norm, new_state, moments)
+        return y, new_state
 
     return forward
 
@@ -95,40 +106,48 @@ Moments = tuple[Tensor, Tensor, Tensor]
 """Rows, mean and sum of squared deviations of each channel."""
 
 
-def _note(calls: list[Moments], x: Tensor) -> None:
-    calls.append(statistics(x.detach()))
+def _record_moments(moments_of_calls: list[Moments], x: Tensor) -> None:
+    moments_of_calls.append(moments_of(x.detach()))
 
 
-def _commit(path: str, norm: Any, state: dict[str, Any], moments: Moments) -> None:
-    """Update the running statistics in a state by the moments of a whole batch."""
+def _update_statistics(path: str, norm: Any, state: dict[str, Any], moments: Moments) -> None:
+    """Update the running statistics in a state by the moments of a whole batch, with the formula of torch."""
     rows, mean, squares = moments
-    batches = state.get(f"{path}.num_batches_tracked")
-    if batches is not None:
-        batches = state[f"{path}.num_batches_tracked"] = batches + 1
+    num_batches = state.get(f"{path}.num_batches_tracked")
+    if num_batches is not None:
+        num_batches = state[f"{path}.num_batches_tracked"] = num_batches + 1
+    # momentum=None is the average of all batches so far: new = old * (1 - 1/n) + batch / n.
     factor = norm.momentum
     if factor is None:
-        factor = 0.0 if batches is None else 1.0 / batches.double()
-    for name, fresh in (("running_mean", mean), ("running_var", squares / (rows - 1).clamp(min=1))):
-        before = state[f"{path}.{name}"]
-        state[f"{path}.{name}"] = (before.double() * (1 - factor) + fresh * factor).to(before.dtype)
+        factor = 0.0 if num_batches is None else 1.0 / num_batches.double()
+    # Like torch's own, running_var is the unbiased variance.
+    for name, batch_statistic in (("running_mean", mean), ("running_var", squares / (rows - 1).clamp(min=1))):
+        old_statistic = state[f"{path}.{name}"]
+        new_statistic = old_statistic.double() * (1 - factor) + batch_statistic * factor
+        state[f"{path}.{name}"] = new_statistic.to(old_statistic.dtype)
 
 
-def statistics(x: Tensor) -> Moments:
-    """The moments of each channel of x, in float64: float32 loses them at a mean of 1e4."""
+def moments_of(x: Tensor) -> Moments:
+    """Return the moments of each channel (dim 1) of x, in float64: float32 loses them at a mean of 1e4."""
     dims = [dim for dim in range(x.dim()) if dim != 1]
     rows = x.numel() // x.shape[1]
     var, mean = torch.var_mean(x.double(), dims, correction=0)
     return mean.new_full((), rows), mean, var * rows
 
 
-def merged(*both: Moments) -> Moments:
-    """The moments of one or two sets of rows as those of one (Chan, Golub and LeVeque 1979).
+def merge_moments(*moments: Moments) -> Moments:
+    """Merge the moments of one or two sets of rows (Chan, Golub and LeVeque 1979).
 
-    >>> merged(statistics(torch.tensor([[1.0], [3.0]])), statistics(torch.tensor([[5.0]])))[1:]
+    >>> merge_moments(moments_of(torch.tensor([[1.0], [3.0]])), moments_of(torch.tensor([[5.0]])))[1:]
     (tensor([3.], dtype=torch.float64), tensor([8.], dtype=torch.float64))
     """
-    if len(both) == 1:
-        return both[0]
-    (n, mean, squares), (m, fresh, more) = both
-    shift = fresh - mean
-    return n + m, mean + shift * (m / (n + m)), squares + more + shift * shift * (n * m / (n + m))
+    # d = mean_b - mean_a,  n = n_a + n_b:    mean = mean_a + d n_b / n,    M = M_a + M_b + d^2 n_a n_b / n
+    if len(moments) == 1:
+        return moments[0]
+    (rows_a, mean_a, squares_a), (rows_b, mean_b, squares_b) = moments
+    shift = mean_b - mean_a
+    return (
+        rows_a + rows_b,
+        mean_a + shift * (rows_b / (rows_a + rows_b)),
+        squares_a + squares_b + shift * shift * (rows_a * rows_b / (rows_a + rows_b)),
+    )

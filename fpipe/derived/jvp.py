@@ -2,8 +2,8 @@
 
     y = f(params, x)        --> jvp -->        (y, dy) = f'((params, dparams), (x, dx))
 
-Each stage runs on dual numbers, and the cotangents that travel are those of forward-over-reverse. So every program,
-runtime and reading is as it was, and nothing else is needed for a Hessian-vector product.
+Each stage runs on dual numbers, and the cotangents between stages are those of forward-over-reverse. Programs, runtimes
+and readings stay the same, and a step with backwards gives Hessian-vector products.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fpipe import tree
 from fpipe.derived.custom_stage import refuse_rules
-from fpipe.graphs.language.graph import aval
-from fpipe.graphs.tracing.keep import collecting_marks
+from fpipe.graphs.language.graph import aval_of_tensor
+from fpipe.graphs.tracing.keep_marks import collect_marks
 from fpipe.meaning.purity.ambient import in_fake_mode
-from fpipe.meaning.stages.keys import random_states, replaying
-from fpipe.meaning.stages.outputs import copied, split_loss, split_output
-from fpipe.model import Model, Stage, the_model
+from fpipe.meaning.stages.keys import random_states, replay_from
+from fpipe.meaning.stages.outputs import copy_state, split_loss, split_output
+from fpipe.model import Model, Stage, require_model
 from fpipe.torch_private.modules import load_forward_mode
 
 # Run a function of pytrees on dual numbers: tensors with a tangent next to them, in forward mode over reverse mode. The
@@ -45,12 +45,12 @@ class Dual(NamedTuple):
 
 
 def make_dual(primals: Any, tangents: Any) -> Any:
-    """Params, or inputs, with a tangent beside each leaf that has one: what a step of `jvp(model)` takes.
+    """Pair each leaf of params or inputs with its tangent, as a step of `jvp(model)` takes them.
 
     Args:
         primals: any pytree.
-        tangents: the same with a tensor of the same shape and dtype for each leaf, or None for a leaf that stays as it
-            is, whose tangent is zero.
+        tangents: the same pytree with a tensor of the same shape and dtype for each leaf, or None for a leaf whose
+            tangent is zero.
 
     Raises:
         ValueError: another structure, shape or dtype; the place is named.
@@ -58,23 +58,23 @@ def make_dual(primals: Any, tangents: Any) -> Any:
     >>> make_dual(({"w": torch.tensor(2.0), "b": torch.tensor(0.0)},), ({"w": torch.tensor(1.0), "b": None},))
     ({'w': Dual(primal=tensor(2.), tangent=tensor(1.)), 'b': tensor(0.)},)
     """
-    place = tree.difference(primals, tangents)
-    if place is not None:
+    path = tree.first_difference(primals, tangents)
+    if path is not None:
         raise ValueError(
-            f"tangents are like what they are for: only one of the two has a leaf at {place or 'the top'}."
+            f"tangents have the structure of the primals; only one of the two has a leaf at {path or 'the top'}."
         )
     leaves, containers = tree.flatten(primals)
-    made: list[Any] = []
-    for (place, tangent), primal in zip(tree.paths(tree.like(primals, tangents)), leaves, strict=True):
+    duals: list[Any] = []
+    for (path, tangent), primal in zip(tree.paths(tree.in_order_of(primals, tangents)), leaves, strict=True):
         if tangent is not None and (_kind(tangent) != _kind(primal) or not _is_float(primal)):
-            wanted = _kind(primal) if _is_float(primal) else f"None: {_kind(primal)} has no derivative"
-            raise ValueError(f"the tangent at {place or 'the top'} is {wanted}; found {_kind(tangent)}.")
-        made.append(primal if tangent is None else Dual(primal, tangent))
-    return tree.unflatten(containers, made)
+            expected = _kind(primal) if _is_float(primal) else f"None: {_kind(primal)} has no derivative"
+            raise ValueError(f"the tangent at {path or 'the top'} is {expected}; found {_kind(tangent)}.")
+        duals.append(primal if tangent is None else Dual(primal, tangent))
+    return tree.unflatten(containers, duals)
 
 
 def unpack_dual(duals: Any) -> tuple[Any, Any]:
-    """The primals of a pytree, and its tangents, None where there is none; the inverse of `make_dual`.
+    """Split a pytree into its primals and its tangents, None for a leaf without; the inverse of `make_dual`.
 
     Of the gradients of `jvp(model)`, the first is the Hessian times the direction, the second the gradient.
 
@@ -86,28 +86,35 @@ def unpack_dual(duals: Any) -> tuple[Any, Any]:
     return tree.unflatten(containers, [p.primal for p in pairs]), tree.unflatten(containers, [p.tangent for p in pairs])
 
 
-def pushed_forward(call: Callable[..., tuple[Any, Any]], *given: Any) -> tuple[Any, Any]:
-    """Call a function of pytrees on dual numbers: its first result comes with tangents, its second has no gradient."""
-    leaves, containers = tree.flatten(given, _is_dual)
-    duals = {at: leaf for at, leaf in enumerate(leaves) if _is_dual(leaf)}
-    if not duals:
-        return call(*given)
-    plain = {at: leaf for at, leaf in enumerate(leaves) if _is_float(leaf)}
-    others = [None if at in duals or at in plain else leaf for at, leaf in enumerate(leaves)]
-    function = _OfFloats(call, containers, others, [*duals], [*plain])
-    primals, tangents = unpack_dual([*duals.values()])
-    made: Any = _ForwardOverReverse.apply(function, *primals, *plain.values(), *tangents)
-    return function.whole(made)
+def pushed_forward(call: Callable[..., tuple[Any, Any]], *arguments: Any) -> tuple[Any, Any]:
+    """Call a function of pytrees on dual numbers: its first result gets tangents, its second has no gradient."""
+    # Three kinds of leaves: duals; floats without a tangent, which may still need a gradient; and constants.
+    leaves, containers = tree.flatten(arguments, _is_dual)
+    dual_by_index = {index: leaf for index, leaf in enumerate(leaves) if _is_dual(leaf)}
+    if not dual_by_index:
+        return call(*arguments)
+    float_by_index = {index: leaf for index, leaf in enumerate(leaves) if _is_float(leaf)}
+    constants = [
+        None if index in dual_by_index or index in float_by_index else leaf for index, leaf in enumerate(leaves)
+    ]
+    function = _FloatFunction(call, containers, constants, [*dual_by_index], [*float_by_index])
+    primals, tangents = unpack_dual([*dual_by_index.values()])
+    flat_results: Any = _ForwardOverReverse.apply(function, *primals, *float_by_index.values(), *tangents)
+    return function.rebuild_results(flat_results)
 
 
-_FLOAT, _OTHER = object(), object()
+_FLOAT, _TENSOR = object(), object()
 
 
 @dataclass
-class _OfFloats:
-    """A function of pytrees as one of the tensors of floats in them: those with a tangent first, then the others.
+class _FloatFunction:
+    """A function of pytrees as a function of the float tensors in them, as torch.func takes it.
 
-    `made` is what it gave when it ran last, without tensors: for each of its two results leaves and containers.
+    Attributes:
+        call: the function of pytrees, with two results.
+        containers, leaves: its arguments, with None for the leaves that are float tensors.
+        duals, floats: the indices of leaves with a tangent, and of the float tensors without.
+        result_forms: of the last call, for each of its two results the leaves, with marks for tensors, and containers.
     """
 
     call: Callable[..., tuple[Any, Any]]
@@ -115,84 +122,110 @@ class _OfFloats:
     leaves: list[Any]
     duals: list[int]
     floats: list[int]
-    made: list[tuple[list[Any], tree.Spec]] = field(default_factory=list[tuple[list[Any], tree.Spec]])
+    result_forms: list[tuple[list[Any], tree.Spec]] = field(default_factory=list[tuple[list[Any], tree.Spec]])
 
     def __call__(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """The floats of its first result, and all its other tensors."""
+        """Return the floats of the first result, and all other tensors of both."""
         leaves = [*self.leaves]
-        for at, tensor in zip((*self.duals, *self.floats), tensors, strict=True):
-            leaves[at] = tensor
-        (first, of), (second, of_second) = map(tree.flatten, self.call(*tree.unflatten(self.containers, leaves)))
-        floats = tuple(leaf for leaf in first if _is_float(leaf))
-        first = [_FLOAT if _is_float(leaf) else leaf for leaf in first]
-        others = tuple(leaf for leaf in (*first, *second) if isinstance(leaf, Tensor))
-        both = (first, of), (second, of_second)
-        self.made = [([_OTHER if isinstance(leaf, Tensor) else leaf for leaf in found], of) for found, of in both]
-        return floats, others
+        for index, tensor in zip((*self.duals, *self.floats), tensors, strict=True):
+            leaves[index] = tensor
+        results = self.call(*tree.unflatten(self.containers, leaves))
+        (first_leaves, first_spec), (second_leaves, second_spec) = map(tree.flatten, results)
+        floats = tuple(leaf for leaf in first_leaves if _is_float(leaf))
+        first_leaves = [_FLOAT if _is_float(leaf) else leaf for leaf in first_leaves]
+        other_tensors = tuple(leaf for leaf in (*first_leaves, *second_leaves) if isinstance(leaf, Tensor))
+        self.result_forms = [
+            ([_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in result_leaves], spec)
+            for result_leaves, spec in ((first_leaves, first_spec), (second_leaves, second_spec))
+        ]
+        return floats, other_tensors
 
-    def whole(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
-        """Its two results, of the floats with their tangents, one after the other, and then the other tensors."""
-        rest = iter(tensors)
-        (one, of), (other, of_other) = self.made
-        one = [Dual(next(rest), next(rest)) if leaf is _FLOAT else leaf for leaf in one]
-        first = tree.unflatten(of, [next(rest) if leaf is _OTHER else leaf for leaf in one])
-        return first, tree.unflatten(of_other, [next(rest) if leaf is _OTHER else leaf for leaf in other])
+    def rebuild_results(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Rebuild the two results from pairs of primal and tangent, followed by tensors without a tangent."""
+        remaining = iter(tensors)
+        (first_leaves, first_spec), (second_leaves, second_spec) = self.result_forms
+        # All duals first, then the other tensors, in the order in which `__call__` has returned them.
+        first_leaves = [Dual(next(remaining), next(remaining)) if leaf is _FLOAT else leaf for leaf in first_leaves]
+        first_leaves = [next(remaining) if leaf is _TENSOR else leaf for leaf in first_leaves]
+        second_leaves = [next(remaining) if leaf is _TENSOR else leaf for leaf in second_leaves]
+        return tree.unflatten(first_spec, first_leaves), tree.unflatten(second_spec, second_leaves)
 
 
 class _ForwardOverReverse(torch.autograd.Function):
     """A function on dual numbers as one node of autograd's graph, whose backward is on dual numbers too.
 
-    What has no tangent is given zeros: some of torch's rules (of mse_loss_backward, of group_norm) need one there.
+    With J the Jacobian of f at p, and v the tangent of p:
+
+        forward     (p, v)          ->  (f(p), J v)
+        backward    (dy, d(J v))    ->  J^T dy + the derivative of J^T d(J v) along v,  and J^T d(J v)
+
+    Floats without a tangent get zeros: some of torch's rules (of mse_loss_backward, of group_norm) need a tangent.
     """
 
     @staticmethod
-    def forward(ctx: Any, function: _OfFloats, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, function: _FloatFunction, *tensors: Tensor) -> Any:
         count = len(function.duals)
         end = count + len(function.floats)
         primals, plain, tangents = tensors[:count], tensors[count:end], tensors[end:]
         ctx.function, ctx.states = function, [] if in_fake_mode() else random_states()
         ctx.save_for_backward(*tensors)
         tensors = tuple(tensor.detach() for tensor in tensors)
-        still = map(torch.zeros_like, plain)
-        with _traced_through():
-            made: Any = torch.func.jvp(function, (*primals, *plain), (*tangents, *still), has_aux=True)
-        found, derivatives, others = made
-        ctx.mark_non_differentiable(*others)
-        return (*(leaf for pair in zip(found, derivatives, strict=True) for leaf in pair), *others)
+        zeros = map(torch.zeros_like, plain)
+        with _differentiable_ops():
+            results_and_derivatives: Any = torch.func.jvp(
+                function, (*primals, *plain), (*tangents, *zeros), has_aux=True
+            )
+        results, derivatives, other_tensors = results_and_derivatives
+        ctx.mark_non_differentiable(*other_tensors)
+        return (*(leaf for pair in zip(results, derivatives, strict=True) for leaf in pair), *other_tensors)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        function: _OfFloats = ctx.function
+        function: _FloatFunction = ctx.function
         count = len(function.duals)
         end = count + len(function.floats)
         tensors: list[Tensor] = [tensor.detach() for tensor in ctx.saved_tensors]
         primals, plain, tangents = tensors[:count], tensors[count:end], tensors[end:]
         needed: Sequence[bool] = ctx.needs_input_grad[1:]
-        wanted = [at for at in range(end) if needed[at] or (at < count and needed[end + at])]
-        pairs = 2 * sum(leaf is _FLOAT for leaf in function.made[0][0])
-        changes, starts = cotangents[:pairs:2], cotangents[1:pairs:2]
-        still = map(torch.zeros_like, plain)
+        # The index of a float is its place in (*primals, *plain); its tangent, if it has one, stands `end` behind it.
+        grad_indices = [index for index in range(end) if needed[index] or (index < count and needed[end + index])]
+        pair_count = 2 * sum(leaf is _FLOAT for leaf in function.result_forms[0][0])
+        result_cotangents, derivative_cotangents = cotangents[:pair_count:2], cotangents[1:pair_count:2]
+        zeros = map(torch.zeros_like, plain)
 
-        def gradients(*given: Tensor) -> tuple[Tensor, ...]:
-            whole = given[:end]
+        def gradients(*values: Tensor) -> tuple[Tensor, ...]:
+            floats = values[:end]
 
-            def of_wanted(*some: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-                return function(*(dict(zip(wanted, some, strict=True)).get(at, one) for at, one in enumerate(whole)))
+            def run_with(*grad_floats: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+                float_by_index = dict(zip(grad_indices, grad_floats, strict=True))
+                return function(*(float_by_index.get(index, value) for index, value in enumerate(floats)))
 
-            return torch.func.vjp(of_wanted, *(whole[at] for at in wanted), has_aux=True)[1](given[end:])
+            return torch.func.vjp(run_with, *(floats[index] for index in grad_indices), has_aux=True)[1](values[end:])
 
-        with _traced_through(), replaying(ctx.states) if ctx.states else nullcontext():
-            made: Any = torch.func.jvp(gradients, (*primals, *plain, *starts), (*tangents, *still, *changes))
-        found, derivatives = made
-        own = dict(zip(wanted, found, strict=True)), dict(zip(wanted, derivatives, strict=True))
-        return (None, *(own[1].get(at) for at in range(end)), *(own[0].get(at) for at in range(count)))
+        # The derivative, along the tangents, of a vjp with the cotangents of the derivatives: forward over reverse. The
+        # forward runs again in it, so it draws the same random numbers.
+
+        with _differentiable_ops(), replay_from(ctx.states) if ctx.states else nullcontext():
+            grads_and_derivatives: Any = torch.func.jvp(
+                gradients, (*primals, *plain, *derivative_cotangents), (*tangents, *zeros, *result_cotangents)
+            )
+        grads, derivatives = grads_and_derivatives
+        grads_by_index = dict(zip(grad_indices, grads, strict=True)), dict(zip(grad_indices, derivatives, strict=True))
+        return (
+            None,
+            *(grads_by_index[1].get(index) for index in range(end)),
+            *(grads_by_index[0].get(index) for index in range(count)),
+        )
 
 
 @contextmanager
-def _traced_through() -> Generator[None]:
-    """Take ops that torch.func has derivatives of: attention's fused kernels have none in forward mode, and with
-    gradients off a backward picks ops that are not differentiated again. A mark of a stage is no tensor outside."""
-    with sdpa_kernel(SDPBackend.MATH), collecting_marks(), torch.enable_grad():
+def _differentiable_ops() -> Generator[None]:
+    """Let torch choose ops that torch.func can differentiate twice.
+
+    Attention's fused kernels have no derivative in forward mode, and with gradients off a backward picks ops that are
+    not differentiated again. Marks of `fpipe.keep` are collected, since their tensors are of no use outside.
+    """
+    with sdpa_kernel(SDPBackend.MATH), collect_marks(), torch.enable_grad():
         yield
 
 
@@ -205,11 +238,11 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _kind(leaf: Any) -> str:
-    return str(aval(leaf)) if isinstance(leaf, Tensor) else "None" if leaf is None else type(leaf).__name__
+    return str(aval_of_tensor(leaf)) if isinstance(leaf, Tensor) else "None" if leaf is None else type(leaf).__name__
 
 
 def jvp(model: Model) -> Model:
-    """The model of a directional derivative: each of its stages on dual numbers.
+    """Make the model of a directional derivative, which runs each stage on dual numbers.
 
     Its loss is the derivative of the model's loss in the direction of the tangents, as `torch.func.jvp` of the whole
     gives it, and `aux` has the loss itself. In a program with backwards the gradient of a leaf `Dual(p, v)` is
@@ -239,54 +272,60 @@ def jvp(model: Model) -> Model:
     >>> fpipe.unpack_dual(result.grads)
     (({'w': tensor(12.)},), ({'w': tensor(12.)},))
     """
-    the_model(model)
+    require_model(model)
     refuse_rules(model, "jvp")
     load_forward_mode()
-    on_duals = {stage: _on_duals(stage) for stage in model.stages}  # equal stages share their traces
+    # One wrapper for equal stages, so that they share a trace.
+    on_duals = {stage: _run_on_duals(stage) for stage in model.stages}
     stages = tuple(on_duals[stage] for stage in model.stages)
     report = model.made("jvp: on dual numbers, so a tangent beside each parameter and what depends on it")
-    return replace(model, stages=stages, loss=_derivative(model), aux=True, function=None, report=report)
+    return replace(model, stages=stages, loss=_derivative_loss(model), aux=True, function=None, report=report)
 
 
-def _on_duals(stage: Stage) -> Stage:
-    """A stage on dual numbers. Its module state comes without tangents."""
+def _run_on_duals(stage: Stage) -> Stage:
+    """Return a stage that runs on dual numbers. Its module state has no tangents."""
     forward = stage.forward
 
     @wraps(forward)
-    def on_duals(params: Any, x: Any, **said: Any) -> Any:
+    def on_duals(params: Any, x: Any, **extra_arguments: Any) -> Any:
         order: list[str] = []
 
-        def call(params: Any, x: Any, said: Any) -> tuple[Any, Any]:
-            own = {**said, "state": copied(said["state"])} if "state" in said else said  # it is run twice
-            y, beside = split_output(stage, forward(params, x, **own))
-            order[:] = beside
-            follows = {word: beside.pop(word) for word in ("carry", "loss") if word in beside}
-            return (y, follows), beside
+        def call(params: Any, x: Any, extra_arguments: Any) -> tuple[Any, Any]:
+            # The backward runs the stage again, on the state from before.
+            if "state" in extra_arguments:
+                extra_arguments = {**extra_arguments, "state": copy_state(extra_arguments["state"])}
+            y, extra_outputs = split_output(stage, forward(params, x, **extra_arguments))
+            order[:] = extra_outputs
+            differentiable_outputs = {
+                name: extra_outputs.pop(name) for name in ("carry", "loss") if name in extra_outputs
+            }
+            return (y, differentiable_outputs), extra_outputs
 
-        (y, follows), rest = pushed_forward(call, params, x, said)
-        if "loss" in follows:
-            follows["loss"] = _tangent(follows["loss"])
-        return (y, *((follows | rest)[word] for word in order)) if order else y
+        (y, differentiable_outputs), constant_outputs = pushed_forward(call, params, x, extra_arguments)
+        if "loss" in differentiable_outputs:
+            differentiable_outputs["loss"] = _tangent(differentiable_outputs["loss"])
+        return (y, *((differentiable_outputs | constant_outputs)[name] for name in order)) if order else y
 
     return replace(stage, forward=on_duals, within=None)
 
 
-def _derivative(model: Model) -> Callable[[Any, Any], Any]:
-    """The derivative of a model's loss, what it counts, and the loss itself with its auxiliary results."""
+def _derivative_loss(model: Model) -> Callable[[Any, Any], Any]:
+    """Return a loss function that gives the derivative of a model's loss, and the loss itself in its `aux`."""
     loss, reduction, with_aux = model.loss, model.reduction, model.aux
 
     def derivative(y: Any, target: Any) -> Any:
         def call(y: Any, target: Any) -> tuple[Tensor, Any]:
-            made, count, aux = split_loss(y if loss is None else loss(y, target), reduction, with_aux)
-            return made, (count, aux)
+            total, count, aux = split_loss(y if loss is None else loss(y, target), reduction, with_aux)
+            return total, (count, aux)
 
-        made, (count, aux) = pushed_forward(call, y, target)
-        beside = {"loss": made.primal if isinstance(made, Dual) else made} | ({"aux": aux} if with_aux else {})
-        return (_tangent(made), count) if reduction == "count" else _tangent(made), beside
+        dual_loss, (count, aux) = pushed_forward(call, y, target)
+        aux_results = {"loss": dual_loss.primal if isinstance(dual_loss, Dual) else dual_loss} | (
+            {"aux": aux} if with_aux else {}
+        )
+        return (_tangent(dual_loss), count) if reduction == "count" else _tangent(dual_loss), aux_results
 
     return derivative if loss is None else wraps(loss)(derivative)
 
 
 def _tangent(leaf: Any) -> Tensor:
-    """The tangent of a loss, zero if it has none."""
     return leaf.tangent if isinstance(leaf, Dual) else torch.zeros_like(leaf)

@@ -1,8 +1,8 @@
-"""Keep the gradient of each row apart: the model of which every row is a batch of its own.
+"""Compute per-row gradients: a model that treats every row as a batch of one.
 
     g: float32[4, 8], summed over 32 rows        --> per_example -->        g: float32[32, 4, 8], one for each row
 
-Each row is handed parameters of its own, views of the same memory, and each stage is `torch.func.vmap` of what it was.
+Each row gets parameters of its own, views of the same memory, and each stage becomes `torch.func.vmap` of itself.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fpipe import tree
 from fpipe.derived.custom_stage import refuse_rules
-from fpipe.graphs.tracing.keep import collecting_marks
+from fpipe.graphs.tracing.keep_marks import collect_marks
 from fpipe.meaning.stages.outputs import split_loss, split_output
-from fpipe.model import Model, Stage, the_model
+from fpipe.model import Model, Stage, require_model
 
 
 def per_example(model: Model) -> Model:
-    """The model whose gradients come row by row, as for DP-SGD: each is what the row would give as a batch of one.
+    """Make a model with per-row gradients, as DP-SGD needs them: each equals the gradient of the row as a batch of one.
 
-    That is what `torch.func.vmap` of `torch.func.grad` gives on one device. Programs, under any schedule, end in
+    On one device `torch.func.vmap` of `torch.func.grad` gives the same. Programs, under any schedule, end in
     `merge(grads="rows")`, or in no merge for one tuple of gradients for each microbatch.
 
     Args:
@@ -52,92 +52,103 @@ def per_example(model: Model) -> Model:
     >>> result.grads[0]["w"], result.aux["loss"]
     (tensor([ 6., 24., 54.]), tensor([ 9., 36., 81.]))
     """
-    the_model(model)
+    require_model(model)
     if model.per_example:
         raise ValueError("this model is per_example already.")
     refuse_rules(model, "per_example")
     for number, stage in enumerate(model.stages):
-        _refuse_shared(stage, model.who(number))
-    taken = [*zip(model.stages, model.inputs, strict=True)]
-    ones = [(stage, tuple(one == "batch" for one in x) if isinstance(x, tuple) else x == "batch") for stage, x in taken]
-    of_rows = {one: _of_rows(*one) for one in ones}  # equal stages share their traces
-    stages, loss = tuple(of_rows[one] for one in ones), _sum_over_rows(model)
+        _refuse_shared(stage, model.label_of(number))
+    # One wrapper for equal stages with equal sources, so that they share a trace.
+    stage_keys = [
+        (stage, tuple(source == "batch" for source in sources) if isinstance(sources, tuple) else sources == "batch")
+        for stage, sources in zip(model.stages, model.inputs, strict=True)
+    ]
+    stage_by_key = {stage_key: _over_rows(*stage_key) for stage_key in stage_keys}
+    stages, loss = tuple(stage_by_key[stage_key] for stage_key in stage_keys), _sum_over_rows(model)
     report = model.made("per_example: gradients row by row, of parameters that each row is handed")
     return replace(
         model, stages=stages, loss=loss, reduction="sum", aux=True, function=None, per_example=True, report=report
     )
 
 
-def _refuse_shared(stage: Stage, who: str) -> None:
-    """A ValueError for a stage with something that is no single row's."""
-    asked = {"state": "module state", "key": "a key", "carry": "a carry"}
-    for found in (what for word, what in asked.items() if word in stage.asks):
+def _refuse_shared(stage: Stage, stage_name: str) -> None:
+    """Raise ValueError if a stage has state, a key or a carry, which all rows of a microbatch share."""
+    description_by_kind = {"state": "module state", "key": "a key", "carry": "a carry"}
+    for description in (description for kind, description in description_by_kind.items() if kind in stage.asks):
         raise ValueError(
-            f"{who} has {found}, which is no single row's: per_example takes stages that each row passes alone. Of "
-            "norms take those that look at one row, such as LayerNorm or GroupNorm, or eval mode."
+            f"{stage_name} has {description}, which is no single row's. Of norms take those that look at one row, such "
+            "as LayerNorm, or eval mode."
         )
 
 
-def _of_rows(stage: Stage, batch: bool | tuple[bool, ...]) -> Stage:
-    """A stage for each row. What comes from the batch, as `batch` says of its inputs, is cut into single rows."""
+def _over_rows(stage: Stage, is_from_batch: bool | tuple[bool, ...]) -> Stage:
+    """Map a stage over rows.
+
+    An activation of an earlier stage has the dimension of rows in front already, as [rows, 1, ...]. An input that
+    `is_from_batch` is cut into such rows here.
+    """
     forward = stage.forward
 
     @wraps(forward)
-    def of_rows(params: Any, x: Any, **said: Any) -> Any:
-        if isinstance(batch, tuple):
-            x = tuple(_ones(one) if cut else one for one, cut in zip(x, batch, strict=True))
-        elif batch:
-            x = _ones(x)
+    def run_rows(params: Any, x: Any, **extra_arguments: Any) -> Any:
+        if isinstance(is_from_batch, tuple):
+            x = tuple(_as_single_rows(value) if cut else value for value, cut in zip(x, is_from_batch, strict=True))
+        elif is_from_batch:
+            x = _as_single_rows(x)
 
-        def of_row(params: Any, x: Any) -> tuple[Any, Any]:
-            return split_output(stage, forward(params, x, **said))
+        def run_row(params: Any, x: Any) -> tuple[Any, Any]:
+            return split_output(stage, forward(params, x, **extra_arguments))
 
-        y, beside = mapped(of_row, params, x)
-        return (y, beside["loss"].sum()) if stage.aux_loss else y
+        y, extra_outputs = map_over_rows(run_row, params, x)
+        return (y, extra_outputs["loss"].sum()) if stage.aux_loss else y
 
-    return replace(stage, forward=of_rows, within=None)
+    return replace(stage, forward=run_rows, within=None)
 
 
 def _sum_over_rows(model: Model) -> Callable[[Any, Any], Any]:
-    """The losses of the rows, summed, and each of them with its auxiliary results."""
+    """Return a loss function that sums the losses of rows, and has the loss and `aux` of each row in its own `aux`."""
     loss, reduction, with_aux = model.loss, model.reduction, model.aux
 
     def over_rows(y: Any, target: Any) -> Any:
-        def of_row(y: Any, target: Any) -> dict[str, Any]:
-            made, count, aux = split_loss(y if loss is None else loss(y, target), reduction, with_aux)
+        def loss_of_row(y: Any, target: Any) -> dict[str, Any]:
+            row_loss, count, aux = split_loss(y if loss is None else loss(y, target), reduction, with_aux)
+            # A row without a count, such as one whose labels are all ignored, has the loss 0 and not NaN.
             if reduction == "count":
-                made = made / (torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1)
-            return {"loss": made} | ({"aux": aux} if with_aux else {})
+                row_loss = row_loss / (torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1)
+            return {"loss": row_loss} | ({"aux": aux} if with_aux else {})
 
-        rows = mapped(of_row, y, _ones(target))
+        rows = map_over_rows(loss_of_row, y, _as_single_rows(target))
         return rows["loss"].sum(), rows
 
     return over_rows if loss is None else wraps(loss)(over_rows)
 
 
-def _ones(batch: Any) -> Any:
-    """A batch as batches of one row, stacked; scalars go whole to each."""
+def _as_single_rows(batch: Any) -> Any:
+    """Reshape a batch to batches of one row, stacked: [rows, ...] to [rows, 1, ...]; scalars go whole to each."""
 
-    def ones(leaf: Any) -> Any:
+    def add_row_dim(leaf: Any) -> Any:
         return leaf.unsqueeze(1) if isinstance(leaf, Tensor) and leaf.ndim else leaf
 
-    return tree.tree_map(ones, batch)
+    return tree.tree_map(add_row_dim, batch)
 
 
-def mapped(call: Callable[..., Any], *given: Any) -> Any:
-    """A function of pytrees for each row of their tensors, by `torch.func.vmap`; scalars go whole to each."""
-    leaves, containers = tree.flatten(given)
-    places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.ndim]
-    shown: list[Any] = []
+def map_over_rows(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of pytrees for each row of their tensors, by `torch.func.vmap`; scalars go whole to each."""
+    leaves, containers = tree.flatten(arguments)
+    tensor_indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.ndim]
+    output_form: list[Any] = []
 
     def function(*rows: Tensor) -> tuple[Tensor, ...]:
-        full = [*leaves]
-        for at, row in zip(places, rows, strict=True):
-            full[at] = row
-        shown[:] = tree.flatten(call(*tree.unflatten(containers, full)))
-        return tuple(leaf for leaf in shown[0] if isinstance(leaf, Tensor))
+        row_leaves = [*leaves]
+        for index, row in zip(tensor_indices, rows, strict=True):
+            row_leaves[index] = row
+        output_form[:] = tree.flatten(call(*tree.unflatten(containers, row_leaves)))
+        return tuple(leaf for leaf in output_form[0] if isinstance(leaf, Tensor))
 
-    # There is no rule to map attention's fused kernels. What is marked inside is no tensor outside.
-    with sdpa_kernel(SDPBackend.MATH), collecting_marks():
-        found = iter(torch.func.vmap(function)(*(leaves[at] for at in places)))
-    return tree.unflatten(shown[1], [next(found) if isinstance(leaf, Tensor) else leaf for leaf in shown[0]])
+    # vmap has no rule for attention's fused kernels. Marks of `fpipe.keep` inside it are on its own tensors, of no use
+    # outside.
+    with sdpa_kernel(SDPBackend.MATH), collect_marks():
+        output_tensors = iter(torch.func.vmap(function)(*(leaves[index] for index in tensor_indices)))
+    return tree.unflatten(
+        output_form[1], [next(output_tensors) if isinstance(leaf, Tensor) else leaf for leaf in output_form[0]]
+    )
