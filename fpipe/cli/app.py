@@ -1,4 +1,4 @@
-"""Put the commands together, with exit codes for errors: 0 is well, 1 refused or wrong, 2 typed wrongly."""
+"""Assemble the commands, with exit codes for errors: 0 is well, 1 refused or wrong, 2 typed wrongly."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Annotated
 import typer
 
 from fpipe.cli import bench, find, judge, plan, see
-from fpipe.cli.options import grouped, load_module, usage
+from fpipe.cli.options import load_module, usage, with_options_of_fields
 from fpipe.cli.output import print_error
 
 app = typer.Typer(
-    rich_markup_mode=None,  # plain help: it reads the same in a pipe
+    # Plain help reads the same in a pipe.
+    rich_markup_mode=None,
     add_completion=False,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
@@ -26,21 +27,22 @@ Imports = Annotated[
 ]
 
 
-def _say_version(asked: bool) -> None:
-    if asked:
-        from importlib.metadata import version  # a tenth of the time that --help takes
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
+        # Imported here, since it takes a tenth of the time of --help.
+        from importlib.metadata import version
 
         print(f"fpipe {version('fpipe')}")
         raise typer.Exit
 
 
 Version = Annotated[
-    bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Say which version this is.")
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Say which version this is.")
 ]
 
 
 @app.callback()
-def start(imports: Imports = None, asked: Version = False) -> None:
+def start(imports: Imports = None, version: Version = False) -> None:
     """Pipeline schedules: list, draw, compare, search, plan, prove, race them, take them elsewhere.
 
     \b
@@ -65,14 +67,15 @@ def start(imports: Imports = None, asked: Version = False) -> None:
         usage(load_module)(module)
 
 
-def _refusing(command: Callable[..., None]) -> Callable[..., None]:
-    """Print the library's refusals on standard error, with exit code 1."""
+def _with_exit_codes(command: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a command so that errors of the library are printed on standard error, with exit code 1."""
 
     @functools.wraps(command)
     def run(*args: object, **options: object) -> None:
         try:
             command(*args, **options)
         except (ValueError, OverflowError, AssertionError, ModuleNotFoundError, OSError) as error:
+            # `fpipe show .. | head` closes the pipe early: that is no error to print.
             if isinstance(error, BrokenPipeError):
                 raise
             print_error(str(error))
@@ -86,7 +89,7 @@ COMMANDS = (
     *(judge.check_grads, judge.check_step, bench.bench, see.export),
 )
 for command in COMMANDS:
-    app.command()(_refusing(grouped(command)))
+    app.command()(_with_exit_codes(with_options_of_fields(command)))
 plans = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Plan a run of your own.")
-plans.command()(_refusing(grouped(plan.run)))
+plans.command()(_with_exit_codes(with_options_of_fields(plan.run)))
 app.add_typer(plans, name="plan")

@@ -1,4 +1,4 @@
-"""Race schedules on this machine, and say how far simulation is from what they took."""
+"""Run schedules on this machine, and compare simulated with measured times."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def _picture(text: str) -> Path:
 
 Names = Annotated[
     list[str],
-    options.read_by(options.schedule_name, metavar="NAME...", help="Schedules, with options behind a colon."),
+    options.parsed_by(options.schedule_name, metavar="NAME...", help="Schedules, with options behind a colon."),
 ]
 Ranks = Annotated[
     int | None, typer.Option("--ranks", "-p", min=1, help="Ranks; by default 2, or as many as torchrun started.")
 ]
-Where = Annotated[Runtime, typer.Option("--runtime", "-r", help="threads, or distributed (under torchrun).")]
+OfRuntime = Annotated[Runtime, typer.Option("--runtime", "-r", help="threads, or distributed (under torchrun).")]
 Rounds = Annotated[int, typer.Option(min=1, help="How often each schedule runs.")]
 Width = Annotated[int, typer.Option(min=1, help="Of the layers.")]
 Rows = Annotated[int, typer.Option(min=1, help="Of a microbatch.")]
 Picture = Annotated[
     Path | None,
-    options.read_by(
+    options.parsed_by(
         _picture,
         "--file",
         metavar="FILE",
@@ -51,10 +51,10 @@ Picture = Annotated[
 
 def bench(
     typed: typer.Context,
-    what: Names,
+    schedules: Names,
     ranks: Ranks = None,
     microbatches: options.Microbatches = 8,
-    runtime: Where = "threads",
+    runtime: OfRuntime = "threads",
     rounds: Rounds = 10,
     model: options.OfModel = None,
     width: Width = 512,
@@ -79,46 +79,54 @@ def bench(
       python -m fpipe bench gpipe interleaved --rounds 2 --width 64 --rows 8 --file both.svg
       torchrun --standalone --nproc-per-node 2 -m fpipe bench zbv --runtime distributed
     """
-    if model is not None and any(options.is_typed(typed, word) for word in ("width", "rows")):
+    if model is not None and any(options.is_typed(typed, option) for option in ("width", "rows")):
         raise typer.BadParameter("--width and --rows are of the layers that run without --model.", ctx=typed)
     if file is not None and not file.parent.is_dir():
-        raise FileNotFoundError(f"{str(file.parent)!r} is not a folder: make it before a picture is written there.")
-    # The other commands start without torch, in a third of the time.
+        raise FileNotFoundError(f"{str(file.parent)!r} is not a folder: create it first.")
+    # torch is imported by this: the other commands start without it, in a third of the time.
     from fpipe.cli.measure import measure, perceptron, stages_of
 
-    with _all_ranks(runtime, ranks) as (rank, count), progress("profile and run", shown=rank == 0) as bar:
+    # 1) Make the model: a user's, or layers that every schedule's number of stages divides. Then measure.
+    with _all_ranks(runtime, ranks) as (rank, count), progress("profile and run", is_shown=rank == 0) as bar:
         if model is None:
-            workload = perceptron([stages_of(name, count) for name in what], microbatches, width, rows)
+            workload = perceptron([stages_of(name, count) for name in schedules], microbatches, width, rows)
         else:
-            workload = _with_its_stages(options.made_by(model))
+            workload = _for_any_stages(options.call_model(model))
 
-        def show(done: int, total: int) -> None:
+        def advance(done: int, total: int) -> None:
             bar(completed=done, total=total)
 
         measured = measure(
-            what, workload, ranks=count, microbatches=microbatches, runtime=runtime, rounds=rounds, progress=show
+            schedules,
+            workload,
+            ranks=count,
+            microbatches=microbatches,
+            runtime=runtime,
+            rounds=rounds,
+            progress=advance,
         )
+    # 2) The first rank prints and draws.
     if rank == 0:
-        _print(measured)
+        _print_table(measured)
         if file is not None:
             timelines = [timeline for row in measured for timeline in (row.simulated, row.median)]
             names = [f"{row.name}, {kind}" for row in measured for kind in ("simulated", "measured")]
             print(f"wrote {plot(*timelines, file=file, names=names)}")
 
 
-def _with_its_stages(workload: Workload) -> Callable[[int], Workload]:
-    """Return a model for its own number of stages, and refuse another."""
+def _for_any_stages(workload: Workload) -> Callable[[int], Workload]:
+    """Return a function that gives this model for its number of stages; raise ValueError for another number."""
 
-    def of_stages(stages: int) -> Workload:
+    def for_stages(stages: int) -> Workload:
         count = len(workload[0].stages)
         if stages != count:
             raise ValueError(
-                f"--model returns a model of {count} stages, and a schedule wants {stages}; say behind its name how "
-                f"many it has, as in interleaved:stages={count}, or leave it out."
+                f"--model returns a model of {count} stages, and a schedule wants {stages}. Say "
+                f"NAME:stages={count}, or leave it out."
             )
         return workload
 
-    return of_stages
+    return for_stages
 
 
 @contextmanager
@@ -126,14 +134,15 @@ def _all_ranks(runtime: Runtime, ranks: int | None) -> Generator[tuple[int, int]
     """Yield this process's rank and the number of ranks, each with its share of the cores."""
     import torch
 
-    before = torch.get_num_threads()
+    # Threads of one process share its cores: each rank gets its part, as in a process of its own.
+    old_threads = torch.get_num_threads()
     if runtime == "threads":
         count = ranks or 2
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
         try:
             yield 0, count
         finally:
-            torch.set_num_threads(before)
+            torch.set_num_threads(old_threads)
         return
     if "WORLD_SIZE" not in os.environ:
         raise ValueError(
@@ -151,16 +160,17 @@ def _all_ranks(runtime: Runtime, ranks: int | None) -> Generator[tuple[int, int]
         dist.destroy_process_group()
 
 
-def _print(rows: Sequence[Measurement]) -> None:
+def _print_table(rows: Sequence[Measurement]) -> None:
     columns = ("schedule", "simulated", "measured", "least", "off", "bubble", "measured", "MiB", "held")
     cells: list[tuple[str, ...]] = []
     for row in rows:
         simulated, median = row.simulated, row.median
-        seconds = [f"{1e3 * value:.2f}" for value in (simulated.makespan, median.makespan, row.least)]
+        seconds = [f"{1e3 * value:.2f}" for value in (simulated.makespan, median.makespan, row.shortest)]
         bubbles = [f"{timeline.bubble:.1%}" for timeline in (simulated, median)]
         bytes_held = [f"{value / 2**20:.1f}" for value in (row.predicted_peak, max(median.peak))]
-        cells.append((row.name, *seconds, f"{row.off:+.1%}", *bubbles, *bytes_held))
+        cells.append((row.name, *seconds, f"{row.error:+.1%}", *bubbles, *bytes_held))
     table(columns, cells)
+    # Report pairs that measured times order otherwise than simulated ones, by more than 5 %.
     for fast, slow in permutations(rows, 2):
         if fast.median.makespan * 1.05 < slow.median.makespan and fast.simulated.makespan > slow.simulated.makespan:
             print(f"{slow.name} was simulated to be shorter than {fast.name}, and took longer.")

@@ -1,4 +1,4 @@
-"""Search for the best schedule for some costs and memory, and put it beside those that have a name."""
+"""Search for the best schedule for some costs and memory, and compare it with the named schedules."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def placement(text: str) -> Any:
 
 
 Stages = Annotated[int | None, typer.Option("--stages", "-s", min=1, help="Stages; by default one a rank.")]
-Where = Annotated[
+Placement = Annotated[
     Any,
-    options.read_by(placement, "--placement", metavar="WORD", help="any, linear, looped, v; or ranks: 0/1/1/0."),
+    options.parsed_by(placement, "--placement", metavar="WORD", help="any, linear, looped, v; or ranks: 0/1/1/0."),
 ]
 Cap = Annotated[
     Any,
-    options.read_by(
+    options.parsed_by(
         options.amount,
         "--memory-cap",
         metavar="N",
@@ -52,26 +52,26 @@ Cap = Annotated[
     ),
 ]
 Seconds = Annotated[float, typer.Option("--seconds", help="How long to search.")]
-Without = Annotated[list[str] | None, typer.Option("--without", metavar="NAME", help="Do not start from NAME.")]
+ExcludedStarts = Annotated[list[str] | None, typer.Option("--without", metavar="NAME", help="Do not start from NAME.")]
 Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write it: .csv, or .json (a program).")]
 
 
 @dataclass(frozen=True)
 class Goal:
-    """The schedules that are searched, and which of them is best."""
+    """The schedules to search, and the objective by which one is best."""
 
-    where: Where = "any"
+    placement: Placement = "any"
     memory_cap: Cap = None
     objective: Objective = "makespan"
     split_backward: Literal["auto", "all", "none"] = "auto"
     checkpoint: Policy = "never"
-    without: Without = None
+    excluded_starts: ExcludedStarts = None
     shard: options.Shard = None
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long a search takes, and by which engine."""
+    """How long to search, and by which engine."""
 
     seconds: Seconds = 10
     solver: Solver = "auto"
@@ -103,11 +103,13 @@ def search(
     if output is not None and output.suffix not in (".csv", ".json"):
         raise typer.BadParameter(f"--output writes .csv or .json, found {str(output)!r}.")
     options.refuse_other_unit(goal.memory_cap, has_bytes=bool(priced.costs.bytes))
+    # Costs of a whole rank are shared by its stages: as many as a linear placement has on each rank.
     base = chain(split(microbatches), merge())(base_program(ranks if stages is None else stages))
     seconds_of: Costs = priced.on_cluster.of(place("linear", ranks=ranks)(base))
+    # 1) Search, with a bar for the share of the time.
     with progress("searching") as bar:
 
-        def show(share: float, best: float, bound: float) -> None:
+        def show_progress(share: float, best: float, bound: float) -> None:
             status = f"best {best:.6g}, at least {bound:.6g}" if best < float("inf") else "nothing fits yet"
             bar(completed=share, total=1.0, description=status)
 
@@ -115,18 +117,19 @@ def search(
             base,
             seconds_of,
             ranks=ranks,
-            placement=goal.where,
+            placement=goal.placement,
             memory_cap=goal.memory_cap,
             seconds=effort.seconds,
             split_backward=HALVES[goal.split_backward],
             objective=goal.objective,
             solver=effort.solver,
             checkpoint=goal.checkpoint,
-            without=goal.without or (),
+            without=goal.excluded_starts or (),
             shard=goal.shard or (),
             seed=effort.seed,
-            progress=show,
+            progress=show_progress,
         )
+    # 2) Print the schedule, and a table of it and the named ones.
     if not best.complete:
         print_error("stopped; this is the best so far.")
     print_program(best.program, seconds_of if priced.on_cluster.are_typed else None)
@@ -137,6 +140,7 @@ def search(
         ("schedule", "makespan", "span", "peak", "memory"),
         [(name, *map(number, values), "fits" if fits else "too much") for name, *values, fits in rows],
     )
+    # 3) Write files.
     if output is not None:
         text = best.schedule.to_csv() if output.suffix == ".csv" else to_json(best.program)
         output.write_text(text, encoding="utf-8")

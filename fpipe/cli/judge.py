@@ -1,4 +1,4 @@
-"""Ask whether something is right: a file, a schedule, or gradients and parameters that another pipeline has written."""
+"""Check files and schedules, and gradients and parameters that another pipeline has written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fpipe.cli import options
-from fpipe.cli.options import read
+from fpipe.cli.options import read_program
 from fpipe.cli.output import print_error
 from fpipe.cli.see import sizes
 from fpipe.program import Program
@@ -35,19 +35,20 @@ def check(files: Programs, replicated: options.Replicated = False) -> None:
       python -m fpipe export gpipe --format comms | python -m fpipe check -
       printf '0F0 0F1 0B0 0B1\\n1F0 1B0 1F1 1B1\\n' | python -m fpipe check -
     """
-    wrong = 0
+    wrong_files = 0
     for file in files:
         name = "standard input" if file == "-" else file
         try:
-            print(f"{name}: {sizes(read(file, replicated=replicated))}")
+            print(f"{name}: {sizes(read_program(file, replicated=replicated))}")
         except (ValueError, OSError) as error:
-            wrong += 1
-            print_error(str(error) if isinstance(error, OSError) else f"{name}: {error}")  # an OSError says the name
-    if wrong:
+            wrong_files += 1
+            # The text of an OSError names the file already.
+            print_error(str(error) if isinstance(error, OSError) else f"{name}: {error}")
+    if wrong_files:
         raise typer.Exit(1)
 
 
-def verify(typed: typer.Context, what: options.What, size: options.Sized) -> None:
+def verify(typed: typer.Context, name_or_file: options.NameOrFile, size: options.Sized) -> None:
     """Prove a schedule on a small real model, bit by bit.
 
     Every gradient is compared with that of plain autograd.
@@ -57,8 +58,8 @@ def verify(typed: typer.Context, what: options.What, size: options.Sized) -> Non
       python -m fpipe verify one_f_one_b --ranks 4 --microbatches 6
       python -m fpipe verify my_table.csv
     """
-    options.only_of_names(typed, [what])
-    program = size.program(what)
+    options.refuse_sizes_of_files(typed, [name_or_file])
+    program = size.program(name_or_file)
     print(sizes(program))
     from fpipe.verification.verify import verify as verify_program
 
@@ -71,7 +72,8 @@ _WIDTH = 8
 def _small_model(program: Program) -> tuple[Model, tuple[dict[str, Tensor], ...], tuple[Tensor, Tensor]]:
     """Return a model of as many stages, its parameters, and a batch of microbatches that differ in rows.
 
-    For a program with sequence slices it is causal along the sequence, and the slices differ in length.
+    Microbatches of different sizes show a mean of means, which a schedule must not compute. For a program with sequence
+    slices the model is causal along the sequence, and the slices differ in length.
     """
     import torch
 
@@ -93,7 +95,7 @@ def _stage(params: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 def _causal(params: dict[str, Tensor], x: Tensor, *, carry: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Add to each position the sum of those before it; a slice hands its sum to the next."""
+    """Add to each position the sum of the positions before; the sum at the end of a slice is its carry."""
     total = (x @ params["w"]).cumsum(1)
     if carry is not None:
         total = total + carry
@@ -107,7 +109,7 @@ def _loss(y: Tensor, target: Tensor) -> Tensor:
 Grads = Annotated[
     list[str], typer.Argument(metavar="FILE...", help="Gradients by name: .safetensors, or .pt of a dict.")
 ]
-Tried = Annotated[
+TriedMicrobatches = Annotated[
     int | None, typer.Option("--microbatches", "-m", min=1, help="Of the step; by default 1 to 16 are tried.")
 ]
 Tolerance = Annotated[float | None, typer.Option(min=0.0, help="By default a gradient is equal to rounding.")]
@@ -128,7 +130,7 @@ Key = Annotated[int | None, typer.Option(help="Of the step, for a model with ran
 def check_grads(
     files: Grads,
     model: options.OfModel,
-    microbatches: Tried = None,
+    microbatches: TriedMicrobatches = None,
     key: Key = None,
     rtol: Tolerance = None,
     atol: Tolerance = None,
@@ -146,7 +148,7 @@ def check_grads(
     """
     from fpipe.oracle.compare_grads import compare_grads
 
-    built, params, batch, state = options.made_by(model)
+    built, params, batch, state = options.call_model(model)
     grads = read_tensors(files)
     report = compare_grads(
         built, params, batch, grads, state=state, key=key, microbatches=microbatches, rtol=rtol, atol=atol
@@ -166,7 +168,7 @@ def check_step(
     norm: Norm = None,
     key: Key = None,
 ) -> None:
-    """Compare parameters after training steps made elsewhere with those of plain autograd and torch.optim.
+    """Compare parameters after training steps made elsewhere with plain autograd and torch.optim.
 
     Names the mistake, if one explains them: a sum for a mean, a norm that misses
     ranks, no weight decay, stale gradients. One file, or one for each rank; parts
@@ -180,9 +182,10 @@ def check_step(
     """
     from fpipe.oracle.compare_step import compare_step
 
-    built, params, batch, state = options.made_by(model)
+    built, params, batch, state = options.call_model(model)
+    # A list of batches is one for each step. A batch itself is a tuple.
     steps = len(batch) if isinstance(batch, list) else 1
-    tensors = read_each(files)
+    tensors = read_files(files)
     report = compare_step(
         built,
         params,
@@ -201,57 +204,60 @@ def check_step(
     print(report)
 
 
-def _setting(typed: str) -> tuple[str, Any]:
-    """Read a setting of a rule: a number, numbers with commas between, or True or False."""
-    name, _, value = typed.partition("=")
-    words = {"True": True, "False": False}
+def _setting(text: str) -> tuple[str, Any]:
+    """Parse a setting of a rule: a number, numbers with commas between, or True or False."""
+    name, _, value = text.partition("=")
+    booleans = {"True": True, "False": False}
     try:
-        parts = [words[part] if part in words else float(part) for part in value.split(",")]
+        parts = [booleans[part] if part in booleans else float(part) for part in value.split(",")]
     except ValueError:
-        raise typer.BadParameter(f"--set is NAME=NUMBER, such as weight_decay=0.1; found {typed!r}.") from None
+        raise typer.BadParameter(f"--set is NAME=NUMBER, such as weight_decay=0.1; found {text!r}.") from None
     return name, parts[0] if len(parts) == 1 else tuple(parts)
 
 
 def read_tensors(files: Sequence[str]) -> dict[str, Tensor]:
-    """Read the tensors of all files by name; a name in two files has the same numbers."""
+    """Read the tensors of all files by name; raise ValueError if a name has different numbers in two files."""
     from fpipe.verification.report import Close
 
-    whole: dict[str, Tensor] = {}
-    homes: dict[str, str] = {}
-    for file, tensors in zip(files, read_each(files), strict=True):
+    tensor_by_name: dict[str, Tensor] = {}
+    file_by_name: dict[str, str] = {}
+    for file, tensors in zip(files, read_files(files), strict=True):
         for name, tensor in tensors.items():
-            if name in whole and not Close()(whole[name], tensor):
+            if name in tensor_by_name and not Close()(tensor_by_name[name], tensor):
                 raise ValueError(
-                    f"{name!r} is in {homes[name]} and in {file}, with different numbers. If it is tied, or data "
-                    "parallel, add its gradients up first."
+                    f"{name!r} is in {file_by_name[name]} and in {file}, with different numbers. If it is tied, or "
+                    "data parallel, add its gradients up first."
                 )
-            whole[name], homes[name] = tensor, file
-    return whole
+            tensor_by_name[name], file_by_name[name] = tensor, file
+    return tensor_by_name
 
 
-def read_each(files: Sequence[str]) -> list[dict[str, Tensor]]:
+def read_files(files: Sequence[str]) -> list[dict[str, Tensor]]:
     """Read the tensors of each file by name."""
     return [(_safetensors if file.endswith(".safetensors") else _saved)(Path(file)) for file in files]
 
 
 def _saved(path: Path) -> dict[str, Tensor]:
-    """Read a dict of tensors that torch.save wrote; None among them is no gradient."""
+    """Read a dict of tensors that torch.save wrote; None, a missing gradient, is left out."""
     import torch
 
-    from fpipe.verification.report import in_words, is_comparable
+    from fpipe.verification.report import describe_tensor, is_comparable
 
     try:
         saved: Any = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception:  # its type depends on the first bytes of the file
+    # The type of torch's error depends on the first bytes of the file.
+    except Exception:
         raise ValueError(f"{path} is no dict of tensors that torch.save wrote.") from None
     if not isinstance(saved, Mapping):
         raise ValueError(f"{path} holds a {type(saved).__name__}; wanted is a dict of tensors by name.")
     tensors: dict[Any, Any] = {name: leaf for name, leaf in saved.items() if leaf is not None}  # pyright: ignore[reportUnknownVariableType]
-    wrong = next((name for name, x in tensors.items() if not isinstance(name, str) or not is_comparable(x)), None)
-    if wrong is not None:
-        raise ValueError(f"{path} holds {in_words(tensors[wrong])} under {wrong!r}; wanted are tensors by name.")
+    wrong_name = next((name for name, x in tensors.items() if not isinstance(name, str) or not is_comparable(x)), None)
+    if wrong_name is not None:
+        raise ValueError(
+            f"{path} holds {describe_tensor(tensors[wrong_name])} under {wrong_name!r}; wanted are tensors by name."
+        )
     return tensors
 
 
@@ -265,4 +271,4 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     for name, (code, dtype, *_) in file.entries.items():
         if not is_comparable(torch.empty(0, dtype=dtype)):
             raise ValueError(f"{path} holds {name!r} as {code}; wanted are F64, F32, F16, BF16 and C64.")
-    return {name: file.read(name) for name in file.entries}
+    return {name: file.read_tensor(name) for name in file.entries}

@@ -1,4 +1,4 @@
-"""Profile, simulate and run programs, to compare predictions with measurements.
+"""Profile, simulate and run programs, to compare simulated with measured times.
 
 1F1B --profile--> costs --simulate--> ZBV: 81.2 ms        ZBV --run, record--> 83.0 ms
 """
@@ -48,13 +48,13 @@ class Measurement:
         return sorted(self.runs, key=lambda run: run.makespan)[(len(self.runs) - 1) // 2]
 
     @property
-    def least(self) -> float:
+    def shortest(self) -> float:
         """Seconds of the shortest round."""
         return min(run.makespan for run in self.runs)
 
     @property
-    def off(self) -> float:
-        """How far the simulated makespan is from the median, as a share of that."""
+    def error(self) -> float:
+        """The simulated makespan relative to the median, less 1."""
         return self.simulated.makespan / self.median.makespan - 1
 
 
@@ -72,8 +72,11 @@ def measure(
 
     The first round warms up and is not counted.
     """
+    # 1) One model for each number of stages that a schedule has on these ranks.
     workloads = {stages: workload(stages) for stages in dict.fromkeys(stages_of(name, ranks) for name in names)}
     programs = {name: scheduled(workloads[stages_of(name, ranks)][0], name, ranks, microbatches) for name in names}
+    # 2) Measure the costs of each model under 1F1B. `profile` runs two variants of the program, each once to warm up
+    #    and then REPEATS times.
     profile_runs = 2 * (REPEATS + 1)
     total = profile_runs * len(workloads) + (rounds + 1) * len(names)
     costs: dict[int, Costs] = {}
@@ -86,14 +89,16 @@ def measure(
             state=state,
             repeats=REPEATS,
             runtime=runtime,
-            progress=lambda done, _, before=index * profile_runs: progress(before + done, total),
+            progress=lambda done, _, done_before=index * profile_runs: progress(done_before + done, total),
         )
+    # 3) Run the schedules in turn, round after round, so that a slow moment of the machine hits all of them alike.
     steps = {name: _step(program, workloads[program.stages], runtime) for name, program in programs.items()}
     runs: dict[str, list[Timeline]] = {name: [] for name in names}
-    turns = [name for _ in range(rounds + 1) for name in steps]
-    for done, name in enumerate(turns, profile_runs * len(workloads) + 1):
+    names_in_turn = [name for _ in range(rounds + 1) for name in steps]
+    for done, name in enumerate(names_in_turn, profile_runs * len(workloads) + 1):
         runs[name].append(steps[name]())
         progress(done, total)
+    # 4) Simulate each schedule with the costs of its model, and leave out the first round, the warm-up.
     rows: list[Measurement] = []
     for name, program in programs.items():
         model, params, batch, state = workloads[program.stages]
@@ -124,15 +129,17 @@ def _step(program: Program, workload: Workload, runtime: Literal["threads", "dis
 
 
 def perceptron(stages: Sequence[int], microbatches: int, width: int, rows: int) -> Callable[[int], Workload]:
-    """Return linear layers with ReLU, at least 8, cut into any of these numbers of equal stages."""
-    most = math.lcm(*stages)
-    layers = most * -(-LAYERS // most)
-    torch.manual_seed(0)  # every process has the same
+    """Return a function that cuts linear layers with ReLU, at least 8, into any of these numbers of equal stages."""
+    # As many layers as a common multiple of the numbers of stages, so that all schedules run the same net.
+    common_stages = math.lcm(*stages)
+    layers = common_stages * -(-LAYERS // common_stages)
+    # Every process makes the same parameters.
+    torch.manual_seed(0)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)))
     batch = torch.randn(rows * microbatches, width), torch.randn(rows * microbatches, width)
 
-    def of_stages(count: int) -> Workload:
+    def cut_into(count: int) -> Workload:
         model, params, _ = from_sequential(net, sizes=[layers // count] * count, loss=nn.functional.mse_loss)
         return model, params, batch, None
 
-    return of_stages
+    return cut_into

@@ -1,4 +1,4 @@
-"""Options and arguments of the commands, each defined once, and the answer to a slip in one."""
+"""Define the options and arguments of the commands, each once, with the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -29,43 +29,45 @@ from fpipe.schedules import names
 from fpipe.schedules.named import option, with_options
 from fpipe.schedules.named import parse as parse_name
 from fpipe.schedules.tables import from_table
-from fpipe.timing.cluster import Cluster, bytes_of
+from fpipe.timing.cluster import Cluster, parse_bytes
 from fpipe.training import program as base_program
 from fpipe.transforms._rewrite import chain
-from fpipe.transforms.cells import keys_of, read_table, sizes_of, text_of
+from fpipe.transforms.cells import keys_of, read_table, read_text_file, sizes_of
 from fpipe.transforms.checkpoint import checkpoint
 from fpipe.transforms.merge import merge
-from fpipe.transforms.shard import GATHERS, WHOLE, checked_gathers
+from fpipe.transforms.shard import GATHERS, NEVER, checked_policies
 from fpipe.transforms.split import split
 
 if TYPE_CHECKING:
     from fpipe.model import Model
 
 
-# From what is typed to a program: the name of a schedule and sizes, or a file, whatever it holds.
+# Make a program of what is typed: the name of a schedule with sizes, or a file in any format.
 
 _TORCH = re.compile(r"OVERLAP_F_B|[0-9](SEND_|RECV_|UNSHARD|RESHARD|REDUCE_)")
 
 
-def is_file(what: str) -> bool:
-    """Whether this is meant as a file: "-" (standard input), a path that is there, or looks like one."""
-    return what.partition(":")[0] not in names() and (what == "-" or Path(what).is_file() or "/" in what or "." in what)
+def is_file(text: str) -> bool:
+    """Whether a text means a file: "-" (standard input), a path that exists, or a text that looks like a path."""
+    return text.partition(":")[0] not in names() and (text == "-" or Path(text).is_file() or "/" in text or "." in text)
 
 
-def read(file: str, *, replicated: bool = False) -> Program:
+def read_program(file: str, *, replicated: bool = False) -> Program:
     """Read the program in a file: a program's text, JSON, a table (grid or CSV), or a table of torch's."""
-    text = read_text(sys.stdin, "standard input") if file == "-" else text_of(Path(file))
+    text = read_text(sys.stdin, "standard input") if file == "-" else read_text_file(Path(file))
     return program_of(text, replicated=replicated)
 
 
 def program_of(text: str, *, replicated: bool = False) -> Program:
-    """Read a program, whatever it is written as.
+    """Read a program from a text in any format.
 
     >>> program_of("0F0 0F1 0B0 0B1\\n1F0 1F1 1B0 1B1")
     <Program: 2 stages, 2 microbatches, 2 ranks, 15 ops>
     """
     if not text.strip():
         raise ProgramError("there is nothing in it; write a program, a table, CSV or JSON.")
+    # Each format is told by a sign that no other has: JSON by `{"`, a program's text by ` = .. @ `, torch's tables by
+    # names such as 1SEND_F0. What is left is a grid or CSV of cells.
     if text.lstrip().startswith("{") and '"' in text.partition("\n")[0]:
         return from_json(text)
     if " = " in text and " @ " in text:
@@ -91,7 +93,7 @@ T = TypeVar("T")
 
 
 def usage(reading: Callable[[str], T]) -> Callable[[str], T]:
-    """Turn an error into exit code 2, with the usage line above the sentence."""
+    """Wrap a parser of an option so that its errors end with exit code 2 and the usage line."""
 
     def read_or_refuse(text: str) -> T:
         try:
@@ -102,24 +104,24 @@ def usage(reading: Callable[[str], T]) -> Callable[[str], T]:
     return read_or_refuse
 
 
-def read_by(reading: Callable[[str], Any], *names: str, metavar: str, help: str) -> Any:
-    """Return an option whose text a function reads; without names, an argument."""
+def parsed_by(reading: Callable[[str], Any], *names: str, metavar: str, help: str) -> Any:
+    """Return an option that a function parses; without names, an argument."""
     if not names:
         return typer.Argument(metavar=metavar, parser=usage(reading), help=help)
     return typer.Option(*names, metavar=metavar, parser=usage(reading), help=help)
 
 
-def schedule_or_file(what: str) -> str:
-    """Return the name of a schedule, or of a file that is there."""
-    if not is_file(what):
-        parse_name(what)
-    elif what != "-" and not Path(what).is_file():
-        raise ValueError(f"there is no file {what!r}, and no schedule of that name.")
-    return what
+def schedule_or_file(text: str) -> str:
+    """Return the name of a schedule or of an existing file; raise ValueError for another text."""
+    if not is_file(text):
+        parse_name(text)
+    elif text != "-" and not Path(text).is_file():
+        raise ValueError(f"there is no file {text!r}, and no schedule of that name.")
+    return text
 
 
 def schedule_name(text: str) -> str:
-    """Return the name of a schedule, where no file will do."""
+    """Return the name of a schedule; raise ValueError for a file."""
     if is_file(text):
         raise ValueError(f"schedules are taken by name here, found the file {text!r}.")
     return schedule_or_file(text)
@@ -127,7 +129,8 @@ def schedule_name(text: str) -> str:
 
 def load_module(module: str) -> ModuleType:
     """Import a module, or run a file."""
-    sys.path.insert(0, "")  # where `python -m` finds what is imported, and a script in a folder of programs does not
+    # `python -m` has the working folder on its path; an installed script has its own folder there instead.
+    sys.path.insert(0, "")
     try:
         if module.startswith(".") and not module.endswith(".py"):
             raise ValueError(f"{module!r} is a relative name; say package.module, or the path of a .py file.")
@@ -136,11 +139,11 @@ def load_module(module: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(Path(module).stem, module)
         if spec is None or spec.loader is None or not Path(module).is_file():
             raise ValueError(f"there is no file {module!r}.")
-        loaded = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(loaded)
+        namespace = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(namespace)
     except SyntaxError as error:
         raise ValueError(f"{error.filename}, line {error.lineno} is no Python: {error.msg}.") from None
-    return loaded
+    return namespace
 
 
 def function(text: str) -> Callable[[], Any]:
@@ -159,44 +162,40 @@ class Bytes(float):
 
 
 def amount(text: str) -> float:
-    """Read an amount held: a number, or bytes as in 40GiB."""
+    """Parse an amount of memory: a number of microbatches, or bytes as in 40GiB."""
     try:
         return float(text)
     except ValueError:
-        return Bytes(bytes_of(text))
+        return Bytes(parse_bytes(text))
 
 
-def refuse_other_unit(held: float | None, *, has_bytes: bool) -> None:
-    """Raise ValueError for bytes where those of values are unknown, and for a bare number where they are known."""
-    if isinstance(held, Bytes) and not has_bytes:
+def refuse_other_unit(memory: float | None, *, has_bytes: bool) -> None:
+    """Raise ValueError unless the memory of a rank has the unit of the values' costs: both in bytes, or neither."""
+    if isinstance(memory, Bytes) and not has_bytes:
+        raise ValueError("the memory of a rank is in bytes, so --costs need bytes too, as in y=8MiB,res=40MiB.")
+    if memory is not None and not isinstance(memory, Bytes) and has_bytes:
         raise ValueError(
-            "a rank's memory was said in bytes, and the bytes of values were not: add them to --costs, as in "
-            "y=8MiB,res=40MiB, or say how much it may hold without a unit."
-        )
-    if held is not None and not isinstance(held, Bytes) and has_bytes:
-        raise ValueError(
-            f"what a rank may hold was said without a unit ({held:g}), and what values take is in bytes: say it in "
-            f"bytes too, as in 40GiB or {held:.0f}B."
+            f"--costs are in bytes, and the memory of a rank ({memory:g}) has no unit: say 40GiB, or {memory:.0f}B."
         )
 
 
-def _picture(word: str, help: str, ending: str = "") -> Any:
-    """Return an option for a picture, whose file ends as its kind does."""
-    ending = ending or f".{word}"
+def _picture(format: str, help: str, ending: str = "") -> Any:
+    """Return an option for a picture, whose file must have the ending of the format."""
+    ending = ending or f".{format}"
 
     def picture(text: str) -> Path:
         if Path(text).suffix != ending:
-            raise ValueError(f"--{word} writes {ending}, found {text!r}; name it {Path(text).with_suffix(ending)}.")
+            raise ValueError(f"--{format} writes {ending}, found {text!r}; name it {Path(text).with_suffix(ending)}.")
         return Path(text)
 
-    return read_by(picture, f"--{word}", metavar=f"FILE{ending}", help=help)
+    return parsed_by(picture, f"--{format}", metavar=f"FILE{ending}", help=help)
 
 
-_STYLE_WORDS = tuple(field.name for field in fields(PictureStyle) if field.name != "colours")
+_STYLE_KEYS = tuple(field.name for field in fields(PictureStyle) if field.name != "colours")
 
 
 def parse_style(text: str) -> PictureStyle:
-    """Read a style as it is typed, width_mm=84,memory=no; the name of a kind gives it a colour.
+    """Parse the option --style, width_mm=84,memory=no; KIND=COLOUR colours a kind of op.
 
     >>> style = parse_style("width_mm=84,labels=none,memory=no,window=0/20,ranks=a/b,F=#2a66be")
     >>> style.width_mm, style.labels, style.memory, style.window, style.ranks, style.colours
@@ -205,44 +204,44 @@ def parse_style(text: str) -> PictureStyle:
     values: dict[str, Any] = {}
     colours: dict[str, str] = {}
     for part in text.split(","):
-        word, _, value = part.strip().partition("=")
-        if word in KINDS:
-            colours[word] = value
-        elif word in _STYLE_WORDS:
-            values[word] = _style_value(word, value)
+        key, _, value = part.strip().partition("=")
+        if key in KINDS:
+            colours[key] = value
+        elif key in _STYLE_KEYS:
+            values[key] = _style_value(key, value)
         else:
-            close = difflib.get_close_matches(word, _STYLE_WORDS, 1)
-            meant = f"did you mean {close[0]}?" if close else f"known: {', '.join(_STYLE_WORDS)}."
-            raise ValueError(f"a style has no {word!r}; {meant} Colours are said by kind: F=#2a66be.")
+            close = difflib.get_close_matches(key, _STYLE_KEYS, 1)
+            meant = f"did you mean {close[0]}?" if close else f"known: {', '.join(_STYLE_KEYS)}."
+            raise ValueError(f"a style has no {key!r}; {meant} Colours are said by kind: F=#2a66be.")
     return PictureStyle(**values, colours=colours)
 
 
-def _style_value(word: str, text: str) -> Any:
-    if word in SWITCHES:
+def _style_value(key: str, text: str) -> Any:
+    if key in SWITCHES:
         if text not in ("yes", "no"):
-            raise ValueError(f"{word}= is yes or no, found {text!r}.")
+            raise ValueError(f"{key}= is yes or no, found {text!r}.")
         return text == "yes"
-    if word == "labels":
+    if key == "labels":
         return text
-    if word == "ranks":
+    if key == "ranks":
         return text.split("/")
     try:
         numbers = tuple(map(float, text.split("/")))
     except ValueError:
-        raise ValueError(f"{word}= is {'start/end' if word == 'window' else 'a number'}, found {text!r}.") from None
-    return numbers if word == "window" else numbers[0]
+        raise ValueError(f"{key}= is {'start/end' if key == 'window' else 'a number'}, found {text!r}.") from None
+    return numbers if key == "window" else numbers[0]
 
 
 _WITH_OPTIONS = "with options behind a colon (hanayo:waves=2)"
-What = Annotated[
+NameOrFile = Annotated[
     str,
-    read_by(
+    parsed_by(
         schedule_or_file, metavar="NAME|FILE", help=f"A schedule's name, {_WITH_OPTIONS}, or a file ('-' reads a pipe)."
     ),
 ]
-Whats = Annotated[
+NamesOrFiles = Annotated[
     list[str] | None,
-    read_by(schedule_or_file, metavar="NAME|FILE", help=f"Names, {_WITH_OPTIONS}, and files; none: all names."),
+    parsed_by(schedule_or_file, metavar="NAME|FILE", help=f"Names, {_WITH_OPTIONS}, and files; none: all names."),
 ]
 Ranks = Annotated[int, typer.Option("--ranks", "-p", min=1, help="Ranks (of a NAME).")]
 Microbatches = Annotated[int, typer.Option("--microbatches", "-m", min=1, help="Microbatches (of a NAME).")]
@@ -250,11 +249,11 @@ Stages = Annotated[
     int | None, typer.Option("--stages", "-s", min=1, help="Stages; by default as many a rank as the schedule wants.")
 ]
 Options = Annotated[
-    list[Any] | None, read_by(option, "--option", "-o", metavar="WORD=VALUE", help="Of the schedule: -o waves=2.")
+    list[Any] | None, parsed_by(option, "--option", "-o", metavar="WORD=VALUE", help="Of the schedule: -o waves=2.")
 ]
 Costs = Annotated[
     Any,
-    read_by(
+    parsed_by(
         costs.parse,
         "--costs",
         "-c",
@@ -267,7 +266,7 @@ Costs = Annotated[
 ]
 OnCluster = Annotated[
     Any,
-    read_by(
+    parsed_by(
         Cluster.parse,
         "--cluster",
         metavar="TEXT",
@@ -278,8 +277,8 @@ OnCluster = Annotated[
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the random choices.")]
 Shard = Annotated[
     list[str] | None,
-    read_by(
-        lambda word: checked_gathers([word], (*GATHERS, WHOLE))[0],
+    parsed_by(
+        lambda text: checked_policies([text], (*GATHERS, NEVER))[0],
         "--shard",
         metavar="|".join(GATHERS),
         help="When parameters that replicas share are gathered; of a plan also 'never', whole ones. May be said again.",
@@ -288,7 +287,7 @@ Shard = Annotated[
 Replicated = Annotated[bool, typer.Option("--replicated", help="A table may put a stage on several ranks.")]
 OfModel = Annotated[
     Any,
-    read_by(
+    parsed_by(
         function,
         "--model",
         metavar="MODULE:FUNCTION",
@@ -303,7 +302,7 @@ Html = Annotated[Path | None, _picture("html", "Draw it on a page to zoom into."
 Perfetto = Annotated[Path | None, _picture("perfetto", "A trace for ui.perfetto.dev.", ".json")]
 Style = Annotated[
     Any,
-    read_by(
+    parsed_by(
         parse_style,
         "--style",
         metavar="LIST",
@@ -313,45 +312,47 @@ Style = Annotated[
 ]
 
 
-def made_by(function: Callable[[], Any]) -> tuple[Model, Any, Any, Any]:
-    """Call the function of --model; state is None where it returns none."""
-    from fpipe.model import the_model  # torch, which other commands start without
+def call_model(function: Callable[[], Any]) -> tuple[Model, Any, Any, Any]:
+    """Call the function of --model; return (model, params, batch, state), the state None if there is none."""
+    # This imports torch, without which other commands start.
+    from fpipe.model import require_model
 
     try:
         inspect.signature(function).bind()
     except TypeError as error:
         raise ValueError(f"--model is a function without arguments: {error}.") from None
     except ValueError:
-        pass  # one of a C extension need not have a signature
+        # A function of a C extension need not have a signature.
+        pass
     returned: Any = function()
     if not isinstance(returned, tuple) or len(returned) not in (3, 4):  # pyright: ignore[reportUnknownArgumentType]
         raise ValueError(
             f"--model returns (model, params, batch) or (model, params, batch, state), found {returned!r:.80}."
         )
     try:
-        the_model(returned[0])  # pyright: ignore[reportUnknownArgumentType]
+        require_model(returned[0])  # pyright: ignore[reportUnknownArgumentType]
     except TypeError as error:
         raise ValueError(f"--model returns (model, params, batch): {error}") from None
     return (*returned, None)[:4]  # pyright: ignore[reportReturnType, reportUnknownVariableType]
 
 
-def is_typed(typed: typer.Context, word: str) -> bool:
-    """Whether an option was typed, and does not have its default."""
-    source = typed.get_parameter_source(word)
+def is_typed(typed: typer.Context, name: str) -> bool:
+    """Whether an option was typed, or has its default."""
+    source = typed.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
 
 
-def only_of_names(typed: typer.Context, whats: Sequence[str]) -> None:
-    """Refuse the size or an option of a schedule where there is no schedule by name: a file has its own."""
-    words = [word for word in ("ranks", "microbatches", "stages", "option") if is_typed(typed, word)]
-    if words and whats and all(map(is_file, whats)):
-        sentence = f"--{words[0]} is of a schedule by name; {whats[0]} is a file, which has its own."
+def refuse_sizes_of_files(typed: typer.Context, texts: Sequence[str]) -> None:
+    """Raise an error if a size or option of a schedule is typed, and all schedules are files, which have their own."""
+    names = [name for name in ("ranks", "microbatches", "stages", "option") if is_typed(typed, name)]
+    if names and texts and all(map(is_file, texts)):
+        sentence = f"--{names[0]} is of a schedule by name; {texts[0]} is a file, which has its own."
         raise typer.BadParameter(sentence, ctx=typed)
 
 
 @dataclass(frozen=True)
 class Sized:
-    """The size and options of a schedule by name; how the table of a file is read."""
+    """The size and options of a named schedule, and how the table of a file is read."""
 
     ranks: Ranks = 4
     microbatches: Microbatches = 8
@@ -359,38 +360,39 @@ class Sized:
     option: Options = None
     replicated: Replicated = False
 
-    def program(self, what: str, costs: TypedCosts | None = None) -> Program:
-        """Return the program of a name, which may order by costs that were typed; or of a file."""
-        if is_file(what):
-            return read(what, replicated=self.replicated)
-        named = with_options(what, dict(self.option or ()))
+    def program(self, name_or_file: str, costs: TypedCosts | None = None) -> Program:
+        """Return the program of a named schedule, which may order its ops by the typed costs, or of a file."""
+        if is_file(name_or_file):
+            return read_program(name_or_file, replicated=self.replicated)
+        # An option behind the name (hanayo:waves=2) is joined with those of --option.
+        named = with_options(name_or_file, dict(self.option or ()))
         named = replace(named, stages=named.stages or self.stages)
-        return named.program(self.ranks, self.microbatches, costs.at if costs and costs.are_typed else None)
+        return named.program(self.ranks, self.microbatches, costs.per_op if costs and costs.are_typed else None)
 
 
 @dataclass(frozen=True)
 class Priced:
-    """Costs, and the cluster that they are on."""
+    """The options --costs and --cluster."""
 
     costs: Costs = ""
     cluster: OnCluster = None
 
     @property
     def on_cluster(self) -> TypedCosts:
-        """Both in one."""
-        return self.costs.on(self.cluster)
+        """The costs on the cluster."""
+        return self.costs.on_cluster(self.cluster)
 
 
 @dataclass(frozen=True)
 class Charts:
-    """Files to draw into."""
+    """Files to draw charts into."""
 
     svg: Svg = None
     png: Png = None
     pdf: Pdf = None
 
     def write(self, *pictured: Any, **keywords: Any) -> None:
-        """Draw into each file that was named, and print its name; arguments as `plot` takes them."""
+        """Draw into each typed file by `plot`, with its arguments, and print the file's name."""
         for file in (getattr(self, field.name) for field in fields(self)):
             if file is not None:
                 print(f"wrote {plot(*pictured, file=file, **keywords)}")
@@ -404,23 +406,25 @@ class Pictures(Charts):
     perfetto: Perfetto = None
 
 
-def grouped(command: Callable[..., None]) -> Callable[..., None]:
+def with_options_of_fields(command: Callable[..., None]) -> Callable[..., None]:
     """Make each field of a command's dataclasses an option, as typer reads a signature.
 
     show(what, files: Pictures)        -->        show(what, svg=None, png=None, pdf=None, html=None, perfetto=None)
     """
+    # typer reads the signature and the annotations of a function. The wrapper has one parameter for each field, and
+    # makes the dataclasses of them when it is called.
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
         if name in groups:
             types = get_type_hints(groups[name], include_extras=True)
-            options = [(field.name, field.default, types[field.name]) for field in fields(groups[name])]
+            option_fields = [(field.name, field.default, types[field.name]) for field in fields(groups[name])]
         else:
-            options = [(name, parameter.default, hints[name])]
+            option_fields = [(name, parameter.default, hints[name])]
         parameters += [
-            inspect.Parameter(word, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
-            for word, default, hint in options
+            inspect.Parameter(option_name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+            for option_name, default, hint in option_fields
         ]
 
     @wraps(command)

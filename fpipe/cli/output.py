@@ -1,4 +1,4 @@
-"""Print for eyes and for pipes: a terminal gets what fits it, a pipe gets one line a row, as wide as it is."""
+"""Print tables, programs and progress: fitted to a terminal, and in full width, one line a row, to a pipe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 
 from fpipe.pictures.plot import plot
 from fpipe.program import Program
-from fpipe.timing.amounts import aligned
+from fpipe.timing.amounts import align_columns
 from fpipe.timing.costs import Costs
 
 
@@ -21,8 +21,13 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     On a terminal too narrow for the longest word of each column a row is a paragraph, one line for each column.
     """
     width = columns_of_terminal()
-    words = [max(len(word) for cell in cells for word in cell.split()) for cells in zip(columns, *rows, strict=True)]
-    if width is not None and sum(words) + 3 * len(columns) + max(len(row[0]) for row in rows) - words[0] > width:
+    longest_words = [
+        max(len(part) for cell in cells for part in cell.split()) for cells in zip(columns, *rows, strict=True)
+    ]
+    if (
+        width is not None
+        and sum(longest_words) + 3 * len(columns) + max(len(row[0]) for row in rows) - longest_words[0] > width
+    ):
         _paragraphs(columns, rows, width)
         return
     right = [all(_is_number(row[k]) for row in rows) for k in range(len(columns))]
@@ -34,16 +39,16 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         grid = Table(box=SIMPLE_HEAD, pad_edge=False)
         for k, (column, is_number) in enumerate(zip(columns, right, strict=True)):
             side = "right" if is_number else "left"
-            grid.add_column(column, justify=side, overflow="fold", no_wrap=k == 0, min_width=words[k])
+            grid.add_column(column, justify=side, overflow="fold", no_wrap=k == 0, min_width=longest_words[k])
         for row in rows:
             grid.add_row(*row)
         Console(highlight=False, markup=False).print(grid)
         return
-    print("\n".join(aligned((columns, *rows), [not is_number for is_number in right])))
+    print("\n".join(align_columns((columns, *rows), [not is_number for is_number in right])))
 
 
 def columns_of_terminal() -> int | None:
-    """Return how wide the terminal is that is printed on; None in a pipe."""
+    """Return the width of the terminal in columns, None for a pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
@@ -61,12 +66,12 @@ def _is_number(text: str) -> bool:
 
 
 def number(value: float) -> str:
-    """Write a number with as many digits as it needs, at most six."""
+    """Format a number with as many digits as it needs, at most six."""
     return f"{value:.6g}"
 
 
 def print_error(sentence: str) -> None:
-    """Say on standard error what went wrong."""
+    """Print an error on standard error."""
     print(f"error: {sentence}", file=sys.stderr)
 
 
@@ -77,11 +82,11 @@ def print_program(program: Program, costs: Costs | None) -> None:
 
 
 @contextmanager
-def progress(task: str, *, shown: bool = True) -> Generator[Callable[..., None]]:
+def progress(task: str, *, is_shown: bool = True) -> Generator[Callable[..., None]]:
     """Yield a function that moves a bar on standard error, if that is a terminal, to `completed` of `total`."""
     from rich.console import Console
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+    with Progress(console=console, transient=True, disable=not (is_shown and console.is_terminal)) as bar:
         yield partial(bar.update, bar.add_task(task, total=None))

@@ -1,4 +1,4 @@
-"""Plan a run: from a model or costs, ranks, memory and links to the ways to run it, the best first."""
+"""Plan a run: rank the ways to run a model, or costs, on ranks with memory and links."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import typer
 
 from fpipe.cli import options
 from fpipe.cli.costs import TypedCosts, parse
-from fpipe.cli.options import read_by
+from fpipe.cli.options import parsed_by
 from fpipe.cli.output import print_error, progress, table
-from fpipe.planning.candidates import POLICIES, Candidates, Machine, policy
+from fpipe.planning.candidates import POLICIES, Candidates, Machine, checked_policy
 from fpipe.planning.plan_run import plan_run
 from fpipe.timing.cluster import Cluster
 
 
 def numbers(text: str) -> list[int]:
-    """Read whole numbers, as in 8/16/32."""
+    """Parse whole numbers, as in 8/16/32."""
     try:
         return [int(part) for part in text.split("/")]
     except ValueError:
@@ -25,7 +25,7 @@ def numbers(text: str) -> list[int]:
 
 
 def costs_of_rows(text: str) -> tuple[int | None, TypedCosts]:
-    """Read costs, and before a colon of how many rows."""
+    """Parse costs, with the rows of their microbatch before a colon: 8:F=1,B=1,W=1."""
     rows, colon, costs = text.rpartition(":")
     if colon and not rows.strip().isdecimal():
         raise ValueError(f"costs of microbatches of 8 rows read 8:F=1,B=1,W=1, found {text!r}.")
@@ -34,13 +34,13 @@ def costs_of_rows(text: str) -> tuple[int | None, TypedCosts]:
 
 Names = Annotated[
     list[str] | None,
-    read_by(options.schedule_name, metavar="NAME", help="Schedules, with options behind a colon; none: all."),
+    parsed_by(options.schedule_name, metavar="NAME", help="Schedules, with options behind a colon; none: all."),
 ]
 Ranks = Annotated[int, typer.Option("--ranks", "-p", min=1, help="Ranks.")]
-Counts = Annotated[Any, read_by(numbers, "--microbatches", "-m", metavar="LIST", help="Numbers to try: 8/16/32.")]
+Counts = Annotated[Any, parsed_by(numbers, "--microbatches", "-m", metavar="LIST", help="Numbers to try: 8/16/32.")]
 Costs = Annotated[
     list[Any] | None,
-    read_by(
+    parsed_by(
         costs_of_rows,
         "--costs",
         "-c",
@@ -55,18 +55,18 @@ Stages = Annotated[
 ]
 Policies = Annotated[
     list[str] | None,
-    read_by(policy, "--checkpoint", metavar="|".join(POLICIES), help="What is tried; by default all three."),
+    parsed_by(checked_policy, "--checkpoint", metavar="|".join(POLICIES), help="What is tried; by default all three."),
 ]
 Memory = Annotated[
     Any,
-    read_by(options.amount, "--memory", metavar="N", help="Of a rank: 40GiB; without bytes, rows it may hold."),
+    parsed_by(options.amount, "--memory", metavar="N", help="Of a rank: 40GiB; without bytes, rows it may hold."),
 ]
 Replicas = Annotated[
     int | None, typer.Option("--replicas", min=1, help="Of all ranks, for --shard; or of the cluster.")
 ]
 Search = Annotated[float, typer.Option("--search", min=0, metavar="SECONDS", help="Search a schedule, too.")]
 Profiled = Annotated[
-    Any, read_by(numbers, "--profiled", metavar="LIST", help="Measure a model at these; interpolate between them.")
+    Any, parsed_by(numbers, "--profiled", metavar="LIST", help="Measure a model at these; interpolate between them.")
 ]
 Repeats = Annotated[int, typer.Option("--repeats", min=1, help="How often each op is timed.")]
 Flops = Annotated[
@@ -116,7 +116,7 @@ def run(
     machine: TypedMachine,
     candidates: TypedCandidates,
     files: options.Charts,
-    what: Names = None,
+    names: Names = None,
     top: Top = 12,
 ) -> None:
     """Rank ways to run a step by time and memory (fpipe.plan_run).
@@ -139,42 +139,45 @@ def run(
     options.refuse_other_unit(
         machine.memory, has_bytes=model is not None or any(value.bytes for _, value in costs or ())
     )
-    chosen = {word: value for word, value in vars(candidates).items() if value not in (None, [])}
-    space = Machine(**vars(machine)), Candidates(**chosen, schedules=what or None)
+    # Options that were not typed keep the defaults of `Candidates`.
+    chosen = {field: value for field, value in vars(candidates).items() if value not in (None, [])}
+    space = Machine(**vars(machine)), Candidates(**chosen, schedules=names or None)
     keywords: dict[str, Any] = {"rows": work.rows, "stages": work.stages}
     keywords |= {"profiled": work.profiled, "repeats": work.repeats}
+    # Without --model nothing is measured: costs that were typed, or 1 for each of F, B and W.
     with progress("planning") as bar:
 
-        def show(done: int, total: int, what: str) -> None:
-            bar(completed=done, total=total, description=what)
+        def show(done: int, total: int, description: str) -> None:
+            bar(completed=done, total=total, description=description)
 
         if model is None:
             planned = _costs_by_rows(costs or [(None, parse(""))], machine.cluster)
-            ways = plan_run(planned, *space, progress=show, **keywords)
+            plan = plan_run(planned, *space, progress=show, **keywords)
         else:
-            built, params, batch, state = options.made_by(model)
-            ways = plan_run(built, *space, example=(params, batch, state), progress=show, **keywords)
-    if not ways.complete:
+            built, params, batch, state = options.call_model(model)
+            plan = plan_run(built, *space, example=(params, batch, state), progress=show, **keywords)
+    if not plan.complete:
         print_error("stopped; these are the ways that were tried.")
-    heading, *cells = ways.cells(ways.shown(top))
+    heading, *cells = plan.cells(plan.rows_to_show(top))
     table(heading, cells)
-    schedules = {row.schedule for row in ways}
-    fit = sum(row.fits for row in ways)
-    print(f"{len(ways)} ways of {len(schedules)} schedules, {fit} fit; the best is {ways.best.name}")
+    schedules = {row.schedule for row in plan}
+    fit = sum(row.fits for row in plan)
+    print(f"{len(plan)} ways of {len(schedules)} schedules, {fit} fit; the best is {plan.best.name}")
     if model is not None and machine.cluster is None:
         print("transfers take no time here: --cluster says what links there are")
-    for name, why in ways.refused:
-        print(f"{name}: {why}")
-    files.write(ways)
+    for name, reason in plan.refused:
+        print(f"{name}: {reason}")
+    files.write(plan)
 
 
 def _costs_by_rows(costs: list[tuple[int | None, TypedCosts]], cluster: Cluster | None) -> Any:
-    """Return costs as `plan_run` takes them: of one size, or by rows."""
+    """Return costs as `plan_run` takes them: of one size, or a dict by rows."""
     sizes = [rows for rows, _ in costs]
     if sizes == [None]:
-        return costs[0][1].on(cluster).for_library
-    wrong = next((rows for rows in sizes if rows is None or sizes.count(rows) > 1), 0)
-    if wrong != 0:
-        how = "once without its rows" if wrong is None else f"twice of {wrong} rows"
-        raise ValueError(f"--costs for several sizes read 8:F=10,B=12,W=8, each size once; found them {how}.")
-    return {rows: typed.on(cluster).for_library for rows, typed in costs}
+        return costs[0][1].on_cluster(cluster).for_library
+    # Several costs need the rows of each, once. None is the mark of costs without rows, 0 that nothing is wrong.
+    wrong_rows = next((rows for rows in sizes if rows is None or sizes.count(rows) > 1), 0)
+    if wrong_rows != 0:
+        mistake = "once without its rows" if wrong_rows is None else f"twice of {wrong_rows} rows"
+        raise ValueError(f"--costs for several sizes read 8:F=10,B=12,W=8, each size once; found them {mistake}.")
+    return {rows: typed.on_cluster(cluster).for_library for rows, typed in costs}

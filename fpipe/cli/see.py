@@ -1,4 +1,4 @@
-"""Look at schedules: the list of them, one of them, or several side by side."""
+"""List, draw, compare and export schedules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from fpipe.cli import options
-from fpipe.cli.options import is_file, read
+from fpipe.cli.options import is_file, read_program
 from fpipe.cli.output import number, print_program, table
 from fpipe.interop import to_json, torch_pipelining
 from fpipe.pictures.plot import plot
@@ -43,13 +43,13 @@ def schedules() -> None:
 
 def show(
     typed: typer.Context,
-    what: options.What,
+    name_or_file: options.NameOrFile,
     size: options.Sized,
     priced: options.Priced,
     files: options.Pictures,
     style: options.Style = None,
 ) -> None:
-    """Draw a schedule, and say how long it takes and what it holds.
+    """Draw a schedule, and print its time and its memory.
 
     Without --costs the grid has one column an op; with costs it is to scale.
 
@@ -61,34 +61,35 @@ def show(
       python -m fpipe show gpipe --svg gpipe.svg --style width_mm=84,font_pt=7,memory=no
       python -m fpipe show my_table.csv
     """
-    options.only_of_names(typed, [what])
+    options.refuse_sizes_of_files(typed, [name_or_file])
     if style is not None and files == options.Pictures():
         raise typer.BadParameter("--style is of a file: add --svg, --png, --pdf, --html or --perfetto.", ctx=typed)
     costs = priced.on_cluster
-    program = size.program(what, costs)
+    program = size.program(name_or_file, costs)
     seconds = costs.of(program)
-    if not is_file(what) and (schedule := parse(what).schedule).title:
+    if not is_file(name_or_file) and (schedule := parse(name_or_file).schedule).title:
         print(f"{schedule.title}: {schedule.source}")
     print(sizes(program))
     print_program(program, seconds if costs.are_typed else None)
-    timeline, least = simulate(program, seconds), bounds(program, seconds)
+    timeline, lower_bound = simulate(program, seconds), bounds(program, seconds)
     print(timeline)
-    print(f"at least {number(least.makespan)} ({least.binding.name}), this is {least.gap(timeline):.1%} above")
-    files.write(program, costs=seconds, names=[what], style=style or PLAIN)
+    least_seconds, excess = number(lower_bound.makespan), f"{lower_bound.gap(timeline):.1%}"
+    print(f"at least {least_seconds} ({lower_bound.binding.name}), this is {excess} above")
+    files.write(program, costs=seconds, names=[name_or_file], style=style or PLAIN)
 
 
 def sizes(program: Program) -> str:
-    """Say how large a program is."""
-    words = (("stage", "stages"), ("microbatch", "microbatches"), ("rank", "ranks"), ("op", "ops"))
+    """Return the sizes of a program in words."""
+    forms_of_words = (("stage", "stages"), ("microbatch", "microbatches"), ("rank", "ranks"), ("op", "ops"))
     counts = (program.stages, program.microbatches, program.ranks, len(program.ops))
-    return ", ".join(f"{n} {word[n != 1]}" for word, n in zip(words, counts, strict=True))
+    return ", ".join(f"{n} {forms[n != 1]}" for forms, n in zip(forms_of_words, counts, strict=True))
 
 
 def compare(
     typed: typer.Context,
     priced: options.Priced,
     files: options.Pictures,
-    what: options.Whats = None,
+    names_or_files: options.NamesOrFiles = None,
     ranks: options.Ranks = 4,
     microbatches: options.Microbatches = 8,
     replicated: options.Replicated = False,
@@ -113,18 +114,24 @@ def compare(
       python -m fpipe compare zb_h1 zb_h2 zbv --costs F=10,B=12,W=8,c=0.5
       python -m fpipe compare one_f_one_b my_table.csv --html both.html
     """
-    options.only_of_names(typed, what or ())
-    entries = [(name, read(name, replicated=replicated)) if is_file(name) else name for name in what or names()]
+    options.refuse_sizes_of_files(typed, names_or_files or ())
+    programs_or_names = [
+        (name, read_program(name, replicated=replicated)) if is_file(name) else name
+        for name in names_or_files or names()
+    ]
     costs = priced.on_cluster
-    comparison = compare_schedules(entries, ranks, microbatches, costs.for_library if costs.are_typed else None)
+    comparison = compare_schedules(
+        programs_or_names, ranks, microbatches, costs.for_library if costs.are_typed else None
+    )
     print(comparison)
     served = [row for row in comparison if row.timeline is not None]
     if not served:
         raise typer.Exit(1)
     files.write(*(row.timeline for row in served), names=[row.name for row in served])
-    if files.html is not None:  # the table above the pictures
-        head, body, rest = files.html.read_text(encoding="utf-8").partition("<body>\n")
-        files.html.write_text(f"{head}{body}<pre>{escape(str(comparison))}</pre>\n{rest}", encoding="utf-8")
+    # The page gets the table too, above the pictures.
+    if files.html is not None:
+        head, body, tail = files.html.read_text(encoding="utf-8").partition("<body>\n")
+        files.html.write_text(f"{head}{body}<pre>{escape(str(comparison))}</pre>\n{tail}", encoding="utf-8")
 
 
 Format = Literal["csv", "comms", "json", "table", "text"]
@@ -139,7 +146,7 @@ WRITERS: dict[Format, Callable[[Program], str]] = {
 
 def export(
     typed: typer.Context,
-    what: options.What,
+    name_or_file: options.NameOrFile,
     size: options.Sized,
     format: Annotated[Format, typer.Option("--format", "-f", help="csv, comms, json, table or text.")] = "csv",
     output: Annotated[Path | None, typer.Option("--output", metavar="FILE", help="By default standard output.")] = None,
@@ -158,8 +165,8 @@ def export(
       python -m fpipe export gpipe --format comms --output gpipe.csv
       python -m fpipe export gpipe --format json | jq '.ops[0]'
     """
-    options.only_of_names(typed, [what])
-    program = size.program(what)
+    options.refuse_sizes_of_files(typed, [name_or_file])
+    program = size.program(name_or_file)
     try:
         text = WRITERS[format](program)
     except ProgramError as error:
