@@ -71,7 +71,7 @@ def check_at_home(value: Value, leaves: Iterable[Any], home: torch.device, *, ex
     if misplaced is not None and value.name not in BATCH:
         raise ValueError(
             f"{value} (of shape {[*misplaced.shape]}) is on {misplaced.device}, and its rank computes on {home}: move "
-            "that stage there before the step, or say other devices=."
+            "that stage, or say other devices=."
         )
 
 
@@ -80,10 +80,8 @@ def find_moves(program: Program, devices: Sequence[torch.device]) -> Moves:
     if not devices:
         return {}
     ops = [*parts_of(program.ops)]
-    sender_by_value = {value: devices[op.rank] for op in ops if op.kind == "SEND" for value in op.writes}
-    pairs = (
-        (value, (sender_by_value[value], devices[op.rank])) for op in ops if op.kind == "RECV" for value in op.reads
-    )
+    senders = {value: devices[op.rank] for op in ops if op.kind == "SEND" for value in op.writes}
+    pairs = ((value, (senders[value], devices[op.rank])) for op in ops if op.kind == "RECV" for value in op.reads)
     return {value: pair for value, pair in pairs if pair[0] != pair[1]}
 
 

@@ -161,10 +161,7 @@ def collect_results(
             merged[name] = result
         else:
             streams[name][microbatch, slice_index or 0] = result
-    merged |= {
-        name: tuple(parts[microbatch_and_slice] for microbatch_and_slice in sorted(parts))
-        for name, parts in streams.items()
-    }
+    merged |= {name: tuple(parts[coordinates] for coordinates in sorted(parts)) for name, parts in streams.items()}
     merged.pop("count", None)
     return merged
 
@@ -267,8 +264,8 @@ def _refuse_mixed_rows(program: Program, model: Model) -> None:
         if op.kind in ("REDUCE", "SCATTER"):
             transform = "shard" if any(other_op.kind == "GATHER" for other_op in program.ops) else "data_parallel"
             raise ValueError(
-                f"{op.writes[0]} adds up over replicas, whose single rows are not the same: leave {transform} out, and "
-                "all-reduce the sum of each replica's clipped rows."
+                f"{op.writes[0]} adds up over replicas, whose single rows are not the same: leave {transform} out and "
+                "all-reduce clipped sums."
             )
         if op.kind == "SPLIT" and (
             misfit := next((setting for setting, _ in op.how if setting in ("spec", "slices")), None)

@@ -161,16 +161,16 @@ class Recorder:
         self.rows, self.ranks = rows, program.ranks
         all_ops = (*program.ops, *(part for op in program.ops for part in op.parts))
         op_by_written = {(op.kind, value): op for op in all_ops for value in op.writes}
-        row_by_op = [
+        recorded_ops = [
             (recorded[0], number, index)
             for number, row in enumerate(rows)
             for index, op in enumerate(row.ops)
             if (recorded := [op_by_written[op.kind, value] for value in op.writes if (op.kind, value) in op_by_written])
         ]
-        self.ops = tuple(op for op, *_ in row_by_op)
+        self.ops = tuple(op for op, *_ in recorded_ops)
         # Index 2n is the start of row n, 2n + 1 its end; all ops of a row but the first start at its end.
-        self._starts = [2 * number + (index > 0) for _, number, index in row_by_op]
-        self._ends = [2 * number + 1 for _, number, _ in row_by_op]
+        self._starts = [2 * number + (index > 0) for _, number, index in recorded_ops]
+        self._ends = [2 * number + 1 for _, number, _ in recorded_ops]
         self._changes: tuple[Sequence[Any], ...] = ()
         self._devices: set[torch.device] = set()
         self.held: HeldBytes | None = None
@@ -187,11 +187,10 @@ class Recorder:
         """Return the bytes that the rows of the first step hold, counted in the order of the rows."""
         if self.held is None:
             account, changes = Account(self.ranks, notes.caller_storages or ()), list[tuple[int, int, int]]()
-            for number, (row, storages_of) in enumerate(zip(self.rows, notes.storages_by_row, strict=True)):
-                if storages_of or row.values_freed:
-                    pairs = zip(
-                        row.values_written, storages_of, strict=False
-                    )  # another rank's row has written nothing here
+            for number, (row, storages) in enumerate(zip(self.rows, notes.storages_by_row, strict=True)):
+                if storages or row.values_freed:
+                    # Not strict: in this process a row of another rank has written nothing.
+                    pairs = zip(row.values_written, storages, strict=False)
                     changes_by_side = account.record_op(row.ops[0].rank, pairs, row.values_freed)
                     changes += [
                         (2 * number + side, rank, (size, -size)[side])

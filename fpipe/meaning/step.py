@@ -151,9 +151,14 @@ def warn_of_padding(program: Program, model: Model, batch: Any) -> None:
     split_settings = next((dict(op.how) for op in program.ops if op.kind == "SPLIT"), {})
     if model.reduction != "mean" or (program.microbatches == program.steps and "axis" not in split_settings):
         return
-    pairs: list[Any] = batch if isinstance(batch, list) else [batch]
-    for pair in pairs:
-        warning = describe_padding(model.loss, pair) if isinstance(pair, tuple) and len(pair) == 2 else ""  # pyright: ignore[reportUnknownArgumentType]
+    presplit = "presplit" in split_settings
+    batches: list[Any] = batch if program.steps > 1 and isinstance(batch, list) else [batch]
+    for step_batch in batches:
+        is_pairs = presplit and isinstance(step_batch, list)
+        pair = tuple(zip(*step_batch, strict=False)) if is_pairs else step_batch  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        if not isinstance(pair, tuple) or len(pair) != 2:  # pyright: ignore[reportUnknownArgumentType]
+            continue  # a wrong batch, which the step refuses
+        warning = describe_padding(model.loss, pair, presplit=presplit)  # pyright: ignore[reportUnknownArgumentType]
         if warning:
             warnings.warn(warning, stacklevel=3)
             return

@@ -26,18 +26,14 @@ def update_params(op: Op, args: Sequence[Any], context: StepContext) -> Sequence
     leaves, spec = tree.flatten(bundle)
     leaf_states: list[Any] = spec.flatten_up_to(bundle_states)
     names = names_of_update(op, spec, context.model)
-    trained_indices = [index for index, grad in enumerate(grads) if grad is not None]
-    params, dense_grads, states = (
-        [column[index] for index in trained_indices] for column in (leaves, grads, leaf_states)
-    )
+    indices = [index for index, grad in enumerate(grads) if grad is not None]
+    params, dense_grads, states = ([column[index] for index in indices] for column in (leaves, grads, leaf_states))
     settings, numbers = (
-        update.of([names[index] for index in trained_indices]),
+        update.of([names[index] for index in indices]),
         map(args_by_name.get, ("norm", "lr", "valid")),
     )
-    params, states = update_leaves(
-        update, settings, [False] * len(trained_indices), params, dense_grads, states, *numbers
-    )
-    for index, param, state in zip(trained_indices, params, states, strict=True):
+    params, states = update_leaves(update, settings, [False] * len(indices), params, dense_grads, states, *numbers)
+    for index, param, state in zip(indices, params, states, strict=True):
         leaves[index], leaf_states[index] = param.requires_grad_(leaves[index].requires_grad), state
     return [tree.unflatten(spec, leaves), tree.unflatten(spec, leaf_states)]
 

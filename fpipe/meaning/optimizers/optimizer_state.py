@@ -112,8 +112,8 @@ def _as_step_numbers(numbers: Any, update: UpdateSettings) -> Any:
     if misfit is not None or "lr" not in numbers:
         takes = ", ".join(["lr", *(open_settings or ())])
         raise ValueError(
-            f"lr is a number, or a dict of {takes}, which are numbers that this program leaves to its steps; found "
-            f"{[*numbers]}. update() says the others."  # pyright: ignore[reportUnknownArgumentType]
+            f"lr is a number, or a dict of {takes}, which this program leaves to its steps; found {[*numbers]}. "  # pyright: ignore[reportUnknownArgumentType]
+            "update() says the others."
         )
     number_by_name = {str(name): _as_step_number(value, str(name)) for name, value in numbers.items()}  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     for settings in (update.settings, *update.of([pattern for pattern, _ in update.groups])):
@@ -191,10 +191,8 @@ def initial_states(update: UpdateSettings, params: Sequence[Any]) -> tuple[Any, 
 
     def of_stage(stage: Any) -> Any:
         leaves, spec = tree.flatten(stage)
-        leaf_and_settings = zip(leaves, update.of(names_of_leaves(spec)), strict=True)
-        return tree.unflatten(
-            spec, [initial_state(update.rule, settings, leaf) for leaf, settings in leaf_and_settings]
-        )
+        pairs = zip(leaves, update.of(names_of_leaves(spec)), strict=True)
+        return tree.unflatten(spec, [initial_state(update.rule, settings, leaf) for leaf, settings in pairs])
 
     return tuple(None if stage is None else of_stage(stage) for stage in params)
 

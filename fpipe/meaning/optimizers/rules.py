@@ -225,9 +225,8 @@ def _thread_optimizer(rule: str, settings: tuple[RuleSettings, ...]) -> torch.op
     if (rule, settings) not in optimizers:
         optimizer = optimizers[rule, settings] = _make_optimizer(rule, settings[0], [_probe(2)], 0.0)
         for group_settings in settings[1:]:
-            group_defaults = _make_optimizer(
-                rule, group_settings, [_probe(2)], 0.0
-            ).defaults  # those of the first group are not this one's
+            # Without its own defaults a group would take those of the first group.
+            group_defaults = _make_optimizer(rule, group_settings, [_probe(2)], 0.0).defaults
             optimizer.add_param_group({"params": [_probe(2)], **group_defaults})
     return optimizers[rule, settings]
 

@@ -133,5 +133,5 @@ def refuse_unsupported_modes() -> None:
     if transform_name := torchs.function_transform():
         raise RuntimeError(
             f"fpipe computes gradients itself, and torch.func.{transform_name} around it does not see them. "
-            "Call it for one after the other, or transform the net by torch.func.functional_call."
+            "Call it for one after the other."
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -65,8 +65,8 @@ def refuse_unswappable_params(path: str, module: nn.Module) -> None:
     refuse_parallel_wrapper(path, module)
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
-            f"module {path!r} ({type(module).__name__}) is compiled by torch.jit: no trace sees into it, and it runs "
-            "with no parameters but its own. Take the original module."
+            f"module {path!r} ({type(module).__name__}) is compiled by torch.jit: no trace sees into it. Take the "
+            "original module."
         )
 
 
@@ -81,12 +81,12 @@ def refuse_parallel_wrapper(path: str, module: nn.Module) -> None:
         if isinstance(module, wrapper_class):
             raise ValueError(
                 f"module {path!r} ({type(module).__name__}) is wrapped by {wrapper}, whose hooks gather the module's "
-                "own parameters. Take the module without it, and use fpipe.data_parallel or parallelize_module."
+                "own parameters. Take the module itself, and fpipe.data_parallel or parallelize_module."
             )
     if isinstance(module, nn.DataParallel):
         raise ValueError(
             f"module {path!r} (DataParallel) makes copies of its module as it runs; a stage computes with parameters "
-            "that it is handed. Take its .module, and use fpipe.data_parallel."
+            "that it is handed. Take its .module."
         )
 
 
@@ -104,7 +104,7 @@ def refuse_impure(path: str, module: nn.Module) -> None:
             return
         raise ValueError(
             f"{label} averages over {world_size} processes in the middle of a forward, which a pure function cannot. "
-            "Use a BatchNorm with fpipe.deferred_batch_norm."
+            "Use fpipe.deferred_batch_norm."
         )
 
 
@@ -198,15 +198,18 @@ class Fingerprint:
     def refuse_changed(self) -> None:
         """Raise ValueError if the contents of modules are not those at the cut."""
         for subject, _, _ in self.changes():
-            raise ValueError(
-                f"{subject} has changed since the model was cut. A model is what it was then: put it back, or cut anew."
-            )
+            raise ValueError(f"{subject} has changed since the model was cut. Put it back, or cut anew.")
         self.refuse_changed_requires_grad()
 
-    def changes(self) -> list[tuple[str, str, bool]]:
-        """Return name, values (if numbers) and whether it is a plain attribute, for each change since the cut."""
+    def changes(self, live: Container[nn.Module] = ()) -> list[tuple[str, str, bool]]:
+        """Return name, values (if numbers) and whether it is a plain attribute, for each change since the cut.
+
+        Modules that are `live` run as they are now, so they may change.
+        """
         changes: list[tuple[str, str, bool]] = []
         for label, module, at_cut in self._contents_at_cut:
+            if module in live:
+                continue
             current = _content_of(module)
             for name in {**at_cut, **current} if current != at_cut else ():
                 old, new = at_cut.get(name, _ABSENT), current.get(name, _ABSENT)
@@ -261,13 +264,9 @@ class Fingerprint:
 
     def slots_of(self, tensors: Collection[Tensor]) -> list[tuple[TensorSlot, Tensor]]:
         """Return the slots that the constants of a trace had in modules at the cut, each with its tensor."""
-        storage_keys = {*map(storage_key, tensors)} - {None}
-        known_tensors = ((slot, reference()) for slot, reference in self._tensor_by_slot) if storage_keys else ()
-        return [
-            (slot, tensor)
-            for slot, tensor in known_tensors
-            if tensor is not None and storage_key(tensor) in storage_keys
-        ]
+        keys = {*map(storage_key, tensors)} - {None}
+        candidates = ((slot, reference()) for slot, reference in self._tensor_by_slot) if keys else ()
+        return [(slot, tensor) for slot, tensor in candidates if tensor is not None and storage_key(tensor) in keys]
 
     def refuse_rebound(self, tensors_by_slot: Iterable[tuple[TensorSlot, Tensor]]) -> None:
         """Raise ValueError if another tensor is in one of these slots now."""

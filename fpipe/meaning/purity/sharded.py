@@ -95,8 +95,8 @@ def refuse_sharded(leaves: Iterable[Any], subject: str) -> None:
     """Raise TypeError if a value that flows between stages is a DTensor; a rank can send only plain tensors."""
     if any(map(is_sharded, leaves)):
         raise TypeError(
-            f"{subject} holds a DTensor; only parameters and buffers are sharded. Call .to_local() or .full_tensor() "
-            "there, or set use_local_output=True in the plan."
+            f"{subject} holds a DTensor; only parameters and buffers are sharded. Call .to_local(), or set "
+            "use_local_output=True in the plan."
         )
 
 

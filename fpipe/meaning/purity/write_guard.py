@@ -196,15 +196,11 @@ def with_layout_of(param: Any, grad: Any) -> Any:
         return grad
     shape, stride = tuple(param.shape), param.stride()
     # Dimensions from the largest stride to the smallest: a gradient that is contiguous in this order has these strides.
-    dims_by_stride = (
-        sorted(range(len(shape)), key=lambda dim: -stride[dim]) if is_dense(shape, stride) else [*range(len(shape))]
-    )
-    permuted = grad.permute(dims_by_stride)
+    dims = sorted(range(len(shape)), key=lambda dim: -stride[dim]) if is_dense(shape, stride) else [*range(len(shape))]
+    permuted = grad.permute(dims)
     if permuted.is_contiguous():
         return grad
-    return permuted.clone(memory_format=torch.contiguous_format).permute(
-        [dims_by_stride.index(dim) for dim in range(len(dims_by_stride))]
-    )
+    return permuted.clone(memory_format=torch.contiguous_format).permute([dims.index(dim) for dim in range(len(dims))])
 
 
 def alias(leaf: Any) -> Any:

@@ -30,7 +30,7 @@ def count_batch_rows(tree: Any, spec: Any = None, *, label: Label = BATCH) -> in
     """Return the number of rows of a batch; a function as `spec` returns Chunk or Replicate for a leaf.
 
     >>> import fpipe, torch
-    >>> rows({"a": torch.zeros(12, 3), "b": torch.zeros(6)}, {"a": fpipe.Chunk(0), "b": fpipe.Replicate()})
+    >>> count_batch_rows({"a": torch.zeros(12, 3), "b": torch.zeros(6)}, {"a": fpipe.Chunk(0), "b": fpipe.Replicate()})
     12
     """
     sizes = rows_by_leaf(tree, spec, label)
@@ -38,9 +38,8 @@ def count_batch_rows(tree: Any, spec: Any = None, *, label: Label = BATCH) -> in
     for path, size in sizes.items():
         if size != row_count:
             raise ValueError(
-                f"{first_path} has {row_count} rows, {path} has {size}. Say Replicate() for a leaf that every "
-                "microbatch takes whole, or Chunk(dim) for one whose rows are elsewhere. A leaf that counts rows, as "
-                "cu_seqlens does, is neither: cut the batch yourself, for split(m, presplit=True)."
+                f"{first_path} has {row_count} rows, {path} has {size}. Say Replicate() for a leaf that goes whole, "
+                "Chunk(dim) for other rows; a leaf like cu_seqlens needs split(m, presplit=True)."
             )
     return row_count
 
@@ -58,8 +57,8 @@ def rows_by_leaf(tree: Any, spec: Any, label: Label) -> dict[str, int]:
     if not sizes:
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in trees.leaves(tree)}))
         raise ValueError(
-            "no leaf of the batch has rows: scalars, non-tensors and Replicate() go whole to every microbatch. Rows "
-            f"are those of torch tensors; found {kinds}."
+            "no leaf of the batch has rows: scalars, non-tensors and Replicate() go whole to every microbatch; found "
+            f"{kinds}."
         )
     first_path, row_count = next(iter(sizes.items()))
     if row_count == 0:
@@ -86,21 +85,19 @@ def cut(
     >>> [cut({"x": torch.arange(7), "scale": 2.0}, index, 4)[0]["x"].tolist() for index in range(4)]
     [[0, 1], [2, 3], [4, 5], [6]]
     """
-    row_count = count_batch_rows(tree, spec, label=label) if total is None else total
+    rows = count_batch_rows(tree, spec, label=label) if total is None else total
     if size is not None:
-        if -(-row_count // size) != count:
-            raise ValueError(
-                f"{row_count} rows in microbatches of {size} are {-(-row_count // size)} microbatches, not {count}."
-            )
-        start, length = index * size, min(size, row_count - index * size)
+        if -(-rows // size) != count:
+            raise ValueError(f"{rows} rows in microbatches of {size} are {-(-rows // size)} microbatches, not {count}.")
+        start, length = index * size, min(size, rows - index * size)
     else:
-        if row_count < count:
-            repair = f"use split({count}, rows={row_count}, allow_fewer=True)"
-            raise ValueError(f"{row_count} rows cannot fill {count} microbatches; {repair}.")
+        if rows < count:
+            repair = f"use split({count}, rows={rows}, allow_fewer=True)"
+            raise ValueError(f"{rows} rows cannot fill {count} microbatches; {repair}.")
         # The first `row_count % count` microbatches are one row longer, so as many rows more come before microbatch i.
         start, length = (
-            index * (row_count // count) + min(index, row_count % count),
-            row_count // count + (index < row_count % count),
+            index * (rows // count) + min(index, rows % count),
+            rows // count + (index < rows % count),
         )
     remedy = "hand in a list of microbatches, to split(m, presplit=True)"
     return _narrow(tree, cut_dims(tree, spec), start, length, label, remedy), length
@@ -135,7 +132,7 @@ def cut_sequence(
     if misfit_path is not None:
         raise ValueError(
             f"the sequence of {first_path} has {length} positions, that of {misfit_path} has {lengths[misfit_path]}; "
-            "say Replicate() in slice_sequence(..., spec=) for a leaf that every slice takes whole."
+            "say Replicate() in slice_sequence(..., spec=) for a whole leaf."
         )
     if length < count:
         raise ValueError(f"the sequence of {first_path} has {length} positions, too few for {count} slices.")
@@ -157,7 +154,7 @@ def _narrow(tree: Any, dims: Sequence[int | None], start: int, length: int, labe
         else:
             raise ValueError(
                 f"{named_leaves(tree, label)[index][0]} is a {layout_of(leaf)}, of which torch has no part as a view: "
-                f"{remedy}. Or say Replicate() for what goes whole to each."
+                f"{remedy}, or say Replicate()."
             )
     return trees.unflatten(containers, parts)
 
@@ -200,7 +197,7 @@ def spec_per_leaf(spec: Any, tree: Any, label: Label = "batch") -> list[Any]:
         ValueError: the spec has containers that the pytree does not have.
 
     >>> from fpipe.transforms.specs import Replicate
-    >>> spread({"x": Chunk(), "more": Replicate()}, {"x": 1, "more": [2, 3]})
+    >>> spec_per_leaf({"x": Chunk(), "more": Replicate()}, {"x": 1, "more": [2, 3]})
     [Chunk(dim=0), Replicate(), Replicate()]
     """
     try:
@@ -214,8 +211,8 @@ def spec_per_leaf(spec: Any, tree: Any, label: Label = "batch") -> list[Any]:
             path = path.replace(f"[{index}]", part_label, 1) if path.startswith(f"[{index}]") else path
         name = path if isinstance(label, tuple) else label + path
         raise ValueError(
-            f"the spec has {specified} where {name or 'the batch'} is {actual}; a spec says one thing of all, or is "
-            "built as what it is for."
+            f"the spec has {specified} where {name or 'the batch'} is {actual}; a spec says one thing of all, or "
+            "is built like it."
         ) from None
 
 
@@ -346,7 +343,7 @@ def _join_leaf(path: Callable[[], str], parts: list[Any], shares: list[float], l
         if not _equal(first_part, leaf):
             raise ValueError(
                 f"{path()} is {first_part!r} in microbatch 0 and {leaf!r} in microbatch {index}: what has no rows must "
-                "be equal in all. Say how to join it by Sum(), or a function of the list of parts."
+                "be equal in all. Say Sum(), or a function of the parts."
             )
     return first_part
 

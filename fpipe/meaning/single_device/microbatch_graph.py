@@ -34,9 +34,7 @@ def param_leaves(model: Model, stage: int, full: Any, inputs: Any) -> Any:
     leaves, containers = tree.flatten(full)
     params = expand_per_row(leaves, count_rows(tree.leaves(inputs))) if model.per_example else leaves
     pairs = zip(params, trainable_leaves(model, stage, full), strict=True)
-    return tree.unflatten(
-        containers, [leaf.detach().requires_grad_() if is_trainable else leaf for leaf, is_trainable in pairs]
-    )
+    return tree.unflatten(containers, [leaf.detach().requires_grad_() if trains else leaf for leaf, trains in pairs])
 
 
 def leaves_of_inputs(model: Model, inputs: Any) -> dict[tuple[int, int], Any]:

@@ -6,6 +6,7 @@ params[0]: {"0.weight": w}, params[1]: {"1.w": v}        --> check_params -->   
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from fractions import Fraction
 from functools import partial
 from inspect import signature
 from types import FunctionType
@@ -215,19 +216,22 @@ def check_batch(batch: Any) -> None:
         if hasattr(leaf, "__array__") and getattr(leaf, "ndim", 1):
             class_name = f"{type(leaf).__module__.split('.')[0]}.{type(leaf).__name__}"
             raise TypeError(
-                f"{path} is a {class_name}, which is no tensor of torch's: hand in torch.from_numpy(...) of it, which "
-                "shares its memory, or torch.as_tensor(...)."
+                f"{path} is a {class_name}, which is no tensor of torch's: hand in torch.from_numpy(...) of it."
             )
         tensor_path = _find_tensor(leaf)
         if tensor_path is not None:
             raise TypeError(
-                f"{path} is a {type(leaf).__name__}, no pytree, and holds a tensor ({tensor_path}), which no "
-                "microbatch would get its rows of. Hand in a dict, or call register_pytree_node."
+                f"{path} is a {type(leaf).__name__}, no pytree, and holds a tensor ({tensor_path}). Hand in "
+                "a dict, or call register_pytree_node."
             )
 
 
-def _find_tensor(holder: Any, depth: int = 4) -> str | None:
+def _find_tensor(holder: Any, depth: int = 4, visited: set[int] | None = None) -> str | None:
     """Return the path to a tensor inside an object that is no pytree, as Python code; None if it holds none."""
+    visited = set() if visited is None else visited
+    if id(holder) in visited or isinstance(holder, type | str | bytes | int | float):
+        return None
+    visited.add(id(holder))
     parts = [(f".{name}", part) for name, part in getattr(holder, "__dict__", {}).items()]
     parts += [(f".{name}", getattr(holder, name, None)) for name in getattr(type(holder), "__slots__", ())]
     if isinstance(holder, Mapping):
@@ -237,7 +241,7 @@ def _find_tensor(holder: Any, depth: int = 4) -> str | None:
     for path, part in parts:
         if isinstance(part, Tensor):
             return path
-        tensor_path = _find_tensor(part, depth - 1) if depth and not isinstance(part, type) else None
+        tensor_path = _find_tensor(part, depth - 1, visited) if depth else None
         if tensor_path is not None:
             return path + tensor_path
     return None
@@ -256,15 +260,16 @@ IGNORED = -100
 """The class that torch's losses ignore by default."""
 
 
-def describe_padding(loss: Any, batch: Any, ignored: int | None = None) -> str:
+def describe_padding(loss: Any, batch: Any, ignored: int | None = None, *, presplit: bool = False) -> str:
     """Return a warning if rows have different numbers of labels that the loss ignores, else "".
 
     The mean over microbatches of their means is then not the mean over the batch's labels.
 
     Args:
         loss: the model's loss; None if the net computes it from labels among its inputs.
-        batch: inputs and target.
+        batch: inputs and target; of a batch that is split already two lists, with one entry for each microbatch.
         ignored: the ignored class, if it is not the loss's own.
+        presplit: whether the batch is split already; then microbatches are compared, not rows.
     """
     name, side = ("inputs", 0) if loss is None else ("target", 1)
     ignored = _ignored_class(loss) if ignored is None else ignored
@@ -275,20 +280,32 @@ def describe_padding(loss: Any, batch: Any, ignored: int | None = None) -> str:
         if loss is None
         else "return (total, count) and say reduction='count'"
     )
-    for path, leaf in tree.paths(batch[side]):
-        if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.dtype not in _CLASSES:
+    parts = [[*tree.paths(part)] for part in (batch[side] if presplit else [batch[side]])]
+    for leaves in zip(*parts, strict=False):
+        path, labels = leaves[0][0], [leaf for _, leaf in leaves]
+        if not all(map(_may_be_labels, labels)):
             continue
-        if leaf.is_meta or leaf.is_nested or is_fake(leaf) or is_sharded(leaf) or not len(leaf):
-            continue
-        # Ignored labels of each row: if all rows have equally many, all microbatches' means weigh alike.
-        counts = (leaf == ignored).reshape(len(leaf), -1).sum(1)
-        if bool((counts != counts[0]).any()):
+        if presplit:
+            # Rows of one microbatch share its mean, so only the shares of whole microbatches matter.
+            differ = len({Fraction(int((leaf == ignored).sum()), leaf.numel()) for leaf in labels}) > 1
+        else:
+            # Ignored labels of each row: if all rows have equally many, all microbatches' means weigh alike.
+            counts = (labels[0] == ignored).reshape(len(labels[0]), -1).sum(1)
+            differ = bool((counts != counts[0]).any())
+        if differ:
             return (
-                f"{name}{path} holds {ignored}, a class that the loss does not count, in some rows more often than in "
-                f"others: with reduction='mean' the loss is a mean of the microbatches' means. For that of all labels "
-                f"{remedy}."
+                f"{name}{path} holds {ignored}, a class that the loss does not count, in some "
+                f"{'microbatches' if presplit else 'rows'} more often than in others: with reduction='mean' the loss "
+                f"is a mean of the microbatches' means. For that of all labels {remedy}."
             )
     return ""
+
+
+def _may_be_labels(leaf: Any) -> bool:
+    """Whether a leaf holds whole numbers that can be looked at."""
+    if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.dtype not in _CLASSES:
+        return False
+    return not (leaf.is_meta or leaf.is_nested or is_fake(leaf) or is_sharded(leaf)) and leaf.numel() > 0
 
 
 _CLASSES = (torch.int64, torch.int32, torch.int16, torch.int8)
@@ -337,18 +354,18 @@ def as_streams(batch: Any, count: int) -> tuple[Sequence[Any], Sequence[Any]]:
 
     The batch is such a pair of streams, or a list of pairs.
 
-    >>> streams([("x0", "t0"), ("x1", "t1")], 2)
+    >>> as_streams([("x0", "t0"), ("x1", "t1")], 2)
     (['x0', 'x1'], ['t0', 't1'])
     """
     if isinstance(batch, list):
         pairs: list[Any] = batch
-        misfit_index = next(
+        misfit = next(
             (index for index, pair in enumerate(pairs) if not isinstance(pair, tuple) or len(pair) != 2), None
         )  # pyright: ignore[reportUnknownArgumentType]
-        if misfit_index is not None:
+        if misfit is not None:
             hint = _AS_A_PAIR if len(pairs) == 2 else ""
-            class_name = type(pairs[misfit_index]).__name__
-            raise ValueError(f"microbatch {misfit_index} is a pair (inputs, target), found {class_name}.{hint}")
+            class_name = type(pairs[misfit]).__name__
+            raise ValueError(f"microbatch {misfit} is a pair (inputs, target), found {class_name}.{hint}")
         batch = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     check_batch(batch)
     for name, stream in zip(BATCH, batch, strict=True):
@@ -369,10 +386,8 @@ def rows_per_microbatch(batch: tuple[Sequence[Any], Sequence[Any]], spec: Any = 
     """Return the number of rows of each microbatch, from the first leaf with rows of its target, or else inputs."""
     # Microbatches that the user cut may have leaves of several lengths; only the weight in the loss needs one number.
     sizes: list[int] = []
-    for microbatch_index, pair in enumerate(zip(*batch, strict=True)):
-        rows_by_path = rows_by_leaf(
-            pair, spec, (f"inputs of microbatch {microbatch_index}", f"target of microbatch {microbatch_index}")
-        )
+    for index, pair in enumerate(zip(*batch, strict=True)):
+        rows_by_path = rows_by_leaf(pair, spec, (f"inputs of microbatch {index}", f"target of microbatch {index}"))
         of_target = [size for path, size in rows_by_path.items() if path.startswith("target")]
         sizes.append([*of_target, *rows_by_path.values()][0])
     return tuple(sizes)

@@ -83,9 +83,7 @@ def training_loop(
             params, opt = _update_params(update, params_by_step[-1], opt, grads, norms[-1], rate)
         params_by_step.append(tuple(params))
         results.append(result)
-    results_by_field = {
-        name: tuple(getattr(result_of_step, name) for result_of_step in results) for name in _PER_STEP_FIELDS
-    }
+    results_by_field = {name: tuple(getattr(step_result, name) for step_result in results) for name in _PER_STEP_FIELDS}
     merged = Result(**results_by_field, state=state, params=params, opt=opt, norm=tuple(norms))
     if scaler is None:
         return merged
@@ -139,14 +137,12 @@ def _update_params(
     states: list[Any] = spec.flatten_up_to(opt_tuple)
     # Copies, because torch's optimizers and clip update in place.
     new_params = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    trained_indices = [index for index, grad in enumerate(grads) if grad is not None]
-    for index in trained_indices:
+    indices = [index for index, grad in enumerate(grads) if grad is not None]
+    for index in indices:
         new_params[index].grad = grads[index].clone()
     if update.clip is not None:
-        torch.nn.utils.clip_grads_with_norm_(
-            [new_params[index] for index in trained_indices], update.clip, norm, foreach=False
-        )
-    for index, settings in zip(trained_indices, update.of([names[index] for index in trained_indices]), strict=True):
+        torch.nn.utils.clip_grads_with_norm_([new_params[index] for index in indices], update.clip, norm, foreach=False)
+    for index, settings in zip(indices, update.of([names[index] for index in indices]), strict=True):
         new_params[index], states[index] = _step_optimizer(
             update.rule, with_numbers(settings, as_number_by_name(rate)), new_params[index], states[index]
         )

@@ -70,7 +70,7 @@ _mix_stage = lru_cache(maxsize=1024)(_mix)
 def make_seeder(stage: int, microbatch: int, slice_index: int | None = None) -> Callable[[int], int]:
     """Return the function that folds a stage and a microbatch (and slice) into a key.
 
-    >>> seeder(1, 2)(7) == fold_in(7, 1, 2), seeder(1, 2, 3)(7) == fold_in(7, 1, 2, 3)
+    >>> make_seeder(1, 2)(7) == fold_in(7, 1, 2), make_seeder(1, 2, 3)(7) == fold_in(7, 1, 2, 3)
     (True, True)
     """
     step = _GOLDEN_GAMMA * (microbatch + 1)

@@ -29,7 +29,7 @@ _ROW_SYMBOL = re.compile(r"\bs\d+\b")
 def with_rows_named(size: object) -> str:
     """Return a size, a shape or a condition on sizes as text, with "rows" for torch's symbols.
 
-    >>> in_words("(2*s93, 4)")
+    >>> with_rows_named("(2*s93, 4)")
     '(2*rows, 4)'
     """
     return _ROW_SYMBOL.sub("rows", str(size))
@@ -171,7 +171,7 @@ def scaled_weight(weight: float, scale: float, dtype: torch.dtype) -> float:
     if scale != 1.0 and cotangent > torch.finfo(dtype).max:
         raise ValueError(
             f"loss_scale={scale!r} is too much for a loss in {dtype}, whose gradient would start at {cotangent!r}. "
-            "Build with a smaller one, or return the loss in a wider dtype."
+            "Take a smaller scale or a wider dtype."
         )
     return cotangent
 
@@ -199,8 +199,7 @@ def refuse_max_gradients(results: Iterable[Any]) -> None:
     for name in (node.name() for node in _backward_nodes(results)):
         if name in _DATA_DEPENDENT_BACKWARDS:
             raise Untraceable(
-                f"the gradient of a whole tensor's max, min or median ({name}) is another without data; amax and amin "
-                "have one that a trace can hold"
+                f"the gradient of a whole tensor's max, min or median ({name}) is another without data; use amax"
             )
 
 
