@@ -274,7 +274,7 @@ def test_a_batch_of_other_rows_that_takes_long_to_trace_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     """The last batch of an epoch took twelve seconds, and nobody knew why."""
-    monkeypatch.setattr(signature, "_LONG", 0)
+    monkeypatch.setattr(signature, "_SLOW_TRACE", 0)
     model = fpipe.from_functions([lambda p, x: x * p["w"]], lambda y, t: (y - t).square().mean())
     step = fpipe.build(fpipe.program(model), model)
     for rows in (16, 16, 13, 7, 16):

@@ -220,7 +220,7 @@ by_one(PLAIN, WEIGHTS[:1])
 by_one(PLAIN, (*WEIGHTS[:1], None))
     ValueError: params of stage 1 is None, and the stage runs in this process.
 torch_pipelining.stages(in_two(PLAIN, schedule=ONE), PLAIN, WEIGHTS, device="meta")
-    ValueError: 'w' of stage 0 is on cpu, and the stages run on meta: move the net, or the params, there
+    ValueError: 'w' of stage 0 is on cpu, and the stages run on meta: move it there
 torch_pipelining.stages(in_two(NET, schedule=ONE), NET, (OF_NET, {}))
     ValueError: params of stage 1 must have '1.0.weight', which is missing.
 # Torch would receive the second microbatch into the buffer of the first.
@@ -302,11 +302,11 @@ of_model(chain_of(plain, plain, lambda p, x: x[0] + x[1], inputs=("batch", 0, (1
     ValueError: stage 2 (<lambda>) takes (1, 0); torch's runtime passes it the output of the stage before. Pass values
     on in tuples, or use fpipe.build(runtime="distributed").
 of_model(chain_of(plain, plain, ties=[((0, "w"), (1, "w"))]))
-    ValueError: leaf 'w' of stage 0 is tied to 'w' of stage 1; torch's runtime does not sum their gradients. Put both
-    into one stage, or use fpipe.build(runtime="distributed").
+    ValueError: leaf 'w' of stage 0 is tied to 'w' of stage 1; put both into one stage,
+    or use fpipe.build(runtime="distributed").
 of_model(layered(nn.BatchNorm1d(WIDTH)))
-    ValueError: stage 1 (1) has module state; torch's runtime would update it once more, to learn shapes. Call eval() on
-    it before the net is cut, or use fpipe.build(runtime="distributed").
+    ValueError: stage 1 (1) has module state, which torch's runtime updates once too often. Call eval() before the
+    net is cut, or use fpipe.build(runtime="distributed").
 of_model(chain_of(plain, asking))
     ValueError: stage 1 (asking) asks for 'microbatch'; torch's runtime passes a stage only its input. Write
     it without, or use fpipe.build(runtime="distributed").
@@ -314,8 +314,8 @@ of_model(layered(nn.Dropout(0.5)))
     ValueError: stage 1 (1): '1' (Dropout) draws random numbers; torch's runtime has no key. Call eval() on it,
     or use fpipe.build(runtime="distributed").
 of_model(chain_of(lambda p, x: (x, x.sum()), plain, aux_losses=[0]))
-    ValueError: stage 0 (<lambda>) returns a loss of its own; torch's runtime has the last stage's only. Pass it on in
-    a tuple, or use fpipe.build(runtime="distributed").
+    ValueError: stage 0 (<lambda>) returns a loss of its own; torch's runtime has the last stage's only. Pass it on,
+    or use fpipe.build(runtime="distributed").
 of_model(chain_of(plain, plain, loss=None))
     ValueError: this model has no loss=, which torch's runtime computes. Say loss=lambda y, target: y,
     or use fpipe.build(runtime="distributed").

@@ -121,7 +121,7 @@ class Linearized:
                 actual_text = type(leaf).__name__ if actual is None else f"{actual} with strides {actual.stride}"
                 raise ValueError(
                     f"{name} was traced for {expected} with strides {expected.stride} as leaf {leaf_index} of {label}, "
-                    f"found {actual_text}. Linearize the function for these tensors too."
+                    f"found {actual_text}. Linearize again."
                 )
 
     @cached_property
@@ -185,7 +185,7 @@ def linearize(function: Callable[[Any, Any], Any], params: Any, x: Any) -> Linea
     if isinstance(function, nn.Module):
         raise TypeError(
             f"linearize takes a function f(params, x), found a module ({type(function).__name__}). Hand in "
-            "`lambda params, x: torch.func.functional_call(module, params, (x,))` and its named parameters."
+            "`lambda params, x: torch.func.functional_call(module, params, (x,))`."
         )
     # Wrapped, a stage of a net is a plain function of its named parameters.
     stage_function = partial(function) if isinstance(function, PositionalStage) else function

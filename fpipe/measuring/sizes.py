@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from fpipe.graphs.language.graph import Fact
-from fpipe.limits import whole
+from fpipe.limits import check_whole_number
 from fpipe.meaning.inputs_and_results import check_match
 from fpipe.meaning.optimizers.optimizer_state import example_optim
 from fpipe.meaning.purity.ambient import Untraceable
@@ -74,8 +74,8 @@ class Sizes:
         original = value if value in self.wire_bytes else value._replace(at="")
         if original not in self.wire_bytes:
             raise ValueError(
-                f"the bytes of {value} are not known: these are the sizes of another program. Call fpipe.sizes or "
-                "fpipe.profile with the program that is simulated."
+                f"the bytes of {value} are not known: these are sizes of another program. Call fpipe.sizes with this "
+                "one."
             )
         return original
 
@@ -132,7 +132,7 @@ def sizes(
     # 1. Lower the program as a step would, which tells the storages of every value.
     try:
         inputs = StepInputs(params, batch, state, example_optim(program, params))
-        share = Share(0, whole("replicas", replicas)) if replicas > 1 else None
+        share = Share(0, check_whole_number("replicas", replicas)) if replicas > 1 else None
         options = StepOptions(donate=donate and not is_post_validated(program), runs=False)
         transferred = with_transfers(program)
         transferred = with_results_last(transferred) if runtime == "distributed" else transferred
@@ -201,7 +201,7 @@ class _Receipts:
         if op.kind == "RECV":
             layout = _layout(leaves)
             for leaf in facts:
-                copied_bytes = layout.copied(leaf)
+                copied_bytes = layout.bytes_to_unpack(leaf)
                 storage = (op.writes, leaf.storage) if copied_bytes else op.writes
                 self.received[op.rank, leaf.storage] = storage, copied_bytes or layout.size
         received = [self.received[op.rank, leaf.storage] for leaf in facts if (op.rank, leaf.storage) in self.received]

@@ -199,6 +199,7 @@ def _with_ops(program: Program, ops: Iterable[Op]) -> Program:
 
 def _without_transfers(program: Program) -> Program:
     """Return the program as one process runs it: without transfers, all on rank 0, in the same order."""
+    # Without transfers a copy `y@1` of a value is the value itself.
     moves = ("SEND", "RECV", "OFFLOAD", "LOAD", "FREE")
     ops = [
         op._replace(rank=0, reads=tuple(value._replace(at="") for value in op.reads))
@@ -211,6 +212,7 @@ def _without_transfers(program: Program) -> Program:
 
 def _join_backwards(program: Program) -> Program:
     """Join every I and its W to one B, where the I was."""
+    # An I and its W meet in `wres`, which the I writes last and the W reads last.
     weights = {op.reads[-1]: op for op in program.ops if op.kind == "W"}
     ops: list[Op] = []
     for op in program.ops:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fpipe.graphs.language.graph import Graph, Name, Node, aval_of_tensor, fact_in_own_storage, meta_arguments
 from fpipe.graphs.language.labels import is_kept_all_step, variable_name
-from fpipe.torch_internals import OpOverload, TorchDispatchMode, arguments_of, names_of
+from fpipe.torch_internals import OpOverload, TorchDispatchMode, op_and_overload_names, schema_arguments
 from fpipe.torch_private.dispatch import NAMESPACES, c_function_of, without_modes
 
 
@@ -206,7 +206,7 @@ def _overload_key(argument: Any, graph: Graph) -> Any:
 
 
 def _find_torch_function(op: Any, node: Node, graph: Graph) -> Callable[..., Any]:
-    name, _ = names_of(op)
+    name, _ = op_and_overload_names(op)
     for namespace in NAMESPACES:
         function = getattr(namespace, name, None)
         if callable(function) and not hasattr(function, "__code__") and _makes_same_call(function, node, graph):
@@ -246,7 +246,7 @@ def _makes_same_call(function: Any, node: Node, graph: Graph) -> bool:
 
 def _arguments_by_name(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """Return the arguments of a call by name, defaults included; torch's functions pass pin_memory=False for None."""
-    arguments = arguments_of(op)
+    arguments = schema_arguments(op)
     values = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
     values |= dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
     return values | {"pin_memory": bool(values["pin_memory"])} if "pin_memory" in values else values

@@ -68,8 +68,9 @@ class Cut:
         crossing = {"res": tuple(self.residuals), "wres": tuple(self.weight_residuals)}
         inputs = {label: graph.reads[label] if label in graph.reads else crossing[label] for label in reads}
         outputs = {label: crossing[label] if label in crossing else self.leaves_under(label) for label in writes}
-        # The results, and ops without readers that eager runs too: random numbers and checks.
         given_names = {name for leaves in inputs.values() for name in leaves if name is not None}
+        # The part has the ops that its results need, and ops without readers that eager runs too: draws and checks. A W
+        # reads residuals and no cotangents, and has neither.
         is_forward, is_backward = {*inputs}.isdisjoint(crossing), any(map(is_cotangent, inputs))
         effects = self._forward_effects if is_forward else checks_by_direction(graph)[1] if is_backward else []
         ops = graph.ops_needed_by((*(leaf for leaves in outputs.values() for leaf in leaves), *effects), given_names)

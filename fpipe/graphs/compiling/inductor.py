@@ -128,7 +128,7 @@ def _compile_by_inductor(graph: Graph, name: str) -> Callable[..., Any]:
     except Exception as error:
         raise RuntimeError(
             f"compile=True: torch's inductor cannot compile {name} ({type(error).__name__}: {str(error)[:300]}). On "
-            "the CPU it needs a C++ compiler, such as g++."
+            "the CPU it needs g++."
         ) from error
     return _on_lists(graph, run)
 

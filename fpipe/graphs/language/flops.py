@@ -26,6 +26,7 @@ _TAGS_WITHOUT_PRODUCTS = {torch.Tag.pointwise, torch.Tag.dynamic_output_shape}
 
 def flops_of_call(op: Any, args: Any, kwargs: Any, flops_by_call: dict[Any, int]) -> int:
     """Count the multiplications and additions of a call on meta tensors; `flops_by_call` caches equal calls."""
+    # The text of meta tensors has their shape and dtype, on which the count depends.
     key = op, repr((args, kwargs))
     if key not in flops_by_call:
         with FlopCounterMode(display=False, custom_mapping=_CPU_FORMULAS) as counter, torch.no_grad():

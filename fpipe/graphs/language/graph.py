@@ -214,6 +214,7 @@ def rewire_node(node: Node, replacements: Mapping[Name, Any], name: Name | None 
     return Node(node.name if name is None else name, node.op, substitute_names(node.args, replacements), kwargs)
 
 
+# Numbers are unique in this process, so that facts of different traces never share one by accident.
 _FRESH = count()
 
 

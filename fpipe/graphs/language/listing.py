@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fpipe.graphs.language.graph import Graph, Name, aval_of_tensor
 from fpipe.meaning.purity.sharded import is_collective, local_shard
-from fpipe.torch_internals import OpOverload, arguments_of
+from fpipe.torch_internals import OpOverload, schema_arguments
 
 
 def listing(graph: Graph) -> Iterator[str]:
@@ -46,6 +46,7 @@ def describe_constants(tensors: Iterable[Any]) -> list[str] | None:
     for tensor in map(local_shard, tensors):
         if tensor.is_meta:
             return None
+        # Lazy conjugation and negation are carried out first, so that equal numbers have equal bytes.
         flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
         digest = hashlib.sha256(memoryview(flat.view(torch.uint8).numpy())).hexdigest()[:8]
         start_text = ", ".join(str(number) for number in flat[:_NUMBERS_SHOWN].tolist()) + ", .." * (
@@ -62,7 +63,7 @@ def _call(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], names: Mappin
     """Write an op with its arguments. Process groups are left out: each process names them otherwise."""
     named_args = [("", value) for value in args] + [(f"{keyword}=", value) for keyword, value in kwargs.items()]
     if is_collective(op):
-        schema_pairs = zip((argument.name for argument in arguments_of(op)), named_args, strict=False)
+        schema_pairs = zip((argument.name for argument in schema_arguments(op)), named_args, strict=False)
         named_args = [named_arg for name, named_arg in schema_pairs if name not in ("group_name", "src")]
     op_name = str(op) if isinstance(op, OpOverload) else str(getattr(op, "__name__", type(op).__name__))
     return f"{op_name}({', '.join(prefix + _text(value, names) for prefix, value in named_args)})"

@@ -195,7 +195,7 @@ def refuse_extra_arguments(extra: Sequence[Any], call: str) -> None:
     if extra:
         raise TypeError(
             f"a batch is one pair: {call.format('(inputs, target)')}; found {len(extra) + 1} arguments after params. "
-            "State and key are handed in by name."
+            "Pass state and key by name."
         )
 
 

@@ -174,7 +174,7 @@ class _AbstractWalk:
             try:
                 (self._forward if op.kind in "FR" else self._backward)(op)
             except Untraceable as error:
-                raise error.for_stage(op.stage or 0, self._model.who(op.stage or 0)) from error
+                raise error.for_stage(op.stage or 0, self._model.label_of(op.stage or 0)) from error
         elif op.kind == "GATHER":
             shared = self._context.shared.get(shard_of(op))
             self._trees[op.writes[0]] = gather_shapes(

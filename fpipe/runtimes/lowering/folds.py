@@ -82,7 +82,7 @@ def find_folds(
     sums = _find_sums(ops, outputs, shapes, external_storages)
     overwrites: Mapping[int, tuple[int, ...]] = {}
     trees = sums.trees
-    # Inductor makes its own code of a batch norm, which does not write over its input.
+    # Code for inductor keeps norms apart from the update of their statistics, and overwrites no state.
     if not compile:
         overwrites, trees = _find_state_overwrites(ops, outputs, shapes, trees, external_storages)
     folded = {add for adds in sums.adds.values() for add in adds.values()}
@@ -125,7 +125,7 @@ def _find_sums(
         return value.name == "g" and writer.kind in "BW" and writer.stage not in shapes.untraced.stages
 
     for position, op in enumerate(ops):
-        # A sum on its way to another rank lies in the memory of its chain; what arrives is not the step's to add to.
+        # In one process a sum that travels stays in the memory of its chain, and the copies are not added to.
         if op.kind in ("SEND", "RECV") and (op.reads[0] in owned or op.reads[0] in sent_sums):
             trees[op.writes[0]] = shapes.copies.as_received(op.writes[0], trees[op.reads[0]])
             sent_sums.add(op.writes[0])
@@ -133,7 +133,7 @@ def _find_sums(
             continue
         total, gradient = op.reads
         total_writer, gradient_writer = position_by_value.get(total, -1), position_by_value.get(gradient, -1)
-        # Nobody else may see the total change. A first gradient of a stage without a trace is in memory of autograd's.
+        # Nobody else may see the total change. A chain begins with a gradient of traced code, which can copy it.
         if total_writer < 0 or total in outputs or readers[total] > 1 or not (total in owned or is_traced(total)):
             continue
         pairs = zip(trees[total].leaves, trees[gradient].leaves, strict=True)

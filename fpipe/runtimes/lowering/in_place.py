@@ -134,6 +134,8 @@ def _storages(abstract: AbstractTree) -> list[int]:
 
 
 def _in_old_storages(abstract: AbstractTree, old_storages: Mapping[int, int]) -> AbstractTree:
+    if old_storages.keys().isdisjoint(_storages(abstract)):  # OPAQUE is known by its identity
+        return abstract
     leaves = [*abstract.leaves]
     for k, leaf in enumerate(leaves):
         if isinstance(leaf, Fact) and leaf.storage in old_storages:
@@ -149,6 +151,8 @@ def make_update(
     op: Op, context: StepContext, trees: Trees, overwritten: Collection[int]
 ) -> Callable[..., Sequence[Leaves]]:
     """Return the function of an UPDATE, which overwrites the parameters with these indices, and their state."""
+    # What is the same in each step is found here: which parameters get a gradient, and, by the name of a state tensor
+    # such as "exp_avg", its index among the leaves of the optimizer's state.
     params, state, grads = (trees[value] for value in op.reads[:3])
     rule = update_settings(op.how)
     names = names_of_update(op, params.spec, context.model)

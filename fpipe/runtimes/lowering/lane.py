@@ -44,8 +44,8 @@ class Launched(NamedTuple):
 
     Attributes:
         work: has `wait`, and `is_completed` where the host can ask.
-        inputs, outputs: the tensors that it reads and writes. They must live until it is awaited: torch's works do not
-            keep them, and the allocator would hand their memory out.
+        inputs, outputs: the tensors that it reads and writes. They live until it is awaited, so that nothing else gets
+            their memory before.
         finish: a function to call after the wait, which makes the result from the outputs.
         group: the name of the process group that carries it.
     """

@@ -57,7 +57,7 @@ from fpipe.runtimes.lowering.stage_calls import (
     refuse_unknown_rows,
     stages_with_data_sizes,
 )
-from fpipe.runtimes.lowering.untraced_stages import partial_gradients, under_autograd, with_zero_gradients
+from fpipe.runtimes.lowering.untraced_stages import norm_of_partial, partial_gradients, under_autograd
 
 # Slots of prepared views and of the loss's cotangent serve all microbatches: no instruction empties their lists.
 _KEPT_ALL_STEP = ("ready", "weight")
@@ -204,13 +204,14 @@ class _Lowering:
         if self.shapes.is_untraced(op):
             trees = [[self.trees[value] for value in values] for values in (op.reads, op.writes)]
             keyed = (KEY,) if op.kind in "FRBI" else ()  # a backward may run the forward once more
-            run = partial(under_autograd, op, *trees, self.unconstrained, self.shapes.context, self.casts)
+            allowed = self.unconstrained, self.partial_gradients
+            run = partial(under_autograd, op, *trees, *allowed, self.shapes.context, self.casts)
             return self.named_instruction(position, run, (*op.reads, *keyed), op.writes)
         if op.kind in ("F", "R", "B", "I", "W"):
             return self.graph_instruction(position, op)
         run = self.rule_of(position, op)
-        if op.kind not in ("ADD", "SCALE", "UPDATE") and not self.partial_gradients.isdisjoint(op.reads):
-            run = with_zero_gradients(run, op.reads, self.trees, self.partial_gradients)
+        if op.kind == "NORM" and not self.partial_gradients.isdisjoint(op.reads):
+            run = norm_of_partial(run, op.reads, self.trees, self.partial_gradients)
         return self.named_instruction(position, run, op.reads, op.writes)
 
     def named_instruction(

@@ -83,6 +83,7 @@ class PreparedStep:
         self.part = RankPart(made_async(self.instructions, self.lanes), model, lanes=[*self.lanes.values()])
         self.recorder: Recorder | None = None
         self.steps = self.audits = 0
+        self.next_audit = 0  # the number of the step that is audited next
         # 4. Graphs hold on to tensors of the model. A step refuses to run when a module has other ones since.
         graph_tensors = _graph_tensors(lowered, model)
         self.homes = [] if model.held is None else model.held.slots_of(graph_tensors)
@@ -176,7 +177,7 @@ def _constant_leaves(lowered: Lowered) -> list[Any]:
 def _graph_tensors(lowered: Lowered, model: Model) -> list[Any]:
     """Return the tensors that the graphs of stages hold as constants."""
     constants = (leaf for graphs in lowered.graphs.values() for graph in graphs for leaf in graph.constants.values())
-    return [*constants, *(leaf for net in nets_of(model).values() for leaf in net.literals_now())]
+    return [*constants, *(leaf for net in nets_of(model).values() for leaf in net.literal_constants())]
 
 
 def _synchronize(leaves: Iterable[Any]) -> None:

@@ -68,9 +68,9 @@ class RankPart:
         for lane in self._lanes:
             lane.begin(watch)
         if watch is not None:
-            # Notes without storages of the caller need no leaves, only times: a loop that does less.
-            notes_storages = watch.notes is None or watch.notes.caller_storages is not None
-            looks_at_leaves = watch.check_finite or watch.see is not None or notes_storages
+            # Notes without storages of the caller count no memory: they need times alone, from a loop that does less.
+            counts_memory = watch.notes is None or watch.notes.caller_storages is not None
+            looks_at_leaves = watch.check_finite or watch.see is not None or counts_memory
             self._run_watched(slots, *watch[:3]) if looks_at_leaves else self._run_timed(slots, watch)
             for lane in self._lanes:
                 lane.notes.write_to_notes()

@@ -19,7 +19,7 @@ from fpipe.meaning.purity.ambient import Untraceable, ambient_key
 from fpipe.meaning.purity.sharded import local_shard, sharding_of
 from fpipe.meaning.purity.write_guard import layout_of
 from fpipe.model import Model
-from fpipe.positional_stage import of_net
+from fpipe.positional_stage import net_stage_of
 from fpipe.torch_private.dispatch import overrides_torch_functions
 
 
@@ -36,7 +36,7 @@ class Signatures:
     """Computes the signatures of a step's arguments, and warns if they change too often."""
 
     def __init__(self, model: Model) -> None:
-        pairs = [(stage.forward, of_net(stage.forward)) for stage in model.stages]
+        pairs = [(stage.forward, net_stage_of(stage.forward)) for stage in model.stages]
         self._stages = [net for _, net in pairs if net is not None]
         self._wrapped = [net for function, net in pairs if net is not None and net is not function]
         self._trace_count, self._has_warned, self._held = 0, False, model.held
@@ -63,9 +63,16 @@ class Signatures:
         constants = [leaf for stage in self._stages for leaf in stage.constants()]
         device_by_leaf = repeat(None) if homes is None else chain(homes, repeat(torch.get_default_device()))
         leaf_properties = [*map(_leaf_properties, chain(leaves, constants), device_by_leaf)]
-        # Stages that wrap a net, such as a jvp, keep the constants of the net in their traces: compare identities.
+        # Where a transform of the model wraps a net, its traces keep the constants of the net: compare identities.
         constant_ids = tuple(id(leaf) for stage in self._wrapped for leaf in stage.constants())
-        parts = (ambient_key(), tuple(modes), constant_ids, containers, tree.odd_keys(containers), *leaf_properties)
+        parts = (
+            ambient_key(),
+            tuple(modes),
+            constant_ids,
+            containers,
+            tree.mixed_key_text(containers),
+            *leaf_properties,
+        )
         # Most steps have the signature of the step before them: one comparison, and no hash.
         if parts != signature:
             signature = Signature(parts)

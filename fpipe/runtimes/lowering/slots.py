@@ -25,7 +25,7 @@ from fpipe.meaning.purity.write_guard import is_strided, layout_of
 from fpipe.meaning.single_device.params_and_state import as_streams, trainable_bundle_leaves
 from fpipe.meaning.stages.keys import missing_key_message
 from fpipe.meaning.step import NO_KEY, Keys, StepInputs
-from fpipe.model import Model, who_draws
+from fpipe.model import Model, label_with_random_modules
 from fpipe.positional_stage import PositionalStage
 from fpipe.program import PARAMETERS, Program, Value
 from fpipe.runtimes.lowering.lowered import KEY, AbstractTree, Lowered, is_dense_fact
@@ -217,7 +217,9 @@ def build_entrance(
         constants=[(slots[name], leaves_of) for name, leaves_of in constants_by_value.items() if name in slots],
         draw_key_slot=slots.get(KEY),
         requested_key_slot=slots.get(Value("key")),
-        drawing_stage=None if lowered.first_drawing_stage is None else who_draws(model, lowered.first_drawing_stage),
+        drawing_stage=None
+        if lowered.first_drawing_stage is None
+        else label_with_random_modules(model, lowered.first_drawing_stage),
         key_watch=KeyWatch(),
         params=[
             index for value, indices in inputs.leaf_indices.items() if value.name in PARAMETERS for index in indices
@@ -291,8 +293,8 @@ def build_exit(
         values[end.value] = result_leaves if abstract.spec is None else tree.unflatten(abstract.spec, result_leaves)
     # 2. Results in the structure that callers know. State that no op writes is returned as it was handed in.
     written_stages = {end.name.stage for end in program.outputs if end.name.name == "state"}
-    untouched = frozenset(n for n in range(len(model.stages)) if written_stages and n not in written_stages)
-    state = [None if n in untouched else tensors for n, tensors in enumerate(state)] if written_stages else None
+    kept_stages = frozenset(n for n in range(len(model.stages)) if written_stages and n not in written_stages)
+    state = [None if n in kept_stages else tensors for n, tensors in enumerate(state)] if written_stages else None
     results = collect_results(program, model, replace(inputs, state=state), values, lambda leaf: leaf)
     # 3. Gradients, parameters and state are sharded, and of a dtype, as the arguments that they belong to. `cycle`:
     #    gradients come once, or once for each microbatch.
@@ -303,7 +305,7 @@ def build_exit(
             pairs = zip(result_leaves, cycle(originals), strict=False)
             results[name] = tree.unflatten(spec, [_like_input(*pair) for pair in pairs])
     leaves, containers = tree.flatten(results)
-    return Exit(containers, leaves, untouched)
+    return Exit(containers, leaves, kept_stages)
 
 
 def _like_input(leaf: Any, original: Any) -> Any:
@@ -337,6 +339,8 @@ def _read_result(leaf: Any, slots: Sequence[Any]) -> Any:
     if not isinstance(leaf, ResultLeaf):
         return leaf
     tensor = slots[leaf.slot][leaf.leaf_index]
+    if tensor is None:  # the gradient of a parameter that no row reached, in a stage without a trace
+        return None
     tensor = tensor.clone() if leaf.copied else tensor
     tensor = tensor if leaf.dtype is None or tensor.dtype is leaf.dtype else tensor.to(leaf.dtype)
     return tensor if leaf.sharding is None else leaf.sharding.to_dtensor(tensor)

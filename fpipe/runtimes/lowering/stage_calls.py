@@ -195,12 +195,12 @@ def refuse_unknown_rows(program: Program, model: Model) -> None:
     sends = [op for op in program.ops if op.kind == "SEND"] if exchange_by_output else []
     sent_values = {value for op in sends for value in op.reads if value in exchange_by_output}
     for value, op in exchange_by_output.items():
-        subject = f"{model.who(op.stage or 0)} brings as many rows as the data say"
+        subject = f"{model.label_of(op.stage or 0)} brings as many rows as the data say"
         if value in sent_values:
             readers = [stage for stage in stages if op.stage in _sources(model, stage)]
             rank_by_stage = dict(enumerate(program.placement))
             remote_readers = " and ".join(
-                f"{model.who(stage)} on rank {rank_by_stage[stage]}"
+                f"{model.label_of(stage)} on rank {rank_by_stage[stage]}"
                 for stage in readers
                 if rank_by_stage[stage] != op.rank
             )
@@ -256,7 +256,7 @@ class Copies(NamedTuple):
         return abstract._replace(leaves=tuple(leaves))
 
     def all_copies(self, value: Value) -> list[Value]:
-        """Return a value and all its copies, of which `value` is any."""
+        """Return a value and all copies of it, for any member of this family."""
         source = self.source_by_copy.get(value, value)
         return [source, *self.copies_by_source.get(source, ())]
 

@@ -5,7 +5,7 @@
 A rank must know the shapes that others will send it. They may not depend on data, so any data will do; zeros end most
 loops at once, and every rank can make them, without the parameters of another. Which leaves get a gradient
 may depend on data, as in an expert that no row is sent to. A parameter without one stays without one, as in autograd,
-for sums, updates and results; every other reader, such as a SEND, reads zeros.
+for sums, updates and results; what another rank reads has zeros there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fpipe.meaning.purity.ambient import AutocastSettings, Untraceable, autocast
 from fpipe.meaning.purity.attributes import AttributeSnapshot, modules_of
 from fpipe.meaning.purity.write_guard import is_strided, layout_of, storage_span
 from fpipe.model import Model, Stage
-from fpipe.positional_stage import of_net
+from fpipe.positional_stage import net_stage_of
 from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.lowered import (
     OPAQUE,
@@ -100,9 +100,9 @@ class DryRuns:
         sizes = [self._sizes[value] for value in forward_op.reads if value in self._sizes]
         key = op.stage, number, op.slice, repr((value_names, avals, sizes))
         if key not in self._results:
-            function, stage_name = model.stages[op.stage or 0].forward, model.who(op.stage or 0)
+            function, stage_name = model.stages[op.stage or 0].forward, model.label_of(op.stage or 0)
             # A run on zeros must leave no trace in a module, such as a counter of calls.
-            attributes = AttributeSnapshot(modules_of(of_net(function) or function), with_containers=True)
+            attributes = AttributeSnapshot(modules_of(net_stage_of(function) or function), with_containers=True)
             try:
                 args = [*map(self._zeros, forward_op.reads, forward_reads)]
                 self._results[key] = self._run(op, reads, forward_op._replace(how=()), args)
@@ -141,33 +141,44 @@ def _without_exchange(stage: Stage) -> Stage:
     return replace(stage, forward=function.bind_group("", 0, 0)) if has_sizes else stage
 
 
+_SKIPS_MISSING = {"ADD", "SCALE", "UNSCALE", "NORM", "UPDATE"}
+"""Kinds of ops that skip a parameter without a gradient, as autograd and torch's optimizers do."""
+
+
 def partial_gradients(ops: Sequence[Op], untraced: Collection[int]) -> frozenset[Value]:
-    """Return the gradients of parameters, and their sums, in which leaves may be missing, whatever the trace says."""
-    # ADD and SCALE hand a missing leaf on as missing.
+    """Return the gradients of parameters, and their sums, in which leaves may be missing that the trace has.
+
+    What another rank reads has every leaf: messages and collectives have one shape.
+    """
     partial_values: set[Value] = set()
     for op in ops:
         if op.kind in ("B", "W") and op.stage in untraced:
             partial_values.update(value for value in op.writes if value.name == "g")
-        elif op.kind in ("ADD", "SCALE") and not partial_values.isdisjoint(op.reads):
+        elif op.kind in ("ADD", "SCALE", "UNSCALE") and not partial_values.isdisjoint(op.reads):
             partial_values.update(op.writes)
-    return frozenset(partial_values)
+    # Backwards, since a sum that must have every leaf needs every leaf of what it adds up.
+    complete: set[Value] = set()
+    for op in reversed(ops):
+        if op.kind not in _SKIPS_MISSING or not complete.isdisjoint(op.writes):
+            complete.update(op.reads)
+    return frozenset(partial_values - complete)
 
 
-def with_zero_gradients(
+def norm_of_partial(
     run: Callable[..., Any],
     reads: Sequence[Value],
     trees: Mapping[Value, AbstractTree],
     partial_values: Collection[Value],
 ) -> Callable[..., Any]:
-    """Replace missing gradients by zeros in the lists that an instruction reads."""
+    """Let a NORM read zeros for missing gradients: it packs one number for each leaf that the trace has."""
     leaves_by_index = {index: trees[value].leaves for index, value in enumerate(reads) if value in partial_values}
 
-    def run_with_zeros(*lists: Leaves) -> Any:
+    def norm(*lists: Leaves) -> Any:
         for index, expected in leaves_by_index.items():
             lists[index][:] = map(_lay_out, expected, lists[index])
         return run(*lists)
 
-    return run_with_zeros
+    return norm
 
 
 def zeros(aval: Aval) -> Tensor:
@@ -215,6 +226,7 @@ def under_autograd(
     reads: Sequence[AbstractTree],
     writes: Sequence[AbstractTree],
     free: Collection[Value],
+    partial_values: Collection[Value],
     context: StepContext,
     casts: AutocastSettings,
     *lists: Any,
@@ -225,6 +237,7 @@ def under_autograd(
         op: the op.
         reads, writes: the abstract trees of its values.
         free: the values whose shapes nobody relies on, as only stages without a trace read them.
+        partial_values: the gradients of parameters in which leaves may be missing.
         context: the facts of the step; its key comes as the last of `lists`.
         casts: the autocast settings of the step's signature.
         lists: the leaves of what it reads.
@@ -243,7 +256,9 @@ def under_autograd(
     for leaves in lists:
         leaves.clear()
     return [
-        [result] if abstract is OPAQUE else _conform(op, value, abstract, result, value in free, context.model)
+        [result]
+        if abstract is OPAQUE
+        else _conform(op, value, abstract, result, value in free, value in partial_values, context.model)
         for value, abstract, result in zip(op.writes, writes, results, strict=True)
     ]
 
@@ -262,7 +277,7 @@ def _refuse_other_rows(op: Op, reads: Sequence[AbstractTree], lists: Sequence[Le
             for shapes, sizes_shape in ((rows, length), (agreed, sizes))
         )
         raise UnexpectedValue(
-            f"{model.who(op.stage or 0)} is handed {actual} in {op.cell}, and the processes along its axis agreed on "
+            f"{model.label_of(op.stage or 0)} is handed {actual} in {op.cell}, and all processes agreed on "
             f"{expected}; only the number of rows may change."
         )
 
@@ -272,32 +287,31 @@ def _requiring_grad(expected: Any, leaf: Any) -> Any:
     return leaf.detach().requires_grad_() if isinstance(expected, Fact) and expected.aval.wants_grad else leaf
 
 
-def _conform(op: Op, value: Value, expected: AbstractTree, result: Any, free: bool, model: Model) -> Leaves:
+def _conform(
+    op: Op, value: Value, expected: AbstractTree, result: Any, free: bool, is_partial: bool, model: Model
+) -> Leaves:
     """Return the leaves of a value in the strides that its readers expect; where `free`, of any shape."""
     leaves, spec = ([*result], None) if expected.spec is None else tree.flatten(result)
     pairs = zip(expected.leaves, leaves, strict=True)
     if spec == expected.spec and all(_matches(expected_leaf, leaf, free) for expected_leaf, leaf in pairs):
-        # A missing gradient of a parameter stays missing, and then no optimizer touches the parameter.
-        may_lack = value.name == "g"
         if free:
             return leaves
         return [
-            leaf if may_lack and leaf is None else _lay_out(expected_leaf, leaf)
+            leaf if is_partial and leaf is None else _lay_out(expected_leaf, leaf)
             for expected_leaf, leaf in zip(expected.leaves, leaves, strict=True)
         ]
     actual_text, expected_text = (
         ", ".join(map(_describe_leaf, value_leaves)) or "nothing" for value_leaves in (leaves, expected.leaves)
     )
-    subject = model.who(op.stage or 0)
+    subject = model.label_of(op.stage or 0)
     difference = f"{op.cell} wrote {value} as {actual_text}, and for zeros as {expected_text}"
     if op.stage in stages_with_data_sizes(model):
         raise UnexpectedValue(
-            f"{subject} reads as many rows as the data say, and {difference}. What other ranks and traced stages read, "
-            f"and results, have one shape. {WHOLE_BLOCKS}"
+            f"{subject} reads as many rows as the data say, and {difference}. Other ranks and traced stages need one "
+            f"shape. {WHOLE_BLOCKS}"
         )
     raise UnexpectedValue(
-        f"{subject} runs without a trace, and {difference}. What it hands on must have one shape: pad it, or place its "
-        "readers on this rank too, without a trace."
+        f"{subject} runs without a trace, and {difference}. Pad it to one shape, or place its readers on this rank."
     )
 
 
