@@ -1,4 +1,4 @@
-"""Programs and torch.distributed.pipelining: its tables both ways, and a program on its own runtime.
+"""Exchange programs with torch.distributed.pipelining: read and write its tables, and run programs on its runtime.
 
     compute_only     0F0,0F1,,0B0,(2F3;2B1)OVERLAP_F_B,...             one line a rank; an empty cell is idle
     compute_comms    0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD
@@ -27,21 +27,21 @@ from fpipe.interop._torch_tables import (
     Format,
     Table,
     actions_of,
-    read,
-    received,
-    refuse_what_torch_lacks,
-    ticks,
-    transfers,
-    with_transfers,
+    cells_by_tick,
+    cells_with_transfers,
+    matching_receive,
+    read_table,
+    refuse_unsupported_ops,
+    sends_of,
 )
 from fpipe.model import Model
-from fpipe.program import Op, Program, ProgramError, the_program
+from fpipe.program import Op, Program, ProgramError, require_program
 from fpipe.training import program as base_program
-from fpipe.transforms._rewrite import Transform, chain, transforming
+from fpipe.transforms._rewrite import Transform, as_transform, chain
 from fpipe.transforms.cells import sizes_of
 from fpipe.transforms.communicate import communicate
 from fpipe.transforms.merge import merge
-from fpipe.transforms.reorder import by_table
+from fpipe.transforms.reorder import apply_table
 from fpipe.transforms.split import split
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ __all__ = ["from_csv", "gathers", "grads", "runtime", "schedule", "stages", "to_
 
 
 def __dir__() -> list[str]:
-    """The public names, and not those that they are made of."""
+    """Return the public names, without the imports of this module."""
     return __all__
 
 
@@ -85,14 +85,14 @@ def from_csv(table: Table, *, format: Format | None = None) -> Program:
     >>> from_csv(to_csv(program)) == program
     True
     """
-    rows = read(table, format)
+    rows = read_table(table, format)
     forwards = [("F", action.stage, action.microbatch, None) for _, action in actions_of(rows, ("F",))]
     stages, microbatches, _ = sizes_of(forwards)
-    return chain(split(microbatches), merge(), _ordered(rows, format))(base_program(stages))
+    return chain(split(microbatches), merge(), _as_transform(rows, format))(base_program(stages))
 
 
 def schedule(table: Table, *, format: Format | None = None) -> Transform:
-    """A table of torch's as a schedule, for programs of your own: `from_csv` without the program.
+    """Return a table of torch's as a schedule, for programs of your own.
 
     Args:
         table, format: as for `from_csv`.
@@ -102,31 +102,36 @@ def schedule(table: Table, *, format: Format | None = None) -> Transform:
     >>> fpipe.chain(fpipe.split_backward(), order)(fpipe.program(2)).table()
     [['0F0', '0I0', '0W0'], ['1F0', '1I0', '1W0']]
     """
-    return _ordered(read(table, format), format)
+    return _as_transform(read_table(table, format), format)
 
 
-def _ordered(rows: list[list[Cell]], format: Format | None) -> Transform:
+def _as_transform(rows: list[list[Cell]], format: Format | None) -> Transform:
     cells = [[cell.compute for cell in row if cell.compute is not None] for row in rows]
-    # REDUCE_GRAD alone stands in the tables of computation of torch's GPipe and 1F1B, too.
+    # Weight actions are no sign of transfers: torch's GPipe and 1F1B have REDUCE_GRAD in tables of computation.
     has_transfers = format == "compute_comms" or any(actions_of(rows, TRANSFERS))
 
-    @transforming
+    @as_transform
     def transform(program: Program) -> Program:
-        ordered = by_table(program, cells, move=True)
+        ordered = apply_table(program, cells, move=True)
         if not has_transfers:
             return ordered
+        # Move the ops first, then place the transfers: these exist only once the ranks of their ops are known.
         communicated = communicate()(ordered)
-        names = _names(communicated)
-        _refuse_other_transfers(rows, names)
-        ops = [[cell for cell in row if cell.actions[0].kind not in (*WEIGHTS, *WAITS)] for row in rows]
-        placed = [[cell.compute or names[cell.actions[0]] for cell in row] for row in ops]
-        return by_table(communicated, placed, move=False) if names else communicated
+        cell_by_action = _cell_by_action(communicated)
+        _refuse_different_transfers(rows, cell_by_action)
+        cells_without_weights = [
+            [cell for cell in row if cell.actions[0].kind not in (*WEIGHTS, *WAITS)] for row in rows
+        ]
+        cell_names = [
+            [cell.compute or cell_by_action[cell.actions[0]] for cell in row] for row in cells_without_weights
+        ]
+        return apply_table(communicated, cell_names, move=False) if cell_by_action else communicated
 
     return transform
 
 
 def gathers(table: Table) -> Callable[[Op], object]:
-    """When a table of torch's gathers the weights of each stage, for `fpipe.shard(gather=)`.
+    """Return when a table of torch's gathers the weights of each stage, for `fpipe.shard(gather=)`.
 
     Args:
         table: as for `from_csv`, with UNSHARD and RESHARD.
@@ -145,49 +150,49 @@ def gathers(table: Table) -> Callable[[Op], object]:
     >>> [op.writes[0].stage for op in program.ops if op.kind == "GATHER"]
     [0, 1, 0]
     """
-    share: dict[tuple[str, int | None, int | None], int] = {}
-    for row in read(table, None):
-        count, gathered = Counter[int](), set[int]()
+    gather_number: dict[tuple[str, int | None, int | None], int] = {}
+    for row in read_table(table, None):
+        gather_counts, gathered = Counter[int](), set[int]()
         for cell in row:
             for action in cell.actions:
+                # A second UNSHARD of gathered weights does nothing.
                 if action.kind == "UNSHARD":
-                    count[action.stage] += action.stage not in gathered
+                    gather_counts[action.stage] += action.stage not in gathered
                     gathered.add(action.stage)
                 elif action.kind == "RESHARD":
                     gathered.discard(action.stage)
                 elif action.kind in COMPUTE:
                     if action.stage not in gathered:
                         raise ProgramError(
-                            f"{cell.place}: {action} stands where the weights of stage {action.stage} are not there; a "
-                            f"table with 'compute_comms' has {action.stage}UNSHARD before it."
+                            f"{cell.location}: {action} has no weights: there is no {action.stage}UNSHARD before it, "
+                            "as tables with 'compute_comms' have."
                         )
-                    share[action.kind, action.stage, action.microbatch] = count[action.stage]
-    return lambda op: share.get((op.kind, op.stage, op.microbatch))
+                    gather_number[action.kind, action.stage, action.microbatch] = gather_counts[action.stage]
+    return lambda op: gather_number.get((op.kind, op.stage, op.microbatch))
 
 
-def _names(program: Program) -> dict[Action, str]:
-    """Map torch's name of each SEND and RECV to our cell."""
-    sends = transfers(program)
-    names: dict[Action, str] = {}
+def _cell_by_action(program: Program) -> dict[Action, str]:
+    """Map torch's name of each SEND and RECV to the cell that fpipe's tables have for it."""
+    sends = sends_of(program)
+    cell_by_action: dict[Action, str] = {}
     for op in program.ops:
         if op.kind == "SEND" and op.reads[0] in sends:
             send = sends[op.reads[0]]
-            names[send] = op.cell
-            names[received(send)] = f"RECV({op.reads[0]}@{op.writes[0].at.removeprefix('>')})"
-    return names
+            cell_by_action[send] = op.cell
+            cell_by_action[matching_receive(send)] = f"RECV({op.reads[0]}@{op.writes[0].at.removeprefix('>')})"
+    return cell_by_action
 
 
-def _refuse_other_transfers(rows: list[list[Cell]], names: dict[Action, str]) -> None:
-    """Raise ProgramError unless the table's transfers are those of the program, none too many and none missing."""
+def _refuse_different_transfers(rows: list[list[Cell]], names: dict[Action, str]) -> None:
+    """Raise ProgramError unless the table's transfers are exactly the program's."""
     named = {action: cell for cell, action in actions_of(rows, TRANSFERS)}
     for action, cell in named.items():
         if action not in names:
             raise ProgramError(
-                f"{cell.place}: {action} moves nothing: no other rank reads that value, or there is none. Leave the "
-                "cell out."
+                f"{cell.location}: {action} moves nothing: no other rank reads that value. Leave the cell out."
             )
     for missing in (action for action in names if action not in named):
-        raise ProgramError(f"the table has no {missing}, though the value is read on another rank. Add the cell.")
+        raise ProgramError(f"the table has no {missing}, though the value is read on another rank.")
 
 
 def to_csv(program: Program, *, format: Format = "compute_only", waits: bool | None = None) -> str:
@@ -218,15 +223,15 @@ def to_csv(program: Program, *, format: Format = "compute_only", waits: bool | N
     """
     if format not in ("compute_only", "compute_comms"):
         raise ValueError(f"format is 'compute_only' or 'compute_comms', found {format!r}.")
-    refuse_what_torch_lacks(the_program(program))
+    refuse_unsupported_ops(require_program(program))
     if format == "compute_only":
-        rows = ticks(program)
+        rows = cells_by_tick(program)
     else:
         if waits is None:
             from torch.torch_version import TorchVersion, __version__
 
             waits = TorchVersion(__version__) >= "2.15"
-        rows = with_transfers(program, waits)
+        rows = cells_with_transfers(program, waits)
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
@@ -240,7 +245,7 @@ def runtime(
     group: ProcessGroup | None = None,
     device: torch.device | str | None = None,
 ) -> ProgramRuntime:
-    """A program on torch's own `_PipelineScheduleRuntime`: its table, and stages made of the same model.
+    """Build torch's own `_PipelineScheduleRuntime` for a program: its table, and stages made of the model.
 
     Every process calls `runtime.step(inputs, target=target)`; inputs that are a tuple are spread, a dict goes as
     keywords. `grads(runtime.stages)` is what this process's stages have added up, until somebody sets it to None.
@@ -280,10 +285,12 @@ def runtime(
     """
     from fpipe.interop import _torch_runtime
 
-    _torch_runtime.refuse(the_program(program), model)
+    _torch_runtime.refuse_unsupported(require_program(program), model)
     local_stages = stages(program, model, params, group=group, device=device)
+    # Torch runs the table with transfers, and also asks for the one without.
     tables = to_csv(program), to_csv(program, format="compute_comms")
     loss: Any = model.loss
+    # The mean of a batch is the sum of the microbatches' means, each times 1/m, since torch's microbatches are equal.
     weight = 1 / program.microbatches if model.reduction == "mean" else 1.0
     return _torch_runtime.ProgramRuntime(local_stages, program.microbatches, lambda y, t: loss(y, t) * weight, *tables)
 
@@ -296,7 +303,7 @@ def stages(
     group: ProcessGroup | None = None,
     device: torch.device | str | None = None,
 ) -> list[PipelineStage]:
-    """The stages of this process for torch's own schedules, such as `ScheduleInterleaved1F1B(stages, 8, loss_fn=f)`.
+    """Build this process's stages for torch's own schedules, such as `ScheduleInterleaved1F1B(stages, 8, loss_fn=f)`.
 
     Each `stage.submod` is a module whose parameters share memory with `params`, under their names in the net's
     state_dict, or in a stage's pytree, and whose forward is the model's stage function.
@@ -321,13 +328,13 @@ def stages(
     """
     from fpipe.interop import _torch_runtime
 
-    _torch_runtime.refuse_order(the_program(program), model)
+    _torch_runtime.refuse_unsupported_order(require_program(program), model)
     placement = [rank for rank in program.placement if isinstance(rank, int)]
-    return _torch_runtime.stages(model, params, placement, group, device)
+    return _torch_runtime.build_stages(model, params, placement, group, device)
 
 
 def grads(stages: Sequence[PipelineStage]) -> tuple[Any, ...]:
-    """The gradients that torch's runtime has left in stages, as a step of ours returns them on one rank.
+    """Return the gradients that torch's runtime has left in stages, as a step of fpipe returns them on one rank.
 
     Args:
         stages: those of this process, as `stages` or `runtime` made them.

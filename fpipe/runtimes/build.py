@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fpipe.meaning.devices import check_devices
 from fpipe.meaning.inputs_and_results import check_example, check_match, refuse_meta_constants
-from fpipe.meaning.optimizers.optimizer_state import update_of
+from fpipe.meaning.optimizers.optimizer_state import find_update
 from fpipe.meaning.step import Step, StepOptions, check_autocast_dtype, post_validated, under_autocast
 from fpipe.meaning.walk import walk
-from fpipe.model import Model, in_mode
-from fpipe.program import Program, Value, the_program
+from fpipe.model import Model, in_current_mode
+from fpipe.program import Program, Value, require_program
 from fpipe.transforms.communicate import with_transfers
 
 if TYPE_CHECKING:
@@ -97,8 +97,8 @@ def build(
             runs it again by its definition, the modules and functions of now under plain autograd. Outputs and
             gradients are compared bit by bit (of compiled code to rounding), and hooks and children of modules with the
             cut; of a net from `from_module` or `from_loss`, in one process, every other audit is of the whole net.
-            "first" does so in the first 3 steps of a signature and every 100th, a number n in every n-th, "always" in
-            each, "never" in none.
+            "first" does so in the first 3 steps of a signature and every 100th (fewer of a step so short that it would
+            take more than half a percent of the time), a number n in every n-th, "always" in each, "never" in none.
 
     Returns:
         `step(params, batch, *, state=None, key=None, opt=None, lr=None, scale=None) -> Result`, which changes nothing
@@ -126,7 +126,7 @@ def build(
         raise ValueError(f"runtime {runtime!r} is not known; there are 'local', 'threads' and 'distributed'.")
     is_timeout_valid = timeout is None or (isinstance(timeout, int | float) and timeout > 0)  # pyright: ignore[reportUnnecessaryIsInstance]
 
-    model = in_mode(model)
+    model = in_current_mode(model)
 
     # In processes this runs inside of the runtime, which reports an error to the other ranks.
     def check_arguments() -> Any:
@@ -135,13 +135,13 @@ def build(
             if not isinstance(setting, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ValueError(f"{switch} is True or False; found {setting!r}.")
         if runtime == "threads" and not trace:
-            raise ValueError("without traces stages run one after the other: say runtime='local' with trace=False.")
+            raise ValueError("trace=False takes turns: say runtime='local'.")
         if compile and not trace:
             raise ValueError("compile=True compiles traces; say trace=True.")
         if check_batch not in ("first", "always", "never"):
             raise ValueError(f"check_batch is 'first', 'always' or 'never'; found {check_batch!r}.")
         if audit not in ("first", "always", "never") and (type(audit) is not int or audit < 1):
-            raise ValueError(f"audit is 'first', 'always', 'never' or a number of steps above 0; found {audit!r}.")
+            raise ValueError(f"audit is 'first', 'always', 'never' or a number above 0; found {audit!r}.")
         if runtime != "distributed" and (
             mesh is not None or timeout is not None or broadcast or check_batch != "first"
         ):
@@ -149,14 +149,14 @@ def build(
         if not is_timeout_valid:
             raise ValueError(f"timeout is a number of seconds above 0; found {timeout!r}.")
         if devices is not None and runtime != "threads":
-            raise ValueError("devices= is of runtime='threads'; elsewhere a rank computes where its tensors are.")
+            raise ValueError("devices= is of runtime='threads' only.")
         if not isinstance(loss_scale, int | float) or not isfinite(loss_scale) or loss_scale <= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"loss_scale is a finite number above 0, such as 2.0**16; found {loss_scale!r}.")
+            raise ValueError(f"loss_scale is a finite number above 0; found {loss_scale!r}.")
         check_autocast_dtype(autocast)
-        if loss_scale != 1.0 and any(value == Value("scale") for value, _ in the_program(program).inputs):
-            raise ValueError("this program is handed its loss scale in each step: leave loss_scale= out.")
-        if donate and update_of(program) is None:
-            raise ValueError("donate= is of a program that updates its parameters: put fpipe.update() into it.")
+        if loss_scale != 1.0 and any(value == Value("scale") for value, _ in require_program(program).inputs):
+            raise ValueError("steps of this program take a scale: leave loss_scale= out.")
+        if donate and find_update(program) is None:
+            raise ValueError("donate= needs a program with fpipe.update().")
         check_match(program, model)
         refuse_meta_constants(model)
         if model.held is not None:
@@ -170,12 +170,12 @@ def build(
 
     options = StepOptions(trace, compile, record, check_finite, float(loss_scale), audit=audit)
     if runtime == "distributed":
-        from fpipe.runtimes.processes.distributed import ProcessOptions, distributed
+        from fpipe.runtimes.processes.distributed import ProcessOptions, build_rank_step
 
         process_options = ProcessOptions(mesh, example, timeout if is_timeout_valid else None, broadcast, check_batch)
 
         def build_step(program: Program, donate: bool) -> Step:
-            return distributed(program, model, check_arguments, replace(options, donate=donate), process_options)
+            return build_rank_step(program, model, check_arguments, replace(options, donate=donate), process_options)
 
     else:
         example = check_arguments()
@@ -186,11 +186,13 @@ def build(
                 # A timeline shows transfers too.
                 transferred = with_transfers(program) if record else program
                 return walk(transferred, model, options, recorded=program if record else None)
-            from fpipe.runtimes.in_process.local import local
+            from fpipe.runtimes.in_process.local import build_local_step
             from fpipe.runtimes.in_process.threads import Workers
 
             workers = Workers(program.ranks) if runtime == "threads" else None
             step_options = replace(options, donate=donate)
-            return local(program, model, step_options, example=example, workers=workers, devices=rank_devices)
+            return build_local_step(
+                program, model, step_options, example=example, workers=workers, devices=rank_devices
+            )
 
-    return under_autocast(autocast, lambda: post_validated(the_program(program), build_step, donate))
+    return under_autocast(autocast, lambda: post_validated(require_program(program), build_step, donate))

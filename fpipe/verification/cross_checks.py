@@ -1,10 +1,9 @@
-"""Check what the reference itself may have wrong: the undivided batch in one go, and a loss function without its trace.
+"""Check the reference itself: against the undivided batch in one go, and against a loss function without its trace.
 
 loss = sum of squares, reduction="mean", 4 microbatches        -->        the undivided batch's loss is 4 x this one
 
-A wrong reduction shows in the undivided batch only. A trace may stand for something else than its function does now, or
-for other batches: then a program and the reference, which both run the trace, agree with each other and not with what
-was written.
+A wrong reduction shows in the undivided batch only. A trace may differ from what its function does now, or does for
+other batches. Program and reference both run the trace, so they agree with each other, but not with the function.
 """
 
 from __future__ import annotations
@@ -20,160 +19,177 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.meaning.purity.ambient import outside_autocast
 from fpipe.meaning.single_device.microbatch import join
-from fpipe.meaning.single_device.microbatch_graph import added
-from fpipe.meaning.single_device.over_parts import over_parts
-from fpipe.meaning.single_device.params_and_state import padding_words, train
+from fpipe.meaning.single_device.microbatch_graph import add_optional
+from fpipe.meaning.single_device.microbatch_sums import sum_over_microbatches
+from fpipe.meaning.single_device.params_and_state import describe_padding, trainable_leaves
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.stages.outputs import split_loss
 from fpipe.model import LossFunction, Model, Stage
 from fpipe.verification.reference_settings import StepArguments
 from fpipe.verification.report import (
-    Coarsest,
     GradientMismatch,
+    PrecisionWatch,
     Report,
-    distance,
-    is_mean_to_rounding,
-    largest,
-    norm,
-    to_rounding,
-    tolerance,
-    vanish,
+    agree_to_rounding,
+    are_negligible,
+    joint_norm,
+    largest_difference,
+    means_agree_to_rounding,
+    relative_distance,
+    rounding_tolerance,
 )
 
-_COUNT = 'where some rows do not count, return (total, count) and say reduction="count".'
+_COUNT_ADVICE = 'where some rows do not count, return (total, count) and say reduction="count".'
 
 
-def undivided(
+def compare_undivided(
     report: Report,
     model: Model,
     arguments: StepArguments,
     sizes: Sequence[int],
-    divided: Result,
+    microbatch_result: Result,
     *,
     outputs: Any = None,
 ) -> Report:
-    """Run the undivided batch under plain autograd, and say in the report whether loss and gradients are the same; in a
-    note, where they are not and no reason is known.
+    """Run the undivided batch under plain autograd, and report whether loss and gradients are the same.
+
+    They may differ for known reasons, such as batch norms. If none is known, the report gets a note.
 
     Args:
         report: on the microbatches.
         model, arguments: as for `reference`.
         sizes: how many rows each microbatch has.
-        divided: what the reference gives for the microbatches, with the loss of each.
+        microbatch_result: the result of the reference for the microbatches, with the loss of each.
         outputs: how it joined the outputs of the microbatches: along their rows, "stream" (not at all), or otherwise.
     """
 
-    def said(sentence: str, differs: bool = False) -> Report:
+    def report_with(sentence: str, differs: bool = False) -> Report:
         return replace(report, undivided=sentence, notes=(*report.notes, *[sentence] * differs))
 
+    # 1. Run it. A stage may require the microbatches' shape, or memory may be short: then nothing is compared.
     try:
-        with Coarsest() as seen:
-            whole = _in_one(model, arguments, sum(sizes))
-    except Exception as error:  # a stage may want the microbatches' shape, or memory may be short
-        why = str(error).partition("\n")[0]
-        return said(f"The undivided batch was not compared: it ends in {type(error).__name__}: {why}")
-    grads = zip(tree.leaves(divided.grads), tree.leaves(whole.grads), strict=True)
+        with PrecisionWatch() as precision:
+            undivided_result = _run_undivided(model, arguments, sum(sizes))
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        return report_with(f"The undivided batch was not compared: it ends in {type(error).__name__}: {reason}")
+    grads = zip(tree.leaves(microbatch_result.grads), tree.leaves(undivided_result.grads), strict=True)
     pairs = [(a, b) for a, b in grads if isinstance(a, Tensor) and isinstance(b, Tensor)]
-    if to_rounding([*pairs, (divided.loss, whole.loss)], seen.eps):
-        return said("The undivided batch gives the same loss and gradients, to rounding.")
-    reasons = _reasons(model)
-    if arguments.key is not None and _draws(model, arguments, sum(sizes), whole):
+    if agree_to_rounding([*pairs, (microbatch_result.loss, undivided_result.loss)], precision.eps):
+        return report_with("The undivided batch gives the same loss and gradients, to rounding.")
+    # 2. They differ. Stages may keep state or draw numbers per microbatch, but a loss that is computed from the outputs
+    # of the microbatches has no such reason: then a wrong reduction still shows.
+    reasons = _reasons_to_differ(model)
+    if arguments.key is not None and _draws_random_numbers(model, arguments, sum(sizes), undivided_result):
         reasons.append("random numbers are drawn for each microbatch")
-    alone = _loss_of_outputs(model, sizes, divided, outputs, arguments.batch[1])
-    loss = alone if reasons and alone is not None else whole.loss
-    cause = _cause(model, sizes, divided, loss, seen.eps)
+    loss_of_outputs = _loss_of_outputs(model, sizes, microbatch_result, outputs, arguments.batch[1])
+    loss = loss_of_outputs if reasons and loss_of_outputs is not None else undivided_result.loss
+    cause = _explain_by_loss(model, sizes, microbatch_result, loss, precision.eps)
     if cause:
-        return said(cause, differs=True)
-    same = is_mean_to_rounding(divided.loss, loss, seen.eps)
-    padding = padding_words(model.loss, arguments.batch) if model.reduction == "mean" else ""
-    if reasons and alone is None and padding:
-        return said(padding, differs=True)
-    if reasons and (alone is None or same):
-        return said(f"The undivided batch gives others, as it may: {', '.join(reasons)}.")
-    if same:
-        return said(
+        return report_with(cause, differs=True)
+    # 3. Say what differs, and the likeliest cause.
+    losses_agree = means_agree_to_rounding(microbatch_result.loss, loss, precision.eps)
+    padding = describe_padding(model.loss, arguments.batch) if model.reduction == "mean" else ""
+    if reasons and loss_of_outputs is None and padding:
+        return report_with(padding, differs=True)
+    if reasons and (loss_of_outputs is None or losses_agree):
+        return report_with(f"The undivided batch gives others, as it may: {', '.join(reasons)}.")
+    if losses_agree:
+        return report_with(
             "The undivided batch gives the same loss, but other gradients: a stage or the loss computes with rows that "
             "are in other microbatches, or has a backward of its own.",
             differs=True,
         )
-    figures = f"The undivided batch's loss is {float(loss):.6g}, here {float(divided.loss):.6g}"
-    if alone is not None and is_mean_to_rounding(divided.loss, alone, seen.eps):
-        return said(
-            f"{figures}, and that of these outputs in one is the same: a stage computes with rows that are in other "
+    numbers = f"The undivided batch's loss is {float(loss):.6g}, here {float(microbatch_result.loss):.6g}"
+    if loss_of_outputs is not None and means_agree_to_rounding(microbatch_result.loss, loss_of_outputs, precision.eps):
+        return report_with(
+            f"{numbers}, and that of these outputs in one is the same: a stage computes with rows that are in other "
             "microbatches, as a batch norm does.",
             differs=True,
         )
-    return said(
-        f"{figures}: reduction? {_COUNT.capitalize()} If the loss compares rows with each other, as a contrastive one "
-        "does, a microbatch has fewer to compare.",
+    return report_with(
+        f"{numbers}: reduction? {_COUNT_ADVICE.capitalize()} If the loss compares rows with each other, as a "
+        "contrastive one does, a microbatch has fewer to compare.",
         differs=True,
     )
 
 
-def _reasons(model: Model) -> list[str]:
-    """Why microbatches may give something else than the batch they are of."""
-    kept = [n for n, stage in enumerate(model.stages) if "state" in stage.asks]
-    told = [n for n, stage in enumerate(model.stages) if "microbatch" in stage.asks]
-    found = [f"{model.who(n)} keeps state, as a batch norm does, which sees one microbatch at a time" for n in kept]
-    found += [f"{model.who(n)} reads which microbatch it is" for n in told]
-    own = [n for n, stage in enumerate(model.stages) if stage.aux_loss]
-    return found + [f"{model.who(n)} has a loss of its own, which may be no mean over rows" for n in own]
+def _reasons_to_differ(model: Model) -> list[str]:
+    """Return the reasons why microbatches may give other results than their whole batch."""
+    stateful = [index for index, stage in enumerate(model.stages) if "state" in stage.asks]
+    numbered = [index for index, stage in enumerate(model.stages) if "microbatch" in stage.asks]
+    reasons = [
+        f"{model.label_of(index)} keeps state, as a batch norm does, which sees one microbatch at a time"
+        for index in stateful
+    ]
+    reasons += [f"{model.label_of(index)} reads which microbatch it is" for index in numbered]
+    with_own_loss = [index for index, stage in enumerate(model.stages) if stage.aux_loss]
+    return reasons + [
+        f"{model.label_of(index)} has a loss of its own, which may be no mean over rows" for index in with_own_loss
+    ]
 
 
-def _in_one(model: Model, arguments: StepArguments, rows: int) -> Result:
+def _run_undivided(model: Model, arguments: StepArguments, rows: int) -> Result:
     parts = [(arguments.batch, rows)]
-    return over_parts(model, arguments.params, parts, state=arguments.state, key=arguments.key)
+    return sum_over_microbatches(model, arguments.params, parts, state=arguments.state, key=arguments.key)
 
 
-def _draws(model: Model, arguments: StepArguments, rows: int, whole: Result) -> bool:
-    """Whether another key gives another result: a key alone says nothing of whether numbers are drawn."""
+def _draws_random_numbers(model: Model, arguments: StepArguments, rows: int, result: Result) -> bool:
+    """Return whether the model draws random numbers, which another key shows."""
     try:
-        other = _in_one(model, replace(arguments, key=arguments.key + 1), rows)
+        other_result = _run_undivided(model, replace(arguments, key=arguments.key + 1), rows)
     except Exception:
         return True
-    both = zip(tree.leaves((whole.loss, whole.grads)), tree.leaves((other.loss, other.grads)), strict=True)
-    return not all(torch.equal(a, b) for a, b in both if isinstance(a, Tensor))
+    leaves, other_leaves = (tree.leaves((run.loss, run.grads)) for run in (result, other_result))
+    leaf_pairs = zip(leaves, other_leaves, strict=True)
+    return not all(torch.equal(*leaf_pair) for leaf_pair in leaf_pairs if isinstance(leaf_pair[0], Tensor))
 
 
-def _loss_of_outputs(model: Model, sizes: Sequence[int], divided: Result, outputs: Any, target: Any) -> Tensor | None:
-    """The loss of the outputs of the microbatches in one, in which state and random numbers are the same; None where
-    there is none of them alone."""
+def _loss_of_outputs(
+    model: Model, sizes: Sequence[int], microbatch_result: Result, outputs: Any, target: Any
+) -> Tensor | None:
+    """Return the loss of all microbatches' outputs in one; None if it is not computed from these alone."""
+    # The outputs were computed with the microbatches' state and random numbers, so those are no reason to differ.
     if outputs not in (None, "stream") or model.loss is None or any(stage.aux_loss for stage in model.stages):
         return None
-    of_loss = Model((Stage(_taken),), model.loss, ("batch",), reduction=model.reduction, aux=model.aux)
+    loss_model = Model((Stage(_return_input),), model.loss, ("batch",), reduction=model.reduction, aux=model.aux)
     try:
-        y = join(divided.outputs, sizes) if outputs == "stream" else divided.outputs
-        return over_parts(of_loss, ({},), [((y, target), 1)]).loss
-    except Exception:  # outputs that do not join, or a loss that draws
+        y = join(microbatch_result.outputs, sizes) if outputs == "stream" else microbatch_result.outputs
+        return sum_over_microbatches(loss_model, ({},), [((y, target), 1)]).loss
+    # The outputs do not join, or the loss draws random numbers.
+    except Exception:
         return None
 
 
-def _taken(params: Any, y: Any) -> Any:
+def _return_input(params: Any, y: Any) -> Any:
     return y
 
 
-def _cause(model: Model, sizes: Sequence[int], divided: Result, whole: Tensor, eps: float) -> str:
-    """A cause that the loss itself tells: it is not finite, or the other reduction would agree."""
-    each: Sequence[Tensor] = divided.losses
-    unit = "microbatch" if len(each) == len(sizes) else "slice"
-    odd = [index for index, loss in enumerate(each) if not bool(torch.isfinite(loss))]
-    of_whole, here = float(whole), float(divided.loss)
-    if odd:
-        named = ", ".join(f"{unit} {index} is {float(each[index])}" for index in odd[:5])
-        return f"The loss of {named}; that of the undivided batch is {of_whole:.6g}: {_COUNT}"
-    other = {"mean": ("sums", "sum"), "sum": ("averages", "mean")}.get(model.reduction)
-    shares = [1.0] * len(each) if model.reduction == "mean" else [size / sum(sizes) for size in sizes]
-    by_other = reduce(torch.add, [loss * share for loss, share in zip(each, shares, strict=False)])
-    if other is None or not to_rounding([(by_other, whole)], eps):
+def _explain_by_loss(
+    model: Model, sizes: Sequence[int], microbatch_result: Result, undivided_loss: Tensor, eps: float
+) -> str:
+    """Return a cause that the losses show: a loss that is not finite, or a wrong reduction; empty if none."""
+    losses: Sequence[Tensor] = microbatch_result.losses
+    unit = "microbatch" if len(losses) == len(sizes) else "slice"
+    nonfinite = [index for index, loss in enumerate(losses) if not bool(torch.isfinite(loss))]
+    undivided_number, divided_number = float(undivided_loss), float(microbatch_result.loss)
+    if nonfinite:
+        named = ", ".join(f"{unit} {index} is {float(losses[index])}" for index in nonfinite[:5])
+        return f"The loss of {named}; that of the undivided batch is {undivided_number:.6g}: {_COUNT_ADVICE}"
+    # Redo the reduction the other way: sum the losses of a "mean", or weigh those of a "sum" by their rows.
+    other_reduction = {"mean": ("sums", "sum"), "sum": ("averages", "mean")}.get(model.reduction)
+    shares = [1.0] * len(losses) if model.reduction == "mean" else [size / sum(sizes) for size in sizes]
+    other_loss = reduce(torch.add, [loss * share for loss, share in zip(losses, shares, strict=False)])
+    if other_reduction is None or not agree_to_rounding([(other_loss, undivided_loss)], eps):
         return ""
-    times = f"{of_whole / here:.4g} x this one" if here else "another one"
+    times = f"{undivided_number / divided_number:.4g} x this one" if divided_number else "another one"
     return (
-        f"The undivided batch's loss is {times} ({of_whole:.6g}, here {here:.6g}): the loss {other[0]} over its rows, "
-        f'so say reduction="{other[1]}".'
+        f"The undivided batch's loss is {times} ({undivided_number:.6g}, here {divided_number:.6g}): the loss "
+        f'{other_reduction[0]} over its rows, so say reduction="{other_reduction[1]}".'
     )
 
 
-_WHY = (
+_FUNCTION_DIFFERS = (
     "it has changed since {} traced it, or does what a trace does not capture. Make the model again, or compute the "
     "same for all batches."
 )
@@ -182,72 +198,80 @@ _WHY = (
 def check_function(
     model: Model,
     params: Sequence[Any],
-    parts: Sequence[tuple[tuple[Any, Any], int]],
+    microbatches: Sequence[tuple[tuple[Any, Any], int]],
     result: Result,
     key: int | None,
     state: Sequence[Any] | None = None,
 ) -> None:
-    """Compare what the stages give with what the function gives, microbatch after microbatch, to rounding: it may add
-    up in another order.
+    """Compare the results of the stages with the model's own function, microbatch by microbatch, to rounding.
 
     Args:
         model, params, key, state: as for `reference`; a net writes into copies of its state.
-        parts: the microbatches, each with its rows.
-        result: what the stages give for them.
+        microbatches: the microbatches, each with its count of rows.
+        result: the result of the stages.
 
     Raises:
         GradientMismatch: another loss or gradient; the microbatch or the parameter is named.
     """
     if model.function is None:
         return
-    who, why = model.function.who, _WHY.format(model.function.door)
-    trains = dict(pair for n, own in enumerate(params) for pair in zip(own, train(model, n, own), strict=True))
-    own = {name: leaf for stage in params for name, leaf in stage.items()}
-    names = model.whole[0] if model.whole else [*own]
-    rows = sum(size for _, size in parts)
-    total: list[Tensor | None] = [None] * len(own)
+    # 1. Parameters by name, as the function takes them, whatever their stages.
+    name_of_function, explanation = model.function.who, _FUNCTION_DIFFERS.format(model.function.door)
+    is_trainable_by_name = dict[str, bool]()
+    for stage, stage_params in enumerate(params):
+        is_trainable_by_name |= zip(stage_params, trainable_leaves(model, stage, stage_params), strict=True)
+    leaf_by_name = {name: leaf for stage_params in params for name, leaf in stage_params.items()}
+    leaf_names = model.whole[0] if model.whole else [*leaf_by_name]
+    total_rows = sum(size for _, size in microbatches)
+    total: list[Tensor | None] = [None] * len(leaf_by_name)
     divisor: Any = 0
-    for index, (part, size) in enumerate(parts):
-        leaves = {name: own[name].detach().requires_grad_(trains[name]) for name in names}
+    # 2. Run the function on each microbatch, compare its loss, and add its gradients up.
+    for index, (part, size) in enumerate(microbatches):
+        leaves = {name: leaf_by_name[name].detach().requires_grad_(is_trainable_by_name[name]) for name in leaf_names}
         # A net takes its buffers by name, too.
         buffers = {name: leaf.clone() for stage in state or () for name, leaf in (stage or {}).items()}
-        whole = tree.unflatten(model.whole[1], leaves.values()) if model.whole else leaves | buffers
+        arguments = tree.unflatten(model.whole[1], leaves.values()) if model.whole else leaves | buffers
         with torch.enable_grad():
-            made = model.function.call(whole, part, key, index)
-            loss, count, _ = split_loss(made, model.reduction, model.aux, f"what {who} returns")
-            weighted = loss * (size / rows if model.reduction == "mean" else 1.0)
-        here = result.losses[index]
-        if not _agrees(here, loss.detach(), model.function):
-            figures = f"{float(here):.6g} by the stages and {float(loss.detach()):.6g} by {who}"
-            raise GradientMismatch(f"The loss of microbatch {index} is {figures}: {why}")
-        total = [*map(added, total, _gradients(weighted, [*leaves.values()]))]
+            function_result = model.function.call(arguments, part, key, index)
+            loss, count, _ = split_loss(function_result, model.reduction, model.aux, f"what {name_of_function} returns")
+            weighted = loss * (size / total_rows if model.reduction == "mean" else 1.0)
+        stage_loss = result.losses[index]
+        if not _agree_with_function(stage_loss, loss.detach(), model.function):
+            numbers = f"{float(stage_loss):.6g} by the stages and {float(loss.detach()):.6g} by {name_of_function}"
+            raise GradientMismatch(f"The loss of microbatch {index} is {numbers}: {explanation}")
+        total = [*map(add_optional, total, _grads_of_leaves(weighted, [*leaves.values()]))]
         divisor += count if model.reduction == "count" else 0
     divisor = divisor if divisor != 0 else 1
-    by_stages = {name: grad for stage in result.grads for name, grad in stage.items()}
-    named = zip(names, total, strict=True)
-    right = {  # no gradient on one side is compared as zeros
-        name: torch.zeros_like(own[name]) if grad is None else grad / divisor for name, grad in named if trains[name]
+    grad_by_name = {name: grad for stage in result.grads for name, grad in stage.items()}
+    named_totals = zip(leaf_names, total, strict=True)
+    # 3. Compare the gradients. One that is None on one side counts as zeros.
+    expected_by_name = {
+        name: torch.zeros_like(leaf_by_name[name]) if grad is None else grad / divisor
+        for name, grad in named_totals
+        if is_trainable_by_name[name]
     }
-    all_of_it = norm(right.values())
-    for name, grad in right.items():
-        found = torch.zeros_like(grad) if by_stages[name] is None else by_stages[name]
-        if not _agrees(found, grad, model.function) and not vanish(found, grad, all_of_it):
-            off = largest(found, grad)
+    total_norm = joint_norm(expected_by_name.values())
+    for name, grad in expected_by_name.items():
+        stage_grad = torch.zeros_like(grad) if grad_by_name[name] is None else grad_by_name[name]
+        agrees = _agree_with_function(stage_grad, grad, model.function)
+        if not agrees and not are_negligible(stage_grad, grad, total_norm):
+            error = largest_difference(stage_grad, grad)
             raise GradientMismatch(
-                f"The gradient of {name} by the stages is off by up to {off:.3g} from {who}'s: {why}"
+                f"The gradient of {name} by the stages is off by up to {error:.3g} from {name_of_function}'s: "
+                f"{explanation}"
             )
 
 
-def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradient for each leaf, None where it has none."""
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+def _grads_of_leaves(loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the gradient for each leaf; None for a leaf without."""
+    trainable = [leaf for leaf in leaves if leaf.requires_grad]
     with outside_autocast():
-        found = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted and loss.requires_grad else ()
-    by_leaf = dict(zip(map(id, wanted), found, strict=False))
-    return [by_leaf.get(id(leaf)) for leaf in leaves]
+        grads = torch.autograd.grad(loss, trainable, allow_unused=True) if trainable and loss.requires_grad else ()
+    grad_by_leaf = dict(zip(map(id, trainable), grads, strict=False))
+    return [grad_by_leaf.get(id(leaf)) for leaf in leaves]
 
 
-def _agrees(found: Tensor, right: Tensor, function: LossFunction) -> bool:
-    return distance(found, right) <= max(tolerance(found, right), function.eps**0.5) or bool(
-        torch.isnan(found).any() and torch.isnan(right).any()
+def _agree_with_function(actual: Tensor, expected: Tensor, function: LossFunction) -> bool:
+    return relative_distance(actual, expected) <= max(rounding_tolerance(actual, expected), function.eps**0.5) or bool(
+        torch.isnan(actual).any() and torch.isnan(expected).any()
     )

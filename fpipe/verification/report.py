@@ -17,28 +17,29 @@ from fpipe.program import HtmlRepr, Op, Value
 from fpipe.torch_internals import TorchDispatchMode
 
 
-def is_comparable(found: object) -> bool:
-    """Whether this is a tensor whose numbers can be compared; of others torch raises or ends the process.
+def is_comparable(value: object) -> bool:
+    """Return whether a value is a tensor whose numbers torch can compare.
 
     >>> is_comparable(torch.ones(2)), is_comparable(torch.arange(2)), is_comparable(torch.empty(2, device="meta"))
     (True, False, False)
     """
-    if not isinstance(found, Tensor) or found.is_nested or found.is_meta:
+    # On nested, quantized or 1-byte floating tensors torch's comparisons raise, or end the process.
+    if not isinstance(value, Tensor) or value.is_nested or value.is_meta:
         return False
-    is_number = found.is_complex() or (found.is_floating_point() and found.itemsize > 1)
-    return is_number and found.layout in (torch.strided, torch.sparse_coo)
+    is_number = value.is_complex() or (value.is_floating_point() and value.itemsize > 1)
+    return is_number and value.layout in (torch.strided, torch.sparse_coo)
 
 
-def in_words(found: object) -> str:
-    """A tensor's dtype, layout and device, or the type of what is none.
+def describe_tensor(value: object) -> str:
+    """Describe a tensor by dtype, layout and device, and any other value by its type.
 
-    >>> in_words(torch.arange(2))
+    >>> describe_tensor(torch.arange(2))
     'a tensor of torch.int64, torch.strided, on cpu'
     """
-    if not isinstance(found, Tensor):
-        return f"a {type(found).__name__}"
-    nested = "nested " * found.is_nested
-    return f"a {nested}tensor of {found.dtype}, {found.layout}, on {found.device.type}"
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    nested = "nested " * value.is_nested
+    return f"a {nested}tensor of {value.dtype}, {value.layout}, on {value.device.type}"
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Leaf:
         name: `loss`, `grads[0]['w']`.
         bitwise: whether all bits agree.
         error: the largest absolute difference of any number.
-        verdict: in `compare_grads`, what is found of it, in words.
+        verdict: in `compare_grads`, a diagnosis in words.
     """
 
     name: str
@@ -66,8 +67,8 @@ class Report(HtmlRepr):
         leaves: every compared tensor, a `Leaf` with its name.
         undivided: in a sentence, whether the undivided batch in one go gives the same loss and gradients, or why it was
             not compared; empty where there is one microbatch.
-        notes: what is worth a look although all agrees: numbers that are not finite, an undivided batch that gives
-            something else without a reason that is known. Both are printed.
+        notes: sentences on what is worth a look although all agrees: numbers that are not finite, or an undivided batch
+            that gives other results for no known reason. Both are printed.
 
     >>> print(Report((Leaf("loss", True, 0.0), Leaf("grads[0]['w']", False, 0.25))))
     1 of 2 leaves bitwise equal to plain autograd, largest error 0.25
@@ -79,7 +80,7 @@ class Report(HtmlRepr):
 
     @cached_property
     def bitwise(self) -> bool:
-        """Every bit of every leaf agrees."""
+        """Whether every bit of every leaf agrees."""
         return all(leaf.bitwise for leaf in self.leaves)
 
     @cached_property
@@ -88,10 +89,11 @@ class Report(HtmlRepr):
         return max((leaf.error for leaf in self.leaves), default=0.0)
 
     def __str__(self) -> str:
-        same = sum(leaf.bitwise for leaf in self.leaves)
-        first = f"{same} of {len(self.leaves)} leaves bitwise equal to plain autograd, largest error {self.max_error:g}"
-        beside = [self.undivided] * (bool(self.undivided) and self.undivided not in self.notes)
-        return "\n".join((first, *self.notes, *beside))
+        bitwise_count = sum(leaf.bitwise for leaf in self.leaves)
+        equal = f"{bitwise_count} of {len(self.leaves)} leaves bitwise equal to plain autograd"
+        headline = f"{equal}, largest error {self.max_error:g}"
+        sentences = [self.undivided] * (bool(self.undivided) and self.undivided not in self.notes)
+        return "\n".join((headline, *self.notes, *sentences))
 
 
 @dataclass(frozen=True)
@@ -137,56 +139,56 @@ class GradientMismatch(AssertionError):
         self.report, self.first = report, first
 
 
-def compared(name: str, found: Tensor, expected: Tensor) -> Leaf:
-    """One tensor beside the one to trust.
+def compare_leaf(name: str, actual: Tensor, expected: Tensor) -> Leaf:
+    """Compare a tensor with the expected one.
 
     Raises:
-        GradientMismatch: it is of another dtype or shape.
+        GradientMismatch: its dtype or shape is another.
 
-    >>> compared("loss", torch.tensor(1.0), torch.tensor(1.5))
+    >>> compare_leaf("loss", torch.tensor(1.0), torch.tensor(1.5))
     Leaf(name='loss', bitwise=False, error=0.5, verdict='')
     """
-    if found.shape != expected.shape or found.dtype != expected.dtype:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
         raise GradientMismatch(
-            f"{name} is {found.dtype} of shape {tuple(found.shape)}; plain autograd gives {expected.dtype} of shape "
+            f"{name} is {actual.dtype} of shape {tuple(actual.shape)}; plain autograd gives {expected.dtype} of shape "
             f"{tuple(expected.shape)}."
         )
-    bitwise = bool(torch.equal(_bits(found), _bits(expected)))
-    return Leaf(name, bitwise, 0.0 if bitwise else largest(found, expected))
+    bitwise = bool(torch.equal(_bits(actual), _bits(expected)))
+    return Leaf(name, bitwise, 0.0 if bitwise else largest_difference(actual, expected))
 
 
-def largest(found: Tensor, expected: Tensor) -> float:
-    """The largest absolute difference, infinite where there is one of NaN."""
-    difference = (wide(found) - wide(expected)).abs()
+def largest_difference(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest absolute difference; infinite if a difference is NaN."""
+    difference = (to_double(actual) - to_double(expected)).abs()
     return float(difference.nan_to_num(float("inf")).max()) if difference.numel() else 0.0
 
 
-def wide(tensor: Tensor) -> Tensor:
-    """Its numbers in double precision."""
-    made = dense(tensor.detach())
-    return made.to(torch.complex128) if made.is_complex() else made.double()
+def to_double(tensor: Tensor) -> Tensor:
+    """Return a dense copy of a tensor in double precision."""
+    dense_tensor = to_dense(tensor.detach())
+    return dense_tensor.to(torch.complex128) if dense_tensor.is_complex() else dense_tensor.double()
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor has no NaN and nothing infinite."""
-    return bool(torch.isfinite(dense(tensor)).all())
+    """Return whether all numbers of a tensor are finite."""
+    return bool(torch.isfinite(to_dense(tensor)).all())
 
 
-def dense(tensor: Tensor) -> Tensor:
-    """A sparse tensor with its zeros."""
+def to_dense(tensor: Tensor) -> Tensor:
+    """Return a sparse tensor as a strided one."""
     return tensor.to_dense() if tensor.layout is not torch.strided else tensor
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The tensor's bits, so that NaN equals NaN and 0 differs from -0."""
-    tensor = dense(tensor).detach()
-    # A clone: one row of a wider tensor is contiguous as it is, with strides that no view in bytes can have.
+    """Return a tensor as bytes, so that NaN equals NaN and 0.0 differs from -0.0."""
+    tensor = to_dense(tensor).detach()
+    # A clone: torch calls one row of a wider tensor contiguous, but its strides allow no view as bytes.
     return (tensor if tensor.ndim else tensor.reshape(1)).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 @dataclass(frozen=True)
 class Close:
-    """Whether two tensors agree: bit by bit, or within a tolerance where there is one.
+    """A test of whether two tensors agree: bit by bit, or within a tolerance.
 
     >>> Close(rtol=1e-3)(torch.tensor(1.0), torch.tensor(1.0001)), Close()(torch.tensor(0.0), torch.tensor(-0.0))
     (True, False)
@@ -196,15 +198,15 @@ class Close:
     atol: float | None = None
 
     def __post_init__(self) -> None:
-        for word, tolerance in (("rtol", self.rtol), ("atol", self.atol)):
+        for name, tolerance in (("rtol", self.rtol), ("atol", self.atol)):
             if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance >= 0):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise ValueError(f"{word} is a number, at least 0, or None for every bit; found {tolerance!r}.")
+                raise ValueError(f"{name} is None or a number from 0; found {tolerance!r}.")
 
-    def __call__(self, found: Tensor, expected: Tensor) -> bool:
-        """Whether two tensors of one shape and dtype do."""
+    def __call__(self, actual: Tensor, expected: Tensor) -> bool:
+        """Return whether two tensors of one shape and dtype agree."""
         if self.rtol is None and self.atol is None:
-            return bool(torch.equal(_bits(found), _bits(expected)))
-        return torch.allclose(found, expected, rtol=self.rtol or 0.0, atol=self.atol or 0.0, equal_nan=True)
+            return bool(torch.equal(_bits(actual), _bits(expected)))
+        return torch.allclose(actual, expected, rtol=self.rtol or 0.0, atol=self.atol or 0.0, equal_nan=True)
 
     def __str__(self) -> str:
         if self.rtol is None and self.atol is None:
@@ -212,46 +214,46 @@ class Close:
         return f"rtol={self.rtol or 0.0:g}, atol={self.atol or 0.0:g}"
 
 
-def listed(names: Sequence[str]) -> str:
-    """The first five of a list of names.
+def list_names(names: Sequence[str]) -> str:
+    """Join the first five of a list of names.
 
-    >>> listed(["loss", "outputs"]), listed(list("abcdefg"))
+    >>> list_names(["loss", "outputs"]), list_names(list("abcdefg"))
     ('loss, outputs', 'a, b, c, d, e ...')
     """
     return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    """The norm of the difference by that of what is expected; infinite where it is not a number.
+def relative_distance(actual: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference divided by the expected norm; infinite if there is a NaN.
 
-    >>> distance(torch.tensor([3.0, 5.0]), torch.tensor([3.0, 4.0]))
+    >>> relative_distance(torch.tensor([3.0, 5.0]), torch.tensor([3.0, 4.0]))
     0.2
     """
-    one, other = wide(found), wide(expected)
-    error, size = float((one - other).norm()), float(other.norm())
+    wide_actual, wide_expected = to_double(actual), to_double(expected)
+    error, size = float((wide_actual - wide_expected).norm()), float(wide_expected.norm())
     if error == 0.0:
         return 0.0
     return error / size if size and error == error else float("inf")
 
 
-def tolerance(*tensors: Tensor) -> float:
-    """How large a distance rounding may make: the root of the machine epsilon of the least precise one.
+def rounding_tolerance(*tensors: Tensor) -> float:
+    """Return the largest relative distance that rounding may cause: the root of the coarsest machine epsilon.
 
-    Additions in another order move a gradient by few epsilons where its terms are of its size, and by many where they
-    cancel; a mistake moves half of its digits or more.
+    Additions in another order move a gradient by few epsilons if its terms are of its own size, and by many if they
+    cancel. A mistake moves half of its digits or more.
 
-    >>> round(tolerance(torch.ones(1)), 5)
+    >>> round(rounding_tolerance(torch.ones(1)), 5)
     0.00035
     """
     return max(torch.finfo(leaf.dtype).eps for leaf in tensors) ** 0.5
 
 
-class Coarsest(TorchDispatchMode):
-    """Looks for the least precise numbers that ops compute with: under autocast these are not the parameters'.
+class PrecisionWatch(TorchDispatchMode):
+    """A mode that notes the machine epsilon of the least precise results of ops, such as those under autocast.
 
-    >>> with Coarsest() as seen, torch.autocast("cpu", torch.bfloat16):
+    >>> with PrecisionWatch() as precision, torch.autocast("cpu", torch.bfloat16):
     ...     y = torch.ones(2, 2) @ torch.ones(2, 2)
-    >>> seen.eps
+    >>> precision.eps
     0.0078125
     """
 
@@ -260,38 +262,47 @@ class Coarsest(TorchDispatchMode):
         self.eps = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for leaf in made if isinstance(made, tuple | list) else (made,):
+        results = func(*args, **(kwargs or {}))
+        for leaf in results if isinstance(results, tuple | list) else (results,):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 self.eps = max(self.eps, torch.finfo(leaf.dtype).eps)
-        return made
+        return results
 
 
-def norm(tensors: Iterable[Tensor]) -> float:
-    """The norm of all of them together."""
-    return sum(float(wide(leaf).norm()) ** 2 for leaf in tensors) ** 0.5
+def joint_norm(tensors: Iterable[Tensor]) -> float:
+    """Return the norm of all tensors together."""
+    return sum(float(to_double(leaf).norm()) ** 2 for leaf in tensors) ** 0.5
 
 
-def vanish(found: Tensor, expected: Tensor, whole: float) -> bool:
-    """Whether both are zero but for the rounding of a gradient whose norm is `whole`, as that of a key's bias under
-    softmax is: its terms cancel."""
-    eps = tolerance(found, expected) ** 2
-    return max(float(wide(found).norm()), float(wide(expected).norm())) <= 10 * eps * whole
+def are_negligible(actual: Tensor, expected: Tensor, total_norm: float) -> bool:
+    """Return whether two gradients are zero but for the rounding of all gradients, whose norm is `total_norm`."""
+    # The gradient of a key's bias under softmax is such a one: its terms cancel, and their rounding is left.
+    eps = rounding_tolerance(actual, expected) ** 2
+    return max(float(to_double(actual).norm()), float(to_double(expected).norm())) <= 10 * eps * total_norm
 
 
-def to_rounding(pairs: Iterable[tuple[Tensor, Tensor]], eps: float = 0.0) -> bool:
-    """Whether gradients agree but for rounding with those expected, each leaf for itself; `eps` is that of the least
-    precise numbers that they were computed with."""
-    both = list(pairs)
-    whole = norm(expected for _, expected in both)
-    return all(distance(a, b) <= max(tolerance(a, b), eps**0.5) or vanish(a, b, whole) for a, b in both)
+def agree_to_rounding(pairs: Iterable[tuple[Tensor, Tensor]], eps: float = 0.0) -> bool:
+    """Return whether gradients agree with the expected ones but for rounding, leaf by leaf.
+
+    Args:
+        pairs: the actual and the expected gradient of each leaf.
+        eps: the machine epsilon of the least precise numbers that they were computed with.
+    """
+    pair_list = list(pairs)
+    total_norm = joint_norm(expected for _, expected in pair_list)
+    return all(
+        relative_distance(actual, gradient) <= max(rounding_tolerance(actual, gradient), eps**0.5)
+        or are_negligible(actual, gradient, total_norm)
+        for actual, gradient in pair_list
+    )
 
 
-def is_mean_to_rounding(one: Tensor, other: Tensor, eps: float = 0.0) -> bool:
-    """Whether two means over many rows agree but for rounding, which cancels in them: within the epsilon to the power
-    of three quarters, 6e-6 in float32.
+def means_agree_to_rounding(actual: Tensor, expected: Tensor, eps: float = 0.0) -> bool:
+    """Return whether two means over many rows agree but for rounding.
 
-    >>> is_mean_to_rounding(torch.tensor(5.57124), torch.tensor(5.57056))
+    Roundings cancel in a mean, so the limit is epsilon to the power of three quarters: 6e-6 in float32.
+
+    >>> means_agree_to_rounding(torch.tensor(5.57124), torch.tensor(5.57056))
     False
     """
-    return distance(one, other) <= max(tolerance(one, other), eps**0.5) ** 1.5
+    return relative_distance(actual, expected) <= max(rounding_tolerance(actual, expected), eps**0.5) ** 1.5

@@ -1,13 +1,13 @@
 """Prove a program right: its gradients against plain autograd, leaf by leaf, bit by bit.
 
-On a mismatch the program is walked down op by op, by its definition, and the first value that differs is named: the op
-that wrote it is at fault. Where no value differs, the step that ran the program is.
+On a mismatch the program is walked op by op, by its definition, to the first value that differs: the op that wrote it
+is at fault. If no value differs, the step that ran the program is.
 
-    program      x[0,0]  y[0,0]  x[0,1]  y[0,1]  y[1,0]* ...        1F0 read what was right and wrote what is wrong
+    program      x[0,0]  y[0,0]  x[0,1]  y[0,1]  y[1,0]* ...        1F0 read right values and wrote a wrong one
     reference    x[0,0]  y[0,0]  x[0,1]  y[0,1]  y[1,0]
 
-The reference has what SPLIT cuts, what passes between stages, losses, and each microbatch's gradients. A transfer hands
-on what it reads, an ADD adds it up; residuals and joined results are not compared.
+The reference has the values of SPLITs, of flows between stages, of losses, and of each microbatch's gradients. The
+right values of transfers and ADDs follow from these; residuals and joined results are not compared.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.meaning.by_autograd import Inputs, Residuals
+from fpipe.meaning.by_autograd import Residuals, StageInputs
 from fpipe.meaning.inputs_and_results import check_match
-from fpipe.meaning.meaning import summed
-from fpipe.meaning.optimizers.optimizer_state import update_of
-from fpipe.meaning.single_device.over_parts import over_parts
-from fpipe.meaning.single_device.params_and_state import refuse_meta, refuse_spread, streams
-from fpipe.meaning.single_device.reference import counted_replicas, one_key, parts_of_replicas
+from fpipe.meaning.meaning import sum_gradients
+from fpipe.meaning.optimizers.optimizer_state import find_update
+from fpipe.meaning.single_device.microbatch_sums import sum_over_microbatches
+from fpipe.meaning.single_device.params_and_state import as_streams, refuse_extra_arguments, refuse_meta
+from fpipe.meaning.single_device.reference import replica_counts, single_key, split_over_replicas
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.step import StepInputs, StepOptions
-from fpipe.meaning.walk import lockstep, place_of, refuse_without, walk
-from fpipe.model import Model, in_mode
-from fpipe.program import Program, Value, the_program
+from fpipe.meaning.walk import check_replicas, describe_op, lockstep, walk
+from fpipe.model import Model, in_current_mode
+from fpipe.program import Program, Value, require_program
 from fpipe.transforms.merge import merge
-from fpipe.verification.cross_checks import check_function, undivided
+from fpipe.verification.cross_checks import check_function, compare_undivided
 from fpipe.verification.reference_settings import (
     StepArguments,
-    added_by,
-    computed,
-    joined_by,
-    like_params,
+    cast_like_params,
+    cast_params_of,
+    join_specs_of,
     microbatches_of,
-    settings_of,
-    sliced_by,
+    replica_order_of,
+    settings_of_kind,
+    slicing_of,
     spec_of_split,
 )
 from fpipe.verification.report import (
@@ -52,10 +52,10 @@ from fpipe.verification.report import (
     Leaf,
     Report,
     WrongValue,
-    compared,
+    compare_leaf,
     is_finite,
-    largest,
-    listed,
+    largest_difference,
+    list_names,
 )
 from fpipe.verification.trained_steps import check_training
 
@@ -76,8 +76,9 @@ def verify(
     lr: Any = None,
     scale: Any = None,
 ) -> Report:
-    """Run a program and compare loss, gradients, outputs and state with `reference`; of a model that `from_loss` made,
-    loss and gradients with the function itself, too.
+    """Run a program, and compare loss, gradients, outputs and state with `reference`.
+
+    Of a model from `from_loss`, loss and gradients are compared with the function itself, too.
 
     Args:
         program, model, params, batch, state, key: as for `build` and its step. What a program leaves per microbatch is
@@ -110,138 +111,153 @@ def verify(
     3 of 3 leaves bitwise equal to plain autograd, largest error 0
     The undivided batch gives the same loss and gradients, to rounding.
     """
-    refuse_spread(_spread, "verify(program, model, params, {})")
-    close, model = Close(rtol, atol), in_mode(model)
+    # 1. Check the arguments.
+    refuse_extra_arguments(_spread, "verify(program, model, params, {})")
+    close, model = Close(rtol, atol), in_current_mode(model)
     refuse_meta("there is nothing to compare", batch=batch)
-    count, within = counted_replicas(replicas)
-    refuse_without(the_program(program), replicas)
+    count, inner_replicas = replica_counts(replicas)
+    check_replicas(require_program(program), replicas)
     if step is not None and count > 1:
-        raise ValueError("step= is of one replica; replicas= are walked in lockstep, by the program's definition.")
+        raise ValueError("step= is of one replica; leave replicas= out.")
     arguments = StepArguments(params, batch, state, key, opt, lr, scale)
-    if update_of(program) is not None:
-        run = partial(_run, program, model, step)
-        return check_training(program, model, arguments, run, (count, within), partial(compare, close=close))
-    key = one_key(key)
+    if find_update(program) is not None:
+        run = partial(_run_step, program, model, step)
+        return check_training(program, model, arguments, run, (count, inner_replicas), partial(compare, close=close))
+    key = single_key(key)
     if opt is not None or lr is not None or scale is not None:
         raise ValueError("this program updates no parameters, and takes no opt=, lr= or scale=; fpipe.update() does.")
     if any(end.name.microbatch is not None and end.name.name == "grads" for end in program.outputs):
         program = merge(grads="rows" if model.per_example else "sum")(program)
-    is_presplit = "presplit" in settings_of(program, "SPLIT")
+    is_presplit = "presplit" in settings_of_kind(program, "SPLIT")
     if is_presplit and count > 1:
         raise ValueError("presplit=True hands in one replica's microbatches; leave replicas= out.")
-    batches = [batch] if is_presplit else parts_of_replicas(batch, count, model, spec_of_split(program))
-    parts = microbatches_of(program, batches)
-    cast_params = computed(program, params)
-    reference = partial(over_parts, model, cast_params, parts, count, state=state, key=key, sliced=sliced_by(program))
+    # 2. Run the reference and the program on the same microbatches.
+    batches = [batch] if is_presplit else split_over_replicas(batch, count, model, spec_of_split(program))
+    microbatches = microbatches_of(program, batches)
+    cast_params = cast_params_of(program, params)
+    slicing = slicing_of(program)
+    reference = partial(
+        sum_over_microbatches, model, cast_params, microbatches, count, state=state, key=key, slicing=slicing
+    )
     if count > 1:
-        result = lockstep(program, model, StepInputs(params, batch, state, key=key), batches, within=within)
-        expected = reference(added_by=added_by(program, within))
-        return compare(result, replace(expected, grads=like_params(params, expected.grads)), close)
-    result = _run(program, model, step, arguments)
-    joined = joined_by(program, streams(batch, len(parts)) if is_presplit else batch)
-    expected = reference(joined=joined, added_by=added_by(program, within))
-    typed = replace(expected, grads=like_params(params, expected.grads))
+        inputs = StepInputs(params, batch, state, key=key)
+        result = lockstep(program, model, inputs, batches, inner_replicas=inner_replicas)
+        expected = reference(replica_order=replica_order_of(program, inner_replicas))
+        return compare(result, replace(expected, grads=cast_like_params(params, expected.grads)), close)
+    result = _run_step(program, model, step, arguments)
+    join_specs = join_specs_of(program, as_streams(batch, len(microbatches)) if is_presplit else batch)
+    expected = reference(join_specs=join_specs, replica_order=replica_order_of(program, inner_replicas))
+    typed_expected = replace(expected, grads=cast_like_params(params, expected.grads))
     try:
-        report = compare(result, typed, close)
+        report = compare(result, typed_expected, close)
     except GradientMismatch as error:
+        # 3. Find the first wrong value, by the program's definition and a second run of the reference.
         values = _ReferenceValues()
-        reference(joined=joined, see=values.see)
-        walked, first = _first_wrong(program, model, arguments, values, close)
-        words = _first_words(program, first, _mismatch(walked, typed, close))
-        raise GradientMismatch(f"{error}\n{words}", error.report, first) from None
-    if len(expected.losses) == len(parts):
-        check_function(model, cast_params, parts, expected, key, state)
+        reference(join_specs=join_specs, observe=values.note_value)
+        walked_result, wrong_value = _find_first_wrong_value(program, model, arguments, values, close)
+        diagnosis = _describe_fault(program, wrong_value, _mismatch_of(walked_result, typed_expected, close))
+        raise GradientMismatch(f"{error}\n{diagnosis}", error.report, wrong_value) from None
+    # 4. Check the reference itself. A program of slices has more losses than microbatches.
+    if len(expected.losses) == len(microbatches):
+        check_function(model, cast_params, microbatches, expected, key, state)
     if len(expected.losses) == 1:
         return report
     if is_presplit:
         return replace(report, undivided="The batch came cut, so there is no undivided one to compare with.")
     arguments = replace(arguments, params=cast_params)
-    return undivided(report, model, arguments, [size for _, size in parts], expected, outputs=joined.outputs)
+    sizes = [size for _, size in microbatches]
+    return compare_undivided(report, model, arguments, sizes, expected, outputs=join_specs.outputs)
 
 
-def _run(program: Program, model: Model, step: Callable[..., Result] | None, arguments: StepArguments) -> Result:
-    """The result of the step that is proved."""
+def _run_step(program: Program, model: Model, step: Callable[..., Result] | None, arguments: StepArguments) -> Result:
+    """Return the result of the step that is proved; build it if none is handed in."""
     if step is None:
-        from fpipe.runtimes.build import build  # a step that is handed in is proved without any runtime
+        # Imported here: proving a step that is handed in needs no runtime.
+        from fpipe.runtimes.build import build
 
-        built = build(program, model, audit="never")
-        built.warns = False  # the report says it
-        return arguments.call(built)
+        built_step = build(program, model, audit="never")
+        # The report says what the step would warn of.
+        built_step.warns = False
+        return arguments.call(built_step)
     check_match(program, model)
     result = arguments.call(step)
     names = {end.name.name for end in program.outputs}
-    missing = sorted(name for name in names if getattr(result, name, None) is None)
-    if missing:
-        raise ValueError(f"the step returns a Result with {listed(sorted(names))}; there is no {missing[0]} in it.")
+    missing_names = sorted(name for name in names if getattr(result, name, None) is None)
+    if missing_names:
+        raise ValueError(f"the step returns a Result with {list_names(sorted(names))}; found no {missing_names[0]}.")
     return result
 
 
 class _ReferenceValues(dict[Value, list[Any]]):
-    """Plain autograd's values, as lists of leaves under the names that programs have for them."""
+    """The values of plain autograd as lists of leaves, by the names that programs give them."""
 
-    def see(self, value: Value, pytree: Any) -> None:
-        """Note a value while the reference runs."""
+    def note_value(self, value: Value, pytree: Any) -> None:
+        """Keep a value of the running reference."""
         self[value] = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in tree.leaves(pytree)]
 
 
-def _first_wrong(
+def _find_first_wrong_value(
     program: Program, model: Model, arguments: StepArguments, expected: _ReferenceValues, close: Close
 ) -> tuple[Result, WrongValue | None]:
-    """Walk a program beside the reference, and return its result and the first value that differs."""
-    watch = _ValueWatch(program, model, expected, close)
-    return arguments.call(walk(program, model, StepOptions(), see=watch.see)), watch.first
+    """Walk a program, and return its result and the first value that differs from the reference."""
+    comparison = _ValueComparison(program, model, expected, close)
+    return arguments.call(walk(program, model, StepOptions(), see=comparison.compare_value)), comparison.first
 
 
-class _ValueWatch:
-    """Compares each value as it is written, until one is wrong."""
+class _ValueComparison:
+    """A comparison of each value as it is written, which stops at the first wrong one."""
 
     def __init__(self, program: Program, model: Model, expected: _ReferenceValues, close: Close) -> None:
         self.program, self.model, self.expected, self.close = program, model, expected, close
         self.first: WrongValue | None = None
 
-    def see(self, value: Value, pytree: Any) -> None:
-        right = None if self.first is not None or isinstance(pytree, Residuals | Inputs) else self.right(value)
-        if right is None:
+    def compare_value(self, value: Value, pytree: Any) -> None:
+        if self.first is not None or isinstance(pytree, Residuals | StageInputs):
+            return
+        expected = self.expected_leaves(value)
+        if expected is None:
             return
         leaves = tree.leaves(pytree)
-        pairs = zip(leaves, right, strict=False)
-        differences = [found for pair in pairs if (found := self.difference(*pair)) is not None]
-        if len(leaves) != len(right):
-            differences = [(float("inf"), f"has {len(leaves)} leaves, and not {len(right)}")]
+        pairs = zip(leaves, expected, strict=False)
+        differences = [difference for pair in pairs if (difference := self.describe_difference(*pair)) is not None]
+        if len(leaves) != len(expected):
+            differences = [(float("inf"), f"has {len(leaves)} leaves, and not {len(expected)}")]
         if differences:
             op = self.program.ops[self.program.writer[value]]
-            self.first = WrongValue(op, value, place_of(op, self.model), *max(differences))
+            self.first = WrongValue(op, value, describe_op(op, self.model), *max(differences))
 
-    def difference(self, leaf: Any, right: Any) -> tuple[float, str] | None:
-        """How far a leaf is off, and in words; None where it agrees."""
-        if not isinstance(leaf, Tensor) and not isinstance(right, Tensor):
+    def describe_difference(self, leaf: Any, expected: Any) -> tuple[float, str] | None:
+        """Return how far a leaf is off, as a number and in words; None if it agrees."""
+        if not isinstance(leaf, Tensor) and not isinstance(expected, Tensor):
             return None
-        leaf = torch.zeros_like(right) if leaf is None else leaf  # no gradient is one of zeros
-        right = torch.zeros_like(leaf) if right is None else right
-        if (kind := _kind(leaf)) != (right_kind := _kind(right)):
-            return float("inf"), f"is {kind}, and not {right_kind}"
-        if self.close(leaf, right):
+        # No gradient counts as one of zeros.
+        leaf = torch.zeros_like(expected) if leaf is None else leaf
+        expected = torch.zeros_like(leaf) if expected is None else expected
+        if (kind := _describe_kind(leaf)) != (expected_kind := _describe_kind(expected)):
+            return float("inf"), f"is {kind}, and not {expected_kind}"
+        if self.close(leaf, expected):
             return None
-        error = largest(leaf, right)
+        error = largest_difference(leaf, expected)
         return error, f"is off by up to {error:.3g}"
 
-    def right(self, value: Value) -> list[Any] | None:
-        """The right leaves of a value, if they are known: an ADD's from what it reads."""
+    def expected_leaves(self, value: Value) -> list[Any] | None:
+        """Return the right leaves of a value; None if the reference has no such value."""
+        # A copy on another rank equals its original, and an ADD's value follows from its operands.
         value = value._replace(at="")
         position = self.program.writer.get(value)
         if value not in self.expected and position is not None and self.program.ops[position].kind == "ADD":
-            addends = [self.right(read) for read in self.program.ops[position].reads]
-            known = [addend for addend in addends if addend is not None]
-            if len(known) == len(addends):
-                self.expected[value] = summed(known)
+            addends = [self.expected_leaves(operand) for operand in self.program.ops[position].reads]
+            known_addends = [addend for addend in addends if addend is not None]
+            if len(known_addends) == len(addends):
+                self.expected[value] = sum_gradients(known_addends)
         return self.expected.get(value)
 
 
-def _kind(leaf: Any) -> str:
+def _describe_kind(leaf: Any) -> str:
     return f"{leaf.dtype} of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
 
 
-def _mismatch(result: Result, expected: Result, close: Close) -> GradientMismatch | None:
+def _mismatch_of(result: Result, expected: Result, close: Close) -> GradientMismatch | None:
     try:
         compare(result, expected, close)
     except GradientMismatch as error:
@@ -249,59 +265,73 @@ def _mismatch(result: Result, expected: Result, close: Close) -> GradientMismatc
     return None
 
 
-def _first_words(program: Program, first: WrongValue | None, mismatch: GradientMismatch | None) -> str:
-    """Which value is wrong first, or which ops join right values to wrong results."""
-    if first is not None:
-        return f"The first wrong value: {first}."
+def _describe_fault(program: Program, wrong_value: WrongValue | None, mismatch: GradientMismatch | None) -> str:
+    """Say which value is wrong first, or else which ops join right values to wrong results."""
+    if wrong_value is not None:
+        return f"The first wrong value: {wrong_value}."
+    # A step that was built may differ from the walk, which is the definition.
     if mismatch is None:
         return "The program is right, walked down op by op; the step that ran it is not."
     report = mismatch.report
-    names = [leaf.name for leaf in report.leaves if not leaf.bitwise] if report is not None else [""]
-    wrong = [end.value for end in program.outputs if any(name.startswith(str(end.name)) for name in names)]
-    ends = {program.ops[program.writer[value]] for value in wrong}
-    joins = listed(sorted(op.cell for op in ends if op.kind in ("ADD", "MERGE", "SCALE")))
-    return f"What the stages compute for each microbatch is right; what joins it is not: {joins}."
+    wrong_names = [leaf.name for leaf in report.leaves if not leaf.bitwise] if report is not None else [""]
+    wrong_outputs = [
+        output.value for output in program.outputs if any(name.startswith(str(output.name)) for name in wrong_names)
+    ]
+    last_ops = {program.ops[program.writer[value]] for value in wrong_outputs}
+    joining_cells = list_names(sorted(op.cell for op in last_ops if op.kind in ("ADD", "MERGE", "SCALE")))
+    return f"What the stages compute for each microbatch is right; what joins it is not: {joining_cells}."
 
 
-def _one_sided(name: str, found: Tensor | None, expected: Tensor | None) -> Leaf:
-    """A gradient that is missing on one side. A stage without a trace writes zeros where its data give it none."""
-    grad = expected if found is None else found
+def _compare_with_zeros(name: str, actual: Tensor | None, expected: Tensor | None) -> Leaf:
+    """Compare a gradient that is missing on one side with zeros."""
+    # Only zeros of the program are right: a stage without a trace writes them for a leaf that its data do not reach.
+    grad = expected if actual is None else actual
     assert grad is not None
     zero = torch.zeros_like(grad)
-    return Leaf(name, found is not None and bool(torch.equal(found, zero)), largest(grad, zero))
+    return Leaf(name, actual is not None and bool(torch.equal(actual, zero)), largest_difference(grad, zero))
+
+
+_RESULT_NAMES = (
+    *("loss", "grads", "outputs", "state", "aux", "input_grads"),
+    *("params", "opt", "norm", "valid", "scale"),
+)
 
 
 def compare(result: Result, expected: Result, close: Close) -> Report:
-    """Compare two results leaf by leaf; the second is the one to trust.
+    """Compare a result with the expected one, leaf by leaf.
 
     Raises:
         GradientMismatch: a leaf that is not close to the expected one.
     """
     leaves: list[Leaf] = []
-    wrong: Leaf | None = None
-    infinite: list[str] = []
-    zeros: list[str] = []
-    for part in ("loss", "grads", "outputs", "state", "aux", "input_grads", "params", "opt", "norm", "valid", "scale"):
-        pytree, right = getattr(result, part), getattr(expected, part)
-        if pytree is None or (part in ("state", "valid") and right is None):
+    first_wrong: Leaf | None = None
+    infinite_names: list[str] = []
+    zero_names: list[str] = []
+    for result_name in _RESULT_NAMES:
+        pytree, expected_pytree = getattr(result, result_name), getattr(expected, result_name)
+        if pytree is None or (result_name in ("state", "valid") and expected_pytree is None):
             continue
-        for (name, a), (_, b) in zip(tree.paths(pytree), tree.paths(right), strict=True):
-            if part == "grads" and (a is None) != (b is None):
-                leaves.append(_one_sided(part + name, a, b))
-                wrong = leaves[-1] if wrong is None and not leaves[-1].bitwise else wrong
-                zeros += [part + name] * leaves[-1].bitwise
-            elif isinstance(b, Tensor):
-                leaves.append(compared(part + name, a, b))
-                wrong = leaves[-1] if wrong is None and not leaves[-1].bitwise and not close(a, b) else wrong
-                infinite += [part + name] if part in ("loss", "grads") and not is_finite(a) else []
-    notes = [f"NaN or infinite numbers in {listed(infinite)}."] * bool(infinite)
-    notes += [f"Plain autograd has no gradient, and these are zeros: {listed(zeros)}."] * bool(zeros)
+        for (name, actual), (_, expected_leaf) in zip(tree.paths(pytree), tree.paths(expected_pytree), strict=True):
+            leaf_name = result_name + name
+            if result_name == "grads" and (actual is None) != (expected_leaf is None):
+                leaves.append(_compare_with_zeros(leaf_name, actual, expected_leaf))
+                is_right = leaves[-1].bitwise
+                zero_names += [leaf_name] * is_right
+            elif isinstance(expected_leaf, Tensor):
+                leaves.append(compare_leaf(leaf_name, actual, expected_leaf))
+                is_right = leaves[-1].bitwise or first_wrong is not None or close(actual, expected_leaf)
+                infinite_names += [leaf_name] * (result_name in ("loss", "grads") and not is_finite(actual))
+            else:
+                continue
+            first_wrong = leaves[-1] if first_wrong is None and not is_right else first_wrong
+    notes = [f"NaN or infinite numbers in {list_names(infinite_names)}."] * bool(infinite_names)
+    notes += [f"Plain autograd has no gradient, and these are zeros: {list_names(zero_names)}."] * bool(zero_names)
     report = Report(tuple(leaves), notes=tuple(notes))
-    if wrong is not None:
+    if first_wrong is not None:
         names = [leaf.name for leaf in leaves if not leaf.bitwise]
         raise GradientMismatch(
-            f"{wrong.name} differs from plain autograd by up to {wrong.error:.3g} ({close}); {len(names)} of "
-            f"{len(leaves)} leaves differ: {listed(names)}.",
+            f"{first_wrong.name} differs from plain autograd by up to {first_wrong.error:.3g} ({close}); {len(names)} "
+            f"of {len(leaves)} leaves differ: {list_names(names)}.",
             report,
         )
     return report

@@ -23,7 +23,7 @@ from fpipe.graphs.language.listing import describe_constants, listing
 from fpipe.meaning.purity.ambient import ambient_key, describe_autocast, describe_settings
 from fpipe.meaning.purity.sharded import local_shard
 from fpipe.model import Model
-from fpipe.positional_stage import of_net
+from fpipe.positional_stage import net_stage_of
 from fpipe.program import Program, Value
 from fpipe.runtimes.lowering.lowered import AbstractTree, Lowered
 from fpipe.runtimes.lowering.shard_shapes import Share, is_share
@@ -87,13 +87,13 @@ def claims_of_stages(
         graphs = lowered.graphs.get(stage, ())
         lines = [line for graph in graphs for line in listing(graph)]
         lines += [f"reduction {model.reduction!r}"] if stage is None else []
-        net = None if stage is None else of_net(model.stages[stage].forward)
+        net = None if stage is None else net_stage_of(model.stages[stage].forward)
         # A rank needs the data of its own parameters and buffers only, so those of a net are not compared here.
         net_storages = {storage_of(local_shard(leaf)) for leaf in net.constants()} if net else set[int]()
         constants = [
             leaf for graph in graphs for leaf in graph.constants.values() if storage_of(leaf) not in net_storages
         ]
-        tensor_lines = describe_constants([*constants, *(net.literals_now() if net else ())])
+        tensor_lines = describe_constants([*constants, *(net.literal_constants() if net else ())])
         claims[name + suffix] = lines
         if tensor_lines is not None:
             claims[f"tensors held by {name}{suffix}"] = tensor_lines
@@ -126,7 +126,7 @@ def claims_of_start(
         for name, per_stage in (("params", params), ("opt", optim_state)):
             paths = tree.paths(per_stage[stage]) if per_stage else ()
             leaf_by_name |= {f"{name}[{stage}]{path}": leaf for path, leaf in paths if isinstance(leaf, Tensor)}
-        net = of_net(model.stages[stage].forward)
+        net = net_stage_of(model.stages[stage].forward)
         constants = net.constants() if net else []
         # A net keeps its frozen parameters itself: replicas that drew them by other seeds would train different models.
         frozen = [leaf for leaf in constants if isinstance(leaf, Parameter)]

@@ -77,6 +77,7 @@ class Meeting:
             watchdog.wait = outer_wait
         watchdog.agreement_counts[self.key] += 1
 
+    # A rank that is told "not equal" goes on to `_gather_claims`, and so do all others: they have the same hashes.
     def _hashes_are_equal(self, statement: Sequence[Any], wait: PeerWait) -> bool:
         # 32 bytes from each process, whatever the number of claims.
         hash_bytes = hashlib.sha256(json.dumps(statement, sort_keys=True).encode()).digest()

@@ -35,7 +35,7 @@ from fpipe.runtimes.lowering.untraced_stages import UnexpectedValue
 from fpipe.transforms.communicate import with_transfers
 
 
-def local(
+def build_local_step(
     program: Program,
     model: Model,
     options: StepOptions,
@@ -89,7 +89,8 @@ def local(
         # A trace that was made under one FakeTensorMode has tensors of that mode, which no other step can use.
         if in_fake_mode():
             return reference_step.run(inputs)
-        if any(stage.moved() for stage in net_stages):
+        # a. Look the signature up. Parameters of a net that have moved since the build are refused first.
+        if any(stage.moved_params() for stage in net_stages):
             check_params(model, inputs.params)
         leaves, containers = tree.flatten(inputs.trees)
         try:
@@ -100,6 +101,7 @@ def local(
             reason = f"a leaf cannot be compared ({error})" if isinstance(error, TypeError) else str(error)
             warnings.warn(f"this step runs every stage under autograd: {reason}", stacklevel=3)
             return result
+        # b. Lower a new signature. Its first step may have run by the definition on the way.
         if prepared is _UNKNOWN:
             with _TRACE_LOCK:
                 # Another thread may have traced it while this one waited for the lock.
@@ -117,6 +119,7 @@ def local(
                     signatures.note_trace(signature, inputs.trees, time.perf_counter() - start_time)
                     if result is not None:
                         return result
+        # c. Run the instructions; None stands for a signature that runs by the definition.
         if not isinstance(prepared, PreparedStep):
             return reference_step.run(inputs)
         try:

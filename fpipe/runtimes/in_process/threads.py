@@ -172,8 +172,8 @@ class HandOver:
             if self.error is not None:
                 raise OtherRankFailed
             # A SEND within one thread makes new lists. Here the receiver gets the lists themselves, and empties them.
-            sent = operands if compute_leaves is send_locally else compute_leaves(*operands)
-            for put_leaves, leaves in zip(put_functions, sent, strict=True):
+            leaves_by_value = operands if compute_leaves is send_locally else compute_leaves(*operands)
+            for put_leaves, leaves in zip(put_functions, leaves_by_value, strict=True):
                 put_leaves(leaves)
             return ()
 
@@ -248,8 +248,8 @@ class ThreadedStep(PreparedStep):
         devices = arguments[-1].devices
         if self.lowered.is_collective:
             raise ValueError(
-                "stages that talk to other processes (DTensors, collectives) must do so in the same order in each, "
-                "which threads do not keep to; say runtime='distributed', or 'local'."
+                "stages that talk to other processes (DTensors, collectives) must do so in the same order in each; "
+                "say runtime='distributed' or 'local'."
             )
         self.streams = [ComputeStream(device) for device in devices]
         self.workers, self.hand_over = workers, HandOver(self.instructions, self.streams)

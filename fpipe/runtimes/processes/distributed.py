@@ -89,7 +89,7 @@ class ProcessOptions:
     check_batch: CheckBatch
 
 
-def distributed(
+def build_rank_step(
     program: Program,
     model: Model,
     check_arguments: Callable[[], tuple[Any, Any, Any]],
@@ -140,8 +140,8 @@ def distributed(
                     reason = untraced.with_reasons(error)
                     line_note = f"\n  {line}" if (line := quote_user_line(error)) else ""
                     raise ValueError(
-                        f"{reason}. In processes a stage is traced, or runs on zeros first: write it so that one of "
-                        f"the two works, or say runtime='threads' or 'local'.{line_note}"
+                        f"{reason}. In processes a stage must be traceable, or run on zeros; or say "
+                        f"runtime='threads' or 'local'.{line_note}"
                     ) from error
                 untraced.stages[error.stage] = str(error)
         local_stages = {op.stage for op in parts_of(program.ops) if op.kind == "F" and op.rank == rank}
@@ -169,7 +169,7 @@ def distributed(
         # a. Find the lowered step of this signature, or lower it.
         step_number, random_key = steps_begun, local_inputs.key
         inputs = _with_example_shapes(local_inputs, shapes)
-        if any(stage.moved() for stage in net_stages):
+        if any(stage.moved_params() for stage in net_stages):
             check_params(model, inputs.params)
         leaves, containers = tree.flatten(inputs.trees)
         signature = signatures.of(leaves, containers, homes=repeat(device))
@@ -237,9 +237,9 @@ def distributed(
         model, axes = bind_exchanges(model, mesh)
         lane, signatures = ExchangeLane(axes, device, watchdog), Signatures(model)
         watchdog.faults.write_name()
-        params, *more = check_arguments()
+        params, *batch_and_state = check_arguments()
         groups += [*lane.groups.values(), *([] if replicas is None else replicas.groups)]
-        shapes = StepInputs(*tree.tree_map(_on_meta, (_fill_params(model, params), *more)))
+        shapes = StepInputs(*tree.tree_map(_on_meta, (_fill_params(model, params), *batch_and_state)))
         shapes = replace(shapes, optim=example_optim(program, shapes.params))
         recorded = program if record else None
         refuse_wrong_size(group, program, mesh)
@@ -315,7 +315,7 @@ def _fill_params(model: Model, params: Any) -> Any:
         return params
     nets = [stage.forward if isinstance(stage.forward, PositionalStage) else None for stage in model.stages]
     return tuple(
-        {param_names[0]: getattr(*net.home_of(param_names[0])) for param_names in model.living(stage)}
+        {param_names[0]: getattr(*net.home_of(param_names[0])) for param_names in model.owned_param_names(stage)}
         if stage_params is None and net
         else stage_params
         for stage, (stage_params, net) in enumerate(zip(params, nets, strict=True))
@@ -339,7 +339,7 @@ def _with_example_shapes(local_inputs: StepInputs, shapes: StepInputs) -> StepIn
 
 
 def _local_state(state: Any, local_state: Sequence[Any]) -> Any:
-    """Return the state, with None for stages of which this rank was handed none."""
+    """Return the state, with None for stages whose state this rank was not handed."""
     if state is None:
         return None
     pairs = zip(state, local_state, strict=True)

@@ -60,21 +60,23 @@ class Layout:
         for leaf in leaves:
             if isinstance(leaf, Fact) and leaf.aval.device != device:
                 raise ValueError(
-                    f"{leaf.aval} is on {leaf.aval.device}, and what this rank is handed first on {device}; what ranks "
-                    "send each other is on one device of each."
+                    f"{leaf.aval} is on {leaf.aval.device}, and this rank's first tensor on {device}; a rank sends "
+                    "from one device."
                 )
             leaf_bytes = _bytes_of_aval(leaf.aval, self.size) if isinstance(leaf, Fact) else None
             self._leaf_bytes.append(leaf_bytes)
             # Round up to the next multiple of the alignment.
             self.size = self.size if leaf_bytes is None else -(-leaf_bytes.end // _ALIGNMENT) * _ALIGNMENT
 
-    def copied(self, leaf: Fact) -> int:
+    def bytes_to_unpack(self, leaf: Fact) -> int:
         """Return the bytes that a leaf takes outside the message: 0 unless its strides leave gaps."""
         leaf_bytes = _bytes_of_aval(leaf.aval, HEADER)
         if leaf_bytes.is_dense or not all(leaf_bytes.shape):
             return 0
-        last = sum((length - 1) * stride for length, stride in zip(leaf_bytes.shape, leaf_bytes.stride, strict=True))
-        return (1 + last) * leaf.aval.dtype.itemsize
+        last_offset = sum(
+            (length - 1) * stride for length, stride in zip(leaf_bytes.shape, leaf_bytes.stride, strict=True)
+        )
+        return (1 + last_offset) * leaf.aval.dtype.itemsize
 
     def pack(self, leaves: Sequence[Any], step_header: Tensor, size: int) -> Tensor:
         """Return a message of `size` bytes with a header; raise TypeError if a leaf is not as traced."""
@@ -153,8 +155,8 @@ def _refuse_untraced_strides(leaf: Tensor, expected: Aval) -> None:
     if not has_same_type or (leaf.numel() and differs):
         raise TypeError(
             f"{aval_of_tensor(leaf)} with strides {[*leaf.stride()]} is to be sent, and the trace promised {expected} "
-            f"with strides {[*expected.stride]}. A custom op's register_fake returns the dtype, shape and strides of "
-            "its kernel."
+            f"with strides {[*expected.stride]}. A custom op's register_fake returns "
+            "what its kernel does."
         )
 
 

@@ -48,16 +48,18 @@ def messages_of(program: Program) -> list[Message]:
     heard_counts, received = defaultdict[tuple[int, int], int](int), set[Value]()
     messages_in_order: list[Message] = []
     for op in ops:
-        for read, value in zip(op.reads, op.writes, strict=True) if op.kind == "SEND" else ():
+        for operand, value in zip(op.reads, op.writes, strict=True) if op.kind == "SEND" else ():
             direction = (op.rank, targets[value])
             # Count the answers that the sender has received by now. Its message acknowledges them: the receiver then
             # knows that these buffers have arrived, and frees them without waiting.
             direction_values, reverse_values = sent_by_direction[direction], sent_by_direction[targets[value], op.rank]
             while heard_counts[direction] < len(reverse_values) and reverse_values[heard_counts[direction]] in received:
                 heard_counts[direction] += 1
-            cell = cells.get(read, op.cell)
-            number, place = len(messages_in_order), len(direction_values)
-            messages_in_order.append(Message(number, value, cell, *direction, place, heard_counts[direction]))
+            cell = cells.get(operand, op.cell)
+            number, place_in_direction = len(messages_in_order), len(direction_values)
+            messages_in_order.append(
+                Message(number, value, cell, *direction, place_in_direction, heard_counts[direction])
+            )
             direction_values.append(value)
         received.update(op.reads if op.kind == "RECV" else ())
     return messages_in_order
@@ -176,7 +178,7 @@ def peak_bytes_in_flight(program: Program, bytes_by_number: Mapping[int, int]) -
 
 
 def queue_of_rank(all_messages: Sequence[Message], rank: int) -> tuple[list[Message], dict[int, int]]:
-    """Arrange the messages of a rank in the order in which NCCL gets them, that of all SENDs.
+    """Arrange the messages of a rank in the order of all SENDs, in which NCCL gets them.
 
     No two ranks then come to their common messages in different orders, so the first of all messages that wait never
     waits for another one.

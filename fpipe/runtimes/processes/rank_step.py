@@ -203,7 +203,7 @@ class RankStep(PreparedStep):
             if unsharded:
                 kind = "DTensor" if is_sharded(unsharded[0]) else "plain tensor"
                 raise ValueError(
-                    f"the parameters of stage {value.stage} are sharded, and a step was handed a {kind} of shape "
+                    f"stage {value.stage} is sharded, and a step was handed a {kind} of shape "
                     f"{tuple(unsharded[0].shape)} that is none of {axis!r}: fpipe.shard_params(local_params(program, "
                     f"params, rank), mesh[{axis!r}]) makes a replica's shards."
                 )

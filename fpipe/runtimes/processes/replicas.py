@@ -110,7 +110,7 @@ class Voters:
                         f"{word} {member} differs from {word} 0 in its {name}: {number} instead of {expected}. All "
                         "pass the same in each step."
                     )
-        raise ValueError(f"the {self._member_word}s were handed other numbers for their update; all pass the same.")
+        raise ValueError(f"the {self._member_word}s have different numbers for their update.")
 
 
 class Replicas:
@@ -215,12 +215,11 @@ class Replicas:
         if len({*row_counts}) > 1:
             raise ValueError(
                 f"the batches of the replicas have {', '.join(map(str, row_counts))} rows; their losses are means, so "
-                "all have equally many. DistributedSampler pads to that, drop_last=True leaves a smaller last batch "
-                'out, and a loss that returns (total, count), with reduction="count", takes any.'
+                'all have equally many. DistributedSampler pads; reduction="count" takes any.'
             )
         if len({*keys}) > 1:
             key_list = ", ".join("None" if key == _NO_KEY_NUMBER else str(key) for key in keys)
-            raise ValueError(f"the replicas have keys {key_list} in this step; all pass the same.")
+            raise ValueError(f"the replicas have keys {key_list} in this step; all need one key.")
         self._warn_of_equal_batches(batch_digests)
 
     def _warn_of_equal_batches(self, batch_digests: Sequence[int]) -> None:
@@ -249,16 +248,16 @@ def with_reduced_last(program: Program) -> Program:
     late_ops, ops_in_place = list[Op](), list[Op]()
     late_adds_by_place: dict[tuple[int | None, int], list[Op]] = {}
     for op in program.ops:
-        starts_sum, place = op.kind in ("REDUCE", "SCATTER"), (op.stage, op.rank)
+        starts_sum, stage_and_rank = op.kind in ("REDUCE", "SCATTER"), (op.stage, op.rank)
         if not late_values.isdisjoint(op.reads) and kind_of(op.kind).time:
             ops_in_place += [*chain.from_iterable(late_adds_by_place.values()), *late_ops]
             late_values, late_non_adds, late_ops, late_adds_by_place = set(), set(), [], {}
         reads_late_value = not late_values.isdisjoint(op.reads)
         late_values.update(op.writes if reads_late_value or starts_sum else ())
         if op.kind == "SCATTER":
-            ops_in_place += late_adds_by_place.pop(place, ())
+            ops_in_place += late_adds_by_place.pop(stage_and_rank, ())
         if reads_late_value and op.kind == "ADD" and op.microbatch is not None and late_non_adds.isdisjoint(op.reads):
-            late_adds_by_place.setdefault(place, []).append(op)
+            late_adds_by_place.setdefault(stage_and_rank, []).append(op)
         elif reads_late_value:
             late_non_adds.update(op.writes)
             late_ops.append(op)
@@ -296,11 +295,11 @@ def group_of(program: Program, mesh: DeviceMesh | None) -> ProcessGroup:
 def refuse_wrong_size(group: ProcessGroup, program: Program, mesh: DeviceMesh | None) -> None:
     """Raise ValueError unless there is a process for each rank."""
     if group.size() != program.ranks:
-        where = "the process group" if mesh is None else "dimension 'pp' of the mesh"
+        group_name = "the process group" if mesh is None else "dimension 'pp' of the mesh"
         ranks, processes = f"{program.ranks} rank{'s' * (program.ranks > 1)}", f"{group.size()} process"
         raise ValueError(
-            f"the program has {ranks} and {where} {processes}{'es' * (group.size() > 1)}; they must be as many. Start "
-            f"{program.ranks}, or say in a mesh which are the ranks."
+            f"the program has {ranks} and {group_name} {processes}{'es' * (group.size() > 1)}: start as many "
+            "processes, or pass mesh=."
         )
 
 

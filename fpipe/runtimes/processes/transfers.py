@@ -66,8 +66,8 @@ class GlooConnections:
 
     def take_tags(self, count: int) -> int:
         """Reserve tags for the messages of a new step, and return the first."""
-        first, self._next_tag = self._next_tag, self._next_tag + count
-        return first
+        first_tag, self._next_tag = self._next_tag, self._next_tag + count
+        return first_tag
 
     def connect(
         self, group: ProcessGroup, directions: Iterable[Direction], rank: int, store: Store, timeout: timedelta
@@ -161,6 +161,7 @@ class Transfers:
         device: torch.device,
         timeout: timedelta,
     ) -> None:
+        # 1. Connect to the other ranks.
         self.device, self._watchdog = device, watchdog
         self._on_streams = is_on_streams(group, device)
         self.carrier_device = device if self._on_streams else torch.device("cpu")
@@ -180,6 +181,7 @@ class Transfers:
         except RuntimeError as error:
             raise watchdog.as_rank_error(error, connecting) from error
         watchdog.wait, meeting.gloo_backend = None, next(iter(connections.backend_by_name.values()), None)
+        # 2. Sort this rank's messages by peer, each with the wait that names the peer if it fails.
         self._message_by_value = {message.value: message for message in messages}
         self._incoming_by_source: defaultdict[int, list[Message]] = defaultdict(list)
         self._outgoing_by_target: defaultdict[int, list[Message]] = defaultdict(list)
@@ -193,8 +195,9 @@ class Transfers:
                 self._outgoing_by_target[message.target].append(message)
                 omission = f"did not receive what {message.cell} of rank {rank} writes"
                 self._wait_by_number[message.number] = PeerWait((processes[message.target],), omission, "at the end of")
+        # 3. Make room: headers alone, until `add_signature` tells how large values are.
         self._queue_order, self._queued_counts = queue_of_rank(messages, rank)
-        self._place_by_number = {message.number: place for place, message in enumerate(self._queue_order)}
+        self._place_by_number = {message.number: queue_index for queue_index, message in enumerate(self._queue_order)}
         self._bytes_by_number = {message.number: HEADER for message in messages}
         self._posted_until = dict[int, int]()
         self._rank, self._signature_count = rank, 0
