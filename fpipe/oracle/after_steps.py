@@ -76,6 +76,7 @@ class ParamsAfterSteps:
         """Return the numbers of the leaves that differ from the result of a loop."""
         right = tree.leaves(expected.params)
         wrong = [index for index, (_, leaf) in self.param_by_leaf.items() if not self.agree(leaf, right[index])]
+        # The limits cost a run of the loop with noise, so they are computed only where something differs bitwise.
         if not wrong or self.close is not None:
             return wrong
         errors, limits = self._errors(expected), self._limits(loop, expected)
@@ -122,6 +123,7 @@ class ParamsAfterSteps:
             return []
         count, rule = len(self.param_by_leaf), self.loop.update.rule
         summary = f"{len(wrong)} of {count} parameters are not those of plain autograd and {rule}."
+        # Two causes need no search: numbers that are not finite, and parameters that no update reached.
         not_finite = [name for name, leaf in wrong if not is_finite(leaf)]
         if not_finite:
             return [summary, f"NaN or infinite numbers in {list_names(not_finite)}."]
@@ -274,6 +276,7 @@ class ParamsAfterSteps:
             if found_text != meant_text:
                 yield f"the learning rate is {found_text}, not {meant_text}", at_rates(times)
         unclipped = loop.with_clip(None)
+        # SGD moves by lr * gradient, so a scaled gradient shows. Compared gradients show it themselves.
         shows_sizes = update.rule == "SGD" and not has_grads
         if shows_sizes and (times := self._solve(lambda times: unclipped.changed(scale, factor=times))):
             yield f"gradients are {times:.3g} times as large", loop.changed(scale, factor=times)
@@ -331,7 +334,7 @@ def with_rounding_noise(loop: Loop) -> Loop:
     def change(step: StepGradients) -> Any:
         grads = step.grads if loop.change is None else loop.change(step)
         generator = torch.Generator().manual_seed(step.step_index)
-        largest_difference = max(
+        largest_size = max(
             (_size(grad) for grad in tree.leaves(grads) if grad is not None and grad.numel()), default=0.0
         )
 
@@ -339,9 +342,10 @@ def with_rounding_noise(loop: Loop) -> Loop:
             if grad is None or not grad.numel():
                 return grad
             numbers, size, eps = to_double(grad), _size(grad), torch.finfo(grad.dtype).eps
-            if 0 < size < eps * largest_difference:
+            # Below the rounding error of the largest gradient, a gradient is nothing but rounding.
+            if 0 < size < eps * largest_size:
                 signs = torch.where(numbers == 0, torch.ones_like(numbers), -numbers.sgn())
-                return (eps * largest_difference * signs).to(grad.dtype)
+                return (eps * largest_size * signs).to(grad.dtype)
             noise = torch.randn(grad.shape, generator=generator, dtype=torch.float64).to(grad.device)
             return (numbers + noise * size * eps * _NOISE_EPSILONS).to(grad.dtype)
 

@@ -110,6 +110,7 @@ def compare_grads(
     judgements: list[_Judgement] = []
     for trial in trials:
         judgements.append(trial.judge(gradients))
+        # Every further trial costs a run of the whole batch.
         if judgements[-1].bitwise:
             break
     best = min(judgements, key=_Judgement.sort_key)

@@ -65,6 +65,7 @@ def _describe_order(actual: Tensor, expected: Tensor, limit: float) -> str:
         wrong = _differing_rows(rows, right, limit)
         if not 2 <= len(wrong) <= _MAX_ROWS:
             continue
+        # Which right row each wrong row is nearest to.
         order = torch.cdist(rows[wrong], right[wrong]).argmin(1)
         # The nearest right row of each wrong one: an order of rows only if no two take the same.
         if len(order.unique()) < len(order) or relative_distance(rows[wrong], right[wrong][order]) > limit:

@@ -49,6 +49,7 @@ def strip_wrapper_names(tensors: Mapping[str, Any], known_names: Collection[str]
     """
     named: dict[str, Any] = {}
     for name, leaf in tensors.items():
+        # `parts` without wrappers, and the same without DDP's leading `module`.
         parts = [part for part in name.split(".") if part not in _WRAPPERS]
         candidates = [".".join(parts), ".".join(parts[1:] if parts[:1] == ["module"] else parts)]
         named[

@@ -122,6 +122,7 @@ def list_mistakes(loop: Loop) -> Iterator[NamedLoops]:
 
 def _wrong_sums(loop: Loop) -> NamedLoops:
     count = len(loop.steps[0])
+    # 2, 4 and 8 are usual numbers of replicas, which the loop does not know.
     for k in dict.fromkeys((count, 2, 4, 8)):
         scope = f"the {count} microbatches" if k == count else f"{k} microbatches or replicas"
         if k > 1:
@@ -135,6 +136,7 @@ def _wrong_sums(loop: Loop) -> NamedLoops:
             yield f"microbatch {k} counts twice", loop.changed(count_microbatch, microbatch=k, times=2)
             yield f"microbatch {k} is missing", loop.changed(count_microbatch, microbatch=k, times=0)
         yield "gradients are added up in bfloat16", loop.changed(add_in_bfloat16)
+    # The rows, elements and valid elements of a target: a loss with reduction="sum" runs over one of them.
     for k in dict.fromkeys(target_counts(loop.steps[0][0][0][1])):
         if k > 1:
             sentence = f"gradients are summed over the {k * count} rows or tokens and not averaged"
@@ -149,6 +151,7 @@ def _wrong_sums(loop: Loop) -> NamedLoops:
 
 
 def _wrong_ties(loop: Loop) -> NamedLoops:
+    # Each stage that uses a tied parameter adds a part to its gradient, and one of them may be lost.
     for uses in loop.model.tied_uses:
         subject = f"the gradient of the tied {uses[0].name!r}"
         for use_index, use in enumerate(uses):
@@ -168,6 +171,7 @@ def _wrong_rows(loop: Loop) -> NamedLoops:
                 sentence = f"all {k} replicas are handed the same rows, those of replica 0"
                 yield sentence, loop.changed(use_first_replica, replicas=k)
     targets = [leaf for leaf in tree.leaves(target) if isinstance(leaf, Tensor) and leaf.ndim]
+    # Targets that meet other rows: permutations of the rows of the whole batch.
     for sentence, order in target_orders(sum(size for _, size in parts), count) if targets else ():
         yield sentence, loop.changed(permute_targets, order=order)
     if any(leaf.ndim > 1 and not leaf.is_floating_point() for leaf in targets):
@@ -202,6 +206,7 @@ def _wrong_norms(loop: Loop) -> Iterator[tuple[str, Callable[[int], float]]]:
     uses = {numbered[tied[0].owner][tied[0].owner_name]: len(tied) for tied in loop.model.tied_uses}
     if uses:
         yield "the norm counts tied parameters once for each use", lambda leaf_index: uses.get(leaf_index, 1)
+    # The regions of each leaf, one for each rank that has a part of it; None is a copy of the whole leaf.
     holders = [
         [regions[leaf_index] for regions in loop.regions if leaf_index in regions] for leaf_index in range(len(leaves))
     ]
@@ -245,6 +250,7 @@ def _wrong_settings(loop: Loop) -> NamedLoops:
         # The correction is 1 - beta^step, which is 1 after very many steps.
         yield "there is no bias correction", _with_step_count(loop, 1e8)
         meant_eps, meant_betas = settings.get("eps", 1e-8), tuple(settings.get("betas", (0.9, 0.999)))
+        # Common values, each tried unless it was meant.
         for eps in (1e-10, 1e-8, 1e-7, 1e-6, 1e-5, 1e-3):
             if eps != meant_eps:
                 yield f"epsilon is {eps:g}, not {meant_eps:g}", with_settings(eps=eps)
@@ -299,6 +305,7 @@ def _wrong_steps(loop: Loop) -> NamedLoops:
         yield "all steps are on the first batch", replace(loop, steps=steps[:1] * len(steps))
         yield "each step is on the batch of the one before", replace(loop, steps=[steps[0], *steps[:-1]])
     if count > 1:
+        # Each microbatch is a step of its own here, with the rates and the key of its step.
         single_steps = [[part] for parts in steps for part in parts]
         rates, keys = ([value for value in values for _ in range(count)] for values in (loop.rates, loop.keys))
         yield "the optimizer steps after each microbatch", replace(loop, steps=single_steps, rates=rates, keys=keys)
@@ -339,6 +346,7 @@ def _candidate_orders(right: Tensor, microbatches: int) -> Iterator[tuple[str, T
     yield "targets come in the reverse order of the rows", right.flip(0)
     for k in (microbatches, 2, 4, 8):
         if 1 < k < rows and rows % k == 0:
+            # Dealt out one by one: part r has the rows r, r + k, r + 2k and so on.
             scope, dealt = f"{k} microbatches or replicas", right.view(-1, k).T.flatten()
             yield f"targets are those of the next of {scope}", right.roll(-(rows // k))
             yield f"targets are dealt out one by one to {scope}, inputs in blocks", dealt

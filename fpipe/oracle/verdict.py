@@ -131,6 +131,7 @@ def nearest_plain_scale(scale: float) -> float:
     >>> nearest_plain_scale(3.999), nearest_plain_scale(-0.98), nearest_plain_scale(0.26)
     (4.0, -1.0, 0.25)
     """
+    # 1 / size of a smaller number would overflow.
     size = abs(scale)
     if size < 1e-300:
         return 0.0
@@ -181,6 +182,7 @@ def judge(gradients: Sequence[Gradient], weights: Sequence[float], reduction: Re
     """
     total_norm = joint_norm(gradient.expected for gradient in gradients)
     equal_verdicts = [_verdict_if_equal(gradient, total_norm) for gradient in gradients]
+    # A gradient that is equal to rounding is tried as well, unless it is sure: a small mistake may hide in it.
     unexplained = {
         index for index, gradient in enumerate(gradients) if equal_verdicts[index] is None or not is_sure(gradient)
     }
@@ -240,6 +242,7 @@ def _patterns(gradients: Sequence[Gradient], microbatches: int, reduction: Reduc
     scale_alone = Mistake(microbatches, reduction=reduction)
     yield scale_alone
     stages_by_gradient = [{stage for _, stage in gradient.parts} for gradient in gradients]
+    # By microbatch: one is missing or counts twice, all weigh the same, or counts that are fitted to the gradients.
     if microbatches > 1 and any(stages_by_gradient):
         for index in range(microbatches):
             yield from (replace(scale_alone, counts=_counts_with(times, index, microbatches)) for times in (0, 2))

@@ -66,6 +66,7 @@ def refuse_leaks(mode: Any) -> Generator[None]:
         # A tensor in a reference cycle is dead, though its weak reference still finds it. Collecting is slow, so only
         # where something seems to be left.
         gc.collect()
+    # `leaked` may be bound in no nested function: the cell of its closure would count as a holder.
     tensors = (reference() for reference in references)
     leaked = next((tensor for tensor in tensors if tensor is not None), None)
     if leaked is not None:
@@ -140,7 +141,7 @@ def _allocates_results(op: Any) -> bool:
 def _trusts_meta_strides(op: Any, args: Any) -> bool:
     """Whether to believe the strides that torch's meta kernels report; an op must never run on invented indices."""
     tensors = [*tensors_in(args)]
-    # Meta kernels are right about contiguous inputs, nearly all there are.
+    # Meta kernels are right for contiguous inputs, the usual case.
     if all(tensor.is_contiguous() for tensor in tensors):
         return True
     # Pointwise ops keep the strides of inputs that all have the same; meta kernels agree. An exception are random ops:

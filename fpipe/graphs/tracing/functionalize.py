@@ -85,9 +85,11 @@ def drop_copies(graph: fx.Graph) -> None:
 
     t = copy(h, s); y = t * 2        --> drop_copies -->        y = s * 2        so the base of h is not kept alive
     """
+    # `copy(destination, source)` is what functionalization makes of `destination.copy_(source)`.
     for node in graph.find_nodes(op="call_function", target=_aten.copy.default):
         source = node.args[1]
         old, new = node.meta["val"], source.meta["val"]
+        # A copy that casts, broadcasts or moves to another device computes something.
         is_cast = (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device)
         if not is_cast and old.is_floating_point() and all(_ignores_strides(user, node, source) for user in node.users):
             node.replace_all_uses_with(source)

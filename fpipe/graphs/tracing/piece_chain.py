@@ -316,6 +316,7 @@ class Chain:
 
 def split_into_pieces(model: Model, call: StageCall) -> Chain | None:
     """Split a call of a stage into pieces; None if its net has none, or it reads more than parameters and inputs."""
+    # 1. Refuse what pieces do not cover: other functions than nets, stages that ask for more than inputs, DTensors.
     stage = None if call.stage is None else model.stages[call.stage]
     if stage is None or call.stage is None or not isinstance(stage.forward, PositionalStage):
         return None
@@ -324,7 +325,7 @@ def split_into_pieces(model: Model, call: StageCall) -> Chain | None:
     if reads_more or any(getattr(leaf, "sharding", None) for leaf in leaves) or not stage.forward.pieces:
         return None
     reads = dict(call.reads)
-    # Which leaf is which value is found by identity: hand the net one empty tensor on meta for each leaf, and look
+    # 2. Which leaf is which value is found by identity: hand the net one empty tensor on meta for each leaf, and look
     # where each of them comes out.
     tokens_by_label = {label: [*map(_token, leaves)] for label, leaves in reads.items()}
     x = [tree.unflatten(spec, tokens_by_label[label]) for label, spec in call.specs if is_input(label)]
@@ -340,6 +341,7 @@ def split_into_pieces(model: Model, call: StageCall) -> Chain | None:
     if in_pieces is None:
         return None
     token_by_value, y = in_pieces
+    # 3. Map values to slots.
     ports = [tree.flatten(output) for output in outputs_of(model, call.stage, y)]
     values = [leaf for leaves, _ in ports for leaf in leaves]
     slot_by_token = {
@@ -347,6 +349,7 @@ def split_into_pieces(model: Model, call: StageCall) -> Chain | None:
         for label, label_tokens in tokens_by_label.items()
         for index, token in enumerate(label_tokens)
     }
+    # A value that is returned twice would get two cotangents, and pieces never add gradients.
     if len({*map(id, values)}) < len(values) or not all(isinstance(token, Tensor) for token in token_by_value.values()):
         return None
     flat_by_label = {label_at("y", port): flat_output for port, flat_output in enumerate(ports)} | {

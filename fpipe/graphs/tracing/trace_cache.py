@@ -240,6 +240,7 @@ class Traces:
         stage = self.model.stages[call.stage]
         if "key" in stage.asks:
             raise Untraceable("it asks for its key, and a trace would repeat what Python computes from the first one")
+        # A net's stage reads parameters by position, so equal blocks under other names share a trace.
         is_positional = isinstance(stage.forward, PositionalStage)
         tied_names = tuple("" if is_positional else leaf.name for leaf in self.model.tied(call.stage))
         call_key = (

@@ -63,6 +63,7 @@ class _FromLocal(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, mesh: Any, placements: Any, grad_placements: Any) -> Any:
         from torch.distributed.tensor import DTensor
 
+        # The gradient arrives as a DTensor in placements of torch's choice; the backward redistributes it to these.
         ctx.grad_placements = grad_placements
         return DTensor.from_local(x, mesh, placements)
 
@@ -115,6 +116,7 @@ class DTensorCall:
     def register_steps(self, shape: list[Any]) -> list[tuple[str, list[Any]]]:
         """Register the steps that make up this call, and return their names, each with the shape of its result."""
         mesh, source, target = self.mesh, self.source or self.target, self.target
+        # 1. to_local: take the shard.
         if target is None:
             steps_and_shapes: list[tuple[Step, list[Any]]] = [
                 (
@@ -123,7 +125,7 @@ class DTensorCall:
                 )
             ]
         elif kind := self._collective_kind(source, target):
-            # A collective between two local steps; of a plain tensor nothing has to be taken, so the first step goes.
+            # 2. A collective between two local steps; a plain tensor has no shard to take, so the first step goes.
             group, size = mesh.get_group(), mesh.size()
             axis = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else axis_of(group)
             collective = CollectiveStage(kind, axis, group.group_name, size, group.rank())
@@ -149,6 +151,7 @@ class DTensorCall:
                     shape,
                 ),
             ][self.source is None :]
+        # 3. from_local: make a DTensor.
         elif self.source is None:
             steps_and_shapes = [
                 (
@@ -161,6 +164,7 @@ class DTensorCall:
                     shape,
                 )
             ]
+        # 4. A redistribute that is no single collective is left to torch.
         else:
             steps_and_shapes = [(partial(_redistribute, mesh=mesh, placements=target), shape)]
         groups = [mesh_group.group_name for mesh_group in mesh.get_all_groups()]
@@ -199,6 +203,7 @@ replicated (R)."""
 def _placement_letter(placement: Any) -> str:
     from torch.distributed.tensor import Partial
 
+    # A partial maximum, say, is no sum, and none of the collectives here.
     if type(placement) is Partial and placement.reduce_op == "sum":
         return "P"
     return "R" if placement.is_replicate() else "S" if placement.is_shard() else "?"

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from fpipe.meaning.purity.attributes import AttributeSnapshot
 from fpipe.models.exporting.boundary import next_stage, seed_stages
 from fpipe.models.exporting.export_net import call_arguments, without_cache
+from fpipe.models.exporting.net_graph import without_checkpoints
 from fpipe.torch_private.fx import NO_MODULE
 
 
@@ -187,10 +188,12 @@ class NetFunction:
         # Buffers are cloned and attributes restored: the run must leave no trace in the net.
         attributes = AttributeSnapshot([*self.net.named_modules()], with_containers=True)
         try:
+            # A checkpoint calls modules again in the backward, when functional_call has put their own parameters back.
             with (
                 nullcontext() if key is None else seed_stages(key, microbatch),
                 without_cache(self.net),
                 self._advance_stages(),
+                without_checkpoints(),
             ):
                 output = torch.func.functional_call(self.net, {**buffers, **params}, args, kwargs)
         finally:
@@ -200,6 +203,7 @@ class NetFunction:
     @contextmanager
     def _advance_stages(self) -> Generator[None]:
         """Switch to the random numbers of the next stage after each call that ends a stage."""
+        # A module may be called several times, and a stage ends after one of these calls.
         call_counts = Counter[str]()
         stage_ends = {(call.path, call.call_index) for call in self.end_calls}
 

@@ -192,6 +192,7 @@ def tensors_of(net: nn.Module | ExportedProgram, exported: ExportedProgram) -> N
         params = {name: tensors[name] for name in net.graph_signature.parameters}
         buffers = {name: tensors[name] for name in net.graph_signature.buffers}
         attribute_by_name = {name: (SimpleNamespace(**tensors), name) for name in tensors}
+    # Tied tensors are one object under several names: the first name stands for all.
     name_by_id: dict[int, str] = {}
     canonical_names = {
         name: name_by_id.setdefault(id(tensor), name) for name, tensor in (*params.items(), *buffers.items())

@@ -268,6 +268,7 @@ def _with_tensors(leaves: Iterable[Any], spec: tree.Spec, tensors: Iterator[Tens
 
 def _symbolic_size(size: int, dim: int, ndim: int, input_tensors: Sequence[Tensor]) -> Any:
     """Return the symbolic size of an input that equals a result's size: of the same dimension if possible, or any."""
+    # Two symbolic sizes may have one number in the example: the same dimension is the better guess.
     same_dim_sizes = [tensor.shape[dim] for tensor in input_tensors if tensor.ndim == ndim]
     symbolic_sizes = [size for tensor in input_tensors for size in tensor.shape if isinstance(size, torch.SymInt)]
     return next(
