@@ -38,7 +38,9 @@ from fpipe.transforms.update import update
 
 
 def _order_by_cost(program: Program, request: _search_request.SearchRequest) -> Program:
-    """Search an order for a schedule that is told costs. The search stands above schedules, and is imported late."""
+    """Search an order for a schedule with costs."""
+    # The room `finding` imports schedules, so schedules cannot import it: it is put into their list from here, above
+    # both, and imported at the first search.
     from fpipe.finding.by_cost import order_by_cost
 
     return order_by_cost(program, request)
@@ -46,7 +48,7 @@ def _order_by_cost(program: Program, request: _search_request.SearchRequest) -> 
 
 _search_request.SEARCHES.append(_order_by_cost)
 
-# torch warns of it when it is imported without numpy, which nothing here needs.
+# torch warns at import where numpy is missing, which fpipe does not need.
 warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 
 if TYPE_CHECKING:
@@ -97,10 +99,10 @@ if TYPE_CHECKING:
     from fpipe.verification.report import GradientMismatch, Report
     from fpipe.verification.verify import verify
 
-# Names that are imported when they are first asked for: those of a model that runs, for torch alone takes twenty times
-# as long as all that writes and simulates a schedule, and those that search, plan and draw, which are a third of that.
-# A type checker reads the imports above; tests/test_imports.py holds both to the same names.
-_LATE = {
+# Public names that are imported at their first use. Those that run a model import torch, which takes twenty times as
+# long as everything that writes and simulates a schedule; those that search, plan and draw take a third of that time.
+# A type checker reads the imports above; tests/test_imports.py compares both lists.
+_LAZY_NAMES = {
     "finding.found": ("Found",),
     "finding.search": ("search",),
     "pictures.plot": ("plot",),
@@ -146,7 +148,7 @@ _LATE = {
     "verification.report": ("GradientMismatch", "Report"),
     "verification.verify": ("verify",),
 }
-_HOMES = {name: home for home, names in _LATE.items() for name in names}
+_MODULE_BY_NAME = {name: home for home, names in _LAZY_NAMES.items() for name in names}
 __all__ = [
     "Bounds",
     "Candidates",
@@ -265,19 +267,20 @@ def _folders() -> set[str]:
 
 
 def __dir__() -> list[str]:
-    """The public names and the folders; a module at the root is where its names come from, and no more."""
+    """List the public names and the folders, and not the modules at the root, whose names are public themselves."""
     return sorted({*__all__, *_folders(), *(name for name in globals() if name.startswith("__"))})
 
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+# Hidden from type checkers, which would accept any name as an attribute of a module with __getattr__.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """A name that is imported when it is first asked for."""
-        if name in _HOMES:
-            found = getattr(importlib.import_module(f"fpipe.{_HOMES[name]}"), name)
+        """Import a lazy name, or a folder, at its first use."""
+        if name in _MODULE_BY_NAME:
+            attribute = getattr(importlib.import_module(f"fpipe.{_MODULE_BY_NAME[name]}"), name)
         elif name in _folders():
-            found = importlib.import_module(f"fpipe.{name}")
+            attribute = importlib.import_module(f"fpipe.{name}")
         else:
             raise AttributeError(f"module 'fpipe' has no attribute {name!r}", name=name, obj=sys.modules["fpipe"])
-        globals()[name] = found
-        return found
+        globals()[name] = attribute
+        return attribute

@@ -8,15 +8,16 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Run one command, with what was typed."""
+    """Run the command line with the arguments of this process."""
     try:
         from fpipe.cli.app import app
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
         sys.exit(f"the command line needs {error.name}, which is not installed: pip install 'fpipe[cli]'.")
+    # `fpipe .. | head` closes the pipe. The default action ends the process silently; Python's would print a traceback.
     if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends us without a word, as it ends any other tool
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     app(prog_name="fpipe" if Path(sys.argv[0]).stem == "fpipe" else "python -m fpipe")
 
 

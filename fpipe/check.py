@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
 
-from fpipe.limits import expression, shortened
+from fpipe.limits import parse_expression, shortened
 from fpipe.order import refuse_state_order
 from fpipe.program import (
     ENTRY_RULES,
@@ -154,7 +154,7 @@ _REQUIRED_READ = {"B": "res", "I": "res", "W": "wres"}
 @lru_cache
 def _find_spec_mistake(text: str) -> str | None:
     try:
-        expression(text)
+        parse_expression(text)
     except ValueError as error:
         return f"has a spec: {str(error).removesuffix('.')}"
     return None

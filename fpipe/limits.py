@@ -1,7 +1,7 @@
-"""Limits of what is read: how long a word, how deep a nesting, how large a number a text or an argument may have.
+"""Limits on the length, nesting and numbers of texts and arguments.
 
-A program, a table or an option may come from elsewhere. What is over a limit is refused in one sentence before anything
-is made of it, so that no text takes all memory, all time or the whole stack of its reader.
+A program, a table or an option may come from an untrusted source. Whatever exceeds a limit is refused before anything
+is built from it, so that no text takes all memory, all time or the whole stack of its reader.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ MOST_PARTS = 16  # of a PAIR; hardware overlaps two
 LARGEST_NUMBER = 2**64  # in a literal, of seconds or of bytes
 
 
-def whole(word: str, found: object, *, least: int = 1, most: float = LARGEST_SIZE) -> int:
-    """A whole number within limits.
+def check_whole_number(name: str, number: object, *, minimum: int = 1, maximum: float = LARGEST_SIZE) -> int:
+    """Return a whole number if it is within limits, else raise ValueError.
 
-    >>> whole("ranks", 10**8)
+    >>> check_whole_number("ranks", 10**8)
     Traceback (most recent call last):
     ValueError: ranks is a whole number, at most 20000; found 100000000.
     """
-    if type(found) is not int or found < least:
-        raise ValueError(f"{word} is a whole number, at least {least}; found {found!r}.")
-    if found > most:
-        raise ValueError(f"{word} is a whole number, at most {most}; found {shortened(repr(found), 30)}.")
-    return found
+    if type(number) is not int or number < minimum:
+        raise ValueError(f"{name} is a whole number, at least {minimum}; found {number!r}.")
+    if number > maximum:
+        raise ValueError(f"{name} is a whole number, at most {maximum}; found {shortened(repr(number), 30)}.")
+    return number
 
 
 def refuse_too_many_ops(forwards: int, microbatches: int) -> None:
-    """Raise ValueError if forwards and backwards alone are more than the ops of a program, before any is made."""
+    """Raise ValueError if the forwards and backwards alone exceed the ops of a program, before any is made."""
     ops = 2 * forwards
-    if ops * whole("microbatches", microbatches) > MOST_OPS:
+    if ops * check_whole_number("microbatches", microbatches) > MOST_OPS:
         raise ValueError(f"{microbatches} microbatches of {ops} ops are more than the {MOST_OPS} ops of a program.")
 
 
 def read_text(stream: TextIO, name: str) -> str:
-    """Read a text to its end, which a device may not have.
+    """Read a text up to the longest that is accepted; a device such as /dev/zero has no end.
 
     >>> import io
     >>> read_text(io.StringIO("0F0 0B0"), "table.txt")
@@ -53,27 +53,27 @@ def read_text(stream: TextIO, name: str) -> str:
     return text
 
 
-def shortened(text: str, most: int = 200) -> str:
-    """The beginning of a text, as errors quote it."""
-    return text if len(text) <= most else f"{text[:most]}..."
+def shortened(text: str, max_length: int = 200) -> str:
+    """Return the beginning of a text, as errors quote it."""
+    return text if len(text) <= max_length else f"{text[:max_length]}..."
 
 
-def expression(text: str) -> ast.expr:
-    """Parse a Python expression, whatever stands in the text.
+def parse_expression(text: str) -> ast.expr:
+    """Parse a Python expression from an untrusted text; nothing is evaluated.
 
-    >>> ast.unparse(expression("{'dim': 1}"))
+    >>> ast.unparse(parse_expression("{'dim': 1}"))
     "{'dim': 1}"
-    >>> expression("(" * 1000)
+    >>> parse_expression("(" * 1000)
     Traceback (most recent call last):
     ValueError: '((((((((((((((((((((...' is no Python literal, or nests too deeply.
     """
     try:
         with warnings.catch_warnings(action="ignore"):
-            found = ast.parse(text, mode="eval").body
+            tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):  # the last two are the parser's own limits
         raise ValueError(f"{shortened(text, 20)!r} is no Python literal, or nests too deeply.") from None
-    for node in ast.walk(found):
+    for node in ast.walk(tree):
         number = node.value if isinstance(node, ast.Constant) else 0
         if isinstance(number, int | float | complex) and not abs(number) < LARGEST_NUMBER:
             raise ValueError(f"a number in {shortened(text)!r} is beyond {LARGEST_NUMBER:.3g}.")
-    return found
+    return tree

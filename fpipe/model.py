@@ -1,4 +1,11 @@
-"""Describe a model: pure stage functions in dataflow order, and a loss, without parameters or devices."""
+"""Define stages and models: pure stage functions in dataflow order, and a loss, without parameters or devices.
+
+    batch -> stage 0 -> stage 1 -> stage 2 -> loss        inputs=("batch", 0, (1, 0))
+                |                    ^
+                +--------------------+                    stage 2 takes the outputs of stages 1 and 0
+
+A model holds no tensor. Parameters and state are arguments of a step, so one model serves any number of them.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from fpipe.limits import whole
-from fpipe.positional_stage import Names, of_net
+from fpipe.limits import check_whole_number
+from fpipe.positional_stage import Names, net_stage_of
 from fpipe.program import HtmlRepr, Op
 
 if TYPE_CHECKING:
@@ -27,7 +34,7 @@ Turn = tuple[bool, bool]
 
 @dataclass(frozen=True)
 class Stage:
-    """One pure stage function `f(params, x) -> y`, and what more it asks for by keyword-only names.
+    """A pure stage function `f(params, x) -> y`, and the keyword-only arguments that it asks for.
 
     Args:
         forward: `f(params, x, *, state, key, microbatch) -> y`; the keywords only as far as `asks` names them.
@@ -65,7 +72,7 @@ class Stage:
 
 
 class TiedLeaf(NamedTuple):
-    """One use of a tied leaf: where it is read, and where it lives, which is the value `params[owner]:port`.
+    """One use of a tied leaf: the stage that reads it, and its owner, which has it as the value `params[owner]:port`.
 
     Attributes:
         stage, name: the stage that reads it, and what it is called there.
@@ -83,7 +90,7 @@ class TiedLeaf(NamedTuple):
 
 
 class LossFunction(NamedTuple):
-    """The function that a model was cut out of.
+    """The loss function from which a model was cut.
 
     Attributes:
         call: `call(params, batch, key, microbatch)` is what it returns for the pytree of all parameters, or for a dict
@@ -99,8 +106,8 @@ class LossFunction(NamedTuple):
     door: str = "from_loss"
 
 
-class Made(NamedTuple):
-    """The report of a model that was made of another one: how it was made, and what is where."""
+class DerivedReport(NamedTuple):
+    """The report of a model derived from another: how it was derived, and the report of the original."""
 
     how: str
     report: Any
@@ -111,7 +118,7 @@ class Made(NamedTuple):
 
 @dataclass(frozen=True)
 class Model(HtmlRepr):
-    """Stages in dataflow order plus a loss; `inputs[i]` says what stage i takes, `ties` which leaves are one.
+    """Stages in dataflow order and a loss; `inputs[i]` lists the sources of stage i, `ties` the leaves that are one.
 
     A stage that takes one source gets its value as `x`; one that takes a tuple of sources gets the tuple of values. A
     stage of which others take several outputs, as `(stage, which)`, returns the tuple of them.
@@ -147,142 +154,145 @@ class Model(HtmlRepr):
     def __str__(self) -> str:
         return repr(self) if self.report is None else str(self.report)
 
-    def made(self, how: str) -> Made | None:
-        """The report of a model that is made of this one, if this one has a report."""
-        return None if self.report is None else Made(how, self.report)
+    def made(self, how: str) -> DerivedReport | None:
+        """Return the report for a model derived from this one; None if this one has no report."""
+        return None if self.report is None else DerivedReport(how, self.report)
 
     def __post_init__(self) -> None:
-        for odd in (stage for stage in self.stages if not isinstance(stage, Stage)):
-            raise TypeError(f"a Model is made of fpipe.Stage, found {type(odd).__name__}; see from_functions.")
+        for non_stage in (stage for stage in self.stages if not isinstance(stage, Stage)):
+            raise TypeError(f"a Model is made of fpipe.Stage, found {type(non_stage).__name__}; see from_functions.")
         if self.loss is not None:
             if not callable(self.loss):
                 raise ValueError(f"loss is a function loss(y, target) or None, found {type(self.loss).__name__}.")
             if isinstance(self.loss, type):
                 raise ValueError(f"loss is a class; make one: {self.loss.__name__}().")
-            taken = odd_signature(self.loss)
-            if taken is not None:
-                raise ValueError(f"loss is a function loss(y, target), found one of {taken}.")
+            signature = unsuitable_signature(self.loss)
+            if signature is not None:
+                raise ValueError(f"loss is a function loss(y, target), found one of {signature}.")
         if self.reduction not in ("mean", "sum", "count"):
             raise ValueError(f"reduction is 'mean', 'sum' or 'count', found {self.reduction!r}.")
         normalise_inputs(self.inputs, len(self.stages) or len(self.inputs))
         if self.stages and self.stages[-1].aux_loss:
-            last = len(self.stages) - 1
-            raise ValueError(f"stage {last} is the last, and what it returns goes to the loss: add its loss there.")
+            last_stage = len(self.stages) - 1
+            raise ValueError(
+                f"stage {last_stage} is the last, and what it returns goes to the loss: add its loss there."
+            )
 
     def sources(self, stage: int) -> tuple[Source, ...]:
-        """The sources of a stage, always as a tuple."""
-        taken = self.inputs[stage]
-        return taken if isinstance(taken, tuple) else (taken,)
+        """Return the sources of a stage, always as a tuple."""
+        stage_input = self.inputs[stage]
+        return stage_input if isinstance(stage_input, tuple) else (stage_input,)
 
     @cached_property
     def _ports(self) -> dict[int, int]:
-        return _ports_of(source for stage in range(len(self.inputs)) for source in self.sources(stage))
+        return _count_ports(source for stage in range(len(self.inputs)) for source in self.sources(stage))
 
     def ports(self, stage: int) -> int:
-        """How many outputs a stage has: one, or as many as others take of it."""
+        """Return how many outputs a stage has: one, or as many as other stages take."""
         return self._ports.get(stage, 1)
 
-    def who(self, stage: int) -> str:
-        """How errors call a stage: by its number, and its name if it has one."""
+    def label_of(self, stage: int) -> str:
+        """Return what errors call a stage: its number, and its name if it has one."""
         name = self.stages[stage].name
         return f"stage {stage} ({name})" if name else f"stage {stage}"
 
     @cached_property
     def tied_uses(self) -> tuple[tuple[TiedLeaf, ...], ...]:
         """The uses of each tied leaf, its owner's first."""
-        bundles, ports = Counter[int](), Counter[int]()
-        found: list[tuple[TiedLeaf, ...]] = []
+        # Bundle 0 of a stage is its own parameters, and port 0 of an owner too; so tied leaves count from 1.
+        bundle_counts, port_counts = Counter[int](), Counter[int]()
+        uses_by_leaf: list[tuple[TiedLeaf, ...]] = []
         for group in self.ties:
             owner, owner_name = group[0]
-            ports[owner] += 1
+            port_counts[owner] += 1
             uses: list[TiedLeaf] = []
             for stage, name in group:
-                bundles[stage] += 1
-                uses.append(TiedLeaf(stage, name, bundles[stage], owner, owner_name, ports[owner]))
-            found.append(tuple(uses))
-        return tuple(found)
+                bundle_counts[stage] += 1
+                uses.append(TiedLeaf(stage, name, bundle_counts[stage], owner, owner_name, port_counts[owner]))
+            uses_by_leaf.append(tuple(uses))
+        return tuple(uses_by_leaf)
 
     @cached_property
     def _tied(self) -> dict[int, tuple[TiedLeaf, ...]]:
-        found: dict[int, tuple[TiedLeaf, ...]] = {}
+        leaves_by_stage: dict[int, tuple[TiedLeaf, ...]] = {}
         for leaf in (leaf for uses in self.tied_uses for leaf in uses):
-            found[leaf.stage] = (*found.get(leaf.stage, ()), leaf)
-        return found
+            leaves_by_stage[leaf.stage] = (*leaves_by_stage.get(leaf.stage, ()), leaf)
+        return leaves_by_stage
 
     def tied(self, stage: int) -> tuple[TiedLeaf, ...]:
-        """The tied leaves that a stage reads, bundle after bundle."""
+        """Return the tied leaves that a stage reads, in the order of bundles."""
         return self._tied.get(stage, ())
 
     def owned(self, stage: int) -> tuple[TiedLeaf, ...]:
-        """The tied leaves that live in a stage, port after port."""
+        """Return the tied leaves that a stage owns, in the order of ports."""
         return tuple(uses[0] for uses in self.tied_uses if uses[0].owner == stage)
 
-    def living(self, stage: int) -> list[tuple[str, ...]]:
-        """The names of each parameter that lives in a stage made of modules, the first one first."""
-        away = {leaf.name for leaf in self.tied(stage) if leaf.owner != stage}
-        return [names for names in self.stages[stage].names or () if names[0] not in away]
+    def owned_param_names(self, stage: int) -> list[tuple[str, ...]]:
+        """Return the names of each parameter that a stage owns, its first name first; none for plain functions."""
+        received_names = {leaf.name for leaf in self.tied(stage) if leaf.owner != stage}
+        return [names for names in self.stages[stage].names or () if names[0] not in received_names]
 
 
-def one_or_all(sources: Sequence[Source]) -> Source | tuple[Source, ...]:
-    """The inputs of a stage as a model has them, where one of several outputs of a stage is a tuple."""
-    first, *others = sources
-    return tuple(sources) if others or isinstance(first, tuple) else first
+def as_stage_input(sources: Sequence[Source]) -> Source | tuple[Source, ...]:
+    """Return the sources of a stage as an entry of `Model.inputs`: a tuple, or a single source."""
+    # A single source that is a tuple, (stage, port), stays inside a tuple: bare it would read as two sources.
+    first_source, *other_sources = sources
+    return tuple(sources) if other_sources or isinstance(first_source, tuple) else first_source
 
 
-def odd_signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature of a loss that cannot be called with two things, as each is; None of one that can, or that does not
-    tell, as some functions written in C.
+def unsuitable_signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """Return the signature of a loss that cannot be called as loss(y, target); None if it can, or has no signature.
 
-    >>> print(odd_signature(lambda y: y), odd_signature(lambda y, target, weight=None: y))
+    >>> print(unsuitable_signature(lambda y: y), unsuitable_signature(lambda y, target, weight=None: y))
     (y) None
     """
     from torch import nn
 
     try:
-        taken = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
-    except ValueError:
+        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except ValueError:  # some functions written in C have no signature
         return None
     try:
-        taken.bind(None, None)
+        signature.bind(None, None)
     except TypeError:
-        return taken
+        return signature
     return None
 
 
-def in_mode(model: Model) -> Model:
-    """The model as the train or eval mode of its net is now, where a front door can trace it so."""
-    return model if the_model(model).held is None else model.held.in_mode(model)
+def in_current_mode(model: Model) -> Model:
+    """Return the model for the train or eval mode that its net is in now, where a front door can trace it again."""
+    return model if require_model(model).held is None else model.held.model_in_current_modes(model)
 
 
-def the_model(found: object, wanted: str = "a Model is wanted, as from_functions makes it;") -> Model:
-    """Pass a model on, and refuse all else with a hint."""
-    if isinstance(found, Model):
-        return found
+def require_model(argument: object, expectation: str = "a Model is wanted, as from_functions makes it;") -> Model:
+    """Return the argument if it is a Model, else raise TypeError with a hint."""
+    if isinstance(argument, Model):
+        return argument
     from torch import nn
 
     hint = ""
-    if isinstance(found, nn.Module):
+    if isinstance(argument, nn.Module):
         hint = " A Sequential goes through fpipe.from_sequential, which returns (model, params, state)."
-    elif isinstance(found, tuple) and any(isinstance(part, Model) for part in found):  # pyright: ignore[reportUnknownVariableType]
+    elif isinstance(argument, tuple) and any(isinstance(part, Model) for part in argument):  # pyright: ignore[reportUnknownVariableType]
         hint = " Of what a front end returns, the model is the first: hand in that."
-    raise TypeError(f"{wanted} found {type(found).__name__}.{hint}")  # pyright: ignore[reportUnknownArgumentType]
+    raise TypeError(f"{expectation} found {type(argument).__name__}.{hint}")  # pyright: ignore[reportUnknownArgumentType]
 
 
 def normalise_inputs(
     inputs: Sequence[Source | tuple[Source, ...]] | None, n: int
 ) -> tuple[Source | tuple[Source, ...], ...]:
-    """The inputs of each of n stages: checked, and written out for a plain chain."""
-    whole("stages", n)
+    """Return the checked inputs of n stages, by default those of a plain chain."""
+    check_whole_number("stages", n)
     if inputs is None:
         return ("batch", *range(n - 1))
     if isinstance(inputs, str) or not isinstance(inputs, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
-        found = type(inputs).__name__
-        raise ValueError(f"inputs lists what each stage takes, as in ('batch', 0, (1, 0)); found {found}.")
+        type_name = type(inputs).__name__
+        raise ValueError(f"inputs lists what each stage takes, as in ('batch', 0, (1, 0)); found {type_name}.")
     if len(inputs) != n:
         raise ValueError(f"inputs says what each stage takes: {n} entries for {n} stages, found {len(inputs)}.")
-    read: set[tuple[Any, int]] = set()
-    for stage, entry in enumerate(inputs):
-        sources = entry if isinstance(entry, tuple) else (entry,)
+    read_ports: set[tuple[Any, int]] = set()
+    for stage, stage_input in enumerate(inputs):
+        sources = stage_input if isinstance(stage_input, tuple) else (stage_input,)
         if not sources:
             raise ValueError(f"stage {stage} takes nothing; its inputs are earlier stages or 'batch'.")
         for source in sources:
@@ -292,30 +302,29 @@ def normalise_inputs(
             ):
                 earlier = f"a stage from 0 to {stage - 1}, or 'batch'" if stage else "'batch'"
                 raise ValueError(f"stage {stage} takes {source!r}; it can take {earlier}.")
-            read.add((home, port))
-    ports = _ports_of(read)
+            read_ports.add((home, port))
+    ports = _count_ports(read_ports)
     for stage in range(n - 1):
-        unread = next((port for port in range(ports.get(stage, 1)) if (stage, port) not in read), None)
+        unread = next((port for port in range(ports.get(stage, 1)) if (stage, port) not in read_ports), None)
         if unread is not None:
-            which = "the output" if ports.get(stage, 1) == 1 else f"output {unread}"
-            raise ValueError(
-                f"nobody takes {which} of stage {stage}; only the last stage, {n - 1}, gives the loss its input."
-            )
+            unread_output = "the output" if ports.get(stage, 1) == 1 else f"output {unread}"
+            rule = f"only the last stage, {n - 1}, gives the loss its input"
+            raise ValueError(f"nobody takes {unread_output} of stage {stage}; {rule}.")
     return tuple(inputs)
 
 
-def _ports_of(taken: Iterable[Source | tuple[Any, int]]) -> dict[int, int]:
-    """How many outputs are taken of each stage."""
+def _count_ports(sources: Iterable[Source | tuple[Any, int]]) -> dict[int, int]:
+    """Return how many outputs of each stage are taken."""
     ports: dict[int, int] = {}
-    for source in taken:
+    for source in sources:
         home, port = source if isinstance(source, tuple) else (source, 0)
         if home != "batch":
             ports[home] = max(ports.get(home, 1), port + 1)
     return ports
 
 
-def taken_gradients(model: Model, ops: Sequence[Op]) -> frozenset[tuple[int, int]]:
-    """The places where stages take the batch whose gradient a program wants: each a stage and which of its inputs."""
+def wanted_input_gradients(model: Model, ops: Sequence[Op]) -> frozenset[tuple[int, int]]:
+    """Return the batch inputs whose gradients a program computes, each as a stage and an index of its inputs."""
     return frozenset(
         (value.stage, value.port)
         for op in ops
@@ -324,19 +333,19 @@ def taken_gradients(model: Model, ops: Sequence[Op]) -> frozenset[tuple[int, int
     )
 
 
-def who_draws(model: Model, number: int) -> str:
-    """How errors call a stage that draws random numbers: with the modules that do, if they are known."""
-    net = of_net(model.stages[number].forward)
-    modules = net.drawing() if net else []
-    return f"{model.who(number)}: {', '.join(modules)}" if modules else model.who(number)
+def label_with_random_modules(model: Model, number: int) -> str:
+    """Return what errors call a stage that draws random numbers: its label, and the modules that draw, if known."""
+    net = net_stage_of(model.stages[number].forward)
+    modules = net.random_modules() if net else []
+    return f"{model.label_of(number)}: {', '.join(modules)}" if modules else model.label_of(number)
 
 
-def same_keys(
-    found: Mapping[Any, Any], expected: Sequence[Any], who: str, what: str = "a parameter of it that trains"
+def check_keys(
+    mapping: Mapping[Any, Any], expected: Sequence[Any], owner: str, key_meaning: str = "a parameter of it that trains"
 ) -> None:
-    """A dict has exactly the expected keys."""
-    for missing in (name for name in expected if name not in found):
-        raise ValueError(f"{who} must have {missing!r}, which is missing.")
-    if len(found) != len(expected):
-        extra = next(name for name in found if name not in expected)
-        raise ValueError(f"{who} has {extra!r}, which is not {what}.")
+    """Raise ValueError unless a mapping has exactly the expected keys."""
+    for missing in (name for name in expected if name not in mapping):
+        raise ValueError(f"{owner} must have {missing!r}, which is missing.")
+    if len(mapping) != len(expected):
+        extra = next(name for name in mapping if name not in expected)
+        raise ValueError(f"{owner} has {extra!r}, which is not {key_meaning}.")

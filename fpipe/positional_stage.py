@@ -1,8 +1,8 @@
-"""A stage function that was cut out of a net: it also takes its parameters by position, and lists what else it reads.
+"""Define the stage function of a net, which takes parameters by name or by position, and lists what else it reads.
 
 f({"0.weight": w}, x)   f({"1.weight": w}, x)        --> pure -->        f([w], x)
 
-So equal stages share a trace, whatever their parameters are called.
+By position, stages that compute the same function share one trace, whatever their parameters are called.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Names = tuple[tuple[str, ...], ...]
-"""The names of each parameter that the stage is handed."""
+"""The names of each parameter that a stage takes; a tied parameter has several."""
 
 
 class PositionalStage(ABC):
-    """A stage function of a net. Attributes that a front door does not set are empty.
+    """The stage function of a net; attributes that a front door does not set are empty.
 
     Attributes:
         number: the number of the stage.
@@ -36,7 +36,7 @@ class PositionalStage(ABC):
 
     number: int
     names: Names
-    holds: Sequence[str] = ()
+    state_names: Sequence[str] = ()
     fixed: Sequence[str] = ()
     homes: Sequence[tuple[Any, str]] = ()
     modules: Sequence[tuple[str, Any]] = ()
@@ -45,7 +45,7 @@ class PositionalStage(ABC):
 
     @abstractmethod
     def __call__(self, params: Mapping[str, Tensor], x: Any) -> Any:
-        """The stage as a function of parameters by name."""
+        """Compute the stage's output from parameters by name."""
 
     @abstractmethod
     def pure(
@@ -54,57 +54,61 @@ class PositionalStage(ABC):
         """Compute the output and the `state` after it from all that the stage reads, in the order of names."""
 
     @abstractmethod
-    def twin(self) -> Any:
-        """A key that is equal for stages which compute the same function of what they take by position."""
+    def sharing_key(self) -> Any:
+        """Return a key that is equal for stages that compute the same function of their arguments by position."""
 
     @cached_property
     def pieces(self) -> Sequence[Any]:
-        """The parts that it runs one after the other, each traced alone; none where it is traced as a whole."""
+        """The pieces of the stage, which run in sequence and are traced separately; none if it is traced whole."""
         return ()
 
-    def in_pieces(self, params: Sequence[Any], constants: Sequence[Any], x: Any) -> tuple[dict[Any, Any], Any] | None:
-        """The stage's inputs among the values of its pieces, and its output in such values; None without pieces."""
+    def map_to_pieces(
+        self, params: Sequence[Any], constants: Sequence[Any], x: Any
+    ) -> tuple[dict[Any, Any], Any] | None:
+        """Return the stage's inputs and its output in terms of the values of its pieces; None without pieces."""
         return None
 
-    def during(self, params: Sequence[Tensor], constants: Sequence[Tensor], what: Callable[[], Any]) -> Any:
-        """Call `what`, such as the backward of its output, while these tensors stand in the modules."""
-        return what()
+    def with_tensors_bound(
+        self, params: Sequence[Tensor], constants: Sequence[Tensor], function: Callable[[], Any]
+    ) -> Any:
+        """Call `function`, such as the backward of its output, while these tensors stand in the modules."""
+        return function()
 
     @abstractmethod
     def home_of(self, name: str) -> tuple[Any, str]:
-        """Where the net has a tensor: its owner, and the attribute."""
+        """Return where the net has a tensor: its owner, and the attribute."""
 
     def all_names(self) -> Iterable[str]:
-        """The names of all tensors of its modules, or of the whole net."""
+        """Return the names of all tensors of its modules, or of the whole net."""
         return [name for name, _ in self.named_tensors()]
 
     def constants(self) -> list[Tensor]:
-        """The current values of its constants."""
+        """Return the current values of its constants."""
         with self.lock:
             return [getattr(owner, name) for owner, name in self.homes]
 
-    def literals_now(self) -> list[Tensor]:
-        """The constants that its code makes of numbers."""
+    def literal_constants(self) -> list[Tensor]:
+        """Return the constant tensors that its code makes from numbers."""
         return []
 
     def modes(self) -> tuple[Any, ...]:
-        """The modes of its modules, and the momentum of its norms: its traces depend on them."""
+        """Return the modes of its modules and the momentum of its norms, on which its traces depend."""
         return (*(module.training for _, module in self.modules), *(norm.momentum for _, norm in self.norms))
 
-    def moved(self) -> Mapping[str, int]:
-        """The parameters that the net has moved since they were handed out, each with the address it had then."""
+    def moved_params(self) -> Mapping[str, int]:
+        """Return the parameters that the net has moved since a front door returned them, with their old addresses."""
         return {}
 
     def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """All tensors of its modules, by name."""
+        """Yield all tensors of its modules, by name."""
         return ()
 
-    def drawing(self) -> list[str]:
-        """The modules that draw random numbers as they are now, in words."""
+    def random_modules(self) -> list[str]:
+        """Return descriptions of the modules that draw random numbers in their current mode."""
         return []
 
 
-def of_net(function: Any) -> PositionalStage | None:
-    """The stage that a front door has cut out of a net, also where a transform of the model wraps its function."""
-    inner: Any = inspect.unwrap(function) if callable(function) else None
-    return inner if isinstance(inner, PositionalStage) else None
+def net_stage_of(function: Any) -> PositionalStage | None:
+    """Return the stage of a net behind a stage function, which a transform may wrap; None if there is none."""
+    unwrapped: Any = inspect.unwrap(function) if callable(function) else None
+    return unwrapped if isinstance(unwrapped, PositionalStage) else None

@@ -1,6 +1,7 @@
-"""Names of torch that it does not promise and the core reads; what only the engine reads is in `torch_private`.
+"""Access private names of torch for the core; those for the engine alone are in `torch_private`.
 
-Each says the version it was tried on. Flags, modes and hooks are as cheap to read as a step needs.
+torch promises none of these names, so each docstring ends in the version on which it was tested, and the private name.
+A step reads flags, modes and hooks each time it runs, so these are read in the cheapest way.
 """
 
 from __future__ import annotations
@@ -33,29 +34,29 @@ _TORCH: Any = torch
 _FAKE: Any = _C._TorchDispatchModeKey.FAKE
 
 
-def arguments_of(op: Any) -> Any:
-    """The arguments of an op: name, type, default and what the op does to its memory (2.13: `_schema`)."""
+def schema_arguments(op: Any) -> Any:
+    """Return the arguments of an op: name, type, default and whether the op writes their memory (2.13: `_schema`)."""
     return op._schema.arguments
 
 
 def returns_of(op: Any) -> Any:
-    """The results of an op, each with its type and whose memory it is (2.13: `_schema`)."""
+    """Return the results of an op, each with its type and the argument that it aliases, if any (2.13: `_schema`)."""
     return op._schema.returns
 
 
-def names_of(op: Any) -> tuple[str, str]:
-    """The name of an op without its namespace, and that of the overload: `add_`, `Tensor` (2.13: `_schema`)."""
+def op_and_overload_names(op: Any) -> tuple[str, str]:
+    """Return the names of an op, without its namespace, and of its overload: `add_`, `Tensor` (2.13: `_schema`)."""
     schema = op._schema
     return schema.name.partition("::")[2], schema.overload_name or "default"
 
 
-def each_times(tensors: list[Tensor], numbers: list[float]) -> Sequence[Tensor]:
-    """Each tensor times a number, in one call that runs the same op on each (2.13: `_foreach_mul`)."""
+def scale_each(tensors: list[Tensor], numbers: list[float]) -> Sequence[Tensor]:
+    """Return each tensor times its number, by one call with the bits of separate ones (2.13: `_foreach_mul`)."""
     return _TORCH._foreach_mul(tensors, numbers)
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether autograd knows a tensor as a view of another (2.13: `_is_view`)."""
+    """Whether autograd tracks a tensor as a view of another (2.13: `_is_view`)."""
     return tensor._is_view()
 
 
@@ -67,27 +68,28 @@ def is_fake(tensor: Any) -> bool:
 
 
 def function_behind(node: Any) -> type | None:
-    """The `torch.autograd.Function` of a node in autograd's graph; None for an op of torch (2.13: `_forward_cls`)."""
+    """Return the `torch.autograd.Function` of an autograd node; None for an op of torch (2.13: `_forward_cls`)."""
     return getattr(node, "_forward_cls", None)
 
 
-def is_write_to_leaf(error: RuntimeError) -> bool:
+def is_leaf_write_error(error: RuntimeError) -> bool:
     """Whether autograd refused a write in place to a leaf that requires a gradient (2.13: its sentence)."""
     return "leaf Variable that requires grad" in str(error)
 
 
-def forbids_saved_tensors_hooks(error: RuntimeError) -> bool:
+def is_hooks_forbidden_error(error: RuntimeError) -> bool:
     """Whether an error says that saved tensors hooks are forbidden, as in torch.func (2.13: its sentence)."""
     return "saved tensor hooks" in str(error)
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The identity of a tensor's storage; a NotImplementedError for sparse ones, which have none (2.13: `_cdata`)."""
+    """Return the identity of a tensor's storage; sparse tensors raise NotImplementedError (2.13: `_cdata`)."""
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:
-    """The dispatch modes that this thread is under (2.13: `_get_current_dispatch_mode_stack`)."""
+    """Return the active dispatch modes of this thread (2.13: `_get_current_dispatch_mode_stack`)."""
+    # The length is an int of C++; the stack is a new Python list, which most calls do not need.
     return _get_current_dispatch_mode_stack() if _C._len_torch_dispatch_stack() else []
 
 
@@ -101,7 +103,7 @@ WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")
 
 
 def version_of(tensor: Tensor) -> int:
-    """A number that each write in place moves (2.13: `_version`)."""
+    """Return the counter that each in-place write to a tensor increments (2.13: `_version`)."""
     return tensor._version
 
 
@@ -113,8 +115,8 @@ class ModuleDicts(NamedTuple):
     children: dict[str, Any]
 
 
-def held_by(module: nn.Module) -> ModuleDicts:
-    """Direct tensors and children of a module, without asking its `__getattr__` (2.13: three dicts)."""
+def direct_members(module: nn.Module) -> ModuleDicts:
+    """Return the direct tensors and children of a module, past its `__getattr__` (2.13: three dicts)."""
     attributes = vars(module)
     return ModuleDicts(attributes["_parameters"], attributes["_buffers"], attributes["_modules"])
 
@@ -124,12 +126,12 @@ _RECOMPUTED = (False, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_R
 
 
 def all_ops() -> list[OpOverload]:
-    """Every op that is registered with torch now, by name (2.13: `_dispatch_get_all_op_names`)."""
+    """Return every registered op, sorted by name (2.13: `_dispatch_get_all_op_names`)."""
     ops: list[OpOverload] = []
     for name in sorted(_C._dispatch_get_all_op_names()):
-        namespace, _, rest = name.partition("::")
-        word, _, overload = rest.partition(".")
-        op = getattr(getattr(getattr(torch.ops, namespace), word, None), overload or "default", None)
+        namespace, _, qualified_name = name.partition("::")
+        op_name, _, overload = qualified_name.partition(".")
+        op = getattr(getattr(getattr(torch.ops, namespace), op_name, None), overload or "default", None)
         if isinstance(op, OpOverload):
             ops.append(cast("OpOverload", op))
     return ops
@@ -186,42 +188,48 @@ FLAGS: dict[str, Any] = {
     )
     if hasattr(_C, f"_get_{name}")
 }
-"""Functions that read the flags by which torch chooses kernels; a version has some of them (2.13)."""
+"""Getters of the flags by which torch chooses kernels, as far as this version has them (2.13)."""
 
 
-# Where numbers may be rounded before they are multiplied; "generic" stands for all of them.
-_PLACES = ("mkldnn", "cuda") if torch.version.cuda else ("mkldnn",)
-PRECISIONS = (("generic", "all"), *((backend, op) for backend in _PLACES for op in ("all", "matmul", "conv", "rnn")))
+# Backends that may round float32 to tf32 or bfloat16 before a product; "generic" sets all of them.
+_FP32_BACKENDS = ("mkldnn", "cuda") if torch.version.cuda else ("mkldnn",)
+PRECISIONS = (
+    ("generic", "all"),
+    *((backend, op) for backend in _FP32_BACKENDS for op in ("all", "matmul", "conv", "rnn")),
+)
 """The backends and ops that have a precision of their own for float32."""
 
 
 def fp32_precisions() -> list[str]:
-    """How float32 is rounded before it is multiplied, for each of `PRECISIONS` (2.13)."""
-    return [_C._get_fp32_precision_getter(*place) for place in PRECISIONS]
+    """Return how float32 is rounded before products, for each of `PRECISIONS` (2.13)."""
+    return [_C._get_fp32_precision_getter(*backend_and_op) for backend_and_op in PRECISIONS]
 
 
 def sdp_priority() -> list[int]:
-    """The order in which kernels of attention are tried (2.13)."""
+    """Return the order in which attention kernels are tried (2.13)."""
     return _C._get_sdp_priority_order()
 
 
 def einsum_is_optimised() -> bool:
-    """The flag as assigned, or as its own functions set it: its attribute takes four times as long (2.13)."""
+    """Whether einsum optimises the order of its contractions (2.13)."""
+    # A user's assignment leaves a plain attribute in the dict of `backends.opt_einsum`, which hides the flag in the
+    # module behind it. Reading both dicts takes a quarter of the time of reading the attribute.
     return vars(_EINSUM).get("enabled", _EINSUM.m.enabled)
 
 
 def default_device() -> Any:
-    """The device on which this thread makes tensors that name none; None for the host (2.13: a function mode)."""
+    """Return the default device of this thread; None for the host (2.13: a function mode)."""
     return next((mode.device for mode in reversed(_function_modes()) if isinstance(mode, _device.DeviceContext)), None)
 
 
 def has_saved_tensors_hooks() -> bool:
-    """Whether saved_tensors_hooks are on (2.13)."""
+    """Whether saved_tensors_hooks are active (2.13)."""
     return _C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def has_hooks_on_all_modules() -> bool:
-    """Whether there are global hooks of modules besides those of torch, which follow where a step is (2.13)."""
+    """Whether a user has registered hooks on all modules (2.13)."""
+    # torch's own global hooks, which follow which module is running, do not count.
     if not _MODULES._has_any_global_hook():
         return False
     modules = (str(getattr(hook, "__module__", "")) for hook in chain.from_iterable(_HOOKS))
@@ -229,7 +237,7 @@ def has_hooks_on_all_modules() -> bool:
 
 
 def function_modes() -> Iterator[Any]:
-    """The TorchFunctionModes that are on, but for a default device (2.13)."""
+    """Return the active TorchFunctionModes, except a default device (2.13)."""
     return (mode for mode in _function_modes() if not isinstance(mode, _device.DeviceContext))
 
 
@@ -243,14 +251,14 @@ def is_autocast_on() -> bool:
 
 
 def function_transform() -> str | None:
-    """The transform of torch.func that is around a call, but for functionalize (2.13)."""
+    """Return the name of the innermost torch.func transform around a call, except functionalize (2.13)."""
     around = _C._functorch.peek_interpreter_stack()
     if around is None or around.key() == _C._functorch.TransformType.Functionalize:
         return None
     return around.key().name.lower()
 
 
-OWN_DICTS = ("_modules", "_parameters", "_buffers")
+MEMBER_DICTS = ("_modules", "_parameters", "_buffers")
 """The attributes in which a module has its children and tensors (2.13)."""
 
 
@@ -270,52 +278,53 @@ def is_dropout(module: nn.Module) -> TypeGuard[_DropoutNd]:
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """The hooks that a call of a module, or its backward, runs (2.13: four dicts)."""
+    """Return the hooks that a call of a module, or its backward, runs (2.13: four dicts)."""
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     return [hook for kind in kinds for hook in vars(module).get(kind, {}).values()]
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Whether hooks wait for the gradient of a tensor (2.13: two dicts)."""
+    """Whether a tensor has hooks on its gradient (2.13: two dicts)."""
     return any(getattr(tensor, kind, None) for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"))
 
 
 def has_own_samples(pool: nn.Module) -> bool:
-    """Whether a fractional pool was handed its random numbers (2.13: `_random_samples`)."""
+    """Whether a fractional pool has random numbers given by its caller (2.13: `_random_samples`)."""
     return getattr(pool, "_random_samples", None) is not None
 
 
 @contextmanager
-def told_of_bindings(told: Callable[[nn.Module, str], None]) -> Generator[None]:
+def watch_bindings(on_binding: Callable[[nn.Module, str], None]) -> Generator[None]:
     """Call `told(module, name)` before this thread binds a tensor to a parameter or buffer of a module (2.13).
 
-    The hooks stay: torch goes through them unguarded, so none may leave while another thread binds.
+    The hooks are installed once and stay: torch iterates over its dict of hooks without a lock, so removing one while
+    another thread binds would break that iteration.
     """
-    _watch_bindings()
-    with _ON_BINDING.set_to(told):
+    _install_binding_hooks()
+    with _ON_BINDING.set_to(on_binding):
         yield
 
 
 class ThreadFlag(threading.local):
-    """A value of each thread, for a patch of torch that stays: None outside of `with flag.set_to(value)`."""
+    """A value of each thread, read by a permanent patch of torch: None outside of `with flag.set_to(value)`."""
 
     value: Any = None
 
     @contextmanager
     def set_to(self, value: object) -> Generator[None]:
-        """Set it within this context."""
-        before, self.value = self.value, value
+        """Set the value within this context."""
+        old_value, self.value = self.value, value
         try:
             yield
         finally:
-            self.value = before
+            self.value = old_value
 
 
 _ON_BINDING = ThreadFlag()
 
 
 @cache
-def _watch_bindings() -> None:
+def _install_binding_hooks() -> None:
     def bind(module: nn.Module, name: str, value: Any) -> None:
         if _ON_BINDING.value is not None:
             _ON_BINDING.value(module, name)

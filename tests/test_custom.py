@@ -64,7 +64,7 @@ def test_the_rules_are_what_the_gradients_are():
 
 def test_the_weight_rule_waits_for_w():
     one = fpipe.linearize(OURS, PARAMS[0], BATCH[0])
-    assert one.traced.early == []
+    assert one.traced.gradients_made_by_input == []
     assert "sum" not in str(one).split("\n\n")[2]  # backward_input
     assert "sum" in str(one).split("\n\n")[3]  # backward_weight
 

@@ -14,7 +14,7 @@ from itertools import combinations, count
 from math import ceil
 from typing import Literal, NamedTuple
 
-from fpipe.limits import whole
+from fpipe.limits import check_whole_number
 from fpipe.order import arrange, fixed_kinds
 from fpipe.program import Op, Program, ProgramError, Value, kind_of
 from fpipe.transforms._rewrite import Transform, as_transform, map_parts, rebuild, refuse_freed
@@ -64,7 +64,7 @@ def offload(
         raise ValueError(f"policy is 'always', 'worthwhile' or f(stage, microbatch) -> bool, found {policy!r}.")
     if cap is not None and not (isinstance(cap, int | float) and cap > 0):
         raise ValueError(f"cap is a number of microbatches above 0, found {cap!r}.")
-    whole("lead", lead, least=0)
+    check_whole_number("lead", lead, minimum=0)
     if to != "host" and not callable(to):
         raise ValueError(f"to is 'host' or f(rank) -> rank, found {to!r}.")
     names = frozenset(listed_names("values", values))

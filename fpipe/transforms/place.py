@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fpipe.check import check_ranks
-from fpipe.limits import whole
+from fpipe.limits import check_whole_number
 from fpipe.program import Op, Program, ProgramError, kind_of
 from fpipe.transforms._rewrite import Transform, as_transform, is_move, place_by_data, rebuild, with_rank
 
@@ -138,7 +138,7 @@ def stage_ranks(policy: str | Sequence[int], stages: int, ranks: int | None = No
         if len(policy) != stages:
             raise ProgramError(f"the placement lists {len(policy)} ranks for {stages} stages; give one rank a stage.")
         return list(policy)
-    p = whole("ranks", stages if ranks is None else ranks)
+    p = check_whole_number("ranks", stages if ranks is None else ranks)
     if p > stages:
         remedy = "Cut the model finer, or use fewer ranks."
         raise ProgramError(f"{p} ranks for {stages} stages: each rank needs a stage. {remedy}")

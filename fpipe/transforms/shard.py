@@ -14,7 +14,7 @@ from itertools import chain, compress, count
 from operator import itemgetter
 from typing import Any, Literal, get_args
 
-from fpipe.limits import whole
+from fpipe.limits import check_whole_number
 from fpipe.order import arrange, find_sources, fixed_kinds
 from fpipe.program import KINDS, Input, Op, Output, Program, ProgramError, Sources, Value, pair, parts_of
 from fpipe.transforms._rewrite import (
@@ -95,7 +95,7 @@ def shard(
         raise ValueError(f"gather is 'step', 'run', 'use' or f(op), found {gather!r}.")
     if scatter not in ("step", "microbatch"):
         raise ValueError(f"scatter is 'step' or 'microbatch', found {scatter!r}.")
-    whole("lead", lead, least=0)
+    check_whole_number("lead", lead, minimum=0)
     data_parallel(axis)  # refuses an axis that is no name
     compute_options, reduce_options = _cast_options("compute", compute_dtype), _cast_options("reduce", reduce_dtype)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fpipe.limits import whole
+from fpipe.limits import check_whole_number
 from fpipe.program import Op, Output, Program, ProgramError, Value
 from fpipe.transforms._rewrite import Transform, as_transform, rebuild, refuse_freed, refuse_transfers, refuse_updated
 from fpipe.transforms.specs import batch_spec_text
@@ -50,7 +50,7 @@ def slice_sequence(slices: int, *, dim: int = 1, spec: object = None) -> Transfo
     dcarry[0,0.1] g[0,0.1] = B[0,0.1] params[0] res[0,0.1] dx[1,0.1] @ 0
     g[0,0.0] = B[0,0.0] params[0] res[0,0.0] dx[1,0.0] dcarry[0,0.1] @ 0
     """
-    whole("slices", slices)
+    check_whole_number("slices", slices)
     if type(dim) is not int:
         raise ValueError(f"dim is the dimension of sequences, a whole number; found {dim!r}.")
     options: tuple[tuple[str, object], ...] = (("slices", slices),)

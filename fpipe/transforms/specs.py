@@ -14,7 +14,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from fpipe.limits import expression
+from fpipe.limits import parse_expression
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,6 @@ def spec_of(text: str | None) -> Any:
                 raise ValueError(f"{text!r} is not a spec of Chunk(dim=0) and Replicate().")
 
     try:
-        return None if text is None else parse_node(expression(text))
+        return None if text is None else parse_node(parse_expression(text))
     except TypeError:  # an unhashable key, a dimension that is no whole number
         raise ValueError(f"{text!r} is not a spec of Chunk(dim=0) and Replicate().") from None

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import TypeVar
 
-from fpipe.limits import LARGEST_SIZE, MOST_OPS, whole
+from fpipe.limits import LARGEST_SIZE, MOST_OPS, check_whole_number
 from fpipe.program import Op, Output, Program, ProgramError, Sources, Value, kind_of
 from fpipe.transforms._rewrite import Transform, as_transform, rebuild, refuse_updated
 from fpipe.transforms.slice_sequence import slice_sequence
@@ -100,7 +100,9 @@ def _check_sizes(count: int | None, size: int | None, rows: int | None, allow_fe
         raise ValueError("say either split(8) or split(size=4, rows=32).")
     for argument_name, number in (("microbatches", count), ("size", size), ("rows", rows)):
         if number is not None:
-            whole(argument_name, number, most=LARGEST_SIZE if argument_name == "microbatches" else math.inf)
+            check_whole_number(
+                argument_name, number, maximum=LARGEST_SIZE if argument_name == "microbatches" else math.inf
+            )
     if rows is None and (allow_fewer or size is not None):
         option = "allow_fewer" if size is None else f"split(size={size})"
         raise ValueError(f"{option} needs rows=, the number of rows of a batch.")

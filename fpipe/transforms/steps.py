@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from fpipe.limits import whole
+from fpipe.limits import check_whole_number
 from fpipe.order import sort_outputs
 from fpipe.program import PARAMETERS, Input, Op, Output, Program, ProgramError, Value
 from fpipe.transforms._rewrite import Transform, as_transform, map_parts, rebuild, refuse_freed, refuse_transfers
@@ -53,7 +53,7 @@ def steps(count: int, *, stale: int | Literal["stash"] = 0) -> Transform:
     y[0,3] res[0,3] = F[0,3] params[0,1] x[0,3] @ 0
     params[0,3] opt[0,3] = UPDATE[0,3] params[0,1] opt[0,1] sum[0,3] lr:1 {by='SGD'} @ 0
     """
-    whole("steps", count)
+    check_whole_number("steps", count)
     if stale != "stash" and (type(stale) is not int or stale < 0):
         raise ValueError(f"stale is a number of steps from 0, or 'stash'; found {stale!r}.")
 
