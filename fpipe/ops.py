@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
-from fpipe.limits import LONGEST_WORD, MOST_PARTS, expression, shortened
+from fpipe.limits import LONGEST_WORD, MOST_PARTS, parse_expression, shortened
 
 
 class ProgramError(ValueError):
@@ -335,7 +335,7 @@ def _parse_options(text: str) -> tuple[tuple[str, Any], ...]:
         # Parse "how(index=0, count=2)" as a Python call, and take only keywords with literal values: nothing is
         # evaluated. The end column proves that the text did not close the call early and go on behind it.
         assert text.endswith("}")
-        call = expression(f"how({text[:-1]})")
+        call = parse_expression(f"how({text[:-1]})")
         assert isinstance(call, ast.Call)
         assert isinstance(call.func, ast.Name)
         assert (call.end_col_offset, call.args) == (len(text.encode()) + 4, [])
