@@ -192,7 +192,7 @@ schedules.from_priority(lambda op, now: 0, 3, placement=[0, 1])(TWO)
 schedules.register("my own", schedules.gpipe)
     ValueError: a schedule's name is a word such as 'my_schedule', found 'my own'.
 schedules.register("mine", 3)
-    TypeError: a schedule is a function of ranks that gives a transform, found 3.
+    TypeError: a schedule is a function of ranks, found 3.
 fpipe.testing.check_schedule("gpipe", ranks=[2], microbatches=[2], serves=lambda ranks, microbatches: False)
     ValueError: there is no size to try: say other ranks=, microbatches= or serves=.
 fpipe.testing.check_schedule(lambda ranks: schedules.from_table([["0F0", "0B0"]]), ranks=[2], microbatches=[2])

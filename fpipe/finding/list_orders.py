@@ -62,6 +62,7 @@ class ListOrders:
 
     def __init__(self, tasks: Tasks, caps: Sequence[float]) -> None:
         self.tasks, self.caps = tasks, caps
+        # 1) Facts of each step, by its index: the op of the step that a schedule names is its last one, behind an R.
         self.steps = [(track, step) for track, steps in enumerate(tasks.tracks) for step in steps]
         step_by_op = {op: step_index for step_index, (_, step) in enumerate(self.steps) for op in step}
         last_ops = [tasks.ops[step[-1]] for _, step in self.steps]
@@ -73,6 +74,7 @@ class ListOrders:
         ]
         self.takes = [sum(tasks.takes[op] for op in step) for _, step in self.steps]
         self.drops = [sum(tasks.drops[op] for op in step) for _, step in self.steps]
+        # 2) What each step waits for, and how long.
         needs: list[dict[int, float]] = []
         on_exchange_lane = tasks.on_exchange_lane or [False for _ in tasks.ops]
         # `list_schedule` knows one lane a rank. So an exchange takes no time there, runs as soon as it is ready, and
@@ -124,6 +126,7 @@ class ListOrders:
                 as early as it can holds room that others need: with 8 ranks and a tight cap on a V, paced orders began
                 at 59.5 where unpaced ones began at 65.
         """
+        # 1) When microbatches enter, and the priority of each step. Exchanges run as soon as they are ready.
         pace = max(self.tasks.work_by_rank) / self.tasks.program.microbatches
         entry_times = [max(0.0, pace * (microbatch - ahead)) for microbatch in self.microbatch]
         priorities = [
@@ -132,6 +135,7 @@ class ListOrders:
                 self.runs_first, self.kind, self.depth, self.microbatch, strict=True
             )
         ]
+        # 2) What each rank holds.
         held_by_rank = [0.0] * self.tasks.ranks
         # For each rank: microbatch -> residuals that its later forwards on this rank will add.
         missing_by_rank: list[dict[int, float]] = [{} for _ in held_by_rank]

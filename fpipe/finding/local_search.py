@@ -10,8 +10,7 @@ from random import Random
 
 from fpipe.finding.found import NamedRow
 from fpipe.finding.list_orders import PACED_RULES, ROOM_FOR_ALL, ROOM_FOR_OLDEST, ROOM_FROM_ENTRY, ListOrders, rules
-from fpipe.finding.memory_limits import limits_of, tighten_limits
-from fpipe.finding.memory_limits import microbatches_that_fit as room_of
+from fpipe.finding.memory_limits import limits_of, microbatches_that_fit, tighten_limits
 from fpipe.finding.named_starts import WITHOUT_COSTS, named_starts
 from fpipe.finding.op_facts import (
     apply_if_legal,
@@ -134,7 +133,9 @@ class LocalSearch:
         cap = problem.cap
         # Schedules count a cap in microbatches. For a cap in bytes they get the microbatches that it has room for.
         if problem.costs.bytes is not None:
-            cap = max((room_of(contender.tasks, contender.limits) for contender in self.pool), default=0.0)
+            cap = max(
+                (microbatches_that_fit(contender.tasks, contender.limits) for contender in self.pool), default=0.0
+            )
         microbatches = problem.microbatches or base.microbatches
         starts = named_starts(
             base, problem.ranks, problem.costs, cap, step_microbatches=microbatches, excluded=problem.excluded

@@ -119,7 +119,7 @@ _FORMAT = "fpipe.schedule"
 
 
 def schedule_table_of(program: Program) -> ScheduleTable:
-    """Return the schedule of a program."""
+    """Return the schedule of a program as a table."""
     rows: list[list[str]] = [[] for _ in range(program.ranks)]
     for op in program.ops:
         if kind_of(op.kind).time or op.parts or op.kind in ("OFFLOAD", "LOAD"):

@@ -288,8 +288,8 @@ def tasks_of(program: Program, costs: Costs) -> Tasks | None:
         return None
     positions, needs = waits_between_ops(program, costs, lambda op: kind_of(op.kind).place == "table" or op.kind == "R")
     ops = [program.ops[index] for index in positions]
-    # An R waits in `unclaimed_by_rank` for the op behind it on its rank, and becomes a part of that op's step. The
-    # number of ops in the step belongs to the key of the track: a stage may be recomputed in some microbatches only.
+    # 1) Tracks and rows. An R waits in `unclaimed_by_rank` for the op behind it on its rank, and joins that op's step.
+    #    The number of ops in the step belongs to the key of the track: a stage may be recomputed in some microbatches.
     tracks: dict[tuple[object, ...], int] = {}
     steps: list[list[TrackStep]] = []
     rows: Rows = [[] for _ in range(program.ranks)]
@@ -308,6 +308,7 @@ def tasks_of(program: Program, costs: Costs) -> Tasks | None:
             steps[track].append(tuple(unclaimed_by_rank[op.rank]))
             rows[op.rank].append(track)
             unclaimed_by_rank[op.rank] = []
+    # 2) Refuse what rows of tracks cannot describe.
     exchange_in_step = any(
         is_exchange(ops[index]) for track_steps in steps for step in track_steps if len(step) > 1 for index in step
     )
@@ -317,6 +318,7 @@ def tasks_of(program: Program, costs: Costs) -> Tasks | None:
         or {op.rank for op in ops if not is_exchange(op)} != {*range(program.ranks)}
     ):
         return None
+    # 3) Durations, needs and residuals.
     weight = count_residual if costs.bytes is None else partial(_bytes_of, costs)
     changes_by_op = [[residual_change(part, weight) for part in op.parts or (op,)] for op in ops]
     takes, drops = ([float(sum(part[index] for part in parts)) for parts in changes_by_op] for index in (0, 1))

@@ -49,19 +49,19 @@ def in_turn(
     """Return a function that orders a placed program in this pattern.
 
     Args:
-        warm_up: how many forwards a rank does before it takes turns.
-        units: the order of the forwards of a rank that has each stage as a chunk; by default all its stages are one,
-            and go microbatch by microbatch. Its backwards keep that order, with the last chunk first. A unit of a
-            microbatch that the program does not have holds a place and is left out.
-        lag: splits the backwards: how many I's a W stays behind its own.
-        reverse_backwards: backwards take the forwards in reverse instead, the last microbatch first.
+        warm_up: the number of forwards that a rank runs before its first backward.
+        units: the order of a rank's forwards, if each of its stages is a chunk; by default all its stages are one
+            chunk, and run microbatch by microbatch. Backwards keep that order, with the last chunk first. A unit of a
+            microbatch that the program does not have takes a place, but runs nothing.
+        lag: splits the backwards; the number of I's that a W runs behind its own I.
+        reverse_backwards: whether backwards run in the reverse order of the forwards, the last microbatch first.
     """
 
-    def rows(program: Program, placed: list[int]) -> list[list[Key]]:
-        microbatches, ranks = program.microbatches, 1 + max(placed)
+    def rows(program: Program, placement: list[int]) -> list[list[Key]]:
+        microbatches, ranks = program.microbatches, 1 + max(placement)
         table: list[list[Key]] = []
         for rank in range(ranks):
-            rank_stages = [stage for stage, stage_rank in enumerate(placed) if stage_rank == rank]
+            rank_stages = [stage for stage, stage_rank in enumerate(placement) if stage_rank == rank]
             chunks = [rank_stages] if units is None else [[stage] for stage in rank_stages]
             context = RankContext(rank, ranks, len(chunks), microbatches)
             forwards = [(0, microbatch) for microbatch in range(microbatches)] if units is None else units(context)

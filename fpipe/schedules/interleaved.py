@@ -36,7 +36,7 @@ def interleaved(ranks: int, group: int | None = None, *, costs: Costs | None = N
     a peak of ((v-1)g + 2(p-1-r) + 1)/v. `group=p` says to hold no more than the first.
 
     Args:
-        ranks: how many.
+        ranks: the number of ranks.
         group: microbatches that go through a chunk before the next chunk has its turn, at least `ranks`; by default
             `ranks`, or even groups.
         costs: seconds by which to choose between the two; without, for F = I = W and no transfer.
@@ -134,7 +134,7 @@ def interleaved_zb(ranks: int, group: int | None = None, *, costs: Costs | None 
     Rank r of p warms up with (p-r-1) + (v-1)p forwards, and its W's stay r I's behind: every rank holds p microbatches.
 
     Args:
-        ranks: how many.
+        ranks: the number of ranks.
         group: of `interleaved`. One of g > p instead of p holds (v-1)(g-p)/v microbatches more.
         costs: of `interleaved`.
 
@@ -174,7 +174,7 @@ def group_interleaved(ranks: int, group: int | None = None) -> Transform:
     forwards only. A smaller group holds less, and each microbatch that it lacks costs up to (v-1)(F+B-W)/v seconds.
 
     Args:
-        ranks: how many.
+        ranks: the number of ranks.
         group: microbatches of a group, from ranks/2 to ranks; by default `ranks`.
 
     Raises:
@@ -227,7 +227,7 @@ def seq1f1b(ranks: int, *, slices: int | None = None) -> Transform:
     take longer, and the formula is a little better than the run.
 
     Args:
-        ranks: how many.
+        ranks: the number of ranks.
         slices: how many slices a sequence has; by default as the program is sliced already, or else 4.
 
     Raises:

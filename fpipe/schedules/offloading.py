@@ -60,7 +60,7 @@ def pipe_offload(ranks: int, *, group: int | None = None, cap: float | None = No
     microbatches for every depth: the chunk in use, and one that comes or goes.
 
     Args:
-        ranks: how many.
+        ranks: the number of ranks.
         group: of `group_interleaved`, the base.
         cap: the microbatches a rank may hold. Then only as many leave as needed, those first that wait longest (the
             paper's selective offload); by default all that would be away for at least one op of their rank (its full

@@ -171,7 +171,7 @@ def interleaved_overlap(ranks: int, *, chunks: int | None = None) -> Transform:
     Rank r of p warms up with 2(p-r-1) + (v-1)p + 1 forwards of its v chunks.
 
     Args:
-        ranks: how many.
+        ranks: the number of ranks.
         chunks: how many chunks of neighbouring stages each rank has; by default each stage is one.
 
     >>> import fpipe

@@ -56,7 +56,7 @@ def from_priority(
     Args:
         key: `key(op, now)`, a number or anything that compares. An op whose key is `math.inf` waits; the key is
             asked again when anything has happened.
-        ranks: how many.
+        ranks: the number of ranks.
         placement: what `fpipe.place` takes.
         cap: the most microbatches that a rank may hold, one number or one for each rank; one microbatch of all the
             rank's stages is 1, counted as `simulate` counts `peak`. A forward for which there is no room waits.

@@ -61,7 +61,7 @@ def search_order(
     """Return the transform that searches an order for the schedule of this name.
 
     Raises:
-        ValueError: a word or number that is none.
+        ValueError: an unknown objective, or an invalid number.
     """
     if objective not in get_args(Objective):
         raise ValueError(f"objective is 'makespan' or 'span', found {objective!r}.")

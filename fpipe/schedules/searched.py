@@ -52,7 +52,7 @@ def zb_auto(
     """As many forwards ahead as the costs ask for and the memory allows, weight gradients in the gaps (ZB-auto).
 
     Args:
-        ranks: how many.
+        ranks: the number of ranks.
         costs: seconds by which to search an order; without, the published one, for F = I = W and no transfer.
         memory_cap: the most microbatches a rank may hold, from 1; 2p by default (ZB-2p), p is ZB-1p.
         kept: the share of a microbatch's activations that W still needs after I. With 1 they are held until W, as
@@ -103,7 +103,7 @@ def zbv(
     """Two chunks a rank on a V, so that the last stage is where the first is: no bubble in the memory of 1F1B (ZB-V).
 
     Args:
-        ranks: how many.
+        ranks: the number of ranks.
         costs: seconds by which to search an order; without, the published one, for F = I = W and no transfer.
         memory_cap: the most microbatches a rank may hold, from 1; p by default.
         kept, objective: of `zb_auto`.
@@ -145,7 +145,7 @@ def v_half(
     """A block on a V that holds half of what 1F1B holds, repeated and squeezed (V-Half).
 
     Args:
-        ranks: how many.
+        ranks: the number of ranks.
         costs: seconds by which to search an order; without, the published one, for F = I = W and no transfer.
         memory_cap: the most microbatches a rank may hold, from 1; (p+2)//2 by default.
         kept, objective: of `zb_auto`.
@@ -185,7 +185,7 @@ def v_min(
     """The block on a V that holds least, a third of what 1F1B holds: no leg of it ever waits (V-Min).
 
     Args:
-        ranks: how many.
+        ranks: the number of ranks.
         costs: seconds by which to search an order; without, the published one, for F = I = W and no transfer.
         memory_cap: the most microbatches a rank may hold, from 1; (p+4)//3 by default.
         kept, objective: of `zb_auto`.

@@ -69,7 +69,7 @@ def from_generator(
     Args:
         f: gives the cells of a rank in order, each as text ("2F0", "(0F7;7B3)") or as `(kind, stage, microbatch,
             slice)`; idle ones ("", ".", None) are left out.
-        ranks: how many.
+        ranks: the number of ranks.
         placement: "linear", "looped", "v", or a list with the rank of each stage.
 
     Raises:

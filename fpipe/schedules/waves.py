@@ -202,7 +202,7 @@ def one_f_one_b_v(ranks: int, *, costs: Costs | None = None) -> Transform:
     With costs, an order is searched that holds no more; if p is a multiple of three, one chunk more.
 
     Args:
-        ranks: how many.
+        ranks: the number of ranks.
         costs: seconds by which to search an order.
 
     >>> import fpipe

@@ -52,7 +52,7 @@ def zb_h2(ranks: int, *, costs: Costs | None = None) -> Transform:
     rule for k = 2p-1. By default k = max(p, m); with costs, an order is searched that holds 2p-1.
 
     Args:
-        ranks: how many.
+        ranks: the number of ranks.
         costs: seconds by which to search where there are fewer than 2p-1 microbatches.
 
     >>> import fpipe
