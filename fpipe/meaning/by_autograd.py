@@ -250,8 +250,8 @@ def _run_stage(call: _StageCall) -> Any:
         if not is_hooks_forbidden_error(error):
             raise
         raise RuntimeError(
-            f"{call.label} runs under autograd and calls torch.func, so the bytes of a step cannot be counted. Build "
-            "without record=True."
+            f"{call.label} runs under autograd and calls torch.func, so its bytes cannot be counted. Build without "
+            "record=True."
         ) from error
 
 

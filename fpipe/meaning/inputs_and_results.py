@@ -251,8 +251,7 @@ def _refuse_mixed_rows(program: Program, model: Model) -> None:
     joined = next((op for op in program.ops if op.kind == "MERGE" and op.writes[0].name == "rows"), None)
     if joined is not None and not model.per_example:
         raise ValueError(
-            'merge(grads="rows") is for gradients of single rows; build it with the model that fpipe.per_example made, '
-            "or merge() without it."
+            'merge(grads="rows") is for gradients of single rows; build it with a model of fpipe.per_example.'
         )
     for op in parts_of(program.ops) if model.per_example else ():
         added = {value.microbatch for value in op.reads if value.name in ("g", "sum")}
@@ -265,7 +264,7 @@ def _refuse_mixed_rows(program: Program, model: Model) -> None:
             transform = "shard" if any(other_op.kind == "GATHER" for other_op in program.ops) else "data_parallel"
             raise ValueError(
                 f"{op.writes[0]} adds up over replicas, whose single rows are not the same: leave {transform} out and "
-                "all-reduce clipped sums."
+                "add clipped rows."
             )
         if op.kind == "SPLIT" and (
             misfit := next((setting for setting, _ in op.how if setting in ("spec", "slices")), None)

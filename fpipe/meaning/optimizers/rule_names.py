@@ -54,14 +54,14 @@ def check_settings(name: str, settings: Iterable[str]) -> None:
     ValueError: SGD takes no momentun=; it takes lr, maximize, foreach, differentiable, momentum, dampening, \
 weight_decay, nesterov, fused.
     """
-    takes = SETTINGS[name].split() if name in SETTINGS else _settings_of_registered(RULES[name].apply)
+    allowed = SETTINGS[name].split() if name in SETTINGS else _settings_of_registered(RULES[name].apply)
     misfit = (
-        next((setting for setting in settings if setting not in takes and setting != "lr_scale"), None)
-        if takes
+        next((setting for setting in settings if setting not in allowed and setting != "lr_scale"), None)
+        if allowed
         else None
     )
     if misfit is not None:
-        raise ValueError(f"{name} takes no {misfit}=; it takes {', '.join(takes)}.")
+        raise ValueError(f"{name} takes no {misfit}=; it takes {', '.join(allowed)}.")
 
 
 def _settings_of_registered(apply: Any) -> list[str]:

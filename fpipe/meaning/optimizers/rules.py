@@ -165,9 +165,7 @@ def _apply_registered(
     versions = [0 if leaf.is_inference() else version_of(leaf) for leaf in tensors]
     returned = RULES[rule].apply(param, grad, state, **settings)
     if versions != [0 if leaf.is_inference() else version_of(leaf) for leaf in tensors]:
-        raise ValueError(
-            f"rule {rule!r} mutates what it is handed, and has to be pure: write p - lr * g, not p.sub_(..)."
-        )
+        raise ValueError(f"rule {rule!r} mutates what it is handed: write p - lr * g, not p.sub_(..).")
     pair: Any = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison]
     new_param, new_state = pair
     if not isinstance(new_param, Tensor) or not isinstance(new_state, dict) or {*new_state} != {*state}:  # pyright: ignore[reportUnknownArgumentType]

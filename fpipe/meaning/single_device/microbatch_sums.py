@@ -148,8 +148,8 @@ def sum_over_microbatches(
     input_grads_by_microbatch: list[list[Any]] = []
     sums: list[Sums] = []
     loss_by_replica: list[Tensor] = []
-    for position, (microbatch, row_count) in enumerate(microbatch_rows):
-        is_first_of_replica = position % per_replica == 0
+    for index, (microbatch, row_count) in enumerate(microbatch_rows):
+        is_first_of_replica = index % per_replica == 0
         if is_first_of_replica:
             # Each replica starts from the given state. The first one's is returned.
             first_replica_states = first_replica_states or states
@@ -168,9 +168,9 @@ def sum_over_microbatches(
             input_leaves = leaves_of_inputs(model, inputs_and_target[0]) if needs_input_grads else {}
             weights.append(row_count / total_rows * share)
             carries_in = tree.tree_map(as_graph_leaf, carries)
-            coordinates = (position, k if slicing.slices > 1 else None)
+            coordinates = (index, k if slicing.slices > 1 else None)
             graph = MicrobatchGraph(stage_params, input_leaves, carries_in, coordinates)
-            is_last_of_replica = (position % per_replica, k) == (per_replica - 1, slicing.slices - 1)
+            is_last_of_replica = (index % per_replica, k) == (per_replica - 1, slicing.slices - 1)
             turn = is_first_of_replica and k == 0, is_last_of_replica
             with torch.enable_grad():
                 stage_loss, count, aux, output = run_stages(model, graph, inputs_and_target, states, turn, key, observe)
