@@ -52,7 +52,7 @@ def test_a_deadlock_through_ops_that_no_row_names_is_found():
     """Rank 0 waits for the sum of two cotangents, which waits for rank 1, which waits for rank 0."""
     program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(3, inputs=("batch", 0, (1, 0))))
     rows = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "2F0", "2B0", "1B0", "2F1", "2B1", "1B1"]]
-    with pytest.raises(ProgramError, match=r"waits, through ops that no row names, for|reads dy\[0,0\]"):
+    with pytest.raises(ProgramError, match=r"waits, through unnamed ops, for|reads dy\[0,0\]"):
         from_table(rows)(program)
 
 

@@ -52,7 +52,7 @@ def port_of(label: str) -> int:
 def variable_name(label: str, leaf_index: int | None = None) -> str:
     """Return a label, or a leaf under it, as a name in Python.
 
-    >>> variable("x:1"), variable("x:1", 0)
+    >>> variable_name("x:1"), variable_name("x:1", 0)
     ('x1', 'x1_0')
     """
     base = label.replace(":", "")

@@ -39,7 +39,7 @@ def listing(graph: Graph) -> Iterator[str]:
 def describe_constants(tensors: Iterable[Any]) -> list[str] | None:
     """Return a line for each tensor, with its first numbers and a hash; None if a tensor has no data here.
 
-    >>> held([torch.ones(2)])
+    >>> describe_constants([torch.ones(2)])
     ['float32[2]: 1.0, 1.0 (hash 80b8fd6d)']
     """
     lines: list[str] = []

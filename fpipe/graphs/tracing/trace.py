@@ -65,7 +65,7 @@ _aten: Any = torch.ops.aten
 def outline(function: FlatFunction, reads: LeavesByLabel, per_row: bool = False, model: Model | None = None) -> Outline:
     """Outline a function: run it on fake tensors, and record its outputs and the ops that ran.
 
-    >>> x = Aval((2, 3), (3, 1), torch.float32, torch.device("cpu"), wants=True)
+    >>> x = Aval((2, 3), (3, 1), torch.float32, torch.device("cpu"), wants_grad=True)
     >>> transposed = outline(lambda given: {"y": [given["x"][0].t()]}, {"x": [x]})
     >>> shares_memory = transposed.writes["y"][0].storage == transposed.reads["x"][0].storage
     >>> print(transposed.avals("y")[0], shares_memory, transposed.ran)

@@ -177,9 +177,8 @@ class _AbstractWalk:
                 raise error.for_stage(op.stage or 0, self._model.label_of(op.stage or 0)) from error
         elif op.kind == "GATHER":
             shared = self._context.shared.get(shard_of(op))
-            self._trees[op.writes[0]] = gather_shapes(
-                op, self._trees[op.reads[0]] if shared is None else shared.whole, shared
-            )
+            operand = self._trees[op.reads[0]] if shared is None else shared.whole
+            self._trees[op.writes[0]] = gather_shapes(op, operand, shared)
         elif op.kind == "SCATTER" and shard_of(op) in self._context.shared:
             self._trees[op.writes[0]] = self._context.shared[shard_of(op)].scatter_shapes(op, self._trees[op.reads[0]])
         elif op.kind in TRANSFERS:

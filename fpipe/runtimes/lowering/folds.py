@@ -179,17 +179,15 @@ def _find_state_overwrites(
     readers = Counter(value for op in ops for value in op.reads)
     owned: dict[Value, tuple[int, ...]] = {}
     for position, op in enumerate(ops):
-        old_state, new_state = (
-            next((v for v in values if v.name == "state"), None) for values in (op.reads, op.writes)
-        )
+        old_state = next((value for value in op.reads if value.name == "state"), None)
+        new_state = next((value for value in op.writes if value.name == "state"), None)
         if op.kind != "F" or old_state is None or new_state is None or shapes.is_untraced(op):
             continue
         owned_leaves = owned.get(old_state, ()) if readers[old_state] == 1 and old_state not in outputs else ()
         if owned_leaves:
             cut, labels = shapes.cuts[op[1:4]], tuple(map(label_of, op.writes))
-            state_indices = cut.graph.compute_once(
-                ("overwritten", cut, labels, owned_leaves), partial(_overwritten_state, cut, labels, owned_leaves)
-            )
+            find = partial(_overwritten_state, cut, labels, owned_leaves)
+            state_indices = cut.graph.compute_once(("overwritten", cut, labels, owned_leaves), find)
             overwrites[position] = tuple(state_indices.values())
             leaves = [*trees[new_state].leaves]
             for k, state_index in state_indices.items():
@@ -197,14 +195,9 @@ def _find_state_overwrites(
             trees[new_state] = trees[new_state]._replace(leaves=tuple(leaves))
         values = {*op.reads, *op.writes} - {old_state} if owned_leaves else {*op.reads, *op.writes}
         storages = Counter(leaf.storage for value in values for leaf in trees[value].leaves if isinstance(leaf, Fact))
-        owned[new_state] = tuple(
-            k
-            for k, leaf in enumerate(trees[new_state].leaves)
-            if isinstance(leaf, Fact)
-            and is_dense_fact(leaf)
-            and storages[leaf.storage] == 1
-            and leaf.storage not in external_storages
-        )
+        facts = [(k, leaf) for k, leaf in enumerate(trees[new_state].leaves) if isinstance(leaf, Fact)]
+        facts = [(k, fact) for k, fact in facts if is_dense_fact(fact) and fact.storage not in external_storages]
+        owned[new_state] = tuple(k for k, fact in facts if storages[fact.storage] == 1)
     return overwrites, trees
 
 

@@ -223,9 +223,8 @@ def made_async(
                 # program writes the value before this op: then no circle of waits can come up.
                 waits = bool(rows) and source_by_value[source_value][0] < rows[preceding]
                 record_row = row if op.kind == "LOAD" else NOT_NOTED
-                starters_by_index.setdefault(preceding, []).append(
-                    partial(lane.start, record_row, value, source, waits)
-                )
+                start = partial(lane.start, record_row, value, source, waits)
+                starters_by_index.setdefault(preceding, []).append(start)
         if kind_of(op.kind).time:
             last_index_by_rank[op.rank] = index
     # 3. Let the op before each copy start it. A LOAD without an op before it starts in its own place.

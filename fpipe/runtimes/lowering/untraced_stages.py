@@ -225,7 +225,7 @@ def under_autograd(
     op: Op,
     reads: Sequence[AbstractTree],
     writes: Sequence[AbstractTree],
-    free: Collection[Value],
+    unconstrained: Collection[Value],
     partial_values: Collection[Value],
     context: StepContext,
     casts: AutocastSettings,
@@ -236,7 +236,7 @@ def under_autograd(
     Args:
         op: the op.
         reads, writes: the abstract trees of its values.
-        free: the values whose shapes nobody relies on, as only stages without a trace read them.
+        unconstrained: the values whose shapes nobody relies on, as only stages without a trace read them.
         partial_values: the gradients of parameters in which leaves may be missing.
         context: the facts of the step; its key comes as the last of `lists`.
         casts: the autocast settings of the step's signature.
@@ -258,7 +258,7 @@ def under_autograd(
     return [
         [result]
         if abstract is OPAQUE
-        else _conform(op, value, abstract, result, value in free, value in partial_values, context.model)
+        else _conform(op, value, abstract, result, value in unconstrained, value in partial_values, context.model)
         for value, abstract, result in zip(op.writes, writes, results, strict=True)
     ]
 
@@ -288,13 +288,13 @@ def _requiring_grad(expected: Any, leaf: Any) -> Any:
 
 
 def _conform(
-    op: Op, value: Value, expected: AbstractTree, result: Any, free: bool, is_partial: bool, model: Model
+    op: Op, value: Value, expected: AbstractTree, result: Any, any_shape: bool, is_partial: bool, model: Model
 ) -> Leaves:
-    """Return the leaves of a value in the strides that its readers expect; where `free`, of any shape."""
+    """Return the leaves of a value in the strides that its readers expect; if `any_shape`, as they are."""
     leaves, spec = ([*result], None) if expected.spec is None else tree.flatten(result)
     pairs = zip(expected.leaves, leaves, strict=True)
-    if spec == expected.spec and all(_matches(expected_leaf, leaf, free) for expected_leaf, leaf in pairs):
-        if free:
+    if spec == expected.spec and all(_matches(expected_leaf, leaf, any_shape) for expected_leaf, leaf in pairs):
+        if any_shape:
             return leaves
         return [
             leaf if is_partial and leaf is None else _lay_out(expected_leaf, leaf)
@@ -315,14 +315,14 @@ def _conform(
     )
 
 
-def _matches(expected: Any, leaf: Any, free: bool) -> bool:
+def _matches(expected: Any, leaf: Any, any_shape: bool) -> bool:
     if not isinstance(expected, Fact):
         return (type(expected), repr(expected)) == (type(leaf), repr(leaf))
     if not isinstance(leaf, Tensor) or not is_strided(leaf):
         return leaf is None and not expected.aval.wants_grad
     # Strides may differ, since `_lay_out` copies; and a gradient may be wanted that this run has none for.
     actual = aval_of_tensor(leaf)
-    actual = actual._replace(shape=expected.aval.shape, stride=expected.aval.stride) if free else actual
+    actual = actual._replace(shape=expected.aval.shape, stride=expected.aval.stride) if any_shape else actual
     is_equal = actual._replace(stride=expected.aval.stride, wants_grad=expected.aval.wants_grad) == expected.aval
     return (
         is_equal
