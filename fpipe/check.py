@@ -72,7 +72,7 @@ def check(program: Program) -> None:
 
 
 def check_kinds(program: Program) -> None:
-    """Check each op against its kind: which values it reads and writes, and of which stage, microbatch and slice.
+    """Check each op's reads and writes against its kind, stage, microbatch and slice.
 
     Rewrites preserve this, so it is checked only where a program enters.
 
@@ -85,6 +85,7 @@ def check_kinds(program: Program) -> None:
             mistake = _find_mistake(part, op)
             if mistake:
                 raise error_at(program, position, f"{part.cell} {mistake}.", f"    {op}")
+    # Indices before SPLITs: the number of slices, which SPLITs are compared with, is a count of indices.
     _check_indices(program)
     _check_splits(program)
     _check_versions(program)
@@ -293,6 +294,7 @@ def _check_all_read(program: Program, all_values: set[Value]) -> None:
     raise error_at(program, position, sentence)
 
 
+# A value in flight to rank 1 is y[0,0]>1: the name itself says where it lands, so SEND and RECV need no match by order.
 def _check_transfers(program: Program) -> None:
     receives: dict[Value, Op] = {}
     for position, op in enumerate(program.ops):

@@ -281,7 +281,7 @@ def require_model(argument: object, expectation: str = "a Model is wanted, as fr
 def normalise_inputs(
     inputs: Sequence[Source | tuple[Source, ...]] | None, n: int
 ) -> tuple[Source | tuple[Source, ...], ...]:
-    """Return the checked inputs of n stages, by default those of a plain chain."""
+    """Return the checked inputs of n stages; None stands for a plain chain."""
     check_whole_number("stages", n)
     if inputs is None:
         return ("batch", *range(n - 1))
@@ -303,6 +303,8 @@ def normalise_inputs(
                 earlier = f"a stage from 0 to {stage - 1}, or 'batch'" if stage else "'batch'"
                 raise ValueError(f"stage {stage} takes {source!r}; it can take {earlier}.")
             read_ports.add((home, port))
+    # Every output but the last stage's must be taken: an output that nobody takes would have no gradient, and in the
+    # program a forward that nobody reads is an error.
     ports = _count_ports(read_ports)
     for stage in range(n - 1):
         unread = next((port for port in range(ports.get(stage, 1)) if (stage, port) not in read_ports), None)

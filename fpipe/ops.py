@@ -134,6 +134,8 @@ class Kind:
     lane: Literal["main", "copy", "wire"] = "main"
 
 
+# Only ops that compute a stage take a tick, so that the one global order depends on no costs. SEND and RECV are ops of
+# no duration that stand where their data are; `simulate` gives them times.
 KINDS: dict[str, Kind] = {
     **dict.fromkeys("FBIW", Kind("table", 1)),
     "PAIR": Kind("table", 1),
@@ -150,7 +152,7 @@ PARAMETERS = frozenset(("params", "shard"))  # inputs that are at home where the
 
 
 def register_kind(name: str, kind: Kind) -> None:
-    """Add a kind of op to the language; `register_meaning` defines what it does, `register_cost` how long it takes.
+    """Add a kind of op to the language; `register_meaning` defines its effect, `register_cost` its duration.
 
     >>> register_kind("PRUNE", Kind("after"))
     >>> import fpipe
@@ -220,7 +222,7 @@ def memory_of(value: Value, rank: int) -> int | None:
 
 
 def pair(*parts: Op) -> Op:
-    """Join two ops of one rank in one op of kind PAIR, which overlaps them; neither may read what the other writes.
+    """Join two ops of one rank in one op of kind PAIR, which overlaps them; they must not depend on each other.
 
     >>> forward, backward = (Op(kind, 0, number, None, 0, (), ()) for number, kind in enumerate("FB"))
     >>> pair(forward, backward).cell
@@ -244,7 +246,7 @@ def pair(*parts: Op) -> Op:
 
 
 def parts_of(ops: Sequence[Op]) -> Sequence[Op]:
-    """Return all ops, with the parts of a PAIR in its place."""
+    """Return all ops, a PAIR replaced by its parts."""
     # Most programs have no PAIR; any(map(itemgetter)) runs in C, and the same sequence comes back uncopied.
     if not any(map(itemgetter(7), ops)):
         return ops

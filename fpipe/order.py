@@ -33,7 +33,7 @@ _ANCHORED_LEVEL = 1 << 24
 
 
 def scheduled_kinds() -> frozenset[str]:
-    """Return the kinds that a schedule always names: F, B, I, W, PAIR and those that a user has registered so."""
+    """Return the kinds that a schedule always names: F, B, I, W, PAIR and kinds registered with place="table"."""
     return frozenset(name for name, kind in KINDS.items() if kind.place == "table")
 
 

@@ -183,7 +183,7 @@ class Program(HtmlRepr):
 
     @cached_property
     def ranks(self) -> int:
-        """Number of ranks, including those that are only homes."""
+        """Number of ranks, including ranks that are only homes."""
         homes = (rank for end in (*self.inputs, *self.outputs) for rank in end.homes)
         return 1 + max((*homes, *set(map(itemgetter(4), self.ops))), default=-1)
 

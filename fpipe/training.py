@@ -58,6 +58,8 @@ class _ProgramWriter:
         self.cotangents_by_value: defaultdict[Value, list[Value]] = defaultdict(
             list
         )  # a stage's output -> cotangents of it
+        # Readers are known before any backward is written: a stage's output has a cotangent from each of them, and B
+        # reads their sum, dy, where there are several.
         for stage in range(len(model.stages)):
             for k, source in enumerate(self.inputs_of(stage)):
                 self.cotangents_by_value[source].append(Value("dx", stage, 0, port=k))
@@ -66,19 +68,21 @@ class _ProgramWriter:
         model, stages = self.model, range(len(self.model.stages))
         for stage in stages:
             self.forward(stage)
+        # The last stage's loss first, then auxiliary losses of others: the order of additions is part of the bits.
         loss = [Value("loss", stage, 0) for stage in (self.last_stage, *stages[:-1]) if self.has_loss(stage)]
         total = self.add_sum(loss, Value("total", self.last_stage, 0))
         for stage in reversed(stages):
             self.backward(stage)
         grads = [(Value("grads", stage), Value("g", stage, 0)) for stage in stages]
+        # A tied leaf has one gradient: the sum over its uses, by stage, at its owner.
         for uses in model.tied_uses:
             owner, port = uses[0].owner, uses[0].port
             parts = [Value("g", leaf.stage, 0, port=leaf.bundle) for leaf in sorted(uses)]
             grads.append((Value("grads", owner, port=port), self.add_sum(parts, Value("sum", owner, 0, port=port))))
         if self.input_grads:
-            found = self.cotangents_by_value[Value("inputs")]
-            first = Value("dinputs", found[0].stage, 0)
-            grads.append((Value("input_grads"), self.add_sum(sorted(found, reverse=True), first)))
+            cotangents = self.cotangents_by_value[Value("inputs")]
+            total_cotangent = Value("dinputs", cotangents[0].stage, 0)
+            grads.append((Value("input_grads"), self.add_sum(sorted(cotangents, reverse=True), total_cotangent)))
         if self.has_count:
             grads = [(name, self.add_scale(value, name._replace(name="scaled"))) for name, value in grads]
             total = self.add_scale(total, Value("loss"))
@@ -88,11 +92,10 @@ class _ProgramWriter:
         results += [(Value("state", stage), Value("state", stage, 0)) for stage in stateful]
         inputs = sorted({value for op in self.ops for value in op.reads if value.microbatch is None}, key=_input_order)
         outputs = sort_outputs(Output(name, value, (0,)) for name, value in (*results, *grads))
-        made = Program(tuple(Input(value, (0,)) for value in inputs), tuple(self.ops), outputs)
+        step_program = Program(tuple(Input(value, (0,)) for value in inputs), tuple(self.ops), outputs)
         nets = ((stage, net_stage_of(model.stages[stage].forward)) for stage in stages)
-        return with_buffer_names(
-            made, {stage: net.state_names for stage, net in nets if net is not None and net.state_names}
-        )
+        buffers = {stage: net.state_names for stage, net in nets if net is not None and net.state_names}
+        return with_buffer_names(step_program, buffers)
 
     def add_sum(self, parts: Sequence[Value], total: Value) -> Value:
         """Return the sum of some values; add an ADD where there are several."""

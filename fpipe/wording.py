@@ -106,17 +106,18 @@ def deadlock_error(
     while next_rank(path[-1]) not in path:
         path.append(next_rank(path[-1]))
     ranks = path[path.index(next_rank(path[-1])) :]
+    # 2) One sentence for each rank of the cycle: what its next op waits for, and where that stands.
     cells = [[ops[position].cell for position in row] for row in rows]
     sentences: list[str] = []
     for rank in ranks:
         head, missing = ops[head_by_rank[rank]], ops[blocked[rank]]
         value = next((value for value in head.reads if value in missing.writes), None)
-        reason = (
-            f"reads {describe_value(value)}" if value else f"waits, through ops that no row names, for {missing.cell}"
-        )
+        reason = f"reads {describe_value(value)}" if value else f"waits, through unnamed ops, for {missing.cell}"
         blocking_head = ops[head_by_rank[missing.rank]].cell
         where = "on the same rank" if missing.rank == rank else f"on rank {missing.rank}, behind {blocking_head}"
         sentences.append(f"rank {rank}, step {at_cell[rank]}: {head.cell} {reason}, which comes later {where}.")
+    # 3) The remedy: move an op before the head of its rank. Choose one that does not itself depend on that head, since
+    # moving such an op would only make another cycle.
     blocking_and_head = [(blocked[rank], head_by_rank[ops[blocked[rank]].rank]) for rank in ranks]
     blocking_position, head = next(
         (pair for pair in blocking_and_head if not _depends_on(sources, *pair)), blocking_and_head[0]

@@ -271,8 +271,7 @@ test_refusals = refusals(
     globals(),
     """
 run(fpipe.split(3), ({"a": torch.zeros(12, 3), "b": torch.zeros(6)}, torch.zeros(12, 3)))
-    ValueError: inputs['a'] has 12 rows, inputs['b'] has 6. Say Replicate() for a leaf that every microbatch takes
-    whole, or Chunk(dim)
+    ValueError: inputs['a'] has 12 rows, inputs['b'] has 6. Say Replicate() for a leaf that goes whole, Chunk(dim)
 run(fpipe.split(3), (X[:2], T[:2]))
     ValueError: 2 rows cannot fill 3 microbatches; use split(3, rows=2, allow_fewer=True).
 fpipe.split(4, rows=3)

@@ -182,7 +182,7 @@ def _exact_values(program: Program) -> Iterator[tuple[Value, int]]:
 
 
 class _Sender:
-    """The ranks that have each value, and the transfers to those that need it."""
+    """Maker of transfers, with the ranks that have each value."""
 
     def __init__(
         self, program: Program, trip_by_name: dict[str, Callable[[Op], object]], dtype_by_name: dict[str, str]

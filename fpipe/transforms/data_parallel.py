@@ -1,4 +1,4 @@
-"""Add up gradients and losses over replicas of a pipeline, each of which trains on its share of the rows.
+"""Add up gradients and losses over replicas of a pipeline that train on different rows.
 
     replica 0: grads[0] = sum[0,1]        -->        all[0] = REDUCE sum[0,1] {axis='dp'}, grads[0] = all[0]
     replica 1: grads[0] = sum[0,1]                   the same, and so the same gradients
@@ -149,6 +149,8 @@ class _Reducer:
         self.total_by_sum: dict[Value, Value] = {_COUNT: _COUNT_OF_ALL}  # sum of this replica -> sum of all
 
     def reduce_result(self, name: Value, value: Value) -> Value:
+        # A SCALE divides by the count. The sums under it are added over replicas first, and `rewrite_op` lets it read
+        # the sums over all replicas and their count; so its result keeps its name.
         op = self.program.ops[self.program.writer[value]]
         if name.name == "grads":
             replica_sum = op.reads[0] if op.kind == "SCALE" else value
@@ -165,7 +167,7 @@ class _Reducer:
         return total
 
     def rewrite_op(self, op: Op) -> Op:
-        """Weigh microbatches among those of all replicas, and divide sums over replicas instead of local ones."""
+        """Weigh microbatches by the rows of all replicas, and divide sums over replicas instead of local ones."""
         if op.kind == "SPLIT":
             return op._replace(how=(*op.how, *self.axis_options))
         if op.kind == "SCALE":

@@ -121,6 +121,7 @@ def _residences_by_rank(
     step_by_position: list[int] = []
     step_of_w: dict[tuple[int | None, ...], int] = {}
     readers_by_value: defaultdict[Value, list[tuple[int, Op]]] = defaultdict(list)
+    # 1) Number the steps of each rank: an instant op has the number of the timed op that follows it.
     for position, op in enumerate(program.ops):
         step_by_position.append(len(timed_positions[op.rank]))
         if kind_of(op.kind).time:
@@ -131,6 +132,7 @@ def _residences_by_rank(
             for value in part.reads:
                 if value.name in names:
                     readers_by_value[value].append((position, part))
+    # 2) Make a residence of each value that a backward or a recompute of the same rank reads.
     residences_by_rank: defaultdict[int, list[_Residence]] = defaultdict(list)
     for position, op in enumerate(program.ops):
         for value in op.writes if op.kind not in ("OFFLOAD", "LOAD") else ():
@@ -179,9 +181,9 @@ def _choose_fewest_leaving(
             return fitting / values_per_microbatch[rank]
 
         fullest_rank = max(residences_by_rank, key=least_cap)
-        least = ceil(least_cap(fullest_rank) * 1000) / 1000
+        smallest_cap = ceil(least_cap(fullest_rank) * 1000) / 1000  # rounded up, so that the quoted cap does fit
         raise ProgramError(
-            f"cap={cap:g} is less than rank {fullest_rank} can keep to in this order: the least is {least:g} "
+            f"cap={cap:g} is less than rank {fullest_rank} can keep to in this order: the least is {smallest_cap:g} "
             "microbatches."
         )
     return [residence for residences in leaving.values() for residence in residences or ()]
@@ -234,7 +236,7 @@ def _held_count(present: Iterable[_Residence], leaving: set[_Residence], step: i
 
 
 def _add_moves(program: Program, leaving: list[_Residence], destination: Destination) -> list[Op]:
-    """Return the ops with an OFFLOAD behind each writer, each LOAD in its place, and late readers reading the copy."""
+    """Return the ops with an OFFLOAD behind each writer, a LOAD before each late reader, which reads the copy."""
     loads_by_position: defaultdict[int, list[Op]] = defaultdict(list)
     copy_by_value: dict[Value, Value] = {}
     offload_by_value: dict[Value, Op] = {}

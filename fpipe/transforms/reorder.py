@@ -195,7 +195,7 @@ class _CellFinder:
         return (firsts[0], *(position for group in groups for position in group[1:]))
 
     def find_key(self, key: Key, where: str) -> tuple[int, ...]:
-        """Return the position of a key's op; those of I and W for the B of a split backward."""
+        """Return the position of a key's op; two positions, of I and W, for the B of a split backward."""
         if key in self.optional:
             return (self.find_optional(key),)
         kind, stage, microbatch, slice_index = key
@@ -254,7 +254,7 @@ class _CellFinder:
         return f"this program has no {cell}."
 
     def explain_missing(self, key: Key) -> str:
-        """Explain which op the table leaves out, by what it has named around it."""
+        """Explain which op the table leaves out, by the ops of the same stage and microbatch that it names."""
         kind, stage, microbatch, _ = key
         unnamed = {
             (kind, stage, microbatch, slice_index)

@@ -133,7 +133,7 @@ def is_sharded(program: Program) -> bool:
 
 
 def checked_policies(policies: Any, allowed: Collection[str] = GATHERS) -> tuple[Any, ...]:
-    """Return the policies in an argument that is one policy or a list of them, each once."""
+    """Return the distinct policies in an argument, which is one policy or a list."""
     is_list = isinstance(policies, Collection) and not isinstance(policies, str)
     policy_list: list[Any] = [*policies] if is_list else [policies]
     for policy in policy_list:
@@ -302,6 +302,7 @@ class _GatheredCopies:
             # Parameters are inputs of the program (source -1). Most ops read some; the rest, and SPLIT, read none.
             if -1 not in sources_of_op or kind == "SPLIT":
                 continue
+            # `row` has step + 2 slots once timed op number `step` has opened its own.
             step = len(row) - 2
             gather_row = row[step - lead if step > lead else 0]
             # The parts of a PAIR have keys of their own, and so may read different copies of one parameter.

@@ -1,4 +1,4 @@
-"""Specs of how to cut the leaves of a batch and join those of results, as objects and as text.
+"""Define specs, which say how leaves of a batch are cut and leaves of results joined, as objects and as text.
 
     {"x": Chunk(1)}        --> spec_text -->        "{'x': Chunk(dim=1)}"        --> spec_of -->        {"x": Chunk(1)}
 
@@ -57,7 +57,7 @@ class Sum:
 
 
 def as_spec(spec: Any) -> Chunk | Replicate | Sum:
-    """Return a spec as one of this library; those of torch are known by their attributes, without importing torch."""
+    """Convert a spec to one of this library; torch's are recognised by attributes, without importing torch."""
     instance = spec() if isinstance(spec, type) else spec
     if instance is None or isinstance(instance, Chunk | Replicate | Sum):
         return instance or Chunk()

@@ -200,7 +200,7 @@ class _Columns:
 
 
 def _unscaled_outputs(program: Program) -> Iterator[Output]:
-    """Yield the outputs, with gradients as they are before SCALE."""
+    """Yield the outputs, with the gradients that SCALE reads instead of its results."""
     for output in program.outputs:
         writer = program.ops[program.writer[output.value]]
         yield output._replace(value=writer.reads[0]) if writer.kind == "SCALE" else output

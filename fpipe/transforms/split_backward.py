@@ -44,6 +44,7 @@ def split_backwards(ops: Iterable[Op], where: Choice | None) -> list[Op]:
     """Replace each chosen B by I and W; of a B in a PAIR the I stays in the pair, and W stands behind it."""
     halves: list[Op] = []
     for op in ops:
+        # In a PAIR the I stays with its partner. W depends on I through `wres`, and parts may not depend on each other.
         if op.parts:
             parts = split_backwards(op.parts, where)
             if len(parts) == len(op.parts):
@@ -78,7 +79,8 @@ def merge_backward() -> Transform:
     @as_transform
     def transform(program: Program) -> Program:
         op_by_position: dict[int, Op | None] = {}
-        open_position_by_rank: dict[int, int] = {}  # rank -> position of an I that its next scheduled op may close
+        # An I is merged with the next timed op of its rank, if that is its W; any other op in between keeps them apart.
+        open_position_by_rank: dict[int, int] = {}
         for position, op in enumerate(program.ops):
             if not kind_of(op.kind).time:
                 continue

@@ -72,7 +72,7 @@ def steps(count: int, *, stale: int | Literal["stash"] = 0) -> Transform:
 
 
 class _StepRenamer:
-    """Renamer of a program's values, ops and outputs to those of one of several steps."""
+    """Renamer of a program's values, ops and outputs for one of several steps."""
 
     def __init__(self, program: Program, number: int, stale: int | Literal["stash"]) -> None:
         self.program, self.number, self.stale = program, number, stale

@@ -127,12 +127,14 @@ def update(
         norm, valid = Value(_NORM, None, last_microbatch), Value("valid", None, last_microbatch)
         waits = clips and validate == "before"
         shared_reads = [*([norm] if waits else []), *([] if "lr" in settings else [_LR])]
+        # 1) Loss scale: backwards read the scale, and gradients are divided by it before anything else reads them.
         if scale_options is not None:
             unscale, gradients = _unscale_ops(gradients, valid, _shard_axis_option(program), scale_options)
             ops = [*_scale_backwards(program), *unscale]
             inputs.append(Input(_SCALE, (0,)))
             outputs_so_far += [Output(_SCALE, unscale[-1].writes[1], (0,)), Output(Value("valid"), valid, (0,))]
             shared_reads.append(valid)
+        # 2) Norm of all gradients, which UPDATE reads, or VALIDATE afterwards.
         if clip is not None:
             ops += _norm_ops(gradients, norm, _shard_axis_option(program))
             outputs_so_far.append(Output(Value(_NORM), norm, (0,)))
@@ -140,6 +142,7 @@ def update(
             clip_option = (("clip", clip),)
             ops.append(Op("VALIDATE", ops[-1].stage, last_microbatch, None, 0, (norm,), (valid,), (), clip_option))
             outputs_so_far.append(Output(Value("valid"), valid, (0,)))
+        # 3) One UPDATE for each bundle of parameters, which is ready as soon as its gradient (and the norm) is.
         for name, gradient, homes in gradients:
             parameter = params_by_key[name.stage, None, None, name.port]
             state = Value("opt", name.stage, port=name.port)
