@@ -319,9 +319,9 @@ STEP(PARAMS, BATCH, key=1.5)
 STEP(PARAMS, BATCH, key=True)
     TypeError: a key is a whole number, and so is what is folded into it; found
 STEP(PARAMS, *BATCH)
-    TypeError: a batch is one pair: step(params, (inputs, target)); found 2 arguments after params. State and key are
+    TypeError: a batch is one pair: step(params, (inputs, target)); found 2 arguments after params. Pass
 fpipe.reference(NET.model, PARAMS, *BATCH)
-    TypeError: a batch is one pair: reference(model, params, (inputs, target)); found 2 arguments after params. State
+    TypeError: a batch is one pair: reference(model, params, (inputs, target)); found 2 arguments after params. Pass
 fpipe.verify(PROGRAM, NET.model, PARAMS, *BATCH)
     TypeError: a batch is one pair: verify(program, model, params, (inputs, target)); found 2 arguments after params.
 fpipe.schedules.register("qt", fpipe.schedules.gpipe(2))

@@ -334,7 +334,7 @@ fpipe.exchange("ring", axis=2)
     ValueError: axis is the name of a dimension of the mesh, such as 'ep'; found 2
 # They were handed on as they were, and then the first step over processes refused them.
 fpipe.reference(UNEVEN, ({},) * 3, (torch.randn(6, 6), torch.randn(6, 6)))
-    ValueError: handed sizes that add up to 5 rows, and a tensor of shape (6, 6)
+    ValueError: the sizes add up to 5 rows, but dim 0 of a tensor of shape (6, 6)
 """,
 )
 

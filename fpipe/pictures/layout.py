@@ -69,7 +69,7 @@ def lay_out(
         )
     span = width - left - right
     drawing = Drawing(width, 0.0, left, span, start, end, time, unit)
-    # A picture has all arrows or none: some would read as if the others were no transfers.
+    # Whether there are arrows is decided once for the picture, so that it has all of them or none.
     has_room = keep_all or typical_length(panels) * span >= ARROW_ROOM * (end - start)
     arrows = has_room if style.arrows is None else style.arrows
     # 2. Panels from top to bottom. Memory curves in one unit share their scale, so that panels can be compared.
@@ -248,7 +248,7 @@ class _Painter:
         reads, writes = (" ".join(map(str, values)) for values in (bar.op.reads, bar.op.writes))
         top, depth = y + bar.top * height, bar.depth * height
         title = f"{times_text}\nreads {reads}\nwrites {writes}"
-        # Without a line between them, boxes that only touch would show the paper at some zooms.
+        # Boxes without a line between them overlap a little, so that no paper shows through the seam.
         overlap = 0.0 if edge else SEAM
         self.drawing.timed.append(Rect(x, top, width + overlap, depth, paint, title, edge))
         if self.keep_all:
@@ -320,9 +320,8 @@ class _Painter:
 
     def draw_transfer(self, transfer: Transfer, paint: str = "", line_width: float = 0.0) -> None:
         """Draw a transfer as an arrow from lane to lane, cut at the edges of the window."""
-        (y0, height0), (y1, height1) = (
-            self.top_and_height[rank, "main"] for rank in (transfer.source, transfer.target)
-        )
+        y0, height0 = self.top_and_height[transfer.source, "main"]
+        y1, height1 = self.top_and_height[transfer.target, "main"]
         y0, y1 = (y0 + height0, y1) if y1 > y0 else (y0, y1 + height1)
         # Both ends are inside the window; on a cut arrow, y is in proportion to the time.
         seconds = transfer.end - transfer.start or 1.0
@@ -360,9 +359,8 @@ class _Painter:
             changes = [(panel.start, 0.0), *panel.memory_curve(rank), (panel.end, 0.0)]
             points = [(self.x_of(panel.start), base)]
             for (_, amount_before), (seconds, amount_after) in pairwise(changes):
-                points += [
-                    (self.x_of(seconds), base - amount / max_peak * height) for amount in (amount_before, amount_after)
-                ]
+                heights = (amount / max_peak * height for amount in (amount_before, amount_after))
+                points += [(self.x_of(seconds), base - rise) for rise in heights]
             peak = panel.format_amount(panel.timeline.peak[rank])
             right, size = drawing.left + drawing.span, min(11.0, height)
             drawing.timed += [

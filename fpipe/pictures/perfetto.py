@@ -59,9 +59,8 @@ def _op_events(panel: Panel, first_pid: int) -> Iterator[TraceEvent]:
 
 def _wait_events(panel: Panel, first_pid: int) -> Iterator[TraceEvent]:
     for wait in panel.waits:
-        yield _duration_event(
-            f"waits {awaited_op(wait)}".rstrip(), "wait", first_pid + wait.rank, "main", wait.start, wait.end
-        )
+        name = f"waits {awaited_op(wait)}".rstrip()
+        yield _duration_event(name, "wait", first_pid + wait.rank, "main", wait.start, wait.end)
 
 
 def _duration_event(name: str, category: str, pid: int, lane: str, start: float, end: float) -> TraceEvent:
@@ -72,8 +71,8 @@ def _duration_event(name: str, category: str, pid: int, lane: str, start: float,
 
 def _flow_events(panel: Panel, first_pid: int, flow_id: int) -> Iterator[TraceEvent]:
     """Yield the two ends of each transfer's arrow, in the middle of the writer and of the first reader."""
-    # The format binds an end to whatever slice is open at its time. SEND and RECV may take no time, so arrows go to the
-    # ops around them: the last that wrote the value before it left, the first that reads it after it arrived.
+    # The format binds an end to the slice that is open at its time. SEND and RECV are left out: an arrow goes from the
+    # last op that wrote the value before it left to the first that reads it after it arrived.
     writers: dict[tuple[Value, int], list[Event]] = defaultdict(list)
     readers: dict[tuple[tuple[object, ...], int], list[Event]] = defaultdict(list)  # of a value wherever it is
     for event in panel.events:
@@ -84,15 +83,10 @@ def _flow_events(panel: Panel, first_pid: int, flow_id: int) -> Iterator[TraceEv
         for value in event.op.reads:
             readers[value[:-1], event.op.rank].append(event)
     for flow_id, transfer in enumerate(panel.transfers, flow_id):  # noqa: B020
-        writers_before = [
-            event for event in writers[transfer.value, transfer.source] if event.end <= transfer.start * _ROUNDING
-        ]
-        readers_after = [
-            event for event in readers[transfer.value[:-1], transfer.target] if event.start >= transfer.end / _ROUNDING
-        ]
-        for phase, event in (
-            (("s", writers_before[-1]), ("f", readers_after[0])) if writers_before and readers_after else ()
-        ):
+        departure, arrival = transfer.start * _ROUNDING, transfer.end / _ROUNDING
+        senders = [event for event in writers[transfer.value, transfer.source] if event.end <= departure]
+        receivers = [event for event in readers[transfer.value[:-1], transfer.target] if event.start >= arrival]
+        for phase, event in (("s", senders[-1]), ("f", receivers[0])) if senders and receivers else ():
             flow: TraceEvent = {"ph": phase, "name": str(transfer.value), "cat": "transfer", "id": flow_id}
             flow |= {"pid": first_pid + event.op.rank, "tid": _THREAD_BY_LANE[lane_of(event.op)]}
             flow |= {"ts": (event.start + event.end) / 2 * 1e6}
@@ -107,11 +101,5 @@ def _memory_events(panel: Panel, first_pid: int) -> Iterator[TraceEvent]:
     unit = "bytes" if panel.timeline.in_bytes else "microbatches"
     for rank in range(panel.ranks):
         for time, amount in panel.memory_curve(rank):
-            yield {
-                "ph": "C",
-                "name": "held",
-                "pid": first_pid + rank,
-                "tid": 0,
-                "ts": time * 1e6,
-                "args": {unit: amount},
-            }
+            event = {"ph": "C", "name": "held", "pid": first_pid + rank, "tid": 0}
+            yield event | {"ts": time * 1e6, "args": {unit: amount}}

@@ -290,9 +290,8 @@ def _shared_attributes(shape: Shape) -> str:
         anchor = "" if shape.anchor == "start" else f' text-anchor="{shape.anchor}"'
         return f'{_paint_attribute(shape.paint)} font-size="{_format_coordinate(shape.size)}"{anchor}{bold}'
     edge = shape.edge if isinstance(shape, Rect) else 0
-    return _paint_attribute(shape.paint) + (
-        f' {_paint_attribute("paper", "stroke")} stroke-width="{_format_coordinate(edge)}"' if edge else ""
-    )
+    stroke = f' {_paint_attribute("paper", "stroke")} stroke-width="{_format_coordinate(edge)}"'
+    return _paint_attribute(shape.paint) + (stroke if edge else "")
 
 
 def _paint_attribute(paint: str, attribute: str = "fill") -> str:
@@ -312,10 +311,8 @@ def _svg_element(shape: Shape) -> str:
         return f'<text x="{_format_coordinate(shape.x)}" y="{_format_coordinate(shape.y)}"{room}>{text}</text>'
     if isinstance(shape, Rect):
         name = "rect"
-        attributes = " ".join(
-            f'{attribute}="{_format_coordinate(getattr(shape, attribute))}"'
-            for attribute in ("x", "y", "width", "height")
-        )
+        sizes = {field: _format_coordinate(getattr(shape, field)) for field in ("x", "y", "width", "height")}
+        attributes = " ".join(f'{attribute}="{size}"' for attribute, size in sizes.items())
     else:
         name, tail = "path", "Z" if isinstance(shape, Area) else ""
         arrow = "".join(map(_svg_path, arrow_head(shape))) if isinstance(shape, Line) and shape.arrow else ""

@@ -1,6 +1,6 @@
 """Render a drawing through matplotlib, as PNG or PDF, or on the caller's Axes.
 
-Thousands of boxes as single artists would take long, so shapes that look alike are drawn as one collection.
+Shapes that look alike are drawn as one collection of matplotlib, rather than an artist for each of thousands.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ class _Planner:
         work, ranks, policies = self.work, self.machine.ranks, {*self.candidates.checkpoint}
         base = work.unscheduled_program(2 * ranks, count)
         try:
-            # Placed and split, so that costs know bytes for backwards of both sorts.
+            # Split and placed, so that bytes are asked for halves of backwards too, which a search may use.
             placed = chain(split_backward(), place("linear", ranks=ranks))(base)
         except ProgramError as error:
             self.refused.setdefault("found", str(error))

@@ -128,16 +128,15 @@ class RunPlan(HtmlRepr):
     def cells(self, rows: Iterable[PlanRow]) -> list[list[str]]:
         """Return rows of the table as text, its heading first. A star marks the front."""
         has_shards = any(row.gather for row in self.rows)
-        words = ["recompute", *(["gather"] if has_shards else []), "seconds"]
-        heading = ["schedule", "m", "rows", *words, "bubble"]
+        heading = ["schedule", "m", "rows", "recompute", *(["gather"] if has_shards else []), "seconds", "bubble"]
         table = [[*heading, "held" if self.unit == "bytes" else "rows held", "rows/s", "costs", ""]]
         for row in rows:
             memory = format_amount(row.most, self.unit == "bytes")
-            words = [row.schedule, str(row.microbatches), f"{row.rows:g}", row.checkpoint]
-            words += [*([row.gather] if has_shards else []), f"{row.makespan:.5g}"]
-            figures = [f"{row.bubble:.1%}", memory, f"{row.throughput:.5g}", row.costs]
+            choices = [row.schedule, str(row.microbatches), f"{row.rows:g}", row.checkpoint]
+            choices += [row.gather] if has_shards else []
+            figures = [f"{row.makespan:.5g}", f"{row.bubble:.1%}", memory, f"{row.throughput:.5g}", row.costs]
             marks = "*" * (row in self.front), "" if row.fits else "too much"
-            table.append([*words, *figures, " ".join(filter(None, marks))])
+            table.append([*choices, *figures, " ".join(filter(None, marks))])
         return table
 
     def __str__(self) -> str:

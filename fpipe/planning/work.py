@@ -84,6 +84,7 @@ _SECONDS_OF_TRANSFERS = "send", "receive"
 
 def _interpolate_costs(smaller: Costs, larger: Costs, weight: float) -> Costs:
     """Interpolate seconds of ops and transfers, and bytes; all else is as for the smaller microbatch."""
+    # Links and the cluster do not depend on rows. A transfer that is a table or a function is left as it is.
     fields = {
         field_name: interpolate(field_name, getattr(smaller, field_name), getattr(larger, field_name), weight)
         for field_name in (*_SECONDS, *_SECONDS_OF_TRANSFERS)

@@ -11,12 +11,12 @@ from fpipe.limits import LARGEST_NUMBER
 from fpipe.program import Op, Value, kind_of
 
 
-def stage_numbers(field: Any) -> Iterable[Any]:
+def numbers_of_stages(field: Any) -> Iterable[Any]:
     """Return the numbers of a field that has one for all stages, or one for each."""
     return field if isinstance(field, Sequence) and not isinstance(field, str) else (field,)
 
 
-def link_numbers(name: str, unit: str, field: Any) -> Iterable[Any]:
+def numbers_of_links(name: str, unit: str, field: Any) -> Iterable[Any]:
     """Return the numbers of a field that has one for all links, or a table; none of a function, not yet called."""
     if callable(field):
         return ()
@@ -52,7 +52,7 @@ def checked_count(name: str, size: object) -> float:
     return _checked_number(f"{name} are a number, at least 0", size)
 
 
-def on_link(cost: Any, source: int, target: int, name: str) -> float:
+def number_on_link(cost: Any, source: int, target: int, name: str) -> float:
     """Return the number of one link, from any of the three forms of a field of links."""
     if callable(cost):
         return cast("Callable[[int, int], float]", cost)(source, target)
@@ -64,7 +64,7 @@ def on_link(cost: Any, source: int, target: int, name: str) -> float:
     return cost[source, target]
 
 
-def at_stage(cost: Any, stage: int, name: str) -> float:
+def number_at_stage(cost: Any, stage: int, name: str) -> float:
     """Return the number of one stage."""
     if not isinstance(cost, Sequence):
         return cost
@@ -202,7 +202,7 @@ def check_bytes(sizes: Any) -> None:
         raise TypeError(f"bytes are {{name: bytes}}, f(value) or fpipe.sizes(...), found {type(sizes).__name__}.")
     if isinstance(sizes, Mapping):
         for name, stage_sizes in cast("Mapping[str, Any]", sizes).items():
-            for size in stage_numbers(stage_sizes):
+            for size in numbers_of_stages(stage_sizes):
                 checked_count(f"the bytes of {name!r}", size)
 
 
@@ -215,7 +215,7 @@ def storages_of(sizes: Any, value: Value) -> Storages:
             known_names = ", ".join(map(str, sizes)) or "no names"
             remedy = f"add {value.name!r}, 0 if it does not count"
             raise ValueError(f"the bytes of {value} are not known: bytes= has {known_names}; {remedy}.")
-        size = at_stage(sizes[value.name], value.stage or 0, f"bytes of {value.name!r}")
+        size = number_at_stage(sizes[value.name], value.stage or 0, f"bytes of {value.name!r}")
     else:
         size = checked_count(f"the bytes of {value}", sizes(value))
     return {value._replace(at=""): cast("int", size)}

@@ -104,6 +104,7 @@ def _backward_times(shape: _Shape) -> tuple[dict[int, float], dict[int, float]]:
 
     A backward's start counts from the first op of its own rank that it depends on.
     """
+    # Of all work of the rank that a backward depends on, the one with the longest delay counts: that is the first.
     earliest = {index: 0.0 for index, op in enumerate(shape) if op.is_backward}
     lives: dict[int, float] = {}
     for index, op in enumerate(shape):
@@ -317,7 +318,7 @@ def bounds(
     program = require_program(program)
     costs = checked_costs(costs, program)
     with building():
-        # 1. From data alone: the window of each rank's ops, and of those that no W delays.
+        # 1. From data alone: the window of each rank's ops, and of its ops without W, which can be put off.
         graph = DataGraph(program, costs)
         ranks = range(program.ranks)
         windows = [graph.window(rank) for rank in ranks]

@@ -21,14 +21,14 @@ from fpipe.timing.amounts import (
     EXTRA_COSTS,
     Bytes,
     Storages,
-    at_stage,
     check_bytes,
     checked_rate,
     checked_seconds,
-    link_numbers,
-    on_link,
+    number_at_stage,
+    number_on_link,
+    numbers_of_links,
+    numbers_of_stages,
     scattered_value,
-    stage_numbers,
     storages_of,
 )
 from fpipe.timing.cluster import Cluster
@@ -156,13 +156,15 @@ class Costs:
         for field_name in _PER_STAGE_FIELDS:
             field_costs = getattr(self, field_name)
             if field_costs is not None or field_name not in ("recompute", "load", "backward"):
-                for cost in stage_numbers(field_costs):
+                for cost in numbers_of_stages(field_costs):
                     checked_seconds(field_name, cost)
         for field_name in ("send", "receive"):
             checked_seconds(field_name, getattr(self, field_name))
-        for cost in link_numbers("transfer", "seconds", self.transfer):
+        for cost in numbers_of_links("transfer", "seconds", self.transfer):
             checked_seconds("transfer", cost)
-        link_bandwidths = () if self.bandwidth is None else link_numbers("bandwidth", "bytes a second", self.bandwidth)
+        link_bandwidths = (
+            () if self.bandwidth is None else numbers_of_links("bandwidth", "bytes a second", self.bandwidth)
+        )
         host_bandwidths = () if self.host_bandwidth is None else (self.host_bandwidth,)
         for field_name, rates in (("bandwidth", link_bandwidths), ("host_bandwidth", host_bandwidths)):
             for rate in rates:
@@ -224,7 +226,7 @@ class Costs:
         if kind == "B" and self.backward is None:
             return self._field_at_stage("backward_input", stage) + self._field_at_stage("backward_weight", stage)
         if (field_name := _FIELD_BY_KIND.get(kind)) is not None:
-            return at_stage(getattr(self, field_name), stage, field_name)
+            return number_at_stage(getattr(self, field_name), stage, field_name)
         if kind == "R":
             return self._field_at_stage("forward" if self.recompute is None else "recompute", stage)
         if kind in ("OFFLOAD", "LOAD"):
@@ -242,7 +244,7 @@ class Costs:
         return checked_seconds(f"the cost of {op.cell}", cost(op)) if callable(cost) else cost
 
     def _field_at_stage(self, field_name: str, stage: int) -> float:
-        return at_stage(getattr(self, field_name), stage, field_name)
+        return number_at_stage(getattr(self, field_name), stage, field_name)
 
     def _ring_seconds(self, op: Op) -> float:
         """Return the seconds that a collective over replicas takes on the links between them."""
@@ -272,15 +274,14 @@ class Costs:
         # of what they read and write; those that sum and give all the result go around twice.
         if exchange_kind == "ring":
             return self.cluster.across.latency + bytes_read / self.cluster.across.bandwidth
-        return self.cluster.ring_seconds(max(bytes_read, bytes_written)) * (
-            2 if exchange_kind in ("all_reduce", "copy", "reduce") else 1
-        )
+        rounds = 2 if exchange_kind in ("all_reduce", "copy", "reduce") else 1
+        return self.cluster.ring_seconds(max(bytes_read, bytes_written)) * rounds
 
     def latency(self, source: int, target: int) -> float:
         """Return the latency from one rank to another, in seconds."""
         if self.cluster is not None:
             return self.cluster.link(source, target).latency
-        return checked_seconds("transfer", on_link(self.transfer, source, target, "transfer"))
+        return checked_seconds("transfer", number_on_link(self.transfer, source, target, "transfer"))
 
     def link_seconds(self, value: Value, source: int, target: int) -> float:
         """Return the seconds for which a value keeps its link from other values."""
@@ -290,7 +291,7 @@ class Costs:
             return self.size(value) / bandwidth if bandwidth < math.inf else 0.0
         if self.bandwidth is None:
             return 0.0
-        return self.size(value) / checked_rate("bandwidth", on_link(self.bandwidth, source, target, "bandwidth"))
+        return self.size(value) / checked_rate("bandwidth", number_on_link(self.bandwidth, source, target, "bandwidth"))
 
     def wire(self, source: int, target: int) -> Hashable:
         """Return the wire from one rank to another, which carries one value at a time."""
@@ -351,7 +352,7 @@ def checked_costs(costs: object, program: Program | None = None) -> Costs:
     if program.ranks > cluster_ranks and max(compute_ranks(program)) >= cluster_ranks:
         raise ValueError(f"the program has {program.ranks} ranks, and the cluster {cluster_ranks}.")
     for field_name in _PER_STAGE_FIELDS:
-        length = len([*stage_numbers(getattr(costs, field_name))])
+        length = len([*numbers_of_stages(getattr(costs, field_name))])
         if isinstance(getattr(costs, field_name), Sequence) and length < program.stages:
             problem = f"{field_name} lists {length} costs, but the program has a stage {length}"
             raise ValueError(f"{problem}; give one for each of its {program.stages} stages.")

@@ -72,10 +72,8 @@ def run_lanes(program: Program, costs: Costs, iterations: int, receives_are_post
     for _ in range(iterations):
         iteration = lanes.run(ready_by_input)
         yield iteration
-        seconds_by_result = iteration.results
-        ready_by_input = {
-            value: max(map(seconds_by_result.__getitem__, results), default=0.0) for value, results in updates.items()
-        }
+        arrival = iteration.results.__getitem__
+        ready_by_input = {value: max(map(arrival, results), default=0.0) for value, results in updates.items()}
 
 
 def updates_by_input(program: Program) -> dict[Value, list[tuple[Value, int]]]:
@@ -164,16 +162,13 @@ def times_of_program(program: Program, timed_program: Program, iteration: Iterat
             starts.append(max((ends[source] for source in sources if source >= 0), default=0.0))
             ends.append(starts[-1])
     value_by_name = {output.name: output.value for output in program.outputs}
-    seconds_by_result = iteration.results
-    ends_at_home = [(output, home) for output in timed_program.outputs for home in output.homes]
-    results = {
-        (value_by_name[output.name], home): seconds_by_result[output.value, home] for output, home in ends_at_home
-    }
+    pairs = [(output, home) for output in timed_program.outputs for home in output.homes]
+    results = {(value_by_name[output.name], home): iteration.results[output.value, home] for output, home in pairs}
     return Iteration(starts, ends, iteration.transfers, results)
 
 
 class _Lanes:
-    """When each lane, link and queue is free: the state that one iteration hands to the next."""
+    """State of all lanes, links and queues: when each is free; one iteration hands it to the next."""
 
     def __init__(self, program: Program, costs: Costs, receives_are_posted_ahead: bool) -> None:
         self.program, self.costs, self.receives_are_posted_ahead = program, costs, receives_are_posted_ahead
@@ -290,11 +285,9 @@ class _Lanes:
                 while ops_left:
                     position = ops_left[0]
                     rank = ops[position].rank
-                    missing = next(
-                        (source for source in sources[position] if source >= 0 and not is_done[source]), None
-                    )
-                    if missing is not None:
-                        ranks_waiting_for[missing].append(rank)
+                    missing = [source for source in sources[position] if source >= 0 and not is_done[source]]
+                    if missing:
+                        ranks_waiting_for[missing[0]].append(rank)
                         break
                     ops_left.popleft()
                     if ops[position].kind == "SEND":

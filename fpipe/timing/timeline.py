@@ -210,9 +210,8 @@ class Timeline(HtmlRepr):
         if self.costs.send or self.costs.receive:
             are_ahead, program = posts_receives_ahead(program), with_timed_transfers(program, self.costs)
             iterations = [*run_lanes(program, self.costs, self.rounds, are_ahead)]
-            events = [
-                Event(*times) for run in iterations for times in zip(program.ops, run.starts, run.ends, strict=True)
-            ]
+            rows = chain.from_iterable(zip(program.ops, run.starts, run.ends, strict=True) for run in iterations)
+            events = [Event(*row) for row in rows]
             transfers = [iteration.transfers for iteration in iterations]
         return CauseFinder(events, transfers, updates_by_input(program), self.costs)
 

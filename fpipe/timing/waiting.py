@@ -84,7 +84,8 @@ class _Cause(NamedTuple):
 class CauseFinder:
     """Finder of causes: the last of all that an event or a transfer needed.
 
-    Events are numbered through all iterations, called rounds here; an op has position in the program, in each round.
+    Events are numbered through all iterations, and the op at a position of the program has one in each of them. Times
+    are compared exactly: an op that waited starts at the very float at which its cause ended.
     """
 
     def __init__(
@@ -101,14 +102,9 @@ class CauseFinder:
         self.sender_waits = self.sender_is_busy or (self.rule is not None and self.rule.is_blocking)
         self.rounds = max(len(transfers), 1)
         self.ops_per_round = len(events) // self.rounds or 1
-        self.position_by_value = {
-            value: position for position, event in enumerate(events[: self.ops_per_round]) for value in event.op.writes
-        }
-        self.round_by_id = {
-            id(transfer): iteration
-            for iteration, round_transfers in enumerate(transfers)
-            for transfer in round_transfers
-        }
+        first_round = enumerate(events[: self.ops_per_round])
+        self.position_by_value = {value: position for position, event in first_round for value in event.op.writes}
+        self.round_by_id: dict[int, int] = {}  # by the id of a transfer
         self.transfer_by_recv: dict[int, Transfer] = {}  # by the event of a RECV
         self.send_by_id: dict[int, int] = {}  # the event of the SEND, by the id of its transfer
         self.previous_on_lane: list[tuple[int, Reason] | None] = []
@@ -117,11 +113,12 @@ class CauseFinder:
         self.transfer_by_end: dict[tuple[int, float], Transfer] = {}  # by rank and end
         self.queued_by_end: dict[tuple[int, Hashable, float], Transfer] = {}  # by rank, communicator and end
         self.arrivals = [defaultdict[tuple[Value, int], list[Transfer]](list) for _ in range(self.rounds)]
-        for iteration, round_transfers in enumerate(transfers):
-            for transfer in round_transfers:
+        for iteration, transfers_of_round in enumerate(transfers):
+            for transfer in transfers_of_round:
+                self.round_by_id[id(transfer)] = iteration
                 self.arrivals[iteration][transfer.value, transfer.target].append(transfer)
         self._link_events()
-        self._link_transfers([transfer for round_transfers in transfers for transfer in round_transfers])
+        self._link_transfers([transfer for transfers_of_round in transfers for transfer in transfers_of_round])
 
     def _link_events(self) -> None:
         """Find for each event the one before it on its lane, and for each RECV its transfer."""
@@ -131,15 +128,12 @@ class CauseFinder:
             lane = lane_of(op)
             self.previous_on_lane.append(None)
             if op.kind == "RECV":
+                # A value may travel to a rank several times: this RECV takes the last that has arrived.
                 sender = self._event_of(self.position_by_value[op.reads[0]], event)
-                arrivals = self.arrivals[event // self.ops_per_round].get(
-                    (self.events[sender].op.reads[0], op.rank), ()
-                )
-                transfer = max(
-                    (transfer for transfer in arrivals if transfer.end <= end),
-                    key=lambda transfer: transfer.end,
-                    default=None,
-                )
+                sent_value = self.events[sender].op.reads[0]
+                arrivals = self.arrivals[event // self.ops_per_round].get((sent_value, op.rank), ())
+                arrived = [transfer for transfer in arrivals if transfer.end <= end]
+                transfer = max(arrived, key=lambda transfer: transfer.end, default=None)
                 if transfer is not None:
                     self.transfer_by_recv[event], self.send_by_id[id(transfer)] = transfer, sender
             # Main lane: work, and SENDs and RECVs if they take time.
@@ -156,9 +150,8 @@ class CauseFinder:
                         self.previous_on_lane[event] = (last_event[lane, op.rank], "lane")
                     last_event[lane, op.rank] = event
                 main = main_event.get(op.rank)
-                if main is not None and (
-                    self.previous_on_lane[event] is None or self._launch_time(main, lane) == start
-                ):
+                is_first = self.previous_on_lane[event] is None
+                if main is not None and (is_first or self._launch_time(main, lane) == start):
                     self.previous_on_lane[event] = (main, "lane")
 
     def _link_transfers(self, transfers: Sequence[Transfer]) -> None:
@@ -170,10 +163,9 @@ class CauseFinder:
                 self.previous_on_link[id(transfer)] = last_transfer[link]
             last_transfer[link] = self.transfer_by_end[transfer.source, transfer.end] = transfer
             if self.rule is not None and transfer.end > transfer.start:
+                communicator = self.rule.communicator(transfer.source, transfer.target)
                 for rank in (transfer.source, transfer.target):
-                    self.queued_by_end[rank, self.rule.communicator(transfer.source, transfer.target), transfer.end] = (
-                        transfer
-                    )
+                    self.queued_by_end[rank, communicator, transfer.end] = transfer
                 if self.rule.is_blocking:
                     self.transfer_by_end[transfer.target, transfer.end] = transfer
 
@@ -222,58 +214,52 @@ class CauseFinder:
         previous_end = min(self.events[previous_event].end, start)
         free = self._launch_time(previous_event, lane_of(op)) if is_behind_main else previous_end
         # 3. A transfer that keeps its sender busy has no event of its own on the main lane.
-        if (
-            self.sender_waits
-            and reason == "rank"
-            and (op.rank, start) in self.transfer_by_end
-            and free < start > cause.time
-        ):
-            return _Cause(start, self.transfer_by_end[op.rank, start], "rank")
+        transfer = self.transfer_by_end.get((op.rank, start)) if self.sender_waits and reason == "rank" else None
+        if transfer is not None and free < start > cause.time:
+            return _Cause(start, transfer, "rank")
         return _Cause(free, previous_event, reason) if free >= cause.time else cause
 
-    def _cause_of_transfer(self, activity: Transfer) -> _Cause:
+    def _cause_of_transfer(self, transfer: Transfer) -> _Cause:
         # Its value, then what else could keep it: both ranks and their queue, or a busy sender, or its link.
-        iteration, start = self.round_by_id[id(activity)], activity.start
-        is_written = activity.value in self.position_by_value
-        cause = (
-            self.cause_of_arrival(activity.value, activity.source, iteration)
-            if is_written
-            else self.cause_of_update(activity.value, iteration)
-        )
+        iteration, start = self.round_by_id[id(transfer)], transfer.start
+        if transfer.value in self.position_by_value:
+            cause = self.cause_of_arrival(transfer.value, transfer.source, iteration)
+        else:
+            cause = self.cause_of_update(transfer.value, iteration)
         if self.send_seconds:
-            sender = self.send_by_id[id(activity)]
+            sender = self.send_by_id[id(transfer)]
             cause = _Cause(self.events[sender].start + self.send_seconds, sender, "data")
         if cause.time >= start:
             return cause
         if self.rule is not None:
-            return self._cause_of_meeting(activity, self.rule) or cause
+            return self._cause_of_meeting(transfer, self.rule) or cause
         if self.sender_is_busy and not self.send_seconds:
-            if (activity.source, start) in self.transfer_by_end:
-                return _Cause(start, self.transfer_by_end[activity.source, start], "rank")
+            if (transfer.source, start) in self.transfer_by_end:
+                return _Cause(start, self.transfer_by_end[transfer.source, start], "rank")
             for event, (op, _, end) in enumerate(self.events):
-                if op.rank == activity.source and end == start and lane_of(op) == "main":
+                if op.rank == transfer.source and end == start and lane_of(op) == "main":
                     return _Cause(start, event, "rank")
-        return self._cause_of_link(activity) or cause
+        return self._cause_of_link(transfer) or cause
 
-    def _cause_of_link(self, activity: Transfer) -> _Cause | None:
-        previous = self.previous_on_link.get(id(activity))
-        return None if previous is None else _Cause(activity.start, previous, "link")
+    def _cause_of_link(self, transfer: Transfer) -> _Cause | None:
+        previous = self.previous_on_link.get(id(transfer))
+        return None if previous is None else _Cause(transfer.start, previous, "link")
 
-    def _cause_of_meeting(self, activity: Transfer, rule: MessageRule) -> _Cause | None:
+    def _cause_of_meeting(self, transfer: Transfer, rule: MessageRule) -> _Cause | None:
         """Return the cause of a transfer under a rule of messages that left after its value was there.
 
         What ended just then held it back: a message in the queue of its communicator, or work of either rank.
         """
-        communicator = rule.communicator(activity.source, activity.target)
-        for rank in (activity.source, activity.target):
-            previous = self.queued_by_end.get((rank, communicator, activity.start))
+        communicator = rule.communicator(transfer.source, transfer.target)
+        for rank in (transfer.source, transfer.target):
+            previous = self.queued_by_end.get((rank, communicator, transfer.start))
             if previous is not None:
-                return _Cause(activity.start, previous, "queue")
-        sides: tuple[tuple[int, Reason], ...] = ((activity.source, "rank"), (activity.target, "receiver"))
+                return _Cause(transfer.start, previous, "queue")
+        sides: tuple[tuple[int, Reason], ...] = ((transfer.source, "rank"), (transfer.target, "receiver"))
         for rank, reason in sides:
-            if (rank, activity.start) in self.work_by_end:
-                return _Cause(activity.start, self.work_by_end[rank, activity.start], reason)
-        return self._cause_of_link(activity)
+            if (rank, transfer.start) in self.work_by_end:
+                return _Cause(transfer.start, self.work_by_end[rank, transfer.start], reason)
+        return self._cause_of_link(transfer)
 
     def path(self) -> tuple[PathStep, ...]:
         """Return the chain of causes that ends with the last work, from the start on."""
@@ -442,20 +428,17 @@ class DataGraph:
 
     def window(self, rank: int, without_weights: bool = False) -> tuple[float, float, float]:
         """Return the earliest start, the work and the shortest tail of a rank's ops."""
-        positions = [
-            position for position in self.rank_ops[rank] if not (without_weights and self.ops[position].kind == "W")
-        ]
+        positions = self.rank_ops[rank]
+        if without_weights:
+            positions = [position for position in positions if self.ops[position].kind != "W"]
         if not positions:
             return 0.0, 0.0, 0.0
         work = sum(self.seconds[position] for position in positions)
         # The window of any subset of the ops is a bound. Leaving out ops of no time narrows it and keeps the work.
         if work:
             positions = [position for position in positions if self.seconds[position]]
-        return (
-            min(self.starts[position] for position in positions),
-            work,
-            min(self.tails[position] for position in positions),
-        )
+        head, tail = (min(seconds[position] for position in positions) for seconds in (self.starts, self.tails))
+        return head, work, tail
 
     def idle_around(self, rank: int) -> float:
         """Return the seconds before the first op and after the last op of a rank, including ops of no time."""
