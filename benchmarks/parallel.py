@@ -139,9 +139,9 @@ def at_hand(name: str, kind: type[Any], values: dict[Value, list[Any]]) -> Any:
     """While this lasts, steps are built that send nothing, and receive what was received before."""
 
     class AtHand(kind):
-        def start(self, *about: Any, **how: Any) -> None:
-            self._incoming = {}  # nothing is asked for
-            super().start(*about, **how)
+        def begin_step(self, *about: Any, **how: Any) -> None:
+            self._incoming_by_source = {}  # nothing is asked for
+            super().begin_step(*about, **how)
 
         def send(self, *about: Any) -> Callable[..., Any]:
             return lambda *lists: ()

@@ -46,18 +46,18 @@ def buffers_freed(rank: int, schedule: str) -> tuple[int, int]:
     model, params, _ = fpipe.from_sequential(blocks(), stages=2, loss=MSE)
     program = chained(model, fpipe.schedules.get(schedule)(2), microbatches=8)
     step = fpipe.build(program, model, runtime="distributed", example=(params, rows(16)))
-    found, end = list[tuple[int, int]](), Transfers.end
+    found, end = list[tuple[int, int]](), Transfers.wait_for_sends
 
     def counted(transfers: Transfers) -> None:
-        sent = [message for message, _ in transfers._sent.values()]
+        sent = [message for message, _ in transfers._sends.values()]
         found.append((sum(message is None for message in sent), len(sent)))
         end(transfers)
 
-    Transfers.end = counted
+    Transfers.wait_for_sends = counted
     try:
         step(own(program, rank, params), rows(16))
     finally:
-        Transfers.end = end
+        Transfers.wait_for_sends = end
     return found[-1]
 
 

@@ -89,12 +89,12 @@ class _PipelineStage(PipelineStage):
 
     submod: TorchStageModule
 
-    def _to_tensor(self, argument: Any) -> Tensor:
+    def _to_tensor(self, arg: Any) -> Tensor:
         """Return zeros to infer shapes with."""
         # Torch takes uninitialized memory, and an embedding fails for such indices.
-        example = super()._to_tensor(argument)
+        example = super()._to_tensor(arg)
         with torch.no_grad():
-            return example if isinstance(argument, Tensor) else example.zero_()
+            return example if isinstance(arg, Tensor) else example.zero_()
 
     def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         return self.submod.backward(lambda: super(_PipelineStage, self).backward_maybe_with_nosync(*args, **kwargs))
@@ -156,7 +156,7 @@ def _refuse_model(model: Model) -> None:
                 f"{stage_name} asks for {', '.join(map(repr, sorted(stage.asks)))}; torch's runtime passes a stage "
                 f"only its input. Write it without, {_USE_FPIPE}"
             )
-        if getattr(stage.forward, "drawing", list[str])():
+        if getattr(stage.forward, "random_modules", list[str])():
             raise ValueError(
                 f"{label_with_random_modules(model, stage_index)} draws random numbers; torch's runtime has no key. "
                 f"Call eval() on it, {_USE_FPIPE}"

@@ -94,7 +94,7 @@ def check_training(
     updates_read = _count_updates_read(program)
     steps_behind = {(step, stage): step - updates for (step, stage), updates in updates_read.items()}
 
-    def gradients(
+    def run_reference(
         read_params: Sequence[Any], batches: Sequence[Any], state: Any, key: int | None, scale: Any
     ) -> Result:
         microbatches = microbatches_of(program, batches)
@@ -106,7 +106,7 @@ def check_training(
         model,
         params,
         batches_by_step,
-        gradients,
+        run_reference,
         update_settings(op.how),
         rates=optim[1] or [None] * program.steps,
         keys=[*keys] if isinstance(keys, tuple) else [keys] * program.steps,

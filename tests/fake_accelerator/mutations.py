@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import fpipe
 
 WAITS = ("wait_event", "wait_stream", "record_stream", "synchronize")
-UNSEEN = ("Works.wait", "ExchangeLane._waited", "Replicas._let_go")
+UNSEEN = ("CombinedWork.wait", "ExchangeLane._wait_for_launched", "Replicas._free_finished")
 """Functions that wait for what gloo carries alone, for a loss behind an exchange, or to let go of memory."""
 ROOT = Path(fpipe.__file__).parent
 

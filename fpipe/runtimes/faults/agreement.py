@@ -56,11 +56,8 @@ def claims_of_build(program: Program, params: Any, options: Mapping[str, Any]) -
 
 def claims_of_settings() -> Claims:
     """State the settings of torch that choose ops and kernels."""
-    return {
-        "number of threads": str(torch.get_num_threads()),
-        "autocast": describe_autocast(),
-        "settings": describe_settings(),
-    }
+    threads = str(torch.get_num_threads())
+    return {"number of threads": threads, "autocast": describe_autocast(), "settings": describe_settings()}
 
 
 def describe_inputs(program: Program, trees: Mapping[Value, AbstractTree]) -> list[str]:
@@ -90,9 +87,8 @@ def claims_of_stages(
         net = None if stage is None else net_stage_of(model.stages[stage].forward)
         # A rank needs the data of its own parameters and buffers only, so those of a net are not compared here.
         net_storages = {storage_of(local_shard(leaf)) for leaf in net.constants()} if net else set[int]()
-        constants = [
-            leaf for graph in graphs for leaf in graph.constants.values() if storage_of(leaf) not in net_storages
-        ]
+        leaves = [leaf for graph in graphs for leaf in graph.constants.values()]
+        constants = [leaf for leaf in leaves if storage_of(leaf) not in net_storages]
         tensor_lines = describe_constants([*constants, *(net.literal_constants() if net else ())])
         claims[name + suffix] = lines
         if tensor_lines is not None:

@@ -105,9 +105,8 @@ class GatherPart(NamedTuple):
         if self.alone:
             (leaf,) = leaves
             send_buffer = read_leaves[leaf.leaf_index].to(buffer.dtype).contiguous()
-            return Launched(
-                _all_gather(whole_by_index[leaf.leaf_index], send_buffer, group), send_buffer, whole_by_index
-            )
+            work = _all_gather(whole_by_index[leaf.leaf_index], send_buffer, group)
+            return Launched(work, send_buffer, whole_by_index)
         send_buffer, recv_buffer = buffer.empty(), buffer.empty(self.replicas)
         for index, start, _, local, _ in leaves:
             send_buffer[start : start + _element_count(local)].view(local.shape).copy_(read_leaves[index])
@@ -176,9 +175,8 @@ def _exchange_parts(parts: Sequence[Tensor], received: Sequence[Tensor], group: 
     """Send each part to its process, and receive the parts of all."""
     peers = [peer for peer in range(group.size()) if peer != group.rank()]
     works: list[Any] = [dist.isend(parts[peer], group=group, group_dst=peer, tag=_TAG) for peer in peers]
-    return CombinedWork(
-        [*works, *(dist.irecv(received[peer], group=group, group_src=peer, tag=_TAG) for peer in peers)]
-    )
+    works += [dist.irecv(received[peer], group=group, group_src=peer, tag=_TAG) for peer in peers]
+    return CombinedWork(works)
 
 
 def _reduce_scatter(own_sum: Tensor, addends: Tensor, group: ProcessGroup) -> tuple[Any, Callable[[], object] | None]:
@@ -263,10 +261,7 @@ def _fill_buffers(leaves: Iterable[PlacedLeaf]) -> list[Buffer]:
         end = -(-(start + leaf.largest_count) // alignment) * alignment
         buffers[-1] = [*leaves_in_buffer, leaf._replace(start=start)], end
     return [
-        Buffer(*kind, leaves_in_buffer, size)
-        for kind, buffers in buffers_by_kind.items()
-        for leaves_in_buffer, size in buffers
-        if size
+        Buffer(*kind, leaves, size) for kind, buffers in buffers_by_kind.items() for leaves, size in buffers if size
     ]
 
 

@@ -151,13 +151,9 @@ def build_rank_step(
         return prepared
 
     def agree(sync_point: str, input_name: str, prepared: RankStep, key: Keys, more_claims: Claims) -> None:
-        claims = {
-            input_name: prepared.input_lines,
-            **more_claims,
-            "key": str(key),
-            **prepared.stage_claims,
-            "messages": prepared.message_lines,
-        }
+        # In this order, since an error names the first claim that differs.
+        claims: dict[str, str | Sequence[str]] = {input_name: prepared.input_lines, **more_claims, "key": str(key)}
+        claims |= {**prepared.stage_claims, "messages": prepared.message_lines}
         meeting.agree(sync_point, claims)
         # Compilers take minutes, and longer on some ranks: the second agreement waits with more patience.
         if compile:

@@ -73,9 +73,8 @@ class Layout:
         leaf_bytes = _bytes_of_aval(leaf.aval, HEADER)
         if leaf_bytes.is_dense or not all(leaf_bytes.shape):
             return 0
-        last_offset = sum(
-            (length - 1) * stride for length, stride in zip(leaf_bytes.shape, leaf_bytes.stride, strict=True)
-        )
+        dims = zip(leaf_bytes.shape, leaf_bytes.stride, strict=True)
+        last_offset = sum((length - 1) * stride for length, stride in dims)
         return (1 + last_offset) * leaf.aval.dtype.itemsize
 
     def pack(self, leaves: Sequence[Any], step_header: Tensor, size: int) -> Tensor:
@@ -120,11 +119,8 @@ def step_of(message: Tensor) -> tuple[str, str, str]:
 
 def _bytes_of_aval(aval: Aval, start: int) -> _LeafBytes:
     # Along a dimension of stride 0 all elements are one: send that one.
-    sent_dims = [
-        dim
-        for dim, (length, element_stride) in enumerate(zip(aval.shape, aval.stride, strict=True))
-        if element_stride or length < 2
-    ]
+    strides = enumerate(zip(aval.shape, aval.stride, strict=True))
+    sent_dims = [dim for dim, (length, element_stride) in strides if element_stride or length < 2]
     shape, stride = tuple(aval.shape[dim] for dim in sent_dims), tuple(aval.stride[dim] for dim in sent_dims)
     size = torch.Size(shape).numel()
     return _LeafBytes(start, start + size * aval.dtype.itemsize, size, aval, shape, stride, is_dense(shape, stride))
@@ -167,6 +163,5 @@ def _unpack_leaf(message: Tensor, leaf_bytes: _LeafBytes) -> Tensor:
         return elements.as_strided(expected.shape, expected.stride, start)
     # Strides with gaps: copy the elements apart into fresh memory, then show the repeated ones again.
     memory = torch.empty_strided(leaf_bytes.shape, leaf_bytes.stride, dtype=expected.dtype, device=message.device)
-    return memory.copy_(elements[start : start + leaf_bytes.size].view(leaf_bytes.shape)).as_strided(
-        expected.shape, expected.stride
-    )
+    memory.copy_(elements[start : start + leaf_bytes.size].view(leaf_bytes.shape))
+    return memory.as_strided(expected.shape, expected.stride)

@@ -57,9 +57,8 @@ def messages_of(program: Program) -> list[Message]:
                 heard_counts[direction] += 1
             cell = cells.get(operand, op.cell)
             number, place_in_direction = len(messages_in_order), len(direction_values)
-            messages_in_order.append(
-                Message(number, value, cell, *direction, place_in_direction, heard_counts[direction])
-            )
+            heard_count = heard_counts[direction]
+            messages_in_order.append(Message(number, value, cell, *direction, place_in_direction, heard_count))
             direction_values.append(value)
         received.update(op.reads if op.kind == "RECV" else ())
     return messages_in_order

@@ -172,9 +172,8 @@ class RankStep(PreparedStep):
         prepare = [preparation for preparation in self.entrance.prepare if preparation[2] in self.part.local_slots]
         self.entrance, self.exit = replace(self.entrance, prepare=prepare), self._local_exit(self.exit)
         result_slots = {leaf.slot for leaf in self.exit.leaves if isinstance(leaf, ResultLeaf)}
-        self._handed_out = [
-            (slot, self.part.local_slots[slot]) for slot in result_slots if slot in self.part.local_slots
-        ]
+        local_slots = self.part.local_slots
+        self._handed_out = [(slot, local_slots[slot]) for slot in result_slots if slot in local_slots]
         read_slots = {*self.part.initial_slots, *(slot for _, slots, _ in prepare for slot in slots)}
         value_by_slot = {slot: value for value, slot in self.lowered.slots.items()}
         inputs_by_slot = [(slot, positions) for slot, positions in self.entrance.inputs if slot in read_slots]

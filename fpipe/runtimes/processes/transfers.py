@@ -352,10 +352,8 @@ class Transfers:
         for message in incoming[posted_count:count]:
             buffer = torch.empty(self._bytes_by_number[message.number], dtype=torch.uint8, device=self.carrier_device)
             try:
-                self._receives_in_flight[message.number] = (
-                    buffer,
-                    group.recv([buffer], peer, self._first_tag + message.number),
-                )
+                work = group.recv([buffer], peer, self._first_tag + message.number)
+                self._receives_in_flight[message.number] = buffer, work
             except RuntimeError as error:
                 raise self._watchdog.as_rank_error(error, self._wait_by_number[message.number]) from error
             self._posted_counts[source] += 1
