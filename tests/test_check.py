@@ -161,8 +161,8 @@ from_table([["0F0", "0F1", "0F2", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])(
 from_table([["0F0", "0F1", "2F0", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])(TWO)
     ProgramError: rank 0, cell 2: 2F0 names stage 2, out of range: this program has 2 stages, 0..1.
 from_table([["0F0", "0F1", "0B0", "1B1"], ["1F0", "1B0", "1F1", "0B1"]])(TWO)
-    ProgramError: stage 0 is on several ranks: 0F0 on rank 0 and 0B1 on rank 1. Move one; or, to hold replicas of
-    its parameters, say homes={0: [0, 1]} (from_table: replicated=True).
+    ProgramError: stage 0 is on several ranks: 0F0 on rank 0 and 0B1 on rank 1. Move one; or, with replicas of
+    its parameters or without any, say homes={0: [0, 1]} (from_table: replicated=True).
 from_table([["0F0", "0F1", "0R0", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])(TWO)
     ProgramError: rank 0, cell 2: 0R0: nothing is recomputed there. Put fpipe.checkpoint() before the table.
 from_table([["0F0", "0F1", "0R0", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])(fpipe.checkpoint("always")(TWO))
