@@ -62,9 +62,11 @@ def collectives_of(nodes: Sequence[fx.Node]) -> dict[int, CollectiveStage]:
 def as_exchange(stage: Stage, function: CollectiveStage) -> Stage:
     """Turn a stage that has nothing but a collective into a stage as `fpipe.exchange` makes it."""
     run: Any = stage.forward
-    ((_, leaf),) = run.places
+    ((_, leaf_index),) = run.leaf_places
     attributes = (("exchange", function.kind), ("axis", function.axis))
-    return Stage(replace(function, leaf=leaf), name=function.__name__, names=stage.names, exchange=attributes)
+    return Stage(
+        replace(function, leaf_index=leaf_index), name=function.__name__, names=stage.names, exchange=attributes
+    )
 
 
 def _collective_kind(node: fx.Node) -> str | None:

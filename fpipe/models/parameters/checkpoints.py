@@ -1,4 +1,4 @@
-"""Save a training and go on from it, whatever the ranks, the schedule and the shards then.
+"""Save a training and resume it, with any number of ranks, another schedule or other shards.
 
 save(folder, ..)   save(folder, ..)    --> folder/saved-1 whole, then folder/saved-2 whole;  load(folder, ..) the newest
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
-from fpipe.limits import whole
+from fpipe.limits import check_whole_number
 from fpipe.meaning.single_device.params_and_state import refuse_meta
 from fpipe.models.parameters.gather import describe_leaves, names_by_stage
 from fpipe.program import Program
@@ -30,7 +30,7 @@ Named = dict[str, Tensor]
 
 
 class Checkpoint(NamedTuple):
-    """A training that `load` has read: parameters, optimizer state and module state as handed in, and the numbers."""
+    """A training that `load` has read: parameters, optimizer state and module state by stage, and the numbers."""
 
     params: Any
     opt: Any
@@ -76,7 +76,7 @@ def save(
     background: bool = False,
     **numbers: float,
 ) -> Future[None] | None:
-    """Save a training to go on from with `load`, by torch.distributed.checkpoint: each rank writes what is its own.
+    """Save a training by torch.distributed.checkpoint, for `load` to resume; each rank writes the stages that it has.
 
     A save counts when all ranks have written all of it. What ends it early, such as a kill or a full disk, leaves the
     folder with the save before it.
@@ -89,11 +89,12 @@ def save(
         keep: how many of the newest saves stay. `load` reads the newest; `folder/saved-1` is the first.
         background: copy everything to the host, and write while steps go on, over connections of gloo's own. The next
             `save` or `load` of this process waits for it; so does the end of the process.
-        numbers: whatever else is to be known, such as step=100, position=6400.
+        numbers: further numbers to save, such as step=100, position=6400.
 
     Returns:
         Of a background save a future: `result()` waits for it, and raises what it failed with; else the next save does,
-        or the end of the process prints it. Wait before the process group is destroyed.
+        on all ranks if one of them has not asked, or the end of the process prints it. Wait before the process group
+        is destroyed.
 
     Raises:
         ValueError: a number that is none; entries that are not one for each stage, or on meta; a folder that is a file.
@@ -106,29 +107,33 @@ def save(
     ...     load(folder, program, ({"w": torch.zeros(2)},))
     Checkpoint(params=({'w': tensor([1., 1.])},), opt=None, state=None, numbers={'step': 3})
     """
-    whole("keep", keep, most=inf)
+    check_whole_number("keep", keep, maximum=inf)
     path = Path(folder).absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if not existing.is_dir():
         raise ValueError(f"save writes a folder, and {existing} is a file; name another.")
-    tensors, *_ = _entries(program, {"params": params, "opt": opt, "state": state}, mesh)
-    tensors |= {f"numbers/{word}": _as_tensor(word, number) for word, number in numbers.items()}
-    _BACKGROUND.wait(reports=True)
+    tensors, *_ = _tensors_and_names(program, {"params": params, "opt": opt, "state": state}, mesh)
+    tensors |= {f"numbers/{key}": _as_tensor(key, number) for key, number in numbers.items()}
+    # A failure of the save before is raised here: whoever calls `save` learns that it is missing.
+    _BACKGROUND.raise_failure()
     if not background:
         _write(path, tensors, keep, None)
         return None
+    # Copied to the host before this returns, so that the next step may write the tensors in place.
     group = _BACKGROUND.group()
     return _BACKGROUND.start(path, {name: leaf.to("cpu", copy=True) for name, leaf in tensors.items()}, keep, group)
 
 
-def _as_tensor(word: str, number: float) -> Tensor:
+def _as_tensor(name: str, number: float) -> Tensor:
     if isinstance(number, bool) or not isinstance(number, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"{word}= is a number, found {type(number).__name__}.")
+        raise ValueError(f"{name}= is a number, found {type(number).__name__}.")
     return torch.tensor(number, dtype=torch.int64 if isinstance(number, int) else torch.float64)
 
 
 def _write(folder: Path, tensors: Mapping[str, Tensor], keep: int, group: Any) -> None:
-    """Write the tensors of this process into a new save, which the first rank numbers."""
+    """Write the tensors of this process into a new save."""
+    # The first rank chooses the number of the save and broadcasts it, or its error: all ranks fail alike, and none
+    # waits in a collective for one that has raised.
     is_alone = _is_alone()
     rank = 0 if is_alone else dist.get_rank(group)
     choice: list[Any] = [None]
@@ -150,12 +155,12 @@ def _is_alone() -> bool:
 
 
 class _Saving(Future[None]):
-    """A save in the background; `is_reported` when somebody has asked for its result."""
+    """A save in the background, which notes in `is_reported` that its result was asked for."""
 
     is_reported = False
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait for the save, and raise what it failed with."""
+        """Wait for the save, and raise its error if it failed."""
         try:
             super().result(timeout)
         finally:
@@ -163,9 +168,10 @@ class _Saving(Future[None]):
 
 
 class _Background:
-    """The save in the background of this process, one at a time, and the group that its ranks meet in.
+    """The background save of this process, one at a time, and the process group that it uses.
 
-    Steps go on meanwhile, and their collectives must not mix with those of the save.
+    Steps run at the same time. The save has a group of its own, since collectives of two threads in one group would be
+    queued in another order on each rank.
     """
 
     def __init__(self) -> None:
@@ -182,9 +188,10 @@ class _Background:
         return self._groups[1]
 
     def start(self, folder: Path, tensors: Named, keep: int, group: Any) -> Future[None]:
-        """Write in a thread, which the end of the process waits for."""
+        """Start a save in a thread, which the end of the process waits for."""
         if not self._is_registered:
-            atexit.register(self.wait, reports=True)  # an error that nobody asked for is printed
+            # At the end of the process an error that was not asked for is printed.
+            atexit.register(self.wait, reports=True)
             self._is_registered = True
         saving = self.saving = _Saving()
 
@@ -200,12 +207,26 @@ class _Background:
         return saving
 
     def wait(self, reports: bool) -> None:
-        """Wait for the save under way; raise what it failed with if it `reports` and nobody has asked yet."""
+        """Wait for the running save. With `reports`, raise its error unless its result was asked for."""
         saving = self.saving
         failed = saving is not None and saving.exception() is not None
         if reports or not failed:
             self.saving = None
         if saving is not None and failed and reports and not saving.is_reported:
+            saving.result()
+
+    def raise_failure(self) -> None:
+        """Wait for the running save, and raise its error unless all ranks have asked for its result."""
+        saving, self.saving = self.saving, None
+        if saving is None:
+            return
+        failed = saving.exception() is not None
+        is_unreported: list[Any] = [failed and not saving.is_reported]
+        # A rank that has asked would go on to the next save, and wait there for the ranks that raise here.
+        if not _is_alone():
+            is_unreported = [None] * dist.get_world_size()
+            dist.all_gather_object(is_unreported, failed and not saving.is_reported)
+        if any(is_unreported):
             saving.result()
 
 
@@ -221,16 +242,16 @@ def load(
     state: Sequence[Any] | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Checkpoint:
-    """Read what `save` has written, on any number of ranks, in any cut, in shards or whole.
+    """Read a training that `save` has written, on any number of ranks, in any cut, in shards or whole.
 
-    What is read is data: nothing in the folder runs.
+    Only data are read: nothing in the folder runs.
 
     Args:
         folder: that of `save`, or one of the saves in it.
         program: a program that is placed.
-        params, opt, state: what is to be read, as this process has it: names, shapes, dtypes and shards are those of
-            these, their values do not matter, and they are not changed. What is on meta is read onto torch's default
-            device.
+        params, opt, state: trees like those to read, with this process's stages: names, shapes, dtypes and shards are
+            taken from them, values do not matter, and they are not changed. Tensors on meta are read onto torch's
+            default device.
         mesh: that of the step.
 
     Returns:
@@ -247,21 +268,29 @@ def load(
     >>> saved.params, saved.numbers["step"]
     (({'b': tensor([1.]), 'a': tensor([1., 1.])},), 3)
     """
+    # 1) Make zeros for what this process has, and compare names and shapes with the save before anything is read.
     _BACKGROUND.wait(reports=False)
-    tensors, parts, names = _entries(program, {"params": params, "opt": opt, "state": state}, mesh, fresh=True)
+    tensors, parts, names = _tensors_and_names(
+        program, {"params": params, "opt": opt, "state": state}, mesh, into_new_tensors=True
+    )
     reader = SaveReader(Path(folder))
-    missing = next((name for name in tensors if name not in reader.tensors), None)
-    if missing is not None:
-        raise ValueError(f"{folder} has no {missing.replace('/', ' of ', 1)}: it was saved of another net, or without.")
+    missing_name = next((name for name in tensors if name not in reader.tensors), None)
+    if missing_name is not None:
+        raise ValueError(
+            f"{folder} has no {missing_name.replace('/', ' of ', 1)}: it was saved of another net, or without."
+        )
     for name, leaf in tensors.items():
         size = reader.tensors[name].size
         if tuple(size) != tuple(leaf.shape):
             raise ValueError(f"{name} was saved with shape {[*size]}, and is of shape {[*leaf.shape]} here.")
+    # Names that were saved and are missing here are an error only in parts of which the ranks together have all stages:
+    # another rank may have what this one has not.
     whole_parts = {name.partition("/")[0] for name in names}
     extra = (name for name in reader.tensors if name not in names and name.partition("/")[0] in whole_parts)
     for name in extra:
-        who = name.replace("/", " of ", 1)
-        raise ValueError(f"{folder} has {who}, which is not among these: it was saved of another net.")
+        leaf_name = name.replace("/", " of ", 1)
+        raise ValueError(f"{folder} has {leaf_name}, which is not among these: it was saved of another net.")
+    # 2) Read the tensors in place, and the numbers, which the caller need not name.
     numbers = {
         name: torch.zeros((), dtype=saved.properties.dtype)
         for name, saved in reader.tensors.items()
@@ -272,34 +301,43 @@ def load(
     return Checkpoint(parts["params"], parts["opt"], parts["state"], values)
 
 
-def _entries(
-    program: Program, parts: Mapping[str, Any], mesh: DeviceMesh | None, fresh: bool = False
+def _tensors_and_names(
+    program: Program, parts: Mapping[str, Any], mesh: DeviceMesh | None, into_new_tensors: bool = False
 ) -> tuple[Named, dict[str, Any], set[str]]:
-    """Return the tensors of this rank by name, the parts with these, and all names of parts that the ranks have whole.
+    """Name the tensors of this rank.
 
-    `fresh` tensors take the place of those of the parts.
+    Args:
+        parts: `params`, `opt` and `state`, each with an entry for each stage.
+        into_new_tensors: put zeros in the place of the tensors, to read into.
+
+    Returns:
+        The tensors of this rank by name, `params/0.weight`; the parts with these tensors; and the names of all ranks in
+        the parts of which they have all stages.
     """
-    tensors, new_parts, all_names = Named(), dict[str, Any](), set[str]()
-    for word, part in parts.items():
-        new_parts[word] = part
+    tensors, parts_with_tensors, all_names = Named(), dict[str, Any](), set[str]()
+    for part_name, part in parts.items():
+        parts_with_tensors[part_name] = part
         if part is None:
             continue
         names = names_by_stage(describe_leaves(program, part, mesh)[1])
         if len(names) == program.stages:
-            all_names.update(f"{word}/{name}" for stage_names in names.values() for name in stage_names)
+            all_names.update(f"{part_name}/{name}" for stage_names in names.values() for name in stage_names)
         stages: list[Any] = []
-        for stage, entry in enumerate(part):
-            leaves, spec = tree.flatten(entry)
-            if entry is not None:
-                leaves = [leaf if leaf is None else _fresh(leaf) for leaf in leaves] if fresh else leaves
+        for stage, stage_tree in enumerate(part):
+            leaves, spec = tree.flatten(stage_tree)
+            if stage_tree is not None:
+                leaves = [leaf if leaf is None else _zeros_for(leaf) for leaf in leaves] if into_new_tensors else leaves
                 present = [leaf for leaf in leaves if leaf is not None]
-                tensors |= {f"{word}/{name}": leaf.detach() for name, leaf in zip(names[stage], present, strict=True)}
-            stages.append(None if entry is None else tree.unflatten(spec, leaves))
-        new_parts[word] = tuple(stages)
-        refuse_meta("fpipe.load_params or init_params gives it some, or optimizer_state of theirs", **{word: stages})
-    return tensors, new_parts, all_names
+                tensors |= {
+                    f"{part_name}/{name}": leaf.detach() for name, leaf in zip(names[stage], present, strict=True)
+                }
+            stages.append(None if stage_tree is None else tree.unflatten(spec, leaves))
+        parts_with_tensors[part_name] = tuple(stages)
+        refuse_meta(
+            "fpipe.load_params or init_params gives it some, or optimizer_state of theirs", **{part_name: stages}
+        )
+    return tensors, parts_with_tensors, all_names
 
 
-def _fresh(leaf: Tensor) -> Tensor:
-    """Make a tensor to read into."""
+def _zeros_for(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf, device=torch.get_default_device() if leaf.is_meta else leaf.device)

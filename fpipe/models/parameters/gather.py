@@ -1,4 +1,4 @@
-"""Gather what ranks have of a model, as the state_dict of the whole net.
+"""Gather the parameters of all ranks as the state_dict of the whole net.
 
 rank 0: ({"0.w": ..}, None)   rank 1: (None, {"1.w": ..})        --> gather_state_dict -->        {"0.w": .., "1.w": ..}
 
@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
-from fpipe.meaning.purity.sharded import dimensions, is_sharded
+from fpipe.meaning.purity.sharded import is_sharded, mesh_dim_names
 from fpipe.model import Model
 from fpipe.models.parameters.load import net_stages
 from fpipe.models.parameters.sources import CODES
-from fpipe.program import Program, the_program
-from fpipe.torch_internals import held_by
-from fpipe.torch_private.modules import is_saved
+from fpipe.program import Program, require_program
+from fpipe.torch_internals import direct_members
+from fpipe.torch_private.modules import is_in_state_dict
 
 
 def gather_state_dict(
@@ -45,7 +45,7 @@ def gather_state_dict(
     Args:
         program: a program that is placed, as a schedule does.
         params: one entry for each stage, None for those of other ranks: parameters, or anything of their structure such
-            as gradients. Shards are put together.
+            as gradients. Shards are joined.
         model: made by `from_module` or `from_sequential`: then a tied parameter stands under each of its names, and
             frozen parameters and buffers are there as the net of rank 0 has them.
         state: the module state of the last step, as `params` with None for other ranks: the statistics of batch norms.
@@ -73,34 +73,36 @@ def gather_state_dict(
     """
     if file is not None and Path(file).suffix != ".safetensors":
         raise ValueError(
-            f"file= is a .safetensors file, found {str(file)!r}; another format is yours to write of the dict that "
-            "rank 0 gets without file=."
+            f"file= is a .safetensors file, found {str(file)!r}. For another format write the dict that rank 0 gets."
         )
     per_stage = params if state is None else _with_state(params, state)
-    place, leaves_by_rank = describe_leaves(program, per_stage, mesh)
-    entries = _entries(per_stage, leaves_by_rank, program.stages)
+    # 1) All ranks tell each other the names and shapes of their leaves; from then on all know the same list of tensors,
+    #    and walk it in one order: sends and receives on rank 0 meet without tags.
+    group_rank, leaves_by_rank = describe_leaves(program, per_stage, mesh)
+    named_tensors = _named_tensors(per_stage, leaves_by_rank, program.stages)
     if model is not None:
-        entries = _of_net(model, entries, state is not None)
+        named_tensors = _with_net_names(model, named_tensors, state is not None, group_rank)
+    # 2) Only the first replica sends. The others take part in joining shards, a collective over their mesh.
     axes = () if mesh is None else mesh.mesh_dim_names or ()
     is_first = mesh is None or all(mesh.get_local_rank(axis) == 0 for axis in axes if axis != "pp")
-    whole = _whole(entries, place, is_first)
-    is_reader = place.rank == 0 and is_first
+    full_tensors = _full_tensors(named_tensors, group_rank, is_first)
+    is_reader = group_rank.rank == 0 and is_first
     if file is not None:
-        _write_file(Path(file) if is_reader else None, entries, whole, place)
+        _write_file(Path(file) if is_reader else None, named_tensors, full_tensors, group_rank)
         return None
-    named = {name: tensor for entry, tensor in whole for name in entry.names}
-    return named if is_reader else None
+    tensor_by_name = {name: tensor for named_tensor, tensor in full_tensors for name in named_tensor.names}
+    return tensor_by_name if is_reader else None
 
 
 class GroupRank(NamedTuple):
-    """This process among the ranks of a program."""
+    """The rank of this process in the program, and the process group of its ranks."""
 
     rank: int = 0
     group: Any = None
 
 
 class NamedLeaf(NamedTuple):
-    """A tensor that a rank has."""
+    """The description of a tensor that a rank has."""
 
     path: str
     shape: tuple[int, ...]
@@ -110,22 +112,24 @@ class NamedLeaf(NamedTuple):
 def describe_leaves(
     program: Program, per_stage: Sequence[Any], mesh: DeviceMesh | None
 ) -> tuple[GroupRank, list[dict[int, list[NamedLeaf]]]]:
-    """Return the place of this process, and for each rank the leaves of the stages that it has."""
-    if not isinstance(per_stage, tuple | list) or len(per_stage) != the_program(program).stages:
-        found = f"{len(per_stage)} entries" if isinstance(per_stage, tuple | list) else type(per_stage).__name__
-        raise ValueError(f"the program has {program.stages} stages, and one entry for each is wanted; found {found}.")
+    """Return the rank of this process, and for each rank the leaves of the stages that it has. A collective."""
+    if not isinstance(per_stage, tuple | list) or len(per_stage) != require_program(program).stages:
+        actual = f"{len(per_stage)} entries" if isinstance(per_stage, tuple | list) else type(per_stage).__name__
+        raise ValueError(f"the program has {program.stages} stages, one entry for each; found {actual}.")
     if mesh is not None:
-        dimensions(mesh, {"pp": program.ranks})
+        mesh_dim_names(mesh, {"pp": program.ranks})
     local: dict[int, list[NamedLeaf]] = {}
-    for stage, entry in enumerate(per_stage):
-        if entry is not None:
-            leaves, spec = tree.flatten(entry)
+    for stage, stage_tree in enumerate(per_stage):
+        if stage_tree is not None:
+            leaves, spec = tree.flatten(stage_tree)
             paths = [".".join(map(str, path)) for path in spec.paths()]
             # A gradient of a parameter that nobody reads is None.
             pairs = [(path, leaf) for path, leaf in zip(paths, leaves, strict=True) if leaf is not None]
-            other = next((path for path, leaf in pairs if not isinstance(leaf, Tensor)), None)
-            if other is not None:
-                raise ValueError(f"stage {stage} has no tensor at {other}; only tensors have a place in a state_dict.")
+            non_tensor_path = next((path for path, leaf in pairs if not isinstance(leaf, Tensor)), None)
+            if non_tensor_path is not None:
+                raise ValueError(
+                    f"stage {stage} has no tensor at {non_tensor_path}; only tensors have a place in a state_dict."
+                )
             local[stage] = [NamedLeaf(path, tuple(x.shape), x.dtype) for path, x in pairs]
     if not (dist.is_available() and dist.is_initialized()):
         return GroupRank(), [local]
@@ -139,14 +143,14 @@ def describe_leaves(
 def names_by_stage(leaves_by_rank: Sequence[Mapping[int, Sequence[NamedLeaf]]]) -> dict[int, list[str]]:
     """Return the names of the leaves of each stage; they begin with its number where two stages would have one name."""
     paths = {stage: [leaf.path for leaf in leaves] for stages in leaves_by_rank for stage, leaves in stages.items()}
-    every = [path for _, stage_paths in sorted(paths.items()) for path in stage_paths]
-    if len({*every}) == len(every):
+    all_paths = [path for _, stage_paths in sorted(paths.items()) for path in stage_paths]
+    if len({*all_paths}) == len(all_paths):
         return paths
     return {stage: [f"{stage}.{path}" for path in stage_paths] for stage, stage_paths in paths.items()}
 
 
-class _Entry(NamedTuple):
-    """A tensor of the state_dict: its names, the rank that hands it on, and the tensor where this process has it."""
+class NamedTensor(NamedTuple):
+    """A tensor of the state_dict: its names, the rank that sends it, and the tensor itself if this process has it."""
 
     names: Sequence[str]
     shape: tuple[int, ...]
@@ -156,131 +160,158 @@ class _Entry(NamedTuple):
 
 
 def _with_state(params: Sequence[Any], state: Sequence[Any]) -> list[Any]:
-    """Put the module state of each stage to its parameters."""
+    """Merge the module state of each stage into its parameters."""
     if len(params) != len(state):
         raise ValueError(f"state has one entry for each stage, as params; found {len(state)} and {len(params)}.")
-    return [None if own is None else {**own, **(more or {})} for own, more in zip(params, state, strict=True)]
+    return [
+        None if stage_params is None else {**stage_params, **(stage_state or {})}
+        for stage_params, stage_state in zip(params, state, strict=True)
+    ]
 
 
-def _entries(
+def _named_tensors(
     per_stage: Sequence[Any], leaves_by_rank: Sequence[Mapping[int, Sequence[NamedLeaf]]], stages: int
-) -> list[_Entry]:
-    """Return what the ranks have, each leaf once, stage after stage."""
+) -> list[NamedTensor]:
+    """Return the leaves of all ranks, each once, stage after stage."""
     names = names_by_stage(leaves_by_rank)
-    entries: list[_Entry] = []
+    named_tensors: list[NamedTensor] = []
     for stage in range(stages):
         owner = next((rank for rank, local in enumerate(leaves_by_rank) if stage in local), None)
         if owner is None:
-            raise ValueError(f"no rank has handed in stage {stage}: each hands in its own, as local_params has them.")
+            raise ValueError(f"no rank has passed stage {stage}; each passes the stages of its local_params.")
         leaves = leaves_by_rank[owner][stage]
         present = [leaf for leaf in tree.leaves(per_stage[stage]) if leaf is not None]
         tensors = [None] * len(leaves) if per_stage[stage] is None else present
         for name, leaf, tensor in zip(names[stage], leaves, tensors, strict=True):
-            entries.append(_Entry([name], leaf.shape, leaf.dtype, owner, tensor))
-    return entries
+            named_tensors.append(NamedTensor([name], leaf.shape, leaf.dtype, owner, tensor))
+    return named_tensors
 
 
-def _of_net(model: Model, entries: Sequence[_Entry], has_state: bool) -> list[_Entry]:
+def _with_net_names(
+    model: Model, named_tensors: Sequence[NamedTensor], has_state: bool, group_rank: GroupRank
+) -> list[NamedTensor]:
     """Return the tensors of the state_dict of a model's net, under all their names.
 
-    What is handed in goes by the names of its leaf, and else by the tensor that the net has under a name: two names of
-    one tensor are tied. Everything else has stayed with the modules, and is taken from there.
+    A name of the net takes its tensor from the caller's leaf of that name, or of a name that is tied to it: another
+    name of the leaf, or of the same tensor in the net. All other tensors are frozen parameters and buffers of modules.
     """
     stages = [*net_stages(model)]
-    lacking = next((number for number, stage in enumerate(model.stages) if "state" in stage.asks), None)
-    if lacking is not None and not has_state:
-        raise ValueError(f"{model.who(lacking)} has module state, which a step returns: say state=result.state.")
+    stateful_stage = next((number for number, stage in enumerate(model.stages) if "state" in stage.asks), None)
+    if stateful_stage is not None and not has_state:
+        raise ValueError(
+            f"{model.label_of(stateful_stage)} has module state, which a step returns: say state=result.state."
+        )
     owner_names = {use.name: use.owner_name for uses in model.tied_uses for use in uses}
     first_names = {name: owner_names.get(leaf[0], leaf[0]) for stage in stages for leaf in stage.names for name in leaf}
-    entry_by_name = {name: entry for entry in entries for name in entry.names}
+    leaf_names = [name for named_tensor in named_tensors for name in named_tensor.names]
     tensors = {name: getattr(*stage.home_of(name)) for stage in stages for name in stage.all_names()}
-    name_by_id = {id(tensors[name]): name for name in entry_by_name if name in tensors}
-    names_by_entry: dict[str, list[str]] = {name: [] for name in entry_by_name}
-    constants: list[_Entry] = []
+    name_by_id = {id(tensors[name]): name for name in leaf_names if name in tensors}
+    names_by_leaf: dict[str, list[str]] = {name: [] for name in leaf_names}
+    constant_tensors: list[NamedTensor] = []
     for stage in stages:
         for name in stage.all_names():
             module, key = stage.home_of(name)
             if not _is_in_state_dict(module, key):
                 continue
             tensor = tensors.pop(name, None)
-            if tensor is None:  # another stage has it too
+            # A name that was popped before is that of a tensor that an earlier stage has too.
+            if tensor is None:
                 continue
             source = first_names.get(name, name_by_id.get(id(tensor), name))
-            if source in names_by_entry:
-                names_by_entry[source].append(name)
-            elif tensor.is_meta:
-                raise ValueError(f"{name!r} is on meta in the net, and not among the params: it has no values to give.")
+            if source in names_by_leaf:
+                names_by_leaf[source].append(name)
             else:
-                constants.append(_Entry([name], tuple(tensor.shape), tensor.dtype, 0, tensor))
-    renamed = [entry._replace(names=names_by_entry[entry.names[0]]) for entry in entries]
-    return [*(entry for entry in renamed if entry.names), *constants]
+                leaf = tensor if group_rank.rank == 0 else None
+                constant_tensors.append(NamedTensor([name], tuple(tensor.shape), tensor.dtype, 0, leaf))
+    # Constants are those of rank 0's net; the nets of other ranks may be on meta. All ranks raise, or none.
+    on_meta = [next((leaf.names[0] for leaf in constant_tensors if leaf.leaf is not None and leaf.leaf.is_meta), None)]
+    if group_rank.group is not None:
+        dist.broadcast_object_list(on_meta, group=group_rank.group, group_src=0)
+    if on_meta[0] is not None:
+        raise ValueError(f"{on_meta[0]!r} is on meta in the net, and not among the params: it has no values to give.")
+    renamed = [named_tensor._replace(names=names_by_leaf[named_tensor.names[0]]) for named_tensor in named_tensors]
+    return [*(named_tensor for named_tensor in renamed if named_tensor.names), *constant_tensors]
 
 
 def _is_in_state_dict(module: Any, key: str) -> bool:
     """Whether a module has a tensor as a parameter or as a persistent buffer."""
     if not isinstance(module, nn.Module):
         return False
-    parameters, buffers, _ = held_by(module)
-    return key in parameters or (key in buffers and is_saved(module, key))
+    parameters, buffers, _ = direct_members(module)
+    return key in parameters or (key in buffers and is_in_state_dict(module, key))
 
 
-def _whole(entries: Sequence[_Entry], place: GroupRank, is_first: bool) -> Iterator[tuple[_Entry, Tensor]]:
-    """Yield the tensors one after the other on rank 0 of the first replica; others send theirs."""
-    for entry in entries:
+def _full_tensors(
+    named_tensors: Sequence[NamedTensor], group_rank: GroupRank, is_first: bool
+) -> Iterator[tuple[NamedTensor, Tensor]]:
+    """Yield the tensors on rank 0 of the first replica; send those of this rank elsewhere.
+
+    They come one at a time, so that rank 0 holds at most one tensor besides its own.
+    """
+    for named_tensor in named_tensors:
         leaf: Any = None
-        if entry.leaf is not None:
-            leaf = entry.leaf.detach()
+        if named_tensor.leaf is not None:
+            leaf = named_tensor.leaf.detach()
             leaf = (leaf.full_tensor() if is_sharded(leaf) else leaf).cpu().contiguous()
         if not is_first:
             continue
-        if leaf is not None and place.rank and entry.owner == place.rank:
-            dist.send(leaf, group=place.group, group_dst=0)
-        if place.rank == 0:
+        if leaf is not None and group_rank.rank and named_tensor.owner == group_rank.rank:
+            dist.send(leaf, group=group_rank.group, group_dst=0)
+        if group_rank.rank == 0:
             if leaf is None:
-                leaf = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-                dist.recv(leaf, group=place.group, group_src=entry.owner)
-            yield entry, leaf
+                leaf = torch.empty(named_tensor.shape, dtype=named_tensor.dtype, device="cpu")
+                dist.recv(leaf, group=group_rank.group, group_src=named_tensor.owner)
+            yield named_tensor, leaf
 
 
 def _write_file(
-    file: Path | None, entries: Sequence[_Entry], tensors: Iterator[tuple[_Entry, Tensor]], place: GroupRank
+    file: Path | None,
+    named_tensors: Sequence[NamedTensor],
+    tensors: Iterator[tuple[NamedTensor, Tensor]],
+    group_rank: GroupRank,
 ) -> None:
-    """Write a safetensors file as tensors come; None on the ranks that send them. All raise what hinders it."""
-    header = _header(entries)
+    """Write a safetensors file while tensors come; `file` is None on the ranks that send. All raise OSError alike."""
+    header = _header(named_tensors)
     failure: list[str | None] = [None]
     if file is not None:
-        part = file.with_name(f"{file.name}.saving")
+        partial_file = file.with_name(f"{file.name}.saving")
         try:
-            with part.open("wb") as out:
-                out.write(header)
-                for entry, tensor in tensors:
-                    for _ in entry.names:
-                        out.write(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-                out.flush()
-                os.fsync(out.fileno())
-            part.replace(file)
+            with partial_file.open("wb") as output:
+                output.write(header)
+                for named_tensor, tensor in tensors:
+                    for _ in named_tensor.names:
+                        output.write(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+                output.flush()
+                os.fsync(output.fileno())
+            partial_file.replace(file)
         except OSError as error:
             with suppress(OSError):
-                part.unlink(missing_ok=True)
+                partial_file.unlink(missing_ok=True)
             failure = [f"{file} could not be written: {error.strerror}. What it held before is whole."]
-    for _ in tensors:  # others send all the same
+    # The sending ranks know nothing of a failure: receive the rest, or their sends would block for ever.
+    for _ in tensors:
         pass
-    if place.group is not None:
-        dist.broadcast_object_list(failure, group=place.group, group_src=0)
+    if group_rank.group is not None:
+        dist.broadcast_object_list(failure, group=group_rank.group, group_src=0)
     if failure[0] is not None:
         raise OSError(failure[0])
 
 
-def _header(entries: Sequence[_Entry]) -> bytes:
-    """Return the beginning of a safetensors file: 8 bytes of length, a header in JSON."""
+def _header(named_tensors: Sequence[NamedTensor]) -> bytes:
+    """Return the beginning of a safetensors file: 8 bytes of length, then a header in JSON."""
     header, start = dict[str, Any](), 0
-    for entry in entries:
-        for name in entry.names:
-            if entry.dtype not in CODES:
-                raise ValueError(f"{name} is of {entry.dtype}, which a safetensors file has no word for.")
-            end = start + entry.dtype.itemsize * torch.Size(entry.shape).numel()
-            header[name] = {"dtype": CODES[entry.dtype], "shape": [*entry.shape], "data_offsets": [start, end]}
+    for named_tensor in named_tensors:
+        for name in named_tensor.names:
+            if named_tensor.dtype not in CODES:
+                raise ValueError(f"{name} is of {named_tensor.dtype}, which a safetensors file has no word for.")
+            end = start + named_tensor.dtype.itemsize * torch.Size(named_tensor.shape).numel()
+            header[name] = {
+                "dtype": CODES[named_tensor.dtype],
+                "shape": [*named_tensor.shape],
+                "data_offsets": [start, end],
+            }
             start = end
+    # The format aligns the data to 8 bytes; spaces after JSON are allowed.
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -1,4 +1,4 @@
-"""Hand the gradients of a step to an optimizer, add those of several steps, take their norm.
+"""Assign gradients to parameters for an optimizer, add the gradients of steps, take and clip their norm.
 
 ({"w": dw}, {"w": dv})        --> assign_grads -->        params[0]["w"].grad = dw, params[1]["w"].grad = dv
 """
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
-from fpipe.meaning.purity.own_memory import laid_out_as
-from fpipe.meaning.purity.sharded import dimensions, is_sharded
+from fpipe.meaning.purity.sharded import is_sharded, mesh_dim_names
+from fpipe.meaning.purity.write_guard import with_layout_of
 from fpipe.meaning.single_device.params_and_state import net_order
 from fpipe.meaning.single_device.result import Result, are_gradients
 from fpipe.model import Model
 
 
 def assign_grads(params: Any, grads: Any) -> None:
-    """Set `.grad` of each parameter, as an optimizer reads it.
+    """Set `.grad` of each parameter, which an optimizer reads.
 
     Args:
         params: as a step takes them, for an optimizer over their leaves; or the net that they are of, for one over
@@ -47,25 +47,26 @@ def assign_grads(params: Any, grads: Any) -> None:
     if are_gradients(params):
         raise ValueError("the first argument is a result's gradients: assign_grads(params, grads) takes params first.")
     if isinstance(params, nn.Module):
-        params, grads = _by_name(params, grads)
-    place = tree.difference(params, grads)
-    if place is not None:
+        params, grads = _pair_by_name(params, grads)
+    path = tree.first_difference(params, grads)
+    if path is not None:
         raise ValueError(
-            f"params and grads differ in structure: only one of them has a leaf at {place or 'the top'}. Gradients are "
+            f"params and grads differ in structure: only one of them has a leaf at {path or 'the top'}. Gradients are "
             "Result.grads of a merged program."
         )
-    pairs = [*zip(tree.paths(params), tree.leaves(tree.like(params, grads)), strict=True)]
-    for (place, param), grad in pairs:
+    # Compare all shapes before the first .grad is set: an error leaves the parameters unchanged.
+    pairs = [*zip(tree.paths(params), tree.leaves(tree.in_order_of(params, grads)), strict=True)]
+    for (path, param), grad in pairs:
         if grad is not None and getattr(param, "shape", None) != getattr(grad, "shape", None):
             raise ValueError(
-                f"the gradient at {place} has shape {tuple(grad.shape)}, its parameter {tuple(param.shape)}."
+                f"the gradient at {path} has shape {tuple(grad.shape)}, its parameter {tuple(param.shape)}."
             )
     for (_, param), grad in pairs:
         if isinstance(param, Tensor):
-            param.grad = grad if is_sharded(param) else laid_out_as(param, grad)
+            param.grad = grad if is_sharded(param) else with_layout_of(param, grad)
 
 
-def _by_name(net: nn.Module, grads: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _pair_by_name(net: nn.Module, grads: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the parameters of a net that have gradients, and these, by name."""
     grads = [stage for stage in grads if stage is not None] if isinstance(grads, Sequence) else grads
     if not isinstance(grads, Sequence) or not all(isinstance(stage, Mapping) for stage in grads):
@@ -79,8 +80,8 @@ def _by_name(net: nn.Module, grads: Any) -> tuple[dict[str, Tensor], dict[str, A
     return {name: parameters[name] for name in named}, named
 
 
-def add_grads(one: Any, other: Any) -> Any:
-    """The gradients of two steps added, for an optimizer step after several of them.
+def add_grads(total: Any, grads: Any) -> Any:
+    """Add the gradients of two steps, for one optimizer step after several.
 
     Nothing is scaled: twice one step is exactly two times its gradients, and a mean over steps is yours to take.
 
@@ -92,29 +93,29 @@ def add_grads(one: Any, other: Any) -> Any:
     >>> add_grads(({"w": torch.ones(2), "frozen": None},), ({"w": torch.ones(2), "frozen": None},))
     ({'w': tensor([2., 2.]), 'frozen': None},)
     """
-    for leaf in tree.leaves((one, other)):
+    for leaf in tree.leaves((total, grads)):
         if leaf is not None and not isinstance(leaf, Tensor | int | float):
             raise TypeError(f"gradients are tensors, as Result.grads has them; found {type(leaf).__name__}.")
-    place = tree.difference(one, other)
-    if place is not None:
-        raise ValueError(f"gradients of two structures: only one has a leaf at {place or 'the top'}.")
-    other = tree.like(one, other)
-    for (place, a), b in zip(tree.paths(one), tree.leaves(other), strict=True):
+    path = tree.first_difference(total, grads)
+    if path is not None:
+        raise ValueError(f"gradients of two structures: only one has a leaf at {path or 'the top'}.")
+    grads = tree.in_order_of(total, grads)
+    for (path, a), b in zip(tree.paths(total), tree.leaves(grads), strict=True):
         shapes = [tuple(leaf.shape) for leaf in (a, b) if isinstance(leaf, Tensor)]
         if len({*shapes}) > 1:
-            where = place or "the top"
-            raise ValueError(f"gradients of two models: at {where} they are of shapes {shapes[0]} and {shapes[1]}.")
+            leaf_path = path or "the top"
+            raise ValueError(f"gradients of two models: at {leaf_path} they are of shapes {shapes[0]} and {shapes[1]}.")
 
-    def added(a: Any, b: Any) -> Any:
+    def sum_of(a: Any, b: Any) -> Any:
         return b if a is None else a if b is None else a + b
 
-    return tree.tree_map(added, one, other)
+    return tree.tree_map(sum_of, total, grads)
 
 
 def global_norm(
     grads: Any, norm_type: float = 2.0, *, model: Model | None = None, mesh: DeviceMesh | None = None
 ) -> Tensor:
-    """The norm of all gradients together, as one long vector; a tied leaf counts once, where it lives.
+    """Return the norm of all gradients together, as one long vector; a tied leaf counts once, where it lives.
 
     `clip_grads` scales gradients to one.
 
@@ -133,23 +134,23 @@ def global_norm(
     Raises:
         TypeError: what is no gradient: a whole `Result`, say, has no norm.
         ValueError: a norm_type that is no number above 0; in a process group, without a mesh, gradients of a stage that
-            another rank has.
+            are on another rank.
 
     >>> import torch
     >>> global_norm(({"w": torch.tensor([3.0]), "b": None}, {"w": torch.tensor([[4.0]])}))
     tensor(5.)
     """
-    for place, leaf in tree.paths(grads):
-        if not isinstance(leaf, Tensor) and (leaf is not None or not place):
+    for path, leaf in tree.paths(grads):
+        if not isinstance(leaf, Tensor) and (leaf is not None or not path):
             hint = " Hand in result.grads." if isinstance(leaf, Result) else ""
             hint = " Hand in a list of them." if isinstance(leaf, Iterator) else hint
-            found = type(leaf).__name__ + (f" at {place}" if place else "")
-            raise TypeError(f"global_norm takes a pytree of gradients, each a tensor or None; found {found}.{hint}")
-    _above_0("norm_type", norm_type)
+            actual = type(leaf).__name__ + (f" at {path}" if path else "")
+            raise TypeError(f"global_norm takes a pytree of gradients, each a tensor or None; found {actual}.{hint}")
+    _require_positive("norm_type", norm_type)
     if mesh is None:
         _refuse_part(grads)
-        return _total_norm(tree.tree_map(partial(_numbers, norm_type), grads), norm_type, model)
-    dimensions(mesh, {"pp": "ranks"})
+        return _total_norm(tree.tree_map(partial(_dense_numbers, norm_type), grads), norm_type, model)
+    mesh_dim_names(mesh, {"pp": "ranks"})
 
     def norm_of(grad: Any) -> Tensor | None:
         return None if grad is None else global_norm(grad, norm_type)
@@ -179,8 +180,9 @@ def clip_grads(
     model: Model | None = None,
     mesh: DeviceMesh | None = None,
 ) -> tuple[Any, Tensor]:
-    """Gradients scaled down so that their norm is at most so large, and the norm they had: new tensors, with the bits
-    of `torch.nn.utils.clip_grad_norm_`.
+    """Scale gradients down to a largest norm; return new tensors, and the norm before.
+
+    They have the bits of `torch.nn.utils.clip_grad_norm_`.
 
     Args:
         grads: any pytree of gradients, as `global_norm` takes it, or a part of them on each rank.
@@ -198,8 +200,9 @@ def clip_grads(
     >>> norm.item(), [round(one, 4) for one in clipped[0]["w"].tolist()]
     (5.0, [0.6, 0.8])
     """
-    _above_0("max_norm", max_norm)
+    _require_positive("max_norm", max_norm)
     norm = global_norm(grads, norm_type, model=model, mesh=mesh)
+    # The same formula as torch's, with its 1e-6, for the same bits.
     share = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
     def scaled(grad: Any) -> Any:
@@ -208,27 +211,26 @@ def clip_grads(
     return tree.tree_map(scaled, grads), norm
 
 
-def _above_0(word: str, found: object) -> None:
-    if isinstance(found, bool) or not isinstance(found, int | float) or not found > 0:
-        raise ValueError(f"{word} is a number above 0, found {found!r}.")
+def _require_positive(name: str, number: object) -> None:
+    if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
+        raise ValueError(f"{name} is a number above 0, found {number!r}.")
 
 
 def _refuse_part(grads: Any) -> None:
-    """Raise ValueError for a rank's part of the gradients: its stages, and None for those of other ranks."""
+    """Raise ValueError if gradients of a stage are None because another rank has them."""
     is_group = dist.is_initialized() and dist.get_world_size() > 1
     stages: Sequence[Any] = grads if is_group and isinstance(grads, tuple | list) else ()
     absent = next((stage for stage, grad in enumerate(stages) if grad is None), None)
     if absent is None or any(isinstance(grad, Tensor) for grad in stages):
         return
     raise ValueError(
-        f"the gradients of stage {absent} are on another rank, and without them this would be the norm of a part. Say "
-        "global_norm(grads, mesh=mesh) on all ranks, with the mesh of the step or init_device_mesh(device, (ranks,), "
-        "mesh_dim_names=('pp',))."
+        f"the gradients of stage {absent} are on another rank. Say global_norm(grads, mesh=mesh) on all ranks, with "
+        "the mesh of the step."
     )
 
 
-def _numbers(norm_type: float, grad: Any) -> Any:
-    """Return the numbers of a gradient, dense, sparse or nested; of a DTensor, spread over processes, its norm."""
+def _dense_numbers(norm_type: float, grad: Any) -> Any:
+    """Return the numbers of a gradient, dense, sparse or nested, as a dense tensor; of a DTensor its norm."""
     if grad is None:
         return None
     if is_sharded(grad):
@@ -238,4 +240,5 @@ def _numbers(norm_type: float, grad: Any) -> Any:
     if grad.layout == torch.strided:
         return grad
     values = grad.coalesce().values() if grad.layout == torch.sparse_coo else grad.values()
-    return values if values.numel() else values.new_zeros(1)  # of no numbers there is no largest
+    # The norm inf is a maximum, which an empty tensor does not have.
+    return values if values.numel() else values.new_zeros(1)

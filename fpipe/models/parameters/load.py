@@ -1,4 +1,4 @@
-"""Give the parameters of a rank's stages values: out of a file, or the first ones. Those of other ranks stay unread.
+"""Make the parameters of one rank's stages: read them from a file, and no others, or initialise them.
 
 load_params(model, program, "model.safetensors", rank=1)        -->        (None, {"2.weight": .., "3.weight": ..})
 """
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpipe.model import Model, the_model
+from fpipe.model import Model, require_model
 from fpipe.models.parameters.first_values import Fill, FirstValues
 from fpipe.models.parameters.params import local_params
 from fpipe.models.parameters.sources import TensorSource, source_of
-from fpipe.positional_stage import PositionalStage, of_net
+from fpipe.positional_stage import PositionalStage, net_stage_of
 from fpipe.program import Program
-from fpipe.torch_internals import held_by
-from fpipe.torch_private.modules import is_saved
+from fpipe.torch_internals import direct_members
+from fpipe.torch_private.modules import is_in_state_dict
 
 Params = tuple[dict[str, Tensor] | None, ...]
 
@@ -34,7 +34,7 @@ def load_params(
     init: Fill | None = None,
     of: Sequence[Any] | None = None,
 ) -> Params:
-    """The parameters of one rank's stages, out of a file of the whole net. No other bytes are read.
+    """Read the parameters of one rank's stages from a file of the whole net, and no other bytes.
 
     Args:
         model: made by `from_module` or `from_sequential`, of a net whose parameters may be on meta.
@@ -68,7 +68,8 @@ def load_params(
     >>> mine[0], list(mine[1])
     (None, ['1.weight', '1.bias'])
     """
-    tensors, first = source_of(source), FirstValues(0, init)
+    # The names of all stages are compared, so that every rank raises the same error; values are read for one rank.
+    tensors, first_values = source_of(source), FirstValues(0, init)
     leaves = _leaves(model, of)
     aliases = _names_in_source(model, tensors, leaves, of is not None)
     _refuse_other_constants(model, tensors, local_params(program, range(len(leaves)), rank))
@@ -76,18 +77,22 @@ def load_params(
     def value(leaf: tuple[str, ...], home: tuple[Any, str]) -> Tensor:
         names = aliases[leaf[0]]
         if not names:
-            return first.make(leaf[0], home)
-        read = tensors.read(names)
+            return first_values.make(leaf[0], home)
+        tensor_by_name = tensors.read_tensors(names)
         for name in names[1:]:
-            if not torch.equal(read[names[0]], read[name]):
+            if not torch.equal(tensor_by_name[names[0]], tensor_by_name[name]):
                 raise ValueError(
-                    f"{names[0]!r} and {name!r} are one parameter of the net, but have different values in "
-                    f"{tensors.known[name].where}. Untie them in the net, or drop one of the names."
+                    f"{names[0]!r} and {name!r} are one parameter of the net, and differ in "
+                    f"{tensors.saved_tensors[name].file}. Untie them in the net, or drop one of the names."
                 )
-        return read[names[0]].to(torch.get_default_device()) if tensors.moves else read[names[0]]
+        return (
+            tensor_by_name[names[0]].to(torch.get_default_device())
+            if tensors.is_read_to_cpu
+            else tensor_by_name[names[0]]
+        )
 
     params = _make_params(model, program, rank, leaves, value)
-    first.warn()
+    first_values.warn()
     return params
 
 
@@ -100,8 +105,10 @@ def init_params(
     init: Fill | None = None,
     of: Sequence[Any] | None = None,
 ) -> Params:
-    """First values of the parameters of one rank's stages that are on meta, with the same bits on any number of ranks
-    and in any cut. Those that have values, as a pretrained part of the net has, keep them.
+    """Make the first values of the parameters on meta of one rank's stages.
+
+    They have the same bits on any number of ranks and in any cut. Parameters that have values, as in a pretrained part
+    of the net, keep them.
 
     Args:
         model, program, rank: as for `load_params`.
@@ -133,12 +140,12 @@ def init_params(
     >>> torch.equal(fpipe.init_params(model, program, rank=1, seed=1)[1]["1.weight"], alone[1]["1.weight"])
     True
     """
-    first = FirstValues(seed, init)
+    first_values = FirstValues(seed, init)
     leaves = _leaves(model, of)
     if init is None and of is None:
         _warn_if_all_have_values(model, leaves)
-    params = _make_params(model, program, rank, leaves, lambda leaf, home: first.make(leaf[0], home))
-    first.warn()
+    params = _make_params(model, program, rank, leaves, lambda leaf, home: first_values.make(leaf[0], home))
+    first_values.warn()
     return params
 
 
@@ -156,9 +163,9 @@ def _warn_if_all_have_values(model: Model, leaves: Sequence[Sequence[tuple[str, 
 
 def _leaves(model: Model, state: Sequence[Any] | None) -> list[list[tuple[str, ...]]]:
     """Return the leaves of each stage by all their names: parameters that live there, or its state."""
-    stages = the_model(model).stages
+    stages = require_model(model).stages
     if state is None:
-        return [[*model.living(number)] for number in range(len(stages))]
+        return [[*model.owned_param_names(number)] for number in range(len(stages))]
     if len(state) != len(stages):
         raise ValueError(f"of= is the module state of all {len(stages)} stages; found {len(state)}.")
     return [[(name,) for name in names or ()] for names in state]
@@ -181,13 +188,13 @@ def _make_params(
 
 
 def net_stages(model: Model) -> Iterator[PositionalStage]:
-    """Yield the stages, which know where a net has their parameters."""
-    for number, stage in enumerate(the_model(model).stages):
-        run = of_net(stage.forward)
+    """Yield the stage functions of a model that is made of a net; they know where the net has their parameters."""
+    for number, stage in enumerate(require_model(model).stages):
+        run = net_stage_of(stage.forward)
         if run is None or model.whole is not None:
             raise TypeError(
-                f"the parameters of stage {number} are of no module that could say their names and shapes: this is for "
-                "models of from_module and from_sequential. fpipe.split_params and local_params take what you have."
+                f"stage {number} is of no module, so its parameters have no names. This takes models of from_module "
+                "and from_sequential; otherwise use fpipe.split_params and local_params."
             )
         yield run
 
@@ -204,87 +211,94 @@ def _names_in_source(
     for number, run in enumerate(net_stages(model)):
         net_names.update(run.all_names())
         for leaf in leaves[number]:
-            names = names_by_leaf[leaf[0]] = [name for name in leaf if name in source.known]
+            names = names_by_leaf[leaf[0]] = [name for name in leaf if name in source.saved_tensors]
             if not names and not may_lack and (number, leaf[0]) not in model.frozen:
                 raise ValueError(
-                    f"the source lacks {leaf[0]!r}, a parameter of {model.who(number)}; it has "
-                    f"{_few(source.known)}. Names are those of net.state_dict(); hand in a state_dict whose keys are."
+                    f"the source lacks {leaf[0]!r}, a parameter of {model.label_of(number)}; it has "
+                    f"{_list_some(source.saved_tensors)}. Its names must be those of net.state_dict()."
                 )
-            wanted: Tensor = getattr(*run.home_of(leaf[0]))
+            net_tensor: Tensor = getattr(*run.home_of(leaf[0]))
             for name in names:
-                dtype, shape, where = source.known[name]
-                if shape != tuple(wanted.shape):
-                    raise ValueError(f"{name!r} has shape {[*wanted.shape]} in the net, and {[*shape]} in {where}.")
-                if dtype != wanted.dtype:
+                dtype, shape, file = source.saved_tensors[name]
+                if shape != tuple(net_tensor.shape):
+                    raise ValueError(f"{name!r} has shape {[*net_tensor.shape]} in the net, and {[*shape]} in {file}.")
+                if dtype != net_tensor.dtype:
                     raise ValueError(
-                        f"{name!r} is {wanted.dtype} in the net, and {dtype} in {where}: cut the net after "
+                        f"{name!r} is {net_tensor.dtype} in the net, and {dtype} in {file}: cut the net after "
                         f".to({dtype}), or save the file in the net's dtype."
                     )
-    unknown = next((name for name in source.known if name not in net_names), None)
+    unknown = next((name for name in source.saved_tensors if name not in net_names), None)
     if unknown is not None:
         raise ValueError(
-            f"{source.known[unknown].where} has {unknown!r}, which is no parameter or buffer of the net; that has "
-            f"{_few(net_names)}."
+            f"{source.saved_tensors[unknown].file} has {unknown!r}, which is no parameter or buffer of the net; "
+            f"that has {_list_some(net_names)}."
         )
     return names_by_leaf
 
 
 def _refuse_other_constants(model: Model, source: TensorSource, local: Sequence[int | None]) -> None:
-    """Raise ValueError if a source has other values of what a rank's stages read of the net itself."""
+    """Raise ValueError if a source has other values of constants than the net, whose own the stages of a rank read."""
     for number, run in enumerate(net_stages(model)):
         constants = zip(run.fixed, run.constants(), strict=True) if local[number] is not None else ()
         for name, constant in constants:
-            if name in source.known and not constant.is_meta and is_saved(*run.home_of(name)):
-                saved = source.read([name])[name]
+            if name in source.saved_tensors and not constant.is_meta and is_in_state_dict(*run.home_of(name)):
+                saved = source.read_tensors([name])[name]
                 if saved.shape != constant.shape or not torch.equal(saved.to(constant), constant.detach()):
                     raise ValueError(
-                        f"{name!r} is a constant of {model.who(number)}, which reads the net's own, and has other "
-                        f"values in {source.known[name].where}. Load those into the net before it is cut, or make "
-                        "it on meta, where what nothing writes is loaded as parameters are."
+                        f"{name!r} is a constant of {model.label_of(number)}, and has other values in "
+                        f"{source.saved_tensors[name].file}. Load those into the net first, or make it on meta."
                     )
 
 
-def _few(names: Mapping[str, Any] | set[str]) -> str:
-    first = sorted(names)[:3]
-    return ", ".join(map(repr, first)) + f" and {len(names) - len(first)} more" * (len(names) > len(first)) or "none"
+def _list_some(names: Mapping[str, Any] | set[str]) -> str:
+    first_names = sorted(names)[:3]
+    return (
+        ", ".join(map(repr, first_names))
+        + f" and {len(names) - len(first_names)} more" * (len(names) > len(first_names))
+        or "none"
+    )
 
 
-# Notice that a net has other parameters than those that a front door handed out, which an optimizer goes on writing.
+# Notice that a net's parameters were moved or replaced, say by net.to(..), while an optimizer still writes the tensors
+# that a front door has returned.
 
 
-class HandedOut:
-    """The parameters of a net that were handed out: where the net has them, and their addresses in memory.
+class ParamAddresses:
+    """The addresses in memory of the parameters that a front door has returned, and where the net has these.
 
     >>> net = nn.Linear(2, 2)
-    >>> handed_out = HandedOut(dict(net.named_parameters()), [net])
-    >>> before, net.weight.data = handed_out.moved(), net.weight.data + 1
-    >>> [*before], [*handed_out.moved()]
+    >>> addresses = ParamAddresses(dict(net.named_parameters()), [net])
+    >>> before, net.weight.data = addresses.moved(), net.weight.data + 1
+    >>> [*before], [*addresses.moved()]
     ([], ['weight'])
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], modules: Iterable[nn.Module]) -> None:
-        module_dicts = [held_by(module).parameters for module in modules]
-        homes = {id(leaf): (held, key) for held in module_dicts for key, leaf in held.items()}
-        known = {
-            name: (homes[id(leaf)], address)
+        module_dicts = [direct_members(module).parameters for module in modules]
+        home_by_id = {id(leaf): (params, key) for params in module_dicts for key, leaf in params.items()}
+        home_and_address = {
+            name: (home_by_id[id(leaf)], address)
             for name, leaf in parameters.items()
-            if id(leaf) in homes and (address := _address(leaf))
+            if id(leaf) in home_by_id and (address := _address(leaf))
         }
-        self.names = [*known]
-        self.homes = [home for home, _ in known.values()]
-        self.addresses = [address for _, address in known.values()]
+        self.names = [*home_and_address]
+        self.homes = [home for home, _ in home_and_address.values()]
+        self.addresses = [address for _, address in home_and_address.values()]
 
     def moved(self) -> dict[str, int]:
-        """Return the parameters that the net has elsewhere by now, with the addresses of what was handed out."""
-        current = [held.get(key) for held, key in self.homes]
-        with suppress(TypeError):  # one may be None by now
+        """Return the old addresses of the parameters that the net has at other addresses now, by name."""
+        # This runs at each step. Comparing two lists of numbers is the fast path; names are looked up only on a change.
+        current = [params.get(key) for params, key in self.homes]
+        # data_ptr raises TypeError if a parameter has become None.
+        with suppress(TypeError):
             if [*map(Tensor.data_ptr, current)] == self.addresses:  # pyright: ignore[reportArgumentType]
                 return {}
         triples = zip(self.names, current, self.addresses, strict=True)
         return {name: address for name, leaf, address in triples if leaf is None or leaf.data_ptr() != address}
 
-    def __reduce__(self) -> tuple[type[HandedOut], tuple[dict[str, Tensor], tuple[()]]]:
-        return HandedOut, ({}, ())  # of a copied net nothing was handed out
+    def __reduce__(self) -> tuple[type[ParamAddresses], tuple[dict[str, Tensor], tuple[()]]]:
+        # A copied net has returned no parameters yet.
+        return ParamAddresses, ({}, ())
 
 
 def _address(tensor: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Read tensors by name from where weights are kept, a few of them: a state_dict, safetensors, a distributed checkpoint.
+"""Read single tensors by name from a state_dict, safetensors files or a distributed checkpoint.
 
 source_of("model.safetensors.index.json")        -->        known: {name: dtype, shape};  read(names): those alone
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from fpipe.limits import shortened
 from fpipe.torch_private.checkpoints import SaveReader, read_tensors
 
-# Read single tensors out of a file in the safetensors format, by the package of that name.
+# Read single tensors of a safetensors file, by the package of that name.
 
 _DTYPES = {
     "F64": torch.float64,
@@ -35,11 +35,11 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 CODES = {dtype: code for code, dtype in _DTYPES.items()}
-"""How the format calls each dtype."""
+"""The name of each dtype in the format."""
 
 
 class HeaderEntry(NamedTuple):
-    """A tensor of a file: its dtype as the format calls it and as torch does, and its shape."""
+    """The description of a tensor in a file: the format's name of its dtype, torch's dtype, and its shape."""
 
     code: str
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class HeaderEntry(NamedTuple):
 
 
 class SafetensorsFile:
-    """An open file in the safetensors format, of which only the header has been read.
+    """An open safetensors file, whose header is read at once and whose tensors are read one by one.
 
     Attributes:
         entries: its tensors by name, in the order of their data.
@@ -55,7 +55,7 @@ class SafetensorsFile:
     Raises:
         ModuleNotFoundError: the package is not installed.
         ValueError: it is no such file, or is cut off.
-        OSError: there is none.
+        OSError: there is no file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,7 +63,7 @@ class SafetensorsFile:
             from safetensors import SafetensorError, safe_open
         except ImportError:
             raise ModuleNotFoundError(
-                f"{path} is read by the package safetensors, which is not installed: pip install 'fpipe[safetensors]'."
+                f"{path} needs the package safetensors: pip install 'fpipe[safetensors]'."
             ) from None
         self.path = path
         try:
@@ -80,121 +80,130 @@ class SafetensorsFile:
                 raise ValueError(f"{path} holds {name!r} as {code}; what is read is {', '.join(_DTYPES)}.")
             self.entries[name] = HeaderEntry(code, _DTYPES[code], view.get_shape())
 
-    def read(self, name: str) -> Tensor:
+    def read_tensor(self, name: str) -> Tensor:
         """Read one tensor, and no other bytes of the data."""
         return self._file.get_tensor(name)
 
 
 class SavedTensor(NamedTuple):
-    """A tensor of a source: dtype, shape, and where it is."""
+    """The description of a tensor of a source: its dtype, its shape, and its file or folder."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    where: str
+    file: str
 
 
 class TensorSource(ABC):
-    """Tensors by name; what they are is `known` before any is read. `moves`: they are read to the CPU."""
+    """A source of tensors by name.
 
-    known: Mapping[str, SavedTensor]
-    moves = True
+    Attributes:
+        saved_tensors: the descriptions of its tensors, known before any is read.
+        is_read_to_cpu: whether tensors are read from a file to the CPU, and not passed on.
+    """
+
+    saved_tensors: Mapping[str, SavedTensor]
+    is_read_to_cpu = True
 
     @abstractmethod
-    def read(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Read some of them, by name."""
+    def read_tensors(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Read these tensors."""
 
 
 def source_of(source: Any) -> TensorSource:
-    """Open the source that load_params is handed.
+    """Open the source of `load_params`.
 
     Raises:
         TypeError, ValueError: it is none of them.
         OSError: there is no such file.
     """
     if isinstance(source, Mapping):
-        return _StateDict(source)  # pyright: ignore[reportUnknownArgumentType]
+        return _StateDictSource(source)  # pyright: ignore[reportUnknownArgumentType]
     if not isinstance(source, str | Path):
         raise TypeError(f"a source is a path, or a state_dict; found {type(source).__name__}.")
     path = Path(source)
     if path.is_dir():
         index = path / "model.safetensors.index.json"
         single = path / "model.safetensors"
-        if index.exists() or single.exists():  # as transformers saves a model
+        # transformers saves a large model in several files with an index, a small one in a single file.
+        if index.exists() or single.exists():
             return source_of(index if index.exists() else single)
-        return _Checkpoint(path)
+        return _CheckpointSource(path)
     if path.suffix == ".json":
-        return _Safetensors(_indexed(path))
+        return _SafetensorsSource(_files_of_index(path))
     if path.suffix != ".safetensors":
         raise ValueError(
-            f"{path} is no source of parameters: hand in a .safetensors file, a model.safetensors.index.json, a folder "
-            "that torch.distributed.checkpoint has saved, or a state_dict, such as torch.load(.., mmap=True) gives."
+            f"{path} is no source of parameters: hand in a .safetensors file, its index, a folder of "
+            "torch.distributed.checkpoint, or a state_dict."
         )
     file = SafetensorsFile(path)
-    return _Safetensors(dict.fromkeys(file.entries, file))
+    return _SafetensorsSource(dict.fromkeys(file.entries, file))
 
 
-class _StateDict(TensorSource):
-    """A dict of tensors, which are handed on as they are."""
+class _StateDictSource(TensorSource):
+    """A dict of tensors, which are passed on without a copy."""
 
     moves = False
 
     def __init__(self, named: Mapping[str, Any]) -> None:
         for name, leaf in named.items():
             if not isinstance(leaf, Tensor) or leaf.is_meta:
-                found = "a tensor on meta, without values" if isinstance(leaf, Tensor) else type(leaf).__name__
-                raise ValueError(f"the state_dict has {found} under {name!r}; a source has tensors.")
-        self.named = named
-        self.known = {name: SavedTensor(x.dtype, tuple(x.shape), "the state_dict") for name, x in named.items()}
+                actual = "a tensor on meta, without values" if isinstance(leaf, Tensor) else type(leaf).__name__
+                raise ValueError(f"the state_dict has {actual} under {name!r}; a source has tensors.")
+        self.tensor_by_name = named
+        self.saved_tensors = {name: SavedTensor(x.dtype, tuple(x.shape), "the state_dict") for name, x in named.items()}
 
-    def read(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Read some of them, by name."""
-        return {name: self.named[name].detach() for name in names}
+    def read_tensors(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Read these tensors."""
+        return {name: self.tensor_by_name[name].detach() for name in names}
 
 
-class _Safetensors(TensorSource):
-    """Files in the safetensors format, by the names that are in them."""
+class _SafetensorsSource(TensorSource):
+    """The safetensors files that have the tensors, by name."""
 
     def __init__(self, files: Mapping[str, SafetensorsFile]) -> None:
         self.files = files
-        each = ((name, file, file.entries[name]) for name, file in files.items())
-        self.known = {name: SavedTensor(entry.dtype, (*entry.shape,), str(file.path)) for name, file, entry in each}
+        headers = ((name, file, file.entries[name]) for name, file in files.items())
+        self.saved_tensors = {
+            name: SavedTensor(header.dtype, (*header.shape,), str(file.path)) for name, file, header in headers
+        }
 
-    def read(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Read some of them, by name."""
-        return {name: self.files[name].read(name) for name in names}
+    def read_tensors(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Read these tensors."""
+        return {name: self.files[name].read_tensor(name) for name in names}
 
 
-def _indexed(index: Path) -> dict[str, SafetensorsFile]:
-    """The files that an index names, by the names of their tensors."""
+def _files_of_index(index: Path) -> dict[str, SafetensorsFile]:
+    """Open the files of an index; return them by the names of their tensors."""
     try:
-        files: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+        file_by_name: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{index} is no index of safetensors: it has no weight_map of names to files.") from None
-    opened = {file: SafetensorsFile(index.parent / file) for file in sorted({*files.values()})}
-    for name, file in files.items():
-        if name not in opened[file].entries:
+    opened_files = {file: SafetensorsFile(index.parent / file) for file in sorted({*file_by_name.values()})}
+    for name, file in file_by_name.items():
+        if name not in opened_files[file].entries:
             raise ValueError(f"{index} says that {name!r} is in {file}, which has no such tensor.")
-    return {name: opened[file] for name, file in files.items()}
+    return {name: opened_files[file] for name, file in file_by_name.items()}
 
 
-class _Checkpoint(TensorSource):
-    """A folder of torch.distributed.checkpoint."""
+class _CheckpointSource(TensorSource):
+    """A folder of torch.distributed.checkpoint, also of `fpipe.save`, whose names begin with "params/" or "state/"."""
 
     def __init__(self, folder: Path) -> None:
         self.reader = SaveReader(folder)
         saved = self.reader.tensors
-        parts = ("params/", "state/") if any(name.startswith("params/") for name in saved) else ("",)  # of fpipe.save
-        self.keys = {name.removeprefix(part): name for part in parts for name in saved if name.startswith(part)}
-        self.known = {
+        parts = ("params/", "state/") if any(name.startswith("params/") for name in saved) else ("",)
+        self.key_by_name = {name.removeprefix(part): name for part in parts for name in saved if name.startswith(part)}
+        self.saved_tensors = {
             name: SavedTensor(saved[key].properties.dtype, tuple(saved[key].size), str(folder))
-            for name, key in self.keys.items()
+            for name, key in self.key_by_name.items()
         }
 
-    def read(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Read some of them, by this process alone."""
+    def read_tensors(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Read these tensors, by this process alone."""
         tensors: dict[str, Any] = {
-            self.keys[name]: torch.empty(self.known[name].shape, dtype=self.known[name].dtype) for name in names
+            self.key_by_name[name]: torch.empty(self.saved_tensors[name].shape, dtype=self.saved_tensors[name].dtype)
+            for name in names
         }
         if tensors:
             read_tensors(self.reader, tensors, is_alone=True)
-        return {name: tensors[self.keys[name]] for name in names}
+        return {name: tensors[self.key_by_name[name]] for name in names}
