@@ -164,6 +164,7 @@ def _find_spec_mistake(text: str) -> str | None:
 def _find_mistake(op: Op, whole_op: Op) -> str | None:
     """Describe the mistake in an op, which may be a part of the PAIR `whole_op`; None if there is none."""
     # A text may say anything in {..}; a wrong type would otherwise fail deep inside a reading.
+    # Kinds that users have registered may have any options.
     for option, value in op.how if op.kind in _KINDS_WITH_OPTIONS else ():
         if option in _OPTION_TYPES and type(value) is not _OPTION_TYPES[option]:
             return f"says {option}={value!r}, where {_OPTION_TYPES[option].__name__} is wanted"

@@ -72,6 +72,7 @@ def parse_expression(text: str) -> ast.expr:
             tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):  # the last two are the parser's own limits
         raise ValueError(f"{shortened(text, 20)!r} is no Python literal, or nests too deeply.") from None
+    # 10**400 as an int would raise OverflowError wherever it meets a float; `not <` catches nan as well.
     for node in ast.walk(tree):
         number = node.value if isinstance(node, ast.Constant) else 0
         if isinstance(number, int | float | complex) and not abs(number) < LARGEST_NUMBER:

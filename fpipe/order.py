@@ -92,6 +92,8 @@ def arrange(
         sources = find_sources(inputs, ops) if sources is None else sources
         rows = _rows_of_kinds(ops, named_kinds) if rows is None else rows
         refuse_state_order(inputs, map(ops.__getitem__, chain.from_iterable(rows)))
+        # A table may name R or SEND where their data put them anyway. Then the program is the natural one, equal to
+        # that of a table that does not name them, and later rewrites may move them with their data.
         if named_kinds != basic and not _has_late_gather(ops, sources, rows):
             natural = arrange(inputs, ops, outputs, sources=sources)
             natural_rows = [

@@ -111,6 +111,7 @@ def find_mismatch(prefix: Any, tree: Any) -> tuple[str, str, str] | None:
     >>> find_mismatch(0, {"a": (1, 2)}) is None
     True
     """
+    # One level at a time, so that the path is known where the first difference is met.
     if optree.tree_is_leaf(prefix, **_TORCH):
         return None
     prefix_level = optree.tree_flatten_one_level(prefix, **_TORCH)

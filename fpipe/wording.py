@@ -64,6 +64,7 @@ def error_at(program: Program, position: int, sentence: str, remedy: str = "") -
     """Return the error about the op at a position, with its rank and step, its drawn row, and the remedy."""
     op = program.ops[position]
     row = [peer for peer in program.ops if peer.rank == op.rank and (kind_of(peer.kind).time or peer is op)]
+    # Steps count what a grid shows: timed ops, and the op itself if it is none.
     step = next(number for number, peer in enumerate(row) if peer is op)
     rows = [[] for _ in range(op.rank)] + [[peer.cell for peer in row]]
     lines = [f"rank {op.rank}, step {step}: {sentence}", draw_rows(rows, {op.rank: step}), remedy]

@@ -246,8 +246,8 @@ def _refuse_several_ranks(stage: int, ops: Sequence[Op]) -> NoReturn:
     cells = " and ".join(f"{op.cell} on rank {rank}" for rank, op in sorted(first_op_by_rank.items()))
     homes = f"homes={{{stage}: {sorted(first_op_by_rank)}}}"
     raise ProgramError(
-        f"stage {stage} is on several ranks: {cells}. Move one; or, to hold replicas of its parameters, say {homes} "
-        "(from_table: replicated=True)."
+        f"stage {stage} is on several ranks: {cells}. Move one; or, with replicas of its parameters or without any, "
+        f"say {homes} (from_table: replicated=True)."
     )
 
 

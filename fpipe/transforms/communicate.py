@@ -192,8 +192,10 @@ class _Sender:
         self.transfers: list[Op] = []
         self.ranks_by_value: dict[Value, set[int]] = {value: set(homes) for value, homes in program.inputs}
         self.ranks_by_value |= {value: {op.rank} for op in program.ops for value in op.writes}
-        self.copy_by_trip: dict[tuple[Value, int, object], Value] = {}  # a value on a rank, for a trip
+        # (value, rank, key of the trip) -> the copy. Without `again` the key is None, and all readers share one copy.
+        self.copy_by_trip: dict[tuple[Value, int, object], Value] = {}
         self.trip_counts: Counter[tuple[Value, int]] = Counter()
+        # Transfers that the program has already count as trips, so that no new copy takes the name of one.
         value_by_flight = {op.writes[0]: op.reads[0] for op in program.ops if op.kind == "SEND"}
         for op in program.ops:
             if op.kind == "RECV" and op.reads[0] in value_by_flight:

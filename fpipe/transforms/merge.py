@@ -93,6 +93,7 @@ def merge(
             results += [part._replace(name=part.name._replace(name="losses")) for part in loss_parts]
         if any(len({part.name for part in parts}) < len(parts) for parts in parts_by_result.values()):
             raise ProgramError("results travel to several homes already; merge before communicate().")
+        # Gradients are added in a chain of ADDs; loss, counts and outputs are joined by one MERGE.
         adder = _Adder(program, order)
         means = [name for name in parts_by_result if name.name not in ("grads", "input_grads")]
         has_aux = Value("aux") in parts_by_result

@@ -109,6 +109,7 @@ def shard(
         axis_options, axes = (("axis", axis),), replica_axes(program)
         if len(axes) > 1:
             refuse_third_axis(axes, axis)
+        # 1) Gradients: sums over replicas as data_parallel makes them, along this axis first, then each a SCATTER.
         if axis in axes:
             reduced = program.ops, program.outputs
         else:
@@ -116,10 +117,13 @@ def shard(
         ops, outputs = place_by_data_of(
             program, *_scatter_gradients(*reduced, (*axis_options, *reduce_options), scatter == "microbatch")
         )
+        # 2) Parameters: one GATHER a stage at the start, whose result keeps the name of the parameters, so that no op
+        # changes what it reads; or GATHERs before uses, whose copies have names of their own.
         copies, kinds = _GatheredCopies(program, (*axis_options, *compute_options)), fixed_kinds(program)
         if gather == "step":
             gathers = [copies.make_gather(value, min(homes)) for value, homes in copies.homes.items()]
             return arrange(_sharded_inputs(program), [*gathers, *ops], outputs, kinds)
+        # Known sources are extended where possible: to find writers anew is a quarter of the work of `arrange`.
         sources = extended_sources(program, program.inputs, ops) or find_sources(program.inputs, ops)
         ops, sources, rows = copies.gather_before_uses(ops, sources, _copy_sharing(gather), lead, kinds)
         return arrange(_sharded_inputs(program), ops, outputs, kinds | {"GATHER"}, sources, rows)

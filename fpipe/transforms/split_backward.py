@@ -122,6 +122,7 @@ def forward_only() -> Transform:
         outputs = tuple(output for output in program.outputs if output.name.name not in _TRAINING_RESULTS)
         if not outputs:
             raise ProgramError("this program has neither outputs nor a loss to keep.")
+        # Nothing to drop: equal programs stay the very same object.
         if outputs == program.outputs and not any(value.name == "res" for op in program.ops for value in op.writes):
             return program
         return _keep_needed(program, outputs)
@@ -135,6 +136,7 @@ _TRAINING_RESULTS = frozenset(("grads", "input_grads", "state", "params", "opt",
 def _keep_needed(program: Program, outputs: tuple[Output, ...]) -> Program:
     """Keep the ops and values from which the outputs are computed."""
     # Dead code elimination: walk from the last op up, and keep an op if a kept op or an output reads a write of it.
+    # The sources are not handed on: positions change where ops go.
     needed_values = {program_input.value for program_input in outputs}
 
     def keep_writes(op: Op) -> Op | None:
