@@ -141,7 +141,7 @@ def test_a_file_that_is_not_there_is_named_with_the_closest(read: Callable[[Path
         ("0F0,0B0,4RESHARD", "line 1, column 3: 4RESHARD names stage 4"),
         ("0F0,0B0\n\n1F0,1B0", "line 2 has no cells"),
         ("", "the table is empty"),
-        ("order.csv", r"hand in pathlib.Path\('order.csv'\)"),
+        ("order.csv", r"pass pathlib.Path\('order.csv'\)"),
         ("0F0\n1F0,1B0", "the table has 0F0 without its backward"),
         ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "wait for each other in a circle"),
         ("0F0,0B0,0W0", "0W0 stands twice.*notation='zb'"),  # as torch 2.5 wrote ZB1P

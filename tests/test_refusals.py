@@ -233,11 +233,11 @@ fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False), fpipe.data_parallel("a")
 fpipe.update("SGD", clip=1.0, validate="after", loss_scale="dynamic")
     ValueError: leave validate= out
 fpipe.interop.torch_pipelining.from_csv("0F0,0SEND_F0", format="compute_only")
-    ProgramError: line 1, column 2: 0SEND_F0 does not compute, and the format is
+    ProgramError: line 1, column 2: 0SEND_F0 does not compute; read this table with
 fpipe.interop.torch_pipelining.to_csv(SENT, format="comms")
     ValueError: format is 'compute_only' or 'compute_comms', found 'comms'
 fpipe.interop.torch_pipelining.gathers("0UNSHARD,0F0,0RESHARD,0B0")
-    ProgramError: line 1, column 4: 0B0 stands where the weights of stage 0 are not
+    ProgramError: line 1, column 4: 0B0 has no weights: there is no 0UNSHARD before it
 fpipe.evaluating(MODEL)
     ValueError: evaluate what from_module or from_sequential has made
 fpipe.custom_stage(linear, linear, 3)
