@@ -332,7 +332,7 @@ of_program(in_two(PLAIN, split=fpipe.split(2, slices=2), schedule=fpipe.place([0
 torch_pipelining.to_csv(fpipe.place([0, 1, 2])(fpipe.program(3, inputs=("batch", 0, (1, 0)))), format="compute_comms")
     ProgramError: 2F0 reads y[0,0] of 0F0 on rank 0; torch's runtime sends to adjacent stages only.
 of_program(in_two(PLAIN, schedule=BOTH_WAYS))
-    ProgramError: stage 0 is on ranks (0, 1); torch allows one rank a stage.
+    ProgramError: stage 0 is on ranks (0, 1); torch's runtime has one rank a stage.
 of_program(in_two(PLAIN, schedule=fpipe.place([0, 1], homes={0: [1]})))
     ProgramError: params[0] has its home on ranks (1,) and its stage on rank 0. Leave out place(homes=),
     or use fpipe.build(runtime="distributed").

@@ -188,7 +188,7 @@ def refuse_unsupported_ops(program: Program) -> None:
             raise ProgramError(f"{op.cell}: torch's tables have no slices.")
     for stage, ranks in enumerate(program.placement):
         if isinstance(ranks, tuple):
-            raise ProgramError(f"stage {stage} is on ranks {ranks}; torch allows one rank a stage.")
+            raise ProgramError(f"stage {stage} is on ranks {ranks}; torch's runtime has one rank a stage.")
 
 
 def _cell_text(op_or_action: Op | Action) -> str:

@@ -135,7 +135,7 @@ def build(
             if not isinstance(setting, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ValueError(f"{switch} is True or False; found {setting!r}.")
         if runtime == "threads" and not trace:
-            raise ValueError("trace=False takes turns: say runtime='local'.")
+            raise ValueError("threads need traces: say runtime='local' with trace=False.")
         if compile and not trace:
             raise ValueError("compile=True compiles traces; say trace=True.")
         if check_batch not in ("first", "always", "never"):

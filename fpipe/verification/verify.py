@@ -205,7 +205,7 @@ def _find_first_wrong_value(
 
 
 class _ValueComparison:
-    """A comparison of each value as it is written, which stops at the first wrong one."""
+    """A comparison of each written value with the reference, up to the first wrong one."""
 
     def __init__(self, program: Program, model: Model, expected: _ReferenceValues, close: Close) -> None:
         self.program, self.model, self.expected, self.close = program, model, expected, close
