@@ -29,7 +29,7 @@ class Modes:
     >>> from torch import nn
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
     >>> modes = Modes([*net.named_modules()], "the net was traced", "call from_module again.")
-    >>> modes.now(), net.eval().training, modes.now()
+    >>> modes.current(), net.eval().training, modes.current()
     ((True, True, True), False, (False, False, False))
     """
 
