@@ -288,7 +288,7 @@ def test_the_glossary_has_at_most_forty_words_of_one_meaning():
 
 def hidden_names() -> set[str]:
     """Public names that are also modules of the root, and are those modules once they are imported. One that is
-    looked up late (in _HOMES) is hidden whenever its module is imported before it is asked for."""
+    looked up late (in _MODULE_BY_NAME) is hidden whenever its module is imported before it is asked for."""
     both = {module.name for module in pkgutil.iter_modules(fpipe.__path__)} & {*fpipe.__all__}
     for name in both:
         importlib.import_module(f"fpipe.{name}")
