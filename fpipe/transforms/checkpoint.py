@@ -95,8 +95,8 @@ def checkpoint(
         # Each chosen F hands its residuals over to an R, which reads what that F reads.
         def drop_residuals(op: Op) -> Op:
             residuals = tuple(value for value in op.writes if value.name == "res")
-            # op.how marks two forwards that get no R: an exchange has no residuals worth it, and grain="layer" is
-            # recomputed inside its backward already.
+            # op.how marks two forwards that get no R: an exchange keeps nothing, and with grain="layer" the backward
+            # recomputes already.
             if not is_chosen(op) or not residuals or op.how:
                 return op
             recomputes.append(op._replace(kind="R", writes=residuals))
