@@ -122,6 +122,7 @@ def check_schedule(
     if not sizes:
         raise ValueError("there is no size to try: say other ranks=, microbatches= or serves=.")
     laws = _Laws(name, factory)
+    # In ascending order, so that the first broken law is shown at the smallest size.
     for size in sorted(sizes):
         laws.check_size(size)
     laws.check_gradients(sorted(sizes), examples)
@@ -170,6 +171,7 @@ class _Laws:
         for size in sorted(random.choices(sizes, k=examples)):
             net = DrawnModel.draw(random, size.stages)
             model = net.model
+            # Recompute and transfers change which ops a stage's gradient comes from, and must not change its bits.
             policy, is_sent = random.choice(POLICIES), random.choice([False, True])
             rows = random.randint(size.microbatches, 2 * size.microbatches)
             transfers = (communicate(), free()) if is_sent else ()
@@ -182,6 +184,7 @@ class _Laws:
         try:
             return reading()
         except Exception as error:
+            # A ProgramError says by itself what is wrong; any other error needs the name of its class.
             kind = "" if isinstance(error, ProgramError | AssertionError) else f"{type(error).__name__}: "
             self.fail(size, law, f"{kind}{error}", program, error)
 
