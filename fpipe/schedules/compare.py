@@ -209,12 +209,12 @@ def named_program_maker(
     if isinstance(schedule, str):
         named = parse(schedule)
         return schedule, lambda: named.program(ranks, microbatches, costs_of_parts)
-    name, made = (
+    name, transform_or_program = (
         cast("tuple[str, Transform | Program]", schedule) if isinstance(schedule, tuple) else (str(number), schedule)
     )
-    if isinstance(made, Program):
-        return name, lambda: made
-    steps = chain(split(microbatches), made, merge())
+    if isinstance(transform_or_program, Program):
+        return name, lambda: transform_or_program
+    steps = chain(split(microbatches), transform_or_program, merge())
     return name, lambda: steps(base_program(ranks if stages is None else stages))
 
 
