@@ -239,7 +239,7 @@ fpipe.interop.torch_pipelining.to_csv(SENT, format="comms")
 fpipe.interop.torch_pipelining.gathers("0UNSHARD,0F0,0RESHARD,0B0")
     ProgramError: line 1, column 4: 0B0 has no weights: there is no 0UNSHARD before it
 fpipe.evaluating(MODEL)
-    ValueError: evaluate what from_module or from_sequential has made
+    ValueError: evaluating takes models of from_module and from_sequential
 fpipe.custom_stage(linear, linear, 3)
     TypeError: custom_stage takes three functions, found int
 fpipe.jvp(fpipe.from_functions([linear, fpipe.custom_stage(linear, linear, linear)]))
