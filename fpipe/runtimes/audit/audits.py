@@ -2,6 +2,9 @@
 
     step 0  1  2  ..  100  ..        -->        step + audit of one stage a rank and one microbatch
 
+From the hundredth step on, an audit follows after at least a hundred steps, and after so many that audits take half a
+percent of the time.
+
 A trace repeats what Python did when it was traced. An audit runs the user's Python of now, under plain autograd, and so
 notices whatever has changed since: numbers in closures and globals, hooks, modules, random numbers of Python; and a
 kernel that computes wrongly.
@@ -9,11 +12,12 @@ kernel that computes wrongly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fpipe import tree
 from fpipe.meaning.inputs_and_results import bind_inputs
@@ -24,7 +28,7 @@ from fpipe.meaning.purity.sharded import is_sharded
 from fpipe.meaning.single_device.microbatch_sums import sum_over_microbatches
 from fpipe.meaning.single_device.result import Result
 from fpipe.meaning.step import StepInputs
-from fpipe.positional_stage import of_net
+from fpipe.positional_stage import net_stage_of
 from fpipe.program import Program
 from fpipe.runtimes.audit.stage_audit import StageAudit, choose_forwards, refuse_failed_rerun
 from fpipe.runtimes.lowering.lane import See
@@ -33,7 +37,9 @@ from fpipe.verification.cross_checks import check_function
 from fpipe.verification.report import GradientMismatch
 
 AuditSchedule = Literal["first", "always", "never"] | int
-_FIRST_STEPS, _INTERVAL = 3, 100
+_FIRST_STEPS, _LEAST_INTERVAL, _LARGEST_INTERVAL = 3, 100, 2000
+_STEPS_PER_AUDIT = 200
+"""As many steps, each as long as an audit, keep audits at half a percent of the time."""
 _ADVICE = (
     " A trace repeats what it saw: put it back, cut the model anew, hand what changes in as a tensor, or say "
     'audit="never" to go on with the trace.'
@@ -62,35 +68,63 @@ def run_audited(
     step_number, prepared.steps = prepared.steps, prepared.steps + 1
     schedule = prepared.options.audit
     counts_work = recorded is not None and schedule == "first"
-    if counts_work or not _is_due(schedule, step_number):
+    if counts_work or not _is_due(prepared, step_number):
         return prepared.run(leaves, inputs, recorded=recorded, see=see)
+    # 2. Run and audit.
+    run_seconds = 0.0
+
+    def run(**options: Any) -> Result:
+        nonlocal run_seconds
+        run_start = time.perf_counter()
+        result = prepared.run(leaves, inputs, recorded=recorded, see=see, **options)
+        run_seconds = time.perf_counter() - run_start
+        return result
+
+    start = time.perf_counter()
+    result = _run_and_compare(prepared, run, leaves, inputs, has_whole_net)
+    # 3. Choose the next step to audit. An audit takes as long as several steps of a millisecond, mostly Python's time.
+    steps_of_time = (time.perf_counter() - start) / run_seconds - 1
+    interval = min(max(_LEAST_INTERVAL, round(_STEPS_PER_AUDIT * steps_of_time)), _LARGEST_INTERVAL)
+    if step_number + 1 < _FIRST_STEPS:
+        prepared.next_audit = step_number + 1
+    else:
+        prepared.next_audit = _LEAST_INTERVAL if step_number < _LEAST_INTERVAL else step_number + interval
+    return result
+
+
+def _run_and_compare(
+    prepared: PreparedStep, run: Callable[..., Result], leaves: Sequence[Any], inputs: StepInputs, has_whole_net: bool
+) -> Result:
+    """Audit the step that `run` runs: the whole net or, every other time, one stage of each rank."""
     audit_number, prepared.audits = prepared.audits, prepared.audits + 1
     # Without any trace the step ran the Python of now itself.
     if {*prepared.untraced.stages} >= {*range(len(prepared.model.stages))}:
-        return prepared.run(leaves, inputs, recorded=recorded, see=see)
-    # 2. Compare hooks and children of modules with the cut. A new hook that a trace does not call may change no number,
+        return run()
+    # 1. Compare hooks and children of modules with the cut. A new hook that a trace does not call may change no number,
     # and still not do its work, so it is refused at once; other changes explain numbers that differ.
     model_snapshot = prepared.model.held
-    changes: list[tuple[str, str, bool]] = [] if model_snapshot is None else model_snapshot.changes()
+    changes: list[tuple[str, str, bool]] = (
+        [] if model_snapshot is None else model_snapshot.changes(_live_modules(prepared))
+    )
     for attribute, _, is_plain in changes:
         if not is_plain:
             raise StepChanged(f"{attribute} has changed since the model was cut.{_ADVICE}")
     named = (f" Since the model was cut, {attribute}{values} has changed." for attribute, values, _ in changes[:3])
     explanation = "".join(named) + _ADVICE
     is_cut_net = has_whole_net and _is_cut_net(prepared, inputs)
-    # 3. Audit the whole net and single stages in turn, since each costs as much as the other.
+    # 2. Audit the whole net and single stages in turn, since each costs as much as the other.
     if is_cut_net and audit_number % 2 == 0:
         _check_net(prepared, inputs, audit_number // 2, explanation)
-        return prepared.run(leaves, inputs, recorded=recorded, see=see)
+        return run()
     stage_audit_number = audit_number // 2 if is_cut_net else audit_number
     stage_audits = [StageAudit(prepared, op, leaves, inputs) for op in choose_forwards(prepared, stage_audit_number)]
 
-    def tap(op: Any, run: Any) -> Any:
+    def tap(op: Any, function: Any) -> Any:
         for stage_audit in stage_audits:
-            run = stage_audit.tap(op, run)
-        return run
+            function = stage_audit.tap(op, function)
+        return function
 
-    result = prepared.run(leaves, inputs, recorded=recorded, see=see, tap=tap)
+    result = run(tap=tap)
     try:
         for stage_audit in stage_audits:
             stage_audit.check(explanation)
@@ -101,10 +135,19 @@ def run_audited(
     return result
 
 
-def _is_due(schedule: AuditSchedule, step_number: int) -> bool:
+def _live_modules(prepared: PreparedStep) -> set[nn.Module]:
+    """Return the modules that only stages without a trace run: they run as they are now."""
+    live, traced = set[nn.Module](), set[nn.Module]()
+    for stage_index, stage in enumerate(prepared.model.stages):
+        modules = live if stage_index in prepared.untraced.stages else traced
+        modules.update(module for _, module in modules_of(net_stage_of(stage.forward) or stage.forward))
+    return live - traced
+
+
+def _is_due(prepared: PreparedStep, step_number: int) -> bool:
+    schedule = prepared.options.audit
     if isinstance(schedule, str):
-        is_first = step_number < _FIRST_STEPS or step_number % _INTERVAL == 0
-        return schedule == "always" or (schedule == "first" and is_first)
+        return schedule == "always" or (schedule == "first" and step_number >= prepared.next_audit)
     return step_number % schedule == 0
 
 
@@ -113,7 +156,7 @@ def _is_cut_net(prepared: PreparedStep, inputs: StepInputs) -> bool:
     tensors = [leaf for leaf in tree.leaves((inputs.params, inputs.state)) if isinstance(leaf, Tensor)]
     is_local = len({tensor.device for tensor in tensors}) < 2 and not any(map(is_sharded, tensors))
     model = prepared.model
-    nets = [net for net in (of_net(stage.forward) for stage in model.stages) if net is not None]
+    nets = [net for net in (net_stage_of(stage.forward) for stage in model.stages) if net is not None]
     # A net on the meta device has no values: these were loaded into params only.
     if any(tensor.is_meta for net in nets for _, tensor in net.named_tensors()):
         return False

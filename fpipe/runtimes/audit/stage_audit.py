@@ -24,12 +24,12 @@ from fpipe.meaning.meaning import RULES, sum_gradients
 from fpipe.meaning.purity.attributes import AttributeSnapshot, modules_of
 from fpipe.meaning.purity.fingerprint import StepChanged
 from fpipe.meaning.step import StepInputs
-from fpipe.positional_stage import of_net
+from fpipe.positional_stage import net_stage_of
 from fpipe.program import Op, Value
 from fpipe.runtimes.lowering.lowered import Instruction, Leaves, unflatten_value
 from fpipe.runtimes.lowering.prepared_step import PreparedStep
 from fpipe.runtimes.lowering.untraced_stages import zeros
-from fpipe.verification.report import Close, largest_difference
+from fpipe.verification.report import Close, largest_difference, to_dense
 
 # Values that no op writes in place, so that an audit need not copy them.
 _NEVER_OVERWRITTEN = frozenset(("x", "inputs", "t", "target", "y", "again", "carry", "dx", "dcarry", "loss", "count"))
@@ -115,8 +115,8 @@ class StageAudit:
         """Raise StepChanged if the definition gives other bits, or, of compiled code, other numbers."""
         stage = self.forward.stage or 0
         functions = self.model.stages[stage].forward, self.model.loss
-        modules = [pair for function in functions for pair in modules_of(of_net(function) or function)]
-        attributes, location = AttributeSnapshot(modules, with_containers=True), self.model.who(stage)
+        modules = [pair for function in functions for pair in modules_of(net_stage_of(function) or function)]
+        attributes, location = AttributeSnapshot(modules, with_containers=True), self.model.label_of(stage)
         location += f", microbatch {self.forward.microbatch or 0}"
         differences: list[tuple[str, bool]] = []
         with refuse_failed_rerun(location, attributes, explanation):
@@ -183,21 +183,21 @@ class StageAudit:
             for index, (actual, defined) in enumerate(zip_longest(self.written_leaves[value], expected)):
                 if _are_same_shape(actual, defined):
                     if not _same_bits(actual, defined):
-                        error, eps = largest_difference(actual, defined), 0.0
+                        error, eps = _largest_error(actual, defined), 0.0
                         if _has_numbers(actual):
                             eps = torch.finfo(actual.dtype).eps
-                        magnitudes = [float(leaf.detach().abs().max()) for leaf in expected if _has_numbers(leaf)]
+                        magnitudes = [_largest_number(leaf) for leaf in expected if _has_numbers(leaf)]
                         # Sums in another order differ by far less than sqrt(eps) of the largest number.
                         scale = max(magnitudes, default=0.0)
                         difference = f"is off by up to {error:.3g} from what its definition gives now."
                         yield f"{self._describe_leaf(value, index)} {difference}", error <= eps**0.5 * scale
                 elif isinstance(actual, Tensor) or isinstance(defined, Tensor) or repr(actual) != repr(defined):
-                    shown, defined_shown = (
+                    description, defined_shown = (
                         f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
                         for leaf in (actual, defined)
                     )
                     name = self._describe_leaf(value, index)
-                    yield f"{name} is {shown}, and its definition gives {defined_shown} now.", False
+                    yield f"{name} is {description}, and its definition gives {defined_shown} now.", False
 
     def _describe_leaf(self, value: Value, index: int) -> str:
         """Name a leaf in the user's words."""
@@ -215,6 +215,20 @@ def _same_bits(actual: Tensor, defined: Tensor) -> bool:
         return _close(actual.detach(), defined.detach())
     # As integers: NaN equals itself, 0.0 and -0.0 differ, and nothing is copied.
     return torch.equal(actual.detach().view(torch.int32), defined.detach().view(torch.int32))
+
+
+def _largest_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference; huge where only one of two numbers is finite, or two infinities differ."""
+    actual, expected = to_dense(actual.detach()), to_dense(expected.detach())
+    same = actual == expected
+    if _has_numbers(actual):
+        same |= actual.isnan() & expected.isnan()
+    return largest_difference(torch.where(same, 0, actual), torch.where(same, 0, expected))
+
+
+def _largest_number(tensor: Tensor) -> float:
+    """Return the largest magnitude of the finite numbers."""
+    return float(to_dense(tensor.detach()).abs().nan_to_num(0.0, posinf=0.0).max())
 
 
 def _are_same_shape(actual: Any, defined: Any) -> bool:
