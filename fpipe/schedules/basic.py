@@ -15,9 +15,9 @@ from fpipe.transforms.reorder import from_rows
     peak="m",
 )
 def gpipe(ranks: int) -> Transform:
-    """All forwards, then all backwards (GPipe, Huang et al. 2019, figure 2c).
+    """All forwards, then all backwards.
 
-    Bubble (p-1)/(m+p-1) for p ranks and m microbatches; every microbatch is held at the peak.
+    The bubble is (p-1)/(m+p-1) for p ranks and m microbatches. Each rank holds every microbatch at the peak.
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(4), fpipe.schedules.gpipe(3))(fpipe.program(3))
@@ -37,10 +37,10 @@ def gpipe(ranks: int) -> Transform:
     peak="min(m, p-r)",
 )
 def one_f_one_b(ranks: int) -> Transform:
-    """Warm up, then one forward and one backward in turn, then drain (PipeDream-flush; Megatron 2021, figure 3).
+    """Warm up, then alternate one forward and one backward, then drain.
 
-    Rank r of p warms up with p-r-1 forwards, so that it never holds more than p-r microbatches. The bubble is GPipe's,
-    (p-1)/(m+p-1). Fewer microbatches than ranks are fine.
+    Rank r of p warms up with p-r-1 forwards, so it never holds more than p-r microbatches. The bubble is GPipe's. m may
+    be less than p.
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b(3))(fpipe.program(3))
@@ -60,10 +60,10 @@ def one_f_one_b(ranks: int) -> Transform:
     peak="min(m, 2(p-r)-1)",
 )
 def eager_1f1b(ranks: int) -> Transform:
-    """1F1B that warms up twice as far, so that transfers hide behind forwards (Zhuang et al. 2023, used by Alpa).
+    """1F1B with twice the warm-up, so that transfers hide behind forwards.
 
-    Rank r of p warms up with 2(p-r-1) forwards. With transfers of c seconds its idle time is GPipe's, (p-1)(T+2c),
-    where 1F1B pays for two in every round; it holds up to 2(p-r)-1 microbatches.
+    Rank r of p warms up with 2(p-r-1) forwards and holds up to 2(p-r)-1 microbatches. With transfers of c seconds it
+    idles as long as GPipe, while 1F1B waits for two transfers in every round.
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(4), fpipe.schedules.eager_1f1b(3))(fpipe.program(3))

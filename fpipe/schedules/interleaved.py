@@ -25,15 +25,14 @@ from fpipe.transforms.slice_sequence import slice_sequence
     refuses=even_chunks,
 )
 def interleaved(ranks: int, group: int | None = None, *, costs: Costs | None = None) -> Transform:
-    """1F1B over v chunks a rank, stage s on rank s mod p (Megatron 2021, figure 4): the bubble of 1F1B divided by v.
+    """1F1B over v chunks a rank, with stage s on rank s mod p: the bubble of 1F1B divided by v.
 
-    Groups of microbatches go through chunk 0, then through chunk 1, and so on. Rank r of p warms up with
-    2(p-r-1) + (v-1)group forwards.
+    Groups of p microbatches run through chunk 0, then through chunk 1, and so on. Rank r of p warms up with 2(p-r-1) +
+    (v-1)group forwards.
 
-    Megatron refuses a number of microbatches that the groups do not divide. Here a short group runs early, where others
-    fill the places that it leaves free (see rounds.py), and the peak stays; or, if that is shorter, the groups are
-    evened out as torch does it, into groups of g = ceil(m / (m // p)): idle time (p-1)T/v for any m of at least p, and
-    a peak of ((v-1)g + 2(p-1-r) + 1)/v. `group=p` says to hold no more than the first.
+    Megatron requires that p divides m. Here a short group runs early, in slots that are free (see rounds.py), and the
+    peak stays. If it is shorter, the groups have g = ceil(m / (m // p)) microbatches instead, as in torch: the idle
+    time is then (p-1)T/v for any m >= p, and the peak ((v-1)g + 2(p-1-r) + 1)/v. `group=p` keeps the smaller peak.
 
     Args:
         ranks: the number of ranks.
@@ -71,10 +70,10 @@ def interleaved(ranks: int, group: int | None = None, *, costs: Costs | None = N
     refuses=even_chunks,
 )
 def kimi_k2(ranks: int) -> Transform:
-    """Interleaved 1F1B with one more forward of warm-up (Kimi K2, 2025).
+    """Interleaved 1F1B with one more forward of warm-up.
 
-    Each forward and the backward next to it are then of different microbatches on the last rank too, so that the
-    exchange of one's experts overlaps with the other's work. One chunk more is held than by `interleaved`.
+    On the last rank too, each forward is then next to a backward of another microbatch, so the exchange of experts of
+    one overlaps with the work of the other. A rank holds one chunk more than under `interleaved`.
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(3), fpipe.schedules.kimi_k2(3))(fpipe.program(6))
@@ -99,10 +98,10 @@ def kimi_k2(ranks: int) -> Transform:
     refuses=even_chunks,
 )
 def looped_bfs(ranks: int) -> Transform:
-    """Breadth first: all microbatches through chunk 0, then all through chunk 1; backwards the same way back.
+    """Breadth first: all microbatches through chunk 0, then all through chunk 1; backwards in reverse.
 
-    The bubble of `interleaved`, all microbatches held; a chunk's weights are gathered once a pass, which sharded data
-    parallelism likes (Lamy-Poirier 2022).
+    The bubble is that of `interleaved`, but all microbatches are held. A chunk's weights are gathered once a pass,
+    which suits sharded data parallelism.
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(3), fpipe.schedules.looped_bfs(3))(fpipe.program(6))
@@ -129,9 +128,9 @@ def looped_bfs(ranks: int) -> Transform:
     refuses=even_chunks,
 )
 def interleaved_zb(ranks: int, group: int | None = None, *, costs: Costs | None = None) -> Transform:
-    """ZB-H1 over v chunks a rank: interleaved 1F1B whose weight gradients wait and fill the drain.
+    """ZB-H1 over v chunks a rank: the weight gradients of interleaved 1F1B wait and fill the drain.
 
-    Rank r of p warms up with (p-r-1) + (v-1)p forwards, and its W's stay r I's behind: every rank holds p microbatches.
+    Rank r of p warms up with (p-r-1) + (v-1)p forwards. Its Ws lag r Is behind, so every rank holds p microbatches.
 
     Args:
         ranks: the number of ranks.
@@ -168,10 +167,11 @@ def interleaved_zb(ranks: int, group: int | None = None, *, costs: Costs | None 
     refuses=even_chunks,
 )
 def group_interleaved(ranks: int, group: int | None = None) -> Transform:
-    """Interleaved 1F1B in groups of g microbatches with half the warm-up (PipeOffload, 2025).
+    """Interleaved 1F1B in groups of g microbatches with half the warm-up.
 
-    A rank's input gradient leaves before its weight gradient is done, so rank r of p warms up with (p-r-1) + (v-1)g
-    forwards only. A smaller group holds less, and each microbatch that it lacks costs up to (v-1)(F+B-W)/v seconds.
+    A rank sends its input gradient before it computes the weight gradient, so rank r of p warms up with only (p-r-1) +
+    (v-1)g forwards. A smaller group holds less. Each microbatch that it has less than p costs up to (v-1)(F+B-W)/v
+    seconds.
 
     Args:
         ranks: the number of ranks.
@@ -219,12 +219,11 @@ def checked_group(ranks: int, group: int | None, minimum: int, maximum: int | No
     slices=True,
 )
 def seq1f1b(ranks: int, *, slices: int | None = None) -> Transform:
-    """1F1B whose turns are slices: forwards up the slices of a microbatch, backwards down (Seq1F1B, 2406.03488).
+    """1F1B over slices of sequences: forwards from the first slice up, backwards from the last slice down.
 
-    The last slice of a microbatch is the first that can turn round, so rank r of p warms up with p-r-2+Q forwards for Q
-    slices. With equal slices the bubble is that of 1F1B divided by Q, and a rank holds p-r-1 slices and one whole
-    microbatch. Slices are cut at equal lengths; since a later slice of causal attention looks back further, its ops
-    take longer, and the formula is a little better than the run.
+    The backward starts at the last slice, so rank r of p warms up with p-r-2+Q forwards for Q slices. The bubble is
+    that of 1F1B divided by Q. A rank holds p-r-1 slices and one whole microbatch. Slices have equal lengths; a later
+    slice of causal attention takes longer, so a real step takes a little more than the formula.
 
     Args:
         ranks: the number of ranks.

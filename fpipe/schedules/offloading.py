@@ -17,12 +17,12 @@ from fpipe.transforms.offload import offload
     peak="min(m, p-r), ceil((p+2)/2) at most",
 )
 def bpipe(ranks: int) -> Transform:
-    """1F1B in which rank p-1-r lends memory to rank r, so that all hold about half the first one's peak (ICML 2023).
+    """1F1B in which rank p-1-r lends memory to rank r, so that every rank holds about half the largest peak.
 
-    In 1F1B rank r holds p-r microbatches, so ranks r and p-1-r together hold p+1. A rank that would hold more than
-    ceil((p+2)/2) evicts to its partner what it wants last, as soon as that is written, and has it loaded just before
-    its backward. Evictions are OFFLOADs to the partner's memory, one-sided, in the copy lane: the partner does nothing.
-    As long as one takes no longer than a forward, the time is that of 1F1B.
+    In 1F1B ranks r and p-1-r together hold p+1 microbatches. A rank that would hold more than ceil((p+2)/2) moves
+    residuals to its partner's memory: those that it reads last, as soon as they are written. It loads them just before
+    their backward. The moves are one-sided OFFLOADs in the copy lane; the partner does nothing. If a move takes no
+    longer than a forward, the step takes as long as 1F1B.
 
     >>> import fpipe
     >>> eight = fpipe.split(8)(fpipe.program(4))
@@ -53,11 +53,11 @@ def bpipe(ranks: int) -> Transform:
     refuses=even_chunks,
 )
 def pipe_offload(ranks: int, *, group: int | None = None, cap: float | None = None, lead: int = 0) -> Transform:
-    """Group-interleaved 1F1B with a lane to the host: what waits for its backward waits there (2503.01328).
+    """Group-interleaved 1F1B whose residuals wait on the host.
 
-    A microbatch's residuals leave after its forward and come back during the op before its backward. While a copy takes
-    no longer than a forward (and p divides m), the time is that of the base. A rank with v chunks holds 2/v
-    microbatches for every depth: the chunk in use, and one that comes or goes.
+    Residuals leave after their forward and return during the op before their backward. If a copy takes no longer than a
+    forward and p divides m, the copies cost no time. A rank with v chunks holds 2/v microbatches at any depth: the
+    chunk in use, and one that is copied.
 
     Args:
         ranks: the number of ranks.

@@ -140,12 +140,12 @@ def _row_of_rank(
     peak="min(m, 2(p-1-r) + 2)",
 )
 def one_f_one_b_overlap(ranks: int) -> Transform:
-    """1F1B in which a forward and a backward of two microbatches run at once, so that exchanges hide behind work.
+    """1F1B in which a forward and a backward of two microbatches run at once, to hide exchanges.
 
-    Rank r of p warms up with 2(p-r-1) + 1 forwards, one more than `eager_1f1b`: then the backward of a pair is always
-    of another microbatch. Both are a PAIR. If some stages are exchanges (`fpipe.exchange`), the stages alternate, and
-    each exchange starts as soon as its data are ready. An ascending placement, such as `fpipe.place([0, 0, 0, 1, 1])`
-    before it, is kept.
+    Rank r of p warms up with 2(p-r-1) + 1 forwards, one more than `eager_1f1b`, so a forward always meets a backward of
+    another microbatch. The two form a PAIR. If some stages are exchanges (`fpipe.exchange`), stages alternate, and each
+    exchange starts when its data are ready. An ascending placement from before, such as `fpipe.place([0, 0, 0, 1, 1])`,
+    is kept.
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(4), fpipe.schedules.one_f_one_b_overlap(2))(fpipe.program(2))
@@ -166,7 +166,7 @@ def one_f_one_b_overlap(ranks: int) -> Transform:
     refuses=even_chunks,
 )
 def interleaved_overlap(ranks: int, *, chunks: int | None = None) -> Transform:
-    """Interleaved 1F1B in which a forward and a backward of two microbatches run at once (`one_f_one_b_overlap`).
+    """Interleaved 1F1B in which a forward and a backward run at once, as in `one_f_one_b_overlap`.
 
     Rank r of p warms up with 2(p-r-1) + (v-1)p + 1 forwards of its v chunks.
 

@@ -41,12 +41,11 @@ def roundpipe(
     *,
     homes: Homes | None = None,
 ) -> Transform:
-    """Groups of stages go round the ranks, forward and backward cut differently, weights on a host (RoundPipe, 2026).
+    """Groups of stages take turns on the ranks; forward and backward are grouped separately; weights live on a host.
 
-    The first backward group runs forward and backward together and keeps what it computes; all others keep only what
-    enters them and recompute. With groups of equal time t a microbatch, as many as a multiple of p, and m >= p, a rank
-    is idle for (p-1)t at most. Where `forward` runs to the last stage, no group is both: all are recomputed. A program
-    without a backward has forward groups only. `fpipe.plan` finds the groups that fit the costs.
+    The first backward group runs forward and backward at once and keeps its residuals. All other groups keep only their
+    inputs, and recompute. If `forward` covers the last stage, all groups recompute. A program without a backward has
+    forward groups only. `fpipe.plan` finds groups that fit the costs.
 
     Args:
         ranks: those that compute. The host is one more, rank number `ranks`.

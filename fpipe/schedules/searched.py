@@ -49,7 +49,7 @@ def zb_auto(
     kept: float = 1.0,
     objective: Objective = "makespan",
 ) -> Transform:
-    """As many forwards ahead as the costs ask for and the memory allows, weight gradients in the gaps (ZB-auto).
+    """As many forwards ahead as costs and memory allow, with weight gradients in the gaps.
 
     Args:
         ranks: the number of ranks.
@@ -100,7 +100,7 @@ def zbv(
     kept: float = 1.0,
     objective: Objective = "makespan",
 ) -> Transform:
-    """Two chunks a rank on a V, so that the last stage is where the first is: no bubble in the memory of 1F1B (ZB-V).
+    """Two chunks a rank in a V, so the last stage is on the rank of the first: no bubble in 1F1B's memory.
 
     Args:
         ranks: the number of ranks.
@@ -142,7 +142,7 @@ def v_half(
     kept: float = 1.0,
     objective: Objective = "makespan",
 ) -> Transform:
-    """A block on a V that holds half of what 1F1B holds, repeated and squeezed (V-Half).
+    """A block in a V that holds half of what 1F1B holds, repeated and compacted.
 
     Args:
         ranks: the number of ranks.
@@ -182,7 +182,7 @@ def v_min(
     kept: float = 1.0,
     objective: Objective = "makespan",
 ) -> Transform:
-    """The block on a V that holds least, a third of what 1F1B holds: no leg of it ever waits (V-Min).
+    """The block in a V that holds least: a third of what 1F1B holds.
 
     Args:
         ranks: the number of ranks.

@@ -48,11 +48,11 @@ def _refuse_odd_sizes(ranks: int, stages: int, microbatches: int) -> str | None:
     refuses=_refuse_odd_sizes,
 )
 def dualpipe(ranks: int, *, overlap: bool = True) -> Transform:
-    """Two directions; a forward of one runs together with a backward of the opposite one (DualPipe, DeepSeek-V3).
+    """Two directions: a forward of one runs together with a backward of the other (DeepSeek-V3).
 
-    Stage s is on ranks s and p-1-s; its gradients meet in an ADD. The first half of the microbatches goes down, the
-    second up. Weight gradients that can wait fill the start and the end. With F&B for the time of a pair the bubble is
-    (p/2-1)(F&B+B-3W) for F=B, in which B is the full backward; p+1 microbatches are held.
+    Stage s is on ranks s and p-1-s, and an ADD sums its gradients. The first half of the microbatches goes down the
+    ranks, the second half up. Weight gradients that can wait fill the start and the end. If a pair takes F&B seconds
+    and B is the full backward, the bubble is (p/2-1)(F&B+B-3W) for F=B.
 
     Args:
         ranks: even.
@@ -112,10 +112,10 @@ def _refuse_few_stages(ranks: int, stages: int, microbatches: int) -> str | None
 def dualpipev(ranks: int, *, overlap: bool = True) -> Transform:
     """DualPipe cut in half: one copy of the parameters, placed in a V (0 1 .. p-1 p-1 .. 1 0).
 
-    A rank does with its early and its late stage what DualPipe does with its two directions. The bubble is
-    (p-1)(F&B+B-3W)/2 for F=B (B the full backward), and p+1/2 microbatches are held. The order is that of
-    `torch.distributed.pipelining.ScheduleDualPipeV`, cell by cell. More stages make larger chunks of neighbours; where
-    they are no multiple of 2p some are larger than others, and the formulas of one size do not hold.
+    A rank pairs its early and its late stage as DualPipe pairs its two directions. The bubble is (p-1)(F&B+B-3W)/2 for
+    F=B, where B is the full backward. The order is that of `torch.distributed.pipelining.ScheduleDualPipeV`, cell by
+    cell. With more stages, neighbours form larger chunks. If 2p does not divide the stages, chunks differ in size, and
+    the formulas do not hold.
 
     Args:
         ranks: any number.

@@ -51,11 +51,11 @@ def _refuse_odd_sizes(ranks: int, stages: int, microbatches: int) -> str | None:
     refuses=_refuse_odd_sizes,
 )
 def chimera(ranks: int) -> Transform:
-    """Two pipelines in opposite directions, which fill each other's bubbles (Chimera, SC 2021, figure 3).
+    """Two pipelines in opposite directions that fill each other's bubbles.
 
-    Every stage is on two ranks, r and p-1-r; its gradients meet in an ADD. The first half of the microbatches goes
-    down, the second up, p/2 of each at a time: a unit. With more microbatches units follow each other, and fewer leave
-    slots empty (paper, section 3.5). For m=p and B+W=2F the bubble is (p-2)/(3p/2+p-2).
+    Each stage is on ranks r and p-1-r, and an ADD sums its gradients. The first half of the microbatches goes down, the
+    second half up, in units of p/2 of each. With m > p, units follow each other; with m < p, slots stay empty (paper,
+    section 3.5).
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(4), fpipe.schedules.chimera(4))(fpipe.program(4))
@@ -106,11 +106,11 @@ def _refuse_without_turn(ranks: int, stages: int, microbatches: int) -> str | No
     stages_per={"waves": 2},
 )
 def hanayo(ranks: int, waves: int | None = None) -> Transform:
-    """Chimera's order without replicas: the stages go down the ranks and back up, in one or more waves (Hanayo, 2023).
+    """Chimera's order without replicas: stages go down the ranks and back up, in one or more waves.
 
-    Each of the `waves` takes two stages (or as many groups of neighbours) on every rank, so that no transfer is needed
-    where a wave turns. More waves, less bubble, more transfers: (2p-2)/waves forwards of a device's share for m=p and
-    B+W=2F. More than p microbatches run in units of p, of which the next starts in the drain of the one before.
+    Each wave takes two stages on every rank, or two groups of neighbours, so a turn needs no transfer. More waves mean
+    a smaller bubble and more transfers. With m > p, microbatches run in units of p; each unit starts in the drain of
+    the one before.
 
     Args:
         ranks: at least 2.
@@ -191,15 +191,15 @@ INTERVAL = 2 * (FORWARD_TICKS + BACKWARD_TICKS)
     searches=True,
 )
 def one_f_one_b_v(ranks: int, *, costs: Costs | None = None) -> Transform:
-    """1F1B over a V of stages: two thirds of its memory, without splitting a backward (arXiv 2405.15362).
+    """1F1B over a V of stages: two thirds of its memory, with no split backward.
 
-    Stage s is on rank s on the way down and on rank 2p-1-s on the way up. A microbatch goes through as fast as the
-    ticks allow that are still free on each rank; the next follows one rank's work later. No rank holds more than
-    floor(4(p+1)/3) of its chunks, and the idle time is about five sixths of 1F1B's. The order is made for a backward
-    that takes twice as long as a forward, and for no transfers. It is the order of the authors' code but where p is a
-    multiple of three: there theirs holds one chunk more, and takes less (13 for 13.5 at p=m=3, F=B=W=1).
+    Stage s is on rank s on the way down and on rank 2p-1-s on the way up. A microbatch runs as early as free ticks
+    allow; the next follows one rank's work later. A rank holds at most floor(4(p+1)/3) chunks and idles about five
+    sixths as long as under 1F1B. The order assumes free transfers and a backward of two forwards. It is the order of
+    the authors' code, except where p is a multiple of three: there the authors' order holds one chunk more and takes
+    less time (13 instead of 13.5 at p=m=3, F=B=W=1).
 
-    With costs, an order is searched that holds no more; if p is a multiple of three, one chunk more.
+    With costs, an order is searched that holds no more, or one chunk more if p is a multiple of three.
 
     Args:
         ranks: the number of ranks.

@@ -19,9 +19,10 @@ from fpipe.transforms.reorder import from_rows
     peak="min(m, p)",
 )
 def zb_h1(ranks: int) -> Transform:
-    """1F1B whose weight gradients wait and fill the drain: a third of its bubble, in its memory (Qi et al. 2024).
+    """1F1B whose weight gradients wait and fill the drain: a third of the bubble, in the same memory.
 
-    Rank r warms up as in 1F1B, with p-r-1 forwards, and its W's stay r I's behind: every rank holds up to p.
+    Rank r of p warms up with p-r-1 forwards, as in 1F1B. Its Ws lag r Is behind, so every rank holds up to p
+    microbatches.
 
     >>> import fpipe
     >>> program = fpipe.chain(fpipe.split(4), fpipe.schedules.zb_h1(3))(fpipe.program(3))
@@ -42,14 +43,13 @@ def zb_h1(ranks: int) -> Transform:
     searches=True,
 )
 def zb_h2(ranks: int, *, costs: Costs | None = None) -> Transform:
-    """Twice the warm-up of ZB-H1 and twice the lag of W: no rank idles from its first op to its last (Qi et al. 2024).
+    """ZB-H1 with twice the warm-up and twice the lag of W: no rank idles between its first op and its last.
 
-    Rank r warms up with 2(p-r-1) forwards and its W's stay 2r I's behind, so that every rank holds 2p-1. What the paper
-    counts is the span of a rank; the makespan is less than ZB-H1's only where W is shorter than F and B.
+    Rank r of p warms up with 2(p-r-1) forwards, its Ws lag 2r Is behind, and it holds 2p-1 microbatches. The paper
+    counts the span of a rank; the makespan is below ZB-H1's only where W is shorter than F and B.
 
-    With fewer than 2p-1 microbatches, fewer are held. A number k from p to 2p-1 then says how far a rank goes: it warms
-    up with p-r-1 + min(p-r-1, k-p), and its W's lag so that it would hold k. That is ZB-H1 for k = p and the paper's
-    rule for k = 2p-1. By default k = max(p, m); with costs, an order is searched that holds 2p-1.
+    With m < 2p-1, a rank holds k = max(p, m) microbatches: it warms up with p-r-1 + min(p-r-1, k-p) forwards, and its
+    Ws lag accordingly. k = p is ZB-H1, k = 2p-1 the paper's rule. With costs, an order that holds 2p-1 is searched.
 
     Args:
         ranks: the number of ranks.
