@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from fpipe.cli import bench, find, judge, plan, see
+from fpipe.cli import bench, find, judge, see
+from fpipe.cli import plan_command as plan
 from fpipe.cli.options import load_module, usage, with_options_of_fields
 from fpipe.cli.output import print_error
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from fpipe.cli import costs
-from fpipe.cli.costs import TypedCosts
+from fpipe.cli import cost_options as costs
+from fpipe.cli.cost_options import TypedCosts
 from fpipe.interop import from_json, torch_pipelining
 from fpipe.limits import read_text
 from fpipe.pictures.plot import plot

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fpipe.cli import options
-from fpipe.cli.costs import TypedCosts, parse
+from fpipe.cli.cost_options import TypedCosts, parse
 from fpipe.cli.options import parsed_by
 from fpipe.cli.output import print_error, progress, table
 from fpipe.planning.candidates import POLICIES, Candidates, Machine, checked_policy

@@ -24,7 +24,7 @@ from fpipe.limits import check_whole_number
 from fpipe.meaning.single_device.params_and_state import refuse_meta
 from fpipe.models.parameters.gather import describe_leaves, names_by_stage
 from fpipe.program import Program
-from fpipe.torch_private.checkpoints import SaveReader, SaveWriter, read_tensors, start_save, write_tensors
+from fpipe.torch_private.checkpoint_folders import SaveReader, SaveWriter, read_tensors, start_save, write_tensors
 
 Named = dict[str, Tensor]
 

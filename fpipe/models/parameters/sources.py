@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fpipe.limits import shortened
-from fpipe.torch_private.checkpoints import SaveReader, read_tensors
+from fpipe.torch_private.checkpoint_folders import SaveReader, read_tensors
 
 # Read single tensors of a safetensors file, by the package of that name.
 
