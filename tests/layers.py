@@ -1,4 +1,4 @@
-"""The kinds of layer and pattern that a trace has been tried on, as data: how to make each, and what comes of it.
+"""Kinds of layers and patterns that are traced, as data: how to make each, and the expected outcome.
 
 Each entry of `CASES` makes a stage function with its parameters and an input that has its rows in dim 0.
 """
@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.toys import Toy
 
 
-class Made(NamedTuple):
-    """A stage to try: `function(params, x)`, and the module that it calls, if it calls one."""
+class StageExample(NamedTuple):
+    """A stage `function(params, x)` with its arguments, and the module that it calls, if any."""
 
     function: Callable[[Any, Any], Any]
     params: Any
@@ -31,46 +31,46 @@ class Made(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of layer or pattern, and what comes of it: bitwise plain autograd, unless something else is said.
+    """One kind of layer or pattern and its expected outcome: by default bitwise equal to plain autograd.
 
     Attributes:
-        make: makes it, the same each time.
+        make: makes the same example each time.
         rounding: why its bits are not those of plain autograd.
-        whole: the op that makes what I needs and what W needs at once, so that W finds gradients made.
-        more: what it keeps more than plain autograd, and why.
+        joint_op: the op that computes outputs of I and of W at once, so that W has nothing left to compute.
+        extra_memory: the tensors it keeps that plain autograd does not, and why.
         untraced: why `linearize` refuses it. A step runs it under autograd and warns.
         refused: the sentence with which a step refuses it as well.
         step: whether a step of two stages tries it, and not only `linearize`: if no other case is traced and run alike.
     """
 
     name: str
-    make: Callable[[], Made]
+    make: Callable[[], StageExample]
     rounding: str = ""
-    whole: str = ""
-    more: str = ""
+    joint_op: str = ""
+    extra_memory: str = ""
     untraced: str = ""
     refused: str = ""
     step: bool = True
 
     @property
     def verdict(self) -> str:
-        """As the page has it."""
+        """The outcome in the words of docs/linearize.md."""
         if self.refused:
             return f"refused: {self.refused}"
         if self.untraced:
             return f"under autograd, with a warning: {self.untraced}"
         parts = [f"to rounding: {self.rounding}" if self.rounding else "bitwise"]
-        parts += [f"in one piece: gradients are results of one `{self.whole}`"] if self.whole else []
-        return "; ".join([*parts, *([self.more] if self.more else [])])
+        parts += [f"in one piece: gradients are results of one `{self.joint_op}`"] if self.joint_op else []
+        return "; ".join([*parts, *([self.extra_memory] if self.extra_memory else [])])
 
 
 CASES: list[Case] = []
 
 
-def layer(name: str, make: Callable[[], nn.Module], x: Callable[[], Any], **said: Any) -> None:
-    """A module in training, unless it says otherwise."""
+def layer(name: str, make: Callable[[], nn.Module], x: Callable[[], Any], **options: Any) -> None:
+    """Add the case of a module."""
 
-    def made() -> Made:
+    def make_example() -> StageExample:
         torch.manual_seed(0)
         module = make()
         params = {key: leaf.detach() for key, leaf in module.named_parameters() if leaf.requires_grad}
@@ -78,20 +78,20 @@ def layer(name: str, make: Callable[[], nn.Module], x: Callable[[], Any], **said
         def function(params: Any, x: Any) -> Any:
             return torch.func.functional_call(module, params, x if isinstance(x, tuple) else (x,))
 
-        return Made(function, params, x(), module)
+        return StageExample(function, params, x(), module)
 
-    CASES.append(Case(name, made, **said))
+    CASES.append(Case(name, make_example, **options))
 
 
-def pattern(name: str, params: Any = None, x: Any = None, **said: Any) -> Any:
-    """A stage written as a function, of one square matrix and of four rows unless it says otherwise."""
+def pattern(name: str, params: Any = None, x: Any = None, **options: Any) -> Any:
+    """Add the case of a stage function, by default with one square matrix and four rows."""
 
     def add(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        def made() -> Made:
+        def make_example() -> StageExample:
             torch.manual_seed(0)
-            return Made(function, (params or weights((8, 8)))(), (x or rows(4, 8))())
+            return StageExample(function, (params or weights((8, 8)))(), (x or rows(4, 8))())
 
-        CASES.append(Case(name, made, **said))
+        CASES.append(Case(name, make_example, **options))
         return function
 
     return add
@@ -106,7 +106,7 @@ def ids(high: int, *shape: int) -> Callable[[], Tensor]:
 
 
 def weights(*shapes: Sequence[int], **options: Any) -> Callable[[], dict[str, Tensor]]:
-    """w0, w1 and so on."""
+    """Return a function that makes parameters named w0, w1, .. of these shapes."""
     return lambda: {f"w{k}": 0.3 * torch.randn(*shape, **options) for k, shape in enumerate(shapes)}
 
 
@@ -120,8 +120,8 @@ def conv(*modules: nn.Module) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Conv2d(4, 4, 3), *modules)
 
 
-def settled(module: nn.Module) -> nn.Module:
-    """In eval, with running statistics of something."""
+def eval_with_statistics(module: nn.Module) -> nn.Module:
+    """Put a norm in eval with random running statistics."""
     for name, buffer in module.named_buffers():
         if buffer.is_floating_point():
             buffer.copy_(torch.rand_like(buffer) + ("var" in name))
@@ -133,26 +133,26 @@ def half_frozen(module: nn.Linear) -> nn.Module:
     return module
 
 
-def old_weight_norm(module: nn.Module) -> nn.Module:
+def hooked_weight_norm(module: nn.Module) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return nn.utils.weight_norm(module)
 
 
 def attention(**options: Any) -> nn.Module:
-    return Toy(lambda own, x: own.inner(x, x, x), inner=nn.MultiheadAttention(8, 2, batch_first=True, **options))
+    return Toy(lambda net, x: net.inner(x, x, x), inner=nn.MultiheadAttention(8, 2, batch_first=True, **options))
 
 
-def two(function: Callable[[Any, Tensor], Tensor]) -> nn.Module:
-    return Toy(function, one=nn.Linear(8, 8), other=nn.Linear(8, 8), norm=nn.LayerNorm(8))
+def two_layer_net(function: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+    return Toy(function, first=nn.Linear(8, 8), second=nn.Linear(8, 8), norm=nn.LayerNorm(8))
 
 
-def around(activation: nn.Module) -> nn.Module:
+def between_linears(activation: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), activation, nn.Linear(8, 3))
 
 
-def distances(one: Tensor, other: Tensor) -> Tensor:
-    return F.pairwise_distance(one, other) + torch.cdist(one, other).sum(1)
+def distances(first: Tensor, second: Tensor) -> Tensor:
+    return F.pairwise_distance(first, second) + torch.cdist(first, second).sum(1)
 
 
 image, signal, table, sequence = rows(4, 4, 5, 5), rows(4, 4, 9), rows(4, 8), rows(4, 3, 8)
@@ -204,15 +204,15 @@ layer(
 )
 layer("BatchNorm1d without running statistics", lambda: nn.BatchNorm1d(8, track_running_stats=False), table, step=False)
 layer("BatchNorm2d without running statistics", lambda: nn.BatchNorm2d(4, track_running_stats=False), image, step=False)
-layer("BatchNorm1d in eval", lambda: settled(nn.BatchNorm1d(8)), table, step=False)
-layer("BatchNorm2d in eval", lambda: settled(nn.BatchNorm2d(4)), image)
+layer("BatchNorm1d in eval", lambda: eval_with_statistics(nn.BatchNorm1d(8)), table, step=False)
+layer("BatchNorm2d in eval", lambda: eval_with_statistics(nn.BatchNorm2d(4)), image)
 layer("GroupNorm", lambda: nn.GroupNorm(2, 4), image)
 # Asked for the parameters' gradients alone, torch 2.13 writes the input's too, where there is no memory for it.
 layer(
     "GroupNorm, channels last",
     lambda: nn.GroupNorm(2, 4),
     lambda: image().to(memory_format=torch.channels_last),
-    whole="native_group_norm_backward",
+    joint_op="native_group_norm_backward",
 )
 layer("InstanceNorm1d", lambda: nn.InstanceNorm1d(4, affine=True), signal, step=False)
 layer("InstanceNorm2d", lambda: nn.InstanceNorm2d(4, affine=True), image, step=False)
@@ -220,18 +220,23 @@ layer("LayerNorm", lambda: nn.LayerNorm(8), table, step=False)
 layer("LayerNorm without bias", lambda: nn.LayerNorm(8, bias=False), table, step=False)
 layer("RMSNorm", lambda: nn.RMSNorm(8), table, step=False)
 layer("LocalResponseNorm", conv(nn.LocalResponseNorm(2)), image, step=False)
-layer("a shared LayerNorm", partial(two, lambda own, x: own.norm(own.other(own.norm(own.one(own.norm(x)))))), table)
+layer(
+    "a shared LayerNorm",
+    partial(two_layer_net, lambda net, x: net.norm(net.second(net.norm(net.first(net.norm(x)))))),
+    table,
+)
 for name, activation in {
     "RReLU in eval": nn.RReLU().eval(),
     "Dropout in eval": nn.Dropout(0.5).eval(),
     "AlphaDropout in eval": nn.AlphaDropout(0.5).eval(),
 }.items():
-    layer(name, partial(around, activation), table, step=False)
+    layer(name, partial(between_linears, activation), table, step=False)
 layer("PReLU", lambda: nn.PReLU(4), signal, step=False)
 layer("Softmax2d", conv(nn.Softmax2d()), image, step=False)
 
-# torch tells another order in memory than these write, or than their gradients have, where data lies transposed.
-TURNED: dict[str, Callable[[Tensor], Tensor]] = {
+# On transposed data, torch's meta kernels report other strides for these ops, or for their gradients, than the real
+# kernels write.
+TRANSPOSED: dict[str, Callable[[Tensor], Tensor]] = {
     "Hardtanh": F.hardtanh,
     "Softplus": F.softplus,
     "Hardswish": F.hardswish,
@@ -245,31 +250,36 @@ TURNED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def turned(act: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    def before(p: Any, x: Tensor) -> Tensor:
+def transposed(act: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    def transpose_before(p: Any, x: Tensor) -> Tensor:
         return F.conv1d(act(torch.tanh(x @ p["w0"]).transpose(1, 2)), p["w1"], padding=1)
 
-    def after(p: Any, x: Tensor) -> Tensor:
+    def transpose_after(p: Any, x: Tensor) -> Tensor:
         return F.conv1d(act(torch.tanh(x @ p["w0"])).transpose(1, 2), p["w1"], padding=1)
 
-    return lambda p, x: (before(p, x), after(p, x) if act is not TURNED["BatchNorm1d in eval"] else None)
+    return lambda p, x: (
+        transpose_before(p, x),
+        transpose_after(p, x) if act is not TRANSPOSED["BatchNorm1d in eval"] else None,
+    )
 
 
-for name, act in TURNED.items():
+for name, act in TRANSPOSED.items():
     step = name in ("LogSoftmax", "BatchNorm1d in eval")
-    pattern(f"{name}, transposed between two layers", weights((5, 4), (5, 4, 3)), rows(4, 4, 5), step=step)(turned(act))
+    pattern(f"{name}, transposed between two layers", weights((5, 4), (5, 4, 3)), rows(4, 4, 5), step=step)(
+        transposed(act)
+    )
 
 layer("RNN", lambda: nn.RNN(8, 6, batch_first=True), sequence, step=False)
 layer(
     "RNN, relu, both ways", lambda: nn.RNN(8, 6, 1, "relu", batch_first=True, bidirectional=True), sequence, step=False
 )
-layer("GRU", lambda: nn.GRU(8, 6, batch_first=True), sequence, more=CELL, step=False)
-layer("LSTM", lambda: nn.LSTM(8, 6, batch_first=True), sequence, whole=RNN)
-layer("LSTM, two layers", lambda: nn.LSTM(8, 6, 2, batch_first=True), sequence, whole=RNN, step=False)
-layer("LSTM, both ways", lambda: nn.LSTM(8, 6, batch_first=True, bidirectional=True), sequence, whole=RNN)
+layer("GRU", lambda: nn.GRU(8, 6, batch_first=True), sequence, extra_memory=CELL, step=False)
+layer("LSTM", lambda: nn.LSTM(8, 6, batch_first=True), sequence, joint_op=RNN)
+layer("LSTM, two layers", lambda: nn.LSTM(8, 6, 2, batch_first=True), sequence, joint_op=RNN, step=False)
+layer("LSTM, both ways", lambda: nn.LSTM(8, 6, batch_first=True, bidirectional=True), sequence, joint_op=RNN)
 layer("LSTM, projected", lambda: nn.LSTM(8, 6, batch_first=True, proj_size=3), rows(4, 2, 8), step=False)
 layer("RNNCell", lambda: nn.RNNCell(8, 6), table, step=False)
-layer("GRUCell", lambda: nn.GRUCell(8, 6), table, more=CELL, step=False)
+layer("GRUCell", lambda: nn.GRUCell(8, 6), table, extra_memory=CELL, step=False)
 layer("LSTMCell", lambda: nn.LSTMCell(8, 6), table, step=False)
 layer("Embedding", lambda: nn.Embedding(10, 6), ids(10, 4, 5))
 layer("Embedding, padding_idx", lambda: nn.Embedding(10, 6, padding_idx=0), ids(10, 4, 5), step=False)
@@ -312,17 +322,27 @@ layer(
 layer(
     "an ALBERT block applied three times",
     lambda: Toy(
-        lambda own, x: own.block(own.block(own.block(x))),
+        lambda net, x: net.block(net.block(net.block(x))),
         block=nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True),
     ),
     rows(4, 2, 8),
 )
 layer("weight_norm, as a parametrization", lambda: parametrizations.weight_norm(nn.Linear(8, 6)), table, step=False)
-layer("weight_norm, as a hook", lambda: old_weight_norm(nn.Linear(8, 6)), table)
+layer("weight_norm, as a hook", lambda: hooked_weight_norm(nn.Linear(8, 6)), table)
 layer("orthogonal", lambda: parametrizations.orthogonal(nn.Linear(6, 6)), rows(4, 6), step=False)
 layer("spectral_norm in eval", lambda: parametrizations.spectral_norm(nn.Linear(8, 6)).eval(), table)
-layer("CosineSimilarity", partial(two, lambda own, x: F.cosine_similarity(own.one(x), own.other(x))), table, step=False)
-layer("PairwiseDistance, cdist", partial(two, lambda own, x: distances(own.one(x), own.other(x))), table, step=False)
+layer(
+    "CosineSimilarity",
+    partial(two_layer_net, lambda net, x: F.cosine_similarity(net.first(x), net.second(x))),
+    table,
+    step=False,
+)
+layer(
+    "PairwiseDistance, cdist",
+    partial(two_layer_net, lambda net, x: distances(net.first(x), net.second(x))),
+    table,
+    step=False,
+)
 layer(
     "a frozen Linear", lambda: nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)), table, step=False
 )
@@ -339,7 +359,7 @@ pattern("an embedding that is also the head", weights((10, 8), (8, 8)), ids(10, 
     lambda p, x: torch.tanh(F.embedding(x, p["w0"]) @ p["w1"]) @ p["w0"].T
 )
 pattern("an output that is a view")(lambda p, x: (x @ p["w0"]).view(-1))
-pattern("sin(x + p), whose two gradients are one", weights((4, 8)), whole="mul.Tensor", step=False)(
+pattern("sin(x + p), whose two gradients are one", weights((4, 8)), joint_op="mul.Tensor", step=False)(
     lambda p, x: torch.sin(x + p["w0"])
 )
 
@@ -388,7 +408,10 @@ pattern("amax, amin of a whole parameter", weights((8, 8), (8, 8)))(
 
 @pattern("max of a whole parameter", untraced="the gradient of a whole tensor's max, min or median (MaxBackward1)")
 def extreme_of_all(p, x):
-    """What is not the largest has the gradient 0, and not 0 times the cotangent: -0, or NaN of an infinite one."""
+    """Scale by a maximum, whose gradient elsewhere is exactly 0.
+
+    A trace would give 0 times the cotangent there: -0, or NaN of an infinite one.
+    """
     return (x @ p["w0"]).exp() * p["w0"].max()
 
 
@@ -469,19 +492,19 @@ def losses(p, x):
 
 
 @pattern("masked_fill_ of transposed data", weights((4, 6)), rows(4, 5, 4))
-def masked_fill_turned_(p, x):
+def masked_fill_transposed_(p, x):
     h = (x @ p["w0"]).transpose(1, 2) * 2  # masked_fill itself would write it row by row
     return F.group_norm(h.masked_fill_(h.detach() > 1, 0.5).transpose(1, 2), 5)
 
 
 @pattern("filled by rows", weights((8, 8)), rows(4, 5, 8), step=False)
 def filled(p, x):
-    out = torch.empty(len(x), 5, 8)
+    filled_rows = torch.empty(len(x), 5, 8)
     h = torch.zeros(len(x), 8)
     for t in range(5):
         h = torch.tanh(x[:, t] + h @ p["w0"])
-        out[:, t] = h
-    return out
+        filled_rows[:, t] = h
+    return filled_rows
 
 
 REENTRANT = "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad()"
@@ -494,10 +517,10 @@ REENTRANT = "When use_reentrant=True, torch.utils.checkpoint is incompatible wit
     refused=REENTRANT,
 )
 def checkpointed_reentrant(p, x):
-    def inner(x):
+    def block(x):
         return torch.tanh(x @ p["w0"]).exp() @ p["w1"]
 
-    return checkpoint(inner, x, use_reentrant=True)
+    return checkpoint(block, x, use_reentrant=True)
 
 
 @pattern("autocast with cache, Linear used twice", lambda: {"w0": torch.randn(8, 8), "w1": torch.randn(8)})
@@ -545,11 +568,11 @@ pattern("torch.func.vmap")(lambda p, x: torch.func.vmap(lambda row: torch.tanh(r
 
 @pattern("interpolation: grid_sample, affine_grid", weights((2, 3)), rows(4, 2, 5, 5), step=False)
 def grid(p, x):
-    where = F.affine_grid(p["w0"].expand(len(x), 2, 3), [len(x), 2, 5, 5], align_corners=False)
-    return F.grid_sample(x, where, align_corners=False)
+    locations = F.affine_grid(p["w0"].expand(len(x), 2, 3), [len(x), 2, 5, 5], align_corners=False)
+    return F.grid_sample(x, locations, align_corners=False)
 
 
-# What is refused or not traced.
+# Refused or untraced patterns.
 
 
 CHANGED = "writes what it was given in place; a stage and a loss are pure functions."

@@ -1,4 +1,4 @@
-"""Processes of one gloo group, each of which does what a test asks of all of them, without a port of their own."""
+"""Processes of one gloo group that run functions for a test, without a port of their own."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ import torch.distributed as dist
 
 from fpipe.runtimes.faults.fault_store import FaultStore
 
-LIMIT = 45
+ANSWER_SECONDS = 45
 SOON = 2
 """Seconds within which all ranks end when one raises or is killed, and after the timeout when one hangs."""
-ASK = signal.SIGUSR1
-"""Asks a process for the stacks of its threads."""
+DUMP_STACKS = signal.SIGUSR1
+"""The signal at which a process writes the stacks of its threads."""
 _NEEDED = [
     "pytest",
     "hypothesis",
@@ -48,9 +48,9 @@ _NEEDED = [
 
 
 class Processes:
-    """So many of them; `each` calls a function of a module in all, as `function(rank, *args)`.
+    """A group of processes; `run` calls a function of a module in all, as `function(rank, *args)`.
 
-    Their store is a file, or with `tcp` kept by rank 0, as where ranks are started by hand.
+    Their store is a file, or with `tcp` a server in rank 0, as where ranks are started by hand.
     """
 
     def __init__(self, size: int, timeout: float = 40, tcp: bool = False) -> None:
@@ -58,13 +58,13 @@ class Processes:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_NEEDED)
         self.pipes, ends = zip(*(context.Pipe() for _ in range(size)), strict=True)
-        at = f"tcp://127.0.0.1:{free_port()}" if tcp else Path(self.folder.name, "group").as_uri()
+        init_method = f"tcp://127.0.0.1:{free_port()}" if tcp else Path(self.folder.name, "group").as_uri()
         self.all = [
-            context.Process(target=serve, args=(rank, size, at, end, timeout, self.stacks(rank)), daemon=True)
+            context.Process(target=serve, args=(rank, size, init_method, end, timeout, self.stacks(rank)), daemon=True)
             for rank, end in enumerate(ends)
         ]
-        for one, end in zip(self.all, ends, strict=True):
-            one.start()
+        for process, end in zip(self.all, ends, strict=True):
+            process.start()
             end.close()
 
     def __enter__(self) -> Processes:
@@ -79,100 +79,106 @@ class Processes:
         self.is_over = False
 
     def results(self) -> list[Any]:
-        """What each returned or raised; None of one that a test has killed."""
-        return [result(pipe) for pipe in self.pipes]
+        """Return the value or error of each process, None for one that a test has killed."""
+        return [receive_answer(pipe) for pipe in self.pipes]
 
-    def each(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What each returned. One that dies is told at once, while others may wait for it; so is one that says nothing,
-        both with their Python stacks."""
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call a function in all processes and return their values.
+
+        A process that dies is reported at once, though others may wait for it; so is one that does not answer. Both
+        come with their Python stacks.
+        """
         self.start(function, *args)
-        found: dict[int, Any] = {}
-        while missing := [rank for rank in range(len(self.all)) if rank not in found]:
-            ready = wait([self.pipes[rank] for rank in missing], LIMIT)
+        answers: dict[int, Any] = {}
+        while missing := [rank for rank in range(len(self.all)) if rank not in answers]:
+            ready = wait([self.pipes[rank] for rank in missing], ANSWER_SECONDS)
             if not ready:
-                raise TimeoutError(f"no word of ranks {missing} in {LIMIT} s\n{self.running(missing)}")
+                raise TimeoutError(f"no answer of ranks {missing} in {ANSWER_SECONDS} s\n{self.live_stacks(missing)}")
             for rank in missing:
                 if self.pipes[rank] in ready:
-                    found[rank] = result(self.pipes[rank], lambda rank=rank: self.gone(rank), self)
-        for rank in sorted(found):
-            if isinstance(found[rank], Exception):
-                raise found[rank]
-        return [found[rank] for rank in range(len(self.all))]
+                    answers[rank] = receive_answer(self.pipes[rank], lambda rank=rank: self.raise_death(rank), self)
+        for rank in sorted(answers):
+            if isinstance(answers[rank], Exception):
+                raise answers[rank]
+        return [answers[rank] for rank in range(len(self.all))]
 
     def stacks(self, rank: int) -> Path:
-        """Where a process writes the stacks of its threads as it dies of a signal, or is asked for them."""
+        """Return the file for the stacks of a process that dies of a signal or is asked for them."""
         return Path(self.folder.name, f"stacks{rank}")
 
-    def gone(self, rank: int) -> NoReturn:
+    def raise_death(self, rank: int) -> NoReturn:
         self.all[rank].join(SOON)
         code = self.all[rank].exitcode
         name = f" ({signal.Signals(-code).name})" if code is not None and code < 0 else ""
         raise RuntimeError(f"rank {rank} died with exit code {code}{name}\n{self.stacks(rank).read_text()}")
 
-    def running(self, ranks: list[int]) -> str:
+    def live_stacks(self, ranks: list[int]) -> str:
         for rank in ranks:
-            os.kill(self.all[rank].pid, ASK)
+            os.kill(self.all[rank].pid, DUMP_STACKS)
         time.sleep(SOON / 2)
         return "\n".join(f"rank {rank}:\n{self.stacks(rank).read_text()}" for rank in ranks)
 
     def close(self) -> None:
-        for one, pipe in zip(self.all, self.pipes, strict=True):
+        for process, pipe in zip(self.all, self.pipes, strict=True):
             pipe.close()
-            one.join(5)
-            one.kill()
-            one.join(5)
+            process.join(5)
+            process.kill()
+            process.join(5)
         self.folder.cleanup()
 
 
 def processes(size: int) -> object:
-    """A fixture: so many processes of one group, for all tests of a file."""
+    """Return a fixture: processes of one group for all tests of a file."""
 
     @pytest.fixture(scope="module")
-    def made() -> Iterator[Processes]:
+    def group_fixture() -> Iterator[Processes]:
         with Processes(size) as group:
             yield group
 
-    return made
+    return group_fixture
 
 
 @contextmanager
-def beside_each_other(groups: int, size: int, **how: Any) -> Iterator[list[Processes]]:
-    """Several groups, for tests that wait most of their time."""
+def several_groups(groups: int, size: int, **options: Any) -> Iterator[list[Processes]]:
+    """Start several groups, for tests that mostly wait for timeouts."""
     with ExitStack() as stack:
-        yield [stack.enter_context(Processes(size, **how)) for _ in range(groups)]
+        yield [stack.enter_context(Processes(size, **options)) for _ in range(groups)]
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
 
 
-def result(pipe: Connection, gone: Callable[[], Any] = lambda: None, group: Processes | None = None) -> Any:
-    """What a process returned or raised, or what `gone` says of one that is no more; the group hears of a run's end."""
+def receive_answer(pipe: Connection, on_death: Callable[[], Any] = lambda: None, group: Processes | None = None) -> Any:
+    """Receive the value or error of a process, or call `on_death`; tell the group if the run is over."""
     try:
-        if not pipe.poll(LIMIT):
-            raise TimeoutError(f"no word of a process in {LIMIT} s")
-        found, error, trace, is_over = pipe.recv()
+        if not pipe.poll(ANSWER_SECONDS):
+            raise TimeoutError(f"no answer of a process in {ANSWER_SECONDS} s")
+        answer, error, trace, is_over = pipe.recv()
     except (EOFError, ConnectionError):
-        return gone()
+        return on_death()
     if group is not None:
         group.is_over |= is_over
     if error is not None:
         error.add_note(trace)
         return error
-    return found
+    return answer
 
 
-def serve(rank: int, size: int, at: str, pipe: Connection, timeout: float, stacks: Path) -> None:
-    gc.freeze()  # modules are no garbage: with them each full collection takes half a second
+def serve(rank: int, size: int, init_method: str, pipe: Connection, timeout: float, stacks: Path) -> None:
+    # Keeps imported modules out of garbage collection: with them each full collection takes half a second.
+    gc.freeze()
     file = stacks.open("w")
     faulthandler.enable(file)
-    faulthandler.register(ASK, file)
+    faulthandler.register(DUMP_STACKS, file)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    JOINED.update(backend="gloo", init_method=at, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
-    dist.init_process_group(**JOINED)
+    GROUP_OPTIONS.update(
+        backend="gloo", init_method=init_method, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+    )
+    dist.init_process_group(**GROUP_OPTIONS)
     while True:
         try:
             function, args, is_over = pipe.recv()
@@ -183,56 +189,58 @@ def serve(rank: int, size: int, at: str, pipe: Connection, timeout: float, stack
         try:
             answer = function(rank, *args), None, ""
         except Exception as error:
-            answer = None, plain(error), traceback.format_exc()
+            answer = None, picklable_error(error), traceback.format_exc()
         # Whoever fails has written why by now; a rank that only begins may read what another failed in already.
-        is_over = at.startswith("file:") and dist.is_initialized() and bool(FaultStore().read_fault())
-        pipe.send((*answer, is_over))
+        run_is_over = init_method.startswith("file:") and dist.is_initialized() and bool(FaultStore().read_fault())
+        pipe.send((*answer, run_is_over))
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-JOINED: dict[str, Any] = {}
-"""How this process has joined its group."""
+GROUP_OPTIONS: dict[str, Any] = {}
+"""The options with which this process has joined its group."""
 
 
 def renew() -> None:
-    """Join a new group, as a launcher does that starts all ranks again: after an error the run is over."""
+    """Join a new group, as after a restart by a launcher: an error has ended the run."""
     gc.collect()
     dist.destroy_process_group()
-    JOINED["init_method"] += "+"
-    dist.init_process_group(**JOINED)
+    GROUP_OPTIONS["init_method"] += "+"
+    dist.init_process_group(**GROUP_OPTIONS)
 
 
-def timed(call: Callable[[], Any]) -> tuple[str, float]:
-    """What a call raises, or that it worked, and after how many seconds."""
-    started, said = time.perf_counter(), "worked"
+def time_call(call: Callable[[], Any]) -> tuple[str, float]:
+    """Return the error of a call as text, or "worked", and the seconds it took."""
+    start, outcome = time.perf_counter(), "worked"
     try:
         call()
     except (Exception, KeyboardInterrupt) as error:
-        said = f"{type(error).__name__}: {error}"
-    return said, time.perf_counter() - started
+        outcome = f"{type(error).__name__}: {error}"
+    return outcome, time.perf_counter() - start
 
 
-def counted() -> list[int]:
-    """How many tensors, threads and files this process has."""
+def count_resources() -> list[int]:
+    """Count the tensors, threads and open files of this process."""
     gc.collect()
-    tensors = sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+    tensors = sum(issubclass(type(heap_object), torch.Tensor) for heap_object in gc.get_objects())
     return [tensors, threading.active_count(), len(os.listdir("/proc/self/fd"))]
 
 
-def left(held: Callable[[], list[int]], before: list[int]) -> list[int]:
-    """How much more is held than before, once that no longer falls: a worker thread of c10d lets go of what it has
-    summed a moment after `wait()` has returned, which on a busy machine may be a second."""
+def settled_growth(count: Callable[[], list[int]], baseline: list[int]) -> list[int]:
+    """Return the growth of each count over its baseline, once it is zero or has had ten seconds to fall.
+
+    A worker thread of c10d frees what it has summed a moment after `wait()` has returned, on a busy machine a second.
+    """
     ends = time.monotonic() + 5 * SOON
     while True:
-        more = [max(0, now - then) for now, then in zip(held(), before, strict=True)]
-        if not any(more) or time.monotonic() > ends:
-            return more
+        growth = [max(0, current - initial) for current, initial in zip(count(), baseline, strict=True)]
+        if not any(growth) or time.monotonic() > ends:
+            return growth
         time.sleep(0.01)
 
 
-def plain(error: Exception) -> Exception:
-    """An error that another process can read: of its own class where that takes one message."""
-    words = "\n".join([str(error), *getattr(error, "__notes__", [])])
-    known = isinstance(error, RuntimeError | ValueError | ArithmeticError)
-    return type(error)(words) if known else RuntimeError(words)
+def picklable_error(error: Exception) -> Exception:
+    """Return an error that another process can unpickle, of the same class if that takes one message."""
+    message = "\n".join([str(error), *getattr(error, "__notes__", [])])
+    takes_one_message = isinstance(error, RuntimeError | ValueError | ArithmeticError)
+    return type(error)(message) if takes_one_message else RuntimeError(message)

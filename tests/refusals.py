@@ -1,4 +1,4 @@
-"""Refusals written as a doctest writes them: a call, and indented below it the error that it ends in."""
+"""Refusals written like doctests: a call, and indented below it the error that it raises."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ ERRORS = ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, OSEr
 
 
 def refusals(names: dict[str, Any], text: str) -> Callable[[str, str], None]:
-    """A test with a case for each call of a text: it raises an error of that class, and its message has the sentence.
+    """Return a test with a case per call: it raises an error of the class whose message contains the sentence.
 
-    Calls know the names of the file. What is long goes on in the next line; a line that starts with # tells a story.
+    Calls are evaluated with the names of the file. Long calls and errors continue on the next line; # starts a comment.
     """
     lines = [line for line in text.strip().splitlines() if not line.startswith("#")]
     cases: list[tuple[str, str]] = []
@@ -23,11 +23,11 @@ def refusals(names: dict[str, Any], text: str) -> Callable[[str, str], None]:
 
     @pytest.mark.parametrize(("call", "error"), cases, ids=[call for call, _ in cases])
     def test(call: str, error: str) -> None:
-        kind, _, sentence = error.partition(": ")
-        with pytest.raises(ERRORS) as told:
+        error_name, _, sentence = error.partition(": ")
+        with pytest.raises(ERRORS) as error_info:
             eval(call, names)
-        assert kind in [base.__name__ for base in type(told.value).__mro__]
-        assert sentence in in_a_line(str(told.value))
+        assert error_name in [base.__name__ for base in type(error_info.value).__mro__]
+        assert sentence in in_a_line(str(error_info.value))
 
     return test
 

@@ -1,4 +1,4 @@
-"""An audit finds what a trace cannot know: Python that moves after it was traced, and kernels that compute wrongly."""
+"""Audits find what a trace misses: Python values that change after the trace, and kernels that compute wrongly."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ BATCH = torch.linspace(-1, 1, 32).reshape(8, 4), torch.linspace(0, 1, 32).reshap
 LABELS = BATCH[0], torch.tensor([0, 1, 2, 3, 3, 2, 1, 0])
 
 
-class Trained:
-    """A step with its arguments: called, it runs once more."""
+class Trainer:
+    """A step with its arguments; each call trains for some steps."""
 
     def __init__(
         self, cut: Any, batch: Any = BATCH, microbatches: int = 2, audit: Any = "always", **options: Any
@@ -38,27 +38,26 @@ class Trained:
         self.step = fpipe.build(self.program, self.model, audit=audit, **options)
 
     def __call__(self, times: int = 2) -> None:
-        """Run steps, of a cut net with both kinds of audits."""
         for _ in range(times):
             self.key += 1
             result = self.step(self.params, self.batch, state=self.state, key=self.key)
             self.state = self.state if self.state is None else result.state
 
 
-def layers(*between: nn.Module) -> nn.Sequential:
+def net_with(*middle: nn.Module) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), *between, nn.Linear(4, 4), nn.ReLU())
+    return nn.Sequential(nn.Linear(4, 4), *middle, nn.Linear(4, 4), nn.ReLU())
 
 
-def in_modules(net: nn.Sequential, loss: Any = F.mse_loss) -> Any:
+def cut_modules(net: nn.Sequential, loss: Any = F.mse_loss) -> Any:
     return fpipe.from_sequential(net, 2, loss=loss)
 
 
-def in_graphs(net: nn.Module, loss: Any = F.mse_loss) -> Any:
+def cut_graphs(net: nn.Module, loss: Any = F.mse_loss) -> Any:
     return fpipe.from_module(net, 1, example=BATCH, loss=loss)
 
 
-CUTS = [in_modules, in_graphs]
+CUTS = [cut_modules, cut_graphs]
 
 
 class DropPath(nn.Module):
@@ -72,46 +71,46 @@ class DropPath(nn.Module):
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("runtime", ["local", "threads"])
-def test_a_step_that_does_not_change_is_not_accused(cut: Callable[..., Any], runtime: Any):
-    trained = Trained(cut(layers(nn.Dropout(0.5), nn.BatchNorm1d(4))), runtime=runtime)
-    trained(6)
+def test_unchanged_steps_pass_the_audit(cut: Callable[..., Any], runtime: Any):
+    trainer = Trainer(cut(net_with(nn.Dropout(0.5), nn.BatchNorm1d(4))), runtime=runtime)
+    trainer(6)
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_annealed_dropout_is_found_and_named(cut: Callable[..., Any]):
+def test_audit_names_annealed_dropout(cut: Callable[..., Any]):
     dropout = nn.Dropout(0.1)
-    trained = Trained(cut(layers(dropout)))
-    trained()
+    trainer = Trainer(cut(net_with(dropout)))
+    trainer()
     dropout.p = 0.9
     with pytest.raises(
         fpipe.StepChanged, match=r"'p' of module '1' \(Dropout\), which was 0\.1 and is 0\.9, has changed"
     ):
-        trained()
+        trainer()
     dropout.p = 0.1
-    trained()
+    trainer()
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_annealed_drop_path_and_a_temperature_in_a_dict_are_found(cut: Callable[..., Any]):
+def test_audit_finds_annealed_drop_path_and_a_temperature_in_a_dict(cut: Callable[..., Any]):
     path = DropPath()
-    trained = Trained(cut(layers(path)))
-    trained()
+    trainer = Trainer(cut(net_with(path)))
+    trainer()
     path.rate = 0.2
     with pytest.raises(fpipe.StepChanged, match="'rate' of module '1'"):
-        trained()
+        trainer()
     path.rate, path.settings["temperature"][0] = 0.1, 2.0
     with pytest.raises(fpipe.StepChanged, match="'settings' of module '1'"):
-        trained()
+        trainer()
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_label_smoothing_that_changes_is_found(cut: Callable[..., Any]):
-    loss, net = nn.CrossEntropyLoss(), layers()
-    trained = Trained(cut(net, loss=lambda y, t: loss(y, t[:, 0].long())))
-    trained()
+def test_audit_finds_changed_label_smoothing(cut: Callable[..., Any]):
+    loss, net = nn.CrossEntropyLoss(), net_with()
+    trainer = Trainer(cut(net, loss=lambda y, t: loss(y, t[:, 0].long())))
+    trainer()
     loss.label_smoothing = 0.2
     with pytest.raises(fpipe.StepChanged, match="'label_smoothing' of module 'loss'"):
-        trained()
+        trainer()
 
 
 SCALES = {"loss": 1.0}
@@ -119,31 +118,31 @@ GLOBAL_WEIGHT = 1.0
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("place", ["closure", "dict", "list", "global"])
-def test_a_loss_weight_that_moves_is_found(cut: Callable[..., Any], place: str):
+@pytest.mark.parametrize("holder", ["closure", "dict", "list", "global"])
+def test_audit_finds_a_changed_loss_weight(cut: Callable[..., Any], holder: str):
     weight, weights = 1.0, [1.0]
 
     def loss(y: Tensor, target: Tensor) -> Tensor:
-        factor = {"closure": weight, "dict": SCALES["loss"], "list": weights[0], "global": GLOBAL_WEIGHT}[place]
+        factor = {"closure": weight, "dict": SCALES["loss"], "list": weights[0], "global": GLOBAL_WEIGHT}[holder]
         return F.mse_loss(y, target) * factor
 
     global GLOBAL_WEIGHT
-    trained = Trained(cut(layers(), loss=loss))
-    trained()
+    trainer = Trainer(cut(net_with(), loss=loss))
+    trainer()
     try:
         weight = weights[0] = SCALES["loss"] = GLOBAL_WEIGHT = 2.0
         with pytest.raises(fpipe.StepChanged, match="loss"):
-            trained()
+            trainer()
     finally:
         SCALES["loss"] = GLOBAL_WEIGHT = 1.0
 
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("kind", ["masks the output", "logs", "masks a gradient"])
-def test_a_hook_that_is_added_later_is_found(cut: Callable[..., Any], kind: str):
-    net = layers()
-    trained = Trained(cut(net))
-    trained()
+def test_audit_finds_a_hook_added_later(cut: Callable[..., Any], kind: str):
+    net = net_with()
+    trainer = Trainer(cut(net))
+    trainer()
     linear: Any = net[0]
     handle = {
         "masks the output": lambda: linear.register_forward_hook(lambda module, args, y: y * 0),
@@ -151,22 +150,22 @@ def test_a_hook_that_is_added_later_is_found(cut: Callable[..., Any], kind: str)
         "masks a gradient": lambda: linear.weight.register_hook(lambda grad: grad * 0),
     }[kind]()
     with pytest.raises(fpipe.StepChanged, match=r"hook|'weight' of module '0'"):
-        trained()
+        trainer()
     handle.remove()
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_a_child_that_is_replaced_is_found(cut: Callable[..., Any]):
-    net = layers()
-    trained = Trained(cut(net))
-    trained()
+def test_audit_finds_a_replaced_child(cut: Callable[..., Any]):
+    net = net_with()
+    trainer = Trainer(cut(net))
+    trainer()
     net[2] = nn.Tanh()
     with pytest.raises(fpipe.StepChanged, match="child '2'"):
-        trained()
+        trainer()
 
 
-class Frozen(nn.Module):
-    """Multiplies by a number that Python draws, or counts."""
+class PythonFactor(nn.Module):
+    """Multiply by a number that Python draws or counts."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -182,15 +181,15 @@ COUNTS = [1.0]
 
 
 @pytest.mark.parametrize("kind", ["draws", "draws by numpy", "counts"])
-def test_numbers_of_python_that_a_cut_net_repeats_are_found(kind: str):
+def test_audit_finds_python_numbers_frozen_in_a_graph(kind: str):
     with pytest.raises(fpipe.StepChanged, match=r"off by|by the stages"):
-        Trained(in_graphs(layers(Frozen(kind))))(2)
+        Trainer(cut_graphs(net_with(PythonFactor(kind))))(2)
 
 
-def test_one_wrong_bit_of_a_gradient_is_found(monkeypatch: pytest.MonkeyPatch):
+def test_audit_finds_one_wrong_bit_of_a_gradient(monkeypatch: pytest.MonkeyPatch):
     code_of = instructions.generate_code
 
-    def corrupted(cut: Any, recipe: Any, name: str) -> Any:
+    def generate_corrupted(cut: Any, recipe: Any, name: str) -> Any:
         code = code_of(cut, recipe, name)
         if recipe.kind != "B":
             return code
@@ -203,13 +202,13 @@ def test_one_wrong_bit_of_a_gradient_is_found(monkeypatch: pytest.MonkeyPatch):
 
         return code._replace(run=run)
 
-    monkeypatch.setattr("fpipe.runtimes.lowering.lower.generate_code", corrupted)
+    monkeypatch.setattr("fpipe.runtimes.lowering.lower.generate_code", generate_corrupted)
     with pytest.raises(fpipe.StepChanged, match=r"the gradient of params\[\d\]\['.*'\] is off by up to"):
-        Trained(in_modules(layers()))(2)
+        Trainer(cut_modules(net_with()))(2)
 
 
-class Counting(nn.Module):
-    """Looks at data, and hands on beside its output what it is told to."""
+class DataDependent(nn.Module):
+    """Branch on data; return the output and further values, chosen by `returns`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,41 +223,41 @@ class Counting(nn.Module):
         ]
 
 
-class WithCounting(nn.Module):
+class NetWithDataDependent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.counting, self.head = Counting(), nn.Linear(4, 4)
+        self.branching, self.head = DataDependent(), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        y, *_ = self.counting(x)
+        y, *_ = self.branching(x)
         return self.head(y)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # the stage runs under autograd
 @pytest.mark.parametrize("returns", ["flag", "more", "length"])
-def test_a_module_that_looks_at_data_returns_what_the_export_was_told(returns: str):
+def test_audit_finds_changed_returns_of_a_data_dependent_module(returns: str):
     torch.manual_seed(0)
-    net = WithCounting()
-    trained = Trained(in_graphs(net), audit="never")
-    trained()
-    net.counting.returns = returns
-    with pytest.raises(fpipe.StepChanged, match="'counting'"):
-        trained()
+    net = NetWithDataDependent()
+    trainer = Trainer(cut_graphs(net), audit="never")
+    trainer()
+    net.branching.returns = returns
+    with pytest.raises(fpipe.StepChanged, match="'branching'"):
+        trainer()
 
 
 def test_the_first_three_steps_and_every_hundredth_are_audited():
     dropout = nn.Dropout(0.1)
-    trained = Trained(in_modules(layers(dropout)), audit="first")
-    trained(4)
+    trainer = Trainer(cut_modules(net_with(dropout)), audit="first")
+    trainer(4)
     dropout.p = 0.9
-    trained(97)
+    trainer(97)
     with pytest.raises(fpipe.StepChanged):
-        trained()
+        trainer()
 
 
-def test_a_number_says_how_often_and_never_goes_on_with_the_trace():
+def test_audit_takes_an_interval_or_never():
     dropout = nn.Dropout(0.1)
-    often, never = (Trained(in_modules(layers(dropout)), audit=audit) for audit in (3, "never"))
+    often, never = (Trainer(cut_modules(net_with(dropout)), audit=audit) for audit in (3, "never"))
     often(2)
     never(2)
     dropout.p = 0.9
@@ -267,7 +266,7 @@ def test_a_number_says_how_often_and_never_goes_on_with_the_trace():
     with pytest.raises(fpipe.StepChanged):
         often(1)
     with pytest.raises(ValueError, match="audit is 'first', 'always', 'never' or a number above 0; found 0"):
-        Trained(in_modules(layers()), audit=0)
+        Trainer(cut_modules(net_with()), audit=0)
 
 
 SCHEDULES: dict[str, Any] = {
@@ -280,8 +279,8 @@ SCHEDULES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_right_programs_are_not_accused(name: str):
-    model, params, state = in_modules(layers(nn.Dropout(0.5), nn.LayerNorm(4)))
+def test_correct_programs_pass_the_audit(name: str):
+    model, params, state = cut_modules(net_with(nn.Dropout(0.5), nn.LayerNorm(4)))
     program = fpipe.chain(fpipe.split(4), SCHEDULES[name])(fpipe.program(model))
     step = fpipe.build(program, model, audit="always")
     for key in range(9):
@@ -289,8 +288,8 @@ def test_right_programs_are_not_accused(name: str):
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_right_updates_are_not_accused(donate: bool):
-    model, params, _ = in_modules(layers())
+def test_correct_updates_pass_the_audit(donate: bool):
+    model, params, _ = cut_modules(net_with())
     update = fpipe.chain(fpipe.merge(outputs=False), fpipe.update("AdamW", clip=1.0), fpipe.steps(2))
     program = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), update)(fpipe.program(model))
     step, opt = fpipe.build(program, model, audit="always", donate=donate), fpipe.optimizer_state(program, params)
@@ -300,59 +299,59 @@ def test_right_updates_are_not_accused(donate: bool):
         params, opt = result.params, result.opt
 
 
-def one_rank(rank: int, anneals: bool) -> str:
+def train_rank(rank: int, anneals: bool) -> str:
     dropout = nn.Dropout(0.5)
-    model, params, _ = in_modules(layers(dropout))
+    model, params, _ = cut_modules(net_with(dropout))
     schedule = fpipe.schedules.one_f_one_b(2)
     program = fpipe.chain(fpipe.split(2), schedule, fpipe.merge())(fpipe.program(model))
     step = fpipe.build(program, model, runtime="distributed", example=(params, BATCH), audit="always")
-    own = fpipe.local_params(program, params, rank)
+    local_params = fpipe.local_params(program, params, rank)
     try:
         for key in range(4):
             dropout.p = 0.9 if anneals and key == 3 and rank == 0 else 0.5
-            step(own, BATCH, key=key)
+            step(local_params, BATCH, key=key)
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
     return "no accusation"
 
 
-def test_each_rank_audits_a_stage_of_its_own_and_the_run_ends_on_all():
+def test_each_rank_audits_its_own_stage_and_the_run_ends_on_all_ranks():
     with Processes(2) as ranks:
-        assert ranks.each(one_rank, False) == ["no accusation"] * 2
-        changed, _ = ranks.each(one_rank, True)
+        assert ranks.run(train_rank, False) == ["no accusation"] * 2
+        changed, _ = ranks.run(train_rank, True)
         assert changed.startswith("StepChanged: stage 0 (0, 1), microbatch 1: the output (y[0,1]) is off by up to")
 
 
-def test_audits_of_a_short_step_are_rarer_than_every_hundredth(monkeypatch: pytest.MonkeyPatch):
-    """Of a step of a millisecond an audit costs several steps, mostly Python's time."""
+def test_short_steps_are_audited_less_often_than_every_hundredth(monkeypatch: pytest.MonkeyPatch):
+    """An audit of a millisecond's step costs several steps, mostly Python's time, so audits are spread further."""
     audited = list[int]()
-    trained = Trained(in_modules(layers(nn.Dropout(0.1))), audit="first")
+    trainer = Trainer(cut_modules(net_with(nn.Dropout(0.1))), audit="first")
     check = StageAudit.check
 
     def slow_check(self: StageAudit, changes: str) -> None:
-        audited.append(trained.key - 1)
+        audited.append(trainer.key - 1)
         time.sleep(0.02)
         check(self, changes)
 
     monkeypatch.setattr(StageAudit, "check", slow_check)
-    trained(250)
+    trainer(250)
     assert len({*audited}) >= 4
     assert 99 < max(audited) < 110  # each audit is as long as many steps
 
 
-def test_compiled_code_may_round_in_a_step_with_infinite_numbers():
+def test_audit_allows_rounding_next_to_infinite_numbers():
     a = torch.tensor([1.0, float("inf"), float("nan"), -float("inf"), 100.0])
     b = a * torch.tensor([1 + 1e-6, 1, 1, 1, 1])
     assert 0 < _largest_error(a, b) < 1e-5
     assert _largest_number(a) == 100
-    for place in (1, 2, 3):
+    for position in (1, 2, 3):
         c = b.clone()
-        c[place] = 0.0
+        c[position] = 0.0
         assert _largest_error(a, c) > 1e300
 
 
 class SkipsNegative(nn.Module):
-    """Looks at data, so its stage runs under autograd."""
+    """Branch on data, so that the stage runs under autograd."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * 2 if bool((x.sum() > 0).item()) else x
@@ -360,17 +359,17 @@ class SkipsNegative(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:a stage runs under autograd")
 def test_a_hook_may_be_added_to_a_stage_that_runs_under_autograd():
-    """Such a hook runs, and yet it was refused if another stage of the model is traced."""
+    """Used to be refused if another stage of the model was traced, though the hook runs."""
     net = nn.Sequential(nn.Linear(4, 4), SkipsNegative())
-    trained = Trained(in_modules(net))
-    trained()
+    trainer = Trainer(cut_modules(net))
+    trainer()
     calls = list[int]()
     net[1].register_forward_hook(lambda *_: calls.append(1))
-    trained()
+    trainer()
     assert calls
     net[0].register_forward_hook(lambda *_: None)
     with pytest.raises(fpipe.StepChanged, match=r"a hook of module .0. \(Linear\) has changed"):
-        trained()
+        trainer()
 
 
 class Checkpointed(nn.Module):
@@ -387,10 +386,10 @@ def cut_loss(net: nn.Module) -> Any:
     return fpipe.from_loss(lambda p, b: F.mse_loss(functional_call(net, p, (b[0],)), b[1]), params, BATCH)
 
 
-@pytest.mark.parametrize("cut", [in_graphs, cut_loss])
-def test_a_net_with_checkpoints_is_not_accused_once_its_parameters_have_changed(cut: Callable[..., Any]):
-    """A checkpoint reads the module's own parameters in the backward: those of the cut, where functional_call was."""
-    trained = Trained(cut(Checkpointed()))
-    trained()
-    trained.params = tuple({name: leaf + 0.5 for name, leaf in stage.items()} for stage in trained.params)
-    trained(4)
+@pytest.mark.parametrize("cut", [cut_graphs, cut_loss])
+def test_checkpointed_nets_pass_the_audit_after_their_parameters_change(cut: Callable[..., Any]):
+    """Used to be accused: in the backward a checkpoint reads the module's parameters, not those of functional_call."""
+    trainer = Trainer(cut(Checkpointed()))
+    trainer()
+    trainer.params = tuple({name: leaf + 0.5 for name, leaf in stage.items()} for stage in trainer.params)
+    trainer(4)

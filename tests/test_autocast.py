@@ -1,4 +1,4 @@
-"""`build(autocast=)`: steps under autocast whatever is around them, with the bits of a loop under `torch.autocast`."""
+"""`build(autocast=)` runs steps under autocast, with the bits of a plain loop under `torch.autocast`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from tests.processes import Processes
-from tests.test_distributed import MSE, own, rows
+from tests.test_distributed import MSE, local_part, rows
 from tests.test_update import differences, net_of
 
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def casting(model: Any, schedule: str = "zb_h1") -> fpipe.Program:
+def update_program(model: Any, schedule: str = "zb_h1") -> fpipe.Program:
     parts = fpipe.split(4), fpipe.schedules.get(schedule)(2), fpipe.merge(outputs=False)
     return fpipe.chain(*parts, fpipe.update("AdamW"))(fpipe.program(model))
 
 
-def loop(net: nn.Module, batch: Any, dtype: torch.dtype) -> Any:
-    """The loss and the optimizer of one step of a plain loop under autocast."""
+def train_plain_loop(net: nn.Module, batch: Any, dtype: torch.dtype) -> Any:
+    """Train one step in a plain loop under autocast; return the loss and the optimizer."""
     optimizer, losses = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False), []
     for x, target in zip(*(half.tensor_split(4) for half in batch), strict=True):
         with torch.autocast("cpu", dtype):
@@ -38,25 +38,25 @@ def loop(net: nn.Module, batch: Any, dtype: torch.dtype) -> Any:
 
 @pytest.mark.crossed
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("how", [{}, {"trace": False}, {"runtime": "threads"}, {"example": True}], ids=repr)
-def test_a_step_has_the_bits_of_a_loop_under_autocast(how: dict[str, Any], dtype: torch.dtype):
+@pytest.mark.parametrize("options", [{}, {"trace": False}, {"runtime": "threads"}, {"example": True}], ids=repr)
+def test_a_step_has_the_bits_of_a_loop_under_autocast(options: dict[str, Any], dtype: torch.dtype):
     net, batch = net_of(2), rows(8)
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
-    program = casting(model)
-    more = how | ({"example": (params, batch)} if "example" in how else {})
-    step = fpipe.build(program, model, autocast=dtype, **more)
+    program = update_program(model)
+    build_options = options | ({"example": (params, batch)} if "example" in options else {})
+    step = fpipe.build(program, model, autocast=dtype, **build_options)
     assert not torch.is_autocast_enabled("cpu")
     result = step(params, batch, opt=fpipe.optimizer_state(program, params), lr=0.01)
     assert not torch.is_autocast_enabled("cpu")
-    loss, optimizer = loop(net, batch, dtype)
+    loss, optimizer = train_plain_loop(net, batch, dtype)
     assert torch.equal(result.loss, loss)
     assert differences(net, optimizer, result) == []
-    whole = fpipe.build(program, model)(params, batch, opt=fpipe.optimizer_state(program, params), lr=0.01)
-    assert not torch.equal(whole.loss, loss)
+    uncast_result = fpipe.build(program, model)(params, batch, opt=fpipe.optimizer_state(program, params), lr=0.01)
+    assert not torch.equal(uncast_result.loss, loss)
 
 
 class Router(nn.Module):
-    """Scales by the numbers of a layer in float32, whatever autocast is around it."""
+    """Add the softmax of a layer that runs in float32 inside any autocast."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Router(nn.Module):
 
 
 class Recomputed(nn.Module):
-    """Drops what its layers compute, and computes it again in the backward."""
+    """Recompute the layers in the backward."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Recomputed(nn.Module):
 
 
 class Product(torch.autograd.Function):
-    """A matrix product in float32 whose backward is written out, and says nothing of autocast."""
+    """A matrix product in float32 whose handwritten backward does not mention autocast."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class Product(torch.autograd.Function):
         return grads[0] @ weight.t(), x.float().t() @ grads[0]
 
 
-class WrittenOut(nn.Module):
+class HandwrittenProduct(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(width, width) * 0.3)
@@ -108,41 +108,43 @@ NETS: dict[str, Callable[[], nn.Sequential]] = {
     "recomputed": lambda: nn.Sequential(
         Recomputed(nn.Linear(8, 8), nn.Tanh(), Router(8)), Recomputed(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     ),
-    "written out": lambda: nn.Sequential(nn.Linear(8, 8), WrittenOut(8), nn.Linear(8, 8), WrittenOut(8)),
+    "written out": lambda: nn.Sequential(
+        nn.Linear(8, 8), HandwrittenProduct(8), nn.Linear(8, 8), HandwrittenProduct(8)
+    ),
 }
 
 
-@pytest.mark.parametrize("around", [False, True], ids=["by build", "around the step"])
-@pytest.mark.parametrize("again", ["never", "always"])
-@pytest.mark.parametrize("how", [{}, {"trace": False}, {"runtime": "threads"}, None], ids=repr)
+@pytest.mark.parametrize("step_is_inside", [False, True], ids=["by build", "around the step"])
+@pytest.mark.parametrize("policy", ["never", "always"])
+@pytest.mark.parametrize("options", [{}, {"trace": False}, {"runtime": "threads"}, None], ids=repr)
 @pytest.mark.parametrize("kind", NETS)
-def test_backwards_run_outside_autocast(kind: str, how: dict[str, Any] | None, again: str, around: bool):
-    """A router in float32 had gradients of bfloat16, 1e-3 off those of `.backward()` behind the autocast."""
+def test_backwards_run_outside_autocast(kind: str, options: dict[str, Any] | None, policy: str, step_is_inside: bool):
+    """Used to give a float32 router bfloat16 gradients, 1e-3 off those of `.backward()` after the autocast."""
     torch.manual_seed(0)
     net, batch = NETS[kind](), rows(8)
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
-    parts = fpipe.split(4), fpipe.checkpoint(again), fpipe.schedules.zb_h1(2), fpipe.merge(outputs=False)
+    parts = fpipe.split(4), fpipe.checkpoint(policy), fpipe.schedules.zb_h1(2), fpipe.merge(outputs=False)
     program = fpipe.chain(*parts)(fpipe.program(model))
     dtype = torch.bfloat16
-    step = fpipe.build(program, model, autocast=None if around else dtype, **how or {})
-    with torch.autocast("cpu", dtype, enabled=around or how is None):
-        result = step(params, batch) if how is not None else fpipe.reference(model, params, batch, microbatches=4)
-        assert how is not None or fpipe.verify(program, model, params, batch).bitwise
-    loop(net, batch, dtype)
+    step = fpipe.build(program, model, autocast=None if step_is_inside else dtype, **options or {})
+    with torch.autocast("cpu", dtype, enabled=step_is_inside or options is None):
+        result = step(params, batch) if options is not None else fpipe.reference(model, params, batch, microbatches=4)
+        assert options is not None or fpipe.verify(program, model, params, batch).bitwise
+    train_plain_loop(net, batch, dtype)
     grads = {name: grad for stage in result.grads for name, grad in stage.items()}
     assert [name for name, leaf in net.named_parameters() if not torch.equal(leaf.grad, grads[name])] == []
 
 
-def on_two(rank: int) -> list[str]:
+def train_on_two(rank: int) -> list[str]:
     net, batch = net_of(2), rows(8)
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=2, loss=MSE)
-    program = casting(model)
-    mine = own(program, rank, params)
+    program = update_program(model)
+    local_params = local_part(program, rank, params)
     step = fpipe.build(program, model, runtime="distributed", example=(params, batch), autocast=torch.bfloat16)
-    result = step(mine, batch, opt=fpipe.optimizer_state(program, mine), lr=0.01)
-    loss, optimizer = loop(net, batch, torch.bfloat16)
+    result = step(local_params, batch, opt=fpipe.optimizer_state(program, local_params), lr=0.01)
+    loss, optimizer = train_plain_loop(net, batch, torch.bfloat16)
     return ["loss"] * (not torch.equal(result.loss, loss)) + differences(net, optimizer, result)
 
 
 def test_two_processes_have_the_bits_of_a_loop_under_autocast(pair: Processes):
-    assert pair.each(on_two) == [[], []]
+    assert pair.run(train_on_two) == [[], []]

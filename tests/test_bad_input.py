@@ -1,4 +1,4 @@
-"""What is wrong is said, with the stage at fault; what is only unusual works."""
+"""Wrong input raises an error that names the stage at fault; unusual input works."""
 
 import math
 import re
@@ -34,11 +34,11 @@ def step_of(*stages, loss=squares, reduction="mean"):
     return fpipe.build(fpipe.program(model), model)
 
 
-def shouting(p, x):
+def raise_boom(p, x):
     raise KeyError("boom")
 
 
-NOTES = {
+ERRORS_IN_STAGES = {
     "another dtype": (
         linear,
         {name: leaf.double() for name, leaf in EYE.items()},
@@ -47,7 +47,7 @@ NOTES = {
         "in 1F0: stage 1 (linear), microbatch 0, rank 0",
     ),
     "a missing leaf": (linear, {"w": torch.eye(4)}, KeyError, "'b'", "in 1F0: stage 1 (linear), microbatch 0, rank 0"),
-    "an error of its own": (shouting, {}, KeyError, "boom", "in 1F0: stage 1 (shouting), microbatch 0, rank 0"),
+    "an error of its own": (raise_boom, {}, KeyError, "boom", "in 1F0: stage 1 (raise_boom), microbatch 0, rank 0"),
     "no tensor": (
         lambda p, x: 3,
         {},
@@ -58,47 +58,51 @@ NOTES = {
 }
 
 
-@pytest.mark.parametrize(("stage", "params", "kind", "words", "note"), NOTES.values(), ids=NOTES.keys())
-def test_an_error_in_a_stage_keeps_its_type_and_says_where(stage, params, kind: type[Exception], words: str, note: str):
-    with pytest.raises(kind, match=re.escape(words)) as error:
+@pytest.mark.parametrize(
+    ("stage", "params", "kind", "message", "note"), ERRORS_IN_STAGES.values(), ids=ERRORS_IN_STAGES.keys()
+)
+def test_errors_in_stages_keep_their_type_and_name_the_stage(
+    stage, params, kind: type[Exception], message: str, note: str
+):
+    with pytest.raises(kind, match=re.escape(message)) as error_info:
         step_of(linear, stage)((EYE, params), BATCH)
-    assert error.value.__notes__[0].startswith(note)
+    assert error_info.value.__notes__[0].startswith(note)
 
 
-def test_a_step_that_raised_leaves_the_next_one_intact():
+def test_an_error_leaves_the_next_step_intact():
     with pytest.raises(ValueError, match="rows"):
         STEP(PARAMS, NET.batch(2))
     assert torch.equal(STEP(PARAMS, BATCH).loss, plain_autograd(NET, PARAMS, BATCH, 3)[0])
 
 
-def clamped(p, x: Tensor) -> Tensor:
+def clamp_in_place(p, x: Tensor) -> Tensor:
     return x.relu_() @ p["w"]
 
 
-def by_data(p, x: Tensor) -> Tensor:
+def double_by_data(p, x: Tensor) -> Tensor:
     x.data.mul_(2)
     return x @ p["w"]
 
 
-def in_its_memory(p, x: Tensor) -> Tensor:
-    held = torch.empty(())
-    held.data = x
-    held.mul_(2)
+def double_shared_memory(p, x: Tensor) -> Tensor:
+    alias = torch.empty(())
+    alias.data = x
+    alias.mul_(2)
     return x @ p["w"]
 
 
-def grows(p, x: Tensor) -> Tensor:
+def double_param(p, x: Tensor) -> Tensor:
     with torch.no_grad():
         p["w"].mul_(2)
     return x @ p["w"]
 
 
-@pytest.mark.parametrize("stage", [clamped, by_data, in_its_memory, grows])
-def test_a_stage_that_changes_what_it_was_given_is_refused_by_name_and_that_is_as_it_was(stage):
-    """By .data it went unseen, and the batch stayed changed."""
+@pytest.mark.parametrize("stage", [clamp_in_place, double_by_data, double_shared_memory, double_param])
+def test_stages_that_write_their_inputs_are_refused_and_the_inputs_restored(stage):
+    """Used to miss writes through .data, which left the batch changed."""
     batch = NET.batch(6)
-    words = f"stage 0 ({stage.__name__}) writes what it was given in place; a stage and a loss are pure functions."
-    with pytest.raises(RuntimeError, match=re.escape(words)):
+    message = f"stage 0 ({stage.__name__}) writes what it was given in place; a stage and a loss are pure functions."
+    with pytest.raises(RuntimeError, match=re.escape(message)):
         step_of(stage)((EYE,), batch)
     with pytest.raises(RuntimeError, match="in place"):
         fpipe.reference(fpipe.from_functions([stage], squares), (EYE,), batch)
@@ -108,18 +112,18 @@ def test_a_stage_that_changes_what_it_was_given_is_refused_by_name_and_that_is_a
 
 def test_a_model_without_parameters_has_a_loss_and_no_gradients():
     net = Net(("plain", "plain"), ("batch", 0))
-    found = fpipe.build(PIPELINE(fpipe.program(2)), net.model)(({}, {}), BATCH)
-    assert (found.loss.item(), found.grads) == (plain_autograd(net, ({}, {}), BATCH, 3)[0].item(), ({}, {}))
+    result = fpipe.build(PIPELINE(fpipe.program(2)), net.model)(({}, {}), BATCH)
+    assert (result.loss.item(), result.grads) == (plain_autograd(net, ({}, {}), BATCH, 3)[0].item(), ({}, {}))
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_what_is_not_finite_is_so_bit_by_bit(poison: float):
+def test_infinite_numbers_are_bitwise_equal(poison: float):
     inputs = BATCH[0].clone()
     inputs[3, 1] = poison
     assert fpipe.verify(PROGRAM, NET.model, PARAMS, (inputs, BATCH[1])).bitwise
 
 
-def test_check_finite_changes_no_bit_and_names_the_microbatch_that_it_came_with():
+def test_check_finite_keeps_all_bits_and_names_the_microbatch():
     step = fpipe.build(PROGRAM, NET.model, check_finite=True)
     assert torch.equal(step(PARAMS, BATCH).grads[0]["w"], STEP(PARAMS, BATCH).grads[0]["w"])
     inputs = BATCH[0].clone()
@@ -132,24 +136,24 @@ def test_outputs_come_back_in_microbatch_order():
     rows = [["0F2", "0F1", "0F0", "0B1", "0B2", "0B0"], ["1F2", "1F1", "1B1", "1F0", "1B2", "1B0"]]
     table = fpipe.schedules.from_table(rows)
     program = fpipe.chain(fpipe.split(3), table, fpipe.merge(losses=True))(fpipe.program(NET.model))
-    found = fpipe.build(program, NET.model)(PARAMS, BATCH)
+    result = fpipe.build(program, NET.model)(PARAMS, BATCH)
     expected = fpipe.reference(NET.model, PARAMS, BATCH, microbatches=3)
-    assert torch.equal(found.outputs, expected.outputs)
-    assert [loss.item() for loss in found.losses] == [loss.item() for loss in expected.losses]
+    assert torch.equal(result.outputs, expected.outputs)
+    assert [loss.item() for loss in result.losses] == [loss.item() for loss in expected.losses]
 
 
-def test_a_stage_that_draws_without_a_key_is_refused_and_leaves_random_numbers_as_found():
-    """A recompute would draw others, silently: verify said so, build alone did not."""
+def test_stages_that_draw_without_a_key_are_refused_and_leave_the_generator_alone():
+    """Used to be refused by verify alone; a recompute would silently draw other numbers."""
     step = step_of(lambda p, x: torch.nn.functional.dropout(x @ p["w"], 0.5))
-    before = torch.get_rng_state()
+    rng_state = torch.get_rng_state()
     with pytest.raises(ValueError, match=r"stage 0 \(<lambda>\) draws random numbers: hand in key=, an int"):
         step((EYE,), NET.batch(6))
-    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(rng_state, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("runtime", ["local", "threads"])
-def test_an_op_may_write_parameters_and_stages_read_that_version(monkeypatch, runtime: Literal["local", "threads"]):
-    """Views of parameters were prepared before the first op, of a version that nothing had written: IndexError."""
+def test_stages_read_the_parameters_that_an_op_wrote(monkeypatch, runtime: Literal["local", "threads"]):
+    """Used to raise an IndexError: views of parameters were prepared before the op had written them."""
     monkeypatch.setitem(KINDS, "DOUBLE", fpipe.Kind("after"))
     monkeypatch.setitem(RULES, "DOUBLE", lambda op, args, context: [{"w": 2 * args[0]["w"]}])
     model = fpipe.from_functions([lambda p, x: (x @ p["w"].t()).tanh()] * 2, squares)
@@ -157,10 +161,13 @@ def test_an_op_may_write_parameters_and_stages_read_that_version(monkeypatch, ru
     lines = re.sub(r"\bparams\[0\] x", "params[0,0] x", str(plain)).replace("params[0] res", "params[0,0] res")
     program = fpipe.Program.parse(lines.replace("inputs @ 0\n", "inputs @ 0\nparams[0,0] = DOUBLE[0] params[0] @ 0\n"))
     params, batch = ({"w": torch.randn(4, 4)}, {"w": torch.randn(4, 4)}), (torch.randn(4, 4), torch.randn(4, 4))
-    found = fpipe.build(program, model, runtime=runtime)(params, batch)
+    result = fpipe.build(program, model, runtime=runtime)(params, batch)
     expected = fpipe.build(plain, model)(({"w": 2 * params[0]["w"]}, params[1]), batch)
-    assert torch.equal(found.loss, expected.loss)
-    assert all(torch.equal(one["w"], other["w"]) for one, other in zip(found.grads, expected.grads, strict=True))
+    assert torch.equal(result.loss, expected.loss)
+    assert all(
+        torch.equal(actual_grads["w"], expected_grads["w"])
+        for actual_grads, expected_grads in zip(result.grads, expected.grads, strict=True)
+    )
 
 
 THREE = fpipe.Costs(forward=[1, 1, 1])
@@ -179,8 +186,8 @@ STATES = {
 
 @pytest.mark.parametrize(("state", "sentence"), STATES.values(), ids=STATES.keys())
 @pytest.mark.parametrize("trace", [True, False, None], ids=["traced", "by autograd", "reference"])
-def test_a_state_is_that_of_the_model(state, sentence: str, trace: bool | None):
-    """The reference met None.items(), a step KeyErrors of what a batch norm writes."""
+def test_state_must_match_the_model(state, sentence: str, trace: bool | None):
+    """Used to raise an AttributeError of None in the reference, and KeyErrors in a step."""
     step = partial(fpipe.reference, NORM)
     if trace is not None:
         step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(NORM)), NORM, trace=trace)
@@ -207,8 +214,8 @@ def test_params_come_before_the_batch(use):
 
 
 @pytest.mark.parametrize("use", TAKES_A_BATCH.values(), ids=TAKES_A_BATCH.keys())
-def test_a_batch_of_a_data_loader_is_handed_in_as_a_tuple(use):
-    """default_collate makes lists of pairs."""
+def test_batches_of_a_data_loader_must_become_tuples(use):
+    """A DataLoader yields lists, where a step takes a tuple."""
     (batch,) = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*BATCH), batch_size=6)
     with pytest.raises(ValueError, match=re.escape("as a DataLoader gives it, hand in tuple(batch).")):
         use(NORM_PARAMS, batch)
@@ -216,18 +223,18 @@ def test_a_batch_of_a_data_loader_is_handed_in_as_a_tuple(use):
 
 
 @pytest.mark.parametrize("use", TAKES_A_BATCH.values(), ids=TAKES_A_BATCH.keys())
-def test_arrays_of_numpy_are_no_tensors(use):
-    """Beside a tensor one went whole to every microbatch, and ended in "'int' object is not callable"."""
+def test_numpy_arrays_are_refused(use):
+    """Used to hand a whole array to each microbatch, which ended in "'int' object is not callable"."""
     sentence = "target is a numpy.ndarray, which is no tensor of torch's: hand in torch.from_numpy(...) of it"
     with pytest.raises(TypeError, match=re.escape(sentence)):
         use(NORM_PARAMS, (BATCH[0], BATCH[1].numpy()))
 
 
-MADE = fpipe.from_sequential(torch.nn.Sequential(torch.nn.Linear(4, 4)), 1, loss=squares)
+FRONT_END_RESULT = fpipe.from_sequential(torch.nn.Sequential(torch.nn.Linear(4, 4)), 1, loss=squares)
 
 
 @pytest.mark.parametrize("x", [torch.ones(2, 5), "text"], ids=["shape", "type"])
-def test_a_mistake_is_raised_and_not_printed(x, caplog: pytest.LogCaptureFixture):
+def test_linearize_raises_mistakes_and_logs_nothing(x, caplog: pytest.LogCaptureFixture):
     with pytest.raises(ValueError, match="cannot be written down as torch ops"):
         fpipe.linearize(lambda params, x: torch.relu(x @ params["w"], 1), EYE, x)
     with pytest.raises(ValueError, match="cannot be written down as torch ops"):
@@ -235,7 +242,7 @@ def test_a_mistake_is_raised_and_not_printed(x, caplog: pytest.LogCaptureFixture
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-def test_a_rule_that_gives_more_than_its_op_writes_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_a_rule_that_returns_too_many_values_is_named(monkeypatch: pytest.MonkeyPatch):
     model = fpipe.from_functions([lambda p, x: x @ p["w"]], loss=lambda y, t: (y.sum(), len(y)), reduction="count")
     step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model)
     params, batch = ({"w": torch.randn(2, 2)},), (torch.randn(4, 2), torch.randn(4, 2))
@@ -246,7 +253,7 @@ def test_a_rule_that_gives_more_than_its_op_writes_is_named(monkeypatch: pytest.
         step(params, batch)
 
 
-def balanced(p, x: Tensor) -> tuple[Tensor, Tensor]:
+def with_mean(p, x: Tensor) -> tuple[Tensor, Tensor]:
     return x @ p["w"], x.mean()
 
 
@@ -254,9 +261,9 @@ KINDS_OF_LOSS = {
     "mean": fpipe.from_functions([toys.linear] * 2, squares),
     "count": fpipe.from_functions([toys.linear] * 2, lambda y, t: (y.sum(), len(t)), reduction="count"),
     "aux": fpipe.from_functions([toys.linear] * 2, lambda y, t: (y.sum(), t), aux=True),
-    "aux_losses": fpipe.from_functions([balanced, toys.linear], squares, aux_losses=[0]),
+    "aux_losses": fpipe.from_functions([with_mean, toys.linear], squares, aux_losses=[0]),
 }
-OF_ANOTHER = {
+MISMATCHES = {
     ("mean", "count"): "stage 1 of the model gives loss and count, in the program 1F0 gives loss; start from",
     ("count", "mean"): "stage 1 of the model gives loss, in the program 1F0 gives loss and count; start from",
     ("mean", "aux"): "stage 1 of the model gives loss and aux, in the program 1F0 gives loss; start from",
@@ -266,34 +273,41 @@ OF_ANOTHER = {
 }
 
 
-@pytest.mark.parametrize(("one", "other"), OF_ANOTHER)
-@pytest.mark.parametrize("last", [fpipe.identity(), fpipe.forward_only()], ids=["training", "evaluation"])
-def test_a_program_of_a_model_with_another_loss_is_refused(one: str, other: str, last):
-    """A program of a plain chain ran with a model whose loss counts, and its gradients were not divided; with one whose
-    middle stage gives a loss of its own, that loss was left out. The other way round it was KeyError('count')."""
-    program = fpipe.chain(fpipe.split(2), fpipe.merge(), last)(fpipe.program(KINDS_OF_LOSS[one]))
-    with pytest.raises(ValueError, match=re.escape(OF_ANOTHER[one, other])):
-        fpipe.build(program, KINDS_OF_LOSS[other])
+@pytest.mark.parametrize(("program_kind", "model_kind"), MISMATCHES)
+@pytest.mark.parametrize("final_transform", [fpipe.identity(), fpipe.forward_only()], ids=["training", "evaluation"])
+def test_programs_of_models_with_another_loss_are_refused(program_kind: str, model_kind: str, final_transform):
+    """Used to run with wrong gradients.
+
+    With a model whose loss counts they were not divided; with one whose middle stage has a loss, that was left out.
+    The other way round it was KeyError('count').
+    """
+    program = fpipe.chain(fpipe.split(2), fpipe.merge(), final_transform)(fpipe.program(KINDS_OF_LOSS[program_kind]))
+    with pytest.raises(ValueError, match=re.escape(MISMATCHES[program_kind, model_kind])):
+        fpipe.build(program, KINDS_OF_LOSS[model_kind])
 
 
 @pytest.mark.parametrize("use", [fpipe.build, fpipe.sizes, fpipe.verify, fpipe.profile])
-def test_a_program_that_would_lose_the_state_of_a_model_is_refused(use: Any):
-    """A step of program(2) left the running statistics out, and verify agreed."""
+def test_programs_that_would_lose_module_state_are_refused(use: Any):
+    """Used to leave the running statistics out in a step of program(2), and verify agreed."""
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     model, params, state = fpipe.from_sequential(net, 2, loss=squares)
-    more = () if use is fpipe.build else (params, (torch.ones(4, 4), torch.ones(4)))
-    words = "stage 1 of the model takes params[1] y[0] state[1] target, in the program 1F0 takes params[1] y[0] target;"
-    with pytest.raises(ValueError, match=re.escape(words)):
-        use(fpipe.split(2)(fpipe.program(2)), model, *more, **({} if use is fpipe.build else {"state": state}))
+    arguments = () if use is fpipe.build else (params, (torch.ones(4, 4), torch.ones(4)))
+    message = (
+        "stage 1 of the model takes params[1] y[0] state[1] target, in the program 1F0 takes params[1] y[0] target;"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        use(fpipe.split(2)(fpipe.program(2)), model, *arguments, **({} if use is fpipe.build else {"state": state}))
     evaluated, _, _ = fpipe.from_sequential(net.eval(), 2, loss=squares)
-    words = "stage 1 of the model takes params[1] y[0] target, in the program 1F0 takes params[1] y[0] state[1] target;"
-    with pytest.raises(ValueError, match=re.escape(words)):
+    message = (
+        "stage 1 of the model takes params[1] y[0] target, in the program 1F0 takes params[1] y[0] state[1] target;"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
         fpipe.build(fpipe.program(model), evaluated)
 
 
-def asking(word: str):
-    """A step of a stage that asks for one thing more."""
-    model = fpipe.Model((fpipe.Stage(lambda p, x, **more: x, asks=frozenset({word})),), squares, ("batch",))
+def step_asking_for(name: str):
+    """Build a step of a stage that asks for another input by name."""
+    model = fpipe.Model((fpipe.Stage(lambda p, x, **asked_values: x, asks=frozenset({name})),), squares, ("batch",))
     return fpipe.build(fpipe.program(model), model)
 
 
@@ -301,7 +315,7 @@ TIED = fpipe.from_functions([lambda p, x: x, lambda p, x: x], squares, ties=[((0
 test_refusals = refusals(
     globals(),
     """
-# Zero and NaN gave gradients without a word.
+# Zero and NaN used to give gradients without an error.
 fpipe.build(PROGRAM, NET.model, loss_scale="1")
     ValueError: loss_scale is a finite number above 0; found '1'.
 fpipe.build(PROGRAM, NET.model, loss_scale=0)
@@ -326,13 +340,13 @@ fpipe.verify(PROGRAM, NET.model, PARAMS, *BATCH)
     TypeError: a batch is one pair: verify(program, model, params, (inputs, target)); found 2 arguments after params.
 fpipe.schedules.register("qt", fpipe.schedules.gpipe(2))
     TypeError: 'qt' is registered as a transform; a schedule is a function of ranks: use lambda ranks:
-asking("state")(({},), BATCH)
+step_asking_for("state")(({},), BATCH)
     ValueError: this program reads state[0]: hand it in as step(..., state=...).
-asking("key")(({},), BATCH)
+step_asking_for("key")(({},), BATCH)
     ValueError: this program reads key: hand it in as step(..., key=...).
 fpipe.Stage(lambda p, x: x, asks="state")
     ValueError: asks is a set of 'state', 'key', 'microbatch' and 'carry'; found
-asking("mask")
+step_asking_for("mask")
     ValueError: asks is a set of 'state', 'key', 'microbatch' and 'carry'; found
 fpipe.build(fpipe.program(TIED), TIED)(([], []), NET.batch(6))
     ValueError: leaf 'e' of stage 0 is tied, so that stage's params are a dict
@@ -342,7 +356,7 @@ fpipe.build(PROGRAM, NET.model, example=3)
     ValueError: example is (params, batch) or (params, batch, state), as a step takes them; found int
 fpipe.build(PROGRAM, NET.model, example=(PARAMS,))
     ValueError: example is (params, batch) or (params, batch, state), as a step takes them; found a tuple of 1
-# A norm was 0, so that whoever clips by it never did.
+# The norm used to be 0, so gradients were never clipped.
 fpipe.clip_grads(STEP(PARAMS, BATCH), 1.0)
     TypeError: global_norm takes a pytree of gradients, each a tensor or None; found Result. Hand in result.grads.
 fpipe.clip_grads(STEP(PARAMS, BATCH).grads, 0)
@@ -429,7 +443,7 @@ fpipe.build(PROGRAM, NET.model, check_finite=True)((PARAMS[0],
     FloatingPointError: 1F0 wrote y[1,0] with NaN or infinite numbers.
 fpipe.checkpoint("except_last")(fpipe.program(2))
     ProgramError: put fpipe.split() before fpipe.checkpoint()
-# It moved nothing, in silence.
+# Used to move nothing, silently.
 fpipe.offload(values=["residuals"])(fpipe.place("linear")(fpipe.program(2)))
     ProgramError: values= names 'residuals', this program has values named
 fpipe.offload(values=[3])(fpipe.place("linear")(fpipe.program(2)))
@@ -440,7 +454,7 @@ fpipe.communicate(again=3)(fpipe.place("linear")(fpipe.program(2)))
     ValueError: again= takes names of values
 fpipe.communicate(again={"y": 1})(fpipe.place("linear")(fpipe.program(2)))
     ValueError: again= says f(op) for each name, such as lambda op: op.kind; found {'y': 1}.
-# It was an AttributeError, or a TypeError of Python's own.
+# Used to be an AttributeError, or a TypeError from Python.
 fpipe.plan([1, 2, 3], 2)
     TypeError: costs is an fpipe.Costs, or a list of them; found
 fpipe.plan(fpipe.Costs(), 2, stages="3")
@@ -459,7 +473,7 @@ fpipe.balance([1, 2], 2, parameters=[1, 2], scale="a")
     ValueError: scale is in bytes for a byte of parameters, at least 0; found 'a'.
 fpipe.profile(PROGRAM, NET.model, PARAMS, BATCH, progress=3)
     TypeError: progress is called as progress(done, all), found 3.
-# It was an error of Python's own, far from where it was given.
+# Used to be an error from Python, far from the call.
 fpipe.checkpoint(groups=[0, 1])
     TypeError: groups lists groups of stages, such as [(0, 1), (2, 3)]; found [0, 1].
 fpipe.checkpoint(grain="layer", save="mm")
@@ -483,18 +497,18 @@ fpipe.reference(NET.model, PARAMS, [])
 fpipe.build(PROGRAM, torch.nn.Sequential())
     TypeError: a Model is wanted, as from_functions makes it; found Sequential. A Sequential goes through
     fpipe.from_sequential, which returns (model, params, state).
-fpipe.reference(MADE, PARAMS, BATCH)
+fpipe.reference(FRONT_END_RESULT, PARAMS, BATCH)
     TypeError: a Model is wanted, as from_functions makes it; found tuple. Of what a front end returns, the model is the
     first: hand in that.
-fpipe.freeze(MADE, 0)
+fpipe.freeze(FRONT_END_RESULT, 0)
     TypeError: a Model is wanted
-fpipe.deferred_batch_norm(MADE)
+fpipe.deferred_batch_norm(FRONT_END_RESULT)
     TypeError: a Model is wanted
-fpipe.join_params(MADE, PARAMS)
+fpipe.join_params(FRONT_END_RESULT, PARAMS)
     TypeError: a Model is wanted
-fpipe.split_params(MADE, {})
+fpipe.split_params(FRONT_END_RESULT, {})
     TypeError: a Model is wanted
-fpipe.program(MADE)
+fpipe.program(FRONT_END_RESULT)
     TypeError: program() takes a Model or a number of stages, found tuple. Of
 fpipe.linearize(torch.nn.Linear(4, 4), EYE, torch.ones(2, 4))
     TypeError: linearize takes a function f(params, x), found a module (Linear)

@@ -15,32 +15,33 @@ from pathlib import Path
 
 import torch
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
-def built(folder: Path) -> Path:
-    """The library in a folder, compiled if none there is of these sources and this torch."""
-    sources = [HERE / "device.cpp", HERE / "happens_before.h"]
-    told = b"".join(one.read_bytes() for one in sources) + torch.__version__.encode()
+def build_library(folder: Path) -> Path:
+    """Return the library in a folder; compile it unless one of these sources and this torch is there."""
+    sources = [FOLDER / "device.cpp", FOLDER / "happens_before.h"]
+    fingerprint = b"".join(source.read_bytes() for source in sources) + torch.__version__.encode()
     folder.mkdir(parents=True, exist_ok=True)
-    library = folder / f"fake_accelerator_{hashlib.sha256(told).hexdigest()[:16]}.so"
-    with (folder / "lock").open("w") as lock:  # of workers that run tests at once, one compiles
+    library = folder / f"fake_accelerator_{hashlib.sha256(fingerprint).hexdigest()[:16]}.so"
+    # Several pytest workers may get here at once: one compiles, and the others wait for its library.
+    with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             home = Path(torch.__file__).parent
             abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-            include = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
-            made = library.with_suffix(".part")
-            flags = ["-O1", "-std=c++20", "-shared", "-fPIC", "-w", "-DNDEBUG", abi, *include]
-            linked = f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"
-            subprocess.run([COMPILER or "c++", *flags, sources[0], "-o", made, *linked], check=True)
-            made.rename(library)
+            include_flags = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
+            unfinished = library.with_suffix(".part")
+            flags = ["-O1", "-std=c++20", "-shared", "-fPIC", "-w", "-DNDEBUG", abi, *include_flags]
+            link_flags = f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"
+            subprocess.run([COMPILER or "c++", *flags, sources[0], "-o", unfinished, *link_flags], check=True)
+            unfinished.rename(library)
     return library
 
 
-def known(library: Path) -> None:
-    """Make this process know the devices fake:0, fake:1, ..: for good, so it is one of its own."""
+def register_device(library: Path) -> None:
+    """Register the devices fake:0, fake:1, .. in this process, which cannot be undone: use a process for it alone."""
     if hasattr(torch, "fake"):
         return
     torch.ops.load_library(library)
@@ -55,7 +56,7 @@ def known(library: Path) -> None:
 
 
 def reports_of(run: Callable[[], object]) -> list[str]:
-    """What the checker reports while something runs."""
+    """Run a function and return the reports of the checker."""
     torch.ops.fake_accelerator.reset()
     run()
     return torch.ops.fake_accelerator.reports()

@@ -28,62 +28,68 @@ from torch.multiprocessing.reductions import StorageWeakRef
 NAME = "ordered"
 
 
-def moved(place: int, host: Tensor) -> None:
-    """Bytes of the host go somewhere, which is no access that is checked."""
-    ctypes.memmove(place, host.data_ptr(), host.nbytes)
+def copy_unchecked(address: int, host: Tensor) -> None:
+    """Copy a host tensor to an address by memmove, an access that the checker does not see."""
+    ctypes.memmove(address, host.data_ptr(), host.nbytes)
 
 
 class Communicator:
-    """A stream, and what is queued on it and has not arrived."""
+    """A stream with its queue of work that has not arrived."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream, self.queue = torch.Stream(device), deque[Queued]()
+        self.stream, self.queue = torch.Stream(device), deque[QueuedWork]()
 
 
-class Queued:
-    """Work of a group: `wait` and `is_completed` are those of torch's.
+class QueuedWork:
+    """Work of a group with the interface of torch's `Work`.
 
     Attributes:
-        held_up: how often a wait has held the host up.
+        host_waits: how often a wait has blocked the host.
     """
 
-    held_up = 0
+    host_waits = 0
 
     def __init__(
-        self, on: Communicator, carried: Any, there: Callable[[], bool], written: Sequence[Tensor], made: list[Tensor]
+        self,
+        communicator: Communicator,
+        transport: Any,
+        is_ready: Callable[[], bool],
+        outputs: Sequence[Tensor],
+        host_outputs: list[Tensor],
     ) -> None:
-        self.on, self.carried, self.there, self.made = on, carried, there, made
-        self.places = [(StorageWeakRef(one.untyped_storage()), one.data_ptr()) for one in written]
-        self.end, self.arrived = on.stream.record_event(), False
-        on.queue.append(self)
+        self.communicator, self.transport = communicator, transport
+        self.is_ready, self.host_outputs = is_ready, host_outputs
+        self.destinations = [(StorageWeakRef(tensor.untyped_storage()), tensor.data_ptr()) for tensor in outputs]
+        self.end_event, self.has_arrived = communicator.stream.record_event(), False
+        communicator.queue.append(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self.arrive()
-        torch.accelerator.current_stream(self.on.stream.device).wait_event(self.end)
+        torch.accelerator.current_stream(self.communicator.stream.device).wait_event(self.end_event)
         if timeout is not None:
-            Queued.held_up += 1
-            self.end.synchronize()
+            QueuedWork.host_waits += 1
+            self.end_event.synchronize()
         return True
 
     def arrive(self) -> None:
-        """What was queued first comes first."""
-        while not self.arrived:
-            first = self.on.queue.popleft()
-            first.carried.wait()
-            for (storage, place), host in zip(first.places, first.made, strict=True):
+        """Let all work arrive up to and including this one, in the order of the queue."""
+        while not self.has_arrived:
+            work = self.communicator.queue.popleft()
+            work.transport.wait()
+            for (storage, address), host in zip(work.destinations, work.host_outputs, strict=True):
                 if not storage.expired():
-                    moved(place, host)
-            first.arrived = True
+                    copy_unchecked(address, host)
+            work.has_arrived = True
 
     def is_completed(self) -> bool:
-        before = list(takewhile(lambda one: one is not self, self.on.queue))
-        if not self.arrived and all(one.there() for one in (*before, self)):
+        earlier = list(takewhile(lambda work: work is not self, self.communicator.queue))
+        if not self.has_arrived and all(work.is_ready() for work in (*earlier, self)):
             self.arrive()
-        return self.arrived and self.end.query()
+        return self.has_arrived and self.end_event.query()
 
 
 class OrderedGroup(dist.ProcessGroup):
-    """The group, and its own backend on the fake device; on the CPU it is gloo's."""
+    """A group that is its own backend on the fake device, and uses gloo on the CPU."""
 
     class Options:
         _timeout = timedelta(seconds=30)
@@ -94,8 +100,8 @@ class OrderedGroup(dist.ProcessGroup):
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, self.options._timeout)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._communicators: dict[Any, Communicator] = {}
-        self._count, self._joint = Counter[tuple[int, int]](), list[Queued]()
-        self._joins = False
+        self._transfer_counts, self._coalesced = Counter[tuple[int, int]](), list[QueuedWork]()
+        self._is_coalescing = False
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -107,12 +113,12 @@ class OrderedGroup(dist.ProcessGroup):
     supports_coalescing = True
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._joins = True
+        self._is_coalescing = True
 
-    def _end_coalescing(self, device: torch.device) -> Queued:
-        """The last one's: those before it in its queue come first."""
-        self._joins = False
-        return self._joint.pop()
+    def _end_coalescing(self, device: torch.device) -> QueuedWork:
+        """Return the last work: its wait brings all work before it in the queue."""
+        self._is_coalescing = False
+        return self._coalesced.pop()
 
     def name(self) -> str:
         return NAME
@@ -120,100 +126,111 @@ class OrderedGroup(dist.ProcessGroup):
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:
         if tensors[0].is_cpu:
             return self._gloo.send(tensors, peer, tag)
-        return self._carried(self.rank(), peer, tensors, ())
+        return self._transfer(self.rank(), peer, tensors, ())
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:
         if tensors[0].is_cpu:
             return self._gloo.recv(tensors, peer, tag)
-        return self._carried(peer, self.rank(), (), tensors)
+        return self._transfer(peer, self.rank(), (), tensors)
 
-    def allreduce(self, tensors: Sequence[Tensor], how: Any) -> Any:
+    def allreduce(self, tensors: Sequence[Tensor], options: Any) -> Any:
         if tensors[0].is_cpu:
-            return self._gloo.allreduce(tensors, how)
+            return self._gloo.allreduce(tensors, options)
 
-        def start(read: list[Tensor], made: list[Tensor]) -> Any:
-            for one, other in zip(made, read, strict=True):
-                moved(one.data_ptr(), other)
-            return self._gloo.allreduce(made, how)
+        def start(host_inputs: list[Tensor], host_outputs: list[Tensor]) -> Any:
+            for host_output, host_input in zip(host_outputs, host_inputs, strict=True):
+                copy_unchecked(host_output.data_ptr(), host_input)
+            return self._gloo.allreduce(host_outputs, options)
 
         return self._collective(tensors, tensors, start)
 
-    def allgather(self, found: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], how: Any) -> Any:
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], options: Any) -> Any:
         if tensors[0].is_cpu:
-            return self._gloo.allgather(found, tensors, how)
-        return self._collective(tensors, found[0], lambda read, made: self._gloo.allgather([made], read, how))
+            return self._gloo.allgather(outputs, tensors, options)
 
-    def all_gather_single(self, found: Tensor, own: Tensor, how: Any) -> Any:
-        def start(read: list[Tensor], made: list[Tensor]) -> Any:
-            return self._gloo.allgather([[*made[0].view(self.size(), -1)]], [read[0].view(-1)])
+        def start(host_inputs: list[Tensor], host_outputs: list[Tensor]) -> Any:
+            return self._gloo.allgather([host_outputs], host_inputs, options)
 
-        return start([own], [found]) if own.is_cpu else self._collective([own], [found], start)
+        return self._collective(tensors, outputs[0], start)
 
-    def reduce_scatter_single(self, found: Tensor, whole: Tensor, how: Any) -> Any:
-        def start(read: list[Tensor], made: list[Tensor]) -> Any:
-            whole = torch.empty(read[0].shape, dtype=read[0].dtype)
-            moved(whole.data_ptr(), read[0])
-            made[:] = [whole.view(self.size(), -1)[self.rank()]]
-            return self._gloo.allreduce([whole])  # gloo's own is over only once somebody has waited
+    def all_gather_single(self, output: Tensor, shard: Tensor, options: Any) -> Any:
+        def start(host_inputs: list[Tensor], host_outputs: list[Tensor]) -> Any:
+            return self._gloo.allgather([[*host_outputs[0].view(self.size(), -1)]], [host_inputs[0].view(-1)])
 
-        return start([whole], [found]) if whole.is_cpu else self._collective([whole], [found], start)
+        return start([shard], [output]) if shard.is_cpu else self._collective([shard], [output], start)
 
-    def all_to_all_single(self, found: Tensor, own: Tensor, received: Any, sent: Any, how: Any) -> Any:
-        def start(read: list[Tensor], made: list[Tensor]) -> Any:
-            return self._gloo.alltoall_base(*made, *read, received, sent, how)
+    def reduce_scatter_single(self, output: Tensor, summands: Tensor, options: Any) -> Any:
+        def start(host_inputs: list[Tensor], host_outputs: list[Tensor]) -> Any:
+            total = torch.empty(host_inputs[0].shape, dtype=host_inputs[0].dtype)
+            copy_unchecked(total.data_ptr(), host_inputs[0])
+            host_outputs[:] = [total.view(self.size(), -1)[self.rank()]]
+            # Not gloo's reduce_scatter: its work is completed only once somebody has waited.
+            return self._gloo.allreduce([total])
 
-        return start([own], [found]) if own.is_cpu else self._collective([own], [found], start)
+        return start([summands], [output]) if summands.is_cpu else self._collective([summands], [output], start)
 
-    def _collective(self, read: Sequence[Tensor], written: Sequence[Tensor], start: Callable[..., Any]) -> Any:
-        def started(*hosts: list[Tensor]) -> Any:
+    def all_to_all_single(self, output: Tensor, rows: Tensor, output_sizes: Any, input_sizes: Any, options: Any) -> Any:
+        def start(host_inputs: list[Tensor], host_outputs: list[Tensor]) -> Any:
+            return self._gloo.alltoall_base(*host_outputs, *host_inputs, output_sizes, input_sizes, options)
+
+        return start([rows], [output]) if rows.is_cpu else self._collective([rows], [output], start)
+
+    def _collective(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], start: Callable[..., Any]) -> Any:
+        def start_and_query(*hosts: list[Tensor]) -> Any:
             work = start(*hosts)
             return work, work.is_completed
 
-        queued = self._queued("all", read, written, started)
-        if not self._joins:
-            return queued
-        self._joint[:] = [queued]
+        queued_work = self._enqueue("all", inputs, outputs, start_and_query)
+        if not self._is_coalescing:
+            return queued_work
+        self._coalesced[:] = [queued_work]
         return None
 
-    def _carried(self, source: int, target: int, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Queued:
-        """Both sides leave word that they have come to it."""
-        self._count[source, target] += 1
-        number = self._count[source, target]
-        own, other = (f"{source}>{target} {number} {side}" for side in (("to", "from") if received else ("from", "to")))
-        self._store.set(own, "")
+    def _transfer(self, source: int, target: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> QueuedWork:
+        """Queue a send or a receive, and mark in the store that this side has reached it."""
+        self._transfer_counts[source, target] += 1
+        number = self._transfer_counts[source, target]
+        sides = ("to", "from") if outputs else ("from", "to")
+        local_key, peer_key = (f"{source}>{target} {number} {side}" for side in sides)
+        self._store.set(local_key, "")
 
-        def start(read: list[Tensor], made: list[Tensor]) -> Any:
-            work = self._gloo.send(read, target, number) if read else self._gloo.recv(made, source, number)
-            return work, lambda: self._store.check([other])
+        def start(host_inputs: list[Tensor], host_outputs: list[Tensor]) -> Any:
+            sends = bool(host_inputs)
+            work = (
+                self._gloo.send(host_inputs, target, number) if sends else self._gloo.recv(host_outputs, source, number)
+            )
+            return work, lambda: self._store.check([peer_key])
 
-        return self._queued({source, target}, sent, received, start)
+        return self._enqueue({source, target}, inputs, outputs, start)
 
-    def _queued(self, key: Any, read: Sequence[Tensor], written: Sequence[Tensor], start: Callable[..., Any]) -> Queued:
-        device = (*read, *written)[0].device
-        assert all(one.is_contiguous() for one in (*read, *written))
+    def _enqueue(
+        self, key: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], start: Callable[..., Any]
+    ) -> QueuedWork:
+        device = (*inputs, *outputs)[0].device
+        assert all(tensor.is_contiguous() for tensor in (*inputs, *outputs))
         if str(key) not in self._communicators:
             self._communicators[str(key)] = Communicator(device)
-        on = self._communicators[str(key)]
-        on.stream.wait_stream(torch.accelerator.current_stream(device))
-        hosts = [torch.empty_like(one, device="cpu", pin_memory=True) for one in read]
-        with on.stream:
-            for host, one in zip(hosts, read, strict=True):
-                host.copy_(one, non_blocking=True)
-            for one in written:
-                one.zero_()
-        made = [torch.empty_like(one, device="cpu") for one in written]
-        carried, there = start(hosts, made)
-        return Queued(on, carried, there, written, made)
+        communicator = self._communicators[str(key)]
+        communicator.stream.wait_stream(torch.accelerator.current_stream(device))
+        host_inputs = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in inputs]
+        with communicator.stream:
+            for host_input, tensor in zip(host_inputs, inputs, strict=True):
+                host_input.copy_(tensor, non_blocking=True)
+            for tensor in outputs:
+                tensor.zero_()
+        host_outputs = [torch.empty_like(tensor, device="cpu") for tensor in outputs]
+        transport, is_ready = start(host_inputs, host_outputs)
+        return QueuedWork(communicator, transport, is_ready, outputs, host_outputs)
 
 
 def register() -> None:
-    """Make torch.distributed know it, by its name."""
+    """Register the group as a backend of torch.distributed."""
     if NAME not in dist.Backend.backend_list:
         options = OrderedGroup.Options
 
         def make(store: Any, rank: int, size: int, timeout: timedelta) -> OrderedGroup:
-            told = options()
-            told._timeout = timeout
-            return OrderedGroup(store, rank, size, told)
+            group_options = options()
+            group_options._timeout = timeout
+            return OrderedGroup(store, rank, size, group_options)
 
         dist.Backend.register_backend(NAME, make, devices=["fake"])

@@ -1,6 +1,6 @@
 """Take a call that waits out of fpipe's runtimes, one at a time: a test on the fake accelerator has to notice.
 
-stream.wait_event(made)        --> without -->        None
+stream.wait_event(made)        --> without_wait -->        None
 """
 
 from __future__ import annotations
@@ -36,74 +36,80 @@ class Wait(NamedTuple):
         return Path(self.file).parent.name == "processes"
 
 
-def waits() -> list[Wait]:
-    """All of them in fpipe's runtimes; a call of a helper of the same file that has one is one, too."""
-    found = list[Wait]()
+def find_waits() -> list[Wait]:
+    """List the waits in fpipe's runtimes, calls of helpers in the same file that wait among them."""
+    removable_waits = list[Wait]()
     for path in sorted((ROOT / "runtimes").rglob("*.py")):
-        whole = ast.parse(path.read_text())
+        tree = ast.parse(path.read_text())
         names = (*WAITS, "wait", "wait_for", "wait_on") if path.parent.name == "processes" else WAITS
-        for name, node in _functions(whole):
-            calls = [_called(one) for one in _calls(node, whole, names) if name not in UNSEEN]
-            found += [
-                Wait(str(path.relative_to(ROOT)), name, call, calls[:at].count(call)) for at, call in enumerate(calls)
+        for name, node in _functions(tree):
+            calls = [_called_name(call) for call in _calls(node, tree, names) if name not in UNSEEN]
+            removable_waits += [
+                Wait(str(path.relative_to(ROOT)), name, call, calls[:index].count(call))
+                for index, call in enumerate(calls)
             ]
-    return found
+    return removable_waits
 
 
 @contextmanager
-def without(wait: Wait) -> Iterator[None]:
-    """The runtime without one of them."""
+def without_wait(wait: Wait) -> Iterator[None]:
+    """Run the body with one wait removed from the runtime."""
     module = importlib.import_module("fpipe." + wait.file.removesuffix(".py").replace("/", "."))
-    whole = ast.parse((ROOT / wait.file).read_text())
-    (node,) = (node for name, node in _functions(whole) if name == wait.function)
-    gone = [one for one in _calls(node, whole, (wait.call,)) if _called(one) == wait.call][wait.number]
-    ast.fix_missing_locations(_Without(gone).visit(whole))
+    tree = ast.parse((ROOT / wait.file).read_text())
+    (node,) = (node for name, node in _functions(tree) if name == wait.function)
+    removed_call = [call for call in _calls(node, tree, (wait.call,)) if _called_name(call) == wait.call][wait.number]
+    ast.fix_missing_locations(_WithoutCall(removed_call).visit(tree))
+    # The mutated file is compiled as a whole, and the function's code is found in the nested code constants by its
+    # dotted name. Swapping `__code__` changes the function for all modules that have imported it already.
     function: Any = module
-    code: Any = compile(whole, str(ROOT / wait.file), "exec")
+    code: Any = compile(tree, str(ROOT / wait.file), "exec")
     for part in wait.function.split("."):
         function = getattr(function, part)
-        (code,) = (one for one in code.co_consts if isinstance(one, types.CodeType) and one.co_name == part)
+        codes = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+        (code,) = (code for code in codes if code.co_name == part)
     function = inspect.unwrap(function)
-    before, function.__code__ = function.__code__, code
+    original_code, function.__code__ = function.__code__, code
     try:
         yield
     finally:
-        function.__code__ = before
+        function.__code__ = original_code
 
 
-class _Without(ast.NodeTransformer):
-    """A tree without one call: None in its place, or what it waits for."""
+class _WithoutCall(ast.NodeTransformer):
+    """Replace one call by None, or by the call on whose result it waits."""
 
-    def __init__(self, gone: ast.Call) -> None:
-        self.gone = gone
+    def __init__(self, removed_call: ast.Call) -> None:
+        self.removed_call = removed_call
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        if node is not self.gone:
+        if node is not self.removed_call:
             return self.generic_visit(node)
         waited = node.func.value if isinstance(node.func, ast.Attribute) else None
         return waited if isinstance(waited, ast.Call) else ast.Constant(None)
 
 
-def _functions(whole: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
-    for one in whole.body:
-        if isinstance(one, ast.FunctionDef):
-            yield one.name, one
-        for inner in one.body if isinstance(one, ast.ClassDef) else ():
-            if isinstance(inner, ast.FunctionDef):
-                yield f"{one.name}.{inner.name}", inner
+def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+    for statement in tree.body:
+        if isinstance(statement, ast.FunctionDef):
+            yield statement.name, statement
+        for method in statement.body if isinstance(statement, ast.ClassDef) else ():
+            if isinstance(method, ast.FunctionDef):
+                yield f"{statement.name}.{method.name}", method
 
 
-def _calls(function: ast.FunctionDef, whole: ast.Module, names: tuple[str, ...]) -> list[ast.Call]:
-    helpers = {one.name for one in whole.body if isinstance(one, ast.FunctionDef) and _any(one, WAITS)}
-    calls = (one for one in ast.walk(function) if isinstance(one, ast.Call))
+def _calls(function: ast.FunctionDef, tree: ast.Module, names: tuple[str, ...]) -> list[ast.Call]:
+    helpers = {helper.name for helper in tree.body if isinstance(helper, ast.FunctionDef) and _has_call(helper, WAITS)}
+    calls = (node for node in ast.walk(function) if isinstance(node, ast.Call))
     return [
-        one for one in calls if _called(one) in names or (isinstance(one.func, ast.Name) and one.func.id in helpers)
+        call
+        for call in calls
+        if _called_name(call) in names or (isinstance(call.func, ast.Name) and call.func.id in helpers)
     ]
 
 
-def _any(function: ast.FunctionDef, names: tuple[str, ...]) -> bool:
-    return any(isinstance(one, ast.Call) and _called(one) in names for one in ast.walk(function))
+def _has_call(function: ast.FunctionDef, names: tuple[str, ...]) -> bool:
+    return any(isinstance(node, ast.Call) and _called_name(node) in names for node in ast.walk(function))
 
 
-def _called(call: ast.Call) -> str:
+def _called_name(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")

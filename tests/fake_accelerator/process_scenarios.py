@@ -1,4 +1,4 @@
-"""Steps of two processes, each with a rank on a fake device: what `scenarios.py` is for one process."""
+"""Steps of two processes, each with a rank on a fake device; `scenarios.py` has those of one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fpipe.ops import lane_of
 from fpipe.runtimes.processes import collective_parts
 from fpipe.tree import leaves
 from tests.fake_accelerator import reports_of
-from tests.fake_accelerator.group import NAME, Queued
+from tests.fake_accelerator.group import NAME, QueuedWork
 from tests.fake_accelerator.scenarios import (
     PARTS,
     ROWS,
@@ -27,108 +27,113 @@ from tests.fake_accelerator.scenarios import (
     DeviceTime,
     Transform,
     batch_of,
-    by_sgd,
+    differing_bits,
     net_of,
-    other_bits,
     pipeline_of,
     schedules,
-    sgd,
+    sgd_step,
     squares,
+    train_by_sgd,
 )
 
+RunSteps = Callable[[torch.device], list[fpipe.Result]]
 
-def mesh_of_two(*beside: str, kind: str = "cpu") -> DeviceMesh:
-    """A mesh of two processes, the ranks, or with a dimension `beside` them those of one rank; it has groups of its
-    own, as of a scenario that went wrong something may still be under way. DTensors want one of a `kind` of device."""
+
+def mesh_of_two(*replica_dims: str, kind: str = "cpu") -> DeviceMesh:
+    """Return a mesh of two processes: two ranks, or with `replica_dims` two replicas of one rank.
+
+    Its groups are new, as work of a scenario that failed may still be under way in others. DTensors need a mesh whose
+    `kind` is their device's.
+    """
     group: Any = dist.new_group([0, 1], backend=NAME)
-    if not beside:
+    if not replica_dims:
         return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
     alone: Any = [dist.new_group([rank], backend=NAME) for rank in (0, 1)][dist.get_rank()]
-    return DeviceMesh.from_group([alone, group], kind, mesh=[[0, 1]], mesh_dim_names=("pp", *beside))
+    return DeviceMesh.from_group([alone, group], kind, mesh=[[0, 1]], mesh_dim_names=("pp", *replica_dims))
 
 
-def trained(rank: int, stages: int, pipeline: Transform, in_turn: bool = False, **how: Any) -> list[str]:
-    """Steps one behind the other, each on the parameters that this rank has made of its gradients before; on one
-    stream, or each on one of its own."""
+def trained(rank: int, stages: int, pipeline: Transform, in_turn: bool = False, **options: Any) -> list[str]:
+    """Train this rank for several steps by SGD, all on one stream or each on a new one (`in_turn`)."""
     device = torch.device("fake", rank)
-    net, batch = net_of(stages).to(device), tuple(one.to(device) for one in batch_of())
+    net, batch = net_of(stages).to(device), tuple(tensor.to(device) for tensor in batch_of())
     twin = copy.deepcopy(net)
     model, params, _ = fpipe.from_sequential(net, stages=stages, loss=squares)
     program = pipeline(fpipe.program(model))
     mesh = mesh_of_two()
-    mine = fpipe.local_params(program, params, rank)
-    here = [stage for stage, one in enumerate(mine) if one]
-    own = leaves([mine[stage] for stage in here])
+    local_params = fpipe.local_params(program, params, rank)
+    local_stages = [stage for stage, stage_params in enumerate(local_params) if stage_params]
+    local_leaves = leaves([local_params[stage] for stage in local_stages])
 
     def run() -> None:
-        step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch), **how)
-        last = torch.accelerator.current_stream(device)
+        step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch), **options)
+        last_stream = torch.accelerator.current_stream(device)
         for _ in range(STEPS):
-            stream = torch.Stream(device) if in_turn else last
-            stream.wait_stream(last)
+            stream = torch.Stream(device) if in_turn else last_stream
+            stream.wait_stream(last_stream)
             with stream:
-                found = step(mine, batch)
-                sgd(own, leaves([found.grads[stage] for stage in here]))
-            last = stream
+                result = step(local_params, batch)
+                sgd_step(local_leaves, leaves([result.grads[stage] for stage in local_stages]))
+            last_stream = stream
 
     reports = reports_of(run)
-    by_sgd(twin, batch)
-    return reports + other_bits(own, [one for stage in here for one in twin[stage].parameters()])
+    train_by_sgd(twin, batch)
+    expected = [param for stage in local_stages for param in twin[stage].parameters()]
+    return reports + differing_bits(local_leaves, expected)
 
 
-LEFT = {"calls": 0}
+REMAINING = {"calls": 0}
 
 
 @torch.library.custom_op("fpipe_tests::last_but", mutates_args=())
-def last_but(x: Tensor) -> Tensor:
-    """One op of a trace, which raises when it has been called so often."""
-    LEFT["calls"] -= 1
-    if LEFT["calls"] == 0:
+def raise_at_last_call(x: Tensor) -> Tensor:
+    """Copy the input; raise at the call that brings `REMAINING["calls"]` to zero."""
+    REMAINING["calls"] -= 1
+    if REMAINING["calls"] == 0:
         raise KeyError("too often")
     return x.clone()
 
 
-last_but.register_fake(torch.empty_like)
-last_but.register_autograd(lambda ctx, dy: dy)
+raise_at_last_call.register_fake(torch.empty_like)
+raise_at_last_call.register_autograd(lambda ctx, dy: dy)
 
 
-def failed(rank: int, who: int) -> list[str]:
-    """An error of one rank ends a step while messages are on their way that nobody waits for any more."""
+def failed(rank: int, failing_rank: int) -> list[str]:
+    """Let an error of one rank end a step while messages are in flight that nobody will wait for."""
     device = torch.device("fake", rank)
-    model = fpipe.from_functions([lambda p, x: last_but(x * p["w"])] * 2, squares)
+    model = fpipe.from_functions([lambda p, x: raise_at_last_call(x * p["w"])] * 2, squares)
     program = pipeline_of(schedules.one_f_one_b(2))(fpipe.program(model))
     params = tuple({"w": torch.full((WIDTH,), 2.0, device=device)} for _ in range(2))
-    batch = tuple(one.to(device) for one in batch_of())
+    batch = tuple(tensor.to(device) for tensor in batch_of())
     step = fpipe.build(program, model, runtime="distributed", mesh=mesh_of_two(), example=(params, batch))
-    mine, said = fpipe.local_params(program, params, rank), list[str]()
-    step(mine, batch)
+    local_params, messages = fpipe.local_params(program, params, rank), list[str]()
+    step(local_params, batch)
 
     def run() -> None:
-        LEFT["calls"] = 2 if rank == who else 0
+        REMAINING["calls"] = 2 if rank == failing_rank else 0
         try:
-            step(mine, batch)
+            step(local_params, batch)
         except (KeyError, fpipe.RankError) as error:
-            said.append(str(error))
+            messages.append(str(error))
 
     reports = reports_of(run)
-    return reports + ([] if "too often" in said[0] else said)
+    return reports + ([] if "too often" in messages[0] else messages)
 
 
-def beside_the_host(rank: int, stepped: Callable[[torch.device], list[fpipe.Result]], record: bool) -> list[str]:
-    """Reports of steps on the device, which hold the host nowhere up, and whether they have the bits of the host; of a
-    record, what it tells that cannot be."""
-    found, Queued.held_up = list[fpipe.Result](), 0
+def run_on_device_and_host(rank: int, run_steps: RunSteps, record: bool) -> list[str]:
+    """Run steps on device and host; report races, waits of the host, differing bits and impossible times."""
+    device_results, QueuedWork.host_waits = list[fpipe.Result](), 0
     with DeviceTime() if record else nullcontext():
-        reports = reports_of(lambda: found.extend(stepped(torch.device("fake", rank))))
-    reports += ["a wait held the host up"] * Queued.held_up
-    for result in found[1:] if record else ():  # those that only note events
-        reports += odd_times(result.timeline)
-    grads = (leaves([one.grads for one in results]) for results in (found, stepped(torch.device("cpu"))))
-    return reports + other_bits(*([getattr(one, "_local_tensor", one) for one in each] for each in grads))
+        reports = reports_of(lambda: device_results.extend(run_steps(torch.device("fake", rank))))
+    reports += ["a wait held the host up"] * QueuedWork.host_waits
+    for result in device_results[1:] if record else ():  # the first step measures, the later ones only note events
+        reports += impossible_times(result.timeline)
+    runs = device_results, run_steps(torch.device("cpu"))
+    grads = (leaves([result.grads for result in results]) for results in runs)
+    return reports + differing_bits(*([getattr(grad, "_local_tensor", grad) for grad in run] for run in grads))
 
 
 def exchanged(rank: int, record: bool = False) -> list[str]:
-    """Two processes that run one rank, and exchange rows between its layers."""
+    """Run one rank in two processes, which exchange rows between its layers."""
     mesh = mesh_of_two("ep")
     torch.manual_seed(rank)
     weights = [torch.randn(WIDTH, WIDTH) for _ in range(2)]
@@ -137,32 +142,35 @@ def exchanged(rank: int, record: bool = False) -> list[str]:
     model = fpipe.from_functions(stages, loss=squares)
     program = pipeline_of(fpipe.place([0, 0, 0]), schedules.one_f_one_b_overlap(1))(fpipe.program(model))
 
-    def stepped(device: torch.device) -> list[fpipe.Result]:
+    def run_steps(device: torch.device) -> list[fpipe.Result]:
         params = ({"w": weights[0].to(device)}, {}, {"w": weights[1].to(device)})
-        own = tuple(one.to(device) for one in batch)
-        step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, own), record=record)
-        return [step(params, own) for _ in range(STEPS)]
+        local_batch = tuple(tensor.to(device) for tensor in batch)
+        options: Any = {"mesh": mesh, "example": (params, local_batch), "record": record}
+        step = fpipe.build(program, model, runtime="distributed", **options)
+        return [step(params, local_batch) for _ in range(STEPS)]
 
-    return beside_the_host(rank, stepped, record)
+    return run_on_device_and_host(rank, run_steps, record)
 
 
-def odd_times(timeline: fpipe.Timeline) -> list[str]:
-    """What a record tells of exchanges, or of collectives over replicas, that cannot be: they run beside work, and
-    before who reads what they bring."""
+def impossible_times(timeline: fpipe.Timeline) -> list[str]:
+    """List the impossible times in a record of exchanges or collectives over replicas.
+
+    They run next to compute, take time, and end before their readers start.
+    """
     kinds = (*"FBIW", "GATHER", "SCATTER")
     spans = {op: (start, end) for op, start, end in timeline.events if op.kind in kinds}
-    makers = {value: op for op in spans for value in op.writes}
-    apart = {op: span for op, span in spans.items() if lane_of(op) != "main"}
-    work = [span for op, span in spans.items() if lane_of(op) == "main"]
-    early = [
-        f"{op.cell} began before {maker.cell} had ended"
+    writer_by_value = {value: op for op in spans for value in op.writes}
+    side_spans = {op: span for op, span in spans.items() if lane_of(op) != "main"}
+    work_spans = [span for op, span in spans.items() if lane_of(op) == "main"]
+    early_starts = [
+        f"{op.cell} began before {writer.cell} had ended"
         for op, (start, _) in spans.items()
-        for maker in map(makers.get, op.reads)
-        if maker is not None and start < spans[maker][1] - 1e-9
+        for writer in map(writer_by_value.get, op.reads)
+        if writer is not None and start < spans[writer][1] - 1e-9
     ]
-    idle = [f"{op.cell} took no time" for op, (start, end) in apart.items() if not 1e-4 < end - start < 0.1]
-    beside = [1 for start, end in apart.values() for low, high in work if low < end - 1e-5 and start < high - 1e-5]
-    return early + idle + ([] if beside else ["nothing ran beside an exchange"])
+    instant_ops = [f"{op.cell} took no time" for op, (start, end) in side_spans.items() if not 1e-4 < end - start < 0.1]
+    overlaps = [1 for a, b in side_spans.values() for c, d in work_spans if c < b - 1e-5 and a < d - 1e-5]
+    return early_starts + instant_ops + ([] if overlaps else ["no work ran next to an exchange"])
 
 
 def _layer(params: Any, x: Tensor) -> Tensor:
@@ -170,23 +178,23 @@ def _layer(params: Any, x: Tensor) -> Tensor:
 
 
 def replicated(rank: int) -> list[str]:
-    """Two replicas of one rank, which add up their gradients while the backward goes on."""
+    """Run two replicas of one rank, which sum their gradients during the backward."""
     device = torch.device("fake", rank)
     net, batch = net_of(2), batch_of()
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=squares)
     pipeline = fpipe.chain(pipeline_of(fpipe.place([0, 0]), schedules.gpipe(1)), fpipe.data_parallel())
     program = pipeline(fpipe.program(model))
     params, batch = fpipe.tree.tree_map(lambda leaf: leaf.detach().to(device), (params, batch))
-    own = tuple(one.tensor_split(2)[rank] for one in batch)
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh_of_two("dp"), example=(params, own))
-    found = list[Tensor]()
-    reports = reports_of(lambda: [found.extend(leaves(step(params, own).grads)) for _ in range(STEPS)])
+    local_batch = tuple(tensor.tensor_split(2)[rank] for tensor in batch)
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh_of_two("dp"), example=(params, local_batch))
+    actual_grads = list[Tensor]()
+    reports = reports_of(lambda: [actual_grads.extend(leaves(step(params, local_batch).grads)) for _ in range(STEPS)])
     expected = fpipe.reference(model, params, batch, microbatches=PARTS, replicas=2)
-    return reports + other_bits(found, leaves(expected.grads) * STEPS)
+    return reports + differing_bits(actual_grads, leaves(expected.grads) * STEPS)
 
 
 def sharded(rank: int, record: bool = False, **policy: Any) -> list[str]:
-    """Two replicas of one rank, which share out weights that travel alone, and rows that do not come out even."""
+    """Run two replicas of one rank on sharded weights, one large leaf and one whose rows do not divide evenly."""
     torch.manual_seed(0)
     weights = [{"w": torch.randn(WIDTH, WIDTH), "b": torch.randn(7, WIDTH)} for _ in range(2)]
     torch.manual_seed(rank)
@@ -195,16 +203,16 @@ def sharded(rank: int, record: bool = False, **policy: Any) -> list[str]:
     pipeline = fpipe.chain(pipeline_of(fpipe.place([0, 0]), schedules.one_f_one_b(1)), fpipe.shard(**policy))
     program = pipeline(fpipe.program(model))
 
-    def stepped(device: torch.device) -> list[fpipe.Result]:
+    def run_steps(device: torch.device) -> list[fpipe.Result]:
         mesh = mesh_of_two("dp", kind=device.type)
-        params, own = fpipe.tree.tree_map(lambda leaf: leaf.to(device), (weights, batch))
+        params, local_batch = fpipe.tree.tree_map(lambda leaf: leaf.to(device), (weights, batch))
         shards = fpipe.shard_params(params, mesh["dp"])
-        how: Any = {"mesh": mesh, "example": (shards, own), "record": record}
-        step = fpipe.build(program, model, runtime="distributed", **how)
-        return [step(shards, own) for _ in range(STEPS)]
+        options: Any = {"mesh": mesh, "example": (shards, local_batch), "record": record}
+        step = fpipe.build(program, model, runtime="distributed", **options)
+        return [step(shards, local_batch) for _ in range(STEPS)]
 
     with patch.object(collective_parts, "_LARGE_ON_DEVICES", WIDTH**2):
-        return beside_the_host(rank, stepped, record)
+        return run_on_device_and_host(rank, run_steps, record)
 
 
 def _biased(params: Any, x: Tensor) -> Tensor:
@@ -224,4 +232,4 @@ PROCESS_SCENARIOS: dict[str, Callable[[int], list[str]]] = {
     "an exchange": exchanged,
     "shards of each microbatch": lambda rank: sharded(rank, gather="use", scatter="microbatch"),
 }
-"""Those come first that alone notice when some wait is gone."""
+"""Scenarios in order: first those that are the only one to notice some missing wait."""

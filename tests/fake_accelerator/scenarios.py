@@ -1,6 +1,7 @@
-"""Steps on the fake accelerator: each gives what the checker reports, and whether the bits are those of autograd.
+"""Steps on the fake accelerator: each returns the checker's reports and the leaves whose bits differ from autograd.
 
-Nothing here waits for the device before the steps are over: what is right only since the host was slow is reported.
+Nothing here waits for the device before the steps are over: numbers that are right only because the host was slow are
+reported.
 """
 
 from __future__ import annotations
@@ -45,61 +46,61 @@ def pipeline_of(*transforms: Transform) -> Transform:
     return fpipe.chain(fpipe.split(PARTS), *transforms, fpipe.merge())
 
 
-def placed(
-    devices: Sequence[str], stages: int, pipeline: Transform, example: bool = False, **how: Any
+def build_placed(
+    devices: Sequence[str], stages: int, pipeline: Transform, example: bool = False, **options: Any
 ) -> tuple[fpipe.Step, tuple[Any, ...], fpipe.Program]:
-    """A step of a net whose blocks are at home where their ranks compute, its parameters, and its program."""
+    """Build a step of a net whose blocks are on their ranks' devices; return it with its parameters and program."""
     net, program = net_of(stages), pipeline(fpipe.program(stages))
     homes = {end.value.stage: end.homes[0] for end in program.inputs if end.value.name == "params"}
     for stage, block in enumerate(net):
         block.to(devices[homes[stage]])
     model, params, _ = fpipe.from_sequential(net, stages=stages, loss=squares)
-    how |= {"example": (params, batch_of())} if example else {}
-    return fpipe.build(program, model, runtime="threads", devices=[*devices], **how), params, program
+    options |= {"example": (params, batch_of())} if example else {}
+    return fpipe.build(program, model, runtime="threads", devices=[*devices], **options), params, program
 
 
-def by_autograd(
+def train_by_autograd(
     net: nn.Sequential, batch: tuple[Tensor, Tensor], change: Callable[[], object], steps: int = STEPS
 ) -> None:
-    """Steps of plain autograd, each block where it is, and a change of the parameters after each."""
+    """Run steps of plain autograd, each block on its device, with a change of the parameters after each step."""
     for _ in range(steps):
         net.zero_grad()
-        for x, target in zip(*(whole.tensor_split(PARTS) for whole in batch), strict=True):
+        for x, target in zip(*(tensor.tensor_split(PARTS) for tensor in batch), strict=True):
             for block in net:
                 x = block(x.to(block[0].weight.device))
             (squares(x, target.to(x.device)) * (1 / PARTS)).backward()
         change()
 
 
-def sgd(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+def sgd_step(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
     with torch.no_grad():
         for param, grad in zip(params, grads, strict=True):
             param -= 0.1 * grad
 
 
-def by_sgd(net: nn.Sequential, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """The parameters after steps that change each by its gradient."""
-    own = [*net.parameters()]
-    by_autograd(net, batch, lambda: sgd(own, [one.grad for one in own]))
-    return own
+def train_by_sgd(net: nn.Sequential, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Train by SGD under plain autograd and return the parameters."""
+    params = [*net.parameters()]
+    train_by_autograd(net, batch, lambda: sgd_step(params, [param.grad for param in params]))
+    return params
 
 
-def by_adamw(net: nn.Sequential, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """The parameters after steps of an optimizer whose gradients are clipped."""
-    own = [*net.parameters()]
-    optimizer = torch.optim.AdamW(own, lr=0.1, foreach=False)
+def train_by_adamw(net: nn.Sequential, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Train by AdamW with clipped gradients under plain autograd and return the parameters."""
+    params = [*net.parameters()]
+    optimizer = torch.optim.AdamW(params, lr=0.1, foreach=False)
 
     def change() -> None:
-        nn.utils.clip_grad_norm_(own, 1.0, foreach=False)
+        nn.utils.clip_grad_norm_(params, 1.0, foreach=False)
         optimizer.step()
 
-    by_autograd(net, batch, change)
-    return own
+    train_by_autograd(net, batch, change)
+    return params
 
 
-def trained(devices: Sequence[str], stages: int, pipeline: Transform, **how: Any) -> list[str]:
-    """Steps one behind the other, each on the parameters that the caller has made of the gradients before."""
-    step, params, program = placed(devices, stages, pipeline, **how)
+def trained(devices: Sequence[str], stages: int, pipeline: Transform, **options: Any) -> list[str]:
+    """Train for several steps; the caller updates the parameters by SGD between them."""
+    step, params, program = build_placed(devices, stages, pipeline, **options)
     twin, batch = net_of(stages), batch_of()
     for op in program.ops:
         if op.kind == "F":
@@ -107,40 +108,42 @@ def trained(devices: Sequence[str], stages: int, pipeline: Transform, **how: Any
 
     def run() -> None:
         for _ in range(STEPS):
-            sgd(leaves(params), leaves(step(params, batch).grads))
+            sgd_step(leaves(params), leaves(step(params, batch).grads))
 
-    return reports_of(run) + other_bits(leaves(params), by_sgd(twin, batch))
+    return reports_of(run) + differing_bits(leaves(params), train_by_sgd(twin, batch))
 
 
-def other_bits(found: Any, expected: Any) -> list[str]:
-    pairs = zip(found, expected, strict=True)
-    return [f"bits: {one.shape}" for one, other in pairs if not torch.equal(one.cpu(), other.cpu())]
+def differing_bits(actual: Any, expected: Any) -> list[str]:
+    pairs = zip(actual, expected, strict=True)
+    return [f"bits: {leaf.shape}" for leaf, expected_leaf in pairs if not torch.equal(leaf.cpu(), expected_leaf.cpu())]
 
 
 def updated(devices: Sequence[str] = TWO) -> list[str]:
-    """An optimizer in the program, whose norm goes round the ranks."""
+    """Train with an optimizer in the program, whose gradient norm is summed around the ranks."""
     pipeline = fpipe.chain(pipeline_of(schedules.one_f_one_b(2)), fpipe.update("AdamW", clip=1.0))
-    step, params, program = placed(devices, 2, pipeline)
+    step, params, program = build_placed(devices, 2, pipeline)
     opt, batch = fpipe.optimizer_state(program, params), batch_of()
 
     def run() -> None:
         nonlocal params, opt
         for _ in range(STEPS):
-            found = step(params, batch, opt=opt, lr=0.1)
-            params, opt = found.params, found.opt
+            result = step(params, batch, opt=opt, lr=0.1)
+            params, opt = result.params, result.opt
 
-    return reports_of(run) + other_bits(leaves(params), by_adamw(net_of(2).to("fake:3"), batch))
+    return reports_of(run) + differing_bits(leaves(params), train_by_adamw(net_of(2).to("fake:3"), batch))
 
 
-def built(**how: Any) -> tuple[fpipe.Step, tuple[Any, ...], tuple[Tensor, Tensor]]:
-    step, params, _ = placed(TWO, 2, pipeline_of(schedules.one_f_one_b(2)), **how)
+def build_two_stages(**options: Any) -> tuple[fpipe.Step, tuple[Any, ...], tuple[Tensor, Tensor]]:
+    step, params, _ = build_placed(TWO, 2, pipeline_of(schedules.one_f_one_b(2)), **options)
     return step, params, batch_of()
 
 
 def on_streams_in_turn() -> list[str]:
-    """The caller reads results on one stream, and has the next step on another: it was handed memory of the ranks'
-    streams, which knew nothing of the first one."""
-    step, params, batch = built()
+    """Read results on one stream and run the next step on another.
+
+    Used to race: results were memory of the ranks' streams, whose next step did not know of the caller's first stream.
+    """
+    step, params, batch = build_two_stages()
 
     def run() -> None:
         with torch.Stream("fake:0"), torch.Stream("fake:1"):
@@ -155,10 +158,10 @@ def on_streams_in_turn() -> list[str]:
 
 
 def built_on_another_stream() -> list[str]:
-    """What a step fills once, such as the cotangent of the loss, was made on the stream on which it was built."""
+    """Used to race: constants, such as the cotangent of the loss, were filled on the stream of the build alone."""
 
     def run() -> None:
-        step, params, batch = built(example=True)
+        step, params, batch = build_two_stages(example=True)
         with torch.Stream("fake:0"), torch.Stream("fake:1"):
             step(params, batch)
         for number in (0, 1):
@@ -168,8 +171,8 @@ def built_on_another_stream() -> list[str]:
 
 
 def batch_filled_anew() -> list[str]:
-    """Pinned memory of the caller's was read by a copy that nothing waited for."""
-    step, params, (x, target) = built()
+    """Used to race: nothing waited for the copy that reads the caller's pinned memory."""
+    step, params, (x, target) = build_two_stages()
     x = x.pin_memory()
 
     def run() -> None:
@@ -180,8 +183,8 @@ def batch_filled_anew() -> list[str]:
     return reports_of(run)
 
 
-def shy(p: Any, x: Tensor, seconds: float = 0.0) -> Tensor:
-    """A stage that raises on large numbers, after a while."""
+def raise_on_large(p: Any, x: Tensor, seconds: float = 0.0) -> Tensor:
+    """Scale by a weight; raise on large numbers, after some seconds."""
     if x.detach().sum() > 1e6:
         time.sleep(seconds)
         raise KeyError("too much")
@@ -189,12 +192,11 @@ def shy(p: Any, x: Tensor, seconds: float = 0.0) -> Tensor:
 
 
 def failed() -> list[str]:
-    """An error ends a step while parameters are on their way that nobody waits for any more."""
-
-    late = partial(shy, seconds=0.2)  # until all has been sent
-    model = fpipe.from_functions([lambda p, x: x * p["w"], late, lambda p, x: x * p["w"]], squares)
-    place = fpipe.place([1, 1, 1], homes=lambda stage: [0])
-    program = fpipe.chain(fpipe.split(2), place, fpipe.merge())(fpipe.program(model))
+    """Let an error end a step while parameters are in flight that nobody will wait for."""
+    late_stage = partial(raise_on_large, seconds=0.2)  # long enough that all parameters have been sent
+    model = fpipe.from_functions([lambda p, x: x * p["w"], late_stage, lambda p, x: x * p["w"]], squares)
+    placement = fpipe.place([1, 1, 1], homes=lambda stage: [0])
+    program = fpipe.chain(fpipe.split(2), placement, fpipe.merge())(fpipe.program(model))
     params = tuple({"w": torch.full((WIDTH,), 2.0, device="fake:0")} for _ in range(3))
     step = fpipe.build(program, model, runtime="threads", devices=[*TWO])
     step(params, (torch.ones(4, WIDTH), torch.ones(4, WIDTH)))
@@ -212,9 +214,8 @@ def failed() -> list[str]:
 
 
 def failed_between_copies() -> list[str]:
-    """An error ends a step whose residuals are on their way to the host, and the next step has the memory."""
-
-    model = fpipe.from_functions([lambda p, x: (x * p["w"]).tanh() * 1e7, shy], squares)
+    """Let an error end a step whose residuals are being copied to the host; the next step gets their memory."""
+    model = fpipe.from_functions([lambda p, x: (x * p["w"]).tanh() * 1e7, raise_on_large], squares)
     program = fpipe.chain(fpipe.split(2), schedules.gpipe(1), fpipe.offload(), fpipe.merge())(fpipe.program(model))
     params = tuple({"w": torch.full((WIDTH,), 2.0, device="fake:0")} for _ in range(2))
     step = fpipe.build(program, model, runtime="threads", devices=["fake:0"])
@@ -233,53 +234,53 @@ def failed_between_copies() -> list[str]:
 
 
 def offloaded_in_one_thread() -> list[str]:
-    """Without devices=, on whichever stream the caller is."""
+    """Offload without devices=, on the stream of the caller."""
     net = net_of(2).to("fake:0")
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=squares)
-    batch = tuple(one.to("fake:0") for one in batch_of())
+    batch = tuple(tensor.to("fake:0") for tensor in batch_of())
     program = pipeline_of(schedules.one_f_one_b(2), fpipe.offload())(fpipe.program(model))
-    step, found = fpipe.build(program, model), list[Any]()
+    step, actual_grads = fpipe.build(program, model), list[Any]()
 
     def run() -> None:
         for _ in range(STEPS):
             with torch.Stream("fake:0") as stream:
-                found[:] = leaves(step(params, batch).grads)
+                actual_grads[:] = leaves(step(params, batch).grads)
             torch.accelerator.current_stream(0).wait_stream(stream)
 
     reports, expected = reports_of(run), fpipe.reference(model, params, batch, microbatches=PARTS)
-    return reports + other_bits(found, leaves(expected.grads))
+    return reports + differing_bits(actual_grads, leaves(expected.grads))
 
 
 class DeviceTime:
-    """The host's clock on the time of the streams, so that a timeline says what the device did."""
+    """Replace the clock of timelines by the time of the fake streams."""
 
     def __enter__(self) -> None:
         self.real = time
-        shown = types.SimpleNamespace(perf_counter=torch.ops.fake_accelerator.now)
-        recorder.time = rank_part.time = shown
+        device_clock = types.SimpleNamespace(perf_counter=torch.ops.fake_accelerator.now)
+        recorder.time = rank_part.time = device_clock
 
     def __exit__(self, *error: object) -> None:
         recorder.time = rank_part.time = self.real
 
 
 def recorded() -> list[str]:
-    """In the first step, and in those that only note events, an op takes as long as its work on the device."""
-    step, params, batch = built(record=True)
-    found = list[str]()
+    """List the ops whose recorded seconds are not those of their work on the device, in measured and noted steps."""
+    step, params, batch = build_two_stages(record=True)
+    wrong_durations = list[str]()
     with DeviceTime():
         for number in range(STEPS):
             torch.ops.fake_accelerator.reset()
             events = step(params, batch).timeline.events
-            found += [
+            wrong_durations += [
                 f"step {number}: {op.cell} took {end - start} s"
                 for op, start, end in events
                 if op.kind in "FB" and not 1e-4 < end - start < 0.1
             ]
-    return found
+    return wrong_durations
 
 
-def timed(pipeline: Transform, devices: Sequence[str], home: str) -> fpipe.Timeline:
-    """When ops ran on the device, on its own time, in a step that only notes events."""
+def timeline_of(pipeline: Transform, devices: Sequence[str], home: str) -> fpipe.Timeline:
+    """Return the timeline of a step that only notes events, in device time."""
     net = net_of(2).to(home)
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=squares)
     program = pipeline(fpipe.program(model))
@@ -287,9 +288,9 @@ def timed(pipeline: Transform, devices: Sequence[str], home: str) -> fpipe.Timel
     with DeviceTime():
         for _ in range(2):
             torch.ops.fake_accelerator.reset()
-            found = step(params, batch_of())
-    assert found.timeline is not None
-    return found.timeline
+            result = step(params, batch_of())
+    assert result.timeline is not None
+    return result.timeline
 
 
 ZB = pipeline_of(schedules.zbv(2))
@@ -319,4 +320,4 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "updates": updated,
     "a batch filled anew": batch_filled_anew,
 }
-"""Those come first that alone notice when some wait is gone."""
+"""Scenarios in order: first those that are the only one to notice some missing wait."""
