@@ -19,11 +19,13 @@ PARTS, KEY, ROUNDS = 2, 3, 9
 
 HEAD = """# Families
 
-For whoever has a model of the transformers library: which families are cut, and how their gradients compare with their own. Models of transformers that `from_module` cuts at four stages, from tiny configurations with random weights (four blocks, width 32, four rows in two microbatches): in training, dropout drawn by a key, rows padded where the family has a mask. `make families` compares the loss, each gradient and the state of each with the net's own under plain autograd, microbatch after microbatch, for ZB-H1 with split backward and checkpoint. This page is generated (`make families-page`), and a test holds its rows to what is tested.
+*Reference.* For whoever has a model of the transformers library: which families `from_module` cuts at four stages, and how their gradients compare with their own. The models are tiny, with random weights (four blocks, width 32, four rows in two microbatches), in training, with dropout, and with padded rows where the family has a mask. `make families` compares loss, gradients and state with the net's own under plain autograd, for ZB-H1 with split backward and checkpoint. `make families-page` writes this page.
 
-- *Gradients*: bitwise the net's own, or all but some. Where several stages read one value (a tied parameter, the output of an encoder), its gradient is a sum over these stages; plain autograd does the same additions (`aten.add`) in another order, and addition of floating-point numbers is not associative. Bloom's GELU is a custom `autograd.Function`: a trace above autograd has its forward, of which autograd takes the derivative. RWKV, whose steps are many operations, is not in the table: bitwise. Nor is Funnel: bitwise but for what is before the output of its first block, which two stages read.
-- *Build*: seconds of `from_module`, the export by torch among them.
-- *Step against eager*: a step of ZB-H1 in one process, divided by plain autograd on the same two microbatches; the least of nine each, on one thread. Tensors this small time the calls, not the arithmetic.
+- *gradients*: bitwise the net's own, or all but the named ones. If several stages read one value (a tied parameter, an encoder's output), plain autograd adds its gradients (`aten.add`) in another order.
+- *build*: seconds of `from_module`, with torch's export.
+- *step against eager*: ZB-H1 in one process over plain autograd on the same microbatches; the least of nine, on one CPU thread. Tensors this small time the calls, not the arithmetic.
+
+RWKV is bitwise too. Funnel is, except before the output of its first block, which two stages read.
 
 | family | model | stages end after | gradients | build, s | step against eager |
 |---|---|---|---|---|---|
