@@ -31,7 +31,7 @@ FORWARDS_PER_BACKWARD = 3
     "RoundPipe",
     "Luo et al. 2026, arXiv 2604.27085",
     idle="at most (p-1)t for groups of t seconds a microbatch, their number a multiple of p, and m >= p",
-    peak="the stages of one group, for one microbatch; beside them the inputs of backward groups",
+    peak="the stages of one group, for one microbatch, and the inputs of backward groups",
     accepts="any; at least as many groups as ranks",
 )
 def roundpipe(
