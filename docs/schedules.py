@@ -26,7 +26,7 @@ memory. `make docs` writes this page from the registry.
 | letter | meaning |
 |---|---|
 | p, m, r | number of ranks, number of microbatches, a rank from 0 |
-| v, Q | stages a rank, slices of a sequence |
+| v, Q | stages of a rank, also called chunks; slices of a sequence |
 | F, B, W | seconds of a forward, an input gradient, a weight gradient of a microbatch on a rank; T = F + B + W |
 | c | latency of a transfer |
 | idle | makespan less mT |
@@ -73,7 +73,7 @@ def _section(schedule: Schedule) -> list[str]:
         lines += [f"{schedule.title}. {schedule.source}.", ""]
     lines += [_description(schedule), ""]
     facts = {"Accepts": schedule.accepts, "Idle": schedule.idle, "Peak": schedule.peak}
-    lines += [f"- {word}: {fact}" for word, fact in facts.items() if fact]
+    lines += [f"- {label}: {fact}" for label, fact in facts.items() if fact]
     program = _program_of(schedule, DRAWN)
     if program is None:
         return [*lines, ""]
