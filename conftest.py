@@ -1,5 +1,4 @@
-"""What every test runs under: one torch thread, Ctrl-C heard, the same hypothesis examples each time, groups of
-processes, and which files are slow."""
+"""Set up every test: one torch thread, Ctrl-C, reproducible hypothesis examples, groups of processes, slow files."""
 
 import gc
 import itertools
@@ -76,10 +75,10 @@ pair, trio, four = map(processes, (2, 3, 4))
 
 @pytest.fixture(autouse=True)
 def process_state() -> Iterator[None]:
-    """Fail a test that leaves a process group or a setting of torch behind, and not those that it would mislead."""
-    had_group, before = dist.is_initialized(), process_settings()
+    """Fail a test that leaves a process group or a setting of torch behind, before it misleads later tests."""
+    had_group, settings_before = dist.is_initialized(), process_settings()
     yield
-    changes = sorted({*process_settings()} - {*before})
+    changes = sorted({*process_settings()} - {*settings_before})
     if dist.is_initialized() and not had_group:
         dist.destroy_process_group()
         changes.append("a default process group")
@@ -98,20 +97,20 @@ def process_settings() -> list[str]:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests are no garbage: each full collection walked through them, which is half a second."""
+    """Freeze modules and tests, which are no garbage: each full collection walked through them for half a second."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def small_heap() -> None:
-    """For a test that collects garbage: of its own alone."""
+    """Freeze all objects before a test that collects garbage, so that it walks through its own alone."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
-    """Once, where pytest would walk through all of it five times."""
+    """Collect once: pytest would walk through all objects five times."""
     gc.collect()
     gc.freeze()
 
@@ -123,49 +122,50 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if why := torch_versions.left_out(item.nodeid):
-            item.add_marker(pytest.mark.skip(reason=why))
-        if item.path in SLOW_FILES:
-            item.add_marker(pytest.mark.slow)
-        if item.path.is_relative_to(ROOT / "property_tests"):
-            item.add_marker(pytest.mark.law)
-    crossed = [item for item in items if isinstance(item, pytest.Function) and item.get_closest_marker("crossed")]
-    for _, group in itertools.groupby(crossed, lambda item: item.function):
-        for item in outside_the_star([*group]):
-            item.add_marker(pytest.mark.deep)
+    for test in items:
+        if reason := torch_versions.reason_to_leave_out(test.nodeid):
+            test.add_marker(pytest.mark.skip(reason=reason))
+        if test.path in SLOW_FILES:
+            test.add_marker(pytest.mark.slow)
+        if test.path.is_relative_to(ROOT / "property_tests"):
+            test.add_marker(pytest.mark.law)
+    crossed = [test for test in items if isinstance(test, pytest.Function) and test.get_closest_marker("crossed")]
+    for _, group in itertools.groupby(crossed, lambda test: test.function):
+        for test in outside_the_star([*group]):
+            test.add_marker(pytest.mark.deep)
 
 
-def outside_the_star(items: list[pytest.Function]) -> list[pytest.Function]:
-    """Of the combinations of several parameters, in their order, those that `make test` leaves out. It has each value
-    of the longest with the first values of the others, and each combination of these with every fifth of the longest.
+def outside_the_star(combinations: list[pytest.Function]) -> list[pytest.Function]:
+    """Return the combinations of several parameters, in their order, that `make test` leaves out.
+
+    It keeps each value of the longest parameter with the first values of the rest, and each combination of the rest
+    with every fifth value of the longest.
     """
-    sizes = [len(mark.args[1]) for mark in items[0].iter_markers("parametrize")]
-    if len(items) < math.prod(sizes):  # asked for by name
+    sizes = [len(mark.args[1]) for mark in combinations[0].iter_markers("parametrize")]
+    if len(combinations) < math.prod(sizes):  # asked for by name
         return []
-    longest, left_out = sizes.index(max(sizes)), list[pytest.Function]()
-    others = [*itertools.product(*map(range, sizes[:longest] + sizes[longest + 1 :]))]
-    every = min(5, max(sizes))
-    for item, place in zip(items, itertools.product(*map(range, sizes)), strict=True):
-        other = others.index(place[:longest] + place[longest + 1 :])
-        if other and place[longest] % every != other % every:
-            left_out.append(item)
-    return left_out
+    longest, deep_tests = sizes.index(max(sizes)), list[pytest.Function]()
+    rest_combinations = [*itertools.product(*map(range, sizes[:longest] + sizes[longest + 1 :]))]
+    stride = min(5, max(sizes))
+    for test, indices in zip(combinations, itertools.product(*map(range, sizes)), strict=True):
+        rest_index = rest_combinations.index(indices[:longest] + indices[longest + 1 :])
+        if rest_index and indices[longest] % stride != rest_index % stride:
+            deep_tests.append(test)
+    return deep_tests
 
 
 _trusted = Program.trusted
 _sources: dict[int, int] = {}
 
 
-def _checked(*parts, **more):
-    """Rewrites of ours are not checked again when a user runs them; in tests each of them is, and the index it hands on
-    is the one that is looked up. Of programs that are equal the first is checked."""
-    made = _trusted(*parts, **more)
-    number = hash((made.inputs, made.ops, made.outputs))
-    if number not in _sources:
-        _sources[number] = hash((*Program(made.inputs, made.ops, made.outputs).sources,))
-    assert hash((*made.sources,)) == _sources[number]
-    return made
+def _trusted_and_checked(*parts, **options):
+    """Check the index of writers that a rewrite passes on, which users' runs trust. Equal programs are checked once."""
+    program = _trusted(*parts, **options)
+    digest = hash((program.inputs, program.ops, program.outputs))
+    if digest not in _sources:
+        _sources[digest] = hash((*Program(program.inputs, program.ops, program.outputs).sources,))
+    assert hash((*program.sources,)) == _sources[digest]
+    return program
 
 
-Program.trusted = staticmethod(_checked)
+Program.trusted = staticmethod(_trusted_and_checked)

@@ -1,4 +1,4 @@
-"""How long a step takes compiled by inductor, of the same program uncompiled.
+"""Time a step compiled by inductor, as a share of the same step uncompiled.
 
     python benchmarks/compile.py [--rounds N]
 
@@ -28,19 +28,19 @@ def minima(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
-            began = time.perf_counter()
+            start = time.perf_counter()
             step()
-            times[name].append(time.perf_counter() - began)
-    return {name: min(found) for name, found in times.items()}
+            times[name].append(time.perf_counter() - start)
+    return {name: min(seconds) for name, seconds in times.items()}
 
 
-def of_products(step: Callable[[], Any]) -> float:
-    """The share of a step that its matrix products and attention take."""
-    with profile() as seen:
+def share_of_products(step: Callable[[], Any]) -> float:
+    """Return the share of a step's time that its matrix products and attention take."""
+    with profile() as profiler:
         step()
-    rows = [(row.key.removeprefix("aten::"), row.self_cpu_time_total) for row in seen.key_averages()]
-    products = sum(spent for name, spent in rows if name.startswith(PRODUCTS))
-    return products / sum(spent for _, spent in rows)
+    rows = [(row.key.removeprefix("aten::"), row.self_cpu_time_total) for row in profiler.key_averages()]
+    products = sum(seconds for name, seconds in rows if name.startswith(PRODUCTS))
+    return products / sum(seconds for _, seconds in rows)
 
 
 def main(rounds: int) -> None:
@@ -57,18 +57,18 @@ def main(rounds: int) -> None:
     torch.set_num_threads(1)
     torch.empty(31 << 20, dtype=torch.uint8)  # the C library keeps freed memory after it: see benchmarks/step.py
     for runtime in ("local", "threads"):
-        both = {
+        built_steps = {
             name: fpipe.build(program, model, runtime=runtime, compile=name == "compiled")
             for name in ("plain", "compiled")
         }
-        steps = {name: (lambda step=step: step(params, (x, target))) for name, step in both.items()}
+        steps = {name: (lambda step=step: step(params, (x, target))) for name, step in built_steps.items()}
         for step in steps.values():
             step()
-        found = minima(steps, rounds)
-        floor = of_products(steps["plain"]) if runtime == "local" else None
+        times = minima(steps, rounds)
+        floor = share_of_products(steps["plain"]) if runtime == "local" else None
         print(
-            f"{runtime:<8} plain {found['plain'] * 1e3:7.1f} ms  compiled / plain "
-            f"{found['compiled'] / found['plain']:.2f}" + (f"  products alone {floor:.2f}" if floor else ""),
+            f"{runtime:<8} plain {times['plain'] * 1e3:7.1f} ms  compiled / plain "
+            f"{times['compiled'] / times['plain']:.2f}" + (f"  products alone {floor:.2f}" if floor else ""),
             flush=True,
         )
 

@@ -1,4 +1,4 @@
-"""How long it takes from a net to its first step, against what `torch.export` alone takes for it.
+"""Time the way from a net to its first step, against `torch.export` alone.
 
     python benchmarks/doors.py [--layers 12] [--width 256]
 
@@ -17,33 +17,33 @@ import transformers
 
 import fpipe
 
-WORDS, ROWS, LENGTH, ROUNDS = 1000, 8, 32, 3
+VOCABULARY, ROWS, LENGTH, ROUNDS = 1000, 8, 32, 3
 
 
 def gpt2(layers: int, width: int) -> torch.nn.Module:
     config = transformers.GPT2Config(
-        vocab_size=WORDS, n_positions=128, n_embd=width, n_layer=layers, n_head=4, bos_token_id=0, eos_token_id=0
+        vocab_size=VOCABULARY, n_positions=128, n_embd=width, n_layer=layers, n_head=4, bos_token_id=0, eos_token_id=0
     )
     config.loss_type, config.use_cache = "ForCausalLM", False
     return transformers.GPT2LMHeadModel(config).train()
 
 
-def timed(what: Callable[[], Any]) -> tuple[float, Any]:
+def timed(function: Callable[[], Any]) -> tuple[float, Any]:
     gc.collect()
     start = time.process_time()
-    made = what()
-    return time.process_time() - start, made
+    result = function()
+    return time.process_time() - start, result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=256)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    net = gpt2(asked.layers, asked.width)
-    ids = torch.randint(0, WORDS, (ROWS, LENGTH))
+    net = gpt2(options.layers, options.width)
+    ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH))
     inputs = {"input_ids": ids, "labels": ids}
     shapes = {name: dict.fromkeys(range(2), torch.export.Dim.AUTO) for name in inputs}
 
@@ -55,16 +55,16 @@ def main() -> None:
 
     rounds: list[tuple[float, float, float]] = []
     for _ in range(ROUNDS):
-        alone, _ = timed(export)
-        door, (model, params, _) = timed(cut)
+        export_seconds, _ = timed(export)
+        door_seconds, (model, params, _) = timed(cut)
         program = fpipe.chain(fpipe.split(4), fpipe.schedules.zb_h1(4), fpipe.merge())(fpipe.program(model))
         step = fpipe.build(program, model)
-        first, _ = timed(lambda step=step, params=params: step(params, (inputs, None), key=0))
-        rounds.append((alone, door, first))
-    alone, door, first = map(min, zip(*rounds, strict=True))
-    print(f"GPT-2, {asked.layers} blocks of width {asked.width}, in seconds of CPU")
-    print(f"torch.export {alone:.1f}   from_module {door:.1f}   first step {first:.1f}")
-    print(f"from_module and first step: {(door + first) / alone:.2f} x torch.export")
+        step_seconds, _ = timed(lambda step=step, params=params: step(params, (inputs, None), key=0))
+        rounds.append((export_seconds, door_seconds, step_seconds))
+    export_seconds, door_seconds, step_seconds = map(min, zip(*rounds, strict=True))
+    print(f"GPT-2, {options.layers} blocks of width {options.width}, in seconds of CPU")
+    print(f"torch.export {export_seconds:.1f}   from_module {door_seconds:.1f}   first step {step_seconds:.1f}")
+    print(f"from_module and first step: {(door_seconds + step_seconds) / export_seconds:.2f} x torch.export")
 
 
 if __name__ == "__main__":

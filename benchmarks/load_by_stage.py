@@ -1,4 +1,4 @@
-"""Load a net of 1.2 GiB by stage on four processes: what each holds at most, beside its own parameters.
+"""Load a net of 1.2 GiB by stage on four processes, and compare the peak memory of each with its own parameters.
 
     python benchmarks/load_by_stage.py [--mebibytes 1200]
 
@@ -19,16 +19,16 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from step import within
+from step import against
 from torch import Tensor, nn
 
 import fpipe
 
-RANKS, WIDTH, MOST = 4, 2048, 1.2
+RANKS, WIDTH, LIMIT = 4, 2048, 1.2
 
 
 def cut(layers: int) -> tuple[fpipe.Model, fpipe.Program]:
-    """The net on meta, as a model and a program of four ranks."""
+    """Cut the net on meta into a model and a program of four ranks."""
     with torch.device("meta"):
         net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
         x = torch.empty(8, WIDTH)
@@ -38,49 +38,49 @@ def cut(layers: int) -> tuple[fpipe.Model, fpipe.Program]:
 
 
 def save(file: Path, layers: int) -> None:
-    """Weights of the net, one layer in memory at a time; and for torch.load."""
+    """Save the net's weights as safetensors, one layer in memory at a time; and for torch.load."""
     sizes = {"weight": (WIDTH, WIDTH), "bias": (WIDTH,)}
-    header, at = dict[str, Any](), 0
+    header, offset = dict[str, Any](), 0
     for layer in range(layers):
         for name, shape in sizes.items():
-            end = at + 4 * torch.Size(shape).numel()
-            header[f"{layer}.{name}"] = {"dtype": "F32", "shape": [*shape], "data_offsets": [at, end]}
-            at = end
+            end = offset + 4 * torch.Size(shape).numel()
+            header[f"{layer}.{name}"] = {"dtype": "F32", "shape": [*shape], "data_offsets": [offset, end]}
+            offset = end
     text = json.dumps(header).encode()
-    with file.open("wb") as out:
-        out.write(struct.pack("<Q", len(text)) + text)
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
         for _ in range(layers):
             for shape in sizes.values():
-                out.write(torch.randn(shape).numpy().tobytes())
-    named = {name: torch.zeros(entry["shape"]) for name, entry in header.items()}
+                stream.write(torch.randn(shape).numpy().tobytes())
+    named = {name: torch.zeros(tensor_header["shape"]) for name, tensor_header in header.items()}
     torch.save(named, file.with_suffix(".pt"))
 
 
 def peak() -> float:
-    """Mebibytes that this process held at most."""
-    words = Path("/proc/self/status").read_text().split()
-    return int(words[words.index("VmHWM:") + 1]) / 1024
+    """Return the most mebibytes that this process has held."""
+    fields = Path("/proc/self/status").read_text().split()
+    return int(fields[fields.index("VmHWM:") + 1]) / 1024
 
 
-def work(rank: int, file: str, layers: int, way: str, found: Any) -> None:
+def work(rank: int, file: str, layers: int, loader: str, measurements: Any) -> None:
     torch.set_num_threads(1)
     model, program = cut(layers)
-    start, own = time.perf_counter(), 0.0
-    if way == "fpipe":
+    start, param_mebibytes = time.perf_counter(), 0.0
+    if loader == "fpipe":
         mine = fpipe.load_params(model, program, file, rank=rank)
-        own = sum(leaf.nbytes for leaf in fpipe.tree.leaves(mine) if isinstance(leaf, Tensor)) / 2**20
-    elif way == "torch.load":
-        whole = torch.load(Path(file).with_suffix(".pt"), mmap=True)
+        param_mebibytes = sum(leaf.nbytes for leaf in fpipe.tree.leaves(mine) if isinstance(leaf, Tensor)) / 2**20
+    elif loader == "torch.load":
+        tensors = torch.load(Path(file).with_suffix(".pt"), mmap=True)
         names = {name for names in model.owned_param_names(rank) for name in names}
-        mine = {name: one.clone() for name, one in whole.items() if name in names}
-    found[rank] = peak(), own, time.perf_counter() - start
+        mine = {name: tensor.clone() for name, tensor in tensors.items() if name in names}
+    measurements[rank] = peak(), param_mebibytes, time.perf_counter() - start
 
 
-def run(file: Path, layers: int, way: str) -> list[tuple[float, float, float]]:
+def run(file: Path, layers: int, loader: str) -> list[tuple[float, float, float]]:
     with mp.Manager() as manager:
-        found = manager.dict()
-        mp.start_processes(work, (str(file), layers, way, found), nprocs=RANKS, start_method="spawn")
-        return [found[rank] for rank in range(RANKS)]
+        measurements = manager.dict()
+        mp.start_processes(work, (str(file), layers, loader, measurements), nprocs=RANKS, start_method="spawn")
+        return [measurements[rank] for rank in range(RANKS)]
 
 
 if __name__ == "__main__":
@@ -90,9 +90,11 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "net.safetensors")
         save(file, layers)
-        empty, loaded, torchs = (run(file, layers, way) for way in ("nothing", "fpipe", "torch.load"))
-    for rank, ((base, *_), (most, own, _)) in enumerate(zip(empty, loaded, strict=True)):
-        ratio = within((most - base) / own, MOST)
-        print(f"rank {rank}: {own:.0f} MiB of parameters, holds {base:.0f} + {most - base:.0f} MiB at most: {ratio}")
-    ours, theirs = (max(took for *_, took in one) for one in (loaded, torchs))
+        empty, loaded, torchs = (run(file, layers, loader) for loader in ("nothing", "fpipe", "torch.load"))
+    for rank, ((base, *_), (peaks, params, _)) in enumerate(zip(empty, loaded, strict=True)):
+        ratio = against((peaks - base) / params, LIMIT)
+        print(
+            f"rank {rank}: {params:.0f} MiB of parameters, holds {base:.0f} + {peaks - base:.0f} MiB at most: {ratio}"
+        )
+    ours, theirs = (max(took for *_, took in measurements) for measurements in (loaded, torchs))
     print(f"load_params / torch.load(mmap=True) and a copy, the slowest rank: {ours / theirs:.2f}  ({ours:.1f} s)")

@@ -1,4 +1,4 @@
-"""How far simulation with profiled costs is from measured makespans, and what recording a step costs.
+"""Compare simulation with profiled costs to measured makespans, and measure what recording a step costs.
 
     python benchmarks/measured.py [--quick]
 
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from parallel import CASES, MSE, delay
-from step import MICROBATCHES, within
+from step import MICROBATCHES, against
 
 import fpipe
 
@@ -59,106 +59,108 @@ class Race:
 
     def step(self, schedule: str, record: bool) -> Callable[[], Any]:
         model, params = self.models[STAGES[schedule]]
-        how: Any = {"runtime": self.runtime, "record": record, "example": (params, self.batch)}
-        return partial(fpipe.build(self.programs[schedule], model, **how), params, self.batch)
+        options: Any = {"runtime": self.runtime, "record": record, "example": (params, self.batch)}
+        return partial(fpipe.build(self.programs[schedule], model, **options), params, self.batch)
 
     def profile(self, stages: int) -> tuple[Any, float]:
         model, params = self.models[stages]
-        how: Any = {"runtime": self.runtime, "repeats": 5}
-        return timed(partial(fpipe.profile, self.program("one_f_one_b", stages), model, params, self.batch, **how))[1:]
+        run = partial(fpipe.profile, self.program("one_f_one_b", stages), model, params, self.batch)
+        return timed(partial(run, runtime=self.runtime, repeats=5))[1:]
 
 
 def timed(step: Callable[[], Any]) -> tuple[float, Any, float]:
-    """Seconds, what the step returns, and for which share of the time a thread waited for a core."""
+    """Return seconds, the step's result, and the share of the time that a thread waited for a core."""
     gc.collect()
     gc.disable()
-    before, start = delay(), time.perf_counter()
-    found = step()
-    seconds, waited = time.perf_counter() - start, delay() - before
+    start_delay, start = delay(), time.perf_counter()
+    result = step()
+    seconds, waited = time.perf_counter() - start, delay() - start_delay
     gc.enable()
-    return seconds, found, waited / seconds
+    return seconds, result, waited / seconds
 
 
-def race(rank: int, name: str, runtime: str, blocks: int) -> None:
-    """All blocks; rank 0 prints."""
-    entries = Race(rank, name, runtime)
+def run_race(rank: int, name: str, runtime: str, blocks: int) -> None:
+    """Run all blocks; rank 0 prints."""
+    contest = Race(rank, name, runtime)
     predicted: Times = {schedule: [] for schedule in STAGES}
     measured: Times = {schedule: [] for schedule in STAGES}
-    times: dict[bool, Times] = {on: {name: [] for name in STAGES} for on in (True, False)}
+    times: dict[bool, Times] = {record: {name: [] for name in STAGES} for record in (True, False)}
     for block in range(blocks):
-        costs = {stages: entries.profile(stages) for stages in entries.models}
+        costs = {stages: contest.profile(stages) for stages in contest.models}
         for schedule, stages in STAGES.items():
-            found = fpipe.simulate(entries.programs[schedule], costs[stages][0]).makespan
-            predicted[schedule].append((found, costs[stages][1]))
+            makespan = fpipe.simulate(contest.programs[schedule], costs[stages][0]).makespan
+            predicted[schedule].append((makespan, costs[stages][1]))
         for turn in range(ROUNDS + (block == 0)):
             for schedule in STAGES:
                 for record in (True, False) if turn % 2 else (False, True):
                     if runtime == "distributed":
                         dist.barrier()
-                    seconds, result, waited = timed(entries.steps[record][schedule])
+                    seconds, result, waited = timed(contest.steps[record][schedule])
                     if block or turn:
                         times[record][schedule].append((seconds, waited))
                         if record:
                             measured[schedule].append((result.timeline.makespan, waited))
     if runtime == "distributed":
         predicted, measured = slowest(predicted), slowest(measured)
-        times = {record: slowest(found) for record, found in times.items()}
+        times = {record: slowest(samples) for record, samples in times.items()}
     if rank == 0:
         report(f"{name}, {runtime}", predicted, measured)
         for label, of in (("minima", min), ("medians", statistics.median)):
-            each = [of(clean(times[True][name], 5)) / of(clean(times[False][name], 5)) for name in STAGES]
-            print(f"{'':16} recorded of not, {label}: {within(statistics.median(each), 1.02)}", flush=True)
+            ratios = [of(clean(times[True][name], 5)) / of(clean(times[False][name], 5)) for name in STAGES]
+            print(f"{'':16} recorded of not, {label}: {against(statistics.median(ratios), 1.02)}", flush=True)
 
 
-def slowest(found: Times) -> Times:
-    """Of both processes the longer time, and the longer wait for a core."""
-    whole = torch.tensor([found[name] for name in STAGES], dtype=torch.float64)
-    dist.all_reduce(whole, dist.ReduceOp.MAX)
-    return {name: [(a, b) for a, b in rows] for name, rows in zip(STAGES, whole.tolist(), strict=True)}
+def slowest(times: Times) -> Times:
+    """Return the longer time and the longer wait for a core of both processes."""
+    tensor = torch.tensor([times[name] for name in STAGES], dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return {name: [(a, b) for a, b in rows] for name, rows in zip(STAGES, tensor.tolist(), strict=True)}
 
 
-def clean(found: Sequence[tuple[float, float]], least: int) -> list[float]:
-    """The times of rounds in which no thread waited for a core; all if too few are left."""
-    return [seconds for seconds, waited in found if waited < 0.05 or not enough(found, least)]
+def clean(samples: Sequence[tuple[float, float]], minimum: int) -> list[float]:
+    """Return the times of rounds in which no thread waited for a core, or all if too few are left."""
+    return [seconds for seconds, waited in samples if waited < 0.05 or not has_enough(samples, minimum)]
 
 
-def enough(found: Sequence[tuple[float, float]], least: int) -> bool:
-    """Whether so many rounds are left in which no thread waited for a core."""
-    return sum(waited < 0.05 for _, waited in found) >= least
+def has_enough(samples: Sequence[tuple[float, float]], minimum: int) -> bool:
+    """Whether in at least `minimum` rounds no thread waited for a core."""
+    return sum(waited < 0.05 for _, waited in samples) >= minimum
 
 
 def report(name: str, predicted: Times, measured: Times) -> None:
-    told = {schedule: statistics.median(clean(found, 2)) for schedule, found in predicted.items()}
-    took = {schedule: statistics.median(clean(found, 5)) for schedule, found in measured.items()}
-    waits = [waited for found in measured.values() for _, waited in found]
-    dropped, every = sum(waited >= 0.05 for waited in waits), len(waits)
-    print(f"{name} ({dropped} of {every} rounds had to wait for a core)")
-    apart = {schedule: abs(told[schedule] / took[schedule] - 1) * 100 for schedule in STAGES}
-    for schedule, off in apart.items():
-        rounds = [(predicted[schedule], 2), (measured[schedule], 5)]
+    guess = {schedule: statistics.median(clean(samples, 2)) for schedule, samples in predicted.items()}
+    took = {schedule: statistics.median(clean(samples, 5)) for schedule, samples in measured.items()}
+    waits = [waited for samples in measured.values() for _, waited in samples]
+    dropped, total = sum(waited >= 0.05 for waited in waits), len(waits)
+    print(f"{name} ({dropped} of {total} rounds had to wait for a core)")
+    errors = {schedule: abs(guess[schedule] / took[schedule] - 1) * 100 for schedule in STAGES}
+    for schedule, error in errors.items():
+        samples_and_minima = [(predicted[schedule], 2), (measured[schedule], 5)]
         busy = (
-            "" if all(enough(found, least) for found, least in rounds) else ", too few rounds without a wait: all count"
+            ""
+            if all(has_enough(*pair) for pair in samples_and_minima)
+            else ", too few rounds without a wait: all count"
         )
         print(
-            f"{schedule:16} predicted {told[schedule] * 1e3:8.2f} ms, measured {took[schedule] * 1e3:8.2f} ms, least "
-            f"{min(clean(measured[schedule], 5)) * 1e3:8.2f} ms: {within(off, 10.0)} % apart{busy}"
+            f"{schedule:16} predicted {guess[schedule] * 1e3:8.2f} ms, measured {took[schedule] * 1e3:8.2f} ms, least "
+            f"{min(clean(measured[schedule], 5)) * 1e3:8.2f} ms: {against(error, 10.0)} % apart{busy}"
         )
-    print(f"{'':16} median {within(statistics.median(apart.values()), 10.0)} % apart")
-    odd = [
-        f"{one} before {other}"
-        for one, other in permutations(STAGES, 2)
-        if took[one] * 1.05 < took[other] and told[one] > told[other]
+    print(f"{'':16} median {against(statistics.median(errors.values()), 10.0)} % apart")
+    misordered = [
+        f"{fast} before {slow}"
+        for fast, slow in permutations(STAGES, 2)
+        if took[fast] * 1.05 < took[slow] and guess[fast] > guess[slow]
     ]
-    print(f"{'':16} {'measured, not predicted: ' + ', '.join(odd) if odd else 'in the order predicted'}")
+    print(f"{'':16} {'measured, not predicted: ' + ', '.join(misordered) if misordered else 'in the order predicted'}")
 
 
 def work(rank: int, folder: str, blocks: int, nets: Sequence[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
     for name in nets:
-        race(rank, name, "distributed", blocks)
+        run_race(rank, name, "distributed", blocks)
         if rank == 0:
-            race(rank, name, "threads", blocks)
+            run_race(rank, name, "threads", blocks)
         dist.barrier()
     dist.destroy_process_group()
 
@@ -167,6 +169,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--nets", nargs="*", choices=NETS, default=NETS)
-    said = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(work, (folder, 2 if said.quick else 6, said.nets), nprocs=2, start_method="spawn")
+        mp.start_processes(work, (folder, 2 if options.quick else 6, options.nets), nprocs=2, start_method="spawn")

@@ -49,7 +49,7 @@ SCHEDULES = {
 
 
 class Delay:
-    """The transport's: an exchange takes so many seconds, one after the other."""
+    """Work of a transport that takes `seconds` for each exchange, one after the other."""
 
     seconds, free = 0.0, 0.0
 
@@ -68,9 +68,9 @@ class Delay:
         threading.Timer(max(0.0, self.end - time.perf_counter()), call, [None]).start()
 
 
-def delayed(start: Callable[..., Any], *args: Any) -> Any:
-    made, work = start(*args)
-    return made, Delay(work)
+def start_delayed(start: Callable[..., Any], *args: Any) -> Any:
+    output, work = start(*args)
+    return output, Delay(work)
 
 
 @torch.library.custom_op("overlap::slept", mutates_args=())
@@ -86,7 +86,7 @@ def _(x: Tensor, seconds: float) -> Tensor:
 
 
 class Work(torch.autograd.Function):
-    """A product whose F, I and W take a while each."""
+    """A product whose F, I and W take `seconds` each."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, seconds: float) -> Tensor:
@@ -114,14 +114,14 @@ def squares(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().mean()
 
 
-def inside(stages: list[Any], mesh: DeviceMesh) -> list[Any]:
-    """Each two stages of which the second is an exchange as one stage."""
+def merge_exchanges(stages: list[Any], mesh: DeviceMesh) -> list[Any]:
+    """Merge each stage with the exchange behind it into one stage."""
     group = mesh.get_group("ep")
 
-    def both(work: Any, exchange: Any, params: Any, x: Tensor) -> Tensor:
+    def work_and_exchange(work: Any, exchange: Any, params: Any, x: Tensor) -> Tensor:
         return exchange.forward.over(group.group_name, group.size(), group.rank())({}, work(params, x))
 
-    return [partial(both, *stages[at : at + 2]) for at in range(0, len(stages), 2)]
+    return [partial(work_and_exchange, *stages[start : start + 2]) for start in range(0, len(stages), 2)]
 
 
 class Steps:
@@ -129,39 +129,39 @@ class Steps:
 
     def __init__(self, rank: int, work: Any, rows: int) -> None:
         self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
-        self.place = self.mesh.get_local_rank("pp")
+        self.pp_rank = self.mesh.get_local_rank("pp")
         torch.manual_seed(rank % 2)
         self.batch = torch.randn(MICROBATCHES * rows, WIDTH), torch.randn(MICROBATCHES * rows, WIDTH)
-        self.stages = [one for _ in range(2 * BLOCKS) for one in (work, fpipe.exchange("all_to_all", axis="ep"))]
+        self.stages = [stage for _ in range(2 * BLOCKS) for stage in (work, fpipe.exchange("all_to_all", axis="ep"))]
         self.params = [
-            {"w": torch.randn(WIDTH, WIDTH) / WIDTH**0.5} if at % 2 == 0 else {} for at in range(len(self.stages))
+            {"w": torch.randn(WIDTH, WIDTH) / WIDTH**0.5} if index % 2 == 0 else {} for index in range(len(self.stages))
         ]
 
-    def built(
-        self, name: str, whole: bool = False, record: bool = False
+    def build(
+        self, name: str, exchanges_inside: bool = False, record: bool = False
     ) -> tuple[fpipe.Program, Callable[[], Any], fpipe.Model, Any]:
-        """A step; `whole` has the exchanges inside its stages."""
-        stages = inside(self.stages, self.mesh) if whole else self.stages
-        params = tuple(self.params[::2] if whole else self.params)
+        """Build a step; with `exchanges_inside` its stages contain the exchanges."""
+        stages = merge_exchanges(self.stages, self.mesh) if exchanges_inside else self.stages
+        params = tuple(self.params[::2] if exchanges_inside else self.params)
         model = fpipe.from_functions(stages, squares)
         schedule = fpipe.schedules.get(name)(2)
         program = fpipe.chain(fpipe.split(MICROBATCHES), schedule, fpipe.merge(outputs=False))(fpipe.program(model))
-        more: Any = {"mesh": self.mesh, "example": (params, self.batch), "record": record}
-        step = fpipe.build(program, model, runtime="distributed", **more)
-        own = fpipe.local_params(program, params, self.place)
-        return program, lambda: step(own, self.batch), model, params
+        options: Any = {"mesh": self.mesh, "example": (params, self.batch), "record": record}
+        step = fpipe.build(program, model, runtime="distributed", **options)
+        local_params = fpipe.local_params(program, params, self.pp_rank)
+        return program, lambda: step(local_params, self.batch), model, params
 
-    def profiled(self, name: str) -> fpipe.Costs:
-        """Costs as the ranks that run together measure them."""
-        program, _, model, params = self.built(name)
-        found = fpipe.profile(program, model, params, self.batch, repeats=3, runtime="distributed", mesh=self.mesh)
-        return replace(found, bytes=None)
+    def profile_costs(self, name: str) -> fpipe.Costs:
+        """Measure the costs while all ranks run together."""
+        program, _, model, params = self.build(name)
+        costs = fpipe.profile(program, model, params, self.batch, repeats=3, runtime="distributed", mesh=self.mesh)
+        return replace(costs, bytes=None)
 
 
 def slowest(seconds: float) -> float:
-    every = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(every, dist.ReduceOp.MAX)
-    return every.item()
+    times = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return times.item()
 
 
 def timed(step: Callable[[], Any]) -> float:
@@ -171,40 +171,40 @@ def timed(step: Callable[[], Any]) -> float:
     return slowest(time.perf_counter() - started)
 
 
-def run(rank: int, store: str, compute: bool, rounds: int, milliseconds: float, told: Any) -> None:
+def run(rank: int, store: str, compute: bool, rounds: int, milliseconds: float, results: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=4)
     seconds = milliseconds / 1e3
     steps = Steps(rank, computing if compute else partial(sleeping, seconds), ROWS if compute else 4)
 
-    one, whole = steps.built("one_f_one_b")[1], steps.built("one_f_one_b", whole=True)[1]
-    pairs = [(timed(one), timed(whole)) for _ in range(rounds + 2)][2:]
-    told.put(("cut out", statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)))
-    told.put(("at best", min(a for a, _ in pairs), min(b for _, b in pairs)))
+    separate_step, merged_step = steps.build("one_f_one_b")[1], steps.build("one_f_one_b", exchanges_inside=True)[1]
+    pairs = [(timed(separate_step), timed(merged_step)) for _ in range(rounds + 2)][2:]
+    results.put(("cut out", statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)))
+    results.put(("at best", min(a for a, _ in pairs), min(b for _, b in pairs)))
     if compute:
-        step = steps.built("one_f_one_b", record=True)[1]
+        step = steps.build("one_f_one_b", record=True)[1]
         step()
         events = step().timeline.events
         seconds = slowest(
             statistics.median(e.end - e.start for e in events if e.op.kind == "F" and not is_exchange(e.op))
         )
     Delay.seconds = seconds
-    exchange_lane.STARTS.update({op: partial(delayed, start) for op, start in exchange_lane.STARTS.items()})
+    exchange_lane.STARTS.update({op: partial(start_delayed, start) for op, start in exchange_lane.STARTS.items()})
     for start in exchange_lane.STARTS.values():
         start.__name__ = "exchange"  # pyright: ignore[reportAttributeAccessIssue]
 
-    built = {word: steps.built(name)[1] for word, name in SCHEDULES.items()}
-    found: dict[str, list[float]] = {word: [] for word in built}
+    step_by_label = {label: steps.build(name)[1] for label, name in SCHEDULES.items()}
+    times: dict[str, list[float]] = {label: [] for label in step_by_label}
     for number in range(rounds + 2):
-        for word, step in built.items():
+        for label, step in step_by_label.items():
             took = timed(step)
             if number >= 2:
-                found[word].append(took)
-    for word, name in SCHEDULES.items():
-        simulated = fpipe.simulate(steps.built(name)[0], steps.profiled(name)).makespan
-        told.put((word, statistics.median(found[word]), simulated))
-    told.put(("delay", seconds, 0.0))
+                times[label].append(took)
+    for label, name in SCHEDULES.items():
+        simulated = fpipe.simulate(steps.build(name)[0], steps.profile_costs(name)).makespan
+        results.put((label, statistics.median(times[label]), simulated))
+    results.put(("delay", seconds, 0.0))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -214,32 +214,30 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="5 rounds instead of 20")
     parser.add_argument("--compute", action="store_true", help="products of matrices instead of sleep")
     parser.add_argument("--milliseconds", type=float, default=5.0, help="of sleep and delay (%(default)s)")
-    said = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        told = mp.get_context("spawn").SimpleQueue()
-        store = Path(folder, "group").as_uri()
-        context = mp.spawn(
-            run, (store, said.compute, 5 if said.quick else 20, said.milliseconds, told), nprocs=4, join=False
-        )
+        results = mp.get_context("spawn").SimpleQueue()
+        store, rounds = Path(folder, "group").as_uri(), 5 if options.quick else 20
+        context = mp.spawn(run, (store, options.compute, rounds, options.milliseconds, results), nprocs=4, join=False)
         assert context is not None
         rows: dict[str, tuple[float, float]] = {}
         while not context.join(timeout=0.1):
-            while not told.empty():
-                word, *both = told.get()
-                rows[word] = (both[0], both[1])
-        while not told.empty():
-            word, *both = told.get()
-            rows[word] = (both[0], both[1])
-    for word in ("cut out", "at best"):
-        as_stages, within = rows.pop(word)
-        times = f"{as_stages * 1e3:.1f} ms against {within * 1e3:.1f} ms inside, {as_stages / within:.3f}"
-        print(f"{word}, 1F1B, no delay: {times}")
+            while not results.empty():
+                label, *numbers = results.get()
+                rows[label] = (numbers[0], numbers[1])
+        while not results.empty():
+            label, *numbers = results.get()
+            rows[label] = (numbers[0], numbers[1])
+    for label in ("cut out", "at best"):
+        separate, merged = rows.pop(label)
+        times = f"{separate * 1e3:.1f} ms against {merged * 1e3:.1f} ms inside, {separate / merged:.3f}"
+        print(f"{label}, 1F1B, no delay: {times}")
     delay, _ = rows.pop("delay")
     print(f"an exchange takes {delay * 1e3:.2f} ms\n")
     print("schedule             measured, ms   simulated   measured / simulated   of 1F1B")
-    for word, (measured, simulated) in rows.items():
-        ratio, of = measured / simulated, measured / rows["1F1B"][0]
-        print(f"{word:20} {measured * 1e3:12.1f} {simulated * 1e3:11.1f} {ratio:22.3f} {of:9.3f}")
+    for label, (measured, simulated) in rows.items():
+        ratio, share = measured / simulated, measured / rows["1F1B"][0]
+        print(f"{label:20} {measured * 1e3:12.1f} {simulated * 1e3:11.1f} {ratio:22.3f} {share:9.3f}")
 
 
 if __name__ == "__main__":

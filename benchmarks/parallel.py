@@ -1,4 +1,4 @@
-"""How long a step takes on two threads and on two processes, against plain eager autograd in one, and torch's runtime.
+"""Time a step on two threads and on two processes, against eager autograd in one process and torch's runtime.
 
     python benchmarks/parallel.py [--quick]
 
@@ -36,7 +36,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from step import MICROBATCHES, Case, eager, gpt, mlp, within
+from step import MICROBATCHES, Case, against, eager, gpt, mlp
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
@@ -76,24 +76,25 @@ AVERAGE = {
     "GPT, 4 blocks, width 256": {("gloo", "torch"): 0.90},
 }
 # In every schedule, of torch's.
-MOST = {"MLP 8 x 1 row": 0.55}
+WORST = {"MLP 8 x 1 row": 0.55}
 
 
-def torchs(rank: int, name: str, case: Case) -> Step:
-    """torch's schedule on the stages of this rank."""
+def build_torch_step(rank: int, name: str, case: Case) -> Step:
+    """Build the step of torch's schedule on the stages of this rank."""
     net, x, target = case
     kind, _, placement = SCHEDULES[name]
     parts = [nn.Sequential(*part) for part in split(list(net), len(placement))]
-    mine = [n for n, home in enumerate(placement) if home == rank]
-    stages = [PipelineStage(parts[n], n, len(placement), torch.device("cpu")) for n in mine]
+    local_stages = [n for n, home in enumerate(placement) if home == rank]
+    stages = [PipelineStage(parts[n], n, len(placement), torch.device("cpu")) for n in local_stages]
     # torch 2.13 says `scale_grads` of a loss that is a mean.
-    made = getattr(schedules, kind)(stages if len(placement) > 2 else stages[0], MICROBATCHES, loss_fn=MSE)
-    last = len(placement) - 1
+    schedule = getattr(schedules, kind)(stages if len(placement) > 2 else stages[0], MICROBATCHES, loss_fn=MSE)
+    last_stage = len(placement) - 1
 
     def step() -> None:
-        for n in mine:
+        for n in local_stages:
             parts[n].zero_grad()
-        made.step(*((x,) if 0 in mine else ()), **({"target": target} if last in mine else {}))
+        inputs = (x,) if 0 in local_stages else ()
+        schedule.step(*inputs, **({"target": target} if last_stage in local_stages else {}))
 
     return step
 
@@ -103,8 +104,8 @@ def split(children: list[nn.Module], parts: int) -> list[list[nn.Module]]:
     return [children[n * size : (n + 1) * size] for n in range(parts)]
 
 
-def ours(rank: int, name: str, case: Case) -> tuple[dict[str, tuple[Step, bool]], float]:
-    """Our steps, each with whether rank 0 takes it alone, and the simulated bubble."""
+def build_fpipe_steps(rank: int, name: str, case: Case) -> tuple[dict[str, tuple[Step, bool]], float]:
+    """Build our steps, each with whether only rank 0 takes it, and simulate the bubble."""
     net, x, target = case
     model, params, _ = fpipe.from_sequential(
         net, sizes=[len(net) // len(SCHEDULES[name][2])] * len(SCHEDULES[name][2]), loss=MSE
@@ -116,8 +117,8 @@ def ours(rank: int, name: str, case: Case) -> tuple[dict[str, tuple[Step, bool]]
     def threads() -> Step:
         return partial(fpipe.build(program, model, runtime="threads", example=example), *example)
 
-    def processes(**how: Any) -> Step:
-        step = fpipe.build(program, model, runtime="distributed", example=example, timeout=60, **how)
+    def processes(**options: Any) -> Step:
+        step = fpipe.build(program, model, runtime="distributed", example=example, timeout=60, **options)
         return partial(step, mine, (x, target))
 
     steps = {"local": (partial(fpipe.build(program, model), *example), True)}
@@ -126,57 +127,59 @@ def ours(rank: int, name: str, case: Case) -> tuple[dict[str, tuple[Step, bool]]
     build_local_step(
         with_transfers(program), model, StepOptions(), see=lambda value, leaves: values.update({value: [*leaves]})
     )(*example)
-    with at_hand("in_process.threads.HandOver", HandOver, values):
+    with without_messages("in_process.threads.HandOver", HandOver, values):
         steps["threads apart"] = threads(), True
-    with at_hand("processes.distributed.Transfers", Transfers, values):
+    with without_messages("processes.distributed.Transfers", Transfers, values):
         steps["gloo apart"] = processes(check_batch="never"), False  # batches are compared by messages
     size = x.numel() * x.element_size() // MICROBATCHES
-    steps["bare"] = bare(rank, program, size), False
+    steps["bare"] = build_bare_step(rank, program, size), False
     return steps, fpipe.simulate(program).bubble
 
 
-def at_hand(name: str, kind: type[Any], values: dict[Value, list[Any]]) -> Any:
-    """While this lasts, steps are built that send nothing, and receive what was received before."""
+def without_messages(name: str, base: type[Any], values: dict[Value, list[Any]]) -> Any:
+    """Patch the transport of a runtime, so that steps send nothing and receive values that are at hand."""
 
-    class AtHand(kind):
-        def begin_step(self, *about: Any, **how: Any) -> None:
+    class Prereceived(base):
+        def begin_step(self, *arguments: Any, **options: Any) -> None:
             self._incoming_by_source = {}  # nothing is asked for
-            super().begin_step(*about, **how)
+            super().begin_step(*arguments, **options)
 
-        def send(self, *about: Any) -> Callable[..., Any]:
+        def send(self, *arguments: Any) -> Callable[..., Any]:
             return lambda *lists: ()
 
-        def receive(self, *about: Any) -> Callable[..., Any]:
-            here = [values.get(value) or values[value._replace(at="")] for value in about[-1].reads]  # or the loss
-            return lambda: [leaves[:] for leaves in here]
+        def receive(self, *arguments: Any) -> Callable[..., Any]:
+            # A loss has no copy on another rank.
+            leaf_lists = [values.get(value) or values[value._replace(at="")] for value in arguments[-1].reads]
+            return lambda: [leaves[:] for leaves in leaf_lists]
 
-    return mock.patch(f"fpipe.runtimes.{name}", AtHand)
+    return mock.patch(f"fpipe.runtimes.{name}", Prereceived)
 
 
-def bare(rank: int, program: fpipe.Program, size: int) -> Step:
-    """The transfers of a rank, each of so many bytes, and nothing else."""
+def build_bare_step(rank: int, program: fpipe.Program, size: int) -> Step:
+    """Build a step of a rank's transfers, each of `size` bytes, and nothing else."""
     group, peer = dist.group.WORLD, 1 - rank
     program = with_results_last(with_transfers(program))
-    numbers = {one.value: one.number for one in messages_of(program)}
-    own = [op for op in parts_of(program.ops) if op.rank == rank and op.kind in ("SEND", "RECV")]
-    ways = [(op.kind, [numbers[value] for value in (op.writes if op.kind == "SEND" else op.reads)]) for op in own]
-    buffers = {number: torch.zeros(size, dtype=torch.uint8) for _, each in ways for number in each}
+    numbers = {message.value: message.number for message in messages_of(program)}
+    transfers = [op for op in parts_of(program.ops) if op.rank == rank and op.kind in ("SEND", "RECV")]
+    values = [(op.kind, op.writes if op.kind == "SEND" else op.reads) for op in transfers]
+    kinds_and_numbers = [(kind, [numbers[value] for value in op_values]) for kind, op_values in values]
+    buffers = {n: torch.zeros(size, dtype=torch.uint8) for _, op_numbers in kinds_and_numbers for n in op_numbers}
 
     def step() -> None:
         coming = {
             number: group.recv([buffers[number]], peer, number)
-            for kind, each in ways
+            for kind, op_numbers in kinds_and_numbers
             if kind == "RECV"
-            for number in each
+            for number in op_numbers
         }
-        sent = []
-        for kind, each in ways:
-            for number in each:
+        sends = []
+        for kind, op_numbers in kinds_and_numbers:
+            for number in op_numbers:
                 if kind == "SEND":
-                    sent.append(group.send([buffers[number]], peer, number))
+                    sends.append(group.send([buffers[number]], peer, number))
                 else:
                     coming[number].wait()
-        for work in sent:
+        for work in sends:
             work.wait()
 
     return step
@@ -191,18 +194,18 @@ def delay() -> float:
 def work(rank: int, folder: str, rounds: int, cases: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
-    found = {name: {schedule: compare(rank, name, schedule, rounds) for schedule in SCHEDULES} for name in cases}
+    times = {name: {schedule: compare(rank, name, schedule, rounds) for schedule in SCHEDULES} for name in cases}
     if rank == 0:
-        summary(found)
+        print_summary(times)
     dist.destroy_process_group()
 
 
 def compare(rank: int, name: str, schedule: str, rounds: int) -> dict[str, float]:
-    """The least seconds of each step, and the limit; on rank 0."""
+    """Return the least seconds of each step, and the limit; an empty dict on rank 1."""
     torch.manual_seed(0)
     case = CASES[name]()
-    own, bubble = ours(rank, schedule, case)
-    steps = {"eager": (eager(*case), True), **own, "torch": (torchs(rank, schedule, case), False)}
+    fpipe_steps, bubble = build_fpipe_steps(rank, schedule, case)
+    steps = {"eager": (eager(*case), True), **fpipe_steps, "torch": (build_torch_step(rank, schedule, case), False)}
     times: dict[str, list[tuple[float, float]]] = {label: [] for label in steps}
     gc.collect()
     gc.freeze()  # what is built is looked at no more: a collection before each step is short
@@ -211,71 +214,72 @@ def compare(rank: int, name: str, schedule: str, rounds: int) -> dict[str, float
             gc.collect()
             gc.disable()
             dist.barrier()
-            before, start = delay(), time.perf_counter()
+            start_delay, start = delay(), time.perf_counter()
             if rank == 0 or not alone:
                 step()
-            seconds, waited = time.perf_counter() - start, delay() - before
+            seconds, waited = time.perf_counter() - start, delay() - start_delay
             gc.enable()
-            both = torch.tensor([seconds, waited / max(seconds, 1e-9)])
-            dist.all_reduce(both, dist.ReduceOp.MAX)
+            slowest = torch.tensor([seconds, waited / max(seconds, 1e-9)])
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
             if turn >= WARM_UP:
-                times[label].append((float(both[0]), float(both[1])))
+                times[label].append((float(slowest[0]), float(slowest[1])))
         if min(map(len, map(clean, times.values()))) >= rounds:  # the same on both
             break
     gc.unfreeze()
     return report(name, schedule, bubble, times) if rank == 0 else {}
 
 
-def clean(found: list[tuple[float, float]]) -> list[float]:
-    """The seconds of rounds in which no thread waited for a core."""
-    return [seconds for seconds, waited in found if waited < 0.05]
+def clean(samples: list[tuple[float, float]]) -> list[float]:
+    """Return the seconds of rounds in which no thread waited for a core."""
+    return [seconds for seconds, waited in samples if waited < 0.05]
 
 
 def report(name: str, schedule: str, bubble: float, times: dict[str, list[tuple[float, float]]]) -> dict[str, float]:
-    kept = {label: clean(found) for label, found in times.items()}
-    few = [label for label, found in kept.items() if len(found) < 5]
-    least = {label: min([each for each, _ in times[label]] if label in few else found) for label, found in kept.items()}
-    sizes = [*map(len, kept.values())]
+    clean_times = {label: clean(samples) for label, samples in times.items()}
+    noisy = [label for label, samples in clean_times.items() if len(samples) < 5]
+    kept_or_all = clean_times | {label: [seconds for seconds, _ in times[label]] for label in noisy}
+    minima = {label: min(samples) for label, samples in kept_or_all.items()}
+    sizes = [*map(len, clean_times.values())]
     rounds = f"{min(sizes)} to {max(sizes)} of {len(times['eager'])} rounds kept"
-    rounds += f", all of {', '.join(few)}" * bool(few)
-    of_eager = "  ".join(f"{label} {least[label] / least['eager']:5.2f}" for label in times if label != "eager")
+    rounds += f", all of {', '.join(noisy)}" * bool(noisy)
+    of_eager = "  ".join(f"{label} {minima[label] / minima['eager']:5.2f}" for label in times if label != "eager")
     limit = 0.5 * (1 + bubble / (1 - bubble))
     print(
-        f"{name:<25}{schedule:<15} eager {least['eager'] * 1e3:7.2f} ms  of eager: {of_eager}  limit {limit:.2f}  "
-        f"gloo/torch {least['gloo'] / least['torch']:.2f}  threads/local {least['threads'] / least['local']:.2f}  "
+        f"{name:<25}{schedule:<15} eager {minima['eager'] * 1e3:7.2f} ms  of eager: {of_eager}  limit {limit:.2f}  "
+        f"gloo/torch {minima['gloo'] / minima['torch']:.2f}  threads/local {minima['threads'] / minima['local']:.2f}  "
         f"({rounds})",
         flush=True,
     )
-    return least | {"limit": limit}
+    return minima | {"limit": limit}
 
 
-def summary(found: dict[str, dict[str, dict[str, float]]]) -> None:
-    """Each ratio beside what is to be reached."""
+def print_summary(times_by_net: dict[str, dict[str, dict[str, float]]]) -> None:
+    """Print each ratio with its goal."""
     print()
-    for name, each in found.items():
-        for (one, other), reach in BEST.get(name, {}).items():
-            best = min(each, key=lambda schedule: each[schedule][one] / each[schedule][other])
-            ratio, floor = (each[best][label] / each[best][other] for label in (one, f"{one} apart"))
-            limits = f"limit {each[best]['limit']:.2f}, apart {floor:.2f}"
-            print(f"{name:<25} {one}/{other}, {best}: {within(ratio, reach)}, {limits}")
-        for (one, other), reach in AVERAGE.get(name, {}).items():
+    for name, times in times_by_net.items():
+        for (step, base), reach in BEST.get(name, {}).items():
+            best = min(times, key=lambda schedule: times[schedule][step] / times[schedule][base])
+            ratio, floor = (times[best][label] / times[best][base] for label in (step, f"{step} apart"))
+            limits = f"limit {times[best]['limit']:.2f}, apart {floor:.2f}"
+            print(f"{name:<25} {step}/{base}, {best}: {against(ratio, reach)}, {limits}")
+        for (step, base), reach in AVERAGE.get(name, {}).items():
             ratio, floor = (
-                statistics.mean(times[label] / times[other] for times in each.values())
-                for label in (one, f"{one} apart")
+                statistics.mean(seconds[label] / seconds[base] for seconds in times.values())
+                for label in (step, f"{step} apart")
             )
-            print(f"{name:<25} {one}/{other} on average: {within(ratio, reach)}, apart {floor:.2f}")
-        ratios = [times["gloo"] / times["torch"] for times in each.values()]
-        most = within(max(ratios), MOST.get(name, 1.0))
-        print(f"{name:<25} gloo/torch: {statistics.mean(ratios):.2f} on average, at most {most}")
-    ratios = [times["gloo"] / times["torch"] for each in found.values() for times in each.values()]
-    average, most = within(statistics.mean(ratios), 0.75), within(max(ratios), 1.0)
-    print(f"{'all':<25} gloo/torch on average: {average}; at most {most}", flush=True)
+            print(f"{name:<25} {step}/{base} on average: {against(ratio, reach)}, apart {floor:.2f}")
+        ratios = [seconds["gloo"] / seconds["torch"] for seconds in times.values()]
+        worst = against(max(ratios), WORST.get(name, 1.0))
+        print(f"{name:<25} gloo/torch: {statistics.mean(ratios):.2f} on average, at most {worst}")
+    ratios = [seconds["gloo"] / seconds["torch"] for times in times_by_net.values() for seconds in times.values()]
+    average, worst = against(statistics.mean(ratios), 0.75), against(max(ratios), 1.0)
+    print(f"{'all':<25} gloo/torch on average: {average}; at most {worst}", flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
-    said = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(work, (folder, 6 if said.quick else 30, said.cases), nprocs=2, start_method="spawn")
+        mp.start_processes(work, (folder, 6 if options.quick else 30, options.cases), nprocs=2, start_method="spawn")

@@ -1,4 +1,4 @@
-"""How fast pictures are drawn: each file ending, in seconds of CPU time, simulated anew each time.
+"""Time how fast pictures are drawn: each file ending, in seconds of CPU time, simulated anew each time.
 
     python benchmarks/pictures.py [ENDING ...]
 
@@ -17,7 +17,7 @@ ENDINGS = ["svg", "html", "json", "png"]
 
 
 def seconds(program: fpipe.Program, costs: fpipe.Costs, file: Path) -> float:
-    """The best of two: the program's own tables are made once, as in a session."""
+    """Return the better of two times: a program's own tables are made once, as in a session."""
     best = float("inf")
     for _ in range(2):
         since = time.process_time()
@@ -36,6 +36,6 @@ if __name__ == "__main__":
             for name in ("one_f_one_b", "interleaved"):
                 program = fpipe.schedules.about(name).program(ranks, microbatches)
                 costs = fpipe.Costs(transfer=0.1)
-                found = [seconds(program, costs, Path(folder, f"it.{ending}")) for ending in endings]
-                row = " ".join(f"{each:6.2f}" for each in found)
+                timings = [seconds(program, costs, Path(folder, f"it.{ending}")) for ending in endings]
+                row = " ".join(f"{elapsed:6.2f}" for elapsed in timings)
                 print(f"{name:18} {ranks:3} {microbatches:4} {len(program.ops):7} {row}", flush=True)

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from step import Block, within
+from step import Block, against
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -54,19 +54,19 @@ COMPARED = 12
 
 
 def mlp(width: int, layers: int) -> tuple[nn.Sequential, Tensor, Tensor]:
-    """Layers, and a batch of one replica."""
+    """Build linear layers, and a batch of one replica."""
     net = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)))
     return net, *(torch.randn(32 * MICROBATCHES, width) for _ in range(2))
 
 
 def gpt(width: int, blocks: int) -> tuple[nn.Sequential, Tensor, Tensor]:
-    """Blocks, and a batch of one replica."""
+    """Build attention blocks, and a batch of one replica."""
     net = nn.Sequential(*(Block(width) for _ in range(blocks)))
     return net, *(torch.randn(2 * MICROBATCHES, 64, width) for _ in range(2))
 
 
-TIMED = {"MLP 1024 x 8": partial(mlp, 1024, 8), "GPT 256 x 6": partial(gpt, 256, 6)}
-HELD = {"MLP 1024 x 8": partial(mlp, 1024, 8), "GPT 512 x 8": partial(gpt, 512, 8)}
+TIME_CASES = {"MLP 1024 x 8": partial(mlp, 1024, 8), "GPT 256 x 6": partial(gpt, 256, 6)}
+MEMORY_CASES = {"MLP 1024 x 8": partial(mlp, 1024, 8), "GPT 512 x 8": partial(gpt, 512, 8)}
 OURS = {
     "replicas": (False, fpipe.data_parallel()),
     "once a step": (False, fpipe.shard()),
@@ -74,7 +74,7 @@ OURS = {
     "each use, lead 0": (True, fpipe.shard(gather="use", lead=0)),
 }
 TORCHS = {"FSDP2, kept": False, "FSDP2, resharded": True}
-TOLD: dict[str, float] = {}
+PREDICTED: dict[str, float] = {}
 """MiB of the fullest rank in our steps, as `fpipe.sizes` has them."""
 # What is to be reached, of what.
 REACH = {
@@ -84,37 +84,37 @@ REACH = {
 }
 
 
-def built(name: str, mesh: DeviceMesh, case: Any, record: bool = False) -> Callable[[], fpipe.Result]:
-    """Our step of this process, on shards or whole parameters."""
+def build_step(name: str, mesh: DeviceMesh, case: Any, record: bool = False) -> Callable[[], fpipe.Result]:
+    """Build our step of this process, on shards or whole parameters."""
     _, x, target = case
     model, params, program = _program(name, case, mesh.size(1))
     mine = fpipe.local_params(program, params, mesh.get_local_rank("pp"))
     if name != "replicas":
         mine = fpipe.shard_params(mine, mesh["dp"])
     share = 1 if name == "replicas" else 2
-    told = fpipe.sizes(program, model, params, (x, target), runtime="distributed", replicas=share).peak
-    TOLD[name] = max(told) / 2**20
-    how: Any = {"mesh": mesh, "example": (mine, (x, target)), "record": record}
-    return partial(fpipe.build(program, model, runtime="distributed", **how), mine, (x, target))
+    peaks = fpipe.sizes(program, model, params, (x, target), runtime="distributed", replicas=share).peak
+    PREDICTED[name] = max(peaks) / 2**20
+    options: Any = {"mesh": mesh, "example": (mine, (x, target)), "record": record}
+    return partial(fpipe.build(program, model, runtime="distributed", **options), mine, (x, target))
 
 
-def ours(name: str, mesh: DeviceMesh, case: Any) -> Step:
-    """Our step, as the gradients that it gives."""
-    step = built(name, mesh, case)
+def build_fpipe_step(name: str, mesh: DeviceMesh, case: Any) -> Step:
+    """Build our step, which returns its gradients by name."""
+    step = build_step(name, mesh, case)
     return lambda: {name: grad for stage in step().grads if stage is not None for name, grad in stage.items()}
 
 
 def _program(name: str, case: Any, ranks: int) -> tuple[fpipe.Model, Any, fpipe.Program]:
-    """Our way."""
-    net, (blocks, last) = case[0], OURS[name]
-    model, params, _ = fpipe.from_sequential(net, stages=len(net) if blocks else 2, loss=MSE)
+    """Build the model, parameters and program of one of our variants."""
+    net, (stage_per_block, transform) = case[0], OURS[name]
+    model, params, _ = fpipe.from_sequential(net, stages=len(net) if stage_per_block else 2, loss=MSE)
     schedule = fpipe.schedules.one_f_one_b(ranks)
     merged = fpipe.chain(fpipe.split(MICROBATCHES), schedule, fpipe.merge(outputs=False))(fpipe.program(model))
-    return model, params, last(merged)
+    return model, params, transform(merged)
 
 
-def torchs(name: str, mesh: DeviceMesh, case: Any) -> Step:
-    """torch's schedule on this rank's half of the net, each block of it sharded."""
+def build_torch_step(name: str, mesh: DeviceMesh, case: Any) -> Step:
+    """Build the step of torch's schedule on this rank's half of the net, each block sharded."""
     net, x, target = case
     rank, half = mesh.get_local_rank("pp"), len(net) // 2
     mine = net[rank * half : (rank + 1) * half]
@@ -124,20 +124,20 @@ def torchs(name: str, mesh: DeviceMesh, case: Any) -> Step:
     stage = PipelineStage(mine, rank, 2, x.device, group=mesh.get_group("pp"))
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=MSE)
     names = {
-        one: f"{rank * half + number}.{path}"
+        parameter: f"{rank * half + number}.{path}"
         for number, part in enumerate(mine)
-        for path, one in part.named_parameters()
+        for path, parameter in part.named_parameters()
     }
 
     def run() -> dict[str, Tensor]:
         mine.zero_grad()
         schedule.step(*((x,) if rank == 0 else ()), **({"target": target} if rank else {}))
-        return {names[one]: one.grad for one in mine.parameters()}
+        return {names[parameter]: parameter.grad for parameter in mine.parameters()}
 
     return run
 
 
-def work(rank: int, folder: str, rounds: int, name: str, ways: list[str], held: bool, kind: str) -> None:
+def work(rank: int, folder: str, rounds: int, name: str, variants: list[str], measures_memory: bool, kind: str) -> None:
     torch.set_num_threads(1)
     if kind == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -147,153 +147,156 @@ def work(rank: int, folder: str, rounds: int, name: str, ways: list[str], held: 
     dist.init_process_group(backend, init_method=f"file://{folder}/group", rank=rank, world_size=4)
     mesh = init_device_mesh(kind, (2, 2), mesh_dim_names=("dp", "pp"))
     torch.manual_seed(0)
-    case = (HELD if held else TIMED)[name]()
+    case = (MEMORY_CASES if measures_memory else TIME_CASES)[name]()
     steps: dict[str, Step] = {}
-    for way in ways:
+    for variant in variants:
         torch.manual_seed(mesh.get_local_rank("dp"))
         net, x, target = case
-        other = torch.manual_seed(1) and (HELD if held else TIMED)[name]()[0]
-        other.load_state_dict(net.state_dict())
+        net_copy = torch.manual_seed(1) and (MEMORY_CASES if measures_memory else TIME_CASES)[name]()[0]
+        net_copy.load_state_dict(net.state_dict())
         torch.manual_seed(5 + mesh.get_local_rank("dp"))
-        own = other.to(kind), torch.randn_like(x).to(kind), torch.randn_like(target).to(kind)
-        steps[way] = (ours if way in OURS else torchs)(way, mesh, own)
-    del case, own, other, net
-    (memory if held else times)(rank, kind, name, steps, rounds)
+        local_case = net_copy.to(kind), torch.randn_like(x).to(kind), torch.randn_like(target).to(kind)
+        steps[variant] = (build_fpipe_step if variant in OURS else build_torch_step)(variant, mesh, local_case)
+    del case, local_case, net_copy, net
+    (measure_memory if measures_memory else compare_times)(rank, kind, name, steps, rounds)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def times(rank: int, kind: str, name: str, steps: dict[str, Step], rounds: int) -> None:
-    """Seconds of each step, and whether their gradients agree."""
-    found: dict[str, list[float]] = {way: [] for way in steps}
-    made = {way: {key: _whole(grad) for key, grad in step().items()} for way, step in steps.items()}
-    for way, grads in made.items():
-        same = all(torch.equal(grads[key], one) for key, one in made["replicas"].items())
-        close = all(torch.allclose(grads[key], one, rtol=1e-4, atol=1e-7) for key, one in made["replicas"].items())
-        votes = torch.tensor([float(same), float(close)], device=kind)
+def compare_times(rank: int, kind: str, name: str, steps: dict[str, Step], rounds: int) -> None:
+    """Print the seconds of each step, and whether gradients agree."""
+    times: dict[str, list[float]] = {variant: [] for variant in steps}
+    grads_by_variant = {name: {key: _full_grad(grad) for key, grad in step().items()} for name, step in steps.items()}
+    expected = grads_by_variant["replicas"]
+    for variant, grads in grads_by_variant.items():
+        equal = all(torch.equal(grads[key], grad) for key, grad in expected.items())
+        close = all(torch.allclose(grads[key], grad, rtol=1e-4, atol=1e-7) for key, grad in expected.items())
+        votes = torch.tensor([float(equal), float(close)], device=kind)
         dist.all_reduce(votes, dist.ReduceOp.MIN)
-        words = "the same bits as" if votes[0] else "to rounding those of" if votes[1] else "OTHER than those of"
+        verdict = "the same bits as" if votes[0] else "to rounding those of" if votes[1] else "OTHER than those of"
         if rank == 0:
-            print(f"{name:<14} {way:<18} gradients: {words} replicas")
+            print(f"{name:<14} {variant:<18} gradients: {verdict} replicas")
     gc.collect()
     gc.freeze()
     for turn in range(WARM_UP + rounds):
-        for way, step in steps.items():
+        for variant, step in steps.items():
             gc.collect()
             gc.disable()
             dist.barrier()
-            _finish(kind)
+            _synchronize(kind)
             start = time.perf_counter()
             step()
-            _finish(kind)
+            _synchronize(kind)
             took = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=kind)
             gc.enable()
             dist.all_reduce(took, dist.ReduceOp.MAX)
             if turn >= WARM_UP:
-                found[way].append(float(took))
+                times[variant].append(float(took))
     if rank == 0:
-        middle = {way: statistics.median(each) for way, each in found.items()}
-        print(f"{name:<14} " + "  ".join(f"{way} {1e3 * one:.0f} ms" for way, one in middle.items()))
-        for (one, other), reach in REACH.items():
-            print(f"{name:<14} {one} / {other}: {within(middle[one] / middle[other], reach)}", flush=True)
+        medians = {variant: statistics.median(seconds) for variant, seconds in times.items()}
+        print(f"{name:<14} " + "  ".join(f"{variant} {1e3 * seconds:.0f} ms" for variant, seconds in medians.items()))
+        for (variant, base), reach in REACH.items():
+            print(f"{name:<14} {variant} / {base}: {against(medians[variant] / medians[base], reach)}", flush=True)
 
 
-def simulated(rank: int, folder: str, rounds: int, name: str, ranks: int) -> None:
-    """How long each of our steps takes, and how long it was said to take."""
+def compare_simulation(rank: int, folder: str, rounds: int, name: str, ranks: int) -> None:
+    """Print measured and simulated times of each of our steps."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "these costs have no bytes")
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2 * ranks)
     mesh = init_device_mesh("cpu", (2, ranks), mesh_dim_names=("dp", "pp"))
     torch.manual_seed(0)
-    net, x, target = TIMED[name]()
+    net, x, target = TIME_CASES[name]()
     case = net, torch.randn_like(x) + mesh.get_local_rank("dp"), target
-    steps, recorded = ({way: built(way, mesh, case, record) for way in OURS} for record in (False, True))
-    told, took, ended = ({way: list[float]() for way in OURS} for _ in range(3))
+    steps, recorded = ({name: build_step(name, mesh, case, record) for name in OURS} for record in (False, True))
+    predicted, took, ends = ({variant: list[float]() for variant in OURS} for _ in range(3))
     for turn in range(COMPARED + rounds):
         if turn >= COMPARED and (turn - COMPARED) % 5 == 0:
-            for way in OURS:
-                program, costs = _profiled(way, mesh, case)
-                told[way].append(fpipe.simulate(program, costs).delivered)
-        for way in OURS:
-            seconds, timeline = _timed(steps[way])[0], _timed(recorded[way])[1].timeline
+            for variant in OURS:
+                program, costs = _profiled(variant, mesh, case)
+                predicted[variant].append(fpipe.simulate(program, costs).delivered)
+        for variant in OURS:
+            seconds, timeline = _timed(steps[variant])[0], _timed(recorded[variant])[1].timeline
             if turn >= COMPARED:
-                took[way].append(seconds)
-                ended[way].append(max(timeline.ends))
-    for way in OURS if rank == 0 else ():
-        said, found, inside = (1e3 * statistics.median(times[way]) for times in (told, took, ended))
-        off = within(100 * abs(said / found - 1), 15.0)
-        parts = f"measured {found:.1f} ms = program {inside:.1f} + outside {found - inside:.1f}"
-        print(f"{name:<14} {way:<18} simulated {said:.1f} ms, {parts}: {off} % apart", flush=True)
+                took[variant].append(seconds)
+                ends[variant].append(max(timeline.ends))
+    for variant in OURS if rank == 0 else ():
+        medians = (1e3 * statistics.median(times[variant]) for times in (predicted, took, ends))
+        predicted_ms, measured_ms, program_ms = medians
+        error = against(100 * abs(predicted_ms / measured_ms - 1), 15.0)
+        parts = f"measured {measured_ms:.1f} ms = program {program_ms:.1f} + outside {measured_ms - program_ms:.1f}"
+        print(f"{name:<14} {variant:<18} simulated {predicted_ms:.1f} ms, {parts}: {error} % apart", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def _timed(step: Callable[[], fpipe.Result]) -> tuple[float, fpipe.Result]:
-    """Seconds of a step that all processes begin together, in the slowest, and its result."""
+    """Return the slowest process's seconds for a step that all begin together, and its result."""
     gc.collect()
     gc.disable()
     dist.barrier()
     start = time.perf_counter()
-    found = step()
+    result = step()
     took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
     gc.enable()
     dist.all_reduce(took, dist.ReduceOp.MAX)
-    return float(took), found
+    return float(took), result
 
 
-def _profiled(way: str, mesh: DeviceMesh, case: Any) -> tuple[fpipe.Program, fpipe.Costs]:
-    """Our way, and what its ops, messages and collectives cost while all are busy."""
-    model, params, program = _program(way, case, mesh.size(1))
+def _profiled(variant: str, mesh: DeviceMesh, case: Any) -> tuple[fpipe.Program, fpipe.Costs]:
+    """Return a variant's program, and its costs profiled while all processes are busy."""
+    model, params, program = _program(variant, case, mesh.size(1))
     mine = fpipe.local_params(program, params, mesh.get_local_rank("pp"))
-    mine = mine if way == "replicas" else fpipe.shard_params(mine, mesh["dp"])
+    mine = mine if variant == "replicas" else fpipe.shard_params(mine, mesh["dp"])
     return program, fpipe.profile(program, model, mine, case[1:], runtime="distributed", mesh=mesh)
 
 
-def _whole(grad: Any) -> Tensor:
+def _full_grad(grad: Any) -> Tensor:
     return (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
 
 
-def _finish(kind: str) -> None:
+def _synchronize(kind: str) -> None:
     if kind == "cuda":
         torch.cuda.synchronize()
 
 
-def memory(rank: int, kind: str, name: str, steps: dict[str, Step], rounds: int) -> None:
-    """How far the resident peak grows in a step, or what is allocated on a GPU."""
-    ((way, step),) = steps.items()
+def measure_memory(rank: int, kind: str, name: str, steps: dict[str, Step], rounds: int) -> None:
+    """Print how far the resident peak grows in a step, or the memory allocated on a GPU."""
+    ((variant, step),) = steps.items()
     for _ in range(2):
         step()
     grown: list[float] = []
     for _ in range(3):
         gc.collect()
         dist.barrier()
-        _finish(kind)
+        _synchronize(kind)
         if kind == "cuda":
             torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
+            start = torch.cuda.memory_allocated()
             step()
-            grown.append((torch.cuda.max_memory_allocated() - before) / 2**20)
+            grown.append((torch.cuda.max_memory_allocated() - start) / 2**20)
         else:
             Path("/proc/self/clear_refs").write_text("5")
-            before = _status("VmRSS")
+            start = _status("VmRSS")
             step()
-            grown.append(_status("VmHWM") - before)
-    most = torch.tensor(max(grown), device=kind)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
+            grown.append(_status("VmHWM") - start)
+    peak = torch.tensor(max(grown), device=kind)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
     if rank == 0:
-        told = f", sizes said {TOLD[way]:.0f} ({most / TOLD[way]:.2f} of it)" if way in TOLD else ""
-        print(f"{name:<14} {way:<18} grows by {most:.0f} MiB{told}", flush=True)
+        told = PREDICTED.get(variant)
+        note = f", sizes said {told:.0f} ({peak / told:.2f} of it)" if told else ""
+        print(f"{name:<14} {variant:<18} grows by {peak:.0f} MiB{note}", flush=True)
 
 
-def _status(word: str) -> float:
-    found = re.search(rf"{word}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) / 1024
+def _status(field: str) -> float:
+    match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) / 1024
 
 
-def run(target: Callable[..., None], *how: Any, processes: int = 4) -> None:
+def run(target: Callable[..., None], *arguments: Any, processes: int = 4) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(target, (folder, *how), nprocs=processes, start_method="spawn")
+        mp.start_processes(target, (folder, *arguments), nprocs=processes, start_method="spawn")
 
 
 if __name__ == "__main__":
@@ -302,13 +305,13 @@ if __name__ == "__main__":
     parser.add_argument("--memory", action="store_true", help="memory alone")
     parser.add_argument("--simulated", action="store_true", help="simulated beside measured steps alone")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    said = parser.parse_args()
-    rounds, ranks = 5 if said.quick else 20, 2 if (os.cpu_count() or 1) >= 8 else 1
-    for name in TIMED if said.simulated else ():
-        run(simulated, rounds, name, ranks, processes=2 * ranks)
-    for name in () if said.memory or said.simulated else TIMED:
-        run(work, rounds, name, ["replicas", "once a step", "each use", *TORCHS], False, said.device)
+    options = parser.parse_args()
+    rounds, ranks = 5 if options.quick else 20, 2 if (os.cpu_count() or 1) >= 8 else 1
+    for name in TIME_CASES if options.simulated else ():
+        run(compare_simulation, rounds, name, ranks, processes=2 * ranks)
+    for name in () if options.memory or options.simulated else TIME_CASES:
+        run(work, rounds, name, ["replicas", "once a step", "each use", *TORCHS], False, options.device)
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    for name in () if said.simulated else HELD:
-        for way in (*OURS, *TORCHS):
-            run(work, 1, name, [way], True, said.device)
+    for name in () if options.simulated else MEMORY_CASES:
+        for variant in (*OURS, *TORCHS):
+            run(work, 1, name, [variant], True, options.device)

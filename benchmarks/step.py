@@ -1,4 +1,4 @@
-"""How long one local step takes, against hand-written microbatched eager autograd and torch's own pipeline runtime.
+"""Time one local step, against hand-written microbatched eager autograd and torch's own pipeline runtime.
 
     python benchmarks/step.py [--quick]
 
@@ -71,7 +71,7 @@ def gpt(width: int = 64, length: int = 64, rows: int = 4) -> Case:
 
 
 def eager(net: nn.Module, x: Tensor, target: Tensor) -> Step:
-    """What one writes without a library: forward and backward of each microbatch, gradients added up in `.grad`.
+    """Write a step without a library: forward and backward of each microbatch, gradients added up in `.grad`.
 
     It does not even add up its losses, as our step does.
     """
@@ -79,8 +79,8 @@ def eager(net: nn.Module, x: Tensor, target: Tensor) -> Step:
     def step() -> list[Tensor | None]:
         for parameter in net.parameters():
             parameter.grad = None
-        for part, wanted in zip(x.tensor_split(MICROBATCHES), target.tensor_split(MICROBATCHES), strict=True):
-            (F.mse_loss(net(part), wanted) * (len(part) / len(x))).backward()
+        for x_rows, target_rows in zip(x.tensor_split(MICROBATCHES), target.tensor_split(MICROBATCHES), strict=True):
+            (F.mse_loss(net(x_rows), target_rows) * (len(x_rows) / len(x))).backward()
         return [parameter.grad for parameter in net.parameters()]
 
     return step
@@ -104,7 +104,7 @@ def pipelined(net: nn.Sequential, x: Tensor, target: Tensor, split: bool, audit:
 
 
 def torchs_own(net: nn.Sequential, x: Tensor, target: Tensor, split: bool) -> Step:
-    """torch's pipeline runtime with all stages on the one rank of this process; it hands tensors on without sending."""
+    """Build a step of torch's pipeline runtime with all stages on this rank; it passes tensors on without sending."""
     from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
     size = len(net) // STAGES
@@ -123,66 +123,69 @@ def torchs_own(net: nn.Sequential, x: Tensor, target: Tensor, split: bool) -> St
 
 
 class Tape(TorchDispatchMode):
-    """Writes down every op that runs, as a list that can run again. What no op of the list made is a constant."""
+    """Record every op that runs, as a list that can run again. A tensor that no op of the list wrote is a constant."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: dict[int, Name] = {}
-        self.kept: list[Any] = []  # so that no id is given twice
+        self.values: list[Any] = []  # so that no id is given twice
         self.nodes: list[Node] = []
         self.facts: dict[Name, Any] = {}
         self.constants: dict[Name, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given, words = self.named(args), {word: self.named(arg) for word, arg in (kwargs or {}).items()}
-        made = func(*args, **(kwargs or {}))
-        name = self.name(made)
-        self.nodes.append(Node(name, func, given, words))
-        for at, part in enumerate(made) if isinstance(made, list | tuple) else ():
-            self.nodes.append(Node(self.name(part), getitem, (name, at), {}))
-        return made
+        named_args, named_kwargs = (
+            self.named(args),
+            {keyword: self.named(value) for keyword, value in (kwargs or {}).items()},
+        )
+        output = func(*args, **(kwargs or {}))
+        name = self.name(output)
+        self.nodes.append(Node(name, func, named_args, named_kwargs))
+        for index, part in enumerate(output) if isinstance(output, list | tuple) else ():
+            self.nodes.append(Node(self.name(part), getitem, (name, index), {}))
+        return output
 
-    def name(self, made: Any) -> Name:
-        name = self.names[id(made)] = Name(f"v_{len(self.kept)}")
-        self.kept.append(made)
-        if isinstance(made, Tensor):
-            self.facts[name] = fact_of_tensor(made.detach(), {})
+    def name(self, value: Any) -> Name:
+        name = self.names[id(value)] = Name(f"v_{len(self.values)}")
+        self.values.append(value)
+        if isinstance(value, Tensor):
+            self.facts[name] = fact_of_tensor(value.detach(), {})
         return name
 
-    def named(self, arg: Any) -> Any:
-        if isinstance(arg, list | tuple):
-            return type(arg)(map(self.named, arg))
-        if not isinstance(arg, Tensor):
-            return arg
-        if id(arg) not in self.names:
-            self.constants[self.name(arg)] = arg
-        return self.names[id(arg)]
+    def named(self, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(map(self.named, value))
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in self.names:
+            self.constants[self.name(value)] = value
+        return self.names[id(value)]
 
 
 def floor(step: Step) -> Step:
-    """The torch ops of a step as one straight function."""
+    """Compile the torch ops of a step into one straight function."""
     step()  # the first one traces its stages
     with Tape() as tape:
         results = step()
-    written = {"results": tuple(tape.names[id(leaf)] for leaf in results)}
-    run = compile_graph(Graph(tuple(tape.nodes), tape.facts, tape.constants, {}, written))
+    result_names = {"results": tuple(tape.names[id(leaf)] for leaf in results)}
+    run = compile_graph(Graph(tuple(tape.nodes), tape.facts, tape.constants, {}, result_names))
 
     def replay() -> list[Tensor]:
         with torch.no_grad():
             return run()[0]
 
-    for again, leaf in zip(replay(), results, strict=True):
-        assert torch.equal(again, leaf)
+    for replayed, leaf in zip(replay(), results, strict=True):
+        assert torch.equal(replayed, leaf)
     return replay
 
 
 def rounds_of(steps: dict[str, Step], rounds: int) -> list[dict[str, float]]:
-    """Seconds of each step, round by round."""
+    """Return the seconds of each step, round by round."""
     for step in steps.values():
         for _ in range(5):
             step()
     order, chance = list(steps), random.Random(0)
-    found: list[dict[str, float]] = []
+    times: list[dict[str, float]] = []
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -193,28 +196,28 @@ def rounds_of(steps: dict[str, Step], rounds: int) -> list[dict[str, float]]:
             start = time.perf_counter()
             steps[name]()
             took[name] = time.perf_counter() - start
-        found.append(took)
+        times.append(took)
         if number % 10 == 9:
             gc.collect()
     gc.enable()
     gc.unfreeze()
-    return found
+    return times
 
 
-def median_of(found: Iterable[dict[str, float]], name: str) -> float:
-    return statistics.median(took[name] for took in found)
+def median_of(times: Iterable[dict[str, float]], name: str) -> float:
+    return statistics.median(took[name] for took in times)
 
 
-def ratio(found: Iterable[dict[str, float]], one: str, other: str) -> float:
-    return statistics.median(took[one] / took[other] for took in found)
+def ratio(times: Iterable[dict[str, float]], numerator: str, denominator: str) -> float:
+    return statistics.median(took[numerator] / took[denominator] for took in times)
 
 
-def within(value: float, reach: float) -> str:
+def against(value: float, reach: float) -> str:
     return f"{value:.2f} ({'<=' if value <= reach else 'MORE than'} {reach:.2f})"
 
 
 def compare(name: str, case: Case, reach: float, reach_split: float, rounds: int, torchs: bool) -> None:
-    """One net: all steps of it, and how they compare."""
+    """Print how all steps of one net compare."""
     net, x, target = case
     steps: dict[str, Step] = {
         "eager": eager(net, x, target),
@@ -226,23 +229,23 @@ def compare(name: str, case: Case, reach: float, reach_split: float, rounds: int
         steps |= {"torch": torchs_own(net, x, target, False), "torch IW": torchs_own(net, x, target, True)}
     plain = [leaf.clone() for leaf in steps["eager"]()]
     for kind, step in steps.items():
-        for leaf, wanted in zip(step(), plain, strict=False):
-            torch.testing.assert_close(leaf, wanted, **({} if kind.startswith("torch") else {"rtol": 0, "atol": 0}))
-    found = rounds_of(steps, rounds)
+        for leaf, expected in zip(step(), plain, strict=False):
+            torch.testing.assert_close(leaf, expected, **({} if kind.startswith("torch") else {"rtol": 0, "atol": 0}))
+    times = rounds_of(steps, rounds)
     print(
-        f"{name:28} eager {median_of(found, 'eager') * 1e3:7.2f} ms; of it: "
-        f"fpipe {within(ratio(found, 'B', 'eager'), reach)}, its ops alone {ratio(found, 'floor', 'eager'):.2f}; "
-        f"I and W of B {within(ratio(found, 'IW', 'B'), reach_split)}"
+        f"{name:28} eager {median_of(times, 'eager') * 1e3:7.2f} ms; of it: "
+        f"fpipe {against(ratio(times, 'B', 'eager'), reach)}, its ops alone {ratio(times, 'floor', 'eager'):.2f}; "
+        f"I and W of B {against(ratio(times, 'IW', 'B'), reach_split)}"
     )
     if torchs:
         print(
-            f"{'':28} torch's pipelining {ratio(found, 'torch', 'eager'):.2f} of eager, with I and W "
-            f"{ratio(found, 'torch IW', 'eager'):.2f}; fpipe with I and W {ratio(found, 'IW', 'eager'):.2f}"
+            f"{'':28} torch's pipelining {ratio(times, 'torch', 'eager'):.2f} of eager, with I and W "
+            f"{ratio(times, 'torch IW', 'eager'):.2f}; fpipe with I and W {ratio(times, 'IW', 'eager'):.2f}"
         )
 
 
-def per_op(rounds: int, stages: int = 8, microbatches: int = 64) -> None:
-    """What the runtime costs for each op of a program, seen on stages that do nothing, in the fastest rounds.
+def measure_op_cost(rounds: int, stages: int = 8, microbatches: int = 64) -> None:
+    """Measure the runtime's overhead for each op of a program, on stages that do nothing, in the fastest rounds.
 
     A time and no ratio follows the machine's clock, which wanders: the medians of two runs were 0.4 and 1.4 us.
     """
@@ -257,17 +260,17 @@ def per_op(rounds: int, stages: int = 8, microbatches: int = 64) -> None:
     def run() -> list[Tensor]:
         return [step(params, batch).loss]
 
-    found = rounds_of({"step": run, "floor": floor(run)}, rounds)
-    whole, alone = (min(took[name] for took in found) for name in ("step", "floor"))
+    times = rounds_of({"step": run, "floor": floor(run)}, rounds)
+    seconds, bare = (min(took[name] for took in times) for name in ("step", "floor"))
     ops = len(program.ops)
     print(
-        f"{stages} stages that do nothing, {microbatches} microbatches, {ops:,} ops: {whole * 1e3:.2f} ms, its torch "
-        f"ops alone {alone * 1e3:.2f} ms; between them {within((whole - alone) / ops * 1e6, 1.0)} us for each op"
+        f"{stages} stages that do nothing, {microbatches} microbatches, {ops:,} ops: {seconds * 1e3:.2f} ms, its torch "
+        f"ops alone {bare * 1e3:.2f} ms; between them {against((seconds - bare) / ops * 1e6, 1.0)} us for each op"
     )
 
 
-def one_process() -> bool:
-    """A group of this one process, for torch's runtime."""
+def init_single_group() -> bool:
+    """Create a process group of this one process, for torch's runtime; whether that worked."""
     try:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     except (AttributeError, RuntimeError, ValueError) as error:
@@ -283,13 +286,13 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     torch.empty(31 << 20, dtype=torch.uint8)  # more than 32 MiB would teach the C library nothing
-    torchs = one_process()
+    torchs = init_single_group()
     share = 5 if quick else 1
     compare("MLP, width 8, 1 row", mlp(8, 1), 1.10, 1.10, 600 // share, torchs)
     compare("MLP, width 512, 8 rows", mlp(512, 8), 0.92, 1.05, 150 // share, torchs)
     compare("MLP, width 512, 128 rows", mlp(512, 128), 1.00, 1.05, 40 // share, torchs)
     compare("GPT, width 64, T=64, 4 rows", gpt(), 1.05, 1.05, 75 // share, torchs)
-    per_op(1000 // share)
+    measure_op_cost(1000 // share)
     if torchs:
         dist.destroy_process_group()
 

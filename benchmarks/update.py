@@ -1,4 +1,4 @@
-"""What an update inside of a program takes, against the same gradients handed to torch.optim outside.
+"""Time an update inside a program, against the same gradients given to torch.optim outside.
 
     python benchmarks/update.py [--quick | --memory]
 
@@ -37,14 +37,14 @@ def net_of(width: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
 
 
-def ways(width: int, rows: int, clip: float | None) -> tuple[dict[str, Callable[[], float]], dict[str, Any]]:
-    """A training step by each way, and where its parameters are; under "bare" the seconds of a step without update."""
+def build_trainers(width: int, rows: int, clip: float | None) -> tuple[dict[str, Callable[[], float]], dict[str, Any]]:
+    """Build a training step of each kind, and its parameters by name; "bare" has seconds of steps without update."""
     batch = torch.randn(rows, width), torch.randn(rows, width)
-    made, now = dict[str, Callable[[], Any]](), dict[str, Any]()
+    trainers, params_by_name = dict[str, Callable[[], Any]](), dict[str, Any]()
     parts = fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge(outputs=False)
     bare = list[float]()
 
-    def outside() -> None:
+    def train_outside() -> None:
         began = time.perf_counter()
         grads = plain(params, batch).grads
         bare.append(time.perf_counter() - began)
@@ -61,90 +61,91 @@ def ways(width: int, rows: int, clip: float | None) -> tuple[dict[str, Callable[
     plain = fpipe.build(fpipe.chain(*parts)(fpipe.program(model)), model)
     leaves: list[Tensor] = [leaf for stage in params for leaf in stage.values()]
     optimizer = torch.optim.AdamW(leaves, lr=RATE, foreach=False)
-    made["torch.optim"], now["torch.optim"], now["bare"] = outside, params, bare
+    trainers["torch.optim"], params_by_name["torch.optim"], params_by_name["bare"] = train_outside, params, bare
     for name, donate in (("donated", True), ("pure", False)):
-        model, own, _ = fpipe.from_sequential(net_of(width), stages=2, loss=nn.functional.mse_loss)
+        model, initial_params, _ = fpipe.from_sequential(net_of(width), stages=2, loss=nn.functional.mse_loss)
         program = fpipe.chain(*parts, fpipe.update("AdamW", clip=clip))(fpipe.program(model))
         step = fpipe.build(program, model, donate=donate)
-        held = [own, fpipe.optimizer_state(program, own)]
+        current = [initial_params, fpipe.optimizer_state(program, initial_params)]
 
-        def inside(step: Any = step, held: list[Any] = held, name: str = name) -> None:
-            result = step(held[0], batch, opt=held[1], lr=RATE)
-            held[:] = result.params, result.opt
-            now[name] = result.params
+        def train_inside(step: Any = step, current: list[Any] = current, name: str = name) -> None:
+            result = step(current[0], batch, opt=current[1], lr=RATE)
+            current[:] = result.params, result.opt
+            params_by_name[name] = result.params
 
-        made[name] = inside
-    return made, now
+        trainers[name] = train_inside
+    return trainers, params_by_name
 
 
-def held(width: int, name: str) -> tuple[float, float]:
-    """By how many MiB the resident peak grows in a step, and what was told of ours."""
-    each, _ = ways(width, 8, None)
+def measure_growth(width: int, name: str) -> tuple[float, float]:
+    """Return the growth of the resident peak in a step, in MiB, and the prediction of `fpipe.sizes`."""
+    trainers, _ = build_trainers(width, 8, None)
     for _ in range(3):
-        each[name]()
+        trainers[name]()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = _resident("VmRSS")
-    each[name]()
-    grown = (_resident("VmHWM") - before) / 1024
+    start = _resident("VmRSS")
+    trainers[name]()
+    grown = (_resident("VmHWM") - start) / 1024
     model, params, _ = fpipe.from_sequential(net_of(width), stages=2, loss=nn.functional.mse_loss)
     parts = fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge(outputs=False), fpipe.update("AdamW")
     program, batch = fpipe.chain(*parts)(fpipe.program(model)), (torch.randn(8, width), torch.randn(8, width))
     return grown, sum(fpipe.sizes(program, model, params, batch, donate=name == "donated").peak) / MIB
 
 
-def _resident(word: str) -> int:
-    return int(re.search(rf"{word}:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+def _resident(field: str) -> int:
+    return int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
 
 
-def memory(width: int) -> None:
+def compare_memory(width: int) -> None:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    one = 4 * width * (width + 1) * 4 / MIB
-    print(f"AdamW, {4 * width * (width + 1):,} numbers, {one:.0f} MiB: parameters and state {3 * one:.0f}")
+    param_mib = 4 * width * (width + 1) * 4 / MIB
+    print(f"AdamW, {4 * width * (width + 1):,} numbers, {param_mib:.0f} MiB: parameters and state {3 * param_mib:.0f}")
     context = multiprocessing.get_context("spawn")
     for name in ("torch.optim", "donated", "pure"):
         with ProcessPoolExecutor(1, mp_context=context) as pool:
-            grown, told = pool.submit(held, width, name).result()
-        also = "" if name == "torch.optim" else f"; told {told:6.1f}"
-        print(f"{name:12s} grows by {grown:6.1f} MiB, {grown / one:.2f} x the parameters{also}")
+            grown, predicted = pool.submit(measure_growth, width, name).result()
+        also = "" if name == "torch.optim" else f"; told {predicted:6.1f}"
+        print(f"{name:12s} grows by {grown:6.1f} MiB, {grown / param_mib:.2f} x the parameters{also}")
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     call()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--memory", action="store_true", help="memory, not time")
-    said = parser.parse_args()
-    if said.memory:
-        memory(2048)
+    options = parser.parse_args()
+    if options.memory:
+        compare_memory(2048)
         return
-    rounds = 15 if said.quick else 60
+    rounds = 15 if options.quick else 60
     torch.set_num_threads(1)
     print(f"{'':38s}{'ms':>8s}{'beside':>8s}{'whole':>8s}{'beside':>8s}")
     for width, rows in ((1084, 8), (16, 8)):
         for clip in (None, 1.0):
-            each, now = ways(width, rows, clip)
-            found: dict[str, list[float]] = {name: [] for name in each}
+            trainers, params_by_name = build_trainers(width, rows, clip)
+            seconds_by_name: dict[str, list[float]] = {name: [] for name in trainers}
             for number in range(rounds):
-                for name, way in each.items():
-                    took = seconds(way)
+                for name, trainer in trainers.items():
+                    elapsed = seconds(trainer)
                     if number > 2:
-                        found[name].append(took)
-            whole = {name: statistics.median(times) for name, times in found.items()}
-            bare = statistics.median(now["bare"][3:])
-            for name, took in whole.items():
+                        seconds_by_name[name].append(elapsed)
+            medians = {name: statistics.median(times) for name, times in seconds_by_name.items()}
+            bare = statistics.median(params_by_name["bare"][3:])
+            for name, elapsed in medians.items():
                 about = f"{4 * width * (width + 1):,} numbers{', clip' if clip else ''}, {name}"
-                beside, outside = took - bare, whole["torch.optim"] - bare
-                ratios = took / whole["torch.optim"], beside / outside
-                print(f"{about:38s}{took * 1e3:8.2f}{beside * 1e3:8.2f}{ratios[0]:8.2f}{ratios[1]:8.2f}")
-            ours, theirs = (
-                [leaf for stage in now[name] for leaf in stage.values()] for name in ("donated", "torch.optim")
+                update_time, outside_time = elapsed - bare, medians["torch.optim"] - bare
+                ratios = elapsed / medians["torch.optim"], update_time / outside_time
+                print(f"{about:38s}{elapsed * 1e3:8.2f}{update_time * 1e3:8.2f}{ratios[0]:8.2f}{ratios[1]:8.2f}")
+            actual, expected = (
+                [leaf for stage in params_by_name[name] for leaf in stage.values()]
+                for name in ("donated", "torch.optim")
             )
-            assert all(map(torch.equal, ours, theirs))
+            assert all(map(torch.equal, actual, expected))
 
 
 if __name__ == "__main__":

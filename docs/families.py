@@ -1,4 +1,4 @@
-"""Write docs/families.md from the families that are tested: `make families-page`. Times are those of the machine."""
+"""Write docs/families.md from the tested families: `make families-page`. Times are this machine's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fpipe
 from tests.families import FAMILIES, Family
-from tests.own_autograd import called, own_autograd, parts_of, without_caches
+from tests.own_autograd import call_net, disable_caches, eager_loss_and_grads, split_batch
 
 PAGE = Path(__file__).with_suffix(".md")
 PARTS, KEY, ROUNDS = 2, 3, 9
@@ -33,7 +33,7 @@ RWKV is bitwise too. Funnel is, except before the output of its first block, whi
 
 
 class Row(NamedTuple):
-    """What is measured of a family."""
+    """The measurements of a family."""
 
     model: str
     gradients: str
@@ -46,7 +46,7 @@ def main() -> None:
     torch.set_num_threads(1)
     lines: list[str] = []
     for name, family in FAMILIES.items():
-        row = measured(family)
+        row = measure(family)
         lines.append(
             f"| {name} | `{row.model}` | {ends_of(family)} | {row.gradients} | {row.build:.1f} | {row.ratio:.2f} |\n"
         )
@@ -60,52 +60,52 @@ def ends_of(family: Family) -> str:
     return ", ".join(f"`{end}`" for end in family.ends)
 
 
-def measured(family: Family) -> Row:
+def measure(family: Family) -> Row:
     """A row of the table."""
     import transformers
 
     torch.manual_seed(0)
     net, batch = family.make(transformers), family.batch()
     build, (model, params, state) = timed(lambda: fpipe.from_module(net, 4, example=batch, loss=family.loss))
-    kept = state if any(state) else None
+    net_state = state if any(state) else None
     schedule = fpipe.chain(fpipe.split(PARTS), fpipe.schedules.zb_h1(4), fpipe.merge())
     step = fpipe.build(schedule(fpipe.program(model)), model)
-    found = fpipe.join_params(model, step(params, batch, state=kept, key=KEY).grads)
-    without_caches(net)
-    _, right = own_autograd(net, batch, PARTS, key=KEY, ends=family.ends, loss=family.loss)
-    other = [name for name, grad in right.items() if not torch.equal(found[name], grad)]
-    runs = (lambda: step(params, batch, state=kept, key=KEY), lambda: eager(net, batch, family.loss))
+    grads = fpipe.join_params(model, step(params, batch, state=net_state, key=KEY).grads)
+    disable_caches(net)
+    _, expected_grads = eager_loss_and_grads(net, batch, PARTS, key=KEY, ends=family.ends, loss=family.loss)
+    rounded = [name for name, grad in expected_grads.items() if not torch.equal(grads[name], grad)]
+    runs = (lambda: step(params, batch, state=net_state, key=KEY), lambda: run_eager(net, batch, family.loss))
     times = [[timed(run)[0] for run in runs] for _ in range(ROUNDS)]
-    least, eagerly = map(min, zip(*times, strict=True))
-    return Row(type(net).__name__, in_words(model, family, other), build, least / eagerly)
+    fastest_step, fastest_eager = map(min, zip(*times, strict=True))
+    return Row(type(net).__name__, describe_gradients(model, family, rounded), build, fastest_step / fastest_eager)
 
 
-def eager(net: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> None:
+def run_eager(net: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> None:
     """A step under plain autograd."""
     net.zero_grad()
-    for (inputs, target), _ in parts_of(batch, PARTS):
-        made = called(net, inputs)
-        ((made.loss if loss is None else loss(made, target)) / PARTS).backward()
+    for (inputs, target), _ in split_batch(batch, PARTS):
+        output = call_net(net, inputs)
+        ((output.loss if loss is None else loss(output, target)) / PARTS).backward()
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, Any]:
     """Seconds, and what comes of it."""
     start = time.perf_counter()
-    made = run()
-    return time.perf_counter() - start, made
+    result = run()
+    return time.perf_counter() - start, result
 
 
-def in_words(model: fpipe.Model, family: Family, other: list[str]) -> str:
+def describe_gradients(model: fpipe.Model, family: Family, names: list[str]) -> str:
     """Which gradients are other ones in their last bits."""
     tied = {name for tie in model.ties for _, name in tie}
-    words = [f"`{name}`, tied" for name in other if name in tied]
-    words = words if len(words) < 3 else [f"{len(words)} tied parameters"]
-    rest = [name for name in other if name not in tied]
-    if rest:
-        if family.rounds is None or not all(name.startswith(family.rounds.path) for name in rest):
-            raise AssertionError(f"nothing says why these gradients are not bitwise the net's own: {rest}")
-        words.append(family.rounds.why)
-    return f"to rounding: {', and '.join(words)}" if words else "bitwise"
+    phrases = [f"`{name}`, tied" for name in names if name in tied]
+    phrases = phrases if len(phrases) < 3 else [f"{len(phrases)} tied parameters"]
+    untied = [name for name in names if name not in tied]
+    if untied:
+        if family.rounds is None or not all(name.startswith(family.rounds.path) for name in untied):
+            raise AssertionError(f"nothing says why these gradients are not bitwise the net's own: {untied}")
+        phrases.append(family.rounds.reason)
+    return f"to rounding: {', and '.join(phrases)}" if phrases else "bitwise"
 
 
 if __name__ == "__main__":

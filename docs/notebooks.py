@@ -21,23 +21,23 @@ LINK = re.compile(r"\]\((?!https?:|#)(?P<page>[\w/]+)\.md(?P<mark>#[\w-]+)?\)")
 
 
 def notebook(page: Path) -> Any:
-    """A page as a notebook of nbformat 4.5."""
+    """Convert a page to a notebook of nbformat 4.5."""
     import jupytext
 
     source = [page.read_text(encoding="utf-8")]
     reference.expand(None, page.stem, source)
     text = OUTPUT.sub("", source[0]).replace("](pictures/", "](../site/_images/")
-    made = jupytext.reads(LINK.sub(r"](../site/\g<page>.html\g<mark>)", text), fmt="md")
-    made.cells = [cell for cell in made.cells if cell.source.strip()]
-    for number, cell in enumerate(made.cells):
+    converted = jupytext.reads(LINK.sub(r"](../site/\g<page>.html\g<mark>)", text), fmt="md")
+    converted.cells = [cell for cell in converted.cells if cell.source.strip()]
+    for number, cell in enumerate(converted.cells):
         cell.id, cell.metadata = f"cell-{number}", {}
-    made.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    made.nbformat_minor = 5
-    return made
+    converted.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    converted.nbformat_minor = 5
+    return converted
 
 
 def write(folder: Path) -> list[Path]:
-    """All of them as files of a folder."""
+    """Write the notebooks of all pages into a folder."""
     import jupytext
 
     folder.mkdir(parents=True, exist_ok=True)

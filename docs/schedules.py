@@ -1,4 +1,4 @@
-"""Write docs/schedules.md from the registry: `make docs`. A test holds the page to what this writes."""
+"""Write docs/schedules.md from the registry: `make docs`. A test compares the page with this text."""
 
 from __future__ import annotations
 

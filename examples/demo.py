@@ -45,7 +45,7 @@ Params = tuple[dict[str, Tensor], ...]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is trained: on `rows` texts of `context` bytes a step. 60 rows make microbatches of 8 and of 7 rows."""
+    """Sizes of the training: `rows` texts of `context` bytes a step. 60 rows make microbatches of 8 and of 7 rows."""
 
     width: int = 64
     heads: int = 4
@@ -57,7 +57,7 @@ class Sizes:
 
 
 class Embedding(nn.Module):
-    """Bytes and their places as vectors. This module and the next know nothing of pipelines."""
+    """Embed bytes and their positions. This module and the next know nothing of pipelines."""
 
     def __init__(self, width: int, context: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a perceptron, each added to what came in."""
+    """Causal self-attention, then a perceptron, each added to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -89,11 +89,11 @@ class Block(nn.Module):
 
 
 def gpt(sizes: Sizes) -> nn.Sequential:
-    first, blocks = (
+    embedding, blocks = (
         Embedding(sizes.width, sizes.context),
         (Block(sizes.width, sizes.heads) for _ in range(sizes.blocks)),
     )
-    return nn.Sequential(first, *blocks, nn.LayerNorm(sizes.width), nn.Linear(sizes.width, 256))
+    return nn.Sequential(embedding, *blocks, nn.LayerNorm(sizes.width), nn.Linear(sizes.width, 256))
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def batches(sizes: Sizes) -> Iterator[Batch]:
-    """Texts from random places of what help() knows, each with itself one byte later as the target."""
+    """Yield texts from random positions of help()'s topics, each with itself one byte later as the target."""
     text = torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8).long()
     chance = torch.Generator().manual_seed(SEED)
     while True:
@@ -111,7 +111,7 @@ def batches(sizes: Sizes) -> Iterator[Batch]:
 
 
 def plain_backward(net: nn.Module, batch: Batch) -> Tensor:
-    """Plain autograd: one microbatch after the other, added up in `.grad`. Returns the loss."""
+    """Run plain autograd, microbatch after microbatch, adding up in `.grad`; return the loss."""
     net.zero_grad()
     losses: list[Tensor] = []
     for inputs, target in zip(*(part.tensor_split(MICROBATCHES) for part in batch), strict=True):
@@ -122,7 +122,7 @@ def plain_backward(net: nn.Module, batch: Batch) -> Tensor:
 
 
 def pipeline(model: fpipe.Model, schedule: str, policy: str, split: bool, m: int = MICROBATCHES) -> fpipe.Program:
-    """The same gradient as a program of m microbatches."""
+    """Build the program of a step with m microbatches."""
     return fpipe.chain(
         fpipe.split(m),
         fpipe.checkpoint(policy),
@@ -132,12 +132,12 @@ def pipeline(model: fpipe.Model, schedule: str, policy: str, split: bool, m: int
     )(fpipe.program(model))
 
 
-def same_bits(found: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
-    return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(found, expected, strict=True))
+def same_bits(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
+    return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(actual, expected, strict=True))
 
 
 def train(console: Console, sizes: Sizes, step: Callable[..., fpipe.Result], params: Params, plain: nn.Module) -> bool:
-    """Train both on the same batches. True if all losses and the final parameters have the same bits."""
+    """Train both on the same batches; return whether all losses and the final parameters are equal bit by bit."""
     leaves, plain_leaves = [leaf for stage in params for leaf in stage.values()], list(plain.parameters())
     adam, plain_adam = torch.optim.AdamW(leaves), torch.optim.AdamW(plain_leaves)
     losses: list[tuple[float, float]] = []
@@ -154,21 +154,21 @@ def train(console: Console, sizes: Sizes, step: Callable[..., fpipe.Result], par
         adam.step()
         plain_loss = plain_backward(plain, batch)
         plain_adam.step()
-        same = same_bits([result.loss], [plain_loss])
-        equal += same
+        is_equal = same_bits([result.loss], [plain_loss])
+        equal += is_equal
         losses.append((float(result.loss), float(plain_loss)))
         if number == 1 or number % max(1, sizes.steps // 10) == 0:
-            console.print(f"{number:>6}{result.loss:>18.7f}{plain_loss:>18.7f}   {'yes' if same else 'NO'}")
+            console.print(f"{number:>6}{result.loss:>18.7f}{plain_loss:>18.7f}   {'yes' if is_equal else 'NO'}")
 
-    same_end = same_bits(leaves, (leaf.detach() for leaf in plain_leaves))
+    params_are_equal = same_bits(leaves, (leaf.detach() for leaf in plain_leaves))
     console.print("", *map(curve, zip(*losses, strict=True), ("pipelined", "plain")), sep="\n")
     console.print(f"The losses are bitwise equal at {equal} of {sizes.steps} steps,", end=" ")
-    console.print("and so are the final parameters.\n" if same_end else "but the final parameters are NOT.\n")
-    return same_end and equal == sizes.steps
+    console.print("and so are the final parameters.\n" if params_are_equal else "but the final parameters are NOT.\n")
+    return params_are_equal and equal == sizes.steps
 
 
 def curve(losses: Sequence[float], name: str) -> str:
-    """Losses as a line of blocks, full where they are highest."""
+    """Draw losses as a line of blocks, full where they are highest."""
     low, high, width = min(losses), max(losses), min(70, len(losses))
     parts = [losses[len(losses) * i // width : len(losses) * (i + 1) // width] for i in range(width)]
     blocks = ("▁▂▃▄▅▆▇█"[round(7 * (sum(part) / len(part) - low) / (high - low + 1e-9))] for part in parts)
@@ -177,7 +177,7 @@ def curve(losses: Sequence[float], name: str) -> str:
 
 @torch.no_grad()
 def write(net: nn.Module, sizes: Sizes) -> str:
-    """Text from the model, one byte at a time."""
+    """Write text with the model, one byte at a time."""
     text, chance = list(b"The "), torch.Generator().manual_seed(SEED)
     for _ in range(sizes.sample):
         logits = net(torch.tensor([text[-sizes.context :]]))[0, -1]
@@ -186,7 +186,7 @@ def write(net: nn.Module, sizes: Sizes) -> str:
 
 
 def compare(console: Console, model: fpipe.Model, params: Params, plain: nn.Module, batch: Batch) -> int:
-    """Gradients of all programs against plain autograd: how many have the same bits."""
+    """Compare the gradients of all programs with plain autograd; return how many are equal bit by bit."""
     loss = plain_backward(plain, batch)
     expected = {"loss": loss, **{name: leaf.grad for name, leaf in plain.named_parameters()}}
     table = Table("schedule", "checkpoint", "backward", box=box.SIMPLE)
@@ -196,13 +196,13 @@ def compare(console: Console, model: fpipe.Model, params: Params, plain: nn.Modu
     for choice in track(PROGRAMS, "comparing", console=console, transient=True, disable=not console.is_terminal):
         program = pipeline(model, *choice)
         result = fpipe.build(program, model, record=True)(params, batch)
-        found = {"loss": result.loss, **fpipe.join_params(model, result.grads)}
-        error = max(float((found[name] - expected[name]).abs().max()) for name in expected)
-        same = same_bits([found[name] for name in expected], expected.values())
-        equal += same
-        held, timeline = [size / 2**20 for size in result.timeline.peak], fpipe.simulate(program)
-        numbers = (f"{max(held):.2f}", f"{sum(held):.2f}", f"{timeline.makespan:g}", f"{timeline.bubble:.1%}")
-        table.add_row(*choice[:2], "I, W" if choice[2] else "B", f"{error:g}", "yes" if same else "NO", *numbers)
+        actual = {"loss": result.loss, **fpipe.join_params(model, result.grads)}
+        error = max(float((actual[name] - expected[name]).abs().max()) for name in expected)
+        is_equal = same_bits([actual[name] for name in expected], expected.values())
+        equal += is_equal
+        peaks, timeline = [size / 2**20 for size in result.timeline.peak], fpipe.simulate(program)
+        numbers = (f"{max(peaks):.2f}", f"{sum(peaks):.2f}", f"{timeline.makespan:g}", f"{timeline.bubble:.1%}")
+        table.add_row(*choice[:2], "I, W" if choice[2] else "B", f"{error:g}", "yes" if is_equal else "NO", *numbers)
     console.print(
         f"Loss and {len(expected) - 1} gradients of each program against plain autograd; MiB held at the peak"
     )
@@ -212,24 +212,24 @@ def compare(console: Console, model: fpipe.Model, params: Params, plain: nn.Modu
 
 
 def run(console: Console, sizes: Sizes) -> bool:
-    """The whole demo. True if everything has the same bits."""
+    """Run the demo; return whether everything is equal bit by bit."""
     torch.manual_seed(SEED)
     net = gpt(sizes)
     plain = copy.deepcopy(net)
     model, params, _ = fpipe.from_sequential(net, stages=RANKS, loss=cross_entropy)
     count = sum(leaf.numel() for leaf in net.parameters())
     console.print(f"{ABOUT}\nThe model: {count:,} parameters ({count / 2**18:.2f} MiB), {RANKS} stages, one a rank")
-    for number, (stage, own) in enumerate(zip(model.stages, params, strict=True)):
+    for number, (stage, stage_params) in enumerate(zip(model.stages, params, strict=True)):
         names = ", ".join(type(net.get_submodule(name)).__name__ for name in stage.name.split(", "))
-        console.print(f"  stage {number}: {names} ({sum(leaf.numel() for leaf in own.values()):,})")
+        console.print(f"  stage {number}: {names} ({sum(leaf.numel() for leaf in stage_params.values()):,})")
     trained = train(console, sizes, fpipe.build(pipeline(model, *TRAINED), model), params, plain)
     console.print(f"What it writes after {sizes.steps} steps:\n\n{write(net, sizes)}\n")
     equal = compare(console, model, params, plain, next(batches(sizes)))
     console.print("The trained program, drawn with 4 microbatches (R recomputes, I and W are the halves of B):")
     console.print(fpipe.plot(pipeline(model, *TRAINED, m=4)), soft_wrap=True)
     console.print(f"\n{equal} of {len(PROGRAMS)} programs bitwise equal to plain autograd\n")
-    again = "Try next `.venv/bin/python examples/demo.py --steps 1000`, or in Python after `import fpipe`:"
-    console.print(again, *TRY, sep="\n    ", soft_wrap=True)
+    hint = "Try next `.venv/bin/python examples/demo.py --steps 1000`, or in Python after `import fpipe`:"
+    console.print(hint, *TRY, sep="\n    ", soft_wrap=True)
     return trained and equal == len(PROGRAMS)
 
 

@@ -36,7 +36,7 @@ POLICIES = {
 class Config(NamedTuple):
     """Sizes of a Llama: rows and columns of its weights, and of a batch."""
 
-    words: int
+    vocabulary: int
     width: int
     blocks: int
     heads: int
@@ -47,9 +47,9 @@ class Config(NamedTuple):
 
 
 CONFIGS = {
-    "small": Config(words=256, width=256, blocks=4, heads=8, groups=4, wide=704, rows=16, length=32),
-    "8b": Config(words=128256, width=4096, blocks=32, heads=32, groups=8, wide=14336, rows=32, length=4096),
-    "70b": Config(words=128256, width=8192, blocks=80, heads=64, groups=8, wide=28672, rows=32, length=4096),
+    "small": Config(vocabulary=256, width=256, blocks=4, heads=8, groups=4, wide=704, rows=16, length=32),
+    "8b": Config(vocabulary=128256, width=4096, blocks=32, heads=32, groups=8, wide=14336, rows=32, length=4096),
+    "70b": Config(vocabulary=128256, width=8192, blocks=80, heads=64, groups=8, wide=28672, rows=32, length=4096),
 }
 
 
@@ -59,16 +59,17 @@ class Block(nn.Module):
         width, self.size = config.width, config.width // config.heads
         narrow = config.groups * self.size
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.q, self.k, self.v = (nn.Linear(width, out, bias=False) for out in (width, narrow, narrow))
+        self.q, self.k, self.v = (nn.Linear(width, out_width, bias=False) for out_width in (width, narrow, narrow))
         self.o, self.down = nn.Linear(width, width, bias=False), nn.Linear(config.wide, width, bias=False)
         self.gate, self.up = (nn.Linear(width, config.wide, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         h = self.norm1(x)
-        q, k, v = (one(h).unflatten(-1, (-1, self.size)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        projected = (self.q(h), self.k(h), self.v(h))
+        q, k, v = (tensor.unflatten(-1, (-1, self.size)).transpose(1, 2) for tensor in projected)
         q, k = (torch.cat([a * cos - b * sin, a * sin + b * cos], -1) for a, b in (q.chunk(2, -1), k.chunk(2, -1)))
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.o(seen.transpose(1, 2).flatten(2))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(attended.transpose(1, 2).flatten(2))
         h = self.norm2(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
@@ -76,9 +77,9 @@ class Block(nn.Module):
 class Llama(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.embed = nn.Embedding(config.words, config.width)
+        self.embed = nn.Embedding(config.vocabulary, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.blocks))
-        self.norm, self.head = nn.RMSNorm(config.width), nn.Linear(config.width, config.words, bias=False)
+        self.norm, self.head = nn.RMSNorm(config.width), nn.Linear(config.width, config.vocabulary, bias=False)
         self.size = config.width // config.heads
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -96,7 +97,7 @@ def loss(y: Tensor, target: Tensor) -> Tensor:
 
 
 def on_meta(config: Config, stages: int, dtype: torch.dtype) -> tuple[fpipe.Model, Any, tuple[Tensor, Tensor]]:
-    """A model without weights, the shapes of its parameters, and of a batch."""
+    """Build a model without weights, with the shapes of its parameters and of a batch."""
     with torch.device("meta"):
         net = Llama(config).to(dtype)
         ids = torch.zeros(config.rows, config.length, dtype=torch.int64)
@@ -104,80 +105,79 @@ def on_meta(config: Config, stages: int, dtype: torch.dtype) -> tuple[fpipe.Mode
     return model, params, (ids, ids)
 
 
-def initial(name: str, weight: Tensor) -> Any:
-    """First values of a matrix; those of a norm are its own."""
+def init_weight(name: str, weight: Tensor) -> Any:
+    """Draw the initial values of a matrix; False leaves a norm to its own initialization."""
     return weight.normal_(std=0.02) if weight.ndim > 1 else False
 
 
 def step_of(model: fpipe.Model, ranks: int, microbatches: int, *transforms: Any) -> fpipe.Program:
-    """A step of one replica."""
+    """Build the step of one replica."""
     order = fpipe.schedules.one_f_one_b(ranks)
     return fpipe.chain(fpipe.split(microbatches), *transforms, order, fpipe.merge(outputs=False))(fpipe.program(model))
 
 
 def mebibytes(tree: Any) -> float:
-    """Of the tensors in a tree; of a DTensor those of its shard."""
+    """Return the mebibytes of a tree's tensors, of a DTensor only its shard's."""
     tensors = [leaf for leaf in fpipe.tree.leaves(tree) if isinstance(leaf, Tensor)]
     return sum(getattr(leaf, "to_local", lambda leaf=leaf: leaf)().nbytes for leaf in tensors) / 2**20
 
 
-def plan(said: argparse.Namespace, console: Console) -> None:
-    """Say what ranks would hold under each policy, and rank ways to run a replica's step. Nothing has data."""
-    model, params, batch = on_meta(CONFIGS[said.plan], CONFIGS[said.plan].blocks, torch.bfloat16)
+def plan(options: argparse.Namespace, console: Console) -> None:
+    """Print what ranks would hold under each policy, and plans for a replica's step. No tensor has data."""
+    model, params, batch = on_meta(CONFIGS[options.plan], CONFIGS[options.plan].blocks, torch.bfloat16)
     console.print(f"{sum(leaf.numel() for leaf in fpipe.tree.leaves(params)):,} parameters, none of them in memory")
-    table = Table("GiB of a rank", *map(str, range(said.ranks)))
-    program = step_of(model, said.ranks, len(batch[0]), fpipe.checkpoint("always"))
+    table = Table("GiB of a rank", *map(str, range(options.ranks)))
+    program = step_of(model, options.ranks, len(batch[0]), fpipe.checkpoint("always"))
     for name, share in POLICIES.items():
-        replicas = 1 if name == "replicas" else said.replicas
-        held = fpipe.sizes(share(program), model, params, batch, replicas=replicas).peak
-        own = [mebibytes(fpipe.local_params(program, params, rank)) / replicas for rank in range(said.ranks)]
+        replicas = 1 if name == "replicas" else options.replicas
+        step_bytes = fpipe.sizes(share(program), model, params, batch, replicas=replicas).peak
+        param_mib = [mebibytes(fpipe.local_params(program, params, rank)) / replicas for rank in range(options.ranks)]
         # An optimizer with two moments keeps as much again for each.
-        table.add_row(name, *(f"{3 * a / 2**10 + b / 2**30:.1f}" for a, b in zip(own, held, strict=True)))
+        table.add_row(name, *(f"{3 * a / 2**10 + b / 2**30:.1f}" for a, b in zip(param_mib, step_bytes, strict=True)))
     console.print(table)
-    found = fpipe.plan_run(
+    ranking = fpipe.plan_run(
         model,
-        fpipe.Machine(said.ranks, flops=FLOPS),
+        fpipe.Machine(options.ranks, flops=FLOPS),
         fpipe.Candidates([16, 32], schedules=["one_f_one_b", "interleaved"]),
         example=(params, batch),
     )
-    console.print(str(found), highlight=False, soft_wrap=True)
+    console.print(str(ranking), highlight=False, soft_wrap=True)
 
 
-def train(said: argparse.Namespace, console: Console) -> tuple[float, float, float]:
-    """Train on two replicas of two ranks. Returns the last loss, and the bytes of a step: told before, and counted."""
+def train(options: argparse.Namespace, console: Console) -> tuple[float, float, float]:
+    """Train on two replicas of two ranks; return the last loss, and the predicted and counted bytes of a step."""
     config = CONFIGS["small"]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     replica, rank, shows = mesh.get_local_rank("dp"), mesh.get_local_rank("pp"), dist.get_rank() == 0
     model, meta, _ = on_meta(config, config.blocks, torch.float32)
-    program = fpipe.shard("dp", gather=said.gather, lead=0)(step_of(model, 2, MICROBATCHES))
-    mine = fpipe.init_params(model, program, rank=rank, seed=0, init=initial)
+    program = fpipe.shard("dp", gather=options.gather, lead=0)(step_of(model, 2, MICROBATCHES))
+    mine = fpipe.init_params(model, program, rank=rank, seed=0, init=init_weight)
     shards = fpipe.shard_params(mine, mesh["dp"])
-    data = (tuple(half.tensor_split(2)[replica] for half in batch) for batch in texts(config))
-    step = fpipe.build(
-        program, model, runtime="distributed", mesh=mesh, example=(shards, next(data)), broadcast=True, record=True
-    )
+    local_batches = (tuple(half.tensor_split(2)[replica] for half in batch) for batch in texts(config))
+    build_options: dict[str, Any] = {"example": (shards, next(local_batches)), "broadcast": True, "record": True}
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, **build_options)
     adam = torch.optim.AdamW([leaf for leaf in fpipe.tree.leaves(shards) if leaf is not None], lr=3e-3)
-    last, held = 0.0, 0.0
-    for number, batch in enumerate(islice(data, said.steps), 1):
+    final_loss, peak = 0.0, 0.0
+    for number, batch in enumerate(islice(local_batches, options.steps), 1):
         result = step(shards, batch)
         fpipe.assign_grads(shards, result.grads)
         adam.step()
-        last, held = float(result.loss), result.timeline.peak[rank]
-        if shows and (number == 1 or number % max(1, said.steps // 5) == 0):
-            console.print(f"step {number:>4}   loss {last:.4f}")
-    told = fpipe.sizes(program, model, meta, batch, runtime="distributed", replicas=2).peak[rank]
+        final_loss, peak = float(result.loss), result.timeline.peak[rank]
+        if shows and (number == 1 or number % max(1, options.steps // 5) == 0):
+            console.print(f"step {number:>4}   loss {final_loss:.4f}")
+    predicted = fpipe.sizes(program, model, meta, batch, runtime="distributed", replicas=2).peak[rank]
     rows: list[Any] = [None] * 4
-    dist.all_gather_object(rows, [mebibytes(shards), told / 2**20, held / 2**20])
+    dist.all_gather_object(rows, [mebibytes(shards), predicted / 2**20, peak / 2**20])
     table = Table("MiB of", "its shards", "a step, told", "a step, counted")
     for number, row in enumerate(rows):
-        table.add_row(f"replica {number // 2}, rank {number % 2}", *(f"{one:.1f}" for one in row))
+        table.add_row(f"replica {number // 2}, rank {number % 2}", *(f"{size:.1f}" for size in row))
     if shows:
         console.print(table)
-    return last, told, held
+    return final_loss, predicted, peak
 
 
 def texts(config: Config) -> Iterator[tuple[Tensor, Tensor]]:
-    """Bytes of English, each with the next one as its target."""
+    """Yield bytes of English, each with the next byte as its target."""
     return batches(Sizes(rows=config.rows, context=config.length))
 
 
@@ -192,12 +192,12 @@ def arguments(typed: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    said, console = arguments(), Console()
-    if said.plan:
-        plan(said, console)
+    options, console = arguments(), Console()
+    if options.plan:
+        plan(options, console)
     elif os.environ.get("WORLD_SIZE") == "4":
         torch.set_num_threads(1)
-        train(said, console)
+        train(options, console)
         dist.destroy_process_group()
     else:
         raise SystemExit("Start it by torchrun: torchrun --standalone --nproc-per-node 4 examples/llama.py")

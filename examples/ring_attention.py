@@ -1,4 +1,4 @@
-"""Attention over a sequence that processes share out: keys and values go around a ring while each attends to the last.
+"""Run attention over a sequence split between processes: keys and values go around a ring while each attends.
 
 torchrun --standalone --nproc-per-node 4 examples/ring_attention.py
 
@@ -22,50 +22,50 @@ Params = dict[str, Tensor]
 Pair = tuple[Tensor, Tensor]
 
 
-def projected(params: Params, x: Tensor) -> tuple[Tensor, Pair]:
-    """Queries, which stay, and keys and values, which go around."""
+def project_input(params: Params, x: Tensor) -> tuple[Tensor, Pair]:
+    """Project to queries, which stay, and to keys and values, which go around."""
     query, key, value = (x @ params["qkv"]).chunk(3, -1)
     return query, (key, value)
 
 
-def attended(query: Tensor, others: Pair) -> Pair:
-    """What the queries take of one slice, and the logarithm of how much they weigh it."""
-    key, value = others
+def attend(query: Tensor, key_and_value: Pair) -> Pair:
+    """Attend to one slice; return the output, and the logarithm of the slice's total weight."""
+    key, value = key_and_value
     scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
     weight = scores.logsumexp(-1, keepdim=True)
     return (scores - weight).exp() @ value, weight
 
 
-def begun(params: Params, x: tuple[Tensor, Pair]) -> Pair:
-    """Attention to this process's own slice."""
-    return attended(*x)
+def attend_first_slice(params: Params, x: tuple[Tensor, Pair]) -> Pair:
+    """Attend to this process's own slice."""
+    return attend(*x)
 
 
-def gone_on(params: Params, x: tuple[Tensor, tuple[Pair], Pair]) -> Pair:
-    """Attention to one more slice, which joins what was found before."""
-    query, (others,), (before, weight) = x
-    found, own = attended(query, others)
-    both = torch.logaddexp(weight, own)
-    return before * (weight - both).exp() + found * (own - both).exp(), both
+def attend_next_slice(params: Params, x: tuple[Tensor, tuple[Pair], Pair]) -> Pair:
+    """Attend to one more slice, and merge it with the earlier slices by their weights."""
+    query, (key_and_value,), (output, weight) = x
+    slice_output, slice_weight = attend(query, key_and_value)
+    total_weight = torch.logaddexp(weight, slice_weight)
+    return output * (weight - total_weight).exp() + slice_output * (slice_weight - total_weight).exp(), total_weight
 
 
-def ended(params: Params, x: tuple[Pair, ...]) -> Tensor:
+def project_output(params: Params, x: tuple[Pair, ...]) -> Tensor:
     return x[0][0] @ params["out"]
 
 
 def ring(size: int) -> fpipe.Model:
-    """Attention over so many processes: a turn of the ring is behind each slice but the last."""
-    stages: list[Any] = [projected]
+    """Build attention over `size` processes: a turn of the ring follows each slice but the last."""
+    stages: list[Any] = [project_input]
     inputs: list[Any] = ["batch"]
     for turn in range(size):
-        at = len(stages)
-        mine: Any = at - 2 if turn else (0, 1)  # the ring behind the slice before
+        index = len(stages)
+        mine: Any = index - 2 if turn else (0, 1)  # the ring behind the slice before
         if turn + 1 < size:
             stages.append(fpipe.exchange("ring", axis="cp"))
             inputs.append(mine if turn else (mine,))
-        stages.append(gone_on if turn else begun)
-        inputs.append(((0, 0), mine, at - 1) if turn else ((0, 0), mine))
-    return fpipe.from_functions([*stages, ended], loss, inputs=[*inputs, (len(stages) - 1,)])
+        stages.append(attend_next_slice if turn else attend_first_slice)
+        inputs.append(((0, 0), mine, index - 1) if turn else ((0, 0), mine))
+    return fpipe.from_functions([*stages, project_output], loss, inputs=[*inputs, (len(stages) - 1,)])
 
 
 def loss(y: Tensor, target: Tensor) -> Tensor:
@@ -74,34 +74,34 @@ def loss(y: Tensor, target: Tensor) -> Tensor:
 
 def parameters(width: int) -> tuple[Params, Params]:
     generator = torch.Generator().manual_seed(0)
-    qkv, out = (torch.randn(width, n * width, generator=generator, dtype=torch.float64) for n in (3, 1))
-    return {"qkv": qkv / width}, {"out": out / width}
+    qkv, output_weight = (torch.randn(width, n * width, generator=generator, dtype=torch.float64) for n in (3, 1))
+    return {"qkv": qkv / width}, {"out": output_weight / width}
 
 
 def difference(width: int = 8, length: int = 12) -> float:
-    """How far gradients are from those of attention over whole sequences in one process, at most."""
+    """Return the largest error of gradients against attention over whole sequences in one process."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "cp"))
-    size, member, place = mesh["cp"].size(), mesh.get_local_rank("cp"), mesh.get_local_rank("pp")
+    size, member, pp_rank = mesh["cp"].size(), mesh.get_local_rank("cp"), mesh.get_local_rank("pp")
     generator = torch.Generator().manual_seed(1)
-    whole = [torch.randn(4, length, width, generator=generator, dtype=torch.float64) for _ in range(2)]
-    model, (first, last) = ring(size), parameters(width)
-    params = (first, *({} for _ in model.stages[2:]), last)
+    sequences = [torch.randn(4, length, width, generator=generator, dtype=torch.float64) for _ in range(2)]
+    model, (projection, output_params) = ring(size), parameters(width)
+    params = (projection, *({} for _ in model.stages[2:]), output_params)
     schedule = fpipe.schedules.one_f_one_b_overlap(2)
     program = fpipe.chain(fpipe.split(2), schedule, fpipe.merge(outputs=False))(fpipe.program(model))
-    batch = tuple(part.chunk(size, 1)[member].contiguous() for part in whole)
+    batch = tuple(part.chunk(size, 1)[member].contiguous() for part in sequences)
     step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch))
-    grads = step(fpipe.local_params(program, params, place), batch).grads
+    grads = step(fpipe.local_params(program, params, pp_rank), batch).grads
 
-    leaves = [one.clone().requires_grad_() for one in (first["qkv"], last["out"])]
-    query, key, value = (whole[0] @ leaves[0]).chunk(3, -1)
-    made = torch.nn.functional.scaled_dot_product_attention(query, key, value) @ leaves[1]
-    expected = torch.autograd.grad(loss(made, whole[1]), leaves)
-    found = (grads[0] or {}).get("qkv"), (grads[-1] or {}).get("out")
+    leaves = [leaf.clone().requires_grad_() for leaf in (projection["qkv"], output_params["out"])]
+    query, key, value = (sequences[0] @ leaves[0]).chunk(3, -1)
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value) @ leaves[1]
+    expected_grads = torch.autograd.grad(loss(output, sequences[1]), leaves)
+    actual_grads = (grads[0] or {}).get("qkv"), (grads[-1] or {}).get("out")
     worst = 0.0
-    for grad, right in zip(found, expected, strict=True):
+    for grad, expected_grad in zip(actual_grads, expected_grads, strict=True):
         if grad is not None:
             dist.all_reduce(grad, group=mesh.get_group("cp"))  # each has had a part of every sequence
-            worst = max(worst, (grad / size - right).abs().max().item())
+            worst = max(worst, (grad / size - expected_grad).abs().max().item())
     return worst
 
 

@@ -41,13 +41,13 @@ def arguments(typed: list[str] | None = None) -> argparse.Namespace:
 
 
 class Trainer:
-    """Parameters and optimizer state: those of one rank, or all of them where this process runs all ranks."""
+    """Parameters and optimizer state of one rank, or of all ranks that this process runs."""
 
     def __init__(self, program: fpipe.Program, params: tuple[Any, ...], step: Any) -> None:
         self.step, self.params, self.opt = step, params, fpipe.optimizer_state(program, params)
 
     def __call__(self, number: int, steps: int, batch: Batch) -> Any:
-        """One step, at a rate that warms up and then falls; its loss, which the first rank has."""
+        """Take a step at a rate that warms up and then falls; return its loss, which the first rank has."""
         rate = RATE * min(number / 20, 1 - (number - 1) / steps)
         result = self.step(self.params, batch, opt=self.opt, lr=rate)
         self.params, self.opt = result.params, result.opt
@@ -55,75 +55,75 @@ class Trainer:
 
 
 def main() -> None:
-    said = arguments()
+    options = arguments()
     if "RANK" not in os.environ:
         raise SystemExit("Start it by torchrun: torchrun --standalone --nproc-per-node 2 examples/train_gpt.py")
     torch.set_num_threads(1)  # sums of several threads have other bits
     dist.init_process_group("gloo")
-    train(said, Console())
+    train(options, Console())
     dist.destroy_process_group()
 
 
-def train(said: argparse.Namespace, console: Console) -> tuple[int, int]:
-    """What one rank does. Returns how many steps it took, and at how many the loss was that of one process."""
-    replicas, ranks, stop = said.replicas, dist.get_world_size() // said.replicas, said.stop or said.steps
+def train(options: argparse.Namespace, console: Console) -> tuple[int, int]:
+    """Train on one rank; return the number of steps, and at how many of them the loss was that of one process."""
+    replicas, ranks, stop = options.replicas, dist.get_world_size() // options.replicas, options.stop or options.steps
     mesh = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("dp", "pp"))
     replica, rank, shows = mesh.get_local_rank("dp"), mesh.get_local_rank("pp"), dist.get_rank() == 0
     torch.manual_seed(0)  # each process makes the whole net, and trains what is its own
-    sizes = Sizes(steps=said.steps, blocks=said.blocks)
-    model, params, _ = fpipe.from_sequential(gpt(sizes), stages=ranks * said.stages_per_rank, loss=cross_entropy)
-    whole = copy.deepcopy(params)
-    schedule = fpipe.schedules.get(said.schedule)(ranks)
+    sizes = Sizes(steps=options.steps, blocks=options.blocks)
+    model, params, _ = fpipe.from_sequential(gpt(sizes), stages=ranks * options.stages_per_rank, loss=cross_entropy)
+    full_params = copy.deepcopy(params)
+    schedule = fpipe.schedules.get(options.schedule)(ranks)
     program = pipeline(model, MICROBATCHES // replicas, schedule, *[fpipe.data_parallel("dp")] * (replicas > 1))
-    *data, unseen = islice(batches(sizes), stop + 1)
-    lower: Any = {"autocast": torch.bfloat16 if said.bfloat16 else None}
-    how: Any = {"runtime": "distributed", "mesh": mesh, "timeout": 120, **lower}
-    how["example"] = params, rows_of(unseen, replica, replicas)
+    *train_batches, unseen = islice(batches(sizes), stop + 1)
+    precision: Any = {"autocast": torch.bfloat16 if options.bfloat16 else None}
+    build_options: Any = {"runtime": "distributed", "mesh": mesh, "timeout": 120, **precision}
+    build_options["example"] = params, rows_of(unseen, replica, replicas)
     mine = fpipe.local_params(program, params, rank)
-    trainer, done = Trainer(program, mine, fpipe.build(program, model, donate=True, **how)), 0
-    evaluate = fpipe.build(fpipe.forward_only()(program), fpipe.evaluating(model), **how)
-    if said.resume is not None:
-        trainer.params, trainer.opt, _, numbers = fpipe.load(said.resume, program, mine, opt=trainer.opt, mesh=mesh)
+    trainer, done = Trainer(program, mine, fpipe.build(program, model, donate=True, **build_options)), 0
+    evaluate = fpipe.build(fpipe.forward_only()(program), fpipe.evaluating(model), **build_options)
+    if options.resume is not None:
+        trainer.params, trainer.opt, _, numbers = fpipe.load(options.resume, program, mine, opt=trainer.opt, mesh=mesh)
         done = int(numbers["steps"])
 
-    alone = None
-    if said.check and shows:
-        single = pipeline(model, MICROBATCHES, schedule)
-        alone = Trainer(single, whole, fpipe.build(single, model, **lower))
-        for number, batch in enumerate(data[:done], 1):
-            alone(number, said.steps, batch)
+    single = None
+    if options.check and shows:
+        program_of_one = pipeline(model, MICROBATCHES, schedule)
+        single = Trainer(program_of_one, full_params, fpipe.build(program_of_one, model, **precision))
+        for number, batch in enumerate(train_batches[:done], 1):
+            single(number, options.steps, batch)
 
     equal = 0
     near = 0.0 if replicas == 1 else 1e-4  # replicas add up in another order
     with Progress(console=console, transient=True, disable=not (shows and console.is_terminal)) as progress:
         bar = progress.add_task("training", total=stop, completed=done)
-        for number, batch in enumerate(data[done:], done + 1):
-            loss = trainer(number, said.steps, rows_of(batch, replica, replicas))
-            equal += alone is not None and abs(loss - alone(number, said.steps, batch)) <= near * loss
+        for number, batch in enumerate(train_batches[done:], done + 1):
+            loss = trainer(number, options.steps, rows_of(batch, replica, replicas))
+            equal += single is not None and abs(loss - single(number, options.steps, batch)) <= near * loss
             progress.advance(bar)
-            if shows and (number == 1 or number % max(1, said.steps // 6) == 0):
+            if shows and (number == 1 or number % max(1, options.steps // 6) == 0):
                 console.print(f"step {number:>4}   loss {loss:.6f}")
-    if said.save is not None:
-        fpipe.save(said.save, program, trainer.params, opt=trainer.opt, mesh=mesh, steps=stop)
+    if options.save is not None:
+        fpipe.save(options.save, program, trainer.params, opt=trainer.opt, mesh=mesh, steps=stop)
     loss = evaluate(trainer.params, rows_of(unseen, replica, replicas)).loss
     if shows:
         console.print(f"unseen text  loss {loss:.6f}")
-    if alone is not None:
-        same = "bitwise equal" if replicas == 1 else "equal to rounding"
+    if single is not None:
+        agreement = "bitwise equal" if replicas == 1 else "equal to rounding"
         console.print(
-            f"The losses of {replicas * ranks} processes and of one are {same} at {equal} of {stop - done} steps."
+            f"The losses of {replicas * ranks} processes and of one are {agreement} at {equal} of {stop - done} steps."
         )
     return stop - done, equal
 
 
 def pipeline(model: fpipe.Model, microbatches: int, schedule: Any, *replicas: Any) -> fpipe.Program:
-    """The program of one replica: gradients, their norm over all ranks, and what AdamW makes of the parameters."""
+    """Build the program of one replica: gradients, their norm over all ranks, and an update by AdamW."""
     parts = fpipe.split(microbatches), schedule, fpipe.merge(), *replicas, fpipe.update("AdamW", clip=LIMIT)
     return fpipe.chain(*parts)(fpipe.program(model))
 
 
 def rows_of(batch: Batch, replica: int, replicas: int) -> Batch:
-    """A replica's rows: equally many, as a DistributedSampler gives them."""
+    """Return a replica's rows: equally many, as a DistributedSampler gives them."""
     inputs, target = batch
     return inputs[replica::replicas].contiguous(), target[replica::replicas].contiguous()
 

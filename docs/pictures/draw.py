@@ -9,7 +9,7 @@ import torch
 
 import fpipe
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 
 
 def pipeline(
@@ -19,16 +19,16 @@ def pipeline(
     *transforms: Callable[[fpipe.Program], fpipe.Program],
     stages: int | None = None,
 ) -> fpipe.Program:
-    """A program, by default of so many stages as ranks."""
+    """Build a program, by default with as many stages as ranks."""
     ordered = fpipe.schedules.get(schedule)(ranks)
     return fpipe.chain(fpipe.split(microbatches), *transforms, ordered, fpipe.merge())(fpipe.program(stages or ranks))
 
 
-def simulated(folder: Path) -> None:
-    """The pictures that are the same each time."""
+def draw_simulated(folder: Path) -> None:
+    """Draw the simulated pictures, which are equal each time."""
     costs = fpipe.Costs(transfer=0.25)
-    both = pipeline("one_f_one_b", 4, 6), pipeline("zb_h1", 4, 6)
-    fpipe.plot(*both, names=["1F1B", "ZB-H1"], costs=costs, file=folder / "compare.svg", width=1000)
+    programs = pipeline("one_f_one_b", 4, 6), pipeline("zb_h1", 4, 6)
+    fpipe.plot(*programs, names=["1F1B", "ZB-H1"], costs=costs, file=folder / "compare.svg", width=1000)
     kinds = pipeline("one_f_one_b", 3, 4, fpipe.checkpoint("except_last"), fpipe.split_backward())
     fpipe.plot(kinds, names=["1F1B, recomputed, backward split"], costs=costs, file=folder / "kinds.svg")
     paper = fpipe.Style(width_mm=84, font_pt=7, labels="microbatch", memory=False, figures=False, critical_path=True)
@@ -37,9 +37,9 @@ def simulated(folder: Path) -> None:
     overlapped = fpipe.Costs(transfer=0.1, pair="max")
     dualpipe = pipeline("dualpipe", 4, 8)
     fpipe.plot(dualpipe, names=["DualPipe"], costs=overlapped, file=folder / "dualpipe.svg", width=1000)
-    whole = fpipe.Costs.per_rank(F=10, B=12, W=8, c=0.5)
+    rank_costs = fpipe.Costs.per_rank(F=10, B=12, W=8, c=0.5)
     names = ["gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "interleaved_zb", "chimera"]
-    plan = fpipe.plan_run(whole, fpipe.Machine(ranks=4, memory=6), fpipe.Candidates([8], schedules=names))
+    plan = fpipe.plan_run(rank_costs, fpipe.Machine(ranks=4, memory=6), fpipe.Candidates([8], schedules=names))
     fpipe.plot(plan, file=folder / "front.svg")
     gathers = {"once a step": "step", "for runs of ops": "run", "for each use": "use"}
     shared = {
@@ -49,8 +49,8 @@ def simulated(folder: Path) -> None:
     fpipe.plot(*shared.values(), names=[*shared], costs=wires, file=folder / "shard.svg", width=1000)
 
 
-def measured(folder: Path) -> None:
-    """A step as it was planned with the times that its ops were measured to take, and as it ran."""
+def draw_measured(folder: Path) -> None:
+    """Draw a measured step below its simulation with the median times of its ops."""
     torch.set_num_threads(1)
     net = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
     model, params, _ = fpipe.from_sequential(net, stages=3, loss=torch.nn.functional.mse_loss)
@@ -68,6 +68,6 @@ def measured(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    simulated(HERE)
+    draw_simulated(FOLDER)
     if "--measure" in sys.argv:
-        measured(HERE)
+        draw_measured(FOLDER)

@@ -1,4 +1,4 @@
-"""The site: Sphinx over the pages of docs/ as they are. `make site` builds it.
+"""Configure the site: Sphinx over the pages of docs/. `make site` builds it.
 
 Nothing is fetched, and no code of a page runs: the tests run it. Links to the source go to `[project.urls] Source` of
 pyproject.toml, or where there is none to a page of the site. python.inv has the classes, exceptions, functions and
@@ -14,8 +14,8 @@ from sphinx.pycode import ModuleAnalyzer
 
 from docs.site import inventory, names, reference
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
 META = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 SOURCE = META.get("urls", {}).get("Source", "").rstrip("/")
 
@@ -43,9 +43,9 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 TORCH = ROOT / "build" / "torch.inv"
 TORCH.parent.mkdir(exist_ok=True)
-TORCH.write_bytes(inventory.inventory("torch", (HERE / "torch.txt").read_text(encoding="utf-8")))
+TORCH.write_bytes(inventory.inventory("torch", (FOLDER / "torch.txt").read_text(encoding="utf-8")))
 intersphinx_mapping = {
-    "python": ("https://docs.python.org/3", str(HERE / "python.inv")),
+    "python": ("https://docs.python.org/3", str(FOLDER / "python.inv")),
     "torch": ("https://docs.pytorch.org/docs/stable", str(TORCH)),
 }
 
@@ -74,40 +74,40 @@ html_theme_options = {
 }
 
 
-def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
-    """The lines of a name in the repository."""
+def linkcode_resolve(domain: str, name_parts: dict[str, str]) -> str | None:
+    """Return the address of a name's lines in the repository."""
     if domain != "py":
         return None
-    outer = reference.named(f"{info['module']}.{info['fullname'].partition('.')[0]}")
-    module = ModuleAnalyzer.for_module(outer.__module__)
+    container = reference.named(f"{name_parts['module']}.{name_parts['fullname'].partition('.')[0]}")
+    module = ModuleAnalyzer.for_module(container.__module__)
     module.analyze()
-    _, first, last = module.tags.get(info["fullname"], ("", 0, 0))
+    _, first_line, last_line = module.tags.get(name_parts["fullname"], ("", 0, 0))
     file = Path(module.srcname).relative_to(ROOT)
-    return f"{SOURCE}/blob/v{release}/{file}#L{first}-L{last}" if first else None
+    return f"{SOURCE}/blob/v{release}/{file}#L{first_line}-L{last_line}" if first_line else None
 
 
-def readable(app, what, name, found, options, signature, returns):
-    """A default that has no text, such as a field's factory, as dots: Sphinx reads a signature as Python."""
+def readable_signature(app, object_kind, name, documented, options, signature, returns):
+    """Write a default without text, such as a field's factory, as dots: Sphinx parses a signature as Python."""
     return (re.sub(r"<.*?>+", "...", signature), returns) if signature else None
 
 
-def without_words(app, what, name, found, skip, options):
-    """Whether a member has no words of ours: a field of a named tuple, which the signature names."""
-    return True if (getattr(found, "__doc__", "") or "").startswith("Alias for field number") else None
+def skip_alias_fields(app, object_kind, name, documented, skip, options):
+    """Skip a named tuple's fields without docstrings of ours: the signature names them."""
+    return True if (getattr(documented, "__doc__", "") or "").startswith("Alias for field number") else None
 
 
-def mark(app, doctree):
-    """Mark a name by each package above its module too: viewcode links back to all names of a module by one of them."""
+def add_anchors(app, doctree):
+    """Add an anchor for each package above a name's module: viewcode links all names of a module by one of these."""
     for signature in doctree.findall(addnodes.desc_signature):
-        above = signature["module"].split(".")[:-1]
-        signature["ids"] += [".".join([*above[:end], signature["fullname"]]) for end in range(1, len(above) + 1)]
+        packages = signature["module"].split(".")[:-1]
+        signature["ids"] += [".".join([*packages[:end], signature["fullname"]]) for end in range(1, len(packages) + 1)]
 
 
 def setup(app):
     """Expand lists of names, restructure docstrings, link names."""
-    app.connect("doctree-read", mark)
-    app.connect("autodoc-process-signature", readable)
-    app.connect("autodoc-skip-member", without_words)
+    app.connect("doctree-read", add_anchors)
+    app.connect("autodoc-process-signature", readable_signature)
+    app.connect("autodoc-skip-member", skip_alias_fields)
     app.connect("source-read", reference.expand)
     app.add_post_transform(names.LinkNames)
     app.connect("autodoc-process-docstring", reference.restructure, priority=100)

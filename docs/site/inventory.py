@@ -8,7 +8,7 @@ HEAD = (
 
 
 def inventory(project: str, lines: str) -> bytes:
-    """What Sphinx reads, of lines `name kind page`: the mark on the page is the name, unless the page has one."""
+    """Return the inventory of lines `name kind page`: the anchor is the name, unless the page has one."""
     rows = [line.split() for line in lines.splitlines() if line and not line.startswith("#")]
     marked = [(name, kind, page if "#" in page else f"{page}#{name}") for name, kind, page in rows]
     body = "".join(f"{name} py:{kind} 1 {page} -\n" for name, kind, page in marked)

@@ -1,5 +1,5 @@
-"""A post-transform: code in a text that is a public name, `fpipe.simulate` or `split(8)`, links to its reference; a
-name of torch or of Python's library to their documentation, where an inventory has it."""
+"""Link code in texts to its reference: public names such as `fpipe.simulate` or `split(8)`, and names of torch and of
+Python's library that an inventory has."""
 
 from docutils import nodes
 from sphinx import addnodes
@@ -11,15 +11,15 @@ NOT_IN = (nodes.title, nodes.reference, addnodes.pending_xref, addnodes.desc_sig
 
 
 class LinkNames(SphinxPostTransform):
-    """Wrap such code in a reference, before Sphinx resolves these."""
+    """Wrap code that is a name in a reference, before Sphinx resolves references."""
 
     default_priority = 5
 
     def run(self, **options: object) -> None:
-        """Of one page."""
+        """Link the names of one page."""
         for code in [*self.document.findall(nodes.literal)]:
             full = reference.target(code.astext()) or reference.elsewhere(code.astext())
-            if full is None or any(isinstance(above, NOT_IN) for above in _above(code)):
+            if full is None or any(isinstance(ancestor, NOT_IN) for ancestor in _ancestors_of(code)):
                 continue
             link = addnodes.pending_xref("", refdomain="py", reftype="obj", reftarget=full, refdoc=self.env.docname)
             link["refexplicit"] = True
@@ -27,8 +27,8 @@ class LinkNames(SphinxPostTransform):
             link += code
 
 
-def _above(node: nodes.Node) -> list[nodes.Node]:
-    found: list[nodes.Node] = []
+def _ancestors_of(node: nodes.Node) -> list[nodes.Node]:
+    ancestors: list[nodes.Node] = []
     while node.parent is not None:
-        found.append(node := node.parent)
-    return found
+        ancestors.append(node := node.parent)
+    return ancestors
