@@ -19,11 +19,11 @@ PARTS, KEY, ROUNDS = 2, 3, 9
 
 HEAD = """# Families
 
-*Reference.* For whoever has a model of the transformers library: which families `from_module` cuts at four stages, and how their gradients compare with their own. The models are tiny, with random weights (four blocks, width 32, four rows in two microbatches), in training, with dropout, and with padded rows where the family has a mask. `make families` compares loss, gradients and state with the net's own under plain autograd, for ZB-H1 with split backward and checkpoint. `make families-page` writes this page.
+*Reference.* For whoever has a model of the transformers library: which families `from_module` cuts at four stages, and how their gradients compare with their own. The models are tiny (four blocks, width 32, four rows in two microbatches), with random weights, dropout, and padded rows if the family has a mask. `make families` compares loss, gradients and state with the net's own under plain autograd, for ZB-H1 with checkpoint. `make families-page` writes this page.
 
 - *gradients*: bitwise the net's own, or all but the named ones. If several stages read one value (a tied parameter, an encoder's output), plain autograd adds its gradients (`aten.add`) in another order.
 - *build*: seconds of `from_module`, with torch's export.
-- *step against eager*: ZB-H1 in one process over plain autograd on the same microbatches; the least of nine, on one CPU thread. Tensors this small time the calls, not the arithmetic.
+- *step against eager*: time of ZB-H1 in one process, divided by that of plain autograd; the least of nine, on one CPU thread. Tensors this small time the calls, not the arithmetic.
 
 RWKV is bitwise too. Funnel is, except before the output of its first block, which two stages read.
 
