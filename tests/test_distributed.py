@@ -1,4 +1,4 @@
-"""A process for each rank: the bits of one process, and errors that name the rank and op that is to blame."""
+"""One process for each rank gives the bits of a single process, and errors name the rank and op to blame."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fpipe.graphs.language.graph import fact_of_tensor
 from fpipe.runtimes.processes.message_layout import Layout, header_of_step
 from fpipe.runtimes.processes.rank_step import RemoteLoss
 from fpipe.tree import leaves, tree_map
-from tests.processes import SOON, Processes, beside_each_other, counted, left, result, timed
+from tests.processes import SOON, Processes, count_resources, receive_answer, settled_growth, several_groups, time_call
 from tests.test_profile import NAPS, napping
 
 MSE = nn.functional.mse_loss
@@ -38,69 +38,75 @@ def rows(count: int = 10, width: int = 8) -> tuple[Tensor, Tensor]:
     return torch.randn(count, width), torch.randn(count, width)
 
 
-def chained(model: fpipe.Model | int, schedule: Any, *more: Any, microbatches: int = 4) -> fpipe.Program:
-    return fpipe.chain(fpipe.split(microbatches), *more, schedule, fpipe.merge())(fpipe.program(model))
+def pipeline_program(model: fpipe.Model | int, schedule: Any, *transforms: Any, microbatches: int = 4) -> fpipe.Program:
+    return fpipe.chain(fpipe.split(microbatches), *transforms, schedule, fpipe.merge())(fpipe.program(model))
 
 
-def built(stages: int = 2, schedule: str = "one_f_one_b", **how: Any) -> tuple[fpipe.Program, Any, Any, Any]:
-    """A program of as many ranks as stages, its step in one process and as one of their processes, and parameters."""
+def build_blocks(stages: int = 2, schedule: str = "one_f_one_b", **options: Any) -> tuple[fpipe.Program, Any, Any, Any]:
+    """Return a program with one rank a stage, its step in one process, its distributed step, and the parameters."""
     model, params, _ = fpipe.from_sequential(blocks(stages), stages=stages, loss=MSE)
-    program = chained(model, fpipe.schedules.get(schedule)(stages))
-    step = fpipe.build(program, model, runtime="distributed", **{"example": (params, rows())} | how)
+    program = pipeline_program(model, fpipe.schedules.get(schedule)(stages))
+    step = fpipe.build(program, model, runtime="distributed", **{"example": (params, rows())} | options)
     return program, fpipe.build(program, model), step, params
 
 
-def own(program: fpipe.Program, rank: int, per_stage: Any) -> tuple[Any, ...]:
-    """What is this rank's of a tuple over stages."""
+def local_part(program: fpipe.Program, rank: int, per_stage: Any) -> tuple[Any, ...]:
+    """Return the entries of a tuple over stages that belong to this rank."""
     return fpipe.local_params(program, per_stage, rank)
 
 
-def differs(rank: int, program: fpipe.Program, found: fpipe.Result, whole: fpipe.Result) -> list[str]:
-    """The results of a rank that are not bit by bit those of one process; what is another rank's is None."""
-    pairs = {"grads": (found.grads, own(program, rank, whole.grads))}
-    pairs["state"] = (found.state, None if whole.state is None else own(program, rank, whole.state))
+def differing_fields(rank: int, program: fpipe.Program, result: fpipe.Result, whole_result: fpipe.Result) -> list[str]:
+    """Name the results of a rank that differ from those of one process; results owned by another rank are None."""
+    pairs = {"grads": (result.grads, local_part(program, rank, whole_result.grads))}
+    pairs["state"] = (
+        result.state,
+        None if whole_result.state is None else local_part(program, rank, whole_result.state),
+    )
     homes = {end.name.name: rank in end.homes for end in program.outputs}
-    homes["loss"] |= rank == 0 and not isinstance(whole.loss, tuple)
+    homes["loss"] |= rank == 0 and not isinstance(whole_result.loss, tuple)
     for name in ("loss", "outputs"):
-        here = getattr(found, name)
+        actual_value = getattr(result, name)
         if name == "loss" and not homes[name]:  # it was None, and the first print failed on one rank alone
-            assert isinstance(here, RemoteLoss)
-            here = None
-        pairs[name] = here, getattr(whole, name) if homes[name] else None
-    return [name for name, (one, other) in pairs.items() if not alike(one, other)]
+            assert isinstance(actual_value, RemoteLoss)
+            actual_value = None
+        pairs[name] = actual_value, getattr(whole_result, name) if homes[name] else None
+    return [name for name, (actual, expected) in pairs.items() if not is_equal_tree(actual, expected)]
 
 
-def alike(one: Any, other: Any) -> bool:
-    """Whether a result has the bits and strides of the right one; a stage without a trace has zeros for no gradient."""
-    a, b = leaves(one), leaves(other)
-    if len(a) != len(b):
+def is_equal_tree(actual: Any, expected: Any) -> bool:
+    """Whether all leaves have the expected bits and strides; a stage without a trace has zeros for no gradient."""
+    actual_leaves, expected_leaves = leaves(actual), leaves(expected)
+    if len(actual_leaves) != len(expected_leaves):
         return False
-    pairs = [(x, torch.zeros_like(x) if y is None and isinstance(x, Tensor) else y) for x, y in zip(a, b, strict=True)]
+    pairs = [
+        (x, torch.zeros_like(x) if y is None and isinstance(x, Tensor) else y)
+        for x, y in zip(actual_leaves, expected_leaves, strict=True)
+    ]
     return all(torch.equal(x, y) and x.stride() == y.stride() if isinstance(x, Tensor) else x is y for x, y in pairs)
 
 
-def both(
-    rank: int, program: fpipe.Program, model: fpipe.Model, params: Any, batch: Any, *, steps: int = 2, **given: Any
+def compare_with_one_process(
+    rank: int, program: fpipe.Program, model: fpipe.Model, params: Any, batch: Any, *, steps: int = 2, **options: Any
 ) -> list[str]:
-    """What differs after some steps between this rank, with what is its own, and all of them in one process."""
-    state, key = given.get("state"), given.get("key")
+    """Name what differs after some steps between this rank and one process that runs all ranks."""
+    state, key = options.get("state"), options.get("key")
     example = (params, batch) if state is None else (params, batch, state)
-    alone = fpipe.build(program, model)
+    one_process_step = fpipe.build(program, model)
     step = fpipe.build(program, model, runtime="distributed", example=tree_map(to_meta, example))
-    mine = own(program, rank, params)
+    local_params = local_part(program, rank, params)
     for _ in range(steps):
-        whole = alone(params, batch, state=state, key=key)
-        found = step(mine, batch, state=None if state is None else own(program, rank, state), key=key)
-        state = whole.state
-    return differs(rank, program, found, whole)
+        whole_result = one_process_step(params, batch, state=state, key=key)
+        result = step(local_params, batch, state=None if state is None else local_part(program, rank, state), key=key)
+        state = whole_result.state
+    return differing_fields(rank, program, result, whole_result)
 
 
 def to_meta(leaf: Any) -> Any:
     return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
 
 
-def skipping() -> tuple[fpipe.Model, Any, None]:
-    """Skips, a tie, None, an int, a mask, an expanded activation, and a cotangent with strides of 0."""
+def skip_model() -> tuple[fpipe.Model, Any, None]:
+    """Return a model with skips, a tie, None, an int, a mask, an expanded activation and a cotangent of stride 0."""
 
     def first(p: Any, x: Tensor) -> dict[str, Any]:
         y = x @ p["w"]
@@ -124,12 +130,12 @@ def skipping() -> tuple[fpipe.Model, Any, None]:
     return model, params, None
 
 
-def remembering() -> tuple[fpipe.Model, Any, Any]:
+def norm_model() -> tuple[fpipe.Model, Any, Any]:
     layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)) for _ in range(2)]
     return fpipe.from_sequential(nn.Sequential(*layers), stages=2, loss=MSE)
 
 
-def of_blocks(stages: int) -> Callable[[], tuple[fpipe.Model, Any, Any]]:
+def block_model(stages: int) -> Callable[[], tuple[fpipe.Model, Any, Any]]:
     return lambda: fpipe.from_sequential(blocks(), stages=stages, loss=MSE)
 
 
@@ -138,163 +144,188 @@ IN_ORDER = fpipe.schedules.from_table(
 )
 OUT_OF_ORDER = fpipe.schedules.from_table("0F2 0F0 0F1 2F0 2F2 2F1 2B1 2B2 2B0 0B1 0B2 0B0 \n 1F2 1F0 1F1 1B2 1B0 1B1")
 PROGRAMS: dict[str, tuple[Any, ...]] = {
-    **{name: (of_blocks(2), fpipe.schedules.get(name)(2)) for name in ("gpipe", "one_f_one_b", "dualpipe", "chimera")},
-    **{name: (of_blocks(4), fpipe.schedules.get(name)(2)) for name in ("interleaved", "zbv", "dualpipev", "hanayo")},
-    "interleaved_zb": (of_blocks(4), fpipe.schedules.interleaved_zb(2)),
-    "weights of a host rank": (of_blocks(4), fpipe.schedules.roundpipe(2)),
-    "norms and dropout": (remembering, fpipe.schedules.zb_h1(2)),
-    "skips, in order": (skipping, IN_ORDER),
-    "skips, out of order": (skipping, OUT_OF_ORDER),
-    "skips, recomputed": (skipping, fpipe.checkpoint("always"), IN_ORDER),
-    "offloaded to the host": (of_blocks(4), fpipe.schedules.zbv(2), fpipe.offload()),
-    "offloaded to a rank": (of_blocks(4), fpipe.schedules.zbv(2), fpipe.offload(to=lambda rank: 1 - rank)),
-    "split backward": (of_blocks(2), fpipe.split_backward(), fpipe.schedules.one_f_one_b(2)),
-    "recomputed": (of_blocks(4), fpipe.checkpoint("always"), fpipe.schedules.interleaved(2)),
+    **{
+        name: (block_model(2), fpipe.schedules.get(name)(2)) for name in ("gpipe", "one_f_one_b", "dualpipe", "chimera")
+    },
+    **{name: (block_model(4), fpipe.schedules.get(name)(2)) for name in ("interleaved", "zbv", "dualpipev", "hanayo")},
+    "interleaved_zb": (block_model(4), fpipe.schedules.interleaved_zb(2)),
+    "weights of a host rank": (block_model(4), fpipe.schedules.roundpipe(2)),
+    "norms and dropout": (norm_model, fpipe.schedules.zb_h1(2)),
+    "skips, in order": (skip_model, IN_ORDER),
+    "skips, out of order": (skip_model, OUT_OF_ORDER),
+    "skips, recomputed": (skip_model, fpipe.checkpoint("always"), IN_ORDER),
+    "offloaded to the host": (block_model(4), fpipe.schedules.zbv(2), fpipe.offload()),
+    "offloaded to a rank": (block_model(4), fpipe.schedules.zbv(2), fpipe.offload(to=lambda rank: 1 - rank)),
+    "split backward": (block_model(2), fpipe.split_backward(), fpipe.schedules.one_f_one_b(2)),
+    "recomputed": (block_model(4), fpipe.checkpoint("always"), fpipe.schedules.interleaved(2)),
 }
 
 
-def program_of(name: str) -> tuple[fpipe.Program, fpipe.Model, Any, Any]:
+def named_program(name: str) -> tuple[fpipe.Program, fpipe.Model, Any, Any]:
     make, *transforms = PROGRAMS[name]
     model, params, state = make()
-    program = fpipe.chain(fpipe.split(3 if make is skipping else 4), *transforms, fpipe.merge())(fpipe.program(model))
+    program = fpipe.chain(fpipe.split(3 if make is skip_model else 4), *transforms, fpipe.merge())(fpipe.program(model))
     return program, model, params, state
 
 
-def compared(rank: int, name: str) -> list[str]:
-    program, model, params, state = program_of(name)
-    return both(rank, program, model, params, rows(), state=state, key=7 if state else None)
+def compare_named_program(rank: int, name: str) -> list[str]:
+    program, model, params, state = named_program(name)
+    return compare_with_one_process(rank, program, model, params, rows(), state=state, key=7 if state else None)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_processes_give_the_bits_of_one(request: pytest.FixtureRequest, name: str):
-    """Whatever flows arrives as it was, and what waits elsewhere comes back so."""
+def test_processes_give_the_bits_of_one_process(request: pytest.FixtureRequest, name: str):
+    """Values of every kind arrive unchanged, also after a wait on a host."""
     processes = request.getfixturevalue("trio" if "host rank" in name else "pair")
-    assert not any(processes.each(compared, name))
+    assert not any(processes.run(compare_named_program, name))
 
 
-def recorded(rank: int) -> list[Any]:
-    """What each rank measured, on one clock."""
+def record_timeline(rank: int) -> list[Any]:
+    """Record a timeline on all ranks: late reads, equal ops, peaks and makespan."""
     model, params, _ = fpipe.from_sequential(blocks(4, 64), stages=2, loss=MSE)
-    program, batch = chained(model, fpipe.schedules.one_f_one_b(2)), rows(64, 64)
+    program, batch = pipeline_program(model, fpipe.schedules.one_f_one_b(2)), rows(64, 64)
     step = fpipe.build(program, model, runtime="distributed", example=(params, batch), record=True)
-    alone = fpipe.build(program, model, record=True)(params, batch).timeline
+    one_process_timeline = fpipe.build(program, model, record=True)(params, batch).timeline
     for _ in range(2):
-        timeline = step(own(program, rank, params), batch).timeline
-    at = {op: (start, end) for op, start, end in timeline.events}
+        timeline = step(local_part(program, rank, params), batch).timeline
+    times_by_op = {op: (start, end) for op, start, end in timeline.events}
     pairs = [
-        (op, program.ops[read])
+        (op, program.ops[source])
         for op, reads in zip(program.ops, program.sources, strict=True)
-        for read in reads
-        if read >= 0
+        for source in reads
+        if source >= 0
     ]
-    late = [str(op) for op, read in pairs if op in at and read in at and at[read][0] > at[op][1]]
+    late_ops = [
+        str(op)
+        for op, read in pairs
+        if op in times_by_op and read in times_by_op and times_by_op[read][0] > times_by_op[op][1]
+    ]
     assert "rank 1" in fpipe.plot(timeline)
-    return [late, set(at) == {op for op, _, _ in alone.events}, timeline.peak, timeline.makespan]
+    return [
+        late_ops,
+        set(times_by_op) == {op for op, _, _ in one_process_timeline.events},
+        timeline.peak,
+        timeline.makespan,
+    ]
 
 
 def test_all_ranks_get_one_timeline(pair: Processes):
-    first, second = pair.each(recorded)
-    assert first[0] == second[0] == []  # nothing was written after it was read
-    assert first[1:] == second[1:]
-    assert first[1]
-    assert all(peak > 0 for peak in first[2])
+    rank_0, rank_1 = pair.run(record_timeline)
+    assert rank_0[0] == rank_1[0] == []  # no value is read before it is written
+    assert rank_0[1:] == rank_1[1:]
+    assert rank_0[1]
+    assert all(peak > 0 for peak in rank_0[2])
 
 
-def held(rank: int, name: str) -> list[Any]:
-    """The most bytes of each rank, told before the step and counted in it."""
-    program, model, params, _ = program_of(name)
+def peak_bytes(rank: int, name: str) -> list[Any]:
+    """Return the peak bytes of each rank, recorded in two steps and predicted before them."""
+    program, model, params, _ = named_program(name)
     step = fpipe.build(program, model, runtime="distributed", example=(params, rows(20)), record=True)
-    counted = [step(own(program, rank, params), rows(20)).timeline.peak for _ in range(2)]
-    told = fpipe.sizes(program, model, params, rows(20), runtime="distributed").peak
-    return [*counted, tuple(map(float, told))]
+    recorded_peaks = [step(local_part(program, rank, params), rows(20)).timeline.peak for _ in range(2)]
+    predicted_peak = fpipe.sizes(program, model, params, rows(20), runtime="distributed").peak
+    return [*recorded_peaks, tuple(map(float, predicted_peak))]
 
 
 @pytest.mark.parametrize("name", ["one_f_one_b", "zbv", "skips, in order", "split backward", "recomputed"])
-def test_each_process_holds_the_bytes_that_sizes_told(pair: Processes, name: str):
-    for first, second, told in pair.each(held, name):
-        assert first == second == told
+def test_each_process_holds_the_bytes_that_sizes_predicts(pair: Processes, name: str):
+    for first_peak, second_peak, predicted in pair.run(peak_bytes, name):
+        assert first_peak == second_peak == predicted
 
 
-def profiled(rank: int) -> list[Any]:
+def profile_costs(rank: int) -> list[Any]:
     costs: Any = fpipe.profile(*napping("gpipe", NAPS), repeats=1, runtime="distributed")
     return [costs.forward, costs.backward, costs.backward_weight, costs.transfer]
 
 
-def test_a_profile_of_all_ranks_is_the_same_on_all(pair: Processes):
-    first, second = pair.each(profiled)
-    assert first == second
-    assert all(least <= found for least, found in zip(NAPS, first[0], strict=True))
-    assert first[0][0] < first[0][1]
-    assert first[3] >= 0  # of so little two busy cores measure nothing at times
+def test_all_ranks_get_the_same_profile(pair: Processes):
+    costs, other_costs = pair.run(profile_costs)
+    assert costs == other_costs
+    assert all(least_seconds <= seconds for least_seconds, seconds in zip(NAPS, costs[0], strict=True))
+    assert costs[0][0] < costs[0][1]
+    assert costs[3] >= 0  # of so little two busy cores measure nothing at times
 
 
-def on_a_mesh(rank: int, names: tuple[str, str]) -> list[Any]:
-    """Two pipelines of two ranks each, beside one another: on a dimension "dp" they seem meant as replicas."""
-    beside = names[names[0] == "pp"]
-    words = "dimension 'dp' of the mesh has 2 processes, and the program no replicas along it: each trains apart."
-    told = pytest.warns(UserWarning, match=words) if beside == "dp" else nullcontext()
+def step_on_mesh(rank: int, names: tuple[str, str]) -> list[Any]:
+    """Run two pipelines of two ranks next to each other: a dimension "dp" looks like one of replicas."""
+    other_dim = names[names[0] == "pp"]
+    warning = "dimension 'dp' of the mesh has 2 processes, and the program no replicas along it: each trains apart."
+    maybe_warns = pytest.warns(UserWarning, match=warning) if other_dim == "dp" else nullcontext()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-    place, batch = mesh.get_local_rank("pp"), rows(10 + 2 * mesh.get_local_rank(beside))
-    with told:
-        program, alone, step, params = built(mesh=mesh)
-    found, whole = step(own(program, place, params), batch), alone(params, batch)
-    norm, expected = fpipe.global_norm(found.grads, mesh=mesh), fpipe.global_norm(whole.grads)
-    with pytest.raises(ValueError, match=f"the gradients of stage {1 - place} are on another rank"):
-        fpipe.global_norm(found.grads)
-    return [*differs(place, program, found, whole), *(["norm"] * (not torch.equal(norm, expected)))]
+    pp_rank, batch = mesh.get_local_rank("pp"), rows(10 + 2 * mesh.get_local_rank(other_dim))
+    with maybe_warns:
+        program, one_process_step, step, params = build_blocks(mesh=mesh)
+    result, whole_result = step(local_part(program, pp_rank, params), batch), one_process_step(params, batch)
+    norm, expected = fpipe.global_norm(result.grads, mesh=mesh), fpipe.global_norm(whole_result.grads)
+    with pytest.raises(ValueError, match=f"the gradients of stage {1 - pp_rank} are on another rank"):
+        fpipe.global_norm(result.grads)
+    return [*differing_fields(pp_rank, program, result, whole_result), *(["norm"] * (not torch.equal(norm, expected)))]
 
 
-def without_pp(rank: int) -> list[str]:
-    """A mesh without names is none, rather than one whose first dimension is taken for the ranks; nor is a group."""
+def refusals_without_pp(rank: int) -> list[str]:
+    """Return why two meshes and a group are refused: without a dimension "pp" nothing says which ranks are stages."""
     meshes = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), init_device_mesh("cpu", (2, 2)), dist.group.WORLD
-    return [timed(lambda mesh=mesh: built(mesh=mesh))[0] for mesh in meshes]
+    return [time_call(lambda mesh=mesh: build_blocks(mesh=mesh))[0] for mesh in meshes]
 
 
 def test_the_dimension_pp_of_a_mesh_has_the_ranks(four: Processes):
     for names in (("dp", "pp"), ("pp", "pairs")):
-        assert four.each(on_a_mesh, names) == [[]] * 4
-    for said in four.each(without_pp):
-        assert "the program has ranks along dimension 'pp' of a mesh, and the mesh has dp. Say mesh=init" in said[0]
-        assert "the program has ranks along dimension 'pp' of a mesh, and the mesh has none with a name." in said[1]
-        assert "mesh is a DeviceMesh whose dimension 'pp' has a process for each rank; found ProcessGroup." in said[2]
+        assert four.run(step_on_mesh, names) == [[]] * 4
+    for messages in four.run(refusals_without_pp):
+        assert "the program has ranks along dimension 'pp' of a mesh, and the mesh has dp. Say mesh=init" in messages[0]
+        assert "the program has ranks along dimension 'pp' of a mesh, and the mesh has none with a name." in messages[1]
+        assert (
+            "mesh is a DeviceMesh whose dimension 'pp' has a process for each rank; found ProcessGroup." in messages[2]
+        )
 
 
-def other_rows(rank: int) -> list[Any]:
-    """A step for other rows is lowered again, on all ranks at once."""
-    program, alone, step, params = built()
-    mine = own(program, rank, params)
-    found = [differs(rank, program, step(mine, rows(n)), alone(params, rows(n))) for n in (10, 7, 10)]
-    side = (None, rows()[1]) if rank else (rows()[0], None)  # each rank with what it reads
-    return [*found, differs(rank, program, step(mine, side), alone(params, rows()))]
+def steps_of_other_sizes(rank: int) -> list[Any]:
+    """Run batches of other sizes, for which all ranks lower the step again at once."""
+    program, one_process_step, step, params = build_blocks()
+    local_params = local_part(program, rank, params)
+    differences = [
+        differing_fields(rank, program, step(local_params, rows(count)), one_process_step(params, rows(count)))
+        for count in (10, 7, 10)
+    ]
+    partial_batch = (None, rows()[1]) if rank else (rows()[0], None)  # each rank is handed only what it reads
+    return [
+        *differences,
+        differing_fields(rank, program, step(local_params, partial_batch), one_process_step(params, rows())),
+    ]
 
 
-def test_a_batch_of_another_size(pair: Processes):
-    assert pair.each(other_rows) == [[[]] * 4] * 2
+def test_a_batch_of_another_size_gives_the_bits_of_one_process(pair: Processes):
+    assert pair.run(steps_of_other_sizes) == [[[]] * 4] * 2
 
 
-def written(how: str) -> fpipe.Model:
-    """A model in which one thing may be another than usual."""
+def model_with(how: str) -> fpipe.Model:
+    """Return a model that differs in one respect from the usual one."""
     act, loss = torch.relu if how == "activation" else torch.tanh, nn.functional.l1_loss if how == "loss" else MSE
-    held = torch.full((8,), 3.0 if how == "tensor" else 2.0)
-    return fpipe.from_functions([lambda p, x: act(x @ p["w"]), lambda p, x: x @ p["w"] + held], loss)
+    peak_bytes = torch.full((8,), 3.0 if how == "tensor" else 2.0)
+    return fpipe.from_functions([lambda p, x: act(x @ p["w"]), lambda p, x: x @ p["w"] + peak_bytes], loss)
 
 
-def refused(rank: int, how: str) -> str:
-    odd = how if rank else ""
-    if how == "untraceable":
+def refusal_of(rank: int, difference: str) -> str:
+    local_difference = difference if rank else ""
+    if difference == "untraceable":
         model, params = fpipe.from_functions([lambda p, x: x * (1 / x.sum().item())] * 2, MSE), ({}, {})
     else:
-        model, params = written(odd), ({"w": torch.eye(8)},) * 2
-    schedule = fpipe.schedules.one_f_one_b(2) if odd == "program" else fpipe.schedules.gpipe(1 if how == "size" else 2)
-    program, example = chained(model, schedule), (params, rows(12 if odd == "example" else 10))
+        model, params = model_with(local_difference), ({"w": torch.eye(8)},) * 2
+    schedule = (
+        fpipe.schedules.one_f_one_b(2)
+        if local_difference == "program"
+        else fpipe.schedules.gpipe(1 if difference == "size" else 2)
+    )
+    program, example = pipeline_program(model, schedule), (params, rows(12 if local_difference == "example" else 10))
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            if odd == "torch":
-                patch.setattr(torch, "__version__", "2.12.9")
-            torch.set_default_dtype(torch.float64 if odd == "settings" else torch.float32)
-            step = fpipe.build(program, model, runtime="distributed", example=example, record=odd == "options")
-        given = rows(12 + rank if how == "rows" else 10)
-        step(own(program, rank, params), given, key=rank if how == "key" else None)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if local_difference == "torch":
+                monkeypatch.setattr(torch, "__version__", "2.12.9")
+            torch.set_default_dtype(torch.float64 if local_difference == "settings" else torch.float32)
+            step = fpipe.build(
+                program, model, runtime="distributed", example=example, record=local_difference == "options"
+            )
+        batch = rows(12 + rank if difference == "rows" else 10)
+        step(local_part(program, rank, params), batch, key=rank if difference == "key" else None)
     except ValueError as error:
         return str(error)
     finally:
@@ -303,7 +334,7 @@ def refused(rank: int, how: str) -> str:
 
 
 ROWS = "inputs: float32[{}, 8] with strides [8, 1] instead of inputs: float32[{}, 8] with strides [8, 1]"
-REFUSED = {
+DIFFERENCE_MESSAGES = {
     "size": "the program has 1 rank and the process group 2 processes",
     "program": "program: dx[1,0] g[1,0] = B[1,0] params[1] res[1,0] w[1,0] @ 1 instead of x[0,2] = SPLIT[0,2] inputs",
     "torch": f"torch: 2.12.9 instead of {torch.__version__}",
@@ -319,54 +350,64 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("how", REFUSED)
-def test_what_ranks_must_agree_on_is_refused_on_all(pair: Processes, how: str):
-    among = how not in ("size", "untraceable")
-    for rank, said in enumerate(pair.each(refused, how)):
-        assert said.startswith("rank 1 differs from rank 0 in its " + REFUSED[how] if among else "")
-        assert f". This is rank {rank}; all ranks come to " in said if among else REFUSED[how] in said
+@pytest.mark.parametrize("difference", DIFFERENCE_MESSAGES)
+def test_a_difference_between_ranks_is_refused_on_all_of_them(pair: Processes, difference: str):
+    is_between_ranks = difference not in ("size", "untraceable")
+    for rank, message in enumerate(pair.run(refusal_of, difference)):
+        assert message.startswith(
+            "rank 1 differs from rank 0 in its " + DIFFERENCE_MESSAGES[difference] if is_between_ranks else ""
+        )
+        assert (
+            f". This is rank {rank}; all ranks come to " in message
+            if is_between_ranks
+            else DIFFERENCE_MESSAGES[difference] in message
+        )
 
 
-def keyed(rank: int) -> list[str]:
-    """Three steps; in the last one the ranks have other keys."""
+def steps_with_keys(rank: int) -> list[str]:
+    """Run three steps; in the last one the ranks have different keys."""
     model, params, _ = fpipe.from_sequential(nn.Sequential(nn.Dropout(), nn.Linear(8, 8)), stages=2, loss=MSE)
-    program = chained(model, fpipe.schedules.gpipe(2))
+    program = pipeline_program(model, fpipe.schedules.gpipe(2))
     step = fpipe.build(program, model, runtime="distributed", example=(params, rows()))
     keys = 1, 10**400, 253 * rank
-    return [timed(lambda key=key: step(own(program, rank, params), rows(), key=key))[0] for key in keys]
+    return [time_call(lambda key=key: step(local_part(program, rank, params), rows(), key=key))[0] for key in keys]
 
 
-def test_other_keys_in_a_later_step_are_refused_on_all(pair: Processes):
-    """The loss was neither that of one key nor that of the other, and nobody said so."""
-    for told in pair.each(keyed):
-        assert told[:2] == ["worked"] * 2
-        assert re.match(r"RankError: rank . has key (0|253) in this step and rank . has key (0|253)\. All", told[2])
+def test_keys_that_differ_between_ranks_are_refused_on_all_of_them(pair: Processes):
+    """Used to pass in silence, with a loss that was of neither key."""
+    for outcomes in pair.run(steps_with_keys):
+        assert outcomes[:2] == ["worked"] * 2
+        assert re.match(r"RankError: rank . has key (0|253) in this step and rank . has key (0|253)\. All", outcomes[2])
 
 
-def test_without_a_process_group_it_says_so():
+def test_a_build_without_a_process_group_is_refused():
     with pytest.raises(ValueError, match="init_process_group"):
-        built()
-    model = written("")
+        build_blocks()
+    model = model_with("")
     with pytest.raises(ValueError, match="are of runtime='distributed'"):
         fpipe.build(fpipe.program(model), model, timeout=3)
 
 
-def infinite(rank: int) -> tuple[str, bool]:
-    """NaN in one microbatch: both ranks end with the op that wrote it."""
-    program, alone, step, params = built(check_finite=True)
-    mine, whole, (x, target) = own(program, rank, params), alone(params, rows()), rows()
-    assert not differs(rank, program, step(mine, rows()), whole)
+def step_on_nan(rank: int) -> tuple[str, bool]:
+    """Run a step with NaN in one microbatch, after one without."""
+    program, one_process_step, step, params = build_blocks(check_finite=True)
+    local_params, whole_result, (x, target) = (
+        local_part(program, rank, params),
+        one_process_step(params, rows()),
+        rows(),
+    )
+    assert not differing_fields(rank, program, step(local_params, rows()), whole_result)
     target[5] = torch.nan
-    said, took = timed(lambda: step(mine, (x, target)))
-    return said, took < SOON
+    message, seconds = time_call(lambda: step(local_params, (x, target)))
+    return message, seconds < SOON
 
 
 def test_nan_in_one_microbatch_ends_all_ranks(pair: Processes):
-    first, second = pair.each(infinite)
-    said = "SPLIT(t[1,1]) wrote t[1,1] with NaN or infinite numbers."
-    where = "in SPLIT(t[1,1]): stage 1 (1), microbatch 1, rank 1"
-    assert second == (f"FloatingPointError: {said}", True)
-    assert first == (f"RankError: rank 1 failed {where}: FloatingPointError: {said}", True)
+    rank_0_outcome, rank_1_outcome = pair.run(step_on_nan)
+    message = "SPLIT(t[1,1]) wrote t[1,1] with NaN or infinite numbers."
+    place_of_op = "in SPLIT(t[1,1]): stage 1 (1), microbatch 1, rank 1"
+    assert rank_1_outcome == (f"FloatingPointError: {message}", True)
+    assert rank_0_outcome == (f"RankError: rank 1 failed {place_of_op}: FloatingPointError: {message}", True)
 
 
 TROUBLE: dict[str, Any] = {"what": None}
@@ -374,10 +415,10 @@ TROUBLE: dict[str, Any] = {"what": None}
 
 @torch.library.custom_op("fpipe_tests::trouble", mutates_args=())
 def trouble(x: Tensor) -> Tensor:
-    """What a trace keeps as one op, and is called in each step."""
+    """Call the planned action once; an opaque op, which a trace keeps and calls in each step."""
     if TROUBLE["what"] is not None and x[0, 0] > 100:
-        what, TROUBLE["what"] = TROUBLE["what"], None
-        what()
+        action, TROUBLE["what"] = TROUBLE["what"], None
+        action()
     return x.clone()
 
 
@@ -385,14 +426,14 @@ trouble.register_fake(lambda x: torch.empty_like(x))
 trouble.register_autograd(lambda ctx, dy: dy)
 
 
-def troubled(ranks: int = 0, *more: Any) -> tuple[fpipe.Program, fpipe.Model, Any, Any]:
+def trouble_program(ranks: int = 0, *transforms: Any) -> tuple[fpipe.Program, fpipe.Model, Any, Any]:
     def stage(p: Any, x: Tensor) -> Tensor:
         return trouble(x @ p["w"])
 
     ranks = ranks or dist.get_world_size()
     model = fpipe.from_functions([stage] * ranks, MSE)
     params = tuple({"w": torch.eye(4)} for _ in range(ranks))
-    program = fpipe.chain(*more)(chained(model, fpipe.schedules.one_f_one_b(ranks), microbatches=6))
+    program = fpipe.chain(*transforms)(pipeline_program(model, fpipe.schedules.one_f_one_b(ranks), microbatches=6))
     return program, model, params, (torch.arange(24.0).reshape(6, 4) * 10, torch.zeros(6, 4))
 
 
@@ -405,98 +446,110 @@ def hang() -> None:
 
 
 def hang_in_c() -> None:
-    """With the lock that Python holds, so that no other thread of the process runs either."""
+    """Sleep while holding the GIL, so that no other thread of the process runs either."""
     ctypes.PyDLL(None).sleep(60)
 
 
-def stop() -> None:
+def suspend() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def raising(words: str = "out of memory") -> None:
-    raise MemoryError(words)
+def raise_memory_error(message: str = "out of memory") -> None:
+    raise MemoryError(message)
 
 
-def one_in_trouble(
-    rank: int, who: int, what: Any, timeout: float | None, replicas: tuple[int, int] | None = None
+def fail_on_one_rank(
+    rank: int, failing_rank: int, action: Any, timeout: float | None, replicas: tuple[int, int] | None = None
 ) -> list[Any]:
-    """What a step of each rank ends in, and how soon, and the next step."""
+    """Return the outcome and seconds of a step in which one rank fails, and of the next step."""
     mesh = replicas and init_device_mesh("cpu", replicas, mesh_dim_names=("dp", "pp"))
-    program, model, params, batch = troubled(replicas[1], fpipe.data_parallel()) if replicas else troubled()
-    mine = own(program, mesh.get_local_rank("pp") if mesh else rank, params)
-    for limit in (None, timeout) if timeout else (None,):  # what is traced already takes no time of the others
-        step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch), timeout=limit)
-        step(mine, batch)
-    TROUBLE["what"] = what if rank == who else None
-    return [*timed(lambda: step(mine, batch)), *timed(lambda: step(mine, batch))]
+    program, model, params, batch = (
+        trouble_program(replicas[1], fpipe.data_parallel()) if replicas else trouble_program()
+    )
+    local_params = local_part(program, mesh.get_local_rank("pp") if mesh else rank, params)
+    for step_timeout in (
+        (None, timeout) if timeout else (None,)
+    ):  # traces are cached: the second build costs the other ranks no time
+        step = fpipe.build(
+            program, model, runtime="distributed", mesh=mesh, example=(params, batch), timeout=step_timeout
+        )
+        step(local_params, batch)
+    TROUBLE["what"] = action if rank == failing_rank else None
+    return [*time_call(lambda: step(local_params, batch)), *time_call(lambda: step(local_params, batch))]
 
 
-@pytest.mark.parametrize("who", [0, 1, 2])
-def test_what_an_op_raises_is_told_on_every_rank_and_ends_the_run(trio: Processes, who: int):
-    for rank, told in enumerate(trio.each(one_in_trouble, who, raising, None)):
-        over = "RankError: the run is over, start all ranks again from a checkpoint"
-        assert told[2].startswith(f"{over}: rank {who} failed in {who}F3: stage {who} (stage), microbatch 3")
-        assert told[1] < SOON
-        if rank == who:
-            assert told[0] == "MemoryError: out of memory"
+@pytest.mark.parametrize("failing_rank", [0, 1, 2])
+def test_an_error_in_an_op_ends_the_run_on_every_rank(trio: Processes, failing_rank: int):
+    for rank, outcome in enumerate(trio.run(fail_on_one_rank, failing_rank, raise_memory_error, None)):
+        run_is_over = "RankError: the run is over, start all ranks again from a checkpoint"
+        assert outcome[2].startswith(
+            f"{run_is_over}: rank {failing_rank} failed in {failing_rank}F3: stage {failing_rank} (stage), microbatch 3"
+        )
+        assert outcome[1] < SOON
+        if rank == failing_rank:
+            assert outcome[0] == "MemoryError: out of memory"
         else:
-            assert told[0].startswith(f"RankError: rank {who} failed in {who}F3: stage {who} (stage), microbatch 3")
+            assert outcome[0].startswith(
+                f"RankError: rank {failing_rank} failed in {failing_rank}F3: stage {failing_rank} (stage), microbatch 3"
+            )
 
 
 def kill_late() -> None:
-    """When all others could see where this rank is."""
+    """Kill this process after all ranks could see its position."""
     time.sleep(1)
     kill()
 
 
-def test_a_rank_that_is_killed_is_named_by_all_others_with_its_op():
-    hows = (kill, kill_late, kill)
-    with beside_each_other(3, 3) as groups:
-        for who, (three, how) in enumerate(zip(groups, hows, strict=True)):
-            three.start(one_in_trouble, who, how, None)
-        for who, (three, how) in enumerate(zip(groups, hows, strict=True)):
-            results = three.results()
-            assert results.pop(who) is None
-            for told in results:
-                assert told[0].startswith(f"RankError: rank {who} is gone")
-                assert how is kill or told[0].endswith(f"; it was last seen in its {who}F3 of step 2")
-                assert told[1] < SOON + (how is kill_late)
-                assert "start all ranks again" in told[2]
-            three.all[who].join(SOON)  # the others may know of it first
-            assert three.all[who].exitcode == -9
-    assert not any(one.is_alive() for three in groups for one in three.all)
+def test_all_other_ranks_name_a_killed_rank_and_its_op():
+    actions = (kill, kill_late, kill)
+    with several_groups(3, 3) as groups:
+        for failing_rank, (processes, action) in enumerate(zip(groups, actions, strict=True)):
+            processes.start(fail_on_one_rank, failing_rank, action, None)
+        for failing_rank, (processes, action) in enumerate(zip(groups, actions, strict=True)):
+            results = processes.results()
+            assert results.pop(failing_rank) is None
+            for outcome in results:
+                assert outcome[0].startswith(f"RankError: rank {failing_rank} is gone")
+                assert action is kill or outcome[0].endswith(f"; it was last seen in its {failing_rank}F3 of step 2")
+                assert outcome[1] < SOON + (action is kill_late)
+                assert "start all ranks again" in outcome[2]
+            processes.all[failing_rank].join(SOON)  # the other ranks may notice the death before the parent does
+            assert processes.all[failing_rank].exitcode == -9
+    assert not any(process.is_alive() for processes in groups for process in processes.all)
 
 
-def test_a_rank_that_hangs_is_named_by_all_others_in_time_with_its_op():
-    hows = (hang, hang_in_c, stop)
-    with beside_each_other(3, 3) as groups:
-        for who, (three, how) in enumerate(zip(groups, hows, strict=True)):
-            three.start(one_in_trouble, who, how, 2.0)
-        for who, (three, how) in enumerate(zip(groups, hows, strict=True)):
-            for told in [result(pipe) for rank, pipe in enumerate(three.pipes) if rank != who]:
-                assert told[0].startswith(f"RankError: rank {who} did not send what its {who}")
-                assert how is not hang or told[0].endswith(f"; it was last seen in its {who}F3 of step 2")
-                assert told[1] < 2 + SOON
-            three.all[who].kill()
+def test_all_other_ranks_name_a_hanging_rank_and_its_op_in_time():
+    actions = (hang, hang_in_c, suspend)
+    with several_groups(3, 3) as groups:
+        for failing_rank, (processes, action) in enumerate(zip(groups, actions, strict=True)):
+            processes.start(fail_on_one_rank, failing_rank, action, 2.0)
+        for failing_rank, (processes, action) in enumerate(zip(groups, actions, strict=True)):
+            for outcome in [receive_answer(pipe) for rank, pipe in enumerate(processes.pipes) if rank != failing_rank]:
+                assert outcome[0].startswith(f"RankError: rank {failing_rank} did not send what its {failing_rank}")
+                assert action is not hang or outcome[0].endswith(
+                    f"; it was last seen in its {failing_rank}F3 of step 2"
+                )
+                assert outcome[1] < 2 + SOON
+            processes.all[failing_rank].kill()
 
 
-def two_hundred(rank: int) -> list[int]:
-    """How many more tensors, threads and files there are after so many steps; threads and files without the step."""
-    program, model, params, batch = troubled()
+def leaks_of_two_hundred_steps(rank: int) -> list[int]:
+    """Count the tensors, threads and files that a hundred steps leave, and the threads and files that a step leaves."""
+    program, model, params, batch = trouble_program()
     fpipe.build(program, model, runtime="distributed", example=(params, batch))  # a group keeps its connections
-    without = counted()
+    counts_without_step = count_resources()
     step = fpipe.build(program, model, runtime="distributed", example=(params, batch))
-    for number in range(200):
-        if number == 100:
-            before = counted()
-        step(own(program, rank, params), batch)
-    more = left(counted, before)
+    for step_number in range(200):
+        if step_number == 100:
+            counts_at_half = count_resources()
+        step(local_part(program, rank, params), batch)
+    leaks = settled_growth(count_resources, counts_at_half)
     del step
-    return more + left(lambda: counted()[1:], without[1:])
+    return leaks + settled_growth(lambda: count_resources()[1:], counts_without_step[1:])
 
 
-def test_two_hundred_steps_leave_nothing_behind(pair: Processes):
-    assert pair.each(two_hundred) == [[0] * 5] * 2
+def test_two_hundred_steps_leak_no_tensors_threads_or_files(pair: Processes):
+    assert pair.run(leaks_of_two_hundred_steps) == [[0] * 5] * 2
 
 
 LEAVES = {
@@ -518,15 +571,15 @@ LEAVES = {
 
 
 @pytest.mark.parametrize("room", [0, 64])
-def test_what_is_packed_is_unpacked_with_its_strides(room: int):
-    """One after the other, each of another dtype and size, and in a message with more room than it needs."""
-    known = [fact_of_tensor(leaf, {}) for leaf in LEAVES.values()]
-    layout = Layout([None, *known, 7], torch.device("cpu"))
+def test_unpacked_leaves_have_the_strides_of_the_packed_ones(room: int):
+    """Leaves of all dtypes and sizes share one message, which may be longer than they need."""
+    facts = [fact_of_tensor(leaf, {}) for leaf in LEAVES.values()]
+    layout = Layout([None, *facts, 7], torch.device("cpu"))
     message = layout.pack([None, *LEAVES.values(), 7], header_of_step(1, 1, None), layout.size + room)
     assert message.numel() == layout.size + room
-    found = layout.unpack(message)
-    assert [found[0], found[-1]] == [None, 7]
-    for leaf, one in zip(LEAVES.values(), found[1:-1], strict=True):
-        assert torch.equal(one, leaf)
-        assert one.stride() == leaf.stride()
-        assert one.data_ptr() % 64 == 0
+    unpacked = layout.unpack(message)
+    assert [unpacked[0], unpacked[-1]] == [None, 7]
+    for leaf, unpacked_leaf in zip(LEAVES.values(), unpacked[1:-1], strict=True):
+        assert torch.equal(unpacked_leaf, leaf)
+        assert unpacked_leaf.stride() == leaf.stride()
+        assert unpacked_leaf.data_ptr() % 64 == 0

@@ -1,4 +1,4 @@
-"""Clipping per example, as DP-SGD wants it: what the pipeline gives is what torch.func gives on one device."""
+"""Per-example clipping for DP-SGD: the pipeline gives the gradients that torch.func gives on one device."""
 
 import torch
 from torch.func import functional_call, grad, vmap
@@ -12,24 +12,26 @@ def test_clipped_gradients_are_those_of_torch_func():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         net = dp_sgd.network().double()
-    batch = dp_sgd.data(11, 0)
+    batch = dp_sgd.sample_points(11, 0)
     batch = batch[0].double(), batch[1]
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=F.cross_entropy)
     rows = dp_sgd.pipeline(fpipe.per_example(model))(params, batch).grads
-    found = dp_sgd.private_gradient(rows, limit=0.5, noise=0.0, generator=torch.Generator())
+    private_grads = dp_sgd.private_gradient(rows, limit=0.5, noise=0.0, generator=torch.Generator())
 
     def of_row(params, x, target):
         return F.cross_entropy(functional_call(net, params, (x[None],)), target[None])
 
-    own = {name: leaf.detach() for name, leaf in net.named_parameters()}
-    each = vmap(grad(of_row), in_dims=(None, 0, 0))(own, *batch)
+    params_by_name = {name: leaf.detach() for name, leaf in net.named_parameters()}
+    grads_by_name = vmap(grad(of_row), in_dims=(None, 0, 0))(params_by_name, *batch)
     clipped = []
     for row in range(11):
-        alone = [leaf[row] for leaf in each.values()]
-        norm = torch.cat([leaf.flatten() for leaf in alone]).norm()
-        clipped.append([leaf * min(1.0, 0.5 / norm.item()) for leaf in alone])
+        row_grads = [leaf[row] for leaf in grads_by_name.values()]
+        norm = torch.cat([leaf.flatten() for leaf in row_grads]).norm()
+        clipped.append([leaf * min(1.0, 0.5 / norm.item()) for leaf in row_grads])
     assert any(norm_of(rows, row) > 0.5 for row in range(11))
-    for (name, leaf), *parts in zip(((n, g) for stage in found for n, g in stage.items()), *clipped, strict=True):
+    for (name, leaf), *parts in zip(
+        ((n, g) for stage in private_grads for n, g in stage.items()), *clipped, strict=True
+    ):
         torch.testing.assert_close(leaf, sum(parts) / 11, rtol=1e-10, atol=1e-12, msg=name)
 
 
@@ -37,7 +39,7 @@ def norm_of(rows, row):
     return fpipe.global_norm([leaf[row] for stage in rows for leaf in stage.values()]).item()
 
 
-def test_it_learns(capsys):
+def test_private_training_learns(capsys):
     with torch.random.fork_rng(devices=[]):
         assert dp_sgd.run(steps=60) > 0.7
     assert "of the worst example" in capsys.readouterr().out

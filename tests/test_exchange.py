@@ -1,4 +1,4 @@
-"""Stages that are collectives, on 2 x 2 processes: two ranks of a program, times two that exchange tokens."""
+"""Collectives as stages on 2 x 2 processes: two ranks of a program, and two processes that exchange tokens."""
 
 from __future__ import annotations
 
@@ -25,90 +25,96 @@ from tests.refusals import refusals
 from tests.toys import layer, squares
 
 
-def meshed() -> DeviceMesh:
+def two_by_two_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
 
 
-class Swapped(torch.autograd.Function):
-    """An all-to-all and its gradient, in plain torch.distributed."""
+class AllToAll(torch.autograd.Function):
+    """An all-to-all with its gradient, in plain torch.distributed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group, made = group, torch.empty_like(x)
-        dist.all_to_all_single(made, x.contiguous(), group=group)
-        return made
+        ctx.group, received = group, torch.empty_like(x)
+        dist.all_to_all_single(received, x.contiguous(), group=group)
+        return received
 
     @staticmethod
     def backward(ctx: Any, *dy: Any) -> Any:
-        made = torch.empty_like(dy[0])
-        dist.all_to_all_single(made, dy[0].contiguous(), group=ctx.group)
-        return made, None
+        received = torch.empty_like(dy[0])
+        dist.all_to_all_single(received, dy[0].contiguous(), group=ctx.group)
+        return received, None
 
 
-def test_two_threads_run_collectives_each_by_its_own_carrier():
-    """The carriers were one stack: a step ran what another thread's step began."""
-    sums, both = CollectiveStage("all_reduce", "ep").bind_group("a group", 2, 0), threading.Barrier(2)
+def test_each_thread_runs_collectives_by_its_own_runner():
+    """Used to share one stack: a step ran collectives with the runner of another thread's step."""
+    sums, barrier = CollectiveStage("all_reduce", "ep").bind_group("a group", 2, 0), threading.Barrier(2)
 
     def run(number: int) -> list[int]:
-        carried = list[int]()
-        with run_collectives_with(CollectiveRunner(lambda op, x, *how: (carried.append(number), x)[1], lambda x: x)):
-            both.wait()
+        threads_of_ops = list[int]()
+        with run_collectives_with(
+            CollectiveRunner(lambda op, x, *options: (threads_of_ops.append(number), x)[1], lambda x: x)
+        ):
+            barrier.wait()
             y = sums({}, torch.ones(2, requires_grad=True))
-            both.wait()
+            barrier.wait()
             y.sum().backward()
-            both.wait()
-        return carried
+            barrier.wait()
+        return threads_of_ops
 
     with ThreadPoolExecutor(2) as threads:
         assert [*threads.map(run, (0, 1))] == [[0, 0], [1, 1]]
 
 
-def waited_for(rank: int) -> set[str]:
-    """The names of values for which this process waits in a step whose exchanges have gradients of nothing, too."""
+def names_waited_for(rank: int) -> set[str]:
+    """Return the names of the values that this process waits for, in steps whose exchanges have no gradients."""
     from fpipe.runtimes.lowering.lane import Lane
 
-    seen, wait = set[str](), Lane.wait_for
-    Lane.wait_for = lambda self, value: (seen.add(value.name), wait(self, value))[1]
+    waited_names, plain_wait = set[str](), Lane.wait_for
+    Lane.wait_for = lambda self, value: (waited_names.add(value.name), plain_wait(self, value))[1]
     try:
-        assert not one_block(rank, "zb_h1", 5, None)
-        assert not one_block(rank, "one_f_one_b", 5, None)
+        assert not block_differences(rank, "zb_h1", 5, None)
+        assert not block_differences(rank, "one_f_one_b", 5, None)
     finally:
-        Lane.wait_for = wait
-    return seen
+        Lane.wait_for = plain_wait
+    return waited_names
 
 
-def test_only_who_reads_what_an_exchange_brings_waits_for_it(four: Processes):
-    """The ADD of an exchange's gradients, of which there are none, and its W waited at once: nothing was hidden."""
-    assert set.union(*four.each(waited_for)) == {"y", "dx"}
+def test_only_readers_of_an_exchange_wait_for_it(four: Processes):
+    """Used to wait at once in the ADD of an exchange's gradients, though there are none, and in its W."""
+    assert set.union(*four.run(names_waited_for)) == {"y", "dx"}
 
 
-def one_block(rank: int, name: str, stages: int, placed: Any, trace: bool = True) -> list[str]:
-    mesh = meshed()
-    where = fpipe.place(placed) if placed else fpipe.identity()
-    schedule = fpipe.chain(where, getattr(fpipe.schedules, name)(2))
-    place, member = mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
+def block_differences(rank: int, name: str, stages: int, placed: Any, trace: bool = True) -> list[str]:
+    mesh = two_by_two_mesh()
+    place_stages = fpipe.place(placed) if placed else fpipe.identity()
+    schedule = fpipe.chain(place_stages, getattr(fpipe.schedules, name)(2))
+    pp_rank, member = mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
     torch.manual_seed(member)
-    params = tuple({"w": torch.randn(6, 6)} if at % 2 == 0 else {} for at in range(stages))
+    params = tuple({"w": torch.randn(6, 6)} if stage_index % 2 == 0 else {} for stage_index in range(stages))
     batch = torch.randn(16, 6), torch.randn(16, 6)
-    fns = [layer if at % 2 == 0 else fpipe.exchange("all_to_all", axis="ep") for at in range(stages)]
+    fns = [layer if stage_index % 2 == 0 else fpipe.exchange("all_to_all", axis="ep") for stage_index in range(stages)]
     model = fpipe.from_functions(fns, loss=squares)
     program = fpipe.chain(fpipe.split(4), schedule, fpipe.merge())(fpipe.program(model))
     assert placed is None or [*program.placement] == placed
     example = tree_map(lambda leaf: leaf.to("meta"), (params, batch))
     step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=example, broadcast=True, trace=trace)
-    found = step(fpipe.local_params(program, params, place), batch)
+    result = step(fpipe.local_params(program, params, pp_rank), batch)
 
-    leaves = [{name: leaf.clone().requires_grad_() for name, leaf in one.items()} for one in params]
+    leaves = [{name: leaf.clone().requires_grad_() for name, leaf in stage_params.items()} for stage_params in params]
     total = torch.zeros(())
     for x, target in zip(*(part.tensor_split(4) for part in batch), strict=True):
-        for at, own in enumerate(leaves):
-            x = Swapped.apply(x, mesh.get_group("ep")) if at % 2 else layer(own, x)
-        own_loss = squares(x, target) * 0.25
-        own_loss.backward()
-        total = total + own_loss.detach()
-    odd = [] if torch.equal(found.loss, total) else [f"loss {found.loss} for {total}"]
-    pairs = enumerate(zip(found.grads, leaves, strict=True))
-    return odd + [f"stage {at}" for at, (stage, own) in pairs if stage and not torch.equal(stage["w"], own["w"].grad)]
+        for stage_index, stage_leaves in enumerate(leaves):
+            x = AllToAll.apply(x, mesh.get_group("ep")) if stage_index % 2 else layer(stage_leaves, x)
+        local_loss = squares(x, target) * 0.25
+        local_loss.backward()
+        total = total + local_loss.detach()
+    differences = [] if torch.equal(result.loss, total) else [f"loss {result.loss} for {total}"]
+    pairs = enumerate(zip(result.grads, leaves, strict=True))
+    return differences + [
+        f"stage {stage_index}"
+        for stage_index, (stage, stage_leaves) in pairs
+        if stage and not torch.equal(stage["w"], stage_leaves["w"].grad)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -123,14 +129,16 @@ def one_block(rank: int, name: str, stages: int, placed: Any, trace: bool = True
 def test_a_block_over_an_exchange_has_the_gradients_of_autograd(
     four: Processes, name: str, stages: int, placed: list[int] | None, trace: bool
 ):
-    assert four.each(one_block, name, stages, placed, trace) == [[]] * 4
+    assert four.run(block_differences, name, stages, placed, trace) == [[]] * 4
 
 
-def every_kind(rank: int) -> list[str]:
-    """What is odd of each collective between two layers: against a sum of both processes' losses in one."""
-    mesh, odd = meshed(), list[str]()
-    place, member = mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
-    shards = [torch.randn(2, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(at)) for at in (0, 1)]
+def collectives_with_wrong_grads(rank: int) -> list[str]:
+    """Name the collectives with gradients unlike those of both processes' losses, added up."""
+    mesh, differences = two_by_two_mesh(), list[str]()
+    pp_rank, member = mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
+    shards = [
+        torch.randn(2, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)
+    ]
     w = torch.randn(2, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     for kind, meaning in MEANINGS.items():
         stages = [layer, fpipe.exchange(kind, axis="ep"), lambda p, x: (x @ p["w"]).square().mean()]
@@ -140,35 +148,37 @@ def every_kind(rank: int) -> list[str]:
         params = ({"w": w[0]}, {}, {"w": w[1]})
         batch = shards[member].flatten(0, 1), torch.zeros(8)
         step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch))
-        found = step(fpipe.local_params(program, params, place), batch)
+        result = step(fpipe.local_params(program, params, pp_rank), batch)
 
-        own = [[leaf.clone().requires_grad_() for leaf in w] for _ in (0, 1)]
+        leaves_by_member = [[leaf.clone().requires_grad_() for leaf in w] for _ in (0, 1)]
         total = torch.zeros(())
-        for at in (0, 1):  # the microbatches
-            between = meaning([torch.tanh(shards[one][at] @ own[one][0]) for one in (0, 1)])
-            total = total + sum((y @ leaves[1]).square().mean() / 2 for y, leaves in zip(between, own, strict=True))
-        expected = torch.autograd.grad(total, own[member])
-        for stage, right in zip((0, 2), expected, strict=True):
-            grad = found.grads[stage]
-            if grad and not torch.allclose(grad["w"], right, rtol=1e-12):
-                odd.append(f"{kind}: stage {stage}")
-    return odd
+        for microbatch in (0, 1):
+            exchanged = meaning([torch.tanh(shards[peer][microbatch] @ leaves_by_member[peer][0]) for peer in (0, 1)])
+            total = total + sum(
+                (y @ leaves[1]).square().mean() / 2 for y, leaves in zip(exchanged, leaves_by_member, strict=True)
+            )
+        expected = torch.autograd.grad(total, leaves_by_member[member])
+        for stage, expected_grad in zip((0, 2), expected, strict=True):
+            grad = result.grads[stage]
+            if grad and not torch.allclose(grad["w"], expected_grad, rtol=1e-12):
+                differences.append(f"{kind}: stage {stage}")
+    return differences
 
 
 MEANINGS: dict[Any, Any] = {
-    "all_to_all": lambda each: [torch.cat([one.chunk(2)[at] for one in each]) for at in (0, 1)],
-    "all_gather": lambda each: [torch.cat(each)] * 2,
-    "reduce_scatter": lambda each: [(each[0] + each[1]).chunk(2)[at] for at in (0, 1)],
-    "all_reduce": lambda each: [each[0] + each[1]] * 2,
-    "ring": lambda each: [each[1], each[0]],
+    "all_to_all": lambda parts: [torch.cat([part.chunk(2)[member] for part in parts]) for member in (0, 1)],
+    "all_gather": lambda parts: [torch.cat(parts)] * 2,
+    "reduce_scatter": lambda parts: [(parts[0] + parts[1]).chunk(2)[member] for member in (0, 1)],
+    "all_reduce": lambda parts: [parts[0] + parts[1]] * 2,
+    "ring": lambda parts: [parts[1], parts[0]],
 }
 
 
 def test_each_collective_has_its_adjoint_as_backward(four: Processes):
-    assert four.each(every_kind) == [[]] * 4
+    assert four.run(collectives_with_wrong_grads) == [[]] * 4
 
 
-def test_an_axis_of_one_process_hands_on_what_it_is_given():
+def test_an_exchange_over_one_process_returns_its_input():
     batch = torch.randn(4, 6), torch.randn(4, 6)
     params = ({"w": torch.randn(6, 6)}, {}, {"w": torch.randn(6, 6)})
     model = fpipe.from_functions([layer, fpipe.exchange("all_to_all", axis="ep"), layer], squares)
@@ -177,12 +187,12 @@ def test_an_axis_of_one_process_hands_on_what_it_is_given():
     assert fpipe.verify(program, model, params, batch).bitwise
     grads = fpipe.reference(plain, (params[0], params[2]), batch, microbatches=2).grads
     for runtime in ("local", "threads"):
-        found = fpipe.build(program, model, runtime=runtime)(params, batch)
-        assert torch.equal(found.grads[0]["w"], grads[0]["w"])
+        result = fpipe.build(program, model, runtime=runtime)(params, batch)
+        assert torch.equal(result.grads[0]["w"], grads[0]["w"])
 
 
 class Block(nn.Module):
-    """Experts of which each process has one, called as torch's own collectives are."""
+    """A block with one expert on each process, called by torch's own functional collectives."""
 
     def __init__(self, group: Any) -> None:
         super().__init__()
@@ -197,10 +207,10 @@ class Block(nn.Module):
         return funcol.all_to_all_single_autograd(x, parts, parts, self.group)
 
 
-def cut(rank: int) -> list[Any]:
-    """The stages of a net that calls collectives, and what is odd of a step, and of the same net cut elsewhere."""
-    mesh = meshed()
-    place, member = mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
+def cut_at_collectives(rank: int) -> list[Any]:
+    """Cut a net at its collectives; return the names of stages, of wrong gradients, and the number of gradients."""
+    mesh = two_by_two_mesh()
+    pp_rank, member = mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
     torch.manual_seed(member)
     net, group = nn.Sequential(*(Block(mesh.get_group("ep")) for _ in range(2))), mesh.get_group("ep")
     batch = torch.randn(8, 6), torch.randn(8, 6)
@@ -210,77 +220,81 @@ def cut(rank: int) -> list[Any]:
     program = fpipe.chain(fpipe.split(2), schedule, fpipe.merge())(fpipe.program(model))
     example = tree_map(lambda leaf: leaf.to("meta"), (params, batch))
     step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=example)
-    found = step(fpipe.local_params(program, params, place), batch)
+    result = step(fpipe.local_params(program, params, pp_rank), batch)
 
     for x, target in zip(*(part.tensor_split(2) for part in batch), strict=True):
         for block in net:
             h = torch.tanh(block.route(x))
-            x = h + Swapped.apply(block.expert(Swapped.apply(h, group)), group)
+            x = h + AllToAll.apply(block.expert(AllToAll.apply(h, group)), group)
         (nn.functional.mse_loss(x, target) * 0.5).backward()
-    own = dict(net.named_parameters())
-    grads = {name: grad for stage in found.grads if stage for name, grad in stage.items()}
+    params_by_name = dict(net.named_parameters())
+    grads = {name: grad for stage in result.grads if stage for name, grad in stage.items()}
     return [
         [stage.name for stage in model.stages],
-        [n for n in grads if not torch.equal(grads[n], own[n].grad)],
+        [n for n in grads if not torch.equal(grads[n], params_by_name[n].grad)],
         len(grads),
     ]
 
 
 def test_a_net_is_cut_where_it_calls_collectives(four: Processes):
-    found = four.each(cut)
-    names = " ".join(found[0][0]).replace("all_to_all over ep", "swap")
-    assert names == "0.route swap 0.expert swap 1.route swap 1.expert swap 1"  # the last adds up
-    assert [odd for _, odd, _ in found] == [[]] * 4
-    assert sum(count for _, _, count in found) == 2 * 8
+    results = four.run(cut_at_collectives)
+    names = " ".join(results[0][0]).replace("all_to_all over ep", "swap")
+    assert names == "0.route swap 0.expert swap 1.route swap 1.expert swap 1"  # the last stage adds the skip
+    assert [wrong_names for _, wrong_names, _ in results] == [[]] * 4
+    assert sum(count for _, _, count in results) == 2 * 8
 
 
-def refused(rank: int) -> list[str]:
-    told: list[str] = []
+def exchange_refusals(rank: int) -> list[str]:
+    messages: list[str] = []
     params, batch = ({"w": torch.randn(6, 6)}, {}), (torch.randn(6, 6), torch.randn(6, 6))
     for axis, rows in (("tp", 2), ("ep", 3)):
         renew()
-        mesh = meshed()
+        mesh = two_by_two_mesh()
         model = fpipe.from_functions([layer, fpipe.exchange("all_to_all", axis=axis)], squares)
         chain = fpipe.chain(fpipe.split(size=rows, rows=6), fpipe.schedules.gpipe(2), fpipe.merge())
         try:
             fpipe.build(chain(fpipe.program(model)), model, runtime="distributed", mesh=mesh, example=(params, batch))
         except ValueError as error:
-            told.append(str(error))
+            messages.append(str(error))
     for placed, sizes in SIZES:
         renew()
-        mesh = meshed()
-        sent = torch.tensor(sizes, dtype=torch.int32 if sizes == [2, 4] and rank % 2 else torch.int64)
-        stages = [lambda p, x, sent=sent: (x, sent), fpipe.exchange("all_to_all", axis="ep", sizes=True), summed]
+        mesh = two_by_two_mesh()
+        row_counts = torch.tensor(sizes, dtype=torch.int32 if sizes == [2, 4] and rank % 2 else torch.int64)
+        stages = [
+            lambda p, x, row_counts=row_counts: (x, row_counts),
+            fpipe.exchange("all_to_all", axis="ep", sizes=True),
+            summed,
+        ]
         model = fpipe.from_functions(stages, squares, inputs=["batch", ((0, 0), (0, 1)), 1])
         program = fpipe.chain(fpipe.place(placed), fpipe.merge(outputs=False))(fpipe.program(model))
         try:
             step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(({},) * 3, batch))
             step(({},) * 3, batch)
         except (ValueError, RuntimeError) as error:
-            told.append(str(error))
+            messages.append(str(error))
     for route in (wider, longer):
         renew()
-        mesh = meshed()
+        mesh = two_by_two_mesh()
         stages = [lambda p, x: x, route, fpipe.exchange("all_to_all", axis="ep", sizes=True), summed]
         model = fpipe.from_functions(stages, squares, inputs=["batch", 0, ((1, 0), (1, 1)), 2])
         program = fpipe.chain(fpipe.place([0, 1, 1, 1]), fpipe.merge(outputs=False))(fpipe.program(model))
-        given, found = ({},) * 4, "nothing"
-        step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(given, batch), trace=False)
+        no_params, message = ({},) * 4, "nothing"
+        step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(no_params, batch), trace=False)
         try:
-            step(given, batch)
+            step(no_params, batch)
         except (ValueError, RuntimeError) as error:
-            found = str(error)
-        told.append(found)
-    return told
+            message = str(error)
+        messages.append(message)
+    return messages
 
 
 def wider(params: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows that are wider where they are not zeros."""
+    """Return wider rows unless they are zeros, as in the run on zeros that builds the step."""
     return (torch.cat([x, x], 1) if x.any() else x), torch.tensor([3, 3])
 
 
 def longer(params: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """More sizes where rows are not zeros."""
+    """Return more sizes unless the rows are zeros, as in the run on zeros that builds the step."""
     return x, torch.tensor([1, 2, 1, 2] if x.any() else [3, 3])
 
 
@@ -296,27 +310,41 @@ UNEVEN = fpipe.from_functions(
 SIZES = ([0, 0, 1], [3, 3]), ([0, 1, 1], [4, 1]), ([0, 1, 1], [7, -1]), ([0, 1, 1], [2, 2, 2]), ([0, 1, 1], [2, 4])
 
 
-def test_what_cannot_be_exchanged_is_refused(four: Processes):
-    for no_axis, odd_rows, elsewhere, odd_sizes, below, uneven, other, *later in four.each(refused):
+def test_impossible_exchanges_are_refused(four: Processes):
+    for (
+        no_axis,
+        odd_rows,
+        readers_elsewhere,
+        odd_sizes,
+        negative_size,
+        uneven_sizes,
+        other_dtype,
+        *changed_rows,
+    ) in four.run(exchange_refusals):
         assert (
             "stage 1 (all_to_all over ep) brings as many rows as the data say on rank 0, and stage 2 (summed) on ra"
-            in (elsewhere)
+            in (readers_elsewhere)
         )
         assert "all_to_all over ep: the sizes add up to 5 rows, but dim 0 of a tensor of shape (6, 6)" in odd_sizes
-        assert "all_to_all over ep: a size is -1; sizes are whole numbers from 0." in below
-        assert "takes equally many sizes for each process, 2 here; found shape (3,)." in uneven
-        assert "ep 1: rank 1 differs from ep 0: rank 1 in its exchanges over ep: 1F0 (all_to_all over ep) of " in other
+        assert "all_to_all over ep: a size is -1; sizes are whole numbers from 0." in negative_size
+        assert "takes equally many sizes for each process, 2 here; found shape (3,)." in uneven_sizes
+        assert (
+            "ep 1: rank 1 differs from ep 0: rank 1 in its exchanges over ep: 1F0 (all_to_all over ep) of "
+            in other_dtype
+        )
         assert (
             "rows of float32[6] and int32[2] instead of 1F0 (all_to_all over ep) of rows of float32[6] and int64[2]."
-            in other
+            in other_dtype
         )
         assert (
             "a stage of the model is all_to_all over tp, a dimension of the mesh, and the mesh has pp, ep." in no_axis
         )
-        for one, by in zip(later, ("rows of [12] with sizes [2]", "rows of [6] with sizes [4]"), strict=True):
+        for message, handed_rows in zip(
+            changed_rows, ("rows of [12] with sizes [2]", "rows of [6] with sizes [4]"), strict=True
+        ):
             assert (
-                f"stage 2 (all_to_all over ep) is handed {by} in 2F0, and all processes agreed on rows "
-                "of [6] with sizes [2]; only the number of rows may change." in one
+                f"stage 2 (all_to_all over ep) is handed {handed_rows} in 2F0, and all processes agreed on rows "
+                "of [6] with sizes [2]; only the number of rows may change." in message
             )
         assert "all_to_all over ep cuts dim 0 into 2 parts, one for each process; found shape (3, 6)." in odd_rows
 
@@ -339,33 +367,39 @@ fpipe.reference(UNEVEN, ({},) * 3, (torch.randn(6, 6), torch.randn(6, 6)))
 )
 
 
-def leaving(rank: int, who: int, how: str) -> str | None:
-    """What a step raises where the other process of an exchange fails, and may end at once, or is killed."""
+def leave_exchange(rank: int, failing_rank: int, failure: str) -> str | None:
+    """Return the error of a step in which a process of an exchange fails, and may exit at once, or is killed."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "ep"))
 
     def doomed(params: Any, x: Tensor) -> Tensor:
-        if rank == who and how == "killed" and x.any():  # a run on zeros comes first
+        if rank == failing_rank and failure == "killed" and x.any():  # a run on zeros comes first
             os.kill(os.getpid(), signal.SIGKILL)
         return layer(params, x)
 
     params, batch = ({"w": torch.ones(6, 6)}, {}), (torch.ones(4, 6), torch.ones(4, 6))
     model = fpipe.from_functions([doomed, fpipe.exchange("all_to_all", axis="ep")], squares)
     program = fpipe.chain(fpipe.schedules.gpipe(1), fpipe.merge())(fpipe.program(model))
-    more: Any = {"mesh": mesh, "example": (params, batch), "check_finite": True, "trace": False, "check_batch": "never"}
-    step = fpipe.build(program, model, runtime="distributed", **more)
-    bad = torch.full_like(batch[0], float("nan")) if rank == who else batch[0]
+    options: Any = {
+        "mesh": mesh,
+        "example": (params, batch),
+        "check_finite": True,
+        "trace": False,
+        "check_batch": "never",
+    }
+    step = fpipe.build(program, model, runtime="distributed", **options)
+    bad = torch.full_like(batch[0], float("nan")) if rank == failing_rank else batch[0]
     try:
         step(params, (bad, batch[1]))
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
     except FloatingPointError:
-        if how == "failed":
+        if failure == "failed":
             os._exit(1)
     return None
 
 
 @pytest.mark.parametrize(
-    ("who", "how", "told"),
+    ("failing_rank", "failure", "message"),
     [
         (0, "failed", r"ep 0: rank 0 failed in 0F0.*FloatingPointError: "),
         (1, "failed", r"ep 1: rank 0 failed in 0F0.*FloatingPointError: "),
@@ -373,21 +407,23 @@ def leaving(rank: int, who: int, how: str) -> str | None:
         (1, "killed", r"ep 1: rank 0 is gone and did not take part in 1F0"),
     ],
 )
-def test_a_process_that_leaves_an_exchange_is_named(who: int, how: str, told: str):
-    """If it ended at once, its partner had only "failed or is late (.. Connection closed by peer)" to say. Rank 0 keeps
-    the store where words are left, and goes when they were read."""
+def test_a_process_that_leaves_an_exchange_is_named(failing_rank: int, failure: str, message: str):
+    """Used to name no rank if the process ended at once: its partner said only "Connection closed by peer".
+
+    Rank 0 keeps the store with the reasons, and leaves when they were read.
+    """
     with Processes(2, tcp=True) as pair:
-        pair.start(leaving, who, how)
-        found = pair.results()
-    assert found[who] is None
-    assert re.match(f"RankError: {told}", str(found[1 - who])), found
+        pair.start(leave_exchange, failing_rank, failure)
+        outcomes = pair.results()
+    assert outcomes[failing_rank] is None
+    assert re.match(f"RankError: {message}", str(outcomes[1 - failing_rank])), outcomes
 
 
-def ends_in_an_exchange(rank: int) -> bool:
-    """Whether the loss is that of the sum of both processes, of which one comes late."""
-    mesh, plain = meshed(), dist.all_reduce
-    place, member = mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
-    parts = [torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(at)) for at in (0, 1)]
+def loss_of_late_exchange_is_right(rank: int) -> bool:
+    """Check the loss of an output that is reduced with a late process."""
+    mesh, plain_all_reduce = two_by_two_mesh(), dist.all_reduce
+    pp_rank, member = mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
+    parts = [torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
     params, batch = ({"w": parts[member][0, :6]}, {}), (parts[member][1], parts[member][2])
     model = fpipe.from_functions([layer, fpipe.exchange("all_reduce", axis="ep")], loss=squares)
     program = fpipe.chain(fpipe.split(2), fpipe.place([0, 1]), fpipe.merge())(fpipe.program(model))
@@ -395,26 +431,26 @@ def ends_in_an_exchange(rank: int) -> bool:
         program, model, runtime="distributed", mesh=mesh, example=(params, batch), broadcast=True, check_batch="never"
     )
 
-    def late(*args: Any, **how: Any) -> Any:
+    def late(*args: Any, **options: Any) -> Any:
         time.sleep(0.2 * member)
-        return plain(*args, **how)
+        return plain_all_reduce(*args, **options)
 
     dist.all_reduce = late
     try:
-        found = step(fpipe.local_params(program, params, place), batch).loss
+        loss = step(fpipe.local_params(program, params, pp_rank), batch).loss
     finally:
-        dist.all_reduce = plain
-    both = sum(layer({"w": one[0, :6]}, one[1]) for one in parts)
-    return torch.allclose(found, squares(both, batch[1]))
+        dist.all_reduce = plain_all_reduce
+    reduced = sum(layer({"w": part[0, :6]}, part[1]) for part in parts)
+    return torch.allclose(loss, squares(reduced, batch[1]))
 
 
-def test_a_loss_waits_for_the_exchange_that_it_is_of(four: Processes):
-    """It was computed of what the collective had not brought yet: 1.5782 for 1.7860 where one process was late."""
-    assert four.each(ends_in_an_exchange) == [True] * 4
+def test_a_loss_waits_for_the_exchange_that_it_reads(four: Processes):
+    """Used to read the output before the collective had filled it: 1.5782 instead of 1.7860 with one late process."""
+    assert four.run(loss_of_late_exchange_is_right) == [True] * 4
 
 
-def ended(rank: int) -> list[str]:
-    """The stages of a net whose last op is a collective over all processes."""
+def stages_of_net_ending_in_collective(rank: int) -> list[str]:
+    """Cut a net that ends in a collective over all processes; name its stages, and "wrong" for a wrong loss."""
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("pp", "ep"))
 
     class Summed(nn.Sequential):
@@ -426,10 +462,10 @@ def ended(rank: int) -> list[str]:
     model, params, _ = fpipe.from_module(net, example=batch, loss=nn.functional.mse_loss, cut_collectives=True)
     program = fpipe.chain(fpipe.place([0] * len(model.stages)), fpipe.merge())(fpipe.program(model))
     step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch))
-    right = torch.equal(step(params, batch).loss, nn.functional.mse_loss(net(batch[0]), batch[1]).detach())
-    return [*(stage.name.split(" over ")[0] for stage in model.stages), *(["wrong"] * (not right))]
+    is_right = torch.equal(step(params, batch).loss, nn.functional.mse_loss(net(batch[0]), batch[1]).detach())
+    return [*(stage.name.split(" over ")[0] for stage in model.stages), *(["wrong"] * (not is_right))]
 
 
 def test_a_net_that_ends_in_a_collective_is_cut_before_it(four: Processes):
-    """The last one stays with what it ends; the group is the net's own, whatever the mesh calls it."""
-    assert four.each(ended) == [["0", "all_reduce", "1"]] * 4
+    """The last collective stays in the last stage; its group is the net's own, whatever the mesh calls it."""
+    assert four.run(stages_of_net_ending_in_collective) == [["0", "all_reduce", "1"]] * 4

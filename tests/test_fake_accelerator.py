@@ -1,6 +1,7 @@
-"""On an accelerator that checks who has waited for whom: what fpipe's runtimes order by streams, events and memory.
+"""A fake accelerator checks the waits by streams, events and memory that fpipe's runtimes order.
 
-That the checker reports what is not waited for is seen where a wait is taken out."""
+A test takes each wait out in turn, and sees that the checker reports it.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from typing import Any
 import pytest
 
 import fpipe
-from tests.fake_accelerator import COMPILER, built, known
+from tests.fake_accelerator import COMPILER, build_library, register_device
 from tests.fake_accelerator.group import register
-from tests.fake_accelerator.mutations import Wait, waits, without
+from tests.fake_accelerator.mutations import Wait, find_waits, without_wait
 from tests.fake_accelerator.process_scenarios import PROCESS_SCENARIOS
-from tests.fake_accelerator.scenarios import SCENARIOS, pipeline_of, schedules, timed
+from tests.fake_accelerator.scenarios import SCENARIOS, pipeline_of, schedules, timeline_of
 from tests.processes import Processes
 
 pytestmark = [
@@ -31,45 +32,45 @@ pytestmark = [
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     faulthandler.cancel_dump_traceback_later()  # a busy machine compiles for longer than a test may take
     cache = getattr(request.config, "cache", None)
-    return built(tmp_path_factory.getbasetemp() if cache is None else cache.mkdir("fake_accelerator"))
+    return build_library(tmp_path_factory.getbasetemp() if cache is None else cache.mkdir("fake_accelerator"))
 
 
 @contextmanager
-def knowing(library: Path, count: int) -> Generator[Processes]:
-    """Processes that know the device: known once, it stays, and other tests are to be without."""
-    with Processes(count) as made:
-        made.each(ready, library)
-        yield made
+def processes_with_device(library: Path, count: int) -> Generator[Processes]:
+    """Start processes with the fake device: once registered it stays, and other tests must run without it."""
+    with Processes(count) as workers:
+        workers.run(prepare_process, library)
+        yield workers
 
 
 @pytest.fixture(scope="module")
 def processes(library: Path) -> Iterator[Processes]:
-    with knowing(library, 1) as one:
-        yield one
+    with processes_with_device(library, 1) as workers:
+        yield workers
 
 
 @pytest.fixture(scope="module")
 def pair(library: Path) -> Iterator[Processes]:
-    with knowing(library, 2) as two:
+    with processes_with_device(library, 2) as two:
         yield two
 
 
-def ready(rank: int, library: Path) -> None:
-    known(library)
+def prepare_process(rank: int, library: Path) -> None:
+    register_device(library)
     register()
 
 
-def of_a_scenario(rank: int, name: str) -> list[str]:
+def run_scenario(rank: int, name: str) -> list[str]:
     return SCENARIOS[name]()
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_what_is_read_is_waited_for(processes: Processes, name: str):
-    assert processes.each(of_a_scenario, name) == [[]]
+def test_every_read_waits_for_its_write(processes: Processes, name: str):
+    assert processes.run(run_scenario, name) == [[]]
 
 
-def of_two(rank: int, name: str, wait: Wait | None) -> list[str]:
-    with nullcontext() if wait is None else without(wait):
+def run_process_scenario(rank: int, name: str, wait: Wait | None) -> list[str]:
+    with nullcontext() if wait is None else without_wait(wait):
         try:
             return PROCESS_SCENARIOS[name](rank)
         except (RuntimeError, ValueError) as error:
@@ -79,14 +80,14 @@ def of_two(rank: int, name: str, wait: Wait | None) -> list[str]:
 
 
 @pytest.mark.parametrize("name", PROCESS_SCENARIOS)
-def test_what_processes_read_is_waited_for(pair: Processes, name: str):
-    """Bits of autograd, too: gloo carried all before, whose waits hold the host up."""
-    assert pair.each(of_two, name, None) == [[], []]
+def test_every_read_of_two_processes_waits_for_its_write(pair: Processes, name: str):
+    """The bits of autograd, too. gloo hid missing waits: its own waits block the host."""
+    assert pair.run(run_process_scenario, name, None) == [[], []]
 
 
-def noticed(rank: int, wait: Wait) -> str | None:
-    """The first scenario that reports something when a wait is taken out of the runtime."""
-    with without(wait):
+def first_report(rank: int, wait: Wait) -> str | None:
+    """Return the first scenario that reports something when a wait is taken out of the runtime."""
+    with without_wait(wait):
         for name, scenario in SCENARIOS.items():
             try:
                 reports = scenario()
@@ -97,29 +98,29 @@ def noticed(rank: int, wait: Wait) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("wait", waits(), ids=lambda wait: f"{wait.function}-{wait.call}-{wait.number}")
-def test_each_wait_is_missed_when_it_is_gone(request: pytest.FixtureRequest, wait: Wait):
+@pytest.mark.parametrize("wait", find_waits(), ids=lambda wait: f"{wait.function}-{wait.call}-{wait.number}")
+def test_each_removed_wait_is_reported(request: pytest.FixtureRequest, wait: Wait):
     if wait.of_processes:
         pair = request.getfixturevalue("pair")
-        assert any(any(pair.each(of_two, name, wait)) for name in PROCESS_SCENARIOS)
+        assert any(any(pair.run(run_process_scenario, name, wait)) for name in PROCESS_SCENARIOS)
     else:
-        assert request.getfixturevalue("processes").each(noticed, wait) != [None]
+        assert request.getfixturevalue("processes").run(first_report, wait) != [None]
 
 
-def of_copies(rank: int) -> list[Any]:
-    """Of an offloaded step, and of one whose weights come from a host: spans of ops, and how long the device waited."""
+def measure_copies(rank: int) -> list[Any]:
+    """Return op times of an offloaded step, and the gaps between ops of a step with weights from a host."""
     offload = fpipe.offload(lambda stage, microbatch: stage == 0 and microbatch < 3)
-    offloaded = timed(pipeline_of(schedules.gpipe(1), offload), ["fake:0"], "fake:0")
+    offloaded = timeline_of(pipeline_of(schedules.gpipe(1), offload), ["fake:0"], "fake:0")
     host = pipeline_of(fpipe.place([0, 0], homes=lambda stage: [1]))
     host = fpipe.chain(host, fpipe.communicate(again=("params",)))
-    hosted = timed(host, ["fake:0", "cpu"], "cpu")
+    hosted = timeline_of(host, ["fake:0", "cpu"], "cpu")
     spans = [(op.kind, op.cell, start, end) for op, start, end in offloaded.events]
     work = sorted((start, end) for op, start, end in hosted.events if op.rank == 0 and end > start)
-    return [spans, [later[0] - before[1] for before, later in pairwise(work)]]
+    return [spans, [later[0] - earlier[1] for earlier, later in pairwise(work)]]
 
 
 def test_copies_run_beside_compute(processes: Processes):
-    ((spans, gaps),) = processes.each(of_copies)
+    ((spans, gaps),) = processes.run(measure_copies)
     copies = [(start, end) for kind, _, start, end in spans if kind in ("OFFLOAD", "LOAD")]
     work = [(start, end) for kind, _, start, end in spans if kind not in ("OFFLOAD", "LOAD")]
     assert len(copies) == 6

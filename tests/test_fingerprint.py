@@ -1,4 +1,4 @@
-"""A model is what its modules held when it was cut: a step, a build or verify says what has changed since."""
+"""A model is what its modules held at the cut: a step, a build or verify reports later changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.aran
 
 
 class Tempered(nn.Module):
-    """Reads all kinds of values that a module may hold."""
+    """A module that reads all kinds of values that modules hold."""
 
     share = 1.0
 
@@ -31,30 +31,30 @@ class Tempered(nn.Module):
         return y * self.share
 
 
-def made() -> nn.Sequential:
+def tempered_net() -> nn.Sequential:
     torch.manual_seed(1)
     return nn.Sequential(Tempered(), Tempered())
 
 
-def in_functions(net: nn.Sequential, loss: Any) -> Any:
+def cut_functions(net: nn.Sequential, loss: Any) -> Any:
     first, second = net
     fns = [lambda p, x: functional_call(first, p, (x,)), lambda p, x: functional_call(second, p, (x,))]
-    return fpipe.from_functions(fns, loss), tuple(dict(one.named_parameters()) for one in net)
+    return fpipe.from_functions(fns, loss), tuple(dict(module.named_parameters()) for module in net)
 
 
-def in_one_function(net: nn.Sequential, loss: Any) -> Any:
+def cut_one_function(net: nn.Sequential, loss: Any) -> Any:
     def whole(params: Any, batch: Any) -> Any:
         x = fpipe.boundary(functional_call(net[0], params[0], (batch[0],)))
         return loss(functional_call(net[1], params[1], (x,)), batch[1])
 
-    return fpipe.from_loss(whole, tuple(dict(one.named_parameters()) for one in net), ROWS)
+    return fpipe.from_loss(whole, tuple(dict(module.named_parameters()) for module in net), ROWS)
 
 
 DOORS: dict[str, Callable[[nn.Sequential, Any], Any]] = {
     "from_sequential": lambda net, loss: fpipe.from_sequential(net, stages=2, loss=loss),
     "from_module": lambda net, loss: fpipe.from_module(net, stages=2, loss=loss, example=ROWS),
-    "from_functions": in_functions,
-    "from_loss": in_one_function,
+    "from_functions": cut_functions,
+    "from_loss": cut_one_function,
 }
 
 
@@ -63,15 +63,17 @@ def cut(door: str, net: nn.Sequential, loss: Any) -> tuple[fpipe.Program, fpipe.
     return fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model)), model, params
 
 
-def mean(net: nn.Sequential, loss: Any) -> Tensor:
-    return torch.stack([loss(net(x), t) for x, t in zip(*(one.split(4) for one in ROWS), strict=True)]).mean()
+def mean_loss(net: nn.Sequential, loss: Any) -> Tensor:
+    return torch.stack([loss(net(x), t) for x, t in zip(*(half.split(4) for half in ROWS), strict=True)]).mean()
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_tensor_that_a_trace_holds_and_that_is_bound_anew_is_told(door: str):
-    """Class weights of a loss: the step, a new build and even a new cut of the same net went on with the old ones.
-    So did a step with a tensor of the net that is no buffer."""
-    net, loss = made(), nn.CrossEntropyLoss(weight=torch.ones(4), reduction="mean")
+def test_a_traced_tensor_that_was_rebound_is_refused(door: str):
+    """Class weights of a loss used to stay the old ones, in the step, a new build and even a new cut of the same net.
+
+    So did a tensor of the net that is no buffer.
+    """
+    net, loss = tempered_net(), nn.CrossEntropyLoss(weight=torch.ones(4), reduction="mean_loss")
     program, model, params = cut(door, net, loss)
     step = fpipe.build(program, model, audit="never")
     step(params, ROWS)
@@ -79,13 +81,13 @@ def test_a_tensor_that_a_trace_holds_and_that_is_bound_anew_is_told(door: str):
     sentence = (
         "'weight' of the loss (CrossEntropyLoss) was bound anew since it was traced, and the trace holds the tensor"
     )
-    again = fpipe.build(program, model, audit="never")
-    for run in (step, again, lambda *given: fpipe.verify(program, model, *given)):
+    new_step = fpipe.build(program, model, audit="never")
+    for run in (step, new_step, lambda *arguments: fpipe.verify(program, model, *arguments)):
         with pytest.raises(ValueError, match=re.escape(sentence if door != "from_loss" else "was bound anew since it")):
             run(params, ROWS)
     program, model, params = cut(door, net, loss)
     step = fpipe.build(program, model, audit="never")
-    assert torch.allclose(step(params, ROWS).loss, mean(net, loss))
+    assert torch.allclose(step(params, ROWS).loss, mean_loss(net, loss))
     net[1].mask = torch.full((4,), 2.0)
     with pytest.raises(ValueError, match=r"'mask' of .* was bound anew since it was traced"):
         step(params, ROWS)
@@ -103,52 +105,57 @@ CHANGES: dict[str, tuple[Callable[[nn.Sequential], Any], str]] = {
 @pytest.mark.crossed
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("door", ["from_sequential", "from_module"])
-def test_what_a_net_holds_otherwise_than_at_its_cut_is_told_when_a_step_is_built(door: str, change: str):
-    """The new step and verify of from_sequential passed with the new value while the old step kept the old one; that of
-    from_module went on with the old one in both."""
-    net, (what, words) = made(), CHANGES[change]
+def test_a_net_changed_since_its_cut_is_refused_when_a_step_is_built(door: str, change: str):
+    """Used to pass: the old step kept the old value, and from_module kept it even in the new step and in verify."""
+    net, (change_net, message) = tempered_net(), CHANGES[change]
     program, model, params = cut(door, net, nn.CrossEntropyLoss())
     step = fpipe.build(program, model, audit="never")
-    before = step(params, ROWS).loss
-    what(net)
-    for run in (fpipe.build, lambda *given: fpipe.verify(*given, params, ROWS)):
-        with pytest.raises(ValueError, match=re.escape(f"{words} has changed since the model was cut.")):
+    loss_before = step(params, ROWS).loss
+    change_net(net)
+    for run in (fpipe.build, lambda *arguments: fpipe.verify(*arguments, params, ROWS)):
+        with pytest.raises(ValueError, match=re.escape(f"{message} has changed since the model was cut.")):
             run(program, model)
-    assert torch.equal(step(params, ROWS).loss, before)  # as under jax.jit
+    assert torch.equal(step(params, ROWS).loss, loss_before)  # as under jax.jit
     program, model, params = cut(door, net, nn.CrossEntropyLoss())
     if change != "a probability":
-        assert torch.allclose(fpipe.build(program, model)(params, ROWS).loss, mean(net, nn.CrossEntropyLoss()))
+        assert torch.allclose(fpipe.build(program, model)(params, ROWS).loss, mean_loss(net, nn.CrossEntropyLoss()))
 
 
 @pytest.mark.parametrize("door", ["from_sequential", "from_module"])
-@pytest.mark.parametrize("wanted", [False, True])
-def test_a_parameter_that_is_frozen_or_trained_otherwise_than_at_the_cut_is_told(door: str, wanted: bool):
-    """Unfreezing gave no gradient, and assign_grads, verify and a new build were content."""
-    net = made()
-    net[0].linear.weight.requires_grad_(not wanted)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_parameter_frozen_or_unfrozen_since_the_cut_is_refused(door: str, requires_grad: bool):
+    """Used to pass in assign_grads, verify and a new build: unfreezing gave no gradient."""
+    net = tempered_net()
+    net[0].linear.weight.requires_grad_(not requires_grad)
     program, model, params = cut(door, net, nn.CrossEntropyLoss())
     step = fpipe.build(program, model)
     step(params, ROWS)
-    net[0].linear.weight.requires_grad_(wanted)
-    then, now = ("was frozen", "is to train") if wanted else ("trained", "is frozen")
-    sentence = f"'weight' of module '0.linear' (Linear) {then} when the model was cut and {now} now: cut anew."
-    for run in (step, lambda *given: fpipe.build(program, model), lambda *given: fpipe.verify(program, model, *given)):
+    net[0].linear.weight.requires_grad_(requires_grad)
+    state_at_cut, state_now = ("was frozen", "is to train") if requires_grad else ("trained", "is frozen")
+    sentence = (
+        f"'weight' of module '0.linear' (Linear) {state_at_cut} when the model was cut and {state_now} now: cut anew."
+    )
+    for run in (
+        step,
+        lambda *arguments: fpipe.build(program, model),
+        lambda *arguments: fpipe.verify(program, model, *arguments),
+    ):
         with pytest.raises(ValueError, match=re.escape(sentence)):
             run(params, ROWS)
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_new_cut_reads_again_what_no_fingerprint_knows(door: str, monkeypatch: pytest.MonkeyPatch):
-    """A class attribute: a new cut shared the trace of the model before."""
-    net, loss = made(), nn.CrossEntropyLoss()
+def test_a_new_cut_reads_class_attributes_again(door: str, monkeypatch: pytest.MonkeyPatch):
+    """Used to share the trace of the former cut: no fingerprint knows a class attribute."""
+    net, loss = tempered_net(), nn.CrossEntropyLoss()
     for share in (1.0, 4.0):
         monkeypatch.setattr(Tempered, "share", share)
         program, model, params = cut(door, net, loss)
-        assert torch.allclose(fpipe.build(program, model)(params, ROWS).loss, mean(net, loss))
+        assert torch.allclose(fpipe.build(program, model)(params, ROWS).loss, mean_loss(net, loss))
 
 
 def test_a_step_takes_the_mode_of_modules_that_its_functions_close_over():
-    """The old step kept the mode in which it was traced."""
+    """Used to keep the mode in which the step was traced."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     model = fpipe.from_functions([lambda p, x: functional_call(net, p, (x,))], nn.functional.cross_entropy)
     step = fpipe.build(fpipe.program(model), model)
@@ -161,7 +168,7 @@ def test_a_step_takes_the_mode_of_modules_that_its_functions_close_over():
 
 
 class Flagged(nn.Module):
-    """Scales by what is said on a parameter, as parallel layers do."""
+    """A layer that reads an attribute of its parameter, like layers of tensor parallelism."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -172,18 +179,18 @@ class Flagged(nn.Module):
         return x * self.weight * self.weight.factor
 
 
-def test_modules_whose_parameters_say_other_things_share_no_trace():
-    """The second took the factor of the first."""
+def test_modules_with_different_parameter_attributes_share_no_trace():
+    """Used to give the second module the factor of the first."""
     net = nn.Sequential(Flagged(2.0), Flagged(5.0))
     program, model, params = cut("from_sequential", net, nn.CrossEntropyLoss())
     loss = fpipe.build(program, model)(params, ROWS).loss
-    assert torch.equal(loss, mean(net, nn.CrossEntropyLoss()))
+    assert torch.equal(loss, mean_loss(net, nn.CrossEntropyLoss()))
 
 
 @pytest.mark.parametrize("door", ["from_sequential", "from_module"])
-def test_a_gradient_hook_of_a_parameter_is_told(door: str):
-    """from_module left out a hook that masks a gradient, and so did both where it was registered after the cut."""
-    net = made()
+def test_a_gradient_hook_of_a_parameter_is_refused(door: str):
+    """from_module used to drop a hook that masks a gradient, as did both doors for a hook registered after the cut."""
+    net = tempered_net()
     program, model, _ = cut(door, net, nn.CrossEntropyLoss())
     net[0].linear.weight.register_hook(lambda gradient: 0 * gradient)
     with pytest.raises(ValueError, match=re.escape("'weight' of module '0.linear' (Linear) has changed since")):

@@ -1,4 +1,4 @@
-"""checkpoint(grain="layer"): the backward computes one layer after the other again, from what enters each of them."""
+"""checkpoint(grain="layer") recomputes one layer at a time in the backward, from the input of each."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fpipe
 from examples import demo
 from tests.refusals import refusals
-from tests.test_traces import Peak, attention, same
+from tests.test_traces import Peak, attention, equal_bits
 
 M = 4
 LAYERS = fpipe.checkpoint(grain="layer")
@@ -26,37 +26,43 @@ def perceptron(layers: int = 8, width: int = 64) -> nn.Sequential:
     )
 
 
-def made(net: nn.Sequential, stages: int, rows: int = 32, width: int = 64) -> tuple[fpipe.Model, Any, Any, Any]:
+def cut_sequential(
+    net: nn.Sequential, stages: int, rows: int = 32, width: int = 64
+) -> tuple[fpipe.Model, Any, Any, Any]:
     model, params, state = fpipe.from_sequential(net, stages=stages, loss=nn.functional.mse_loss)
     return model, params, state, (torch.randn(rows, width), torch.randn(rows, width))
 
 
-def program_of(model: fpipe.Model, *steps: Any, ranks: int = 1, m: int = M) -> fpipe.Program:
+def program_of(model: fpipe.Model, *transforms: Any, ranks: int = 1, m: int = M) -> fpipe.Program:
     schedule = fpipe.schedules.gpipe(ranks)
-    return fpipe.chain(fpipe.split(m), *steps, schedule, fpipe.merge(outputs=False))(fpipe.program(model))
+    return fpipe.chain(fpipe.split(m), *transforms, schedule, fpipe.merge(outputs=False))(fpipe.program(model))
 
 
-STEPS = {"B": (LAYERS,), "I W": (LAYERS, HALVES), "some": (fpipe.checkpoint(lambda s, m: (s + m) % 2 == 0, "layer"),)}
+TRANSFORMS = {
+    "B": (LAYERS,),
+    "I W": (LAYERS, HALVES),
+    "some": (fpipe.checkpoint(lambda s, m: (s + m) % 2 == 0, "layer"),),
+}
 
 
 @pytest.mark.crossed
-@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("steps", TRANSFORMS)
 @pytest.mark.parametrize("trace", [True, False])
-def test_it_is_bitwise_and_holds_what_was_told(steps: str, trace: bool):
+def test_layer_checkpoints_are_bitwise_and_hold_the_predicted_bytes(steps: str, trace: bool):
     layers = [nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(inplace=True), nn.Linear(64, 64), nn.Dropout(0.3)]
     net = nn.Sequential(*layers, nn.Unflatten(1, (4, 16)), attention(16), nn.Flatten(), nn.Linear(64, 64))
-    model, params, state, batch = made(net, 3)
-    program = program_of(model, *STEPS[steps], ranks=3)
-    found = fpipe.build(program, model, trace=trace, record=True)(params, batch, state=state, key=7)
-    assert same(found, fpipe.reference(model, params, batch, microbatches=M, state=state, key=7))
+    model, params, state, batch = cut_sequential(net, 3)
+    program = program_of(model, *TRANSFORMS[steps], ranks=3)
+    result = fpipe.build(program, model, trace=trace, record=True)(params, batch, state=state, key=7)
+    assert equal_bits(result, fpipe.reference(model, params, batch, microbatches=M, state=state, key=7))
     if trace:
         sizes = fpipe.sizes(program, model, params, batch, state=state)
-        assert found.timeline.peak == sizes.peak == fpipe.simulate(program, fpipe.Costs(bytes=sizes)).peak
+        assert result.timeline.peak == sizes.peak == fpipe.simulate(program, fpipe.Costs(bytes=sizes)).peak
 
 
-def alive(model: fpipe.Model, params: Any, batch: Any, *steps: Any, m: int) -> float:
-    """The most MiB alive at any time in a step, what an op makes for itself too."""
-    step = fpipe.build(program_of(model, *steps, m=m), model, audit="never")
+def peak_mib(model: fpipe.Model, params: Any, batch: Any, *transforms: Any, m: int) -> float:
+    """Return the peak MiB alive in a step, temporaries of ops included."""
+    step = fpipe.build(program_of(model, *transforms, m=m), model, audit="never")
     step(params, batch)
     with Peak([batch, params]) as peak:
         step(params, batch)
@@ -64,52 +70,55 @@ def alive(model: fpipe.Model, params: Any, batch: Any, *steps: Any, m: int) -> f
 
 
 @pytest.mark.parametrize("halves", [(), (HALVES,)], ids=["B", "I W"])
-def test_the_residuals_of_one_layer_are_there_at_a_time(halves: tuple[Any, ...]):
-    model, params, _, batch = made(perceptron(), 1, rows=2048)
-    ways = ((), (fpipe.checkpoint(),), (LAYERS,))
-    never, stage, layer = (alive(model, params, batch, *steps, *halves, m=1) for steps in ways)
-    assert stage > 0.95 * never  # an R of all there is gives back all there is
-    assert layer <= (1 if halves else 0.6) * never  # W needs as much as this of each layer, recomputed or not
+def test_the_residuals_of_one_layer_at_a_time_are_alive(halves: tuple[Any, ...]):
+    model, params, _, batch = cut_sequential(perceptron(), 1, rows=2048)
+    policies = ((), (fpipe.checkpoint(),), (LAYERS,))
+    never, stage, layer = (peak_mib(model, params, batch, *policy, *halves, m=1) for policy in policies)
+    assert stage > 0.95 * never  # R of a whole stage holds its residuals all at once
+    assert layer <= (1 if halves else 0.6) * never  # W keeps the input and cotangent of each layer, recomputed or not
 
 
 @pytest.mark.parametrize(("grain", "products"), [("stage", 15), ("layer", 9)])
-def test_a_stage_is_computed_again_once_for_each_microbatch(grain: Any, products: int):
-    """Of 16 products, what no backward reads is left out: the last one of each stage, by layers of each layer, but for
-    the one that the loss follows. The halves of a backward ask for nothing twice."""
-    blocks = (nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)) for _ in range(8))
-    model, params, _, batch = made(nn.Sequential(*blocks), 2)
+def test_a_stage_is_recomputed_once_for_each_microbatch(grain: Any, products: int):
+    """The first forward has 16 products; recompute leaves out those no backward reads.
 
-    def flops(*steps: Any) -> int:
-        step = fpipe.build(program_of(model, *steps), model, audit="never")
+    They are the last of each stage, or of each layer, but for the one before the loss. The halves of a backward
+    recompute nothing twice.
+    """
+    blocks = (nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)) for _ in range(8))
+    model, params, _, batch = cut_sequential(nn.Sequential(*blocks), 2)
+
+    def flops(*transforms: Any) -> int:
+        step = fpipe.build(program_of(model, *transforms), model, audit="never")
         step(params, batch)
         with FlopCounterMode(display=False) as counter:
             step(params, batch)
         return counter.get_total_flops()
 
-    again = fpipe.checkpoint(grain=grain)
-    assert flops(again) - flops() == flops(again, HALVES) - flops(HALVES) == products * 2 * 32 * 64 * 64
+    recompute = fpipe.checkpoint(grain=grain)
+    assert flops(recompute) - flops() == flops(recompute, HALVES) - flops(HALVES) == products * 2 * 32 * 64 * 64
 
 
-def test_what_always_holds_of_never_is_as_the_page_says():
-    """At I both are there, what R made and what W will read; outputs are there whatever the policy."""
+def test_the_page_quotes_the_share_of_bytes_that_recomputing_holds():
+    """At I the outputs of R and the reads of W are alive at once; outputs of the program are alive under any policy."""
     sizes = demo.Sizes()
     model, params, _ = fpipe.from_sequential(demo.gpt(sizes), stages=4, loss=demo.cross_entropy)
     batch = tuple(torch.empty(64, sizes.context, dtype=torch.long, device="meta") for _ in range(2))
 
-    def held(policy: str, halves: Any, outputs: bool) -> int:
+    def peak_bytes(policy: str, halves: Any, outputs: bool) -> int:
         steps = (fpipe.checkpoint(policy), halves, fpipe.schedules.gpipe(4), fpipe.merge(outputs=outputs))
         program = fpipe.chain(fpipe.split(8), *steps)(fpipe.program(model))
         return sum(fpipe.sizes(program, model, params, batch).peak)
 
-    each = [(halves, outputs) for outputs in (False, True) for halves in (fpipe.identity(), HALVES)]
-    parts = [held("always", *how) / held("never", *how) for how in each]
-    assert [f"{part:.2f}" for part in parts] == ["0.19", "0.24", "0.23", "0.27"]
+    cases = [(halves, outputs) for outputs in (False, True) for halves in (fpipe.identity(), HALVES)]
+    shares = [peak_bytes("always", *case) / peak_bytes("never", *case) for case in cases]
+    assert [f"{share:.2f}" for share in shares] == ["0.19", "0.24", "0.23", "0.27"]
     page = (Path(__file__).parents[1] / "docs/transforms.md").read_text()
     assert '0.19 of what `"never"` holds with B and 0.24 with I and W' in page
     assert "0.23 and 0.27 with outputs" in page
 
 
-def test_no_r_is_written_and_every_order_of_transforms_gives_the_same():
+def test_layer_checkpoints_write_no_r_and_commute_with_split_backward():
     base = fpipe.split(2)(fpipe.program(3))
     program = fpipe.chain(LAYERS, HALVES)(base)
     assert not any(op.kind == "R" for op in program.ops)
@@ -122,40 +131,40 @@ def test_no_r_is_written_and_every_order_of_transforms_gives_the_same():
     assert LAYERS(recomputed) == recomputed
 
 
-def test_a_backward_that_computes_again_takes_the_time_of_both():
+def test_a_recomputing_backward_takes_the_time_of_both():
     costs = fpipe.Costs(1, 2, 3, recompute=10)
-    some = fpipe.checkpoint(lambda stage, microbatch: microbatch == 1, "layer")
+    checkpoint_one = fpipe.checkpoint(lambda stage, microbatch: microbatch == 1, "layer")
     base = fpipe.split(3)(fpipe.program(1))
     assert fpipe.simulate(base, costs).makespan == 3 * 6
-    assert fpipe.simulate(some(base), costs).makespan == 3 * 6 + 10
-    assert fpipe.simulate(HALVES(some(base)), costs).makespan == 3 * 6 + 10
+    assert fpipe.simulate(checkpoint_one(base), costs).makespan == 3 * 6 + 10
+    assert fpipe.simulate(HALVES(checkpoint_one(base)), costs).makespan == 3 * 6 + 10
 
 
 def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """As torch's own documentation has it."""
+    """Save matrix products, as torch's documentation suggests."""
     saved = op in (aten.addmm.default, aten.mm.default)
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def all_but(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The other way round, of which a program of four stages had seven million letters: each op there is, by name."""
-    again = op in (aten.relu.default, aten.native_layer_norm.default)
-    return CheckpointPolicy.PREFER_RECOMPUTE if again else CheckpointPolicy.PREFER_SAVE
+def save_all_but(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save every op but two. Each saved op is listed by name: a program of four stages had seven million letters."""
+    is_recomputed = op in (aten.relu.default, aten.native_layer_norm.default)
+    return CheckpointPolicy.PREFER_RECOMPUTE if is_recomputed else CheckpointPolicy.PREFER_SAVE
 
 
-SAVES = [[aten.addmm.default, aten.mm.default], policy, all_but]
+SAVES = [[aten.addmm.default, aten.mm.default], policy, save_all_but]
 
 
 @pytest.mark.parametrize("save", SAVES, ids=["list", "policy", "all but"])
-def test_what_a_policy_saves_is_not_computed_again(save: Any):
-    model, params, _, batch = made(perceptron(), 2)
+def test_saved_ops_are_not_recomputed(save: Any):
+    model, params, _, batch = cut_sequential(perceptron(), 2)
     program = program_of(model, fpipe.checkpoint(grain="layer", save=save))
     step = fpipe.build(program, model, record=True)
     plain = fpipe.build(program_of(model), model, audit="never")
     plain(params, batch)
     with FlopCounterMode(display=False) as never:
         plain(params, batch)
-    assert same(step(params, batch), fpipe.reference(model, params, batch, microbatches=M))
+    assert equal_bits(step(params, batch), fpipe.reference(model, params, batch, microbatches=M))
     with FlopCounterMode(display=False) as counter:
         result = step(params, batch)
     assert counter.get_total_flops() == never.get_total_flops()
@@ -163,7 +172,7 @@ def test_what_a_policy_saves_is_not_computed_again(save: Any):
     assert bare.peak < result.timeline.peak < fpipe.sizes(program_of(model), model, params, batch).peak
 
 
-def test_a_routing_decision_that_is_kept_is_made_once():
+def test_a_kept_routing_decision_is_made_once():
     def experts(params: Any, x: torch.Tensor) -> torch.Tensor:
         scores = torch.softmax(x @ params["router"], -1)
         weight, route = fpipe.keep(scores.topk(2))
@@ -174,29 +183,31 @@ def test_a_routing_decision_that_is_kept_is_made_once():
     params = tuple({"router": torch.randn(16, 4), "experts": torch.randn(4, 16, 16)} for _ in range(2))
     batch = torch.randn(8, 16), torch.randn(8, 16)
     program = program_of(model, LAYERS)
-    found = fpipe.build(program, model)(params, batch)
-    assert same(found, fpipe.reference(model, params, batch, microbatches=M))
-    kept = fpipe.sizes(program, model, params, batch).bytes[fpipe.Value("res", 0, 0)]
-    assert kept == 2 * 2 * (4 + 8)  # of two rows two weights and two numbers of experts; the batch is the caller's
+    result = fpipe.build(program, model)(params, batch)
+    assert equal_bits(result, fpipe.reference(model, params, batch, microbatches=M))
+    residual_bytes = fpipe.sizes(program, model, params, batch).bytes[fpipe.Value("res", 0, 0)]
+    assert residual_bytes == 2 * 2 * (
+        4 + 8
+    )  # two rows of two weights (4 bytes) and two expert indices (8 bytes); the batch belongs to the caller
 
 
-def test_marks_hold_in_a_loss_function_too():
+def test_keep_and_boundary_work_in_a_loss_function():
     def loss_fn(params: Any, batch: Any) -> torch.Tensor:
         x, target = batch
         for w in params:
             x = fpipe.boundary(fpipe.keep(torch.tanh(x @ w)).exp().sin())
         return nn.functional.mse_loss(x * 2, target)
 
-    whole = [torch.randn(16, 16) for _ in range(2)]
+    weights = [torch.randn(16, 16) for _ in range(2)]
     batch = torch.randn(8, 16), torch.randn(8, 16)
-    model, params = fpipe.from_loss(loss_fn, whole, batch)
+    model, params = fpipe.from_loss(loss_fn, weights, batch)
     program = program_of(model, LAYERS, m=1)
-    assert same(fpipe.build(program, model)(params, batch), fpipe.reference(model, params, batch))
+    assert equal_bits(fpipe.build(program, model)(params, batch), fpipe.reference(model, params, batch))
     sizes = fpipe.sizes(program, model, params, batch)
     assert sizes.bytes[fpipe.Value("res", 0, 0)] == 8 * 16 * 4  # the tanh
 
 
-test_refused = refusals(
+test_wrong_options_are_refused = refusals(
     globals(),
     """
 fpipe.checkpoint(grain="op")

@@ -1,4 +1,4 @@
-"""Files and options from elsewhere that took all memory, all time or the stack, or passed and failed later."""
+"""Hostile files and options that used to exhaust memory, time or the stack, or passed and failed later."""
 
 from pathlib import Path
 
@@ -15,11 +15,11 @@ SPLIT = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(1))
 TEXT = str(SPLIT)
 
 
-def how(text: str) -> str:
+def text_with_how(text: str) -> str:
     return TEXT.replace("{index=0, count=2}", f"{{{text}}}")
 
 
-def nested(depth: int, opening: str, core: str, closing: str) -> str:
+def nest(depth: int, opening: str, core: str, closing: str) -> str:
     return opening * depth + core + closing * depth
 
 
@@ -28,20 +28,23 @@ TEXTS = {
     "a diagonal": (" ".join(f"{n}F{n} {n}B{n}" for n in range(3000)), "the table does not name 0F1"),
     "a long cell": ("0F0 " + "x" * 200_000, "'xxxxxxxxxxxxxxxxxxxx...' is a word of 200000 characters"),
     "a long quoted cell": ('0F0,"' + "x " * 100_000 + '"', "field larger than field limit"),
-    "a deep cell": (nested(400, "(", "0F0", ")"), "is not a cell"),
+    "a deep cell": (nest(400, "(", "0F0", ")"), "is not a cell"),
     "a PAIR in a PAIR": ("((0F0;0F1);0B0) 0B1", "'(0F0' is not a cell"),
     "a PAIR of many": (
         "(" + ";".join(f"0F{n}" for n in range(100)) + ") " + " ".join(f"0B{n}" for n in range(100)),
         "a PAIR has two parts, at most 16; found 100.",
     ),
-    "deep JSON": ('{"a": ' + nested(100_000, "[ ", "", "] ") + "}", "it nests too deeply"),
+    "deep JSON": ('{"a": ' + nest(100_000, "[ ", "", "] ") + "}", "it nests too deeply"),
     "a wide number of JSON": (to_json(SPLIT).replace('"rank": 0', '"rank": ' + "9" * 5000), "a word of 5000"),
-    "signs": (how("index=" + "- " * 100_000 + "1"), "is not a list of name=literal"),
-    "a wide number": (how("index=0, count=0x" + "f" * 90), "is not a list of name=literal"),
-    "junk before": (how("junk=99)(index=0, count=2"), "{junk=99)(index=0, count=2} is not a list"),
-    "a spec that is no literal": (how("index=0, count=2, spec='((('"), "has a spec: '(((' is no Python literal"),
-    "a spec that is no text": (how("index=0, count=2, spec=3"), "says spec=3, where str is wanted"),
-    "an index of another type": (how("index=False, count=2"), "says index=False, where int is wanted"),
+    "signs": (text_with_how("index=" + "- " * 100_000 + "1"), "is not a list of name=literal"),
+    "a wide number": (text_with_how("index=0, count=0x" + "f" * 90), "is not a list of name=literal"),
+    "junk before": (text_with_how("junk=99)(index=0, count=2"), "{junk=99)(index=0, count=2} is not a list"),
+    "a spec that is no literal": (
+        text_with_how("index=0, count=2, spec='((('"),
+        "has a spec: '(((' is no Python literal",
+    ),
+    "a spec that is no text": (text_with_how("index=0, count=2, spec=3"), "says spec=3, where str is wanted"),
+    "an index of another type": (text_with_how("index=False, count=2"), "says index=False, where int is wanted"),
     "slices that are none": (TEXT.replace("count=2", "count=2, slices=999999999"), "but the program has 1 slices"),
     "one home thrice": (TEXT.replace("params[0] @ 0", "params[0] @ 0,0,0"), "params[0] names a home twice"),
     "a stage that is alone": (
@@ -84,11 +87,11 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(("words", "sentence"), OPTIONS.items(), ids=[words[:40] for words in OPTIONS])
-def test_a_hostile_option_is_refused_in_a_sentence(words: str, sentence: str):
-    found = CliRunner().invoke(app, words.split())
-    assert found.exit_code in (1, 2)
-    assert sentence in " ".join(found.output.replace("│", " ").split())
+@pytest.mark.parametrize(("command", "sentence"), OPTIONS.items(), ids=[command[:40] for command in OPTIONS])
+def test_a_hostile_option_is_refused_in_a_sentence(command: str, sentence: str):
+    result = CliRunner().invoke(app, command.split())
+    assert result.exit_code in (1, 2)
+    assert sentence in " ".join(result.output.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(
@@ -99,7 +102,7 @@ def test_a_hostile_cluster_is_refused_in_a_sentence(text: str):
         fpipe.Cluster.parse(text)
 
 
-def test_a_module_that_is_no_python_is_refused_with_its_line(tmp_path: Path):
+def test_a_module_with_a_syntax_error_is_refused_with_its_line(tmp_path: Path):
     file = tmp_path / "mine.py"
     file.write_text("def step():\n    return (1,\n")
     with pytest.raises(ValueError, match=r"mine.py, line 2 is no Python: '\(' was never closed"):

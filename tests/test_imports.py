@@ -1,4 +1,4 @@
-"""What is imported when: schedules are written, drawn and simulated without torch, and every public name is there."""
+"""Imports: schedules are written, drawn and simulated without torch, and every public name is there."""
 
 import ast
 import importlib
@@ -19,7 +19,7 @@ PACKAGE = ROOT / "fpipe"
 
 # In a process of its own: here torch is imported already. A module that is None in sys.modules cannot be imported, and
 # whoever tries is in the traceback.
-WITHOUT = """
+BLOCK_IMPORTS = """
 import sys
 sys.modules.update(dict.fromkeys({modules}))
 """
@@ -83,23 +83,23 @@ for typed in {commands}:
 """
 
 
-def run(code: str, *without: str) -> None:
+def run_without(code: str, *modules: str) -> None:
     """Run code where some modules cannot be imported."""
-    code = WITHOUT.format(modules=without) + code
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    code = BLOCK_IMPORTS.format(modules=modules) + code
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 def test_a_schedule_is_written_drawn_checked_and_simulated_without_torch(tmp_path: Path):
-    run(SCHEDULES.format(folder=tmp_path), *HEAVY)
+    run_without(SCHEDULES.format(folder=tmp_path), *HEAVY)
 
 
-def test_a_program_is_run_and_proved_without_the_engine():
-    """The definition, the reference and the proof are read, and run, without what makes them fast."""
+def test_a_program_is_run_and_verified_without_the_engine():
+    """The definition, the reference and verify run without the engine that makes them fast."""
     rooms = f"{STOREYS['engine']} {STOREYS['workshop']}".split()
     rooms.remove("runtimes")  # `build` itself, which chooses among these
     rooms += ["runtimes.lowering", "runtimes.in_process", "runtimes.processes"]
-    run(CORE, *(f"fpipe.{room}" for room in rooms))
+    run_without(CORE, *(f"fpipe.{room}" for room in rooms))
 
 
 def test_the_commands_about_schedules_need_no_torch(tmp_path: Path):
@@ -112,34 +112,38 @@ def test_the_commands_about_schedules_need_no_torch(tmp_path: Path):
         f"export one_f_one_b {size} --output {tmp_path / 'it.csv'}",
         f"check {tmp_path / 'it.csv'}",
     )
-    run(COMMANDS.format(commands=commands), "torch", "numpy", "optree", "matplotlib")
+    run_without(COMMANDS.format(commands=commands), "torch", "numpy", "optree", "matplotlib")
 
 
-def test_what_is_imported_when_it_is_asked_for_is_there():
+def test_a_lazy_name_is_imported_on_access():
     for name, home in fpipe._MODULE_BY_NAME.items():
         fpipe.__dict__.pop(name, None)
         assert getattr(fpipe, name) is getattr(sys.modules[f"fpipe.{home}"], name)
         assert name in fpipe.__dict__
 
 
-def test_a_type_checker_sees_the_names_that_are_there():
-    """Names that are imported late stand twice: for the checker, and in the table by which they are found."""
+def test_a_type_checker_sees_the_lazy_and_the_public_names():
+    """Lazy names stand twice: for the type checker, and in the table by which they are found."""
     body = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8")).body
-    late = next(node.body for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    imports = [node for node in late if isinstance(node, ast.ImportFrom) and node.module and node.module != "fpipe"]
+    lazy_imports = next(
+        node.body for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    imports = [
+        node for node in lazy_imports if isinstance(node, ast.ImportFrom) and node.module and node.module != "fpipe"
+    ]
     names = {node.module.removeprefix("fpipe."): tuple(alias.name for alias in node.names) for node in imports}
     assert names == fpipe._LAZY_NAMES
-    at_once = [node for node in body if isinstance(node, ast.ImportFrom) and str(node.module).startswith("fpipe")]
-    public = [alias.name for node in at_once for alias in node.names]
+    eager_imports = [node for node in body if isinstance(node, ast.ImportFrom) and str(node.module).startswith("fpipe")]
+    public = [alias.name for node in eager_imports for alias in node.names]
     assert sorted([*public, *fpipe._MODULE_BY_NAME, "interop"]) == sorted(fpipe.__all__)
 
 
 def test_dir_shows_the_public_names_and_the_folders():
-    """Not `tree` or `order`, though they are attributes once they are imported."""
+    """`tree` or `order` are not listed, though they are attributes once imported."""
     folders = {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
-    shown = {name for name in dir(fpipe) if not name.startswith("__")}
-    assert shown == {*fpipe.__all__, *folders}
-    modules = {name for name in shown if isinstance(getattr(fpipe, name), ModuleType)}
+    listed = {name for name in dir(fpipe) if not name.startswith("__")}
+    assert listed == {*fpipe.__all__, *folders}
+    modules = {name for name in listed if isinstance(getattr(fpipe, name), ModuleType)}
     assert modules == folders
 
 
@@ -148,15 +152,17 @@ PUBLIC = ("schedules", "interop", "interop.torch_pipelining", "testing")
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_dir_of_a_public_folder_shows_its_names_and_no_modules(name: str):
-    """So that completion after `fpipe.schedules.` offers schedules, where there are 25 modules too."""
+    """Completion after `fpipe.schedules.` offers schedules, not the 25 modules."""
     module = importlib.import_module(f"fpipe.{name}")
     assert dir(module) == module.__all__
-    assert all(hasattr(module, one) for one in module.__all__)
+    assert all(hasattr(module, public_name) for public_name in module.__all__)
 
 
 def test_the_script_whose_types_are_checked_uses_every_public_name():
-    """pyright reads it in its strict mode, so that none of these names is untyped for a user. All schedules are made by
-    one decorator."""
+    """pyright reads the script in strict mode, so that every public name is typed for users.
+
+    One decorator makes all schedules.
+    """
     script = ast.parse((ROOT / "tests/user_script.py").read_text(encoding="utf-8"))
     used = {ast.unparse(node) for node in ast.walk(script) if isinstance(node, ast.Attribute)}
     names = {f"{module.split('.')[-1]}.{name}" for module in PUBLIC for name in sys.modules[f"fpipe.{module}"].__all__}
@@ -165,14 +171,16 @@ def test_the_script_whose_types_are_checked_uses_every_public_name():
     assert not missing, "a public name is missing in tests/user_script.py: add a line that uses it."
 
 
-def test_costs_tell_their_fields():
-    """The `__new__` that explains the papers' letters hid them."""
-    shown = inspect.signature(fpipe.Costs).parameters
-    assert [*shown] == [field.name for field in fields(fpipe.Costs)]
-    assert shown["forward"].default == 1
-    assert shown["bandwidth"].kind is inspect.Parameter.KEYWORD_ONLY
+def test_the_signature_of_costs_lists_its_fields():
+    """Used to be hidden by the `__new__` that explains the letters of papers."""
+    parameters = inspect.signature(fpipe.Costs).parameters
+    assert [*parameters] == [field.name for field in fields(fpipe.Costs)]
+    assert parameters["forward"].default == 1
+    assert parameters["bandwidth"].kind is inspect.Parameter.KEYWORD_ONLY
 
 
-def test_a_slip_in_a_name_is_answered_with_the_closest():
-    ran = subprocess.run([sys.executable, "-c", "import fpipe; fpipe.verfy"], capture_output=True, text=True, cwd=ROOT)
-    assert ran.stderr.endswith("module 'fpipe' has no attribute 'verfy'. Did you mean: 'verify'?\n")
+def test_a_misspelt_name_is_answered_with_the_closest():
+    process = subprocess.run(
+        [sys.executable, "-c", "import fpipe; fpipe.verfy"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert process.stderr.endswith("module 'fpipe' has no attribute 'verfy'. Did you mean: 'verify'?\n")

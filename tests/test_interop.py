@@ -1,4 +1,4 @@
-"""Torch's pipeline tables and JSON: what is read means the same, what is written is read by the other side."""
+"""Torch's pipeline tables and JSON: reading keeps the meaning, and torch reads our tables."""
 
 import csv
 import io
@@ -19,29 +19,29 @@ from fpipe.program import Program, ProgramError, parts_of
 from property_tests.drawn_programs import DrawnProgram, programs
 from tests.torch_versions import POSTS_RECEIVES_BY_THE_TABLE
 
-DATA = Path(__file__).parent / "data"
-ORDERS: dict[str, list[str]] = json.loads((DATA / "torch_orders.json").read_text())["tables"]
-COMMS: dict[str, list[str]] = json.loads((DATA / "torch_comms.json").read_text())["tables"]
-WAITS: dict[str, list[str]] = json.loads((DATA / "torch_waits.json").read_text())["tables"]
+DATA_FOLDER = Path(__file__).parent / "data"
+ORDERS: dict[str, list[str]] = json.loads((DATA_FOLDER / "torch_orders.json").read_text())["tables"]
+COMMS: dict[str, list[str]] = json.loads((DATA_FOLDER / "torch_comms.json").read_text())["tables"]
+WAITS: dict[str, list[str]] = json.loads((DATA_FOLDER / "torch_waits.json").read_text())["tables"]
 
-# Of four chunks a rank, one table; the others are as long and of the same cells.
+# Tables of four chunks a rank are long, and alike in their cells: one runs, the rest are deep tests.
 LONG = ("LoopedBFS/local=4", "Interleaved1F1B/local=4")
 every_table = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.deep if name.startswith(LONG) else ()) for name in COMMS]
 )
 
 
-def order(name: str) -> str:
-    """A table of computation as torch writes it."""
+def order_table(name: str) -> str:
+    """Return a table of computation in torch's format."""
     rows = [["" if cell == "." else cell for cell in row.split()] for row in ORDERS[name]]
-    return written([[cell.replace(")", ")OVERLAP_F_B") for cell in row] for row in rows])
+    return to_csv([[cell.replace(")", ")OVERLAP_F_B") for cell in row] for row in rows])
 
 
-def comms(name: str) -> str:
-    return written([row.split() for row in COMMS[name]])
+def comms_table(name: str) -> str:
+    return to_csv([row.split() for row in COMMS[name]])
 
 
-def written(rows: list[list[str]]) -> str:
+def to_csv(rows: list[list[str]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
@@ -53,26 +53,26 @@ def one_f_one_b() -> Program:
 
 @every_table
 def test_transfers_written_for_an_order_are_those_torch_adds(name: str):
-    program = torch_pipelining.from_csv(order(name))
-    assert torch_pipelining.to_csv(program, format="compute_comms", waits=False) == comms(name)
+    program = torch_pipelining.from_csv(order_table(name))
+    assert torch_pipelining.to_csv(program, format="compute_comms", waits=False) == comms_table(name)
 
 
 @pytest.mark.parametrize("name", WAITS)
 def test_waits_stand_where_torch_adds_them(name: str):
-    """As torch 2.15 lowers the same orders."""
-    program = torch_pipelining.from_csv(order(name))
+    """torch 2.15 lowers these orders to these waits."""
+    program = torch_pipelining.from_csv(order_table(name))
     text = torch_pipelining.to_csv(program, format="compute_comms", waits=True)
-    assert text == written([row.split() for row in WAITS[name]])
-    assert torch_pipelining.from_csv(text) == torch_pipelining.from_csv(comms(name))
+    assert text == to_csv([row.split() for row in WAITS[name]])
+    assert torch_pipelining.from_csv(text) == torch_pipelining.from_csv(comms_table(name))
 
 
 @every_table
 @pytest.mark.parametrize("format", ["compute_only", "compute_comms"])
-def test_torch_loads_what_is_written(name: str, format: str, tmp_path: Path):
-    """Its own loader and its own checks, with stages that only say where they are; no process group is needed."""
+def test_torch_loads_the_tables_we_write(name: str, format: str, tmp_path: Path):
+    """torch's loader and checks run with stand-in stages; no process group is needed."""
     from torch.distributed.pipelining import schedules
 
-    program = torch_pipelining.from_csv(comms(name))
+    program = torch_pipelining.from_csv(comms_table(name))
     file = tmp_path / "schedule.csv"
     file.write_text(torch_pipelining.to_csv(program, format=format))
     stage = SimpleNamespace(num_stages=program.stages, group_size=program.ranks, group_rank=0, has_backward=True)
@@ -82,10 +82,10 @@ def test_torch_loads_what_is_written(name: str, format: str, tmp_path: Path):
     loaded = [[str(action) for action in row] for row in runtime.pipeline_order_with_comms.values()]
     if format == "compute_only":
         if POSTS_RECEIVES_BY_THE_TABLE:
-            assert loaded == list(csv.reader(comms(name).splitlines()))
+            assert loaded == list(csv.reader(comms_table(name).splitlines()))
         return
     assert loaded == list(csv.reader(file.read_text().splitlines()))
-    if "DualPipeV" not in name:  # torch's own walk knows no overlap, and no care of weights
+    if "DualPipeV" not in name:  # torch's own simulation knows neither overlap nor ops on weights
         for rank, row in runtime.pipeline_order_with_comms.items():
             runtime.pipeline_order_with_comms[rank] = [
                 action for action in row if not re.search("SHARD|GRAD|WAIT", str(action))
@@ -93,37 +93,37 @@ def test_torch_loads_what_is_written(name: str, format: str, tmp_path: Path):
         runtime._simulate()
 
 
-def test_a_schedule_of_torchs_orders_a_program_of_ones_own():
+def test_a_torch_schedule_orders_an_own_program():
     program = fpipe.chain(
         fpipe.split(2), fpipe.checkpoint("always"), torch_pipelining.schedule("0F0,0F1,0B0,0B1"), fpipe.merge()
     )(fpipe.program(1))
     assert program.table() == [["0F0", "0F1", "0R0", "0B0", "0R1", "0B1"]]
 
 
-def test_a_table_of_computation_may_say_when_gradients_are_reduced():
-    """Torch's GPipe writes it so; it was refused for the transfers that it has not."""
+def test_a_compute_table_may_contain_reduce_grad():
+    """Torch's GPipe writes such tables; they used to be refused for missing transfers."""
     table = "0F0,0B0,0REDUCE_GRAD\n,1F0,1B0,1REDUCE_GRAD"
     assert torch_pipelining.from_csv(table) == torch_pipelining.from_csv("0F0,0B0\n1F0,1B0")
     with pytest.raises(ProgramError, match="the table has no 0SEND_F0"):
         torch_pipelining.from_csv(table, format="compute_comms")
 
 
-@pytest.mark.parametrize("read", [torch_pipelining.from_csv, fpipe.schedules.from_table])
-def test_a_file_that_is_not_there_is_named_with_the_closest(read: Callable[[Path], object], tmp_path: Path):
-    """It was `[Errno 2] No such file or directory`."""
+@pytest.mark.parametrize("read_table", [torch_pipelining.from_csv, fpipe.schedules.from_table])
+def test_a_missing_file_is_named_with_the_closest(read_table: Callable[[Path], object], tmp_path: Path):
+    """Used to say only `[Errno 2] No such file or directory`."""
     (tmp_path / "orders.csv").write_text("0F0,0B0")
-    assert read(tmp_path / "orders.csv")
-    with pytest.raises(FileNotFoundError) as refused:
-        read(tmp_path / "order.csv")
-    mend = f"Did you mean {str(tmp_path / 'orders.csv')!r}?"
-    assert str(refused.value) == f"there is no file {str(tmp_path / 'order.csv')!r}. {mend}"
+    assert read_table(tmp_path / "orders.csv")
+    with pytest.raises(FileNotFoundError) as error_info:
+        read_table(tmp_path / "order.csv")
+    suggestion = f"Did you mean {str(tmp_path / 'orders.csv')!r}?"
+    assert str(error_info.value) == f"there is no file {str(tmp_path / 'order.csv')!r}. {suggestion}"
     with pytest.raises(FileNotFoundError, match=r"there is no file 'order\.csv' here, in "):
-        read(Path("order.csv"))
+        read_table(Path("order.csv"))
     with pytest.raises(IsADirectoryError, match="is a folder; name a file in it"):
-        read(tmp_path)
+        read_table(tmp_path)
     (tmp_path / "orders.csv").write_bytes(b"0F0,\xff")
     with pytest.raises(ProgramError, match="this is not text: byte 4 is no UTF-8"):
-        read(tmp_path / "orders.csv")
+        read_table(tmp_path / "orders.csv")
 
 
 @pytest.mark.parametrize(
@@ -153,16 +153,16 @@ def test_a_file_that_is_not_there_is_named_with_the_closest(read: Callable[[Path
         ("0F0,0SEND_F0,0B0,0RECV_B0\n1RECV_F0,1F0,1B0,1SEND_B0", "rank 0, step 2: 0B0 reads .* comes later"),
     ],
 )
-def test_a_table_that_means_nothing_is_refused_with_its_place(table: str, sentence: str):
+def test_a_wrong_table_is_refused_with_line_and_column(table: str, sentence: str):
     with pytest.raises(ProgramError, match=sentence):
         torch_pipelining.from_csv(table)
 
 
-def test_json_is_read_without_us():
+def test_json_holds_the_table_of_the_program():
     program = one_f_one_b()
-    found = json.loads(to_json(program))
-    assert (found["stages"], found["microbatches"], found["ranks"]) == (2, 2, 2)
-    rows = [[op for op in found["ops"] if op["rank"] == rank and op["kind"] in "FB"] for rank in range(2)]
+    parsed = json.loads(to_json(program))
+    assert (parsed["stages"], parsed["microbatches"], parsed["ranks"]) == (2, 2, 2)
+    rows = [[op for op in parsed["ops"] if op["rank"] == rank and op["kind"] in "FB"] for rank in range(2)]
     assert [[f"{op['stage']}{op['kind']}{op['microbatch']}" for op in row] for row in rows] == program.table()
 
 
@@ -186,25 +186,25 @@ def test_json_that_is_no_program_is_refused(change, sentence: str):
 
 @pytest.mark.parametrize("name", fpipe.schedules.names())
 @pytest.mark.parametrize("format", ["compute_only", "compute_comms"])
-def test_every_schedule_goes_to_torch_and_back_or_is_refused(name: str, format: str):
+def test_every_schedule_survives_the_round_trip_or_is_refused(name: str, format: str):
     """What torch cannot run: replicas, slices, recompute, offload."""
     program = fpipe.schedules.about(name).program(2, 4)
-    refused = {
+    is_refused = {
         op.kind for op in parts_of(program.ops) if op.kind in ("R", "LOAD", "OFFLOAD") or op.slice is not None
     } or any(isinstance(ranks, tuple) for ranks in program.placement)
-    if refused:
+    if is_refused:
         with pytest.raises(ProgramError, match=r"torch's (tables|runtime)"):
             torch_pipelining.to_csv(program, format=format)
         return
-    found = torch_pipelining.from_csv(torch_pipelining.to_csv(program, format=format), format=format)
-    assert found.table() == program.table()
-    assert format == "compute_comms" or found == program
+    round_trip = torch_pipelining.from_csv(torch_pipelining.to_csv(program, format=format), format=format)
+    assert round_trip.table() == program.table()
+    assert format == "compute_comms" or round_trip == program
 
 
-def test_gathers_and_scatters_are_torchs_actions_of_weights():
+def test_gathers_and_scatters_become_torchs_unshard_and_reshard():
     program = fpipe.shard(gather="use", lead=0)(one_f_one_b())
-    first, _ = torch_pipelining.to_csv(program, format="compute_comms", waits=True).splitlines()
-    assert first == (
+    rank_0_row, _ = torch_pipelining.to_csv(program, format="compute_comms", waits=True).splitlines()
+    assert rank_0_row == (
         "0UNSHARD,0F0,0SEND_F0,0RESHARD,0UNSHARD,0F1,0SEND_F1,0RECV_B0,0RESHARD,0UNSHARD,0B0,0WAIT_SEND_F0,0RESHARD,"
         "0UNSHARD,0RECV_B1,0B1,0WAIT_SEND_F1,0RESHARD,0REDUCE_GRAD,0WAIT_REDUCE_GRAD"
     )
@@ -215,20 +215,20 @@ def test_gathers_and_scatters_are_torchs_actions_of_weights():
     st.sampled_from(["step", "run", "use"]),
     st.integers(2, 3),
 )
-def test_a_table_gathers_again_as_the_program_that_it_was_written_of(name: str, gather: Any, ranks: int):
+def test_gathers_read_from_a_table_rebuild_its_program(name: str, gather: Any, ranks: int):
     base = fpipe.schedules.about(name).program(ranks, 4)
     program = fpipe.shard(gather=gather, lead=0)(base)
     text = torch_pipelining.to_csv(program, format="compute_comms", waits=False)
-    again = fpipe.shard(gather=torch_pipelining.gathers(text), lead=0)(base)
-    if gather == "step":  # it gathers where the step begins
-        text_again = torch_pipelining.to_csv(again, format="compute_comms", waits=False)
-        assert sorted(re.split(r"[,\n]", text_again)) == sorted(re.split(r"[,\n]", text))
+    rebuilt = fpipe.shard(gather=torch_pipelining.gathers(text), lead=0)(base)
+    if gather == "step":  # it gathers at the start of the step
+        rebuilt_text = torch_pipelining.to_csv(rebuilt, format="compute_comms", waits=False)
+        assert sorted(re.split(r"[,\n]", rebuilt_text)) == sorted(re.split(r"[,\n]", text))
     else:
-        assert again == program
+        assert rebuilt == program
 
 
 CHAINS = st.integers(1, 5).map(lambda stages: ("batch", *range(stages - 1)))
-LAST = {"nothing": fpipe.identity(), "communicate()": fpipe.communicate(), "free()": fpipe.free()}
+FINAL_TRANSFORMS = {"nothing": fpipe.identity(), "communicate()": fpipe.communicate(), "free()": fpipe.free()}
 
 
 def without_recompute(plan: DrawnProgram) -> Program:
@@ -246,13 +246,13 @@ def test_an_order_written_for_torch_is_read_back(program: Program):
 @given(programs(CHAINS).map(without_recompute))
 def test_transfers_written_for_torch_are_read_back(program: Program):
     text = torch_pipelining.to_csv(program, format="compute_comms")
-    found = torch_pipelining.from_csv(text, format="compute_comms")
-    assert found.table() == program.table()
-    assert torch_pipelining.to_csv(found, format="compute_comms") == text
+    program_read = torch_pipelining.from_csv(text, format="compute_comms")
+    assert program_read.table() == program.table()
+    assert torch_pipelining.to_csv(program_read, format="compute_comms") == text
 
 
 @pytest.mark.law
-@given(programs(), st.sampled_from(sorted(LAST)))
-def test_json_is_read_back(plan: DrawnProgram, last: str):
-    program = LAST[last](plan.program)
+@given(programs(), st.sampled_from(sorted(FINAL_TRANSFORMS)))
+def test_json_is_read_back(plan: DrawnProgram, transform: str):
+    program = FINAL_TRANSFORMS[transform](plan.program)
     assert from_json(to_json(program)) == program

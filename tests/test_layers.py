@@ -1,4 +1,4 @@
-"""Every kind of layer and pattern in `tests.layers` against plain autograd: bits, work, memory, and a whole step."""
+"""Every layer and pattern of `tests.layers` against plain autograd: bits, work, memory, and a whole step."""
 
 from __future__ import annotations
 
@@ -19,112 +19,130 @@ import fpipe
 from fpipe import tree
 from property_tests import stage_functions
 from property_tests.bits import bits, tensors
-from property_tests.lawful import assert_lawful, own, plain, wants
-from property_tests.stage_functions import Within
-from property_tests.stages import ACTIVATIONS, DTYPES, GIVEN, HELD, LAYERS, RETURNS, DrawnStage, in_place, unread
-from tests.layers import CASES, Case, Made
+from property_tests.lawful import as_fresh_leaves, assert_lawful, run_plain, wants_grad
+from property_tests.stage_functions import Wrapped
+from property_tests.stages import (
+    ACTIVATIONS,
+    DTYPES,
+    INPUT_KINDS,
+    LAYERS,
+    LAYOUTS,
+    RETURNS,
+    DrawnStage,
+    has_unread_work,
+    works_in_place,
+)
+from tests.layers import CASES, Case, StageExample
 from tests.toys import Toy
 
 PAGE = Path(__file__).parents[1] / "docs" / "linearize.md"
 BY_NAME = {case.name: case for case in CASES}
-TRACED = [case.name for case in CASES if not case.untraced]
-UNTRACED = [case.name for case in CASES if case.untraced]
-SMALL = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
+TRACED_NAMES = [case.name for case in CASES if not case.untraced]
+UNTRACED_NAMES = [case.name for case in CASES if case.untraced]
+TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 
 
-def test_there_are_enough_of_them():
+def test_there_are_at_least_45_cases():
     assert len(BY_NAME) == len(CASES) >= 45
 
 
-@pytest.mark.parametrize("name", TRACED)
-def test_its_four_functions_are_plain_autograds(name: str):
-    """Of a module plain autograd is the module itself, with its own parameters."""
+@pytest.mark.parametrize("name", TRACED_NAMES)
+def test_a_layer_linearized_is_plain_autograd(name: str):
+    """For a module, plain autograd is the module itself, with its parameters."""
     case = BY_NAME[name]
-    made = case.make()
+    example = case.make()
 
-    def given() -> tuple[Any, Any]:
-        again = case.make()
-        return again.params, again.x
+    def arguments() -> tuple[Any, Any]:
+        new_example = case.make()
+        return new_example.params, new_example.x
 
-    if made.module is None:
-        right = plain(made.function, own(made.params), own(made.x))
+    if example.module is None:
+        expected = run_plain(example.function, as_fresh_leaves(example.params), as_fresh_leaves(example.x))
     else:
-        trained = {key: leaf for key, leaf in made.module.named_parameters() if leaf.requires_grad}
-        call: Any = made.module
-        right = plain(lambda p, x: call(*x) if isinstance(x, tuple) else call(x), trained, own(made.x))
-    one = assert_lawful(made.function, given, right, partial(agree, case), more_memory=bool(case.more))
-    cut = one.traced
-    written = {node.name: node for node in cut.graph.nodes}
-    early = [written[name] for name in cut.gradients_made_by_input]
-    ops = {written[node.args[0]].op if node.op is getitem else node.op for node in early}
-    whole = {op.__name__.removesuffix(".default") for op in ops}
-    assert whole == ({case.whole} if case.whole else set()), "after I no parameter has a gradient"
+        training_case = {key: leaf for key, leaf in example.module.named_parameters() if leaf.requires_grad}
+        call: Any = example.module
+        expected = run_plain(
+            lambda p, x: call(*x) if isinstance(x, tuple) else call(x), training_case, as_fresh_leaves(example.x)
+        )
+    lawful = assert_lawful(
+        example.function, arguments, expected, partial(assert_agree, case), more_memory=bool(case.extra_memory)
+    )
+    traced = lawful.traced
+    node_by_name = {node.name: node for node in traced.graph.nodes}
+    early_nodes = [node_by_name[name] for name in traced.gradients_made_by_input]
+    ops = {node_by_name[node.args[0]].op if node.op is getitem else node.op for node in early_nodes}
+    joint_ops = {op.__name__.removesuffix(".default") for op in ops}
+    assert joint_ops == ({case.joint_op} if case.joint_op else set()), "after I no parameter has a gradient"
 
 
-AROUND = {
+GRAMMAR_STAGES = {
     **{f"returns {name}": DrawnStage(("linear", "tanh"), returns=name) for name in RETURNS if name != "h"},
-    **{f"given {name}": DrawnStage(("of_its_own", "linear"), given=name, takes="all") for name in GIVEN[1:]},
-    **{f"parameters {name}": DrawnStage(("twice", "bias"), held=name) for name in HELD[1:]},
+    **{f"given {name}": DrawnStage(("of_its_own", "linear"), input_kind=name, takes="all") for name in INPUT_KINDS[1:]},
+    **{f"parameters {name}": DrawnStage(("twice", "bias"), param_layout=name) for name in LAYOUTS[1:]},
     **{name: DrawnStage(("linear", "gelu", "layer_norm"), dtype=name) for name in DTYPES[1:]},
-    "given two, takes one": DrawnStage(("linear",), given="two"),
-    **{how: DrawnStage((Within(how, ("linear", "twice", "tanh")),)) for how in stage_functions.AROUND},
+    "given two, takes one": DrawnStage(("linear",), input_kind="two"),
+    **{how: DrawnStage((Wrapped(how, ("linear", "twice", "tanh")),)) for how in stage_functions.AROUND},
 }
 IN_PLACE = [name for name in LAYERS if LAYERS[name].in_place]
-OTHERS = [name for name in LAYERS if name not in (*ACTIVATIONS, *IN_PLACE)]
+OTHER_LAYERS = [name for name in LAYERS if name not in (*ACTIVATIONS, *IN_PLACE)]
 
 
-def in_turn(names: Sequence[str], each: int, *last: str) -> list[tuple[str, ...]]:
-    """So many words of the grammar in a stage, each after a Linear where they have no parameters."""
-    before = ("linear",) if last else ()
+def layer_groups(names: Sequence[str], count: int, *suffix: str) -> list[tuple[str, ...]]:
+    """Group layers of the grammar, `count` in a stage, each after a Linear if it has no parameters."""
+    prefix = ("linear",) if suffix else ()
     return [
-        (*itertools.chain(*((*before, name) for name in names[at : at + each])), *last)
-        for at in range(0, len(names), each)
+        (*itertools.chain(*((*prefix, name) for name in names[start : start + count])), *suffix)
+        for start in range(0, len(names), count)
     ]
 
 
 @pytest.mark.parametrize(
-    "layers", [*in_turn(ACTIVATIONS, 5, "linear"), *in_turn(OTHERS, 4), *in_turn(IN_PLACE, 1)], ids="-".join
+    "layers",
+    [*layer_groups(ACTIVATIONS, 5, "linear"), *layer_groups(OTHER_LAYERS, 4), *layer_groups(IN_PLACE, 1)],
+    ids="-".join,
 )
-def test_words_of_the_grammar_are_plain_autograd(layers: tuple[str, ...]):
-    """Each once; `property_tests/test_linearize_laws.py` draws them in any order and inside each other."""
+def test_each_layer_of_the_grammar_is_plain_autograd(layers: tuple[str, ...]):
+    """Each layer runs once here; `property_tests/test_linearize_laws.py` draws them nested and in any order."""
     recipe = DrawnStage(layers)
 
-    def given() -> tuple[Any, Any]:
+    def arguments() -> tuple[Any, Any]:
         return recipe.params(), recipe.input(4)
 
-    right = plain(recipe, *map(own, given()))
-    assert_lawful(recipe.function, given, right, less_work=unread(recipe), more_memory=in_place(recipe))
+    expected = run_plain(recipe, *map(as_fresh_leaves, arguments()))
+    assert_lawful(
+        recipe.function, arguments, expected, less_work=has_unread_work(recipe), more_memory=works_in_place(recipe)
+    )
 
 
-def agree(case: Case, mine: Any, theirs: Any) -> None:
+def assert_agree(case: Case, result: Any, expected: Any) -> None:
     if not case.rounding:
-        assert bits(mine) == bits(theirs)
+        assert bits(result) == bits(expected)
         return
-    for one, other in zip(tensors(mine), tensors(theirs), strict=True):
-        tolerance = SMALL.get(one.dtype, 1e-5)
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    for leaf, expected_leaf in zip(tensors(result), tensors(expected), strict=True):
+        tolerance = TOLERANCES.get(leaf.dtype, 1e-5)
+        torch.testing.assert_close(leaf, expected_leaf, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", UNTRACED)
+@pytest.mark.parametrize("name", UNTRACED_NAMES)
 def test_linearize_refuses_what_cannot_be_traced(name):
-    made = BY_NAME[name].make()
-    before = bits((made.params, made.x))
+    example = BY_NAME[name].make()
+    bits_before = bits((example.params, example.x))
     with pytest.raises(ValueError, match=re.escape(BY_NAME[name].untraced)):
-        fpipe.linearize(made.function, made.params, made.x)
-    assert bits((made.params, made.x)) == before
+        fpipe.linearize(example.function, example.params, example.x)
+    assert bits((example.params, example.x)) == bits_before
 
 
 # A step of two stages, the second of which is the case.
 
 
-def before(p: Any, x: Any) -> Any:
-    return tree.tree_map(lambda leaf: (leaf * p["w"]).to(leaf.dtype) if wants(leaf) else leaf, x)
+def scale_stage(p: Any, x: Any) -> Any:
+    return tree.tree_map(lambda leaf: (leaf * p["w"]).to(leaf.dtype) if wants_grad(leaf) else leaf, x)
 
 
 def loss(y: Any, target: Tensor) -> Tensor:
-    """Something of every tensor of an output."""
+    """Sum a smooth function of every tensor of an output."""
     total = target.sum() * 0
     for leaf in tensors(y):
         real = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
@@ -132,15 +150,15 @@ def loss(y: Any, target: Tensor) -> Tensor:
     return total
 
 
-def half(k: int, leaf: Any) -> Any:
-    return leaf.tensor_split(2)[k] if isinstance(leaf, Tensor) else leaf
+def half(index: int, leaf: Any) -> Any:
+    return leaf.tensor_split(2)[index] if isinstance(leaf, Tensor) else leaf
 
 
 @dataclass
-class Trained:
-    """A case as a model, and a batch of four rows for it."""
+class TrainingCase:
+    """A case as a model of two stages, and a batch of four rows for it."""
 
-    made: Made
+    made: StageExample
     model: fpipe.Model
     params: tuple[Any, ...]
     batch: tuple[Any, Tensor]
@@ -152,8 +170,8 @@ class Trained:
         )(fpipe.program(self.model))
         return fpipe.build(program, self.model)(self.params, self.batch)
 
-    def plain(self) -> tuple[Tensor, list[Tensor]]:
-        """Loss and gradients, one microbatch after the other."""
+    def run_plain(self) -> tuple[Tensor, list[Tensor]]:
+        """Return loss and gradients of plain autograd, one microbatch after the next."""
         total, sums = torch.tensor(0.0), []
         for k in range(2):
             x, target = tree.tree_map(partial(half, k), self.batch)
@@ -161,9 +179,9 @@ class Trained:
                 wanted = [leaf for leaf in self.net.parameters() if leaf.requires_grad]
                 y = self.net(x)
             else:
-                first, second = own(self.params)
-                wanted = [leaf for leaf in tree.leaves((first, second)) if wants(leaf)]
-                y = self.made.function(second, before(first, x))
+                first, second = as_fresh_leaves(self.params)
+                wanted = [leaf for leaf in tree.leaves((first, second)) if wants_grad(leaf)]
+                y = self.made.function(second, scale_stage(first, x))
             share = loss(y, target) * 0.5
             found = torch.autograd.grad(share, wanted, allow_unused=True)
             sums = (
@@ -175,63 +193,65 @@ class Trained:
         return total, sums
 
 
-def trained(case: Case) -> Trained:
+def training_case(case: Case) -> TrainingCase:
     made = case.make()
     batch = (made.x, torch.randn(4))
     if made.module is None:
         params = ({"w": torch.tensor(1.25)}, made.params)
-        return Trained(made, fpipe.from_functions([before, made.function], loss=loss), params, batch)
-    first = Toy(lambda own, x: before({"w": own.w}, x), w=nn.Parameter(torch.tensor(1.25)))
-    spread = Toy(lambda own, x: own.inner(*x), inner=made.module)
+        return TrainingCase(made, fpipe.from_functions([scale_stage, made.function], loss=loss), params, batch)
+    first = Toy(lambda as_fresh_leaves, x: scale_stage({"w": as_fresh_leaves.w}, x), w=nn.Parameter(torch.tensor(1.25)))
+    spread = Toy(lambda as_fresh_leaves, x: as_fresh_leaves.inner(*x), inner=made.module)
     net = nn.Sequential(first, spread if isinstance(made.x, tuple) else made.module)
     model, params, _ = fpipe.from_sequential(net, sizes=[1, 1], loss=loss)
-    return Trained(made, model, params, batch, net)
+    return TrainingCase(made, model, params, batch, net)
 
 
-def same_step(case: Case, one: Trained, result: fpipe.Result) -> None:
-    total, sums = one.plain()
-    pairs = zip(tree.leaves(result.grads), tree.leaves(one.params), strict=True)
-    agree(case, [result.loss, *(g for g, leaf in pairs if wants(leaf))], [total, *sums])
+def assert_same_step(case: Case, case_run: TrainingCase, result: fpipe.Result) -> None:
+    total, sums = case_run.plain()
+    pairs = zip(tree.leaves(result.grads), tree.leaves(case_run.params), strict=True)
+    assert_agree(case, [result.loss, *(g for g, leaf in pairs if wants_grad(leaf))], [total, *sums])
 
 
-def of_grammar(recipe: DrawnStage) -> Case:
-    return Case("", lambda: Made(recipe.function, recipe.params(), recipe.input(4)))
+def case_of(recipe: DrawnStage) -> Case:
+    return Case("", lambda: StageExample(recipe.function, recipe.params(), recipe.input(4)))
 
 
-STEPS = [case for case in CASES if case.step and not case.untraced]
+STEP_CASES = [case for case in CASES if case.step and not case.untraced]
 
 
 @pytest.mark.parametrize(
-    "case", [*STEPS, *map(of_grammar, AROUND.values())], ids=[*(case.name for case in STEPS), *AROUND]
+    "case",
+    [*STEP_CASES, *map(case_of, GRAMMAR_STAGES.values())],
+    ids=[*(case.name for case in STEP_CASES), *GRAMMAR_STAGES],
 )
-def test_a_step_is_traced_and_gives_what_plain_autograd_gives(case: Case):
-    one = trained(case)
-    before = bits((one.params, one.batch))
-    same_step(case, one, one.step())  # a warning is an error here
-    assert bits((one.params, one.batch)) == before
+def test_a_traced_step_gives_the_bits_of_plain_autograd(case: Case):
+    training = training_case(case)
+    bits_before = bits((training.params, training.batch))
+    assert_same_step(case, training, training.step())  # a warning is an error here
+    assert bits((training.params, training.batch)) == bits_before
 
 
-@pytest.mark.parametrize("name", [name for name in UNTRACED if not BY_NAME[name].refused])
-def test_a_step_that_cannot_be_traced_says_so_and_gives_what_plain_autograd_gives(name):
-    one = trained(BY_NAME[name])
+@pytest.mark.parametrize("name", [name for name in UNTRACED_NAMES if not BY_NAME[name].refused])
+def test_an_untraceable_step_warns_and_gives_the_bits_of_plain_autograd(name):
+    training = training_case(BY_NAME[name])
     with pytest.warns(UserWarning, match=f"under autograd, without a trace.*: {re.escape(BY_NAME[name].untraced)}"):
-        result = one.step()
-    same_step(BY_NAME[name], one, result)
+        result = training.step()
+    assert_same_step(BY_NAME[name], training, result)
 
 
-@pytest.mark.parametrize("name", [name for name in UNTRACED if BY_NAME[name].refused])
-def test_a_step_refuses(name):
-    made = BY_NAME[name].make()
-    before = bits(made.x)
+@pytest.mark.parametrize("name", [name for name in UNTRACED_NAMES if BY_NAME[name].refused])
+def test_a_step_refuses_a_layer_without_a_gradient(name):
+    example = BY_NAME[name].make()
+    bits_before = bits(example.x)
     with pytest.raises((ValueError, RuntimeError), match=re.escape(BY_NAME[name].refused)):
-        trained(Case(name, lambda: made)).step()
-    assert bits(made.x) == before
+        training_case(Case(name, lambda: example)).step()
+    assert bits(example.x) == bits_before
 
 
 # Where a trace and the run of it could differ.
 
 
-def mixed(p, x):
+def softmax_layer(p, x):
     return torch.softmax(torch.tanh(x @ p["w"]) @ p["w"], -1)
 
 
@@ -241,27 +261,29 @@ def autocast(enabled: bool) -> Any:
 
 @pytest.mark.parametrize("traced", [True, False])
 @pytest.mark.parametrize("run", [True, False])
-def test_autocast_is_that_of_the_trace_and_not_that_of_the_run(traced, run):
+def test_a_step_runs_under_the_autocast_of_its_trace(traced, run):
     params, x, dy = {"w": torch.randn(8, 8)}, torch.randn(4, 8), torch.randn(4, 8)
-    leaf, again = params["w"].clone().requires_grad_(), x.clone().requires_grad_()
+    weight_leaf, input_leaf = params["w"].clone().requires_grad_(), x.clone().requires_grad_()
     with autocast(traced):
-        y = mixed({"w": leaf}, again)
-        one = fpipe.linearize(mixed, params, x)
-    expected = torch.autograd.grad(y, [again, leaf], dy.to(y.dtype))
+        y = softmax_layer({"w": weight_leaf}, input_leaf)
+        linearized = fpipe.linearize(softmax_layer, params, x)
+    expected = torch.autograd.grad(y, [input_leaf, weight_leaf], dy.to(y.dtype))
     with autocast(run):
-        mine, res = one.forward(params, x)
-        dx, dparams = one.backward(params, res, dy.to(mine.dtype))
-    assert bits((mine, dx, dparams["w"])) == bits((y, *expected))
+        output, residuals = linearized.forward(params, x)
+        dx, dparams = linearized.backward(params, residuals, dy.to(output.dtype))
+    assert bits((output, dx, dparams["w"])) == bits((y, *expected))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize("ambient", [True, False])
-def test_the_input_of_a_stage_is_cast_for_each_of_its_uses_as_in_the_model_that_is_not_cut(ambient, trace):
-    """Autocast casts a leaf once and keeps it, so the gradients of its uses were added up in bfloat16: a stage's input
-    was a leaf, where the model that is not cut has an activation. The loss's input is none either."""
+def test_the_input_of_a_stage_is_cast_anew_for_each_use(ambient, trace):
+    """Used to add the gradients of several uses in bfloat16: autocast casts a leaf once and keeps the copy.
 
-    def before(p, x):
+    The input of a stage was such a leaf, as was that of the loss; uncut, both are activations.
+    """
+
+    def scale_input(p, x):
         return torch.tanh(x * p["w"])
 
     def queries_and_keys(p, x):
@@ -275,13 +297,13 @@ def test_the_input_of_a_stage_is_cast_for_each_of_its_uses_as_in_the_model_that_
     torch.manual_seed(0)
     params = {"w": torch.randn(8)}, {"w": torch.randn(8, 8), "v": torch.randn(8, 8)}
     batch = torch.randn(6, 8), torch.randn(6, 8)
-    model = fpipe.from_functions([before, queries_and_keys], loss=lambda y, t: twice(y, t.t()))
+    model = fpipe.from_functions([scale_input, queries_and_keys], loss=lambda y, t: twice(y, t.t()))
     leaves = [{name: leaf.clone().requires_grad_() for name, leaf in each.items()} for each in params]
     flat = [leaf for each in leaves for leaf in each.values()]
     summed = None
     with autocast(ambient):
         for x, t in zip(*(half.tensor_split(2) for half in batch), strict=True):
-            loss = twice(queries_and_keys(leaves[1], before(leaves[0], x)), t.t()) * 0.5
+            loss = twice(queries_and_keys(leaves[1], scale_input(leaves[0], x)), t.t()) * 0.5
             grads = torch.autograd.grad(loss, flat)
             summed = grads if summed is None else [a + b for a, b in zip(summed, grads, strict=True)]
         for halves in ([], [fpipe.split_backward()], [fpipe.checkpoint(), fpipe.split_backward()]):
@@ -293,19 +315,19 @@ def test_the_input_of_a_stage_is_cast_for_each_of_its_uses_as_in_the_model_that_
 
 def test_a_compiled_function_is_never_handed_tensors_without_data():
     # A kernel made by torch.compile reads memory, which such tensors do not have: the process ends with SIGSEGV.
-    handed = []
+    argument_types = []
 
     def backend(graph, examples):
-        def kernel(*args):
-            handed.extend(type(arg) for arg in args)
-            return graph(*args)
+        def kernel(*arguments):
+            argument_types.extend(type(argument) for argument in arguments)
+            return graph(*arguments)
 
         return kernel
 
     function = torch.compile(lambda a: torch.cos(a) * 2, backend=backend)
     with pytest.raises(ValueError, match="cannot be written down as torch ops"):
         fpipe.linearize(lambda p, x: function(x @ p["w"]), {"w": torch.randn(8, 8)}, torch.randn(4, 8))
-    assert {*handed} <= {Tensor}
+    assert {*argument_types} <= {Tensor}
 
 
 # The page.
@@ -314,8 +336,8 @@ def test_a_compiled_function_is_never_handed_tensors_without_data():
 def test_the_page_shows_every_kind_and_its_verdict():
     table = re.search(r"^\| what \| result \|\n\|---\|---\|\n(?P<rows>(?:\|.*\|\n)*)", PAGE.read_text("utf-8"), re.M)
     assert table is not None, "docs/linearize.md has no table"
-    shown = [tuple(cell.strip() for cell in row.strip("|").split(" | ")) for row in table["rows"].splitlines()]
-    assert shown == [(case.name, case.verdict) for case in CASES]
+    table_rows = [tuple(cell.strip() for cell in row.strip("|").split(" | ")) for row in table["rows"].splitlines()]
+    assert table_rows == [(case.name, case.verdict) for case in CASES]
 
 
 def test_the_page_names_every_layer_of_the_grammar():

@@ -1,4 +1,4 @@
-"""Loss scales of float16 in a program: scales, skipped steps and parameters are those of `torch.amp.GradScaler`."""
+"""Loss scaling for float16 in a program: scales, skipped steps and parameters equal `torch.amp.GradScaler`'s."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.refusals import refusals
 from tests.test_data_parallel import meshed, started
 from tests.test_distributed import MSE
 from tests.test_steps import batches
-from tests.test_update import differences, joined, net_of
+from tests.test_update import differences, join_stages, net_of
 
 GROWING = {"growth_interval": 2, "growth_factor": 4.0, "backoff_factor": 0.25}
 SCALES: dict[str, tuple[float, Any]] = {  # the first scale, and how it goes on
@@ -25,17 +25,23 @@ SCALES: dict[str, tuple[float, Any]] = {  # the first scale, and how it goes on
 }
 
 
-def scaled(model: Any, *before: Any, behind: Any = (), loss_scale: Any = "dynamic", **how: Any) -> fpipe.Program:
-    update = fpipe.update("AdamW", loss_scale=loss_scale, **how)
-    return fpipe.chain(fpipe.split(4), *before, fpipe.merge(outputs=False), *behind, update)(fpipe.program(model))
+def scaled_program(
+    model: Any, *transforms: Any, later_transforms: Any = (), loss_scale: Any = "dynamic", **options: Any
+) -> fpipe.Program:
+    update = fpipe.update("AdamW", loss_scale=loss_scale, **options)
+    return fpipe.chain(fpipe.split(4), *transforms, fpipe.merge(outputs=False), *later_transforms, update)(
+        fpipe.program(model)
+    )
 
 
-def torchs(net: nn.Module, each: Any, first: float, said: Any, clip: float | None) -> Any:
-    """Losses, whether each step was taken, scales and the optimizer of a plain loop with torch's own scaler."""
+def train_with_grad_scaler(
+    net: nn.Module, all_batches: Any, first_scale: float, growth: Any, clip: float | None
+) -> Any:
+    """Return losses, whether each step was taken, scales and the optimizer of a plain loop with torch's scaler."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False)
-    scaler = torch.amp.GradScaler("cpu", init_scale=first, **({} if said == "dynamic" else said))
-    losses, taken, scales = list[Tensor](), list[bool](), list[float]()
-    for batch in each:
+    scaler = torch.amp.GradScaler("cpu", init_scale=first_scale, **({} if growth == "dynamic" else growth))
+    losses, is_taken, scales = list[Tensor](), list[bool](), list[float]()
+    for batch in all_batches:
         optimizer.zero_grad()
         parts = list[Tensor]()
         for x, target in zip(*(half.tensor_split(4) for half in batch), strict=True):
@@ -44,86 +50,94 @@ def torchs(net: nn.Module, each: Any, first: float, said: Any, clip: float | Non
             scaler.scale(loss).backward()
             parts.append(loss.detach())
         scaler.unscale_(optimizer)
-        taken.append(all(leaf.grad is None or bool(leaf.grad.isfinite().all()) for leaf in net.parameters()))
+        is_taken.append(all(leaf.grad is None or bool(leaf.grad.isfinite().all()) for leaf in net.parameters()))
         if clip is not None:
             nn.utils.clip_grad_norm_(net.parameters(), clip, foreach=False)
         scaler.step(optimizer)
         scaler.update()
         losses.append(sum(parts[1:], parts[0]))
         scales.append(scaler.get_scale())
-    return losses, taken, scales, optimizer
+    return losses, is_taken, scales, optimizer
 
 
 @pytest.mark.crossed
 @pytest.mark.parametrize("case", SCALES)
 @pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("how", [{}, {"trace": False}, {"runtime": "threads"}, {"donate": True}], ids=repr)
-def test_steps_are_those_of_torchs_own_scaler(how: dict[str, Any], clip: float | None, case: str):
-    net, each, (first, said) = net_of(), batches(5), SCALES[case]
+@pytest.mark.parametrize("options", [{}, {"trace": False}, {"runtime": "threads"}, {"donate": True}], ids=repr)
+def test_steps_equal_those_of_torchs_scaler(options: dict[str, Any], clip: float | None, case: str):
+    net, all_batches, (first_scale, growth) = net_of(), batches(5), SCALES[case]
     model, params, _ = fpipe.from_sequential(copy.deepcopy(net), stages=4, loss=MSE)
-    program = scaled(model, fpipe.split_backward(), fpipe.schedules.zb_h1(4), loss_scale=said, clip=clip)
+    program = scaled_program(model, fpipe.split_backward(), fpipe.schedules.zb_h1(4), loss_scale=growth, clip=clip)
     assert fpipe.Program.parse(str(program)) == program
-    step = fpipe.build(program, model, autocast=torch.float16, **how)
+    step = fpipe.build(program, model, autocast=torch.float16, **options)
     params = fpipe.tree.tree_map(lambda leaf: leaf.clone().requires_grad_(), params)
-    opt, scale, found = fpipe.optimizer_state(program, params), first, list[Any]()
-    for batch in each:
+    opt, scale, outcomes = fpipe.optimizer_state(program, params), first_scale, list[Any]()
+    for batch in all_batches:
         result = step(params, batch, opt=opt, lr=0.01, scale=scale)
         params, opt, scale = result.params, result.opt, result.scale
-        found.append((result.loss, bool(result.valid), float(result.scale[0])))
-    *right, optimizer = torchs(net, each, first, said, clip)
-    assert found == [*zip(*right, strict=True)]
-    assert (False in right[1]) == (case == "first ones skipped")
+        outcomes.append((result.loss, bool(result.valid), float(result.scale[0])))
+    *expected, optimizer = train_with_grad_scaler(net, all_batches, first_scale, growth, clip)
+    assert outcomes == [*zip(*expected, strict=True)]
+    assert (False in expected[1]) == (case == "first ones skipped")
     assert differences(net, optimizer, result) == []
 
 
 def test_gradients_come_divided_by_the_scale():
     model, params, _ = fpipe.from_sequential(net_of(), stages=2, loss=MSE)
-    batch, program = batches(1)[0], scaled(model, grads=True)
+    batch, program = batches(1)[0], scaled_program(model, grads=True)
     opt = fpipe.optimizer_state(program, params)
-    found = fpipe.build(program, model)(params, batch, opt=opt, lr=0.01, scale=2.0**10).grads
-    bare = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model))
-    right = fpipe.build(bare, model)(params, batch).grads
-    assert all(map(torch.equal, joined(found).values(), joined(right).values()))  # powers of two round nothing here
+    grads = fpipe.build(program, model)(params, batch, opt=opt, lr=0.01, scale=2.0**10).grads
+    unscaled_program = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model))
+    expected_grads = fpipe.build(unscaled_program, model)(params, batch).grads
+    assert all(
+        map(torch.equal, join_stages(grads).values(), join_stages(expected_grads).values())
+    )  # powers of two round nothing here
 
 
-def on_four(rank: int) -> list[Any]:
-    """For a scale that is too large and one that is not: whether the step was taken, whether parameters changed, and
-    the next scale. Rows of the first replica alone are so large that their gradients overflow."""
+def step_on_rank(rank: int) -> list[Any]:
+    """Return for a too large and a fitting scale: is the step valid, are parameters unchanged, and the next scale.
+
+    Only rows of the first replica are so large that their gradients overflow.
+    """
     _, replica, _ = meshed()
     model, params, _ = fpipe.from_sequential(net_of(), stages=4, loss=MSE)
-    program = scaled(model, fpipe.schedules.interleaved(2), behind=[fpipe.shard()], clip=0.05)
+    program = scaled_program(model, fpipe.schedules.interleaved(2), later_transforms=[fpipe.shard()], clip=0.05)
     batch = tuple(half * (1.0 if replica else 64.0) for half in batches(1)[0])
-    step, mine = started(model, params, program, batch, autocast=torch.float16)
-    told = list[Any]()
+    step, local_params = started(model, params, program, batch, autocast=torch.float16)
+    outcomes = list[Any]()
     for scale in (2.0**14, 2.0**4):
-        result = step(mine, batch, opt=fpipe.optimizer_state(program, mine), lr=0.01, scale=scale)
-        pairs = zip(fpipe.tree.leaves(result.params), fpipe.tree.leaves(mine), strict=True)
-        same = [torch.equal(one.to_local(), other.to_local()) for one, other in pairs if one is not None]
-        told.append((bool(result.valid), all(same), float(result.scale[0])))
-    return told
+        result = step(local_params, batch, opt=fpipe.optimizer_state(program, local_params), lr=0.01, scale=scale)
+        pairs = zip(fpipe.tree.leaves(result.params), fpipe.tree.leaves(local_params), strict=True)
+        unchanged = [
+            torch.equal(new_leaf.to_local(), old_leaf.to_local())
+            for new_leaf, old_leaf in pairs
+            if new_leaf is not None
+        ]
+        outcomes.append((bool(result.valid), all(unchanged), float(result.scale[0])))
+    return outcomes
 
 
 def test_replicas_and_ranks_skip_a_step_together(four: Processes):
-    assert four.each(on_four) == [[(False, True, 2.0**13), (True, False, 2.0**4)]] * 4
+    assert four.run(step_on_rank) == [[(False, True, 2.0**13), (True, False, 2.0**4)]] * 4
 
 
-def taken(**more: Any) -> Any:
+def step_with(**options: Any) -> Any:
     model, params, _ = fpipe.from_sequential(net_of(2), stages=2, loss=MSE)
-    program = scaled(model, loss_scale=more.pop("loss_scale", "dynamic"))
-    step = fpipe.build(program, model, **more.pop("build", {}))
-    return step(params, batches(1)[0], opt=fpipe.optimizer_state(program, params), lr=0.1, **more)
+    program = scaled_program(model, loss_scale=options.pop("loss_scale", "dynamic"))
+    step = fpipe.build(program, model, **options.pop("build", {}))
+    return step(params, batches(1)[0], opt=fpipe.optimizer_state(program, params), lr=0.1, **options)
 
 
 test_refusals = refusals(
     globals(),
     """
-taken()
+step_with()
     ValueError: this program reads scale: hand it in as step(..., scale=2.0**16)
-taken(loss_scale=None, scale=8.0)
+step_with(loss_scale=None, scale=8.0)
     ValueError: this program scales no loss; leave scale= out
-taken(scale=-1.0)
+step_with(scale=-1.0)
     TypeError: scale is a number above 0, or the scale of a result; found -1.0
-taken(build={"loss_scale": 2.0}, scale=8.0)
+step_with(build={"loss_scale": 2.0}, scale=8.0)
     ValueError: leave loss_scale= out
 fpipe.update("SGD", loss_scale="static")
     ValueError: loss_scale is 'dynamic', or a dict with some of growth_factor
@@ -135,18 +149,20 @@ fpipe.update("SGD", loss_scale={"growth_interval": 0})
 )
 
 
-@pytest.mark.parametrize("first", [2.0**16, 2.0**125, float("inf")], ids=["taken", "the first skipped", "all skipped"])
-def test_verify_compares_with_torchs_scaler(first: float):
+@pytest.mark.parametrize(
+    "first_scale", [2.0**16, 2.0**125, float("inf")], ids=["step_with", "the first skipped", "all skipped"]
+)
+def test_verify_compares_with_torchs_scaler(first_scale: float):
     model, params, _ = fpipe.from_sequential(net_of(2), stages=2, loss=MSE)
-    each = batches(3)
-    small = {"growth_interval": 1, "backoff_factor": 2.0**-20}
-    program = fpipe.steps(3)(scaled(model, fpipe.schedules.zb_h1(2), loss_scale=small, clip=0.05))
-    report = fpipe.verify(program, model, params, each, scale=first)
+    all_batches = batches(3)
+    growth = {"growth_interval": 1, "backoff_factor": 2.0**-20}
+    program = fpipe.steps(3)(scaled_program(model, fpipe.schedules.zb_h1(2), loss_scale=growth, clip=0.05))
+    report = fpipe.verify(program, model, params, all_batches, scale=first_scale)
     assert report.bitwise, report
     assert {"norm", "valid", "scale"} < {leaf.name.partition("[")[0] for leaf in report.leaves}
     text = str(program)
-    wrong = text.replace("sum[0,7] scale[,3]", "sum[0,7] scale")
-    assert wrong != text
-    if first == 2.0**125:
+    wrong_text = text.replace("sum[0,7] scale[,3]", "sum[0,7] scale")
+    assert wrong_text != text
+    if first_scale == 2.0**125:
         with pytest.raises(fpipe.GradientMismatch):
-            fpipe.verify(fpipe.Program.parse(wrong), model, params, each, scale=first)
+            fpipe.verify(fpipe.Program.parse(wrong_text), model, params, all_batches, scale=first_scale)

@@ -1,4 +1,4 @@
-"""More than one loss and one gradient: auxiliary losses and results, frozen parameters, gradients of inputs, scales."""
+"""Several losses and gradients: auxiliary losses and metrics, frozen parameters, input gradients, scales."""
 
 import re
 import warnings
@@ -20,12 +20,12 @@ def linear(p, x):
 
 
 def balanced(p, x):
-    """Experts give their balance as a loss of their own."""
+    """Apply a layer that returns the balance of its experts as an auxiliary loss."""
     y = torch.tanh(x @ p["w"])
     return y, (y.mean(0) ** 2).sum()
 
 
-def last(p, x):
+def linear_with_skip(p, x):
     return x[0] @ p["w"] + x[1]
 
 
@@ -55,7 +55,7 @@ JOIN = {"right": fpipe.Sum(), "error": None, "guess": fpipe.Chunk()}
 @cache
 def model_of(reduction: str) -> fpipe.Model:
     return fpipe.from_functions(
-        [linear, balanced, balanced, last],
+        [linear, balanced, balanced, linear_with_skip],
         with_metrics(LOSSES[reduction]),
         inputs=("batch", 0, 1, (2, "batch")),
         reduction=reduction,
@@ -77,7 +77,7 @@ def batch(rows=8, dtype=torch.float32):
 # Auxiliary losses
 
 
-def test_only_the_number_travels_and_the_gradient_starts_at_home():
+def test_an_auxiliary_loss_sends_only_its_number():
     model = fpipe.from_functions([linear, balanced, linear], mean, aux_losses=[1])
     pipeline = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(3), fpipe.merge(), fpipe.communicate())
     program = pipeline(fpipe.program(model))
@@ -92,41 +92,41 @@ def test_only_the_number_travels_and_the_gradient_starts_at_home():
 
 def test_metrics_are_joined_like_outputs_or_left_as_a_stream():
     model = model_of("mean")
-    whole = fpipe.reference(model, params(), batch())
+    undivided = fpipe.reference(model, params(), batch())
     joined = fpipe.chain(fpipe.split(3), fpipe.merge(aux=JOIN))(fpipe.program(model))
-    found = fpipe.build(joined, model)(params(), batch()).aux
-    assert torch.equal(found["right"], whole.aux["right"])
-    assert torch.allclose(found["error"], whole.aux["error"])
-    assert torch.allclose(found["guess"], whole.aux["guess"])
-    assert not found["guess"].requires_grad
-    apart = fpipe.chain(fpipe.split(3), fpipe.merge(aux="stream"))(fpipe.program(model))
-    stream = fpipe.build(apart, model)(params(), batch()).aux
-    assert [len(one["guess"]) for one in stream] == [3, 3, 2]
-    assert torch.equal(sum(one["right"] for one in stream), whole.aux["right"])
-    assert fpipe.verify(apart, model, params(), batch()).bitwise
+    aux = fpipe.build(joined, model)(params(), batch()).aux
+    assert torch.equal(aux["right"], undivided.aux["right"])
+    assert torch.allclose(aux["error"], undivided.aux["error"])
+    assert torch.allclose(aux["guess"], undivided.aux["guess"])
+    assert not aux["guess"].requires_grad
+    streamed = fpipe.chain(fpipe.split(3), fpipe.merge(aux="stream"))(fpipe.program(model))
+    stream = fpipe.build(streamed, model)(params(), batch()).aux
+    assert [len(metrics["guess"]) for metrics in stream] == [3, 3, 2]
+    assert torch.equal(sum(metrics["right"] for metrics in stream), undivided.aux["right"])
+    assert fpipe.verify(streamed, model, params(), batch()).bitwise
 
 
-def test_metrics_of_one_loss_function_come_back_too():
+def test_from_loss_returns_metrics():
     def loss_fn(p, pair):
         x, t = pair
         y = fpipe.boundary(torch.tanh(x @ p["a"])) @ p["b"]
         return counted(y, t), {"right": (y > t).sum(), "rows": 3}
 
-    whole = {name: torch.randn(3, 3) for name in "ab"}
-    model, own = fpipe.from_loss(loss_fn, whole, batch(), reduction="count", aux=True)
+    joined_params = {name: torch.randn(3, 3) for name in "ab"}
+    model, stage_params = fpipe.from_loss(loss_fn, joined_params, batch(), reduction="count", aux=True)
     merge = fpipe.merge(aux={"right": fpipe.Sum(), "rows": None})
     program = fpipe.chain(fpipe.split(3), fpipe.schedules.zb_h1(2), merge)(fpipe.program(model))
-    assert fpipe.verify(program, model, own, batch()).bitwise
-    assert fpipe.build(program, model)(own, batch()).aux == loss_fn(whole, batch())[1]
+    assert fpipe.verify(program, model, stage_params, batch()).bitwise
+    assert fpipe.build(program, model)(stage_params, batch()).aux == loss_fn(joined_params, batch())[1]
 
 
 def run(model, pipeline=None):
-    own = tuple({"w": torch.eye(3)} for _ in model.stages)
+    stage_params = tuple({"w": torch.eye(3)} for _ in model.stages)
     program = (pipeline or fpipe.identity())(fpipe.program(model))
-    return fpipe.build(program, model, trace=False)(own, batch())
+    return fpipe.build(program, model, trace=False)(stage_params, batch())
 
 
-test_what_is_wrong_is_said = refusals(
+test_wrong_losses_are_refused = refusals(
     globals(),
     """
 run(fpipe.from_functions([linear], mean, aux=True))
@@ -164,48 +164,48 @@ fpipe.add_grads(({'w': 1},), ({'v': 1},))
 # Frozen parameters
 
 
-def flops(model, given, trace: bool) -> int:
+def flops(model, stage_params, trace: bool) -> int:
     step = fpipe.build(fpipe.program(model), model, trace=trace, audit="never")
-    step(given, batch())
+    step(stage_params, batch())
     with FlopCounterMode(display=False) as counter:
-        step(given, batch())
+        step(stage_params, batch())
     return counter.get_total_flops()
 
 
 @pytest.mark.parametrize("trace", [True, False])
 def test_a_frozen_parameter_costs_no_operation(trace: bool):
-    """One product of 8x3 by 3x3 for a weight's gradient, and one more for the cotangent that nobody needs then."""
+    """A weight's gradient costs one product of 8x3 by 3x3, and the cotangent that nobody then needs one more."""
     model, product = fpipe.from_functions([linear] * 3, mean), 2 * 8 * 3 * 3
-    given = params(stages=3)
-    everything = flops(model, given, trace)
-    assert everything == (3 + 3 + 2) * product
-    assert flops(fpipe.freeze(model, 1), given, trace) == everything - product
-    assert flops(fpipe.freeze(model, (0, "w")), given, trace) == everything - 2 * product
-    assert flops(fpipe.freeze(model, 0, 1), given, trace) == everything - 4 * product
+    stage_params = params(stages=3)
+    all_flops = flops(model, stage_params, trace)
+    assert all_flops == (3 + 3 + 2) * product
+    assert flops(fpipe.freeze(model, 1), stage_params, trace) == all_flops - product
+    assert flops(fpipe.freeze(model, (0, "w")), stage_params, trace) == all_flops - 2 * product
+    assert flops(fpipe.freeze(model, 0, 1), stage_params, trace) == all_flops - 4 * product
 
 
-def test_frozen_leaves_have_no_gradient_and_the_others_theirs():
+def test_only_frozen_leaves_have_no_gradient():
     model = fpipe.from_functions(
         [lambda p, x: x @ p["e"] + p["b"], lambda p, x: x @ p["e"]], mean, ties=[((0, "e"), (1, "e"))]
     )
-    given = ({"e": torch.randn(3, 3), "b": torch.zeros(3)}, {})
-    all_grads = fpipe.reference(model, given, batch()).grads
+    stage_params = ({"e": torch.randn(3, 3), "b": torch.zeros(3)}, {})
+    all_grads = fpipe.reference(model, stage_params, batch()).grads
     for leaf in ((0, "e"), (1, "e")):
         frozen = fpipe.freeze(model, leaf)
         for trace in (True, False):
-            grads = fpipe.build(fpipe.program(frozen), frozen, trace=trace)(given, batch()).grads
+            grads = fpipe.build(fpipe.program(frozen), frozen, trace=trace)(stage_params, batch()).grads
             assert grads[0]["e"] is None
             assert torch.equal(grads[0]["b"], all_grads[0]["b"])
-    whole = given[0]["e"].clone().requires_grad_()
-    fpipe.assign_grads(({"e": whole, "b": given[0]["b"]}, {}), grads)
-    assert whole.grad is None
+    embedding = stage_params[0]["e"].clone().requires_grad_()
+    fpipe.assign_grads(({"e": embedding, "b": stage_params[0]["b"]}, {}), grads)
+    assert embedding.grad is None
 
 
-def test_what_does_not_train_is_not_kept():
+def test_residuals_of_frozen_stages_are_not_kept():
     model = fpipe.from_functions([linear] * 2, mean)
     sizes = [fpipe.sizes(fpipe.program(m), m, params(stages=2), batch()) for m in (model, fpipe.freeze(model, 0))]
-    kept, nothing = (each.bytes[fpipe.Value("res", 0, 0)] for each in sizes)
-    assert (nothing, kept > 0) == (0, True)
+    trained_bytes, frozen_bytes = (model_sizes.bytes[fpipe.Value("res", 0, 0)] for model_sizes in sizes)
+    assert (frozen_bytes, trained_bytes > 0) == (0, True)
 
 
 # Scales, several steps, norms
@@ -218,16 +218,19 @@ def test_a_scaled_loss_scales_gradients_and_nothing_else(trace: bool):
     plain = fpipe.build(program, model, trace=trace)(params(), batch())
     scaled = fpipe.build(program, model, trace=trace, loss_scale=1024.0)(params(), batch())
     assert torch.equal(scaled.loss, plain.loss)
-    for one, other in zip(leaves(scaled.grads), leaves(plain.grads), strict=True):
-        assert torch.equal(one, other * 1024)
+    for scaled_grad, plain_grad in zip(leaves(scaled.grads), leaves(plain.grads), strict=True):
+        assert torch.equal(scaled_grad, plain_grad * 1024)
 
 
 def test_a_scaled_loss_keeps_small_gradients_in_float16():
     model = fpipe.from_functions([lambda p, x: x * p["w"]], lambda y, t: (y * t).sum(), reduction="sum")
-    given, small = ({"w": torch.ones(1, dtype=torch.float16)},), torch.full((1, 1), 2.0**-13, dtype=torch.float16)
+    stage_params, small = (
+        ({"w": torch.ones(1, dtype=torch.float16)},),
+        torch.full((1, 1), 2.0**-13, dtype=torch.float16),
+    )
     steps = (fpipe.build(fpipe.program(model), model, loss_scale=scale) for scale in (1.0, 2.0**12))
-    lost, kept = (step(given, (small, small)).grads[0]["w"].item() for step in steps)
-    assert (lost, kept) == (0.0, 2.0**-14)
+    plain_grad, scaled_grad = (step(stage_params, (small, small)).grads[0]["w"].item() for step in steps)
+    assert (plain_grad, scaled_grad) == (0.0, 2.0**-14)
 
 
 @pytest.mark.parametrize("trace", [True, False])
@@ -235,19 +238,21 @@ def test_a_scaled_loss_keeps_small_gradients_in_float16():
     ("dtype", "scale", "start"), [(torch.float32, 1e300, 5e299), (torch.float16, 2.0**17, 2.0**16)], ids=str
 )
 def test_a_scale_that_no_gradient_can_start_with_is_refused(dtype, scale: float, start: float, trace: bool):
-    """torch said "value cannot be converted to type float without overflow"; in float16 gradients were NaN."""
+    """Used to end in torch's "value cannot be converted to type float without overflow"; float16 gave NaN."""
     model = fpipe.from_functions([lambda p, x: x * p["w"]], lambda y, t: (y * t).mean())
     program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
-    given, half = ({"w": torch.ones(1, dtype=dtype)},), torch.ones(4, 1, dtype=dtype)
-    words = f"loss_scale={scale!r} is too much for a loss in {dtype}, whose gradient would start at {start!r} (the most"
-    with pytest.raises(ValueError, match=re.escape(words)):
-        fpipe.build(program, model, trace=trace, loss_scale=scale)(given, (half, half))
-    most = torch.finfo(dtype).max
-    found = fpipe.build(program, model, trace=trace, loss_scale=most)(given, (half, half))
-    assert found.grads[0]["w"].isfinite().all()
+    stage_params, half = ({"w": torch.ones(1, dtype=dtype)},), torch.ones(4, 1, dtype=dtype)
+    message = (
+        f"loss_scale={scale!r} is too much for a loss in {dtype}, whose gradient would start at {start!r} (the most"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        fpipe.build(program, model, trace=trace, loss_scale=scale)(stage_params, (half, half))
+    largest = torch.finfo(dtype).max
+    result = fpipe.build(program, model, trace=trace, loss_scale=largest)(stage_params, (half, half))
+    assert result.grads[0]["w"].isfinite().all()
 
 
-def test_a_counted_microbatch_without_anything_to_count_gives_zero():
+def test_a_microbatch_that_counts_nothing_gives_zero():
     def masked(y, t):
         return ((y - t).square() * (t > 0)).sum(), (t > 0).sum()
 
@@ -255,64 +260,66 @@ def test_a_counted_microbatch_without_anything_to_count_gives_zero():
     x, t = batch(6)
     for target in (torch.cat([t[:3].abs(), -t[3:].abs()]), -t.abs()):
         program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
-        found = fpipe.build(program, model)(params(stages=1), (x, target))
+        result = fpipe.build(program, model)(params(stages=1), (x, target))
         assert fpipe.verify(program, model, params(stages=1), (x, target)).bitwise
-        assert torch.isfinite(found.grads[0]["w"]).all()
-        assert (found.loss == 0) == bool((target <= 0).all()) == bool((found.grads[0]["w"] == 0).all())
+        assert torch.isfinite(result.grads[0]["w"]).all()
+        assert (result.loss == 0) == bool((target <= 0).all()) == bool((result.grads[0]["w"] == 0).all())
 
 
 @pytest.mark.parametrize("limit", [0.05, 50.0])
-@pytest.mark.parametrize("kind", [2.0, float("inf")])
-def test_gradients_are_clipped_as_torch_clips_them(limit: float, kind: float):
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_gradients_are_clipped_as_torch_clips_them(limit: float, norm_type: float):
     net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
-    model, own, _ = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss)
+    model, stage_params, _ = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss)
     x, t = torch.randn(6, 5), torch.randn(6, 3)
     nn.functional.mse_loss(net(x), t).backward()
-    expected = nn.utils.clip_grad_norm_([*net.parameters()], limit, kind, foreach=False)
-    given = fpipe.build(fpipe.program(model), model)(own, (x, t)).grads
-    before = fpipe.tree.tree_map(torch.clone, given)
-    clipped, norm = fpipe.clip_grads(given, limit, norm_type=kind)
+    expected = nn.utils.clip_grad_norm_([*net.parameters()], limit, norm_type, foreach=False)
+    grads = fpipe.build(fpipe.program(model), model)(stage_params, (x, t)).grads
+    grads_before = fpipe.tree.tree_map(torch.clone, grads)
+    clipped, norm = fpipe.clip_grads(grads, limit, norm_type=norm_type)
     assert torch.equal(norm, expected)
-    made = {name: grad for stage in clipped for name, grad in stage.items()}
-    assert all(torch.equal(made[name], leaf.grad) for name, leaf in net.named_parameters() if leaf.grad is not None)
-    assert all(map(torch.equal, fpipe.tree.leaves(given), fpipe.tree.leaves(before)))
+    clipped_by_name = {name: grad for stage in clipped for name, grad in stage.items()}
+    assert all(
+        torch.equal(clipped_by_name[name], leaf.grad) for name, leaf in net.named_parameters() if leaf.grad is not None
+    )
+    assert all(map(torch.equal, fpipe.tree.leaves(grads), fpipe.tree.leaves(grads_before)))
 
 
-def halves(dense: Tensor) -> Tensor:
-    """A sparse tensor that says each of its numbers as two to be added."""
-    at = dense.nonzero().t().repeat(1, 2)
-    return torch.sparse_coo_tensor(at, dense[dense != 0].repeat(2) / 2, dense.shape, check_invariants=True)
+def halved_sparse(dense: Tensor) -> Tensor:
+    """Return a sparse tensor with each number split into two halves, to be added."""
+    indices = dense.nonzero().t().repeat(1, 2)
+    return torch.sparse_coo_tensor(indices, dense[dense != 0].repeat(2) / 2, dense.shape, check_invariants=True)
 
 
 LAYOUTS = {
     "coo": lambda dense: dense.to_sparse(),
-    "not added up": halves,
+    "not added up": halved_sparse,
     "csr": lambda dense: dense.to_sparse_csr(),
     "jagged": lambda dense: torch.nested.as_nested_tensor([dense[:1], dense[1:]], layout=torch.jagged),
 }
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
-@pytest.mark.parametrize("kind", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_norm_of_sparse_gradients_is_that_of_their_numbers(layout: str, kind: float):
-    """torch said "Could not run 'aten::linalg_vector_norm' with arguments from the 'SparseCPU' backend"."""
+def test_the_norm_of_sparse_gradients_is_that_of_their_numbers(layout: str, norm_type: float):
+    """Used to end in torch's "Could not run 'aten::linalg_vector_norm'" for the SparseCPU backend."""
     dense = torch.tensor([[3.0, 0.0, -4.0], [0.0, 12.0, 0.0]])
-    found = fpipe.global_norm(({"w": LAYOUTS[layout](dense)}, {"w": torch.full((2,), 84.0)}), kind)
-    torch.testing.assert_close(found, torch.cat([dense.flatten(), torch.full((2,), 84.0)]).norm(kind))
-    assert fpipe.global_norm({"w": LAYOUTS[layout](torch.zeros(2, 3))}, kind) == 0
+    norm = fpipe.global_norm(({"w": LAYOUTS[layout](dense)}, {"w": torch.full((2,), 84.0)}), norm_type)
+    torch.testing.assert_close(norm, torch.cat([dense.flatten(), torch.full((2,), 84.0)]).norm(norm_type))
+    assert fpipe.global_norm({"w": LAYOUTS[layout](torch.zeros(2, 3))}, norm_type) == 0
 
 
 @pytest.mark.parametrize("trace", [True, False])
-def test_a_gradient_that_no_step_would_give_is_refused_by_name(trace: bool):
-    """A penalty on a net's own parameters, closed over, and a loss that learns lost their gradients without a word."""
+def test_a_closed_over_leaf_that_wants_a_gradient_is_refused_by_name(trace: bool):
+    """Used to lose, in silence, the gradient of a penalty on the net's own parameters, and of a loss that learns."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     batch = torch.randn(8, 4), torch.randn(8, 4)
 
     def penalised(y: Tensor, target: Tensor) -> Tensor:
         return (y - target).square().mean() + 0.01 * net[1].weight.square().sum()
 
-    def told(y: Tensor, target: Tensor) -> Tensor:
+    def detached_penalty(y: Tensor, target: Tensor) -> Tensor:
         return (y - target).square().mean() + 0.01 * net[1].weight.detach().square().sum()
 
     def run(loss: Any) -> Tensor:
@@ -323,24 +330,24 @@ def test_a_gradient_that_no_step_would_give_is_refused_by_name(trace: bool):
     sentence = "the loss closes over 'net.1.weight' of shape (4, 4) that wants a gradient, which no step would give"
     with pytest.raises(ValueError, match=re.escape(sentence)):
         run(penalised)
-    assert torch.allclose(run(told), told(net(batch[0]), batch[1]))
+    assert torch.allclose(run(detached_penalty), detached_penalty(net(batch[0]), batch[1]))
 
 
-def test_a_leaf_that_a_stage_makes_to_differentiate_by_is_no_missing_gradient():
-    """Forces of an energy: it was refused as a tensor that the stage closes over, in traces and in the reference."""
+def test_a_leaf_made_inside_a_stage_is_no_missing_gradient():
+    """Used to be refused as a captured tensor that needs a gradient: a stage gets forces as gradients of an energy."""
 
     def force(params, x):
         with torch.enable_grad():
-            places = x.detach().requires_grad_()
-            energy = (places @ params).tanh().square().sum()
-            return torch.autograd.grad(energy, places, create_graph=True)[0]
+            positions = x.detach().requires_grad_()
+            energy = (positions @ params).tanh().square().sum()
+            return torch.autograd.grad(energy, positions, create_graph=True)[0]
 
     model = fpipe.from_functions([force], loss=torch.nn.functional.mse_loss)
     params, batch = (torch.randn(4, 4, dtype=torch.float64),), torch.randn(2, 6, 4, dtype=torch.float64).unbind()
     program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
     weight = params[0].clone().requires_grad_()
-    halves = zip(batch[0].chunk(2), batch[1].chunk(2), strict=True)
-    loss = sum(torch.nn.functional.mse_loss(force(weight, x), t) * 0.5 for x, t in halves)
+    halved_sparse = zip(batch[0].chunk(2), batch[1].chunk(2), strict=True)
+    loss = sum(torch.nn.functional.mse_loss(force(weight, x), t) * 0.5 for x, t in halved_sparse)
     (plain,) = torch.autograd.grad(loss, weight)
     for trace in (True, False):
         result = fpipe.build(program, model, trace=trace)(params, batch)
@@ -355,24 +362,26 @@ def embedded(p: Any, ids: Tensor) -> Tensor:
     return p["e"][ids]
 
 
-def of_all(y: Tensor, t: Tensor, **how: Any) -> Tensor:
-    return nn.functional.cross_entropy(y.flatten(0, 1), t.flatten(), **how)
+def entropy_of_labels(y: Tensor, t: Tensor, **options: Any) -> Tensor:
+    return nn.functional.cross_entropy(y.flatten(0, 1), t.flatten(), **options)
 
 
 def total_and_count(y: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-    return of_all(y, t, reduction="sum"), (t != -100).sum()
+    return entropy_of_labels(y, t, reduction="sum"), (t != -100).sum()
 
 
-class Closes:
-    """A loss that hands its criterion flat labels."""
+class FlatLabelLoss:
+    """A loss that calls a criterion on flat outputs and labels."""
 
     def __init__(self, criterion: nn.Module) -> None:
         self.loss = lambda y, t: criterion(y.flatten(0, 1), t.flatten())
 
 
 IDS = torch.arange(12).view(4, 3) % 5
-SOME = IDS.masked_fill(torch.arange(4)[:, None] * 3 < torch.arange(3) * 4, -100)  # in some rows more than in others
-FIRST = IDS.masked_fill(torch.arange(3) == 0, -100)
+SOME_PADDED = IDS.masked_fill(
+    torch.arange(4)[:, None] * 3 < torch.arange(3) * 4, -100
+)  # rows have different numbers of padded labels
+FIRST_PADDED = IDS.masked_fill(torch.arange(3) == 0, -100)
 
 
 def step_on(target: Tensor, loss: Any, reduction: Any = "mean", microbatches: int = 2) -> fpipe.Result:
@@ -382,101 +391,109 @@ def step_on(target: Tensor, loss: Any, reduction: Any = "mean", microbatches: in
 
 
 @pytest.mark.parametrize(
-    ("target", "loss", "held"),
+    ("target", "loss", "ignored_class"),
     [
-        (SOME, of_all, -100),
-        (SOME, Closes(nn.CrossEntropyLoss()).loss, -100),
-        (SOME.where(SOME >= 0, 4), Closes(nn.CrossEntropyLoss(ignore_index=4)).loss, 4),
-        (SOME.where(SOME >= 0, 4), partial(of_all, ignore_index=4), 4),
+        (SOME_PADDED, entropy_of_labels, -100),
+        (SOME_PADDED, FlatLabelLoss(nn.CrossEntropyLoss()).loss, -100),
+        (SOME_PADDED.where(SOME_PADDED >= 0, 4), FlatLabelLoss(nn.CrossEntropyLoss(ignore_index=4)).loss, 4),
+        (SOME_PADDED.where(SOME_PADDED >= 0, 4), partial(entropy_of_labels, ignore_index=4), 4),
     ],
 )
-def test_padded_labels_under_a_mean_are_warned_of_at_the_first_step(target: Tensor, loss: Any, held: int):
-    """Gradients were 12 to 20 % off, as with every mean of means, and nobody said so where dropout hid it."""
-    words = f"target holds {held}, a class that the loss does not count, in some rows more often than in others: with"
-    with pytest.warns(UserWarning, match=re.escape(words)):
+def test_padded_labels_under_a_mean_warn_at_the_first_step(target: Tensor, loss: Any, ignored_class: int):
+    """Used to give gradients that were 12 to 20 % off, as any mean of means, and dropout hid it."""
+    message = f"target holds {ignored_class}, a class that the loss does not count, in some rows more often than in"
+    with pytest.warns(UserWarning, match=re.escape(message)):
         step_on(target, loss)
 
 
 @pytest.mark.parametrize(
-    ("target", "loss", "said"),
+    ("target", "loss", "options"),
     [
-        (IDS, of_all, {}),
-        (FIRST, of_all, {}),  # equally many in each row: the mean of means is the mean
-        (SOME, of_all, {"microbatches": 1}),
-        (SOME, total_and_count, {"reduction": "count"}),
-        (SOME, partial(of_all, reduction="sum"), {"reduction": "sum"}),
+        (IDS, entropy_of_labels, {}),
+        (FIRST_PADDED, entropy_of_labels, {}),  # equally many in each row: the mean of means is the mean
+        (SOME_PADDED, entropy_of_labels, {"microbatches": 1}),
+        (SOME_PADDED, total_and_count, {"reduction": "count"}),
+        (SOME_PADDED, partial(entropy_of_labels, reduction="sum"), {"reduction": "sum"}),
     ],
 )
-def test_labels_that_a_mean_is_right_for_are_not_warned_of(target: Tensor, loss: Any, said: Any):
-    step_on(target, loss, **said)
+def test_labels_that_a_mean_weighs_equally_do_not_warn(target: Tensor, loss: Any, options: Any):
+    step_on(target, loss, **options)
 
 
 @pytest.mark.parametrize("as_pairs", [False, True])
 @pytest.mark.parametrize(
-    ("target", "is_warned"), [(SOME, True), (FIRST, False), (SOME[[0, 1, 0, 1]], False), (IDS, False)]
+    ("target", "is_warned"),
+    [(SOME_PADDED, True), (FIRST_PADDED, False), (SOME_PADDED[[0, 1, 0, 1]], False), (IDS, False)],
 )
-def test_padding_is_compared_between_microbatches_that_are_cut_already(target: Tensor, is_warned: bool, as_pairs: bool):
-    """Rows of a microbatch share its mean, however many labels each of them has."""
-    model = fpipe.from_functions([embedded], of_all)
+def test_padding_is_compared_between_presplit_microbatches(target: Tensor, is_warned: bool, as_pairs: bool):
+    """All rows of a presplit microbatch share its mean, so only counts of whole microbatches matter."""
+    model = fpipe.from_functions([embedded], entropy_of_labels)
     program = fpipe.chain(fpipe.split(2, presplit=True), fpipe.merge())(fpipe.program(model))
     streams = [*IDS.split(2)], [*target.split(2)]
     batch: Any = [*zip(*streams, strict=True)] if as_pairs else streams
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fpipe.build(program, model)(({"e": torch.eye(5)},), batch)
-    words = "target holds -100, a class that the loss does not count, in some microbatches more often than in others"
-    assert [str(warning.message)[: len(words)] for warning in caught] == [words] * is_warned
+    message = "target holds -100, a class that the loss does not count, in some microbatches more often than in others"
+    assert [str(warning.message)[: len(message)] for warning in caught] == [message] * is_warned
 
 
-class Judge(nn.Module):
-    """Computes its loss, as models of transformers do, of all labels of a step where it is told how many there are."""
+class NetWithLoss(nn.Module):
+    """A net that computes its loss, like models of transformers: over all labels of a step if given their number."""
 
     def __init__(self, p: float = 0.0) -> None:
         super().__init__()
         self.blocks = nn.Sequential(nn.Embedding(5, 8), nn.Dropout(p), nn.Linear(8, 8), nn.Linear(8, 5))
 
     def forward(self, ids: Tensor, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        how = "mean" if num_items_in_batch is None else "sum"
-        loss = of_all(self.blocks(ids), labels, reduction=how)
+        label_reduction = "mean" if num_items_in_batch is None else "sum"
+        loss = entropy_of_labels(self.blocks(ids), labels, reduction=label_reduction)
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
-@pytest.mark.parametrize("kind", [int, torch.tensor])
-def test_a_net_that_is_told_how_many_labels_a_step_has_trains_on_their_mean(kind: Any):
-    net, count = Judge(), int((SOME >= 0).sum())
+@pytest.mark.parametrize("number_type", [int, torch.tensor])
+def test_a_net_with_num_items_in_batch_trains_on_the_mean_of_labels(number_type: Any):
+    net, count = NetWithLoss(), int((SOME_PADDED >= 0).sum())
     with pytest.warns(UserWarning, match=re.escape("hand in num_items_in_batch, a tensor with the number of labels")):
-        fpipe.from_module(net, 2, example={"ids": IDS, "labels": SOME})
-    inputs = {"ids": IDS, "labels": SOME, "num_items_in_batch": kind(count)}
+        fpipe.from_module(net, 2, example={"ids": IDS, "labels": SOME_PADDED})
+    inputs = {"ids": IDS, "labels": SOME_PADDED, "num_items_in_batch": number_type(count)}
     model, params, _ = fpipe.from_module(net, 2, example=inputs, reduction="sum")
     program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
     step = fpipe.build(program, model)
-    of_all(net.blocks(IDS), SOME).backward()
+    entropy_of_labels(net.blocks(IDS), SOME_PADDED).backward()
     grads = fpipe.join_params(model, step(params, (inputs, None)).grads)
     for name, leaf in net.named_parameters():
         torch.testing.assert_close(grads[name], leaf.grad)
-    other = inputs | {"num_items_in_batch": kind(count + 1)}
-    if kind is int:
-        words = f"was {count} when the net was traced, found {count + 1}. A number that changes goes in as torch.tensor"
-        with pytest.raises(ValueError, match=re.escape(words)):
-            step(params, (other, None))
+    other_inputs = inputs | {"num_items_in_batch": number_type(count + 1)}
+    if number_type is int:
+        message = (
+            f"was {count} when the net was traced, found {count + 1}. A number that changes goes in as torch.tensor"
+        )
+        with pytest.raises(ValueError, match=re.escape(message)):
+            step(params, (other_inputs, None))
     else:
-        assert torch.allclose(step(params, (other, None)).loss, of_all(net.blocks(IDS), SOME) * count / (count + 1))
+        assert torch.allclose(
+            step(params, (other_inputs, None)).loss,
+            entropy_of_labels(net.blocks(IDS), SOME_PADDED) * count / (count + 1),
+        )
 
 
 @pytest.mark.filterwarnings("ignore:.* holds -100")
-@pytest.mark.parametrize("labels", [SOME, FIRST])
-def test_verify_says_of_padded_labels_under_dropout_too(labels: Tensor):
-    """Of a net that computes its loss it said that the undivided batch gives others, "as it may"."""
+@pytest.mark.parametrize("labels", [SOME_PADDED, FIRST_PADDED])
+def test_verify_notes_padded_labels_under_dropout(labels: Tensor):
+    """Used to say, for a net that computes its loss, only that the undivided batch differs, "as it may"."""
     inputs = {"ids": IDS, "labels": labels}
-    model, params, _ = fpipe.from_module(Judge(0.5), 2, example=inputs)
+    model, params, _ = fpipe.from_module(NetWithLoss(0.5), 2, example=inputs)
     program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
     notes = fpipe.verify(program, model, params, (inputs, None), key=0).notes
-    words = "inputs['labels'] holds -100, a class that the loss does not count, in some rows more often than in others"
-    assert [note[: len(words)] for note in notes] == [words] * (labels is SOME)
+    message = (
+        "inputs['labels'] holds -100, a class that the loss does not count, in some rows more often than in others"
+    )
+    assert [note[: len(message)] for note in notes] == [message] * (labels is SOME_PADDED)
 
 
 def test_a_loss_that_ignores_no_class_is_not_searched_for_padding():
-    """Labels were compared with the class None, which ended in an AttributeError."""
+    """Used to end in an AttributeError: labels were compared with the class None."""
     x, labels = torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
     model, params, _ = fpipe.from_module(nn.Linear(3, 3), 1, example=(x, labels), loss=nn.MultiMarginLoss())
     step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model)

@@ -1,4 +1,4 @@
-"""Memory is told before anything runs: what a simulation holds is what the local runtime holds, to the byte."""
+"""Memory is predicted before a run: simulated bytes equal the bytes that the local runtime holds."""
 
 from collections.abc import Callable
 from functools import cache
@@ -19,7 +19,7 @@ POLICIES: dict[str, Callable[[Program], Program]] = {
     "always, split": fpipe.chain(fpipe.split_backward(), fpipe.checkpoint("always")),
     "layer": fpipe.checkpoint("always", grain="layer"),
 }
-# Under each policy: in turns, searched, of copies on the host, of slices, and in pairs. Others under the one that makes
+# Under each policy: in turns, searched, offloaded, sliced, and in pairs. Others under the one policy that makes
 # the most kinds of op.
 THOROUGH = {
     "gpipe",
@@ -39,14 +39,14 @@ FORMS = fpipe.identity(), fpipe.communicate(), fpipe.chain(fpipe.communicate(), 
 
 
 @cache
-def made(stages: int) -> tuple[fpipe.Model, tuple[dict[str, torch.Tensor], ...]]:
-    """A model, which is traced once for all policies, and its parameters."""
+def layers_model(stages: int) -> tuple[fpipe.Model, tuple[dict[str, torch.Tensor], ...]]:
+    """Return a model, traced once for all policies, and its parameters."""
     return fpipe.from_functions([layer] * stages, squares), tuple({"w": torch.eye(4) + n} for n in range(stages))
 
 
 @pytest.mark.parametrize(("row", "policy"), CASES, ids=str)
 def test_simulated_bytes_are_those_that_the_local_runtime_holds(row: Row, policy: str):
-    """Whether transfers are ops or not: a copy on the rank of its reader counted only once a RECV made it."""
+    """Transfers may be ops or not. A copy on the reader's rank used to count only once a RECV made it."""
     ranks, microbatches = max(
         ((p, m) for p, m in served(row) if p <= 3 and m >= p), key=lambda size: (size[0], -size[1])
     )
@@ -54,12 +54,12 @@ def test_simulated_bytes_are_those_that_the_local_runtime_holds(row: Row, policy
         program = POLICIES[policy](row.program(ranks, microbatches))
     except ProgramError as error:
         pytest.skip(str(error))
-    model, params = made(program.stages)
+    model, params = layers_model(program.stages)
     batch = torch.ones(2 * microbatches, program.slices, 4), torch.zeros(2 * microbatches, program.slices, 4)
     forms = [form(program) for form in FORMS]
-    told = {fpipe.simulate(p, fpipe.Costs(bytes=fpipe.sizes(p, model, params, batch))).peak for p in forms}
-    held = {fpipe.build(p, model, record=True)(params, batch).timeline.peak for p in forms}
-    (peak,) = told | held
+    predicted_peaks = {fpipe.simulate(p, fpipe.Costs(bytes=fpipe.sizes(p, model, params, batch))).peak for p in forms}
+    recorded_peaks = {fpipe.build(p, model, record=True)(params, batch).timeline.peak for p in forms}
+    (peak,) = predicted_peaks | recorded_peaks
     assert max(peak) > 0
 
 
@@ -74,8 +74,8 @@ PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.crossed
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS.keys())
 @pytest.mark.parametrize("policy", ["never", "always, split", "layer"])
-def test_who_keeps_a_part_of_a_storage_keeps_all_of_it(policy: str, part: Callable[[torch.Tensor], torch.Tensor]):
-    """The next stage knew of the storage what it saw of it, and what it kept was told to be smaller and never to go."""
+def test_a_kept_view_keeps_its_whole_storage(policy: str, part: Callable[[torch.Tensor], torch.Tensor]):
+    """Used to predict too few bytes that never go: the next stage knew only its view of the storage."""
 
     def cuts(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         return part(x @ p["w"])
@@ -90,7 +90,7 @@ def test_who_keeps_a_part_of_a_storage_keeps_all_of_it(policy: str, part: Callab
     assert fpipe.sizes(program(fpipe.program(model)), model, params, batch).peak == built.timeline.peak
 
 
-def test_a_curve_of_bytes():
+def test_a_timeline_gives_the_bytes_held_over_time():
     """The copy of y on rank 1 is there from 1, when it comes, to 2; dx leaves at 4 and is on rank 0 from then on."""
     costs = fpipe.Costs(bytes={"y": 10, "res": [100, 200], "dx": 10, "loss": 1, "g": 5})
     timeline = fpipe.simulate(fpipe.place("linear")(fpipe.program(2)), costs)
@@ -101,7 +101,7 @@ def test_a_curve_of_bytes():
 OFFLOADED = fpipe.offload(lambda stage, microbatch: stage == 0)(fpipe.program(2))
 
 
-def test_what_is_offloaded_is_not_held():
+def test_an_offloaded_value_is_not_held():
     timeline = fpipe.simulate(OFFLOADED, fpipe.Costs(offload=0.5, load=0.75))
     assert timeline.held(0) == [(0, 0.5), (1, 1), (1.5, 0.5), (2, 1), (4, 0.5), (6, 0)]
     assert timeline.peak == (1,)

@@ -1,4 +1,4 @@
-"""Nets on meta: cut, sized, loaded by stage, and trained with the bits of plain autograd."""
+"""Nets on meta are cut, sized, loaded by stage, and trained with the bits of plain autograd."""
 
 import functools
 import json
@@ -16,14 +16,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
-from tests.own_autograd import own_autograd
+from tests.own_autograd import eager_loss_and_grads
 from tests.processes import Processes
 from tests.refusals import refusals
 from tests.toys import Toy
 
 
 class Rotary(nn.Module):
-    """A table that a constructor fills, which no file has."""
+    """A module whose constructor fills a table, which no file has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,8 +35,10 @@ class Rotary(nn.Module):
 
 
 class Net(nn.Module):
-    """A tied embedding, a rotary table, numbers and places that forward makes where its input is, and a mask that it
-    makes where torch does, which was refused for being on another device than meta."""
+    """A net with a tied embedding, a rotary table, and numbers and positions made where the input is.
+
+    Its mask is made on torch's default device: it used to be refused for not being on meta.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,12 +48,12 @@ class Net(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        places = torch.arange(ids.shape[1], device=ids.device)
+        positions = torch.arange(ids.shape[1], device=ids.device)
         mask = torch.ones(ids.shape[1], ids.shape[1]).tril()
-        turned = torch.cos(places[:, None] * self.rotary.table)
+        rotations = torch.cos(positions[:, None] * self.rotary.table)
         x = self.embed(ids) * torch.tensor([0.5], device=ids.device)
         for block in self.blocks:
-            x = x + mask @ torch.tanh(block(x) * turned)
+            x = x + mask @ torch.tanh(block(x) * rotations)
         return self.head(x)
 
 
@@ -65,7 +67,7 @@ def ids(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 ON_META: Any = tuple(half.to("meta") for half in ids())
-ON_TWO = fpipe.Machine(ranks=2), fpipe.Candidates(microbatches=[2])
+TWO_RANKS = fpipe.Machine(ranks=2), fpipe.Candidates(microbatches=[2])
 
 
 def cut(net: Any, ranks: int = 2) -> tuple[fpipe.Model, Any, fpipe.Program]:
@@ -81,58 +83,68 @@ def on_meta(ranks: int = 2) -> tuple[fpipe.Model, Any, fpipe.Program]:
     return cut(net, ranks)
 
 
-def whole(of_ranks: list[Any]) -> tuple[Any, ...]:
-    """The parameters of all stages from those of each rank."""
-    return tuple(next(one for one in stage if one is not None) for stage in zip(*of_ranks, strict=True))
+def join_ranks(params_of_ranks: list[Any]) -> tuple[Any, ...]:
+    """Join the parameters that each rank holds into one tuple over stages."""
+    return tuple(
+        next(stage_params for stage_params in stage if stage_params is not None)
+        for stage in zip(*params_of_ranks, strict=True)
+    )
 
 
-def loaded(model: fpipe.Model, program: fpipe.Program, source: Any, **how: Any) -> tuple[Any, ...]:
-    return whole([fpipe.load_params(model, program, source, rank=rank, **how) for rank in range(program.ranks)])
+def load_all_ranks(model: fpipe.Model, program: fpipe.Program, source: Any, **options: Any) -> tuple[Any, ...]:
+    return join_ranks(
+        [fpipe.load_params(model, program, source, rank=rank, **options) for rank in range(program.ranks)]
+    )
 
 
-def real() -> Net:
+def real_net() -> Net:
     torch.manual_seed(1)
     return Net()
 
 
-def assert_own(net: Net, found: dict[str, Any], each: Sequence[tuple[Tensor, dict[str, Tensor]]]) -> None:
-    """Gradients are plain autograd's, of one replica or the mean of several; a tied weight's are added otherwise."""
+def assert_autograd_grads(
+    net: Net, actual_grads: dict[str, Any], replica_results: Sequence[tuple[Tensor, dict[str, Tensor]]]
+) -> None:
+    """Assert the gradients of plain autograd, of one replica or the mean of several.
+
+    Those of a tied weight add up in another order, so only to rounding.
+    """
     for name, _ in net.named_parameters():
-        right = sum(grads[name] for _, grads in each) / len(each)
+        expected_grad = sum(grads[name] for _, grads in replica_results) / len(replica_results)
         if name == "embed.weight":
-            torch.testing.assert_close(found[name], right)
+            torch.testing.assert_close(actual_grads[name], expected_grad)
         else:
-            assert torch.equal(found[name], right), name
+            assert torch.equal(actual_grads[name], expected_grad), name
 
 
-def plain(net: Net, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    return own_autograd(net, batch, 2, key=0, ends=(), loss=loss)
+def autograd_loss_and_grads(net: Net, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    return eager_loss_and_grads(net, batch, 2, key=0, ends=(), loss=loss)
 
 
 @pytest.mark.parametrize("runtime", ["local", "threads"])
 def test_a_net_cut_on_meta_trains_with_the_bits_of_plain_autograd(runtime: Any):
-    """It trained to nan behind a warning: what forward makes stayed on meta."""
+    """Used to train to nan after a warning: tensors made in forward stayed on meta."""
     torch.set_num_threads(1)
     model, meta, program = on_meta()
     assert all(leaf.is_meta for stage in meta for leaf in stage.values())
-    params = loaded(model, program, real().state_dict())
+    params = load_all_ranks(model, program, real_net().state_dict())
     result = fpipe.build(program, model, runtime=runtime)(params, ids())
-    net, found = real(), fpipe.join_params(model, result.grads)
-    right = plain(net, ids())
-    assert torch.equal(result.loss, right[0])
-    assert found["rotary.table"] is None
-    assert_own(net, found, [right])
+    net, grads = real_net(), fpipe.join_params(model, result.grads)
+    expected = autograd_loss_and_grads(net, ids())
+    assert torch.equal(result.loss, expected[0])
+    assert grads["rotary.table"] is None
+    assert_autograd_grads(net, grads, [expected])
 
 
-def test_sizes_on_meta_are_those_of_the_net():
+def test_sizes_on_meta_equal_those_of_the_net():
     model, meta, program = on_meta()
-    params = loaded(model, program, real().state_dict())
-    found, expected = (fpipe.sizes(program, model, *given) for given in ((meta, ON_META), (params, ids())))
-    assert (found.bytes, found.wire_bytes, found.peak) == (expected.bytes, expected.wire_bytes, expected.peak)
+    params = load_all_ranks(model, program, real_net().state_dict())
+    sizes, expected = (fpipe.sizes(program, model, *arguments) for arguments in ((meta, ON_META), (params, ids())))
+    assert (sizes.bytes, sizes.wire_bytes, sizes.peak) == (expected.bytes, expected.wire_bytes, expected.peak)
 
 
-class Filled(Net):
-    """A mask that a constructor fills on the CPU."""
+class NetWithMask(Net):
+    """A net whose constructor fills a mask on the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,45 +156,45 @@ class Filled(Net):
 
 def test_a_buffer_that_a_constructor_makes_on_the_cpu_is_a_constant_with_values():
     with torch.device("meta"):
-        net = Filled()
+        net = NetWithMask()
     model, meta, program = cut(net)
     assert "mask" not in fpipe.join_params(model, meta)
     torch.manual_seed(1)
-    expected, batch = Filled(), ids()
-    params = loaded(model, program, expected.state_dict())
+    net_on_cpu, batch = NetWithMask(), ids()
+    params = load_all_ranks(model, program, net_on_cpu.state_dict())
     result = fpipe.build(program, model)(params, batch)
-    right = plain(expected, batch)
-    assert torch.equal(result.loss, right[0])
-    assert_own(expected, fpipe.join_params(model, result.grads), [right])
+    expected_result = autograd_loss_and_grads(net_on_cpu, batch)
+    assert torch.equal(result.loss, expected_result[0])
+    assert_autograd_grads(net_on_cpu, fpipe.join_params(model, result.grads), [expected_result])
     with pytest.raises(ValueError, match=r"'mask' is a constant of stage 1.* has other values in the state_dict"):
-        fpipe.load_params(model, program, {**expected.state_dict(), "mask": torch.ones(5, 5)}, rank=1)
+        fpipe.load_params(model, program, {**net_on_cpu.state_dict(), "mask": torch.ones(5, 5)}, rank=1)
 
 
-def test_first_values_are_copies_of_what_has_values():
-    """Those of a live net were moved to meta as well, and later init_params drew other ones."""
-    live = nn.Linear(8, 8)
+def test_init_params_copies_leaves_that_have_values():
+    """Used to move a live net to meta, and to draw new values in init_params."""
+    live_layer = nn.Linear(8, 8)
     with torch.device("meta"):
-        model, _, _ = fpipe.from_sequential(nn.Sequential(live, nn.Linear(8, 8)), 1)
-    first = fpipe.init_params(model, fpipe.program(model), rank=0)[0]
-    assert torch.equal(first["0.weight"], live.weight)
-    assert first["0.weight"].data_ptr() != live.weight.data_ptr()
-    model, _, _ = fpipe.from_sequential(nn.Sequential(live), 1)
+        model, _, _ = fpipe.from_sequential(nn.Sequential(live_layer, nn.Linear(8, 8)), 1)
+    initial_params = fpipe.init_params(model, fpipe.program(model), rank=0)[0]
+    assert torch.equal(initial_params["0.weight"], live_layer.weight)
+    assert initial_params["0.weight"].data_ptr() != live_layer.weight.data_ptr()
+    model, _, _ = fpipe.from_sequential(nn.Sequential(live_layer), 1)
     with pytest.warns(UserWarning, match=r"^init_params copies '0.weight' and 1 more: no parameter .* is on meta"):
         fpipe.init_params(model, fpipe.program(model), rank=0)
 
 
-def test_parametrized_modules_have_first_values_by_init():
-    """Torch refused to copy such a module, and said nothing of init=."""
+def test_parametrized_modules_get_first_values_from_init():
+    """Used to fail with torch's refusal to copy such a module, without a word of init=."""
     norm = nn.utils.parametrizations.weight_norm
     with torch.device("meta"):
         model, _, _ = fpipe.from_sequential(nn.Sequential(norm(nn.Linear(8, 8))), 1)
     program = fpipe.program(model)
     with pytest.raises(ValueError, match=r"original0' is on meta.*to a ParametrizationList, which.*\(\)\. Say init="):
         fpipe.init_params(model, program, rank=0)
-    first = fpipe.init_params(
-        model, program, rank=0, init=lambda name, one: False if name == "0.bias" else one.normal_()
+    initial_params = fpipe.init_params(
+        model, program, rank=0, init=lambda name, tensor: False if name == "0.bias" else tensor.normal_()
     )
-    assert 0 < float(first[0]["0.bias"].abs().max()) <= 8**-0.5
+    assert 0 < float(initial_params[0]["0.bias"].abs().max()) <= 8**-0.5
 
 
 class Zeroed(nn.Linear):
@@ -191,82 +203,88 @@ class Zeroed(nn.Linear):
         nn.init.zeros_(self.bias)
 
 
-def test_values_that_a_constructor_gives_parameters_are_not_lost_in_silence():
+def test_init_params_warns_of_values_that_only_a_constructor_sets():
     with torch.device("meta"):
         model, _, _ = fpipe.from_sequential(nn.Sequential(nn.Linear(8, 8), Zeroed()), 1)
     program = fpipe.schedules.gpipe(1)(fpipe.program(model))
     with pytest.warns(UserWarning, match=r"^'1.bias' has values by reset_parameters.* Give those by init="):
         fpipe.init_params(model, program, rank=0)
-    first = fpipe.init_params(model, program, rank=0, init=lambda name, one: name == "1.bias" and one.zero_())
-    assert not first[0]["1.bias"].any()
+    initial_params = fpipe.init_params(
+        model, program, rank=0, init=lambda name, tensor: name == "1.bias" and tensor.zero_()
+    )
+    assert not initial_params[0]["1.bias"].any()
 
 
-def saved(kind: str, named: dict[str, Tensor], folder: Path) -> Path:
-    """The weights of a net in a file, several files, or a distributed checkpoint."""
+def save_weights(kind: str, tensors: dict[str, Tensor], folder: Path) -> Path:
+    """Save the weights of a net in one file, several files, or a distributed checkpoint."""
     if kind == "checkpoint":
-        with warnings.catch_warnings(action="ignore"):  # that it is saved by one process
-            save(dict(named), checkpoint_id=folder / "step", no_dist=True)
+        with warnings.catch_warnings(action="ignore"):  # torch warns that a single process saves
+            save(dict(tensors), checkpoint_id=folder / "step", no_dist=True)
         return folder / "step"
     if kind == "file":
-        save_file(named, folder / "all.safetensors")
+        save_file(tensors, folder / "all.safetensors")
         return folder / "all.safetensors"
-    names = [*named]
+    names = [*tensors]
     halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-    for file, own in halves.items():
-        save_file({name: named[name] for name in own}, folder / file)
-    index = {"weight_map": {name: file for file, own in halves.items() for name in own}}
+    for file, file_names in halves.items():
+        save_file({name: tensors[name] for name in file_names}, folder / file)
+    index = {"weight_map": {name: file for file, file_names in halves.items() for name in file_names}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder if kind == "folder" else folder / "model.safetensors.index.json"
 
 
 @pytest.mark.parametrize("kind", ["file", "index", "folder", "checkpoint"])
 def test_files_give_the_parameters_of_the_state_dict(kind: str, tmp_path: Path):
-    named = dict(real().state_dict())
-    del named["head.weight"]  # as a file of transformers has tied weights
+    tensors = dict(real_net().state_dict())
+    del tensors["head.weight"]  # files of transformers hold a tied weight once
     model, _, program = on_meta()
-    found = loaded(model, program, saved(kind, named, tmp_path))
-    expected = loaded(model, program, real().state_dict())
-    assert all(torch.equal(a[name], b[name]) for a, b in zip(found, expected, strict=True) for name in b)
+    params = load_all_ranks(model, program, save_weights(kind, tensors, tmp_path))
+    expected = load_all_ranks(model, program, real_net().state_dict())
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(params, expected, strict=True) for name in b)
 
 
-def test_a_rank_reads_the_bytes_of_its_own_stages_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_reads_only_the_leaves_of_its_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from fpipe.models.parameters.sources import SafetensorsFile
 
-    read: list[str] = []
-    of_file = SafetensorsFile.read_tensor
-    monkeypatch.setattr(SafetensorsFile, "read_tensor", lambda file, name: read.append(name) or of_file(file, name))
+    names_read: list[str] = []
+    plain_read = SafetensorsFile.read_tensor
+    monkeypatch.setattr(
+        SafetensorsFile, "read_tensor", lambda file, name: names_read.append(name) or plain_read(file, name)
+    )
     model, _, program = on_meta()
-    named = dict(real().state_dict())
-    del named["head.weight"]
-    mine = fpipe.load_params(model, program, saved("file", named, tmp_path), rank=1)
-    assert mine[0] is None
-    assert sorted(read) == sorted({*mine[1]} - {"rotary.table"})
+    tensors = dict(real_net().state_dict())
+    del tensors["head.weight"]
+    local_params = fpipe.load_params(model, program, save_weights("file", tensors, tmp_path), rank=1)
+    assert local_params[0] is None
+    assert sorted(names_read) == sorted({*local_params[1]} - {"rotary.table"})
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_first_values_have_the_same_bits_on_any_number_of_ranks(ranks: int):
-    alone, _, one = on_meta(1)
-    expected = fpipe.join_params(alone, fpipe.init_params(alone, one, rank=0, seed=7))
+    one_rank_model, _, one_rank_program = on_meta(1)
+    expected = fpipe.join_params(one_rank_model, fpipe.init_params(one_rank_model, one_rank_program, rank=0, seed=7))
     model, _, program = on_meta(ranks)
-    of_ranks = [fpipe.init_params(model, program, rank=rank, seed=7) for rank in range(ranks)]
-    found = fpipe.join_params(model, whole(of_ranks))
-    other = fpipe.join_params(alone, fpipe.init_params(alone, one, rank=0, seed=8))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert not torch.equal(other["head.bias"], expected["head.bias"])
+    params_of_ranks = [fpipe.init_params(model, program, rank=rank, seed=7) for rank in range(ranks)]
+    actual = fpipe.join_params(model, join_ranks(params_of_ranks))
+    params_of_other_seed = fpipe.join_params(
+        one_rank_model, fpipe.init_params(one_rank_model, one_rank_program, rank=0, seed=8)
+    )
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert not torch.equal(params_of_other_seed["head.bias"], expected["head.bias"])
 
 
-def test_first_values_by_a_function_and_torchs_own_generator_stays_where_it_was():
+def test_init_params_by_a_function_leaves_torchs_generator_alone():
     model, _, program = on_meta(1)
 
     def init(name: str, tensor: Tensor) -> Any:
         return False if name == "rotary.table" else tensor.normal_(std=0.02)
 
-    before = torch.get_rng_state()
-    found = fpipe.join_params(model, fpipe.init_params(model, program, rank=0, init=init))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(found["rotary.table"], real().rotary.table)
-    assert 0 < found["blocks.0.weight"].std() < 0.05
+    rng_state = torch.get_rng_state()
+    params = fpipe.join_params(model, fpipe.init_params(model, program, rank=0, init=init))
+    assert torch.equal(torch.get_rng_state(), rng_state)
+    assert torch.equal(params["rotary.table"], real_net().rotary.table)
+    assert 0 < params["blocks.0.weight"].std() < 0.05
 
 
 class Bare(nn.Module):
@@ -280,7 +298,7 @@ class Bare(nn.Module):
         return self.head(self.embed(ids) * self.scale + self.shift)
 
 
-def test_a_leaf_that_nothing_gives_values_is_refused_by_name():
+def test_a_leaf_without_values_is_refused_by_name():
     with torch.device("meta"):
         net = Bare()
     model, _, program = cut(net, ranks=1)
@@ -292,11 +310,11 @@ def test_a_leaf_that_nothing_gives_values_is_refused_by_name():
         fpipe.load_params(model, program, Bare().state_dict(), rank=0)
     with pytest.raises(ValueError, match=r"init= leaves '(scale|embed.weight|shift)' as it is"):
         fpipe.init_params(model, program, rank=0, init=lambda name, tensor: None)
-    params = loaded(model, program, Bare().state_dict(), init=lambda name, tensor: tensor.zero_())
+    params = load_all_ranks(model, program, Bare().state_dict(), init=lambda name, tensor: tensor.zero_())
     assert fpipe.verify(program, model, params, ids()).bitwise
 
 
-def test_a_plain_attribute_on_meta_is_refused_where_the_net_is_cut():
+def test_a_plain_attribute_on_meta_is_refused_at_the_cut():
     class Masked(Bare):
         def __init__(self) -> None:
             super().__init__()
@@ -309,37 +327,37 @@ def test_a_plain_attribute_on_meta_is_refused_where_the_net_is_cut():
         cut(Masked())
 
 
-def given(**change: Any) -> Any:
-    """Parameters of rank 0 out of a state_dict that was changed."""
-    named = {name: one for name, one in {**real().state_dict(), **change}.items() if one is not None}
+def load_changed(**change: Any) -> Any:
+    """Load the parameters of rank 0 from a changed state_dict."""
+    state_dict = {name: leaf for name, leaf in {**real_net().state_dict(), **change}.items() if leaf is not None}
     model, _, program = on_meta()
-    return fpipe.load_params(model, program, named, rank=0)
+    return fpipe.load_params(model, program, state_dict, rank=0)
 
 
-def by(call: Callable[..., Any], batch: Any = None, **how: Any) -> Any:
-    """A reading of a program of a net on meta, and its parameters."""
+def call_on_meta(call: Callable[..., Any], batch: Any = None, **options: Any) -> Any:
+    """Call a reading on the program, model and parameters of a net on meta."""
     model, meta, program = on_meta()
-    return call(program, model, meta, ids() if batch is None else batch, **how)
+    return call(program, model, meta, ids() if batch is None else batch, **options)
 
 
 def step(program: Any, model: Any, params: Any, batch: Any, example: bool = False) -> Any:
     return fpipe.build(program, model, example=(params, batch) if example else None)(params, batch)
 
 
-test_what_is_on_meta_or_has_no_place_is_refused_by_name = refusals(
+test_leaves_on_meta_and_unknown_leaves_are_refused_by_name = refusals(
     globals(),
     """
-given(**{"head.bias": None})
+load_changed(**{"head.bias": None})
     ValueError: the source lacks 'head.bias', a parameter of stage 1
-given(extra=torch.zeros(1))
+load_changed(extra=torch.zeros(1))
     ValueError: the state_dict has 'extra', which is no parameter or buffer of the net
-given(**{"head.bias": torch.zeros(3)})
+load_changed(**{"head.bias": torch.zeros(3)})
     ValueError: 'head.bias' has shape [11] in the net, and [3] in the state_dict
-given(**{"head.bias": torch.zeros(11).half()})
+load_changed(**{"head.bias": torch.zeros(11).half()})
     ValueError: 'head.bias' is torch.float32 in the net, and torch.float16
-given(**{"head.bias": torch.zeros(11, device="meta")})
+load_changed(**{"head.bias": torch.zeros(11, device="meta")})
     ValueError: has a tensor on meta, without values under 'head.bias'
-given(**{"head.weight": torch.zeros(11, 8)})
+load_changed(**{"head.weight": torch.zeros(11, 8)})
     ValueError: 'embed.weight' and 'head.weight' are one parameter of the net
 fpipe.init_params(on_meta()[0], on_meta()[2], rank=0, seed="x")
     TypeError: seed is a whole number, found 'x'
@@ -349,18 +367,18 @@ fpipe.load_params(Net(), on_meta()[2], {}, rank=0)
     TypeError: a Model is wanted
 fpipe.load_params(on_meta()[0], on_meta()[2], 3, rank=0)
     TypeError: a source is a path, or a state_dict; found int
-# They were read as nan, behind a warning.
-by(step)
+# Used to be read as nan, after a warning.
+call_on_meta(step)
     ValueError: params[0]['embed.weight'] is on meta, without values: fpipe.load_params or fpipe.init_params
-by(step, example=True)
+call_on_meta(step, example=True)
     ValueError: params[0]['embed.weight'] is on meta, without values: fpipe.load_params or fpipe.init_params
-by(fpipe.verify)
+call_on_meta(fpipe.verify)
     ValueError: params[0]['embed.weight'] is on meta, without values: fpipe.load_params or fpipe.init_params
-by(fpipe.profile, ON_META)
+call_on_meta(fpipe.profile, ON_META)
     ValueError: params[0]['embed.weight'] is on meta
-by(lambda program, model, *given: fpipe.plan_run(model, *ON_TWO, example=given), ON_META)
+call_on_meta(lambda program, model, *given: fpipe.plan_run(model, *TWO_RANKS, example=given), ON_META)
     ValueError: say flops=, operations a second of a rank
-by(fpipe.verify, ON_META)
+call_on_meta(fpipe.verify, ON_META)
     ValueError: batch[0] is on meta, without values: there is nothing to compare
 """,
 )
@@ -368,108 +386,114 @@ by(fpipe.verify, ON_META)
 
 def test_a_net_on_meta_is_planned_by_operations():
     model, meta, _ = on_meta()
-    machine, tried = fpipe.Machine(ranks=2, flops=1e9), fpipe.Candidates([2, 4], schedules=["gpipe"])
-    found = fpipe.plan_run(model, machine, tried, example=(meta, ON_META))
-    assert {(row.costs, row.fits) for row in found} == {("estimated", True)}
-    assert found.best.makespan > 0
+    machine, candidates = fpipe.Machine(ranks=2, flops=1e9), fpipe.Candidates([2, 4], schedules=["gpipe"])
+    plans = fpipe.plan_run(model, machine, candidates, example=(meta, ON_META))
+    assert {(row.costs, row.fits) for row in plans} == {("estimated", True)}
+    assert plans.best.makespan > 0
 
 
-@pytest.mark.parametrize("norm", [False, True])
-def test_buffers_on_meta_that_nothing_hands_in_are_refused_by_name(norm: bool):
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_buffers_without_values_are_refused_by_name(has_norm: bool):
     with torch.device("meta"):
-        odd = nn.BatchNorm1d(8) if norm else Rotary()
-        net = nn.Sequential(nn.Linear(8, 8), odd, nn.Linear(8, 8))
-    odd.forward = odd.forward if norm else lambda x: x * odd.table
+        layer = nn.BatchNorm1d(8) if has_norm else Rotary()
+        net = nn.Sequential(nn.Linear(8, 8), layer, nn.Linear(8, 8))
+    layer.forward = layer.forward if has_norm else lambda x: x * layer.table
     model, _, state = fpipe.from_sequential(net, stages=1, loss=nn.functional.mse_loss)
     program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
     params = fpipe.init_params(model, fpipe.schedules.gpipe(1)(program), rank=0)
     batch = torch.ones(4, 8), torch.ones(4, 8)
-    name = r"state\[0\]\['1.running_mean'\]" if norm else r"net\['1.table'\]"
+    name = r"state\[0\]\['1.running_mean'\]" if has_norm else r"net\['1.table'\]"
     with pytest.raises(ValueError, match=rf"{name} is on meta, without values: "):
-        fpipe.build(program, model)(params, batch, **({"state": state} if norm else {}))
+        fpipe.build(program, model)(params, batch, **({"state": state} if has_norm else {}))
 
 
-def normed() -> nn.Module:
+def net_with_norm() -> nn.Module:
     layers = {"first": nn.Linear(8, 8), "norm": nn.BatchNorm1d(8), "last": nn.Linear(8, 8)}
-    return Toy(lambda own, x: own.last(own.norm(own.first(x))), **layers)
+    return Toy(lambda module, x: module.last(module.norm(module.first(x))), **layers)
 
 
 @pytest.mark.parametrize("door", ["from_module", "from_sequential"])
-def test_the_state_of_a_net_on_meta_is_loaded_as_its_parameters_are(door: str):
-    """A batch norm on meta had nothing that gave its statistics values."""
+def test_load_params_loads_the_state_of_a_net_on_meta(door: str):
+    """Used to leave the statistics of a batch norm on meta without values."""
     torch.manual_seed(0)
-    real, batch = normed(), (torch.randn(4, 8), torch.randn(4, 8))
-    real(torch.randn(6, 8))  # statistics that are not the first ones
+    trained_net, batch = net_with_norm(), (torch.randn(4, 8), torch.randn(4, 8))
+    trained_net(torch.randn(6, 8))  # move the statistics away from their initial values
     with torch.device("meta"):
-        net, example, how = normed(), (torch.empty(4, 8), torch.empty(4, 8)), {"loss": nn.functional.mse_loss}
+        net, example = net_with_norm(), (torch.empty(4, 8), torch.empty(4, 8))
+    options = {"loss": nn.functional.mse_loss}
     if door == "from_module":
-        model, _, state = fpipe.from_module(net, 2, example=example, **how)
-        saved = real.state_dict()
+        model, _, state = fpipe.from_module(net, 2, example=example, **options)
+        state_dict = trained_net.state_dict()
     else:
-        model, _, state = fpipe.from_sequential(nn.Sequential(*net.children()), 2, example=example[0], **how)
-        saved = nn.Sequential(*real.children()).state_dict()
+        model, _, state = fpipe.from_sequential(nn.Sequential(*net.children()), 2, example=example[0], **options)
+        state_dict = nn.Sequential(*trained_net.children()).state_dict()
     program = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge())(fpipe.program(model))
-    params, own = loaded(model, program, saved), loaded(model, program, saved, of=state)
-    assert [[*one] for one in own] == [[*one] for one in state]
-    found = fpipe.build(program, model)(params, batch, state=own)
-    for part in (slice(0, 2), slice(2, 4)):
-        (nn.functional.mse_loss(real(batch[0][part]), batch[1][part]) * 0.5).backward()
-    grads = [leaf for stage in found.grads for leaf in stage.values()]
-    assert all(map(torch.equal, grads, [leaf.grad for leaf in real.parameters()]))
-    now = {name.rpartition(".")[2]: leaf for name, leaf in found.state[0].items()}
-    assert now.keys() == dict(real.norm.named_buffers()).keys()
-    assert all(torch.equal(leaf, now[name]) for name, leaf in real.norm.named_buffers())
-    first = whole([fpipe.init_params(model, program, rank, of=state) for rank in range(2)])
-    assert sorted(float(leaf.sum()) for leaf in fpipe.tree.leaves(first)) == [0, 0, 8]
+    params = load_all_ranks(model, program, state_dict)
+    local_state = load_all_ranks(model, program, state_dict, of=state)
+    assert [[*stage_state] for stage_state in local_state] == [[*stage_state] for stage_state in state]
+    result = fpipe.build(program, model)(params, batch, state=local_state)
+    for microbatch_rows in (slice(0, 2), slice(2, 4)):
+        (nn.functional.mse_loss(trained_net(batch[0][microbatch_rows]), batch[1][microbatch_rows]) * 0.5).backward()
+    grads = [leaf for stage in result.grads for leaf in stage.values()]
+    assert all(map(torch.equal, grads, [leaf.grad for leaf in trained_net.parameters()]))
+    state_by_name = {name.rpartition(".")[2]: leaf for name, leaf in result.state[0].items()}
+    assert state_by_name.keys() == dict(trained_net.norm.named_buffers()).keys()
+    assert all(torch.equal(leaf, state_by_name[name]) for name, leaf in trained_net.norm.named_buffers())
+    initial_state = join_ranks([fpipe.init_params(model, program, rank, of=state) for rank in range(2)])
+    assert sorted(float(leaf.sum()) for leaf in fpipe.tree.leaves(initial_state)) == [0, 0, 8]
     with pytest.raises(ValueError, match="of= is the module state of all 2 stages; found 1"):
-        fpipe.load_params(model, program, saved, rank=0, of=state[:1])
+        fpipe.load_params(model, program, state_dict, rank=0, of=state[:1])
 
 
-def sharded(rank: int, folder: str) -> list[Any]:
-    """A net on meta, a checkpoint, shards: gradients of this process's stage whole again, and what is refused."""
+def step_on_shards(rank: int, folder: str) -> list[Any]:
+    """Train a sharded net on meta from a checkpoint: return the whole gradients of the local stage."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     model, meta, program = on_meta()
     program = fpipe.shard("dp", gather="use")(program)
     stage = mesh.get_local_rank("pp")
-    mine = fpipe.load_params(model, program, folder, rank=stage)
-    shards = fpipe.shard_params(mine, mesh["dp"])
+    local_params = fpipe.load_params(model, program, folder, rank=stage)
+    shards = fpipe.shard_params(local_params, mesh["dp"])
     batch = tuple(half.chunk(2)[mesh.get_local_rank("dp")] for half in ids())
     step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(shards, batch))
     grads = step(shards, batch).grads[stage]
-    made = {name: one.full_tensor() for name, one in grads.items() if one is not None}
-    local = fpipe.local_params(program, meta, stage)
-    name = [*local[stage]][-1]
-    one = tuple(own and {**own, name: local[stage][name]} for own in mine)
+    whole_grads = {name: grad.full_tensor() for name, grad in grads.items() if grad is not None}
+    meta_params = fpipe.local_params(program, meta, stage)
+    name = [*meta_params[stage]][-1]
+    incomplete_params = tuple(
+        stage_params and {**stage_params, name: meta_params[stage][name]} for stage_params in local_params
+    )
     with pytest.raises(ValueError, match=re.escape(f"reads shard[{stage}]['{name}'], and was handed None or a meta")):
-        step(fpipe.shard_params(one, mesh["dp"]), batch)  # ends the run
-    return [model.stages[stage].name, {name: one.tolist() for name, one in made.items()}]
+        step(fpipe.shard_params(incomplete_params, mesh["dp"]), batch)  # ends the run
+    return [model.stages[stage].name, {name: grad.tolist() for name, grad in whole_grads.items()}]
 
 
-def test_a_net_on_meta_trains_on_processes_with_none_for_other_ranks_stages(four: Processes, tmp_path: Path):
-    """The example wanted meta tensors for the stages of other ranks: the net knows them."""
+def test_a_net_on_meta_trains_on_processes_with_its_local_stages_alone(four: Processes, tmp_path: Path):
+    """Used to want meta tensors in the example for the stages of other ranks, which the net knows."""
     torch.set_num_threads(1)
-    folder = saved("checkpoint", dict(real().state_dict()), tmp_path)
-    found = dict(four.each(sharded, str(folder)))
-    grads = {name: torch.tensor(one) for own in found.values() for name, one in own.items()}
-    halves = [tuple(half[2 * k : 2 * k + 2] for half in ids()) for k in range(2)]
-    assert_own(real(), grads, [plain(real(), half) for half in halves])
+    folder = save_weights("checkpoint", dict(real_net().state_dict()), tmp_path)
+    grads_by_stage = dict(four.run(step_on_shards, str(folder)))
+    grads = {
+        name: torch.tensor(numbers) for stage_grads in grads_by_stage.values() for name, numbers in stage_grads.items()
+    }
+    halves = [tuple(half[2 * index : 2 * index + 2] for half in ids()) for index in range(2)]
+    assert_autograd_grads(real_net(), grads, [autograd_loss_and_grads(real_net(), half) for half in halves])
 
 
-def late() -> nn.Module:
-    """A net whose layers are used in another order than they were made in."""
+def net_out_of_order() -> nn.Module:
+    """Return a net that uses its layers in another order than it defines them."""
     layers = {"last": nn.Linear(4, 3), "first": nn.Linear(4, 4), "middle": nn.Linear(4, 4)}
-    return Toy(lambda own, x: own.last(torch.tanh(own.middle(torch.tanh(own.first(x))))), **layers)
+    return Toy(lambda module, x: module.last(torch.tanh(module.middle(torch.tanh(module.first(x))))), **layers)
 
 
 @pytest.mark.parametrize("door", ["from_module", "from_sequential"])
-def test_what_is_loaded_has_the_order_of_what_the_net_has(door: str):
-    """A rank that had loaded its stages, and others that passed the net's own, were refused for their order."""
-    net = late() if door == "from_module" else nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
-    batch, how = (torch.randn(4, 4), torch.randn(4, 3)), {"loss": nn.functional.mse_loss}
+def test_loaded_parameters_have_the_order_of_the_net(door: str):
+    """Used to be refused: ranks that loaded their stages, and ranks that passed the net's, had different orders."""
+    net = net_out_of_order() if door == "from_module" else nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    batch, options = (torch.randn(4, 4), torch.randn(4, 3)), {"loss": nn.functional.mse_loss}
     if door == "from_module":
-        model, params, _ = fpipe.from_module(net, 2, example=batch, **how)
+        model, params, _ = fpipe.from_module(net, 2, example=batch, **options)
     else:
-        model, params, _ = fpipe.from_sequential(net, 2, **how)
-    loaded = fpipe.load_params(model, fpipe.program(model), net.state_dict(), rank=0)
-    assert [[*one] for one in loaded] == [[*one] for one in params]
+        model, params, _ = fpipe.from_sequential(net, 2, **options)
+    loaded_params = fpipe.load_params(model, fpipe.program(model), net.state_dict(), rank=0)
+    assert [[*stage] for stage in loaded_params] == [[*stage] for stage in params]

@@ -1,4 +1,4 @@
-"""Cutting and joining trees: one undoes the other."""
+"""Cutting a batch into microbatches and joining them again gives the batch."""
 
 import torch
 from hypothesis import given
@@ -11,16 +11,16 @@ from tests.refusals import refusals
 from tests.test_tree import Node, OptreeNode
 
 
-def same(one, other):
-    (ones, spec), (others, other_spec) = tree.flatten(one), tree.flatten(other)
+def trees_equal(first_tree, other_tree):
+    (tree_leaves, spec), (other_leaves, other_spec) = tree.flatten(first_tree), tree.flatten(other_tree)
     return spec == other_spec and all(
         a.dtype == b.dtype and torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-        for a, b in zip(ones, others, strict=True)
+        for a, b in zip(tree_leaves, other_leaves, strict=True)
     )
 
 
-def cuts(whole, count, spec=None, **more):
-    return [microbatch.cut(whole, index, count, spec, **more) for index in range(count)]
+def cut_all(batch, count, spec=None, **options):
+    return [microbatch.cut(batch, index, count, spec, **options) for index in range(count)]
 
 
 # Recipes of trees: "rows 3 x" is a tensor with n rows of that shape, anything else stands for itself.
@@ -32,57 +32,59 @@ leaves = st.one_of(
 )
 recipes = st.recursive(
     leaves,
-    lambda inner: st.one_of(
-        st.builds(lambda found: ("list", found), st.lists(inner, max_size=3)),
-        st.builds(lambda found: ("tuple", found), st.lists(inner, max_size=3)),
-        st.builds(lambda found: ("dict", found), st.dictionaries(st.sampled_from("zyxa"), inner, max_size=3)),
+    lambda children: st.one_of(
+        st.builds(lambda values: ("list", values), st.lists(children, max_size=3)),
+        st.builds(lambda values: ("tuple", values), st.lists(children, max_size=3)),
+        st.builds(lambda values: ("dict", values), st.dictionaries(st.sampled_from("zyxa"), children, max_size=3)),
     ),
     max_leaves=8,
 )
 
 
-def built(recipe, n):
-    kind, what = recipe
+def build_tree(recipe, n):
+    kind, argument = recipe
     if kind == "rows":
-        return torch.arange(float(n * torch.Size(what).numel())).reshape(n, *what)
+        return torch.arange(float(n * torch.Size(argument).numel())).reshape(n, *argument)
     if kind == "scalar":
-        return torch.tensor(what)
+        return torch.tensor(argument)
     if kind == "plain":
-        return what
+        return argument
     if kind == "dict":
-        return {key: built(value, n) for key, value in what.items()}
-    return {"list": list, "tuple": tuple}[kind](built(value, n) for value in what)
+        return {key: build_tree(value, n) for key, value in argument.items()}
+    return {"list": list, "tuple": tuple}[kind](build_tree(value, n) for value in argument)
 
 
 @given(recipes, st.integers(1, 9), st.integers(1, 9))
-def test_join_undoes_cut(recipe, count, more):
-    n = count + more - 1
-    whole = [torch.arange(n), built(recipe, n)]
-    parts = cuts(whole, count)
-    assert same(join([part for part, _ in parts], [size for _, size in parts]), whole)
+def test_join_undoes_cut(recipe, count, extra_rows):
+    n = count + extra_rows - 1
+    batch = [torch.arange(n), build_tree(recipe, n)]
+    parts = cut_all(batch, count)
+    assert trees_equal(join([part for part, _ in parts], [size for _, size in parts]), batch)
 
 
 @given(st.integers(1, 30), st.integers(1, 30))
 def test_microbatches_are_views_as_torch_splits(n, size):
     x = torch.arange(n)
-    for each, right in (
-        (cuts(x, size) if n >= size else [], x.tensor_split(size) if n >= size else ()),
-        (cuts(x, -(-n // size), size=size), x.split(size)),
+    for microbatches, expected in (
+        (cut_all(x, size) if n >= size else [], x.tensor_split(size) if n >= size else ()),
+        (cut_all(x, -(-n // size), size=size), x.split(size)),
     ):
-        assert [(part.tolist(), length) for part, length in each] == [(part.tolist(), len(part)) for part in right]
-        assert all(part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for part, _ in each)
+        assert [(part.tolist(), length) for part, length in microbatches] == [
+            (part.tolist(), len(part)) for part in expected
+        ]
+        assert all(part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for part, _ in microbatches)
 
 
 def test_registered_nodes_are_cut_and_joined():
-    for kind in (Node, OptreeNode):
-        parts = [part for part, _ in cuts(kind(torch.arange(5), "name"), 2)]
+    for node_class in (Node, OptreeNode):
+        parts = [part for part, _ in cut_all(node_class(torch.arange(5), "name"), 2)]
         assert [part.children[0].tolist() for part in parts] == [[0, 1, 2], [3, 4]]
-        whole = join(parts)
-        assert type(whole) is kind
-        assert (whole.children[0].tolist(), whole.children[1]) == ([0, 1, 2, 3, 4], "name")
+        joined = join(parts)
+        assert type(joined) is node_class
+        assert (joined.children[0].tolist(), joined.children[1]) == ([0, 1, 2, 3, 4], "name")
 
 
-test_what_is_ambiguous_is_refused = refusals(
+test_ambiguous_batches_are_refused = refusals(
     globals(),
     """
 microbatch.count_batch_rows(([torch.zeros(4)], torch.zeros(3)))

@@ -1,3 +1,5 @@
+"""Models of functions: stages in a chain, their inputs, ties and keywords, and wrong models."""
+
 import functools
 
 import torch
@@ -23,7 +25,7 @@ def test_functions_become_a_chain():
     assert (model.inputs, model.ties, model.reduction, model.loss) == (("batch", 0, 1), (), "mean", f)
 
 
-def test_what_partial_has_filled_in_is_not_asked_for():
+def test_keywords_filled_by_partial_are_not_asked_for():
     def g(params, x, *, microbatch, key, scale=2):
         return x
 
@@ -31,7 +33,7 @@ def test_what_partial_has_filled_in_is_not_asked_for():
     assert from_functions([functools.partial(g, key=3, microbatch=0)]).stages[0].asks == frozenset()
 
 
-def test_inputs_are_kept_as_said():
+def test_inputs_are_normalised_to_tuples():
     inputs = ("batch", 0, (0, "batch"), (1, 2))
     assert normalise_inputs(inputs, 4) == normalise_inputs(list(inputs), 4) == inputs
     assert normalise_inputs(None, 3) == ("batch", 0, 1)
@@ -42,11 +44,11 @@ def test_ties_keep_their_order():
     assert from_functions([f] * 4, ties=ties).ties == (((0, "e"), (3, "e"), (2, "head")), ((1, "a"), (2, "b")))
 
 
-def tied(*group):
-    return from_functions([f, f], ties=[list(group)])
+def model_with_tie(*leaves):
+    return from_functions([f, f], ties=[list(leaves)])
 
 
-test_what_makes_no_model_is_refused = refusals(
+test_wrong_models_are_refused = refusals(
     globals(),
     """
 from_functions([])
@@ -78,15 +80,15 @@ from_functions([f], loss="mse")
     ValueError: loss is a function loss(y, target) or None, found str.
 from_functions([f], reduction="avg")
     ValueError: reduction is 'mean', 'sum' or 'count', found 'avg'.
-tied((0, "e"))
+model_with_tie((0, "e"))
     ValueError: a tie is between leaves of at least two stages, found ((0, 'e'),).
-tied((0, "e"), (2, "e"))
+model_with_tie((0, "e"), (2, "e"))
     ValueError: names stage 2; the stages are 0 to 1.
-tied((0, "a"), (0, "b"), (1, "a"))
+model_with_tie((0, "a"), (0, "b"), (1, "a"))
     ValueError: names stage 0 twice; inside one stage, use one leaf twice.
 from_functions([f] * 3, ties=[[(0, "e"), (1, "e")], [(0, "e"), (2, "e")]])
     ValueError: leaf 'e' of stage 0 is in two ties; put all of its uses in one group.
-tied((1, "e"), (0, "e"))
+model_with_tie((1, "e"), (0, "e"))
     ValueError: the tie ((1, 'e'), (0, 'e')) names stage 1 first; the leaf lives in the earliest, 0.
 """,
 )

@@ -1,5 +1,7 @@
-"""Modules as the field writes them: norms, lazy modules, hooks, parametrizations, buffers of every kind. Each is the
-unsplit module, or refused with a sentence."""
+"""Real-world modules: norms, lazy modules, hooks, parametrizations, buffers of every kind.
+
+Each trains like the unsplit net, or is refused in one sentence.
+"""
 
 import functools
 import re
@@ -17,7 +19,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import fpipe
 from tests.refusals import refusals
-from tests.toys import Toy, assert_unsplit, merged, remembered
+from tests.toys import Toy, assert_unsplit, merged, state_by_name
 
 SHAPE = (6, 4, 3, 5)
 PLANS = {
@@ -27,23 +29,23 @@ PLANS = {
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A module between two convolutions, which may go in eval, and what a step hands back of its buffers."""
+class ModuleCase:
+    """A module to put between two convolutions, a change after it is made, and whether it has state."""
 
     make: Callable[[], nn.Module]
     state: bool = True
     change: Callable[[nn.Module], Any] = lambda module: None
 
 
-def masked() -> nn.Module:
-    """Constants, one of which is None."""
+def masking_module() -> nn.Module:
+    """Return a module of constants, including None."""
     mask = torch.tensor([1.0, 2.0, 0.0, 1.0, 0.5])
-    does = lambda own, x: x.masked_fill(own.mask == 2, 0.0) * own.mask * own.scale[0]  # noqa: E731
-    return Toy(does, mask=mask, scale=torch.tensor([2, 3]), none=None)
+    forward = lambda module, x: x.masked_fill(module.mask == 2, 0.0) * module.mask * module.scale[0]  # noqa: E731
+    return Toy(forward, mask=mask, scale=torch.tensor([2, 3]), none=None)
 
 
-class Both(nn.BatchNorm2d):
-    """A batch norm with a buffer of its own, and another input check."""
+class NormWithBuffer(nn.BatchNorm2d):
+    """A batch norm with an extra buffer and another input check."""
 
     def __init__(self) -> None:
         super().__init__(4)
@@ -57,9 +59,11 @@ class Both(nn.BatchNorm2d):
         return super().forward(input) * self.seen
 
 
-class ByItself(nn.BatchNorm2d):
-    """A batch norm with a forward of its own: nothing tells when it meets its input, and it normalises by what it
-    remembers."""
+class NormWithOwnForward(nn.BatchNorm2d):
+    """A batch norm with its own forward, which normalises by running statistics.
+
+    No input check marks where it meets its input.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         nn.functional.batch_norm(input.detach(), self.running_mean, self.running_var, None, None, True, 0.2)
@@ -71,28 +75,32 @@ class Scaled(nn.BatchNorm2d):
         return 2 * super().forward(3 * input)
 
 
-def block() -> nn.Module:
-    """Two norms, one of which runs twice, inside a module of one's own."""
+def two_norm_block() -> nn.Module:
+    """Return a custom block of two norms; it calls the first one twice."""
     norms = {"one": nn.BatchNorm2d(4), "two": nn.BatchNorm2d(4, momentum=None)}
-    return Toy(lambda own, x: own.two(own.one(own.conv(own.one(x))).relu()) + x, **norms, conv=nn.Conv2d(4, 4, 1))
+    return Toy(
+        lambda module, x: module.two(module.one(module.conv(module.one(x))).relu()) + x,
+        **norms,
+        conv=nn.Conv2d(4, 4, 1),
+    )
 
 
-def lazily(module: nn.Module, *shape: int) -> nn.Module:
-    """A lazy module that has seen an example."""
+def run_lazy(module: nn.Module, *shape: int) -> nn.Module:
+    """Return the lazy module after a call on an example."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # lazy modules are said to be under development
         module(torch.randn(shape))
     return module
 
 
-def lazy(make: Callable[..., nn.Module], *args: Any, **how: Any) -> nn.Module:
+def lazy(make: Callable[..., nn.Module], *args: Any, **options: Any) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return make(*args, **how)
+        return make(*args, **options)
 
 
-def hook(where: str, function: Callable[..., Any]) -> Callable[[nn.Module], Any]:
-    return lambda module: getattr(module, f"register_{where}")(function)
+def register_hook(hook_kind: str, function: Callable[..., Any]) -> Callable[[nn.Module], Any]:
+    return lambda module: getattr(module, f"register_{hook_kind}")(function)
 
 
 NORMS: dict[str, Callable[..., nn.Module]] = {
@@ -107,88 +115,96 @@ OPTIONS: dict[str, Callable[[Callable[..., nn.Module]], nn.Module]] = {
     ", eval": lambda norm: norm(4).eval(),
     ", no statistics": lambda norm: norm(4, track_running_stats=False),
 }
-KINDS: dict[str, Kind] = {
+MODULE_CASES: dict[str, ModuleCase] = {
     **{
-        f"{name}{how}": Kind(functools.partial(OPTIONS[how], norm), how not in (", eval", ", no statistics"))
+        f"{name}{option}": ModuleCase(
+            functools.partial(OPTIONS[option], norm), option not in (", eval", ", no statistics")
+        )
         for name, norm in NORMS.items()
-        for how in OPTIONS
+        for option in OPTIONS
     },
-    "SyncBatchNorm, one process": Kind(lambda: nn.SyncBatchNorm(4)),
-    "converted to SyncBatchNorm": Kind(lambda: nn.SyncBatchNorm.convert_sync_batchnorm(block())),
-    "a subclass": Kind(Both),
-    "a subclass with a forward of its own": Kind(lambda: ByItself(4)),
-    "a subclass around torch's forward": Kind(lambda: Scaled(4)),
-    "an instance with a forward of its own": Kind(
+    "SyncBatchNorm, one process": ModuleCase(lambda: nn.SyncBatchNorm(4)),
+    "converted to SyncBatchNorm": ModuleCase(lambda: nn.SyncBatchNorm.convert_sync_batchnorm(two_norm_block())),
+    "a subclass": ModuleCase(NormWithBuffer),
+    "a subclass with a forward of its own": ModuleCase(lambda: NormWithOwnForward(4)),
+    "a subclass around torch's forward": ModuleCase(lambda: Scaled(4)),
+    "an instance with a forward of its own": ModuleCase(
         lambda: nn.BatchNorm2d(4),
-        change=lambda module: setattr(module, "forward", types.MethodType(ByItself.forward, module)),
+        change=lambda module: setattr(module, "forward", types.MethodType(NormWithOwnForward.forward, module)),
     ),
-    "norms inside a block": Kind(block),
-    "LazyBatchNorm2d that has seen an example": Kind(lambda: lazily(lazy(nn.LazyBatchNorm2d), 2, 4, 3, 5)),
-    "LazyConv2d that has seen an example": Kind(lambda: lazily(lazy(nn.LazyConv2d, 4, 1), 2, 4, 3, 5), state=False),
-    "LazyLinear that has seen an example": Kind(lambda: lazily(lazy(nn.LazyLinear, 5), 2, 4, 3, 5), state=False),
-    "constants": Kind(masked, state=False),
-    "a forward hook": Kind(
-        lambda: nn.Conv2d(4, 4, 1), state=False, change=hook("forward_hook", lambda module, args, y: 2 * y)
+    "norms inside a block": ModuleCase(two_norm_block),
+    "LazyBatchNorm2d that has seen an example": ModuleCase(lambda: run_lazy(lazy(nn.LazyBatchNorm2d), 2, 4, 3, 5)),
+    "LazyConv2d that has seen an example": ModuleCase(
+        lambda: run_lazy(lazy(nn.LazyConv2d, 4, 1), 2, 4, 3, 5), state=False
     ),
-    "a pre-hook": Kind(
-        lambda: nn.BatchNorm2d(4), change=hook("forward_pre_hook", lambda module, args: (args[0] + 1.0,))
+    "LazyLinear that has seen an example": ModuleCase(
+        lambda: run_lazy(lazy(nn.LazyLinear, 5), 2, 4, 3, 5), state=False
     ),
-    "a hook on a norm": Kind(lambda: nn.BatchNorm2d(4), change=hook("forward_hook", lambda module, args, y: y.tanh())),
-    "a backward hook": Kind(
-        lambda: Toy(lambda own, x: x + x),
+    "constants": ModuleCase(masking_module, state=False),
+    "a forward hook": ModuleCase(
+        lambda: nn.Conv2d(4, 4, 1), state=False, change=register_hook("forward_hook", lambda module, args, y: 2 * y)
+    ),
+    "a pre-hook": ModuleCase(
+        lambda: nn.BatchNorm2d(4), change=register_hook("forward_pre_hook", lambda module, args: (args[0] + 1.0,))
+    ),
+    "a hook on a norm": ModuleCase(
+        lambda: nn.BatchNorm2d(4), change=register_hook("forward_hook", lambda module, args, y: y.tanh())
+    ),
+    "a backward hook": ModuleCase(
+        lambda: Toy(lambda module, x: x + x),
         state=False,
-        change=hook("full_backward_hook", lambda module, dx, dy: (3 * dx[0],)),
+        change=register_hook("full_backward_hook", lambda module, dx, dy: (3 * dx[0],)),
     ),
-    "a parametrization of one's own": Kind(
+    "a parametrization of one's own": ModuleCase(
         lambda: nn.Linear(5, 5),
         state=False,
         change=lambda module: parametrize.register_parametrization(
-            module, "weight", Toy(lambda own, x: x.triu() + x.triu(1).mT)
+            module, "weight", Toy(lambda module, x: x.triu() + x.triu(1).mT)
         ),
     ),
-    "weight norm": Kind(lambda: parametrizations.weight_norm(nn.Conv2d(4, 4, 1)), state=False),
-    "orthogonal": Kind(lambda: parametrizations.orthogonal(nn.Linear(5, 5)), state=False),
-    "pruned": Kind(lambda: prune.l1_unstructured(nn.Conv2d(4, 4, 1), "weight", 0.5), state=False),
+    "weight norm": ModuleCase(lambda: parametrizations.weight_norm(nn.Conv2d(4, 4, 1)), state=False),
+    "orthogonal": ModuleCase(lambda: parametrizations.orthogonal(nn.Linear(5, 5)), state=False),
+    "pruned": ModuleCase(lambda: prune.l1_unstructured(nn.Conv2d(4, 4, 1), "weight", 0.5), state=False),
 }
 
 
-def net_of(kind: Kind) -> nn.Sequential:
+def net_of(case: ModuleCase) -> nn.Sequential:
     torch.manual_seed(0)
-    module = kind.make()
+    module = case.make()
     with torch.no_grad():
         for name, buffer in module.named_buffers():
             if "running" in name and not module.training:
                 buffer.copy_(torch.rand_like(buffer) + 0.5)
-    kind.change(module)
+    case.change(module)
     return nn.Sequential(nn.Conv2d(4, 4, 1), module, nn.Tanh(), nn.Conv2d(4, 4, 1))
 
 
 @functools.cache
 def cut_case(name: str) -> tuple[nn.Sequential, nn.Sequential, Any, Any]:
-    """A net, the same net after plain autograd on each microbatch, the batch, and the first net cut."""
-    net, whole = net_of(KINDS[name]), net_of(KINDS[name])
+    """Return a net, its twin after plain autograd on each microbatch, the batch, and the cut net."""
+    net, unsplit = net_of(MODULE_CASES[name]), net_of(MODULE_CASES[name])
     x, target = torch.randn(SHAPE), torch.randn(SHAPE)
     for part, t in zip(x.tensor_split(3), target.tensor_split(3), strict=True):
-        (nn.functional.mse_loss(whole(part), t) * (len(part) / 6)).backward()
-    return net, whole, (x, target), fpipe.from_sequential(net, sizes=[2, 2], loss=nn.functional.mse_loss, example=x)
+        (nn.functional.mse_loss(unsplit(part), t) * (len(part) / 6)).backward()
+    return net, unsplit, (x, target), fpipe.from_sequential(net, sizes=[2, 2], loss=nn.functional.mse_loss, example=x)
 
 
 @pytest.mark.crossed
 @pytest.mark.filterwarnings("ignore:a stage runs under autograd")  # for a backward hook
 @pytest.mark.parametrize("trace", [True, False])
-@pytest.mark.parametrize("name", KINDS)
-def test_a_module_in_stages_is_the_module(name: str, trace: bool):
-    before = {name: buffer.clone() for name, buffer in net_of(KINDS[name]).named_buffers()}
-    net, whole, batch, (model, params, state) = cut_case(name)
+@pytest.mark.parametrize("name", MODULE_CASES)
+def test_a_module_cut_into_stages_trains_as_the_unsplit_net(name: str, trace: bool):
+    buffers_before = {name: buffer.clone() for name, buffer in net_of(MODULE_CASES[name]).named_buffers()}
+    net, unsplit, batch, (model, params, state) = cut_case(name)
     for plan in PLANS.values():
         step = fpipe.build(merged(model, 3, *plan), model, trace=trace)
         result = step(params, batch, state=state)
-        assert_unsplit(model, result, whole)
-        held = remembered(result)
-        assert bool(held) is KINDS[name].state
-        rest = [name for name, _ in whole.named_buffers() if name not in held]
-        assert all(torch.equal(before[name], whole.get_buffer(name)) for name in rest)
-    assert all(torch.equal(before[name], buffer) for name, buffer in net.named_buffers())
+        assert_unsplit(model, result, unsplit)
+        state_buffers = state_by_name(result)
+        assert bool(state_buffers) is MODULE_CASES[name].state
+        unwritten = [name for name, _ in unsplit.named_buffers() if name not in state_buffers]
+        assert all(torch.equal(buffers_before[name], unsplit.get_buffer(name)) for name in unwritten)
+    assert all(torch.equal(buffers_before[name], buffer) for name, buffer in net.named_buffers())
 
 
 def cut(module: nn.Module, example: Any = None) -> Any:
@@ -198,7 +214,7 @@ def cut(module: nn.Module, example: Any = None) -> Any:
 X = torch.zeros(2, 4, 3, 3)
 
 
-test_what_no_stage_can_be_is_refused_by_name = refusals(
+test_modules_that_no_stage_can_hold_are_refused_by_name = refusals(
     globals(),
     """
 cut(lazy(nn.LazyLinear, 5))

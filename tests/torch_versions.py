@@ -4,9 +4,9 @@ itself. conftest.py applies them; a test asks for what is here, and never for a 
 import torch
 from torch.torch_version import TorchVersion
 
-FOUND = TorchVersion(torch.__version__)
+TORCH = TorchVersion(torch.__version__)
 
-POSTS_RECEIVES_BY_THE_TABLE = FOUND < "2.15"
+POSTS_RECEIVES_BY_THE_TABLE = TORCH < "2.15"
 """torch.distributed.pipelining, which adds transfers to a table."""
 
 TORCHS_OWN_WARNINGS = (
@@ -22,7 +22,7 @@ TORCHS_OWN_WARNINGS = (
 
 _TO_ITSELF = "gloo refuses what torch 2.11 sends to itself"
 _NOT_AWAITED = "torch.accelerator.synchronize of torch 2.11 does not wait for a device that a test builds"
-_ACCELERATOR = "tests/test_fake_accelerator.py::test_what_is_read_is_waited_for"
+_ACCELERATOR = "tests/test_fake_accelerator.py::test_every_read_waits_for_its_write"
 _RUNTIME = "tests/test_torch_runtime.py::"
 _BEFORE_2_13 = {
     "tests/test_from_loss.py::test_what_no_trace_sees_is_refused": "torch 2.11 says something of its own there",
@@ -44,9 +44,9 @@ _FROM_2_15 = {
         "torch 2.15 reads no nested tensor from a file"
     ),
 }
-_LEFT_OUT = (_BEFORE_2_13 if FOUND < "2.13" else {}) | (_FROM_2_15 if FOUND >= "2.15" else {})
+_LEFT_OUT = (_BEFORE_2_13 if TORCH < "2.13" else {}) | (_FROM_2_15 if TORCH >= "2.15" else {})
 
 
-def left_out(test: str) -> str | None:
+def reason_to_leave_out(test_id: str) -> str | None:
     """Why a test is left out on this version of torch; None where it runs."""
-    return next((why for name, why in _LEFT_OUT.items() if test.startswith(name)), None)
+    return next((reason for name, reason in _LEFT_OUT.items() if test_id.startswith(name)), None)
