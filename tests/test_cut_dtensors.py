@@ -15,14 +15,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fpipe
 from fpipe.tree import tree_map
 from tests.processes import Processes
-from tests.test_sharded import loss, meshed, placed, sentences, whole, words
+from tests.test_sharded import gather_full, loss, meshed, placements_of, sentences, word_net
 
 KEY = 7
 
 
 def parallel(tp: DeviceMesh, sequence: bool) -> nn.Module:
     """A block of words, whose activations are whole between modules, or parts of the sequence."""
-    net, every, parts = words(dropout=0.5), Replicate(), Shard(1)
+    net, every, parts = word_net(dropout=0.5), Replicate(), Shard(1)
     del net[2]
     up, down = ColwiseParallel(output_layouts=every), RowwiseParallel(input_layouts=every)
     if sequence:
@@ -65,8 +65,8 @@ def cut(rank: int, sequence: bool) -> list[Any]:
     found = step(fpipe.local_params(program, params, mesh.get_local_rank("pp")), batch, key=KEY)
     grads = {name: grad for stage in found.grads if stage for name, grad in stage.items()}
     expected = by_autograd(parallel(mesh["tp"], sequence), 4 if sequence else 8)
-    odd = [name for name, grad in grads.items() if not torch.equal(whole(grad), whole(expected[name]))]
-    odd += [f"{name} elsewhere" for name, grad in grads.items() if placed(grad) != placed(expected[name])]
+    odd = [name for name, grad in grads.items() if not torch.equal(gather_full(grad), gather_full(expected[name]))]
+    odd += [f"{name} elsewhere" for name, grad in grads.items() if placements_of(grad) != placements_of(expected[name])]
     return [[stage.name.removesuffix(" over tp") for stage in model.stages], odd, len(grads)]
 
 
@@ -78,7 +78,7 @@ CUT = {
 
 @pytest.mark.parametrize("sequence", CUT)
 def test_a_net_of_dtensors_is_cut_where_they_are_redistributed(four: Processes, sequence: bool):
-    found = four.each(cut, sequence)
+    found = four.run(cut, sequence)
     assert [names for names, _, _ in found] == [CUT[sequence].split("; ")] * 4
     assert [odd for _, odd, _ in found] == [[]] * 4
     assert sum(count for _, _, count in found) == 2 * 9

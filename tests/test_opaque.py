@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import fpipe
 from property_tests.bits import is_same_gradient
 from tests.processes import Processes
-from tests.test_distributed import own
+from tests.test_distributed import local_part
 from tests.toys import Toy
 
 WIDTH = 8
@@ -26,37 +26,37 @@ WIDTH = 8
 class Experts(nn.Module):
     """A dropless mixture: each expert takes the rows that are sent to it."""
 
-    def __init__(self, make: Callable[[], nn.Module] = lambda: nn.Linear(WIDTH, WIDTH)) -> None:
+    def __init__(self, make_expert: Callable[[], nn.Module] = lambda: nn.Linear(WIDTH, WIDTH)) -> None:
         super().__init__()
         self.gate = nn.Linear(WIDTH, 4, bias=False)
-        self.experts = nn.ModuleList(make() for _ in range(4))
+        self.experts = nn.ModuleList(make_expert() for _ in range(4))
 
     def forward(self, x: Tensor) -> Any:
         flat = x.flatten(0, -2)
         weight, route = self.gate(flat).softmax(-1).max(-1)
-        return self.sent(flat, weight[:, None], route).view_as(x)
+        return self.mix_experts(flat, weight[:, None], route).view_as(x)
 
-    def sent(self, x: Tensor, weight: Tensor, route: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
+    def mix_experts(self, x: Tensor, weight: Tensor, route: Tensor) -> Tensor:
+        mixture = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
             (rows,) = torch.where(route == number)
             if len(rows) == 0:
                 continue
-            out[rows] += expert(x[rows]) * weight[rows]
-        return out
+            mixture[rows] += expert(x[rows]) * weight[rows]
+        return mixture
 
 
-class Everywhere(Experts):
+class MaskedExperts(Experts):
     """Asks nothing of Python: torch exports it, with sizes that are not known."""
 
-    def sent(self, x: Tensor, weight: Tensor, route: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
+    def mix_experts(self, x: Tensor, weight: Tensor, route: Tensor) -> Tensor:
+        mixture = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
-            out[route == number] = expert(x[route == number]) * weight[route == number]
-        return out
+            mixture[route == number] = expert(x[route == number]) * weight[route == number]
+        return mixture
 
 
-class Gated(nn.Module):
+class Branching(nn.Module):
     """Looks at rows of which only the data say how many they are."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Gated(nn.Module):
         return self.inner(x) if x.sum() > 0 else self.inner(-x)
 
 
-class Ticks(Experts):
+class CountedExperts(Experts):
     """Counts its calls, which a run that only asks for shapes must not."""
 
     calls = 0
@@ -77,27 +77,27 @@ class Ticks(Experts):
         return super().forward(x) * self.calls
 
 
-def residual(own: Any, x: Tensor) -> Tensor:
-    return x + own.inner(own.norm(x))
+def residual(module: Any, x: Tensor) -> Tensor:
+    return x + module.inner(module.norm(x))
 
 
-def through(own: Any, ids: Tensor) -> Tensor:
-    x = own.embed(ids)
-    for block in own.blocks:
+def run_blocks(module: Any, ids: Tensor) -> Tensor:
+    x = module.embed(ids)
+    for block in module.blocks:
         x = block(x)
-    return own.head(x)
+    return module.head(x)
 
 
-def net_around(*inside: nn.Module) -> Toy:
-    blocks = nn.ModuleList(Toy(residual, norm=nn.LayerNorm(WIDTH), inner=one) for one in inside)
-    return Toy(through, embed=nn.Embedding(20, WIDTH), blocks=blocks, head=nn.Linear(WIDTH, 20))
+def net_around(*modules: nn.Module) -> Toy:
+    blocks = nn.ModuleList(Toy(residual, norm=nn.LayerNorm(WIDTH), inner=module) for module in modules)
+    return Toy(run_blocks, embed=nn.Embedding(20, WIDTH), blocks=blocks, head=nn.Linear(WIDTH, 20))
 
 
 def cross_entropy(y: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(y.flatten(0, 1), target.flatten())
 
 
-def dense() -> nn.Module:
+def make_dense() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
 
 
@@ -106,34 +106,39 @@ def tokens(rows: int = 8) -> tuple[Tensor, Tensor]:
     return torch.randint(20, (rows, 5)), torch.randint(20, (rows, 5))
 
 
-def net_of(kind: Callable[[], nn.Module]) -> Toy:
+def net_of(make_module: Callable[[], nn.Module]) -> Toy:
     torch.manual_seed(0)
-    return net_around(dense(), kind(), dense())
+    return net_around(make_dense(), make_module(), make_dense())
 
 
-def autograd(net: nn.Module, batch: Any, microbatches: int) -> dict[str, Tensor | None]:
+def autograd_grads(net: nn.Module, batch: Any, microbatches: int) -> dict[str, Tensor | None]:
     """The gradients under plain autograd, one microbatch after the other."""
     net.zero_grad()
-    for ids, target in zip(*(half.chunk(microbatches) for half in batch), strict=True):
+    for ids, target in zip(*(tensor.chunk(microbatches) for tensor in batch), strict=True):
         (cross_entropy(net(ids), target) / microbatches).backward()
     return {name: leaf.grad for name, leaf in net.named_parameters()}
 
 
-def equal(model: fpipe.Model, made: fpipe.Result, right: dict[str, Tensor | None]) -> bool:
-    found = fpipe.join_params(model, made.grads)
-    return found.keys() == right.keys() and all(is_same_gradient(found[name], right[name]) for name in right)
+def has_grads(model: fpipe.Model, result: fpipe.Result, expected_grads: dict[str, Tensor | None]) -> bool:
+    actual_grads = fpipe.join_params(model, result.grads)
+    return actual_grads.keys() == expected_grads.keys() and all(
+        is_same_gradient(actual_grads[name], expected_grads[name]) for name in expected_grads
+    )
 
 
-def chained(model: fpipe.Model, *more: Any) -> fpipe.Program:
+def make_program(model: fpipe.Model, *transforms: Any) -> fpipe.Program:
     schedule = fpipe.schedules.one_f_one_b(len(model.stages))
-    return fpipe.chain(fpipe.split(4), *more, schedule, fpipe.merge())(fpipe.program(model))
+    return fpipe.chain(fpipe.split(4), *transforms, schedule, fpipe.merge())(fpipe.program(model))
 
 
 KINDS: dict[str, tuple[Any, str | None]] = {
-    "a branch on a length": (Experts, "module 'blocks.1.inner' (Experts), at test_opaque.py:{}, in sent: if len(rows)"),
-    "boolean masks": (Everywhere, None),
+    "a branch on a length": (
+        Experts,
+        "module 'blocks.1.inner' (Experts), at test_opaque.py:{}, in mix_experts: if len(rows)",
+    ),
+    "boolean masks": (MaskedExperts, None),
     "an expert that looks": (
-        lambda: Everywhere(Gated),
+        lambda: MaskedExperts(Branching),
         "module 'blocks.1.inner.experts.0' (Gated), at test_opaque.py:",
     ),
 }
@@ -142,25 +147,33 @@ KINDS: dict[str, tuple[Any, str | None]] = {
 @pytest.mark.parametrize("name", KINDS)
 def test_a_net_around_a_module_that_looks_at_data_is_cut(name: str):
     """It ended in torch's words for a size that is not known; of masks in those for an op without a meta kernel."""
-    kind, place = KINDS[name]
-    net = net_of(kind)
-    with warnings.catch_warnings(record=True) as told:
+    make_module, site = KINDS[name]
+    net = net_of(make_module)
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model, params, _ = fpipe.from_module(net, 3, loss=cross_entropy, example=tokens())
         assert str(model).count("% of the operations") == 3
-        step = fpipe.build(chained(model), model)
+        step = fpipe.build(make_program(model), model)
         for rows in (8, 16, 8):
-            assert equal(model, step(params, tokens(rows)), autograd(net, tokens(rows), 4))
-    words = [str(one.message) for one in told]
-    line = Experts.sent.__code__.co_firstlineno + 4
-    opaque = [one for one in words if one.startswith("The Python of 'blocks.1.inner' looks at data, so it is one op")]
-    assert [(place or "").format(line) in one for one in opaque] == [True] * (place is not None)
-    under = [re.search(r"a stage runs under autograd.*: (stage \d) ", one) for one in words if one not in opaque]
-    assert {one and one[1] for one in under} == {"stage 1"}
+            assert has_grads(model, step(params, tokens(rows)), autograd_grads(net, tokens(rows), 4))
+    messages = [str(warning.message) for warning in caught]
+    line = Experts.mix_experts.__code__.co_firstlineno + 4
+    opaque = [
+        message
+        for message in messages
+        if message.startswith("The Python of 'blocks.1.inner' looks at data, so it is one op")
+    ]
+    assert [(site or "").format(line) in message for message in opaque] == [True] * (site is not None)
+    untraced = [
+        re.search(r"a stage runs under autograd.*: (stage \d) ", message)
+        for message in messages
+        if message not in opaque
+    ]
+    assert {match and match[1] for match in untraced} == {"stage 1"}
 
 
 @pytest.mark.parametrize("all_on_meta", [False, True])
-def test_on_meta_it_is_refused_by_name(all_on_meta: bool):
+def test_from_module_refuses_an_opaque_module_on_meta_by_name(all_on_meta: bool):
     """Of a net on meta beside a real example the run that tells what it makes ended in torch's words for a device."""
     net = net_of(Experts).to("meta")
     example: Any = tuple(part.to("meta") for part in tokens()) if all_on_meta else tokens()
@@ -168,76 +181,76 @@ def test_on_meta_it_is_refused_by_name(all_on_meta: bool):
         fpipe.from_module(net, 3, loss=cross_entropy, example=example)
 
 
-def test_it_may_be_a_stage_of_its_own():
+def test_an_opaque_module_may_be_a_stage():
     net = net_of(Experts)
     cuts = ["blocks.1.norm", "blocks.1.inner"]
     with pytest.warns(UserWarning, match="The Python of 'blocks.1.inner' looks at data"):
         model, params, _ = fpipe.from_module(net, cuts=cuts, loss=cross_entropy, example=tokens())
     assert [stage.name for stage in model.stages][1] == "blocks.1.inner"
     with pytest.warns(UserWarning, match="a stage runs under autograd"):
-        made = fpipe.build(chained(model, fpipe.split_backward()), model)(params, tokens())
-    assert equal(model, made, autograd(net, tokens(), 4))
+        result = fpipe.build(make_program(model, fpipe.split_backward()), model)(params, tokens())
+    assert has_grads(model, result, autograd_grads(net, tokens(), 4))
 
 
 @pytest.mark.filterwarnings("ignore:The Python of", "ignore:a stage runs under autograd")
-def test_one_module_may_be_called_twice_and_have_dropout():
+def test_an_opaque_module_may_be_called_twice_and_have_dropout():
     """Each call is an operation of its own, and draws what its stage draws."""
     shared = Experts(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)))
-    net = net_around(shared, dense(), shared)
+    net = net_around(shared, make_dense(), shared)
     model, params, _ = fpipe.from_module(net, 3, loss=cross_entropy, example=tokens())
-    program = chained(model)
+    program = make_program(model)
     assert fpipe.verify(program, model, params, tokens(), key=1).bitwise
 
 
 @pytest.mark.usefixtures("small_heap")
 @pytest.mark.filterwarnings("ignore:The Python of", "ignore:a stage runs under autograd")
-def test_a_copy_of_a_model_has_its_own():
+def test_a_copied_model_runs_after_the_original_is_deleted():
     net = net_of(Experts)
     model, params, _ = fpipe.from_module(net, 3, loss=cross_entropy, example=tokens())
-    right = autograd(net, tokens(), 4)
+    expected_grads = autograd_grads(net, tokens(), 4)
     copy = pickle.loads(pickle.dumps(model))
-    assert equal(model, fpipe.build(chained(model), model)(params, tokens()), right)
+    assert has_grads(model, fpipe.build(make_program(model), model)(params, tokens()), expected_grads)
     del model, net
     gc.collect()
-    assert equal(copy, fpipe.build(chained(copy), copy)(params, tokens()), right)
+    assert has_grads(copy, fpipe.build(make_program(copy), copy)(params, tokens()), expected_grads)
 
 
 @pytest.mark.filterwarnings("ignore:The Python of", "ignore:a stage runs under autograd")
-def test_only_steps_run_its_python_for_good():
-    net = net_of(Ticks)
-    inner: Any = net.blocks[1].inner
+def test_only_steps_run_an_opaque_module():
+    net = net_of(CountedExperts)
+    counter: Any = net.blocks[1].inner
     model, params, _ = fpipe.from_module(net, 3, loss=cross_entropy, example=tokens())
-    step = fpipe.build(chained(model), model)
-    assert inner.calls == 0
+    step = fpipe.build(make_program(model), model)
+    assert counter.calls == 0
     step(params, tokens())
-    assert inner.calls == 4
+    assert counter.calls == 4
 
 
 @pytest.mark.filterwarnings("ignore:a stage runs under autograd")
-def test_what_a_module_writes_that_looks_at_data_is_refused():
+def test_an_opaque_module_that_writes_buffers_is_refused():
     net = net_of(lambda: Experts(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))))
     with pytest.warns(UserWarning, match="The Python of"):
         model, params, _ = fpipe.from_module(net, 3, loss=cross_entropy, example=tokens())
     with pytest.raises(RuntimeError, match=r"stage 1 \(blocks.1\) writes its parameters or buffers in place"):
-        fpipe.build(chained(model), model)(params, tokens())
+        fpipe.build(make_program(model), model)(params, tokens())
 
 
-def routed(rank: int) -> list[bool]:
-    net, found = net_of(Experts), list[bool]()
+def compare_rank_grads(rank: int) -> list[bool]:
+    net, is_equal = net_of(Experts), list[bool]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, params, _ = fpipe.from_module(net, 2, loss=cross_entropy, example=tokens())
-        for more in ((), (fpipe.split_backward(),)):
-            program = chained(model, *more)
+        for transforms in ((), (fpipe.split_backward(),)):
+            program = make_program(model, *transforms)
             step = fpipe.build(program, model, runtime="distributed", example=(params, tokens()))
             for rows in (8, 16):
-                grads = step(own(program, rank, params), tokens(rows)).grads[rank]
-                right = autograd(net, tokens(rows), 4)
-                found += [torch.equal(grads[name], right[name]) for name in grads]
-    return found
+                grads = step(local_part(program, rank, params), tokens(rows)).grads[rank]
+                expected_grads = autograd_grads(net, tokens(rows), 4)
+                is_equal += [torch.equal(grads[name], expected_grads[name]) for name in grads]
+    return is_equal
 
 
-def test_each_rank_of_several_processes_runs_what_is_its_own(pair: Processes):
-    for found in pair.each(routed):
-        assert found
-        assert all(found)
+def test_opaque_modules_run_on_the_ranks_of_several_processes(pair: Processes):
+    for is_equal in pair.run(compare_rank_grads):
+        assert is_equal
+        assert all(is_equal)

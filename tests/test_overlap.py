@@ -30,30 +30,30 @@ def scheduled(model: fpipe.Model | int, microbatches: int, *schedule: Any) -> fp
 
 def test_a_pair_that_takes_less_than_its_parts_shortens_the_step():
     costs = fpipe.Costs(pair=lambda op: 2.5)
-    one = scheduled(4, 8, fpipe.schedules.one_f_one_b_overlap(4))
-    many = scheduled(8, 8, fpipe.schedules.interleaved_overlap(4))
-    assert (fpipe.simulate(one, costs).makespan, fpipe.simulate(many, costs).makespan) == (29.5, 51.5)
+    plain = scheduled(4, 8, fpipe.schedules.one_f_one_b_overlap(4))
+    interleaved = scheduled(8, 8, fpipe.schedules.interleaved_overlap(4))
+    assert (fpipe.simulate(plain, costs).makespan, fpipe.simulate(interleaved, costs).makespan) == (29.5, 51.5)
 
 
 @pytest.mark.parametrize("schedule", ["one_f_one_b_overlap", "interleaved_overlap", "dualpipe"])
-def test_pairs_forget_where_their_parts_were_before(schedule: str):
+def test_an_overlapped_schedule_ignores_an_earlier_placement(schedule: str):
     """A PAIR whose first part was on its rank already left the other one where that was: stages on several ranks."""
-    scheduled, cut = fpipe.schedules.get(schedule)(2), fpipe.split(4)(fpipe.program(4))
-    assert fpipe.chain(fpipe.place([1, 0, 1, 0]), scheduled)(cut) == scheduled(cut)
-    assert fpipe.chain(fpipe.place("linear"), scheduled)(cut) == scheduled(cut)
+    transform, program = fpipe.schedules.get(schedule)(2), fpipe.split(4)(fpipe.program(4))
+    assert fpipe.chain(fpipe.place([1, 0, 1, 0]), transform)(program) == transform(program)
+    assert fpipe.chain(fpipe.place("linear"), transform)(program) == transform(program)
 
 
-def test_an_exchange_takes_no_time_of_its_rank_and_queues_on_its_lane():
+def test_an_exchange_occupies_its_lane_and_not_its_rank():
     table = fpipe.schedules.from_table("0F0 1F0 0F1 1F1 2F0 3F0 2F1 3F1 3B0 3B1 2B0 2B1 1B0 1B1 0B0 0B1")
     timeline = fpipe.simulate(scheduled(experts(1), 2, table), fpipe.Costs(exchange=1.5))
     start = {event.op.cell: event.start for event in timeline.events}
     # 1F0 from 1 to 2.5, 1F1 waits for the lane, 2F0 runs meanwhile
     assert [start[cell] for cell in ("0F1", "1F0", "1F1", "2F0", "2F1")] == [1.0, 1.0, 2.5, 2.5, 4.0]
-    lane = sorted((event.start, event.end) for event in timeline.events if is_exchange(event.op))
-    assert all(before[1] <= after[0] for before, after in pairwise(lane))
+    lane_intervals = sorted((event.start, event.end) for event in timeline.events if is_exchange(event.op))
+    assert all(earlier[1] <= later[0] for earlier, later in pairwise(lane_intervals))
 
 
-def test_a_program_with_exchanges_is_its_text():
+def test_a_program_with_exchanges_parses_from_its_text():
     halved = scheduled(experts(1), 2, fpipe.split_backward())
     program = fpipe.schedules.one_f_one_b_overlap(2)(halved)
     assert "{exchange='all_to_all', axis='ep'}" in str(program)
@@ -71,8 +71,8 @@ def test_exchanges_hide_behind_the_work_of_another_microbatch(schedule: str):
     options = {"chunks": 2} if schedule == "interleaved_overlap" else {}
     costs, model = fpipe.Costs(exchange=1.0), experts(4)
     plain = fpipe.simulate(scheduled(model, 8, fpipe.schedules.one_f_one_b(2)), costs)
-    found = fpipe.simulate(scheduled(model, 8, fpipe.schedules.get(schedule)(2, **options)), costs)
-    assert found.makespan < 0.7 * plain.makespan
+    overlapped = fpipe.simulate(scheduled(model, 8, fpipe.schedules.get(schedule)(2, **options)), costs)
+    assert overlapped.makespan < 0.7 * plain.makespan
 
 
 def test_a_pair_of_chunks_is_in_the_order_of_deepseek_v3():
@@ -84,12 +84,19 @@ def test_a_pair_of_chunks_is_in_the_order_of_deepseek_v3():
     chunks = [f"{names[cell[0]]}({cell[1].replace('I', 'B')})" for cell in period]
     compute_row = [chunk for chunk in chunks if chunk[:3] in ("MLP", "ATT")]
     lane = [chunk for chunk in chunks if chunk not in compute_row]
-    start, begin = compute_row.index("MLP(B)"), lane.index("DISPATCH(F)")
-    assert compute_row[start:] + compute_row[:start] == ["MLP(B)", "MLP(W)", "MLP(F)", "ATTN(B)", "ATTN(W)", "ATTN(F)"]
-    assert lane[begin:] + lane[:begin] == ["DISPATCH(F)", "DISPATCH(B)", "COMBINE(F)", "COMBINE(B)"]
+    compute_start, lane_start = compute_row.index("MLP(B)"), lane.index("DISPATCH(F)")
+    assert compute_row[compute_start:] + compute_row[:compute_start] == [
+        "MLP(B)",
+        "MLP(W)",
+        "MLP(F)",
+        "ATTN(B)",
+        "ATTN(W)",
+        "ATTN(F)",
+    ]
+    assert lane[lane_start:] + lane[:lane_start] == ["DISPATCH(F)", "DISPATCH(B)", "COMBINE(F)", "COMBINE(B)"]
 
 
-def test_a_cluster_says_how_long_bytes_take():
+def test_a_cluster_prices_exchanges_by_their_bytes():
     costs = fpipe.Costs(bytes={"y": 8e9, "dx": 8e9}, cluster=fpipe.Cluster.parse("2 ranks; replicas 4 1s 1GB/s"))
     kinds: Any = (("all_to_all", 9.0), ("all_reduce", 18.0), ("ring", 9.0), ("reduce", 18.0), ("copy", 0.0))
     for kind, seconds in kinds:
@@ -98,7 +105,7 @@ def test_a_cluster_says_how_long_bytes_take():
         assert costs.seconds(op) == seconds
 
 
-def test_a_timeline_tells_what_its_exchanges_cost():
+def test_op_seconds_of_a_timeline_are_the_costs():
     """Each from when its lane was free, and no wait for one is another op's time."""
     costs = fpipe.Costs(exchange=1.5, gather=0.75, scatter=2.5)
     shared = fpipe.chain(fpipe.schedules.one_f_one_b(2), fpipe.merge(outputs=False), fpipe.shard(gather="use"))
@@ -118,27 +125,27 @@ def test_a_search_interleaves_exchanges_with_the_work_of_other_microbatches():
     block: list[Any] = [lambda p, x: (x @ p["w"]).tanh(), exchange, lambda p, x: (x @ p["w"]).relu(), exchange]
     model = fpipe.from_functions(block * 2, loss=lambda y, target: (y - target).square().mean())
     start, costs = fpipe.split(8)(fpipe.program(model)), fpipe.Costs(exchange=0.8)
-    named = fpipe.simulate(fpipe.schedules.one_f_one_b_overlap(2)(start), costs)
-    words: Any = {"ranks": 2, "placement": "linear", "seconds": 0.2, "solver": "local"}
-    free, capped = (fpipe.search(start, costs, **words, memory_cap=cap) for cap in (None, max(named.peak)))
-    for found, most in ((free, 52), (capped, 54)):
-        fpipe.check(fpipe.chain(fpipe.communicate(), fpipe.free())(found.program))
-        assert found.timeline.makespan == fpipe.simulate(found.schedule(start), costs).makespan
-        assert found.bound <= found.timeline.makespan < most < named.makespan
-    assert max(capped.timeline.peak) <= max(named.peak)
-    draw = torch.Generator().manual_seed(0)
-    weights = [{"w": torch.randn(4, 4, generator=draw)} if stage % 2 == 0 else {} for stage in range(8)]
-    batch = torch.randn(16, 4, generator=draw), torch.randn(16, 4, generator=draw)
+    named_timeline = fpipe.simulate(fpipe.schedules.one_f_one_b_overlap(2)(start), costs)
+    options: Any = {"ranks": 2, "placement": "linear", "seconds": 0.2, "solver": "local"}
+    free, capped = (fpipe.search(start, costs, **options, memory_cap=cap) for cap in (None, max(named_timeline.peak)))
+    for result, limit in ((free, 52), (capped, 54)):
+        fpipe.check(fpipe.chain(fpipe.communicate(), fpipe.free())(result.program))
+        assert result.timeline.makespan == fpipe.simulate(result.schedule(start), costs).makespan
+        assert result.bound <= result.timeline.makespan < limit < named_timeline.makespan
+    assert max(capped.timeline.peak) <= max(named_timeline.peak)
+    generator = torch.Generator().manual_seed(0)
+    weights = [{"w": torch.randn(4, 4, generator=generator)} if stage % 2 == 0 else {} for stage in range(8)]
+    batch = torch.randn(16, 4, generator=generator), torch.randn(16, 4, generator=generator)
     assert fpipe.verify(free.program, model, weights, batch).bitwise
 
 
-def test_a_search_claims_no_bound_that_takes_exchanges_for_work():
+def test_the_bound_of_a_search_counts_exchanges_on_their_own_lane():
     """The solver knew one lane a rank, and proved 34 s the shortest, where 29 are enough."""
     start, costs = fpipe.split(4)(fpipe.program(experts(2))), fpipe.Costs(exchange=1)
-    found = fpipe.search(start, costs, ranks=2, placement="linear", seconds=0.2)
-    assert found.timeline.makespan <= fpipe.simulate(fpipe.schedules.one_f_one_b_overlap(2)(start), costs).makespan
-    assert found.timeline.makespan == fpipe.simulate(found.schedule(start), costs).makespan
-    assert found.bound <= 29
+    result = fpipe.search(start, costs, ranks=2, placement="linear", seconds=0.2)
+    assert result.timeline.makespan <= fpipe.simulate(fpipe.schedules.one_f_one_b_overlap(2)(start), costs).makespan
+    assert result.timeline.makespan == fpipe.simulate(result.schedule(start), costs).makespan
+    assert result.bound <= 29
 
 
 REPLICAS = fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False), fpipe.data_parallel("ep"))(fpipe.program(experts(1)))

@@ -11,45 +11,45 @@ import pytest
 import fpipe
 from fpipe.program import Op, Program, ProgramError
 from fpipe.schedules import from_generator, from_priority
-from fpipe.schedules.priority import Now
+from fpipe.schedules.priority import RankState
 
 
-def one_f_one_b(op: Op, now: Now) -> tuple[bool, int]:
+def one_f_one_b(op: Op, now: RankState) -> tuple[bool, int]:
     return op.kind == "F", op.microbatch or 0
 
 
-def forwards_first(op: Op, now: Now) -> tuple[bool, int]:
+def forwards_first(op: Op, now: RankState) -> tuple[bool, int]:
     return op.kind != "F", op.microbatch or 0
 
 
-def base(stages: int, microbatches: int) -> Program:
+def split_program(stages: int, microbatches: int) -> Program:
     return fpipe.split(microbatches)(fpipe.program(stages))
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 1), (3, 4), (4, 9)])
 def test_backward_first_under_a_cap_is_one_f_one_b(ranks: int, microbatches: int):
     caps = [ranks - rank for rank in range(ranks)]
-    mine = from_priority(one_f_one_b, ranks, cap=caps)(base(ranks, microbatches))
-    assert mine == fpipe.schedules.one_f_one_b(ranks)(base(ranks, microbatches))
+    scheduled = from_priority(one_f_one_b, ranks, cap=caps)(split_program(ranks, microbatches))
+    assert scheduled == fpipe.schedules.one_f_one_b(ranks)(split_program(ranks, microbatches))
 
 
-def test_recomputation_counts_when_it_is_done():
+def test_the_cap_counts_recomputed_residuals():
     program = fpipe.chain(fpipe.split(4), fpipe.checkpoint("always"))(fpipe.program(2))
-    made = from_priority(forwards_first, 2, cap=1)(program)
-    assert fpipe.simulate(made).peak == (1, 1)
+    scheduled = from_priority(forwards_first, 2, cap=1)(program)
+    assert fpipe.simulate(scheduled).peak == (1, 1)
 
 
-def test_what_now_says():
-    seen: list[Now] = []
+def test_a_key_is_told_time_rank_held_microbatches_and_sizes():
+    calls: list[RankState] = []
 
-    def key(op: Op, now: Now) -> float:
-        seen.append(now)
+    def key(op: Op, now: RankState) -> float:
+        calls.append(now)
         return op.kind == "F"
 
-    from_priority(key, 2, costs=fpipe.Costs(transfer=0.5))(base(2, 2))
-    assert seen[0] == Now(time=0.0, rank=0, held=0.0, microbatches=2, stages=2)
-    assert min(now.time for now in seen if now.rank == 1) == 1.5
-    assert max(now.held for now in seen) == 2
+    from_priority(key, 2, costs=fpipe.Costs(transfer=0.5))(split_program(2, 2))
+    assert calls[0] == RankState(time=0.0, rank=0, held_microbatches=0.0, microbatches=2, stages=2)
+    assert min(now.time for now in calls if now.rank == 1) == 1.5
+    assert max(now.held for now in calls) == 2
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,9 @@ def test_what_now_says():
         ("F first", {}, "key is a function key(op, now)"),
     ],
 )
-def test_a_priority_that_cannot_be_followed_is_refused(key: Any, options: dict[str, Any], sentence: str):
+def test_an_invalid_priority_is_refused(key: Any, options: dict[str, Any], sentence: str):
     with pytest.raises((ProgramError, ValueError, TypeError), match=re.escape(sentence)):
-        from_priority(key, 2, **options)(base(2, 2))
+        from_priority(key, 2, **options)(split_program(2, 2))
 
 
 def gpipe_cells(rank: int, ranks: int, microbatches: int) -> Iterator[str]:
@@ -80,10 +80,10 @@ def gpipe_cells(rank: int, ranks: int, microbatches: int) -> Iterator[str]:
 
 
 def test_a_generator_gives_the_schedule():
-    assert from_generator(gpipe_cells, 3)(base(3, 4)) == fpipe.schedules.gpipe(3)(base(3, 4))
+    assert from_generator(gpipe_cells, 3)(split_program(3, 4)) == fpipe.schedules.gpipe(3)(split_program(3, 4))
 
 
-def test_cells_may_be_keys_or_idle_and_stages_lie_as_the_placement_says():
+def test_a_generator_may_yield_keys_and_idle_cells_under_a_placement():
     def cells(rank: int, ranks: int, microbatches: int) -> Iterator[Any]:
         yield None
         for stage in (rank, 3 - rank):
@@ -92,9 +92,9 @@ def test_cells_may_be_keys_or_idle_and_stages_lie_as_the_placement_says():
         for stage in (3 - rank, rank):
             yield from (f"{stage}B{index}" for index in range(microbatches))
 
-    made = from_generator(cells, 2, "v")(base(4, 2))
-    assert made.placement == (0, 1, 1, 0)
-    assert made.table()[1][:4] == ["1F0", "1F1", "2F0", "2F1"]
+    scheduled = from_generator(cells, 2, "v")(split_program(4, 2))
+    assert scheduled.placement == (0, 1, 1, 0)
+    assert scheduled.table()[1][:4] == ["1F0", "1F1", "2F0", "2F1"]
 
 
 @pytest.mark.parametrize(
@@ -118,6 +118,6 @@ def test_cells_may_be_keys_or_idle_and_stages_lie_as_the_placement_says():
         ("0F0", "from_generator takes f(rank, ranks, microbatches), which yields cells; found '0F0'"),
     ],
 )
-def test_a_generator_that_goes_astray_is_refused(cells: Any, sentence: str):
+def test_an_invalid_generator_is_refused(cells: Any, sentence: str):
     with pytest.raises((ProgramError, TypeError), match=re.escape(sentence)):
-        from_generator(cells, 2)(base(2, 2))
+        from_generator(cells, 2)(split_program(2, 2))

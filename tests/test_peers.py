@@ -15,18 +15,18 @@ from torch import Tensor, nn
 import fpipe
 from property_tests.bits import bits
 from tests.refusals import refusals
-from tests.toys import POLICIES, Toy, assert_unsplit, merged, one_by_one
+from tests.toys import POLICIES, Toy, assert_unsplit, merged, run_unsplit
 
 WIDTH, ROWS = 4, 12
 SCHEDULES = {name: getattr(fpipe.schedules, name) for name in ("gpipe", "one_f_one_b", "zb_h1")}
 
 
 def batch_of(rows: int = ROWS) -> tuple[Tensor, Tensor]:
-    make = torch.Generator().manual_seed(1)
-    return torch.randn(rows, WIDTH, generator=make), torch.randn(rows, WIDTH, generator=make)
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
 
 
-def observed(net: nn.Module) -> list[Any]:
+def observe_state(net: nn.Module) -> list[Any]:
     """All that somebody outside could see."""
     modes = [module.training for module in net.modules()]
     grads = [leaf.grad for leaf in net.parameters()]
@@ -36,14 +36,14 @@ def observed(net: nn.Module) -> list[Any]:
 @pytest.mark.crossed
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("reading", ["sizes", "build", "verify", "profile", "reference", "simulate"])
-def test_looking_at_a_step_leaves_everything_as_found(reading: str, training: bool):
+def test_reading_a_step_changes_no_state(reading: str, training: bool):
     """Parameters, buffers, modes, random numbers and the caller's tensors."""
     net, batch = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)), batch_of()
     net[1].train(training)
     model, params, state = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss)
     program = merged(model, 4, fpipe.checkpoint(), fpipe.schedules.gpipe(2))
-    before, given = observed(net), bits((params, batch, state))
-    read: dict[str, Callable[[], Any]] = {
+    observed_before, bits_before = observe_state(net), bits((params, batch, state))
+    reading_by_name: dict[str, Callable[[], Any]] = {
         "sizes": lambda: fpipe.sizes(program, model, params, batch, state=state),
         "build": lambda: fpipe.build(program, model, example=(params, batch, state)),
         "verify": lambda: fpipe.verify(program, model, params, batch, state=state, key=1),
@@ -51,19 +51,19 @@ def test_looking_at_a_step_leaves_everything_as_found(reading: str, training: bo
         "reference": lambda: fpipe.reference(model, params, batch, microbatches=4, state=state, key=1),
         "simulate": lambda: fpipe.simulate(program),
     }
-    assert read[reading]() is not None
-    assert observed(net) == before
-    assert bits((params, batch, state)) == given
+    assert reading_by_name[reading]() is not None
+    assert observe_state(net) == observed_before
+    assert bits((params, batch, state)) == bits_before
 
 
 @pytest.mark.parametrize(("policy", "times"), [("always", 4), ("except_last", 3), ("never", 0)])
-def test_recomputes_are_counted_by_the_microbatches_there_are(policy: Any, times: int):
+def test_recomputes_follow_the_actual_number_of_microbatches(policy: Any, times: int):
     """Not by those asked for: 6 rows in 4, and 4 rows where 8 microbatches were asked for."""
-    ran: list[int] = []
+    rows_per_call: list[int] = []
 
     class Counting(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
-            ran.append(len(input))
+            rows_per_call.append(len(input))
             return super().forward(input)
 
     net = nn.Sequential(Counting(WIDTH, WIDTH), nn.Tanh())
@@ -72,42 +72,44 @@ def test_recomputes_are_counted_by_the_microbatches_there_are(policy: Any, times
     for split, rows in zip(splits, (6, 4), strict=True):
         program = fpipe.chain(split, fpipe.checkpoint(policy), fpipe.merge())(fpipe.program(model))
         assert [op.kind for op in program.ops].count("R") == times
-        ran.clear()
+        rows_per_call.clear()
         fpipe.build(program, model, trace=False)(params, batch_of(rows))
-        assert len(ran) == 4 + times
+        assert len(rows_per_call) == 4 + times
         evaluation = fpipe.forward_only()(program)
         assert not {"R", "B", "I", "W"} & {op.kind for op in evaluation.ops}
         assert not any(value.name == "res" for op in evaluation.ops for value in op.writes)
 
 
-def test_the_input_gradient_of_the_first_stage_is_nothing_and_its_weight_gradient_everything():
+def test_the_input_gradient_op_of_the_first_stage_makes_no_tensor():
     """torch 2.13 raises there. I makes no tensor, so what it hands on is what it was handed; that of stage 1 does."""
     net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
     model, params, _ = fpipe.from_sequential(net, sizes=[4, 4], loss=nn.functional.mse_loss)
     program = fpipe.chain(fpipe.split_backward(), fpipe.schedules.gpipe(2))(fpipe.program(model))
     sizes = fpipe.sizes(program, model, params, batch_of())
-    made: list[int] = []
+    new_storages: list[int] = []
     for op in program.ops:
         if op.kind == "I":
-            read = {storage for value in op.reads for storage in sizes.storages(value)}
-            made.append(sum(storage not in read for storage in sizes.storages(fpipe.Value("wres", op.stage, 0))))
-    last, first = made
-    assert (first, last > 0) == (0, True)
-    assert_unsplit(model, fpipe.build(program, model)(params, batch_of()), one_by_one(net, batch_of(), 1)[0])
+            read_storages = {storage for value in op.reads for storage in sizes.storages(value)}
+            new_storages.append(
+                sum(storage not in read_storages for storage in sizes.storages(fpipe.Value("wres", op.stage, 0)))
+            )
+    last_stage_count, first_stage_count = new_storages
+    assert (first_stage_count, last_stage_count > 0) == (0, True)
+    assert_unsplit(model, fpipe.build(program, model)(params, batch_of()), run_unsplit(net, batch_of(), 1)[0])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_batch_that_is_a_misaligned_view_gives_the_same_bits(policy: str):
     """Kernels start elsewhere on such memory, so a copy of it would have other sums."""
-    held = torch.randn(2, 1 + 11 * WIDTH)
-    batch = tuple(half[1:].view(11, WIDTH) for half in held)
+    memory = torch.randn(2, 1 + 11 * WIDTH)
+    batch = tuple(row[1:].view(11, WIDTH) for row in memory)
     net = nn.Sequential(nn.Linear(WIDTH, 64), nn.SiLU(), nn.Linear(64, WIDTH))
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss)
     program = merged(model, 3, *POLICIES[policy], fpipe.schedules.gpipe(2))
-    assert_unsplit(model, fpipe.build(program, model)(params, batch), one_by_one(net, batch, 3)[0])
+    assert_unsplit(model, fpipe.build(program, model)(params, batch), run_unsplit(net, batch, 3)[0])
 
 
-def test_autocast_with_a_weight_used_twice_is_right_in_threads_too():
+def test_autocast_with_a_weight_used_twice_is_right_in_threads():
     """A traced cast of the weight is one value in both uses; torch's cache of casts belongs to a thread."""
 
     def stage(p: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -118,45 +120,45 @@ def test_autocast_with_a_weight_used_twice_is_right_in_threads_too():
     program = merged(model, 3, fpipe.split_backward(), fpipe.schedules.gpipe(2))
     params = tuple({"w": torch.randn(WIDTH, WIDTH), "v": torch.randn(WIDTH, WIDTH)} for _ in range(2))
     batch = batch_of()
-    step, found = fpipe.build(program, model), list[fpipe.Result]()
-    threads = [threading.Thread(target=lambda: found.append(step(params, batch))) for _ in range(4)]
+    step, results = fpipe.build(program, model), list[fpipe.Result]()
+    threads = [threading.Thread(target=lambda: results.append(step(params, batch))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    right = bits(fpipe.reference(model, params, batch, microbatches=3).grads)
-    assert [bits(result.grads) == right for result in found] == [True] * 4
+    expected_grads = bits(fpipe.reference(model, params, batch, microbatches=3).grads)
+    assert [bits(result.grads) == expected_grads for result in results] == [True] * 4
 
 
 @pytest.mark.parametrize("front", ["functions", "one loss"])
 @pytest.mark.parametrize("trace", [True, False])
-def test_one_row_that_lies_the_other_way_round_has_plain_autograds_bits(front: str, trace: bool):
+def test_a_transposed_batch_of_one_row_gives_the_bits_of_autograd(front: str, trace: bool):
     """`reference` and `from_loss` handed `y.view_as(y)` on, which has other strides where there is one row; a product
     with a frozen matrix is then another kernel, and gradients differed in their last bits."""
     weights, x, t = [torch.randn(4, 4) for _ in range(2)], torch.randn(1, 4, 4), torch.randn(1, 4, 4)
     params = {"a": weights[0], "frozen": weights[1]}
 
-    def first(p: dict[str, Tensor], h: Tensor) -> Tensor:
+    def normalize(p: dict[str, Tensor], h: Tensor) -> Tensor:
         return nn.functional.batch_norm((h @ p["a"]).transpose(1, 2), None, None, training=True).transpose(1, 2)
 
-    def last(p: dict[str, Tensor], h: Tensor) -> Tensor:
+    def multiply_frozen(p: dict[str, Tensor], h: Tensor) -> Tensor:
         return torch.tanh(h @ p["frozen"])
 
     def loss_fn(p: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        return nn.functional.mse_loss(last(p, fpipe.boundary(first(p, batch[0]))), batch[1])
+        return nn.functional.mse_loss(multiply_frozen(p, fpipe.boundary(normalize(p, batch[0]))), batch[1])
 
     if front == "one loss":
-        model, own = fpipe.from_loss(loss_fn, params, (x, t))
+        model, stage_params = fpipe.from_loss(loss_fn, params, (x, t))
     else:
-        model = fpipe.from_functions([first, last], nn.functional.mse_loss)
-        own = ({"a": params["a"]}, {"frozen": params["frozen"]})
+        model = fpipe.from_functions([normalize, multiply_frozen], nn.functional.mse_loss)
+        stage_params = ({"a": params["a"]}, {"frozen": params["frozen"]})
     model = fpipe.freeze(model, 1)
     program = merged(model, 1, fpipe.schedules.gpipe(2))
-    assert fpipe.verify(program, model, own, (x, t)).bitwise
-    found = fpipe.build(program, model, trace=trace)(own, (x, t))
+    assert fpipe.verify(program, model, stage_params, (x, t)).bitwise
+    result = fpipe.build(program, model, trace=trace)(stage_params, (x, t))
     leaf = params["a"].clone().requires_grad_()
     loss_fn({**params, "a": leaf}, (x, t)).backward()
-    assert torch.equal(found.grads[0]["a"], leaf.grad)
+    assert torch.equal(result.grads[0]["a"], leaf.grad)
 
 
 ROUTES = {**POLICIES, "by layers": (fpipe.checkpoint(grain="layer"), fpipe.split_backward())}
@@ -169,32 +171,32 @@ def test_a_noisy_route_is_the_same_under_every_schedule_and_policy(schedule: str
     """A token that a recompute sent elsewhere would have the gradient of another expert. A recompute draws what F drew,
     and by layers `keep` does not even ask again."""
 
-    def mixed(own: Any, x: Tensor) -> Tensor:
-        scores = torch.softmax(x @ own.router + torch.rand(len(x), 3), 1)
-        weight, chosen = scores.max(1)
-        chosen = fpipe.keep(chosen)
-        return torch.tanh((x[:, None] @ own.experts[chosen]).squeeze(1)) * weight[:, None]
+    def mixed(module: Any, x: Tensor) -> Tensor:
+        scores = torch.softmax(x @ module.router + torch.rand(len(x), 3), 1)
+        weight, expert_index = scores.max(1)
+        expert_index = fpipe.keep(expert_index)
+        return torch.tanh((x[:, None] @ module.experts[expert_index]).squeeze(1)) * weight[:, None]
 
     def experts() -> nn.Module:
-        router, each = torch.randn(WIDTH, 3), torch.randn(3, WIDTH, WIDTH)
-        return Toy(mixed, router=nn.Parameter(router), experts=nn.Parameter(each))
+        router, weights = torch.randn(WIDTH, 3), torch.randn(3, WIDTH, WIDTH)
+        return Toy(mixed, router=nn.Parameter(router), experts=nn.Parameter(weights))
 
     net, batch = nn.Sequential(experts(), nn.Tanh(), experts(), experts()), batch_of()
     model, params, state = fpipe.from_sequential(net, sizes=[2, 1, 1], loss=nn.functional.mse_loss)
-    right = bits(fpipe.reference(model, params, batch, microbatches=3, state=state, key=7).grads)
-    for steps in ROUTES.values():
-        program = merged(model, 3, *steps, SCHEDULES[schedule](3))
-        found = fpipe.build(program, model, trace=trace)(params, batch, state=state, key=7)
-        assert bits(found.grads) == right
+    expected_grads = bits(fpipe.reference(model, params, batch, microbatches=3, state=state, key=7).grads)
+    for transforms in ROUTES.values():
+        program = merged(model, 3, *transforms, SCHEDULES[schedule](3))
+        result = fpipe.build(program, model, trace=trace)(params, batch, state=state, key=7)
+        assert bits(result.grads) == expected_grads
 
 
 class Wire(torch.autograd.Function):
     """What goes forward and back over a link in few bits."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: torch.dtype | None, back: torch.dtype | None) -> Tensor:
-        ctx.back = back
-        return x.clone() if there is None else x.to(there).to(x.dtype)
+    def forward(ctx: Any, x: Tensor, forward_dtype: torch.dtype | None, backward_dtype: torch.dtype | None) -> Tensor:
+        ctx.back = backward_dtype
+        return x.clone() if forward_dtype is None else x.to(forward_dtype).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -210,16 +212,16 @@ CASTS: dict[str, tuple[Any, torch.dtype | None, torch.dtype | None]] = {
 }
 
 
-def first(p: dict[str, Tensor], x: Tensor) -> dict[str, Any]:
+def first_stage(p: dict[str, Tensor], x: Tensor) -> dict[str, Any]:
     return {"h": torch.tanh(x @ p["w"]), "ids": x.argmax(1), "half": x.to(BF16), "none": None}
 
 
-def middle(p: dict[str, Tensor], x: dict[str, Any]) -> dict[str, Any]:
+def middle_stage(p: dict[str, Tensor], x: dict[str, Any]) -> dict[str, Any]:
     h = (x["h"] * x["ids"][:, None]) @ p["w"] + x["half"].float()
     return {**x, "h": h}
 
 
-def last(p: dict[str, Tensor], x: dict[str, Any]) -> Tensor:
+def last_stage(p: dict[str, Tensor], x: dict[str, Any]) -> Tensor:
     return torch.tanh(x["h"] @ p["w"]) * x["ids"][:, None]
 
 
@@ -239,26 +241,31 @@ def last(p: dict[str, Tensor], x: dict[str, Any]) -> Tensor:
 def test_a_cast_on_the_wire_is_the_same_under_every_schedule_and_policy(schedule: str, cast: str, trace: bool):
     """Stages 0 and 1 share a rank: only what crosses is rounded, a recompute reads what arrived, and integers and what
     is narrow already stay."""
-    said, there, back = CASTS[cast]
+    cast_option, forward_dtype, backward_dtype = CASTS[cast]
     torch.manual_seed(0)
-    stages = [first, middle, middle, last]
+    stages = [first_stage, middle_stage, middle_stage, last_stage]
     model = fpipe.from_functions(stages, nn.functional.mse_loss)
     params = tuple({"w": torch.randn(WIDTH, WIDTH)} for _ in stages)
     batch = batch_of()
-    wired = [first, middle, lambda p, x: middle(p, {**x, "h": Wire.apply(x["h"], there, back)}), last]
-    right = fpipe.reference(fpipe.from_functions(wired, nn.functional.mse_loss), params, batch, microbatches=3)
-    for steps in POLICIES.values():
-        program = fpipe.communicate(cast=said)(merged(model, 3, *steps, SCHEDULES[schedule](2)))
+    wired = [
+        first_stage,
+        middle_stage,
+        lambda p, x: middle_stage(p, {**x, "h": Wire.apply(x["h"], forward_dtype, backward_dtype)}),
+        last_stage,
+    ]
+    expected = fpipe.reference(fpipe.from_functions(wired, nn.functional.mse_loss), params, batch, microbatches=3)
+    for transforms in POLICIES.values():
+        program = fpipe.communicate(cast=cast_option)(merged(model, 3, *transforms, SCHEDULES[schedule](2)))
         assert fpipe.Program.parse(str(program)) == program
-        found = fpipe.build(program, model, trace=trace)(params, batch)
-        assert bits((found.loss, found.grads)) == bits((right.loss, right.grads))
+        result = fpipe.build(program, model, trace=trace)(params, batch)
+        assert bits((result.loss, result.grads)) == bits((expected.loss, expected.grads))
         with pytest.raises(fpipe.GradientMismatch):
             fpipe.verify(program, model, params, batch)
         assert fpipe.verify(program, model, params, batch, rtol=0.1, atol=0.02).max_error > 0
 
 
 @pytest.mark.parametrize("cast", [BF16, {"y": BF16}, {"dx": BF16}])
-def test_results_travel_as_they_are(cast: Any):
+def test_a_cast_does_not_round_results_sent_to_the_caller(cast: Any):
     """Chimera runs half of the microbatches the other way, so that half of the results travel. They were rounded, and
     the rows of one output had two precisions. Its cuts are those of 1F1B, so each bit is the same."""
 
@@ -272,30 +279,32 @@ def test_results_travel_as_they_are(cast: Any):
     model = fpipe.from_functions([plain, plain, joins, joins], nn.functional.mse_loss, inputs=inputs)
     torch.manual_seed(0)
     params = tuple({"w": torch.randn(WIDTH, WIDTH)} for _ in range(4))
-    found: list[Any] = []
+    results: list[Any] = []
     for schedule in (fpipe.schedules.one_f_one_b(4), fpipe.schedules.chimera(4)):
         start = fpipe.chain(fpipe.split(4), schedule, fpipe.merge())(fpipe.program(model, input_grads=True))
         program = fpipe.communicate(cast=cast)(start)
-        step = fpipe.build(program, model)(params, batch_of())
-        found.append((step.outputs, step.input_grads, step.loss))
+        result = fpipe.build(program, model)(params, batch_of())
+        results.append((result.outputs, result.input_grads, result.loss))
         rounded = {str(op.reads[0]) for op in program.ops if op.kind == "SEND" and op.how}
-        crosses = {"y": ("y[0,0]", "y[1,0]", "y[2,0]"), "dx": ("dx[1,0]", "dx[2,0]", "dx[2,0]:1", "dx[3,0]")}
-        for name in crosses if cast is BF16 else cast:
-            assert {value for value in rounded if value.startswith(name) and ",0]" in value} == {*crosses[name]}
-    assert bits(found[0]) == bits(found[1])
+        crossing_by_name = {"y": ("y[0,0]", "y[1,0]", "y[2,0]"), "dx": ("dx[1,0]", "dx[2,0]", "dx[2,0]:1", "dx[3,0]")}
+        for name in crossing_by_name if cast is BF16 else cast:
+            assert {value for value in rounded if value.startswith(name) and ",0]" in value} == {
+                *crossing_by_name[name]
+            }
+    assert bits(results[0]) == bits(results[1])
 
 
-def test_a_copy_for_a_result_and_a_stage_is_not_rounded():
+def test_a_cast_does_not_round_a_value_that_is_also_an_output():
     """A value goes to a rank once, whoever reads it there, so what is handed out keeps its bits for both."""
     start = fpipe.place([0, 1])(fpipe.program(2))
     for homes, rounded in (((0,), ["y[0,0]", "dx[1,0]"]), ((1,), ["dx[1,0]"])):
-        also = fpipe.Output(fpipe.Value("outputs", 0), fpipe.Value("y", 0, 0), homes)
-        program = fpipe.communicate(cast=BF16)(fpipe.Program(start.inputs, start.ops, (*start.outputs, also)))
+        extra_output = fpipe.Output(fpipe.Value("outputs", 0), fpipe.Value("y", 0, 0), homes)
+        program = fpipe.communicate(cast=BF16)(fpipe.Program(start.inputs, start.ops, (*start.outputs, extra_output)))
         assert [str(op.reads[0]) for op in program.ops if op.kind == "SEND" and op.how] == rounded
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
-def test_a_number_arrives_within_the_bound(dtype: torch.dtype, bound: float):
+def test_a_cast_rounds_within_the_documented_bound(dtype: torch.dtype, bound: float):
     """As the docstring of `communicate` states it, for numbers that are neither too large nor too small."""
     model = fpipe.from_functions([lambda p, x: x * p["w"], lambda p, x: x * p["w"]], lambda y, t: y.sum())
     pipeline = fpipe.chain(fpipe.place([0, 1]), fpipe.communicate(cast=dtype))
@@ -306,24 +315,24 @@ def test_a_number_arrives_within_the_bound(dtype: torch.dtype, bound: float):
     assert bound / 2 < error.max() <= bound
 
 
-def test_a_cast_takes_half_the_time_of_a_link():
+def test_a_cast_halves_the_time_on_a_link():
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     model, params, _ = fpipe.from_sequential(net, stages=4, loss=nn.functional.mse_loss)
     batch = torch.empty(32, 64, device="meta"), torch.empty(32, 64, device="meta")
     start = merged(model, 4, fpipe.schedules.one_f_one_b(4))
-    spans: list[float] = []
-    for cast, bytes_each in ((None, 2048), (BF16, 1024), (torch.float32, 2048)):
+    makespans: list[float] = []
+    for cast, message_bytes in ((None, 2048), (BF16, 1024), (torch.float32, 2048)):
         program = fpipe.communicate(cast=cast)(start)
         sizes = fpipe.sizes(program, model, params, batch)
-        moved = {sizes.size(op.writes[0]) for op in program.ops if op.kind == "SEND"}
-        assert moved == {bytes_each}
+        sent_bytes = {sizes.size(op.writes[0]) for op in program.ops if op.kind == "SEND"}
+        assert sent_bytes == {message_bytes}
         costs = fpipe.Costs(0, 0, 0, bytes=sizes, bandwidth=2048.0)
-        spans.append(fpipe.simulate(program, costs).makespan)
-        assert fpipe.bounds(program, costs).makespan <= spans[-1] + 1e-9
-    assert spans[0] == spans[2] == 2 * spans[1] > 0
+        makespans.append(fpipe.simulate(program, costs).makespan)
+        assert fpipe.bounds(program, costs).makespan <= makespans[-1] + 1e-9
+    assert makespans[0] == makespans[2] == 2 * makespans[1] > 0
 
 
-test_what_cannot_be_cast_is_refused = refusals(
+test_cast_refusals = refusals(
     globals(),
     """
 fpipe.communicate(cast={"params": BF16})
@@ -335,7 +344,7 @@ fpipe.communicate(cast=torch.int8)
 )
 
 
-def test_a_class_that_nobody_registered_is_one_leaf():
+def test_an_unregistered_class_is_one_leaf():
     """It goes whole to every microbatch, and a trace does not rely on it."""
 
     class Settings:

@@ -9,105 +9,113 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.planning.plan import Plan
-from property_tests.strategies import few
+from property_tests.strategies import max_examples
 from tests.refusals import refusals
 
 SECONDS = st.integers(0, 4)
 
 
-def cuts(start: int, end: int) -> list[list[range]]:
+def partitions(start: int, end: int) -> list[list[range]]:
     """All ways to group the layers from `start` to `end`."""
     if start == end:
         return [[]]
-    inner = range(start + 1, end)
-    ways = (way for count in range(len(inner) + 1) for way in combinations(inner, count))
-    return [[*map(range, (start, *way), (*way, end))] for way in ways]
+    inner_cuts = range(start + 1, end)
+    cut_sets = (partitions for count in range(len(inner_cuts) + 1) for partitions in combinations(inner_cuts, count))
+    return [[*map(range, (start, *partitions), (*partitions, end))] for partitions in cut_sets]
 
 
 def every_plan(layers: int, run: str) -> list[Plan]:
     if run == "infer":
-        return [Plan(tuple(ahead), ()) for ahead in cuts(0, layers)]
+        return [Plan(tuple(forward_groups), ()) for forward_groups in partitions(0, layers)]
     starts = range(layers) if run == "fused" else [layers]
     return [
-        Plan(tuple(ahead), (*([range(cut, layers)] if run == "fused" else []), *back[::-1]))
+        Plan(tuple(forward_groups), (*([range(cut, layers)] if run == "fused" else []), *backward_groups[::-1]))
         for cut in starts
-        for ahead, back in product(cuts(0, cut), cuts(0, cut))
+        for forward_groups, backward_groups in product(partitions(0, cut), partitions(0, cut))
     ]
 
 
-def group_costs(found: Plan, costs: Any, run: str) -> list[float]:
-    made = [sum(costs.forward[layer] for layer in group) for group in found.forward]
-    for number, group in enumerate(found.backward):
-        first = costs.forward if run == "fused" and number == 0 else costs.recompute
-        made.append(sum(first[i] + costs.backward_input[i] + costs.backward_weight[i] for i in group))
-    return made
+def group_costs(plan: Plan, costs: Any, run: str) -> list[float]:
+    seconds = [sum(costs.forward[layer] for layer in group) for group in plan.forward]
+    for index, group in enumerate(plan.backward):
+        forward_costs = costs.forward if run == "fused" and index == 0 else costs.recompute
+        seconds.append(sum(forward_costs[i] + costs.backward_input[i] + costs.backward_weight[i] for i in group))
+    return seconds
 
 
 @st.composite
-def layers(draw: st.DrawFn, most: int = 5) -> fpipe.Costs:
-    count = draw(st.integers(1, most))
+def layer_costs(draw: st.DrawFn, max_layers: int = 5) -> fpipe.Costs:
+    count = draw(st.integers(1, max_layers))
     rows = [draw(st.lists(SECONDS, min_size=count, max_size=count)) for _ in range(4)]
     return fpipe.Costs(*rows)
 
 
-def size(found: Plan) -> int:
-    return len(found.forward) + len(found.backward)
+def group_count(plan: Plan) -> int:
+    return len(plan.forward) + len(plan.backward)
 
 
-@few(50)
-@given(costs=layers(), ranks=st.integers(1, 4), run=st.sampled_from(["fused", "train", "infer"]), data=st.data())
-def test_no_plan_takes_fewer_turns_of_its_largest_group(costs: Any, ranks: int, run: Any, data: st.DataObject):
+@max_examples(50)
+@given(costs=layer_costs(), ranks=st.integers(1, 4), run=st.sampled_from(["fused", "train", "infer"]), data=st.data())
+def test_a_plan_takes_the_fewest_turns_of_its_largest_group(costs: Any, ranks: int, run: Any, draws: st.DataObject):
     count = len(costs.forward)
-    memory = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
-    limit = data.draw(st.integers(max(memory), 3 * count))
-    threshold = data.draw(st.sampled_from([1, 1.1, 1.5, 3, None]))
+    memory = draws.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    limit = draws.draw(st.integers(max(memory), 3 * count))
+    threshold = draws.draw(st.sampled_from([1, 1.1, 1.5, 3, None]))
     plans = [
-        each
-        for each in every_plan(count, run)
-        if all(sum(memory[i] for i in group) <= limit for group in (*each.forward, *each.backward))
+        plan
+        for plan in every_plan(count, run)
+        if all(sum(memory[i] for i in group) <= limit for group in (*plan.forward, *plan.backward))
     ]
-    alone = [max(group_costs(each, costs, run)) for each in plans if size(each) == max(map(size, plans))]
-    largest = min(alone)
+    finest_costs = [
+        max(group_costs(plan, costs, run)) for plan in plans if group_count(plan) == max(map(group_count, plans))
+    ]
+    largest = min(finest_costs)
     if run != "infer":  # what the last layer would take if it were recomputed counts as a layer too
         largest = max(largest, costs.recompute[-1] + costs.backward_input[-1] + costs.backward_weight[-1])
     bound = float("inf") if threshold is None else threshold * largest
-    allowed = [each for each in plans if max(group_costs(each, costs, run)) <= bound]
-    best = min(max(ranks, size(each)) * max(group_costs(each, costs, run)) for each in allowed)
-    if max(map(size, plans)) < ranks:
-        with pytest.raises(ValueError, match=f"these layers make {max(map(size, plans))} groups at most"):
+    allowed = [plan for plan in plans if max(group_costs(plan, costs, run)) <= bound]
+    fewest_seconds = min(max(ranks, group_count(plan)) * max(group_costs(plan, costs, run)) for plan in allowed)
+    if max(map(group_count, plans)) < ranks:
+        with pytest.raises(ValueError, match=f"these layers make {max(map(group_count, plans))} groups at most"):
             fpipe.plan(costs, ranks, run=run, threshold=threshold, memory=memory, limit=limit)
         return
-    found = fpipe.plan(costs, ranks, run=run, threshold=threshold, memory=memory, limit=limit)
-    assert found in plans
-    assert size(found) >= ranks
-    assert max(ranks, size(found)) * max(group_costs(found, costs, run)) == best
+    best_plan = fpipe.plan(costs, ranks, run=run, threshold=threshold, memory=memory, limit=limit)
+    assert best_plan in plans
+    assert group_count(best_plan) >= ranks
+    assert max(ranks, group_count(best_plan)) * max(group_costs(best_plan, costs, run)) == fewest_seconds
 
 
 @given(
-    models=st.lists(layers(most=3), min_size=2, max_size=2),
+    models=st.lists(layer_costs(max_layers=3), min_size=2, max_size=2),
     ranks=st.integers(1, 4),
     run=st.sampled_from(["fused", "train", "infer"]),
 )
-def test_no_plans_of_several_models_take_fewer_turns(models: list[Any], ranks: int, run: Any):
+def test_plans_of_several_models_take_the_fewest_turns(models: list[Any], ranks: int, run: Any):
     """All plans of both, and of all pairs the one with the fewest turns of the largest group of either."""
     runs = ["train", "fused"] if run == "fused" else [run, run]
-    together: list[list[float]] = [
-        [cost for each, costs, how in zip(pair, models, runs, strict=True) for cost in group_costs(each, costs, how)]
-        for pair in product(*(every_plan(len(costs.forward), how) for costs, how in zip(models, runs, strict=True)))
+    costs_by_choice: list[list[float]] = [
+        [
+            cost
+            for plan, costs, run_kind in zip(pair, models, runs, strict=True)
+            for cost in group_costs(plan, costs, run_kind)
+        ]
+        for pair in product(
+            *(every_plan(len(costs.forward), run_kind) for costs, run_kind in zip(models, runs, strict=True))
+        )
     ]
-    if max(map(len, together)) < ranks:
-        with pytest.raises(ValueError, match=f"these layers make {max(map(len, together))} groups at most"):
+    if max(map(len, costs_by_choice)) < ranks:
+        with pytest.raises(ValueError, match=f"these layers make {max(map(len, costs_by_choice))} groups at most"):
             fpipe.plan(models, ranks, run=run, threshold=None)
         return
-    found = fpipe.plan(models, ranks, run=run, threshold=None)
-    own = zip(found, models, runs, strict=True)
-    largest = max(cost for each, costs, how in own for cost in group_costs(each, costs, how))
-    groups = sum(map(size, found))
+    best_plans = fpipe.plan(models, ranks, run=run, threshold=None)
+    priced = zip(best_plans, models, runs, strict=True)
+    largest = max(cost for plan, costs, run_kind in priced for cost in group_costs(plan, costs, run_kind))
+    groups = sum(map(group_count, best_plans))
     assert groups >= ranks
-    assert groups * largest == min(max(ranks, len(costs)) * max(costs) for costs in together)
+    assert groups * largest == min(max(ranks, len(costs)) * max(costs) for costs in costs_by_choice)
 
 
-def test_an_evaluation_goes_round_without_a_plan():
+def test_roundpipe_evaluates_without_a_plan():
     program = fpipe.chain(fpipe.split(2), fpipe.forward_only(), fpipe.schedules.roundpipe(2))(fpipe.program(4))
     assert program.table()[:2] == [["0F0", "1F0", "0F1", "1F1"], ["2F0", "3F0", "2F1", "3F1"]]
 

@@ -13,24 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe.cli.costs import parse
-from property_tests.strategies import few
+from fpipe.cli.cost_options import parse
+from property_tests.strategies import max_examples
 from tests.refusals import refusals
 
 COSTS = fpipe.Costs.per_rank(F=10, B=12, W=8, c=0.5)
 
 
-def plan_run(what: Any, *params_and_batch: Any, **words: Any) -> fpipe.RunPlan:
+def plan_run(subject: Any, *params_and_batch: Any, **options: Any) -> fpipe.RunPlan:
     """A plan by words of the machine, of the candidates and of the rest."""
     machine, candidates = (
-        {field.name: words.pop(field.name) for field in fields(kind) if field.name in words}
+        {field.name: options.pop(field.name) for field in fields(kind) if field.name in options}
         for kind in (fpipe.Machine, fpipe.Candidates)
     )
     example = params_and_batch or None
-    return fpipe.plan_run(what, fpipe.Machine(**machine), fpipe.Candidates(**candidates), example=example, **words)
+    return fpipe.plan_run(subject, fpipe.Machine(**machine), fpipe.Candidates(**candidates), example=example, **options)
 
 
-FEW = {"schedules": ["gpipe", "one_f_one_b", "zb_h1", "chimera", "interleaved"]}
+FEW_SCHEDULES = {"schedules": ["gpipe", "one_f_one_b", "zb_h1", "chimera", "interleaved"]}
 
 
 NAMES = "y", "dx", "res", "params", "g", "sum", "x", "t", "w", "loss", "target", "inputs", "outputs", "grads"
@@ -47,219 +47,247 @@ def of_residuals(value: fpipe.Value) -> float:
 WEIGHED = replace(COSTS, bytes=of_residuals, transfer=0)
 
 
-@few(4)
+@max_examples(4)
 @given(
     st.sampled_from([2, 4]),
     st.lists(st.sampled_from([2, 4, 8]), min_size=1, max_size=2, unique=True),
     st.sampled_from([None, (3.0,), (1.0,), (200.0, 120.0)]),
 )
-def test_ways_are_what_their_programs_take_and_the_front_is_what_nothing_beats(
+def test_rows_equal_their_simulations_and_nothing_beats_the_front(
     ranks: int, microbatches: list[int], memory: tuple[float, ...] | None
 ):
     """One memory is of each rank, in rows; several are bytes of ranks in turn."""
-    words: Any = {}
+    options: Any = {}
     costs, limits = COSTS, [*(memory or (float("inf"),))] * ranks
     if memory is not None and len(memory) > 1:
         costs = WEIGHED
-        each = "; ".join(f"rank {rank} memory {limit:.0f}B" for rank, limit in enumerate(limits[:ranks]))
-        words["cluster"] = f"{ranks} ranks; {each}"
+        rank_limits = "; ".join(f"rank {rank} memory {limit:.0f}B" for rank, limit in enumerate(limits[:ranks]))
+        options["cluster"] = f"{ranks} ranks; {rank_limits}"
     elif memory is not None:
-        words["memory"] = memory[0]
-    found = plan_run(costs, ranks=ranks, microbatches=microbatches, **FEW, **words)
+        options["memory"] = memory[0]
+    plan = plan_run(costs, ranks=ranks, microbatches=microbatches, **FEW_SCHEDULES, **options)
 
-    def seconds(row: Any) -> float:
-        return row.makespan / row.microbatches
+    def seconds(candidate: Any) -> float:
+        return candidate.makespan / candidate.microbatches
 
-    for row in found:
-        told = fpipe.simulate(row.program, row.timeline.costs)
-        assert (row.makespan, row.bubble, row.memory) == (told.makespan, told.bubble, told.peak)
+    for row in plan:
+        timeline = fpipe.simulate(row.program, row.timeline.costs)
+        assert (row.makespan, row.bubble, row.memory) == (timeline.makespan, timeline.bubble, timeline.peak)
         assert row.throughput == row.microbatches / row.makespan
-        assert row.fits == all(held <= limit for held, limit in zip(row.memory, limits, strict=False))
-    assert found.best.fits
-    assert seconds(found.best) == pytest.approx(min(seconds(row) for row in found if row.fits))
-    points = {row: (seconds(row) * (1 + 1e-9), row.most) for row in found}
-    for row in found:
-        nothing_beats = all(one >= points[row][0] / (1 + 1e-9) or held > row.most for one, held in points.values())
-        assert nothing_beats or row not in found.front
-        assert any(points[one][0] <= points[row][0] * (1 + 1e-9) and one.most <= row.most for one in found.front)
+        assert row.fits == all(peak <= limit for peak, limit in zip(row.memory, limits, strict=False))
+    assert plan.best.fits
+    assert seconds(plan.best) == pytest.approx(min(seconds(row) for row in plan if row.fits))
+    points = {row: (seconds(row) * (1 + 1e-9), row.most) for row in plan}
+    for row in plan:
+        nothing_beats = all(
+            seconds_per_row >= points[row][0] / (1 + 1e-9) or peak > row.most
+            for seconds_per_row, peak in points.values()
+        )
+        assert nothing_beats or row not in plan.front
+        assert any(points[rival][0] <= points[row][0] * (1 + 1e-9) and rival.most <= row.most for rival in plan.front)
 
 
-def test_costs_between_two_sizes_are_straight_between_and_beyond_them_refused():
-    more = replace(COSTS, forward=40, transfer=2.0, send=4, receive=2, bytes={"y": 8})
-    sizes = {2: replace(COSTS, send=1, bytes={"y": 2}), 8: more}
-    curve: Any = {rows: (lambda parts, slices, one=one: one) for rows, one in sizes.items()}
-    mixed, word = fpipe.planning.work.CostCurve(curve, "given").costs_at(4, 1)
-    assert (mixed.forward, mixed.transfer, mixed.bytes, word) == (20, 1.0, {"y": 4}, "interpolated")
-    assert (mixed.send, mixed.receive) == pytest.approx((2, 2 / 3))  # they were those of the smaller microbatch
-    found = plan_run(
-        {2: COSTS, 8: replace(COSTS, forward=40)}, ranks=2, rows=16, microbatches=[2, 4, 8], checkpoint=["never"], **FEW
+def test_costs_between_two_sizes_are_interpolated():
+    larger = replace(COSTS, forward=40, transfer=2.0, send=4, receive=2, bytes={"y": 8})
+    costs_by_rows = {2: replace(COSTS, send=1, bytes={"y": 2}), 8: larger}
+    curve: Any = {rows: (lambda parts, slices, costs=costs: costs) for rows, costs in costs_by_rows.items()}
+    interpolated, origin = fpipe.planning.work.CostCurve(curve, "given").costs_at(4, 1)
+    assert (interpolated.forward, interpolated.transfer, interpolated.bytes, origin) == (
+        20,
+        1.0,
+        {"y": 4},
+        "interpolated",
     )
-    words = {row.microbatches: row.costs for row in found}
-    assert words == {2: "given", 4: "interpolated", 8: "given"}
-    assert {row.rows * row.microbatches for row in found} == {16}
+    assert (interpolated.send, interpolated.receive) == pytest.approx(
+        (2, 2 / 3)
+    )  # they were those of the smaller microbatch
+    plan = plan_run(
+        {2: COSTS, 8: replace(COSTS, forward=40)},
+        ranks=2,
+        rows=16,
+        microbatches=[2, 4, 8],
+        checkpoint=["never"],
+        **FEW_SCHEDULES,
+    )
+    origin_by_microbatches = {row.microbatches: row.costs for row in plan}
+    assert origin_by_microbatches == {2: "given", 4: "interpolated", 8: "given"}
+    assert {row.rows * row.microbatches for row in plan} == {16}
 
 
-def model() -> tuple[fpipe.Model, Any, Any]:
+def make_model() -> tuple[fpipe.Model, Any, Any]:
     net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2)))
-    made, params, _ = fpipe.from_sequential(net, stages=2, loss=torch.nn.functional.mse_loss)
-    return made, params, (torch.randn(16, 8), torch.randn(16, 8))
+    make_model, params, _ = fpipe.from_sequential(net, stages=2, loss=torch.nn.functional.mse_loss)
+    return make_model, params, (torch.randn(16, 8), torch.randn(16, 8))
 
 
-def test_a_model_is_measured_and_its_bytes_are_those_of_each_program():
+def test_a_model_is_measured_and_sized_for_each_program():
     """Chimera adds gradients of replicas up late, and holds more than the sizes of another program would say."""
-    made, params, batch = model()
-    words: Any = {"schedules": ["one_f_one_b", "chimera", "roundpipe"], "checkpoint": ["always"]}
-    found = plan_run(
-        made, params, batch, ranks=2, microbatches=[2, 3, 4], profiled=[2, 4], repeats=1, search=0.05, **words
+    model, params, batch = make_model()
+    options: Any = {"schedules": ["one_f_one_b", "chimera", "roundpipe"], "checkpoint": ["always"]}
+    plan = plan_run(
+        model, params, batch, ranks=2, microbatches=[2, 3, 4], profiled=[2, 4], repeats=1, search=0.05, **options
     )
-    assert {row.costs for row in found if row.microbatches == 3} == {"interpolated"}
-    assert {row.costs for row in found if row.microbatches != 3} == {"measured"}
-    own = sum(leaf.nbytes for leaf in params[0].values())  # of a stage
-    for row in found:
+    assert {row.costs for row in plan if row.microbatches == 3} == {"interpolated"}
+    assert {row.costs for row in plan if row.microbatches != 3} == {"measured"}
+    stage_bytes = sum(leaf.nbytes for leaf in params[0].values())  # of a stage
+    for row in plan:
         if row.schedule in ("one_f_one_b", "chimera"):
             copies = 2 if row.schedule == "chimera" else 1
-            peak = fpipe.sizes(row.program, made, params, batch).peak
-            assert row.memory == tuple(held + copies * own for held in peak)
-    assert {"found", "roundpipe"} < {row.schedule for row in found}
-    assert fpipe.verify(found.best.program, made, params, batch).bitwise
+            peak = fpipe.sizes(row.program, model, params, batch).peak
+            assert row.memory == tuple(peak_bytes + copies * stage_bytes for peak_bytes in peak)
+    assert {"found", "roundpipe"} < {row.schedule for row in plan}
+    assert fpipe.verify(plan.best.program, model, params, batch).bitwise
 
 
 def test_a_model_that_draws_is_planned():
     """A profile runs dropout, which draws from a key; a plan has no key of its own to be told."""
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 4))
-    made, params, _ = fpipe.from_sequential(net, stages=1, loss=torch.nn.functional.mse_loss)
+    make_model, params, _ = fpipe.from_sequential(net, stages=1, loss=torch.nn.functional.mse_loss)
     batch = torch.randn(4, 4), torch.randn(4, 4)
-    found = plan_run(
-        made, params, batch, ranks=1, microbatches=[2], repeats=1, schedules=["gpipe"], checkpoint=["always"]
+    plan = plan_run(
+        make_model, params, batch, ranks=1, microbatches=[2], repeats=1, schedules=["gpipe"], checkpoint=["always"]
     )
-    assert found.best.costs == "measured"
+    assert plan.best.costs == "measured"
 
 
 IN_BYTES = replace(parse("F=10,B=12,W=8,y=1KiB,res=4KiB,params=1MiB").of(fpipe.program(1)), transfer=0)
-ONE_WAY: Any = {"ranks": 2, "microbatches": [4], "schedules": ["interleaved:stages=8"], "checkpoint": ["never"]}
+ONE_CANDIDATE: Any = {"ranks": 2, "microbatches": [4], "schedules": ["interleaved:stages=8"], "checkpoint": ["never"]}
 RING = "2 ranks; replicas 4 20KiB/s"
 
 
-def test_a_policy_of_gathering_is_one_more_choice():
+def test_shard_policies_multiply_the_candidates():
     """Each is what `shard` makes of the schedule; on a slow ring "use" takes longer, and it alone fits."""
-    found = plan_run(IN_BYTES, cluster=RING, shard=["step", "run", "use"], **ONE_WAY)
-    rows = {row.gather: row for row in found}
-    assert rows.keys() == {"step", "run", "use"}
-    plain = plan_run(IN_BYTES, **ONE_WAY)
-    assert "gather" in str(found)
+    plan = plan_run(IN_BYTES, cluster=RING, shard=["step", "run", "use"], **ONE_CANDIDATE)
+    row_by_gather = {row.gather: row for row in plan}
+    assert row_by_gather.keys() == {"step", "run", "use"}
+    plain = plan_run(IN_BYTES, **ONE_CANDIDATE)
+    assert "gather" in str(plan)
     assert "gather" not in str(plain)
-    for gather, row in rows.items():
+    for gather, row in row_by_gather.items():
         assert row.program == fpipe.shard(gather=gather)(plain.best.program)  # type: ignore[arg-type]
         timeline = fpipe.simulate(row.program, row.timeline.costs)
         assert row.makespan == timeline.delivered > timeline.makespan  # the last SCATTER
         shards = 2 * 0.5 * 2**20 / 4
         assert row.memory == pytest.approx([peak + shards for peak in row.timeline.peak])
-    assert rows["step"].makespan < rows["use"].makespan
-    assert rows["use"].most < rows["step"].most
-    cap = (rows["use"].most + rows["step"].most) / 2
-    capped = plan_run(IN_BYTES, cluster=RING, shard=["step", "use"], memory=cap, **ONE_WAY)
+    assert row_by_gather["step"].makespan < row_by_gather["use"].makespan
+    assert row_by_gather["use"].most < row_by_gather["step"].most
+    cap = (row_by_gather["use"].most + row_by_gather["step"].most) / 2
+    capped = plan_run(IN_BYTES, cluster=RING, shard=["step", "use"], memory=cap, **ONE_CANDIDATE)
     assert [row.gather for row in capped if row.fits] == ["use"]
 
 
-def test_replicas_that_keep_all_parameters_are_one_more_choice():
+def test_unsharded_replicas_are_a_candidate():
     """They move as much as those that gather once a step, which hold less, but for what these gather."""
-    rows = {row.gather: row for row in plan_run(IN_BYTES, cluster=RING, shard=["never", "use"], **ONE_WAY)}
-    plain = plan_run(IN_BYTES, **ONE_WAY).best
-    assert rows["never"].program == fpipe.data_parallel()(plain.program)
-    assert rows["never"].makespan == fpipe.simulate(rows["never"].program, rows["never"].timeline.costs).delivered
-    assert rows["never"].makespan > plain.makespan
-    assert rows["never"].memory == pytest.approx(plain.memory)
-    assert rows["use"].most < rows["never"].most
+    row_by_gather = {
+        row.gather: row for row in plan_run(IN_BYTES, cluster=RING, shard=["never", "use"], **ONE_CANDIDATE)
+    }
+    plain = plan_run(IN_BYTES, **ONE_CANDIDATE).best
+    assert row_by_gather["never"].program == fpipe.data_parallel()(plain.program)
+    assert (
+        row_by_gather["never"].makespan
+        == fpipe.simulate(row_by_gather["never"].program, row_by_gather["never"].timeline.costs).delivered
+    )
+    assert row_by_gather["never"].makespan > plain.makespan
+    assert row_by_gather["never"].memory == pytest.approx(plain.memory)
+    assert row_by_gather["use"].most < row_by_gather["never"].most
 
 
-def test_a_model_whose_parameters_are_shared_out_holds_a_part_of_them():
+def test_a_sharded_model_holds_its_share_of_parameters():
     net = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4)))
-    model, params, _ = fpipe.from_sequential(net, stages=4, loss=torch.nn.functional.mse_loss)
-    batch, one = (torch.randn(4, 64), torch.randn(4, 64)), 64 * 64 * 4
-    words: dict[str, Any] = {"microbatches": [2], "schedules": ["interleaved"], "repeats": 1}
-    words |= {"checkpoint": ["never"], "replicas": 2, "shard": ["use", "step"]}
-    found = plan_run(model, params, batch, ranks=2, search=0.1, **words)
-    for row in found:
-        own = fpipe.sizes(row.program, model, params, batch, replicas=2)
+    make_model, params, _ = fpipe.from_sequential(net, stages=4, loss=torch.nn.functional.mse_loss)
+    batch, stage_bytes = (torch.randn(4, 64), torch.randn(4, 64)), 64 * 64 * 4
+    options: dict[str, Any] = {"microbatches": [2], "schedules": ["interleaved"], "repeats": 1}
+    options |= {"checkpoint": ["never"], "replicas": 2, "shard": ["use", "step"]}
+    plan = plan_run(make_model, params, batch, ranks=2, search=0.1, **options)
+    for row in plan:
+        sizes = fpipe.sizes(row.program, make_model, params, batch, replicas=2)
         shards = [sum(rank in end.homes for end in row.program.inputs if end.value.name == "shard") for rank in (0, 1)]
-        assert row.memory == tuple(peak + count * one / 2 for peak, count in zip(own.peak, shards, strict=True))
-    assert {(row.schedule, row.gather) for row in found} == {
+        assert row.memory == tuple(
+            peak + count * stage_bytes / 2 for peak, count in zip(sizes.peak, shards, strict=True)
+        )
+    assert {(row.schedule, row.gather) for row in plan} == {
         (name, gather) for name in ("interleaved", "found") for gather in ("use", "step")
     }
 
 
-def test_a_search_is_one_of_the_rows_and_is_not_beaten():
-    words: Any = {"ranks": 2, "microbatches": [4], "memory": 2.0, "checkpoint": ["never"]}
-    found = plan_run(COSTS, search=0.2, schedules=["one_f_one_b", "zb_h1", "interleaved_zb"], **words)
-    assert found.best.makespan == min(row.makespan for row in found if row.schedule == "found")
+def test_no_named_schedule_beats_the_search():
+    options: Any = {"ranks": 2, "microbatches": [4], "memory": 2.0, "checkpoint": ["never"]}
+    plan = plan_run(COSTS, search=0.2, schedules=["one_f_one_b", "zb_h1", "interleaved_zb"], **options)
+    assert plan.best.makespan == min(row.makespan for row in plan if row.schedule == "found")
 
 
-def test_ranks_of_unlike_memory_and_speed():
+def test_a_cluster_gives_ranks_different_memory_and_speed():
     costs = replace(COSTS, bytes=bytes_of, transfer=0)
-    free = plan_run(costs, ranks=2, microbatches=[4], cluster="2 ranks; rank 1 speed 0.5", **FEW)
-    assert free.best.makespan > plan_run(costs, ranks=2, microbatches=[4], **FEW).best.makespan
+    free = plan_run(costs, ranks=2, microbatches=[4], cluster="2 ranks; rank 1 speed 0.5", **FEW_SCHEDULES)
+    assert free.best.makespan > plan_run(costs, ranks=2, microbatches=[4], **FEW_SCHEDULES).best.makespan
     row = next(row for row in free if row.name == "one_f_one_b, m=4")
     assert row.memory == tuple(peak + 100 for peak in row.timeline.peak)
-    least = f"2 ranks; rank 0 memory {row.memory[0]:.0f}B; rank 1 memory {row.memory[1]:.0f}B"
+    tight_cluster = f"2 ranks; rank 0 memory {row.memory[0]:.0f}B; rank 1 memory {row.memory[1]:.0f}B"
     assert row.memory[0] > row.memory[1]
-    tight = {one.name: one.fits for one in plan_run(costs, ranks=2, microbatches=[4], cluster=least, **FEW)}
-    other = {one.name: one.fits for one in plan_run(costs, ranks=2, microbatches=[4], memory=row.most - 1, **FEW)}
-    assert (tight[row.name], tight["gpipe, m=4"], other[row.name]) == (True, False, False)
+    fits_per_rank = {
+        candidate.name: candidate.fits
+        for candidate in plan_run(costs, ranks=2, microbatches=[4], cluster=tight_cluster, **FEW_SCHEDULES)
+    }
+    fits_less = {
+        candidate.name: candidate.fits
+        for candidate in plan_run(costs, ranks=2, microbatches=[4], memory=row.most - 1, **FEW_SCHEDULES)
+    }
+    assert (fits_per_rank[row.name], fits_per_rank["gpipe, m=4"], fits_less[row.name]) == (True, False, False)
 
 
-def test_gradients_are_as_large_as_the_parameters_that_were_typed():
+def test_typed_parameter_bytes_count_gradients_too():
     """The text says that gradients are counted; typed bytes counted none, so half of what a rank keeps was missing."""
     costs = parse("F=10,B=12,W=8,params=1MB,res=10KB").for_library
-    found = plan_run(costs, ranks=2, microbatches=[4], schedules=["one_f_one_b"], checkpoint=["never"])
-    assert found.best.memory == (2e6 + 2e4, 2e6 + 1e4)
+    plan = plan_run(costs, ranks=2, microbatches=[4], schedules=["one_f_one_b"], checkpoint=["never"])
+    assert plan.best.memory == (2e6 + 2e4, 2e6 + 1e4)
 
 
 @pytest.mark.parametrize("typed", [True, False])
-def test_slices_of_a_sequence_share_residuals_and_not_parameters(typed: bool):
+def test_slices_divide_residuals_and_not_parameters(typed: bool):
     """Each slice reads all the parameters of its stage; divided by four slices, they hardly weighed on seq1f1b."""
     table = {"res": 1e4, "wres": 1e4, "params": 1e6, **dict.fromkeys(("g", "sum", "y", "dx", "x", "t", "w", "loss"), 0)}
     table |= dict.fromkeys(("carry", "dcarry", "inputs", "target", "outputs", "grads"), 0)
     costs = parse("F=10,B=12,W=8,params=1MB,res=10KB").for_library if typed else replace(COSTS, bytes=table)
-    words: Any = {"schedules": ["seq1f1b:slices=4"], "checkpoint": ["never"]}
-    found = plan_run(costs, ranks=2, microbatches=[4], **words).best
-    kept = 2e6 if typed else 1e6
-    assert found.memory == tuple(kept + slices * 1e4 / 4 for slices in (5, 4))
-    assert found.timeline.costs.forward == 10 / 4
+    options: Any = {"schedules": ["seq1f1b:slices=4"], "checkpoint": ["never"]}
+    best = plan_run(costs, ranks=2, microbatches=[4], **options).best
+    stage_bytes = 2e6 if typed else 1e6
+    assert best.memory == tuple(stage_bytes + slices * 1e4 / 4 for slices in (5, 4))
+    assert best.timeline.costs.forward == 10 / 4
 
 
-def test_a_way_that_does_not_fit_says_nothing_against_one_that_does():
+def test_a_candidate_that_does_not_fit_excludes_no_other():
     """zbv is shorter and its fullest rank holds less, but rank 1 has no room for it: interleaved is best."""
-    on = "2 ranks; rank 0 memory 100B; rank 1 memory 60B"
-    words: Any = {"schedules": ["interleaved", "zbv"], "checkpoint": ["never"]}
-    found = plan_run(WEIGHED, ranks=2, microbatches=[4], cluster=on, **words)
-    assert [(row.schedule, row.fits) for row in found] == [("interleaved", True), ("zbv", False)]
+    cluster = "2 ranks; rank 0 memory 100B; rank 1 memory 60B"
+    options: Any = {"schedules": ["interleaved", "zbv"], "checkpoint": ["never"]}
+    plan = plan_run(WEIGHED, ranks=2, microbatches=[4], cluster=cluster, **options)
+    assert [(row.schedule, row.fits) for row in plan] == [("interleaved", True), ("zbv", False)]
 
 
-def test_ctrl_c_leaves_the_ways_so_far():
-    def stop(done: int, every: int, what: str) -> None:
+def test_ctrl_c_returns_the_candidates_so_far():
+    def stop(done: int, total: int, label: str) -> None:
         if done == 2:
             raise KeyboardInterrupt
 
-    found = plan_run(COSTS, ranks=2, microbatches=[4], progress=stop, **FEW)
-    assert (len(found), found.complete) == (2, False)
+    plan = plan_run(COSTS, ranks=2, microbatches=[4], progress=stop, **FEW_SCHEDULES)
+    assert (len(plan), plan.complete) == (2, False)
     with pytest.raises(KeyboardInterrupt):
-        plan_run(COSTS, ranks=2, microbatches=[4], memory=0.5, progress=stop, **FEW)
+        plan_run(COSTS, ranks=2, microbatches=[4], memory=0.5, progress=stop, **FEW_SCHEDULES)
 
 
 def test_a_plan_is_drawn(tmp_path: Path):
-    plan = plan_run(COSTS, ranks=2, microbatches=[4, 8], memory=3, **FEW)
+    plan = plan_run(COSTS, ranks=2, microbatches=[4, 8], memory=3, **FEW_SCHEDULES)
     file = fpipe.plot(plan, file=tmp_path / "plan.svg")
-    words = [text.text or "" for text in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")]
-    assert all(any(word.startswith(row.name) for word in words) for row in plan.front)
+    labels = [text.text or "" for text in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")]
+    assert all(any(label.startswith(row.name) for label in labels) for row in plan.front)
     assert Path(fpipe.plot(plan, file=tmp_path / "plan.png")).read_bytes()[:4] == b"\x89PNG"
     assert fpipe.plot(plan) == str(plan)
     assert [record["front"] for record in plan.records()] == [row in plan.front for row in plan]
     assert {"m", "recompute"} < {*str(plan).split()}
 
 
-def planned(costs: Any = COSTS, *given: Any, **how: Any) -> fpipe.RunPlan:
-    words: Any = {"ranks": 2, "microbatches": [4], "schedules": ["gpipe"], "checkpoint": ["never"]}
-    return plan_run(costs, *given, **words | how)
+def small_plan(costs: Any = COSTS, *example: Any, **changes: Any) -> fpipe.RunPlan:
+    options: Any = {"ranks": 2, "microbatches": [4], "schedules": ["gpipe"], "checkpoint": ["never"]}
+    return plan_run(costs, *example, **options | changes)
 
 
 def with_bytes(named: dict[str, float]) -> fpipe.Costs:
@@ -267,9 +295,9 @@ def with_bytes(named: dict[str, float]) -> fpipe.Costs:
 
 
 SEQUENTIAL = torch.nn.Sequential()
-MODEL, *GIVEN = model()
+MODEL, *EXAMPLE = make_model()
 
-test_what_makes_no_plan_is_refused = refusals(
+test_refusals = refusals(
     globals(),
     """
 planned(ranks=0)
@@ -347,17 +375,17 @@ planned(SEQUENTIAL)
 
 
 @pytest.mark.parametrize("name", ["interleaved", "seq1f1b:slices=2", "one_f_one_b"])
-def test_bytes_that_a_function_says_are_shared_out_as_those_of_a_table(name: str):
+def test_a_function_of_bytes_plans_like_a_table(name: str):
     """Of a whole rank both: two chunks held what they should, or twice that, by how the same bytes were said."""
     names = [*NAMES, "wres", "carry", "dcarry"]
-    table = {word: float(at) for at, word in enumerate(names, 3)}
-    both = [replace(COSTS, bytes=said) for said in (table, lambda value: table[value.name])]
-    plans = [plan_run(costs, ranks=2, microbatches=[4], schedules=[name], checkpoint=["never"]) for costs in both]
+    table = {kind: float(position) for position, kind in enumerate(names, 3)}
+    cost_pair = [replace(COSTS, bytes=bytes_option) for bytes_option in (table, lambda value: table[value.name])]
+    plans = [plan_run(costs, ranks=2, microbatches=[4], schedules=[name], checkpoint=["never"]) for costs in cost_pair]
     assert plans[0].best.memory == plans[1].best.memory
-    assert len({fpipe.compare([name], 2, 4, costs)[0].peak for costs in both}) == 1
+    assert len({fpipe.compare([name], 2, 4, costs)[0].peak for costs in cost_pair}) == 1
 
 
-def test_what_a_schedule_does_not_serve_is_printed():
-    found = plan_run(COSTS, ranks=2, microbatches=[3], schedules=["gpipe", "chimera"])
-    assert found.refused[0][0] == "chimera"
-    assert str(found).endswith(f"\nchimera: {found.refused[0][1]}")
+def test_a_plan_prints_schedules_that_do_not_apply():
+    plan = plan_run(COSTS, ranks=2, microbatches=[3], schedules=["gpipe", "chimera"])
+    assert plan.refused[0][0] == "chimera"
+    assert str(plan).endswith(f"\nchimera: {plan.refused[0][1]}")

@@ -30,33 +30,33 @@ SLOW = fpipe.Costs(forward=1.5, transfer=0.5)
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def drawn(file: Path) -> tuple[ET.Element, dict[str, tuple[float, float]]]:
+def read_boxes(file: Path) -> tuple[ET.Element, dict[str, tuple[float, float]]]:
     """An SVG file, and from where to where each box is whose title opens with an op and its rank."""
     root = ET.parse(file).getroot()
-    found: dict[str, tuple[float, float]] = {}
+    span_by_title: dict[str, tuple[float, float]] = {}
     for box in root.iter(f"{SVG}rect"):
         title = box.findtext(f"{SVG}title") or ""
         if ", rank " in title:
-            assert title not in found
-            found[title] = float(box.get("x", "")), float(box.get("width", ""))
-    return root, found
+            assert title not in span_by_title
+            span_by_title[title] = float(box.get("x", "")), float(box.get("width", ""))
+    return root, span_by_title
 
 
-def words(file: Path) -> list[str]:
+def read_labels(file: Path) -> list[str]:
     return [text.text or "" for text in ET.parse(file).getroot().iter(f"{SVG}text")]
 
 
 # Text
 
 
-def test_a_grid_goes_on_below_where_the_width_ends():
+def test_a_wide_grid_folds_into_blocks():
     wide = str(fpipe.plot(ONE_F_ONE_B)).splitlines()
     folded = str(fpipe.plot(ONE_F_ONE_B, width=40)).splitlines()
     assert max(map(len, folded)) <= 40
     blocks = "\n".join(folded).split("\nfrom tick 8:\n")
     assert len(blocks) == 2
     joined = zip(*(block.splitlines() for block in blocks), strict=True)
-    assert [f"{first} {more.partition('| ')[2]}" for first, more in joined] == wide
+    assert [f"{line} {continuation.partition('| ')[2]}" for line, continuation in joined] == wide
     assert fpipe.plot(ONE_F_ONE_B, width=400) == fpipe.plot(ONE_F_ONE_B)
 
 
@@ -74,14 +74,14 @@ def test_the_heading_of_a_text_stays_within_its_width():
     assert "one forward, one backward: makespan 18, span 18, bubble 33.3%, peak 3" in " ".join(text)
 
 
-def test_a_pair_and_the_copy_lane_have_their_place():
+def test_a_grid_shows_pairs_and_the_copy_lane():
     table = fpipe.schedules.from_table("0F0 0F1 0B0 0B1\n1F0 (1F1;1B0) 1B1")
     paired = fpipe.chain(fpipe.split(2), table)(fpipe.program(2))
     assert "(1F1;1B0)" in fpipe.plot(paired, costs=fpipe.Costs(offload=1, pair="max")).splitlines()[1]
     assert fpipe.plot(OFFLOADED, costs=fpipe.Costs(offload=1)).splitlines()[1] == "  copy | ....O---LOAD............"
 
 
-def test_colour_is_for_terminals_and_for_who_asks(monkeypatch):
+def test_colour_is_printed_on_terminals_or_on_request(monkeypatch):
     plain, coloured = fpipe.plot(GPIPE), fpipe.plot(GPIPE, colour=True)
     assert "\x1b[" not in str(plain)
     assert "\x1b[" in str(coloured)
@@ -100,8 +100,8 @@ def test_colour_is_for_terminals_and_for_who_asks(monkeypatch):
 # SVG
 
 
-def test_hovering_says_when_an_op_runs_and_whom_a_rank_waits_for(tmp_path: Path):
-    root, boxes = drawn(Path(fpipe.plot(ONE_F_ONE_B, costs=SLOW, file=tmp_path / "a.svg")))
+def test_tooltips_give_the_times_and_waits_of_ops(tmp_path: Path):
+    root, boxes = read_boxes(Path(fpipe.plot(ONE_F_ONE_B, costs=SLOW, file=tmp_path / "a.svg")))
     assert "1F0, rank 1: 2 to 3.5\nreads params[1] y[0,0]\nwrites y[1,0] res[1,0]" in boxes
     titles = {title.text for title in root.iter(f"{SVG}title")}
     assert {"rank 1 waits from 0 to 2\nfor 0F0 on rank 0", "rank 0 holds at most 3"} <= titles
@@ -109,18 +109,18 @@ def test_hovering_says_when_an_op_runs_and_whom_a_rank_waits_for(tmp_path: Path)
 
 def test_names_are_left_out_where_they_do_not_fit(tmp_path: Path):
     long = fpipe.chain(fpipe.split(64), fpipe.schedules.one_f_one_b(4))(fpipe.program(4))
-    found = words(Path(fpipe.plot(long, file=tmp_path / "a.svg", width=600)))
-    assert not set(found) & {op.cell for op in long.ops}
+    labels = read_labels(Path(fpipe.plot(long, file=tmp_path / "a.svg", width=600)))
+    assert not set(labels) & {op.cell for op in long.ops}
 
 
-def test_slices_are_told_apart_and_copies_have_a_letter(tmp_path: Path):
+def test_labels_show_slices_and_copies(tmp_path: Path):
     """Every slice of microbatch 0 was a 0."""
     sliced = fpipe.schedules.about("seq1f1b").program(3, 2, slices=3)
-    found = words(Path(fpipe.plot(sliced, file=tmp_path / "a.svg")))
-    assert {"0.0", "0.1", "1.2"} <= set(found) or {"0F0.0", "0F0.1", "2F1.2"} <= set(found)
+    labels = read_labels(Path(fpipe.plot(sliced, file=tmp_path / "a.svg")))
+    assert {"0.0", "0.1", "1.2"} <= set(labels) or {"0F0.0", "0F0.1", "2F1.2"} <= set(labels)
     copied = fpipe.schedules.about("bpipe").program(4, 6)
-    found = words(Path(fpipe.plot(copied, costs=fpipe.Costs(offload=1), file=tmp_path / "b.svg")))
-    assert {"O", "L"} <= {word[:1] for word in found}
+    labels = read_labels(Path(fpipe.plot(copied, costs=fpipe.Costs(offload=1), file=tmp_path / "b.svg")))
+    assert {"O", "L"} <= {label[:1] for label in labels}
 
 
 # Many ranks
@@ -128,33 +128,33 @@ def test_slices_are_told_apart_and_copies_have_a_letter(tmp_path: Path):
 
 def test_a_row_of_microbatches_without_room_has_one_label(tmp_path: Path):
     """Of 16 ranks and 64 microbatches, 0 to 9 had labels and 10 to 63 had none; later none had, where 0 to 9 fit."""
-    found = words(Path(fpipe.plot(many("one_f_one_b", 16, 64), costs=QUICK, file=tmp_path / "a.svg")))
-    assert {"10-15", "10-14"} <= set(found)
-    assert {str(microbatch) for microbatch in range(64)} <= set(found)
+    labels = read_labels(Path(fpipe.plot(named_program("one_f_one_b", 16, 64), costs=QUICK, file=tmp_path / "a.svg")))
+    assert {"10-15", "10-14"} <= set(labels)
+    assert {str(microbatch) for microbatch in range(64)} <= set(labels)
 
 
 def test_a_picture_has_all_arrows_or_none(tmp_path: Path):
     """They hung on the rank's own ops: between narrow ones they were a grey band."""
-    _, few = drawn_lines(many("one_f_one_b", 4, 8), tmp_path)
-    assert len(few) == 2 * 3 * 8
-    _, none = drawn_lines(many("one_f_one_b", 16, 64), tmp_path)
-    assert not none
-    _, all_of_them = drawn_lines(many("one_f_one_b", 16, 64), tmp_path, arrows=True)
-    assert len(all_of_them) == 2 * 15 * 64
+    _, few_arrows = draw_arrows(named_program("one_f_one_b", 4, 8), tmp_path)
+    assert len(few_arrows) == 2 * 3 * 8
+    _, no_arrows = draw_arrows(named_program("one_f_one_b", 16, 64), tmp_path)
+    assert not no_arrows
+    _, forced_arrows = draw_arrows(named_program("one_f_one_b", 16, 64), tmp_path, arrows=True)
+    assert len(forced_arrows) == 2 * 15 * 64
 
 
-def test_the_legend_says_once_what_is_lighter(tmp_path: Path):
+def test_the_legend_explains_lighter_fills_once(tmp_path: Path):
     """Beside each other, schedules of two, four and six chunks a rank had three entries of the same words."""
-    drawn = [many(schedule, 4, 8) for schedule in ("hanayo", "zbv", "interleaved", "dualpipe", "gpipe")]
-    found = words(Path(fpipe.plot(*drawn, file=tmp_path / "a.svg")))
+    programs = [named_program(schedule, 4, 8) for schedule in ("hanayo", "zbv", "interleaved", "dualpipe", "gpipe")]
+    labels = read_labels(Path(fpipe.plot(*programs, file=tmp_path / "a.svg")))
     lighter = ["first to last chunk of a rank", "first and second direction"]
-    assert [word for word in found if word.startswith("first ")] == lighter
-    assert not [word for word in styled(tmp_path) if word.startswith("first ")]
+    assert [label for label in labels if label.startswith("first ")] == lighter
+    assert not [label for label in draw_labels(tmp_path) if label.startswith("first ")]
 
 
 def test_the_heading_is_never_cut(tmp_path: Path):
     name = "One forward, one backward, of three ranks and four microbatches"
-    root, _ = drawn(Path(fpipe.plot(ONE_F_ONE_B, names=[name], file=tmp_path / "a.svg", width=260)))
+    root, _ = read_boxes(Path(fpipe.plot(ONE_F_ONE_B, names=[name], file=tmp_path / "a.svg", width=260)))
     lines = [text.text or "" for text in root.iter(f"{SVG}text")]
     assert f"{name} makespan 18, span 18, bubble 33.3%, peak 3" in " ".join(lines)
     assert max(map(len, lines)) * 7.5 < 260
@@ -163,23 +163,23 @@ def test_the_heading_is_never_cut(tmp_path: Path):
 # Style
 
 
-def drawn_lines(
+def draw_arrows(
     program: Program, folder: Path, costs: fpipe.Costs = SLOW, **style: object
 ) -> tuple[ET.Element, list[str]]:
     """An SVG, and what its transfers say."""
     file = fpipe.plot(program, costs=costs, file=folder / "a.svg", style=fpipe.Style(**style))
     root = ET.parse(file).getroot()
-    said = [path.findtext(f"{SVG}title") or "" for path in root.iter(f"{SVG}path")]
-    return root, [title for title in said if " to " in title]
+    titles = [path.findtext(f"{SVG}title") or "" for path in root.iter(f"{SVG}path")]
+    return root, [title for title in titles if " to " in title]
 
 
-def styled(folder: Path, costs: fpipe.Costs = SLOW, **style: object) -> list[str]:
+def draw_labels(folder: Path, costs: fpipe.Costs = SLOW, **style: object) -> list[str]:
     """The words of a picture, after its titles."""
-    root, _ = drawn_lines(ONE_F_ONE_B, folder, costs, **style)
+    root, _ = draw_arrows(ONE_F_ONE_B, folder, costs, **style)
     return [node.text or "" for kind in ("title", "text") for node in root.iter(f"{SVG}{kind}")]
 
 
-def test_a_picture_has_its_size_on_paper(tmp_path: Path):
+def test_a_picture_has_the_requested_size_on_paper(tmp_path: Path):
     paper = fpipe.Style(width_mm=84, font_pt=7)
     root = ET.parse(fpipe.plot(ONE_F_ONE_B, style=paper, file=tmp_path / "a.svg")).getroot()
     assert root.get("width") == "84mm"
@@ -187,42 +187,42 @@ def test_a_picture_has_its_size_on_paper(tmp_path: Path):
     names = [group for group in root.iter(f"{SVG}g") if group.findtext(f"{SVG}text") == "rank 0"]
     sizes = {round(float(group.get("font-size", "")) * points, 2) for group in names}
     assert sizes == {7.0, 6.42}, "the names of ranks, twice"
-    data = Path(fpipe.plot(ONE_F_ONE_B, style=paper, file=tmp_path / "a.png")).read_bytes()
-    assert struct.unpack(">I", data[16:20])[0] == pytest.approx(84 / 25.4 * 300, abs=1)
+    png = Path(fpipe.plot(ONE_F_ONE_B, style=paper, file=tmp_path / "a.png")).read_bytes()
+    assert struct.unpack(">I", png[16:20])[0] == pytest.approx(84 / 25.4 * 300, abs=1)
 
 
 def test_three_schedules_with_their_memory_are_no_higher_than_a_column(tmp_path: Path):
     """Rows on paper are as low as their text allows, which is the size it was; no rule goes through words."""
-    three = [many(name, 3, 4) for name in ("one_f_one_b", "zb_h1", "gpipe")]
+    three = [named_program(name, 3, 4) for name in ("one_f_one_b", "zb_h1", "gpipe")]
     file = fpipe.plot(*three, names=["a", "b", "c"], style=fpipe.Style(width_mm=84, font_pt=7), file=tmp_path / "a.svg")
     root = ET.parse(file).getroot()
     assert float(root.get("height", "").removesuffix("mm")) <= 120
-    words = [float(text.get("y", "")) for text in root.iter(f"{SVG}text") if text.text == "microbatches held"]
+    label_heights = [float(text.get("y", "")) for text in root.iter(f"{SVG}text") if text.text == "microbatches held"]
     strokes = re.compile(r"M([\d.]+),([\d.]+) \1,([\d.]+)")
-    rules = {one for path in root.iter(f"{SVG}path") for one in strokes.findall(path.get("d", ""))}
+    rules = {stroke for path in root.iter(f"{SVG}path") for stroke in strokes.findall(path.get("d", ""))}
     assert rules
-    assert len(words) == 3
-    assert not [rule for rule in rules for y in words if float(rule[1]) < y - 4 < float(rule[2])]
+    assert len(label_heights) == 3
+    assert not [rule for rule in rules for y in label_heights if float(rule[1]) < y - 4 < float(rule[2])]
 
 
 def test_a_pdf_embeds_its_fonts_as_truetype(tmp_path: Path):
     """Journals refuse Type 3, which is what matplotlib embeds unless it is told."""
-    data = Path(fpipe.plot(ONE_F_ONE_B, file=tmp_path / "a.pdf")).read_bytes()
-    assert b"/Type3" not in data
-    assert b"/CIDFontType2" in data
+    pdf = Path(fpipe.plot(ONE_F_ONE_B, file=tmp_path / "a.pdf")).read_bytes()
+    assert b"/Type3" not in pdf
+    assert b"/CIDFontType2" in pdf
 
 
 def test_labels_are_whole_names_microbatches_or_none(tmp_path: Path):
     cells = {op.cell for op in ONE_F_ONE_B.ops if op.kind in "FB"}
-    assert cells <= set(styled(tmp_path))
-    assert not cells & set(styled(tmp_path, labels="microbatch"))
-    assert {"0", "1", "2", "3"} <= set(styled(tmp_path, labels="microbatch", window=(0, 9)))
-    assert not cells & set(styled(tmp_path, labels="none"))
-    assert not [word for word in styled(tmp_path, labels="none") if word.startswith("waits for")]
+    assert cells <= set(draw_labels(tmp_path))
+    assert not cells & set(draw_labels(tmp_path, labels="microbatch"))
+    assert {"0", "1", "2", "3"} <= set(draw_labels(tmp_path, labels="microbatch", window=(0, 9)))
+    assert not cells & set(draw_labels(tmp_path, labels="none"))
+    assert not [label for label in draw_labels(tmp_path, labels="none") if label.startswith("waits for")]
 
 
 @pytest.mark.parametrize(
-    ("switch", "shown"),
+    ("switch", "label"),
     [
         ("memory", "microbatches held"),
         ("waits", "rank 1 waits from 0 to 2\nfor 0F0 on rank 0"),
@@ -231,26 +231,26 @@ def test_labels_are_whole_names_microbatches_or_none(tmp_path: Path):
         ("legend", "F forward"),
     ],
 )
-def test_each_part_can_be_left_out(switch: str, shown: str, tmp_path: Path):
-    assert shown in styled(tmp_path)[1:]
-    assert shown not in styled(tmp_path, **{switch: False})[1:]
+def test_each_part_can_be_left_out(switch: str, label: str, tmp_path: Path):
+    assert label in draw_labels(tmp_path)[1:]
+    assert label not in draw_labels(tmp_path, **{switch: False})[1:]
 
 
 @pytest.mark.parametrize("costs", [SLOW, fpipe.Costs(send=0.5, receive=0.5)], ids=["transfers", "sends"])
 def test_the_critical_path_is_outlined(costs: fpipe.Costs, tmp_path: Path):
     """A SEND that the program has not takes its rank's time, and has no lane of its own: it was a KeyError."""
     path = fpipe.simulate(ONE_F_ONE_B, costs).critical_path
-    ops = [f"{step.what.cell} is on the critical path" for step in path if isinstance(step.what, fpipe.Op)]
-    found = styled(tmp_path, costs, critical_path=True)
-    assert [word for word in found if word.endswith("is on the critical path")] == ops
-    assert "critical path" in found
-    assert not [word for word in styled(tmp_path) if "critical" in word]
+    ops = [f"{step.activity.cell} is on the critical path" for step in path if isinstance(step.activity, fpipe.Op)]
+    labels = draw_labels(tmp_path, costs, critical_path=True)
+    assert [label for label in labels if label.endswith("is on the critical path")] == ops
+    assert "critical path" in labels
+    assert not [label for label in draw_labels(tmp_path) if "critical" in label]
 
 
 def test_narrow_ops_of_the_critical_path_keep_their_colours(tmp_path: Path):
     """Frames of two pixels left nothing of ops that are four wide."""
     style = fpipe.Style(width_mm=84, font_pt=7, critical_path=True)
-    root, boxes = drawn(Path(fpipe.plot(many("zbv", 4, 8), style=style, file=tmp_path / "a.svg")))
+    root, boxes = read_boxes(Path(fpipe.plot(named_program("zbv", 4, 8), style=style, file=tmp_path / "a.svg")))
     narrowest = min(width for _, width in boxes.values())
     frames = [group for group in root.iter(f"{SVG}g") if "critical" in "".join(group.itertext())]
     assert frames
@@ -259,7 +259,7 @@ def test_narrow_ops_of_the_critical_path_keep_their_colours(tmp_path: Path):
 
 def test_colours_are_by_kind_or_by_op(tmp_path: Path):
     def paints(colours: object) -> set[str]:
-        root, _ = drawn_lines(ONE_F_ONE_B, tmp_path, colours=colours)
+        root, _ = draw_arrows(ONE_F_ONE_B, tmp_path, colours=colours)
         return {str(group.get("fill")) for group in root.iter(f"{SVG}g")}
 
     assert {"#123456", FILLS["B"]} <= paints({"F": "#123456"})
@@ -268,12 +268,12 @@ def test_colours_are_by_kind_or_by_op(tmp_path: Path):
     assert FILLS["F"] not in paints(lambda op: stages[op.stage])
 
 
-def test_ranks_have_the_names_they_are_given(tmp_path: Path):
+def test_ranks_may_be_renamed(tmp_path: Path):
     names = ["GPU 0", "GPU 1", "host"]
-    assert styled(tmp_path, ranks=names).count("host") == 2
-    for entry in trace(fpipe.plot(ONE_F_ONE_B, file=tmp_path / "a.json", style=fpipe.Style(ranks=names))):
-        if entry["name"] == "process_name":
-            assert entry["args"] == {"name": names[entry["pid"]]}
+    assert draw_labels(tmp_path, ranks=names).count("host") == 2
+    for event in read_trace(fpipe.plot(ONE_F_ONE_B, file=tmp_path / "a.json", style=fpipe.Style(ranks=names))):
+        if event["name"] == "process_name":
+            assert event["args"] == {"name": names[event["pid"]]}
 
 
 def test_onto_axes_x_is_the_time(tmp_path: Path):
@@ -300,15 +300,15 @@ def test_a_measured_step_is_drawn_like_a_simulated_one(tmp_path: Path):
     for program in (GPIPE, fpipe.communicate()(GPIPE)):
         step = fpipe.build(program, model, record=True)
         timeline = step(params, (torch.randn(8, 8), torch.randn(8, 8))).timeline
-        _, boxes = drawn(Path(fpipe.plot(timeline, ONE_F_ONE_B, names=["run", "plan"], file=tmp_path / "a.svg")))
+        _, boxes = read_boxes(Path(fpipe.plot(timeline, ONE_F_ONE_B, names=["run", "plan"], file=tmp_path / "a.svg")))
         for cell in ("0F0", "2B3"):
             assert sum(title.startswith(f"{cell}, rank") for title in boxes) == 2
-        assert "bytes held" in words(tmp_path / "a.svg")
+        assert "bytes held" in read_labels(tmp_path / "a.svg")
         for rank in range(3):
-            assert max(held for _, held in timeline.held(rank)) == timeline.peak[rank]
+            assert max(byte_count for _, byte_count in timeline.held(rank)) == timeline.peak[rank]
         path = Panel("", timeline, (timeline.makespan / 4, timeline.makespan / 2)).path
-        assert {step[:3] for step in path if isinstance(step.what, fpipe.Op)} <= {*timeline.events}, "no idle time"
-        assert any(wait.op and wait.op.cell == "1F0" and wait.on.cell == "0F0" for wait in timeline.waits)
+        assert {step[:3] for step in path if isinstance(step.activity, fpipe.Op)} <= {*timeline.events}, "no idle time"
+        assert any(wait.op and wait.op.cell == "1F0" and wait.writer.cell == "0F0" for wait in timeline.waits)
 
 
 # PNG, PDF, HTML
@@ -317,23 +317,25 @@ def test_a_measured_step_is_drawn_like_a_simulated_one(tmp_path: Path):
 def test_a_png_has_twice_the_pixels(tmp_path: Path):
     fpipe.plot(ONE_F_ONE_B, file=tmp_path / "a.svg", width=800)
     fpipe.plot(ONE_F_ONE_B, file=tmp_path / "a.png", width=800)
-    root, _ = drawn(tmp_path / "a.svg")
-    data = (tmp_path / "a.png").read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    root, _ = read_boxes(tmp_path / "a.svg")
+    png = (tmp_path / "a.png").read_bytes()
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
     expected = 1600, 2 * float(root.get("height", ""))
-    assert struct.unpack(">II", data[16:24]) == pytest.approx(expected, abs=1)
+    assert struct.unpack(">II", png[16:24]) == pytest.approx(expected, abs=1)
 
 
-def test_without_matplotlib_the_way_out_is_said(tmp_path: Path, monkeypatch):
+def test_a_png_without_matplotlib_names_the_alternatives(tmp_path: Path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'fpipe\[plot\]', or write \.svg or \.html"):
         fpipe.plot(GPIPE, file=tmp_path / "a.png")
 
 
-def test_a_page_needs_no_other_and_has_every_name(tmp_path: Path):
+def test_a_page_is_self_contained_and_names_every_op(tmp_path: Path):
     page = Path(fpipe.plot(GPIPE, names=["x < y"], file=tmp_path / "a.html")).read_text(encoding="utf-8")
     assert "<title>x &lt; y</title>" in page
-    assert not [word for word in ("http://", "https://") if word in page.replace("http://www.w3.org/2000/svg", "")]
+    assert not [
+        scheme for scheme in ("http://", "https://") if scheme in page.replace("http://www.w3.org/2000/svg", "")
+    ]
     picture = ET.fromstring(page[page.index("<svg") : page.rindex("</svg>") + 6])
     assert {op.cell for op in GPIPE.ops if op.kind in "FB"} <= {text.text for text in picture.iter(f"{SVG}text")}
 
@@ -341,29 +343,29 @@ def test_a_page_needs_no_other_and_has_every_name(tmp_path: Path):
 # Perfetto
 
 
-def trace(file: str) -> list[dict[str, object]]:
+def read_trace(file: str) -> list[dict[str, object]]:
     return json.loads(Path(file).read_text(encoding="utf-8"))["traceEvents"]
 
 
 def test_a_trace_keeps_to_its_format(tmp_path: Path):
     needed = {"M": {"args"}, "X": {"ts", "dur", "cat"}, "C": {"ts", "args"}, "s": {"ts", "id"}, "f": {"ts", "id", "bp"}}
-    entries = trace(fpipe.plot(ONE_F_ONE_B, GPIPE, costs=SLOW, file=tmp_path / "a.json"))
-    for entry in entries:
-        assert {"ph", "name", "pid", "tid"} | needed[entry["ph"]] <= entry.keys()
-    assert {entry["pid"] for entry in entries} == set(range(6))
+    events = read_trace(fpipe.plot(ONE_F_ONE_B, GPIPE, costs=SLOW, file=tmp_path / "a.json"))
+    for event in events:
+        assert {"ph", "name", "pid", "tid"} | needed[event["ph"]] <= event.keys()
+    assert {event["pid"] for event in events} == set(range(6))
 
 
 @pytest.mark.parametrize("program", [ONE_F_ONE_B, fpipe.communicate()(ONE_F_ONE_B)], ids=["plain", "with transfers"])
 def test_an_arrow_of_a_trace_goes_from_the_writer_to_the_reader(program: Program, tmp_path: Path):
-    entries = trace(fpipe.plot(program, costs=SLOW, file=tmp_path / "a.json"))
-    ops = [entry for entry in entries if entry["ph"] == "X" and entry["cat"] in "FB"]
+    events = read_trace(fpipe.plot(program, costs=SLOW, file=tmp_path / "a.json"))
+    ops = [event for event in events if event["ph"] == "X" and event["cat"] in "FB"]
 
-    def around(flow):
-        inside = (op for op in ops if op["pid"] == flow["pid"] and op["ts"] <= flow["ts"] <= op["ts"] + op["dur"])
-        return next(inside)["name"]
+    def op_name_at(flow):
+        ops_around = (op for op in ops if op["pid"] == flow["pid"] and op["ts"] <= flow["ts"] <= op["ts"] + op["dur"])
+        return next(ops_around)["name"]
 
-    ends = {entry["id"]: entry for entry in entries if entry["ph"] == "f"}
-    arrows = {(around(flow), around(ends[flow["id"]])) for flow in entries if flow["ph"] == "s"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    arrows = {(op_name_at(flow), op_name_at(ends[flow["id"]])) for flow in events if flow["ph"] == "s"}
     hops = [((f"{s}F{m}", f"{s + 1}F{m}"), (f"{s + 1}B{m}", f"{s}B{m}")) for s in range(2) for m in range(4)]
     assert arrows == {*chain.from_iterable(hops)}
 
@@ -371,7 +373,7 @@ def test_an_arrow_of_a_trace_goes_from_the_writer_to_the_reader(program: Program
 # The pages' own
 
 
-def test_the_pictures_of_the_pages_are_what_is_drawn_now(tmp_path: Path):
+def test_the_pictures_of_the_docs_are_up_to_date(tmp_path: Path):
     folder = Path(__file__).parents[1] / "docs" / "pictures"
     runpy.run_path(str(folder / "draw.py"))["simulated"](tmp_path)
     for file in tmp_path.iterdir():
@@ -383,15 +385,15 @@ def test_the_pictures_of_the_pages_are_what_is_drawn_now(tmp_path: Path):
 # Notebooks
 
 
-def test_programs_timelines_and_plots_show_themselves():
-    for shown in (GPIPE, fpipe.simulate(GPIPE), fpipe.plot(GPIPE, ONE_F_ONE_B)):
-        html = shown._repr_html_()
+def test_programs_timelines_and_plots_have_notebook_pictures():
+    for drawable in (GPIPE, fpipe.simulate(GPIPE), fpipe.plot(GPIPE, ONE_F_ONE_B)):
+        html = drawable._repr_html_()
         picture = html[html.index("<svg") : html.rindex("</svg>") + 6]
         assert ET.fromstring(picture).tag == f"{SVG}svg"
 
 
 @pytest.mark.parametrize(
-    ("shown", "pictures"),
+    ("make_result", "pictures"),
     [
         (lambda: fpipe.compare(["gpipe", "zbv", "chimera"], 3, 4), 1),
         (lambda: fpipe.search(2, ranks=2, microbatches=2, seconds=0.01, solver="local"), 1),
@@ -399,18 +401,18 @@ def test_programs_timelines_and_plots_show_themselves():
         (lambda: fpipe.from_functions([lambda params, x: x]), 0),
         (lambda: Report(()), 0),
     ],
-    ids=["Comparison", "Found", "RunPlan", "Model", "Report"],
+    ids=["Comparison", "SearchResult", "RunPlan", "Model", "Report"],
 )
-def test_results_show_their_words_and_their_pictures(shown: Callable[[], Any], pictures: int):
-    made = shown()
-    said = made._repr_html_()
-    assert said.startswith(f"<pre>{html.escape(str(made))}</pre>")
-    assert said.count("<svg") == pictures
-    for found in re.findall(r"<svg.*?</svg>", said, re.S):
-        ET.fromstring(found)
+def test_results_have_notebook_text_and_pictures(make_result: Callable[[], Any], pictures: int):
+    result = make_result()
+    page = result._repr_html_()
+    assert page.startswith(f"<pre>{html.escape(str(result))}</pre>")
+    assert page.count("<svg") == pictures
+    for svg in re.findall(r"<svg.*?</svg>", page, re.S):
+        ET.fromstring(svg)
 
 
-def test_a_program_too_long_for_a_notebook_says_so(monkeypatch):
+def test_a_program_too_long_for_a_notebook_shows_a_hint(monkeypatch):
     monkeypatch.setattr("fpipe.pictures.plot._MAX_EVENTS", 10)
     assert GPIPE._repr_html_() == (
         "<pre>makespan 18, span 18, bubble 33.3%, peak 4\nfpipe.plot(..., file='picture.html') draws it.</pre>"
@@ -420,7 +422,7 @@ def test_a_program_too_long_for_a_notebook_says_so(monkeypatch):
 # Errors
 
 
-test_what_makes_no_picture_is_refused = refusals(
+test_refusals = refusals(
     globals(),
     """
 fpipe.Style(width_mm=-1)
@@ -472,12 +474,12 @@ fpipe.plot(GPIPE, width=3)
 )
 
 
-def test_what_has_no_time_is_drawn_too(tmp_path: Path):
+def test_a_program_of_no_duration_is_drawn(tmp_path: Path):
     free = fpipe.Costs(forward=0, backward_input=0, backward_weight=0)
     for ending in (".svg", ".png", ".html", ".json"):
         fpipe.plot(GPIPE, costs=free, file=tmp_path / f"a{ending}")
     assert fpipe.plot(GPIPE, costs=free).splitlines()[0] == "rank 0 |"
 
 
-def many(schedule: str, ranks: int, microbatches: int) -> Program:
+def named_program(schedule: str, ranks: int, microbatches: int) -> Program:
     return fpipe.schedules.about(schedule).program(ranks, microbatches)

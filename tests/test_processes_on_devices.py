@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
 from fpipe.tree import leaves
-from tests.fake_accelerator.scenarios import PARTS, ROWS, STEPS, by_adamw, by_autograd, squares
-from tests.processes import JOINED, Processes
+from tests.fake_accelerator.scenarios import PARTS, ROWS, STEPS, squares, train_by_adamw, train_by_autograd
+from tests.processes import GROUP_OPTIONS, Processes
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
@@ -32,8 +32,8 @@ def join(rank: int, file: str, size: int = 2) -> None:
     if torch.cuda.device_count() < size:
         os.environ.update(NCCL_HOSTID=f"host {rank}", NCCL_SOCKET_IFNAME="lo")
     torch.cuda.set_device(rank % torch.cuda.device_count())
-    JOINED.update(backend="nccl", init_method=file)
-    dist.init_process_group(**JOINED)
+    GROUP_OPTIONS.update(backend="nccl", init_method=file)
+    dist.init_process_group(**GROUP_OPTIONS)
 
 
 @pytest.fixture(
@@ -45,8 +45,8 @@ def ranks(
     """Calls a function in each of two processes, with its rank, its device and so on."""
     with Processes(2) as pair:
         if request.param == "cuda":
-            pair.each(join, Path(tmp_path_factory.mktemp("nccl"), "group").as_uri())
-        yield lambda function, *args: pair.each(function, request.param, *args)
+            pair.run(join, Path(tmp_path_factory.mktemp("nccl"), "group").as_uri())
+        yield lambda function, *args: pair.run(function, request.param, *args)
 
 
 def net_and_batch(kind: str, stages: int) -> tuple[nn.Sequential, list[Tensor]]:
@@ -63,11 +63,14 @@ def sgd(params: Any, grads: Any) -> None:
             param -= 0.01 * grad
 
 
-def equal(found: Any, expected: Any) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+def has_equal_bits(actual: Any, expected: Any) -> bool:
+    return all(
+        torch.equal(actual_tensor, expected_tensor)
+        for actual_tensor, expected_tensor in zip(actual, expected, strict=True)
+    )
 
 
-def trained(rank: int, kind: str, schedule: str, stages: int, record: bool = False) -> bool:
+def train_by_sgd(rank: int, kind: str, schedule: str, stages: int, record: bool = False) -> bool:
     """Steps on the parameters that the gradients before have made."""
     net, batch = net_and_batch(kind, stages)
     twin = copy.deepcopy(net)
@@ -76,20 +79,23 @@ def trained(rank: int, kind: str, schedule: str, stages: int, record: bool = Fal
     program = pipeline(fpipe.program(model))
     step = fpipe.build(program, model, runtime="distributed", example=(params, tuple(batch)), record=record)
     mine = fpipe.local_params(program, params, rank)
-    here = [stage for stage, one in enumerate(mine) if one]
+    local_stages = [stage for stage, stage_params in enumerate(mine) if stage_params]
     for _ in range(STEPS):
-        found = step(mine, tuple(batch))
-        sgd(leaves([mine[stage] for stage in here]), leaves([found.grads[stage] for stage in here]))
+        result = step(mine, tuple(batch))
+        sgd(leaves([mine[stage] for stage in local_stages]), leaves([result.grads[stage] for stage in local_stages]))
     if record:
-        times = [(start, end) for _, start, end in found.timeline.events]
+        times = [(start, end) for _, start, end in result.timeline.events]
         assert min(start for start, _ in times) > -5e-4
         assert all(start <= end for start, end in times)
-    every = [*twin.parameters()]
-    by_autograd(twin, tuple(batch), lambda: sgd(every, [one.grad for one in every]))
-    return equal(leaves([mine[stage] for stage in here]), [one for stage in here for one in twin[stage].parameters()])
+    twin_params = [*twin.parameters()]
+    train_by_autograd(twin, tuple(batch), lambda: sgd(twin_params, [param.grad for param in twin_params]))
+    return has_equal_bits(
+        leaves([mine[stage] for stage in local_stages]),
+        [param for stage in local_stages for param in twin[stage].parameters()],
+    )
 
 
-def updated(rank: int, kind: str) -> bool:
+def train_by_update(rank: int, kind: str) -> bool:
     """An optimizer in the program, in place, whose norm both ranks add up."""
     net, batch = net_and_batch(kind, 2)
     twin = copy.deepcopy(net)
@@ -101,26 +107,26 @@ def updated(rank: int, kind: str) -> bool:
     mine = fpipe.local_params(program, params, rank)
     opt = fpipe.optimizer_state(program, mine)
     for _ in range(STEPS):
-        found = step(mine, tuple(batch), opt=opt, lr=0.1)
-        mine, opt = found.params, found.opt
-    by_adamw(twin, tuple(batch))
-    return equal(leaves(mine[rank]), twin[rank].parameters())
+        result = step(mine, tuple(batch), opt=opt, lr=0.1)
+        mine, opt = result.params, result.opt
+    train_by_adamw(twin, tuple(batch))
+    return has_equal_bits(leaves(mine[rank]), twin[rank].parameters())
 
 
-def refusing(rank: int, kind: str) -> bool:
+def refuse_missing_params(rank: int, kind: str) -> bool:
     """What rank 0 lacks ends the run on both."""
     net, batch = net_and_batch(kind, 2)
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=squares)
     pipeline = fpipe.chain(fpipe.split(PARTS), fpipe.schedules.one_f_one_b(2), fpipe.merge())
-    program, own = pipeline(fpipe.program(model)), tuple(batch)
-    step = fpipe.build(program, model, runtime="distributed", example=(params, own), timeout=30)
+    program, batch_tuple = pipeline(fpipe.program(model)), tuple(batch)
+    step = fpipe.build(program, model, runtime="distributed", example=(params, batch_tuple), timeout=30)
     mine = fpipe.local_params(program, params, rank)
-    step(mine, own)
-    with pytest.raises((ValueError, RuntimeError)) as told:
-        step(mine if rank else ({}, {}), own)
-    assert rank == 0 or "rank 0 failed" in str(told.value)
+    step(mine, batch_tuple)
+    with pytest.raises((ValueError, RuntimeError)) as error_info:
+        step(mine if rank else ({}, {}), batch_tuple)
+    assert rank == 0 or "rank 0 failed" in str(error_info.value)
     with pytest.raises(fpipe.RankError, match="the run is over"):
-        step(mine, own)
+        step(mine, batch_tuple)
     return True
 
 
@@ -128,7 +134,7 @@ def layer(params: Any, x: Tensor) -> Tensor:
     return torch.tanh(x @ params["w"])
 
 
-def exchanged(rank: int, kind: str, record: bool = False) -> bool:
+def train_experts(rank: int, kind: str, record: bool = False) -> bool:
     """Rows go from process to process between the layers of one rank: those of one net, dealt out."""
     torch.manual_seed(0)
     width = 8 if kind == "cpu" else 512
@@ -139,21 +145,24 @@ def exchanged(rank: int, kind: str, record: bool = False) -> bool:
     program = fpipe.chain(*parts)(fpipe.program(model))
     mesh = init_device_mesh(kind, (1, 2), mesh_dim_names=("pp", "ep"))
     params = {"w": weights[0][rank].clone()}, {}, {"w": weights[1][rank].clone()}
-    own = x[rank], target[rank]
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, own), record=record)
-    results = [step(params, own) for _ in range(STEPS)]
-    found = [leaves(result.grads) for result in results]
+    rank_batch = x[rank], target[rank]
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, rank_batch), record=record)
+    results = [step(params, rank_batch) for _ in range(STEPS)]
+    grads_by_step = [leaves(result.grads) for result in results]
     if record:
         assert all(-5e-4 < start <= end for _, start, end in results[-1].timeline.events)
     for weight in weights:
         weight.requires_grad_()
-    for one in range(2):
-        rows = slice(one * ROWS // 2, (one + 1) * ROWS // 2)
-        first = torch.stack([torch.tanh(x[who, rows] @ weights[0][who]) for who in range(2)])
-        dealt = _all_to_all(first)
-        ends = [squares(torch.tanh(dealt[who] @ weights[1][who]), target[who, rows]) / 2 for who in range(2)]
-        torch.autograd.backward(ends)
-    return all(equal(grads, [weight.grad[rank] for weight in weights]) for grads in found)
+    for microbatch in range(2):
+        rows = slice(microbatch * ROWS // 2, (microbatch + 1) * ROWS // 2)
+        hidden = torch.stack([torch.tanh(x[ep_rank, rows] @ weights[0][ep_rank]) for ep_rank in range(2)])
+        received = _all_to_all(hidden)
+        losses = [
+            squares(torch.tanh(received[ep_rank] @ weights[1][ep_rank]), target[ep_rank, rows]) / 2
+            for ep_rank in range(2)
+        ]
+        torch.autograd.backward(losses)
+    return all(has_equal_bits(grads, [weight.grad[rank] for weight in weights]) for grads in grads_by_step)
 
 
 def _all_to_all(rows: Tensor) -> list[Tensor]:
@@ -164,40 +173,40 @@ def _all_to_all(rows: Tensor) -> list[Tensor]:
 def by_replicas(net: nn.Module, batch: list[Tensor]) -> list[Tensor]:
     """The gradients of two replicas, each of two microbatches, added up."""
     halves = list[list[Tensor]]()
-    for x, target in zip(*(whole.chunk(2) for whole in batch), strict=True):
+    for x, target in zip(*(tensor.chunk(2) for tensor in batch), strict=True):
         net.zero_grad()
-        for one, other in zip(x.chunk(2), target.chunk(2), strict=True):
-            (squares(net(one), other) * 0.25).backward()
+        for x_part, target_part in zip(x.chunk(2), target.chunk(2), strict=True):
+            (squares(net(x_part), target_part) * 0.25).backward()
         halves.append([leaf.grad for leaf in net.parameters() if leaf.grad is not None])
     return [a + b for a, b in zip(*halves, strict=True)]
 
 
-def replicated(rank: int, kind: str) -> bool:
+def train_replicas(rank: int, kind: str) -> bool:
     """Two replicas of one rank; test_devices.py has those that share parameters out."""
     net, batch = net_and_batch(kind, 2)
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=squares)
     merged = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(1), fpipe.merge(outputs=False))(fpipe.program(model))
     mesh = init_device_mesh(kind, (2, 1), mesh_dim_names=("dp", "pp"))
-    own = tuple(whole.chunk(2)[rank] for whole in batch)
+    rank_batch = tuple(tensor.chunk(2)[rank] for tensor in batch)
     expected = by_replicas(net, batch)
     program = fpipe.data_parallel()(merged)
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, own))
-    found = [leaves(step(params, own).grads) for _ in range(STEPS)]
-    return all(equal(grads, expected) for grads in found)
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, rank_batch))
+    grads_by_step = [leaves(step(params, rank_batch).grads) for _ in range(STEPS)]
+    return all(has_equal_bits(grads, expected) for grads in grads_by_step)
 
 
 @pytest.mark.parametrize(
     "scenario",
     [
-        pytest.param(partial(trained, schedule="zb_h1", stages=2), id="ZB-H1"),
-        pytest.param(partial(trained, schedule="interleaved", stages=4), id="interleaved"),
-        pytest.param(partial(trained, schedule="zbv", stages=4), id="ZBV"),
-        pytest.param(partial(trained, schedule="one_f_one_b", stages=2, record=True), id="1F1B, recorded"),
-        updated,
-        exchanged,
-        pytest.param(partial(exchanged, record=True), id="exchanged, recorded"),
-        replicated,
-        refusing,
+        pytest.param(partial(train_by_sgd, schedule="zb_h1", stages=2), id="ZB-H1"),
+        pytest.param(partial(train_by_sgd, schedule="interleaved", stages=4), id="interleaved"),
+        pytest.param(partial(train_by_sgd, schedule="zbv", stages=4), id="ZBV"),
+        pytest.param(partial(train_by_sgd, schedule="one_f_one_b", stages=2, record=True), id="1F1B, recorded"),
+        train_by_update,
+        train_experts,
+        pytest.param(partial(train_experts, record=True), id="exchanged, recorded"),
+        train_replicas,
+        refuse_missing_params,
     ],
 )
 def test_ranks_in_processes_give_the_bits_of_autograd(ranks: Callable[..., list[Any]], scenario: Callable[..., bool]):
@@ -207,4 +216,4 @@ def test_ranks_in_processes_give_the_bits_of_autograd(ranks: Callable[..., list[
 @ON_GPU
 def test_gloo_carries_tensors_of_a_gpu_through_the_host():
     with Processes(2) as pair:
-        assert pair.each(trained, "cuda", "zb_h1", 2) == [True, True]
+        assert pair.run(train_by_sgd, "cuda", "zb_h1", 2) == [True, True]

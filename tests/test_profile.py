@@ -20,12 +20,12 @@ def net() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
 
-def made(stages: int = 3) -> tuple[fpipe.Model, Any, Any, Any]:
+def make_case(stages: int = 3) -> tuple[fpipe.Model, Any, Any, Any]:
     model, params, state = fpipe.from_sequential(net(), stages=stages, loss=nn.functional.mse_loss)
     return model, params, state, (torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))
 
 
-def test_a_slow_stage_is_found_in_every_kind():
+def test_a_profile_finds_the_slow_stage_in_every_kind():
     def quick(params: Any, x: Any) -> Any:
         return x * params["w"]
 
@@ -50,8 +50,8 @@ SHAPES = {
 
 
 @pytest.mark.parametrize(("shape", "runtime"), [*((shape, "local") for shape in SHAPES), ("ZB-H1", "threads")])
-def test_every_kind_is_measured_whatever_the_program_has(shape: str, runtime: Any):
-    model, params, state, batch = made(2)
+def test_a_profile_measures_every_kind_under_any_program(shape: str, runtime: Any):
+    model, params, state, batch = make_case(2)
     program = fpipe.chain(fpipe.split(M), fpipe.merge(), SHAPES[shape])(fpipe.program(model))
     costs = fpipe.profile(program, model, params, batch, state=state, repeats=1, runtime=runtime)
     kinds: Any = (costs.forward, costs.backward_input, costs.backward_weight, costs.recompute, costs.backward)
@@ -60,8 +60,8 @@ def test_every_kind_is_measured_whatever_the_program_has(shape: str, runtime: An
 
 
 @pytest.mark.parametrize("runtime", ["local", "threads"])
-def test_the_bytes_are_those_held_under_every_policy(runtime: Any):
-    model, params, state, batch = made()
+def test_profiled_bytes_predict_the_recorded_peak(runtime: Any):
+    model, params, state, batch = make_case()
     start = fpipe.chain(fpipe.split(M), fpipe.merge())(fpipe.program(model))
     transforms = (
         fpipe.schedules.gpipe(3),
@@ -72,24 +72,24 @@ def test_the_bytes_are_those_held_under_every_policy(runtime: Any):
     costs = fpipe.profile(profiled, model, params, batch, state=state, repeats=1, runtime=runtime)
     for transform in transforms:
         program = transform(start)
-        held = fpipe.build(program, model, record=True)(params, batch, state=state).timeline.peak
-        assert fpipe.simulate(program, costs).peak == held
+        peak = fpipe.build(program, model, record=True)(params, batch, state=state).timeline.peak
+        assert fpipe.simulate(program, costs).peak == peak
 
 
-def test_evaluation_has_forwards_only():
-    model, params, state, batch = made(2)
+def test_a_profile_of_an_evaluation_has_forwards_only():
+    model, params, state, batch = make_case(2)
     program = fpipe.chain(fpipe.split(M), fpipe.forward_only())(fpipe.program(model))
     costs: Any = fpipe.profile(program, model, params, batch, state=state, repeats=1)
     assert all(costs.forward)
     assert not any(costs.backward_input)
 
 
-def test_progress_is_told_run_by_run():
-    model, params, state, batch = made(2)
-    told: list[tuple[int, int]] = []
+def test_progress_is_reported_after_each_run():
+    model, params, state, batch = make_case(2)
+    calls: list[tuple[int, int]] = []
     program = fpipe.split(2)(fpipe.program(model))
-    fpipe.profile(program, model, params, batch, state=state, repeats=2, progress=lambda *now: told.append(now))
-    assert told == [(done, 6) for done in range(7)]
+    fpipe.profile(program, model, params, batch, state=state, repeats=2, progress=lambda *counts: calls.append(counts))
+    assert calls == [(done, 6) for done in range(7)]
 
 
 def test_costs_of_a_stage_that_cannot_be_traced_come_without_bytes():
@@ -108,8 +108,8 @@ def test_costs_of_a_stage_that_cannot_be_traced_come_without_bytes():
 
 
 @pytest.mark.parametrize("repeats", [0, -1, 1.5, True])
-def test_repeats_are_a_number_of_times(repeats: Any):
-    model, params, state, batch = made(2)
+def test_invalid_repeats_are_refused(repeats: Any):
+    model, params, state, batch = make_case(2)
     with pytest.raises(ValueError, match="repeats is how often each op is timed, at least 1; found"):
         fpipe.profile(fpipe.program(model), model, params, batch, state=state, repeats=repeats)
 
@@ -129,10 +129,10 @@ nap.register_autograd(
 
 
 def napping(schedule: str, seconds: tuple[float, ...]) -> tuple[fpipe.Program, fpipe.Model, Any, Any]:
-    def stage(own: float) -> Any:
-        return lambda p, x: nap(x @ p["w"], own)
+    def stage(nap_seconds: float) -> Any:
+        return lambda p, x: nap(x @ p["w"], nap_seconds)
 
-    model = fpipe.from_functions([stage(own) for own in seconds], nn.functional.mse_loss)
+    model = fpipe.from_functions([stage(nap_seconds) for nap_seconds in seconds], nn.functional.mse_loss)
     params = tuple({"w": torch.eye(4)} for _ in seconds)
     pipeline = fpipe.chain(fpipe.split(M), fpipe.schedules.get(schedule)(2), fpipe.merge())
     return pipeline(fpipe.program(model)), model, params, (torch.ones(ROWS, 4), torch.ones(ROWS, 4))
@@ -144,8 +144,10 @@ NAPS = 0.004, 0.008
 def test_ranks_that_run_together_are_timed_without_their_waits():
     """Rank 0 waits for the slower rank 1 about as long as it works."""
     costs: Any = fpipe.profile(*napping("gpipe", NAPS), repeats=2, runtime="threads")
-    for seconds, own in zip((costs.forward, costs.backward), (NAPS, [2 * each for each in NAPS]), strict=True):
-        assert all(least <= found for found, least in zip(seconds, own, strict=True))
+    for seconds, lower_bounds in zip(
+        (costs.forward, costs.backward), (NAPS, [2 * nap_seconds for nap_seconds in NAPS]), strict=True
+    ):
+        assert all(lower_bound <= measured for measured, lower_bound in zip(seconds, lower_bounds, strict=True))
     assert costs.forward[0] < costs.forward[1]
     assert costs.backward[0] < costs.backward[1]
     assert 0 < costs.send + costs.transfer + costs.receive < min(costs.forward)
@@ -155,7 +157,7 @@ COSTS = fpipe.Costs([1, 2, 3, 1], [3, 1, 2, 2], [1, 4, 1, 2], transfer=0.5, send
 
 
 @pytest.mark.parametrize("schedule", ["looped_bfs", "interleaved_zb", "zbv", "gpipe"])
-def test_a_timeline_tells_what_its_ops_cost(schedule: str):
+def test_op_seconds_of_a_simulation_are_its_costs(schedule: str):
     """The costs of a simulated timeline are those that it was simulated with."""
     program = fpipe.chain(fpipe.split(4), fpipe.schedules.get(schedule)(2), fpipe.merge())(fpipe.program(4))
     timeline = fpipe.simulate(fpipe.communicate()(program), COSTS)
@@ -164,7 +166,7 @@ def test_a_timeline_tells_what_its_ops_cost(schedule: str):
     assert transfer_seconds([timeline]) == (0.25, 0.5, 0.125)
 
 
-def test_what_a_receive_waits_for_is_no_ones_time():
+def test_op_seconds_exclude_the_waits_of_receives():
     """1F0 keeps its rank for 3 s, the SPLIT behind it and half a second until 1F1 begins, not while RECV waits; what
     SENDs take is not 0F0's time, nor 0F1's."""
     program = fpipe.communicate()(fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2))(fpipe.program(2)))
@@ -177,9 +179,11 @@ def test_what_a_receive_waits_for_is_no_ones_time():
     assert transfer_seconds([timeline]) == (0.75, 0.5, 0)
 
 
-def attention(own: Any, x: Tensor) -> Tensor:
-    q, k, v = (one.view(*one.shape[:2], 2, 4).transpose(1, 2) for one in own.into(x).chunk(3, -1))
-    return own.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+def attention(module: Any, x: Tensor) -> Tensor:
+    q, k, v = (
+        projection.view(*projection.shape[:2], 2, 4).transpose(1, 2) for projection in module.into(x).chunk(3, -1)
+    )
+    return module.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 NETS: dict[str, tuple[Any, tuple[int, ...]]] = {
@@ -192,7 +196,7 @@ NETS: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
-def by_torch(net: nn.Module, x: Tensor) -> tuple[int, int]:
+def count_by_torch(net: nn.Module, x: Tensor) -> tuple[int, int]:
     """Operations of a forward and of a backward of a net on meta, where attention has no kernel of its own."""
     with FlopCounterMode(display=False) as forward:
         y = net(x)
@@ -202,27 +206,30 @@ def by_torch(net: nn.Module, x: Tensor) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_operations_are_those_that_torch_counts(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_estimated_operations_are_those_that_torch_counts(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fpipe.graphs.compiling.add._same_bits", None)  # tried sums of 4096 x 4096 on real memory
-    made, shape = NETS[name]
-    x, one = torch.empty(shape, device="meta"), torch.empty(1, *shape[1:], device="meta")
-    net = made().to("meta")
+    make_net, shape = NETS[name]
+    x, microbatch = torch.empty(shape, device="meta"), torch.empty(1, *shape[1:], device="meta")
+    net = make_net().to("meta")
     model, params, state = fpipe.from_module(net, 2, loss=lambda y, t: y.sum(), example=(x, x))
     program = fpipe.chain(fpipe.split(4), fpipe.merge())(fpipe.program(model))
     costs = fpipe.estimate(program, model, params, (x, x), flops=1, state=state or None)
     stages: Any = costs
-    forward, backward = by_torch(net, one)
+    forward, backward = count_by_torch(net, microbatch)
     assert sum(stages.forward) == forward
     scores = 2 * 2 * 6 * 6 * 4 if name == "attention" else 0  # the kernel of a CPU computes them once more
     assert sum(stages.backward) == backward + scores
     assert [i + w for i, w in zip(stages.backward_input, stages.backward_weight, strict=True)] == stages.backward
-    assert all(again <= once for again, once in zip(stages.recompute, stages.forward, strict=True))
+    assert all(
+        recompute_ops <= forward_ops
+        for recompute_ops, forward_ops in zip(stages.recompute, stages.forward, strict=True)
+    )
     twice = fpipe.estimate(program, model, params, (x, x), flops=2, state=state or None)
     assert twice.forward == [seconds / 2 for seconds in stages.forward]
 
 
 @pytest.mark.parametrize("flops", [0, float("nan"), "1e12"])
-def test_a_rate_that_is_none_is_refused(flops: Any):
+def test_an_invalid_rate_is_refused(flops: Any):
     model, params, _ = fpipe.from_sequential(nn.Sequential(nn.Linear(2, 2)), 1, loss=nn.functional.mse_loss)
     batch = torch.ones(2, 2), torch.ones(2, 2)
     with pytest.raises(ValueError, match="flops is how many operations a rank does a second, such as 400e12; found"):

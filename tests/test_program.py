@@ -41,9 +41,9 @@ def test_text_round_trips_and_equal_programs_have_equal_hashes(program: Program)
 @pytest.mark.parametrize("name", ["a chain", "a skip", "a pipeline", "two replicas", "pairs"])
 def test_csv_and_grid_hold_the_same_cells_as_the_table(name: str):
     program = PROGRAMS[name]
-    read = [list(row) for row in csv.reader(program.to_csv().splitlines())]
-    drawn = [line.partition("|")[2].replace(".", " ").split() for line in fpipe.plot(program).splitlines()]
-    assert read == drawn == program.table()
+    csv_rows = [list(row) for row in csv.reader(program.to_csv().splitlines())]
+    grid_rows = [line.partition("|")[2].replace(".", " ").split() for line in fpipe.plot(program).splitlines()]
+    assert csv_rows == grid_rows == program.table()
 
 
 def test_a_table_is_read_from_a_file(tmp_path):
@@ -54,12 +54,12 @@ def test_a_table_is_read_from_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["inputs", "ops", "outputs"])
-def test_a_program_cannot_be_changed(name: str):
+def test_a_program_is_immutable(name: str):
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(CHAIN, name, ())
 
 
-def test_sizes_are_read_off_the_ops():
+def test_a_program_counts_stages_microbatches_and_ranks():
     program = PIPELINE(fpipe.program(4))
     assert (program.stages, program.microbatches, program.ranks, program.placement) == (4, 4, 2, (0, 0, 1, 1))
     assert repr(program) == f"<Program: 4 stages, 4 microbatches, 2 ranks, {len(program.ops)} ops>"
@@ -72,40 +72,43 @@ def test_idle_cells_are_left_out(idle):
     assert fpipe.schedules.from_table(rows)(CHAIN).table() == [["0F0", "0B0"], ["1F0", "1B0"]]
 
 
-def test_a_pickle_rests_on_five_names_that_stay():
+def test_a_pickle_names_five_stable_classes():
     """docs/stability.md: what one release of 0.x has pickled is read by all later ones."""
-    found = set[str]()
+    global_names = set[str]()
 
     class Names(pickle.Unpickler):
         def find_class(self, module_name: str, global_name: str, /):
-            found.add(f"{module_name}.{global_name}")
+            global_names.add(f"{module_name}.{global_name}")
             return super().find_class(module_name, global_name)
 
     program = PROGRAMS["with frees"]
     assert Names(io.BytesIO(pickle.dumps(program))).load() == program
-    assert found == {"fpipe.program.Program", *(f"fpipe.ops.{name}" for name in ("Input", "Op", "Output", "Value"))}
+    assert global_names == {
+        "fpipe.program.Program",
+        *(f"fpipe.ops.{name}" for name in ("Input", "Op", "Output", "Value")),
+    }
 
 
-def one_cell(text: str) -> Program:
+def table_of_one_cell(text: str) -> Program:
     return fpipe.schedules.from_table([[text]])(CHAIN)
 
 
 test_refusals = refusals(
     globals(),
     r"""
-one_cell("0F1garbage")
+table_of_one_cell("0F1garbage")
     ProgramError: '0F1garbage' is not a cell: after 0F1 comes 'garbage'. Cells read 2F0
-one_cell("0B0W0")
+table_of_one_cell("0B0W0")
     ProgramError: '0B0W0' is not a cell: after 0B0 comes 'W0'.
-one_cell("0F0.x")
+table_of_one_cell("0F0.x")
     ProgramError: '0F0.x' is not a cell: after 0F0 comes '.x'.
-one_cell("0F-1")
+table_of_one_cell("0F-1")
     ProgramError: '0F-1' is not a cell: it does not start with stage, kind, microbatch.
-one_cell("0F")
+table_of_one_cell("0F")
     ProgramError: '0F' is not a cell: it does not start with stage, kind, microbatch.
-one_cell("(0F0;1B0")
+table_of_one_cell("(0F0;1B0")
     ProgramError: '(0F0;1B0' is not a cell: it does not start with stage, kind, microbatch.
-one_cell("0X1")
+table_of_one_cell("0X1")
     ProgramError: 'X' is not a kind of op; known: F, B, I, W,
 Program.parse("params[0]")
     ProgramError: line 1: a line ends in ' @ ' and the ranks, as in 'params[0] @ 0' params[0]

@@ -18,7 +18,7 @@ from tests.toys import Toy, merged
 torch.manual_seed(0)
 ROWS = torch.randn(10, 8), torch.randn(10, 8)
 W = torch.randn(8, 8)
-HELD = torch.zeros(8)
+CLOSED_OVER = torch.zeros(8)
 MSE = nn.functional.mse_loss
 PROGRAM = fpipe.chain(fpipe.split(4), fpipe.checkpoint(), fpipe.merge())
 
@@ -26,7 +26,7 @@ PROGRAM = fpipe.chain(fpipe.split(4), fpipe.checkpoint(), fpipe.merge())
 # What may be written
 
 
-OWN: dict[str, Callable[[Tensor], Any]] = {
+ALLOWED_WRITES: dict[str, Callable[[Tensor], Any]] = {
     "what it made": lambda x: (x * 2).add_(1),
     "a view of it": lambda x: (x * 2)[1:].zero_(),
     "as out=": lambda x: torch.add(x, 1, out=torch.empty_like(x)),
@@ -36,34 +36,37 @@ OWN: dict[str, Callable[[Tensor], Any]] = {
     "many at once": lambda x: torch._foreach_add_([x * 1, x * 2], 1),
     "statistics": lambda x: nn.functional.batch_norm(x, torch.zeros(8), torch.ones(8), training=True),
 }
-OTHERS: dict[str, Callable[[Tensor], Any]] = {
+FOREIGN_WRITES: dict[str, Callable[[Tensor], Any]] = {
     "what it was given": lambda x: x.add_(1),
     "a view of it": lambda x: x[1:].zero_(),
     "as out=": lambda x: torch.add(x, 1, out=x),
     "a slice": lambda x: x.__setitem__(slice(2, 4), 1.0),
     "by its data": lambda x: x.data.add_(1),
-    "what it closes over": lambda x: HELD.add_(1),
-    "many at once": lambda x: torch._foreach_add_([x * 1, HELD], 1),
-    "statistics": lambda x: nn.functional.batch_norm(x, HELD, torch.ones(8), training=True),
+    "what it closes over": lambda x: CLOSED_OVER.add_(1),
+    "many at once": lambda x: torch._foreach_add_([x * 1, CLOSED_OVER], 1),
+    "statistics": lambda x: nn.functional.batch_norm(x, CLOSED_OVER, torch.ones(8), training=True),
     "in place by a module": lambda x: nn.ReLU(inplace=True)(x),
-    "at random": lambda x: nn.init.normal_(HELD),
+    "at random": lambda x: nn.init.normal_(CLOSED_OVER),
 }
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_a_call_may_write_what_it_made(name: str):
-    with pure(OWN[name], "a stage", ROWS[0]):
-        OWN[name](ROWS[0])
+@pytest.mark.parametrize("name", ALLOWED_WRITES)
+def test_a_call_may_write_its_own_memory(name: str):
+    with pure(ALLOWED_WRITES[name], "a stage", ROWS[0]):
+        ALLOWED_WRITES[name](ROWS[0])
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_memory_is_refused_before_the_write(name: str):
-    before = ROWS[0].clone()
-    with pytest.raises(Impure, match=r"a stage writes .* in place") as error, pure(OTHERS[name], "a stage", ROWS[0]):
-        OTHERS[name](ROWS[0])
+@pytest.mark.parametrize("name", FOREIGN_WRITES)
+def test_a_write_to_foreign_memory_is_refused_before_it_happens(name: str):
+    rows_before = ROWS[0].clone()
+    with (
+        pytest.raises(Impure, match=r"a stage writes .* in place") as error,
+        pure(FOREIGN_WRITES[name], "a stage", ROWS[0]),
+    ):
+        FOREIGN_WRITES[name](ROWS[0])
     assert error.traceback[1].path.name == "test_pure.py"  # the user's line is on the way
-    assert torch.equal(ROWS[0], before)
-    assert torch.equal(HELD, torch.zeros(8))
+    assert torch.equal(ROWS[0], rows_before)
+    assert torch.equal(CLOSED_OVER, torch.zeros(8))
 
 
 # What is bound
@@ -72,34 +75,34 @@ def test_other_memory_is_refused_before_the_write(name: str):
 class Holder(nn.Module):
     """A layer with a tensor that is neither a parameter nor a buffer, and something that it does with it."""
 
-    def __init__(self, does: Callable[[Any, Tensor], Tensor], held: Any) -> None:
+    def __init__(self, does: Callable[[Any, Tensor], Tensor], held_value: Any) -> None:
         super().__init__()
-        self.layer, self.does, self.held = nn.Linear(8, 8), does, held
+        self.layer, self.does, self.held = nn.Linear(8, 8), does, held_value
 
     def forward(self, x: Tensor) -> Tensor:
         return self.does(self, self.layer(x))
 
 
-def averages(module: Any, y: Tensor) -> Tensor:
+def update_average(module: Any, y: Tensor) -> Tensor:
     module.held = 0.9 * module.held + 0.1 * y.detach().mean(0)
     return y - module.held
 
 
-def hands_on(module: Any, y: Tensor) -> Tensor:
-    before, module.held = module.held.detach(), y.mean(0)
-    return torch.stack([y, before.expand_as(y)]).sum(0)
+def swap_memo(module: Any, y: Tensor) -> Tensor:
+    previous, module.held = module.held.detach(), y.mean(0)
+    return torch.stack([y, previous.expand_as(y)]).sum(0)
 
 
-def begins(module: Any, y: Tensor) -> Tensor:
-    made = y if module.held is None else y + module.held
+def start_memo(module: Any, y: Tensor) -> Tensor:
+    shifted = y if module.held is None else y + module.held
     module.held = y.detach().mean(0)
-    return made
+    return shifted
 
 
 STATE: dict[str, Callable[[], Holder]] = {
-    "another": lambda: Holder(averages, torch.zeros(8)),
-    "detached": lambda: Holder(hands_on, torch.zeros(8)),
-    "none at first": lambda: Holder(begins, None),
+    "another": lambda: Holder(update_average, torch.zeros(8)),
+    "detached": lambda: Holder(swap_memo, torch.zeros(8)),
+    "none at first": lambda: Holder(start_memo, None),
 }
 
 
@@ -118,35 +121,35 @@ def test_state_in_a_plain_attribute_is_refused(name: str, run: str):
         fpipe.reference(model, params, ROWS, microbatches=4) if run == "reference" else step(params, ROWS)
 
 
-def shows(module: Any, y: Tensor) -> Tensor:
+def store_output(module: Any, y: Tensor) -> Tensor:
     module.held = y.detach()
     return y * 2
 
 
-def grows(module: Any, y: Tensor) -> Tensor:
+def grow_cache(module: Any, y: Tensor) -> Tensor:
     if module.held is None or len(module.held) < len(y):
         module.held = torch.arange(float(len(y)))[:, None]
     return y + module.held[: len(y)]
 
 
-def casts(module: Any, y: Tensor) -> Tensor:
+def cast_memo(module: Any, y: Tensor) -> Tensor:
     module.held = module.held.to(y)
     return y + module.held
 
 
-NONE: dict[str, Callable[[], Holder]] = {
-    "to look at": lambda: Holder(shows, torch.zeros(8)),
-    "a cache": lambda: Holder(grows, None),
-    "moved": lambda: Holder(casts, torch.arange(8)),
+HARMLESS_STATE: dict[str, Callable[[], Holder]] = {
+    "to look at": lambda: Holder(store_output, torch.zeros(8)),
+    "a cache": lambda: Holder(grow_cache, None),
+    "moved": lambda: Holder(cast_memo, torch.arange(8)),
     "read": lambda: Holder(lambda module, y: y + module.held, torch.arange(8.0)),
 }
 
 
 @pytest.mark.crossed
 @pytest.mark.parametrize("trace", [True, False])
-@pytest.mark.parametrize("name", NONE)
-def test_other_plain_attributes_are_left_alone(name: str, trace: bool):
-    net = nn.Sequential(NONE[name](), nn.Linear(8, 8))
+@pytest.mark.parametrize("name", HARMLESS_STATE)
+def test_harmless_plain_attributes_are_allowed(name: str, trace: bool):
+    net = nn.Sequential(HARMLESS_STATE[name](), nn.Linear(8, 8))
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
     program = PROGRAM(fpipe.program(model))
     result = fpipe.build(program, model, trace=trace)(params, ROWS)
@@ -159,33 +162,33 @@ def test_other_plain_attributes_are_left_alone(name: str, trace: bool):
 # What a trace repeats
 
 
-def counts(module: Any, y: Tensor) -> Tensor:
+def count_calls(module: Any, y: Tensor) -> Tensor:
     module.held += 1
     return y * module.held
 
 
-def tallies(module: Any, y: Tensor) -> Tensor:
+def tally_calls(module: Any, y: Tensor) -> Tensor:
     module.held["calls"] = module.held.get("calls", 0) + 1
     return y * module.held["calls"]
 
 
-@pytest.mark.parametrize("make", [lambda: Holder(counts, 0), lambda: Holder(tallies, {})])
-def test_what_a_module_counts_is_counted_once(make: Callable[[], Holder]):
+@pytest.mark.parametrize("make", [lambda: Holder(count_calls, 0), lambda: Holder(tally_calls, {})])
+def test_a_traced_module_runs_its_python_once(make: Callable[[], Holder]):
     """As under `jax.jit`: its Python runs once, when it is traced, and leaves the module as it was."""
     net = nn.Sequential(make(), nn.Linear(8, 8))
-    held = copy.copy(net[0].held)
+    memo_before = copy.copy(net[0].held)
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
     step = fpipe.build(merged(model, 4), model, example=(params, ROWS))
-    assert net[0].held == held
+    assert net[0].held == memo_before
     assert torch.equal(step(params, ROWS).loss, step(params, ROWS).loss)
 
 
 # What is left behind
 
 
-def tables(find: Callable[[Any], Tensor]) -> nn.Module:
+def caching_module(find: Callable[[Any], Tensor]) -> nn.Module:
     """Keeps its tables somewhere."""
-    return Toy(lambda own, x: own.layer(x) + find(own), layer=nn.Linear(8, 8), tables={}, rows=[])
+    return Toy(lambda module, x: module.layer(x) + find(module), layer=nn.Linear(8, 8), tables={}, rows=[])
 
 
 def in_a_dict(module: Any) -> Tensor:
@@ -201,7 +204,7 @@ def in_a_list(module: Any) -> Tensor:
 
 
 @functools.cache
-def remembered(count: int) -> Tensor:
+def cached_arange(count: int) -> Tensor:
     return torch.arange(float(count))
 
 
@@ -214,24 +217,24 @@ READINGS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("reading", READINGS)
-def test_a_fake_tensor_that_is_left_behind_is_an_error(reading: str):
+def test_a_leaked_fake_tensor_is_an_error(reading: str):
     """The steps that came after `sizes`, and the net itself, made tensors without data. A step comes first on real
     data, so that what is cached is real."""
-    remembered.cache_clear()
-    net = nn.Sequential(tables(lambda module: remembered(8)))
+    cached_arange.cache_clear()
+    net = nn.Sequential(caching_module(lambda module: cached_arange(8)))
     model, params, _ = fpipe.from_sequential(net, stages=1, loss=MSE)
     program = PROGRAM(fpipe.program(model))
     with pytest.raises(LeakedTensor, match=r"a tensor of shape \(8,\) without data is left behind"):
         READINGS[reading](program, model, params)
-    remembered.cache_clear()
-    found = fpipe.build(program, model)(params, ROWS)
-    assert torch.equal(found.loss, fpipe.reference(model, params, ROWS, microbatches=4).loss)
+    cached_arange.cache_clear()
+    result = fpipe.build(program, model)(params, ROWS)
+    assert torch.equal(result.loss, fpipe.reference(model, params, ROWS, microbatches=4).loss)
     READINGS[reading](program, model, params)
 
 
 @pytest.mark.parametrize("find", [in_a_dict, in_a_list])
-def test_what_a_module_caches_while_it_is_traced_is_taken_out_again(find: Callable[[Any], Tensor]):
-    net: Any = tables(find)
+def test_a_trace_removes_what_a_module_cached(find: Callable[[Any], Tensor]):
+    net: Any = caching_module(find)
     model, params, _ = fpipe.from_sequential(nn.Sequential(net), stages=1, loss=MSE)
     program = PROGRAM(fpipe.program(model))
     fpipe.sizes(program, model, params, ROWS)
@@ -241,16 +244,16 @@ def test_what_a_module_caches_while_it_is_traced_is_taken_out_again(find: Callab
     assert torch.equal(step(params, ROWS).loss, fpipe.reference(model, params, ROWS, microbatches=4).loss)
 
 
-def test_a_hook_that_keeps_what_passes_is_no_stage_of_a_trace():
+def test_a_hook_that_stores_outputs_is_refused_by_a_trace():
     """A list of outputs, as people keep to look at: the trace's would be among them."""
-    kept = list[Tensor]()
+    outputs = list[Tensor]()
     layer = nn.Linear(8, 8)
-    layer.register_forward_hook(lambda module, args, y: kept.append(y.detach()))
+    layer.register_forward_hook(lambda module, args, y: outputs.append(y.detach()))
     model, params, _ = fpipe.from_sequential(nn.Sequential(layer), stages=1, loss=MSE)
     program = PROGRAM(fpipe.program(model))
     with pytest.raises(LeakedTensor, match=r"is left behind in a list"):
         fpipe.build(program, model)(params, ROWS)
-    kept.clear()
+    outputs.clear()
     fpipe.build(program, model, trace=False)(params, ROWS)
-    assert kept
-    assert all(type(y) is Tensor for y in kept)
+    assert outputs
+    assert all(type(y) is Tensor for y in outputs)

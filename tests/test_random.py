@@ -24,21 +24,21 @@ KEY = 7
 @pytest.mark.parametrize("kind", ["", "alpha_", "feature_", "feature_alpha_", "native_"])
 @pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("training", [True, False])
-def test_dropout_is_a_draw_where_it_moves_the_generator(kind: str, p: float, training: bool):
+def test_dropout_draws_if_it_moves_the_generator(kind: str, p: float, training: bool):
     op, args = getattr(torch.ops.aten, f"{kind}dropout").default, (torch.ones(3, 4), p, training)
-    before = torch.get_rng_state()
+    rng_state = torch.get_rng_state()
     op(*args)
-    assert draws_random_numbers(op, args, {}) is not torch.equal(torch.get_rng_state(), before)
+    assert draws_random_numbers(op, args, {}) is not torch.equal(torch.get_rng_state(), rng_state)
 
 
-def noise(own: Any, x: Tensor) -> Tensor:
+def draw_by_functions(module: Any, x: Tensor) -> Tensor:
     """Everything that torch draws by a function."""
     x = x + torch.rand(x.shape[-1]) * torch.randn_like(x) + torch.rand_like(x) + torch.randint(3, x.shape)
     x = x * torch.bernoulli(torch.sigmoid(x.detach())) + torch.empty_like(x).exponential_() + torch.normal(x.detach())
     return F.gumbel_softmax(x, dim=-1) + x[:, torch.randperm(x.shape[1])]
 
 
-def unread(own: Any, x: Tensor) -> Tensor:
+def draw_without_reading(module: Any, x: Tensor) -> Tensor:
     """Numbers that nobody reads are drawn all the same, else those after them would be others."""
     torch.rand(5)
     F.dropout(x, 0.3)
@@ -47,15 +47,15 @@ def unread(own: Any, x: Tensor) -> Tensor:
 
 
 def lstm() -> nn.Module:
-    return Toy(lambda own, x: own.rnn(x)[0], rnn=nn.LSTM(8, 8, num_layers=2, dropout=0.3, batch_first=True))
+    return Toy(lambda module, x: module.rnn(x)[0], rnn=nn.LSTM(8, 8, num_layers=2, dropout=0.3, batch_first=True))
 
 
 def attention() -> nn.Module:
     return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
 
 
-def linears(*between: nn.Module) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 8), *between, nn.Linear(8, 8))
+def linears(*middle: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), *middle, nn.Linear(8, 8))
 
 
 TABLE, SEQUENCE, IMAGE = (10, 8), (10, 5, 8), (10, 3, 6, 6)
@@ -65,8 +65,8 @@ NETS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "RReLU": (lambda: linears(nn.RReLU()), TABLE),
     "TransformerEncoderLayer": (lambda: nn.Sequential(attention(), attention(), nn.Linear(8, 8)), SEQUENCE),
     "LSTM": (lambda: nn.Sequential(lstm(), nn.Linear(8, 8)), SEQUENCE),
-    "functions": (lambda: linears(Toy(noise)), TABLE),
-    "numbers that nobody reads": (lambda: linears(Toy(unread)), TABLE),
+    "functions": (lambda: linears(Toy(draw_by_functions)), TABLE),
+    "numbers that nobody reads": (lambda: linears(Toy(draw_without_reading)), TABLE),
     "BatchNorm and Dropout2d": (
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout2d(0.3), nn.Flatten(), nn.Linear(64, 8)),
         IMAGE,
@@ -74,7 +74,7 @@ NETS: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
-def case(name: str) -> tuple[nn.Sequential, tuple[Tensor, Tensor]]:
+def make_case(name: str) -> tuple[nn.Sequential, tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
     make, shape = NETS[name]
     net = make()
@@ -82,13 +82,13 @@ def case(name: str) -> tuple[nn.Sequential, tuple[Tensor, Tensor]]:
     return net, (x, torch.randn_like(copy.deepcopy(net)(x)))
 
 
-def by_hand(net: nn.Sequential, model: fpipe.Model, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+def seeded_grads(net: nn.Sequential, model: fpipe.Model, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
     """Plain autograd, seeded for each stage and microbatch as `fold_in` says."""
     net = copy.deepcopy(net)
-    for index, (x, t) in enumerate(zip(*(half.tensor_split(4) for half in batch), strict=True)):
+    for index, (x, t) in enumerate(zip(*(tensor.tensor_split(4) for tensor in batch), strict=True)):
         y, children = x, iter(net)
-        for number, stage in enumerate(model.stages):
-            torch.manual_seed(fpipe.fold_in(KEY, number, index))
+        for stage_index, stage in enumerate(model.stages):
+            torch.manual_seed(fpipe.fold_in(KEY, stage_index, index))
             for _ in stage.name.split(", "):
                 y = next(children)(y)
         (F.mse_loss(y, t) * (len(x) / len(batch[0]))).backward()
@@ -98,71 +98,71 @@ def by_hand(net: nn.Sequential, model: fpipe.Model, batch: tuple[Tensor, Tensor]
 @functools.cache
 def cut_case(name: str) -> tuple[fpipe.Model, Any, Any, Any, dict[str, Tensor]]:
     """A net cut, with the gradients by hand: the same under every policy, and so are the traces."""
-    net, batch = case(name)
+    net, batch = make_case(name)
     model, params, state = fpipe.from_sequential(net, stages=2, loss=F.mse_loss)
-    return model, params, state, batch, by_hand(net, model, batch)
+    return model, params, state, batch, seeded_grads(net, model, batch)
 
 
 @pytest.mark.crossed
 @pytest.mark.parametrize("trace", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", NETS)
-def test_a_stage_draws_what_follows_from_the_key(name: str, policy: str, trace: bool):
-    model, params, state, batch, right = cut_case(name)
+def test_the_draws_of_a_stage_follow_from_the_key(name: str, policy: str, trace: bool):
+    model, params, state, batch, expected_grads = cut_case(name)
     schedule = (*POLICIES[policy], fpipe.schedules.one_f_one_b(2), fpipe.merge())
     program = fpipe.chain(fpipe.split(4), *schedule)(fpipe.program(model))
-    before = torch.get_rng_state()
+    rng_state = torch.get_rng_state()
     result = fpipe.build(program, model, trace=trace)(params, batch, state=state, key=KEY)
-    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(rng_state, torch.get_rng_state())
     grads = fpipe.join_params(model, result.grads)
-    assert all(torch.equal(grads[name], grad) for name, grad in right.items())
+    assert all(torch.equal(grads[name], grad) for name, grad in expected_grads.items())
     if trace:
         assert fpipe.verify(program, model, params, batch, state=state, key=KEY).bitwise
 
 
 @pytest.mark.parametrize("trace", [True, False])
-def test_a_hundred_layers_of_dropout_drop_in_the_gradient_what_they_drop(trace: bool):
+def test_dropout_drops_the_same_numbers_in_the_gradient(trace: bool):
     """Behaviour 5: the zeros of y are the zeros of the gradient of x, under every policy."""
     net = nn.Sequential(nn.Identity(), *(nn.Dropout(0.001) for _ in range(100)))
     model, params, _ = fpipe.from_sequential(net, sizes=[51, 50], loss=lambda y, t: (y * t).sum(), reduction="sum")
     batch = torch.ones(200, 50), torch.ones(200, 50)
     outputs: list[Tensor] = []
-    for steps in POLICIES.values():
-        program = fpipe.chain(fpipe.split(10), *steps, fpipe.merge())(fpipe.program(model, input_grads=True))
+    for transforms in POLICIES.values():
+        program = fpipe.chain(fpipe.split(10), *transforms, fpipe.merge())(fpipe.program(model, input_grads=True))
         result = fpipe.build(program, model, trace=trace)(params, batch, key=KEY)
         assert torch.equal(result.outputs == 0, result.input_grads == 0)
         assert torch.equal(result.outputs, result.input_grads)  # of ones, by which both are multiplied
         assert 0.05 < (result.outputs == 0).float().mean() < 0.15
         outputs.append(result.outputs)
-    assert all(torch.equal(outputs[0], other) for other in outputs)
+    assert all(torch.equal(outputs[0], output) for output in outputs)
 
 
-def noisy(y: Tensor, target: Tensor) -> Tensor:
+def noisy_loss(y: Tensor, target: Tensor) -> Tensor:
     return (F.dropout(y) - target).square().mean()
 
 
-def wasteful(p: dict[str, Tensor], x: Tensor) -> Tensor:
+def draw_unread(p: dict[str, Tensor], x: Tensor) -> Tensor:
     y = F.dropout(x @ p["w"])
     torch.rand(3)
     return y
 
 
-def looks(p: dict[str, Tensor], x: Tensor) -> Tensor:
+def branch_on_data(p: dict[str, Tensor], x: Tensor) -> Tensor:
     return F.dropout(x @ p["w"]) * (2 if float(x.detach().sum()) > 0 else 3)
 
 
-def inner(p: dict[str, Tensor], x: Tensor) -> Tensor:
-    made = torch.utils.checkpoint.checkpoint(lambda x: F.dropout(x @ p["w"]), x, use_reentrant=False)
-    return torch.tanh(made)
+def checkpoint_inside(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    dropped = torch.utils.checkpoint.checkpoint(lambda x: F.dropout(x @ p["w"]), x, use_reentrant=False)
+    return torch.tanh(dropped)
 
 
 DRAWS: dict[str, tuple[Any, Any, str]] = {
-    "a loss that goes on from its stage": (lambda p, x: F.dropout(x @ p["w"], 0.3), noisy, ""),
+    "a loss that goes on from its stage": (lambda p, x: F.dropout(x @ p["w"], 0.3), noisy_loss, ""),
     # In the last stage they came after the loss's own, which then were others.
-    "numbers that nobody reads before those of the loss": (wasteful, noisy, ""),
-    "a stage that looks at data": (looks, F.mse_loss, "a stage runs under autograd"),
+    "numbers that nobody reads before those of the loss": (draw_unread, noisy_loss, ""),
+    "a stage that looks at data": (branch_on_data, F.mse_loss, "a stage runs under autograd"),
     "a checkpoint inside a stage": (
-        inner,
+        checkpoint_inside,
         F.mse_loss,
         "its backward draws random numbers .*, as a checkpoint inside it does",
     ),
@@ -170,68 +170,70 @@ DRAWS: dict[str, tuple[Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_what_a_stage_and_its_loss_draw_is_drawn_again(name: str):
+def test_a_recompute_repeats_the_draws_of_a_stage_and_its_loss(name: str):
     stage, loss, warning = DRAWS[name]
     model = fpipe.from_functions([stage], loss)
     params, batch = ({"w": torch.randn(4, 4)},), (torch.randn(6, 4), torch.randn(6, 4))
-    program = merged(model, 3, *(() if stage is inner else (fpipe.checkpoint(),)))
+    program = merged(model, 3, *(() if stage is checkpoint_inside else (fpipe.checkpoint(),)))
     with pytest.warns(UserWarning, match=warning) if warning else contextlib.nullcontext():
         assert fpipe.verify(program, model, params, batch, key=KEY).bitwise
-        own = fpipe.build(program, model)(params, batch, key=KEY)
-    by_walk = fpipe.build(program, model, trace=False)(params, batch, key=KEY)
-    assert torch.equal(own.loss, by_walk.loss)
+        traced_result = fpipe.build(program, model)(params, batch, key=KEY)
+    untraced_result = fpipe.build(program, model, trace=False)(params, batch, key=KEY)
+    assert torch.equal(traced_result.loss, untraced_result.loss)
 
 
-def keyed(p: dict[str, Tensor], x: Tensor, *, key: int) -> Tensor:
+def draw_from_key(p: dict[str, Tensor], x: Tensor, *, key: int) -> Tensor:
     """Numbers that follow from the key in ways of its own, and the stage's own between."""
-    one = torch.Generator().manual_seed(fpipe.fold_in(key, 3, 5))
-    y = F.dropout(x @ p["w"] * torch.rand(x.shape, generator=one)) + torch.randn(4, generator=one)
+    generator = torch.Generator().manual_seed(fpipe.fold_in(key, 3, 5))
+    y = F.dropout(x @ p["w"] * torch.rand(x.shape, generator=generator)) + torch.randn(4, generator=generator)
     return y * random.Random(key).random() * (2 if key % 2 else 3)
 
 
-def asking(stage: Any) -> tuple[fpipe.Model, Any, Any]:
+def stages_and_batch(stage: Any) -> tuple[fpipe.Model, Any, Any]:
     torch.manual_seed(0)
     model = fpipe.from_functions([stage, stage], F.mse_loss)
     return model, tuple({"w": torch.randn(4, 4)} for _ in range(2)), (torch.randn(6, 4), torch.randn(6, 4))
 
 
-def right(stage: Any, params: Any, batch: Any, key: int) -> tuple[Tensor, list[Tensor]]:
+def autograd_step(stage: Any, params: Any, batch: Any, key: int) -> tuple[Tensor, list[Tensor]]:
     """Plain autograd on three microbatches, torch seeded for each stage, which is handed that seed as its key."""
-    own = [{"w": stage["w"].detach().requires_grad_()} for stage in params]
+    stage_leaves = [{"w": stage["w"].detach().requires_grad_()} for stage in params]
     total = torch.tensor(0.0)
-    for index, (x, t) in enumerate(zip(*(half.tensor_split(3) for half in batch), strict=True)):
-        for number, leaves in enumerate(own):
-            torch.manual_seed(fpipe.fold_in(key, number, index))
-            x = stage(leaves, x, key=fpipe.fold_in(key, number, index))
+    for index, (x, t) in enumerate(zip(*(tensor.tensor_split(3) for tensor in batch), strict=True)):
+        for stage_index, leaves in enumerate(stage_leaves):
+            torch.manual_seed(fpipe.fold_in(key, stage_index, index))
+            x = stage(leaves, x, key=fpipe.fold_in(key, stage_index, index))
         share = F.mse_loss(x, t) * (2 / 6)
         share.backward()
         total = total + share.detach() if index else share.detach()
-    return total, [leaves["w"].grad for leaves in own]
+    return total, [leaves["w"].grad for leaves in stage_leaves]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_function_may_ask_for_its_key(policy: str):
     """It runs under autograd. Its third step once had lost the key."""
-    model, params, batch = asking(keyed)
+    model, params, batch = stages_and_batch(draw_from_key)
     program, keys = merged(model, 3, *POLICIES[policy], fpipe.schedules.one_f_one_b(2)), (KEY, KEY, 8, -3)
     step = fpipe.build(program, model)
-    before = torch.get_rng_state()
+    rng_state = torch.get_rng_state()
     with pytest.warns(UserWarning, match="it asks for its key, and a trace would repeat what Python computes from"):
         results = [step(params, batch, key=key) for key in keys]
-    assert torch.equal(torch.get_rng_state(), before)
-    assert_right(results, keyed, params, batch, keys)
+    assert torch.equal(torch.get_rng_state(), rng_state)
+    assert_autograd_bits(results, draw_from_key, params, batch, keys)
     with pytest.raises(ValueError, match="this program reads key: hand it in as step"):
         step(params, batch)
 
 
-def assert_right(results: list[fpipe.Result], stage: Any, params: Any, batch: Any, keys: tuple[int, ...]) -> None:
+def assert_autograd_bits(
+    results: list[fpipe.Result], stage: Any, params: Any, batch: Any, keys: tuple[int, ...]
+) -> None:
     for result, key in zip(results, keys, strict=True):
-        loss, grads = right(stage, params, batch, key)
+        loss, grads = autograd_step(stage, params, batch, key)
         assert torch.equal(result.loss, loss)
-        assert all(torch.equal(one["w"], grad) for one, grad in zip(result.grads, grads, strict=True))
+        assert all(torch.equal(stage_grads["w"], grad) for stage_grads, grad in zip(result.grads, grads, strict=True))
 
 
-def forked(draw: Any) -> Any:
+def draw_in_fork(draw: Any) -> Any:
     with torch.random.fork_rng():
         return draw()
 
@@ -247,49 +249,49 @@ PUT_BACK = "it restores a state of torch's random numbers and draws from it agai
 
 SEEDS: dict[str, tuple[Callable[[], Tensor], str]] = {
     "seed_stages": (seed_stages, SEEDED),
-    "forking": (lambda: forked(seed_stages), SEEDED),
+    "forking": (lambda: draw_in_fork(seed_stages), SEEDED),
     "seed_stages last": (lambda: (torch.rand(4), torch.manual_seed(3))[0], SEEDED),
-    "putting back": (lambda: forked(lambda: torch.rand(4)) * torch.rand(4), PUT_BACK),
+    "putting back": (lambda: draw_in_fork(lambda: torch.rand(4)) * torch.rand(4), PUT_BACK),
 }
 
 
 @pytest.mark.parametrize("outside", [3, 5])
-@pytest.mark.parametrize(("how", "why"), SEEDS.values(), ids=SEEDS.keys())
-def test_a_stage_that_seeds_torch_itself_is_not_traced(how: Any, why: str, outside: int):
+@pytest.mark.parametrize(("draw", "reason"), SEEDS.values(), ids=SEEDS.keys())
+def test_a_stage_that_seeds_torch_itself_is_not_traced(draw: Any, reason: str, outside: int):
     """Its trace drew from the key where the stage draws what follows from its own seed, without a word, and torch's
     generator stayed seeded by it. After a fork it went on where the stage draws the same once more."""
 
     def stage(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        return F.dropout(x @ p["w"] * how(), 0.5)
+        return F.dropout(x @ p["w"] * draw(), 0.5)
 
-    model, params, batch = asking(stage)
+    model, params, batch = stages_and_batch(stage)
     step = fpipe.build(merged(model, 3, fpipe.checkpoint()), model)
     torch.manual_seed(outside)
     torch.rand(7)
-    before = torch.get_rng_state()
-    with pytest.warns(UserWarning, match=re.escape(why)):
+    rng_state = torch.get_rng_state()
+    with pytest.warns(UserWarning, match=re.escape(reason)):
         results = [step(params, batch, key=KEY) for _ in range(2)]
-    assert torch.equal(torch.get_rng_state(), before)
-    assert_right(results, lambda p, x, key: stage(p, x), params, batch, (KEY, KEY))
+    assert torch.equal(torch.get_rng_state(), rng_state)
+    assert_autograd_bits(results, lambda p, x, key: stage(p, x), params, batch, (KEY, KEY))
 
 
 @pytest.mark.parametrize(
-    "how",
+    "transform",
     [
-        lambda y: F.dropout(forked(lambda: y * 2), 0.5) * torch.rand(4),
+        lambda y: F.dropout(draw_in_fork(lambda: y * 2), 0.5) * torch.rand(4),
         lambda y: F.dropout(F.hardtanh(F.dropout(y, 0.25).T).T, 0.5),
     ],
     ids=["late draw", "strides asked"],
 )
-def test_what_leaves_the_numbers_as_they_are_is_traced(how: Any):
+def test_a_stage_that_leaves_the_generator_unchanged_is_traced(transform: Any):
     """A fork before anything was drawn, and the fork in which the tracer itself asked an op for its strides."""
-    model, params, batch = asking(lambda p, x: how(x @ p["w"]))
+    model, params, batch = stages_and_batch(lambda p, x: transform(x @ p["w"]))
     result = fpipe.build(merged(model, 3, fpipe.checkpoint()), model)(params, batch, key=KEY)
-    assert_right([result], lambda p, x, key: how(x @ p["w"]), params, batch, (KEY,))
+    assert_autograd_bits([result], lambda p, x, key: transform(x @ p["w"]), params, batch, (KEY,))
 
 
 def test_without_a_key_the_module_that_draws_is_named():
-    net, batch = case("Dropout")
+    net, batch = make_case("Dropout")
     model, params, _ = fpipe.from_sequential(net, sizes=[2, 3], loss=F.mse_loss)
     step = fpipe.build(fpipe.program(model), model)
     sentence = r"stage 0 \(0, 1\): '1' \(Dropout\) draws random numbers: hand in key=, an int that they follow from"
@@ -315,13 +317,13 @@ def test_rrelu_of_transposed_data_keeps_the_masks_behind_it():
     model = fpipe.from_functions([turned, masked], F.mse_loss)
     params, batch = ({"w": torch.randn(2, 2)}, {"w": torch.randn(2, 2)}), (torch.randn(6, 4), torch.randn(6, 4))
     with pytest.warns(UserWarning, match="rrelu of transposed data draws in another order"):
-        found = fpipe.build(merged(model, 3), model)(params, batch, key=4).loss
-    assert torch.equal(found, fpipe.reference(model, params, batch, microbatches=3, key=4).loss)
+        loss = fpipe.build(merged(model, 3), model)(params, batch, key=4).loss
+    assert torch.equal(loss, fpipe.reference(model, params, batch, microbatches=3, key=4).loss)
 
 
-def test_who_may_have_drawn_is_said_where_there_are_other_threads():
+def test_an_unexpected_draw_mentions_other_threads():
     """A thread that loads data draws from torch's one generator too: a stage that draws nothing was told to."""
-    drawn, called, over = threading.Event(), threading.Event(), threading.Event()
+    drawn, called, finished = threading.Event(), threading.Event(), threading.Event()
 
     def waits(p: dict[str, Tensor], x: Tensor) -> Tensor:
         called.set()
@@ -332,7 +334,7 @@ def test_who_may_have_drawn_is_said_where_there_are_other_threads():
         assert called.wait(5)
         torch.randperm(4)
         drawn.set()
-        assert over.wait(5)
+        assert finished.wait(5)
 
     batch = torch.randn(2, 4), torch.randn(2, 4)
     thread = threading.Thread(target=loads)
@@ -340,11 +342,11 @@ def test_who_may_have_drawn_is_said_where_there_are_other_threads():
     model = fpipe.from_functions([waits], loss=lambda y, target: (y - target).square().mean())
     with pytest.raises(ValueError, match="Or another thread drew meanwhile"):
         fpipe.reference(model, ({"w": torch.eye(4)},), batch)
-    over.set()
+    finished.set()
     thread.join()
 
 
-def test_what_another_thread_draws_while_a_stage_is_traced_is_drawn_once():
+def test_a_trace_keeps_the_draws_of_another_thread():
     """Torch's generator was put back after a trace, and with it what others had drawn meanwhile."""
     drawn: list[Tensor] = []
 
@@ -355,28 +357,28 @@ def test_what_another_thread_draws_while_a_stage_is_traced_is_drawn_once():
         return x @ p["w"]
 
     torch.manual_seed(0)
-    wanted = [torch.rand(2) for _ in range(9)]
+    expected = [torch.rand(2) for _ in range(9)]
     torch.manual_seed(0)
     fpipe.linearize(stage, {"w": torch.eye(3)}, torch.ones(2, 3))
     drawn.append(torch.rand(2))
     assert len(drawn) > 2
-    assert all(map(torch.equal, drawn, wanted))
+    assert all(map(torch.equal, drawn, expected))
 
 
-def test_a_training_that_draws_the_same_numbers_in_two_steps_is_told_once():
+def test_a_key_repeated_in_two_steps_warns_once():
     """A key that was handed in once for all dropped the same units in every step, and nobody said so."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=nn.functional.mse_loss)
     program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
     batch = torch.randn(4, 4), torch.randn(4, 4)
-    step, other, still = (fpipe.build(program, model) for _ in range(3))
+    first_step, second_step, repeated_step = (fpipe.build(program, model) for _ in range(3))
     for _ in range(2):  # the same step again
-        still(params, batch, key=0)
+        repeated_step(params, batch, key=0)
     with torch.no_grad():
-        step(params, batch, key=0)
-        other(params, batch, key=0)
+        first_step(params, batch, key=0)
+        second_step(params, batch, key=0)
         net[0].weight.mul_(0.5)
     with pytest.warns(UserWarning, match="two steps of a training were handed key=0, so that they dropped the same"):
-        step(params, batch, key=0)
-    step(params, batch, key=0)
-    other(params, batch, key=1)
+        first_step(params, batch, key=0)
+    first_step(params, batch, key=0)
+    second_step(params, batch, key=1)

@@ -47,8 +47,8 @@ def test_code_blocks_run_and_print_what_the_page_shows(page, tmp_path, monkeypat
     namespace = {"__name__": "__main__"}
     for block in BLOCK.finditer(text):
         # Empty lines in front keep the page's line numbers, so a traceback shows the line of the page.
-        above = text.count("\n", 0, block.start("code"))
-        code = compile("\n" * above + block["code"], str(page), "exec", dont_inherit=True)
+        lines_above = text.count("\n", 0, block.start("code"))
+        code = compile("\n" * lines_above + block["code"], str(page), "exec", dont_inherit=True)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(code, namespace)
         assert_prints(page, block, printed.getvalue())
@@ -81,18 +81,18 @@ def test_the_training_page_prints_the_same_on_any_number_of_processes(tmp_path):
     blocks = [*BLOCK.finditer((ROOT / "docs" / "train.md").read_text(encoding="utf-8"))]
     (tmp_path / "train.py").write_text("\n".join(block["code"] for block in blocks), encoding="utf-8")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    alone, *others = (
+    single_output, *parallel_outputs = (
         subprocess.run([*torchrun, count, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
         for count in "124"
     )
-    assert others == [alone, alone]
+    assert parallel_outputs == [single_output, single_output]
 
 
 def test_the_readme_shows_code():
     assert BLOCK.search(README.read_text(encoding="utf-8")), "README.md has no ```python block"
 
 
-def test_the_map_names_what_is_there():
+def test_the_design_map_names_existing_paths():
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     paths = re.findall(r"`((?:fpipe|tests|property_tests|docs|examples|benchmarks)/[\w./]*)`", text)
     assert paths

@@ -24,18 +24,18 @@ SHORT = [
 ]
 
 
-def check(name: str, chunks: int, ranks: int, microbatches: int, rows: list[list[float]]) -> None:
-    for *said, makespan, peak in rows:
-        costs = fpipe.Costs.per_rank(*said[:3], c=said[3], stages=chunks)
+def assert_no_longer(name: str, chunks: int, ranks: int, microbatches: int, rows: list[list[float]]) -> None:
+    for *row_costs, makespan, peak in rows:
+        costs = fpipe.Costs.per_rank(*row_costs[:3], c=row_costs[3], stages=chunks)
         program = fpipe.schedules.about(name).program(ranks, microbatches, chunks * ranks, costs=costs)
-        found = fpipe.simulate(program, costs)
+        timeline = fpipe.simulate(program, costs)
         # A search ends above five of the 1,143 rows, by 1.1 % at most.
-        most = 1.012 if fpipe.schedules.about(name).searches else 1.0
-        assert found.makespan <= makespan * most + 1e-6, said
-        assert max(found.peak) <= peak + 1e-6 or name == "zb_h2", said
+        tolerance = 1.012 if fpipe.schedules.about(name).searches else 1.0
+        assert timeline.makespan <= makespan * tolerance + 1e-6, row_costs
+        assert max(timeline.peak) <= peak + 1e-6 or name == "zb_h2", row_costs
         if name == "one_f_one_b_v" and ranks % 3:  # it was .3 % longer with a transfer at 8 ranks, 1.8 % at 5
-            untold = fpipe.simulate(fpipe.schedules.about(name).program(ranks, microbatches), costs)
-            assert untold.makespan <= makespan + 1e-6, said
+            published = fpipe.simulate(fpipe.schedules.about(name).program(ranks, microbatches), costs)
+            assert published.makespan <= makespan + 1e-6, row_costs
 
 
 def name_of(case: object) -> str | None:
@@ -48,10 +48,10 @@ def test_no_schedule_is_longer_than_its_reference(
 ):
     """V-Half, 1F1B-V, ZB-H2 and rounds that ranks do not divide took up to a tenth longer than others' orders."""
     monkeypatch.setattr(by_cost, "SECONDS", 0.05)
-    check(name, chunks, ranks, microbatches, rows)
+    assert_no_longer(name, chunks, ranks, microbatches, rows)
 
 
-@pytest.mark.parametrize(("ranks", "microbatches", "at"), [(6, 12, 0), (6, 18, 0), (8, 16, 1), (8, 24, 3)])
-def test_a_search_is_not_longer_than_v_min(ranks: int, microbatches: int, at: int):
+@pytest.mark.parametrize(("ranks", "microbatches", "row_index"), [(6, 12, 0), (6, 18, 0), (8, 16, 1), (8, 24, 3)])
+def test_a_search_is_not_longer_than_v_min(ranks: int, microbatches: int, row_index: int):
     rows = next(case[4] for case in LONGER if case[2:4] == (ranks, microbatches))
-    check("v_min", 2, ranks, microbatches, [rows[at]])
+    assert_no_longer("v_min", 2, ranks, microbatches, [rows[row_index]])

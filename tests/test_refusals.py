@@ -14,15 +14,15 @@ from fpipe.program import KINDS
 from tests.refusals import refusals
 from tests.toys import Toy, linear, merged
 
-ONE, TWO, FOUR = map(fpipe.program, (1, 2, 4))
-SENT = fpipe.chain(fpipe.split(2), schedules.gpipe(2), fpipe.merge(), fpipe.communicate())(TWO)
-FREED = fpipe.free()(SENT)
+CHAIN_1, CHAIN_2, CHAIN_4 = map(fpipe.program, (1, 2, 4))
+COMMUNICATED = fpipe.chain(fpipe.split(2), schedules.gpipe(2), fpipe.merge(), fpipe.communicate())(CHAIN_2)
+FREED = fpipe.free()(COMMUNICATED)
 EYE = {"w": torch.eye(4)}
 BATCH = torch.ones(4, 4), torch.zeros(4, 4)
-WHOLE = {"a": torch.eye(2), "b": torch.eye(2)}
+WHOLE_PARAMS = {"a": torch.eye(2), "b": torch.eye(2)}
 
 
-def first(program: Program, kind: str) -> Op:
+def first_op(program: Program, kind: str) -> Op:
     return next(op for op in program.ops if op.kind == kind)
 
 
@@ -37,7 +37,7 @@ def also_out(program: Program, value: Value) -> Program:
 
 
 def at_homes(*homes: int) -> Program:
-    return Program(ONE.inputs, ONE.ops, tuple(end._replace(homes=homes) for end in ONE.outputs))
+    return Program(CHAIN_1.inputs, CHAIN_1.ops, tuple(end._replace(homes=homes) for end in CHAIN_1.outputs))
 
 
 def loss_fn(params: dict[str, torch.Tensor], batch: Any) -> torch.Tensor:
@@ -47,75 +47,75 @@ def loss_fn(params: dict[str, torch.Tensor], batch: Any) -> torch.Tensor:
 MODEL = fpipe.from_functions([linear], nn.functional.mse_loss)
 
 
-class Odd:
+class Incomparable:
     """Nobody can tell whether two of them are one."""
 
     __hash__ = None
 
 
-def test_a_leaf_between_stages_that_cannot_be_compared():
+def test_an_incomparable_leaf_between_stages_warns():
     model = fpipe.from_functions(
-        [lambda p, x: (linear(p, x), Odd()), lambda p, x: linear(p, x[0])], lambda y, t: y.sum()
+        [lambda p, x: (linear(p, x), Incomparable()), lambda p, x: linear(p, x[0])], lambda y, t: y.sum()
     )
     step = fpipe.build(merged(model, 2), model)
     with pytest.warns(UserWarning, match="it is handed something that cannot be compared"):
-        found = step((EYE, EYE), BATCH)
-    assert torch.equal(found.loss, fpipe.reference(model, (EYE, EYE), BATCH, microbatches=2).loss)
+        result = step((EYE, EYE), BATCH)
+    assert torch.equal(result.loss, fpipe.reference(model, (EYE, EYE), BATCH, microbatches=2).loss)
 
 
-def by_sign(params: dict[str, torch.Tensor], x: torch.Tensor) -> Any:
+def container_by_sign(params: dict[str, torch.Tensor], x: torch.Tensor) -> Any:
     y = linear(params, x)
     return (y, y) if y.sum() > 0 else [y]
 
 
 CHANGING: dict[str, tuple[Callable[..., Any], str]] = {
     "sizes": (lambda p, x: [linear(p, x)[x > 0]], r"0F1 wrote y\[0,1\] as float32\[3\] .*, and for zeros as "),
-    "containers": (by_sign, r"0F. wrote .* as float32\[2, 4\] .*, and for zeros as "),
+    "containers": (container_by_sign, r"0F. wrote .* as float32\[2, 4\] .*, and for zeros as "),
 }
 
 
 @pytest.mark.parametrize("name", CHANGING)
-def test_a_stage_whose_output_depends_on_numbers_is_seen_through(name: str):
+def test_a_stage_whose_output_depends_on_data_loses_its_trace(name: str):
     """What the first step saw of it does not hold for the next."""
-    stage, words = CHANGING[name]
+    stage, reason = CHANGING[name]
     model = fpipe.from_functions([stage, lambda p, x: x[0] * p["w"][0, 0]], lambda y, target: y.square().sum())
     params = (EYE, EYE)
     step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False))(fpipe.program(model)), model)
     x = torch.ones(4, 4)
-    other = torch.cat([-x[:2], x[:2].tril()]), x
+    changed_batch = torch.cat([-x[:2], x[:2].tril()]), x
     with pytest.warns(UserWarning, match="runs under autograd, without a trace"):
         step(params, (x, x))
-    with pytest.warns(UserWarning, match=f"steps run every stage under autograd from now on: .*{words}"):
-        found = step(params, other)
-    for one, batch in ((found, other), (step(params, (x, x)), (x, x))):
-        right = fpipe.reference(model, params, batch, microbatches=2)
-        assert torch.equal(one.loss, right.loss)
-        assert all(torch.equal(a["w"], b["w"]) for a, b in zip(one.grads, right.grads, strict=True))
+    with pytest.warns(UserWarning, match=f"steps run every stage under autograd from now on: .*{reason}"):
+        changed_result = step(params, changed_batch)
+    for result, batch in ((changed_result, changed_batch), (step(params, (x, x)), (x, x))):
+        expected = fpipe.reference(model, params, batch, microbatches=2)
+        assert torch.equal(result.loss, expected.loss)
+        assert all(torch.equal(a["w"], b["w"]) for a, b in zip(result.grads, expected.grads, strict=True))
 
 
-def forgetful(own: Any, x: torch.Tensor) -> torch.Tensor:
-    y = x + own.seen
-    own.seen = None
+def drop_state(module: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x + module.seen
+    module.seen = None
     return y
 
 
 def test_a_module_that_drops_its_state_is_named():
-    net = nn.Sequential(nn.Linear(4, 4), Toy(forgetful, seen=torch.zeros(())))
+    net = nn.Sequential(nn.Linear(4, 4), Toy(drop_state, seen=torch.zeros(())))
     model, params, state = fpipe.from_sequential(net, 2, loss=torch.dist, state={"1.seen": "ordered"})
     step = fpipe.build(merged(model, 2), model)
-    words = "stage 1 left no tensor in buffer '1.seen', which is part of its state."
-    with pytest.raises(RuntimeError, match=re.escape(words)):
+    message = "stage 1 left no tensor in buffer '1.seen', which is part of its state."
+    with pytest.raises(RuntimeError, match=re.escape(message)):
         step(params, BATCH, state=state)
 
 
-def test_a_kind_that_nobody_gave_a_meaning(monkeypatch: pytest.MonkeyPatch):
+def test_a_kind_without_a_meaning_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(KINDS, "ZIP", fpipe.Kind("after"))
-    zipped = Op("ZIP", 0, 0, None, 0, (ONE.outputs[1].value,), (Value("zip", 0, 0),))
-    end = ONE.outputs[0]
-    ends = (*ONE.outputs, end._replace(name=end.name._replace(name="aux"), value=zipped.writes[0]))
-    program = Program(ONE.inputs, (*ONE.ops, zipped), ends)
-    words = "ZIP(zip[0,0]): kind ZIP has no meaning here; add it by fpipe.register_meaning."
-    with pytest.raises(ValueError, match=re.escape(words)):
+    zipped = Op("ZIP", 0, 0, None, 0, (CHAIN_1.outputs[1].value,), (Value("zip", 0, 0),))
+    end = CHAIN_1.outputs[0]
+    ends = (*CHAIN_1.outputs, end._replace(name=end.name._replace(name="aux"), value=zipped.writes[0]))
+    program = Program(CHAIN_1.inputs, (*CHAIN_1.ops, zipped), ends)
+    message = "ZIP(zip[0,0]): kind ZIP has no meaning here; add it by fpipe.register_meaning."
+    with pytest.raises(ValueError, match=re.escape(message)):
         fpipe.build(program, fpipe.from_functions([linear], lambda y, target: y.sum()))((EYE,), BATCH)
 
 
@@ -123,11 +123,11 @@ HALVES = fpipe.split(2)(fpipe.program(2))
 ZERO_BUBBLE = "0F0 0F1 0B0 0W0 0B1 0W1 \n 1F0 1B0 1F1 1B1 1W0 1W1"
 
 
-def test_tables_of_others_are_read_in_their_letters():
-    ours = fpipe.schedules.from_table("0F0 0F1 0I0 0W0 0I1 0W1 \n 1F0 1I0 1F1 1I1 1W0 1W1")(HALVES)
-    assert fpipe.schedules.from_table(ZERO_BUBBLE, notation="zb")(HALVES) == ours
-    whole = fpipe.schedules.from_table("0F0 0F1 0BW0 0BW1 \n 1F0 1BW0 1F1 1BW1", notation="zb")(HALVES)
-    assert whole == fpipe.schedules.from_table("0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1B1")(HALVES)
+def test_tables_are_read_in_the_notation_of_the_zero_bubble_papers():
+    expected = fpipe.schedules.from_table("0F0 0F1 0I0 0W0 0I1 0W1 \n 1F0 1I0 1F1 1I1 1W0 1W1")(HALVES)
+    assert fpipe.schedules.from_table(ZERO_BUBBLE, notation="zb")(HALVES) == expected
+    merged = fpipe.schedules.from_table("0F0 0F1 0BW0 0BW1 \n 1F0 1BW0 1F1 1BW1", notation="zb")(HALVES)
+    assert merged == fpipe.schedules.from_table("0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1B1")(HALVES)
     pairs = [["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
     assert fpipe.schedules.from_table(pairs)(HALVES).table()[0] == ["0F0", "(0F1;0B0)", "0B1"]
 
@@ -139,11 +139,11 @@ fpipe.check(at_homes())
     ProgramError: loss[0,0] has no home: name at least one rank.
 at_homes(-1)
     ProgramError: rank -1 is no rank: ranks are 0..n-1.
-also_out(SENT, first(SENT, "SEND").writes[0])
+also_out(COMMUNICATED, first_op(COMMUNICATED, "SEND").writes[0])
     ProgramError: the output aux = y[0,0]>1 @ 1 is in flight; name the copy that its RECV writes.
-also_out(FREED, first(FREED, "FREE").reads[0])
+also_out(FREED, first_op(FREED, "FREE").reads[0])
     ProgramError: the output aux = x[0,0] @ 1 is freed before it is handed back.
-fpipe.pair(TWO.ops[0])
+fpipe.pair(CHAIN_2.ops[0])
     ProgramError: a PAIR has two parts, at most 16; found 1.
 fpipe.pair("0F0", "0B1")
     TypeError: pair() takes ops, as a program has them; found str.
@@ -159,9 +159,9 @@ fpipe.register_meaning("REDUCE", 3)
     ValueError: a rule is a function, found 3.
 fpipe.chain(fpipe.split(2), 3)
     TypeError: number 1 of the chain is no transform, found int; a transform is made by a call, such as fpipe.schedules.
-fpipe.chain(lambda program: 3)(TWO)
+fpipe.chain(lambda program: 3)(CHAIN_2)
     TypeError: number 0 of the chain gave a int, no Program; a transform is made by a call, such as fpipe.schedules.
-fpipe.chain(fpipe.split(4), schedules.chimera(2), fpipe.communicate(), fpipe.merge())(TWO)
+fpipe.chain(fpipe.split(4), schedules.chimera(2), fpipe.communicate(), fpipe.merge())(CHAIN_2)
     ProgramError: results travel to several homes already; merge before communicate().
 fpipe.place([0, 1], ranks=2)
     ValueError: ranks= goes with a named placement only (linear, looped, v, bidirectional).
@@ -169,11 +169,11 @@ fpipe.place(3)
     TypeError: a placement is a name, a list of ranks or a function; found 3.
 fpipe.place("zigzag")
     ValueError: 'zigzag' is not a placement; known: linear,
-fpipe.place([0, -1])(TWO)
+fpipe.place([0, -1])(CHAIN_2)
     ProgramError: 1F0 would be on rank -1; ranks are whole numbers from 0.
-fpipe.place(lambda kind, stage, microbatch: "a")(TWO)
+fpipe.place(lambda kind, stage, microbatch: "a")(CHAIN_2)
     ProgramError: 0F0 would be on rank 'a'; ranks are whole numbers from 0.
-fpipe.reorder([["0F0", "1F0", "1B0", "0B0", "ADD(sum[0,1])"]])(TWO)
+fpipe.reorder([["0F0", "1F0", "1B0", "0B0", "ADD(sum[0,1])"]])(CHAIN_2)
     ProgramError: rank 0, cell 4: the program has no op ADD(sum[0,1]).
 schedules.from_table("own.csv")
     ProgramError: 'own.csv' names a file; pass pathlib.Path('own.csv').
@@ -185,9 +185,9 @@ schedules.from_table("\n")
     ProgramError: the table is empty; write a row for each rank.
 fpipe.interop.torch_pipelining.from_csv(3)
     TypeError: a table is CSV text or a path, found int.
-schedules.from_generator(lambda rank, ranks, microbatches: [], 2, placement=[0, 0])(TWO)
+schedules.from_generator(lambda rank, ranks, microbatches: [], 2, placement=[0, 0])(CHAIN_2)
     ProgramError: the placement names 1 ranks, but from_generator got 2.
-schedules.from_priority(lambda op, now: 0, 3, placement=[0, 1])(TWO)
+schedules.from_priority(lambda op, now: 0, 3, placement=[0, 1])(CHAIN_2)
     ProgramError: the placement names 2 ranks, but from_priority got 3.
 schedules.register("my own", schedules.gpipe)
     ValueError: a schedule's name is a word such as 'my_schedule', found 'my own'.
@@ -201,7 +201,7 @@ fpipe.from_functions(linear)
     TypeError: from_functions takes a list of functions, one per stage; found function.
 fpipe.Model((linear,), None, ("batch",))
     TypeError: a Model is made of fpipe.Stage, found function; see from_functions.
-fpipe.split_params(fpipe.from_loss(loss_fn, WHOLE, (torch.ones(2, 2), torch.ones(2, 2)))[0], [WHOLE])
+fpipe.split_params(fpipe.from_loss(loss_fn, WHOLE_PARAMS, (torch.ones(2, 2), torch.ones(2, 2)))[0], [WHOLE_PARAMS])
     ValueError: the whole has another structure than the params that the model was made with.
 fpipe.linearize(linear, EYE, BATCH[0]).forward(EYE | {"v": torch.eye(4)}, BATCH[0])
     ValueError: forward takes 1 leaves as params, found 2.
@@ -222,19 +222,19 @@ fpipe.Costs(F=10)
     TypeError: F are seconds of a whole rank: Costs.per_rank(F=...).
 fpipe.testing.check_schedule("gpip")
     ValueError: did you mean gpipe
-fpipe.bounds(fpipe.place("looped", ranks=2)(FOUR), memory_cap=0.4)
+fpipe.bounds(fpipe.place("looped", ranks=2)(CHAIN_4), memory_cap=0.4)
     ValueError: memory_cap is 0.4 microbatches on rank 0, where one op alone holds 0.5
-fpipe.bounds(fpipe.place("linear")(FOUR), memory_cap=[1, 2])
+fpipe.bounds(fpipe.place("linear")(CHAIN_4), memory_cap=[1, 2])
     ValueError: memory_cap lists 2 caps for 4 ranks
 fpipe.balance([1, 2, 3], 2, parameters=[1])
     ValueError: parameters lists 1 layers, costs 3; give one number a layer.
-fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False), fpipe.data_parallel("a"), fpipe.data_parallel("b"))(TWO)
+fpipe.chain(fpipe.split(2), fpipe.merge(outputs=False), fpipe.data_parallel("a"), fpipe.data_parallel("b"))(CHAIN_2)
     ProgramError: data_parallel() and shard() have one axis each
 fpipe.update("SGD", clip=1.0, validate="after", loss_scale="dynamic")
     ValueError: leave validate= out
 fpipe.interop.torch_pipelining.from_csv("0F0,0SEND_F0", format="compute_only")
     ProgramError: line 1, column 2: 0SEND_F0 does not compute; read this table with
-fpipe.interop.torch_pipelining.to_csv(SENT, format="comms")
+fpipe.interop.torch_pipelining.to_csv(COMMUNICATED, format="comms")
     ValueError: format is 'compute_only' or 'compute_comms', found 'comms'
 fpipe.interop.torch_pipelining.gathers("0UNSHARD,0F0,0RESHARD,0B0")
     ProgramError: line 1, column 4: 0B0 has no weights: there is no 0UNSHARD before it
@@ -246,15 +246,15 @@ fpipe.jvp(fpipe.from_functions([linear, fpipe.custom_stage(linear, linear, linea
     ValueError: has hand-written rules (custom_stage), and jvp
 fpipe.per_example(fpipe.from_functions([linear, fpipe.custom_stage(linear, linear, linear)]))
     ValueError: has hand-written rules (custom_stage), and per_example
-fpipe.build(ONE, MODEL, compile=True, trace=False)
+fpipe.build(CHAIN_1, MODEL, compile=True, trace=False)
     ValueError: compile=True compiles traces; say trace=True
-fpipe.build(ONE, MODEL, autocast=torch.float64)
+fpipe.build(CHAIN_1, MODEL, autocast=torch.float64)
     ValueError: autocast is torch.bfloat16, torch.float16 or None; found torch.float64
-fpipe.build(ONE, MODEL, runtime="threads", trace=False)
+fpipe.build(CHAIN_1, MODEL, runtime="threads", trace=False)
     ValueError: say runtime='local' with trace=False
-fpipe.build(ONE, MODEL, runtime="processes")
+fpipe.build(CHAIN_1, MODEL, runtime="processes")
     ValueError: there are 'local', 'threads' and 'distributed'
-fpipe.sizes(ONE, MODEL, (EYE,), BATCH, runtime="gpu")
+fpipe.sizes(CHAIN_1, MODEL, (EYE,), BATCH, runtime="gpu")
     ValueError: runtime 'gpu' is not known; there are 'local', 'threads' and 'distributed'
 fpipe.compare(["gpipe", "hanoyo:waves=2"], 4, 8)
     ValueError: there is no schedule 'hanoyo'; did you mean hanayo
@@ -262,7 +262,7 @@ fpipe.compare(["gpipe", "hanayo:wave=2"], 4, 8)
     ValueError: hanayo has no option 'wave'; it has: waves, stages
 fpipe.compare(["gpipe"], 2, 2)["zbv"]
     KeyError: no row 'zbv'; there are gpipe
-schedules.from_table([["0F0", "0B0"], ["1F0", "0F"]])(TWO)
+schedules.from_table([["0F0", "0B0"], ["1F0", "0F"]])(CHAIN_2)
     ProgramError: rank 1, cell 1: '0F' is not a cell:
 schedules.from_table("0F0 0B0\n1F0 . 0F1garbage")
     ProgramError: line 2, column 3: '0F1garbage' is not a cell: after 0F1 comes 'garbage'
@@ -274,27 +274,27 @@ schedules.about("v_min").program(2, 4, stages=2)
     ProgramError: v_min: a V over 2 ranks has 4 stages, down and up; this program has 2
 schedules.about("roundpipe").program(2, 3, 4, backward=[3, 2, 1, 0])
     TypeError: a group is a range of stages, such as range(0, 3); found 3.
-schedules.roundpipe(1, [range(2)], [range(2)])(fpipe.chain(fpipe.split(2), fpipe.forward_only())(TWO))
+schedules.roundpipe(1, [range(2)], [range(2)])(fpipe.chain(fpipe.split(2), fpipe.forward_only())(CHAIN_2))
     ProgramError: this program has no backward; leave backward= out.
-schedules.roundpipe(1, [range(1)])(fpipe.chain(fpipe.split(2), fpipe.forward_only())(TWO))
+schedules.roundpipe(1, [range(1)])(fpipe.chain(fpipe.split(2), fpipe.forward_only())(CHAIN_2))
     ProgramError: the forward plan misses the last stage, 1.
 schedules.get(["gpipe"])
     ValueError: there is no schedule
-fpipe.forward_only()(Program(ONE.inputs, (), (fpipe.Output(Value("grads", 0), Value("params", 0), (0,)),)))
+fpipe.forward_only()(Program(CHAIN_1.inputs, (), (fpipe.Output(Value("grads", 0), Value("params", 0), (0,)),)))
     ProgramError: neither outputs nor a loss to keep
-fpipe.search(fpipe.chain(fpipe.split(3), schedules.gpipe(2))(TWO), ranks=2, microbatches=3)
+fpipe.search(fpipe.chain(fpipe.split(3), schedules.gpipe(2))(CHAIN_2), ranks=2, microbatches=3)
     ValueError: a program is split already
-fpipe.search(fpipe.split(2, slices=2)(TWO), ranks=2)
+fpipe.search(fpipe.split(2, slices=2)(CHAIN_2), ranks=2)
     ProgramError: use fpipe.schedules.seq1f1b
-fpipe.simulate(fpipe.split(2)(ONE), fpipe.Costs(bytes=fpipe.sizes(ONE, MODEL, (EYE,), BATCH)))
+fpipe.simulate(fpipe.split(2)(CHAIN_1), fpipe.Costs(bytes=fpipe.sizes(CHAIN_1, MODEL, (EYE,), BATCH)))
     ValueError: the bytes of x[0,0] are not known: these are the sizes of a
-fpipe.sizes(ONE, fpipe.from_functions([by_sign], lambda y, target: y[0].sum()), (EYE,), BATCH)
-    ValueError: not known before it runs: stage 0 (by_sign): DataDependent
-fpipe.simulate(SENT, fpipe.Costs(transfer=1), cluster="2 ranks; inside 1us")
+fpipe.sizes(CHAIN_1, fpipe.from_functions([container_by_sign], lambda y, target: y[0].sum()), (EYE,), BATCH)
+    ValueError: not known before it runs: stage 0 (container_by_sign): DataDependent
+fpipe.simulate(COMMUNICATED, fpipe.Costs(transfer=1), cluster="2 ranks; inside 1us")
     ValueError: leave out transfer= and bandwidth=
-fpipe.simulate(SENT, fpipe.Costs(bytes=lambda value: 1), cluster="2 ranks; inside 1GB/s shared", iterations=2)
+fpipe.simulate(COMMUNICATED, fpipe.Costs(bytes=lambda value: 1), cluster="2 ranks; inside 1GB/s shared", iterations=2)
     ValueError: shared links are simulated for one iteration, found iterations=2
-fpipe.simulate(ONE).lacking
+fpipe.simulate(CHAIN_1).lacking
     ValueError: lacking memory needs a cluster and bytes
 """,
 )

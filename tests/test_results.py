@@ -23,18 +23,18 @@ def squares(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().sum(1).mean()
 
 
-def two(loss: Any = squares, **more: Any) -> fpipe.Model:
-    return fpipe.from_functions([linear, linear], loss, **more)
+def two_stages(loss: Any = squares, **options: Any) -> fpipe.Model:
+    return fpipe.from_functions([linear, linear], loss, **options)
 
 
 def params() -> tuple[dict[str, Tensor], ...]:
-    make = torch.Generator().manual_seed(0)
-    return tuple({"w": torch.randn(3, 3, generator=make)} for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    return tuple({"w": torch.randn(3, 3, generator=generator)} for _ in range(2))
 
 
 def batch(rows: int = 7) -> tuple[Tensor, Tensor]:
-    make = torch.Generator().manual_seed(1)
-    return torch.randn(rows, 3, generator=make), torch.randn(rows, 3, generator=make)
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 3, generator=generator), torch.randn(rows, 3, generator=generator)
 
 
 def test_gradients_share_no_memory():
@@ -42,8 +42,8 @@ def test_gradients_share_no_memory():
     model = fpipe.from_functions(
         [lambda p, x: x * 0 + p["b"], lambda p, x: x + p["c"]], lambda y, t: (y * t).sum(), reduction="sum"
     )
-    given = ({"b": torch.ones(1, 3)}, {"c": torch.ones(1, 3)})
-    grads = fpipe.build(fpipe.program(model), model)(given, batch(1)).grads
+    stage_params = ({"b": torch.ones(1, 3)}, {"c": torch.ones(1, 3)})
+    grads = fpipe.build(fpipe.program(model), model)(stage_params, batch(1)).grads
     assert grads[0]["b"].data_ptr() != grads[1]["c"].data_ptr()
 
 
@@ -53,24 +53,24 @@ def test_a_gradient_can_be_changed_in_place():
     assert torch.equal(grads[0]["w"].mul_(2), torch.full((2, 2), 2.0))
 
 
-def test_outputs_are_not_the_callers_batch():
+def test_outputs_do_not_alias_the_batch():
     model = fpipe.from_functions([lambda p, x: x], squares)
-    given = batch()
-    fpipe.build(fpipe.program(model), model)(({},), given).outputs.add_(1)
-    assert torch.equal(given[0], batch()[0])
+    caller_batch = batch()
+    fpipe.build(fpipe.program(model), model)(({},), caller_batch).outputs.add_(1)
+    assert torch.equal(caller_batch[0], batch()[0])
 
 
-def test_a_counted_loss_is_divided_without_a_split_too():
-    model = two(lambda y, t: ((y - t).square().sum(), 21), reduction="count")
-    found = fpipe.build(fpipe.program(model), model)(params(), batch())
+def test_a_counted_loss_is_divided_without_a_split():
+    model = two_stages(lambda y, t: ((y - t).square().sum(), 21), reduction="count")
+    result = fpipe.build(fpipe.program(model), model)(params(), batch())
     expected = (batch()[0] @ params()[0]["w"] @ params()[1]["w"] - batch()[1]).square().sum() / 21
-    assert torch.equal(found.loss, expected)
+    assert torch.equal(result.loss, expected)
 
 
 def test_inference_mode_is_refused_instead_of_giving_zeros():
-    model = two()
+    model = two_stages()
     step = fpipe.build(fpipe.program(model), model)
-    for run in (step, lambda *given: fpipe.reference(model, *given)):
+    for run in (step, lambda *args: fpipe.reference(model, *args)):
         with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
             run(params(), batch())
 
@@ -86,17 +86,17 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transform_of_torch_around_a_step_is_refused(name: str):
     """grad gave zeros, the others words of torch's own."""
-    model, given, rows = two(), params(), batch()
+    model, stage_params, rows = two_stages(), params(), batch()
     step = fpipe.build(fpipe.program(model), model)
-    step(given, rows)
-    words = f"fpipe computes gradients itself, and torch.func.{name} around it does not see them. Call it for one"
+    step(stage_params, rows)
+    message = f"fpipe computes gradients itself, and torch.func.{name} around it does not see them. Call it for one"
     for run in (step, partial(fpipe.reference, model)):
-        with pytest.raises(RuntimeError, match=re.escape(words)):
-            TRANSFORMS[name](lambda w, run=run: run(({"w": w}, *given[1:]), rows).loss, given[0]["w"])
+        with pytest.raises(RuntimeError, match=re.escape(message)):
+            TRANSFORMS[name](lambda w, run=run: run(({"w": w}, *stage_params[1:]), rows).loss, stage_params[0]["w"])
 
 
 def test_no_grad_around_a_step_changes_nothing():
-    model = two()
+    model = two_stages()
     with torch.no_grad():
         report = fpipe.verify(fpipe.program(model), model, params(), batch())
         loss = fpipe.reference(model, params(), batch()).grads[0]["w"].abs().sum()
@@ -116,7 +116,7 @@ def test_tensors_inside_an_object_that_is_no_pytree_are_refused():
         fpipe.build(fpipe.program(model), model)((params()[0], {}), batch())
 
 
-def test_a_stage_that_adds_to_the_batchs_dict_does_not_reach_the_callers():
+def test_a_stage_that_adds_to_its_dict_leaves_the_callers_unchanged():
     def adds(p: dict[str, Tensor], x: dict[str, Tensor]) -> Tensor:
         x["more"] = x["x"]
         return x["more"] @ p["w"]
@@ -127,7 +127,7 @@ def test_a_stage_that_adds_to_the_batchs_dict_does_not_reach_the_callers():
     assert list(inputs) == ["x"]
 
 
-def test_merge_joins_as_its_spec_says():
+def test_merge_joins_along_its_spec():
     model = fpipe.from_functions([lambda p, x: p["w"] @ x], lambda y, t: (y - t).square().mean())
     wide = tuple(part.T.contiguous() for part in batch(12))
     spec = fpipe.Chunk(1)
@@ -136,7 +136,7 @@ def test_merge_joins_as_its_spec_says():
     assert fpipe.build(program, model)(params()[:1], wide).outputs.shape == (3, 12)
 
 
-def test_a_state_of_some_stages_only_is_handed_back_whole():
+def test_the_state_of_stages_that_do_not_use_it_is_returned():
     def count(p: Any, x: torch.Tensor, *, state: Any) -> Any:
         return linear(p, x), {"n": state["n"] + len(x)}
 
@@ -152,15 +152,17 @@ def test_a_state_of_some_stages_only_is_handed_back_whole():
 @pytest.mark.parametrize("merge", [fpipe.merge(losses=True), fpipe.identity()], ids=["merged", "not merged"])
 def test_the_repl_shows_a_result_on_a_few_lines(merge: Any):
     """All numbers of all gradients: 4,000 characters for this one."""
-    halves = fpipe.chain(fpipe.split(64), fpipe.schedules.one_f_one_b(2), merge)(fpipe.program(two(), input_grads=True))
-    result = fpipe.build(halves, two(), record=True)(params(), batch(64))
+    halves = fpipe.chain(fpipe.split(64), fpipe.schedules.one_f_one_b(2), merge)(
+        fpipe.program(two_stages(), input_grads=True)
+    )
+    result = fpipe.build(halves, two_stages(), record=True)(params(), batch(64))
     assert len(repr(result)) <= 600
     assert re.match(r"<Result: loss [\d. ]+.*, grads of \d+ leaves, [\d,]+ numbers, outputs float32\[", repr(result))
 
 
-def test_a_result_without_data_says_of_what_kind_it_is():
-    on_meta = [[leaf.to("meta") for leaf in leaves] for leaves in ([one["w"] for one in params()], batch())]
-    model = two()
+def test_a_result_on_meta_prints_its_shapes():
+    on_meta = [[leaf.to("meta") for leaf in leaves] for leaves in ([stage["w"] for stage in params()], batch())]
+    model = two_stages()
     result = fpipe.build(fpipe.program(model), model)(tuple({"w": leaf} for leaf in on_meta[0]), tuple(on_meta[1]))
     assert repr(result) == "<Result: loss float32[], grads of 2 leaves, 18 numbers, outputs float32[7, 3]>"
 
@@ -182,13 +184,13 @@ def spare_net() -> nn.Sequential:
     return nn.Sequential(*(WithSpare() for _ in range(2)))
 
 
-def trained_by_hand(net: nn.Sequential, given: tuple[Tensor, Tensor], steps: int = 3) -> dict[str, Tensor]:
+def train_by_hand(net: nn.Sequential, full_batch: tuple[Tensor, Tensor], steps: int = 3) -> dict[str, Tensor]:
     """Parameters after some steps of a plain loop with an optimizer that decays what has a gradient."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5, foreach=False)
     for _ in range(steps):
         optimizer.zero_grad()
-        for x, target in zip(*(half.tensor_split(2) for half in given), strict=True):
-            (squares(net(x), target) * (len(x) / len(given[0]))).backward()
+        for x, target in zip(*(tensor.tensor_split(2) for tensor in full_batch), strict=True):
+            (squares(net(x), target) * (len(x) / len(full_batch[0]))).backward()
         optimizer.step()
     return {name: leaf.detach() for name, leaf in net.named_parameters()}
 
@@ -207,39 +209,39 @@ DOORS: dict[str, Callable[[nn.Sequential], Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", [{}, {"trace": False}, {"runtime": "threads"}, None], ids=repr)
+@pytest.mark.parametrize("options", [{}, {"trace": False}, {"runtime": "threads"}, None], ids=repr)
 @pytest.mark.parametrize("door", DOORS)
-def test_a_parameter_that_nobody_reads_has_no_gradient_and_does_not_decay(door: str, how: dict[str, Any] | None):
+def test_an_unread_parameter_has_no_gradient_and_does_not_decay(door: str, options: dict[str, Any] | None):
     """It had one of zeros, by which AdamW decayed the last layers of vision towers."""
-    net, given = spare_net(), batch(8)
-    expected = trained_by_hand(copy.deepcopy(net), given)
+    net, full_batch = spare_net(), batch(8)
+    expected = train_by_hand(copy.deepcopy(net), full_batch)
     model, stages, _ = DOORS[door](net)
     count = len(model.stages)
     program = fpipe.chain(fpipe.split(2), fpipe.schedules.zb_h1(count), fpipe.merge())(fpipe.program(model))
     stages = tree.tree_map(lambda leaf: leaf.detach().clone().requires_grad_(), stages)
     optimizer = torch.optim.AdamW(tree.leaves(stages), lr=0.1, weight_decay=0.5, foreach=False)
-    assert fpipe.verify(program, model, stages, given).bitwise
-    step = partial(fpipe.reference, microbatches=2) if how is None else None
-    built = fpipe.build(program, model, **how or {})
+    assert fpipe.verify(program, model, stages, full_batch).bitwise
+    step = partial(fpipe.reference, microbatches=2) if options is None else None
+    built = fpipe.build(program, model, **options or {})
     for _ in range(3):
-        grads = (built(stages, given) if step is None else step(model, stages, given)).grads
+        grads = (built(stages, full_batch) if step is None else step(model, stages, full_batch)).grads
         assert [name for stage in grads for name, grad in stage.items() if grad is None] == ["0.spare", "1.spare"]
         fpipe.assign_grads(stages, grads)
         optimizer.step()
-    found = {name: leaf.detach() for stage in stages for name, leaf in stage.items()}
-    assert all(torch.equal(found[name], leaf) for name, leaf in expected.items())
-    assert found.keys() == expected.keys()
+    actual = {name: leaf.detach() for stage in stages for name, leaf in stage.items()}
+    assert all(torch.equal(actual[name], leaf) for name, leaf in expected.items())
+    assert actual.keys() == expected.keys()
 
 
-def test_gradients_of_zeros_where_plain_autograd_has_none_are_noted():
+def test_verify_notes_zeros_where_autograd_has_no_gradient():
     model, stages, _ = DOORS["sequential"](spare_net())
     program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
-    step, read = fpipe.build(program, model), {"0.spare", "1.spare"}
+    step, unread_names = fpipe.build(program, model), {"0.spare", "1.spare"}
 
-    def zeroed(*given: Any, off: float = 0.0) -> fpipe.Result:
-        result = step(*given)
+    def zeroed(*args: Any, fill_value: float = 0.0) -> fpipe.Result:
+        result = step(*args)
         filled = [
-            {name: torch.full((4, 3), off) if name in read else grad for name, grad in stage.items()}
+            {name: torch.full((4, 3), fill_value) if name in unread_names else grad for name, grad in stage.items()}
             for stage in result.grads
         ]
         return dataclasses.replace(result, grads=tuple(filled))
@@ -250,39 +252,39 @@ def test_gradients_of_zeros_where_plain_autograd_has_none_are_noted():
         "Plain autograd has no gradient, and these are zeros: grads[0]['0.spare'], grads[1]['1.spare'].",
     )
     with pytest.raises(fpipe.GradientMismatch, match=re.escape("grads[0]['0.spare'] differs from plain autograd by")):
-        fpipe.verify(program, model, stages, batch(8), step=partial(zeroed, off=0.5))
+        fpipe.verify(program, model, stages, batch(8), step=partial(zeroed, fill_value=0.5))
 
 
-def nobody_reads(rank: int, kind: str) -> list[Any]:
+def compare_trained_params(rank: int, kind: str) -> list[Any]:
     """Parameters of this process after a step of AdamW on its gradients, beside those of a plain loop."""
-    net, given = spare_net(), batch(8)
-    expected = trained_by_hand(copy.deepcopy(net), given, steps=1)
+    net, full_batch = spare_net(), batch(8)
+    expected = train_by_hand(copy.deepcopy(net), full_batch, steps=1)
     model, stages, _ = DOORS["sequential"](net)
-    ways = {"pipeline": fpipe.identity(), "replicas": fpipe.data_parallel(), "shards": fpipe.shard()}
+    transform_by_kind = {"pipeline": fpipe.identity(), "replicas": fpipe.data_parallel(), "shards": fpipe.shard()}
     parts = fpipe.split(2 if kind == "pipeline" else 1), fpipe.schedules.gpipe(2 if kind == "pipeline" else 1)
-    program = fpipe.chain(*parts, fpipe.merge(), ways[kind])(fpipe.program(model))
+    program = fpipe.chain(*parts, fpipe.merge(), transform_by_kind[kind])(fpipe.program(model))
     mesh = None if kind == "pipeline" else init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
-    rows = given if kind == "pipeline" else tuple(half.chunk(2)[rank] for half in given)
+    rows = full_batch if kind == "pipeline" else tuple(tensor.chunk(2)[rank] for tensor in full_batch)
     mine = [stage if kind != "pipeline" or n == rank else None for n, stage in enumerate(stages)]
     mine = fpipe.shard_params(mine, mesh["dp"]) if kind == "shards" and mesh is not None else mine
     step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(stages, rows))
     grads = step(mine, rows).grads
-    found: list[Any] = []
+    wrong: list[Any] = []
     for params, stage in zip(mine, grads, strict=True):
         for name, grad in (stage or {}).items():
             leaf = params[name].detach().requires_grad_()
             leaf.grad = grad
             torch.optim.AdamW([leaf], lr=0.1, weight_decay=0.5, foreach=False).step()
             rows_of_it = expected[name].chunk(2)[rank] if kind == "shards" else expected[name]
-            after = leaf.detach().to_local() if kind == "shards" else leaf.detach()
-            found += [] if torch.equal(after, rows_of_it) else [name]
-            found += [name] if (grad is None) != ("spare" in name) else []
-    return found
+            trained = leaf.detach().to_local() if kind == "shards" else leaf.detach()
+            wrong += [] if torch.equal(trained, rows_of_it) else [name]
+            wrong += [name] if (grad is None) != ("spare" in name) else []
+    return wrong
 
 
 @pytest.mark.parametrize("kind", ["pipeline", "replicas", "shards"])
-def test_processes_have_no_gradient_of_what_nobody_reads(pair: Processes, kind: str):
-    assert pair.each(nobody_reads, kind) == [[], []]
+def test_an_unread_parameter_has_no_gradient_in_processes(pair: Processes, kind: str):
+    assert pair.run(compare_trained_params, kind) == [[], []]
 
 
 class Routed(nn.Module):
@@ -311,9 +313,12 @@ def test_experts_that_no_row_reaches_do_not_decay(clip: float | None, donate: bo
     expected_net = copy.deepcopy(net)
     optimizer = torch.optim.AdamW(expected_net.parameters(), lr=0.1, weight_decay=0.5)
     model, params, _ = fpipe.from_sequential(net, 2, loss=nn.functional.mse_loss)
-    words = {} if clip is None else {"clip": clip}
+    options = {} if clip is None else {"clip": clip}
     pipeline = fpipe.chain(
-        fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge(), fpipe.update("AdamW", weight_decay=0.5, **words)
+        fpipe.split(2),
+        fpipe.schedules.one_f_one_b(2),
+        fpipe.merge(),
+        fpipe.update("AdamW", weight_decay=0.5, **options),
     )
     program = pipeline(fpipe.program(model))
     step, grads_step = (

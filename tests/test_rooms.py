@@ -99,28 +99,28 @@ def room(module: str) -> str:
 @cache
 def statements(file: Path) -> tuple[ast.AST, ...]:
     """All of a file's, those inside others too, without their expressions."""
-    found: list[ast.AST] = [ast.parse(file.read_text(encoding="utf-8"))]
-    for one in found:  # as it grows
-        for inner in ("body", "orelse", "finalbody", "handlers", "cases"):
-            found += getattr(one, inner, ())
-    return tuple(found)
+    nodes: list[ast.AST] = [ast.parse(file.read_text(encoding="utf-8"))]
+    for node in nodes:  # as it grows
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            nodes += getattr(node, field, ())
+    return tuple(nodes)
 
 
 @cache
 def imports(module: str) -> set[str]:
     """Every import of a file, inside functions too, by its absolute name. `from fpipe import tree` is an import of
     fpipe.tree, not of all of fpipe."""
-    file, found = FILES[module], set[str]()
+    file, imported = FILES[module], set[str]()
     package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
     for node in statements(file):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else []
-            source = ".".join([*above, *([node.module] if node.module else [])])
+            parent = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*parent, *([node.module] if node.module else [])])
             names = {f"{source}.{alias.name}" for alias in node.names}
-            found |= (names & FILES.keys()) | ({source} if names - FILES.keys() else set())
-    return found
+            imported |= (names & FILES.keys()) | ({source} if names - FILES.keys() else set())
+    return imported
 
 
 def inner_imports(module: str) -> set[str]:
@@ -129,16 +129,16 @@ def inner_imports(module: str) -> set[str]:
 
 
 def reachable(module: str, edges: dict[str, set[str]]) -> set[str]:
-    seen: set[str] = set()
+    reached: set[str] = set()
     todo = [module]
     while todo:
-        new = edges.get(todo.pop(), set()) - seen
-        seen |= new
+        new = edges.get(todo.pop(), set()) - reached
+        reached |= new
         todo += new
-    return seen
+    return reached
 
 
-def test_the_root_has_only_what_exists():
+def test_the_root_has_at_most_thirteen_files():
     """The language and what it is made of, the model and its step, pytrees, and two doors."""
     assert len([*PACKAGE.glob("*.py")]) <= 13
 
@@ -164,18 +164,18 @@ def test_no_room_holds_more_than_twenty_files():
 
 
 def test_rooms_import_each_other_in_one_direction():
-    below: set[str] = set()
+    lower_rooms: set[str] = set()
     for name, allowed in ROOMS.items():
-        assert allowed <= below, f"{name} may import a room that stands above it: {allowed - below}"
-        below.add(name)
+        assert allowed <= lower_rooms, f"{name} may import a room that stands above it: {allowed - lower_rooms}"
+        lower_rooms.add(name)
 
 
-def test_imports_between_rooms_are_those_that_are_listed():
-    found = {name: set[str]() for name in ROOMS}
+def test_rooms_import_exactly_the_listed_rooms():
+    imported_by_room = {name: set[str]() for name in ROOMS}
     for module in FILES:
         if module not in DOORS:
-            found[room(module)] |= {room(target) for target in inner_imports(module)} - {room(module)}
-    assert found == ROOMS
+            imported_by_room[room(module)] |= {room(target) for target in inner_imports(module)} - {room(module)}
+    assert imported_by_room == ROOMS
 
 
 def storey(room: str) -> str:
@@ -216,14 +216,14 @@ def test_imports_have_no_cycle():
 
 def test_runtimes_and_schedules_meet_only_in_the_program():
     edges = {module: inner_imports(module) for module in FILES}
-    apart = {"runtimes": "schedules", "schedules": "runtimes"}
-    met = {
+    counterpart_by_room = {"runtimes": "schedules", "schedules": "runtimes"}
+    crossings = {
         f"{module} reaches {target}"
         for module in FILES
         for target in reachable(module, edges)
-        if apart.get(room(module).split("/")[0]) == room(target).split("/")[0]
+        if counterpart_by_room.get(room(module).split("/")[0]) == room(target).split("/")[0]
     }
-    assert not met, sorted(met)
+    assert not crossings, sorted(crossings)
 
 
 def test_only_tree_imports_optree():
@@ -233,7 +233,7 @@ def test_only_tree_imports_optree():
 
 def test_private_names_of_torch_are_in_one_room():
     """The engine's are in one room, the core's in one file. Torch alone knows its containers."""
-    found = [
+    private_names = [
         f"{module}: {name}"
         for module, file in FILES.items()
         if room(module) != "torch_private" and module != "fpipe.torch_internals"
@@ -242,7 +242,7 @@ def test_private_names_of_torch_are_in_one_room():
         if re.search(r"\._(?!_)", name) and not name.startswith("torch.ops.aten.")
     ]
     pytrees = ["torch.utils._cxx_pytree", "torch.utils._pytree.register_pytree_node"]
-    assert found == [f"fpipe.tree: {name}" for name in pytrees]
+    assert private_names == [f"fpipe.tree: {name}" for name in pytrees]
 
 
 def torch_names(node: ast.AST) -> list[str]:
@@ -256,12 +256,12 @@ def torch_names(node: ast.AST) -> list[str]:
 
 
 def test_two_classes_never_share_a_name():
-    places: dict[str, list[str]] = {}
+    modules_by_class: dict[str, list[str]] = {}
     for module, file in FILES.items():
         for node in statements(file):
             if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(module)
-    assert not {name: found for name, found in places.items() if len(found) > 1}
+                modules_by_class.setdefault(node.name, []).append(module)
+    assert not {name: modules for name, modules in modules_by_class.items() if len(modules) > 1}
 
 
 def test_two_files_share_a_name_only_where_one_serves_the_other():
@@ -274,29 +274,30 @@ def test_two_files_share_a_name_only_where_one_serves_the_other():
 def test_docstrings_open_with_a_noun_or_a_verb():
     """A reader meets "Drop received parameters after their last read", not "What is dropped"."""
     opening = re.compile(r'^\s*r?"""(What|The same)\b', re.MULTILINE)
-    found = [module for module, file in FILES.items() if opening.search(file.read_text(encoding="utf-8"))]
-    assert not found
+    offenders = [module for module, file in FILES.items() if opening.search(file.read_text(encoding="utf-8"))]
+    assert not offenders
 
 
 def test_the_glossary_has_at_most_forty_words_of_one_meaning():
-    entries = re.findall(r"^(\w.*)\n  (.+)$", (ROOT / "docs/glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
-    words = [word for word, _ in entries]
-    assert 30 <= len(words) <= 40
-    assert words == sorted({*words})
-    assert not [word for word, meaning in entries if ";" in meaning or ". " in meaning or meaning[-1] != "."]
+    meanings = re.findall(r"^(\w.*)\n  (.+)$", (ROOT / "docs/glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    terms = [term for term, _ in meanings]
+    assert 30 <= len(terms) <= 40
+    assert terms == sorted({*terms})
+    assert not [term for term, meaning in meanings if ";" in meaning or ". " in meaning or meaning[-1] != "."]
 
 
 def hidden_names() -> set[str]:
     """Public names that are also modules of the root, and are those modules once they are imported. One that is
     looked up late (in _MODULE_BY_NAME) is hidden whenever its module is imported before it is asked for."""
-    both = {module.name for module in pkgutil.iter_modules(fpipe.__path__)} & {*fpipe.__all__}
-    for name in both:
+    shared_names = {module.name for module in pkgutil.iter_modules(fpipe.__path__)} & {*fpipe.__all__}
+    for name in shared_names:
         importlib.import_module(f"fpipe.{name}")
-    found = {name: getattr(fpipe, name) for name in both}
+    value_by_name = {name: getattr(fpipe, name) for name in shared_names}
     return {
         name
-        for name in found
-        if name in fpipe._MODULE_BY_NAME or (inspect.ismodule(found[name]) and hasattr(found[name], name))
+        for name in value_by_name
+        if name in fpipe._MODULE_BY_NAME
+        or (inspect.ismodule(value_by_name[name]) and hasattr(value_by_name[name], name))
     }
 
 

@@ -12,101 +12,101 @@ Plan = Any
 PAPER: dict[str, Plan] = {"forward": [range(3)], "backward": [[3], [2], [1], [0]]}
 
 
-def of(stages: int, ranks: int = 2, microbatches: int = 3, **plans: Plan) -> Program:
+def pipeline(stages: int, ranks: int = 2, microbatches: int = 3, **plans: Plan) -> Program:
     return fpipe.schedules.about("roundpipe").program(ranks, microbatches, stages, **plans)
 
 
-def work(program: Program, *kinds: str) -> list[set[int]]:
+def stages_by_rank(program: Program, *kinds: str) -> list[set[int]]:
     """The stages of which each rank does such ops."""
     return [{op.stage or 0 for op in program.ops if op.rank == r and op.kind in kinds} for r in range(program.ranks)]
 
 
 def test_four_stages_are_cut_as_in_the_paper():
-    assert of(4) == of(4, **PAPER)
+    assert pipeline(4) == pipeline(4, **PAPER)
 
 
-def test_groups_go_round_the_ranks_and_the_weights_do_not_live_there():
-    program = of(4, ranks=5, **PAPER)
-    assert work(program, "F") == [{0, 1, 2}, {3}, set(), set(), set(), set()]
-    assert work(program, "B") == [set(), {3}, {2}, {1}, {0}, set()]
+def test_groups_go_round_the_ranks_and_weights_live_on_a_host():
+    program = pipeline(4, ranks=5, **PAPER)
+    assert stages_by_rank(program, "F") == [{0, 1, 2}, {3}, set(), set(), set(), set()]
+    assert stages_by_rank(program, "B") == [set(), {3}, {2}, {1}, {0}, set()]
     homes = [end.homes for end in (*program.inputs, *program.outputs) if end[0].name in ("params", "grads")]
     assert homes == [(5,)] * 8
 
 
-def test_between_the_passes_only_what_enters_a_backward_group_is_kept():
-    program = of(6, forward=[range(4)], backward=[[4, 5], [2, 3], [0, 1]])
-    read_again = {value for op in program.ops if op.kind == "R" for value in op.reads if value.name == "y"}
-    assert {value.stage for value in read_again} == {1}
+def test_only_inputs_of_backward_groups_are_kept_between_the_passes():
+    program = pipeline(6, forward=[range(4)], backward=[[4, 5], [2, 3], [0, 1]])
+    reread_values = {value for op in program.ops if op.kind == "R" for value in op.reads if value.name == "y"}
+    assert {value.stage for value in reread_values} == {1}
 
 
-def test_the_weights_travel_once_for_each_pass_and_one_sum_of_gradients_back():
-    again = {"params": lambda op: op.kind == "F"}  # pyright: ignore[reportUnknownLambdaType]
-    program = fpipe.communicate(again=again)(of(4, ranks=2, microbatches=5, **PAPER))
-    sent = [op for op in program.ops if op.kind == "SEND"]
-    assert sum(op.reads[0].name == "params" for op in sent) == 3 + 2 + 3
-    assert sorted(str(op.reads[0]) for op in sent if op.reads[0].name in ("g", "sum")) == [
+def test_weights_travel_once_a_pass_and_gradients_once():
+    resend_by_name = {"params": lambda op: op.kind == "F"}  # pyright: ignore[reportUnknownLambdaType]
+    program = fpipe.communicate(again=resend_by_name)(pipeline(4, ranks=2, microbatches=5, **PAPER))
+    sends = [op for op in program.ops if op.kind == "SEND"]
+    assert sum(op.reads[0].name == "params" for op in sends) == 3 + 2 + 3
+    assert sorted(str(op.reads[0]) for op in sends if op.reads[0].name in ("g", "sum")) == [
         f"sum[{stage},4]" for stage in range(4)
     ]
 
 
 @pytest.mark.parametrize("stages", [4, 7, 16])
 @pytest.mark.parametrize("microbatches", [7, 11])
-def test_balanced_groups_leave_the_ranks_idle_for_p_less_1_of_them_at_most(stages: int, microbatches: int):
+def test_balanced_groups_idle_for_at_most_p_minus_1_groups(stages: int, microbatches: int):
     groups = stages + (stages - 1) // 3
     as_one = fpipe.Costs([1] * (stages - 1) + [0], 1.5, 1.5, recompute=0)  # else a recomputation may run ahead
     for ranks in (ranks for ranks in range(1, 8) if groups % ranks == 0):
-        program = of(stages, ranks, microbatches)
+        program = pipeline(stages, ranks, microbatches)
         assert fpipe.simulate(program).idle <= (ranks - 1) * 3
         assert fpipe.simulate(program, as_one).idle == pytest.approx((ranks - 1) * 3)
 
 
 WRONG = """
-of(4, forward=[[0], [2]])
+pipeline(4, forward=[[0], [2]])
     ProgramError: roundpipe: the forward plan misses stage 1, before [2].
-of(4, forward=[[1, 2]])
+pipeline(4, forward=[[1, 2]])
     ProgramError: roundpipe: the forward plan misses stage 0, before [1-2].
-of(4, backward=[[3], [2], [0]])
+pipeline(4, backward=[[3], [2], [0]])
     ProgramError: roundpipe: the backward plan misses stage 1, before [2].
-of(4, backward=[[2, 3], [1, 2], [0]])
+pipeline(4, backward=[[2, 3], [1, 2], [0]])
     ProgramError: roundpipe: the backward plan has stage 2 twice, or out of order, in [2-3].
-of(4, backward=[[0], [1], [2], [3]])
+pipeline(4, backward=[[0], [1], [2], [3]])
     ProgramError: roundpipe: the backward plan goes down from stage 3, but starts with stage 0.
-of(4, backward=[])
+pipeline(4, backward=[])
     ProgramError: roundpipe: the backward plan goes down from stage 3, but is empty.
-of(4, forward=[range(2), range(2, 2)])
+pipeline(4, forward=[range(2), range(2, 2)])
     ProgramError: roundpipe: forward group 1 is empty.
-of(4, backward=[[3, 1]])
+pipeline(4, backward=[[3, 1]])
     ProgramError: roundpipe: backward group 0 is [3, 1]; its stages are adjacent, in order.
-of(4, forward=[[0, 1]], backward=[[3], [2], [1], [0]])
+pipeline(4, forward=[[0, 1]], backward=[[3], [2], [1], [0]])
     ProgramError: roundpipe: the first backward group starts with stage 2, where the forward plan ends; found [3].
-of(4, forward=[[0, 1, 2]], backward=[[2, 3], [1], [0]])
+pipeline(4, forward=[[0, 1, 2]], backward=[[2, 3], [1], [0]])
     ProgramError: the first backward group starts with stage 3, where the forward plan ends; found [2-3].
-of(4, forward=[range(4)])
+pipeline(4, forward=[range(4)])
     ProgramError: roundpipe: the forward plan ends with the last stage, 3. Leave that to the first backward group.
-of(4, forward=[range(5)])
+pipeline(4, forward=[range(5)])
     ProgramError: roundpipe: forward group 0 is [0-4]; the stages are 0..3.
-of(4, backward=[range(4)])
+pipeline(4, backward=[range(4)])
     ProgramError: roundpipe: groups: 1, ranks: 2; each rank runs a group. Use smaller groups or fewer ranks.
-of(4, forward=[[0], [True]])
+pipeline(4, forward=[[0], [True]])
     TypeError: roundpipe: forward group 1 is [True]; stages are whole numbers.
 """
 test_refusals = refusals(globals(), WRONG)
 
 
-def test_readers_for_which_again_says_the_same_share_a_trip():
+def test_readers_with_equal_keys_in_again_share_a_transfer():
     def parity(op: Op) -> object:
         return (op.microbatch or 0) % 2
 
     placed = fpipe.chain(fpipe.split(4), fpipe.place("linear", homes={0: 1}, ranks=1), fpipe.merge())(fpipe.program(1))
-    for again, trips in ((["params"], 8), ({"params": parity}, 2), ((), 1)):
-        program = fpipe.communicate(again=again)(placed)
+    for resend_option, trips in ((["params"], 8), ({"params": parity}, 2), ((), 1)):
+        program = fpipe.communicate(again=resend_option)(placed)
         assert sum(op.kind == "SEND" and op.reads[0].name == "params" for op in program.ops) == trips
 
 
 def test_a_peak_counts_the_stages_whose_residuals_a_rank_makes():
     """Groups of three stages went forward on rank 0, which keeps nothing of them and later holds one of two stages
     that it recomputes: a half, where 1/3 was read."""
-    assert fpipe.simulate(of(4)).peak == (0.5, 0.5, 0)
+    assert fpipe.simulate(pipeline(4)).peak == (0.5, 0.5, 0)
     program = fpipe.schedules.about("one_f_one_b").program(2, 4)
-    again = fpipe.checkpoint("always")(program)
-    assert fpipe.simulate(again).peak == (1, 1)
+    recomputed = fpipe.checkpoint("always")(program)
+    assert fpipe.simulate(recomputed).peak == (1, 1)

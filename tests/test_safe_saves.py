@@ -28,21 +28,25 @@ import fpipe
 from tests.processes import Processes
 
 NAME = "params/0.weight"
-ONE, TWO = fpipe.program(1), fpipe.schedules.gpipe(2)(fpipe.program(2))
+ONE_STAGE, TWO_STAGES = fpipe.program(1), fpipe.schedules.gpipe(2)(fpipe.program(2))
 
 
 def params_of(value: float, rank: int | None = None) -> Any:
     """Parameters of one stage, or of this rank's of two, large enough to be written in pieces."""
     stages = tuple({name: torch.full((50, 1000), float(value))} for name in ("0.weight", "1.weight"))
-    return tuple(stage if at == rank else None for at, stage in enumerate(stages)) if rank is not None else stages[:1]
+    return (
+        tuple(stage if stage_index == rank else None for stage_index, stage in enumerate(stages))
+        if rank is not None
+        else stages[:1]
+    )
 
 
-def saved_value(folder: Path, program: fpipe.Program = ONE, rank: int | None = None) -> tuple[float, Any]:
+def saved_value(folder: Path, program: fpipe.Program = ONE_STAGE, rank: int | None = None) -> tuple[float, Any]:
     """The one value of all parameters in a folder, and the step."""
-    found = fpipe.load(folder, program, params_of(0, rank))
-    stage = next(stage for stage in found.params if stage is not None)
+    saved = fpipe.load(folder, program, params_of(0, rank))
+    stage = next(stage for stage in saved.params if stage is not None)
     (value,) = {value for leaf in stage.values() for value in leaf.unique().tolist()}
-    return value, found.numbers["step"]
+    return value, saved.numbers["step"]
 
 
 KILLED = """
@@ -61,16 +65,16 @@ fpipe.save(sys.argv[1], fpipe.program(1), params, step=step)
 """
 
 
-@pytest.mark.parametrize("where", ["data", "metadata", "switch"])
-def test_a_kill_in_a_second_save_leaves_the_first(tmp_path: Path, where: str):
+@pytest.mark.parametrize("moment", ["data", "metadata", "switch"])
+def test_a_kill_during_a_second_save_keeps_the_first(tmp_path: Path, moment: str):
     """It left the parameters of one step under the number of the other, or a folder that nothing could read."""
-    fpipe.save(tmp_path, ONE, params_of(1), step=1)
-    killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path, "2", where], check=False)
-    assert killed.returncode == -signal.SIGKILL
+    fpipe.save(tmp_path, ONE_STAGE, params_of(1), step=1)
+    process = subprocess.run([sys.executable, "-c", KILLED, tmp_path, "2", moment], check=False)
+    assert process.returncode == -signal.SIGKILL
     assert saved_value(tmp_path) == (1, 1)
-    fpipe.save(tmp_path, ONE, params_of(3), step=3)
+    fpipe.save(tmp_path, ONE_STAGE, params_of(3), step=3)
     assert saved_value(tmp_path) == (3, 3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".metadata", f"saved-{3 if where == 'switch' else 2}"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".metadata", f"saved-{3 if moment == 'switch' else 2}"]
 
 
 FORGOTTEN = """
@@ -82,9 +86,9 @@ fpipe.save(sys.argv[1], fpipe.program(1), ({"w": torch.ones(2)},), background=Tr
 """
 
 
-def test_a_failure_in_the_background_that_nobody_asks_for_is_printed(tmp_path: Path):
-    ended = subprocess.run([sys.executable, "-c", FORGOTTEN, tmp_path], capture_output=True, text=True, check=False)
-    assert "__0_0.distcp could not be written: No space left on device; what" in ended.stderr
+def test_an_unread_background_failure_is_printed(tmp_path: Path):
+    process = subprocess.run([sys.executable, "-c", FORGOTTEN, tmp_path], capture_output=True, text=True, check=False)
+    assert "__0_0.distcp could not be written: No space left on device; what" in process.stderr
 
 
 GATHERED = """
@@ -96,91 +100,91 @@ fpipe.gather_state_dict(fpipe.program(1), ({"w": torch.zeros(3)},), file=sys.arg
 """
 
 
-def test_a_kill_in_a_second_file_leaves_the_first(tmp_path: Path):
+def test_a_kill_during_a_second_file_keeps_the_first(tmp_path: Path):
     file = tmp_path / "net.safetensors"
-    fpipe.gather_state_dict(ONE, ({"w": torch.ones(3)},), file=file)
-    killed = subprocess.run([sys.executable, "-c", GATHERED, file], check=False)
-    assert killed.returncode == -signal.SIGKILL
+    fpipe.gather_state_dict(ONE_STAGE, ({"w": torch.ones(3)},), file=file)
+    process = subprocess.run([sys.executable, "-c", GATHERED, file], check=False)
+    assert process.returncode == -signal.SIGKILL
     assert load_file(file)["w"].tolist() == [1, 1, 1]
 
 
 def save_twice(rank: int, folder: Path) -> None:
-    fpipe.save(folder, TWO, params_of(1, rank), step=1)
+    fpipe.save(folder, TWO_STAGES, params_of(1, rank), step=1)
     if rank == 1:
         vars(filesystem)["_write_item"] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    fpipe.save(folder, TWO, params_of(2, rank), step=2)
+    fpipe.save(folder, TWO_STAGES, params_of(2, rank), step=2)
 
 
-def test_a_rank_that_is_killed_in_a_second_save_leaves_the_first(tmp_path: Path):
+def test_a_rank_killed_during_a_second_save_keeps_the_first(tmp_path: Path):
     """Rank 0 had written its half of step 2 over that of step 1: a load gave half of each."""
     with Processes(2, timeout=20) as ranks:
         ranks.start(save_twice, tmp_path)
         ranks.results()
-    assert [saved_value(tmp_path, TWO, rank) for rank in range(2)] == [(1, 1), (1, 1)]
+    assert [saved_value(tmp_path, TWO_STAGES, rank) for rank in range(2)] == [(1, 1), (1, 1)]
 
 
 def save_and_mix(rank: int, folder: Path) -> str:
     for step in (1, 2):
-        fpipe.save(folder / str(step), TWO, params_of(step, rank), step=step)
+        fpipe.save(folder / str(step), TWO_STAGES, params_of(step, rank), step=step)
     dist.barrier()
     if rank == 0:
         (old,), (new,) = ([*(folder / step).rglob("__1_0.distcp")] for step in "12")
         shutil.copy(old, new)
     dist.barrier()
-    with pytest.raises(ValueError, match=r"__1_0\.distcp is of another save than .*\.metadata; load one") as refused:
-        fpipe.load(folder / "2", TWO, params_of(0, rank))
-    return str(refused.value)
+    with pytest.raises(ValueError, match=r"__1_0\.distcp is of another save than .*\.metadata; load one") as error_info:
+        fpipe.load(folder / "2", TWO_STAGES, params_of(0, rank))
+    return str(error_info.value)
 
 
 def test_files_of_two_saves_are_refused_on_all_ranks(pair: Processes, tmp_path: Path):
-    first, second = pair.each(save_and_mix, tmp_path)
-    assert first == second
+    message, other_message = pair.run(save_and_mix, tmp_path)
+    assert message == other_message
     with pytest.raises(ValueError, match="is of another save"):
-        fpipe.load(tmp_path / "2", TWO, params_of(0, 1))
+        fpipe.load(tmp_path / "2", TWO_STAGES, params_of(0, 1))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_folder_that_does_not_fit_is_named(tmp_path: Path):
+def test_a_folder_that_does_not_match_the_program_is_named(tmp_path: Path):
     torch_save({NAME: params_of(1)[0]["0.weight"], "numbers/step": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
-    with pytest.raises(ValueError, match=f"^{tmp_path} could not be read: .*numbers/step") as refused:
-        fpipe.load(tmp_path, ONE, params_of(0))
-    assert len(str(refused.value).splitlines()) == 1
+    with pytest.raises(ValueError, match=f"^{tmp_path} could not be read: .*numbers/step") as error_info:
+        fpipe.load(tmp_path, ONE_STAGE, params_of(0))
+    assert len(str(error_info.value).splitlines()) == 1
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_reads_what_is_saved_and_torchs_own_folders_are_read(tmp_path: Path):
-    fpipe.save(tmp_path / "ours", ONE, params_of(3), step=3)
-    found = {NAME: torch.zeros(50, 1000)}
-    torch_load(found, checkpoint_id=tmp_path / "ours", no_dist=True)
-    torch_load(found, checkpoint_id=tmp_path / "ours" / "saved-1", no_dist=True)
-    assert torch.equal(found[NAME], torch.full((50, 1000), 3.0))
-    theirs = {NAME: torch.full((50, 1000), 4.0), "numbers/step": torch.tensor(4)}
-    torch_save(theirs, checkpoint_id=tmp_path / "torchs", no_dist=True)
+def test_fpipe_and_torch_read_each_others_folders(tmp_path: Path):
+    fpipe.save(tmp_path / "ours", ONE_STAGE, params_of(3), step=3)
+    torch_state = {NAME: torch.zeros(50, 1000)}
+    torch_load(torch_state, checkpoint_id=tmp_path / "ours", no_dist=True)
+    torch_load(torch_state, checkpoint_id=tmp_path / "ours" / "saved-1", no_dist=True)
+    assert torch.equal(torch_state[NAME], torch.full((50, 1000), 3.0))
+    torch_source = {NAME: torch.full((50, 1000), 4.0), "numbers/step": torch.tensor(4)}
+    torch_save(torch_source, checkpoint_id=tmp_path / "torchs", no_dist=True)
     assert saved_value(tmp_path / "torchs") == (4, 4)
-    fpipe.save(tmp_path / "torchs", ONE, params_of(5), step=5)
+    fpipe.save(tmp_path / "torchs", ONE_STAGE, params_of(5), step=5)
     assert saved_value(tmp_path / "torchs") == (5, 5)
     assert not [*(tmp_path / "torchs").glob("*.distcp")]
 
 
-def test_the_newest_saves_stay(tmp_path: Path):
+def test_keep_retains_the_newest_saves(tmp_path: Path):
     for step in range(1, 6):
-        fpipe.save(tmp_path, ONE, params_of(step), step=step, keep=3)
+        fpipe.save(tmp_path, ONE_STAGE, params_of(step), step=step, keep=3)
     assert [saved_value(path)[0] for path in sorted(tmp_path.glob("saved-*"))] == [3, 4, 5]
     assert saved_value(tmp_path) == (5, 5)
-    fpipe.save(tmp_path, ONE, params_of(6), step=6)
+    fpipe.save(tmp_path, ONE_STAGE, params_of(6), step=6)
     assert [path.name for path in tmp_path.glob("saved-*")] == ["saved-6"]
     with pytest.raises(ValueError, match="keep is a whole number, at least 1; found 0"):
-        fpipe.save(tmp_path, ONE, params_of(6), keep=0)
+        fpipe.save(tmp_path, ONE_STAGE, params_of(6), keep=0)
 
 
 def test_numbers_keep_their_bits(tmp_path: Path):
     """A learning rate came back as the nearest float32."""
-    fpipe.save(tmp_path, ONE, params_of(0), lr=0.1, step=2**53 + 1)
-    assert fpipe.load(tmp_path, ONE, params_of(0)).numbers == {"lr": 0.1, "step": 2**53 + 1}
+    fpipe.save(tmp_path, ONE_STAGE, params_of(0), lr=0.1, step=2**53 + 1)
+    assert fpipe.load(tmp_path, ONE_STAGE, params_of(0)).numbers == {"lr": 0.1, "step": 2**53 + 1}
 
 
 @contextmanager
-def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def blocked_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """No file is written until the event is set."""
     event, write = threading.Event(), vars(filesystem)["_write_item"]
     monkeypatch.setattr(filesystem, "_write_item", lambda *args, **kwargs: event.wait(20) and write(*args, **kwargs))
@@ -188,34 +192,34 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     event.set()
 
 
-def test_a_save_in_the_background_has_the_values_of_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_background_save_has_the_values_at_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     params = params_of(1)
-    with held_up(monkeypatch) as event:
-        saving = fpipe.save(tmp_path, ONE, params, step=1, background=True)
+    with blocked_writes(monkeypatch) as event:
+        saving = fpipe.save(tmp_path, ONE_STAGE, params, step=1, background=True)
         params[0]["0.weight"].fill_(2)  # as a donated step does
         assert not saving.done()
         assert not (tmp_path / ".metadata").exists()
         event.set()
         assert saving.result(20) is None
     assert saved_value(tmp_path) == (1, 1)
-    fpipe.save(tmp_path, ONE, params_of(2), step=2, background=True)
+    fpipe.save(tmp_path, ONE_STAGE, params_of(2), step=2, background=True)
     assert saved_value(tmp_path) == (2, 2)  # a load waits
 
 
-def test_a_background_save_that_fails_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_background_save_raises_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(filesystem, "_write_item", full)
-    saving = fpipe.save(tmp_path, ONE, params_of(1), background=True)
+    saving = fpipe.save(tmp_path, ONE_STAGE, params_of(1), background=True)
     with pytest.raises(OSError, match="No space left on device"):
         saving.result(20)
-    again = fpipe.save(tmp_path, ONE, params_of(1), background=True)
-    assert again.exception(20) is not None
+    second_saving = fpipe.save(tmp_path, ONE_STAGE, params_of(1), background=True)
+    assert second_saving.exception(20) is not None
     monkeypatch.undo()
     with pytest.raises(OSError, match="No space left on device"):
-        fpipe.save(tmp_path, ONE, params_of(2), step=2)
-    fpipe.save(tmp_path, ONE, params_of(2), step=2)
+        fpipe.save(tmp_path, ONE_STAGE, params_of(2), step=2)
+    fpipe.save(tmp_path, ONE_STAGE, params_of(2), step=2)
     assert saved_value(tmp_path) == (2, 2)
 
 
@@ -223,7 +227,7 @@ def save_beside_collectives(rank: int, folder: Path) -> tuple[float, Any]:
     """Saves in the background, and collectives of the default group meanwhile, on other ranks at other times."""
     total = torch.zeros(())
     for step in range(1, 4):
-        saving = fpipe.save(folder, TWO, params_of(step, rank), step=step, background=True, keep=2)
+        saving = fpipe.save(folder, TWO_STAGES, params_of(step, rank), step=step, background=True, keep=2)
         for value in range(50):
             number = torch.tensor(float(value))
             dist.all_reduce(number)
@@ -231,63 +235,63 @@ def save_beside_collectives(rank: int, folder: Path) -> tuple[float, Any]:
         if rank == step % 2:
             saving.result()
     assert float(total) == 3 * 2 * sum(range(50))
-    return saved_value(folder, TWO, rank)
+    return saved_value(folder, TWO_STAGES, rank)
 
 
-def test_ranks_save_in_the_background_while_they_talk(pair: Processes, tmp_path: Path):
-    assert pair.each(save_beside_collectives, tmp_path) == [(3, 3), (3, 3)]
+def test_background_saves_run_next_to_collectives(pair: Processes, tmp_path: Path):
+    assert pair.run(save_beside_collectives, tmp_path) == [(3, 3), (3, 3)]
     assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-2", "saved-3"]
 
 
-def on_a_full_disk(rank: int, folder: Path) -> list[str]:
+def save_on_full_disk(rank: int, folder: Path) -> list[str]:
     """What is refused, with files of at most 100 kB on rank 1."""
-    fpipe.save(folder, TWO, params_of(1, rank), step=1)
-    fpipe.gather_state_dict(TWO, params_of(1, rank), file=folder / "all.safetensors")
+    fpipe.save(folder, TWO_STAGES, params_of(1, rank), step=1)
+    fpipe.gather_state_dict(TWO_STAGES, params_of(1, rank), file=folder / "all.safetensors")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if rank == 1 else limits[0], limits[1]))
-    found: list[str] = []
+    messages: list[str] = []
     try:
-        with pytest.raises(OSError, match="File too large") as refused:
-            fpipe.save(folder, TWO, params_of(2, rank), step=2)
-        found.append(str(refused.value))
+        with pytest.raises(OSError, match="File too large") as error_info:
+            fpipe.save(folder, TWO_STAGES, params_of(2, rank), step=2)
+        messages.append(str(error_info.value))
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if rank == 0 else limits[0], limits[1]))
-        with pytest.raises(OSError, match="File too large") as refused:
-            fpipe.gather_state_dict(TWO, params_of(2, rank), file=folder / "all.safetensors")
-        found.append(str(refused.value))
+        with pytest.raises(OSError, match="File too large") as error_info:
+            fpipe.gather_state_dict(TWO_STAGES, params_of(2, rank), file=folder / "all.safetensors")
+        messages.append(str(error_info.value))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
-    return found
+    return messages
 
 
-def test_a_full_disk_is_told_on_all_ranks_and_leaves_what_was_there(pair: Processes, tmp_path: Path):
-    found, other = pair.each(on_a_full_disk, tmp_path)
-    assert found == other
-    assert found[0] == (
+def test_a_full_disk_fails_on_all_ranks_and_keeps_the_old_files(pair: Processes, tmp_path: Path):
+    messages, other_messages = pair.run(save_on_full_disk, tmp_path)
+    assert messages == other_messages
+    assert messages[0] == (
         f"{tmp_path}/.saving/__1_0.distcp could not be written: File too large; what {tmp_path} had before is whole."
     )
     file = tmp_path / "all.safetensors"
-    assert found[1] == f"{file} could not be written: File too large. What it held before is whole."
-    assert saved_value(tmp_path, TWO, 0) == (1, 1)
+    assert messages[1] == f"{file} could not be written: File too large. What it held before is whole."
+    assert saved_value(tmp_path, TWO_STAGES, 0) == (1, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".metadata", "all.safetensors", "saved-1"]
     assert all(leaf.eq(1).all() for leaf in load_file(file).values())
 
 
-def cut_off(file: Path, size: int) -> None:
+def truncate(file: Path, size: int) -> None:
     file.write_bytes(file.read_bytes()[:size])
 
 
-def change_byte(file: Path, place: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[place] ^= 64
-    file.write_bytes(content)
+def change_byte(file: Path, offset: int) -> None:
+    file_bytes = bytearray(file.read_bytes())
+    file_bytes[offset] ^= 64
+    file.write_bytes(file_bytes)
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no metadata": (lambda folder: (folder / ".metadata").unlink(), r"saved has no file \.metadata"),
-    "empty metadata": (lambda folder: cut_off(folder / ".metadata", 0), r"saved/\.metadata is damaged"),
-    "half metadata": (lambda folder: cut_off(folder / ".metadata", 300), r"saved/\.metadata is damaged"),
+    "empty metadata": (lambda folder: truncate(folder / ".metadata", 0), r"saved/\.metadata is damaged"),
+    "half metadata": (lambda folder: truncate(folder / ".metadata", 300), r"saved/\.metadata is damaged"),
     "text": (lambda folder: (folder / ".metadata").write_text("step: 3"), r"saved/\.metadata is damaged"),
     "other pickle": (
         lambda folder: (folder / ".metadata").write_bytes(pickle.dumps({})),
@@ -298,34 +302,34 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"saved/saved-1/__0_0\.distcp is not there, which .*saved/\.metadata names\.$",
     ),
     "half data": (
-        lambda folder: cut_off(folder / "saved-1/__0_0.distcp", 3000),
+        lambda folder: truncate(folder / "saved-1/__0_0.distcp", 3000),
         r"saved/saved-1/__0_0\.distcp is damaged, or of another save than .*saved/\.metadata: ",
     ),
     "one byte": (
         lambda folder: change_byte(folder / "saved-1/__0_0.distcp", 100_000),
         r"__0_0\.distcp is damaged, .*: params/0\.weight has another checksum than it was written with\.$",
     ),
-    "empty data": (lambda folder: cut_off(folder / "saved-1/__0_0.distcp", 0), r"__0_0\.distcp is damaged, or of"),
+    "empty data": (lambda folder: truncate(folder / "saved-1/__0_0.distcp", 0), r"__0_0\.distcp is damaged, or of"),
 }
 
 
 MODEL, _, _ = fpipe.from_sequential(torch.nn.Sequential(torch.nn.Linear(1000, 50, bias=False)), 1)
-READS: list[Callable[[Path], Any]] = [
-    lambda folder: fpipe.load(folder, ONE, params_of(0)),
-    lambda folder: fpipe.load_params(MODEL, ONE, folder, rank=0),
+LOADS: list[Callable[[Path], Any]] = [
+    lambda folder: fpipe.load(folder, ONE_STAGE, params_of(0)),
+    lambda folder: fpipe.load_params(MODEL, ONE_STAGE, folder, rank=0),
 ]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_folder_is_refused_in_one_sentence(tmp_path: Path, damage: str):
     folder = tmp_path / "saved"
-    fpipe.save(folder, ONE, params_of(1), step=1)
+    fpipe.save(folder, ONE_STAGE, params_of(1), step=1)
     harm, sentence = DAMAGES[damage]
     harm(folder)
-    for read in READS:
-        with pytest.raises(ValueError, match=sentence) as refused:
-            read(folder)
-        assert len(str(refused.value).splitlines()) == 1
+    for load in LOADS:
+        with pytest.raises(ValueError, match=sentence) as error_info:
+            load(folder)
+        assert len(str(error_info.value).splitlines()) == 1
 
 
 class Call:
@@ -338,17 +342,17 @@ class Call:
         return self.call
 
 
-def hidden_in_bytes(folder: Path, call: Call) -> bytes:
+def hide_in_bytes(folder: Path, call: Call) -> bytes:
     """Metadata by which the parameter is no tensor: torch unpickles the bytes of whatever is none."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
-    item = next(info for index, info in metadata.storage_data.items() if index.fqn == NAME)
+    storage = next(candidate for index, candidate in metadata.storage_data.items() if index.fqn == NAME)
     (folder / "bytes").write_bytes(pickle.dumps(call))
-    item.relative_path, item.offset, item.length = "bytes", 0, (folder / "bytes").stat().st_size
+    storage.relative_path, storage.offset, storage.length = "bytes", 0, (folder / "bytes").stat().st_size
     metadata.state_dict_metadata[NAME] = BytesStorageMetadata()
     return pickle.dumps(metadata)
 
 
-def attribute_of_a_class(folder: Path, call: Call) -> bytes:
+def set_class_attribute(folder: Path, call: Call) -> bytes:
     """What a class is told outlasts the load."""
     return b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n(N}S'harmed'\nI1\nstb."
 
@@ -357,45 +361,45 @@ HARMS: dict[str, Callable[[Path, Call], bytes]] = {
     "instead": lambda folder, call: pickle.dumps(call),
     "inside": lambda folder, call: pickle.dumps(Metadata({NAME: call})),  # type: ignore[dict-item]
     "torch's": lambda folder, call: pickle.dumps(Call(torch.load, str(folder / "saved-1/__0_0.distcp"))),
-    "bytes": hidden_in_bytes,
-    "attributes": attribute_of_a_class,
+    "bytes": hide_in_bytes,
+    "attributes": set_class_attribute,
 }
 
 
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_folder_runs_no_code(tmp_path: Path, harm: str):
     """Torch's .metadata is a pickle, and load and load_params ran what was in it."""
-    folder, ran = tmp_path / "saved", tmp_path / "ran"
-    fpipe.save(folder, ONE, params_of(1), step=1)
-    content = HARMS[harm](folder, Call(os.mkdir, str(ran)))
-    (folder / ".metadata").write_bytes(content)
-    for read in READS:
+    folder, evidence = tmp_path / "saved", tmp_path / "ran"
+    fpipe.save(folder, ONE_STAGE, params_of(1), step=1)
+    metadata = HARMS[harm](folder, Call(os.mkdir, str(evidence)))
+    (folder / ".metadata").write_bytes(metadata)
+    for load in LOADS:
         with pytest.raises(ValueError, match=r"\.metadata is damaged|saved has no params|the source lacks"):
-            read(folder)
-    assert not ran.exists()
+            load(folder)
+    assert not evidence.exists()
     assert not hasattr(Metadata, "harmed")
 
 
-def test_a_folder_names_no_file_outside(tmp_path: Path):
+def test_a_folder_that_names_a_file_outside_is_refused(tmp_path: Path):
     folder = tmp_path / "saved"
-    fpipe.save(folder, ONE, params_of(1), step=1)
+    fpipe.save(folder, ONE_STAGE, params_of(1), step=1)
     file = folder / ".metadata"
     for path in ("../secret", "/etc/passwd"):
         metadata = pickle.loads(file.read_bytes())
-        for info in metadata.storage_data.values():
-            info.relative_path = path
+        for storage in metadata.storage_data.values():
+            storage.relative_path = path
         file.write_bytes(pickle.dumps(metadata))
         with pytest.raises(ValueError, match=f"names '{path}', which is outside of its folder"):
-            fpipe.load(folder, ONE, params_of(0))
+            fpipe.load(folder, ONE_STAGE, params_of(0))
 
 
-def on_a_disk_that_is_full_once(rank: int, folder: Path) -> list[str]:
+def save_on_disk_full_once(rank: int, folder: Path) -> list[str]:
     """A background save fails on rank 1, rank 0 alone asks for its result, and all go on to the next save."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if rank == 1 else limits[0], limits[1]))
     try:
-        saving = fpipe.save(folder, TWO, params_of(1, rank), background=True)
+        saving = fpipe.save(folder, TWO_STAGES, params_of(1, rank), background=True)
         messages = [str(saving.exception(20))]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -403,14 +407,14 @@ def on_a_disk_that_is_full_once(rank: int, folder: Path) -> list[str]:
     if rank == 0:
         with pytest.raises(OSError, match="File too large"):
             saving.result()
-    with pytest.raises(OSError, match="File too large") as refused:
-        fpipe.save(folder, TWO, params_of(2, rank))
-    fpipe.save(folder, TWO, params_of(2, rank), step=2)
-    return [*messages, str(refused.value)]
+    with pytest.raises(OSError, match="File too large") as error_info:
+        fpipe.save(folder, TWO_STAGES, params_of(2, rank))
+    fpipe.save(folder, TWO_STAGES, params_of(2, rank), step=2)
+    return [*messages, str(error_info.value)]
 
 
-def test_a_failed_save_that_one_rank_has_asked_for_is_raised_on_all_by_the_next(pair: Processes, tmp_path: Path):
+def test_a_failed_background_save_raises_on_all_ranks_at_the_next(pair: Processes, tmp_path: Path):
     """The rank that had asked went on to the next save alone, and waited there for the timeout."""
-    messages = pair.each(on_a_disk_that_is_full_once, tmp_path)
+    messages = pair.run(save_on_disk_full_once, tmp_path)
     assert len({*messages[0], *messages[1]}) == 1
-    assert saved_value(tmp_path, TWO, 0) == (2, 2)
+    assert saved_value(tmp_path, TWO_STAGES, 0) == (2, 2)

@@ -22,7 +22,7 @@ OURS = {
 }
 
 
-def both(name: str) -> tuple[Program, Program]:
+def torch_and_our_program(name: str) -> tuple[Program, Program]:
     """A table of torch's as a program, and our schedule of that name at its sizes."""
     rows = TORCH[name]
     stages, microbatches, _ = sizes_of([key for row in rows for cell in row for key in keys_of(cell)])
@@ -32,23 +32,23 @@ def both(name: str) -> tuple[Program, Program]:
 
 
 @pytest.mark.parametrize("name", TORCH)
-def test_schedules_of_fixed_order_are_torchs_cell_by_cell_and_none_is_slower_or_holds_more(name: str):
-    torchs, ours = both(name)
+def test_schedules_equal_torchs_tables_or_beat_them(name: str):
+    torchs, ours = torch_and_our_program(name)
     assert torchs.table() == TORCH[name]
     assert ours == torchs or name.startswith("ZBV")
-    before, found = fpipe.simulate(torchs), fpipe.simulate(ours)
-    assert found.makespan <= before.makespan
-    assert max(found.peak) <= max(before.peak)
+    torch_timeline, our_timeline = fpipe.simulate(torchs), fpipe.simulate(ours)
+    assert our_timeline.makespan <= torch_timeline.makespan
+    assert max(our_timeline.peak) <= max(torch_timeline.peak)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), list(itertools.product(range(1, 6), range(1, 8))))
 def test_one_f_one_b_warms_up_with_the_ranks_below(ranks: int, microbatches: int):
     table = fpipe.chain(fpipe.split(microbatches), fpipe.schedules.one_f_one_b(ranks))(fpipe.program(ranks)).table()
-    first = [next(step for step, cell in enumerate(row) if "B" in cell) for row in table]
-    assert first == [min(microbatches, ranks - rank) for rank in range(ranks)]
+    first_backwards = [next(step for step, cell in enumerate(row) if "B" in cell) for row in table]
+    assert first_backwards == [min(microbatches, ranks - rank) for rank in range(ranks)]
 
 
-def test_megatrons_groups_of_three():
+def test_groups_of_three_are_megatrons():
     """PP2 VP2, five microbatches in groups of three."""
     schedule = fpipe.schedules.interleaved(2, group=3)
     table = fpipe.chain(fpipe.split(5), schedule)(fpipe.program(4)).table()
@@ -67,13 +67,13 @@ RAGGED = [(p, m) for p in (2, 3, 4, 5) for m in range(p + 1, 3 * p + 2) if m % p
 def test_a_short_group_costs_no_idle_time(name: str, ranks: int, microbatches: int):
     """A last group that is short both ways left its places free: 34 for 30 at p=3, m=4. At m < 2p one of less than half
     the ranks has too few others around it."""
-    found = fpipe.simulate(fpipe.schedules.about(name).program(ranks, microbatches))
+    timeline = fpipe.simulate(fpipe.schedules.about(name).program(ranks, microbatches))
     floor = 6 * microbatches + (ranks - 1) * (2 if name == "group_interleaved" else 3)
     if microbatches > 2 * ranks or 2 * (microbatches % ranks) >= ranks or name == "group_interleaved":
-        assert found.makespan == floor
+        assert timeline.makespan == floor
     else:
         padded = fpipe.simulate(fpipe.schedules.about(name).program(ranks, 2 * ranks))
-        assert floor <= found.makespan < padded.makespan
+        assert floor <= timeline.makespan < padded.makespan
 
 
 @pytest.mark.crossed
@@ -83,34 +83,34 @@ def test_a_short_group_costs_no_idle_time(name: str, ranks: int, microbatches: i
 def test_a_ragged_order_is_never_longer_than_its_padded_round(name: str, chunks: int, ranks: int, microbatches: int):
     about = fpipe.schedules.about(name)
     options = {} if name == "kimi_k2" else {"group": ranks}
-    found = fpipe.simulate(about.program(ranks, microbatches, chunks * ranks, **options))
+    ragged = fpipe.simulate(about.program(ranks, microbatches, chunks * ranks, **options))
     padded = fpipe.simulate(about.program(ranks, -(-microbatches // ranks) * ranks, chunks * ranks))
-    assert found.makespan < padded.makespan
-    assert all(own <= most for own, most in zip(found.peak, padded.peak, strict=True))
+    assert ragged.makespan < padded.makespan
+    assert all(ragged_peak <= padded_peak for ragged_peak, padded_peak in zip(ragged.peak, padded.peak, strict=True))
 
 
 @pytest.mark.parametrize(
     ("name", "microbatches", "ticks"),
     [("interleaved", 5, (39, 41)), ("interleaved_zb", 5, (33, 34)), ("interleaved_zb", 10, (63, 65))],
 )
-def test_groups_are_even_where_that_is_shorter(name: str, microbatches: int, ticks: tuple[int, int]):
+def test_groups_are_even_if_that_is_shorter(name: str, microbatches: int, ticks: tuple[int, int]):
     """On 4 ranks a short group that runs early took two ticks longer than torch's rounds, though it holds less."""
     about = fpipe.schedules.about(name)
-    found, early = (fpipe.simulate(about.program(4, microbatches, **options)) for options in ({}, {"group": 4}))
-    assert (found.makespan, early.makespan) == ticks
-    assert found == fpipe.simulate(about.program(4, microbatches, group=5))
-    assert max(early.peak) + 0.5 == max(found.peak)
+    even, short_last = (fpipe.simulate(about.program(4, microbatches, **options)) for options in ({}, {"group": 4}))
+    assert (even.makespan, short_last.makespan) == ticks
+    assert even == fpipe.simulate(about.program(4, microbatches, group=5))
+    assert max(short_last.peak) + 0.5 == max(even.peak)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(p, m) for p in (2, 3, 4, 6) for m in range(1, 2 * p - 1)])
 def test_zb_h2_with_few_microbatches_is_no_slower_than_zb_h1(ranks: int, microbatches: int):
     for costs in (fpipe.Costs(), fpipe.Costs(10, 12, 8), fpipe.Costs(3, 4, 2)):
-        first, second = (
+        h1, h2 = (
             fpipe.simulate(fpipe.schedules.about(name).program(ranks, microbatches), costs)
             for name in ("zb_h1", "zb_h2")
         )
-        assert second.makespan <= first.makespan
-        assert second.span <= first.span
+        assert h2.makespan <= h1.makespan
+        assert h2.span <= h1.span
 
 
 def test_stages_of_a_rank_run_in_turn():
@@ -129,16 +129,16 @@ def test_dualpipe_is_the_figure_of_the_paper():
 @pytest.mark.parametrize(("name", "ranks"), [("chimera", 4), ("dualpipe", 4)])
 def test_the_gradients_of_two_replicas_meet_in_an_add(name: str, ranks: int):
     program = fpipe.schedules.about(name).program(ranks, 2 * ranks)
-    first = program.inputs[0]
-    assert (first.value.name, first.homes) == ("params", (0, ranks - 1))
-    made = {value: op.rank for op in program.ops for value in op.writes}
-    meeting = [op for op in program.ops if op.kind == "ADD" and len({made[value] for value in op.reads}) > 1]
+    params_input = program.inputs[0]
+    assert (params_input.value.name, params_input.homes) == ("params", (0, ranks - 1))
+    rank_by_value = {value: op.rank for op in program.ops for value in op.writes}
+    meeting = [op for op in program.ops if op.kind == "ADD" and len({rank_by_value[value] for value in op.reads}) > 1]
     assert {op.stage for op in meeting} == set(range(ranks))
     assert all(op.rank in (op.stage, ranks - 1 - (op.stage or 0)) for op in meeting)
 
 
 @pytest.mark.parametrize("waves", [1, 2, 3])
-def test_there_are_as_many_waves_as_the_stages_allow(waves: int):
+def test_hanayo_takes_as_many_waves_as_the_stages_allow(waves: int):
     """One wave of groups of neighbours was the default, whatever the stages: w times the bubble."""
     program = fpipe.split(6)(fpipe.program(6 * waves + 1))
     assert fpipe.schedules.hanayo(3)(program) == fpipe.schedules.hanayo(3, waves=waves)(program)

@@ -15,8 +15,8 @@ from fpipe import interop
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = "\n".join(page.read_text() for page in sorted(DOCS.glob("*.md")))
 PUBLIC: dict[str, Any] = {
-    f"{where}{name}": getattr(module, name)
-    for module, where in ((fpipe, "fpipe."), (fpipe.schedules, "fpipe.schedules."), (interop, "fpipe.interop."))
+    f"{prefix}{name}": getattr(module, name)
+    for module, prefix in ((fpipe, "fpipe."), (fpipe.schedules, "fpipe.schedules."), (interop, "fpipe.interop."))
     for name in module.__all__
     if not isinstance(getattr(module, name), ModuleType)
 } | {
@@ -31,15 +31,21 @@ TRANSFORMS = [
 READINGS = ["bounds", "build", "check", "linearize", "plot", "profile", "reference", "simulate", "sizes", "verify"]
 
 
-def said(name: str) -> str:
+def docstring_of(name: str) -> str:
     return inspect.getdoc(PUBLIC[name]) or ""
 
 
-@pytest.mark.parametrize("name", [name for name, what in PUBLIC.items() if inspect.isfunction(what)])
+@pytest.mark.parametrize("name", [name for name, value in PUBLIC.items() if inspect.isfunction(value)])
 def test_the_docstring_of_a_function_names_its_parameters(name: str):
-    parameters = [each for each in inspect.signature(PUBLIC[name]).parameters if not each.startswith("_")]
-    if "Args:" in said(name):
-        assert [each for each in parameters if not re.search(rf"\b{each}\b", said(name).partition("Args:")[2])] == []
+    parameters = [
+        parameter for parameter in inspect.signature(PUBLIC[name]).parameters if not parameter.startswith("_")
+    ]
+    if "Args:" in docstring_of(name):
+        assert [
+            parameter
+            for parameter in parameters
+            if not re.search(rf"\b{parameter}\b", docstring_of(name).partition("Args:")[2])
+        ] == []
     else:
         assert len(parameters) <= 2, "more than two parameters have a list"
 
@@ -48,7 +54,7 @@ def test_the_docstring_of_a_function_names_its_parameters(name: str):
 def test_a_schedule_shows_its_grid_its_source_and_its_formulas(name: str):
     if name not in fpipe.schedules.__all__:
         pytest.skip("registered by a test")
-    text = said(f"fpipe.schedules.{name}")
+    text = docstring_of(f"fpipe.schedules.{name}")
     assert "rank 0 |" in text
     about = fpipe.schedules.about(name)
     for line in (f"Source: {about.source}", f"Idle: {about.idle}", f"Peak: {about.peak}", f"Accepts: {about.accepts}"):
@@ -60,7 +66,7 @@ def test_a_schedule_shows_its_grid_its_source_and_its_formulas(name: str):
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transform_shows_before_and_after(name: str):
     module = inspect.getdoc(inspect.getmodule(PUBLIC[f"fpipe.{name}"])) or ""
-    assert re.search(r"-->|rank 0 \|", said(f"fpipe.{name}") + module)
+    assert re.search(r"-->|rank 0 \|", docstring_of(f"fpipe.{name}") + module)
 
 
 @pytest.mark.parametrize("name", READINGS)
@@ -68,7 +74,7 @@ def test_a_reading_has_a_page(name: str):
     assert re.search(rf"\bfpipe\.{name}\(", PAGES)
 
 
-def test_the_page_is_what_the_registry_gives():
+def test_the_page_of_schedules_is_up_to_date():
     page = (DOCS / "schedules.md").read_text()
     assert [name for name in fpipe.schedules.names() if f"\n## {name}\n" not in page] == [], "run `make docs`"
     assert runpy.run_path(str(DOCS / "schedules.py"))["page"]().splitlines() == page.splitlines(), "run `make docs`"

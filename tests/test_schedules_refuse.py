@@ -12,7 +12,7 @@ from tests.refusals import refusals
 S = fpipe.schedules
 
 
-def on(schedule: Callable[[Program], Program], stages: int, microbatches: int = 4) -> Program:
+def apply(schedule: Callable[[Program], Program], stages: int, microbatches: int = 4) -> Program:
     return schedule(fpipe.split(microbatches)(fpipe.program(stages)))
 
 
@@ -21,9 +21,9 @@ def first_free(op: fpipe.Op, now: object) -> int:
 
 
 WRONG = r"""
-on(S.gpipe(4), 3)
+apply(S.gpipe(4), 3)
     ProgramError: 4 ranks for 3 stages: each rank needs a stage.
-on(S.interleaved(2), 5)
+apply(S.interleaved(2), 5)
     ProgramError: cut the model into a multiple of 2 stages, such as 6.
 S.interleaved(4, group=3)
     ValueError: at least 4 for 4 ranks (with fewer, the ranks wait for each other for ever); found 3.
@@ -33,60 +33,60 @@ S.group_interleaved(4, group=5)
     ValueError: from 2 to 4 for 4 ranks (with fewer, the ranks wait for each other for ever; more hold
 S.interleaved_overlap(2, chunks=0)
     ValueError: chunks is a whole number, at least 1; found 0.
-on(S.interleaved_overlap(2, chunks=3), 4)
+apply(S.interleaved_overlap(2, chunks=3), 4)
     ProgramError: 6 ranks for 4 stages: each rank needs a stage.
-on(S.one_f_one_b_v(2), 3)
+apply(S.one_f_one_b_v(2), 3)
     ProgramError: a V over 2 ranks has 4 stages, down and up; this program has 3
 S.pipe_offload(2, cap=0)
     ValueError: cap is a number of microbatches above 0, found 0.
-on(S.pipe_offload(2, cap=0.4), 4)
+apply(S.pipe_offload(2, cap=0.4), 4)
     ProgramError: cap=0.4 is less than rank 0 can keep to in this order
 S.pipe_offload(2, lead=-1)
     ValueError: lead is a whole number, at least 0; found -1.
-on(S.seq1f1b(2, slices=0), 2)
+apply(S.seq1f1b(2, slices=0), 2)
     ValueError: slices is a whole number, at least 1; found 0.
-on(S.chimera(3), 3)
+apply(S.chimera(3), 3)
     ProgramError: chimera: the number of ranks is even, found 3: on an odd number the two
-on(S.chimera(4), 4, 3)
+apply(S.chimera(4), 4, 3)
     ProgramError: chimera: the number of microbatches is even, found 3: one half goes down, the other half up.
-on(S.dualpipe(3), 3, 8)
+apply(S.dualpipe(3), 3, 8)
     ProgramError: dualpipe: the number of ranks is even, found 3: each direction has one half of them.
-on(S.dualpipe(2), 2, 5)
+apply(S.dualpipe(2), 2, 5)
     ProgramError: dualpipe: the number of microbatches is even, found 5: each direction has one half of them.
-on(S.dualpipe(4), 4, 6)
+apply(S.dualpipe(4), 4, 6)
     ProgramError: dualpipe: the number of microbatches is at least twice that of ranks, 8 for 4, found 6
 S.dualpipe(2, overlap=3)
     ValueError: overlap is True or False, found
-on(S.dualpipev(2), 3)
+apply(S.dualpipev(2), 3)
     ProgramError: dualpipev: each rank has an early and a late stage, 4 for 2 ranks; this
-on(S.hanayo(1), 2)
+apply(S.hanayo(1), 2)
     ProgramError: hanayo: a wave turns at the first and the last of at least 2 ranks, found 1.
-on(S.hanayo(3), 5)
+apply(S.hanayo(3), 5)
     ProgramError: hanayo: a wave goes down the ranks and back up, through 6 stages on 3 ranks; this program has 5
-on(S.hanayo(2, waves=2), 4)
+apply(S.hanayo(2, waves=2), 4)
     ProgramError: hanayo: waves=2 on 2 ranks passes 8 stages, found 4.
 S.hanayo(2, waves=1.5)
     ValueError: waves is a whole number, at least 1; found 1.5.
-on(S.pipedream(2, steps=2), 2)
+apply(S.pipedream(2, steps=2), 2)
     ProgramError: steps hand on updated parameters: put fpipe.update() before.
 S.get("pipedream")
     ValueError: there is no schedule 'pipedream'; fpipe.schedules.pipedream(ranks, steps=k) behind fpipe.update() orders
     several training steps; fpipe.schedules.names() lists them all.
 S.pipedream_2bw(2, steps=0)
     ValueError: steps is a whole number, at least 1; found 0.
-on(S.roundpipe(2, forward=3), 4)
+apply(S.roundpipe(2, forward=3), 4)
     TypeError: roundpipe: forward lists groups of stages, such as
-on(S.roundpipe(2, homes="host"), 4)
+apply(S.roundpipe(2, homes="host"), 4)
     TypeError: homes is {stage: rank}, {stage: ranks} or f(stage)
-on(S.roundpipe(2, homes=lambda s: "host"), 4)
+apply(S.roundpipe(2, homes=lambda s: "host"), 4)
     ProgramError: homes gives stage 0 'host'; a home is a rank
-on(S.zb_auto(2, memory_cap=0.5), 2)
+apply(S.zb_auto(2, memory_cap=0.5), 2)
     ProgramError: memory_cap is 0.5, below one microbatch
-on(S.zbv(2), 2)
+apply(S.zbv(2), 2)
     ProgramError: zbv: a V over 2 ranks has 4 stages, down and up; this program has 2. Cut the model into 4.
-on(S.v_min(2, memory_cap=True), 4)
+apply(S.v_min(2, memory_cap=True), 4)
     ValueError: memory_cap is a number of microbatches, found True.
-on(S.zb_auto(2, costs=fpipe.Costs(forward=[1.0])), 2)
+apply(S.zb_auto(2, costs=fpipe.Costs(forward=[1.0])), 2)
     ValueError: forward lists 1 costs, but the program has a stage 1
 S.zb_auto(2, objective="time")
     ValueError: objective is 'makespan' or 'span', found 'time'.
@@ -94,9 +94,9 @@ S.v_half(2, costs={"F": 1})
     TypeError: costs is an fpipe.Costs, such as fpipe.Costs(forward=2); found dict
 S.v_min(2, kept=2)
     ValueError: kept is the share that W needs after I, from 0 to 1; found 2.
-on(S.from_table("0F0,0B0\n1F0,1Bx"), 2, 1)
+apply(S.from_table("0F0,0B0\n1F0,1Bx"), 2, 1)
     ProgramError: line 2, column 2: '1Bx' is not a cell: it does not
-on(S.from_table("0F0,0B0\n1F0"), 2, 1)
+apply(S.from_table("0F0,0B0\n1F0"), 2, 1)
     ProgramError: the table has 1F0 without its backward: add 1B0, or
 S.from_generator(print, 0)
     ValueError: ranks is a whole number, at least 1; found 0.
@@ -104,7 +104,7 @@ S.from_priority(first_free, 0)
     ValueError: ranks is a whole number, at least 1; found 0.
 S.from_generator(None, 2)
     TypeError: from_generator takes f(rank, ranks, microbatches), which yields
-on(S.from_priority(first_free, 2, cap=0.2), 2)
+apply(S.from_priority(first_free, 2, cap=0.2), 2)
     ProgramError: cap is 0.2 on rank 0, but one microbatch holds
 S.register("gpipe", S.gpipe)
     ValueError: 'gpipe' is taken; known schedules: gpipe, one_f_one_b, eager_1f1b
@@ -120,20 +120,20 @@ S.Schedule("gpipe", S.gpipe).program(2, 0)
 test_refusals = refusals(globals(), WRONG)
 
 
-def test_every_public_function_has_its_wrong_input():
+def test_every_public_function_has_a_refusal():
     """Schedules have wrong ranks too, and laws of the sizes that they refuse."""
     assert {*S.__all__} - {*S.names()} - {*re.findall(r"\bS\.(\w+)", WRONG)} == {"names", "Now"}  # handed nothing
 
 
 @pytest.mark.parametrize("name", S.names())
 @pytest.mark.parametrize("ranks", [0, -1, 2.0, "4", True, None])
-def test_ranks_are_a_number(name: str, ranks: object):
+def test_ranks_that_are_no_positive_integer_are_refused(name: str, ranks: object):
     with pytest.raises(ValueError, match=re.escape(f"ranks is a whole number, at least 1; found {ranks!r}.")):
         S.get(name)(ranks)
 
 
 @pytest.mark.parametrize("name", [name for name in S.names() if name != "seq1f1b"])
-def test_sequence_slices_are_refused_by_what_does_not_order_them(name: str):
+def test_schedules_that_do_not_order_slices_refuse_them(name: str):
     """chimera, dualpipe, hanayo and roundpipe said: this program has no 0F0."""
     sliced = fpipe.split(4, slices=2)(fpipe.program(2 * S.about(name).stages_per_rank))
     sentence = f"{name}: this program has sequence slices, which it does not order; use seq1f1b or from_table."
@@ -142,6 +142,6 @@ def test_sequence_slices_are_refused_by_what_does_not_order_them(name: str):
 
 
 @pytest.mark.parametrize("name", S.names())
-def test_a_schedule_is_applied_to_a_program(name: str):
+def test_a_schedule_refuses_what_is_no_program(name: str):
     with pytest.raises(TypeError, match=r"a Program is wanted here, such as fpipe\.program\(model\); found int\."):
         S.get(name)(2)(3)

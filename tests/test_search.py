@@ -34,47 +34,49 @@ def step(stages: int, microbatches: int) -> fpipe.Program:
     return fpipe.chain(fpipe.split(microbatches), fpipe.merge())(fpipe.program(stages))
 
 
-def quick(*sizes: Any, **words: Any) -> fpipe.Found:
-    return fpipe.search(*sizes, **({"seconds": 0.04, "solver": "local", "without": OFFLOADING} | words))
+def quick(*sizes: Any, **options: Any) -> fpipe.SearchResult:
+    return fpipe.search(*sizes, **({"seconds": 0.04, "solver": "local", "without": OFFLOADING} | options))
 
 
 def costs_of(fact: dict[str, Any]) -> fpipe.Costs:
-    three = (fact[word] for word in ("forward", "backward_input", "backward_weight"))
-    return fpipe.Costs(*three, transfer=fact["transfer"])
+    seconds = (fact[name] for name in ("forward", "backward_input", "backward_weight"))
+    return fpipe.Costs(*seconds, transfer=fact["transfer"])
 
 
-def searched(fact: dict[str, Any], seconds: float, by: str) -> fpipe.Found:
-    sizes = {word: fact[word] for word in ("ranks", "microbatches", "placement", "memory_cap", "objective")}
-    found = fpipe.search(fact["stages"], costs_of(fact), **sizes, seconds=seconds, solver=by, without=OFFLOADING)  # type: ignore[arg-type]
-    assert max(found.timeline.peak) <= fact["memory_cap"] + 1e-9
-    assert found.bound <= fact["optimum"] + 1e-6
-    assert found.value >= fact["optimum"] - 1e-6
-    return found
+def search_optimum(fact: dict[str, Any], seconds: float, solver_name: str) -> fpipe.SearchResult:
+    sizes = {name: fact[name] for name in ("ranks", "microbatches", "placement", "memory_cap", "objective")}
+    result = fpipe.search(
+        fact["stages"], costs_of(fact), **sizes, seconds=seconds, solver=solver_name, without=OFFLOADING
+    )  # type: ignore[arg-type]
+    assert max(result.timeline.peak) <= fact["memory_cap"] + 1e-9
+    assert result.bound <= fact["optimum"] + 1e-6
+    assert result.value >= fact["optimum"] - 1e-6
+    return result
 
 
 @pytest.mark.parametrize("number", range(0, len(OPTIMA), 10))
-def test_some_proven_optima_bound_what_is_found(number: int):
-    searched(OPTIMA[number], 0.02, "local")
+def test_a_search_never_beats_a_proven_optimum(number: int):
+    search_optimum(OPTIMA[number], 0.02, "local")
 
 
 @pytest.mark.parametrize("number", [33, 54])
-def test_orders_that_keep_room_for_the_oldest_microbatch_alone_lead_to_the_optimum(number: int):
+def test_room_for_the_oldest_microbatch_alone_reaches_the_optimum(number: int):
     """Room for all that had begun left a chunk of a tight cap unused: 1.7 % and 2.6 % above, whatever the climb did."""
-    found = searched(OPTIMA[number], 0.2, "local")
-    assert found.value == pytest.approx(OPTIMA[number]["optimum"])
+    result = search_optimum(OPTIMA[number], 0.2, "local")
+    assert result.value == pytest.approx(OPTIMA[number]["optimum"])
 
 
-def test_a_short_search_has_time_left_for_its_best_orders():
+def test_a_short_search_spends_time_on_its_best_orders():
     """Rounds of 400 changes spent all of it on eight orders side by side: 368 on a V under a cap of 2.5."""
-    words = {"ranks": 4, "microbatches": 6, "placement": "v", "memory_cap": 2.5, "seconds": 0.17}
-    assert quick(8, fpipe.Costs(8, 6, 9, transfer=1), **words).value <= 364
+    options = {"ranks": 4, "microbatches": 6, "placement": "v", "memory_cap": 2.5, "seconds": 0.17}
+    assert quick(8, fpipe.Costs(8, 6, 9, transfer=1), **options).value <= 364
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(0)
 def test_nineteen_of_twenty_proven_optima_are_found_without_the_solver():
     facts = [fact for fact in OPTIMA if fact["placement"] != "looped"]
-    reached = sum(searched(fact, 2, "local").value <= fact["optimum"] + 1e-6 for fact in facts)
+    reached = sum(search_optimum(fact, 2, "local").value <= fact["optimum"] + 1e-6 for fact in facts)
     assert reached >= 0.95 * len(facts)
 
 
@@ -82,59 +84,61 @@ def test_nineteen_of_twenty_proven_optima_are_found_without_the_solver():
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("number", range(len(OPTIMA)))
 def test_all_proven_optima_are_found_and_proven_with_the_solver(number: int):
-    found = searched(OPTIMA[number], 60, "cp-sat")
-    assert found.value == pytest.approx(OPTIMA[number]["optimum"])
+    result = search_optimum(OPTIMA[number], 60, "cp-sat")
+    assert result.value == pytest.approx(OPTIMA[number]["optimum"])
 
 
 def test_the_solver_improves_and_proves():
     costs = fpipe.Costs(5, 6, 4)
-    found = fpipe.search(6, costs, ranks=3, microbatches=3, placement="v", memory_cap=1.5, seconds=8, solver="cp-sat")
-    assert found.gap == 0
-    assert found.bound > fpipe.bounds(found.program, costs, memory_cap=1.5).makespan
+    result = fpipe.search(6, costs, ranks=3, microbatches=3, placement="v", memory_cap=1.5, seconds=8, solver="cp-sat")
+    assert result.gap == 0
+    assert result.bound > fpipe.bounds(result.program, costs, memory_cap=1.5).makespan
 
 
-def test_it_beats_every_schedule_by_name_on_a_v():
+def test_a_search_beats_every_named_schedule_on_a_v():
     """The published V-Min takes 344, and 321 is proven optimal."""
-    found = quick(8, TEN, ranks=4, microbatches=8, placement="v", memory_cap=2, seconds=0.1)
-    assert 321 <= found.timeline.makespan <= 330
-    assert max(found.timeline.peak) == 2
+    result = quick(8, TEN, ranks=4, microbatches=8, placement="v", memory_cap=2, seconds=0.1)
+    assert 321 <= result.timeline.makespan <= 330
+    assert max(result.timeline.peak) == 2
 
 
-def ways(name: str, ranks: int, cap: float | None) -> list[dict[str, Any]]:
+def options_of(name: str, ranks: int, cap: float | None) -> list[dict[str, Any]]:
     """What a schedule may be told beside costs."""
-    takes = inspect.signature(fpipe.schedules.get(name)).parameters
-    found: list[dict[str, Any]] = [{}]
-    found += [{"overlap": False}] if "overlap" in takes else []
-    found += [{"group": group} for group in (-(-ranks // 2), ranks) if "group" in takes]
+    parameters = inspect.signature(fpipe.schedules.get(name)).parameters
+    choices: list[dict[str, Any]] = [{}]
+    choices += [{"overlap": False}] if "overlap" in parameters else []
+    choices += [{"group": group} for group in (-(-ranks // 2), ranks) if "group" in parameters]
     if cap is not None:
-        found += [options | {"cap": cap} for options in found if "cap" in takes]
-    return found
+        choices += [options | {"cap": cap} for options in choices if "cap" in parameters]
+    return choices
 
 
 def never_worse(
-    ranks: int, stages: int, microbatches: int, costs: fpipe.Costs, cap: float | None, **words: Any
-) -> fpipe.Found:
+    ranks: int, stages: int, microbatches: int, costs: fpipe.Costs, cap: float | None, **search_options: Any
+) -> fpipe.SearchResult:
     base = step(stages, microbatches)
-    found = quick(base, costs, ranks=ranks, memory_cap=cap, **({"without": ()} | words))
-    assert cap is None or max(found.timeline.peak) <= cap + 1e-9
-    assert found.bound <= found.value * (1 + 1e-9)
-    for name in {*fpipe.schedules.names()} - {*words.get("without", ())}:
+    result = quick(base, costs, ranks=ranks, memory_cap=cap, **({"without": ()} | search_options))
+    assert cap is None or max(result.timeline.peak) <= cap + 1e-9
+    assert result.bound <= result.value * (1 + 1e-9)
+    for name in {*fpipe.schedules.names()} - {*search_options.get("without", ())}:
         about = fpipe.schedules.about(name)
-        whats: list[dict[str, Any]] = [{}] if about.searches else [{}, {"costs": costs}]
-        for told in (more | options for more in whats for options in ways(name, ranks, cap)):
+        costs_options: list[dict[str, Any]] = [{}] if about.searches else [{}, {"costs": costs}]
+        for factory_options in (
+            costs_option | options for costs_option in costs_options for options in options_of(name, ranks, cap)
+        ):
             try:
-                program = about.factory(ranks, **told)(base)
+                program = about.factory(ranks, **factory_options)(base)
             except (ValueError, TypeError):
                 continue
             timeline = fpipe.simulate(program, costs)
             fits = cap is None or max(timeline.peak) <= cap + 1e-9
-            refused = ("R", "I") if words.get("split_backward") is False else ("R",)
+            refused = ("R", "I") if search_options.get("split_backward") is False else ("R",)
             if fits and program.ranks == ranks and not any(op.kind in refused for op in program.ops):
-                assert found.value <= getattr(timeline, found.objective) * (1 + 1e-9), (name, told)
-    return found
+                assert result.value <= getattr(timeline, result.objective) * (1 + 1e-9), (name, factory_options)
+    return result
 
 
-KNOWN = [
+PAST_FAULTS = [
     # 31 seconds were found, and no less than 32 was said to be possible, with halves everywhere.
     (2, 2, 3, COSTS[3], 3),
     # interleaved took even groups where they divide: from 9 and 13 microbatches it was told wrong what 21 take.
@@ -144,33 +148,33 @@ KNOWN = [
 ]
 
 
-@pytest.mark.parametrize("case", KNOWN, ids=lambda case: f"m={case[2]}")
-def test_it_is_never_worse_than_a_schedule_by_name(case: Any):
+@pytest.mark.parametrize("case", PAST_FAULTS, ids=lambda case: f"m={case[2]}")
+def test_a_search_is_never_worse_than_a_named_schedule(case: Any):
     never_worse(*case)
 
 
 @pytest.mark.parametrize("name", [name for name in fpipe.schedules.names() if name not in ("roundpipe", "seq1f1b")])
-def test_a_kept_schedule_is_the_schedule(name: str):
+def test_a_schedule_table_reproduces_its_schedule(name: str):
     """bpipe and pipe_offload too, whose residuals wait elsewhere, and chimera with its two replicas."""
     about = fpipe.schedules.about(name)
     base = step(about.wants(4, {}), 8)
     program = about.factory(4)(base)
-    kept = schedule_table_of(program)
+    table = schedule_table_of(program)
     assert (
-        ScheduleTable.from_json(kept.to_json())
-        == ScheduleTable.from_csv(kept.to_csv(), replicated=kept.replicated)
-        == kept
+        ScheduleTable.from_json(table.to_json())
+        == ScheduleTable.from_csv(table.to_csv(), replicated=table.replicated)
+        == table
     )
-    assert fpipe.simulate(kept(base), COSTS[2]).peak == fpipe.simulate(program, COSTS[2]).peak
+    assert fpipe.simulate(table(base), COSTS[2]).peak == fpipe.simulate(program, COSTS[2]).peak
     if name != "pipe_offload":  # a LOAD and an OFFLOAD of one moment stand in another order there
-        assert kept(base) == program
+        assert table(base) == program
 
 
-def test_what_is_recomputed_is_kept_too():
+def test_a_schedule_table_keeps_recomputes():
     program = fpipe.chain(fpipe.checkpoint("except_last"), fpipe.schedules.zb_h1(3))(step(3, 5))
-    kept = schedule_table_of(program)
-    assert kept(step(3, 5)) == program
-    assert ScheduleTable.from_csv(kept.to_csv())(step(3, 5)) == program
+    table = schedule_table_of(program)
+    assert table(step(3, 5)) == program
+    assert ScheduleTable.from_csv(table.to_csv())(step(3, 5)) == program
 
 
 RUN: list[dict[str, Any]] = [
@@ -182,121 +186,127 @@ RUN: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("words", RUN, ids=str)
-def test_what_is_found_runs(words: dict[str, Any]):
+@pytest.mark.parametrize("options", RUN, ids=str)
+def test_a_found_schedule_has_the_bits_of_autograd(options: dict[str, Any]):
     """The gradients of plain autograd, to the bit, and the schedule put on another program of these sizes."""
     net = tiny(("batch", 0, 1, 2))
     model, params, batch = net.model, net.params(), net.batch(9)
-    found = quick(model, COSTS[3], ranks=2, microbatches=4, **words)
-    program = fpipe.chain(fpipe.split(4), found.schedule, fpipe.merge())(fpipe.program(model))
+    search = quick(model, COSTS[3], ranks=2, microbatches=4, **options)
+    program = fpipe.chain(fpipe.split(4), search.schedule, fpipe.merge())(fpipe.program(model))
     fpipe.check(fpipe.chain(fpipe.communicate(), fpipe.free())(program))
     assert fpipe.verify(program, model, params, batch).bitwise
-    here, there = (fpipe.build(program, model, runtime=name)(params, batch) for name in ("local", "threads"))
-    results = ((result.loss, result.grads) for result in (here, there))
+    local_result, threaded_result = (
+        fpipe.build(program, model, runtime=name)(params, batch) for name in ("local", "threads")
+    )
+    results = ((result.loss, result.grads) for result in (local_result, threaded_result))
     assert all(map(torch.equal, *map(fpipe.tree.leaves, results)))
-    assert fpipe.simulate(program, COSTS[3]).makespan == pytest.approx(found.timeline.makespan)
+    assert fpipe.simulate(program, COSTS[3]).makespan == pytest.approx(search.timeline.makespan)
 
 
 @pytest.mark.parametrize("placement", ["linear", "v", "looped", [0, 1, 1, 0, 1, 0]])
-@pytest.mark.parametrize("halves", [True, False])
-def test_it_keeps_to_the_words(placement: Any, halves: bool):
-    found = quick(6, TEN, ranks=2, microbatches=4, placement=placement, split_backward=halves)
-    where = fpipe.place(placement, ranks=2 if isinstance(placement, str) else None)
-    assert found.program.placement == where(step(6, 4)).placement
-    assert {op.kind for op in found.program.ops} & {"B", "I", "W"} == ({"I", "W"} if halves else {"B"})
+@pytest.mark.parametrize("split_backward", [True, False])
+def test_a_search_keeps_to_its_placement_and_split(placement: Any, split_backward: bool):
+    result = quick(6, TEN, ranks=2, microbatches=4, placement=placement, split_backward=split_backward)
+    transform = fpipe.place(placement, ranks=2 if isinstance(placement, str) else None)
+    assert result.program.placement == transform(step(6, 4)).placement
+    assert {op.kind for op in result.program.ops} & {"B", "I", "W"} == ({"I", "W"} if split_backward else {"B"})
 
 
-def test_stages_that_are_unlike_may_be_anywhere():
+def test_unequal_stages_may_be_placed_anywhere():
     costs = fpipe.Costs([9, 1, 1, 1], [9, 1, 1, 1], [9, 1, 1, 1])
-    found = quick(4, costs, ranks=2, microbatches=6, seconds=0.4, without=("chimera", "dualpipe", *OFFLOADING))
-    best = min(quick(4, costs, ranks=2, microbatches=6, placement=word).value for word in ("linear", "looped", "v"))
-    assert found.value < best
+    result = quick(4, costs, ranks=2, microbatches=6, seconds=0.4, without=("chimera", "dualpipe", *OFFLOADING))
+    best = min(
+        quick(4, costs, ranks=2, microbatches=6, placement=placement).value for placement in ("linear", "looped", "v")
+    )
+    assert result.value < best
 
 
 def test_any_stages_may_be_recomputed():
     """Once only the first ones, whatever it takes to compute them again."""
     costs = fpipe.Costs(3, 3, 3, recompute=[9, 0.5, 9, 0.5])
-    words: dict[str, Any] = {"ranks": 2, "microbatches": 4, "memory_cap": 1, "placement": "linear", "seconds": 0.2}
-    found = quick(4, costs, checkpoint="auto", **words)
-    again = {op.stage for op in found.program.ops if op.kind == "R"}
-    assert again <= {1, 3}
-    assert again
-    first = quick(4, costs, checkpoint=lambda stage, _: stage == 0, **(words | {"seconds": 0.04}))
-    assert found.value < first.value == 108  # the best of the first ones
-    assert found.schedule(step(4, 4)) == found.program
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "memory_cap": 1, "placement": "linear", "seconds": 0.2}
+    result = quick(4, costs, checkpoint="auto", **options)
+    recomputed_stages = {op.stage for op in result.program.ops if op.kind == "R"}
+    assert recomputed_stages <= {1, 3}
+    assert recomputed_stages
+    recomputed_first = quick(4, costs, checkpoint=lambda stage, _: stage == 0, **(options | {"seconds": 0.04}))
+    assert result.value < recomputed_first.value == 108  # the best of the first ones
+    assert result.schedule(step(4, 4)) == result.program
 
 
-def test_bytes_are_a_cap_where_costs_have_them():
+def test_a_cap_in_bytes_limits_the_peak():
     sizes = {"res": 100, "y": 10, "dx": 10, "wres": 40, "g": 5, "sum": 5, "dy": 10}
     costs = fpipe.Costs(2, 3, 2, bytes=lambda value: sizes.get(value.name, 0))
     free = quick(3, costs, ranks=3, microbatches=6)
     cap = 0.6 * max(free.timeline.peak)
-    found = quick(3, costs, ranks=3, microbatches=6, memory_cap=cap)
-    assert max(found.timeline.peak) <= cap
-    assert found.value >= free.value
+    capped = quick(3, costs, ranks=3, microbatches=6, memory_cap=cap)
+    assert max(capped.timeline.peak) <= cap
+    assert capped.value >= free.value
 
 
 class UntilW:
     """A residual of one byte, of which a share stays from I to W, and nothing else."""
 
-    def __init__(self, kept: float) -> None:
-        self.kept = kept
+    def __init__(self, w_share: float) -> None:
+        self.w_share = w_share
 
     def storages(self, value: Value) -> dict[Any, float]:
-        late, early = {("late", *value[1:3]): self.kept}, {("early", *value[1:3]): 1 - self.kept}
-        return {"res": late | early, "wres": late}.get(value.name, {})
+        until_w, until_i = {("late", *value[1:3]): self.w_share}, {("early", *value[1:3]): 1 - self.w_share}
+        return {"res": until_w | until_i, "wres": until_w}.get(value.name, {})
 
     def size(self, value: Value) -> float:
         return 0.0
 
 
-@pytest.mark.parametrize("by", ["local", pytest.param("cp-sat", marks=pytest.mark.deep)])
-def test_what_an_i_lets_go_of_makes_room(by: str):
+@pytest.mark.parametrize("solver_name", ["local", pytest.param("cp-sat", marks=pytest.mark.deep)])
+def test_residuals_that_i_frees_make_room(solver_name: str):
     """Residuals that count until W alone left a third of the bytes unused."""
-    words: dict[str, Any] = {"ranks": 3, "microbatches": 6, "memory_cap": 3.0, "placement": "linear"}
-    words |= {"solver": by, "seconds": 0.2 if by == "local" else 5}
-    sizes: Any = (UntilW(0.0), UntilW(1.0), None)
-    early, late, plain = (quick(3, fpipe.Costs(4, 5, 3, bytes=each), **words).value for each in sizes)
-    assert early < late == plain
+    options: dict[str, Any] = {"ranks": 3, "microbatches": 6, "memory_cap": 3.0, "placement": "linear"}
+    options |= {"solver": solver_name, "seconds": 0.2 if solver_name == "local" else 5}
+    bytes_options: Any = (UntilW(0.0), UntilW(1.0), None)
+    until_i, until_w, plain = (
+        quick(3, fpipe.Costs(4, 5, 3, bytes=bytes_option), **options).value for bytes_option in bytes_options
+    )
+    assert until_i < until_w == plain
 
 
 @pytest.mark.parametrize(
-    ("stages", "words"),
+    ("stages", "options"),
     [(4, {"memory_cap": 3}), pytest.param(8, {"placement": "v", "memory_cap": 3}, marks=pytest.mark.deep)],
 )
-def test_a_long_step_is_a_short_one_repeated(stages: int, words: dict[str, Any]):
+def test_a_long_step_is_a_short_one_repeated(stages: int, options: dict[str, Any]):
     costs = fpipe.Costs(5, 6, 4, transfer=1)
-    found = quick(stages, costs, ranks=4, microbatches=101, **words)
-    short = quick(stages, costs, ranks=4, microbatches=13, **words)
-    pace = (found.value - short.value) / (101 - 13)
-    assert max(found.timeline.peak) <= words.get("memory_cap", math.inf)
+    result = quick(stages, costs, ranks=4, microbatches=101, **options)
+    short = quick(stages, costs, ranks=4, microbatches=13, **options)
+    pace = (result.value - short.value) / (101 - 13)
+    assert max(result.timeline.peak) <= options.get("memory_cap", math.inf)
     assert 30 * stages / 8 <= 2 * pace <= 2 * short.value / 13
 
 
-def test_a_schedule_that_takes_costs_is_tried_without_them_too():
+def test_a_schedule_that_takes_costs_is_also_tried_without():
     """Told the costs one_f_one_b_v took an order that holds more than 2.5; as published it has a span of 518."""
     costs = fpipe.Costs([3, 2, 7, 8, 8, 3], [8, 4, 8, 7, 6, 8], [8, 4, 4, 6, 2, 2])
-    found = never_worse(3, 6, 12, costs, 2.5, split_backward=False, objective="span", without=OFFLOADING)
-    assert found.value <= 518
-    assert "interleaved without costs" not in {row.name for row in found.named}  # it is the same where p divides m
+    result = never_worse(3, 6, 12, costs, 2.5, split_backward=False, objective="span", without=OFFLOADING)
+    assert result.value <= 518
+    assert "interleaved without costs" not in {row.name for row in result.named}  # it is the same where p divides m
 
 
-def test_progress_is_told_and_ctrl_c_gives_the_best_so_far():
-    told: list[tuple[float, float, float]] = []
+def test_ctrl_c_returns_the_best_so_far():
+    reports: list[tuple[float, float, float]] = []
 
     def stop(share: float, best: float, bound: float) -> None:
-        told.append((share, best, bound))
-        if len(told) == 1:
+        reports.append((share, best, bound))
+        if len(reports) == 1:
             raise KeyboardInterrupt
 
-    words: dict[str, Any] = {"ranks": 4, "microbatches": 8, "placement": "looped", "memory_cap": 3}
-    found = quick(8, TEN, progress=stop, **words)
-    assert not found.complete
-    assert "stopped" in repr(found)
-    share, best, bound = told[0]
+    options: dict[str, Any] = {"ranks": 4, "microbatches": 8, "placement": "looped", "memory_cap": 3}
+    result = quick(8, TEN, progress=stop, **options)
+    assert not result.complete
+    assert "stopped" in repr(result)
+    share, best, bound = reports[0]
     assert 0 < share <= 1
-    assert bound <= found.value <= best
-    assert quick(8, TEN, **words).complete
+    assert bound <= result.value <= best
+    assert quick(8, TEN, **options).complete
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -331,13 +341,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("words", "sentence"), WRONG, ids=lambda part: part if isinstance(part, str) else None)
-def test_what_makes_no_sense_is_refused(words: dict[str, Any], sentence: str):
+@pytest.mark.parametrize(("options", "sentence"), WRONG, ids=lambda part: part if isinstance(part, str) else None)
+def test_invalid_options_are_refused(options: dict[str, Any], sentence: str):
     with pytest.raises((ValueError, TypeError), match=re.escape(sentence)):
-        quick(4, **({"ranks": 2, "microbatches": 4} | words))
+        quick(4, **({"ranks": 2, "microbatches": 4} | options))
 
 
-def test_without_the_solver_it_says_what_is_lost(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_solver_is_named(monkeypatch: pytest.MonkeyPatch):
     def absent() -> bool:
         return False
 

@@ -42,12 +42,12 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize("fact", PUBLISHED)
-def test_it_is_no_worse_than_the_published_search_under_the_same_cap(fact: dict[str, Any]):
+def test_a_capped_schedule_is_no_worse_than_the_published_search(fact: dict[str, Any]):
     name, share = CAPPED[fact["schedule"]]
     peak = max(fact["peak_activation_per_rank"])
-    found = timeline(name, fact, peak if share is None else share * fact["p"])
-    assert found.makespan <= fact["makespan"] * LONGER.get((name, fact["p"], peak), 1.0) + 1e-9
-    assert max(found.peak) <= peak + 1e-6
+    result = timeline(name, fact, peak if share is None else share * fact["p"])
+    assert result.makespan <= fact["makespan"] * LONGER.get((name, fact["p"], peak), 1.0) + 1e-9
+    assert max(result.peak) <= peak + 1e-6
 
 
 PAPER = [
@@ -58,12 +58,12 @@ PAPER = [
 
 
 @pytest.mark.parametrize(("row", "name"), PAPER, ids=lambda part: part if isinstance(part, str) else f"m={part['m']}")
-def test_the_bubbles_of_table_5(row: dict[str, Any], name: str):
+def test_bubbles_are_at_most_those_of_table_5(row: dict[str, Any], name: str):
     """The paper's memory is M_B until I and M_W until W, k p M_B in all."""
     hidden, heads, sequence = row["hidden"], row["heads"], row["seq"]
-    kept = 32 * hidden / (34 * hidden + 5 * heads * sequence)
-    found = timeline("zb_auto", row, int(name[3]) * row["p"], kept=kept)
-    assert found.bubble_span <= row["expected"][name] + 0.0015
+    w_share = 32 * hidden / (34 * hidden + 5 * heads * sequence)
+    result = timeline("zb_auto", row, int(name[3]) * row["p"], kept=w_share)
+    assert result.bubble_span <= row["expected"][name] + 0.0015
 
 
 OPTIMA = [
@@ -75,33 +75,33 @@ OPTIMA = [
 
 @pytest.mark.parametrize(
     "fact",
-    [pytest.param(fact, marks=pytest.mark.deep if at % 2 else []) for at, fact in enumerate(OPTIMA)],
+    [pytest.param(fact, marks=pytest.mark.deep if index % 2 else []) for index, fact in enumerate(OPTIMA)],
     ids=lambda f: f"{f['placement']} p={f['p']} m={f['m']} {f['objective']}",
 )
-def test_it_reaches_the_proven_optimum(fact: dict[str, Any]):
+def test_a_schedule_reaches_the_proven_optimum(fact: dict[str, Any]):
     name = "zb_auto" if fact["placement"] == "linear" else "zbv"
-    found = timeline(name, fact, fact["memory_cap"], objective=fact["objective"])
-    reached, most = getattr(found, fact["objective"]), LONGER.get((name, fact["p"], fact["memory_cap"]), 1.0)
-    assert fact["value"] - 1e-9 <= reached <= fact["value"] * most + 1e-9
-    assert max(found.peak) <= fact["memory_cap"] + 1e-6
+    result = timeline(name, fact, fact["memory_cap"], objective=fact["objective"])
+    value, tolerance = getattr(result, fact["objective"]), LONGER.get((name, fact["p"], fact["memory_cap"]), 1.0)
+    assert fact["value"] - 1e-9 <= value <= fact["value"] * tolerance + 1e-9
+    assert max(result.peak) <= fact["memory_cap"] + 1e-6
 
 
-@pytest.mark.parametrize(("name", "cap", "most"), [("v_min", 2, 327), ("v_half", 3, 275)])
-def test_real_costs_beat_the_published_order(name: str, cap: int, most: float):
+@pytest.mark.parametrize(("name", "cap", "upper_bound"), [("v_min", 2, 327), ("v_half", 3, 275)])
+def test_real_costs_beat_the_published_order(name: str, cap: int, upper_bound: float):
     """The published orders take 344 and 279; 321 is proven optimal at cap 2."""
     costs = fpipe.Costs(5, 6, 4)
-    found = simulated(name, 4, 8, costs)
-    assert 321 * (cap == 2) <= found.makespan <= most
-    assert max(found.peak) <= cap
+    result = simulated(name, 4, 8, costs)
+    assert 321 * (cap == 2) <= result.makespan <= upper_bound
+    assert max(result.peak) <= cap
 
 
 @pytest.mark.parametrize(
     ("name", "idle"), [("v_half", (0.5, 2.5, 8.5)), ("v_min", (1.5, 5.5, 13.5)), ("zbv", (0.5, 1.5, 3.5))]
 )
-@pytest.mark.parametrize("more", [0, 1, 8])
-def test_without_costs_it_is_the_published_order(name: str, idle: tuple[float, ...], more: int):
-    for ranks, wanted in zip((2, 4, 8), idle, strict=True):
-        found = simulated(name, ranks, 2 * ranks + more, None)
-        assert found.makespan - 3 * (2 * ranks + more) == pytest.approx(wanted)
-        most = {"v_half": (ranks + 2) // 2, "v_min": (ranks + 4) // 3, "zbv": ranks}[name]
-        assert max(found.peak) <= most
+@pytest.mark.parametrize("extra", [0, 1, 8])
+def test_a_schedule_without_costs_is_the_published_order(name: str, idle: tuple[float, ...], extra: int):
+    for ranks, idle_time in zip((2, 4, 8), idle, strict=True):
+        result = simulated(name, ranks, 2 * ranks + extra, None)
+        assert result.makespan - 3 * (2 * ranks + extra) == pytest.approx(idle_time)
+        peak_bound = {"v_half": (ranks + 2) // 2, "v_min": (ranks + 4) // 3, "zbv": ranks}[name]
+        assert max(result.peak) <= peak_bound

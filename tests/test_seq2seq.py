@@ -25,7 +25,7 @@ def test_every_step_and_the_final_parameters_are_plain_autograd_bit_by_bit(capsy
     assert "it reads" in text
 
 
-def test_sums_in_another_order_fail_it(monkeypatch, capsys):
+def test_sums_in_another_order_are_detected(monkeypatch, capsys):
     monkeypatch.setattr(fpipe, "build", partial(fpipe.build, trace=False))
     monkeypatch.setattr(seq2seq, "MICROBATCHES", 5)  # by hand; the program has its 6
     with torch.random.fork_rng(devices=[]):
@@ -44,7 +44,7 @@ def test_the_encoders_output_is_one_value_with_a_reader_in_every_decoder_stage()
     assert sum("dy[1,0]" in op.split(" = ")[0] for op in ops) == 1
 
 
-def test_what_it_learns_from_is_text_without_vowels():
+def test_the_inputs_are_the_text_without_vowels():
     inputs, target = seq2seq.batch_of(["an end"])
     assert seq2seq.letters(target[0]) == "an end"
     assert seq2seq.letters(inputs["source"][0][:6]) == "_n _nd"

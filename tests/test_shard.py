@@ -15,7 +15,7 @@ import fpipe
 from tests.processes import Processes
 from tests.refusals import refusals
 from tests.test_data_parallel import by_hand, meshed, replicated, started
-from tests.test_distributed import MSE, own, rows
+from tests.test_distributed import MSE, local_part, rows
 
 POLICIES: dict[str, dict[str, Any]] = {
     "once a step": {},
@@ -38,13 +38,13 @@ def odd_net() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in ((8, 5), (5, 7), (7, 9), (9, 8))))
 
 
-def unlike(grads: Any, expected: dict[str, Tensor]) -> list[str]:
+def differing_names(grads: Any, expected: dict[str, Tensor]) -> list[str]:
     """The names of gradients that differ in a bit when they are put together."""
-    made = {name: grad for stage in grads if stage is not None for name, grad in stage.items()}
-    return [name for name, grad in made.items() if not torch.equal(grad.full_tensor(), expected[name])]
+    grad_by_name = {name: grad for stage in grads if stage is not None for name, grad in stage.items()}
+    return [name for name, grad in grad_by_name.items() if not torch.equal(grad.full_tensor(), expected[name])]
 
 
-def test_collectives_have_a_lane_and_costs_of_their_own():
+def test_collectives_have_their_own_lane_and_costs():
     program = sharded(2, "each use", "gpipe", 2)
     costs = fpipe.Costs(gather=[1, 0.5], scatter=2, offload=3)
     timeline = fpipe.simulate(program, costs)
@@ -54,25 +54,28 @@ def test_collectives_have_a_lane_and_costs_of_their_own():
     assert "wire | " in str(fpipe.plot(timeline))
 
 
-def after(*transforms: Any) -> object:
+def transformed(*transforms: Any) -> object:
     return fpipe.chain(fpipe.split(4), *transforms)(fpipe.program(4))
 
 
-def test_sizes_count_what_is_gathered_and_a_replicas_part_of_gradients():
+def test_sizes_count_gathered_parameters_and_sharded_gradients():
     net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
     model, params, _ = fpipe.from_sequential(net, stages=4, loss=MSE)
-    batch, one = (torch.randn(4, 64), torch.randn(4, 64)), 64 * 64 * 4
+    batch, weight_bytes = (torch.randn(4, 64), torch.randn(4, 64)), 64 * 64 * 4
     merged = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge(outputs=False))
     base = merged(fpipe.program(model))
     sizes = {
-        name: fpipe.sizes(fpipe.shard(**how)(base), model, params, batch, replicas=2) for name, how in POLICIES.items()
+        name: fpipe.sizes(fpipe.shard(**options)(base), model, params, batch, replicas=2)
+        for name, options in POLICIES.items()
     }
     peaks = {name: max(counted.peak) for name, counted in sizes.items()}
-    whole = max(fpipe.sizes(fpipe.data_parallel()(base), model, params, batch).peak)
-    assert peaks["once a step"] >= whole + one  # two stages gathered; in place of one whole sum a half
+    replicated_peak = max(fpipe.sizes(fpipe.data_parallel()(base), model, params, batch).peak)
+    assert (
+        peaks["once a step"] >= replicated_peak + weight_bytes
+    )  # two stages gathered; in place of one whole sum a half
     assert peaks["each use, late"] < peaks["each use"] <= peaks["once a step"]
-    assert sizes["once a step"].bytes[fpipe.Value("all", 0)] == one // 2
-    assert sizes["once a step"].bytes[fpipe.Value("params", 0)] == one
+    assert sizes["once a step"].bytes[fpipe.Value("all", 0)] == weight_bytes // 2
+    assert sizes["once a step"].bytes[fpipe.Value("params", 0)] == weight_bytes
 
 
 def two_layers() -> tuple[Any, Any, fpipe.Program]:
@@ -84,42 +87,45 @@ def two_layers() -> tuple[Any, Any, fpipe.Program]:
     return model, params, fpipe.shard(gather="use")(merged(fpipe.program(model)))
 
 
-def test_leaves_that_a_use_does_not_read_are_not_gathered_for_it():
+def test_a_gather_leaves_out_unread_leaves():
     """A linear's W reads no weight, its I no bias, and the I of the first stage nothing."""
     model, params, program = two_layers()
     sizes = fpipe.sizes(program, model, params, rows(8), replicas=2)
     costs = fpipe.Costs(bytes=sizes, cluster="2 ranks; replicas 2 1s 1B/s")
     readers = {value: op for op in program.ops for value in op.reads if value.name == "params"}
     gathers = [(op, readers[op.writes[0]]) for op in program.ops if op.kind == "GATHER"]
-    found = {(reader.kind, reader.stage): sizes.size(op.writes[0]) for op, reader in gathers}
+    bytes_by_use = {(reader.kind, reader.stage): sizes.size(op.writes[0]) for op, reader in gathers}
     weight, bias = 8 * 8 * 4, 8 * 4
-    both, none = dict.fromkeys([("F", 0), ("F", 1)], weight + bias), dict.fromkeys([("I", 0), ("W", 0), ("W", 1)], 0)
-    assert found == both | none | {("I", 1): weight}
+    full_reads, unread = (
+        dict.fromkeys([("F", 0), ("F", 1)], weight + bias),
+        dict.fromkeys([("I", 0), ("W", 0), ("W", 1)], 0),
+    )
+    assert bytes_by_use == full_reads | unread | {("I", 1): weight}
     times = {(reader.kind, reader.stage): costs.seconds(op) for op, reader in gathers}
-    assert times == {use: 1 + size / 2 if size else 0 for use, size in found.items()}
+    assert times == {use: 1 + size / 2 if size else 0 for use, size in bytes_by_use.items()}
 
 
-def sent(rank: int) -> int:
+def count_sent_bytes(rank: int) -> int:
     """Bytes of shards that this process sends for GATHERs in a step."""
     from fpipe.runtimes.processes import collective_parts
 
     _, replica, _ = meshed()
     model, params, program = two_layers()
     step, shards = started(model, params, program, rows(8))
-    found, gathered = list[int](), collective_parts._all_gather
+    byte_counts, gathered = list[int](), collective_parts._all_gather
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collective_parts, "_all_gather", lambda *of: found.append(of[1].nbytes) or gathered(*of))
-        step(shards, tuple(half + replica for half in rows(8)))
-    return sum(found)
+        patch.setattr(collective_parts, "_all_gather", lambda *of: byte_counts.append(of[1].nbytes) or gathered(*of))
+        step(shards, tuple(tensor + replica for tensor in rows(8)))
+    return sum(byte_counts)
 
 
-def test_and_are_not_sent(four: Processes):
+def test_unread_leaves_are_not_sent(four: Processes):
     weight, bias = 8 * 8 * 4 // 2, 64  # a half each; what is in a buffer takes a multiple of 64 bytes
-    assert four.each(sent) == [2 * (weight + bias), 2 * (weight + bias) + 2 * weight] * 2
+    assert four.run(count_sent_bytes) == [2 * (weight + bias), 2 * (weight + bias) + 2 * weight] * 2
 
 
 @pytest.mark.parametrize(("reduce", "scatter"), [(None, 2), ("float32", 4), ("float64", 8)])
-def test_times_are_of_the_bytes_of_casts(reduce: Any, scatter: int):
+def test_collectives_of_casts_take_the_time_of_cast_bytes(reduce: Any, scatter: int):
     """SCATTERs were timed by the bytes that they read."""
     model, params, _ = fpipe.from_sequential(odd_net(), stages=2, loss=MSE)
     merged = fpipe.chain(fpipe.split(2), fpipe.schedules.gpipe(2), fpipe.merge(outputs=False))(fpipe.program(model))
@@ -134,57 +140,57 @@ def test_times_are_of_the_bytes_of_casts(reduce: Any, scatter: int):
 @pytest.mark.crossed
 @pytest.mark.parametrize("policy", [*POLICIES, "none"])
 @pytest.mark.parametrize("runtime", ["local", "threads"])
-def test_in_one_process_one_replica_has_the_whole(runtime: Any, policy: str):
+def test_one_replica_in_one_process_equals_the_reference(runtime: Any, policy: str):
     model, params, _ = fpipe.from_sequential(odd_net(), stages=2, loss=MSE)
     program = replicated(model, microbatches=4) if policy == "none" else sharded(model, policy)
-    found = fpipe.build(program, model, runtime=runtime)(params, rows(8))
+    result = fpipe.build(program, model, runtime=runtime)(params, rows(8))
     expected = fpipe.reference(model, params, rows(8), microbatches=4)
-    assert torch.equal(found.loss, expected.loss)
-    assert all(map(torch.equal, fpipe.tree.leaves(found.grads), fpipe.tree.leaves(expected.grads)))
+    assert torch.equal(result.loss, expected.loss)
+    assert all(map(torch.equal, fpipe.tree.leaves(result.grads), fpipe.tree.leaves(expected.grads)))
     assert fpipe.sizes(program, model, params, rows(8)) is not None
 
 
-def test_a_sum_that_replicas_forget_is_found_in_lockstep():
+def test_verify_in_lockstep_finds_a_missing_reduce():
     """One replica alone has every bit without it."""
     model, params, _ = fpipe.from_sequential(odd_net(), stages=2, loss=MSE)
     text = str(sharded(model, microbatches=2))
     text = text.replace("all_loss = REDUCE[1] loss {axis='dp'} @ 1\n", "").replace("loss = all_loss", "loss = loss")
-    lost = fpipe.Program.parse(text)
-    assert fpipe.verify(lost, model, params, rows(8)).bitwise
+    without_reduce = fpipe.Program.parse(text)
+    assert fpipe.verify(without_reduce, model, params, rows(8)).bitwise
     with pytest.raises(fpipe.GradientMismatch, match="loss differs"):
-        fpipe.verify(lost, model, params, rows(8), replicas=2)
+        fpipe.verify(without_reduce, model, params, rows(8), replicas=2)
 
 
-def by_three(rank: int) -> list[str]:
+def compare_three_replicas(rank: int) -> list[str]:
     """Names of gradients that are not those of three replicas, added in their order."""
     mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("dp", "pp"))
-    net, batches = odd_net(), [tuple(half.chunk(3)[one] for half in rows(24)) for one in range(3)]
+    net, batches = odd_net(), [tuple(tensor.chunk(3)[index] for tensor in rows(24)) for index in range(3)]
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
     merged = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(1), fpipe.merge(outputs=False))
     program = fpipe.shard(gather="use")(merged(fpipe.program(model)))
     step, shards = started(model, params, program, batches[rank], mesh)
-    return unlike(step(shards, batches[rank]).grads, by_hand(net, batches, 2)[1])
+    return differing_names(step(shards, batches[rank]).grads, by_hand(net, batches, 2)[1])
 
 
 def test_gloo_adds_three_replicas_in_their_order():
     with Processes(3) as three:
-        assert three.each(by_three) == [[]] * 3
+        assert three.run(compare_three_replicas) == [[]] * 3
 
 
-def mixed(rank: int, scatter: Any) -> list[str]:
+def compare_mixed_dtypes(rank: int, scatter: Any) -> list[str]:
     """Stages compute in bfloat16, gradients are added over replicas in float32, as by hand."""
     _, replica, _ = meshed()
     torch.manual_seed(0)
-    whole = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5))
+    float_net = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5))
     ids, target = torch.randint(0, 11, (16,)), torch.randint(0, 5, (16,))
-    model, params, _ = fpipe.from_sequential(whole, stages=2, loss=nn.functional.cross_entropy)
+    model, params, _ = fpipe.from_sequential(float_net, stages=2, loss=nn.functional.cross_entropy)
     merged = fpipe.chain(fpipe.split(2), fpipe.schedules.one_f_one_b(2), fpipe.merge(outputs=False))
-    half = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    program = fpipe.shard(gather="use", scatter=scatter, **half)(merged(fpipe.program(model)))
+    dtypes = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    program = fpipe.shard(gather="use", scatter=scatter, **dtypes)(merged(fpipe.program(model)))
     batches = [*zip(ids.chunk(2), target.chunk(2), strict=True)]
     step, shards = started(model, params, program, batches[0])
-    found = step(shards, batches[replica]).grads
-    net, grads = copy.deepcopy(whole).bfloat16(), {}
+    actual_grads = step(shards, batches[replica]).grads
+    net, grads = copy.deepcopy(float_net).bfloat16(), {}
     parts = [
         torch.autograd.grad(nn.functional.cross_entropy(net(x), t) * 0.25, [*net.parameters()])
         for x, t in zip(ids.chunk(4), target.chunk(4), strict=True)  # two microbatches of each replica
@@ -192,16 +198,16 @@ def mixed(rank: int, scatter: Any) -> list[str]:
     for (name, _), a, b, c, d in zip(net.named_parameters(), *parts, strict=True):
         by_step = (a + b).float() + (c + d).float()
         grads[name] = by_step if scatter == "step" else (a.float() + c.float()) + (b.float() + d.float())
-    return unlike(found, grads)
+    return differing_names(actual_grads, grads)
 
 
 @pytest.mark.parametrize("scatter", ["step", "microbatch"])
 def test_stages_compute_in_one_dtype_and_replicas_add_in_another(four: Processes, scatter: str):
-    assert four.each(mixed, scatter) == [[]] * 4
+    assert four.run(compare_mixed_dtypes, scatter) == [[]] * 4
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_casts_are_part_of_the_program_and_of_its_proof(policy: str):
+def test_casts_are_printed_in_the_program_and_verified(policy: str):
     def stage(p: Any, x: Tensor) -> Tensor:
         return torch.tanh((p["e"][x] if "e" in p else x) @ p["w"])
 
@@ -211,8 +217,8 @@ def test_casts_are_part_of_the_program_and_of_its_proof(policy: str):
     params = {"e": torch.randn(11, 8), "w": torch.randn(8, 8)}, {"w": torch.randn(8, 11)}
     model, batch = fpipe.from_functions([stage] * 2, loss), (torch.randint(0, 11, (8,)), torch.randint(0, 11, (8,)))
     merged = fpipe.chain(fpipe.split(2), fpipe.schedules.zb_h1(2), fpipe.merge(outputs=False))(fpipe.program(model))
-    half = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    program = fpipe.shard(**POLICIES[policy], **half)(merged)  # type: ignore[arg-type]
+    dtypes = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    program = fpipe.shard(**POLICIES[policy], **dtypes)(merged)  # type: ignore[arg-type]
     assert fpipe.Program.parse(str(program)) == program
     assert all(fpipe.verify(program, model, params, batch, replicas=replicas).bitwise for replicas in (1, 2))
     for trace in (True, False):
@@ -236,43 +242,54 @@ class TiedGPT(nn.Module):
         return self.head(x + self.drop(torch.tanh(self.second(x))))
 
 
-def tied(rank: int, schedule: str, shape: tuple[int, int], more: dict[str, Any]) -> list[str]:
+def compare_tied_grads(rank: int, schedule: str, shape: tuple[int, int], options: dict[str, Any]) -> list[str]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp"))
-    replica, place = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    replica, pp_rank = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
 
     def loss(y: Tensor, target: Tensor) -> Tensor:
         return nn.functional.cross_entropy(y.flatten(0, 1), target.flatten())
 
     torch.manual_seed(0)
-    net, whole = TiedGPT(), (torch.randint(0, 11, (8 * shape[0], 5)), torch.randint(0, 11, (8 * shape[0], 5)))
-    batch = tuple(half.chunk(shape[0])[replica] for half in whole)
+    net, global_batch = TiedGPT(), (torch.randint(0, 11, (8 * shape[0], 5)), torch.randint(0, 11, (8 * shape[0], 5)))
+    batch = tuple(tensor.chunk(shape[0])[replica] for tensor in global_batch)
     model, params, _ = fpipe.from_module(net, stages=shape[1], loss=loss, example=batch)
     merged = fpipe.chain(fpipe.split(4), fpipe.schedules.get(schedule)(shape[1]), fpipe.merge(outputs=False))
     program = fpipe.shard(gather="use")(merged(fpipe.program(model)))
-    step, shards = started(model, params, program, batch, mesh, **more)
-    found = step(shards, batch, key=3)
-    grads = fpipe.reference(model, params, whole, microbatches=4, replicas=shape[0], key=3).grads
-    pairs = zip(fpipe.tree.paths(found.grads), fpipe.tree.leaves(own(program, place, grads)), strict=True)
-    wrong = [path for (path, one), other in pairs if one is not other and not torch.equal(one.full_tensor(), other)]
-    if not found.timeline:
+    step, shards = started(model, params, program, batch, mesh, **options)
+    result = step(shards, batch, key=3)
+    grads = fpipe.reference(model, params, global_batch, microbatches=4, replicas=shape[0], key=3).grads
+    pairs = zip(fpipe.tree.paths(result.grads), fpipe.tree.leaves(local_part(program, pp_rank, grads)), strict=True)
+    wrong = [
+        path
+        for (path, grad), expected_grad in pairs
+        if grad is not expected_grad and not torch.equal(grad.full_tensor(), expected_grad)
+    ]
+    if not result.timeline:
         return wrong
     with pytest.warns(UserWarning, match="these costs have no bytes"):
         costs = fpipe.profile(program, model, shards, batch, key=3, repeats=1, runtime="distributed", mesh=mesh)
-    free = [word for word in ("gather", "scatter") if not getattr(costs, word)[0] > 0]
-    return wrong + misread(found.timeline) + free
+    free = [name for name in ("gather", "scatter") if not getattr(costs, name)[0] > 0]
+    return wrong + early_reads(result.timeline) + free
 
 
-def misread(timeline: fpipe.Timeline) -> list[str]:
+def early_reads(timeline: fpipe.Timeline) -> list[str]:
     """A record tells until when each copy was gathered: nobody has begun to read it before."""
-    over = {value: end for op, _, end in timeline.events if op.kind in ("GATHER", "SCATTER") for value in op.writes}
-    names = {value.name for value in over}
-    read = [(op.cell, over[value], start) for op, start, _ in timeline.events for value in op.reads if value in over]
-    early = [cell for cell, end, start in read if start < end - 1e-3]  # clocks of two processes differ
-    return early + ["not recorded"] * (not {"params", "all"} <= names)
+    gathered_at = {
+        value: end for op, _, end in timeline.events if op.kind in ("GATHER", "SCATTER") for value in op.writes
+    }
+    names = {value.name for value in gathered_at}
+    reads = [
+        (op.cell, gathered_at[value], start)
+        for op, start, _ in timeline.events
+        for value in op.reads
+        if value in gathered_at
+    ]
+    early_cells = [cell for cell, end, start in reads if start < end - 1e-3]  # clocks of two processes differ
+    return early_cells + ["not recorded"] * (not {"params", "all"} <= names)
 
 
 @pytest.mark.parametrize(("lead", "makespan"), [(0, 10), (1, 7)])
-def test_a_copy_is_on_its_way_from_the_end_of_the_op_before(lead: int, makespan: int):
+def test_a_gather_starts_when_the_op_before_it_ends(lead: int, makespan: int):
     """Ops take 6 s, each of four copies one: at lead 0 all are waited for, at lead 1 the first."""
     pipeline = fpipe.chain(fpipe.split(1), fpipe.merge(outputs=False), fpipe.shard(gather="use", lead=lead))
     timeline = fpipe.simulate(pipeline(fpipe.program(2)), fpipe.Costs(gather=1))
@@ -281,7 +298,7 @@ def test_a_copy_is_on_its_way_from_the_end_of_the_op_before(lead: int, makespan:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "shape", "more"),
+    ("schedule", "shape", "options"),
     [
         ("zb_h1", (2, 2), {}),
         ("dualpipe", (2, 2), {"check_finite": True}),
@@ -289,19 +306,19 @@ def test_a_copy_is_on_its_way_from_the_end_of_the_op_before(lead: int, makespan:
         ("one_f_one_b", (4, 1), {}),
     ],
 )
-def test_ties_frozen_leaves_and_random_numbers_are_those_of_plain_autograd(
-    four: Processes, schedule: str, shape: tuple[int, int], more: dict[str, Any]
+def test_tied_frozen_and_random_stages_give_the_gradients_of_autograd(
+    four: Processes, schedule: str, shape: tuple[int, int], options: dict[str, Any]
 ):
-    assert four.each(tied, schedule, shape, more) == [[]] * 4
+    assert four.run(compare_tied_grads, schedule, shape, options) == [[]] * 4
 
 
-def training(rank: int) -> list[bool]:
+def train_shards(rank: int) -> list[bool]:
     """An optimizer over shards has a shard of its state, and the parameters of one over the whole."""
-    _, replica, place = meshed()
-    net, whole = odd_net(), rows(16)
+    _, replica, pp_rank = meshed()
+    net, global_batch = odd_net(), rows(16)
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
     params = tuple({name: leaf.detach().clone() for name, leaf in stage.items()} for stage in params)
-    batches = [tuple(half.chunk(2)[one] for half in whole) for one in range(2)]
+    batches = [tuple(tensor.chunk(2)[index] for tensor in global_batch) for index in range(2)]
     step, shards = started(model, params, sharded(model, "each use"), batches[replica])
     optimizer = torch.optim.AdamW([leaf for leaf in fpipe.tree.leaves(shards) if leaf is not None])
     plain = torch.optim.AdamW(net.parameters())
@@ -312,35 +329,39 @@ def training(rank: int) -> list[bool]:
         for name, leaf in net.named_parameters():
             leaf.grad = grads[name]
         plain.step()
-    after = dict(net.named_parameters())
+    expected_params = dict(net.named_parameters())
     moments = [state["exp_avg"] for state in optimizer.state.values()]
-    same = [torch.equal(leaf.full_tensor(), after[name]) for name, leaf in shards[place].items()]
-    return [*same, *(isinstance(one, DTensor) and one.placements == (Shard(0),) for one in moments)]
+    is_equal = [torch.equal(leaf.full_tensor(), expected_params[name]) for name, leaf in shards[pp_rank].items()]
+    return [*is_equal, *(isinstance(moment, DTensor) and moment.placements == (Shard(0),) for moment in moments)]
 
 
 def test_an_optimizer_over_shards_trains_as_over_the_whole(four: Processes):
-    assert four.each(training) == [[True] * 8] * 4
+    assert four.run(train_shards) == [[True] * 8] * 4
 
 
-def refused(rank: int, number: int) -> str:
+def refuse_shards(rank: int, number: int) -> str:
     """What is said where no shards can be made, or are handed in."""
-    mesh, _, place = meshed()
-    net, over = odd_net(), mesh["dp"]
+    mesh, _, pp_rank = meshed()
+    net, dp_mesh = odd_net(), mesh["dp"]
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=MSE)
     program, named, shard = sharded(model), dict(net.named_parameters()), fpipe.shard_params
-    mine = own(program, place, params)
-    shards = shard(mine, over)
-    whole = [
-        {name: leaf.redistribute(over, [Replicate()]) for name, leaf in one.items()} if one else one for one in shards
+    mine = local_part(program, pp_rank, params)
+    shards = shard(mine, dp_mesh)
+    replicated_params = [
+        {name: leaf.redistribute(dp_mesh, [Replicate()]) for name, leaf in stage.items()} if stage else stage
+        for stage in shards
     ]
 
-    def step(given: Any, example: Any = shards, **how: Any) -> object:
-        how = how or {"runtime": "distributed", "mesh": mesh}
-        return fpipe.build(program, model, example=(example, rows(8)), **how)(given, rows(8))
+    def step(step_params: Any, example: Any = shards, **options: Any) -> object:
+        options = options or {"runtime": "distributed", "mesh": mesh}
+        return fpipe.build(program, model, example=(example, rows(8)), **options)(step_params, rows(8))
 
-    calls: list[Any] = [*(lambda one=one: shard(*one) for one in (((named,), mesh), ((named,), mesh["pp"])))]
-    calls += [lambda: shard(net, over), lambda: shard(named, over), lambda: step(mine)]
-    calls += [lambda: step(shards, tuple(whole)), lambda: step(shards, shard(params, over), runtime="local")]
+    calls: list[Any] = [*(lambda args=args: shard(*args) for args in (((named,), mesh), ((named,), mesh["pp"])))]
+    calls += [lambda: shard(net, dp_mesh), lambda: shard(named, dp_mesh), lambda: step(mine)]
+    calls += [
+        lambda: step(shards, tuple(replicated_params)),
+        lambda: step(shards, shard(params, dp_mesh), runtime="local"),
+    ]
     with pytest.raises((TypeError, ValueError)) as error:
         calls[number]()
     return str(error.value)
@@ -357,9 +378,9 @@ NO_SHARDS = [
 
 
 @pytest.mark.parametrize("number", range(len(NO_SHARDS)))
-def test_what_is_no_shard_is_refused_by_name(four: Processes, number: int):
+def test_invalid_shards_are_refused(four: Processes, number: int):
     """A net was handed back as it is, and stages were shared out among the ranks of a program."""
-    assert all(NO_SHARDS[number] in said for said in four.each(refused, number))
+    assert all(NO_SHARDS[number] in message for message in four.run(refuse_shards, number))
 
 
 test_refusals = refusals(
@@ -367,13 +388,13 @@ test_refusals = refusals(
     """
 fpipe.shard()(fpipe.split(2)(fpipe.program(1)))
     ProgramError: fpipe.merge() before
-after(fpipe.place("linear"), fpipe.merge(), fpipe.communicate(), fpipe.shard())
+transformed(fpipe.place("linear"), fpipe.merge(), fpipe.communicate(), fpipe.shard())
     ProgramError: put fpipe.shard() before fpipe.communicate()
 fpipe.shard()(sharded(2))
     ProgramError: sharded already; shard it once
-after(fpipe.merge(), fpipe.data_parallel(), fpipe.shard("tp"), fpipe.data_parallel("cp"))
+transformed(fpipe.merge(), fpipe.data_parallel(), fpipe.shard("tp"), fpipe.data_parallel("cp"))
     ProgramError: has replicas along 'dp' and 'tp' already
-after(fpipe.schedules.gpipe(2), fpipe.merge(), fpipe.shard(gather="use"), fpipe.schedules.zbv(2))
+transformed(fpipe.schedules.gpipe(2), fpipe.merge(), fpipe.shard(gather="use"), fpipe.schedules.zbv(2))
     ProgramError: put fpipe.shard(gather=...) after what places the program
 fpipe.shard(gather="pass")
     ValueError: gather is 'step', 'run', 'use' or f(op), found 'pass'
@@ -388,10 +409,12 @@ fpipe.shard_params(({},), 2)
 fpipe.Program.parse(str(sharded(2)).replace("GATHER[0] shard[0]", "GATHER[0] shard[1]"))
     ProgramError: does not make a stage's params from its shard
 fpipe.data_parallel()(fpipe.program(2))
-    ProgramError: replicas need the weights that SPLIT writes: put fpipe.split() (at least split(1)) and fpipe.merge() before
+    ProgramError: replicas need the weights that SPLIT writes: put fpipe.split() (at least split(1)) and
+    fpipe.merge() before
 fpipe.chain(fpipe.split(2), fpipe.data_parallel(), fpipe.merge())(fpipe.program(2))
-    ProgramError: loss[1,0] is of one microbatch, not merged: put fpipe.split() (at least split(1)) and fpipe.merge() before
-after(fpipe.place("linear"), fpipe.merge(), fpipe.communicate(), fpipe.data_parallel())
+    ProgramError: loss[1,0] is of one microbatch, not merged: put fpipe.split() (at least split(1)) and
+    fpipe.merge() before
+transformed(fpipe.place("linear"), fpipe.merge(), fpipe.communicate(), fpipe.data_parallel())
     ProgramError: put fpipe.data_parallel() before fpipe.communicate().
 fpipe.data_parallel("b")(replicated(2))
     ProgramError: replicas along 'dp' already
@@ -406,7 +429,7 @@ fpipe.Program.parse(str(replicated(2)).replace("REDUCE[0] sum[0,1] {axis='dp'}",
 
 
 @pytest.mark.parametrize("rule", [{"rule": "AdamW"}, {"rule": "SGD", "momentum": 0.9}], ids=str)
-def test_fused_rules_of_shards_are_right_to_rounding(rule: dict[str, Any]):
+def test_fused_updates_of_shards_agree_to_rounding(rule: dict[str, Any]):
     """The kernels add and multiply at once, but in the last numbers of a tensor: shards have other last numbers, and
     right steps were accused."""
     torch.manual_seed(0)

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 import fpipe
 from fpipe.tree import tree_map
-from tests.processes import SOON, Processes, timed
+from tests.processes import SOON, Processes, time_call
 
 LIMIT = 3.0
 """Seconds that a collective inside a stage waits for one that will not come."""
@@ -38,20 +38,20 @@ class Block(nn.Module):
         return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
 
 
-def words(dropout: float = 0.0) -> nn.Sequential:
+def word_net(dropout: float = 0.0) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(12, 8), Block(dropout=dropout), Block(dropout=dropout), nn.Linear(8, 12))
 
 
-def sharded(net: nn.Sequential, tp: DeviceMesh, sequence: bool) -> nn.Sequential:
+def parallelize_net(net: nn.Sequential, tp: DeviceMesh, sequence: bool) -> nn.Sequential:
     """Rows of the embedding, columns and rows of the products; with `sequence` what is between them too."""
     flows = Shard(1) if sequence else Replicate()
-    between = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1))} if sequence else {}
-    block = {"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=flows)} | between
+    sequence_plan = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1))} if sequence else {}
+    block = {"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=flows)} | sequence_plan
     ends = RowwiseParallel(input_layouts=Replicate(), output_layouts=flows)
     parallelize_module(net, tp, {"0": ends, "3": ColwiseParallel(input_layouts=flows, output_layouts=Replicate())})
-    for one in net[1:3]:
-        parallelize_module(one, tp, block)
+    for module in net[1:3]:
+        parallelize_module(module, tp, block)
     return net
 
 
@@ -64,8 +64,8 @@ def sentences() -> tuple[Tensor, Tensor]:
     return torch.randint(12, (8, 6)), torch.randint(12, (8, 6))
 
 
-def chained(model: fpipe.Model, schedule: Any, *more: Any) -> fpipe.Program:
-    return fpipe.chain(fpipe.split(4), *more, schedule, fpipe.merge())(fpipe.program(model))
+def make_program(model: fpipe.Model, schedule: Any, *transforms: Any) -> fpipe.Program:
+    return fpipe.chain(fpipe.split(4), *transforms, schedule, fpipe.merge())(fpipe.program(model))
 
 
 def by_autograd(net: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
@@ -75,88 +75,96 @@ def by_autograd(net: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tenso
     return {name: param.grad for name, param in net.named_parameters() if param.grad is not None}
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def shard(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def trained(rank: int, sequence: bool) -> list[str]:
+def compare_tensor_parallel(rank: int, sequence: bool) -> list[str]:
     """What is odd after a step of all ranks: against one device to rounding, since an all-reduce adds in its own order;
     against one process for all ranks of the program to the bit."""
     mesh = meshed()
-    net, batch, place = sharded(words(), mesh["tp"], sequence), sentences(), mesh.get_local_rank("pp")
-    expected = by_autograd(words(), batch)
+    net, batch, pp_rank = parallelize_net(word_net(), mesh["tp"], sequence), sentences(), mesh.get_local_rank("pp")
+    expected = by_autograd(word_net(), batch)
     model, params, _ = fpipe.from_sequential(net, stages=4, loss=loss)
-    program = chained(model, fpipe.schedules.zbv(2), fpipe.checkpoint("except_last"))
+    program = make_program(model, fpipe.schedules.zbv(2), fpipe.checkpoint("except_last"))
     example = tree_map(lambda leaf: leaf.to("meta"), (params, batch))
     step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=example)
-    found = step(fpipe.local_params(program, params, place), batch)
-    grads = {name: grad for stage in found.grads if stage for name, grad in stage.items()}
-    odd = [name for name, grad in grads.items() if not torch.allclose(whole(grad), expected[name], atol=1e-7)]
-    own = dict(net.named_parameters())
-    odd += [f"{name} elsewhere" for name, grad in grads.items() if placed(grad) != placed(own[name])]
+    step_result = step(fpipe.local_params(program, params, pp_rank), batch)
+    grads = {name: grad for stage in step_result.grads if stage for name, grad in stage.items()}
+    wrong = [name for name, grad in grads.items() if not torch.allclose(gather_full(grad), expected[name], atol=1e-7)]
+    param_by_name = dict(net.named_parameters())
+    wrong += [
+        f"{name} elsewhere" for name, grad in grads.items() if placements_of(grad) != placements_of(param_by_name[name])
+    ]
 
     alone = fpipe.build(program, model)(params, batch)
     plain = fpipe.build(program, model, trace=False)(params, batch)
-    pairs = [(found, alone), *([(alone, plain)] if sequence else [])]
-    for one, other in pairs:
-        both = zip(one.grads, other.grads, strict=True)
-        odd += [name for a, b in both if a and b for name in a if not torch.equal(shard(a[name]), shard(b[name]))]
-    norm = fpipe.global_norm(found.grads, mesh=mesh)
-    odd += ["norm"] * (not torch.allclose(norm, nn.utils.get_total_norm(list(expected.values()))))
+    pairs = [(step_result, alone), *([(alone, plain)] if sequence else [])]
+    for actual, reference in pairs:
+        stage_pairs = zip(actual.grads, reference.grads, strict=True)
+        wrong += [
+            name
+            for a, b in stage_pairs
+            if a and b
+            for name in a
+            if not torch.equal(local_part(a[name]), local_part(b[name]))
+        ]
+    norm = fpipe.global_norm(step_result.grads, mesh=mesh)
+    wrong += ["norm"] * (not torch.allclose(norm, nn.utils.get_total_norm(list(expected.values()))))
 
     optimizer = torch.optim.SGD([leaf for stage in params for leaf in stage.values()], lr=0.1)
     fpipe.assign_grads(params, alone.grads)
     optimizer.step()
-    moved = {name: whole(param.detach()) for name, param in net.named_parameters()}
-    start = dict(words().named_parameters())
+    moved = {name: gather_full(param.detach()) for name, param in net.named_parameters()}
+    start = dict(word_net().named_parameters())
     close = {name: torch.allclose(start[name] - moved[name], 0.1 * expected[name], atol=1e-6) for name in moved}
-    return odd + [f"{name} is not trained" for name, one in close.items() if not one]
+    return wrong + [f"{name} is not trained" for name, is_close in close.items() if not is_close]
 
 
-def placed(tensor: Tensor) -> Any:
+def placements_of(tensor: Tensor) -> Any:
     return tensor.placements if isinstance(tensor, DTensor) else None
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_tensor_parallel_stages_have_the_gradients_of_one_device(four: Processes, sequence: bool):
-    assert four.each(trained, sequence) == [[]] * 4
+    assert four.run(compare_tensor_parallel, sequence) == [[]] * 4
 
 
-def verified(rank: int) -> tuple[bool, list[list[str]], bool]:
+def verify_tensor_parallel(rank: int) -> tuple[bool, list[list[str]], bool]:
     """Whether a program is plain autograd's on the same shards, with dropout; the collectives of each part of a stage;
     and whether its gradients are placed as its parameters."""
     mesh = meshed()
-    net = sharded(words(dropout=0.5), mesh["tp"], False)
+    net = parallelize_net(word_net(dropout=0.5), mesh["tp"], False)
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=loss)
-    program = chained(model, fpipe.schedules.zb_h1(2), fpipe.checkpoint())
+    program = make_program(model, fpipe.schedules.zb_h1(2), fpipe.checkpoint())
     report = fpipe.verify(program, model, params, sentences(), key=7)
 
     net.eval()
     x = torch.randn(2, 6, 8)
-    own = {name: param.detach() for name, param in net[1].named_parameters()}
-    one = fpipe.linearize(lambda p, x: torch.func.functional_call(net[1], p, (x,)), own, x)
+    block_params = {name: param.detach() for name, param in net[1].named_parameters()}
+    linearized = fpipe.linearize(lambda p, x: torch.func.functional_call(net[1], p, (x,)), block_params, x)
     parts = [
-        [word for word in ("all_reduce", "wait_tensor") for _ in range(part.count(f"{word}("))]
-        for part in (str(one).split("\n\n")[at] for at in (0, 2, 3))
+        [collective for collective in ("all_reduce", "wait_tensor") for _ in range(part.count(f"{collective}("))]
+        for part in (str(linearized).split("\n\n")[part_index] for part_index in (0, 2, 3))
     ]
-    y, res = one.forward(own, x)
-    _, wres = one.backward_input(own, res, torch.ones_like(y))
-    found = one.backward_weight(own, wres)
-    same = all(placed(found[name]) == placed(own[name]) for name in own)
-    return report.bitwise, parts, same
+    y, res = linearized.forward(block_params, x)
+    _, wres = linearized.backward_input(block_params, res, torch.ones_like(y))
+    weight_grads = linearized.backward_weight(block_params, wres)
+    is_placed = all(placements_of(weight_grads[name]) == placements_of(block_params[name]) for name in block_params)
+    return report.bitwise, parts, is_placed
 
 
-def test_collectives_are_ops_of_f_and_i_and_none_is_w_s(four: Processes):
+def test_f_and_i_have_collectives_and_w_has_none(four: Processes):
     """F adds the parts of its output up, I those of its input's gradient; each is waited for in the same part."""
-    both = ["all_reduce", "wait_tensor"]
-    assert four.each(verified) == [(True, [both, both, []], True)] * 4
+    collectives = ["all_reduce", "wait_tensor"]
+    assert four.run(verify_tensor_parallel) == [(True, [collectives, collectives, []], True)] * 4
 
 
-class Gathered(nn.Module):
+class Gather(nn.Module):
     """A parameter out of its shards; its gradient is the mean over those who hold them, each with its own rows."""
 
     def forward(self, shard: DTensor) -> Tensor:
@@ -167,32 +175,34 @@ def fully_sharded(net: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
     for module in list(net.modules()):
         for name, param in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(distribute_tensor(param.detach(), mesh, [Shard(0)])))
-            parametrize.register_parametrization(module, name, Gathered(), unsafe=True)
+            parametrize.register_parametrization(module, name, Gather(), unsafe=True)
     return net
 
 
-def gathered(rank: int) -> tuple[list[str], bool]:
+def compare_fully_sharded(rank: int) -> tuple[list[str], bool]:
     """What is odd after a step in which each process has a half of each microbatch and of each parameter, and whether
     that is plain autograd."""
     mesh = meshed()
-    net, batch, half = fully_sharded(words(), mesh["tp"]), sentences(), mesh.get_local_rank("tp")
-    expected = by_autograd(words(), batch)
-    own = tuple(torch.cat([rows.chunk(2)[half] for rows in part.tensor_split(4)]) for part in batch)
+    net, batch, tp_rank = fully_sharded(word_net(), mesh["tp"]), sentences(), mesh.get_local_rank("tp")
+    expected = by_autograd(word_net(), batch)
+    local_batch = tuple(torch.cat([rows.chunk(2)[tp_rank] for rows in part.tensor_split(4)]) for part in batch)
     model, params, _ = fpipe.from_sequential(net, stages=4, loss=loss)
-    program = chained(model, fpipe.schedules.zbv(2), fpipe.checkpoint("except_last"))
-    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, own))
-    found = step(fpipe.local_params(program, params, mesh.get_local_rank("pp")), own)
-    grads = {name: grad for stage in found.grads if stage for name, grad in stage.items()}
+    program = make_program(model, fpipe.schedules.zbv(2), fpipe.checkpoint("except_last"))
+    step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, local_batch))
+    result = step(fpipe.local_params(program, params, mesh.get_local_rank("pp")), local_batch)
+    grads = {name: grad for stage in result.grads if stage for name, grad in stage.items()}
     plain = {name: name.replace("parametrizations.", "").replace(".original", "") for name in grads}
-    odd = [name for name, grad in grads.items() if placed(grad) != (Shard(0),)]
-    odd += [name for name, grad in grads.items() if not torch.allclose(whole(grad), expected[plain[name]], atol=1e-7)]
-    return odd, fpipe.verify(program, model, params, own).bitwise
+    wrong = [name for name, grad in grads.items() if placements_of(grad) != (Shard(0),)]
+    wrong += [
+        name for name, grad in grads.items() if not torch.allclose(gather_full(grad), expected[plain[name]], atol=1e-7)
+    ]
+    return wrong, fpipe.verify(program, model, params, local_batch).bitwise
 
 
 def test_fully_sharded_parameters_are_gathered_inside_a_stage(four: Processes):
     """As FSDP has them, by a parametrization and no hook: gathered where they are used, and again where recomputed;
     gradients are added up and cut where they are made."""
-    assert four.each(gathered) == [([], True)] * 4
+    assert four.run(compare_fully_sharded) == [([], True)] * 4
 
 
 class Enter(torch.autograd.Function):
@@ -205,7 +215,7 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return added(dy, ctx.group), None
+        return all_reduce_sum(dy, ctx.group), None
 
 
 class Leave(torch.autograd.Function):
@@ -213,22 +223,22 @@ class Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        return added(x, group)
+        return all_reduce_sum(x, group)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return dy, None
 
 
-def added(x: Tensor, group: Any) -> Tensor:
+def all_reduce_sum(x: Tensor, group: Any) -> Tensor:
     from torch.distributed import _functional_collectives as functional
 
     return functional.wait_tensor(functional.all_reduce(x, "sum", group))
 
 
-def by_hand(mesh: DeviceMesh) -> tuple[fpipe.Model, Any, tuple[Tensor, Tensor], dict[str, Tensor]]:
+def manual_stages(mesh: DeviceMesh) -> tuple[fpipe.Model, Any, tuple[Tensor, Tensor], dict[str, Tensor]]:
     """Stages of plain shards that call collectives themselves, and the whole parameters by stage and name."""
-    group, at = mesh.get_group("tp"), mesh.get_local_rank("tp")
+    group, tp_rank = mesh.get_group("tp"), mesh.get_local_rank("tp")
     torch.manual_seed(2)
     full = {f"{n}{name}": torch.randn(8, 8).mul_(0.5).requires_grad_() for n in range(2) for name in ("up", "down")}
 
@@ -236,67 +246,69 @@ def by_hand(mesh: DeviceMesh) -> tuple[fpipe.Model, Any, tuple[Tensor, Tensor], 
         return Leave.apply(torch.tanh(Enter.apply(x, group) @ p["up"]) @ p["down"], group)
 
     cut = {"up": 1, "down": 0}
-    params = tuple({name: full[f"{n}{name}"].detach().chunk(2, dim)[at] for name, dim in cut.items()} for n in range(2))
+    params = tuple(
+        {name: full[f"{n}{name}"].detach().chunk(2, dim)[tp_rank] for name, dim in cut.items()} for n in range(2)
+    )
     model = fpipe.from_functions([stage, stage], nn.functional.mse_loss)
     return model, params, (torch.randn(8, 8), torch.randn(8, 8)), full
 
 
-def collectives_by_hand(rank: int) -> list[str]:
+def compare_manual_collectives(rank: int) -> list[str]:
     mesh = meshed()
-    model, params, batch, full = by_hand(mesh)
-    program, place = chained(model, fpipe.schedules.zb_h1(2)), mesh.get_local_rank("pp")
+    model, params, batch, full = manual_stages(mesh)
+    program, pp_rank = make_program(model, fpipe.schedules.zb_h1(2)), mesh.get_local_rank("pp")
     step = fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch))
-    found = step(fpipe.local_params(program, params, place), batch).grads[place]
+    actual = step(fpipe.local_params(program, params, pp_rank), batch).grads[pp_rank]
     for x, target in zip(*(part.chunk(4) for part in batch), strict=True):
         for n in range(2):
             x = torch.tanh(x @ full[f"{n}up"]) @ full[f"{n}down"]
         (nn.functional.mse_loss(x, target) * 0.25).backward()
     dims = {"up": 1, "down": 0}
-    at = mesh.get_local_rank("tp")
-    own = {name: full[f"{place}{name}"].grad.chunk(2, dim)[at] for name, dim in dims.items()}
-    return [name for name in own if not torch.allclose(found[name], own[name], atol=1e-6)]
+    tp_rank = mesh.get_local_rank("tp")
+    expected = {name: full[f"{pp_rank}{name}"].grad.chunk(2, dim)[tp_rank] for name, dim in dims.items()}
+    return [name for name in expected if not torch.allclose(actual[name], expected[name], atol=1e-6)]
 
 
-def test_stages_of_plain_shards_may_call_collectives_themselves(four: Processes):
-    assert four.each(collectives_by_hand) == [[]] * 4
+def test_stages_of_plain_shards_may_call_collectives(four: Processes):
+    assert four.run(compare_manual_collectives) == [[]] * 4
 
 
-def refused(rank: int, how: str) -> str:
+def refuse_case(rank: int, case: str) -> str:
     from torch.distributed.fsdp import fully_shard
 
     mesh = meshed()
     tp, batch = mesh["tp"], sentences()
-    net = sharded(words(), tp, False)
+    net = parallelize_net(word_net(), tp, False)
     try:
-        if how == "loss function":
+        if case == "loss function":
 
             def loss_fn(params: Any, batch: Any) -> Tensor:
                 return loss(torch.func.functional_call(net, params, (batch[0],)), batch[1])
 
             fpipe.from_loss(loss_fn, dict(net.named_parameters()), batch)
-        if how == "output":
-            net = words()
+        if case == "output":
+            net = word_net()
             parallelize_module(net, tp, {"3": ColwiseParallel(use_local_output=False)})
-        if how == "exported":
+        if case == "exported":
             net[1].register_buffer("table", DTensor.from_local(torch.ones(2), tp, [Shard(0)]))
             fpipe.from_module(net, 2, loss=loss, example=batch)
-        if how in ("fully_shard", "whole", "whole, exported", "whole, called"):
-            net = words()
-            for one in net[1:3] if how == "fully_shard" else [net]:
-                fully_shard(one, mesh=tp)
-        if how == "whole, exported":
+        if case in ("fully_shard", "whole", "whole, exported", "whole, called"):
+            net = word_net()
+            for module in net[1:3] if case == "fully_shard" else [net]:
+                fully_shard(module, mesh=tp)
+        if case == "whole, exported":
             fpipe.from_module(net, 2, loss=loss, example=batch)
-        if how == "whole, called":
+        if case == "whole, called":
             fpipe.from_functions([lambda p, x: torch.func.functional_call(net, p, (x,))], loss)
-        if how == "ddp":
-            net = nn.Sequential(nn.parallel.DistributedDataParallel(words(), process_group=tp.get_group()))
+        if case == "ddp":
+            net = nn.Sequential(nn.parallel.DistributedDataParallel(word_net(), process_group=tp.get_group()))
         model, params, _ = fpipe.from_sequential(net, stages=2, loss=loss)
-        if how == "by hand":
-            model, params, batch, _ = by_hand(mesh)
-        program = chained(model, fpipe.schedules.gpipe(2))
-        if how == "batch":
+        if case == "by hand":
+            model, params, batch, _ = manual_stages(mesh)
+        program = make_program(model, fpipe.schedules.gpipe(2))
+        if case == "batch":
             batch = DTensor.from_local(batch[0], tp, [Replicate()]), batch[1]
-        if how in ("threads", "by hand"):
+        if case in ("threads", "by hand"):
             fpipe.build(program, model, runtime="threads")(params, batch)
         fpipe.build(program, model, runtime="distributed", mesh=mesh, example=(params, batch))
     except (ValueError, TypeError) as error:
@@ -319,41 +331,41 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("how", REFUSED)
-def test_what_cannot_be_is_refused(four: Processes, how: str):
-    for said in four.each(refused, how):
-        assert REFUSED[how] in said
+@pytest.mark.parametrize("case", REFUSED)
+def test_unsupported_shards_are_refused(four: Processes, case: str):
+    for message in four.run(refuse_case, case):
+        assert REFUSED[case] in message
 
 
-def in_trouble(rank: int, how: str) -> list[Any]:
+def fail_one_process(rank: int, fault: str) -> list[Any]:
     """What a process says of a step in which one fails that shares a stage with another, and of the next step."""
     mesh = meshed(LIMIT)
-    model, params, batch, _ = by_hand(mesh)
-    program = chained(model, fpipe.schedules.one_f_one_b(2))
+    model, params, batch, _ = manual_stages(mesh)
+    program = make_program(model, fpipe.schedules.one_f_one_b(2))
     options: Any = {"mesh": mesh, "example": (params, batch), "timeout": 2 * LIMIT, "check_finite": True}
     options["check_batch"] = "never"
     step = fpipe.build(program, model, runtime="distributed", **options)
-    own = fpipe.local_params(program, params, mesh.get_local_rank("pp"))
+    rank_params = fpipe.local_params(program, params, mesh.get_local_rank("pp"))
     dist.barrier()
-    step(own, batch)
-    if rank == 1 and how == "killed":
+    step(rank_params, batch)
+    if rank == 1 and fault == "killed":
         os.kill(os.getpid(), 9)
     if rank == 1:
         batch[0][5] = torch.nan
-    return [*timed(lambda: step(own, batch)), *timed(lambda: step(own, batch))]
+    return [*time_call(lambda: step(rank_params, batch)), *time_call(lambda: step(rank_params, batch))]
 
 
-@pytest.mark.parametrize("how", ["killed", "failed"])
-def test_who_shares_a_stage_with_one_that_is_lost_ends_in_time(how: str):
+@pytest.mark.parametrize("fault", ["killed", "failed"])
+def test_a_lost_process_ends_those_that_share_its_stage_in_time(fault: str):
     """A process that fails closes its connections, those of the collectives inside stages too."""
     with Processes(4) as processes:
-        processes.start(in_trouble, how)
-        for rank, told in enumerate(processes.results()):
-            if rank == 1 and how == "killed":
-                assert told is None
+        processes.start(fail_one_process, fault)
+        for rank, outcome in enumerate(processes.results()):
+            if rank == 1 and fault == "killed":
+                assert outcome is None
                 continue
-            assert told[1] < SOON
-            assert "start all ranks again" in told[2]
-            if how == "failed":
-                words = "RankError: rank 0 failed in ", "FloatingPointError: "
-                assert told[0].startswith(words[rank == 1])
+            assert outcome[1] < SOON
+            assert "start all ranks again" in outcome[2]
+            if fault == "failed":
+                prefixes = "RankError: rank 0 failed in ", "FloatingPointError: "
+                assert outcome[0].startswith(prefixes[rank == 1])

@@ -33,10 +33,10 @@ TRACES: Any = trace_cache
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A line for each trace that is made."""
-    made: list[str] = []
+    traces: list[str] = []
     plain = TRACES.trace
-    monkeypatch.setattr(TRACES, "trace", lambda *args: made.append("trace") or plain(*args))
-    return made
+    monkeypatch.setattr(TRACES, "trace", lambda *args: traces.append("trace") or plain(*args))
+    return traces
 
 
 def squares(y: Tensor, target: Tensor) -> Tensor:
@@ -49,8 +49,8 @@ def built(*functions: Any, m: int = 2) -> tuple[fpipe.Model, Callable[..., fpipe
     return model, fpipe.build(pipeline(fpipe.program(model)), model)
 
 
-def same(one: fpipe.Result, other: fpipe.Result) -> bool:
-    return all(map(torch.equal, leaves((one.loss, one.grads)), leaves((other.loss, other.grads))))
+def has_equal_bits(result: fpipe.Result, expected: fpipe.Result) -> bool:
+    return all(map(torch.equal, leaves((result.loss, result.grads)), leaves((expected.loss, expected.grads))))
 
 
 # What is on around a step.
@@ -78,13 +78,13 @@ def deterministic():
 
 @contextmanager
 def rounding():
-    before = torch.backends.mkldnn.matmul.fp32_precision
+    precision = torch.backends.mkldnn.matmul.fp32_precision
     torch.set_float32_matmul_precision("medium")
     try:
         yield
     finally:
         torch.set_float32_matmul_precision("highest")
-        torch.backends.mkldnn.matmul.fp32_precision = before
+        torch.backends.mkldnn.matmul.fp32_precision = precision
 
 
 @contextmanager
@@ -100,16 +100,16 @@ class TwiceTanh(TorchFunctionMode):
     """Twice the tanh, as torch's function for it is called."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        return made * 2 if func is torch.tanh else made
+        output = func(*args, **(kwargs or {}))
+        return output * 2 if func is torch.tanh else output
 
 
 class TwiceTheOp(TorchDispatchMode):
     """One floor below, where it sees the ops of a trace too."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        return made * 2 if func is torch.ops.aten.tanh.default else made
+        output = func(*args, **(kwargs or {}))
+        return output * 2 if func is torch.ops.aten.tanh.default else output
 
 
 # Choose among kernels, of which some CPUs have one and some have two with other bits: AMX multiplies in bfloat16 where
@@ -135,24 +135,24 @@ UNTRACED: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")
 @pytest.mark.parametrize("case", [*FLAGS, *UNTRACED])
-def test_what_is_on_around_a_step_has_its_way_and_leaves_no_trace(case: str, traced: list[str]):
+def test_ambient_modes_apply_to_a_step_and_not_after_it(case: str, traced: list[str]):
     torch.manual_seed(0)
     net = nn.Sequential(Attends(), Attends())
     model, params, _ = fpipe.from_sequential(net, stages=2, loss=squares)
     step = fpipe.build(fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model)), model)
     batch = torch.randn(4, 16, 16), torch.randn(4, 16, 16)
     outside = step(params, batch)
-    around, words = UNTRACED.get(case) or (FLAGS[case], None)
+    around, reason = UNTRACED.get(case) or (FLAGS[case], None)
     for _ in range(2):
         traced.clear()
         with around():
-            with pytest.warns(UserWarning, match=f"every stage under autograd: {words}") if words else nullcontext():
-                found = step(params, batch)
-            assert same(found, fpipe.reference(model, params, batch, microbatches=2))
+            with pytest.warns(UserWarning, match=f"every stage under autograd: {reason}") if reason else nullcontext():
+                result = step(params, batch)
+            assert has_equal_bits(result, fpipe.reference(model, params, batch, microbatches=2))
     assert traced == []  # the second time
     if case not in BITS_DEPEND_ON_CPU:
-        assert not same(found, outside)
-    assert same(step(params, batch), outside)
+        assert not has_equal_bits(result, outside)
+    assert has_equal_bits(step(params, batch), outside)
     if case == "saved tensors":
         with pytest.raises(ValueError, match="saved_tensors_hooks are on"), around():
             fpipe.linearize(smooth, PARAMS[0], BATCH[0])
@@ -162,7 +162,7 @@ def smooth(p: dict[str, Tensor], x: Tensor) -> Tensor:
     return torch.tanh(x @ p["w"])
 
 
-def test_the_flag_of_einsum_is_seen_whichever_way_it_is_set(monkeypatch: pytest.MonkeyPatch):
+def test_the_ambient_key_sees_both_flags_of_einsum(monkeypatch: pytest.MonkeyPatch):
     einsum: Any = torch.backends.opt_einsum
     plain = ambient_key()
     monkeypatch.setattr(einsum, "enabled", not einsum.enabled)
@@ -179,22 +179,22 @@ PARAMS, BATCH = ({"w": torch.randn(4, 4)},), (torch.randn(4, 4), torch.randn(4, 
 
 
 @pytest.mark.parametrize("trace", [True, False])
-def test_the_state_is_cast_as_the_forward_is(trace: bool):
+def test_autocast_applies_to_the_state(trace: bool):
     def remember(p: Any, x: Tensor, *, state: dict[str, Tensor]) -> Any:
         return smooth(p, x), {"m": state["m"] + (x.t() @ x).float()}
 
     model = fpipe.from_functions([remember], squares)
-    one = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
+    program = fpipe.chain(fpipe.split(2), fpipe.merge())(fpipe.program(model))
     state = ({"m": torch.zeros(4, 4)},)
     with torch.autocast("cpu", torch.bfloat16):
-        found = fpipe.build(one, model, trace=trace)(PARAMS, BATCH, state=state)
+        result = fpipe.build(program, model, trace=trace)(PARAMS, BATCH, state=state)
         expected = fpipe.reference(model, PARAMS, BATCH, microbatches=2, state=state)
     plain = fpipe.reference(model, PARAMS, BATCH, microbatches=2, state=state)
-    assert torch.equal(found.state[0]["m"], expected.state[0]["m"])
-    assert not torch.equal(found.state[0]["m"], plain.state[0]["m"])
+    assert torch.equal(result.state[0]["m"], expected.state[0]["m"])
+    assert not torch.equal(result.state[0]["m"], plain.state[0]["m"])
 
 
-def test_detect_anomaly_finds_what_is_no_number():
+def test_detect_anomaly_finds_nan():
     _, step = built(lambda p, x: torch.log(x @ p["w"] - 100))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Anomaly Detection has been enabled|Error detected in")
@@ -202,15 +202,15 @@ def test_detect_anomaly_finds_what_is_no_number():
             step(PARAMS, BATCH)
 
 
-def test_a_number_that_torch_may_take_for_zero_is_taken_for_what_it_is():
+def test_a_denormal_constant_follows_the_flush_setting():
     """It was a tensor before the step ran: 0 for good, if torch flushed such numbers as the step was first run."""
     model, step = built(lambda p, x: smooth(p, x) * 1e-40 * 1e30)
     try:
         for flushes in (True, False):
             assert torch.set_flush_denormal(flushes)
-            found = step(PARAMS, BATCH)
-            assert same(found, fpipe.reference(model, PARAMS, BATCH, microbatches=2))
-            assert (found.outputs == 0).all() == flushes
+            result = step(PARAMS, BATCH)
+            assert has_equal_bits(result, fpipe.reference(model, PARAMS, BATCH, microbatches=2))
+            assert (result.outputs == 0).all() == flushes
     finally:
         torch.set_flush_denormal(False)
 
@@ -223,40 +223,40 @@ class Doubling(nn.Module):
         return x * 2
 
 
-def test_a_forward_that_is_changed_counts(monkeypatch: pytest.MonkeyPatch):
+def test_a_changed_forward_is_traced_again(monkeypatch: pytest.MonkeyPatch):
     model, params, _ = fpipe.from_sequential(nn.Sequential(nn.Linear(4, 4), Doubling()), stages=1, loss=squares)
     program = fpipe.program(model)
     fpipe.build(program, model)(params, BATCH)
     monkeypatch.setattr(Doubling, "forward", lambda self, x: x * 3)
-    assert same(fpipe.build(program, model)(params, BATCH), fpipe.reference(model, params, BATCH))
+    assert has_equal_bits(fpipe.build(program, model)(params, BATCH), fpipe.reference(model, params, BATCH))
 
 
 @pytest.mark.usefixtures("small_heap")
-def test_a_function_that_closes_over_itself_goes_with_its_traces():
+def test_a_function_that_closes_over_itself_is_collected():
     def stage(p: dict[str, Tensor], x: Tensor) -> Tensor:
         return x @ p["w"] if callable(stage) else x
 
     built(stage)[1](PARAMS, BATCH)
-    gone = weakref.ref(stage)
+    stage_ref = weakref.ref(stage)
     stage = None
     gc.collect()
-    assert gone() is None
+    assert stage_ref() is None
 
 
 # What changes each step.
 
 
-def test_a_number_that_changes_each_step_is_told_once():
+def test_a_number_that_changes_each_step_warns_once():
     _, step = built(lambda p, x: torch.tanh(x["x"] @ p["w"]) * x["scale"][0])
     x, target = BATCH
-    said: list[str] = []
+    messages: list[str] = []
     for k in range(12):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             step(PARAMS, ({"x": x, "scale": (k / 8,)}, target))
-        said += [str(warning.message) for warning in caught]
-    assert len(said) == 1
-    assert said[0].startswith(
+        messages += [str(warning.message) for warning in caught]
+    assert len(messages) == 1
+    assert messages[0].startswith(
         "this step was traced again 8 times, since each step was handed something else: last time "
         "batch[0]['scale'][0] was 0.875 and is 1.0. Hand in a number that changes as a 0-d tensor"
     )
@@ -270,7 +270,7 @@ def test_a_batch_that_changes_its_shape_is_named():
         step(PARAMS, (torch.randn(10, 4), torch.randn(10, 4)))
 
 
-def test_a_batch_of_other_rows_that_takes_long_to_trace_is_told_once(
+def test_a_slow_trace_of_another_row_count_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     """The last batch of an epoch took twelve seconds, and nobody knew why."""
@@ -279,12 +279,12 @@ def test_a_batch_of_other_rows_that_takes_long_to_trace_is_told_once(
     step = fpipe.build(fpipe.program(model), model)
     for rows in (16, 16, 13, 7, 16):
         step(({"w": torch.tensor(2.0)},), (torch.ones(rows, 3), torch.ones(rows, 3)))
-    (said,) = [record.getMessage() for record in caplog.records if record.name == "fpipe"]
-    assert "batch[0] was float32[16, 3] with strides [3, 1] on cpu and is float32[13, 3]" in said
-    assert "drop_last=True" in said
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "fpipe"]
+    assert "batch[0] was float32[16, 3] with strides [3, 1] on cpu and is float32[13, 3]" in message
+    assert "drop_last=True" in message
 
 
-def test_a_key_of_params_may_be_true_or_one():
+def test_equal_keys_of_params_keep_their_types():
     model = fpipe.from_functions([lambda p, x: x @ p[1]], loss=squares)
     step = fpipe.build(fpipe.program(model), model)
     for key in (1, True, 1.0):
@@ -299,21 +299,21 @@ def test_threads_that_start_together_trace_once(traced: list[str]):
     once = len(traced)
     traced.clear()
     _, step = built(lambda p, x: smooth(p, x))
-    found: list[fpipe.Result] = []
-    threads = [threading.Thread(target=lambda: found.append(step(PARAMS, BATCH))) for _ in range(4)]
+    results: list[fpipe.Result] = []
+    threads = [threading.Thread(target=lambda: results.append(step(PARAMS, BATCH))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(traced) == once
-    assert all(same(one, found[0]) for one in found)
+    assert all(has_equal_bits(result, results[0]) for result in results)
 
 
 def arithmetic(p: dict[str, Tensor], x: Tensor) -> Tensor:
     return torch.tanh(x * 2 + 1) @ p["w"] / 3
 
 
-def test_tensors_without_data_go_through_a_step_and_leave_no_trace():
+def test_a_step_on_tensors_without_data_leaves_no_trace():
     """Numbers and weights that a trace holds are tensors of their own, which a FakeTensorMode refuses; and a first step
     under one left a stage without a trace for the steps on data. On the meta device a warning said that all traces end.
     """
@@ -329,4 +329,4 @@ def test_tensors_without_data_go_through_a_step_and_leave_no_trace():
             with mode:
                 assert type(step(*fakes).grads[0]["w"]) is type(fakes[1][0])
             assert step(*tree_map(lambda leaf: leaf.to("meta"), (params, batch))).loss.is_meta
-            assert same(step(params, batch), fpipe.reference(model, params, batch, microbatches=2))
+            assert has_equal_bits(step(params, batch), fpipe.reference(model, params, batch, microbatches=2))
