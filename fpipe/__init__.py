@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from fpipe.derived.freeze import evaluating, freeze
     from fpipe.derived.jvp import Dual, jvp, make_dual, unpack_dual
     from fpipe.derived.per_example import per_example
-    from fpipe.finding.found import Found
     from fpipe.finding.search import search
+    from fpipe.finding.search_result import SearchResult
     from fpipe.graphs.linearize import Linearized, linearize
     from fpipe.graphs.tracing.keep_marks import keep
     from fpipe.meaning.from_functions import from_functions
@@ -103,7 +103,7 @@ if TYPE_CHECKING:
 # long as everything that writes and simulates a schedule; those that search, plan and draw take a third of that time.
 # A type checker reads the imports above; tests/test_imports.py compares both lists.
 _LAZY_NAMES = {
-    "finding.found": ("Found",),
+    "finding.search_result": ("SearchResult",),
     "finding.search": ("search",),
     "pictures.plot": ("plot",),
     "pictures.style": ("Style",),
@@ -157,7 +157,6 @@ __all__ = [
     "Comparison",
     "Costs",
     "Dual",
-    "Found",
     "GradientMismatch",
     "Input",
     "Kind",
@@ -175,6 +174,7 @@ __all__ = [
     "Report",
     "Result",
     "RunPlan",
+    "SearchResult",
     "Sizes",
     "Stage",
     "Stash",

@@ -1,1 +1,1 @@
-"""(Program, costs, memory) -> Found: the best schedule that a search finds, and how good any can be."""
+"""(Program, costs, memory) -> SearchResult: the best schedule that a search finds, and how good any can be."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fpipe.finding.found import Found
 from fpipe.finding.problem import SearchProblem
+from fpipe.finding.search_result import SearchResult
 from fpipe.program import ProgramError
 from fpipe.timing.amounts import format_exact_amount
 from fpipe.timing.simulate import simulate
@@ -21,7 +21,9 @@ MAX_CAPS = 4
 """The most searches for one policy, each under a smaller cap."""
 
 
-def search_with_gathers(search: Callable[[float], Found], policies: Sequence[Any], problem: SearchProblem) -> Found:
+def search_with_gathers(
+    search: Callable[[float], SearchResult], policies: Sequence[Any], problem: SearchProblem
+) -> SearchResult:
     """Return the best result of a search with one of the policies of gathering parameters.
 
     Gathered parameters count under the cap, but the search does not know them. If they exceed it, the search is
@@ -30,8 +32,8 @@ def search_with_gathers(search: Callable[[float], Found], policies: Sequence[Any
     Raises:
         ProgramError: nothing fits.
     """
-    found_by_cap: dict[float, Found] = {}
-    results: list[Found] = []
+    found_by_cap: dict[float, SearchResult] = {}
+    results: list[SearchResult] = []
     smallest_peak = math.inf
     for policy in policies:
         cap = problem.cap

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from fpipe.finding.found import Found
 from fpipe.finding.fuse import fuse_backwards
 from fpipe.finding.gathering import search_with_gathers
 from fpipe.finding.local_search import Candidate, LocalSearch
@@ -15,6 +14,7 @@ from fpipe.finding.long_steps import extend_to_long_step, short_program
 from fpipe.finding.op_facts import has_kind, placed_ops, recompute_cells, recomputed_cells
 from fpipe.finding.problem import SearchProblem
 from fpipe.finding.schedule_table import schedule_table_of
+from fpipe.finding.search_result import SearchResult
 from fpipe.finding.solver import MAX_OPS_ASKED, is_installed, solve_pool
 from fpipe.limits import check_whole_number
 from fpipe.model import Model
@@ -58,7 +58,7 @@ def search(
     shard: Collection[str] = (),
     seed: int = 0,
     progress: Progress | None = None,
-) -> Found:
+) -> SearchResult:
     """Search for the schedule that takes the least time under these costs and this memory.
 
     It starts from every named schedule that accepts the sizes and from list schedules, improves them by small changes,
@@ -96,7 +96,7 @@ def search(
             far (infinite while nothing fits), and the bound.
 
     Returns:
-        `Found`. After Ctrl-C the best so far, if there is any.
+        `SearchResult`. After Ctrl-C the best so far, if there is any.
 
     Raises:
         ProgramError: nothing fits the cap, with the smallest cap that does; fewer stages than ranks.
@@ -152,7 +152,7 @@ def search(
     policy = "never" if checkpoint == "auto" and not problem.choose_recompute else checkpoint
     policies = checked_policies(shard)
 
-    def search_under_cap(cap: float) -> Found:
+    def search_under_cap(cap: float) -> SearchResult:
         return search_for(base, replace(problem, cap=cap), seconds, solver, policy, progress)
 
     return search_with_gathers(search_under_cap, policies, problem) if policies else search_under_cap(problem.cap)
@@ -165,7 +165,7 @@ def search_for(
     solver: str = "local",
     policy: Policy | Callable[[int, int], bool] = "never",
     progress: Progress | None = None,
-) -> Found:
+) -> SearchResult:
     """Search for the schedule that a checked problem asks for."""
     bases = _recomputing(base, policy)
     short_base = short_program(base, problem) if policy in ("never", "auto") else None
@@ -246,7 +246,7 @@ class _Search:
         self.proven_floors: dict[Any, float] = {}
         self.complete = True
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Run all phases and return the result."""
         try:
             self.local_search.gather_orders()
@@ -271,7 +271,7 @@ class _Search:
         if has_kind(program, "OFFLOAD"):
             program = schedule(self.base)
             timeline = timeline if program == best.program else simulate(program, self.problem.costs)
-        return Found(
+        return SearchResult(
             schedule,
             program,
             timeline,

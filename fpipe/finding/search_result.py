@@ -29,7 +29,7 @@ class NamedRow:
 
 
 @dataclass(frozen=True, repr=False)
-class Found(HtmlRepr):
+class SearchResult(HtmlRepr):
     """The best schedule that a search found.
 
     Attributes:
@@ -93,4 +93,6 @@ class Found(HtmlRepr):
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return f"<Found: {self.objective} {self.value:g}, gap {self.gap:.1%}{'' if self.complete else ', stopped'}>"
+        return (
+            f"<SearchResult: {self.objective} {self.value:g}, gap {self.gap:.1%}{'' if self.complete else ', stopped'}>"
+        )

@@ -296,9 +296,9 @@ class _Painter:
         awaited_text = awaited_op(wait)
         hint = f"{title}\n{awaited_text}".rstrip()
         self.drawing.timed.append(Rect(x, y + 2, width, height - 4, "hatched", hint, self.edge))
-        if not awaited_text or wait.on is None or self.style.labels != "all":
+        if not awaited_text or wait.writer is None or self.style.labels != "all":
             return
-        names = (f"waits for {wait.on.cell}", wait.on.cell)
+        names = (f"waits for {wait.writer.cell}", wait.writer.cell)
         if self.keep_all:
             self.draw_page_label(x, width, y, height, names, "faint")
         elif label := fitting_label(names, text_size(height), width, SIZES[:1]):
@@ -309,14 +309,16 @@ class _Painter:
     def draw_critical_path(self) -> None:
         """Draw frames around ops of the critical path, and thick arrows for its transfers."""
         for step in self.panel.path if self.style.critical_path else ():
-            if isinstance(step.what, Op):
+            if isinstance(step.activity, Op):
                 # A SEND that the program does not name has no lane in the picture: the main lane stands for it.
-                rank, lane = step.what.rank, lane_of(step.what)
+                rank, lane = step.activity.rank, lane_of(step.activity)
                 y, height = self.top_and_height[rank, lane if (rank, lane) in self.top_and_height else "main"]
                 x, width = self.x_and_width(step.start, step.end)
-                self.drawing.timed.append(path_frame(x, y, width, height, f"{step.what.cell} is on the critical path"))
+                self.drawing.timed.append(
+                    path_frame(x, y, width, height, f"{step.activity.cell} is on the critical path")
+                )
             else:
-                self.draw_transfer(step.what, "ink", 2.0)
+                self.draw_transfer(step.activity, "ink", 2.0)
 
     def draw_transfer(self, transfer: Transfer, paint: str = "", line_width: float = 0.0) -> None:
         """Draw a transfer as an arrow from lane to lane, cut at the edges of the window."""

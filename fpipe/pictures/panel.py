@@ -189,7 +189,9 @@ class Panel:
         """Ops and transfers of the critical path in the window that take time, each to its own end."""
         # In a measured step an op may end before the next one starts; the path lets each last until then.
         ends: dict[tuple[object, float], float] = {event[:2]: event.end for event in self.timeline.events}
-        path = [step._replace(end=ends.get((step.what, step.start), step.end)) for step in self.timeline.critical_path]
+        path = [
+            step._replace(end=ends.get((step.activity, step.start), step.end)) for step in self.timeline.critical_path
+        ]
         return [step for step in path if step.end > step.start and self.is_shown(step.start, step.end)]
 
     def memory_curve(self, rank: int) -> list[tuple[float, float]]:
@@ -240,9 +242,9 @@ def make_panels(
 
 def awaited_op(wait: Wait) -> str:
     """Return a text on the op of another rank that a rank waits for; empty if it waits for none."""
-    if wait.on is None or wait.source in (wait.rank, None):
+    if wait.writer is None or wait.source in (wait.rank, None):
         return ""
-    return f"for {wait.on.cell} on rank {wait.source}"
+    return f"for {wait.writer.cell} on rank {wait.source}"
 
 
 def _spread_shades(rungs: int) -> dict[int, float]:

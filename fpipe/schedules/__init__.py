@@ -5,7 +5,7 @@ from fpipe.schedules.interleaved import group_interleaved, interleaved, interlea
 from fpipe.schedules.offloading import bpipe, pipe_offload
 from fpipe.schedules.overlap import interleaved_overlap, one_f_one_b_overlap
 from fpipe.schedules.pipedream import pipedream, pipedream_2bw
-from fpipe.schedules.priority import Now, from_priority
+from fpipe.schedules.priority import RankState, from_priority
 from fpipe.schedules.registry import Schedule, about, get, names, register
 from fpipe.schedules.round_robin import roundpipe
 from fpipe.schedules.searched import v_half, v_min, zb_auto, zbv
@@ -15,7 +15,7 @@ from fpipe.schedules.waves import chimera, hanayo, one_f_one_b_v
 from fpipe.schedules.zero_bubble import zb_h1, zb_h2
 
 __all__ = [
-    "Now",
+    "RankState",
     "Schedule",
     "about",
     "bpipe",

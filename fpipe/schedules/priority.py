@@ -19,27 +19,27 @@ from fpipe.transforms.reorder import apply_table
 from fpipe.transforms.shard import forwards_per_microbatch
 
 
-class Now(NamedTuple):
+class RankState(NamedTuple):
     """The state of the free rank that a key may look at: time, rank, residuals, sizes.
 
     Args:
         time: seconds since the start of the step.
         rank: the free rank.
-        held: microbatches that the rank holds; one microbatch of all its stages is 1.
+        held_microbatches: microbatches that the rank holds; one microbatch of all its stages is 1.
         microbatches, stages: of the whole program.
 
-    >>> Now(time=2.0, rank=0, held=1.0, microbatches=4, stages=2).held
+    >>> RankState(time=2.0, rank=0, held_microbatches=1.0, microbatches=4, stages=2).held_microbatches
     1.0
     """
 
     time: float
     rank: int
-    held: float
+    held_microbatches: float
     microbatches: int
     stages: int
 
 
-Key = Callable[[Op, Now], Any]
+Key = Callable[[Op, RankState], Any]
 Cap = float | Sequence[float]
 
 
@@ -184,7 +184,7 @@ class _ReadyOps:
         per_microbatch = self.residuals_per_microbatch[rank]
         # Residuals are counted as whole numbers, a cap in microbatches may be any fraction: allow for its rounding.
         room = self.limits[rank] * per_microbatch - self.held[rank] + 1e-9
-        facts = Now(time, rank, self.held[rank] / per_microbatch, *self.sizes)
+        facts = RankState(time, rank, self.held[rank] / per_microbatch, *self.sizes)
         key_by_op = {
             op_index: self.key(self.ops[op_index], facts) for op_index in ready if self.takes[op_index] <= room
         }

@@ -34,18 +34,18 @@ class Event(NamedTuple):
 class PathStep(NamedTuple):
     """A step of the critical path: an op or a transfer from start to end, and why it was not earlier.
 
-    `why`: "start" (nothing held it back), "data" (it needed what the step before made), "rank" (its rank was busy with
-    the step before), "lane" (so was another lane of its rank), "link" (so was its link), "queue" (it came behind it
-    in the queue of a communicator), "receiver" (the other rank was busy with it, and had not come to its RECV).
+    `reason`: "start" (nothing held it back), "data" (it needed what the step before made), "rank" (its rank was busy
+    with the step before), "lane" (so was another lane of its rank), "link" (so was its link), "queue" (it came behind
+    it in the queue of a communicator), "receiver" (the other rank was busy with it, and had not come to its RECV).
     """
 
-    what: Op | Transfer
+    activity: Op | Transfer
     start: float
     end: float
-    why: Reason
+    reason: Reason
 
     def __str__(self) -> str:
-        return f"{self.start:10g} {self.end:10g}  {_describe(self.what):24} {_TEXT_BY_REASON[self.why]}".rstrip()
+        return f"{self.start:10g} {self.end:10g}  {_describe(self.activity):24} {_TEXT_BY_REASON[self.reason]}".rstrip()
 
 
 _TEXT_BY_REASON: dict[Reason, str] = {
@@ -60,16 +60,16 @@ _TEXT_BY_REASON: dict[Reason, str] = {
 
 
 class Wait(NamedTuple):
-    """An idle time of a rank, before `op`, which waits for what op `on` writes on rank `source`.
+    """An idle time of a rank, before `op`, which waits for the result of op `writer` on rank `source`.
 
-    At the end there is no `op`; where an op waits for what the caller hands in, there is no `on`.
+    At the end there is no `op`; where an op waits for what the caller hands in, there is no `writer`.
     """
 
     rank: int
     start: float
     end: float
     op: Op | None
-    on: Op | None
+    writer: Op | None
     source: int | None
 
 
